@@ -1,0 +1,16 @@
+"""jax_cudnn: any cuDNN graph as a JAX function."""
+
+from . import ops as ops
+from ._core.context import target as target
+from ._core.errors import GraphError as GraphError
+from ._core.errors import GraphTypeError as GraphTypeError
+from ._core.errors import JaxCudnnError as JaxCudnnError
+from ._core.errors import LibraryError as LibraryError
+from ._core.errors import PlanningWorkerError as PlanningWorkerError
+from ._core.errors import TargetError as TargetError
+from ._core.errors import UnsupportedGraphError as UnsupportedGraphError
+from ._core.plan import Plan as Plan
+from ._core.trace import GraphFunction as GraphFunction
+from ._core.trace import graph as graph
+from ._core.trace import plan as plan
+from .deviceless.profiles import Profile as Profile

@@ -1,0 +1,152 @@
+"""GraphSpec -> cudnn.pygraph -> Plan: the only module that drives cuDNN's frontend."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..deviceless.profiles import Profile
+from . import frontend, layout, ubjson
+from .cuda import CudaDevice
+from .dtypes import TO_CUDNN
+from .errors import UnsupportedGraphError
+from .plan import Plan, Uids, decode
+from .spec import GraphSpec
+
+# Engines of the frontend itself (CuTe DSL): they run in Python only.
+_FIRST_PYTHON_ENGINE = 20000
+
+
+def build_for_profile(spec: GraphSpec, profile: Profile) -> Plan:
+    """The plan for a GPU that is not here. Runs in the deviceless worker."""
+    cudnn = frontend.load()
+    properties = cudnn.create_device_properties(profile.properties_json)
+    return _build(spec, cudnn, device_property=properties, sm_version=profile.sm_version)
+
+
+def build_for_device(spec: GraphSpec, device: CudaDevice) -> Plan:
+    """The plan for a GPU of this process, with a real handle."""
+    cudnn = frontend.load()
+    with device.planning_handle(cudnn) as handle:
+        return _build(spec, cudnn, handle=handle)
+
+
+def versions() -> tuple[int, str]:
+    """Versions of cuDNN and of its frontend."""
+    cudnn = frontend.load()
+    return cudnn.backend_version(), cudnn.__version__
+
+
+def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
+    graph = cudnn.pygraph(
+        name="jax_cudnn",
+        io_data_type=cudnn.data_type.FLOAT,
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        **where,
+    )
+    reasons: dict[str, str] = {}
+    try:
+        _emit(spec, graph, cudnn)
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        count = graph.get_execution_plan_count()
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
+        raise _unsupported(spec, engine_reasons(str(error))) from error
+    for index in range(count):
+        name = graph.get_plan_name_at_index(index)
+        if graph.get_engine_and_knobs_at_index(index)[0] >= _FIRST_PYTHON_ENGINE:
+            reasons[name] = "runs only in the frontend's Python, not inside an XLA program"
+            continue
+        try:
+            graph.build_plan_at_index(index)
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+            reasons[name] = next(iter(engine_reasons(str(error)).values()), str(error))
+            continue
+        blob = ubjson.decode(bytes(graph.serialize()))
+        return decode(spec, blob, name, graph.get_workspace_size(), count)
+    raise _unsupported(spec, reasons or {"heuristics": "no engine was proposed"})
+
+
+def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
+    uids = Uids.of(spec)
+
+    def data_type(dtype: str) -> Any:
+        return getattr(cudnn.data_type, TO_CUDNN[dtype])
+
+    tensors: dict[str, Any] = {}
+    for uid_of, by_value in ((uids.inputs, False), (uids.constants, True)):
+        for name, uid in uid_of.items():
+            tensor = spec.tensor(name)
+            tensors[name] = graph.tensor(
+                name=name,
+                dim=list(tensor.shape),
+                stride=layout.strides(tensor.shape),
+                data_type=data_type(tensor.dtype),
+                is_pass_by_value=by_value,
+                uid=uid,
+            )
+    for call in spec.calls:
+        inputs = {port: tensors[name] for port, name in call.inputs}
+        made = call.node.emit(graph, inputs, call.name)
+        for (_, name), out in zip(call.outputs, made, strict=True):
+            tensor, uid = spec.tensor(name), uids.outputs.get(name)
+            out.set_dim(list(tensor.shape)).set_stride(layout.strides(tensor.shape))
+            out.set_data_type(data_type(tensor.dtype))
+            if uid is not None:
+                out.set_output(True).set_uid(uid)
+            tensors[name] = out
+
+
+# -- cuDNN's reasons in readable form ------------------------------------------------------------
+
+_STATUS = {
+    "LAYOUT": "the memory layout of a tensor is not supported",
+    "ARCH_MISMATCH": "made for another GPU architecture",
+    "GRAPH_PATTERN": "this pattern of operations is not supported",
+    "DATA_TYPE": "a data type is not supported",
+    "SHAPE": "a shape is not supported",
+    "PADDING": "the padding is not supported",
+}
+_ADVICE = {
+    "LAYOUT": "give the tensors rank 4 (NCHW dims, channels-last) or, around a matmul, rank 3",
+    "GRAPH_PATTERN": "cut the function into several graphs: one convolution or matmul each, "
+    "a reduction last",
+    "DATA_TYPE": "use bfloat16 or float16 inputs; leave a reduction's result float32",
+    "SHAPE": "pad channels and features to a multiple of 8",
+}
+
+
+def engine_reasons(text: str) -> dict[str, str]:
+    """``{engine: reason}`` from the text of a frontend exception.
+
+    cuDNN writes one block an engine, its checks from the innermost outwards: the first line is
+    the cause, the rest is the call stack of its checks.
+    """
+    reasons: dict[str, str] = {}
+    for block in re.split(r'(?=\{"engineId")', text):
+        engine = re.match(r'\{"engineId":(\d+)', block)
+        cause = re.search(r"Warning: CUDNN_STATUS_(\w+); Reason: (.*)", block)
+        if cause is None:
+            continue
+        status = cause[1].removeprefix("NOT_SUPPORTED").strip("_")
+        meaning = _STATUS.get(status, status.replace("_", " ").lower())
+        detail = cause[2].strip()
+        reasons[f"engine {engine[1]}" if engine else "graph"] = (
+            f"{meaning} ({detail})" if meaning else detail
+        )
+    return reasons or {"cuDNN": text.strip()}
+
+
+def _unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphError:
+    text = " ".join(reasons.values())
+    advice = [hint for status, hint in _ADVICE.items() if _STATUS[status] in text]
+    rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}
+    error = UnsupportedGraphError(
+        "cuDNN has no engine for this graph on this GPU",
+        why="; ".join(sorted(rules)) or None,
+        fix="; ".join(advice) or "split the function into smaller graphs",
+    )
+    error.graph, error.reasons = str(spec), reasons
+    return error

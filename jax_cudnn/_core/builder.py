@@ -1,0 +1,354 @@
+"""GraphBuilder: cudnn.pygraph's methods, generated from the node registry, on symbolic tensors."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, NoReturn, TypeVar
+
+import jax
+import numpy as np
+
+from .dims import Shape
+from .dtypes import canonical
+from .errors import GraphError, GraphTypeError, JaxCudnnError
+from .node import REGISTRY, Node, check_contract
+from .source import in_jax_operator, jax_caller, user_line
+from .spec import Call, GraphSpec, Tensor, intern
+
+
+class GraphTensor:
+    """A tensor of the graph being built: what ``g``'s methods take and return.
+
+    ``+`` and ``*`` are ``g.add`` and ``g.mul``; other jnp functions don't apply, because the
+    graph runs in cuDNN and holds no JAX values.
+    """
+
+    __slots__ = ("_builder", "_state")
+
+    def __init__(self, builder: GraphBuilder, state: Tensor):
+        self._builder, self._state = builder, state
+
+    @property
+    def name(self) -> str:
+        return self._state.name
+
+    @property
+    def shape(self) -> Shape:
+        return self._state.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self._state.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype the tensor has when it leaves the graph (inside it may be float32)."""
+        return jax.numpy.dtype(self._state.dtype)
+
+    def get_dim(self) -> list[int]:
+        return list(self.shape)
+
+    def set_data_type(self, data_type: Any) -> GraphTensor:
+        """Round the tensor to this dtype, as output and as input of later operations."""
+        return self._builder._set_dtype(self, canonical(data_type))
+
+    def set_dim(self, dim: Sequence[int]) -> GraphTensor:
+        """Give the output's shape to an operation that leaves it open (a reduction)."""
+        return self._builder._set_dim(self, tuple(dim))
+
+    def set_output(self, is_output: bool = True) -> GraphTensor:
+        """Accepted for pygraph's sake; the tensors a graph function returns are its outputs."""
+        return self
+
+    def set_name(self, name: str) -> GraphTensor:
+        """Accepted for pygraph's sake; printed graphs use the operations' names."""
+        return self
+
+    def __add__(self, other):
+        return self._builder._apply("add", self, other)
+
+    def __mul__(self, other):
+        return self._builder._apply("mul", self, other)
+
+    def __radd__(self, other):
+        return self._builder._apply("add", other, self)
+
+    def __rmul__(self, other):
+        return self._builder._apply("mul", other, self)
+
+    def __array_ufunc__(self, ufunc: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
+        # NumPy array + graph tensor arrives here, and so does np.tanh(graph tensor).
+        if kind == "__call__" and ufunc in (np.add, np.multiply):
+            return self._builder._apply("add" if ufunc is np.add else "mul", *args)
+        raise self._refusal(ufunc.__name__)
+
+    @property
+    def __jax_array__(self) -> Any:
+        # For JAX array + graph tensor we are no array: then JAX's operator defers to __radd__.
+        # Everywhere else JAX's question whether we are one is answered with the error itself.
+        if in_jax_operator():
+            raise AttributeError("__jax_array__")
+        raise self._refusal(jax_caller())
+
+    def _raise(self, *_: Any, **__: Any) -> NoReturn:
+        raise self._refusal(jax_caller())
+
+    __array__ = _raise
+
+    def _refusal(self, called: str | None) -> GraphTypeError:
+        return refusal(called, user_line(), str(self._state))
+
+    def __repr__(self) -> str:
+        return f"<graph tensor {self._state}>"
+
+
+def refusal(called: str | None, where: str, got: str | None = None) -> GraphTypeError:
+    """The error for a graph tensor given to something that is no method of g."""
+    methods = [m for m, node in REGISTRY.items() if called in (m, *node.jax_names)]
+    return GraphTypeError(
+        f"{called or 'an array function'} got a graph tensor",
+        got=got,
+        why="inside @jax_cudnn.graph values are symbolic: only g's methods apply to them",
+        fix=(f"use g.{methods[0]}(...)" if methods else f"g offers {', '.join(REGISTRY)}")
+        + "; or return the tensor and apply jnp outside the graph",
+        where=where,
+    )
+
+
+def _refuse_operator(method: str, called: str) -> None:
+    def refuse(self: GraphTensor, *_: Any) -> NoReturn:
+        raise self._refusal(called)
+
+    setattr(GraphTensor, method, refuse)
+
+
+for _method, _called in {
+    **{f"__{name}__": f"operator {name}" for name in ("sub", "rsub", "truediv", "rtruediv")},
+    **{f"__{name}__": f"operator {name}" for name in ("matmul", "rmatmul", "neg", "pow")},
+    **{f"__{name}__": f"comparison {name}" for name in ("lt", "gt", "le", "ge")},
+    **{f"__{name}__": f"{name}()" for name in ("float", "int", "len", "iter")},
+    "__bool__": "a condition (if, while, and, or)",
+    "__getitem__": "indexing",
+}.items():
+    _refuse_operator(_method, _called)
+
+
+class GraphBuilder:
+    """Collects operations; its methods mirror ``cudnn.pygraph`` by name and keyword.
+
+    Every method also takes ``name=`` and ``compute_data_type=`` (float32 only).
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._calls: list[Call] = []
+        self._inputs: list[str] = []
+        self._typed: set[str] = set()  # tensors whose dtype the user chose
+        self._captured: dict[int, tuple[Any, GraphTensor]] = {}
+
+    @property
+    def captured(self) -> list[Any]:
+        """Arrays that the user's function closed over, in the order of their inputs."""
+        return [array for array, _ in self._captured.values()]
+
+    def input(self, name: str, shape: Shape, dtype: Any) -> GraphTensor:
+        """Declare an operand of the graph."""
+        while name in self._tensors:
+            name += "_"
+        self._inputs.append(name)
+        return self._add(Tensor(name, tuple(shape), canonical(dtype)))
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        near = difflib.get_close_matches(method, REGISTRY, n=3, cutoff=0.5)
+        raise AttributeError(
+            f"g has no operation {method!r}"
+            + (f"; did you mean {' or '.join(f'g.{m}' for m in near)}?" if near else "")
+            + f" It has: {', '.join(REGISTRY)}."
+        )
+
+    def finish(self, outputs: Sequence[GraphTensor]) -> GraphSpec:
+        """The spec that computes ``outputs``; operations and inputs they don't need are left out.
+
+        The dtype an intermediate was given by inference is that of an output; as an
+        intermediate it stays float32.
+        """
+        names = tuple(dict.fromkeys(tensor.name for tensor in outputs))
+        needed, calls = set(names), []
+        for call in reversed(self._calls):
+            if needed & {name for _, name in call.outputs}:
+                calls.insert(0, call)
+                needed |= {name for _, name in (*call.inputs, *call.outputs)}
+        fixed = self._typed | set(names) | set(self._inputs)
+        tensors = tuple(
+            t if t.name in fixed else replace(t, dtype="float32")
+            for t in self._tensors.values()
+            if t.name in needed
+        )
+        inputs = tuple(name for name in self._inputs if name in needed)
+        return intern(GraphSpec(tensors, tuple(calls), inputs, names))
+
+    # -- what the generated methods do ---------------------------------------------------------
+
+    def _apply(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        cls = REGISTRY[method]
+        try:
+            bound = _SIGNATURES[method].bind(*args, **kwargs)
+        except TypeError as error:
+            raise GraphTypeError(
+                f"g.{method}: {error}",
+                expected=f"g.{method}{_SIGNATURES[method]}",
+                where=user_line(),
+            ) from None
+        given = bound.arguments
+        try:
+            _check_compute_type(given.pop("compute_data_type", None))
+            given.pop("name", None)
+            ports = {port: given.pop(port) for port in cls.ports.input_names}
+            node = cls.create(**given)
+            rank = max((np.ndim(v) for v in ports.values()), default=0)
+            inputs = {port: self._lift(value, port, rank) for port, value in ports.items()}
+            return self._append(node, inputs)
+        except JaxCudnnError as error:
+            error.summary = f"g.{method}: {error.summary}"
+            error.where = error.where or user_line()
+            raise
+
+    def _append(self, node: Node, inputs: dict[str, Tensor]) -> Any:
+        outputs = node.infer(inputs)
+        name = f"{node.method}.{sum(c.node.method == node.method for c in self._calls)}"
+        made = [
+            self._add(Tensor(f"{name}::{port}", shape, dtype))
+            for port, (shape, dtype) in outputs.items()
+        ]
+        self._calls.append(
+            Call(
+                node,
+                name,
+                tuple((port, tensor.name) for port, tensor in inputs.items()),
+                tuple((port, t.name) for port, t in zip(outputs, made, strict=True)),
+            )
+        )
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _add(self, state: Tensor) -> GraphTensor:
+        self._tensors[state.name] = state
+        return GraphTensor(self, state)
+
+    def _lift(self, value: Any, port: str, rank: int) -> Tensor:
+        """The spec's tensor for an argument: a graph tensor, a number, or a closed-over array."""
+        if isinstance(value, GraphTensor):
+            if value._builder is not self:
+                raise GraphError(
+                    f"{port!r} belongs to another graph",
+                    got=repr(value),
+                    fix="a graph tensor lives inside one call of one @jax_cudnn.graph function; "
+                    "pass values between graphs as outputs and arguments",
+                )
+            return value._state
+        if isinstance(value, numbers.Real) and not isinstance(value, np.generic):
+            constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, "float32", float(value))
+            self._add(constant)
+            return constant
+        if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+            if id(value) not in self._captured:
+                array = jax.numpy.asarray(value)
+                tensor = self.input(f"captured{len(self._captured)}", array.shape, array.dtype)
+                # The user's object is kept alive so that its id stays taken.
+                self._captured[id(value)] = (value, tensor)
+            return self._captured[id(value)][1]._state
+        raise GraphTypeError(
+            f"{port!r} is no tensor",
+            expected="a graph tensor, a JAX or NumPy array, or a Python number",
+            got=f"{type(value).__name__}: {value!r}"[:200],
+        )
+
+    # -- what the user may change after an operation was added ----------------------------------
+
+    def _set_dtype(self, tensor: GraphTensor, dtype: str) -> GraphTensor:
+        self._unused(tensor, "set_data_type")
+        self._typed.add(tensor.name)
+        tensor._state = self._tensors[tensor.name] = replace(tensor._state, dtype=dtype)
+        return tensor
+
+    def _set_dim(self, tensor: GraphTensor, dim: Shape) -> GraphTensor:
+        if dim == tensor.shape:
+            return tensor
+        self._unused(tensor, "set_dim")
+        index = next(
+            (i for i, c in enumerate(self._calls) if tensor.name in dict(c.outputs).values()), None
+        )
+        call = None if index is None else self._calls[index]
+        if call is None or "out_dims" not in {f.name for f in fields(call.node)}:
+            raise GraphError(
+                f"the shape of {tensor.name} follows from its inputs",
+                expected=str(list(tensor.shape)),
+                got=f"set_dim({list(dim)})",
+                where=user_line(),
+            )
+        node = replace(call.node, out_dims=dim)  # pyright: ignore[reportCallIssue]
+        try:
+            node.infer({port: self._tensors[name] for port, name in call.inputs})
+        except JaxCudnnError as error:
+            error.where = error.where or user_line()
+            raise
+        assert index is not None
+        self._calls[index] = replace(call, node=node)
+        tensor._state = self._tensors[tensor.name] = replace(tensor._state, shape=dim)
+        return tensor
+
+    def _unused(self, tensor: GraphTensor, method: str) -> None:
+        if any(tensor.name in dict(c.inputs).values() for c in self._calls):
+            raise GraphError(
+                f"{method} after {tensor.name} was used",
+                fix="call it on the result right away: "
+                f"g.operation(...).{method}(...)",
+                where=user_line(),
+            )
+
+
+def _check_compute_type(data_type: Any) -> None:
+    if data_type is not None and canonical(data_type) != "float32":
+        raise GraphTypeError(
+            "unsupported compute_data_type", expected="float32", got=canonical(data_type)
+        )
+
+
+def _signature(cls: type[Node]) -> inspect.Signature:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ports = [inspect.Parameter(name, kind) for name in cls.ports.input_names]
+    create = cls.create if "create" in cls.__dict__ else cls
+    attributes = [
+        p for p in inspect.signature(create).parameters.values() if p.name not in ("self", "cls")
+    ]
+    extra = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in (("name", ""), ("compute_data_type", None))
+    ]
+    return inspect.Signature([*ports, *attributes, *extra])
+
+
+_SIGNATURES: dict[str, inspect.Signature] = {}
+
+N = TypeVar("N", bound=type[Node])
+
+
+def register(cls: N) -> N:
+    """Class decorator: checks a node's contract, adds it to the registry and its method to g."""
+    check_contract(cls)
+    name = cls.method
+    REGISTRY[name], _SIGNATURES[name] = cls, _signature(cls)
+
+    def method(self: GraphBuilder, *args: Any, **kwargs: Any) -> Any:
+        return self._apply(name, *args, **kwargs)
+
+    method.__name__, method.__qualname__, method.__doc__ = name, f"GraphBuilder.{name}", cls.__doc__
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    method.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+        [self_parameter, *_SIGNATURES[name].parameters.values()]
+    )
+    setattr(GraphBuilder, name, method)
+    return cls

@@ -1,0 +1,46 @@
+"""The only home of jax._src and of branches on versions."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax._src import dispatch
+from jax._src import sharding_impls as _sharding_impls
+from jax.extend.core import Primitive
+
+OLDEST_JAX = (0, 10, 2)
+
+
+def new_primitive(name: str) -> Primitive:
+    """A primitive with several results that runs eagerly through jit, and whose lowering rules
+    are run for each device assignment, which they can then see."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+    # Without this one lowering serves all devices, and no rule knows for which it is.
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+    return primitive
+
+
+def lowering_devices(ctx: Any) -> tuple[jax.Device, ...]:
+    """The devices of the compilation a lowering rule runs for (empty when there are none)."""
+    axis_context = ctx.module_context.axis_context
+    if isinstance(axis_context, _sharding_impls.SPMDAxisContext):
+        mesh = axis_context.mesh
+        return tuple(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else ()
+    return tuple(getattr(axis_context, "device_assignment", None) or ())
+
+
+def varying_axes(aval: Any) -> frozenset:
+    """The manual mesh axes over which an abstract value varies (shard_map's check_vma)."""
+    manual = getattr(aval, "manual_axis_type", None)
+    if manual is not None:
+        return frozenset(manual.varying)
+    return frozenset(getattr(aval, "vma", ()))
+
+
+def is_cuda(device: jax.Device) -> bool:
+    """Whether a device is an NVIDIA GPU (ROCm devices have the platform "gpu", too)."""
+    return device.platform == "gpu" and "cuda" in device.client.platform_version.lower()

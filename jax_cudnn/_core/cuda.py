@@ -1,0 +1,81 @@
+"""The CUDA driver as far as planning needs it: one device's context around a cuDNN handle."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import LibraryError
+
+
+@dataclass(frozen=True)
+class CudaDevice:
+    """A GPU of this process by its CUDA ordinal."""
+
+    ordinal: int
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes the device's primary context current, as cuDNN expects it."""
+        driver = _driver()
+        device, context, previous = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        _check(driver.cuDeviceGet(ctypes.byref(device), self.ordinal), "cuDeviceGet")
+        retained = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        _check(retained, "cuDevicePrimaryCtxRetain")
+        _check(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+        try:
+            yield
+        finally:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(previous))
+            driver.cuDevicePrimaryCtxRelease_v2(device)
+
+    @contextlib.contextmanager
+    def planning_handle(self, cudnn: Any) -> Iterator[Any]:
+        """The device's cuDNN handle for planning, used by one thread at a time."""
+        with _planning_lock(self), self.current():
+            yield _planning_handle(self, cudnn)
+
+    def properties(self, cudnn: Any) -> str:
+        """The device's properties as cuDNN writes them (JSON text)."""
+        return _properties(self, cudnn)
+
+
+@functools.cache
+def _planning_lock(device: CudaDevice) -> threading.RLock:
+    return threading.RLock()
+
+
+@functools.cache
+def _planning_handle(device: CudaDevice, cudnn: Any) -> Any:
+    # Never destroyed: cuDNN may be torn down before us when the process ends.
+    return cudnn.create_handle()
+
+
+@functools.cache
+def _properties(device: CudaDevice, cudnn: Any) -> str:
+    with _planning_lock(device), device.current():
+        return bytes(cudnn.create_device_properties(device.ordinal).serialize()).decode()
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise LibraryError(
+            "the CUDA driver cannot be loaded",
+            got=str(error),
+            fix="install NVIDIA's driver, or plan for another machine with jax_cudnn.target",
+        ) from error
+
+
+def _check(status: int, call: str) -> None:
+    if status != 0:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise LibraryError(f"{call} failed", got=f"{status}: {(text.value or b'?').decode()}")

@@ -1,0 +1,84 @@
+"""One family of exceptions. Each says what was expected, what was got, why, and what to do."""
+
+from __future__ import annotations
+
+
+class JaxCudnnError(Exception):
+    """Base of every error this package raises on purpose.
+
+    ``expected``, ``got``, ``why`` and ``fix`` are the parts of the message, kept as attributes
+    so that tools can use them.
+    """
+
+    def __init__(
+        self,
+        summary: str,
+        *,
+        expected: str | None = None,
+        got: str | None = None,
+        why: str | None = None,
+        fix: str | None = None,
+        where: str | None = None,
+    ):
+        self.summary, self.expected, self.got = summary, expected, got
+        self.why, self.fix, self.where = why, fix, where
+        super().__init__(summary)
+
+    def __str__(self) -> str:
+        parts = [self.summary]
+        for label in ("expected", "got", "why", "where", "fix"):
+            text = getattr(self, label)
+            if text:
+                title = {"fix": "what to do", "where": "at"}.get(label, label)
+                parts.append(f"  {title}: {text}")
+        return "\n".join(parts)
+
+    def __reduce__(self):
+        # Errors cross the pipe of the planning worker; keyword arguments must survive pickling.
+        return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _rebuild(cls: type[JaxCudnnError], state: dict) -> JaxCudnnError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, state.get("summary", ""))
+    error.__dict__.update(state)
+    return error
+
+
+class GraphError(JaxCudnnError, ValueError):
+    """A graph that cannot be written so: a wrong shape, rank, attribute or port."""
+
+
+class GraphTypeError(JaxCudnnError, TypeError):
+    """A value of the wrong kind: a wrong dtype, or something that is no graph tensor."""
+
+
+class UnsupportedGraphError(JaxCudnnError, NotImplementedError):
+    """cuDNN has no engine for this graph on this GPU.
+
+    ``graph`` is the printed graph, ``reasons`` maps each engine (or step) to cuDNN's reason.
+    """
+
+    graph: str = ""
+    reasons: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if self.reasons:
+            lines = "\n".join(f"    {engine}: {reason}" for engine, reason in self.reasons.items())
+            text += f"\n  cuDNN's reasons:\n{lines}"
+        if self.graph:
+            text += "\n  graph:\n" + "\n".join("    " + line for line in self.graph.splitlines())
+        return text
+
+
+class TargetError(JaxCudnnError, ValueError):
+    """No GPU to plan for: none in the compilation and no ``jax_cudnn.target``, or mixed models."""
+
+
+class LibraryError(JaxCudnnError, RuntimeError):
+    """cuDNN, its frontend or our binary is missing, or two copies disagree."""
+
+
+class PlanningWorkerError(JaxCudnnError, RuntimeError):
+    """The subprocess that plans without a GPU died; its output is part of the message."""

@@ -1,0 +1,81 @@
+"""The shared library: found, registered with XLA, and the custom call into it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import layout
+from .errors import LibraryError
+from .plan import Plan
+from .spec import GraphSpec
+
+TARGET = "jax_cudnn"
+TIMED_TARGET = "jax_cudnn_timed"
+LIBRARY = Path(__file__).parent.parent / "_lib" / "libjax_cudnn.so"
+PLATFORM = "CUDA"  # lower case is accepted by JAX, and then never registered
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The executor. RTLD_LOCAL: its C++ runtime must not meet another library's."""
+    try:
+        loaded = ctypes.CDLL(str(LIBRARY), mode=ctypes.RTLD_LOCAL)
+    except OSError as error:
+        raise LibraryError(
+            "jax_cudnn's executor library cannot be loaded",
+            got=str(error),
+            why="it is built for Linux only, by `pip install`; elsewhere graphs run as their "
+            "reference, on CPU and TPU",
+            fix="install the wheel for this system, or build it: pip install . (needs a C++17 "
+            "compiler)",
+        ) from error
+    loaded.JaxCudnnLoadedPath.restype = ctypes.c_char_p
+    loaded.JaxCudnnLoadedVersion.restype = ctypes.c_int64
+    loaded.JaxCudnnSetFallbackPath(os.fsencode(_packaged_cudnn() or ""))
+    return loaded
+
+
+@functools.cache
+def register(target: str = TARGET) -> None:
+    """Registers the handlers with XLA; safe without a CUDA plugin, where nothing calls them."""
+    loaded, kind = library(), "Timed" if target == TIMED_TARGET else ""
+    handlers = {
+        "instantiate": loaded.JaxCudnnInstantiate,
+        "initialize": getattr(loaded, f"JaxCudnn{kind}Initialize"),
+        "execute": getattr(loaded, f"JaxCudnn{kind}Execute"),
+    }
+    capsules = {stage: jax.ffi.pycapsule(function) for stage, function in handlers.items()}
+    jax.ffi.register_ffi_target(target, capsules, platform=PLATFORM)
+
+
+def call(
+    plan: Plan, spec: GraphSpec, name: str, *operands: Any, target: str = TARGET
+) -> Sequence[jax.Array]:
+    """The custom call: operands and outputs in the plan's layouts, workspace added and dropped."""
+    register(target)
+    results = [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in spec.output_tensors]
+    workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
+    *outputs, _ = jax.ffi.ffi_call(
+        target,
+        [*results, workspace],
+        input_layouts=[layout.major_to_minor(len(t.shape)) for t in spec.input_tensors],
+        output_layouts=[*(layout.major_to_minor(len(r.shape)) for r in results), (0,)],
+    )(*operands, **plan.attributes(name))
+    return outputs
+
+
+def _packaged_cudnn() -> str | None:
+    """libcudnn of the nvidia-cudnn package, for a process in which JAX has loaded none."""
+    packages = sysconfig.get_path("purelib")
+    found = glob.glob(os.path.join(packages, "nvidia", "cudnn", "lib", "libcudnn.so.9"))
+    return found[0] if found else None

@@ -1,0 +1,110 @@
+"""cuDNN's Python frontend, loaded on demand and tied to the cuDNN that JAX has loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import threading
+from typing import Any
+
+from .errors import LibraryError
+
+OLDEST_FRONTEND = (1, 28)
+OLDEST_CUDNN = 91900
+INSTALL = "pip install 'jax-cudnn[cuda12]' (or [cuda13], the CUDA of your jaxlib plugin)"
+
+_lock = threading.Lock()
+
+
+def load() -> Any:
+    """The module ``cudnn``; LibraryError when it or cuDNN is missing, too old, or mixed."""
+    with _lock:  # the import below is not thread-safe: it loads and registers a library
+        return _load()
+
+
+@functools.cache
+def _load() -> Any:
+    if importlib.util.find_spec("cudnn") is None:
+        raise LibraryError(
+            "nvidia-cudnn-frontend is not installed",
+            why="it builds the cuDNN plans",
+            fix=INSTALL,
+        )
+    loaded = _loaded_library()
+    try:
+        import cudnn  # pyright: ignore[reportMissingImports]
+
+        if loaded is not None:
+            # The frontend may have opened another copy (LD_LIBRARY_PATH comes first for it).
+            # Plans must come from the copy that runs them: the one JAX has loaded.
+            cudnn._pybind_module._set_dlhandle_cudnn(loaded._handle)
+        version = cudnn.backend_version()
+    except LibraryError:
+        raise
+    except Exception as error:
+        raise LibraryError(
+            "cuDNN or its frontend cannot be loaded",
+            got=f"{type(error).__name__}: {error}",
+            why="libcudnn.so.9 is looked for in LD_LIBRARY_PATH, then in nvidia/cudnn/lib of "
+            "site-packages, then by the dynamic linker",
+            fix=INSTALL,
+        ) from error
+    _require(version, cudnn.__version__)
+    if loaded is not None and loaded.cudnnGetVersion() != version:
+        raise LibraryError(
+            "two copies of cuDNN of different versions are loaded",
+            expected=f"{version_text(loaded.cudnnGetVersion())}, the one JAX has loaded",
+            got=f"{version_text(version)} in cuDNN's frontend",
+            why="loaded copies: " + ", ".join(loaded_paths()),
+            fix="keep one of them: unset LD_LIBRARY_PATH, or uninstall the other",
+        )
+    return cudnn
+
+
+def _require(version: int, frontend: str) -> None:
+    numbers = tuple(int(part) for part in frontend.split(".")[:2])
+    if numbers < OLDEST_FRONTEND:
+        raise LibraryError(
+            "nvidia-cudnn-frontend is too old",
+            expected=f">= {'.'.join(map(str, OLDEST_FRONTEND))}",
+            got=frontend,
+            fix="pip install -U nvidia-cudnn-frontend",
+        )
+    if version < OLDEST_CUDNN:
+        raise LibraryError(
+            "cuDNN is too old",
+            expected=f">= {version_text(OLDEST_CUDNN)}",
+            got=f"{version_text(version)} from {', '.join(loaded_paths())}",
+            fix="pip install -U nvidia-cudnn-cu12 (or -cu13), and keep LD_LIBRARY_PATH free of "
+            "other copies",
+        )
+
+
+def version_text(version: int) -> str:
+    """91900 -> '9.19.0'."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _loaded_library() -> ctypes.CDLL | None:
+    """The libcudnn.so.9 that this process has loaded already (by JAX, when it has a GPU)."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return None
+    try:
+        library = ctypes.CDLL("libcudnn.so.9", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+    library.cudnnGetVersion.restype = ctypes.c_size_t
+    return library
+
+
+def loaded_paths() -> list[str]:
+    """Real paths of all copies of libcudnn.so in this process."""
+    try:
+        with open("/proc/self/maps") as maps:
+            fields = (line.split(maxsplit=5) for line in maps)
+            paths = (f[5].strip() for f in fields if len(f) == 6 and "libcudnn.so" in f[5])
+            return sorted(set(paths))
+    except OSError:
+        return []

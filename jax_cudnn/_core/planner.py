@@ -1,0 +1,75 @@
+"""Which plan a graph gets: planned once for equal graphs, GPUs and versions, kept in memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from ..deviceless import client
+from ..deviceless.profiles import Profile
+from . import build, frontend
+from .cuda import CudaDevice
+from .errors import JaxCudnnError, UnsupportedGraphError
+from .plan import Plan, canonical_properties
+from .spec import GraphSpec
+
+log = logging.getLogger("jax_cudnn")
+
+_plans: dict[Any, Future[Plan]] = {}
+_lock = threading.Lock()
+
+
+def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Plan:
+    """The plan of a graph for a GPU, built at most once however many threads ask.
+
+    On a GPU of this process a real handle plans; for a profile the deviceless worker does, also
+    where there is a GPU. Raises what planning raised, for each caller anew.
+    """
+    key = (spec.canonical(), *_identity(site))
+    with _lock:
+        future = _plans.get(key)
+        mine = future is None
+        if future is None:
+            future = _plans[key] = Future()
+    if not mine:
+        return future.result()
+    try:
+        started = time.perf_counter()
+        result = _build(spec.canonical(), site)
+        log.debug("%s: planned in %.3f s: %s", name, time.perf_counter() - started, result)
+        future.set_result(result)
+        return result
+    except BaseException as error:
+        # A failure is not remembered: the user may mend the installation and try again.
+        with _lock:
+            del _plans[key]
+        future.set_exception(error)
+        if isinstance(error, JaxCudnnError):
+            error.summary = f"{name}: {error.summary}"
+        if isinstance(error, UnsupportedGraphError):
+            error.graph = str(spec)  # in the user's names
+        raise
+
+
+def _build(spec: GraphSpec, site: Profile | CudaDevice) -> Plan:
+    if isinstance(site, CudaDevice):
+        return build.build_for_device(spec, site)
+    return client.call("jax_cudnn._core.build:build_for_profile", spec, site)
+
+
+def _identity(site: Profile | CudaDevice) -> tuple[Any, ...]:
+    """What a plan depends on besides its graph: equal for equal GPUs of one host."""
+    if isinstance(site, CudaDevice):
+        cudnn = frontend.load()
+        properties = canonical_properties(site.properties(cudnn))
+        return "device", properties, cudnn.backend_version(), cudnn.__version__
+    return "profile", site
+
+
+def clear() -> None:
+    """Forget all plans (tests and benchmarks)."""
+    with _lock:
+        _plans.clear()

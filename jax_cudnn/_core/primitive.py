@@ -1,0 +1,86 @@
+"""The primitives, parameterised by a GraphSpec: bind, abstract evaluation, lowering.
+
+``cudnn_p`` is what a user's program holds: batching, derivatives and partitioning see it.
+``cudnn_local_p`` is the same graph on the shapes of one device: where lowering starts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from . import autodiff, batching as batching_rules, compat, context, ffi, planner
+from .errors import GraphError
+from .reference import evaluate
+from .spec import GraphSpec
+
+cudnn_p = compat.new_primitive("cudnn")
+cudnn_local_p = compat.new_primitive("cudnn_local")
+
+
+def bind(spec: GraphSpec, name: str, *operands: Any) -> list[jax.Array]:
+    """Apply a graph to arrays in the order of ``spec.inputs``; ``name`` is the user's function."""
+    with jax.named_scope(name):
+        return cudnn_p.bind(*_align_varying(operands), spec=spec, name=name)
+
+
+def _align_varying(operands: tuple[Any, ...]) -> list[Any]:
+    """Inside shard_map all operands must vary over the same mesh axes, as jnp's own do."""
+    varying = [compat.varying_axes(jax.typeof(operand)) for operand in operands]
+    union = frozenset().union(*varying)
+    return [
+        operand if axes == union else jax.lax.pcast(operand, tuple(union - axes), to="varying")
+        for operand, axes in zip(operands, varying, strict=True)
+    ]
+
+
+def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
+    for tensor, aval in zip(spec.input_tensors, avals, strict=True):
+        if (aval.shape, aval.dtype.name) != (tensor.shape, tensor.dtype):
+            raise GraphError(
+                f"{name}: operand {tensor.name!r} does not fit the graph",
+                expected=str(tensor),
+                got=f"{aval.dtype.name}{list(aval.shape)}",
+                why="a traced graph has fixed shapes and dtypes",
+            )
+    if any(axis is not None for aval in avals for axis in aval.sharding.spec):
+        # Explicit sharding: jnp's rules say how the outputs of the same computation are sharded.
+        return list(jax.make_jaxpr(functools.partial(evaluate, spec))(*avals).out_avals)
+    template = avals[0]
+    return [
+        template.update(
+            shape=tensor.shape,
+            dtype=jax.numpy.dtype(tensor.dtype),
+            weak_type=False,
+            sharding=template.sharding.update(spec=PartitionSpec(*[None] * len(tensor.shape))),
+        )
+        for tensor in spec.output_tensors
+    ]
+
+
+def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
+    return cudnn_local_p.bind(*operands, spec=spec, name=name)
+
+
+def _reference(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
+    return evaluate(spec, *operands)
+
+
+def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
+    site = context.lowering_site(ctx, spec, name)
+    plan = planner.plan(spec, site, name)
+    call = functools.partial(ffi.call, plan, spec, name)
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+
+
+for _primitive in (cudnn_p, cudnn_local_p):
+    _primitive.def_abstract_eval(_abstract_eval)
+mlir.register_lowering(cudnn_p, mlir.lower_fun(_local, multiple_results=True))
+mlir.register_lowering(cudnn_local_p, mlir.lower_fun(_reference, multiple_results=True))
+mlir.register_lowering(cudnn_local_p, _lower_cuda, platform="cuda")
+ad.primitive_jvps[cudnn_p] = functools.partial(autodiff.jvp, cudnn_p)
+batching.primitive_batchers[cudnn_p] = batching_rules.batch

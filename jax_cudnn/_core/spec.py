@@ -1,0 +1,142 @@
+"""GraphSpec: a cuDNN graph as a frozen, hashable, printable value. Everything flows as this."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .dims import Shape
+from .dtypes import itemsize
+from .node import Node
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An edge of the graph. ``value`` is set for by-value constants (a Python scalar)."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    value: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    def __str__(self) -> str:
+        if self.value is not None:
+            return repr(self.value)
+        return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One node with the names of the tensors at its ports."""
+
+    node: Node
+    name: str
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class GraphSpec:
+    """A graph in topological order.
+
+    An intermediate is rounded to its tensor's dtype (float32 unless the user said otherwise),
+    and so is an output: the spec alone states every rounding point.
+    """
+
+    tensors: tuple[Tensor, ...]
+    calls: tuple[Call, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    # JAX hashes and compares a primitive's parameters several times in each trace.
+    def __hash__(self) -> int:
+        if "hash" not in self._cache:
+            self._cache["hash"] = hash(self._key())
+        return self._cache["hash"]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, GraphSpec)
+            and hash(self) == hash(other)
+            and self._key() == other._key()
+        )
+
+    def _key(self) -> tuple:
+        return self.tensors, self.calls, self.inputs, self.outputs
+
+    def __reduce__(self):
+        return GraphSpec, self._key()
+
+    def tensor(self, name: str) -> Tensor:
+        if "tensors" not in self._cache:
+            self._cache["tensors"] = {t.name: t for t in self.tensors}
+        return self._cache["tensors"][name]
+
+    @property
+    def input_tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self.tensor(name) for name in self.inputs)
+
+    @property
+    def output_tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self.tensor(name) for name in self.outputs)
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in self.tensors if t.value is not None)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every dimension is a number (symbolic export has dimension expressions)."""
+        return all(isinstance(size, int) for t in self.tensors for size in t.shape)
+
+    def canonical(self) -> GraphSpec:
+        """The same graph with tensors named by position: equal for equal graphs."""
+        if "canonical" not in self._cache:
+            new = {t.name: f"t{i}" for i, t in enumerate(self.tensors)}
+            calls = tuple(
+                Call(
+                    call.node,
+                    f"n{i}",
+                    tuple((port, new[name]) for port, name in call.inputs),
+                    tuple((port, new[name]) for port, name in call.outputs),
+                )
+                for i, call in enumerate(self.calls)
+            )
+            self._cache["canonical"] = intern(
+                GraphSpec(
+                    tuple(replace(t, name=new[t.name]) for t in self.tensors),
+                    calls,
+                    tuple(new[name] for name in self.inputs),
+                    tuple(new[name] for name in self.outputs),
+                )
+            )
+        return self._cache["canonical"]
+
+    def __str__(self) -> str:
+        lines = [f"graph({', '.join(str(t) for t in self.input_tensors)})"]
+        for call in self.calls:
+            args = [
+                f"{port}={t.value if t.value is not None else t.name}"
+                for port, t in ((port, self.tensor(name)) for port, name in call.inputs)
+            ]
+            args += [f"{key}={value}" for key, value in call.node.keywords().items()]
+            outs = ", ".join(str(self.tensor(name)) for _, name in call.outputs)
+            lines.append(f"  {outs} = {call.node.method}({', '.join(args)})")
+        lines.append(f"  return {', '.join(self.outputs)}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"GraphSpec({' '.join(call.node.method for call in self.calls)})"
+
+
+@functools.lru_cache(maxsize=4096)
+def intern(spec: GraphSpec) -> GraphSpec:
+    """One object for equal specs, so that later comparisons are by identity."""
+    return spec

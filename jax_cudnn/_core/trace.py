@@ -1,0 +1,264 @@
+"""``@graph``: a Python function of graph operations becomes a JAX function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import context, planner
+from .builder import GraphBuilder, GraphTensor, refusal
+from .errors import GraphError, GraphTypeError, JaxCudnnError
+from .plan import Plan
+from .primitive import bind
+from .source import raised_in, user_line
+from .spec import GraphSpec
+
+_TRACE_CACHE_SIZE = 4096
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one trace of a user's function gave.
+
+    ``leaves`` says where each leaf of the result comes from: an output of the spec (its name)
+    or an operand handed through (its position). ``operands`` are the positions, among the array
+    arguments followed by the captured arrays, of the spec's inputs.
+    """
+
+    spec: GraphSpec
+    operands: tuple[int, ...]
+    leaves: tuple[str | int, ...]
+    structure: Any
+    captured: tuple[Any, ...]
+
+
+class GraphFunction:
+    """A cuDNN graph as a JAX function; made by :func:`graph`."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self._cached = functools.lru_cache(maxsize=_TRACE_CACHE_SIZE)(self._cacheable_trace)
+
+    def __call__(self, *args: Any, **static: Any) -> Any:
+        arrays, trace = self.trace(*args, **static)
+        values = [*arrays, *map(jnp.asarray, trace.captured)]
+        outputs = bind(trace.spec, self.name, *(values[i] for i in trace.operands))
+        named = dict(zip(trace.spec.outputs, outputs, strict=True))
+        leaves = [values[at] if isinstance(at, int) else named[at] for at in trace.leaves]
+        return jax.tree.unflatten(trace.structure, leaves)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        raise GraphTypeError(
+            f"{self.name}: @jax_cudnn.graph does not decorate methods",
+            why="its first argument is g, and self would be traced as an array",
+            fix="decorate a function and call it from the method",
+        )
+
+    def trace(self, *args: Any, **static: Any) -> tuple[list[Any], Trace]:
+        """The array arguments in order, and the trace for their shapes and the statics."""
+        leaves, structure = jax.tree.flatten(args, is_leaf=lambda leaf: leaf is None)
+        arrays, slots = [], []
+        for leaf in leaves:
+            if _is_static(leaf):
+                slots.append(leaf)
+            else:
+                array = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _array(self, leaf)
+                arrays.append(array)
+                slots.append(_Aval(tuple(array.shape), jnp.dtype(array.dtype).name))
+        for key, value in static.items():
+            if isinstance(value, (jax.Array, np.ndarray)):
+                raise GraphTypeError(
+                    f"{self.name}: keyword argument {key!r} is an array",
+                    expected="arrays as positional arguments; keyword arguments are static",
+                    fix=f"call {self.name}(..., {key}) by position",
+                )
+        key = (structure, tuple((type(slot), slot) for slot in slots), tuple(static.items()))
+        try:
+            hash(key)
+        except TypeError as error:
+            raise GraphTypeError(
+                f"{self.name}: a static argument is not hashable",
+                expected="Python scalars, strings, tuples and other hashable values",
+                got=str(error),
+                fix="pass lists as tuples",
+            ) from None
+        try:
+            return arrays, self._cached(key)
+        except _Captures as captures:
+            return arrays, captures.trace
+
+    def _cacheable_trace(self, key: tuple) -> Trace:
+        trace = self._trace(key)
+        if trace.captured:
+            # A closed-over array may be another one (or another tracer) at the next call;
+            # lru_cache keeps no result of a call that raises.
+            raise _Captures(trace)
+        return trace
+
+    def _trace(self, key: tuple) -> Trace:
+        structure, slots, static = key
+        slots = [slot for _, slot in slots]
+        builder = GraphBuilder()
+        names = iter(_input_names(self.fn, structure))
+        leaves = []
+        for slot in slots:
+            name = next(names)
+            aval = isinstance(slot, _Aval)
+            leaves.append(builder.input(name, slot.shape, slot.dtype) if aval else slot)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, GraphTensor)]
+        try:
+            result = self.fn(builder, *jax.tree.unflatten(structure, leaves), **dict(static))
+        except (TypeError, ValueError) as error:
+            ours = _refusal_behind(error)
+            if ours is None:
+                raise
+            raise ours from None
+        outputs, out_structure = jax.tree.flatten(result)
+        for output in outputs:
+            if not isinstance(output, GraphTensor):
+                raise GraphTypeError(
+                    f"{self.name} returned something that is no graph tensor",
+                    expected="graph tensors, in any pytree",
+                    got=f"{type(output).__name__}: {output!r}"[:200],
+                )
+        position = {name: i for i, name in enumerate(builder._inputs)}
+        computed = [t for t in outputs if t.name not in position]
+        if not computed:
+            raise GraphError(
+                f"{self.name} returned no result of a graph operation",
+                fix="return at least one tensor made by a method of g",
+                where=user_line(),
+            )
+        spec = builder.finish(computed)
+        assert len(inputs) + len(builder.captured) == len(position)
+        return Trace(
+            spec,
+            tuple(position[name] for name in spec.inputs),
+            tuple(position.get(t.name, t.name) for t in outputs),
+            out_structure,
+            tuple(builder.captured),
+        )
+
+    def __repr__(self) -> str:
+        return f"<jax_cudnn.graph {self.name}>"
+
+
+def graph(fn: Callable[..., Any]) -> GraphFunction:
+    """Make a JAX function of a function that calls cuDNN graph operations.
+
+    ``fn(g, *arrays, **static)`` gets ``g``, which offers ``cudnn.pygraph``'s methods under the
+    same names and keywords, and symbolic tensors for its arrays; it returns tensors in any
+    pytree. Arrays follow cuDNN's dims: NCHW images, OIHW weights, (1, C, 1, 1) biases,
+    (B, M, K) matrices. Python scalars and keyword arguments are static; arrays that ``fn``
+    closes over become operands.
+
+    The result runs as one cuDNN plan where it is compiled for an NVIDIA GPU and as its jnp
+    reference elsewhere. Products accumulate in float32, intermediates are float32, and an
+    output has the promoted dtype of its inputs unless ``.set_data_type`` says otherwise.
+
+    Raises:
+        GraphError, GraphTypeError: at trace time, naming the line of ``fn``.
+        UnsupportedGraphError: when compiled for a GPU on which cuDNN has no engine for it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
+        >>> @jc.graph
+        ... def linear(g, x, w, b):
+        ...     return g.relu(g.bias(g.matmul(x, w), b))
+        >>> x, w, b = jnp.ones((1, 4, 8)), jnp.ones((1, 8, 2)), jnp.zeros((1, 1, 2))
+        >>> jax.jit(linear)(x, w, b).shape
+        (1, 4, 2)
+    """
+    return GraphFunction(fn)
+
+
+def plan(fn: GraphFunction, *args: Any, **static: Any) -> Plan:
+    """The cuDNN plan that ``fn`` gets for these arguments, on this GPU or ``jax_cudnn.target``.
+
+    Args:
+        fn: a function made by :func:`graph`.
+        *args: arrays, or ``jax.ShapeDtypeStruct`` for shapes alone.
+
+    Returns:
+        A Plan: ``engine``, ``workspace_bytes``, ``candidates``, ``text``.
+
+    Raises:
+        UnsupportedGraphError: cuDNN has no engine for the graph on that GPU.
+        TargetError: there is no GPU and no target.
+    """
+    _, trace = fn.trace(*args, **static)
+    return planner.plan(trace.spec, context.site(jax.local_devices(), fn.name), fn.name)
+
+
+class _Captures(Exception):
+    def __init__(self, trace: Trace):
+        self.trace = trace
+
+
+@dataclass(frozen=True)
+class _Aval:
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _refusal_behind(error: BaseException) -> JaxCudnnError | None:
+    """Our error about a graph tensor in jnp, which JAX wraps in its own or raises for us."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, JaxCudnnError):
+            return behind
+        behind = behind.__cause__ or behind.__context__
+    if GraphTensor.__name__ in str(error):
+        line, function = raised_in(error)
+        return refusal(function, line)
+    return None
+
+
+def _is_static(leaf: Any) -> bool:
+    scalar = isinstance(leaf, (numbers.Number, str, bytes, type(None)))
+    return scalar and not isinstance(leaf, np.generic)
+
+
+def _array(function: GraphFunction, leaf: Any) -> Any:
+    if isinstance(leaf, GraphTensor):
+        raise GraphTypeError(
+            f"{function.name} was called with a graph tensor",
+            why="graph functions take arrays; inside another graph they cannot be nested",
+            fix=f"call {function.name}.fn(g, ...) to add its operations to the current graph",
+            where=user_line(),
+        )
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise GraphTypeError(
+            f"{function.name} got an argument that is no array",
+            expected="JAX or NumPy arrays, or Python scalars and strings (static)",
+            got=f"{type(leaf).__name__}: {leaf!r}"[:200],
+        ) from error
+
+
+def _input_names(fn: Callable[..., Any], structure: Any) -> list[str]:
+    """Names for the leaves of the arguments: ``x``, or ``params.w`` inside a pytree."""
+    dummy = jax.tree.unflatten(structure, list(range(structure.num_leaves)))
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())[1:]
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(dummy):
+        index = path[0].idx
+        head = positional[index] if index < len(positional) else f"x{index}"
+        tail = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path[1:]]
+        names.append(".".join([head, *tail]))
+    return names

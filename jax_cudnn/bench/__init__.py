@@ -1,0 +1,1 @@
+"""Cases and measurements: ``python -m jax_cudnn bench``."""

@@ -1,0 +1,135 @@
+"""Named graphs with shapes: what tests check, CI plans and the benchmark times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.node import REGISTRY, Example, Node
+from .._core.trace import GraphFunction, graph
+
+
+@dataclass(frozen=True)
+class Case:
+    """A graph function with the shapes and dtypes of its operands."""
+
+    name: str
+    function: GraphFunction
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+
+    def operands(self, key: jax.Array) -> list[jax.Array]:
+        """Random operands of unit variance; weights are scaled so that results are, too."""
+        keys = jax.random.split(key, len(self.avals))
+        return [_random(k, aval, i) for i, (k, aval) in enumerate(zip(keys, self.avals, strict=True))]
+
+
+def _random(key: jax.Array, aval: jax.ShapeDtypeStruct, index: int) -> jax.Array:
+    value = jax.random.normal(key, aval.shape, jnp.float32)
+    if index == 1 and aval.shape[0] != 1 and aval.ndim >= 4:  # a weight (K, C, *spatial)
+        value = value / (value[0].size ** 0.5)
+    return value.astype(aval.dtype)
+
+
+def case(*avals: tuple[tuple[int, ...], str]) -> Callable[[Callable[..., Any]], Case]:
+    """Decorator: a function of ``g`` and arrays of these shapes and dtypes becomes a Case."""
+
+    def make(fn: Callable[..., Any]) -> Case:
+        structs = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in avals)
+        return Case(fn.__name__, graph(fn), structs)
+
+    return make
+
+
+def node_cases() -> Iterator[Case]:
+    """One case for each example of each registered node."""
+    for method, node in REGISTRY.items():
+        for number, example in enumerate(node.examples):
+            yield _of_example(method, node, number, example)
+
+
+def _of_example(method: str, node: type[Node], number: int, example: Example) -> Case:
+    def fn(g: Any, *operands: Any) -> Any:
+        ports = dict(zip(node.ports.input_names, operands, strict=True))
+        return getattr(g, method)(**ports, **example.attributes)
+
+    fn.__name__ = f"{method}_{number}_{example.dtype}"
+    avals = ((example.inputs[port], example.dtype) for port in node.ports.input_names)
+    return case(*avals)(fn)
+
+
+_IMAGE, _WEIGHT, _BIAS = (8, 64, 28, 28), (64, 64, 3, 3), (1, 64, 1, 1)
+_SAME = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
+
+
+@case((_IMAGE, "bfloat16"), (_WEIGHT, "bfloat16"), (_BIAS, "bfloat16"))
+def conv_bias_relu(g, x, w, b):
+    return g.relu(g.bias(g.conv_fprop(x, w, **_SAME), b))
+
+
+@case((_IMAGE, "float16"), (_WEIGHT, "float16"), (_BIAS, "float16"), (_IMAGE, "float16"))
+def conv_bias_add_relu(g, x, w, b, residual):
+    return g.relu(g.add(g.bias(g.conv_fprop(x, w, **_SAME), b), residual))
+
+
+@case((_IMAGE, "bfloat16"), (_WEIGHT, "bfloat16"), (_BIAS, "bfloat16"), (_BIAS, "bfloat16"))
+def conv_scale_bias_swish(g, x, w, scale, b):
+    return g.swish(g.bias(g.mul(g.conv_fprop(x, w, **_SAME), scale), b))
+
+
+@case((_IMAGE, "float32"), (_WEIGHT, "float32"), (_BIAS, "float32"))
+def conv_bias_sigmoid(g, x, w, b):
+    return g.sigmoid(g.bias(g.conv_fprop(x, w, **_SAME), b))
+
+
+@case((_IMAGE, "bfloat16"), (_WEIGHT, "bfloat16"), (_BIAS, "bfloat16"))
+def conv_bias_gelu_with_preactivation(g, x, w, b):
+    y = g.bias(g.conv_fprop(x, w, **_SAME), b)
+    return {"preactivation": y, "y": g.gelu_approx_tanh(y)}
+
+
+@case(((1, 256, 512), "bfloat16"), ((1, 512, 384), "bfloat16"), ((1, 1, 384), "bfloat16"))
+def matmul_bias_gelu(g, x, w, b):
+    return g.gelu_approx_tanh(g.bias(g.matmul(x, w), b))
+
+
+@case(((4, 128, 64), "float16"), ((4, 64, 96), "float16"), ((1, 1, 96), "float16"))
+def matmul_scale_bias_relu(g, x, w, b):
+    return g.relu(g.matmul(x, w) * 0.125 + b)
+
+
+@case(((1, 512, 64), "float32"), ((1, 64, 10), "float32"), ((1, 1, 10), "float32"))
+def matmul_bias(g, x, w, b):
+    return g.bias(g.matmul(x, w), b)
+
+
+@case((_IMAGE, "bfloat16"), (_IMAGE, "bfloat16"))
+def add_gelu(g, x, y):
+    return g.gelu_approx_tanh(g.add(x, y))
+
+
+@case((_IMAGE, "bfloat16"), (_IMAGE, "bfloat16"))
+def mul_sum_over_channels(g, x, y):
+    product = g.mul(x, y)
+    return g.reduction(product, mode="ADD", out_dims=[8, 1, 28, 28])
+
+
+FUSIONS: tuple[Case, ...] = (
+    conv_bias_relu,
+    conv_bias_add_relu,
+    conv_scale_bias_swish,
+    conv_bias_sigmoid,
+    conv_bias_gelu_with_preactivation,
+    matmul_bias_gelu,
+    matmul_scale_bias_relu,
+    matmul_bias,
+    add_gelu,
+    mul_sum_over_channels,
+)
+
+
+def all_cases() -> tuple[Case, ...]:
+    return (*node_cases(), *FUSIONS)

@@ -1,0 +1,244 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace jax_cudnn {
+namespace {
+
+constexpr size_t kRowLength = 4;  // of bindings and of fills
+constexpr size_t kScalarAlignment = 16;
+
+// Whether [offset, offset + bytes) lies within [0, size), without overflow.
+bool Within(int64_t offset, int64_t bytes, int64_t size) {
+  return offset >= 0 && bytes >= 0 && offset <= size && bytes <= size - offset;
+}
+
+std::string Row(const char* attribute, size_t row) {
+  return std::string("row ") + std::to_string(row) + " of " + attribute;
+}
+
+}  // namespace
+
+ffi::TypeId CallSite::id = {};  // unknown until JaxCudnnInstantiate registers it
+ffi::TypeInfo CallSite::info = ffi::MakeTypeInfo<CallSite>();
+
+Timings& timings() {
+  static auto* timings = new Timings;
+  return *timings;
+}
+
+CallSite::CallSite(Attributes attributes) : attributes_(std::move(attributes)) {
+  ++counters().call_sites_alive;
+}
+
+CallSite::~CallSite() {
+  for (auto& state : states_) delete state.load(std::memory_order_acquire);
+  --counters().call_sites_alive;
+}
+
+ffi::Error CallSite::Invalid(const std::string& what) const {
+  return Failure(ffi::ErrorCode::kInvalidArgument, "malformed custom call: " + what, name());
+}
+
+ffi::ErrorOr<std::unique_ptr<CallSite>> CallSite::Create(Attributes attributes) {
+  std::unique_ptr<CallSite> site(new CallSite(std::move(attributes)));
+  const Attributes& a = site->attributes_;
+  if (a.plan.empty()) return ffi::Unexpected(site->Invalid("plan is empty"));
+  if (a.digest.empty()) return ffi::Unexpected(site->Invalid("digest is empty"));
+  if (a.workspace_bytes < 0) return ffi::Unexpected(site->Invalid("workspace_bytes is negative"));
+  if (!Within(a.plan_workspace_offset, 0, a.workspace_bytes)) {
+    return ffi::Unexpected(site->Invalid(
+        "plan_workspace_offset " + std::to_string(a.plan_workspace_offset) +
+        " is outside the workspace of " + std::to_string(a.workspace_bytes) + " bytes"));
+  }
+  site->scalars_.resize((a.scalars.size() + kScalarAlignment - 1) / kScalarAlignment);
+  if (!a.scalars.empty()) std::memcpy(site->scalars_.data(), a.scalars.data(), a.scalars.size());
+  if (ffi::Error error = site->DecodeBindings(); error.failure()) return ffi::Unexpected(error);
+  if (ffi::Error error = site->DecodeFills(); error.failure()) return ffi::Unexpected(error);
+  // Only the decoded forms are used from here on.
+  for (auto* rows : {&site->attributes_.bindings, &site->attributes_.fills}) rows->clear();
+  return site;
+}
+
+ffi::Error CallSite::DecodeBindings() {
+  const std::vector<int64_t>& flat = attributes_.bindings;
+  if (flat.size() % kRowLength != 0) {
+    return Invalid("bindings has " + std::to_string(flat.size()) +
+                   " numbers, expected rows of (uid, kind, value, bytes)");
+  }
+  if (flat.size() / kRowLength > kMaxBindings) {
+    return Invalid("bindings has " + std::to_string(flat.size() / kRowLength) + " rows, at most " +
+                   std::to_string(kMaxBindings) + " are supported");
+  }
+  const auto scalar_bytes = static_cast<int64_t>(attributes_.scalars.size());
+  std::vector<int64_t> sizes;  // bytes behind each row's pointer, for views
+  for (size_t row = 0; row < flat.size() / kRowLength; ++row) {
+    const int64_t* number = &flat[row * kRowLength];
+    const Binding binding{number[0], BindingKind{number[1]}, number[2], number[3]};
+    const std::string where = Row("bindings", row);
+    if (binding.uid < kNoUid) return Invalid(where + " has a negative uid");
+    if (binding.value < 0 || binding.bytes < 0) return Invalid(where + " has a negative number");
+    switch (binding.kind) {
+      case BindingKind::kOperand:
+        if (binding.value >= static_cast<int64_t>(kMaxBindings)) {
+          return Invalid(where + " names operand " + std::to_string(binding.value));
+        }
+        operands_needed_ = std::max<size_t>(operands_needed_, binding.value + 1);
+        sizes.push_back(binding.bytes);
+        break;
+      case BindingKind::kResult:
+        if (binding.value >= static_cast<int64_t>(kMaxBindings)) {
+          return Invalid(where + " names result " + std::to_string(binding.value));
+        }
+        // One more, the workspace, comes after it.
+        results_needed_ = std::max<size_t>(results_needed_, binding.value + 2);
+        sizes.push_back(binding.bytes);
+        break;
+      case BindingKind::kWorkspace:
+        if (!Within(binding.value, binding.bytes, attributes_.workspace_bytes)) {
+          return Invalid(where + " ends outside the workspace of " +
+                         std::to_string(attributes_.workspace_bytes) + " bytes");
+        }
+        sizes.push_back(attributes_.workspace_bytes - binding.value);
+        break;
+      case BindingKind::kScalar:
+        if (binding.value % kScalarAlignment != 0) {
+          return Invalid(where + " is a constant that is not aligned to 16 bytes");
+        }
+        if (binding.value >= scalar_bytes || binding.bytes > scalar_bytes - binding.value) {
+          return Invalid(where + " ends outside the " + std::to_string(scalar_bytes) +
+                         " bytes of scalars");
+        }
+        sizes.push_back(scalar_bytes - binding.value);
+        break;
+      case BindingKind::kView:
+        if (binding.value >= static_cast<int64_t>(row)) {
+          return Invalid(where + " is a view of row " + std::to_string(binding.value) +
+                         ", which is not an earlier one");
+        }
+        if (binding.bytes > sizes[binding.value]) {
+          return Invalid(where + " is a view that begins " + std::to_string(binding.bytes) +
+                         " bytes into " + std::to_string(sizes[binding.value]));
+        }
+        sizes.push_back(sizes[binding.value] - binding.bytes);
+        break;
+      default:
+        return Invalid(where + " has the unknown kind " + std::to_string(number[1]));
+    }
+    if (binding.uid != kNoUid) {
+      if (std::count(pack_uids_.begin(), pack_uids_.end(), binding.uid) != 0) {
+        return Invalid(where + " binds uid " + std::to_string(binding.uid) + " again");
+      }
+      pack_rows_.push_back(row);
+      pack_uids_.push_back(binding.uid);
+    }
+    bindings_.push_back(binding);
+  }
+  if (pack_uids_.empty()) return Invalid("bindings binds no uid, so the plan would have no data");
+  return ffi::Error::Success();
+}
+
+ffi::Error CallSite::DecodeFills() {
+  const std::vector<int64_t>& flat = attributes_.fills;
+  if (flat.size() % kRowLength != 0) {
+    return Invalid("fills has " + std::to_string(flat.size()) +
+                   " numbers, expected rows of (offset, unit, count, word)");
+  }
+  for (size_t row = 0; row < flat.size() / kRowLength; ++row) {
+    const int64_t* number = &flat[row * kRowLength];
+    const Fill fill{number[0], number[1], number[2], number[3]};
+    const std::string where = Row("fills", row);
+    if (fill.unit != 1 && fill.unit != 4) {
+      return Invalid(where + " has words of " + std::to_string(fill.unit) +
+                     " bytes, expected 1 or 4");
+    }
+    if (fill.count < 0 || fill.count > attributes_.workspace_bytes / fill.unit ||
+        !Within(fill.offset, fill.count * fill.unit, attributes_.workspace_bytes)) {
+      return Invalid(where + " ends outside the workspace of " +
+                     std::to_string(attributes_.workspace_bytes) + " bytes");
+    }
+    if (fill.offset % fill.unit != 0) return Invalid(where + " is not aligned to its words");
+    if (fill.word < 0 || fill.word > (fill.unit == 1 ? 0xff : int64_t{0xffffffff})) {
+      return Invalid(where + " has the word " + std::to_string(fill.word) + ", which is not of " +
+                     std::to_string(fill.unit) + " bytes");
+    }
+    fills_.push_back(fill);
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CallSite::CheckDevice(const Device& device) const {
+  const Cudnn& cudnn = device.cudnn();
+  if (cudnn.version != attributes_.cudnn_version) {
+    return Failure(
+        ffi::ErrorCode::kFailedPrecondition,
+        "the plan was built with cuDNN " + VersionText(attributes_.cudnn_version) +
+            ", but this process has loaded cuDNN " + VersionText(cudnn.version) + " from " +
+            cudnn.path +
+            ". A plan runs only with the version that built it: lower the function again in this "
+            "process, or install the same cuDNN",
+        name());
+  }
+  if (device.name() != attributes_.device_name) {
+    return Failure(ffi::ErrorCode::kFailedPrecondition,
+                   "the plan was built for " + attributes_.device_name + ", but this device is " +
+                       device.name() +
+                       ". Lower the function again on this machine, or under jax_cudnn.target for "
+                       "this device",
+                   name());
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CallSite::InitializeSlowly(int32_t ordinal, Stream stream) {
+  if (Ended()) return EndedError(name());
+  if (ordinal < 0 || ordinal >= kMaxDevices) {
+    return Failure(ffi::ErrorCode::kUnimplemented,
+                   "device " + std::to_string(ordinal) + " is beyond the " +
+                       std::to_string(kMaxDevices) + " supported devices of a process",
+                   name());
+  }
+  // Executions never wait for this; other devices of this call site do, once.
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (DeviceState* state = states_[ordinal].load(std::memory_order_relaxed)) {
+    return state->device.GrowPool(name());
+  }
+  const auto device = Device::OfStream(stream, name());
+  if (!device.has_value()) return device.error();
+  if (ffi::Error error = CheckDevice(**device); error.failure()) return error;
+  if (ffi::Error error = (*device)->GrowPool(name()); error.failure()) return error;
+  auto plan = (*device)->GetPlan(attributes_.digest, attributes_.plan, name());
+  if (!plan.has_value()) return plan.error();
+  states_[ordinal].store(new DeviceState(**device, std::move(*plan), pack_uids_),
+                         std::memory_order_release);
+  return ffi::Error::Success();
+}
+
+ffi::Error CallSite::CountError(const char* what, size_t got, size_t expected) const {
+  return Invalid("the call has " + std::to_string(got) + " " + what + ", its plan needs " +
+                 std::to_string(expected));
+}
+
+ffi::Error CallSite::SizeError(size_t row, int64_t got) const {
+  const Binding& binding = bindings_[row];
+  const char* what = binding.kind == BindingKind::kOperand ? "operand " : "result ";
+  return Invalid(what + std::to_string(binding.value) + " has " + std::to_string(got) +
+                 " bytes, its plan was built for " + std::to_string(binding.bytes));
+}
+
+ffi::Error CallSite::RunFills(const Driver& driver, char* workspace, Stream stream) const {
+  for (const Fill& fill : fills_) {
+    const auto address = reinterpret_cast<uint64_t>(workspace + fill.offset);
+    const Status status =
+        fill.unit == 1 ? driver.memset_d8_async(address, static_cast<unsigned char>(fill.word),
+                                                fill.count, stream)
+                       : driver.memset_d32_async(address, static_cast<unsigned int>(fill.word),
+                                                 fill.count, stream);
+    if (status != 0) return DriverFailure(driver, "fill a workspace", status, name());
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace jax_cudnn

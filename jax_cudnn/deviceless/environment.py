@@ -1,0 +1,74 @@
+"""What the planning worker needs to start: an interpreter, its environment, our binary, cuDNN."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from jax_cudnn._core.errors import LibraryError
+
+NULL_DRIVER = Path(__file__).parents[1] / "_lib" / "libjax_cudnn_null_driver.so"
+
+
+def check() -> None:
+    """Raises ``LibraryError`` in words if planning without a GPU cannot work here."""
+    if not sys.platform.startswith("linux"):
+        raise LibraryError(
+            "planning for a GPU that is not there needs Linux",
+            got=sys.platform,
+            why="cuDNN's runtime-compiled engines need libcuda.so.1, which we stand in for",
+            fix="lower the program on Linux, or use implementation='xla' here",
+        )
+    if not NULL_DRIVER.is_file():
+        raise LibraryError(
+            "the null driver is missing",
+            expected=str(NULL_DRIVER),
+            why="this installation of jax_cudnn has no compiled libraries",
+            fix="install jax-cudnn from a wheel, or build it: pip install .",
+        )
+    if importlib.util.find_spec("cudnn") is None:
+        raise LibraryError(
+            "cuDNN's Python frontend is not installed",
+            expected="the module `cudnn` of nvidia-cudnn-frontend",
+            fix="pip install 'jax-cudnn[cuda12]' (or 'jax-cudnn[cuda13]')",
+        )
+
+
+def python() -> str:
+    """The interpreter for the worker. An embedded Python has none, and is told so."""
+    executable = sys.executable or ""
+    if "python" not in Path(executable).name.lower() or getattr(sys, "frozen", False):
+        raise LibraryError(
+            "planning for a GPU that is not there needs a Python interpreter to start",
+            expected="sys.executable to be a Python interpreter",
+            got=repr(executable),
+            why="it runs in a subprocess, and this Python is embedded in another program",
+            fix="set sys.executable to the python of this environment",
+        )
+    return executable
+
+
+def variables() -> dict[str, str]:
+    """The worker's environment: no GPU, this process's ``sys.path``, CUDA's wheels."""
+    # The order is the frontend's own: LD_LIBRARY_PATH as the user set it, then the wheels.
+    libraries = [path for path in (os.environ.get("LD_LIBRARY_PATH"), *_wheel_folders()) if path]
+    paths = [os.path.abspath(path) for path in sys.path if os.pathsep not in path]
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "LD_LIBRARY_PATH": os.pathsep.join(libraries),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def _wheel_folders() -> list[str]:
+    """``nvidia/<library>/lib`` (CUDA 12's wheels) and ``nvidia/cu13/lib`` (CUDA 13's).
+
+    cuDNN's libraries have an RPATH to their neighbours; this is for wheels in several places.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec is not None else None
+    return [str(path) for root in roots or () for path in sorted(Path(root).glob("*/lib"))]

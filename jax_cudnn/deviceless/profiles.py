@@ -1,0 +1,114 @@
+"""GPUs to plan for: what cuDNN knows about a device, as JSON, one file a card in ``profiles/``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from jax_cudnn._core.errors import TargetError
+
+_FOLDER = Path(__file__).parent / "profiles"
+
+# Later than cuDNN 9.19, which neither writes nor minds them; cuDNN 9.28 refuses properties without
+# memoryBusWidth. So they are always given: with 0, 1000 and 6144 bits all plans compared (conv,
+# matmul, attention, norms, reduction) were the same.
+_LATER_FIELDS = {"smCountOrigin": 0, "oversizedSharedMemoryPerBlock": 0, "memoryBusWidth": 0}
+
+_HOW_TO_READ = (
+    "on a machine with the GPU, save cudnn.create_device_properties(0).serialize() to a "
+    "file and give it to Profile.from_json"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """One GPU model, hashable.
+
+    ``name`` is what users write (``"H200"``), ``sm_version`` the compute capability times ten
+    (90), ``device_name`` the driver's name (``"NVIDIA H200"``), and ``properties_json`` the text
+    for ``cudnn.create_device_properties``.
+    """
+
+    name: str
+    sm_version: int
+    device_name: str
+    properties_json: str
+
+    @classmethod
+    def from_json(cls, source: str | Path, name: str | None = None) -> Profile:
+        """A profile from a file's path or from JSON text.
+
+        Takes cuDNN's own properties (``cudnn.create_device_properties(0).serialize()``) or a file
+        like those in ``profiles/``. ``name`` defaults to the one in the file, or the device's.
+        Raises ``TargetError`` for a file that cannot be read or that is no description of a GPU.
+        """
+        content = _parse(source)
+        properties = content.get("properties", content)
+        try:
+            device_name = str(properties["deviceName"])
+            sm_version = int(properties["deviceVer"]) // 10
+        except (KeyError, TypeError, ValueError) as error:
+            raise TargetError(
+                "this JSON does not describe a GPU",
+                expected="cuDNN's device properties, with at least deviceName and deviceVer",
+                got=_shorten(source),
+                why=f"{type(error).__name__}: {error}",
+                fix=_HOW_TO_READ,
+            ) from error
+        text = json.dumps({**_LATER_FIELDS, **properties}, sort_keys=True, separators=(",", ":"))
+        return cls(name or str(content.get("name", device_name)), sm_version, device_name, text)
+
+
+def names() -> tuple[str, ...]:
+    """The names of the profiles that come with this package, sorted."""
+    return tuple(sorted(profile.name for profile in _shipped().values()))
+
+
+def get(name: str) -> Profile:
+    """The profile of that name (upper or lower case; ``"NVIDIA H200"`` is ``"H200"``, too).
+
+    Raises ``TargetError``, which lists the profiles, for any other name.
+    """
+    try:
+        return _shipped()[name.strip().lower().removeprefix("nvidia ")]
+    except (KeyError, AttributeError):
+        raise TargetError(
+            "unknown GPU",
+            expected=f"one of {', '.join(names())}",
+            got=repr(name),
+            why="planning without a GPU needs a description of it, and none is shipped for this",
+            fix=_HOW_TO_READ,
+        ) from None
+
+
+@functools.cache
+def _shipped() -> dict[str, Profile]:
+    profiles = (Profile.from_json(path) for path in sorted(_FOLDER.glob("*.json")))
+    return {profile.name.lower(): profile for profile in profiles}
+
+
+def _parse(source: str | Path) -> dict[str, Any]:
+    try:
+        if isinstance(source, str) and source.lstrip().startswith("{"):
+            content = json.loads(source)
+        else:
+            content = json.loads(Path(source).read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or not isinstance(content.get("properties", {}), dict):
+            raise ValueError("not a JSON object")
+        return content
+    except (OSError, TypeError, ValueError) as error:
+        raise TargetError(
+            "cannot read this GPU profile",
+            expected="the path of a JSON file, or JSON text that starts with {",
+            got=_shorten(source),
+            why=f"{type(error).__name__}: {error}",
+            fix=_HOW_TO_READ,
+        ) from error
+
+
+def _shorten(source: object) -> str:
+    text = repr(source)
+    return text if len(text) <= 200 else text[:200] + "..."

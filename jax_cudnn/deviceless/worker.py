@@ -1,0 +1,106 @@
+"""The planning worker: ``python -m jax_cudnn.deviceless.worker FD NULL_DRIVER``.
+
+A process that has the null driver in place of ``libcuda.so.1`` and so must never use a GPU. It is
+started by ``client.py``, answers over the socket ``FD``, and ends when the other side is gone.
+A request is ``("package.module:function", args, kwargs)``; an answer is ``("ok", result)`` or
+``("error", pickled exception or None, its type and traceback as text)``. The first answer comes
+unasked, once the worker is ready.
+
+Its stdout and stderr are a file of the client's, so nothing that is printed here, by cuDNN
+either, can get between the messages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import pickle
+import select
+import socket
+import sys
+import threading
+import traceback
+from typing import Any
+
+from jax_cudnn._core.errors import LibraryError
+
+from . import wire
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    threading.Thread(target=_end_with_client, args=(connection.fileno(),), daemon=True).start()
+    try:
+        _load_null_driver(sys.argv[2])
+    except Exception as error:
+        wire.send(connection, _failure(error))
+        return
+    wire.send(connection, wire.pack(("ok", None)))
+    while True:
+        try:
+            request = wire.receive(connection)
+        except EOFError:
+            return
+        wire.send(connection, _answer(request))
+
+
+def _answer(request: bytes) -> bytes:
+    try:
+        function, args, kwargs = pickle.loads(request)
+        return wire.pack(("ok", resolve(function)(*args, **kwargs)))
+    except BaseException as error:  # sys.exit() in a planning function is its error, not our end
+        return _failure(error)
+
+
+def resolve(function: str) -> Any:
+    """The object that ``"package.module:qualified.name"`` names."""
+    module, _, name = function.partition(":")
+    if not module or not name:
+        raise ValueError(f"expected 'package.module:function', got {function!r}")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _failure(error: BaseException) -> bytes:
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)  # many exceptions pickle, but cannot be made again
+    except Exception:
+        pickled = None
+    return wire.pack(("error", pickled, text))
+
+
+def _load_null_driver(path: str) -> None:
+    try:
+        ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        pass
+    else:
+        raise LibraryError(
+            "the planning worker already has a CUDA driver loaded",
+            expected="a process without libcuda.so.1",
+            why="without a GPU, cuDNN plans on the null driver, which must be the only one",
+            fix="do not preload libcuda.so.1 (LD_PRELOAD, a sitecustomize module)",
+        )
+    ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+
+
+def _end_with_client(fd: int) -> None:
+    # Asking for no event leaves POLLHUP: the client closed its end or was killed. It may come
+    # while a plan is being built, so this is a thread. No clean-up: cuDNN's can hang.
+    poll = select.poll()
+    poll.register(fd, 0)
+    poll.poll()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,44 @@
+"""Fixtures and the rules by which tests that need hardware or cuDNN are skipped, with a reason."""
+
+import os
+
+if "gpu" not in os.environ.get("JAX_PLATFORMS", "") and not os.path.exists("/dev/nvidiactl"):
+    # Eight host devices for sharding; must be set before JAX starts its backends.
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import importlib.util
+import secrets
+
+import jax
+import pytest
+
+
+def _has_gpu() -> bool:
+    try:
+        return any("cuda" in d.client.platform_version.lower() for d in jax.devices("gpu"))
+    except RuntimeError:
+        return False
+
+
+def pytest_collection_modifyitems(config, items):
+    missing = {
+        "gpu": None if _has_gpu() else "no NVIDIA GPU is visible to JAX",
+        "deviceless": None
+        if importlib.util.find_spec("cudnn")
+        else "nvidia-cudnn-frontend is not installed",
+    }
+    for item in items:
+        for marker, reason in missing.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def key(request):
+    """A fresh random key for each run; printed, so that a failure can be repeated."""
+    seed = secrets.randbits(31)
+    print(f"seed {seed}")
+    return jax.random.key(seed)

@@ -1,0 +1,276 @@
+// The executor against a fake cuDNN and driver: no GPU, no XLA. Each case is a name on the command
+// line, run in a process of its own, since closing and forking cannot be undone.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "plan.h"
+
+namespace jax_cudnn {
+namespace {
+
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
+      std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+      std::_Exit(1);                                                                     \
+    }                                                                                    \
+  } while (false)
+
+void CheckFails(const ffi::Error& error, const std::vector<std::string>& words) {
+  CHECK(error.failure());
+  for (const std::string& word : words) {
+    if (error.message().find(word) != std::string::npos) continue;
+    std::fprintf(stderr, "'%s' is not in: %s\n", word.c_str(), error.message().c_str());
+    std::_Exit(1);
+  }
+}
+
+void CheckSucceeds(const ffi::Error& error) {
+  if (error.failure()) std::fprintf(stderr, "%s\n", error.message().c_str());
+  CHECK(error.success());
+}
+
+Stream StreamOf(int device, int number = 1) {
+  return reinterpret_cast<Stream>(static_cast<uintptr_t>(device * 100 + number));
+}
+
+constexpr int64_t kBytes = 32;
+
+// Copies operand 0 to result 0; the fill writes 5 where the plan's workspace begins.
+Attributes Copy(const std::string& digest = "digest") {
+  Attributes a;
+  a.plan = "copy 32";
+  a.digest = digest;
+  a.name = "my_graph";
+  a.device_name = "Fake GPU";
+  a.cudnn_version = 91900;
+  a.bindings = {1, 0, 0, kBytes, 2, 1, 0, kBytes, 3, 3, 16, 4};
+  a.scalars = std::vector<uint8_t>(32, 7);
+  a.fills = {16, 1, 1, 5, 0, 4, 2, 0x01020304};
+  a.workspace_bytes = 64;
+  a.plan_workspace_offset = 16;
+  return a;
+}
+
+std::unique_ptr<CallSite> Make(Attributes attributes) {
+  auto site = CallSite::Create(std::move(attributes));
+  if (!site.has_value()) CheckSucceeds(site.error());
+  return std::move(*site);
+}
+
+struct Arrays {
+  explicit Arrays(char seed) {
+    for (int i = 0; i < kBytes; ++i) in[i] = static_cast<char>(seed + i);
+  }
+  ffi::Error Run(CallSite& site, int device, Stream stream) {
+    const Buffer operands[] = {{in, kBytes}};
+    const Buffer results[] = {{out, kBytes}, {workspace, 64}};
+    return site.Execute<true>(device, stream, operands, 1, results, 2);
+  }
+  bool Right() const {
+    return out[0] == in[0] + 5 && std::memcmp(in + 1, out + 1, kBytes - 1) == 0;
+  }
+  alignas(16) char in[kBytes], out[kBytes] = {};
+  alignas(16) char workspace[64] = {};
+};
+
+void TestPacksAreReused() {
+  auto site = Make(Copy());
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+  std::vector<Arrays> arrays(4, Arrays(1));
+  for (int round = 0; round < 100; ++round) {
+    for (Arrays& a : arrays) CheckSucceeds(a.Run(*site, 1, StreamOf(1, 1 + round % 2)));
+  }
+  for (Arrays& a : arrays) CHECK(a.Right());
+  for (const Arrays& a : arrays) CHECK(a.workspace[0] == 4 && a.workspace[7] == 1);
+  CHECK(counters().packs_built == 4 && counters().packs_alive == 4);
+  Arrays fifth(9);
+  CheckSucceeds(fifth.Run(*site, 1, StreamOf(1)));
+  CHECK(fifth.Right() && counters().packs_built == 5 && counters().packs_alive == 4);
+  CHECK(timings().executions == 401);
+  site.reset();
+  CHECK(counters().packs_alive == 0 && counters().call_sites_alive == 0);
+}
+
+void TestPlansAreSharedAndReleased() {
+  for (int round = 0; round < 50; ++round) {
+    auto first = Make(Copy()), second = Make(Copy()), other = Make(Copy("other"));
+    for (int device : {1, 2}) {
+      for (CallSite* site : {first.get(), second.get(), other.get()}) {
+        for (int again = 0; again < 3; ++again)
+          CheckSucceeds(site->Initialize(device, StreamOf(device)));
+        Arrays a(1);
+        CheckSucceeds(a.Run(*site, device, StreamOf(device)));
+        CHECK(a.Right());
+      }
+    }
+    CHECK(counters().plans_alive == 4);  // two digests on two devices
+    first.reset();
+    CHECK(counters().plans_alive == 4);
+  }
+  CHECK(counters().plans_finalized == 200 && counters().plans_alive == 0);
+  CHECK(counters().handles_created == 2);
+}
+
+void TestThreads() {
+  auto site = Make(Copy()), twin = Make(Copy());
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 8; ++t) {
+    threads.emplace_back([&, t] {
+      Arrays a(static_cast<char>(t)), b(static_cast<char>(t + 1));
+      for (int i = 0; i < 1000; ++i) {
+        CallSite& which = i % 3 == 0 ? *twin : *site;
+        const int device = 1 + i / 500;
+        CheckSucceeds(which.Initialize(device, StreamOf(device, t)));
+        Arrays& arrays = i % 7 == 0 ? b : a;
+        CheckSucceeds(arrays.Run(which, device, StreamOf(device, t)));
+        CHECK(arrays.Right());
+        if (i % 100 == 0) {
+          auto passing = Make(Copy("passing"));
+          CheckSucceeds(passing->Initialize(device, StreamOf(device, t)));
+          CheckSucceeds(a.Run(*passing, device, StreamOf(device, t)));
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(timings().executions == 8 * 1010);
+  CHECK(counters().plans_alive == 2 && counters().packs_alive <= 16);
+  CHECK(counters().handles_created <= 2 * Device::kMaxHandles);
+  std::printf("%lld handles, %lld packs built\n", (long long)counters().handles_created,
+              (long long)counters().packs_built);
+}
+
+void TestRefusals() {
+  Attributes a = Copy();
+  a.cudnn_version = 92800;
+  CheckFails(Make(a)->Initialize(1, StreamOf(1)),
+             {"9.28.0", "9.19.0", "libcudnn.so.9", "my_graph"});
+  auto site = Make(Copy());
+  CheckFails(site->Initialize(9, StreamOf(9)), {"Fake GPU", "Another GPU", "jax_cudnn.target"});
+  CheckFails(site->Initialize(64, StreamOf(1)), {"device 64"});
+  CheckFails(site->Initialize(3, StreamOf(0)), {"stream's context", "a fake driver's error"});
+  Arrays arrays(1);
+  CheckFails(arrays.Run(*site, 1, StreamOf(1)), {"without being initialized", "CUDA"});
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+  const Buffer small{arrays.in, 31}, right{arrays.in, 32}, work{arrays.workspace, 64};
+  auto run = [&](std::vector<Buffer> in, std::vector<Buffer> out) {
+    return site->Execute<false>(1, StreamOf(1), in.data(), in.size(), out.data(), out.size());
+  };
+  CheckFails(run({small}, {right, work}), {"operand 0 has 31 bytes", "32", "my_graph"});
+  CheckFails(run({right}, {small, work}), {"result 0 has 31 bytes"});
+  CheckFails(run({right}, {right, small}), {"31 bytes of workspace", "64"});
+  CheckFails(run({}, {right, work}), {"0 operands"});
+  CheckFails(run({right}, {work}), {"1 results"});
+  a = Copy("broken");
+  a.plan = "nonsense";
+  CheckFails(Make(a)->Initialize(1, StreamOf(1)), {"finalize a plan", "CUDNN_STATUS_BAD_PARAM",
+                                                   "2000", "fake: unreadable plan", "my_graph"});
+  a = Copy("unbound");
+  a.bindings[0] = 7;
+  auto unbound = Make(a);
+  CheckSucceeds(unbound->Initialize(1, StreamOf(1)));
+  CheckFails(arrays.Run(*unbound, 1, StreamOf(1)), {"execute a plan", "lacks uid 1"});
+  CHECK(counters().plans_alive == 2);
+}
+
+void TestViews() {
+  Attributes a = Copy();
+  // uid 1 is 32 bytes at 8 of an operand of 48, itself not the plan's; uid 2 lies in the workspace.
+  a.bindings = {-1, 0, 0, 48, -1, 4, 0, 4, 1, 4, 1, 4, 2, 2, 32, 32};
+  auto site = Make(a);
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+  alignas(16) char in[48], workspace[64] = {};
+  for (int i = 0; i < 48; ++i) in[i] = static_cast<char>(i);
+  const Buffer operand{in, 48}, result{workspace, 64};
+  CheckSucceeds(site->Execute<false>(1, StreamOf(1), &operand, 1, &result, 1));
+  CHECK(workspace[32] == 8 + 5 && workspace[63] == 39);
+}
+
+void TestClosing() {
+  auto site = Make(Copy());
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+  std::atomic<bool> closed{false};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      Arrays a(1);
+      for (;;) {
+        const bool was_closed = closed;
+        const ffi::Error error = a.Run(*site, 1, StreamOf(1));
+        if (was_closed) CheckFails(error, {"shutting down"});
+        if (error.failure()) return;
+        CHECK(a.Right());
+      }
+    });
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  CloseDevices();
+  closed = true;
+  for (std::thread& thread : threads) thread.join();
+  CheckFails(site->Initialize(1, StreamOf(1)), {"shutting down"});
+  const int64_t packs = counters().packs_alive;
+  site.reset();  // leaks on purpose
+  CHECK(counters().plans_alive == 1 && counters().packs_alive == packs);
+  CloseDevices();
+}
+
+// Executes until the process is gone, as XLA's threads do: exit() must neither hang nor crash.
+void TestExit() {
+  auto* site = Make(Copy()).release();
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+  std::thread([site] {
+    static Arrays a(1);
+    while (a.Run(*site, 1, StreamOf(1)).success()) {
+    }
+  }).detach();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  std::exit(0);
+}
+
+void TestFork() {
+  auto site = Make(Copy());
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+  const pid_t child = fork();
+  if (child == 0) {
+    CheckFails(site->Initialize(1, StreamOf(1)), {"forked", "spawn"});
+    site.reset();
+    CloseDevices();
+    std::_Exit(counters().plans_alive == 1 ? 0 : 1);
+  }
+  int status = 1;
+  CHECK(waitpid(child, &status, 0) == child && status == 0);
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+}
+
+}  // namespace
+}  // namespace jax_cudnn
+
+int main(int argc, char** argv) {
+  using namespace jax_cudnn;
+  const std::map<std::string, std::function<void()>> cases = {
+      {"packs", TestPacksAreReused},
+      {"plans", TestPlansAreSharedAndReleased},
+      {"threads", TestThreads},
+      {"refusals", TestRefusals},
+      {"views", TestViews},
+      {"closing", TestClosing},
+      {"exit", TestExit},
+      {"fork", TestFork}};
+  const auto found = argc == 2 ? cases.find(argv[1]) : cases.end();
+  if (found == cases.end()) {
+    for (const auto& entry : cases) std::printf("%s\n", entry.first.c_str());
+    return 2;
+  }
+  found->second();
+  return 0;
+}

@@ -1,0 +1,86 @@
+"""What graphs mean, in NumPy float64: written apart from the nodes' own references."""
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+
+def _conv(image, weight, node):
+    rank = image.ndim - 2
+    pre = node.pre_padding or (0,) * rank
+    post = node.post_padding or (0,) * rank
+    stride = node.stride or (1,) * rank
+    dilation = node.dilation or (1,) * rank
+    if node.convolution_mode == "CONVOLUTION":
+        weight = weight[(slice(None), slice(None), *[slice(None, None, -1)] * rank)]
+    image = np.pad(image, [(0, 0), (0, 0), *zip(pre, post, strict=True)])
+    window = [d * (r - 1) + 1 for d, r in zip(dilation, weight.shape[2:], strict=True)]
+    axes = tuple(range(2, 2 + rank))
+    views = sliding_window_view(image, window, axis=axes)
+    views = views[(slice(None), slice(None), *(slice(None, None, s) for s in stride))]
+    views = views[(..., *(slice(None, None, d) for d in dilation))]
+    groups = image.shape[1] // weight.shape[1]
+    out = []
+    for x, w in zip(np.split(views, groups, 1), np.split(weight, groups, 0), strict=True):
+        taps = tuple(range(2 + rank, 2 + 2 * rank))
+        out.append(np.tensordot(x, w, axes=((1, *taps), (1, *axes))))
+    return np.moveaxis(np.concatenate(out, -1), -1, 1)
+
+
+def _relu(x, node):
+    low = node.lower_clip or 0.0
+    slope = node.negative_slope or 0.0
+    y = np.where(x > low, x, low + slope * (x - low))
+    return y if node.upper_clip is None else np.minimum(y, node.upper_clip)
+
+
+def _sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def _reduction(x, node):
+    axes = tuple(i for i, (o, s) in enumerate(zip(node.out_dims, x.shape, strict=True)) if o != s)
+    return x.sum(axis=axes, keepdims=True)
+
+
+OPERATIONS = {
+    "conv_fprop": lambda node, image, weight: _conv(image, weight, node),
+    "matmul": lambda node, A, B: A @ B,
+    "bias": lambda node, input, bias: input + bias,
+    "add": lambda node, a, b: a + b,
+    "mul": lambda node, a, b: a * b,
+    "relu": lambda node, input: _relu(input, node),
+    "gelu_approx_tanh": lambda node, input: (
+        0.5 * input * (1 + np.tanh(np.sqrt(2 / np.pi) * (input + 0.044715 * input**3)))
+    ),
+    "sigmoid": lambda node, input: _sigmoid(input),
+    "swish": lambda node, input: input * _sigmoid((node.swish_beta or 1.0) * input),
+    "reduction": lambda node, input: _reduction(input, node),
+}
+
+
+def evaluate(spec, operands):
+    """The outputs of a spec in float64, without any rounding."""
+    values = dict(zip(spec.inputs, (np.asarray(x, np.float64) for x in operands), strict=True))
+    for constant in spec.constants:
+        values[constant.name] = np.full(constant.shape, constant.value)
+    for call in spec.calls:
+        ports = {port: values[name] for port, name in call.inputs}
+        ((_, name),) = call.outputs
+        values[name] = OPERATIONS[call.node.method](call.node, **ports)
+        assert values[name].shape == spec.tensor(name).shape
+    return [values[name] for name in spec.outputs]
+
+
+# Relative error that rounding alone explains: outputs are rounded once, and float32 products may
+# be computed in TF32 (10 bits) on a GPU.
+TOLERANCE = {"float32": 1e-3, "float16": 1e-3, "bfloat16": 5e-3}
+
+
+def check(got, want, dtype):
+    """Compare in the relative Frobenius norm; every element must be finite."""
+    got = np.asarray(got, np.float64)
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    error = np.linalg.norm(got - want) / (np.linalg.norm(want) + 1e-30)
+    assert error < TOLERANCE[dtype], f"relative error {error:.2e} for {dtype}"
+    return error
