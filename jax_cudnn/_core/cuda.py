@@ -59,7 +59,7 @@ def _planning_handle(device: CudaDevice, cudnn: Any) -> Any:
 @functools.cache
 def _properties(device: CudaDevice, cudnn: Any) -> str:
     with _planning_lock(device), device.current():
-        return bytes(cudnn.create_device_properties(device.ordinal).serialize()).decode()
+        return cudnn.create_device_properties(device.ordinal).serialize()
 
 
 @functools.cache

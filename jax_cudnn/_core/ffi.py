@@ -8,7 +8,6 @@ import glob
 import os
 import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,12 +15,13 @@ import jax.numpy as jnp
 
 from . import layout
 from .errors import LibraryError
+from .package import packaged_library
 from .plan import Plan
 from .spec import GraphSpec
 
 TARGET = "jax_cudnn"
 TIMED_TARGET = "jax_cudnn_timed"
-LIBRARY = Path(__file__).parent.parent / "_lib" / "libjax_cudnn.so"
+LIBRARY = "libjax_cudnn.so"
 PLATFORM = "CUDA"  # lower case is accepted by JAX, and then never registered
 
 
@@ -29,7 +29,7 @@ PLATFORM = "CUDA"  # lower case is accepted by JAX, and then never registered
 def library() -> ctypes.CDLL:
     """The executor. RTLD_LOCAL: its C++ runtime must not meet another library's."""
     try:
-        loaded = ctypes.CDLL(str(LIBRARY), mode=ctypes.RTLD_LOCAL)
+        loaded = ctypes.CDLL(str(packaged_library(LIBRARY)), mode=ctypes.RTLD_LOCAL)
     except OSError as error:
         raise LibraryError(
             "jax_cudnn's executor library cannot be loaded",
