@@ -79,10 +79,11 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
     for uid_of, by_value in ((uids.inputs, False), (uids.constants, True)):
         for name, uid in uid_of.items():
             tensor = spec.tensor(name)
+            dims = layout.cudnn_dims(spec, tensor.shape)
             tensors[name] = graph.tensor(
                 name=name,
-                dim=list(tensor.shape),
-                stride=layout.strides(tensor.shape),
+                dim=list(dims),
+                stride=layout.strides(dims),
                 data_type=data_type(tensor.dtype),
                 is_pass_by_value=by_value,
                 uid=uid,
@@ -92,7 +93,8 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
         made = call.node.emit(graph, inputs, call.name)
         for (_, name), out in zip(call.outputs, made, strict=True):
             tensor, uid = spec.tensor(name), uids.outputs.get(name)
-            out.set_dim(list(tensor.shape)).set_stride(layout.strides(tensor.shape))
+            dims = layout.cudnn_dims(spec, tensor.shape)
+            out.set_dim(list(dims)).set_stride(layout.strides(dims))
             out.set_data_type(data_type(tensor.dtype))
             if uid is not None:
                 out.set_output(True).set_uid(uid)
@@ -110,7 +112,7 @@ _STATUS = {
     "PADDING": "the padding is not supported",
 }
 _ADVICE = {
-    "LAYOUT": "give the tensors rank 4 (NCHW dims, channels-last) or, around a matmul, rank 3",
+    "LAYOUT": "give the tensors of a convolution rank 4 (NCHW dims) and those of a matmul rank 3",
     "GRAPH_PATTERN": "cut the function into several graphs: one convolution or matmul each, "
     "a reduction last",
     "DATA_TYPE": "use bfloat16 or float16 inputs; leave a reduction's result float32",

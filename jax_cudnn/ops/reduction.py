@@ -38,12 +38,13 @@ class Reduction(Node):
     dims = "input: ... -> Y: ..."
     jax_names = ("sum", "reduce_sum")
     requires = (
-        "rank 4, channels-last; alone it reduces C, or N, H and W together, or everything; "
+        "alone it reduces the last dimension (C of NCHW), or all the others, or everything; "
         "it must be the last node of a graph"
     )
     examples = (
         Example({"input": (8, 64, 28, 28)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 64, 1, 1]}),
-        Example({"input": (512, 256, 1, 1)}, "float32", {"mode": "ADD", "out_dims": [512, 1, 1, 1]}),
+        Example({"input": (512, 256)}, "float32", {"mode": "ADD", "out_dims": [512, 1]}),
+        Example({"input": (4, 96, 128)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 1, 128]}),
         Example({"input": (8, 32, 14, 14)}, "float16", {"mode": "ADD", "out_dims": [8, 1, 14, 14]}),
     )
 
