@@ -96,16 +96,6 @@ class Device {
     HandleLease& operator=(const HandleLease&) = delete;
     Handle get() const { return handle_; }
 
-    // Puts the handle on a stream, unless it is there already: cudnnSetStream asks the driver
-    // several questions at each call, and a handle is used through leases only.
-    Status SetStream(Stream stream) {
-      Stream& current = device_.slots_[slot_].stream;
-      if (current == stream) return 0;
-      const Status status = device_.cudnn_.set_stream(handle_, stream);
-      if (status == 0) current = stream;
-      return status;
-    }
-
    private:
     Device& device_;
     int slot_ = 0;
@@ -138,7 +128,6 @@ class Device {
   // One cache line each, so that threads with different handles do not slow each other down.
   struct alignas(64) Slot {
     std::atomic<Handle> free{nullptr};  // null while leased, or not yet created
-    Stream stream = nullptr;            // the handle's; a new handle is on the null stream
   };
 
   Device(const Cudnn& cudnn, const Driver& driver, Context context, std::string name)

@@ -195,7 +195,7 @@ ffi::Error CallSite::Execute(int32_t ordinal, Stream stream, const Buffer* opera
   if (handle.get() == nullptr) return EndedError(name());
   VariantPackCache::Lease pack(state->packs);
   if (ffi::Error error = pack.Acquire(pointers, name()); error.failure()) return error;
-  if (Status status = handle.SetStream(stream)) {
+  if (Status status = cudnn.set_stream(handle.get(), stream)) {
     return CudnnFailure(cudnn, "set the stream", status, name());
   }
   if (!fills_.empty()) {
