@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from ..deviceless.profiles import Profile
 from . import frontend, layout, ubjson
 from .cuda import CudaDevice
 from .dtypes import TO_CUDNN
-from .errors import UnsupportedGraphError
 from .plan import Plan, Uids, decode
 from .spec import GraphSpec
+from .unsupported import engine_reasons, unsupported, wrong_broadcasts
 
 # Engines of the frontend itself (CuTe DSL): they run in Python only.
 _FIRST_PYTHON_ENGINE = 20000
@@ -45,7 +44,9 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
         compute_data_type=cudnn.data_type.FLOAT,
         **where,
     )
-    reasons: dict[str, str] = {}
+    reasons = wrong_broadcasts(spec)
+    if reasons:
+        raise unsupported(spec, reasons)
     try:
         _emit(spec, graph, cudnn)
         graph.validate()
@@ -53,7 +54,7 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         count = graph.get_execution_plan_count()
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
-        raise _unsupported(spec, engine_reasons(str(error))) from error
+        raise unsupported(spec, engine_reasons(str(error))) from error
     for index in range(count):
         name = graph.get_plan_name_at_index(index)
         if graph.get_engine_and_knobs_at_index(index)[0] >= _FIRST_PYTHON_ENGINE:
@@ -66,7 +67,7 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
             continue
         blob = ubjson.decode(bytes(graph.serialize()))
         return decode(spec, blob, name, graph.get_workspace_size(), count)
-    raise _unsupported(spec, reasons or {"heuristics": "no engine was proposed"})
+    raise unsupported(spec, reasons or {"heuristics": "no engine was proposed"})
 
 
 def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
@@ -99,56 +100,3 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
             if uid is not None:
                 out.set_output(True).set_uid(uid)
             tensors[name] = out
-
-
-# -- cuDNN's reasons in readable form ------------------------------------------------------------
-
-_STATUS = {
-    "LAYOUT": "the memory layout of a tensor is not supported",
-    "ARCH_MISMATCH": "made for another GPU architecture",
-    "GRAPH_PATTERN": "this pattern of operations is not supported",
-    "DATA_TYPE": "a data type is not supported",
-    "SHAPE": "a shape is not supported",
-    "PADDING": "the padding is not supported",
-}
-_ADVICE = {
-    "LAYOUT": "give the tensors of a convolution rank 4 (NCHW dims) and those of a matmul rank 3",
-    "GRAPH_PATTERN": "cut the function into several graphs: one convolution or matmul each, "
-    "a reduction last",
-    "DATA_TYPE": "use bfloat16 or float16 inputs; leave a reduction's result float32",
-    "SHAPE": "pad channels and features to a multiple of 8",
-}
-
-
-def engine_reasons(text: str) -> dict[str, str]:
-    """``{engine: reason}`` from the text of a frontend exception.
-
-    cuDNN writes one block an engine, its checks from the innermost outwards: the first line is
-    the cause, the rest is the call stack of its checks.
-    """
-    reasons: dict[str, str] = {}
-    for block in re.split(r'(?=\{"engineId")', text):
-        engine = re.match(r'\{"engineId":(\d+)', block)
-        cause = re.search(r"Warning: CUDNN_STATUS_(\w+); Reason: (.*)", block)
-        if cause is None:
-            continue
-        status = cause[1].removeprefix("NOT_SUPPORTED").strip("_")
-        meaning = _STATUS.get(status, status.replace("_", " ").lower())
-        detail = cause[2].strip()
-        reasons[f"engine {engine[1]}" if engine else "graph"] = (
-            f"{meaning} ({detail})" if meaning else detail
-        )
-    return reasons or {"cuDNN": text.strip()}
-
-
-def _unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphError:
-    text = " ".join(reasons.values())
-    advice = [hint for status, hint in _ADVICE.items() if _STATUS[status] in text]
-    rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}
-    error = UnsupportedGraphError(
-        "cuDNN has no engine for this graph on this GPU",
-        why="; ".join(sorted(rules)) or None,
-        fix="; ".join(advice) or "split the function into smaller graphs",
-    )
-    error.graph, error.reasons = str(spec), reasons
-    return error

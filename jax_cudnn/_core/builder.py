@@ -7,7 +7,7 @@ import inspect
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,125 +16,9 @@ from .dims import Shape
 from .dtypes import canonical
 from .errors import GraphError, GraphTypeError, JaxCudnnError
 from .node import REGISTRY, Node, check_contract
-from .source import in_jax_operator, jax_caller, user_line
+from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern
-
-
-class GraphTensor:
-    """A tensor of the graph being built: what ``g``'s methods take and return.
-
-    ``+`` and ``*`` are ``g.add`` and ``g.mul``; other jnp functions don't apply, because the
-    graph runs in cuDNN and holds no JAX values.
-    """
-
-    __slots__ = ("_builder", "_state")
-
-    def __init__(self, builder: GraphBuilder, state: Tensor):
-        self._builder, self._state = builder, state
-
-    @property
-    def name(self) -> str:
-        return self._state.name
-
-    @property
-    def shape(self) -> Shape:
-        return self._state.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self._state.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype the tensor has when it leaves the graph (inside it may be float32)."""
-        return jax.numpy.dtype(self._state.dtype)
-
-    def get_dim(self) -> list[int]:
-        return list(self.shape)
-
-    def set_data_type(self, data_type: Any) -> GraphTensor:
-        """Round the tensor to this dtype, as output and as input of later operations."""
-        return self._builder._set_dtype(self, canonical(data_type))
-
-    def set_dim(self, dim: Sequence[int]) -> GraphTensor:
-        """Give the output's shape to an operation that leaves it open (a reduction)."""
-        return self._builder._set_dim(self, tuple(dim))
-
-    def set_output(self, is_output: bool = True) -> GraphTensor:
-        """Accepted for pygraph's sake; the tensors a graph function returns are its outputs."""
-        return self
-
-    def set_name(self, name: str) -> GraphTensor:
-        """Accepted for pygraph's sake; printed graphs use the operations' names."""
-        return self
-
-    def __add__(self, other):
-        return self._builder._apply("add", self, other)
-
-    def __mul__(self, other):
-        return self._builder._apply("mul", self, other)
-
-    def __radd__(self, other):
-        return self._builder._apply("add", other, self)
-
-    def __rmul__(self, other):
-        return self._builder._apply("mul", other, self)
-
-    def __array_ufunc__(self, ufunc: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
-        # NumPy array + graph tensor arrives here, and so does np.tanh(graph tensor).
-        if kind == "__call__" and ufunc in (np.add, np.multiply):
-            return self._builder._apply("add" if ufunc is np.add else "mul", *args)
-        raise self._refusal(ufunc.__name__)
-
-    @property
-    def __jax_array__(self) -> Any:
-        # For JAX array + graph tensor we are no array: then JAX's operator defers to __radd__.
-        # Everywhere else JAX's question whether we are one is answered with the error itself.
-        if in_jax_operator():
-            raise AttributeError("__jax_array__")
-        raise self._refusal(jax_caller())
-
-    def _raise(self, *_: Any, **__: Any) -> NoReturn:
-        raise self._refusal(jax_caller())
-
-    __array__ = _raise
-
-    def _refusal(self, called: str | None) -> GraphTypeError:
-        return refusal(called, user_line(), str(self._state))
-
-    def __repr__(self) -> str:
-        return f"<graph tensor {self._state}>"
-
-
-def refusal(called: str | None, where: str, got: str | None = None) -> GraphTypeError:
-    """The error for a graph tensor given to something that is no method of g."""
-    methods = [m for m, node in REGISTRY.items() if called in (m, *node.jax_names)]
-    return GraphTypeError(
-        f"{called or 'an array function'} got a graph tensor",
-        got=got,
-        why="inside @jax_cudnn.graph values are symbolic: only g's methods apply to them",
-        fix=(f"use g.{methods[0]}(...)" if methods else f"g offers {', '.join(REGISTRY)}")
-        + "; or return the tensor and apply jnp outside the graph",
-        where=where,
-    )
-
-
-def _refuse_operator(method: str, called: str) -> None:
-    def refuse(self: GraphTensor, *_: Any) -> NoReturn:
-        raise self._refusal(called)
-
-    setattr(GraphTensor, method, refuse)
-
-
-for _method, _called in {
-    **{f"__{name}__": f"operator {name}" for name in ("sub", "rsub", "truediv", "rtruediv")},
-    **{f"__{name}__": f"operator {name}" for name in ("matmul", "rmatmul", "neg", "pow")},
-    **{f"__{name}__": f"comparison {name}" for name in ("lt", "gt", "le", "ge")},
-    **{f"__{name}__": f"{name}()" for name in ("float", "int", "len", "iter")},
-    "__bool__": "a condition (if, while, and, or)",
-    "__getitem__": "indexing",
-}.items():
-    _refuse_operator(_method, _called)
+from .tensor import GraphTensor
 
 
 class GraphBuilder:
@@ -304,8 +188,7 @@ class GraphBuilder:
         if any(tensor.name in dict(c.inputs).values() for c in self._calls):
             raise GraphError(
                 f"{method} after {tensor.name} was used",
-                fix="call it on the result right away: "
-                f"g.operation(...).{method}(...)",
+                fix=f"call it on the result right away: g.operation(...).{method}(...)",
                 where=user_line(),
             )
 

@@ -81,6 +81,7 @@ def site(devices: Sequence[jax.Device], name: str) -> Profile | CudaDevice:
 
 
 _NAME_A_TARGET = (
-    "with jax_cudnn.target(NAME): ...   NAME is one of " + ", ".join(names())
+    "with jax_cudnn.target(NAME): ...   NAME is one of "
+    + ", ".join(names())
     + ", or a jax_cudnn.Profile of your own"
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from .errors import GraphError
 
@@ -62,8 +63,8 @@ class Dims:
         for port in self.inputs:
             for axis, size in _assign(port, shapes[port.name]):
                 if axis == "...":
-                    known = sizes.get(axis)
-                    sizes[axis] = size if known is None else _broadcast(known, size, port, owner)
+                    known, size = cast(Shape, sizes.get(axis, size)), cast(Shape, size)
+                    sizes[axis] = _broadcast(known, size, port, owner)
                 elif axis not in sizes or (axis in self.broadcast and sizes[axis] == 1):
                     sizes[axis] = size
                 elif sizes[axis] != size and not (axis in self.broadcast and size == 1):
@@ -71,8 +72,7 @@ class Dims:
                         f"{owner[axis]!r} and {port.name!r} disagree on dimension {axis!r}",
                         expected=f"{port}, with {axis} = {sizes[axis]} as in {owner[axis]!r}",
                         got=f"{port.name} of shape {list(shapes[port.name])}, so {axis} = {size}",
-                        why="the ports' dimensions are "
-                        + ", ".join(str(p) for p in self.inputs),
+                        why="the ports' dimensions are " + ", ".join(str(p) for p in self.inputs),
                     )
                 owner.setdefault(axis, port.name)
         return sizes
@@ -110,10 +110,7 @@ def _assign(port: Port, shape: Shape) -> list[tuple[str, int | Shape]]:
     return pairs
 
 
-def _broadcast(
-    known: int | Shape, size: int | Shape, port: Port, owner: Mapping[str, str]
-) -> Shape:
-    assert isinstance(known, tuple) and isinstance(size, tuple)
+def _broadcast(known: Shape, size: Shape, port: Port, owner: Mapping[str, str]) -> Shape:
     if len(known) != len(size):
         raise GraphError(
             f"{owner['...']!r} and {port.name!r} have different ranks",

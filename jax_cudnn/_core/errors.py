@@ -59,8 +59,9 @@ class UnsupportedGraphError(JaxCudnnError, NotImplementedError):
     ``graph`` is the printed graph, ``reasons`` maps each engine (or step) to cuDNN's reason.
     """
 
-    graph: str = ""
-    reasons: dict[str, str] = {}
+    def __init__(self, summary: str, *, graph: str = "", reasons: dict[str, str], **parts: str):
+        super().__init__(summary, **parts)
+        self.graph, self.reasons = graph, reasons
 
     def __str__(self) -> str:
         text = super().__str__()

@@ -1,7 +1,7 @@
 """The Node contract: the one place where an operation is added, and the registry of all nodes.
 
-A node is a frozen dataclass, registered by ``builder.register``, whose fields are the operation's attributes under pygraph's names.
-The contract is checked then, so a wrong node fails at import.
+A node is a frozen dataclass whose fields are the operation's attributes under pygraph's names.
+``builder.register`` checks the contract, so a wrong node fails at import.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def result_dtype(inputs: Mapping[str, Tensor]) -> str:
 
 REGISTRY: dict[str, type[Node]] = {}
 """pygraph's method -> node class."""
+
 
 def check_contract(cls: type[Node]) -> None:
     """TypeError when a node class does not keep the contract; fills in ``cls.ports``."""

@@ -13,7 +13,8 @@ import jax
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from . import autodiff, batching as batching_rules, compat, context, ffi, planner
+from . import autodiff, compat, context, ffi, planner
+from . import batching as batching_rules
 from .errors import GraphError
 from .reference import evaluate
 from .spec import GraphSpec

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import context, planner
-from .builder import GraphBuilder, GraphTensor, refusal
+from .builder import GraphBuilder
 from .errors import GraphError, GraphTypeError, JaxCudnnError
 from .plan import Plan
 from .primitive import bind
 from .source import raised_in, user_line
 from .spec import GraphSpec
+from .tensor import GraphTensor, refusal
 
 _TRACE_CACHE_SIZE = 4096
 
@@ -254,7 +255,9 @@ def _input_names(fn: Callable[..., Any], structure: Any) -> list[str]:
         parameters = list(inspect.signature(fn).parameters.values())[1:]
     except (TypeError, ValueError):
         parameters = []
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     names = []
     for path, _ in jax.tree_util.tree_leaves_with_path(dummy):
         index = path[0].idx

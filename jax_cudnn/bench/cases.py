@@ -24,7 +24,9 @@ class Case:
     def operands(self, key: jax.Array) -> list[jax.Array]:
         """Random operands of unit variance; weights are scaled so that results are, too."""
         keys = jax.random.split(key, len(self.avals))
-        return [_random(k, aval, i) for i, (k, aval) in enumerate(zip(keys, self.avals, strict=True))]
+        return [
+            _random(k, aval, i) for i, (k, aval) in enumerate(zip(keys, self.avals, strict=True))
+        ]
 
 
 def _random(key: jax.Array, aval: jax.ShapeDtypeStruct, index: int) -> jax.Array:

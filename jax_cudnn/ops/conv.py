@@ -47,9 +47,15 @@ class ConvFprop(Node):
     requires = "channels-last tensors with C and K divisible by 8 run on the fastest engines"
     anchor = True
     examples = (
-        Example({"image": (8, 64, 28, 28), "weight": (64, 64, 3, 3)}, "bfloat16", {"padding": [1, 1]}),
-        Example({"image": (4, 32, 15, 17), "weight": (48, 32, 5, 3)}, "float16", {"stride": [2, 1]}),
-        Example({"image": (2, 16, 20, 20), "weight": (32, 16, 3, 3)}, "float32", {"dilation": [2, 2]}),
+        Example(
+            {"image": (8, 64, 28, 28), "weight": (64, 64, 3, 3)}, "bfloat16", {"padding": [1, 1]}
+        ),
+        Example(
+            {"image": (4, 32, 15, 17), "weight": (48, 32, 5, 3)}, "float16", {"stride": [2, 1]}
+        ),
+        Example(
+            {"image": (2, 16, 20, 20), "weight": (32, 16, 3, 3)}, "float32", {"dilation": [2, 2]}
+        ),
         Example(
             {"image": (4, 32, 16, 16), "weight": (64, 32, 2, 2)},
             "bfloat16",
@@ -167,7 +173,12 @@ class ConvFprop(Node):
     def _spatial(self, rank: int) -> list[tuple[int, ...]]:
         """The four spatial attributes with their defaults filled in, checked for rank."""
         filled = []
-        for name, default in (("pre_padding", 0), ("post_padding", 0), ("stride", 1), ("dilation", 1)):
+        for name, default in (
+            ("pre_padding", 0),
+            ("post_padding", 0),
+            ("stride", 1),
+            ("dilation", 1),
+        ):
             value = getattr(self, name) or (default,) * rank
             if len(value) != rank:
                 raise GraphError(

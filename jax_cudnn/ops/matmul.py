@@ -39,6 +39,4 @@ class Matmul(Node):
 
     def reference(self, A: jax.Array, B: jax.Array) -> tuple[jax.Array, ...]:
         dtype = jnp.result_type(A, B)
-        return (
-            jnp.matmul(A.astype(dtype), B.astype(dtype), preferred_element_type=jnp.float32),
-        )
+        return (jnp.matmul(A.astype(dtype), B.astype(dtype), preferred_element_type=jnp.float32),)

@@ -31,7 +31,8 @@ class Reduction(Node):
         out_dims: the shape of the output, of input's rank: each dimension 1 or input's; all 1
             when omitted. ``.set_dim([...])`` on the result does the same, as in pygraph.
 
-    The result is the float32 accumulator: cuDNN writes no other type. Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_REDUCTION``.
+    The result is the float32 accumulator: cuDNN writes no other type. Source: cuDNN
+    documentation, ``CUDNN_BACKEND_OPERATION_REDUCTION``.
     """
 
     method = "reduction"

@@ -1,0 +1,36 @@
+"""The shell commands: ``python -m jax_cudnn demo | bench``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import JaxCudnnError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; errors of this package are printed without a traceback."""
+    parser = argparse.ArgumentParser(prog="python -m jax_cudnn", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("demo", help="fit a small classifier on real data and run it fused")
+    bench = commands.add_parser("bench", help="measure on this machine's GPU, write JSON")
+    bench.add_argument("--out", type=Path, default=Path("."), help="folder for the results")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "demo":
+            from .bench.demo import demo
+
+            demo()
+        else:
+            from .bench.run import run
+
+            run(options.out)
+    except JaxCudnnError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Why cuDNN cannot run a graph: what we know beforehand, and its own reasons in readable form."""
+
+from __future__ import annotations
+
+import re
+
+from . import layout
+from .errors import UnsupportedGraphError
+from .spec import GraphSpec
+
+
+def wrong_broadcasts(spec: GraphSpec) -> dict[str, str]:
+    """Pointwise operations whose broadcast cuDNN's channels-last engines get wrong, with why.
+
+    Measured on an H200 with cuDNN 9.19 over all 16 patterns: as an epilogue of a convolution, an
+    operand of another pattern than these four is accepted and read out of bounds. Alone, such
+    an operation is refused by cuDNN. Around a matmul (rank 3) every pattern is right.
+    """
+    found = {}
+    for call in spec.calls:
+        broadcasting = [port.name for port in call.node.ports.inputs if port.axes == ("...",)]
+        shapes = [spec.tensor(name).shape for _, name in (*call.inputs, call.outputs[0])]
+        dims = [layout.cudnn_dims(spec, shape) for shape in shapes]
+        if len(broadcasting) < 2 or len(dims[0]) < 4:
+            continue
+        *operands, out = dims
+        n, c, *spatial = out
+        ones = [1] * len(spatial)
+        allowed = [[*out], [1, c, *ones], [n, 1, *spatial], [1, 1, *ones]]
+        wrong = [list(dim) for dim in operands if list(dim) not in allowed]
+        if wrong or out not in operands:
+            found[call.node.method] = (
+                f"broadcasting {' and '.join(map(str, wrong or map(list, operands)))} to "
+                f"{list(out)} is not supported: beside a full operand cuDNN takes "
+                f"{', '.join(map(str, allowed[1:]))}"
+            )
+    return found
+
+
+_STATUS = {
+    "LAYOUT": "the memory layout of a tensor is not supported",
+    "ARCH_MISMATCH": "made for another GPU architecture",
+    "GRAPH_PATTERN": "this pattern of operations is not supported",
+    "DATA_TYPE": "a data type is not supported",
+    "SHAPE": "a shape is not supported",
+    "PADDING": "the padding is not supported",
+}
+_ADVICE = {
+    "LAYOUT": "give the tensors of a convolution rank 4 (NCHW dims) and those of a matmul rank 3",
+    "GRAPH_PATTERN": "cut the function into several graphs: one convolution or matmul each, "
+    "a reduction last",
+    "DATA_TYPE": "use bfloat16 or float16 inputs; leave a reduction's result float32",
+    "SHAPE": "pad channels and features to a multiple of 8",
+}
+
+
+def engine_reasons(text: str) -> dict[str, str]:
+    """``{engine: reason}`` from the text of a frontend exception.
+
+    cuDNN writes one block an engine, its checks from the innermost outwards: the first line is
+    the cause, the rest is the call stack of its checks.
+    """
+    reasons: dict[str, str] = {}
+    for block in re.split(r'(?=\{"engineId")', text):
+        engine = re.match(r'\{"engineId":(\d+)', block)
+        cause = re.search(r"Warning: CUDNN_STATUS_(\w+); Reason: (.*)", block)
+        if cause is None:
+            continue
+        status = cause[1].removeprefix("NOT_SUPPORTED").strip("_")
+        meaning = _STATUS.get(status, status.replace("_", " ").lower())
+        detail = cause[2].strip()
+        reasons[f"engine {engine[1]}" if engine else "graph"] = (
+            f"{meaning} ({detail})" if meaning else detail
+        )
+    return reasons or {"cuDNN": text.strip()}
+
+
+def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphError:
+    text = " ".join(reasons.values())
+    advice = [hint for status, hint in _ADVICE.items() if _STATUS[status] in text]
+    if "broadcasting" in text:
+        advice.append("broadcast that operand before the call: jnp.broadcast_to(x, shape)")
+    rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}
+    return UnsupportedGraphError(
+        "cuDNN has no engine for this graph on this GPU",
+        graph=str(spec),
+        reasons=reasons,
+        why="; ".join(sorted(rules)),
+        fix="; ".join(advice) or "split the function into smaller graphs",
+    )

@@ -1,0 +1,350 @@
+"""What only a GPU can show: capture, threads, memory, exits, refusals. Everything real."""
+
+import ctypes
+import dataclasses
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core import ffi, planner
+from jax_cudnn.bench import host
+from jax_cudnn.bench.cases import conv_bias_relu, matmul_bias_gelu
+from jax_cudnn.deviceless import profiles
+
+pytestmark = pytest.mark.gpu
+
+COUNTERS = (
+    "handles_created",
+    "plans_finalized",
+    "plans_alive",
+    "packs_built",
+    "packs_alive",
+    "call_sites_alive",
+)
+
+
+def counters():
+    values = (ctypes.c_int64 * len(COUNTERS))()
+    ffi.library().JaxCudnnCounters(values)
+    return dict(zip(COUNTERS, values, strict=True))
+
+
+def run_script(text, *arguments, flags="", timeout=300):
+    """A fresh process that runs a script; the environment's XLA flags are replaced."""
+    environment = {**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return subprocess.run(
+        [*arguments, sys.executable, "-c", textwrap.dedent(text)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+# -- command buffers -----------------------------------------------------------------------------
+
+FIRST_EXECUTION_IS_CAPTURED = """
+    import jax, numpy as np
+    from jax_cudnn.bench import host
+    operands = host.operands()
+    got = np.asarray(jax.jit(host.ours)(*operands), np.float32)        # executed once, captured
+    again = np.asarray(jax.jit(host.ours)(*operands), np.float32)      # replayed
+    want = np.asarray(jax.jit(host.xla)(*operands), np.float32)
+    assert np.isfinite(got).all() and np.abs(want).max() > 0
+    assert (got == again).all()
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    print("relative difference to XLA's own chain", error)
+    assert error < 0.2, error      # 200 layers of bfloat16 roundings
+"""
+
+
+def test_a_chain_is_captured_in_a_fresh_process(tmp_path):
+    flags = f"--xla_dump_to={tmp_path} --xla_gpu_graph_min_graph_size=1"
+    done = run_script(FIRST_EXECUTION_IS_CAPTURED, flags=flags)
+    print(done.stdout, done.stderr[-2000:])
+    assert done.returncode == 0
+    (dump,) = tmp_path.glob("*jit_ours.thunk_sequence_after_thunk_passes.txt")
+    lines = dump.read_text().splitlines()
+    print("ours", *lines[:4], sep="\n")
+    for own in tmp_path.glob("*jit_xla.thunk_sequence*.txt"):
+        print(own.name, *own.read_text().splitlines()[:4], sep="\n")
+    outside = [line for line in lines if line.strip() and not line.startswith(" ")]
+    assert ["kCommandBuffer" in line for line in outside] == [True], "one command buffer, alone"
+    inside = [line for line in lines if re.match(r"\s+\d+: kCustomCall", line)]
+    assert len(inside) == host.LENGTH
+
+
+def test_transposes_around_a_chain_of_nhwc_arrays_cost_nothing():
+    compiled = jax.jit(host.ours).lower(*host.operands()).compile().as_text()
+    kinds = re.findall(r"= [^=]*?\b(copy|transpose|copy-start|fusion|custom-call)\(", compiled)
+    assert kinds.count("custom-call") == host.LENGTH
+    assert set(kinds) == {"custom-call"}
+
+
+# -- sharing, threads, memory --------------------------------------------------------------------
+
+
+def test_call_sites_share_one_plan_and_it_goes_with_them(key):
+    x, w, b = conv_bias_relu.operands(key)
+
+    def twice(x, w, b):
+        return conv_bias_relu.function(conv_bias_relu.function(x, w, b), w, b)
+
+    jax.clear_caches()
+    before = counters()
+    functions = [jax.jit(twice), jax.jit(lambda *a: twice(*a) + 1)]
+    for function in functions:
+        jax.block_until_ready(function(x, w, b))
+    during = counters()
+    assert during["call_sites_alive"] - before["call_sites_alive"] == 4
+    assert during["plans_alive"] - before["plans_alive"] == 1
+    del functions, function
+    jax.clear_caches()
+    assert counters()["plans_alive"] == before["plans_alive"]
+
+
+def test_eight_threads_run_one_executable(key):
+    operands = conv_bias_relu.operands(key)
+    compiled = jax.jit(conv_bias_relu.function).lower(*operands).compile()
+    want = np.asarray(compiled(*operands))
+    wrong, failures = [], []
+
+    def work():
+        try:
+            for i in range(1000):
+                result = compiled(*operands)
+                if i % 100 == 99:
+                    wrong.append(not (np.asarray(result) == want).all())
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(wrong) == 80
+    assert not any(wrong)
+    assert counters()["handles_created"] <= 16
+    print(counters())
+
+
+def test_memory_is_stable_over_200_executables(key):
+    operands = matmul_bias_gelu.operands(key)
+    device = jax.devices()[0]
+
+    def cycle(number):
+        function = jax.jit(lambda *a: matmul_bias_gelu.function(*a) + number)
+        jax.block_until_ready(function(*operands))
+        del function
+        jax.clear_caches()
+        return device.memory_stats()["bytes_in_use"], resident_bytes()
+
+    for number in range(20):
+        device_before, resident_before = cycle(number)
+    before = counters()
+    for number in range(200):
+        device_after, resident_after = cycle(number)
+    after = counters()
+    grown = (resident_after - resident_before) / 2**20
+    print(f"resident memory grew by {grown:.1f} MiB over 200 cycles")
+    assert device_after == device_before
+    for name in ("plans_alive", "packs_alive", "call_sites_alive", "handles_created"):
+        assert after[name] == before[name], name
+    assert after["plans_finalized"] - before["plans_finalized"] == 200, "each cycle made its plan"
+    assert grown < 100, "XLA's own programs leave about 0.2 MiB each"
+
+
+def resident_bytes():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+EXIT_WITH_A_RUNNING_THREAD = """
+    import threading, time, jax
+    from jax_cudnn.bench import host
+    from jax_cudnn.bench.cases import conv_bias_relu
+    operands = conv_bias_relu.operands(jax.random.key(0))
+    function = jax.jit(conv_bias_relu.function)
+    jax.block_until_ready(function(*operands))
+    started = threading.Event()
+    def work():
+        while True:
+            jax.block_until_ready(function(*operands))
+            started.set()
+    threading.Thread(target=work, daemon=True).start()
+    started.wait()
+    print("exiting")
+"""
+
+
+def test_twenty_exits_with_live_functions_and_a_running_thread():
+    codes = []
+    for _ in range(5):  # four at a time
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(EXIT_WITH_A_RUNNING_THREAD)],
+                env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(4)
+        ]
+        for process in running:
+            out, err = process.communicate(timeout=120)
+            assert "exiting" in out, err[-2000:]
+            codes.append(process.returncode)
+            if process.returncode:
+                print(err[-2000:])
+    assert codes == [0] * 20
+
+
+def test_compute_sanitizer_finds_nothing():
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        pytest.skip("compute-sanitizer is not installed")
+    script = """
+        import jax
+        from jax_cudnn.bench.cases import conv_bias_relu, matmul_scale_bias_relu
+        for case in (conv_bias_relu, matmul_scale_bias_relu):
+            operands = case.operands(jax.random.key(0))
+            jax.block_until_ready(jax.jit(case.function)(*operands))
+        print("ran")
+    """
+    done = run_script(script, tool, "--tool", "memcheck", "--error-exitcode", "9", timeout=500)
+    print(done.stdout[-1500:], done.stderr[-1500:])
+    assert "ran" in done.stdout
+    assert done.returncode == 0
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
+
+
+# -- plans from elsewhere ------------------------------------------------------------------------
+
+
+def run_plan(plan, case, operands):
+    _, trace = case.function.trace(*operands)
+    call = jax.jit(lambda *a: ffi.call(plan, trace.spec, case.name, *a))
+    return jax.block_until_ready(call(*operands))
+
+
+def test_a_plan_built_without_a_gpu_runs_on_one(key):
+    operands = conv_bias_relu.operands(key)
+    _, trace = conv_bias_relu.function.trace(*operands)
+    with jc.target("H200"):
+        (got,) = jax.tree.leaves(jax.jit(conv_bias_relu.function)(*operands))
+    oracle.check(got, oracle.evaluate(trace.spec, operands)[0], "bfloat16")
+
+
+def test_a_plan_for_another_gpu_is_refused_in_words(key):
+    h200 = profiles.get("H200")
+    text = h200.properties_json.replace("NVIDIA H200", "NVIDIA H200 NVL")
+    other = dataclasses.replace(h200, name="other", properties_json=text)
+    with jc.target(other), pytest.raises(Exception, match="built for NVIDIA H200 NVL") as raised:
+        jax.block_until_ready(jax.jit(conv_bias_relu.function)(*conv_bias_relu.operands(key)))
+    for word in ("conv_bias_relu", "this device is NVIDIA H200", "ower the function again"):
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cudnn_version": 91300}, ("cuDNN 9.13.0", "has loaded cuDNN", "libcudnn")),
+        ({"text": '{"cudnnVersion": 1}'}, ("conv_bias_relu", "plan")),
+    ],
+    ids=["another cuDNN", "no plan at all"],
+)
+def test_a_foreign_plan_is_refused_before_anything_runs(key, change, words):
+    operands = conv_bias_relu.operands(key)
+    plan = jc.plan(conv_bias_relu.function, *operands)
+    with pytest.raises(Exception, match="conv_bias_relu") as raised:
+        run_plan(dataclasses.replace(plan, **change), conv_bias_relu, operands)
+    print(raised.value)
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_operand_sizes_are_checked_before_anything_runs(key):
+    operands = conv_bias_relu.operands(key)
+    plan = jc.plan(conv_bias_relu.function, *operands)
+    rows = [(uid, kind, value, size * 2) for uid, kind, value, size in plan.bindings]
+    with pytest.raises(Exception, match="bytes, its plan was built for"):
+        run_plan(dataclasses.replace(plan, bindings=tuple(rows)), conv_bias_relu, operands)
+
+
+def test_plan_text_names_the_model_and_not_the_card(key):
+    planner.clear()
+    first = jc.plan(conv_bias_relu.function, *conv_bias_relu.operands(key))
+    planner.clear()
+    second = jc.plan(conv_bias_relu.function, *conv_bias_relu.operands(key))
+    assert first.text == second.text
+    for field in ("pciDeviceId", "cudaDeviceId", "totalGlobalMem"):
+        assert f'"{field}":0' in first.text
+    assert first.device_name == jax.devices()[0].device_kind
+
+
+def test_workspace_is_filled_before_a_run(key):
+    """Fills are rare in cuDNN's plans, so the memsets are shown on rows of our own."""
+    operands = conv_bias_relu.operands(key)
+    plan = jc.plan(conv_bias_relu.function, *operands)
+    _, trace = conv_bias_relu.function.trace(*operands)
+    size, at = 1024, -(-plan.workspace_bytes // 256) * 256
+    filled = dataclasses.replace(
+        plan,
+        workspace_bytes=at + size,
+        fills=((at, 1, 100, 7), (at + 100, 4, 2, 0x3F800000), (at + 108, 1, 1, 255)),
+    )
+
+    @jax.jit
+    def call(*operands):
+        results = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in trace.spec.output_tensors]
+        workspace = jax.ShapeDtypeStruct((filled.workspace_bytes,), jnp.uint8)
+        channels_last = (0, 2, 3, 1)
+        return jax.ffi.ffi_call(
+            ffi.TARGET,
+            [*results, workspace],
+            input_layouts=[channels_last] * 3,
+            output_layouts=[channels_last, (0,)],
+        )(*operands, **filled.attributes("fills"))
+
+    _, workspace = call(*operands)
+    got = np.asarray(workspace)[at:]
+    assert (got[:100] == 7).all()
+    assert got[100:108].view(np.float32).tolist() == [1.0, 1.0]
+    assert got[108] == 255
+
+
+def test_another_cudnn_on_the_library_path_changes_nothing():
+    found = [p for p in map(Path, SYSTEM_FOLDERS) if (p / "libcudnn.so.9").exists()]
+    if not found:
+        pytest.skip("there is no second cuDNN on this machine")
+    script = f"""
+        import os
+        os.environ["LD_LIBRARY_PATH"] = {str(found[0])!r}   # read by cuDNN's frontend
+        import jax, jax_cudnn as jc
+        from jax_cudnn._core import ffi, frontend
+        from jax_cudnn.bench.cases import conv_bias_relu
+        operands = conv_bias_relu.operands(jax.random.key(0))
+        jax.block_until_ready(jax.jit(conv_bias_relu.function)(*operands))
+        print(frontend.loaded_paths(), ffi.library().JaxCudnnLoadedPath())
+        assert frontend.load().backend_version() == ffi.library().JaxCudnnLoadedVersion()
+    """
+    done = run_script(script)
+    print(done.stdout, done.stderr[-3000:])
+    assert done.returncode == 0
+
+
+SYSTEM_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
