@@ -237,6 +237,33 @@ void TestExit() {
   std::exit(0);
 }
 
+// The interpreter is ending: other threads stop at their next execution and never come back, the
+// ending thread can still work, and exit() goes on without them.
+void TestParking() {
+  auto* site = Make(Copy()).release();
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+  static std::atomic<int64_t> done{0};
+  for (int t = 0; t < 3; ++t) {
+    std::thread([site] {
+      Arrays a(1);
+      for (;; ++done) CheckSucceeds(a.Run(*site, 1, StreamOf(1)));
+    }).detach();
+  }
+  while (done < 100) std::this_thread::yield();
+  BeginExit(std::chrono::seconds(30));
+  const int64_t parked_at = done;
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK(done == parked_at);
+  Arrays a(1);
+  CheckSucceeds(a.Run(*site, 1, StreamOf(1)));
+  CHECK(a.Right());
+  const auto start = std::chrono::steady_clock::now();
+  CloseDevices();
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::milliseconds(500));
+  CheckFails(a.Run(*site, 1, StreamOf(1)), {"shutting down"});
+  std::exit(0);
+}
+
 void TestFork() {
   auto site = Make(Copy());
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
@@ -265,6 +292,7 @@ int main(int argc, char** argv) {
       {"views", TestViews},
       {"closing", TestClosing},
       {"exit", TestExit},
+      {"parking", TestParking},
       {"fork", TestFork}};
   const auto found = argc == 2 ? cases.find(argv[1]) : cases.end();
   if (found == cases.end()) {

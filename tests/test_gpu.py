@@ -227,7 +227,7 @@ def test_compute_sanitizer_finds_nothing():
         print("ran")
     """
     done = run_script(script, tool, "--tool", "memcheck", "--error-exitcode", "9", timeout=500)
-    print(done.stdout[-1500:], done.stderr[-1500:])
+    print(done.stdout[:4000], done.stdout[-500:], done.stderr[-1500:])
     assert "ran" in done.stdout
     assert done.returncode == 0
     assert "ERROR SUMMARY: 0 errors" in done.stdout

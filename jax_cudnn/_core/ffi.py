@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import glob
@@ -42,6 +43,8 @@ def library() -> ctypes.CDLL:
     loaded.JaxCudnnLoadedPath.restype = ctypes.c_char_p
     loaded.JaxCudnnLoadedVersion.restype = ctypes.c_int64
     loaded.JaxCudnnSetFallbackPath(os.fsencode(_packaged_cudnn() or ""))
+    # Daemon threads that execute while the interpreter ends would abort the process.
+    atexit.register(loaded.JaxCudnnBeginExit)
     return loaded
 
 

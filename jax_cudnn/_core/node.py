@@ -50,6 +50,8 @@ class Node:
     """Minimum cuDNN, SM and shape rules, in words a user can read."""
     anchor: ClassVar[bool] = False
     """Whether cuDNN builds an engine around this node (one anchor a graph)."""
+    broadcasts_any: ClassVar[bool] = False
+    """Whether pointwise operations around this anchor may broadcast any dimension."""
     examples: ClassVar[tuple[Example, ...]] = ()
     ports: ClassVar[Dims]
 

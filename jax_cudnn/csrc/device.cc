@@ -1,10 +1,6 @@
 #include "device.h"
 
-#include <link.h>
-#include <pthread.h>
-
 #include <chrono>
-#include <cstdlib>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -18,10 +14,6 @@ constexpr auto kExitPatience = std::chrono::seconds(1);
 constexpr auto kPollInterval = std::chrono::microseconds(20);
 constexpr int kSpins = 200;  // a few microseconds, about one cudnnBackendExecute
 
-// Constant-initialised and trivially destroyed, so that both are readable at any point of exit.
-std::atomic<bool> g_closed{false};
-std::atomic<bool> g_forked{false};
-
 struct Registry {
   std::mutex mutex;
   std::vector<Device*> devices;
@@ -31,27 +23,6 @@ struct Registry {
 Registry& registry() {
   static auto* registry = new Registry;
   return *registry;
-}
-
-// How many shared libraries this process has ever loaded.
-unsigned long long LibrariesLoaded() {
-  unsigned long long loaded = 0;
-  dl_iterate_phdr(
-      [](dl_phdr_info* info, size_t, void* out) {
-        *static_cast<unsigned long long*>(out) = info->dlpi_adds;
-        return 1;  // every entry carries the same count
-      },
-      &loaded);
-  return loaded;
-}
-
-// Exit handlers run in reverse order of registration, and a library's static destructors count as
-// registered when it is loaded. cuDNN loads parts of itself when plans first need them; so our
-// handler is registered again whenever libraries were loaded since.
-void RegisterExitHandler() {
-  static std::atomic<unsigned long long> registered_at{0};
-  const unsigned long long loaded = LibrariesLoaded();
-  if (registered_at.exchange(loaded) != loaded) std::atexit(CloseDevices);
 }
 
 bool TryLockFor(std::mutex& mutex, steady_clock::time_point deadline) {
@@ -69,12 +40,8 @@ Counters& counters() {
   return *counters;
 }
 
-bool Ended() {
-  return g_closed.load(std::memory_order_relaxed) || g_forked.load(std::memory_order_relaxed);
-}
-
 ffi::Error EndedError(std::string_view name) {
-  if (g_forked.load()) {
+  if (Forked()) {
     return Failure(ffi::ErrorCode::kFailedPrecondition,
                    "this process was forked from one that had used cuDNN, and CUDA does not "
                    "survive a fork. Start processes with 'spawn': "
@@ -87,7 +54,7 @@ ffi::Error EndedError(std::string_view name) {
 
 void CloseDevices() {
   // In a forked child no thread is left to give anything back.
-  if (g_forked.load() || g_closed.exchange(true)) return;
+  if (Forked() || !Close()) return;
   const auto deadline = steady_clock::now() + kExitPatience;
   Registry& all = registry();
   if (!TryLockFor(all.mutex, deadline)) return;
@@ -160,8 +127,8 @@ ffi::ErrorOr<Device*> Device::OfStream(Stream stream, std::string_view name) {
   }
 
   if (all.devices.empty()) {
-    pthread_atfork(nullptr, nullptr, [] { g_forked.store(true); });
-    RegisterExitHandler();
+    WatchForks();
+    RunAtExit(CloseDevices);
   }
   all.devices.push_back(new Device(**cudnn, **driver, context, device_name));
   all.contexts.push_back(context);
@@ -220,7 +187,7 @@ ffi::Error Device::GrowPool(std::string_view name) {
   waits_.store(0, std::memory_order_relaxed);
   slots_[size].free.store(handle, std::memory_order_release);
   pool_size_.store(size + 1, std::memory_order_release);
-  RegisterExitHandler();
+  RunAtExit(CloseDevices);
   return ffi::Error::Success();
 }
 
@@ -238,7 +205,7 @@ ffi::ErrorOr<std::shared_ptr<FinalizedPlan>> Device::GetPlan(const std::string& 
   }
   auto plan = std::make_shared<FinalizedPlan>(*this, digest, *descriptor);
   entry = plan;
-  RegisterExitHandler();
+  RunAtExit(CloseDevices);
   return plan;
 }
 

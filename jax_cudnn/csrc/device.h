@@ -15,6 +15,7 @@
 #include <unordered_map>
 
 #include "cudnn_api.h"
+#include "lifetime.h"
 
 namespace jax_cudnn {
 
@@ -29,9 +30,7 @@ struct Counters {
 };
 Counters& counters();
 
-// Whether this process may still use cuDNN. It may not after its exit handlers ran, nor in a child
-// forked from a process that had used it (CUDA contexts do not survive a fork).
-bool Ended();
+// The error for work after the process ended (see lifetime.h), in words.
 ffi::Error EndedError(std::string_view name);
 
 // Refuses new work, waits about a second for work in flight, and leaves everything allocated. Runs

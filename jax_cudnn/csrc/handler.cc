@@ -203,6 +203,9 @@ JAX_CUDNN_EXPORT void JaxCudnnSetFallbackPath(const char* path) {
   jax_cudnn::SetCudnnFallbackPath(path);
 }
 
+// For the interpreter's exit handler: see BeginExit.
+JAX_CUDNN_EXPORT void JaxCudnnBeginExit() { jax_cudnn::BeginExit(std::chrono::milliseconds(200)); }
+
 // cudnnGetVersion() of the cuDNN that plans will run with; 0 if there is none.
 JAX_CUDNN_EXPORT int64_t JaxCudnnLoadedVersion() {
   const auto cudnn = jax_cudnn::FindCudnn();

@@ -144,6 +144,7 @@ class CallSite {
 template <bool kTimed>
 ffi::Error CallSite::Execute(int32_t ordinal, Stream stream, const Buffer* operands,
                              size_t operand_count, const Buffer* results, size_t result_count) {
+  EnterExecution();  // before anything is leased: it may not return
   DeviceState* state = ordinal >= 0 && ordinal < kMaxDevices
                            ? states_[ordinal].load(std::memory_order_acquire)
                            : nullptr;

@@ -31,6 +31,7 @@ class Matmul(Node):
     broadcast = "b"
     jax_names = ("matmul", "dot", "dot_general", "einsum", "tensordot")
     anchor = True
+    broadcasts_any = True
     examples = (
         Example({"A": (1, 128, 256), "B": (1, 256, 512)}, "bfloat16"),
         Example({"A": (4, 64, 96), "B": (4, 96, 40)}, "float16"),

@@ -1,0 +1,22 @@
+"""A pytest plugin: what was tested must be the installed package, not the source tree."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def pytest_sessionfinish(session, exitstatus):
+    import jax_cudnn
+    from jax_cudnn._core.package import packaged_library
+
+    assert "site-packages" in jax_cudnn.__file__, f"tested the source: {jax_cudnn.__file__}"
+    assert packaged_library("libjax_cudnn.so").is_file(), "tested without the executor"
+    if exitstatus == 0:
+        Path(os.environ["CI_TESTED"]).write_text(sys.prefix)
+
+
+def pytest_report_header(config):
+    from importlib.metadata import version
+
+    names = ("jax", "jaxlib", "numpy", "nvidia-cudnn-frontend")
+    return "versions: " + ", ".join(f"{name} {version(name)}" for name in names)

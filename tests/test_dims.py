@@ -1,0 +1,200 @@
+"""The strings that state the shapes of a node's ports: parsing, matching, and errors in words."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core import layout
+from jax_cudnn._core.dims import Dims
+from jax_cudnn._core.dtypes import FROM_CUDNN, TO_CUDNN, canonical, itemsize
+
+CONV = "image: n c *x, weight: k i *r -> Y: n k *y"
+MATMUL = "A: b m k, B: b k n -> C: b m n"
+POINTWISE = "a: ..., b: ... -> OUT_0: ..."
+
+
+def match(text, *shapes, broadcast=""):
+    dims = Dims.parse(text, broadcast)
+    return dims, dims.match(dict(zip(dims.input_names, shapes, strict=True)))
+
+
+def test_ports_keep_the_order_of_the_string():
+    dims = Dims.parse(CONV)
+    assert dims.input_names == ("image", "weight")
+    assert dims.output_names == ("Y",)
+    assert str(dims.inputs[1]) == "weight: k i *r"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a: b",
+        "-> Y: n",
+        "a: n ->",
+        "a: *x *y -> b: *x",
+        "a: ... *x -> b: ...",
+        "a: n -> b: *x *y",
+    ],
+)
+def test_malformed_string_is_refused_when_parsed(text):
+    with pytest.raises(ValueError, match="dims must read|more than one group"):
+        Dims.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "sizes"),
+    [
+        (CONV, [(2, 3, 8), (4, 3, 5)], {"n": 2, "c": 3, "*x": (8,), "k": 4, "i": 3, "*r": (5,)}),
+        (CONV, [(2, 3, 8, 9), (4, 1, 5, 6)], {"*x": (8, 9), "i": 1, "*r": (5, 6)}),
+        (CONV, [(2, 3), (4, 3)], {"*x": (), "*r": ()}),
+        (MATMUL, [(2, 3, 4), (2, 4, 5)], {"b": 2, "m": 3, "k": 4, "n": 5}),
+        ("x: *r c -> y: c", [(7, 8, 9)], {"*r": (7, 8), "c": 9}),
+        ("x: n *r c -> y: c", [(6, 9)], {"n": 6, "*r": (), "c": 9}),
+        (POINTWISE, [(2, 1, 4), (1, 3, 4)], {"...": (2, 3, 4)}),
+        (POINTWISE, [(), ()], {"...": ()}),
+        (POINTWISE, [(0, 3), (1, 3)], {"...": (0, 3)}),
+    ],
+)
+def test_letters_and_groups_get_their_sizes(text, shapes, sizes):
+    _, got = match(text, *shapes)
+    assert {axis: got[axis] for axis in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "out"),
+    [
+        ([(1, 3, 4), (5, 4, 6)], (5, 3, 6)),
+        ([(5, 3, 4), (1, 4, 6)], (5, 3, 6)),
+        ([(1, 3, 4)] * 2, None),
+    ],
+)
+def test_size_one_of_a_broadcast_letter_takes_the_other_size(shapes, out):
+    if out is None:
+        with pytest.raises(jc.GraphError, match="dimension 'k'"):
+            match(MATMUL, *shapes, broadcast="b")
+    else:
+        dims, sizes = match(MATMUL, *shapes, broadcast="b")
+        assert dims.shape("C", sizes) == out
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "words"),
+    [
+        (
+            MATMUL,
+            [(2, 3, 4), (2, 5, 6)],
+            ["'A' and 'B'", "dimension 'k'", "k = 4", "k = 5", "A: b m k"],
+        ),
+        (MATMUL, [(2, 3, 4), (3, 4, 6)], ["dimension 'b'", "b = 2", "b = 3"]),
+        (MATMUL, [(3, 4), (2, 4, 6)], ["'A'", "wrong rank", "3 dimensions", "[3, 4]", "(B, M, K)"]),
+        (CONV, [(3,), (2, 4)], ["'image'", "at least 2 dimensions", "[3]"]),
+        (
+            POINTWISE,
+            [(2, 3), (3,)],
+            ["'a' and 'b'", "different ranks", "2 dimensions", "never adds"],
+        ),
+        (POINTWISE, [(2, 3), (2, 4)], ["do not broadcast", "[2, 3]", "[2, 4]"]),
+        (POINTWISE, [(2, 3), (0, 3)], ["do not broadcast"]),
+    ],
+)
+def test_mismatch_names_the_ports_and_what_was_expected(text, shapes, words):
+    with pytest.raises(jc.GraphError) as caught:
+        match(text, *shapes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_output_shape_joins_letters_and_groups():
+    dims, sizes = match(CONV, (2, 3, 8, 9), (4, 3, 5, 6))
+    assert dims.shape("Y", {**sizes, "*y": (4, 4)}) == (2, 4, 4, 4)
+
+
+# -- dtypes -----------------------------------------------------------------------------------
+
+
+class DataType:
+    """Stands for a member of cudnn.data_type, which has a name."""
+
+    def __init__(self, name):
+        self.name = name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (jnp.bfloat16, "bfloat16"),
+        (np.float32, "float32"),
+        (np.dtype("float16"), "float16"),
+        ("float32", "float32"),
+        ("HALF", "float16"),
+        (DataType("BFLOAT16"), "bfloat16"),
+        (DataType("FP8_E4M3"), "float8_e4m3fn"),
+        (ml_dtypes.float8_e5m2, "float8_e5m2"),
+        (bool, "bool"),
+        (jnp.zeros((), jnp.int8).dtype, "int8"),
+    ],
+)
+def test_every_spelling_of_a_dtype_has_one_name(dtype, name):
+    assert canonical(dtype) == name
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float64", np.complex64, "DOUBLE", "nonsense", DataType("INT4"), "uint32"]
+)
+def test_dtype_unknown_to_cudnn_is_a_type_error_that_lists_the_known(dtype):
+    with pytest.raises(jc.GraphTypeError, match="bfloat16") as caught:
+        canonical(dtype)
+    assert "astype" in caught.value.fix
+
+
+def test_dtype_table_is_one_to_one_and_sized():
+    assert len(FROM_CUDNN) == len(TO_CUDNN)
+    assert {name: itemsize(name) for name in ("bool", "float8_e4m3fn", "bfloat16", "float32", "int64")} == {
+        "bool": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "int64": 8
+    }  # fmt: skip
+
+
+# -- layouts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dims", "strides"),
+    [
+        ((), []),
+        ((7,), [1]),
+        ((2, 3, 4), [12, 4, 1]),
+        ((2, 3, 4, 5), [60, 1, 15, 3]),
+        ((2, 3, 4, 5, 6), [360, 1, 90, 18, 3]),
+    ],
+)
+def test_strides_are_packed_and_channels_last_from_rank_four(dims, strides):
+    assert layout.strides(dims) == strides
+    order = layout.major_to_minor(len(dims))
+    packed = np.empty([dims[axis] for axis in order], np.int8)
+    assert [packed.strides[order.index(axis)] for axis in range(len(dims))] == strides
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (4, 6), (3, 4, 6)])
+def test_pointwise_graph_is_shown_with_rank_four_over_the_same_memory(shape):
+    @jc.graph
+    def relu(g, x):
+        return g.relu(x)
+
+    _, trace = relu.trace(jnp.zeros(shape))
+    dims = layout.cudnn_dims(trace.spec, shape)
+    assert len(dims) == 4
+    assert np.prod(dims) == np.prod(shape)
+    steps = [s for d, s in zip(dims, layout.strides(dims), strict=True) if d != 1]
+    assert sorted(steps, reverse=True) == layout.strides(shape)
+
+
+def test_graph_with_a_matmul_keeps_its_rank():
+    @jc.graph
+    def product(g, x, w):
+        return g.relu(g.matmul(x, w))
+
+    _, trace = product.trace(jnp.zeros((2, 3, 4)), jnp.zeros((2, 4, 5)))
+    assert layout.cudnn_dims(trace.spec, (2, 3, 4)) == (2, 3, 4)
