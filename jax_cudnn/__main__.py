@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("demo", help="fit a small classifier on real data and run it fused")
     bench = commands.add_parser("bench", help="measure on this machine's GPU, write JSON")
     bench.add_argument("--out", type=Path, default=Path("."), help="folder for the results")
+    bench.add_argument("--render", type=Path, help="print the table of a result, measure nothing")
     options = parser.parse_args(arguments)
     try:
         if options.command == "demo":
@@ -23,9 +25,12 @@ def main(arguments: list[str] | None = None) -> int:
 
             demo()
         else:
-            from .bench.run import run
+            from .bench.run import render, run
 
-            run(options.out)
+            if options.render:
+                print(render(json.loads(options.render.read_text())))
+            else:
+                run(options.out)
     except JaxCudnnError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

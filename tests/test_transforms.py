@@ -1,14 +1,10 @@
 """Every transformation of JAX applied to a graph and to the same function in plain jnp."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
 
@@ -232,73 +228,3 @@ def test_donated_operand_is_consumed_and_the_result_right(key):
     got = jax.jit(lambda *a: linear(*a)["y"], donate_argnums=0)(donated, square, b)
     assert_same(got, want)
     assert donated.is_deleted()
-
-
-# -- several devices ------------------------------------------------------------------------------
-
-
-def mesh(kind):
-    devices = np.array(jax.devices()[:8]).reshape(4, 2)
-    return Mesh(devices, ("data", "model"), axis_types=(kind, kind))
-
-
-def sharded_operands(key, axes, kind):
-    m = mesh(kind)
-    kx, kw, kb = jax.random.split(key, 3)
-    x, w = jax.random.normal(kx, (8, 4, 6)), jax.random.normal(kw, (1, 6, 8))
-    args = [x, w, jax.random.normal(kb, (1, 1, 8))]
-    return (
-        m,
-        args,
-        [jax.device_put(a, NamedSharding(m, s)) for a, s in zip(args, axes, strict=True)],
-    )
-
-
-LAYOUTS = {
-    "data": (P("data"), P(), P()),
-    "model": (P(), P(None, None, "model"), P(None, None, "model")),
-    "both": (P("data"), P(None, None, "model"), P(None, None, "model")),
-}
-needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 (host) devices")
-
-
-@needs_devices
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "of", [lambda f: f, lambda f: jax.grad(total(f), (0, 1, 2))], ids=["y", "grad"]
-)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_jit_on_a_sharded_mesh(kind, of, layout, key):
-    m, args, sharded = sharded_operands(key, LAYOUTS[layout], kind)
-    with jax.set_mesh(m):
-        got = jax.jit(of(linear))(*sharded)
-    assert_same(jax.device_get(got), jax.device_get(of(plain_linear)(*args)))
-
-
-@needs_devices
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_explicit_output_sharding_is_that_of_jnp(layout, key):
-    m, _, sharded = sharded_operands(key, LAYOUTS[layout], AxisType.Explicit)
-    with jax.set_mesh(m):
-        got = jax.eval_shape(linear, *sharded)
-        want = jax.eval_shape(plain_linear, *sharded)
-    assert jax.tree.map(lambda s: s.sharding.spec, got) == jax.tree.map(
-        lambda s: s.sharding.spec, want
-    )
-
-
-@needs_devices
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "of", [lambda f: f, lambda f: jax.grad(total(f), (0, 1, 2))], ids=["y", "grad"]
-)
-def test_shard_map_with_check_vma(of, layout, key):
-    specs = LAYOUTS[layout]
-    m, args, sharded = sharded_operands(key, specs, AxisType.Auto)
-    out = P("data" if layout != "model" else None, None, "model" if layout != "data" else None)
-
-    def mapped(f):
-        return jax.shard_map(f, mesh=m, in_specs=specs, out_specs=out, check_vma=True)
-
-    got = jax.jit(of(mapped(linear)))(*sharded)
-    assert_same(jax.device_get(got), jax.device_get(of(plain_linear)(*args)))

@@ -1,0 +1,237 @@
+"""From a jitted function to its program: when it is planned, for which GPU, and how often."""
+
+import dataclasses
+import json
+import re
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.export import DisabledSafetyCheck
+
+import jax_cudnn as jc
+from jax_cudnn._core import context, cuda, planner
+from jax_cudnn._core.plan import Plan
+from jax_cudnn.deviceless import profiles
+
+H200 = profiles.get("H200")
+MINE = jc.Profile.from_json(
+    json.dumps({**json.loads(H200.properties_json), "deviceName": "NVIDIA Mine", "multiProcessorCount": 78}),
+    name="mine",
+)
+X = jax.ShapeDtypeStruct((1, 64, 64), jnp.bfloat16)
+CALL = "stablehlo.custom_call @jax_cudnn("
+ALLOW = [DisabledSafetyCheck.custom_call("jax_cudnn")]
+
+
+@jc.graph
+def linear(g, x, w):
+    return g.relu(g.matmul(x, w))
+
+
+@pytest.fixture(autouse=True)
+def no_plans():
+    planner.clear()
+    yield
+    planner.clear()
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Planning replaced by a stand-in without cuDNN; the list of what was planned."""
+    made = []
+
+    def build(spec, site):
+        made.append((spec, site))
+        return Plan("{}", "eng0", 91900, site.device_name, 256, 0, ((1, 0, 0, 0),), (), b"", 1)
+
+    monkeypatch.setattr(planner, "_build", build)
+    return made
+
+
+def lower(f, *args, target="H200", platforms=("cuda",)):
+    with jc.target(target):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=platforms).as_text()
+
+
+# -- what is planned, and when -----------------------------------------------------------------------
+
+
+def test_nothing_is_planned_before_lowering(builds):
+    with jc.target("H200"):
+        jax.eval_shape(linear, X, X)
+        jax.make_jaxpr(jax.grad(lambda x, w: linear(x, w).sum().astype(float)))(X, X)
+        traced = jax.jit(linear).trace(X, X)
+        assert builds == []
+        traced.lower(lowering_platforms=("cuda",))
+    assert len(builds) == 1
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])
+def test_other_platforms_get_the_reference_and_no_plan(platform, builds):
+    text = lower(linear, X, X, platforms=(platform,))
+    assert "custom_call @jax_cudnn" not in text
+    assert "dot_general" in text
+    assert builds == []
+
+
+def test_call_has_the_workspace_as_extra_result_and_the_program_drops_it(builds):
+    text = lower(linear, X, X)
+    assert text.count(CALL) == 1
+    assert "(tensor<1x64x64xbf16>, tensor<256xui8>)" in text
+    results = re.search(r"func.func public @main\(.*\) -> \((.*)\) \{", text)[1]
+    assert results.count("tensor<") == 1
+    assert "ui8" not in re.search(r"\n\s+return (.*)", text)[1]
+
+
+def test_every_forward_is_a_call_under_scan_remat_jvp_and_shard_map(builds):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    over = jax.shard_map(linear, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    programs = {
+        "scan": lambda x, w: jax.lax.scan(lambda c, _: (linear(c, w), None), x, None, length=3),
+        "remat": jax.checkpoint(linear),
+        "jvp": lambda x, w: jax.jvp(linear, (x, w), (x, w)),
+        "shard_map": over,
+        "jit": jax.jit(linear),
+    }
+    counts = {name: lower(f, X, X).count(CALL) for name, f in programs.items()}
+    assert counts == dict.fromkeys(programs, 1)
+
+
+def test_vmap_lowers_for_cuda(builds):
+    stacked = jax.ShapeDtypeStruct((3, *X.shape), X.dtype)
+    text = lower(jax.vmap(linear, in_axes=(0, None)), stacked, X)
+    assert "-> (tensor<3x1x64x64xbf16>" in text
+
+
+# -- for which GPU -----------------------------------------------------------------------------------
+
+
+def test_two_targets_on_one_jitted_function_give_two_programs(builds):
+    jitted, texts = jax.jit(linear), []
+    for target in ("H200", MINE, "H200", "nvidia h200"):
+        with jc.target(target):
+            texts.append(jitted.trace(X, X).lower(lowering_platforms=("cuda",)).as_text())
+    assert 'device_name = "NVIDIA H200"' in texts[0]
+    assert 'device_name = "NVIDIA Mine"' in texts[1]
+    assert texts[2] == texts[3] == texts[0]
+    assert [site for _, site in builds] == [H200, MINE]
+
+
+@pytest.mark.deviceless
+def test_plans_for_two_targets_differ_in_their_text():
+    texts = [lower(linear, X, X, target=target) for target in ("H200", MINE)]
+    assert [text.count("multiProcessorCount\\22:78") for text in texts] == [0, 1]
+    assert texts[0] != texts[1]
+
+
+def test_target_is_part_of_the_jit_cache_and_nests():
+    seen = []
+
+    @jax.jit
+    def f(x):
+        seen.append(context._target.value)
+        return x
+
+    with jc.target("H200"):
+        f(1.0)
+        with jc.target(MINE):
+            f(1.0)
+        f(1.0)
+    f(1.0)
+    assert seen == [H200, MINE, None]
+
+
+@pytest.mark.parametrize("static", [(X, X), "symbolic"], ids=["static", "symbolic"])
+def test_no_device_and_no_target_is_said_in_words(static, builds):
+    with pytest.raises(jc.TargetError, match="linear: planning for CUDA needs to know the GPU") as caught:
+        lower(linear, X, X, target=None)
+    for name in profiles.names():
+        assert name in str(caught.value)
+    assert "jax_cudnn.target" in str(caught.value)
+    assert builds == []
+
+
+def test_unknown_target_lists_the_profiles():
+    with pytest.raises(jc.TargetError, match="H200"):
+        jc.target("H2OO")
+
+
+def test_symbolic_dimensions_are_refused_for_cuda_and_work_on_cpu(key):
+    batch = jax.export.symbolic_shape("batch")[0]
+    operands = jax.ShapeDtypeStruct((batch, 4, 8), jnp.float32), jax.ShapeDtypeStruct((1, 8, 2), jnp.float32)
+    with pytest.raises(jc.GraphError, match="symbolic dimensions") as caught, jc.target("H200"):
+        jax.export.export(jax.jit(linear), platforms=("cuda",), disabled_checks=ALLOW)(*operands)
+    assert "float32[batch,4,8]" in str(caught.value)
+    exported = jax.export.export(jax.jit(linear), platforms=("cpu",))(*operands)
+    x, w = jax.random.normal(key, (3, 4, 8)), jax.random.normal(key, (1, 8, 2))
+    np.testing.assert_allclose(exported.call(x, w), jax.nn.relu(x @ w), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("platforms", [("cuda", "cpu"), ("cpu", "cuda")])
+def test_export_for_both_platforms_runs_here(platforms, builds, key):
+    with jc.target("H200"):
+        exported = jax.export.export(jax.jit(linear), platforms=platforms, disabled_checks=ALLOW)(X, X)
+    assert exported.mlir_module().count(CALL) == 1
+    x, w = jax.random.normal(key, (2, *X.shape), X.dtype)
+    np.testing.assert_array_equal(exported.call(x, w), jax.jit(linear)(x, w))
+
+
+# -- which of the compilation's devices -----------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Device:
+    """A GPU of a compilation, as far as the choice looks at it."""
+
+    device_kind: str = "NVIDIA H200"
+    process_index: int = 0
+    local_hardware_id: int = 0
+    platform: str = "gpu"
+    version: str = "PJRT C API\ncuda 12090"
+
+    @property
+    def client(self):
+        return types.SimpleNamespace(platform_version=self.version)
+
+
+ROCM, CPU = Device("MI300", version="PJRT C API\nrocm 60000"), Device("cpu", platform="cpu")
+
+
+@pytest.mark.parametrize(
+    ("devices", "ordinal"),
+    [
+        ([Device(local_hardware_id=3)], 3),
+        ([Device(local_hardware_id=5), Device(local_hardware_id=2)], 5),
+        ([Device(process_index=1, local_hardware_id=7), Device(local_hardware_id=4)], 4),
+        ([CPU, Device(local_hardware_id=1)], 1),
+    ],
+)
+def test_plans_on_a_local_gpu_of_the_compilation(devices, ordinal):
+    assert context.site(devices, "f") == cuda.CudaDevice(ordinal)
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        ([Device("NVIDIA H200"), Device("NVIDIA H100")], ["different GPU models", "NVIDIA H100, NVIDIA H200"]),
+        ([Device(process_index=1)], ["belongs to this process", "jax_cudnn.target"]),
+        ([], ["needs to know the GPU", "H200"]),
+        ([CPU], ["needs to know the GPU"]),
+        ([ROCM], ["needs to know the GPU"]),
+    ],
+    ids=["mixed", "remote", "none", "cpu", "rocm"],
+)
+def test_devices_that_cannot_be_planned_for_are_refused_in_words(devices, words):
+    with pytest.raises(jc.TargetError) as caught:
+        context.site(devices, "f")
+    for word in ("f:", *words):
+        assert word in str(caught.value)
+
+
+def test_target_wins_over_the_devices():
+    with jc.target(MINE):
+        assert context.site([Device("NVIDIA H200"), Device("NVIDIA H100")], "f") is MINE

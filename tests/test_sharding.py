@@ -1,0 +1,98 @@
+"""A graph over several devices: jit on Auto and Explicit meshes, and shard_map."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_cudnn as jc
+
+
+@jc.graph
+def linear(g, x, w, b):
+    h = g.matmul(x, w) * 0.5 + b
+    return {"hidden": h, "y": g.gelu_approx_tanh(h)}
+
+
+def plain_linear(x, w, b):
+    h = (x @ w) * 0.5 + b
+    return {"hidden": h, "y": jax.nn.gelu(h, approximate=True)}
+
+
+def total(f):
+    return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*args)))
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+def mesh(kind):
+    devices = np.array(jax.devices()[:8]).reshape(4, 2)
+    return Mesh(devices, ("data", "model"), axis_types=(kind, kind))
+
+
+def sharded_operands(key, axes, kind):
+    m = mesh(kind)
+    kx, kw, kb = jax.random.split(key, 3)
+    x, w = jax.random.normal(kx, (8, 4, 6)), jax.random.normal(kw, (1, 6, 8))
+    args = [x, w, jax.random.normal(kb, (1, 1, 8))]
+    return (
+        m,
+        args,
+        [jax.device_put(a, NamedSharding(m, s)) for a, s in zip(args, axes, strict=True)],
+    )
+
+
+LAYOUTS = {
+    "data": (P("data"), P(), P()),
+    "model": (P(), P(None, None, "model"), P(None, None, "model")),
+    "both": (P("data"), P(None, None, "model"), P(None, None, "model")),
+}
+needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 (host) devices")
+
+
+@needs_devices
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "of", [lambda f: f, lambda f: jax.grad(total(f), (0, 1, 2))], ids=["y", "grad"]
+)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_jit_on_a_sharded_mesh(kind, of, layout, key):
+    m, args, sharded = sharded_operands(key, LAYOUTS[layout], kind)
+    with jax.set_mesh(m):
+        got = jax.jit(of(linear))(*sharded)
+    assert_same(jax.device_get(got), jax.device_get(of(plain_linear)(*args)))
+
+
+@needs_devices
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_explicit_output_sharding_is_that_of_jnp(layout, key):
+    m, _, sharded = sharded_operands(key, LAYOUTS[layout], AxisType.Explicit)
+    with jax.set_mesh(m):
+        got = jax.eval_shape(linear, *sharded)
+        want = jax.eval_shape(plain_linear, *sharded)
+    assert jax.tree.map(lambda s: s.sharding.spec, got) == jax.tree.map(
+        lambda s: s.sharding.spec, want
+    )
+
+
+@needs_devices
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "of", [lambda f: f, lambda f: jax.grad(total(f), (0, 1, 2))], ids=["y", "grad"]
+)
+def test_shard_map_with_check_vma(of, layout, key):
+    specs = LAYOUTS[layout]
+    m, args, sharded = sharded_operands(key, specs, AxisType.Auto)
+    out = P("data" if layout != "model" else None, None, "model" if layout != "data" else None)
+
+    def mapped(f):
+        return jax.shard_map(f, mesh=m, in_specs=specs, out_specs=out, check_vma=True)
+
+    got = jax.jit(of(mapped(linear)))(*sharded)
+    assert_same(jax.device_get(got), jax.device_get(of(plain_linear)(*args)))
