@@ -2,6 +2,7 @@
 
 from . import ops as ops
 from ._core.context import target as target
+from ._core.errors import GraphAttributeError as GraphAttributeError
 from ._core.errors import GraphError as GraphError
 from ._core.errors import GraphTypeError as GraphTypeError
 from ._core.errors import JaxCudnnError as JaxCudnnError

@@ -40,7 +40,7 @@ def test_ports_keep_the_order_of_the_string():
     ],
 )
 def test_malformed_string_is_refused_when_parsed(text):
-    with pytest.raises(ValueError, match="dims must read|more than one group"):
+    with pytest.raises(ValueError, match=r"dims must read|more than one group"):
         Dims.parse(text)
 
 
@@ -152,7 +152,8 @@ def test_dtype_unknown_to_cudnn_is_a_type_error_that_lists_the_known(dtype):
 
 def test_dtype_table_is_one_to_one_and_sized():
     assert len(FROM_CUDNN) == len(TO_CUDNN)
-    assert {name: itemsize(name) for name in ("bool", "float8_e4m3fn", "bfloat16", "float32", "int64")} == {
+    names = ("bool", "float8_e4m3fn", "bfloat16", "float32", "int64")
+    assert {name: itemsize(name) for name in names} == {
         "bool": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "int64": 8
     }  # fmt: skip
 

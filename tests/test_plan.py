@@ -16,7 +16,7 @@ from jax_cudnn._core import planner, ubjson
 from jax_cudnn._core.plan import CONSTANT, OPERAND, RESULT, SLOT, UNBOUND, Uids, decode
 from jax_cudnn.deviceless import client, profiles
 
-# -- UBJSON -----------------------------------------------------------------------------------------
+# -- UBJSON ----------------------------------------------------------------------------------------
 
 
 def encode(value):
@@ -85,22 +85,29 @@ def test_decodes_optimised_containers(what):
 WHOLE = encode({"name": "x" * 200, "list": [1, 2.5, None, {"deep": [300, 1 << 40]}]})
 
 
-@pytest.mark.parametrize("document", [WHOLE, *(d for d, _ in OPTIMISED.values())], ids=["plain", *OPTIMISED])
+@pytest.mark.parametrize(
+    "document", [WHOLE, *(d for d, _ in OPTIMISED.values())], ids=["plain", *OPTIMISED]
+)
 def test_every_truncation_is_a_value_error(document):
     for size in range(len(document)):
         with pytest.raises(ValueError, match="not a UBJSON document"):
             ubjson.decode(document[:size])
 
 
-@pytest.mark.parametrize("document", [b"", b"?", b"[?]", b"Si\xff", b"S[", b"Si\x01\xff", b"{i\x01a", b"ZZ"])
+@pytest.mark.parametrize(
+    "document", [b"", b"?", b"[?]", b"Si\xff", b"S[", b"Si\x01\xff", b"{i\x01a"]
+)
 def test_what_is_no_document_is_a_value_error(document):
-    if document == b"ZZ":
-        pytest.xfail("bytes after the document are not noticed")
     with pytest.raises(ValueError, match="not a UBJSON document"):
         ubjson.decode(document)
 
 
-# -- decode -----------------------------------------------------------------------------------------
+def test_bytes_after_the_document_are_a_value_error():
+    with pytest.raises(ValueError, match="not a UBJSON document"):
+        ubjson.decode(b"ZZ")
+
+
+# -- decode ----------------------------------------------------------------------------------------
 
 
 @jc.graph
@@ -111,7 +118,10 @@ def scaled(g, x, b):
 SPEC = scaled.trace(jnp.zeros((4, 8), jnp.bfloat16), jnp.zeros((1, 8), jnp.bfloat16))[1].spec
 UIDS = Uids.of(SPEC)
 (X, B), (OUT,), (HALF,) = UIDS.inputs.values(), UIDS.outputs.values(), UIDS.constants.values()
-TEXT = '{"cudnnVersion":91900,"GPUProfile":{"deviceName":"NVIDIA H200","pciDeviceId":7,"totalGlobalMem": 15}}'
+TEXT = (
+    '{"cudnnVersion":91900,"GPUProfile":'
+    '{"deviceName":"NVIDIA H200","pciDeviceId":7,"totalGlobalMem": 15}}'
+)
 BLOB = {
     "cudnn_backend_data": TEXT,
     "variant_pack_uids": [X, B, OUT, HALF],
@@ -132,7 +142,12 @@ def rows(plan):
 
 def test_operands_results_and_constants_are_bound_by_uid():
     plan = made()
-    assert rows(plan) == {X: [OPERAND, 0, 64], B: [OPERAND, 1, 16], OUT: [RESULT, 0, 64], HALF: [CONSTANT, 0, 0]}
+    assert rows(plan) == {
+        X: [OPERAND, 0, 64],
+        B: [OPERAND, 1, 16],
+        OUT: [RESULT, 0, 64],
+        HALF: [CONSTANT, 0, 0],
+    }
     assert plan.scalars == struct.pack("<f", 0.5).ljust(16, b"\0")
     assert (plan.engine, plan.workspace_bytes, plan.candidates) == ("eng1", 512, 3)
     assert (plan.cudnn_version, plan.device_name, plan.fills) == (91900, "NVIDIA H200", ())
@@ -140,11 +155,17 @@ def test_operands_results_and_constants_are_bound_by_uid():
 
 def test_operand_that_the_plan_does_not_use_keeps_its_place_unbound():
     plan = made(variant_pack_uids=[X, OUT])
-    assert [row[:3] for row in plan.bindings] == [(X, OPERAND, 0), (UNBOUND, OPERAND, 1), (OUT, RESULT, 0)]
+    assert [row[:3] for row in plan.bindings] == [
+        (X, OPERAND, 0),
+        (UNBOUND, OPERAND, 1),
+        (OUT, RESULT, 0),
+    ]
 
 
 def test_by_value_constants_are_little_endian_in_slots_of_sixteen_bytes():
-    plan = made(variant_pack_uids=[X, B, OUT, HALF, 90], pass_by_values={"90": {"value": "3f800000"}})
+    plan = made(
+        variant_pack_uids=[X, B, OUT, HALF, 90], pass_by_values={"90": {"value": "3f800000"}}
+    )
     assert rows(plan)[90] == [CONSTANT, 16, 0]
     assert struct.unpack("<f", plan.scalars[16:20]) == (1.0,)
     assert len(plan.scalars) == 32
@@ -160,7 +181,11 @@ def test_by_value_constants_are_little_endian_in_slots_of_sixteen_bytes():
     ids=["copy", "zero", "nothing"],
 )
 def test_workspace_modifications_become_memsets(modification, fills):
-    plan = made(variant_pack_uids=[X, B, OUT, 80], workspace_modifications={"80": modification}, fe_workspace_size=256)
+    plan = made(
+        variant_pack_uids=[X, B, OUT, 80],
+        workspace_modifications={"80": modification},
+        fe_workspace_size=256,
+    )
     assert rows(plan)[80] == [SLOT, modification[1], 0]
     assert plan.fills == fills
     assert plan.plan_workspace_offset == 256
@@ -183,14 +208,13 @@ def test_blob_of_an_unknown_kind_is_a_library_error(changes, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.xfail(reason="a field that the frontend leaves out is a bare KeyError", raises=KeyError, strict=True)
 @pytest.mark.parametrize("field", sorted(set(BLOB) - {"variant_pack_replacements"}))
 def test_blob_without_a_field_is_a_library_error(field):
     with pytest.raises(jc.LibraryError):
         decode(SPEC, {k: v for k, v in BLOB.items() if k != field}, "eng1", 0, 1)
 
 
-# -- text and attributes --------------------------------------------------------------------------------
+# -- text and attributes ---------------------------------------------------------------------------
 
 
 def test_equal_gpus_get_equal_text_and_digest():
@@ -215,9 +239,13 @@ def test_canonical_properties_forget_one_gpu_but_not_its_model(field):
 
 def test_attributes_have_the_types_of_the_custom_call():
     fills = {"80": [1, 0, [16.0]]}
-    attributes = made(variant_pack_uids=[X, B, OUT, HALF, 80], workspace_modifications=fills).attributes("f")
+    attributes = made(
+        variant_pack_uids=[X, B, OUT, HALF, 80], workspace_modifications=fills
+    ).attributes("f")
     kinds = {
-        name: value.dtype.name + str(value.ndim) if isinstance(value, np.ndarray | np.generic) else type(value).__name__
+        name: value.dtype.name + str(value.ndim)
+        if isinstance(value, np.ndarray | np.generic)
+        else type(value).__name__
         for name, value in attributes.items()
     }
     assert kinds == {
@@ -234,7 +262,7 @@ def test_plan_is_a_value():
     assert dataclasses.replace(made(), text="{}").digest != made().digest
 
 
-# -- against the installed frontend ---------------------------------------------------------------------
+# -- against the installed frontend ----------------------------------------------------------------
 
 
 def serialized(spec, profile):
@@ -250,7 +278,7 @@ def serialized(spec, profile):
 
 
 @pytest.mark.deviceless
-def test_the_frontends_blob_round_trips_and_cannot_be_cut(monkeypatch):
+def test_the_frontends_blob_round_trips_and_cannot_be_cut():
     plan, blob = client.call("test_plan:serialized", SPEC.canonical(), profiles.get("H200"))
     decoded = ubjson.decode(blob)
     assert {*BLOB} - {"variant_pack_replacements"} <= {*decoded}
@@ -262,6 +290,7 @@ def test_the_frontends_blob_round_trips_and_cannot_be_cut(monkeypatch):
 
 
 @pytest.mark.deviceless
+@pytest.mark.xfail(reason="cuDNN writes uninitialised bytes into kernelParams.rawData", strict=True)
 def test_planning_again_gives_the_same_bytes():
     aval = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16), jax.ShapeDtypeStruct((1, 8), jnp.bfloat16)
     with jc.target("H200"):

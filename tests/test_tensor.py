@@ -21,7 +21,7 @@ def spec_of(function, *arrays):
     return jc.graph(function).trace(*arrays)[1].spec
 
 
-# -- arguments and results --------------------------------------------------------------------------
+# -- arguments and results -------------------------------------------------------------------------
 
 
 class Pair(typing.NamedTuple):
@@ -80,7 +80,7 @@ def test_operations_and_operands_that_reach_no_output_are_pruned(x):
     assert not spec.constants
 
 
-# -- tensors -----------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 ONE = np.full((1, 1, 4), 1.5, np.float32)
 OPERATORS = {

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .dims import Shape
+from .dims import Shape, integers
 from .dtypes import canonical
 from .errors import GraphError, GraphTypeError, JaxCudnnError
 from .node import REGISTRY, Node, check_contract
@@ -93,7 +93,9 @@ class GraphBuilder:
             given.pop("name", None)
             ports = {port: given.pop(port) for port in cls.ports.input_names}
             node = cls.create(**given)
-            rank = max((np.ndim(v) for v in ports.values()), default=0)
+            if all(isinstance(value, numbers.Number) for value in ports.values()):
+                raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
+            rank = max(getattr(value, "ndim", 0) for value in ports.values())
             inputs = {port: self._lift(value, port, rank) for port, value in ports.items()}
             return self._append(node, inputs)
         except JaxCudnnError as error:
@@ -134,6 +136,12 @@ class GraphBuilder:
                 )
             return value._state
         if isinstance(value, numbers.Real) and not isinstance(value, np.generic):
+            if _LARGEST < abs(value) < float("inf"):
+                raise GraphError(
+                    f"{port!r} is too large",
+                    expected="a number in the range of float32, in which graphs compute",
+                    got=repr(value),
+                )
             constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, "float32", float(value))
             self._add(constant)
             return constant
@@ -153,12 +161,26 @@ class GraphBuilder:
     # -- what the user may change after an operation was added ----------------------------------
 
     def _set_dtype(self, tensor: GraphTensor, dtype: str) -> GraphTensor:
+        if tensor.name in self._inputs and dtype != tensor._state.dtype:
+            raise GraphError(
+                f"set_data_type of the input {tensor.name}",
+                expected=tensor._state.dtype,
+                got=dtype,
+                why="an input has the dtype of its array",
+                fix="cast the array before the call, with .astype",
+                where=user_line(),
+            )
         self._unused(tensor, "set_data_type")
         self._typed.add(tensor.name)
         tensor._state = self._tensors[tensor.name] = replace(tensor._state, dtype=dtype)
         return tensor
 
-    def _set_dim(self, tensor: GraphTensor, dim: Shape) -> GraphTensor:
+    def _set_dim(self, tensor: GraphTensor, dim: Any) -> GraphTensor:
+        try:
+            dim = integers("set_dim", dim, 1)
+        except JaxCudnnError as error:
+            error.where = user_line()
+            raise
         if dim == tensor.shape:
             return tensor
         self._unused(tensor, "set_dim")
@@ -215,6 +237,8 @@ def _signature(cls: type[Node]) -> inspect.Signature:
 
 
 _SIGNATURES: dict[str, inspect.Signature] = {}
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 N = TypeVar("N", bound=type[Node])
 

@@ -24,7 +24,7 @@ def new_primitive(name: str) -> Primitive:
     return primitive
 
 
-def lowering_devices(ctx: Any) -> tuple[jax.Device, ...]:
+def lowering_devices(ctx: Any) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
     """The devices of the compilation a lowering rule runs for (empty when there are none)."""
     axis_context = ctx.module_context.axis_context
     if isinstance(axis_context, _sharding_impls.SPMDAxisContext):
@@ -41,6 +41,6 @@ def varying_axes(aval: Any) -> frozenset:
     return frozenset(getattr(aval, "vma", ()))
 
 
-def is_cuda(device: jax.Device) -> bool:
+def is_cuda(device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
     """Whether a device is an NVIDIA GPU (ROCm devices have the platform "gpu", too)."""
     return device.platform == "gpu" and "cuda" in device.client.platform_version.lower()

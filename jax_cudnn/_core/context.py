@@ -49,7 +49,7 @@ def lowering_site(ctx: Any, spec: GraphSpec, name: str) -> Profile | CudaDevice:
     return site(compat.lowering_devices(ctx), name)
 
 
-def site(devices: Sequence[jax.Device], name: str) -> Profile | CudaDevice:
+def site(devices: Sequence[jax.Device], name: str) -> Profile | CudaDevice:  # pyright: ignore[reportInvalidTypeForm]
     """The user's target, else the one model of the CUDA devices among ``devices``."""
     if _target.value is not None:
         return _target.value

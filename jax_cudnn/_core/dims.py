@@ -7,9 +7,12 @@ A letter is one dimension and has one size everywhere; ``*x`` is any number of d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
+
+import jax
 
 from .errors import GraphError
 
@@ -85,6 +88,33 @@ class Dims:
             size = sizes[axis]
             shape.extend(size if isinstance(size, tuple) else (size,))
         return tuple(shape)
+
+
+def integers(name: str, values: Iterable[Any], least: int = 0) -> tuple[int, ...]:
+    """A tuple of ints from a user's list of them; GraphError in words for anything else.
+
+    Dimension expressions of symbolic export are left as they are.
+    """
+
+    def integer(value: Any) -> int:
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        try:
+            return operator.index(value)
+        except jax.core.InconclusiveDimensionOperation:
+            return value
+
+    try:
+        result = tuple(integer(value) for value in values)
+    except TypeError:
+        result = None
+    if result is None or any(isinstance(v, int) and v < least for v in result):
+        raise GraphError(
+            f"{name} is not valid",
+            expected=f"a list of integers, at least {least}",
+            got=f"{name}={values!r}",
+        )
+    return result
 
 
 def _assign(port: Port, shape: Shape) -> list[tuple[str, int | Shape]]:

@@ -53,15 +53,26 @@ class GraphTypeError(JaxCudnnError, TypeError):
     """A value of the wrong kind: a wrong dtype, or something that is no graph tensor."""
 
 
+class GraphAttributeError(GraphTypeError, AttributeError):
+    """An attribute of arrays asked of a graph tensor."""
+
+
 class UnsupportedGraphError(JaxCudnnError, NotImplementedError):
     """cuDNN has no engine for this graph on this GPU.
 
     ``graph`` is the printed graph, ``reasons`` maps each engine (or step) to cuDNN's reason.
     """
 
-    def __init__(self, summary: str, *, graph: str = "", reasons: dict[str, str], **parts: str):
+    def __init__(
+        self,
+        summary: str,
+        *,
+        graph: str = "",
+        reasons: dict[str, str] | None = None,
+        **parts: str | None,
+    ):
         super().__init__(summary, **parts)
-        self.graph, self.reasons = graph, reasons
+        self.graph, self.reasons = graph, reasons or {}
 
     def __str__(self) -> str:
         text = super().__str__()

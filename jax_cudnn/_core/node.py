@@ -7,6 +7,7 @@ A node is a frozen dataclass whose fields are the operation's attributes under p
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -58,6 +59,16 @@ class Node:
     @classmethod
     def create(cls, **attributes: Any) -> Node:
         """The node for pygraph's keywords; nodes with other spellings override this."""
+        for field in dataclasses.fields(cls):
+            value = attributes.get(field.name)
+            if value is not None and "float" in str(field.type):
+                if not isinstance(value, numbers.Real):
+                    raise GraphTypeError(
+                        f"attribute {field.name!r} is no number",
+                        expected="a Python number: attributes are static",
+                        got=f"{type(value).__name__}: {value!r}"[:200],
+                    )
+                attributes[field.name] = float(value)
         return cls(**attributes)
 
     def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
@@ -122,7 +133,8 @@ def check_contract(cls: type[Node]) -> None:
     check(cls.method not in REGISTRY, f"{cls.method!r} is registered twice")
     check(dataclasses.is_dataclass(cls) and cls.__hash__, "must be a frozen dataclass")
     check(cls.reference is not Node.reference, "reference is missing")
-    check((cls.__doc__ or "").strip() and "dataclass" not in cls.__doc__, "docstring is missing")
+    doc = cls.__doc__ or ""
+    check(doc.strip() and "dataclass" not in doc, "docstring is missing")
     check(cls.examples, "at least one example is needed")
     cls.ports = Dims.parse(cls.dims, cls.broadcast)
     letters = {axis for port in cls.ports.inputs for axis in port.axes}

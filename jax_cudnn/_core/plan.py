@@ -94,12 +94,28 @@ class Uids:
         )
 
 
+_FIELDS = (
+    "cudnn_backend_data",
+    "variant_pack_uids",
+    "pass_by_values",
+    "workspace_modifications",
+    "fe_workspace_size",
+)
+
+
 def decode(spec: GraphSpec, blob: dict[str, Any], engine: str, workspace: int, count: int) -> Plan:
     """The Plan in what the frontend serialises around a backend plan.
 
     The frontend resolves by-value constants, initialised workspace and slices at every execute;
     here they become plain rows once.
     """
+    missing = [field for field in _FIELDS if field not in blob]
+    if missing:
+        raise LibraryError(
+            f"the frontend's plan has no {', '.join(missing)}",
+            why="this version of nvidia-cudnn-frontend writes plans in a way unknown here",
+            fix="install a tested version (see newest.txt) or a newer jax_cudnn",
+        )
     uids = Uids.of(spec)
     rows: dict[int, tuple[int, int, int]] = {}
     scalars = bytearray()

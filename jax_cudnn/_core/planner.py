@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -34,24 +35,35 @@ def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Plan:
         mine = future is None
         if future is None:
             future = _plans[key] = Future()
-    if not mine:
-        return future.result()
+    if mine:
+        _fulfil(future, key, site, name)
     try:
-        started = time.perf_counter()
-        result = _build(spec.canonical(), site)
-        log.debug("%s: planned in %.3f s: %s", name, time.perf_counter() - started, result)
-        future.set_result(result)
-        return result
+        return future.result()
+    except JaxCudnnError as error:
+        raise _told(error, spec, name) from error
+
+
+def _fulfil(future: Future[Plan], key: Any, site: Profile | CudaDevice, name: str) -> None:
+    started = time.perf_counter()
+    try:
+        result = _build(key[0], site)
     except BaseException as error:
         # A failure is not remembered: the user may mend the installation and try again.
         with _lock:
-            del _plans[key]
+            _plans.pop(key, None)
         future.set_exception(error)
-        if isinstance(error, JaxCudnnError):
-            error.summary = f"{name}: {error.summary}"
-        if isinstance(error, UnsupportedGraphError):
-            error.graph = str(spec)  # in the user's names
-        raise
+        return
+    log.debug("%s: planned in %.3f s: %s", name, time.perf_counter() - started, result)
+    future.set_result(result)
+
+
+def _told(error: JaxCudnnError, spec: GraphSpec, name: str) -> JaxCudnnError:
+    """The error as the caller of function ``name`` shall read it, in the names of its graph."""
+    told = copy.copy(error)
+    told.summary = f"{name}: {error.summary}"
+    if isinstance(told, UnsupportedGraphError):
+        told.graph = str(spec)
+    return told
 
 
 def _build(spec: GraphSpec, site: Profile | CudaDevice) -> Plan:

@@ -16,6 +16,7 @@ def evaluate(spec: GraphSpec, *operands: jax.Array) -> list[jax.Array]:
     """
     values = dict(zip(spec.inputs, operands, strict=True))
     for constant in spec.constants:
+        assert constant.value is not None
         values[constant.name] = jnp.full(constant.shape, constant.value, constant.dtype)
     for call in spec.calls:
         results = call.node.reference(**{port: values[name] for port, name in call.inputs})

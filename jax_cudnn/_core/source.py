@@ -15,13 +15,13 @@ _JAX_PLUMBING = ("cache_miss", "reraise_with_filtered_traceback", "__call__", "b
 
 
 def user_line() -> str:
-    """``file:line, in function: source`` of the innermost frame neither ours nor JAX's."""
+    """``file:line, in function: source`` of the innermost frame that is the user's."""
     frame = next((f for f in _callers() if _is_users(f)), None)
     return "" if frame is None else _describe(frame, frame.f_lineno)
 
 
 def jax_caller() -> str | None:
-    """Name of the JAX function that the user called to get here, if there is one."""
+    """Name of the JAX or NumPy function that the user called to get here, if there is one."""
     inner = []
     for frame in _callers():
         if _is_users(frame):
@@ -60,20 +60,21 @@ def _callers() -> Iterator[FrameType]:
 
 def _is_users(frame: FrameType) -> bool:
     ours = os.path.abspath(frame.f_code.co_filename).startswith(_PACKAGE)
-    return not ours and not _is_jax(frame)
+    return not ours and not _is_library(frame)
 
 
-def _is_jax(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] in ("jax", "jaxlib")
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] in ("jax", "jaxlib", "numpy")
 
 
 def _jax_function(frames: Iterable[FrameType]) -> str | None:
-    """The outermost function of JAX that is no plumbing, frames given innermost first.
+    """The outermost function of JAX or NumPy that is no plumbing, frames given innermost first.
 
     A jitted function of jnp never gets a frame of its own: its wrappers hold it as a local.
     """
     found = None
-    for frame in filter(_is_jax, frames):
+    for frame in filter(_is_library, frames):
         local: Any = frame.f_locals
         holders = (local.get("fun"), local.get("self"), frame.f_code)
         names = [getattr(h, "__name__", getattr(h, "co_name", None)) for h in holders]
@@ -86,3 +87,9 @@ def _describe(frame: FrameType, line: int) -> str:
     text = linecache.getline(frame.f_code.co_filename, line).strip()
     place = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
     return f"{place}: {text}" if text else place
+
+
+def defined_at(function: Any) -> str:
+    """``file:line, in function`` of a function's definition."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code else ""

@@ -10,7 +10,7 @@ import numpy as np
 
 from .dims import Shape
 from .dtypes import canonical
-from .errors import GraphTypeError
+from .errors import GraphAttributeError, GraphTypeError
 from .node import REGISTRY
 from .source import in_jax_operator, jax_caller, user_line
 from .spec import Tensor
@@ -57,7 +57,7 @@ class GraphTensor:
 
     def set_dim(self, dim: Sequence[int]) -> GraphTensor:
         """Give the output's shape to an operation that leaves it open (a reduction)."""
-        return self._builder._set_dim(self, tuple(dim))
+        return self._builder._set_dim(self, dim)
 
     def set_output(self, is_output: bool = True) -> GraphTensor:
         """Accepted for pygraph's sake; the tensors a graph function returns are its outputs."""
@@ -83,7 +83,7 @@ class GraphTensor:
         # NumPy array + graph tensor arrives here, and so does np.tanh(graph tensor).
         if kind == "__call__" and ufunc in (np.add, np.multiply):
             return self._builder._apply("add" if ufunc is np.add else "mul", *args)
-        raise self._refusal(ufunc.__name__)
+        raise self._refusal(jax_caller() or ufunc.__name__)
 
     @property
     def __jax_array__(self) -> Any:
@@ -100,6 +100,14 @@ class GraphTensor:
 
     def _refusal(self, called: str | None) -> GraphTypeError:
         return refusal(called, user_line(), str(self._state))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # protocols that libraries ask for
+            raise AttributeError(name)
+        error = refusal(name, user_line(), str(self._state))
+        raise GraphAttributeError(
+            f".{error.summary}", got=error.got, why=error.why, fix=error.fix, where=error.where
+        )
 
     def __repr__(self) -> str:
         return f"<graph tensor {self._state}>"

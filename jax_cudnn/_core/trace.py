@@ -18,7 +18,7 @@ from .builder import GraphBuilder
 from .errors import GraphError, GraphTypeError, JaxCudnnError
 from .plan import Plan
 from .primitive import bind
-from .source import raised_in, user_line
+from .source import defined_at, raised_in, user_line
 from .spec import GraphSpec
 from .tensor import GraphTensor, refusal
 
@@ -83,7 +83,11 @@ class GraphFunction:
                     expected="arrays as positional arguments; keyword arguments are static",
                     fix=f"call {self.name}(..., {key}) by position",
                 )
-        key = (structure, tuple((type(slot), slot) for slot in slots), tuple(static.items()))
+        key = (
+            structure,
+            tuple(map(_typed, slots)),
+            tuple((k, _typed(v)) for k, v in static.items()),
+        )
         try:
             hash(key)
         except TypeError as error:
@@ -109,6 +113,7 @@ class GraphFunction:
     def _trace(self, key: tuple) -> Trace:
         structure, slots, static = key
         slots = [slot for _, slot in slots]
+        static = {name: value for name, (_, value) in static}
         builder = GraphBuilder()
         names = iter(_input_names(self.fn, structure))
         leaves = []
@@ -118,7 +123,7 @@ class GraphFunction:
             leaves.append(builder.input(name, slot.shape, slot.dtype) if aval else slot)
         inputs = [leaf for leaf in leaves if isinstance(leaf, GraphTensor)]
         try:
-            result = self.fn(builder, *jax.tree.unflatten(structure, leaves), **dict(static))
+            result = self.fn(builder, *jax.tree.unflatten(structure, leaves), **static)
         except (TypeError, ValueError) as error:
             ours = _refusal_behind(error)
             if ours is None:
@@ -131,6 +136,7 @@ class GraphFunction:
                     f"{self.name} returned something that is no graph tensor",
                     expected="graph tensors, in any pytree",
                     got=f"{type(output).__name__}: {output!r}"[:200],
+                    where=defined_at(self.fn),
                 )
         position = {name: i for i, name in enumerate(builder._inputs)}
         computed = [t for t in outputs if t.name not in position]
@@ -138,14 +144,14 @@ class GraphFunction:
             raise GraphError(
                 f"{self.name} returned no result of a graph operation",
                 fix="return at least one tensor made by a method of g",
-                where=user_line(),
+                where=defined_at(self.fn),
             )
         spec = builder.finish(computed)
         assert len(inputs) + len(builder.captured) == len(position)
         return Trace(
             spec,
             tuple(position[name] for name in spec.inputs),
-            tuple(position.get(t.name, t.name) for t in outputs),
+            tuple(position[t.name] if t.name in position else t.name for t in outputs),
             out_structure,
             tuple(builder.captured),
         )
@@ -228,6 +234,12 @@ def _refusal_behind(error: BaseException) -> JaxCudnnError | None:
 def _is_static(leaf: Any) -> bool:
     scalar = isinstance(leaf, (numbers.Number, str, bytes, type(None)))
     return scalar and not isinstance(leaf, np.generic)
+
+
+def _typed(value: Any) -> tuple[Any, Any]:
+    """A value with its type, all the way down: 1, 1.0 and True are equal, but other statics."""
+    inner = tuple(_typed(v)[0] for v in value) if isinstance(value, tuple) else ()
+    return (type(value), *inner), value
 
 
 def _array(function: GraphFunction, leaf: Any) -> Any:

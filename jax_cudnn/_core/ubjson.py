@@ -12,7 +12,11 @@ _CONSTANTS = {"Z": None, "N": None, "T": True, "F": False}
 def decode(data: bytes) -> Any:
     """The Python value of a UBJSON document; ValueError when it is not one."""
     try:
-        return _Reader(data).value()
+        reader = _Reader(data)
+        value = reader.value()
+        if reader.at != len(data):
+            raise KeyError(f"{len(data) - reader.at} bytes follow it")
+        return value
     except (IndexError, struct.error, KeyError, UnicodeDecodeError) as error:
         raise ValueError(f"not a UBJSON document: {error!r}") from error
 

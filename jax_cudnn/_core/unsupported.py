@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 
 from . import layout
 from .errors import UnsupportedGraphError
@@ -39,49 +40,71 @@ def wrong_broadcasts(spec: GraphSpec) -> dict[str, str]:
     return found
 
 
-_STATUS = {
-    "LAYOUT": "the memory layout of a tensor is not supported",
-    "ARCH_MISMATCH": "made for another GPU architecture",
-    "GRAPH_PATTERN": "this pattern of operations is not supported",
-    "DATA_TYPE": "a data type is not supported",
-    "SHAPE": "a shape is not supported",
-    "PADDING": "the padding is not supported",
-}
-_ADVICE = {
-    "LAYOUT": "give the tensors of a convolution rank 4 (NCHW dims) and those of a matmul rank 3",
-    "GRAPH_PATTERN": "cut the function into several graphs: one convolution or matmul each, "
-    "a reduction last",
-    "DATA_TYPE": "use bfloat16 or float16 inputs; leave a reduction's result float32",
-    "SHAPE": "pad channels and features to a multiple of 8",
-}
+# What cuDNN writes (status without its prefix, then its failed check) -> what it means, what helps.
+_MEANINGS = (
+    (
+        r"mmaNodeCount > 1",
+        "more than one convolution or matmul in one graph",
+        "cut the function into graphs of one convolution or matmul each",
+    ),
+    (r"ARCH_MISMATCH|deviceVer", "made for another GPU architecture", None),
+    (
+        r"LAYOUT",
+        "the memory layout of a tensor is not supported",
+        "give the tensors of a convolution rank 4 (NCHW dims) and those of a matmul rank 3",
+    ),
+    (
+        r"DATA_TYPE|dataType|yType",
+        "a data type is not supported",
+        "use bfloat16 or float16 inputs; leave a reduction's result float32",
+    ),
+    (
+        r"reduction_o",
+        "reduces dimensions that this engine cannot reduce",
+        "reduce the last dimension, or all the others, or everything, as the last operation",
+    ),
+    (
+        r"GRAPH_PATTERN",
+        "this pattern of operations is not supported",
+        "cut the function into smaller graphs: one convolution or matmul each, a reduction last",
+    ),
+    (
+        r"SHAPE",
+        "a shape is not supported",
+        "pad channels and features to a multiple of 8",
+    ),
+    (r"", "not supported", None),
+)
+_BROADCAST_ADVICE = "broadcast that operand before the call: jnp.broadcast_to(x, shape)"
 
 
 def engine_reasons(text: str) -> dict[str, str]:
     """``{engine: reason}`` from the text of a frontend exception.
 
     cuDNN writes one block an engine, its checks from the innermost outwards: the first line is
-    the cause, the rest is the call stack of its checks.
+    the cause, the rest is the call stack of its checks. Engines for other GPUs come last.
     """
     reasons: dict[str, str] = {}
     for block in re.split(r'(?=\{"engineId")', text):
         engine = re.match(r'\{"engineId":(\d+)', block)
         cause = re.search(r"Warning: CUDNN_STATUS_(\w+); Reason: (.*)", block)
-        if cause is None:
-            continue
-        status = cause[1].removeprefix("NOT_SUPPORTED").strip("_")
-        meaning = _STATUS.get(status, status.replace("_", " ").lower())
-        detail = cause[2].strip()
-        reasons[f"engine {engine[1]}" if engine else "graph"] = (
-            f"{meaning} ({detail})" if meaning else detail
-        )
-    return reasons or {"cuDNN": text.strip()}
+        if cause is not None:
+            meaning = next(
+                m for pattern, m, _ in _MEANINGS if re.search(pattern, " ".join(cause.groups()))
+            )
+            detail = textwrap.shorten(cause[2], 160, placeholder=" ...")
+            reasons[f"engine {engine[1]}" if engine else "graph"] = f"{meaning} ({detail})"
+    if not reasons:
+        return {"cuDNN": text.strip()}
+    return dict(sorted(reasons.items(), key=lambda item: "architecture" in item[1]))
 
 
 def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphError:
+    """The error for a graph that cuDNN has no engine for, from the reasons of the engines."""
     text = " ".join(reasons.values())
-    advice = [hint for status, hint in _ADVICE.items() if _STATUS[status] in text]
+    advice = [hint for _, meaning, hint in _MEANINGS if hint and meaning in text]
     if "broadcasting" in text:
-        advice.append("broadcast that operand before the call: jnp.broadcast_to(x, shape)")
+        advice.append(_BROADCAST_ADVICE)
     rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}
     return UnsupportedGraphError(
         "cuDNN has no engine for this graph on this GPU",

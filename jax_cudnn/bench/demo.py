@@ -81,7 +81,7 @@ def _digits() -> Any:
             got=str(error),
             fix="pip install 'jax-cudnn[demo]'",
         ) from error
-    data = load_digits()
+    data: Any = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     images = jnp.asarray(data.images[order, None] / 16, jnp.float32)
     labels = jnp.asarray(data.target[order])
@@ -123,7 +123,7 @@ def _fit(images: jax.Array, labels: jax.Array) -> tuple[dict[str, jax.Array], in
 def _on_cuda(function: Any, *arguments: Any) -> bool:
     """Whether the compiled function really holds our custom calls."""
     program = jax.jit(function).lower(*arguments).compile().as_text()
-    return 'custom_call_target="jax_cudnn"' in program
+    return 'custom_call_target="jax_cudnn"' in (program or "")
 
 
 def _print_plans(parameters: dict[str, jax.Array], images: jax.Array, on_gpu: bool) -> None:

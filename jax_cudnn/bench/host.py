@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ def overhead() -> dict[str, float]:
 
 
 def main() -> None:
-    result = {"chain_us_per_convolution": chain()}
+    result: dict[str, Any] = {"chain_us_per_convolution": chain()}
     if "--overhead" in sys.argv:
         result["ns_per_call"] = overhead()
     print(json.dumps(result))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from .._core.builder import register
-from .._core.dims import Shape
+from .._core.dims import Shape, integers
 from .._core.errors import GraphError
 from .._core.node import Example, Node, result_dtype
 
@@ -44,7 +44,10 @@ class ConvFprop(Node):
     dims = "image: n c *x, weight: k i *r -> Y: n k *y"
     batch = "n"
     jax_names = ("conv_general_dilated", "conv", "conv_with_general_padding")
-    requires = "channels-last tensors with C and K divisible by 8 run on the fastest engines"
+    requires = (
+        "one convolution a graph; around it, operands of pointwise operations are full, "
+        "(1, K, 1, 1), (N, 1, H, W) or numbers"
+    )
     anchor = True
     examples = (
         Example(
@@ -95,10 +98,10 @@ class ConvFprop(Node):
             )
         both = padding or ()
         return cls(
-            _ints("pre_padding", both if pre_padding is None else pre_padding, 0),
-            _ints("post_padding", both if post_padding is None else post_padding, 0),
-            _ints("stride", stride, 1),
-            _ints("dilation", dilation, 1),
+            integers("pre_padding", both if pre_padding is None else pre_padding, 0),
+            integers("post_padding", both if post_padding is None else post_padding, 0),
+            integers("stride", stride, 1),
+            integers("dilation", dilation, 1),
             mode,
         )
 
@@ -111,7 +114,7 @@ class ConvFprop(Node):
                 expected="image (N, C, *spatial) and weight (K, C / groups, *spatial) of one rank",
                 got=f"image {list(inputs['image'].shape)}, weight {list(inputs['weight'].shape)}",
             )
-        c, k, i = sizes["c"], sizes["k"], sizes["i"]
+        n, c, k, i = (cast(int, sizes[letter]) for letter in "ncki")
         if c % i or k % (c // i):
             raise GraphError(
                 "the channels of image and weight do not fit",
@@ -131,7 +134,7 @@ class ConvFprop(Node):
                     got=f"{window} (size {r[axis]}, dilation {dilation[axis]})",
                 )
             y.append((padded - window) // stride[axis] + 1)
-        return {"Y": ((sizes["n"], k, *y), result_dtype(inputs))}
+        return {"Y": ((n, k, *y), result_dtype(inputs))}
 
     def reference(self, image: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
         rank = image.ndim - 2
@@ -188,20 +191,6 @@ class ConvFprop(Node):
                 )
             filled.append(value)
         return filled
-
-
-def _ints(name: str, values: Sequence[int], least: int) -> tuple[int, ...]:
-    try:
-        result = tuple(int(v) for v in values)
-    except TypeError:
-        result = None
-    if result is None or any(v < least for v in result):
-        raise GraphError(
-            f"{name} is not valid",
-            expected=f"a list of integers, at least {least}, one for each spatial dimension",
-            got=f"{name}={values!r}",
-        )
-    return result
 
 
 def _group(size: int | Shape) -> Shape:

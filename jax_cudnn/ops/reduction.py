@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.builder import register
-from .._core.dims import Shape
+from .._core.dims import Shape, integers
 from .._core.errors import GraphError
 from .._core.node import Example, Node
 
@@ -59,7 +59,7 @@ class Reduction(Node):
             raise GraphError(
                 "unknown reduction mode", expected=", ".join(map(repr, MODES)), got=repr(mode)
             )
-        return cls(name, None if out_dims is None else tuple(out_dims))
+        return cls(name, None if out_dims is None else integers("out_dims", out_dims, 1))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         self.sizes(inputs)
