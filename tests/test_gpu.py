@@ -116,6 +116,33 @@ def test_call_sites_share_one_plan_and_it_goes_with_them(key):
     assert counters()["plans_alive"] == before["plans_alive"]
 
 
+def test_each_gpu_gets_a_plan_of_its_own(key):
+    devices = jax.local_devices()
+    if len(devices) < 2:
+        pytest.skip("there is one GPU only")
+    operands = conv_bias_relu.operands(key)
+    _, trace = conv_bias_relu.function.trace(*operands)
+    want = oracle.evaluate(trace.spec, operands)[0]
+    function = jax.jit(conv_bias_relu.function)
+    planner.clear()
+    before = counters()
+    for device in devices:
+        result = function(*jax.device_put(operands, device))
+        assert result.devices() == {device}
+        oracle.check(result, want, "bfloat16")
+    assert counters()["plans_alive"] - before["plans_alive"] == len(devices)
+    assert len(planner._plans) == 1, "equal GPUs share one plan text"
+
+    mesh = jax.make_mesh((len(devices),), ("n",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = jax.P("n"), jax.P()
+    mapped = jax.jit(
+        jax.shard_map(
+            conv_bias_relu.function, mesh=mesh, in_specs=(split, whole, whole), out_specs=split
+        )
+    )
+    oracle.check(mapped(*operands), want, "bfloat16")
+
+
 def test_eight_threads_run_one_executable(key):
     operands = conv_bias_relu.operands(key)
     compiled = jax.jit(conv_bias_relu.function).lower(*operands).compile()

@@ -66,7 +66,6 @@ def test_any_other_shape_dtype_or_static_is_another_trace(change, x):
     assert len(traces) == 2
 
 
-@pytest.mark.xfail(reason="equal keyword statics of different types share a trace", strict=True)
 def test_keyword_statics_of_different_types_are_different(x):
     f = jc.graph(lambda g, x, *, flag: g.relu(x) if flag is True else g.sigmoid(x))
     f(x, flag=True)

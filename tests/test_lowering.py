@@ -35,9 +35,8 @@ def linear(g, x, w):
 
 @pytest.fixture(autouse=True)
 def no_plans():
-    """Neither plans nor JAX's cached programs of one test are seen by another."""
     planner.clear()
-    jax.clear_caches()
+    jax.clear_caches()  # programs hold plans, too
     yield
     planner.clear()
     jax.clear_caches()

@@ -141,9 +141,6 @@ def test_set_dim_gives_a_reduction_its_shape(x):
 
 
 @pytest.mark.parametrize("dim", [[1.0, 3.0, 1.0], np.array([1, 3, 1])], ids=["floats", "numpy"])
-@pytest.mark.xfail(
-    reason="dimensions are not made ints, and CUDA then calls them symbolic", strict=True
-)
 def test_output_dimensions_become_integers(dim, x):
     assert spec_of(lambda g, x: g.reduction(x, out_dims=dim), x).is_static
 

@@ -221,7 +221,7 @@ def test_dead_outputs_do_not_change_the_live_one(key):
 
 
 def test_donated_operand_is_consumed_and_the_result_right(key):
-    x, w, b = operands("linear", key)
+    x, _, b = operands("linear", key)
     square = jnp.eye(4)[None]
     want = plain_linear(x, square, b)["y"]
     donated = jnp.array(x)

@@ -136,7 +136,8 @@ class GraphBuilder:
                 )
             return value._state
         if isinstance(value, numbers.Real) and not isinstance(value, np.generic):
-            if _LARGEST < abs(value) < float("inf"):
+            magnitude: Any = abs(value)
+            if _LARGEST < magnitude < float("inf"):
                 raise GraphError(
                     f"{port!r} is too large",
                     expected="a number in the range of float32, in which graphs compute",

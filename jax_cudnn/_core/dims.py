@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import jax
-
 from .errors import GraphError
 
 Shape = tuple[int, ...]
@@ -96,13 +94,12 @@ def integers(name: str, values: Iterable[Any], least: int = 0) -> tuple[int, ...
     Dimension expressions of symbolic export are left as they are.
     """
 
-    def integer(value: Any) -> int:
+    def integer(value: Any) -> Any:
         if isinstance(value, float) and value.is_integer():
             return int(value)
-        try:
-            return operator.index(value)
-        except jax.core.InconclusiveDimensionOperation:
+        if hasattr(value, "dimension_as_value"):  # as JAX tells dimension expressions
             return value
+        return operator.index(cast(Any, value))
 
     try:
         result = tuple(integer(value) for value in values)
