@@ -26,8 +26,8 @@ if str(Path(__file__).parent) not in sys.path:
 
 if importlib.util.find_spec("cudnn") is None:
     _missing = "nvidia-cudnn-frontend is not installed"
-elif not environment.NULL_DRIVER.is_file():
-    _missing = f"the null driver is not built: {environment.NULL_DRIVER}"
+elif not environment.null_driver().is_file():
+    _missing = f"the null driver is not built: {environment.null_driver()}"
 else:
     _missing = ""
 
@@ -198,10 +198,10 @@ def test_missing_parts(monkeypatch, tmp_path):
     with pytest.raises(errors.LibraryError, match="Linux"):
         environment.check()
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(environment, "NULL_DRIVER", tmp_path / "none.so")
+    monkeypatch.setattr(environment, "null_driver", lambda: tmp_path / "none.so")
     with pytest.raises(errors.LibraryError, match="null driver"):
         environment.check()
-    monkeypatch.setattr(environment, "NULL_DRIVER", Path(__file__))
+    monkeypatch.setattr(environment, "null_driver", lambda: Path(__file__))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.LibraryError, match=r"jax-cudnn\[cuda12\]"):
         environment.check()

@@ -53,11 +53,11 @@ FOREIGN = {
     "np.asarray": (lambda g, x: np.asarray(x), ["graph tensor"]),
     "math.exp": (lambda g, x: math.exp(x), ["float()"]),
     "-": (lambda g, x: x - x, ["sub"]),
-    "1-": (lambda g, x: 1 - x, ["rsub"]),
+    "1-": (lambda g, x: 1 - x, ["sub"]),
     "array-": (lambda g, x: ONES - x, ["sub"]),
     "numpy-": (lambda g, x: np.ones(X) - x, ["sub"]),
     "/": (lambda g, x: x / 2, ["div"]),
-    "1/": (lambda g, x: 2 / x, ["rtruediv"]),
+    "1/": (lambda g, x: 2 / x, ["truediv"]),
     "@": (lambda g, x: x @ x, ["matmul"]),
     "array@": (lambda g, x: ONES @ x, ["matmul"]),
     "**": (lambda g, x: x**2, ["pow"]),
@@ -90,7 +90,6 @@ def test_foreign_function_is_a_type_error_that_says_what_to_use(use, outer):
         assert word in said
 
 
-@pytest.mark.xfail(reason="operators are not looked up among the methods", strict=True)
 @pytest.mark.parametrize("use", ["@", "array@"])
 def test_matrix_product_operator_offers_matmul(use):
     with pytest.raises(jc.GraphTypeError) as caught:

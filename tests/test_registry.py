@@ -71,9 +71,6 @@ def test_node_that_breaks_the_contract_fails_at_creation(what, registry):
     assert "test_only" not in REGISTRY
 
 
-@pytest.mark.xfail(
-    reason="dataclass writes a docstring of its own, which passes the check", strict=True
-)
 def test_node_without_a_docstring_fails_at_creation(registry):
     with pytest.raises(TypeError, match="docstring is missing"):
         builder.register(node(__doc__=None))

@@ -164,3 +164,8 @@ def test_tensor_of_another_graph_is_refused(x):
     jc.graph(lambda g, x: (leaked.append(x), g.relu(x))[1])(x)
     with pytest.raises(jc.GraphError, match="another graph"):
         jc.graph(lambda g, y: g.add(y, leaked[0]))(x)
+
+
+def test_array_without_dimensions_stands_for_a_number(x):
+    got = jc.graph(lambda g, x: jnp.float32(2) * x + np.float32(1))(x)
+    np.testing.assert_allclose(got, 2 * x + 1, rtol=1e-6)

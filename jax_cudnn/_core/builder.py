@@ -32,12 +32,12 @@ class GraphBuilder:
         self._calls: list[Call] = []
         self._inputs: list[str] = []
         self._typed: set[str] = set()  # tensors whose dtype the user chose
-        self._captured: dict[int, tuple[Any, GraphTensor]] = {}
+        self._captured: dict[Any, tuple[Any, jax.Array, GraphTensor]] = {}
 
     @property
-    def captured(self) -> list[Any]:
+    def captured(self) -> list[jax.Array]:
         """Arrays that the user's function closed over, in the order of their inputs."""
-        return [array for array, _ in self._captured.values()]
+        return [array for _, array, _ in self._captured.values()]
 
     def input(self, name: str, shape: Shape, dtype: Any) -> GraphTensor:
         """Declare an operand of the graph."""
@@ -147,12 +147,15 @@ class GraphBuilder:
             self._add(constant)
             return constant
         if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-            if id(value) not in self._captured:
-                array = jax.numpy.asarray(value)
-                tensor = self.input(f"captured{len(self._captured)}", array.shape, array.dtype)
+            # An array without dimensions stands beside tensors like a number does.
+            shape = np.shape(value) or (1,) * rank
+            key = (id(value), shape)
+            if key not in self._captured:
+                array = jax.numpy.asarray(value).reshape(shape)
+                tensor = self.input(f"captured{len(self._captured)}", shape, array.dtype)
                 # The user's object is kept alive so that its id stays taken.
-                self._captured[id(value)] = (value, tensor)
-            return self._captured[id(value)][1]._state
+                self._captured[key] = (value, array, tensor)
+            return self._captured[key][-1]._state
         raise GraphTypeError(
             f"{port!r} is no tensor",
             expected="a graph tensor, a JAX or NumPy array, or a Python number",

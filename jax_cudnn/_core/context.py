@@ -33,6 +33,12 @@ def target(gpu: str | Profile | None) -> Any:
         >>> with jc.target("H200"):                                           # doctest: +SKIP
         ...     lowered = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))
     """
+    if not isinstance(gpu, (str, Profile, type(None))):
+        raise TargetError(
+            "jax_cudnn.target got no GPU",
+            expected="a profile's name, a jax_cudnn.Profile, or None",
+            got=f"{type(gpu).__name__}: {gpu!r}"[:200],
+        )
     return _target(get(gpu) if isinstance(gpu, str) else gpu)
 
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
+import sys
 from pathlib import Path
 
 
 def packaged_library(name: str) -> Path:
-    """The path of a library in ``_lib``, also for an editable install, where the package is
-    spread over the source tree and site-packages."""
-    roots = [Path(root) for root in importlib.import_module(__name__.partition(".")[0]).__path__]
+    """The path of a library in ``_lib``.
+
+    Beside the package; or where the distribution is installed, for a package imported from a
+    source tree (``python -m jax_cudnn`` in a clone, editable installs).
+    """
+    package = (__package__ or "").partition(".")[0]
+    roots = [Path(root) for root in sys.modules[package].__path__]
+    try:
+        installed = importlib.metadata.distribution("jax-cudnn").locate_file(package)
+        roots.append(Path(str(installed)))
+    except importlib.metadata.PackageNotFoundError:
+        pass
     paths = [root / "_lib" / name for root in roots]
     return next((path for path in paths if path.exists()), paths[0])

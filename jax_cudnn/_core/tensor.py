@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .dims import Shape
-from .dtypes import canonical
+from .dtypes import FLOATS, canonical
 from .errors import GraphAttributeError, GraphTypeError
 from .node import REGISTRY
 from .source import in_jax_operator, jax_caller, user_line
@@ -53,7 +53,12 @@ class GraphTensor:
 
     def set_data_type(self, data_type: Any) -> GraphTensor:
         """Round the tensor to this dtype, as output and as input of later operations."""
-        return self._builder._set_dtype(self, canonical(data_type))
+        dtype = canonical(data_type)
+        if dtype not in FLOATS:
+            raise GraphTypeError(
+                "unsupported data type", expected=", ".join(FLOATS), got=dtype, where=user_line()
+            )
+        return self._builder._set_dtype(self, dtype)
 
     def set_dim(self, dim: Sequence[int]) -> GraphTensor:
         """Give the output's shape to an operation that leaves it open (a reduction)."""
@@ -81,7 +86,7 @@ class GraphTensor:
 
     def __array_ufunc__(self, ufunc: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
         # NumPy array + graph tensor arrives here, and so does np.tanh(graph tensor).
-        if kind == "__call__" and ufunc in (np.add, np.multiply):
+        if kind == "__call__" and not kwargs and ufunc in (np.add, np.multiply):
             return self._builder._apply("add" if ufunc is np.add else "mul", *args)
         raise self._refusal(jax_caller() or ufunc.__name__)
 
@@ -97,6 +102,7 @@ class GraphTensor:
         raise self._refusal(jax_caller())
 
     __array__ = _raise
+    __hash__ = object.__hash__
 
     def _refusal(self, called: str | None) -> GraphTypeError:
         return refusal(called, user_line(), str(self._state))
@@ -115,7 +121,8 @@ class GraphTensor:
 
 def refusal(called: str | None, where: str, got: str | None = None) -> GraphTypeError:
     """The error for a graph tensor given to something that is no method of g."""
-    methods = [m for m, node in REGISTRY.items() if called in (m, *node.jax_names)]
+    name = (called or "").rpartition(" ")[2]  # "operator matmul" -> "matmul"
+    methods = [m for m, node in REGISTRY.items() if name in (m, *node.jax_names)]
     return GraphTypeError(
         f"{called or 'an array function'} got a graph tensor",
         got=got,
@@ -126,19 +133,23 @@ def refusal(called: str | None, where: str, got: str | None = None) -> GraphType
     )
 
 
-def _refuse_operator(method: str, called: str) -> None:
+_BINARY = ("sub", "truediv", "matmul", "pow", "mod", "floordiv", "divmod")
+_REFUSED = {
+    **{f"__{side}{name}__": f"operator {name}" for name in _BINARY for side in ("", "r")},
+    **{f"__{name}__": f"operator {name}" for name in ("neg", "pos", "abs", "invert")},
+    **{f"__{name}__": f"comparison {name}" for name in ("lt", "gt", "le", "ge", "eq", "ne")},
+    **{f"__{name}__": f"{name}()" for name in ("float", "int", "complex", "len", "iter")},
+    "__bool__": "a condition (if, while, and, or)",
+    "__getitem__": "indexing",
+}
+
+
+def _refuse(method: str, called: str) -> None:
     def refuse(self: GraphTensor, *_: Any) -> NoReturn:
         raise self._refusal(called)
 
     setattr(GraphTensor, method, refuse)
 
 
-for _method, _called in {
-    **{f"__{name}__": f"operator {name}" for name in ("sub", "rsub", "truediv", "rtruediv")},
-    **{f"__{name}__": f"operator {name}" for name in ("matmul", "rmatmul", "neg", "pow")},
-    **{f"__{name}__": f"comparison {name}" for name in ("lt", "gt", "le", "ge")},
-    **{f"__{name}__": f"{name}()" for name in ("float", "int", "len", "iter")},
-    "__bool__": "a condition (if, while, and, or)",
-    "__getitem__": "indexing",
-}.items():
-    _refuse_operator(_method, _called)
+for _method, _called in _REFUSED.items():
+    _refuse(_method, _called)

@@ -45,6 +45,12 @@ class GraphFunction:
     """A cuDNN graph as a JAX function; made by :func:`graph`."""
 
     def __init__(self, fn: Callable[..., Any]):
+        if not callable(fn):
+            raise GraphTypeError(
+                "jax_cudnn.graph decorates functions",
+                expected="a function of g and arrays",
+                got=f"{type(fn).__name__}: {fn!r}"[:200],
+            )
         functools.update_wrapper(self, fn)
         self.fn = fn
         self.name = getattr(fn, "__name__", type(fn).__name__)
@@ -52,7 +58,7 @@ class GraphFunction:
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         arrays, trace = self.trace(*args, **static)
-        values = [*arrays, *map(jnp.asarray, trace.captured)]
+        values = [*arrays, *trace.captured]
         outputs = bind(trace.spec, self.name, *(values[i] for i in trace.operands))
         named = dict(zip(trace.spec.outputs, outputs, strict=True))
         leaves = [values[at] if isinstance(at, int) else named[at] for at in trace.leaves]
@@ -75,7 +81,7 @@ class GraphFunction:
             else:
                 array = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _array(self, leaf)
                 arrays.append(array)
-                slots.append(_Aval(tuple(array.shape), jnp.dtype(array.dtype).name))
+                slots.append(_Aval(tuple(array.shape), str(array.dtype)))
         for key, value in static.items():
             if isinstance(value, (jax.Array, np.ndarray)):
                 raise GraphTypeError(
@@ -203,6 +209,12 @@ def plan(fn: GraphFunction, *args: Any, **static: Any) -> Plan:
         UnsupportedGraphError: cuDNN has no engine for the graph on that GPU.
         TargetError: there is no GPU and no target.
     """
+    if not isinstance(fn, GraphFunction):
+        raise GraphTypeError(
+            "jax_cudnn.plan plans graph functions",
+            expected="a function decorated with @jax_cudnn.graph",
+            got=f"{type(fn).__name__}: {fn!r}"[:200],
+        )
     _, trace = fn.trace(*args, **static)
     return planner.plan(trace.spec, context.site(jax.local_devices(), fn.name), fn.name)
 
@@ -219,16 +231,18 @@ class _Aval:
 
 
 def _refusal_behind(error: BaseException) -> JaxCudnnError | None:
-    """Our error about a graph tensor in jnp, which JAX wraps in its own or raises for us."""
-    behind: BaseException | None = error
+    """Our error about a graph tensor in jnp, where JAX has wrapped it in or raised its own."""
+    if isinstance(error, JaxCudnnError):
+        return error
+    if repr(GraphTensor) not in str(error):
+        return None
+    behind = error.__cause__ or error.__context__
     while behind is not None:
         if isinstance(behind, JaxCudnnError):
             return behind
         behind = behind.__cause__ or behind.__context__
-    if GraphTensor.__name__ in str(error):
-        line, function = raised_in(error)
-        return refusal(function, line)
-    return None
+    line, function = raised_in(error)
+    return refusal(function, line)
 
 
 def _is_static(leaf: Any) -> bool:
@@ -237,9 +251,10 @@ def _is_static(leaf: Any) -> bool:
 
 
 def _typed(value: Any) -> tuple[Any, Any]:
-    """A value with its type, all the way down: 1, 1.0 and True are equal, but other statics."""
-    inner = tuple(_typed(v)[0] for v in value) if isinstance(value, tuple) else ()
-    return (type(value), *inner), value
+    """A value with what tells it from equal ones: 1, 1.0 and True, 0.0 and -0.0."""
+    if isinstance(value, tuple):
+        return tuple(_typed(v)[0] for v in value), value
+    return (type(value), repr(value) if isinstance(value, float) else ""), value
 
 
 def _array(function: GraphFunction, leaf: Any) -> Any:

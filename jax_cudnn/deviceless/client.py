@@ -96,7 +96,7 @@ class _Worker:
         self.connection, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [*interpreter, *module, str(theirs.fileno()), str(environment.NULL_DRIVER)],
+                [*interpreter, *module, str(theirs.fileno()), str(environment.null_driver())],
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
                 stderr=self.log,

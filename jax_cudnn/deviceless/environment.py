@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 from jax_cudnn._core.errors import LibraryError
+from jax_cudnn._core.package import packaged_library
 
-NULL_DRIVER = Path(__file__).parents[1] / "_lib" / "libjax_cudnn_null_driver.so"
+
+def null_driver() -> Path:
+    """The stand-in for libcuda.so.1."""
+    return packaged_library("libjax_cudnn_null_driver.so")
 
 
 def check() -> None:
@@ -19,12 +23,12 @@ def check() -> None:
             "planning for a GPU that is not there needs Linux",
             got=sys.platform,
             why="cuDNN's runtime-compiled engines need libcuda.so.1, which we stand in for",
-            fix="lower the program on Linux, or use implementation='xla' here",
+            fix="lower the program on Linux",
         )
-    if not NULL_DRIVER.is_file():
+    if not null_driver().is_file():
         raise LibraryError(
             "the null driver is missing",
-            expected=str(NULL_DRIVER),
+            expected=str(null_driver()),
             why="this installation of jax_cudnn has no compiled libraries",
             fix="install jax-cudnn from a wheel, or build it: pip install .",
         )

@@ -108,10 +108,9 @@ NO_DEVICE(cuOccupancyMaxActiveClusters,
           (int* count, CUfunction function, const CUlaunchConfig* config))
 
 /* Launches, and the tensor maps that kernels take as parameters: used at execution only. */
-NO_DEVICE(cuLaunchKernel,
-          (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-           unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream,
-           void** parameters, void** extra))
+NO_DEVICE(cuLaunchKernel, (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                           unsigned block_x, unsigned block_y, unsigned block_z,
+                           unsigned shared_bytes, CUstream stream, void** parameters, void** extra))
 NO_DEVICE(cuLaunchKernelEx,
           (const CUlaunchConfig* config, CUfunction function, void** parameters, void** extra))
 NO_DEVICE(cuLaunchCooperativeKernel,

@@ -19,6 +19,8 @@ class Matmul(Node):
     Args:
         A: (B, M, K).
         B: (B, K, N); a batch of size 1 in one operand broadcasts.
+        padding: pygraph's value for elements beyond ragged sizes; without effect on whole
+            matrices.
 
     Element types: float32, bfloat16, float16, accumulated in float32 (float32 inputs may be
     rounded to TF32, as in lax at default precision). Source: cuDNN documentation,
@@ -37,6 +39,8 @@ class Matmul(Node):
         Example({"A": (4, 64, 96), "B": (4, 96, 40)}, "float16"),
         Example({"A": (3, 63, 65), "B": (1, 65, 33)}, "float32"),
     )
+
+    padding: float = 0.0
 
     def reference(self, A: jax.Array, B: jax.Array) -> tuple[jax.Array, ...]:
         dtype = jnp.result_type(A, B)
