@@ -2,11 +2,12 @@
 
 import os
 
-if "gpu" not in os.environ.get("JAX_PLATFORMS", "") and not os.path.exists("/dev/nvidiactl"):
-    # Eight host devices for sharding; must be set before JAX starts its backends.
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    )
+# Eight host devices for sharding; must be set before JAX starts its backends.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+if not os.path.exists("/dev/nvidiactl"):
+    # Without a GPU the CUDA plugin only prints its failure to find one.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import importlib.util
@@ -34,6 +35,16 @@ def pytest_collection_modifyitems(config, items):
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _device(request):
+    """Tests that are not marked ``gpu`` run on the CPU, also where there is a GPU."""
+    if request.node.get_closest_marker("gpu"):
+        yield
+    else:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            yield
 
 
 @pytest.fixture

@@ -26,8 +26,6 @@ def run_and_check(case, key):
 
 @each_case
 def test_reference(case, key):
-    if jax.default_backend() != "cpu":
-        pytest.skip("the same cases run on the GPU in test_on_the_gpu")
     operands, got, _ = run_and_check(case, key)
     for eager, jitted in zip(jax.tree.leaves(case.function(*operands)), got, strict=True):
         np.testing.assert_allclose(

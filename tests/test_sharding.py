@@ -32,7 +32,7 @@ def assert_same(got, want):
 
 
 def mesh(kind):
-    devices = np.array(jax.devices()[:8]).reshape(4, 2)
+    devices = np.array(jax.devices("cpu")[:8]).reshape(4, 2)
     return Mesh(devices, ("data", "model"), axis_types=(kind, kind))
 
 
@@ -53,7 +53,7 @@ LAYOUTS = {
     "model": (P(), P(None, None, "model"), P(None, None, "model")),
     "both": (P("data"), P(None, None, "model"), P(None, None, "model")),
 }
-needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 (host) devices")
+needs_devices = pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 (host) devices")
 
 
 @needs_devices
