@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from . import JaxCudnnError
@@ -13,6 +14,7 @@ from . import JaxCudnnError
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; errors of this package are printed without a traceback."""
     parser = argparse.ArgumentParser(prog="python -m jax_cudnn", description=__doc__)
+    parser.add_argument("--version", action="version", version=version("jax-cudnn"))
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="fit a small classifier on real data and run it fused")
     bench = commands.add_parser("bench", help="measure on this machine's GPU, write JSON")
@@ -28,7 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
             from .bench.run import render, run
 
             if options.render:
-                print(render(json.loads(options.render.read_text())))
+                try:
+                    print(render(json.loads(options.render.read_text())))
+                except (OSError, ValueError, KeyError) as error:
+                    parser.error(f"--render {options.render}: not a result of bench: {error!r}")
             else:
                 run(options.out)
     except JaxCudnnError as error:

@@ -10,7 +10,7 @@ from .cuda import CudaDevice
 from .dtypes import TO_CUDNN
 from .plan import Plan, Uids, decode
 from .spec import GraphSpec
-from .unsupported import engine_reasons, unsupported, wrong_broadcasts
+from .unsupported import engine_reasons, known_reasons, unsupported
 
 # Engines of the frontend itself (CuTe DSL): they run in Python only.
 _FIRST_PYTHON_ENGINE = 20000
@@ -44,7 +44,7 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
         compute_data_type=cudnn.data_type.FLOAT,
         **where,
     )
-    reasons = wrong_broadcasts(spec)
+    reasons = known_reasons(spec)
     if reasons:
         raise unsupported(spec, reasons)
     try:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .dims import Shape, integers
 from .dtypes import canonical
-from .errors import GraphError, GraphTypeError, JaxCudnnError
+from .errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
 from .node import REGISTRY, Node, check_contract
 from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern
@@ -39,19 +39,22 @@ class GraphBuilder:
         """Arrays that the user's function closed over, in the order of their inputs."""
         return [array for _, array, _ in self._captured.values()]
 
-    def input(self, name: str, shape: Shape, dtype: Any) -> GraphTensor:
-        """Declare an operand of the graph."""
+    def input(self, name: str, shape: Shape, dtype: str) -> GraphTensor:
+        """Declare an operand of the graph; its dtype is checked where it is used."""
         while name in self._tensors:
             name += "_"
         self._inputs.append(name)
-        return self._add(Tensor(name, tuple(shape), canonical(dtype)))
+        return self._add(Tensor(name, tuple(shape), dtype))
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         near = difflib.get_close_matches(method, REGISTRY, n=3, cutoff=0.5)
-        raise AttributeError(
-            f"g has no operation {method!r}"
-            + (f"; did you mean {' or '.join(f'g.{m}' for m in near)}?" if near else "")
-            + f" It has: {', '.join(REGISTRY)}."
+        if method.startswith("_"):
+            raise AttributeError(method)
+        raise GraphAttributeError(
+            f"g has no operation {method!r}",
+            expected=", ".join(REGISTRY),
+            fix=f"did you mean {' or '.join(f'g.{m}' for m in near)}?" if near else None,
+            where=user_line(),
         )
 
     def finish(self, outputs: Sequence[GraphTensor]) -> GraphSpec:
@@ -91,8 +94,8 @@ class GraphBuilder:
         try:
             _check_compute_type(given.pop("compute_data_type", None))
             given.pop("name", None)
-            ports = {port: given.pop(port) for port in cls.ports.input_names}
-            node = cls.create(**given)
+            ports = {port: _unwrapped(given.pop(port)) for port in cls.ports.input_names}
+            node = _static(cls.create(**given))
             if all(isinstance(value, numbers.Number) for value in ports.values()):
                 raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
             rank = max(getattr(value, "ndim", 0) for value in ports.values())
@@ -134,8 +137,12 @@ class GraphBuilder:
                     fix="a graph tensor lives inside one call of one @jax_cudnn.graph function; "
                     "pass values between graphs as outputs and arguments",
                 )
+            if value.name in self._inputs and not value.shape and rank:
+                # The caller reshapes a scalar operand to the rank of what it stands beside.
+                value._state = self._tensors[value.name] = replace(value._state, shape=(1,) * rank)
             return value._state
-        if isinstance(value, numbers.Real) and not isinstance(value, np.generic):
+        python_number = not isinstance(value, np.generic) or isinstance(value, float)
+        if isinstance(value, numbers.Real) and python_number:
             magnitude: Any = abs(value)
             if _LARGEST < magnitude < float("inf"):
                 raise GraphError(
@@ -143,7 +150,7 @@ class GraphBuilder:
                     expected="a number in the range of float32, in which graphs compute",
                     got=repr(value),
                 )
-            constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, "float32", float(value))
+            constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, "float32", float(value).hex())
             self._add(constant)
             return constant
         if isinstance(value, (jax.Array, np.ndarray, np.generic)):
@@ -152,7 +159,7 @@ class GraphBuilder:
             key = (id(value), shape)
             if key not in self._captured:
                 array = jax.numpy.asarray(value).reshape(shape)
-                tensor = self.input(f"captured{len(self._captured)}", shape, array.dtype)
+                tensor = self.input(f"captured{len(self._captured)}", shape, str(array.dtype))
                 # The user's object is kept alive so that its id stays taken.
                 self._captured[key] = (value, array, tensor)
             return self._captured[key][-1]._state
@@ -217,6 +224,33 @@ class GraphBuilder:
                 fix=f"call it on the result right away: g.operation(...).{method}(...)",
                 where=user_line(),
             )
+
+
+def _unwrapped(value: Any) -> Any:
+    """A graph tensor out of a pytree node that holds one array (Flax's Param), else the value."""
+    if isinstance(value, (GraphTensor, list, tuple, dict)):
+        return value
+    leaves = jax.tree.leaves(value)
+    if len(leaves) == 1 and isinstance(leaves[0], GraphTensor):
+        return leaves[0]
+    if hasattr(value, "__jax_array__") and not isinstance(value, jax.Array):
+        return jax.numpy.asarray(value)
+    return value
+
+
+def _static(node: Node) -> Node:
+    """The node itself; an error in words when an attribute is no static value."""
+    try:
+        hash(node)
+    except TypeError as error:
+        raise GraphTypeError(
+            "an attribute is not static",
+            expected="Python numbers, strings and lists of them",
+            got=str(error),
+            fix="attributes shape the plan, so they cannot be arrays or values traced by JAX: "
+            "under jax.jit name them in static_argnames",
+        ) from None
+    return node
 
 
 def _check_compute_type(data_type: Any) -> None:

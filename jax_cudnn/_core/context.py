@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +21,9 @@ _target = jax.make_user_context(None)
 
 
 def target(gpu: str | Profile | None) -> Any:
-    """Context manager: plan for this GPU model, whether or not one is here.
+    """Context manager and decorator: plan for this GPU model, whether or not one is here.
+
+    Like all contexts of JAX it holds in the thread that entered it.
 
     Args:
         gpu: the name of a profile ("H200"), a ``Profile`` of your own, or None for the GPU of
@@ -39,7 +43,21 @@ def target(gpu: str | Profile | None) -> Any:
             expected="a profile's name, a jax_cudnn.Profile, or None",
             got=f"{type(gpu).__name__}: {gpu!r}"[:200],
         )
-    return _target(get(gpu) if isinstance(gpu, str) else gpu)
+    return _Target(get(gpu) if isinstance(gpu, str) else gpu)
+
+
+class _Target(contextlib.ContextDecorator):
+    """Enters a new user context each time, so that one object can be used again and nested."""
+
+    def __init__(self, profile: Profile | None):
+        self._profile, self._entered = profile, threading.local()
+
+    def __enter__(self) -> None:
+        self._entered.contexts = [*getattr(self._entered, "contexts", ()), _target(self._profile)]
+        self._entered.contexts[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.contexts.pop().__exit__(*error)
 
 
 def lowering_site(ctx: Any, spec: GraphSpec, name: str) -> Profile | CudaDevice:

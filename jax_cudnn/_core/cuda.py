@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .errors import LibraryError
+
+
+def device_nodes() -> list[str]:
+    """Files by which this machine shows an NVIDIA GPU; empty on one without."""
+    return [path for path in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg") if os.path.exists(path)]
 
 
 @dataclass(frozen=True)

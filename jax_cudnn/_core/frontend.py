@@ -10,10 +10,11 @@ import threading
 from typing import Any
 
 from .errors import LibraryError
+from .package import install
 
 OLDEST_FRONTEND = (1, 28)
 OLDEST_CUDNN = 91900
-INSTALL = "pip install 'jax-cudnn[cuda12]' (or [cuda13], the CUDA of your jaxlib plugin)"
+INSTALL = install("cuda12", "cuda13")
 
 _lock = threading.Lock()
 

@@ -7,6 +7,13 @@ import sys
 from pathlib import Path
 
 
+def install(*extras: str) -> str:
+    """The command that installs this package with one of some extras."""
+    first, *others = (f"[{extra}]" for extra in extras)
+    also = f" (or {', '.join(others)})" if others else ""
+    return f"pip install 'jax-cudnn{first}'{also}; in a clone: pip install '.{first}'"
+
+
 def packaged_library(name: str) -> Path:
     """The path of a library in ``_lib``.
 

@@ -72,6 +72,9 @@ class Plan:
             "plan_workspace_offset": np.int64(self.plan_workspace_offset),
         }
 
+    def __repr__(self) -> str:
+        return f"<Plan {self}>"  # the text is up to 100 KB
+
     def __str__(self) -> str:
         return f"{self.engine} for {self.device_name}, {self.workspace_bytes} bytes of workspace"
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from . import batching as batching_rules
 from .errors import GraphError
 from .reference import evaluate
 from .spec import GraphSpec
+
+log = logging.getLogger("jax_cudnn")
 
 cudnn_p = compat.new_primitive("cudnn")
 cudnn_local_p = compat.new_primitive("cudnn_local")
@@ -72,6 +75,11 @@ def _reference(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
 
 
 def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
+    if spec.is_empty:
+        log.debug("%s: XLA runs it, because cuDNN takes no empty tensors", name)
+        return mlir.lower_fun(_reference, multiple_results=True)(
+            ctx, *operands, spec=spec, name=name
+        )
     site = context.lowering_site(ctx, spec, name)
     plan = planner.plan(spec, site, name)
     call = functools.partial(ffi.call, plan, spec, name)

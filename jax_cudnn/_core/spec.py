@@ -14,12 +14,20 @@ from .node import Node
 
 @dataclass(frozen=True)
 class Tensor:
-    """An edge of the graph. ``value`` is set for by-value constants (a Python scalar)."""
+    """An edge of the graph.
+
+    ``literal`` is set for by-value constants (a Python scalar): ``float.hex``, because equal
+    floats can be different constants (0.0 and -0.0), and NaN is not equal to itself.
+    """
 
     name: str
     shape: Shape
     dtype: str
-    value: float | None = None
+    literal: str | None = None
+
+    @property
+    def value(self) -> float | None:
+        return None if self.literal is None else float.fromhex(self.literal)
 
     @property
     def nbytes(self) -> int:
@@ -90,6 +98,11 @@ class GraphSpec:
     @property
     def constants(self) -> tuple[Tensor, ...]:
         return tuple(t for t in self.tensors if t.value is not None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether some tensor has no elements: cuDNN runs no such graph."""
+        return any(size == 0 for t in self.tensors for size in t.shape)
 
     @property
     def is_static(self) -> bool:

@@ -126,7 +126,8 @@ def refusal(called: str | None, where: str, got: str | None = None) -> GraphType
     return GraphTypeError(
         f"{called or 'an array function'} got a graph tensor",
         got=got,
-        why="inside @jax_cudnn.graph values are symbolic: only g's methods apply to them",
+        why="inside @jax_cudnn.graph values are symbolic: only g's methods apply to them; a "
+        "Python value stays one under jax.jit only if named in static_argnames",
         fix=(f"use g.{methods[0]}(...)" if methods else f"g offers {', '.join(REGISTRY)}")
         + "; or return the tensor and apply jnp outside the graph",
         where=where,
@@ -140,6 +141,7 @@ _REFUSED = {
     **{f"__{name}__": f"comparison {name}" for name in ("lt", "gt", "le", "ge", "eq", "ne")},
     **{f"__{name}__": f"{name}()" for name in ("float", "int", "complex", "len", "iter")},
     "__bool__": "a condition (if, while, and, or)",
+    "__index__": "range() or an index",
     "__getitem__": "indexing",
 }
 

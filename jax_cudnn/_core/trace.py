@@ -51,6 +51,20 @@ class GraphFunction:
                 expected="a function of g and arrays",
                 got=f"{type(fn).__name__}: {fn!r}"[:200],
             )
+        if isinstance(fn, GraphFunction) or hasattr(fn, "lower"):
+            raise GraphTypeError(
+                "jax_cudnn.graph decorates plain functions",
+                got=repr(fn)[:200],
+                fix="apply jax.jit to the result of jax_cudnn.graph, not before it",
+            )
+        self._parameters = _parameters(fn)
+        if self._parameters[:1] == ["self"]:
+            raise GraphTypeError(
+                "@jax_cudnn.graph does not decorate methods",
+                why="its first argument is g, and self would be traced as an array",
+                fix="decorate a function and call it from the method",
+                where=defined_at(fn),
+            )
         functools.update_wrapper(self, fn)
         self.fn = fn
         self.name = getattr(fn, "__name__", type(fn).__name__)
@@ -59,17 +73,18 @@ class GraphFunction:
     def __call__(self, *args: Any, **static: Any) -> Any:
         arrays, trace = self.trace(*args, **static)
         values = [*arrays, *trace.captured]
-        outputs = bind(trace.spec, self.name, *(values[i] for i in trace.operands))
+        operands = [
+            # A scalar beside tensors has become one of their rank.
+            values[i] if values[i].ndim else values[i].reshape(tensor.shape)
+            for i, tensor in zip(trace.operands, trace.spec.input_tensors, strict=True)
+        ]
+        outputs = bind(trace.spec, self.name, *operands)
         named = dict(zip(trace.spec.outputs, outputs, strict=True))
         leaves = [values[at] if isinstance(at, int) else named[at] for at in trace.leaves]
         return jax.tree.unflatten(trace.structure, leaves)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        raise GraphTypeError(
-            f"{self.name}: @jax_cudnn.graph does not decorate methods",
-            why="its first argument is g, and self would be traced as an array",
-            fix="decorate a function and call it from the method",
-        )
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickled by name, like a function
 
     def trace(self, *args: Any, **static: Any) -> tuple[list[Any], Trace]:
         """The array arguments in order, and the trace for their shapes and the statics."""
@@ -87,7 +102,8 @@ class GraphFunction:
                 raise GraphTypeError(
                     f"{self.name}: keyword argument {key!r} is an array",
                     expected="arrays as positional arguments; keyword arguments are static",
-                    fix=f"call {self.name}(..., {key}) by position",
+                    fix=f"call {self.name}(..., {key}) by position; for a Python value that "
+                    f"jax.jit has traced, jax.jit(..., static_argnames={key!r})",
                 )
         key = (
             structure,
@@ -121,15 +137,24 @@ class GraphFunction:
         slots = [slot for _, slot in slots]
         static = {name: value for name, (_, value) in static}
         builder = GraphBuilder()
-        names = iter(_input_names(self.fn, structure))
+        names = iter(_input_names(self._parameters[1:], structure))
         leaves = []
         for slot in slots:
             name = next(names)
             aval = isinstance(slot, _Aval)
             leaves.append(builder.input(name, slot.shape, slot.dtype) if aval else slot)
         inputs = [leaf for leaf in leaves if isinstance(leaf, GraphTensor)]
+        arguments = jax.tree.unflatten(structure, leaves)
         try:
-            result = self.fn(builder, *jax.tree.unflatten(structure, leaves), **static)
+            inspect.signature(self.fn).bind(builder, *arguments, **static)
+        except TypeError as error:
+            raise GraphTypeError(
+                f"{self.name}: {error}",
+                expected=f"{self.name}({', '.join(self._parameters[1:])}), without g",
+                where=user_line(),
+            ) from None
+        try:
+            result = self.fn(builder, *arguments, **static)
         except (TypeError, ValueError) as error:
             ours = _refusal_behind(error)
             if ours is None:
@@ -177,7 +202,10 @@ def graph(fn: Callable[..., Any]) -> GraphFunction:
 
     The result runs as one cuDNN plan where it is compiled for an NVIDIA GPU and as its jnp
     reference elsewhere. Products accumulate in float32, intermediates are float32, and an
-    output has the promoted dtype of its inputs unless ``.set_data_type`` says otherwise.
+    output has the promoted dtype of its inputs (a reduction's is float32) unless
+    ``.set_data_type`` says otherwise.
+
+    As under ``jax.jit``, Python values that ``fn`` closes over are those of its first trace.
 
     Raises:
         GraphError, GraphTypeError: at trace time, naming the line of ``fn``.
@@ -253,8 +281,8 @@ def _is_static(leaf: Any) -> bool:
 def _typed(value: Any) -> tuple[Any, Any]:
     """A value with what tells it from equal ones: 1, 1.0 and True, 0.0 and -0.0."""
     if isinstance(value, tuple):
-        return tuple(_typed(v)[0] for v in value), value
-    return (type(value), repr(value) if isinstance(value, float) else ""), value
+        return (type(value), *(_typed(v)[0] for v in value)), value
+    return (type(value), repr(value) if isinstance(value, (float, frozenset)) else ""), value
 
 
 def _array(function: GraphFunction, leaf: Any) -> Any:
@@ -275,16 +303,18 @@ def _array(function: GraphFunction, leaf: Any) -> Any:
         ) from error
 
 
-def _input_names(fn: Callable[..., Any], structure: Any) -> list[str]:
+def _parameters(fn: Callable[..., Any]) -> list[str]:
+    """Names of the positional parameters, ``g`` included."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _input_names(positional: list[str], structure: Any) -> list[str]:
     """Names for the leaves of the arguments: ``x``, or ``params.w`` inside a pytree."""
     dummy = jax.tree.unflatten(structure, list(range(structure.num_leaves)))
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())[1:]
-    except (TypeError, ValueError):
-        parameters = []
-    positional = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
     names = []
     for path, _ in jax.tree_util.tree_leaves_with_path(dummy):
         index = path[0].idx

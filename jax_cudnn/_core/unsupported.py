@@ -10,14 +10,16 @@ from .errors import UnsupportedGraphError
 from .spec import GraphSpec
 
 
-def wrong_broadcasts(spec: GraphSpec) -> dict[str, str]:
-    """Pointwise operations whose broadcast cuDNN gets wrong, with why.
+def known_reasons(spec: GraphSpec) -> dict[str, str]:
+    """Empty tensors, and pointwise operations whose broadcast cuDNN gets wrong, with why.
 
     Measured on an H200 with cuDNN 9.19 over all 16 patterns of rank four: as an epilogue of a
     convolution, an operand of another pattern than the four below is accepted and read out of
     bounds. Alone, such an operation is refused by cuDNN. Around a matmul every pattern is right.
     """
-    found = {}
+    found: dict[str, str] = {}
+    if spec.is_empty:
+        found["shape"] = "a tensor has no elements (under jit XLA runs such a graph)"
     if any(call.node.broadcasts_any for call in spec.calls):
         return found
     for call in spec.calls:
@@ -62,6 +64,17 @@ _MEANINGS = (
         r"reduction_o",
         "reduces dimensions that this engine cannot reduce",
         "reduce the last dimension, or all the others, or everything, as the last operation",
+    ),
+    (
+        r"type mismatch|types? of (the )?(inputs|A and B)",
+        "the operands of a convolution or matmul have different types",
+        "give both operands one dtype; a value computed before them is float32 until you call "
+        ".set_data_type on it",
+    ),
+    (
+        r"getDimA\(\)\[1\] == 1",
+        "a pointwise graph over a single channel",
+        "apply such an operation in jnp, or beside a convolution or matmul",
     ),
     (
         r"GRAPH_PATTERN",
@@ -111,5 +124,10 @@ def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphErr
         graph=str(spec),
         reasons=reasons,
         why="; ".join(sorted(rules)),
-        fix="; ".join(advice) or "split the function into smaller graphs",
+        fix="; ".join(advice)
+        or (
+            "split the function into smaller graphs"
+            if len(spec.calls) > 1
+            else "apply this operation in jnp, outside a graph"
+        ),
     )

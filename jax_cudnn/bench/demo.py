@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.context import target
+from .._core.cuda import device_nodes
 from .._core.errors import LibraryError
+from .._core.package import install
 from .._core.trace import graph, plan
 
-_NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 _CHANNELS = 32
 _SECONDS = 5.0
 
@@ -45,7 +46,7 @@ def classify_plainly(parameters: dict[str, jax.Array], images: jax.Array) -> jax
 
 def demo() -> None:
     """Fits, classifies, compares, and says what ran where."""
-    if not any(map(os.path.exists, _NVIDIA_DEVICES)) and "JAX_PLATFORMS" not in os.environ:
+    if not device_nodes() and "JAX_PLATFORMS" not in os.environ:
         # Without a GPU the CUDA plugin only prints its failure to find one.
         jax.config.update("jax_platforms", "cpu")
     train, test = _digits()
@@ -79,7 +80,7 @@ def _digits() -> Any:
         raise LibraryError(
             "the demo needs scikit-learn for its data",
             got=str(error),
-            fix="pip install 'jax-cudnn[demo]'",
+            fix=install("demo"),
         ) from error
     data: Any = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))

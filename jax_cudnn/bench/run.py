@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .._core.cuda import device_nodes
+from .._core.errors import TargetError
+
 RESULTS = Path(__file__).parent / "results"
 _MODES = {"command_buffers": "", "no_command_buffers": "--xla_gpu_enable_command_buffer="}
 _PROCESSES = 3  # of each mode: the host's speed differs from process to process
@@ -16,6 +19,12 @@ _PROCESSES = 3  # of each mode: the host's speed differs from process to process
 
 def run(out: Path) -> dict[str, Any]:
     """All measurements on this machine's GPU; writes ``<model>.json`` into ``out``."""
+    if not device_nodes():
+        raise TargetError(
+            "bench needs an NVIDIA GPU",
+            got="no NVIDIA device on this machine",
+            fix="run it on a machine with a GPU; `python -m jax_cudnn demo` runs anywhere",
+        )
     # The processes that measure come first: this one must not hold the GPU's memory then.
     host = {mode: [_host(flags) for _ in range(_PROCESSES)] for mode, flags in _MODES.items()}
     from . import planning, timing
@@ -71,8 +80,8 @@ def render(result: dict[str, Any]) -> str:
     rows.append(f"| plan from memory, ms | {_spread(result['from_memory_ms'])} | |")
     return (
         f"{e['device']}, {e['date']}, cuDNN {e['cudnn']}, jax {e['jax']}, "
-        f"nvidia-cudnn-frontend {e['nvidia-cudnn-frontend']}; median (smallest to largest).\n\n"
-        + "\n".join(rows)
+        f"nvidia-cudnn-frontend {e['nvidia-cudnn-frontend']}; median (smallest to largest); "
+        "one row for each of three processes.\n\n" + "\n".join(rows)
     )
 
 

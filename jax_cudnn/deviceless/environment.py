@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from jax_cudnn._core.errors import LibraryError
-from jax_cudnn._core.package import packaged_library
+from jax_cudnn._core.package import install, packaged_library
 
 
 def null_driver() -> Path:
@@ -36,7 +36,7 @@ def check() -> None:
         raise LibraryError(
             "cuDNN's Python frontend is not installed",
             expected="the module `cudnn` of nvidia-cudnn-frontend",
-            fix="pip install 'jax-cudnn[cuda12]' (or 'jax-cudnn[cuda13]')",
+            fix=install("cuda12", "cuda13"),
         )
 
 

@@ -96,7 +96,7 @@ class ConvFprop(Node):
                 expected="'CROSS_CORRELATION' or 'CONVOLUTION'",
                 got=repr(convolution_mode),
             )
-        both = padding or ()
+        both = () if padding is None else integers("padding", padding)
         return cls(
             integers("pre_padding", both if pre_padding is None else pre_padding, 0),
             integers("post_padding", both if post_padding is None else post_padding, 0),
@@ -115,7 +115,7 @@ class ConvFprop(Node):
                 got=f"image {list(inputs['image'].shape)}, weight {list(inputs['weight'].shape)}",
             )
         n, c, k, i = (cast(int, sizes[letter]) for letter in "ncki")
-        if c % i or k % (c // i):
+        if not i or c % i or k % (c // i):
             raise GraphError(
                 "the channels of image and weight do not fit",
                 expected="C a multiple of weight's channels, and K a multiple of the groups",
