@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from . import JaxCudnnError
 
 
+def _version() -> str:
+    try:
+        return version("jax-cudnn")
+    except PackageNotFoundError:
+        return "a source tree that is not installed"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; errors of this package are printed without a traceback."""
     parser = argparse.ArgumentParser(prog="python -m jax_cudnn", description=__doc__)
-    parser.add_argument("--version", action="version", version=version("jax-cudnn"))
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="fit a small classifier on real data and run it fused")
     bench = commands.add_parser("bench", help="measure on this machine's GPU, write JSON")

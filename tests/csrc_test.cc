@@ -237,9 +237,12 @@ void TestExit() {
   std::exit(0);
 }
 
+thread_local bool t_of_xla = false;
+
 // The interpreter is ending: other threads stop at their next execution and never come back, the
 // ending thread can still work, and exit() goes on without them.
 void TestParking() {
+  IsInterpreterThread = [] { return !t_of_xla; };
   auto* site = Make(Copy()).release();
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
   static std::atomic<int64_t> done{0};
@@ -252,6 +255,13 @@ void TestParking() {
   while (done < 100) std::this_thread::yield();
   BeginExit(std::chrono::seconds(30));
   const int64_t parked_at = done;
+  std::thread([site] {  // as XLA's, whose pending work must end
+    t_of_xla = true;
+    Arrays a(1);
+    CheckSucceeds(a.Run(*site, 1, StreamOf(1)));
+    CHECK(a.Right());
+  })
+      .join();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   CHECK(done == parked_at);
   Arrays a(1);

@@ -1,32 +1,33 @@
 """Every example of every node and every fusion, on every way it can run."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import oracle
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn.bench.cases import all_cases
+from jax_cudnn.bench.cases import FUSIONS, all_cases
 
 CASES = all_cases()
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-def run_and_check(case, key):
+def run_and_check(case, key, on_gpu):
     operands = case.operands(key)
     _, trace = case.function.trace(*operands)
-    want = dict(zip(trace.spec.outputs, oracle.evaluate(trace.spec, operands), strict=True))
     got = jax.tree.leaves(jax.jit(case.function)(*operands))
-    errors = []
-    for leaf, output in zip(trace.leaves, got, strict=True):
-        assert output.dtype == trace.spec.tensor(leaf).dtype
-        errors.append(oracle.check(output, want[leaf], output.dtype.name))
-    return operands, got, errors
+    named = dict(zip(trace.leaves, got, strict=True))
+    outputs = [named[name] for name in trace.spec.outputs]
+    for output, tensor in zip(outputs, trace.spec.output_tensors, strict=True):
+        assert output.dtype == tensor.dtype
+    return operands, got, oracle.check_outputs(trace.spec, operands, outputs, on_gpu)
 
 
 @each_case
 def test_reference(case, key):
-    operands, got, _ = run_and_check(case, key)
+    operands, got, _ = run_and_check(case, key, on_gpu=False)
     for eager, jitted in zip(jax.tree.leaves(case.function(*operands)), got, strict=True):
         np.testing.assert_allclose(
             np.asarray(eager, np.float32), np.asarray(jitted, np.float32), rtol=1e-2, atol=1e-5
@@ -36,7 +37,7 @@ def test_reference(case, key):
 @pytest.mark.gpu
 @each_case
 def test_on_the_gpu(case, key):
-    operands, _, errors = run_and_check(case, key)
+    operands, _, errors = run_and_check(case, key, on_gpu=True)
     compiled = jax.jit(case.function).lower(*operands).compile().as_text()
     assert compiled.count('custom_call_target="jax_cudnn"') == 1, "one plan, inside the program"
     print(case.name, "relative errors", errors)
@@ -56,3 +57,54 @@ def test_planned_without_a_gpu(case):
     assert text.count("stablehlo.custom_call @jax_cudnn") == 1
     assert plan.digest in text
     print(case.name, plan)
+
+
+# -- the test of the tests: a wrong graph must not pass ------------------------------------------
+
+MUTATIONS = {
+    "add forgets b": ("add", lambda node, a, b: a),
+    "add doubles b": ("add", lambda node, a, b: a + 2 * b),
+    "bias is off by one channel": ("bias", lambda node, input, bias: input + np.roll(bias, 1)),
+    "mul is 0.4 % off": ("mul", lambda node, a, b: a * b * 1.004),
+    "sigmoid(1.02 x)": ("sigmoid", lambda node, input: oracle._sigmoid(1.02 * input)),
+    "gelu is relu": ("gelu_approx_tanh", lambda node, input: np.maximum(input, 0)),
+    "swish is relu": ("swish", lambda node, input: np.maximum(input, 0)),
+}
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_a_wrong_operation_is_noticed(what, key, monkeypatch):
+    method, wrong = MUTATIONS[what]
+    noticed = 0
+    for case in CASES:
+        _, trace = case.function.trace(*case.avals)
+        if method not in [call.node.method for call in trace.spec.calls]:
+            continue
+        operands = case.operands(key)
+        outputs = oracle.rounded(trace.spec, operands)
+        oracle.check_outputs(trace.spec, operands, outputs, on_gpu=True)
+        with monkeypatch.context() as patch:
+            patch.setitem(oracle.OPERATIONS, method, wrong)
+            mutated = oracle.rounded(trace.spec, operands)
+        with pytest.raises(AssertionError, match="relative error"):
+            oracle.check_outputs(trace.spec, operands, mutated, on_gpu=True)
+        noticed += 1
+    assert noticed >= 2
+
+
+def test_rounding_an_intermediate_that_the_spec_keeps_in_float32_is_noticed(key):
+    (case,) = (c for c in FUSIONS if c.name == "conv_scale_bias_swish")
+    operands = case.operands(key)
+    spec = case.function.trace(*operands)[1].spec
+    coarse = dataclasses.replace(
+        spec,
+        tensors=tuple(
+            t
+            if t.name in (*spec.inputs, *spec.outputs)
+            else dataclasses.replace(t, dtype="bfloat16")
+            for t in spec.tensors
+        ),
+        _cache={},
+    )
+    with pytest.raises(AssertionError, match="relative error"):
+        oracle.check_outputs(spec, operands, oracle.rounded(coarse, operands), on_gpu=True)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from ..deviceless.profiles import Profile
 from . import frontend, layout, ubjson
 from .cuda import CudaDevice
 from .dtypes import TO_CUDNN
+from .errors import LibraryError, UnsupportedGraphError
 from .plan import Plan, Uids, decode
 from .spec import GraphSpec
 from .unsupported import engine_reasons, known_reasons, unsupported
 
 # Engines of the frontend itself (CuTe DSL): they run in Python only.
 _FIRST_PYTHON_ENGINE = 20000
+_DEVICE_FAILURE = (
+    r"CUDA_ERROR|cudaError|out of memory|ALLOC_FAILED|EXECUTION_FAILED|SUBLIBRARY|INTERNAL_ERROR"
+)
 
 
 def build_for_profile(spec: GraphSpec, profile: Profile) -> Plan:
@@ -30,12 +37,6 @@ def build_for_device(spec: GraphSpec, device: CudaDevice) -> Plan:
         return _build(spec, cudnn, handle=handle)
 
 
-def versions() -> tuple[int, str]:
-    """Versions of cuDNN and of its frontend."""
-    cudnn = frontend.load()
-    return cudnn.backend_version(), cudnn.__version__
-
-
 def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
     graph = cudnn.pygraph(
         name="jax_cudnn",
@@ -47,27 +48,45 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
     reasons = known_reasons(spec)
     if reasons:
         raise unsupported(spec, reasons)
-    try:
+    with _reasons_of(spec, cudnn):
         _emit(spec, graph, cudnn)
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        count = graph.get_execution_plan_count()
-    except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError) as error:
-        raise unsupported(spec, engine_reasons(str(error))) from error
+    count = graph.get_execution_plan_count()
     for index in range(count):
         name = graph.get_plan_name_at_index(index)
         if graph.get_engine_and_knobs_at_index(index)[0] >= _FIRST_PYTHON_ENGINE:
             reasons[name] = "runs only in the frontend's Python, not inside an XLA program"
             continue
         try:
-            graph.build_plan_at_index(index)
-        except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-            reasons[name] = next(iter(engine_reasons(str(error)).values()), str(error))
+            with _reasons_of(spec, cudnn):
+                graph.build_plan_at_index(index)
+        except UnsupportedGraphError as error:
+            reasons[name] = next(iter(error.reasons.values()))
             continue
         blob = ubjson.decode(bytes(graph.serialize()))
         return decode(spec, blob, name, graph.get_workspace_size(), count)
     raise unsupported(spec, reasons or {"heuristics": "no engine was proposed"})
+
+
+@contextlib.contextmanager
+def _reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
+    """Turns the frontend's exceptions into ours.
+
+    It raises RuntimeError both for what cuDNN cannot represent and for a failing device.
+    """
+    try:
+        yield
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+        if re.search(_DEVICE_FAILURE, str(error)):
+            raise LibraryError(
+                "cuDNN failed while planning",
+                got=str(error).strip(),
+                why="this is a failure of the device or of a library, not of the graph",
+                fix="free GPU memory, or mend the installation, and try again",
+            ) from error
+        raise unsupported(spec, engine_reasons(str(error))) from error
 
 
 def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from .dims import Shape, integers
 from .dtypes import canonical
 from .errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
-from .node import REGISTRY, Node, check_contract
+from .node import REGISTRY, Node, check_contract, float32_range
 from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern
 from .tensor import GraphTensor
@@ -41,10 +41,9 @@ class GraphBuilder:
 
     def input(self, name: str, shape: Shape, dtype: str) -> GraphTensor:
         """Declare an operand of the graph; its dtype is checked where it is used."""
-        while name in self._tensors:
-            name += "_"
-        self._inputs.append(name)
-        return self._add(Tensor(name, tuple(shape), dtype))
+        tensor = self._add(Tensor(name, tuple(shape), dtype))
+        self._inputs.append(tensor.name)
+        return tensor
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         near = difflib.get_close_matches(method, REGISTRY, n=3, cutoff=0.5)
@@ -124,6 +123,8 @@ class GraphBuilder:
         return made[0] if len(made) == 1 else tuple(made)
 
     def _add(self, state: Tensor) -> GraphTensor:
+        while state.name in self._tensors:  # an argument may be called like a constant
+            state = replace(state, name=state.name + "_")
         self._tensors[state.name] = state
         return GraphTensor(self, state)
 
@@ -143,16 +144,9 @@ class GraphBuilder:
             return value._state
         python_number = not isinstance(value, np.generic) or isinstance(value, float)
         if isinstance(value, numbers.Real) and python_number:
-            magnitude: Any = abs(value)
-            if _LARGEST < magnitude < float("inf"):
-                raise GraphError(
-                    f"{port!r} is too large",
-                    expected="a number in the range of float32, in which graphs compute",
-                    got=repr(value),
-                )
-            constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, "float32", float(value).hex())
-            self._add(constant)
-            return constant
+            number = float32_range(port, value)
+            constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, "float32", number.hex())
+            return self._add(constant)._state
         if isinstance(value, (jax.Array, np.ndarray, np.generic)):
             # An array without dimensions stands beside tensors like a number does.
             shape = np.shape(value) or (1,) * rank
@@ -275,8 +269,6 @@ def _signature(cls: type[Node]) -> inspect.Signature:
 
 
 _SIGNATURES: dict[str, inspect.Signature] = {}
-
-_LARGEST = float(np.finfo(np.float32).max)
 
 N = TypeVar("N", bound=type[Node])
 

@@ -29,7 +29,8 @@ def lowering_devices(ctx: Any) -> tuple[jax.Device, ...]:  # pyright: ignore[rep
     axis_context = ctx.module_context.axis_context
     if isinstance(axis_context, _sharding_impls.SPMDAxisContext):
         mesh = axis_context.mesh
-        return tuple(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else ()
+        # An abstract mesh names no devices; its program runs on the backend's.
+        return tuple(mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else jax.devices())
     return tuple(getattr(axis_context, "device_assignment", None) or ())
 
 

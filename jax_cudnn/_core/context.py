@@ -23,7 +23,8 @@ _target = jax.make_user_context(None)
 def target(gpu: str | Profile | None) -> Any:
     """Context manager and decorator: plan for this GPU model, whether or not one is here.
 
-    Like all contexts of JAX it holds in the thread that entered it.
+    Like all contexts of JAX it holds in the thread that entered it; enter it around the call or
+    the lowering of a jitted function, not inside of one.
 
     Args:
         gpu: the name of a profile ("H200"), a ``Profile`` of your own, or None for the GPU of

@@ -43,9 +43,18 @@ def library() -> ctypes.CDLL:
     loaded.JaxCudnnLoadedPath.restype = ctypes.c_char_p
     loaded.JaxCudnnLoadedVersion.restype = ctypes.c_int64
     loaded.JaxCudnnSetFallbackPath(os.fsencode(_packaged_cudnn() or ""))
-    # Daemon threads that execute while the interpreter ends would abort the process.
-    atexit.register(loaded.JaxCudnnBeginExit)
     return loaded
+
+
+@atexit.register
+def _begin_exit() -> None:
+    """Daemon threads that execute while the interpreter ends would abort the process.
+
+    Registered at import, so that exit handlers of the user, which may wait for threads, have
+    run before.
+    """
+    if library.cache_info().currsize:
+        library().JaxCudnnBeginExit()
 
 
 @functools.cache

@@ -19,6 +19,16 @@ INSTALL = install("cuda12", "cuda13")
 _lock = threading.Lock()
 
 
+def _after_fork() -> None:
+    """A thread that held the lock does not exist in a child."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def load() -> Any:
     """The module ``cudnn``; LibraryError when it or cuDNN is missing, too old, or mixed."""
     with _lock:  # the import below is not thread-safe: it loads and registers a library

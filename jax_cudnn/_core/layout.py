@@ -11,6 +11,8 @@ then broadcasts a (1, 1, N) operand wrongly).
 
 from __future__ import annotations
 
+import math
+
 from .dims import Shape
 from .spec import GraphSpec
 
@@ -27,7 +29,14 @@ def cudnn_dims(spec: GraphSpec, shape: Shape) -> Shape:
 
     Row-major (a, b, c) is the channels-last tensor of N = a, H = b, W = 1 and C = c.
     """
-    if len(shape) >= 4 or any(call.node.anchor for call in spec.calls):
+    if any(call.node.anchor for call in spec.calls):
+        return shape
+    if len({tensor.shape for tensor in spec.tensors if tensor.value is None}) == 1:
+        # One shape throughout: any view will do, but for one channel, which no engine takes.
+        channels = shape[major_to_minor(len(shape))[-1]] if shape else 1
+        if channels == 1 or len(shape) > 5:
+            return 1, math.prod(shape), 1, 1
+    if len(shape) >= 4:
         return shape
     n, h, c = (1,) * (3 - len(shape)) + shape if len(shape) != 2 else (shape[0], 1, shape[1])
     return n, c, h, 1

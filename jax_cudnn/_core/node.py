@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
+import numpy as np
 
 from .dims import Dims, Shape
 from .dtypes import FLOATS
-from .errors import GraphTypeError
+from .errors import GraphError, GraphTypeError
 
 if TYPE_CHECKING:
     from .spec import Tensor
@@ -68,7 +69,7 @@ class Node:
                         expected="a Python number: attributes are static",
                         got=f"{type(value).__name__}: {value!r}"[:200],
                     )
-                attributes[field.name] = float(value)
+                attributes[field.name] = float32_range(field.name, value)
         return cls(**attributes)
 
     def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
@@ -110,6 +111,17 @@ class Node:
         """Adds the node to a cudnn.pygraph; returns one pygraph tensor for each output port."""
         out = getattr(pygraph, self.method)(**tensors, **self.keywords(), name=name)
         return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def float32_range(name: str, value: Any) -> float:
+    """The number itself; GraphError when it is finite and float32, which computes, is not."""
+    if float(np.finfo(np.float32).max) < abs(value) < float("inf"):
+        raise GraphError(
+            f"{name!r} is too large",
+            expected="a number in the range of float32, in which graphs compute",
+            got=repr(value),
+        )
+    return float(value)
 
 
 def result_dtype(inputs: Mapping[str, Tensor]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from .spec import GraphSpec
 
 log = logging.getLogger("jax_cudnn")
 
+_CAPACITY = 4096  # plans are 3 to 120 KB; the oldest go first
 _plans: dict[Any, Future[Plan]] = {}
 _lock = threading.Lock()
 
@@ -30,17 +32,24 @@ def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Plan:
     where there is a GPU. Raises what planning raised, for each caller anew.
     """
     key = (spec.canonical(), *_identity(site))
-    with _lock:
-        future = _plans.get(key)
-        mine = future is None
-        if future is None:
-            future = _plans[key] = Future()
-    if mine:
-        _fulfil(future, key, site, name)
-    try:
-        return future.result()
-    except JaxCudnnError as error:
-        raise _told(error, spec, name) from error
+    while True:
+        with _lock:
+            future = _plans.get(key)
+            mine = future is None
+            if future is None:
+                future = _plans[key] = Future()
+                while len(_plans) > _CAPACITY:
+                    _plans.pop(next(iter(_plans)))
+        if mine:
+            _fulfil(future, key, site, name)
+        try:
+            return future.result()
+        except JaxCudnnError as error:
+            raise _told(error, spec, name) from error
+        except (KeyboardInterrupt, SystemExit):
+            if mine:
+                raise
+            # The thread that planned was interrupted, not this one: plan here.
 
 
 def _fulfil(future: Future[Plan], key: Any, site: Profile | CudaDevice, name: str) -> None:
@@ -85,3 +94,15 @@ def clear() -> None:
     """Forget all plans (tests and benchmarks)."""
     with _lock:
         _plans.clear()
+
+
+def _after_fork() -> None:
+    """In a child no thread is left that could finish a plan or release a lock."""
+    global _lock
+    _lock = threading.Lock()
+    for key in [key for key, future in _plans.items() if not future.done()]:
+        del _plans[key]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

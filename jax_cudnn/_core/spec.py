@@ -77,10 +77,14 @@ class GraphSpec:
         )
 
     def _key(self) -> tuple:
-        return self.tensors, self.calls, self.inputs, self.outputs
+        # Nodes by their text: attributes that are equal can differ (0.0 and -0.0), and NaN does
+        # not equal itself.
+        if "key" not in self._cache:
+            self._cache["key"] = self.tensors, repr(self.calls), self.inputs, self.outputs
+        return self._cache["key"]
 
     def __reduce__(self):
-        return GraphSpec, self._key()
+        return GraphSpec, (self.tensors, self.calls, self.inputs, self.outputs)
 
     def tensor(self, name: str) -> Tensor:
         if "tensors" not in self._cache:
@@ -102,7 +106,7 @@ class GraphSpec:
     @property
     def is_empty(self) -> bool:
         """Whether some tensor has no elements: cuDNN runs no such graph."""
-        return any(size == 0 for t in self.tensors for size in t.shape)
+        return any(isinstance(s, int) and s == 0 for t in self.tensors for s in t.shape)
 
     @property
     def is_static(self) -> bool:
@@ -113,10 +117,11 @@ class GraphSpec:
         """The same graph with tensors named by position: equal for equal graphs."""
         if "canonical" not in self._cache:
             new = {t.name: f"t{i}" for i, t in enumerate(self.tensors)}
+            methods = [call.node.method for call in self.calls]
             calls = tuple(
                 Call(
                     call.node,
-                    f"n{i}",
+                    f"{methods[i]}.{methods[:i].count(methods[i])}",
                     tuple((port, new[name]) for port, name in call.inputs),
                     tuple((port, new[name]) for port, name in call.outputs),
                 )

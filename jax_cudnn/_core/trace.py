@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,20 +84,18 @@ class GraphFunction:
         leaves = [values[at] if isinstance(at, int) else named[at] for at in trace.leaves]
         return jax.tree.unflatten(trace.structure, leaves)
 
-    def __reduce__(self) -> str:
-        return self.__qualname__  # pickled by name, like a function
+    def __reduce__(self) -> Any:
+        module = sys.modules.get(self.fn.__module__)
+        by_name = getattr(module, self.fn.__qualname__, None) is self  # like a function
+        return self.fn.__qualname__ if by_name else (GraphFunction, (self.fn,))
 
     def trace(self, *args: Any, **static: Any) -> tuple[list[Any], Trace]:
         """The array arguments in order, and the trace for their shapes and the statics."""
         leaves, structure = jax.tree.flatten(args, is_leaf=lambda leaf: leaf is None)
-        arrays, slots = [], []
-        for leaf in leaves:
-            if _is_static(leaf):
-                slots.append(leaf)
-            else:
-                array = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else _array(self, leaf)
-                arrays.append(array)
-                slots.append(_Aval(tuple(array.shape), str(array.dtype)))
+        given = [leaf for leaf in leaves if not _is_static(leaf)]
+        arrays = _strongly_typed([_array(self, leaf) for leaf in given])
+        avals = iter([_Aval(tuple(array.shape), str(array.dtype)) for array in arrays])
+        slots = [leaf if _is_static(leaf) else next(avals) for leaf in leaves]
         for key, value in static.items():
             if isinstance(value, (jax.Array, np.ndarray)):
                 raise GraphTypeError(
@@ -286,6 +285,8 @@ def _typed(value: Any) -> tuple[Any, Any]:
 
 
 def _array(function: GraphFunction, leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
     if isinstance(leaf, GraphTensor):
         raise GraphTypeError(
             f"{function.name} was called with a graph tensor",
@@ -301,6 +302,20 @@ def _array(function: GraphFunction, leaf: Any) -> Any:
             expected="JAX or NumPy arrays, or Python scalars and strings (static)",
             got=f"{type(leaf).__name__}: {leaf!r}"[:200],
         ) from error
+
+
+def _strongly_typed(arrays: list[Any]) -> list[Any]:
+    """Weakly typed arrays (Python numbers that JAX has traced) take the others' dtype."""
+    strong = [array for array in arrays if not getattr(array, "weak_type", False)]
+    if not strong or len(strong) == len(arrays):
+        return arrays
+    dtypes = {array.dtype for array in strong if jnp.issubdtype(array.dtype, jnp.floating)}
+    return [
+        array.astype(jnp.result_type(*dtypes, array))
+        if getattr(array, "weak_type", False)
+        else array
+        for array in arrays
+    ]
 
 
 def _parameters(fn: Callable[..., Any]) -> list[str]:

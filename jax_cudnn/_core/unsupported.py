@@ -34,7 +34,7 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
         allowed = [[*out], [1, c, *ones], [n, 1, *spatial], [1, 1, *ones]]
         wrong = [list(dim) for dim in operands if list(dim) not in allowed]
         if wrong or out not in operands:
-            found[call.node.method] = (
+            found[call.name] = (
                 f"broadcasting {' and '.join(map(str, wrong or map(list, operands)))} to "
                 f"{list(out)} is not supported: beside a full operand cuDNN takes "
                 f"{', '.join(map(str, allowed[1:]))}"

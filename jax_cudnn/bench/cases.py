@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,18 +23,23 @@ class Case:
     avals: tuple[jax.ShapeDtypeStruct, ...]
 
     def operands(self, key: jax.Array) -> list[jax.Array]:
-        """Random operands of unit variance; weights are scaled so that results are, too."""
+        """Random operands; weights of products are scaled so that results have unit variance."""
+        _, trace = self.function.trace(*self.avals)
+        fan_in = {}
+        for call in trace.spec.calls:
+            if call.node.anchor:  # (image, weight) or (A, B): the second is the weight
+                (_, image), (_, weight) = call.inputs
+                shape = trace.spec.tensor(weight).shape
+                contracted = shape[-2] if len(trace.spec.tensor(image).shape) == 3 else None
+                fan_in[weight] = contracted or math.prod(shape[1:])
+        names = dict(zip(trace.operands, trace.spec.inputs, strict=True))
         keys = jax.random.split(key, len(self.avals))
         return [
-            _random(k, aval, i) for i, (k, aval) in enumerate(zip(keys, self.avals, strict=True))
+            (jax.random.normal(k, aval.shape) / fan_in.get(names.get(i, ""), 1) ** 0.5).astype(
+                aval.dtype
+            )
+            for i, (k, aval) in enumerate(zip(keys, self.avals, strict=True))
         ]
-
-
-def _random(key: jax.Array, aval: jax.ShapeDtypeStruct, index: int) -> jax.Array:
-    value = jax.random.normal(key, aval.shape, jnp.float32)
-    if index == 1 and aval.shape[0] != 1 and aval.ndim >= 4:  # a weight (K, C, *spatial)
-        value = value / (value[0].size ** 0.5)
-    return value.astype(aval.dtype)
 
 
 def case(*avals: tuple[tuple[int, ...], str]) -> Callable[[Callable[..., Any]], Case]:
@@ -119,7 +125,37 @@ def mul_sum_over_channels(g, x, y):
     return g.reduction(product, mode="ADD", out_dims=[8, 1, 28, 28])
 
 
+@case((_IMAGE, "bfloat16"), (_WEIGHT, "bfloat16"), (_BIAS, "bfloat16"), (_BIAS, "bfloat16"))
+def conv_times_product_of_scales(g, x, w, s, t):
+    return g.mul(g.conv_fprop(x, w, **_SAME), g.mul(s, t))
+
+
+@case((_IMAGE, "bfloat16"), (_WEIGHT, "bfloat16"), (_BIAS, "float32"))
+def conv_rounded_bias(g, x, w, b):
+    return g.bias(g.conv_fprop(x, w, **_SAME).set_data_type("bfloat16"), b)
+
+
+@case(((1, 256, 128), "bfloat16"), ((1, 128, 64), "bfloat16"))
+def relu_matmul(g, x, w):
+    return g.matmul(g.relu(x).set_data_type("bfloat16"), w)
+
+
+@case(((64, 128), "float16"))
+def square(g, x):
+    return g.mul(x, x)
+
+
+@case(((4096,), "float32"), ((4096,), "float32"))
+def vectors(g, x, y):
+    return g.swish(x * 0.5 + y)
+
+
 FUSIONS: tuple[Case, ...] = (
+    conv_times_product_of_scales,
+    conv_rounded_bias,
+    relu_matmul,
+    square,
+    vectors,
     conv_bias_relu,
     conv_bias_add_relu,
     conv_scale_bias_swish,

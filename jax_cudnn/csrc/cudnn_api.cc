@@ -144,13 +144,14 @@ ffi::Error Failure(ffi::ErrorCode code, const std::string& what, std::string_vie
   return ffi::Error(code, "jax_cudnn: " + what + " (graph '" + std::string(name) + "')");
 }
 
-ffi::Error CudnnFailure(const Cudnn& cudnn, const char* step, Status status,
-                        std::string_view name) {
+ffi::Error CudnnFailure(const Cudnn& cudnn, const char* step, Status status, std::string_view name,
+                        const char* advice) {
   char last_error[2048] = "";
   cudnn.get_last_error_string(last_error, sizeof(last_error) - 1);
   std::string what = std::string("cuDNN ") + VersionText(cudnn.version) + " failed to " + step +
                      ": " + cudnn.get_error_string(status) + " (" + std::to_string(status) + ")";
   if (last_error[0] != '\0') what += std::string(": ") + last_error;
+  what += advice;
   return Failure(ffi::ErrorCode::kInternal, what, name);
 }
 

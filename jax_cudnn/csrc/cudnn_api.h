@@ -79,7 +79,8 @@ std::string VersionText(int64_t version);
 // "jax_cudnn: <what> (graph 'name')", and the same with the library's own words for a status.
 // These format strings: only for paths that fail.
 ffi::Error Failure(ffi::ErrorCode code, const std::string& what, std::string_view name);
-ffi::Error CudnnFailure(const Cudnn& cudnn, const char* step, Status status, std::string_view name);
+ffi::Error CudnnFailure(const Cudnn& cudnn, const char* step, Status status, std::string_view name,
+                        const char* advice = "");
 ffi::Error DriverFailure(const Driver& driver, const char* step, Status status,
                          std::string_view name);
 

@@ -236,7 +236,10 @@ ffi::ErrorOr<Descriptor> Device::FinalizePlan(const std::string& text, std::stri
   }
   if (status == 0) return plan;
   // The message first: destroying the descriptor may replace cuDNN's last error.
-  ffi::Error error = CudnnFailure(cudnn_, step, status, name);
+  ffi::Error error = CudnnFailure(
+      cudnn_, step, status, name,
+      ". The plan was built with another driver or installation of cuDNN, or is damaged: lower the "
+      "function again on this machine");
   if (plan != nullptr) cudnn_.destroy_descriptor(plan);
   return ffi::Unexpected(std::move(error));
 }

@@ -23,15 +23,20 @@ void WatchForks();
 // them; so this is called again after each use of cuDNN that may have loaded something.
 void RunAtExit(void (*handler)());
 
-// Called by every execution. Once BeginExit() ran on another thread, this never returns.
-void EnterExecution();
+// Called when a call is initialized and when it is executed (a replayed command buffer does the
+// former only). Once BeginExit() ran on another thread, this never returns to a thread of the
+// interpreter. Nothing may be leased or locked by the caller.
+void EnterCall();
 
 // Called by the interpreter's exit handler, before it tears anything down. From here on, threads
-// other than the caller stop at their next execution, for good: a daemon thread that came back
-// from C++ to an interpreter which is gone would abort the process (Python before 3.14 unwinds it
-// through frames that must not throw; plain JAX aborts so). Waits `patience` for threads that have
-// executed before to get there.
+// of the interpreter other than the caller stop at their next call, for good: a daemon thread that
+// came back from C++ to an interpreter which is gone would abort the process (Python before 3.14
+// unwinds it through frames that must not throw; plain JAX aborts so). XLA's own threads go on, so
+// that pending work ends. Waits `patience` for threads that have called before to get there.
 void BeginExit(std::chrono::milliseconds patience);
+
+// Whether this thread belongs to the interpreter. Replaceable for tests, which have none.
+extern bool (*IsInterpreterThread)();
 
 }  // namespace jax_cudnn
 

@@ -20,7 +20,7 @@
 
 namespace jax_cudnn {
 
-// The custom call's attributes; jax_cudnn/_core/ffi.py writes them.
+// The custom call's attributes; jax_cudnn/_core/plan.py writes them.
 struct Attributes {
   std::string plan;               // cuDNN's JSON text of a finalised execution plan
   std::string digest;             // identifies `plan`
@@ -77,7 +77,6 @@ class CallSite {
  public:
   // Pointers are gathered on the stack. The largest cuDNN graphs have some dozens.
   static constexpr size_t kMaxBindings = 256;
-  static constexpr size_t kMaxFills = 64;
   static constexpr int32_t kMaxDevices = 64;
 
   // Checks the attributes; the error names the first that is wrong.
@@ -86,6 +85,7 @@ class CallSite {
 
   // Makes handle and plan ready on a device. XLA calls it before every execution.
   ffi::Error Initialize(int32_t ordinal, Stream stream) {
+    EnterCall();  // before anything is locked: it may not return
     if (ordinal >= 0 && ordinal < kMaxDevices && !Ended()) {
       const DeviceState* state = states_[ordinal].load(std::memory_order_acquire);
       if (state != nullptr && !state->device.wants_handle()) return ffi::Error::Success();
@@ -144,7 +144,7 @@ class CallSite {
 template <bool kTimed>
 ffi::Error CallSite::Execute(int32_t ordinal, Stream stream, const Buffer* operands,
                              size_t operand_count, const Buffer* results, size_t result_count) {
-  EnterExecution();  // before anything is leased: it may not return
+  EnterCall();  // before anything is leased: it may not return
   DeviceState* state = ordinal >= 0 && ordinal < kMaxDevices
                            ? states_[ordinal].load(std::memory_order_acquire)
                            : nullptr;

@@ -125,6 +125,8 @@ class Relu(Node):
         *_UNARY,
         Example({"input": (2, 8, 6, 6)}, "float32", {"lower_clip": 0.0, "upper_clip": 6.0}),
         Example({"input": (2, 8, 6, 6)}, "float32", {"negative_slope": 0.125}),
+        Example({"input": (2, 8, 6, 6)}, "float32", {"negative_slope": 0.25, "lower_clip": 0.5}),
+        Example({"input": (64, 1)}, "float32"),
     )
 
     negative_slope: float | None = None
