@@ -30,7 +30,7 @@ def _conv(image, weight, node):
 def _relu(x, node):
     low = node.lower_clip or 0.0
     slope = node.negative_slope or 0.0
-    y = np.where(x > low, x, low + slope * (x - low))
+    y = np.where(x <= low, low + slope * (x - low), x)
     return y if node.upper_clip is None else np.minimum(y, node.upper_clip)
 
 

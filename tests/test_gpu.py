@@ -146,6 +146,35 @@ def test_each_gpu_gets_a_plan_of_its_own(key):
     oracle.check_outputs(trace.spec, operands, [mapped(*operands)], on_gpu=True)
 
 
+EXIT_WITH_PENDING_WORK = """
+    import jax, jax_cudnn
+    from jax_cudnn.bench.cases import conv_bias_relu
+    x, w, b = conv_bias_relu.operands(jax.random.key(0))
+    devices = jax.local_devices()
+    mesh = jax.make_mesh((len(devices),), ("n",), axis_types=(jax.sharding.AxisType.Auto,))
+    def layers(x, w, b):
+        for _ in range(200):
+            x = conv_bias_relu.function(x, w, b)
+        jax.debug.callback(lambda: print("called back"))
+        return x
+    split, whole = jax.P("n"), jax.P()
+    step = jax.jit(jax.shard_map(layers, mesh=mesh, in_specs=(split, whole, whole),
+                                 out_specs=split, check_vma=False))
+    jax.block_until_ready(step(x, w, b))
+    for _ in range(20):
+        x = step(x, w, b)      # XLA's own threads are busy when the interpreter ends
+    print("exiting")
+"""
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer="])
+def test_pending_work_of_xlas_threads_ends_at_exit(flags):
+    done = run_script(EXIT_WITH_PENDING_WORK, flags=flags, timeout=120)
+    print(done.stdout[-300:], done.stderr[-2000:])
+    assert "exiting" in done.stdout
+    assert done.returncode == 0
+
+
 def test_eight_threads_run_one_executable(key):
     operands = conv_bias_relu.operands(key)
     compiled = jax.jit(conv_bias_relu.function).lower(*operands).compile()

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 def python(code, *options):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *options, "-c", textwrap.dedent(code)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=120,

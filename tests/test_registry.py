@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from jax_cudnn._core.node import REGISTRY, Example, Node
 def python(code, *options):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *options, "-c", textwrap.dedent(code)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=120,
