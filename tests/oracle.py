@@ -59,27 +59,8 @@ OPERATIONS = {
 }
 
 
-def evaluate(spec, operands):
-    """The outputs of a spec in float64, without any rounding."""
-    values = dict(zip(spec.inputs, (np.asarray(x, np.float64) for x in operands), strict=True))
-    for constant in spec.constants:
-        values[constant.name] = np.full(constant.shape, constant.value)
-    for call in spec.calls:
-        ports = {port: values[name] for port, name in call.inputs}
-        ((_, name),) = call.outputs
-        values[name] = OPERATIONS[call.node.method](call.node, **ports)
-        assert values[name].shape == spec.tensor(name).shape
-    return [values[name] for name in spec.outputs]
-
-
-# Errors of a computation in float32, relative: accumulated products, exp and tanh; on a GPU
-# float32 operands of a product may be rounded to TF32 (10 bits).
-FLOAT32 = 3e-6
-TF32 = 5e-4
-
-
-def rounded(spec, operands):
-    """The same with each value rounded to its tensor's dtype, as the spec states it."""
+def evaluate(spec, operands, store=lambda value, tensor: value):
+    """The outputs of a spec in float64, without any rounding unless ``store`` does it."""
     values = dict(zip(spec.inputs, (np.asarray(x, np.float64) for x in operands), strict=True))
     for constant in spec.constants:
         values[constant.name] = np.full(constant.shape, constant.value)
@@ -87,8 +68,24 @@ def rounded(spec, operands):
         ports = {port: values[name] for port, name in call.inputs}
         ((_, name),) = call.outputs
         exact = OPERATIONS[call.node.method](call.node, **ports)
-        values[name] = exact.astype(jnp.dtype(spec.tensor(name).dtype)).astype(np.float64)
+        assert exact.shape == spec.tensor(name).shape
+        values[name] = store(exact, spec.tensor(name))
     return [values[name] for name in spec.outputs]
+
+
+def rounded(spec, operands):
+    """The same with each value rounded to its tensor's dtype, as the spec states it."""
+
+    def store(value, tensor):
+        return value.astype(jnp.dtype(tensor.dtype)).astype(np.float64)
+
+    return evaluate(spec, operands, store)
+
+
+# Errors of a computation in float32, relative: accumulated products, exp and tanh; on a GPU
+# float32 operands of a product may be rounded to TF32 (10 bits).
+FLOAT32 = 3e-6
+TF32 = 5e-4
 
 
 def tolerance(spec, operands, on_gpu):

@@ -2,33 +2,16 @@
 
 import ast
 import importlib.util
-import os
 import statistics
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from helpers import python
 
 import jax_cudnn as jc
 
 PACKAGE = Path(jc.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-
-
-def python(code, *options):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *options, "-c", textwrap.dedent(code)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=PACKAGE.parent,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 # -- import ----------------------------------------------------------------------------------------

@@ -2,30 +2,14 @@
 
 import dataclasses
 import inspect
-import os
-import subprocess
-import sys
-import textwrap
 
 import jax.numpy as jnp
 import pytest
+from helpers import python
 
 import jax_cudnn as jc
 from jax_cudnn._core import builder
 from jax_cudnn._core.node import REGISTRY, Example, Node
-
-
-def python(code, *options):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *options, "-c", textwrap.dedent(code)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def node(**changes):

@@ -4,31 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same, linear, plain_linear
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import jax_cudnn as jc
-
-
-@jc.graph
-def linear(g, x, w, b):
-    h = g.matmul(x, w) * 0.5 + b
-    return {"hidden": h, "y": g.gelu_approx_tanh(h)}
-
-
-def plain_linear(x, w, b):
-    h = (x @ w) * 0.5 + b
-    return {"hidden": h, "y": jax.nn.gelu(h, approximate=True)}
 
 
 def total(f):
     return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*args)))
-
-
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 
 
 def mesh(kind):

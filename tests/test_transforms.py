@@ -2,8 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from helpers import assert_same, linear, plain_linear
 from jax import lax
 
 import jax_cudnn as jc
@@ -16,17 +16,6 @@ def conv(g, x, w, b):
 
 def plain_conv(x, w, b):
     return jax.nn.silu(lax.conv_general_dilated(x, w, (2, 1), [(1, 1), (1, 1)]) + b)
-
-
-@jc.graph
-def linear(g, x, w, b):
-    h = g.matmul(x, w) * 0.5 + b
-    return {"hidden": h, "y": g.gelu_approx_tanh(h)}
-
-
-def plain_linear(x, w, b):
-    h = (x @ w) * 0.5 + b
-    return {"hidden": h, "y": jax.nn.gelu(h, approximate=True)}
 
 
 @jc.graph
@@ -60,13 +49,6 @@ def total(f):
         return sum(jnp.sum(y * jnp.sin(jnp.arange(y.size) + 1.0).reshape(y.shape)) for y in leaves)
 
     return scalar
-
-
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 
 
 def half(args):

@@ -1,0 +1,42 @@
+"""What several test files use."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+
+import jax_cudnn as jc
+
+
+def python(code, *options):
+    """Runs a script in a process of its own, on the CPU; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *options, "-c", textwrap.dedent(code)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@jc.graph
+def linear(g, x, w, b):
+    h = g.matmul(x, w) * 0.5 + b
+    return {"hidden": h, "y": g.gelu_approx_tanh(h)}
+
+
+def plain_linear(x, w, b):
+    h = (x @ w) * 0.5 + b
+    return {"hidden": h, "y": jax.nn.gelu(h, approximate=True)}
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
