@@ -1,0 +1,65 @@
+"""Every broadcast that is planned is computed rightly: cuDNN accepts some that it gets wrong.
+
+``unsupported.known_reasons`` refuses those. Here each pattern that passes it, around each kind of
+anchor, runs on fresh inputs.
+"""
+
+import itertools
+
+import jax
+import oracle
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.unsupported import known_reasons
+
+pytestmark = pytest.mark.gpu
+
+CONV = ((4, 8, 6, 10), (16, 8, 3, 3))
+CONV3D = ((4, 8, 3, 6, 10), (16, 8, 3, 3, 3))
+MATMUL = ((4, 6, 8), (4, 8, 16))
+
+ANCHORS = {
+    "conv": (CONV, (4, 16, 6, 10), lambda g, x, w: g.conv_fprop(x, w, padding=[1, 1])),
+    "conv3d": (CONV3D, (4, 16, 3, 6, 10), lambda g, x, w: g.conv_fprop(x, w, padding=[1, 1, 1])),
+    "matmul": (MATMUL, (4, 6, 16), lambda g, x, w: g.matmul(x, w)),
+    "none, rank 4": (((4, 16, 6, 10),), (4, 16, 6, 10), lambda g, x: x),
+    "none, rank 3": (((4, 6, 16),), (4, 6, 16), lambda g, x: x),
+    "none, rank 2": (((6, 16),), (6, 16), lambda g, x: x),
+}
+EPILOGUES = {
+    "add": lambda g, y, b: g.add(y, b),
+    "mul, relu": lambda g, y, b: g.relu(g.mul(b, y)),
+}
+
+
+def graphs(anchor, epilogue):
+    """All graphs of an anchor and a pattern of the operand beside it that may be planned."""
+    shapes, full, around = ANCHORS[anchor]
+    for pattern in itertools.product((False, True), repeat=len(full)):
+        shape = tuple(size if kept else 1 for size, kept in zip(full, pattern, strict=True))
+
+        def function(g, *operands):
+            return EPILOGUES[epilogue](g, around(g, *operands[:-1]), operands[-1])
+
+        graph = jc.graph(function)
+        _, trace = graph.trace(*(jax.ShapeDtypeStruct(s, "float32") for s in (*shapes, shape)))
+        if not known_reasons(trace.spec):
+            yield (*shapes, shape), graph
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_planned_broadcasts_are_right(anchor, epilogue, dtype, key):
+    checked = 0
+    for shapes, graph in graphs(anchor, epilogue):
+        keys = jax.random.split(key, len(shapes))
+        operands = [
+            jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=True)
+        ]
+        _, trace = graph.trace(*operands)
+        oracle.check_outputs(trace.spec, operands, [jax.jit(graph)(*operands)], on_gpu=True)
+        checked += 1
+    assert checked >= 4
+    print(f"{anchor}, {epilogue}, {dtype}: {checked} patterns")
