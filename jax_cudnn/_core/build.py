@@ -79,7 +79,7 @@ def _reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
     try:
         yield
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-        if re.search(_DEVICE_FAILURE, str(error)):
+        if "engineId" not in str(error) and re.search(_DEVICE_FAILURE, str(error)):
             raise LibraryError(
                 "cuDNN failed while planning",
                 got=str(error).strip(),

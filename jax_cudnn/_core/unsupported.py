@@ -49,6 +49,17 @@ _MEANINGS = (
         "more than one convolution or matmul in one graph",
         "cut the function into graphs of one convolution or matmul each",
     ),
+    (
+        r"type mismatch|types? of (the )?(inputs|A and B)",
+        "the operands of a convolution or matmul have different types",
+        "give both operands one dtype; a value computed before them is float32 until you call "
+        ".set_data_type on it",
+    ),
+    (
+        r"getDimA\(\)\[1\] == 1",
+        "a pointwise graph over a single channel",
+        "apply such an operation in jnp, or beside a convolution or matmul",
+    ),
     (r"ARCH_MISMATCH|deviceVer", "made for another GPU architecture", None),
     (
         r"LAYOUT",
@@ -64,17 +75,6 @@ _MEANINGS = (
         r"reduction_o",
         "reduces dimensions that this engine cannot reduce",
         "reduce the last dimension, or all the others, or everything, as the last operation",
-    ),
-    (
-        r"type mismatch|types? of (the )?(inputs|A and B)",
-        "the operands of a convolution or matmul have different types",
-        "give both operands one dtype; a value computed before them is float32 until you call "
-        ".set_data_type on it",
-    ),
-    (
-        r"getDimA\(\)\[1\] == 1",
-        "a pointwise graph over a single channel",
-        "apply such an operation in jnp, or beside a convolution or matmul",
     ),
     (
         r"GRAPH_PATTERN",
@@ -115,7 +115,11 @@ def engine_reasons(text: str) -> dict[str, str]:
 def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphError:
     """The error for a graph that cuDNN has no engine for, from the reasons of the engines."""
     text = " ".join(reasons.values())
-    advice = [hint for _, meaning, hint in _MEANINGS if hint and meaning in text]
+    advice = [
+        hint
+        for _, meaning, hint in _MEANINGS
+        if hint and meaning in text and not (len(spec.calls) == 1 and hint.startswith("cut"))
+    ]
     if "broadcasting" in text:
         advice.append(_BROADCAST_ADVICE)
     rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}
