@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src import dispatch
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.core import Primitive  # jax.extend has it, too, at 18 ms of import time
@@ -45,3 +46,8 @@ def varying_axes(aval: Any) -> frozenset:
 def is_cuda(device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
     """Whether a device is an NVIDIA GPU (ROCm devices have the platform "gpu", too)."""
     return device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
+
+
+def matmul_precision() -> str | None:
+    """``jax.default_matmul_precision`` as it holds in this thread."""
+    return _config.default_matmul_precision.value

@@ -88,7 +88,7 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
 
 
 def _check_precision(spec: GraphSpec, name: str) -> None:
-    precision = jax.config.jax_default_matmul_precision
+    precision = compat.matmul_precision()
     anchored = {tensor for call in spec.calls if call.node.anchor for _, tensor in call.inputs}
     if precision in ("high", "highest", "float32", "F32_F32_F32") and any(
         spec.tensor(tensor).dtype == "float32" for tensor in anchored
