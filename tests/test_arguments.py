@@ -42,6 +42,14 @@ def test_scalar_stands_beside_tensors_of_any_rank(how, x):
     np.testing.assert_allclose(LIFTED[how](x), 2 * x, rtol=1e-6)
 
 
+def test_scalar_that_was_used_as_one_stays_one(x):
+    function = jc.graph(lambda g, x, k: (g.relu(k), x * k))
+    with pytest.raises(jc.GraphError, match="different ranks"):
+        function(x, jnp.float32(2))
+    used_twice = jc.graph(lambda g, x, k: (x * k, x + k))(x, jnp.float32(2))
+    np.testing.assert_allclose(used_twice[1], x + 2, rtol=1e-6)
+
+
 def test_gradient_of_a_scalar(x):
     got = jax.grad(lambda k: scale(x, k).sum())(3.0)
     np.testing.assert_allclose(got, x.sum(), rtol=1e-4, atol=1e-4)

@@ -46,9 +46,9 @@ class GraphBuilder:
         return tensor
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        near = difflib.get_close_matches(method, REGISTRY, n=3, cutoff=0.5)
         if method.startswith("_"):
             raise AttributeError(method)
+        near = difflib.get_close_matches(method, REGISTRY, n=3, cutoff=0.5)
         raise GraphAttributeError(
             f"g has no operation {method!r}",
             expected=", ".join(REGISTRY),
@@ -138,7 +138,7 @@ class GraphBuilder:
                     fix="a graph tensor lives inside one call of one @jax_cudnn.graph function; "
                     "pass values between graphs as outputs and arguments",
                 )
-            if value.name in self._inputs and not value.shape and rank:
+            if value.name in self._inputs and not value.shape and rank and not self._used(value):
                 # The caller reshapes a scalar operand to the rank of what it stands beside.
                 value._state = self._tensors[value.name] = replace(value._state, shape=(1,) * rank)
             return value._state
@@ -211,8 +211,11 @@ class GraphBuilder:
         tensor._state = self._tensors[tensor.name] = replace(tensor._state, shape=dim)
         return tensor
 
+    def _used(self, tensor: GraphTensor) -> bool:
+        return any(tensor.name in dict(call.inputs).values() for call in self._calls)
+
     def _unused(self, tensor: GraphTensor, method: str) -> None:
-        if any(tensor.name in dict(c.inputs).values() for c in self._calls):
+        if self._used(tensor):
             raise GraphError(
                 f"{method} after {tensor.name} was used",
                 fix=f"call it on the result right away: g.operation(...).{method}(...)",

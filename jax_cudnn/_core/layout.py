@@ -31,15 +31,22 @@ def cudnn_dims(spec: GraphSpec, shape: Shape) -> Shape:
     """
     if any(call.node.anchor for call in spec.calls):
         return shape
-    if len({tensor.shape for tensor in spec.tensors if tensor.value is None}) == 1:
-        # One shape throughout: any view will do, but for one channel, which no engine takes.
-        channels = shape[major_to_minor(len(shape))[-1]] if shape else 1
-        if channels == 1 or len(shape) > 5:
-            return 1, math.prod(shape), 1, 1
+    if _is_flat(spec):
+        return 1, math.prod(shape), 1, 1
     if len(shape) >= 4:
         return shape
     n, h, c = (1,) * (3 - len(shape)) + shape if len(shape) != 2 else (shape[0], 1, shape[1])
     return n, c, h, 1
+
+
+def _is_flat(spec: GraphSpec) -> bool:
+    """Whether a pointwise graph is shown as vectors: where it has one shape throughout, and that
+    has a single channel or more than five dimensions, which no engine takes."""
+    shapes = {tensor.shape for tensor in spec.tensors if tensor.value is None}
+    if len(shapes) != 1:
+        return False
+    (shape,) = shapes
+    return not shape or len(shape) > 5 or shape[major_to_minor(len(shape))[-1]] == 1
 
 
 def strides(dims: Shape) -> list[int]:

@@ -45,7 +45,7 @@ def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Plan:
         try:
             return future.result()
         except JaxCudnnError as error:
-            raise _told(error, spec, name) from error
+            raise _told(error, spec, name) from error.__cause__  # told once, not twice
         except (KeyboardInterrupt, SystemExit):
             if mine:
                 raise

@@ -150,7 +150,13 @@ def vectors(g, x, y):
     return g.swish(x * 0.5 + y)
 
 
+@case(((2, 16, 3, 4, 5), "bfloat16"))
+def volume(g, x):
+    return g.swish(x * 0.5)
+
+
 FUSIONS: tuple[Case, ...] = (
+    volume,
     conv_times_product_of_scales,
     conv_rounded_bias,
     relu_matmul,
