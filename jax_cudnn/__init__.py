@@ -10,6 +10,7 @@ from ._core.errors import LibraryError as LibraryError
 from ._core.errors import PlanningWorkerError as PlanningWorkerError
 from ._core.errors import TargetError as TargetError
 from ._core.errors import UnsupportedGraphError as UnsupportedGraphError
+from ._core.options import Options as Options
 from ._core.plan import Plan as Plan
 from ._core.trace import GraphFunction as GraphFunction
 from ._core.trace import graph as graph

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..deviceless.profiles import Profile
-from . import frontend, layout, ubjson
+from . import choice, frontend, layout, ubjson
 from .cuda import CudaDevice
-from .dtypes import TO_CUDNN
+from .dtypes import cudnn_name
 from .errors import LibraryError, UnsupportedGraphError
 from .plan import Plan, Uids, decode
 from .spec import GraphSpec
@@ -52,7 +52,7 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
         _emit(spec, graph, cudnn)
         graph.validate()
         graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        choice.propose(graph, spec, cudnn)
     count = graph.get_execution_plan_count()
     for index in range(count):
         name = graph.get_plan_name_at_index(index)
@@ -65,8 +65,12 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
         except UnsupportedGraphError as error:
             reasons[name] = next(iter(error.reasons.values()))
             continue
+        workspace = graph.get_workspace_size()
+        if spec.options.max_workspace is not None and workspace > spec.options.max_workspace:
+            reasons[name] = f"needs {workspace} bytes of workspace"
+            continue
         blob = ubjson.decode(bytes(graph.serialize()))
-        return decode(spec, blob, name, graph.get_workspace_size(), count)
+        return decode(spec, blob, name, workspace, count)
     raise unsupported(spec, reasons or {"heuristics": "no engine was proposed"})
 
 
@@ -93,28 +97,30 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
     uids = Uids.of(spec)
 
     def data_type(dtype: str) -> Any:
-        return getattr(cudnn.data_type, TO_CUDNN[dtype])
+        return getattr(cudnn.data_type, cudnn_name(dtype))
 
     tensors: dict[str, Any] = {}
     for uid_of, by_value in ((uids.inputs, False), (uids.constants, True)):
         for name, uid in uid_of.items():
             tensor = spec.tensor(name)
-            dims = layout.cudnn_dims(spec, tensor.shape)
+            dims, strides = layout.view(spec, tensor)
             tensors[name] = graph.tensor(
                 name=name,
                 dim=list(dims),
-                stride=layout.strides(dims),
+                stride=strides,
                 data_type=data_type(tensor.dtype),
                 is_pass_by_value=by_value,
                 uid=uid,
             )
     for call in spec.calls:
         inputs = {port: tensors[name] for port, name in call.inputs}
-        made = call.node.emit(graph, inputs, call.name)
+        compute = data_type(call.node.compute_data_type)
+        common = {"name": call.name, "compute_data_type": compute}
+        made = call.node.emit(graph, inputs, common)
         for (_, name), out in zip(call.outputs, made, strict=True):
             tensor, uid = spec.tensor(name), uids.outputs.get(name)
-            dims = layout.cudnn_dims(spec, tensor.shape)
-            out.set_dim(list(dims)).set_stride(layout.strides(dims))
+            dims, strides = layout.view(spec, tensor)
+            out.set_dim(list(dims)).set_stride(strides)
             out.set_data_type(data_type(tensor.dtype))
             if uid is not None:
                 out.set_output(True).set_uid(uid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -13,21 +13,26 @@ import jax
 import numpy as np
 
 from .dims import Shape, integers
-from .dtypes import canonical
+from .dtypes import INTEGERS, canonical_compute, is_floating
 from .errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
 from .node import REGISTRY, Node, check_contract, float32_range
+from .options import Options
 from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern
 from .tensor import GraphTensor
 
 
+DEFAULTS = Options()
+
+
 class GraphBuilder:
     """Collects operations; its methods mirror ``cudnn.pygraph`` by name and keyword.
 
-    Every method also takes ``name=`` and ``compute_data_type=`` (float32 only).
+    Every method also takes ``name=`` and ``compute_data_type=``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options = DEFAULTS) -> None:
+        self._options = options
         self._tensors: dict[str, Tensor] = {}
         self._calls: list[Call] = []
         self._inputs: list[str] = []
@@ -59,8 +64,8 @@ class GraphBuilder:
     def finish(self, outputs: Sequence[GraphTensor]) -> GraphSpec:
         """The spec that computes ``outputs``; operations and inputs they don't need are left out.
 
-        The dtype an intermediate was given by inference is that of an output; as an
-        intermediate it stays float32.
+        The dtype an intermediate was given by inference is that of an output; inside the graph
+        floats have the options' intermediate type (float32), integers and booleans their own.
         """
         names = tuple(dict.fromkeys(tensor.name for tensor in outputs))
         needed, calls = set(names), []
@@ -68,14 +73,26 @@ class GraphBuilder:
             if needed & {name for _, name in call.outputs}:
                 calls.insert(0, call)
                 needed |= {name for _, name in (*call.inputs, *call.outputs)}
-        fixed = self._typed | set(names) | set(self._inputs)
+        inside = self._intermediate_dtypes(calls, self._typed | {*names, *self._inputs})
         tensors = tuple(
-            t if t.name in fixed else replace(t, dtype="float32")
+            replace(t, dtype=inside.get(t.name, t.dtype))
             for t in self._tensors.values()
             if t.name in needed
         )
         inputs = tuple(name for name in self._inputs if name in needed)
-        return intern(GraphSpec(tensors, tuple(calls), inputs, names))
+        return intern(GraphSpec(tensors, tuple(calls), inputs, names, self._options))
+
+    def _intermediate_dtypes(self, calls: list[Call], fixed: set[str]) -> dict[str, str]:
+        dtypes = {tensor.name: tensor.dtype for tensor in self._tensors.values()}
+        for call in calls:
+            for _, name in call.outputs:
+                if name in fixed:
+                    continue
+                if call.node.moves:
+                    dtypes[name] = dtypes[call.inputs[0][1]]
+                elif is_floating(dtypes[name]):
+                    dtypes[name] = self._options.intermediate_data_type
+        return dtypes
 
     # -- what the generated methods do ---------------------------------------------------------
 
@@ -91,15 +108,21 @@ class GraphBuilder:
             ) from None
         given = bound.arguments
         try:
-            _check_compute_type(given.pop("compute_data_type", None))
+            compute = given.pop("compute_data_type", None) or self._options.compute_data_type
             given.pop("name", None)
-            ports = {port: _unwrapped(given.pop(port)) for port in cls.ports.input_names}
+            ports = dict(_ports(cls, given))
             node = _static(cls.create(**given))
             if all(isinstance(value, numbers.Number) for value in ports.values()):
                 raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
             rank = max(getattr(value, "ndim", 0) for value in ports.values())
-            inputs = {port: self._lift(value, port, rank) for port, value in ports.items()}
-            return self._append(node, inputs)
+            integral = all(
+                str(value.dtype) in INTEGERS for value in ports.values() if hasattr(value, "dtype")
+            )
+            inputs = {
+                port: self._lift(value, port, rank, integral) for port, value in ports.items()
+            }
+            compute = canonical_compute(compute) if compute else node.default_compute(inputs)
+            return self._append(replace(node, compute_data_type=compute), inputs)
         except JaxCudnnError as error:
             error.summary = f"g.{method}: {error.summary}"
             error.where = error.where or user_line()
@@ -128,7 +151,7 @@ class GraphBuilder:
         self._tensors[state.name] = state
         return GraphTensor(self, state)
 
-    def _lift(self, value: Any, port: str, rank: int) -> Tensor:
+    def _lift(self, value: Any, port: str, rank: int, integral: bool) -> Tensor:
         """The spec's tensor for an argument: a graph tensor, a number, or a closed-over array."""
         if isinstance(value, GraphTensor):
             if value._builder is not self:
@@ -145,7 +168,8 @@ class GraphBuilder:
         python_number = not isinstance(value, np.generic) or isinstance(value, float)
         if isinstance(value, numbers.Real) and python_number:
             number = float32_range(port, value)
-            constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, "float32", number.hex())
+            dtype = "int32" if integral and isinstance(value, int) else "float32"
+            constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, dtype, number.hex())
             return self._add(constant)._state
         if isinstance(value, (jax.Array, np.ndarray, np.generic)):
             # An array without dimensions stands beside tensors like a number does.
@@ -178,6 +202,11 @@ class GraphBuilder:
         self._unused(tensor, "set_data_type")
         self._typed.add(tensor.name)
         tensor._state = self._tensors[tensor.name] = replace(tensor._state, dtype=dtype)
+        return tensor
+
+    def _set_order(self, tensor: GraphTensor, order: tuple[int, ...]) -> GraphTensor:
+        self._unused(tensor, "set_stride")
+        tensor._state = self._tensors[tensor.name] = replace(tensor._state, order=order)
         return tensor
 
     def _set_dim(self, tensor: GraphTensor, dim: Any) -> GraphTensor:
@@ -250,11 +279,20 @@ def _static(node: Node) -> Node:
     return node
 
 
-def _check_compute_type(data_type: Any) -> None:
-    if data_type is not None and canonical(data_type) != "float32":
-        raise GraphTypeError(
-            "unsupported compute_data_type", expected="float32", got=canonical(data_type)
-        )
+def _ports(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values for the input ports, taken out of ``given``; a list gets numbered ports."""
+    for port in cls.ports.inputs:
+        value = given.pop(port.name)
+        if not port.variadic:
+            yield port.name, _unwrapped(value)
+        elif isinstance(value, (list, tuple)) and value:
+            yield from ((f"{port.name}_{i}", _unwrapped(item)) for i, item in enumerate(value))
+        else:
+            raise GraphTypeError(
+                f"{port.name!r} is no list of tensors",
+                expected="a list or tuple of at least one tensor",
+                got=f"{type(value).__name__}: {value!r}"[:200],
+            )
 
 
 def _signature(cls: type[Node]) -> inspect.Signature:
@@ -262,7 +300,9 @@ def _signature(cls: type[Node]) -> inspect.Signature:
     ports = [inspect.Parameter(name, kind) for name in cls.ports.input_names]
     create = cls.create if "create" in cls.__dict__ else cls
     attributes = [
-        p for p in inspect.signature(create).parameters.values() if p.name not in ("self", "cls")
+        p
+        for p in inspect.signature(create).parameters.values()
+        if p.name not in ("self", "cls", "compute_data_type")
     ]
     extra = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)

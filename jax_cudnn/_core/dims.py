@@ -19,8 +19,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Port:
+    """A port; a variadic one (written ``*name``) takes a list of tensors of one rank."""
+
     name: str
     axes: tuple[str, ...]
+    variadic: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}: {' '.join(self.axes)}"
@@ -38,7 +41,8 @@ class Dims:
     def parse(cls, text: str, broadcast: str = "") -> Dims:
         def ports(side: str) -> tuple[Port, ...]:
             named = (part.split(":") for part in side.split(",") if part.strip())
-            return tuple(Port(name.strip(), tuple(axes.split())) for name, axes in named)
+            pairs = ((name.strip(), tuple(axes.split())) for name, axes in named)
+            return tuple(Port(n.removeprefix("*"), axes, n.startswith("*")) for n, axes in pairs)
 
         left, arrow, right = text.partition("->")
         parsed = cls(ports(left), ports(right), frozenset(broadcast.split()))
@@ -48,6 +52,11 @@ class Dims:
             if sum(axis.startswith(("*", "...")) for axis in port.axes) > 1:
                 raise ValueError(f"port {port} has more than one group of unknown rank")
         return parsed
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element depends on those at its own place alone, whatever the rank."""
+        return all(port.axes == ("...",) for port in (*self.inputs, *self.outputs))
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -156,3 +165,25 @@ def _broadcast(known: Shape, size: Shape, port: Port, owner: Mapping[str, str]) 
             )
         shape.append(right if left == 1 else left)
     return tuple(shape)
+
+
+def packed_strides(shape: Shape, order: tuple[int, ...]) -> list[int]:
+    """Element strides of a packed tensor."""
+    result, step = [0] * len(shape), 1
+    for axis in reversed(order):
+        result[axis] = step
+        step *= shape[axis]
+    return result
+
+
+def order_of_strides(shape: Shape, strides: list[int]) -> tuple[int, ...] | None:
+    """The order in which packed ``strides`` lay out ``shape``; None if they are not packed.
+
+    Dimensions of size 1 may have any stride; they stay where they stand.
+    """
+    axes = [axis for axis, size in enumerate(shape) if size != 1]
+    axes.sort(key=lambda axis: -strides[axis])
+    ranks = iter(axes)
+    order = tuple(axis if shape[axis] == 1 else next(ranks) for axis in range(len(shape)))
+    packed = packed_strides(shape, order)
+    return order if all(packed[axis] == strides[axis] for axis in axes) else None

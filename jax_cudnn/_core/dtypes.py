@@ -25,6 +25,9 @@ TO_CUDNN = {
 FROM_CUDNN = {cudnn: jax for jax, cudnn in TO_CUDNN.items()}
 
 FLOATS = ("float32", "bfloat16", "float16")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+INTEGERS = ("int8", "uint8", "int32", "int64")
+NUMBERS = (*FLOATS, *FP8, *INTEGERS)
 
 
 def canonical(dtype: Any) -> str:
@@ -50,3 +53,35 @@ def canonical(dtype: Any) -> str:
 def itemsize(dtype: str) -> int:
     """Bytes of one element."""
     return np.dtype(jnp.dtype(dtype)).itemsize
+
+
+def is_floating(dtype: str) -> bool:
+    return dtype in FLOATS or dtype in FP8
+
+
+# Types in which operations compute and accumulate. The last one is float32 with fewer bits kept
+# between the steps of an fp8 product on the tensor cores of SM90.
+COMPUTE = ("float32", "float16", "bfloat16", "int32", "bool", "fast_float_for_fp8")
+
+
+def canonical_compute(dtype: Any) -> str:
+    """The name of a compute type; GraphTypeError in words for others."""
+    name = getattr(dtype, "name", dtype)
+    name = name.lower() if isinstance(name, str) else name
+    if name != "fast_float_for_fp8":
+        name = canonical(dtype)
+    if name not in COMPUTE:
+        raise GraphTypeError(
+            "unsupported compute_data_type", expected=", ".join(COMPUTE), got=str(name)
+        )
+    return name
+
+
+def arithmetic(compute: str) -> np.dtype:
+    """The NumPy dtype that stands for a compute type in a reference."""
+    return jnp.dtype("float32" if compute == "fast_float_for_fp8" else compute)
+
+
+def cudnn_name(dtype: str) -> str:
+    """The member of cudnn.data_type for a dtype or compute type."""
+    return TO_CUDNN.get(dtype) or dtype.upper()

@@ -80,8 +80,8 @@ def call(
     *outputs, _ = jax.ffi.ffi_call(
         target,
         [*results, workspace],
-        input_layouts=[layout.major_to_minor(len(t.shape)) for t in spec.input_tensors],
-        output_layouts=[*(layout.major_to_minor(len(r.shape)) for r in results), (0,)],
+        input_layouts=[layout.major_to_minor(spec, t) for t in spec.input_tensors],
+        output_layouts=[*(layout.major_to_minor(spec, t) for t in spec.output_tensors), (0,)],
     )(*operands, **plan.attributes(name))
     return outputs
 

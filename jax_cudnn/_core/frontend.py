@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import re
 import threading
 from typing import Any
 
@@ -47,6 +48,8 @@ def _load() -> Any:
     try:
         import cudnn  # pyright: ignore[reportMissingImports]
 
+        # Before it is used: an older one may lack what the lines below need.
+        check_frontend(cudnn.__version__)
         if loaded is not None:
             # The frontend may have opened another copy (LD_LIBRARY_PATH comes first for it).
             # Plans must come from the copy that runs them: the one JAX has loaded.
@@ -62,27 +65,26 @@ def _load() -> Any:
             "site-packages, then by the dynamic linker",
             fix=INSTALL,
         ) from error
-    _require(version, cudnn.__version__)
-    if loaded is not None and loaded.cudnnGetVersion() != version:
-        raise LibraryError(
-            "two copies of cuDNN of different versions are loaded",
-            expected=f"{version_text(loaded.cudnnGetVersion())}, the one JAX has loaded",
-            got=f"{version_text(version)} in cuDNN's frontend",
-            why="loaded copies: " + ", ".join(loaded_paths()),
-            fix="keep one of them: unset LD_LIBRARY_PATH, or uninstall the other",
-        )
+    check_cudnn(version)
+    if loaded is not None:
+        check_one_cudnn(loaded.cudnnGetVersion(), version)
     return cudnn
 
 
-def _require(version: int, frontend: str) -> None:
-    numbers = tuple(int(part) for part in frontend.split(".")[:2])
+def check_frontend(version: str) -> None:
+    """LibraryError for a frontend (``cudnn.__version__``) older than ``OLDEST_FRONTEND``."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_FRONTEND:
         raise LibraryError(
             "nvidia-cudnn-frontend is too old",
             expected=f">= {'.'.join(map(str, OLDEST_FRONTEND))}",
-            got=frontend,
+            got=version,
             fix="pip install -U nvidia-cudnn-frontend",
         )
+
+
+def check_cudnn(version: int) -> None:
+    """LibraryError for a cuDNN (``cudnnGetVersion()``) older than ``OLDEST_CUDNN``."""
     if version < OLDEST_CUDNN:
         raise LibraryError(
             "cuDNN is too old",
@@ -90,6 +92,18 @@ def _require(version: int, frontend: str) -> None:
             got=f"{version_text(version)} from {', '.join(loaded_paths())}",
             fix="pip install -U nvidia-cudnn-cu12 (or -cu13), and keep LD_LIBRARY_PATH free of "
             "other copies",
+        )
+
+
+def check_one_cudnn(executing: int, planning: int) -> None:
+    """LibraryError when plans would be built by another cuDNN than the one that runs them."""
+    if executing != planning:
+        raise LibraryError(
+            "two copies of cuDNN of different versions are loaded",
+            expected=f"{version_text(executing)}, the one JAX has loaded",
+            got=f"{version_text(planning)} in cuDNN's frontend",
+            why="loaded copies: " + ", ".join(loaded_paths()),
+            fix="keep one of them: unset LD_LIBRARY_PATH, or uninstall the other",
         )
 
 

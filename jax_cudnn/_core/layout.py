@@ -2,7 +2,8 @@
 
 Arrays of rank four and five are channels-last: cuDNN's fused engines refuse the packed NCHW
 order, and arrays that a model holds as NHWC reach such an operand through a transpose that XLA
-turns into a bitcast. Arrays of lower rank are row-major.
+turns into a bitcast. Arrays of lower rank are row-major, around a convolution channels-last. A
+tensor that states its ``order`` has that one.
 
 A graph of pointwise operations and reductions alone is shown to cuDNN with rank four, whatever
 its own rank: the engines for such graphs take nothing else (cuDNN 9.19 accepts rank three, and
@@ -13,30 +14,56 @@ from __future__ import annotations
 
 import math
 
-from .dims import Shape
-from .spec import GraphSpec
+from .dims import Shape, packed_strides
+from .spec import GraphSpec, Tensor
 
 
-def major_to_minor(rank: int) -> tuple[int, ...]:
-    """The order of an array's dimensions in memory, slowest first."""
-    if rank >= 4:
+def major_to_minor(spec: GraphSpec, tensor: Tensor) -> tuple[int, ...]:
+    """The order of a tensor's dimensions in memory, slowest first."""
+    if tensor.order is not None:
+        return tensor.order
+    return _default_order(len(tensor.shape), _is_channels_last(spec))
+
+
+def view(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]]:
+    """The dims and element strides under which cuDNN sees a tensor.
+
+    Row-major (a, b, c) in a pointwise graph is the channels-last tensor of N = a, H = b, W = 1
+    and C = c; the images of a one-dimensional convolution have H = 1.
+    """
+    shape = tensor.shape
+    if _has_free_rank(spec):
+        if _is_flat(spec):
+            shape = (1, math.prod(shape), 1, 1)
+        elif len(shape) < 4:
+            n, h, c = (1,) * (3 - len(shape)) + shape if len(shape) != 2 else (shape[0], 1, shape[1])
+            shape = (n, c, h, 1)
+        return shape, packed_strides(shape, _default_order(len(shape), False))
+    order = major_to_minor(spec, tensor)
+    missing = max((call.node.least_rank for call in spec.calls), default=0) - len(shape)
+    if missing > 0:
+        shape = (*shape[:2], *(1,) * missing, *shape[2:])
+        old = [axis + missing if axis >= 2 else axis for axis in order]
+        order = (old[0], *range(2, 2 + missing), *old[1:])
+    return shape, packed_strides(shape, order)
+
+
+def _default_order(rank: int, channels_last: bool) -> tuple[int, ...]:
+    if rank >= 4 or (channels_last and rank == 3):
         return (0, *range(2, rank), 1)
     return tuple(range(rank))
 
 
-def cudnn_dims(spec: GraphSpec, shape: Shape) -> Shape:
-    """The dims under which cuDNN sees an array: its own, or NCHW dims for the same memory.
+def _is_channels_last(spec: GraphSpec) -> bool:
+    return any(call.node.channels_last for call in spec.calls)
 
-    Row-major (a, b, c) is the channels-last tensor of N = a, H = b, W = 1 and C = c.
-    """
-    if any(call.node.anchor for call in spec.calls):
-        return shape
-    if _is_flat(spec):
-        return 1, math.prod(shape), 1, 1
-    if len(shape) >= 4:
-        return shape
-    n, h, c = (1,) * (3 - len(shape)) + shape if len(shape) != 2 else (shape[0], 1, shape[1])
-    return n, c, h, 1
+
+def _has_free_rank(spec: GraphSpec) -> bool:
+    """Whether a graph means the same under other dims: pointwise operations and reductions in
+    the memory order that those dims have."""
+    return all(call.node.ports.is_elementwise for call in spec.calls) and all(
+        tensor.order is None for tensor in spec.tensors
+    )
 
 
 def _is_flat(spec: GraphSpec) -> bool:
@@ -46,13 +73,4 @@ def _is_flat(spec: GraphSpec) -> bool:
     if len(shapes) != 1:
         return False
     (shape,) = shapes
-    return not shape or len(shape) > 5 or shape[major_to_minor(len(shape))[-1]] == 1
-
-
-def strides(dims: Shape) -> list[int]:
-    """Element strides of a packed tensor in the order of :func:`major_to_minor`."""
-    result, step = [0] * len(dims), 1
-    for axis in reversed(major_to_minor(len(dims))):
-        result[axis] = step
-        step *= dims[axis]
-    return result
+    return not shape or len(shape) > 5 or shape[_default_order(len(shape), False)[-1]] == 1

@@ -7,6 +7,7 @@ A node is a frozen dataclass whose fields are the operation's attributes under p
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from .dims import Dims, Shape
-from .dtypes import FLOATS
+from .dtypes import FP8, INTEGERS, NUMBERS, arithmetic
 from .errors import GraphError, GraphTypeError
 
 if TYPE_CHECKING:
@@ -25,11 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Example:
-    """Shapes and dtypes that tests, benchmarks and the support table share."""
+    """Shapes and dtypes that tests, benchmarks and the support table share.
 
-    inputs: Mapping[str, Shape]
+    ``dtypes`` names the ports whose dtype is not ``dtype``; for a variadic port ``inputs`` holds
+    a list of shapes. ``out`` is the dtype of the result, where it is not the inferred one.
+    """
+
+    inputs: Mapping[str, Any]
     dtype: str = "bfloat16"
     attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    out: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Node:
     """Letters of ``dims`` whose size 1 broadcasts."""
     jax_names: ClassVar[tuple[str, ...]] = ()
     """Functions of jnp, jax.nn or lax that this node stands for; used in error messages."""
-    dtypes: ClassVar[tuple[str, ...]] = FLOATS
+    dtypes: ClassVar[tuple[str, ...]] = NUMBERS
     """Element types that the ports take."""
     requires: ClassVar[str] = ""
     """Minimum cuDNN, SM and shape rules, in words a user can read."""
@@ -54,15 +61,33 @@ class Node:
     """Whether cuDNN builds an engine around this node (one anchor a graph)."""
     broadcasts_any: ClassVar[bool] = False
     """Whether pointwise operations around this anchor may broadcast any dimension."""
+    least_rank: ClassVar[int] = 0
+    """cuDNN sees tensors of lower rank with dimensions of 1 put in after the second."""
+    channels_last: ClassVar[bool] = False
+    """Whether tensors of every rank lie channels-last in memory."""
+    moves: ClassVar[bool] = False
+    """Whether the node only moves elements: its values keep their dtype, also inside a graph."""
+    leftover: ClassVar[bool] = False
+    """Whether XLA runs this node, because cuDNN's graphs have none of its kind."""
+    deterministic: ClassVar[bool] = True
+    """Whether every engine gives equal results in each run (stated on the numerics page)."""
+    rounding: ClassVar[str] = ""
+    """What the numerics page says about this node besides accumulation and output rounding."""
     examples: ClassVar[tuple[Example, ...]] = ()
     ports: ClassVar[Dims]
 
+    compute_data_type: str = dataclasses.field(default="float32", kw_only=True)
+    """The dtype in which the node computes and accumulates."""
+
     @classmethod
     def create(cls, **attributes: Any) -> Node:
-        """The node for pygraph's keywords; nodes with other spellings override this."""
+        """The node for pygraph's keywords; nodes with other spellings override this.
+
+        ``compute_data_type`` is not among them: the builder sets it afterwards.
+        """
         for field in dataclasses.fields(cls):
             value = attributes.get(field.name)
-            if value is not None and "float" in str(field.type):
+            if value is not None and str(field.type).startswith("float"):
                 if not isinstance(value, numbers.Real):
                     raise GraphTypeError(
                         f"attribute {field.name!r} is no number",
@@ -94,22 +119,45 @@ class Node:
         dtype = result_dtype(inputs)
         return {name: (self.ports.shape(name, sizes), dtype) for name in self.ports.output_names}
 
-    def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The node's meaning in jnp, float32 inside: one array for each output port."""
+    @property
+    def accumulator(self) -> np.dtype:
+        """The dtype in which the reference computes."""
+        return arithmetic(self.compute_data_type)
+
+    def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
+        """The compute type where the user names none."""
+        return "float32"
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        """Operations, a multiply-add being two, from the shapes of all ports by name."""
+        return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.ports.output_names)
+
+    def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """The node's meaning in jnp: one array for each output port, not yet rounded.
+
+        Arrays of pointwise operations and reductions arrive in the compute type; those of
+        anchors and of nodes that move elements as they are. Only anchors get ``precision``.
+        """
         raise NotImplementedError
 
     def keywords(self) -> dict[str, Any]:
         """The attributes as pygraph's method takes them."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        names = (f.name for f in dataclasses.fields(self) if f.name != "compute_data_type")
+        values = {name: getattr(self, name) for name in names}
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
             if value is not None
         }
 
-    def emit(self, pygraph: Any, tensors: Mapping[str, Any], name: str) -> tuple[Any, ...]:
-        """Adds the node to a cudnn.pygraph; returns one pygraph tensor for each output port."""
-        out = getattr(pygraph, self.method)(**tensors, **self.keywords(), name=name)
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Adds the node to a cudnn.pygraph; returns one pygraph tensor for each output port.
+
+        ``common`` holds the keywords that every method takes: ``name``, ``compute_data_type``.
+        """
+        out = getattr(pygraph, self.method)(**tensors, **self.keywords(), **common)
         return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
@@ -125,9 +173,43 @@ def float32_range(name: str, value: Any) -> float:
 
 
 def result_dtype(inputs: Mapping[str, Tensor]) -> str:
-    """JAX's promotion of the array inputs; by-value constants do not take part."""
+    """JAX's promotion of the inputs; by-value constants are its weakly typed Python numbers."""
     arrays = [jax.numpy.dtype(t.dtype) for t in inputs.values() if t.value is None]
-    return jax.numpy.result_type(*arrays).name if arrays else "float32"
+    if not arrays:
+        return "float32"
+    try:
+        dtype = jax.numpy.result_type(*arrays)
+    except ValueError:  # JAX promotes no float8 with another
+        return "float32"
+    if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        if any(t.value is not None and t.dtype == "float32" for t in inputs.values()):
+            return "float32"
+    return dtype.name
+
+
+def product_dtype(inputs: Mapping[str, Tensor]) -> str:
+    """The dtype of a product: promoted as JAX does, the accumulator's for 8-bit operands."""
+    dtypes = {t.dtype for t in inputs.values()}
+    if all(dtype in INTEGERS for dtype in dtypes):
+        return "int32"
+    return "float32" if dtypes <= {*FP8} else result_dtype(inputs)
+
+
+def product_compute(inputs: Mapping[str, Tensor]) -> str:
+    """The accumulator of a product: int32 for integers, else float32."""
+    return "int32" if all(t.dtype in INTEGERS for t in inputs.values()) else "float32"
+
+
+def product_operands(*arrays: jax.Array) -> list[jax.Array]:
+    """The operands of a product in one dtype that lax multiplies: 8-bit numbers made wider."""
+    names = {str(array.dtype) for array in arrays}
+    if names <= {*INTEGERS}:
+        dtype = jax.numpy.dtype("int32")
+    elif names & {*FP8}:
+        dtype = jax.numpy.dtype("float32")
+    else:
+        dtype = jax.numpy.result_type(*arrays)
+    return [array.astype(dtype) for array in arrays]
 
 
 REGISTRY: dict[str, type[Node]] = {}

@@ -133,7 +133,9 @@ def decode(spec: GraphSpec, blob: dict[str, Any], engine: str, workspace: int, c
         rows[uids.outputs[tensor.name]] = (RESULT, i, tensor.nbytes)
     for tensor in spec.constants:
         assert tensor.value is not None
-        rows[uids.constants[tensor.name]] = constant(struct.pack("<f", tensor.value))
+        kind = "<i" if tensor.dtype == "int32" else "<f"
+        number = int(tensor.value) if kind == "<i" else tensor.value
+        rows[uids.constants[tensor.name]] = constant(struct.pack(kind, number))
     for uid, value in blob["pass_by_values"].items():
         # Serialised as the hexadecimal of the big-endian value; the kernels read little-endian.
         rows[int(uid)] = constant(bytes.fromhex(value["value"])[::-1])

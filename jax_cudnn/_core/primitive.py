@@ -80,26 +80,10 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         return mlir.lower_fun(_reference, multiple_results=True)(
             ctx, *operands, spec=spec, name=name
         )
-    _check_precision(spec, name)
     site = context.lowering_site(ctx, spec, name)
     plan = planner.plan(spec, site, name)
     call = functools.partial(ffi.call, plan, spec, name)
     return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
-
-
-def _check_precision(spec: GraphSpec, name: str) -> None:
-    precision = compat.matmul_precision()
-    anchored = {tensor for call in spec.calls if call.node.anchor for _, tensor in call.inputs}
-    if precision in ("high", "highest", "float32", "F32_F32_F32") and any(
-        spec.tensor(tensor).dtype == "float32" for tensor in anchored
-    ):
-        raise GraphError(
-            f"{name}: float32 products at precision {precision!r} are not planned by cuDNN yet",
-            expected="jax.default_matmul_precision of 'default' or 'tensorfloat32'",
-            got=repr(precision),
-            why="the plan would round float32 operands to TF32 all the same",
-            fix="use plain JAX for this product, or the default precision",
-        )
 
 
 for _primitive in (cudnn_p, cudnn_local_p):

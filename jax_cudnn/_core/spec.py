@@ -10,6 +10,7 @@ from typing import Any
 from .dims import Shape
 from .dtypes import itemsize
 from .node import Node
+from .options import Options
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,15 @@ class Tensor:
 
     ``literal`` is set for by-value constants (a Python scalar): ``float.hex``, because equal
     floats can be different constants (0.0 and -0.0), and NaN is not equal to itself.
+    ``order`` lists its dimensions from the slowest in memory to the fastest; None leaves the
+    choice to :mod:`.layout`.
     """
 
     name: str
     shape: Shape
     dtype: str
     literal: str | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def value(self) -> float | None:
@@ -36,7 +40,8 @@ class Tensor:
     def __str__(self) -> str:
         if self.value is not None:
             return repr(self.value)
-        return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]"
+        order = "" if self.order is None else f"{{{','.join(map(str, self.order))}}}"
+        return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]{order}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class GraphSpec:
     calls: tuple[Call, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    options: Options = Options()
     _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     # JAX hashes and compares a primitive's parameters several times in each trace.
@@ -80,11 +86,12 @@ class GraphSpec:
         # Nodes by their text: attributes that are equal can differ (0.0 and -0.0), and NaN does
         # not equal itself.
         if "key" not in self._cache:
-            self._cache["key"] = self.tensors, repr(self.calls), self.inputs, self.outputs
+            nodes = repr(self.calls)
+            self._cache["key"] = self.tensors, nodes, self.inputs, self.outputs, self.options
         return self._cache["key"]
 
     def __reduce__(self):
-        return GraphSpec, (self.tensors, self.calls, self.inputs, self.outputs)
+        return GraphSpec, (self.tensors, self.calls, self.inputs, self.outputs, self.options)
 
     def tensor(self, name: str) -> Tensor:
         if "tensors" not in self._cache:
@@ -133,6 +140,7 @@ class GraphSpec:
                     calls,
                     tuple(new[name] for name in self.inputs),
                     tuple(new[name] for name in self.outputs),
+                    self.options,
                 )
             )
         return self._cache["canonical"]
@@ -145,9 +153,13 @@ class GraphSpec:
                 for port, t in ((port, self.tensor(name)) for port, name in call.inputs)
             ]
             args += [f"{key}={value}" for key, value in call.node.keywords().items()]
+            if call.node.compute_data_type != "float32":
+                args.append(f"compute_data_type={call.node.compute_data_type}")
             outs = ", ".join(str(self.tensor(name)) for _, name in call.outputs)
             lines.append(f"  {outs} = {call.node.method}({', '.join(args)})")
         lines.append(f"  return {', '.join(self.outputs)}")
+        if str(self.options):
+            lines.append(f"  options: {self.options}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 import numpy as np
 
-from .dims import Shape
-from .dtypes import FLOATS, canonical
-from .errors import GraphAttributeError, GraphTypeError
+from .dims import Shape, integers, order_of_strides
+from .dtypes import canonical
+from .errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
 from .node import REGISTRY
 from .source import in_jax_operator, jax_caller, user_line
 from .spec import Tensor
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class GraphTensor:
     """A tensor of the graph being built: what ``g``'s methods take and return.
 
-    ``+`` and ``*`` are ``g.add`` and ``g.mul``; other jnp functions don't apply, because the
-    graph runs in cuDNN and holds no JAX values.
+    Operators are g's methods: ``+ - * / ** @``, ``< <= > >=``, unary minus and ``abs``. jnp
+    functions don't apply, because the graph runs in cuDNN and holds no JAX values.
     """
 
     __slots__ = ("_builder", "_state")
@@ -54,11 +54,32 @@ class GraphTensor:
     def set_data_type(self, data_type: Any) -> GraphTensor:
         """Round the tensor to this dtype, as output and as input of later operations."""
         dtype = canonical(data_type)
-        if dtype not in FLOATS:
-            raise GraphTypeError(
-                "unsupported data type", expected=", ".join(FLOATS), got=dtype, where=user_line()
-            )
         return self._builder._set_dtype(self, dtype)
+
+    def set_stride(self, stride: Sequence[int]) -> GraphTensor:
+        """State how the tensor lies in memory, by its element strides (packed, any order).
+
+        XLA hands an operand over, and takes a result, in that layout: a transposed array costs
+        no copy. Without it, arrays of rank four and five are channels-last, others row-major.
+        """
+        try:
+            strides = list(integers("set_stride", stride))
+            if len(strides) != self.ndim:
+                order = None
+            else:
+                order = order_of_strides(self.shape, strides)
+        except JaxCudnnError as error:
+            error.where = user_line()
+            raise
+        if order is None:
+            raise GraphError(
+                "set_stride: these strides do not pack the tensor",
+                expected=f"{self.ndim} strides that visit each of {list(self.shape)} once",
+                got=str(strides),
+                why="XLA's arrays have no gaps and no overlaps",
+                where=user_line(),
+            )
+        return self._builder._set_order(self, order)
 
     def set_dim(self, dim: Sequence[int]) -> GraphTensor:
         """Give the output's shape to an operation that leaves it open (a reduction)."""
@@ -72,22 +93,10 @@ class GraphTensor:
         """Accepted for pygraph's sake; printed graphs use the operations' names."""
         return self
 
-    def __add__(self, other):
-        return self._builder._apply("add", self, other)
-
-    def __mul__(self, other):
-        return self._builder._apply("mul", self, other)
-
-    def __radd__(self, other):
-        return self._builder._apply("add", other, self)
-
-    def __rmul__(self, other):
-        return self._builder._apply("mul", other, self)
-
     def __array_ufunc__(self, ufunc: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
         # NumPy array + graph tensor arrives here, and so does np.tanh(graph tensor).
-        if kind == "__call__" and not kwargs and ufunc in (np.add, np.multiply):
-            return self._builder._apply("add" if ufunc is np.add else "mul", *args)
+        if kind == "__call__" and not kwargs and ufunc.__name__ in _UFUNCS:
+            return self._builder._apply(_UFUNCS[ufunc.__name__], *args)
         raise self._refusal(jax_caller() or ufunc.__name__)
 
     @property
@@ -134,11 +143,34 @@ def refusal(called: str | None, where: str, got: str | None = None) -> GraphType
     )
 
 
-_BINARY = ("sub", "truediv", "matmul", "pow", "mod", "floordiv", "divmod")
+# Python's operators and NumPy's functions (its arrays' operators) -> g's methods.
+_OPERATORS = {"add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow"}
+_OPERATORS |= {"matmul": "matmul"}
+_COMPARISONS = {"lt": "cmp_lt", "le": "cmp_le", "gt": "cmp_gt", "ge": "cmp_ge"}
+_UFUNCS = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "power": "pow"}
+_UFUNCS |= {"matmul": "matmul", "less": "cmp_lt", "less_equal": "cmp_le"}
+_UFUNCS |= {"greater": "cmp_gt", "greater_equal": "cmp_ge"}
+
+
+def _apply(name: str, method: str, swap: bool = False) -> None:
+    def apply(self: GraphTensor, *other: Any) -> Any:
+        operands = (*other, self) if swap else (self, *other)
+        return self._builder._apply(method, *operands)
+
+    setattr(GraphTensor, f"__{name}__", apply)
+
+
+for _name, _method in _OPERATORS.items():
+    _apply(_name, _method)
+    _apply(f"r{_name}", _method, swap=True)
+for _name, _method in {**_COMPARISONS, "neg": "neg", "abs": "abs"}.items():
+    _apply(_name, _method)
+
+_BINARY = ("mod", "floordiv", "divmod")
 _REFUSED = {
     **{f"__{side}{name}__": f"operator {name}" for name in _BINARY for side in ("", "r")},
-    **{f"__{name}__": f"operator {name}" for name in ("neg", "pos", "abs", "invert")},
-    **{f"__{name}__": f"comparison {name}" for name in ("lt", "gt", "le", "ge", "eq", "ne")},
+    **{f"__{name}__": f"operator {name}" for name in ("pos", "invert")},
+    **{f"__{name}__": f"comparison {name}" for name in ("eq", "ne")},
     **{f"__{name}__": f"{name}()" for name in ("float", "int", "complex", "len", "iter")},
     "__bool__": "a condition (if, while, and, or)",
     "__index__": "range() or an index",

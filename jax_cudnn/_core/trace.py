@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import context, planner
-from .builder import GraphBuilder
+from .builder import DEFAULTS, GraphBuilder
 from .errors import GraphError, GraphTypeError, JaxCudnnError
+from .options import Options, replaced
 from .plan import Plan
 from .primitive import bind
 from .source import defined_at, raised_in, user_line
@@ -45,7 +46,7 @@ class Trace:
 class GraphFunction:
     """A cuDNN graph as a JAX function; made by :func:`graph`."""
 
-    def __init__(self, fn: Callable[..., Any]):
+    def __init__(self, fn: Callable[..., Any], options: Options = DEFAULTS):
         if not callable(fn):
             raise GraphTypeError(
                 "jax_cudnn.graph decorates functions",
@@ -68,6 +69,7 @@ class GraphFunction:
             )
         functools.update_wrapper(self, fn)
         self.fn = fn
+        self.options = options
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self._cached = functools.lru_cache(maxsize=_TRACE_CACHE_SIZE)(self._cacheable_trace)
 
@@ -84,10 +86,14 @@ class GraphFunction:
         leaves = [values[at] if isinstance(at, int) else named[at] for at in trace.leaves]
         return jax.tree.unflatten(trace.structure, leaves)
 
+    def with_options(self, **options: Any) -> GraphFunction:
+        """The same function with other plan options, see :class:`Options`."""
+        return GraphFunction(self.fn, replaced(self.options, options))
+
     def __reduce__(self) -> Any:
         module = sys.modules.get(self.fn.__module__)
         by_name = getattr(module, self.fn.__qualname__, None) is self  # like a function
-        return self.fn.__qualname__ if by_name else (GraphFunction, (self.fn,))
+        return self.fn.__qualname__ if by_name else (GraphFunction, (self.fn, self.options))
 
     def trace(self, *args: Any, **static: Any) -> tuple[list[Any], Trace]:
         """The array arguments in order, and the trace for their shapes and the statics."""
@@ -108,6 +114,7 @@ class GraphFunction:
             structure,
             tuple(map(_typed, slots)),
             tuple((k, _typed(v)) for k, v in static.items()),
+            self.options.resolved(),
         )
         try:
             hash(key)
@@ -132,10 +139,10 @@ class GraphFunction:
         return trace
 
     def _trace(self, key: tuple) -> Trace:
-        structure, slots, static = key
+        structure, slots, static, options = key
         slots = [slot for _, slot in slots]
         static = {name: value for name, (_, value) in static}
-        builder = GraphBuilder()
+        builder = GraphBuilder(options)
         names = iter(_input_names(self._parameters[1:], structure))
         leaves = []
         for slot in slots:
@@ -190,7 +197,7 @@ class GraphFunction:
         return f"<jax_cudnn.graph {self.name}>"
 
 
-def graph(fn: Callable[..., Any]) -> GraphFunction:
+def graph(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Make a JAX function of a function that calls cuDNN graph operations.
 
     ``fn(g, *arrays, **static)`` gets ``g``, which offers ``cudnn.pygraph``'s methods under the
@@ -206,6 +213,11 @@ def graph(fn: Callable[..., Any]) -> GraphFunction:
 
     As under ``jax.jit``, Python values that ``fn`` closes over are those of its first trace.
 
+    Args:
+        fn: the function; left out in ``@graph(option=...)``.
+        **options: how cuDNN is to choose the plan, see :class:`Options`:
+            ``deterministic=True``, ``max_workspace=2**28``, ``precision="highest"``, ...
+
     Raises:
         GraphError, GraphTypeError: at trace time, naming the line of ``fn``.
         UnsupportedGraphError: when compiled for a GPU on which cuDNN has no engine for it.
@@ -219,7 +231,10 @@ def graph(fn: Callable[..., Any]) -> GraphFunction:
         >>> jax.jit(linear)(x, w, b).shape
         (1, 4, 2)
     """
-    return GraphFunction(fn)
+    chosen = replaced(DEFAULTS, options)
+    if fn is None:
+        return functools.partial(GraphFunction, options=chosen)
+    return GraphFunction(fn, chosen)
 
 
 def plan(fn: GraphFunction, *args: Any, **static: Any) -> Plan:

@@ -26,8 +26,8 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
         broadcasting = [port.name for port in call.node.ports.inputs if port.axes == ("...",)]
         if len(broadcasting) < 2:
             continue
-        shapes = [spec.tensor(name).shape for _, name in (*call.inputs, call.outputs[0])]
-        dims = [layout.cudnn_dims(spec, shape) for shape in shapes]
+        tensors = [spec.tensor(name) for _, name in (*call.inputs, call.outputs[0])]
+        dims = [layout.view(spec, tensor)[0] for tensor in tensors]
         *operands, out = dims
         n, c, *spatial = out
         ones = [1] * len(spatial)

@@ -35,11 +35,19 @@ class Case:
         names = dict(zip(trace.operands, trace.spec.inputs, strict=True))
         keys = jax.random.split(key, len(self.avals))
         return [
-            (jax.random.normal(k, aval.shape) / fan_in.get(names.get(i, ""), 1) ** 0.5).astype(
-                aval.dtype
-            )
+            _random(k, aval, fan_in.get(names.get(i, ""), 1) ** -0.5)
             for i, (k, aval) in enumerate(zip(keys, self.avals, strict=True))
         ]
+
+
+def _random(key: jax.Array, aval: jax.ShapeDtypeStruct, scale: float) -> jax.Array:
+    """Normal floats times ``scale``, small integers, or fair booleans."""
+    if aval.dtype == jnp.bool_:
+        return jax.random.bernoulli(key, shape=aval.shape)
+    if jnp.issubdtype(aval.dtype, jnp.integer):
+        least = 0 if jnp.issubdtype(aval.dtype, jnp.unsignedinteger) else -8
+        return jax.random.randint(key, aval.shape, least, 9).astype(aval.dtype)
+    return (jax.random.normal(key, aval.shape) * scale).astype(aval.dtype)
 
 
 def case(*avals: tuple[tuple[int, ...], str]) -> Callable[[Callable[..., Any]], Case]:
@@ -60,12 +68,24 @@ def node_cases() -> Iterator[Case]:
 
 
 def _of_example(method: str, node: type[Node], number: int, example: Example) -> Case:
+    shapes = {port.name: example.inputs[port.name] for port in node.ports.inputs}
+    variadic = {port.name for port in node.ports.inputs if port.variadic}
+
     def fn(g: Any, *operands: Any) -> Any:
-        ports = dict(zip(node.ports.input_names, operands, strict=True))
-        return getattr(g, method)(**ports, **example.attributes)
+        left = iter(operands)
+        ports = {
+            name: [next(left) for _ in shape] if name in variadic else next(left)
+            for name, shape in shapes.items()
+        }
+        result = getattr(g, method)(**ports, **example.attributes)
+        return result.set_data_type(example.out) if example.out else result
 
     fn.__name__ = f"{method}_{number}_{example.dtype}"
-    avals = ((example.inputs[port], example.dtype) for port in node.ports.input_names)
+    avals = [
+        (shape, example.dtypes.get(name, example.dtype))
+        for name, given in shapes.items()
+        for shape in (given if name in variadic else [given])
+    ]
     return case(*avals)(fn)
 
 

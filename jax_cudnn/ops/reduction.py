@@ -78,8 +78,10 @@ class Reduction(Node):
         axes = tuple(i for i, (o, s) in enumerate(zip(out, input.shape, strict=True)) if o != s)
         return (MODES[self.mode](input.astype(jnp.float32), axis=axes, keepdims=True),)
 
-    def emit(self, pygraph: Any, tensors: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
         import cudnn
 
         mode = getattr(cudnn.reduction_mode, self.mode)
-        return (pygraph.reduction(tensors["input"], mode=mode, name=name),)
+        return (pygraph.reduction(tensors["input"], mode=mode, **common),)

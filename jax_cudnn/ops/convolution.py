@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from .._core.builder import register
 from .._core.dims import Shape, integers
 from .._core.errors import GraphError
-from .._core.node import Example, Node, result_dtype
+from .._core.node import Example, Node, product_compute, product_dtype, product_operands
 
 if TYPE_CHECKING:
     from .._core.spec import Tensor
@@ -49,6 +50,8 @@ class ConvFprop(Node):
         "(1, K, 1, 1), (N, 1, H, W) or numbers"
     )
     anchor = True
+    least_rank = 4
+    channels_last = True
     examples = (
         Example(
             {"image": (8, 64, 28, 28), "weight": (64, 64, 3, 3)}, "bfloat16", {"padding": [1, 1]}
@@ -134,31 +137,42 @@ class ConvFprop(Node):
                     got=f"{window} (size {r[axis]}, dilation {dilation[axis]})",
                 )
             y.append((padded - window) // stride[axis] + 1)
-        return {"Y": ((n, k, *y), result_dtype(inputs))}
+        return {"Y": ((n, k, *y), product_dtype(inputs))}
 
-    def reference(self, image: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
+    def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
+        return product_compute(inputs)
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return 2 * math.prod(shapes["Y"]) * math.prod(shapes["weight"][1:])
+
+    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, image: jax.Array, weight: jax.Array, *, precision: Any = None
+    ) -> tuple[jax.Array, ...]:
         rank = image.ndim - 2
         pre, post, stride, dilation = self._spatial(rank)
         if self.convolution_mode == "CONVOLUTION":
             weight = jnp.flip(weight, tuple(range(2, 2 + rank)))
-        dtype = jnp.result_type(image, weight)
+        image, weight = product_operands(image, weight)
         out = jax.lax.conv_general_dilated(
-            image.astype(dtype),
-            weight.astype(dtype),
+            image,
+            weight,
             stride,
             list(zip(pre, post, strict=True)),
             rhs_dilation=dilation,
             dimension_numbers=jax.lax.ConvDimensionNumbers(*[tuple(range(rank + 2))] * 3),
             feature_group_count=image.shape[1] // weight.shape[1],
-            preferred_element_type=jnp.float32,
+            precision=precision,
+            preferred_element_type=self.accumulator,
         )
         return (out,)
 
-    def emit(self, pygraph: Any, tensors: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
         import cudnn
 
         rank = len(tensors["image"].get_dim()) - 2
-        pre, post, stride, dilation = self._spatial(rank)
+        pre, post, stride, dilation = self._spatial(rank, from_view=True)
         mode = getattr(cudnn._pybind_module.convolution_mode, self.convolution_mode)  # pyright: ignore
         return (
             pygraph.conv_fprop(
@@ -169,11 +183,11 @@ class ConvFprop(Node):
                 stride=list(stride),
                 dilation=list(dilation),
                 convolution_mode=mode,
-                name=name,
+                **common,
             ),
         )
 
-    def _spatial(self, rank: int) -> list[tuple[int, ...]]:
+    def _spatial(self, rank: int, from_view: bool = False) -> list[tuple[int, ...]]:
         """The four spatial attributes with their defaults filled in, checked for rank."""
         filled = []
         for name, default in (
@@ -183,6 +197,8 @@ class ConvFprop(Node):
             ("dilation", 1),
         ):
             value = getattr(self, name) or (default,) * rank
+            if 0 < len(value) < rank and from_view:  # cuDNN's view of an image of lower rank
+                value = (default,) * (rank - len(value)) + value
             if len(value) != rank:
                 raise GraphError(
                     f"{name} has the wrong length",

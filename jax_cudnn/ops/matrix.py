@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from .._core.builder import register
-from .._core.node import Example, Node
+from .._core.dims import Shape
+from .._core.node import Example, Node, product_compute, product_dtype, product_operands
+
+if TYPE_CHECKING:
+    from .._core.spec import Tensor
 
 
 @register
@@ -42,6 +49,18 @@ class Matmul(Node):
 
     padding: float = 0.0
 
-    def reference(self, A: jax.Array, B: jax.Array) -> tuple[jax.Array, ...]:
-        dtype = jnp.result_type(A, B)
-        return (jnp.matmul(A.astype(dtype), B.astype(dtype), preferred_element_type=jnp.float32),)
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        return {"C": (super().infer(inputs)["C"][0], product_dtype(inputs))}
+
+    def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
+        return product_compute(inputs)
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return 2 * math.prod(shapes["C"]) * shapes["A"][2]
+
+    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, A: jax.Array, B: jax.Array, *, precision: Any = None
+    ) -> tuple[jax.Array, ...]:
+        A, B = product_operands(A, B)
+        kind = self.accumulator
+        return (jnp.matmul(A, B, precision=precision, preferred_element_type=kind),)
