@@ -49,7 +49,7 @@ def _load() -> Any:
         import cudnn  # pyright: ignore[reportMissingImports]
 
         # Before it is used: an older one may lack what the lines below need.
-        check_frontend(cudnn.__version__)
+        check_frontend(cudnn.__version__, cudnn.__file__)
         if loaded is not None:
             # The frontend may have opened another copy (LD_LIBRARY_PATH comes first for it).
             # Plans must come from the copy that runs them: the one JAX has loaded.
@@ -71,15 +71,15 @@ def _load() -> Any:
     return cudnn
 
 
-def check_frontend(version: str) -> None:
+def check_frontend(version: str, path: str | None) -> None:
     """LibraryError for a frontend (``cudnn.__version__``) older than ``OLDEST_FRONTEND``."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_FRONTEND:
         raise LibraryError(
             "nvidia-cudnn-frontend is too old",
             expected=f">= {'.'.join(map(str, OLDEST_FRONTEND))}",
-            got=version,
-            fix="pip install -U nvidia-cudnn-frontend",
+            got=f"{version} from {path}",
+            fix="pip install -U nvidia-cudnn-frontend; if that is another one, mend PYTHONPATH",
         )
 
 
@@ -105,6 +105,12 @@ def check_one_cudnn(executing: int, planning: int) -> None:
             why="loaded copies: " + ", ".join(loaded_paths()),
             fix="keep one of them: unset LD_LIBRARY_PATH, or uninstall the other",
         )
+
+
+def versions() -> tuple[str, str]:
+    """The versions of cuDNN and of its frontend that plan in this process."""
+    cudnn = load()
+    return version_text(cudnn.backend_version()), cudnn.__version__
 
 
 def version_text(version: int) -> str:

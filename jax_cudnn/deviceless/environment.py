@@ -57,7 +57,7 @@ def python() -> str:
 def variables() -> dict[str, str]:
     """The worker's environment: no GPU, this process's ``sys.path``, CUDA's wheels."""
     # The order is the frontend's own: LD_LIBRARY_PATH as the user set it, then the wheels.
-    libraries = [path for path in (os.environ.get("LD_LIBRARY_PATH"), *_wheel_folders()) if path]
+    libraries = [path for path in (os.environ.get("LD_LIBRARY_PATH"), *wheel_folders()) if path]
     paths = [os.path.abspath(path) for path in sys.path if os.pathsep not in path]
     return {
         **os.environ,
@@ -68,7 +68,7 @@ def variables() -> dict[str, str]:
     }
 
 
-def _wheel_folders() -> list[str]:
+def wheel_folders() -> list[str]:
     """``nvidia/<library>/lib`` (CUDA 12's wheels) and ``nvidia/cu13/lib`` (CUDA 13's).
 
     cuDNN's libraries have an RPATH to their neighbours; this is for wheels in several places.

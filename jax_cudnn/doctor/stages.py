@@ -1,0 +1,180 @@
+"""What is tried for real: ``python -m jax_cudnn.doctor.stages jax | planning``.
+
+Each stage prints one report for ``process.run``: its result, ``absent`` if what it needs is not
+installed, or ``error`` with the parts of a JaxCudnnError. A stage that ends the process leaves the
+reports of the others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import jax_cudnn as jc
+
+from .._core import compat, ffi, frontend
+from .._core.errors import JaxCudnnError
+from ..deviceless import client
+
+TARGET = "H200"  # the profile for which planning is tried
+ABSENT = {"absent": "nvidia-cudnn-frontend is not installed"}
+
+
+@jc.graph
+def matmul_bias_relu(g, x, w, b):
+    """relu(x @ w + b): x (1, m, k), w (1, k, n), b (1, 1, n), bfloat16; one fused plan."""
+    return g.relu(g.bias(g.matmul(x, w), b))
+
+
+def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Small integers, so that every sum (at most 67) is exact in bfloat16."""
+    rng = np.random.default_rng(0)
+    x, w = rng.integers(-1, 2, (2, 1, 64, 64))
+    return x, w, rng.integers(-3, 4, (1, 1, 64))
+
+
+# -- in the process that would use the GPU ---------------------------------------------------------
+
+
+def devices() -> dict[str, Any]:
+    """JAX's devices, what it logged while it looked for them, and the cuDNN it has loaded."""
+    heard: list[str] = []
+    logging.getLogger("jax").addHandler(_Listener(heard))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = jax.local_devices()
+    heard += [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+    return {
+        "platform": found[0].platform,
+        "gpus": [device.device_kind for device in found if compat.is_cuda(device)],
+        "cudnn": frontend.loaded_paths(),
+        "heard": heard,
+    }
+
+
+def frontend_here() -> dict[str, Any]:
+    """The frontend can be imported, and its version fits."""
+    if importlib.util.find_spec("cudnn") is None:
+        return ABSENT
+    cudnn = importlib.import_module("cudnn")
+    frontend.check_frontend(cudnn.__version__, cudnn.__file__)
+    return {"version": cudnn.__version__, "path": cudnn.__file__}
+
+
+def cudnn_here() -> dict[str, Any]:
+    """The cuDNN that the frontend plans with in this process."""
+    if importlib.util.find_spec("cudnn") is None:
+        return ABSENT
+    return {"cudnn": frontend.load().backend_version(), "paths": frontend.loaded_paths()}
+
+
+def executor() -> dict[str, Any]:
+    """Our library is loaded, and which cuDNN it runs."""
+    library = ffi.library()
+    return {
+        "path": library._name,
+        "cudnn": library.JaxCudnnLoadedVersion(),
+        "cudnn_path": library.JaxCudnnLoadedPath().decode(errors="replace"),
+    }
+
+
+def run() -> dict[str, Any]:
+    """The graph under jit, on the GPU if JAX has one; equal to NumPy's result."""
+    x, w, b = operands()
+    expected = np.maximum(x @ w + b, 0)
+    y = jax.jit(matmul_bias_relu)(*(jax.numpy.asarray(a, "bfloat16") for a in (x, w, b)))
+    wrong = int(np.sum(np.asarray(y, np.float64) != expected))
+    if wrong:
+        raise ArithmeticError(f"{wrong} of {expected.size} values of relu(x @ w + b) are wrong")
+    (device,) = y.devices()
+    return {"device": device.device_kind, "platform": device.platform}
+
+
+# -- in a process without a GPU, and its planning worker -------------------------------------------
+
+
+def worker() -> dict[str, Any]:
+    """The cuDNN of the planning worker."""
+    if importlib.util.find_spec("cudnn") is None:
+        return ABSENT
+    return client.call("jax_cudnn.doctor.stages:cudnn_here", timeout=120)
+
+
+def planned() -> dict[str, Any]:
+    """A real plan for a GPU that need not be here."""
+    if importlib.util.find_spec("cudnn") is None:
+        return ABSENT
+    began = time.perf_counter()
+    avals = [jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in operands()]
+    with jc.target(TARGET):
+        made = jc.plan(matmul_bias_relu, *avals)
+    seconds = round(time.perf_counter() - began, 2)
+    return {"engine": made.engine, "cudnn": made.cudnn_version, "seconds": seconds}
+
+
+def registration() -> dict[str, Any]:
+    """This jaxlib takes our library's handlers.
+
+    Once the CPU's backend is there XLA registers at once, and refuses handlers of a newer FFI than
+    its own; for CUDA without its plugin it would only be noted. Not in the process that uses the
+    GPU: the type of our state would be registered here, and XLA's CUDA compiler, which does not
+    know it, aborts.
+    """
+    library = ffi.library()
+    stages = {"instantiate": "Instantiate", "initialize": "Initialize", "execute": "Execute"}
+    capsules = {s: jax.ffi.pycapsule(getattr(library, f"JaxCudnn{n}")) for s, n in stages.items()}
+    jax.local_devices(backend="cpu")
+    jax.ffi.register_ffi_target("jax_cudnn_doctor", capsules, platform="cpu")
+    return {"accepted": True}
+
+
+STAGES: dict[str, tuple[Callable[[], dict[str, Any]], ...]] = {
+    "jax": (devices, frontend_here, cudnn_here, executor, run),
+    "planning": (worker, planned, registration),
+}
+
+
+class _Listener(logging.Handler):
+    """Keeps what JAX logs about plugins that it could not use."""
+
+    def __init__(self, heard: list[str]):
+        super().__init__(logging.WARNING)
+        self.heard = heard
+
+    def emit(self, record: logging.LogRecord) -> None:
+        cause = record.exc_info[1] if record.exc_info else None
+        self.heard.append(record.getMessage() + (f": {cause}" if cause else ""))
+
+
+def _report(stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return stage()
+    except JaxCudnnError as error:
+        parts = ("summary", "expected", "got", "why", "fix")
+        return {"error": {part: getattr(error, part) for part in parts}}
+    except Exception as error:
+        return {"error": {"summary": f"{type(error).__name__}: {error}"}}
+
+
+def main() -> None:
+    # What libraries print to stdout must not get between the reports.
+    reports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for stage in STAGES[sys.argv[1]]:
+        print(json.dumps({"stage": stage.__name__}), file=reports, flush=True)
+        report = {"stage": stage.__name__, **_report(stage)}
+        print(json.dumps(report), file=reports, flush=True)
+
+
+if __name__ == "__main__":
+    main()
