@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import importlib.util
 import json
@@ -9,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -149,6 +151,19 @@ def echo(value, delay: float = 0.0):
     return value
 
 
+def meet(number: int) -> int:
+    """Waits for the same call with the other number (0 and 1) in another worker."""
+    folder = Path(tempfile.gettempdir()) / f"meet-{os.getppid()}"
+    folder.mkdir(exist_ok=True)
+    (folder / str(number)).touch()
+    deadline = time.monotonic() + 30
+    while not (folder / str(1 - number)).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("nobody came")
+        time.sleep(0.01)
+    return os.getpid()
+
+
 # ---- profiles -------------------------------------------------------------------------------
 def test_h200_profile():
     h200 = profiles.get("H200")
@@ -160,6 +175,40 @@ def test_h200_profile():
     assert properties["multiProcessorCount"] == 132
     assert properties["memoryBusWidth"] == 6144
     assert "H200" in profiles.names()
+
+
+PUBLIC = {
+    "A100": (80, 108, 166912, "NVIDIA A100-SXM4-80GB"),
+    "H100": (90, 132, 232448, "NVIDIA H100 80GB HBM3"),
+    "B200": (100, 148, 232448, "NVIDIA B200"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_profiles_from_public_specifications_say_so(name):
+    profile = profiles.get(name)
+    properties = json.loads(profile.properties_json)
+    assert PUBLIC[name] == (
+        profile.sm_version,
+        properties["multiProcessorCount"],
+        properties["maxSharedMemoryPerBlockOptin"],
+        profile.device_name,
+    )
+    assert not profile.measured
+    assert profiles.get(profile.device_name) is profile
+    content = json.loads((profiles._FOLDER / f"{name.lower()}.json").read_text())
+    assert "from public specifications, not read on a device" in content["source"]["note"]
+    # Every figure has a source, and every profile the fields of the one that was read.
+    sourced = ", ".join(key for key in content["source"] if key != "note").split(", ")
+    described = {*properties} - {"deviceVer"}  # the compute capability itself
+    assert sorted(sourced) == sorted(described)
+    assert {*properties} == {*json.loads(profiles.get("H200").properties_json)}
+    assert profile.sm_version == int(content["compute_capability"].replace(".", "")[:3])
+
+
+def test_h200_is_the_measured_one_and_the_oldest_architecture_comes_first():
+    assert [p.name for p in profiles.shipped() if p.measured] == ["H200"]
+    assert [p.name for p in profiles.shipped()] == ["A100", "H100", "H200", "B200"]
 
 
 def test_unknown_profile_lists_the_known():
@@ -263,7 +312,7 @@ def test_exit_code_and_death_while_idle():
         call(f"{HERE}:leave", 7)
     pid = call("os:getpid")
     os.kill(pid, signal.SIGKILL)
-    client._worker.process.wait(10)
+    client._seats[0].worker.process.wait(10)
     assert call("os:getpid") != pid
 
 
@@ -329,6 +378,20 @@ def test_threads_get_their_own_answers():
     for thread in threads:
         thread.join()
     assert results == {1000 * i: list(range(1000 * i, 1000 * i + 20)) for i in range(3)}
+
+
+@deviceless
+def test_workers_run_at_the_same_time_and_end_with_the_block():
+    first = call("os:getpid")
+    with client.workers(2):
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            # Each waits for the other: one worker alone would answer the second too late.
+            pids = list(pool.map(lambda i: call(f"{HERE}:meet", i), range(2)))
+        assert first in pids
+        assert len({*pids}) == 2
+    wait_until_gone(next(pid for pid in pids if pid != call("os:getpid")))
+    assert call("os:getpid") in pids
+    assert len(client._seats) == len(client._free) == 1
 
 
 @deviceless

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax._src import config as _config
+from jax._src import core as _core
 from jax._src import dispatch
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.core import Primitive  # jax.extend has it, too, at 18 ms of import time
@@ -46,6 +48,16 @@ def varying_axes(aval: Any) -> frozenset:
 def is_cuda(device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
     """Whether a device is an NVIDIA GPU (ROCm devices have the platform "gpu", too)."""
     return device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
+
+
+def default_device() -> Any:
+    """``jax.default_device`` as it holds in this thread: a device, a platform's name, or None."""
+    return _config.default_device.value
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters (of jit, scan, cond, custom derivatives, ...)."""
+    return _core.jaxprs_in_params(equation.params)
 
 
 def matmul_precision() -> str | None:

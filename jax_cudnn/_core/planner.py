@@ -17,6 +17,7 @@ from .cuda import CudaDevice
 from .errors import JaxCudnnError, UnsupportedGraphError
 from .plan import Plan, canonical_properties
 from .spec import GraphSpec
+from .unsupported import known_reasons, unsupported
 
 log = logging.getLogger("jax_cudnn")
 
@@ -31,6 +32,9 @@ def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Plan:
     On a GPU of this process a real handle plans; for a profile the deviceless worker does, also
     where there is a GPU. Raises what planning raised, for each caller anew.
     """
+    reasons = known_reasons(spec)
+    if reasons:
+        raise _told(unsupported(spec, reasons), spec, name, site)
     key = (spec.canonical(), *_identity(site))
     while True:
         with _lock:
@@ -45,7 +49,7 @@ def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Plan:
         try:
             return future.result()
         except JaxCudnnError as error:
-            raise _told(error, spec, name) from error.__cause__  # told once, not twice
+            raise _told(error, spec, name, site) from error.__cause__  # told once, not twice
         except (KeyboardInterrupt, SystemExit):
             if mine:
                 raise
@@ -66,12 +70,17 @@ def _fulfil(future: Future[Plan], key: Any, site: Profile | CudaDevice, name: st
     future.set_result(result)
 
 
-def _told(error: JaxCudnnError, spec: GraphSpec, name: str) -> JaxCudnnError:
+def _told(
+    error: JaxCudnnError, spec: GraphSpec, name: str, site: Profile | CudaDevice
+) -> JaxCudnnError:
     """The error as the caller of function ``name`` shall read it, in the names of its graph."""
     told = copy.copy(error)
     told.summary = f"{name}: {error.summary}"
     if isinstance(told, UnsupportedGraphError):
         told.graph = str(spec)
+        if isinstance(site, Profile):
+            basis = "" if site.measured else " (a profile from public specifications)"
+            told.summary = told.summary.replace("on this GPU", f"on {site.name}{basis}")
     return told
 
 

@@ -1,12 +1,15 @@
-"""Run functions in the planning worker: one subprocess for each process, started when needed.
+"""Run functions in the planning worker: a subprocess of each process, started when needed.
 
 Planning without a GPU always happens there, also on a machine that has one, because the null
-driver must never be in a process that may use a GPU.
+driver must never be in a process that may use a GPU. There is one worker, unless ``workers`` asks
+for more: cuDNN plans one graph at a time in a process, so that more workers are the only way to
+plan in parallel.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import signal
@@ -15,6 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from jax_cudnn._core.errors import JaxCudnnError, PlanningWorkerError
@@ -23,8 +27,10 @@ from . import environment, wire
 
 _TAIL = 4096  # bytes of the worker's output in an error
 
-_lock = threading.Lock()  # one request at a time
-_worker: _Worker | None = None
+_condition = threading.Condition()  # guards the three below
+_seats: list[_Seat] = []
+_free: list[_Seat] = []
+_wanted: list[int] = []  # how many workers each ``workers`` block that is open asks for
 
 
 def call(function: str, *args: Any, timeout: float = 600.0, **kwargs: Any) -> Any:
@@ -39,9 +45,9 @@ def call(function: str, *args: Any, timeout: float = 600.0, **kwargs: Any) -> An
     it cannot be started. After a death the next call starts a new worker.
     """
     request = wire.pack((function, args, kwargs))
-    with _lock:
+    with _seat() as seat:
         deadline = time.monotonic() + timeout
-        worker = _current()
+        worker = seat.current()
         try:
             answer = worker.ask(request, deadline)
         except EOFError:
@@ -54,16 +60,75 @@ def call(function: str, *args: Any, timeout: float = 600.0, **kwargs: Any) -> An
     return _unpack(answer)
 
 
-def _current() -> _Worker:
-    global _worker
-    if _worker is not None and _worker.owner != os.getpid():
-        _worker.forget()
-    if _worker is not None and _worker.process.poll() is not None:
-        _worker.stop()  # it died while idle: nothing is lost
-    if _worker is None or _worker.stopped:
-        environment.check()
-        _worker = _Worker()
-    return _worker
+@contextlib.contextmanager
+def workers(count: int) -> Iterator[None]:
+    """Inside, up to ``count`` threads' calls run at the same time, each in a worker of its own.
+
+    Workers are started as calls need them; those in excess end with the block. A worker takes
+    about two seconds to start and some 400 MB of memory.
+    """
+    with _condition:
+        _wanted.append(count)
+        _condition.notify_all()
+    try:
+        yield
+    finally:
+        with _condition:
+            _wanted.remove(count)
+            excess = [_free.pop() for _ in range(min(len(_free), len(_seats) - _limit()))]
+            for seat in excess:
+                _seats.remove(seat)
+        for seat in excess:
+            seat.stop()
+
+
+def _limit() -> int:
+    return max((1, *_wanted))
+
+
+@contextlib.contextmanager
+def _seat() -> Iterator[_Seat]:
+    """A place for one call at a time; waits for one."""
+    with _condition:
+        _condition.wait_for(lambda: _free or len(_seats) < _limit())
+        if not _free:
+            _seats.append(_Seat())
+            _free.append(_seats[-1])
+        seat = _free.pop()
+    try:
+        yield seat
+    finally:
+        with _condition:
+            excess = len(_seats) > _limit()
+            if excess:
+                _seats.remove(seat)
+            else:
+                _free.append(seat)
+            _condition.notify()
+        if excess:
+            seat.stop()
+
+
+class _Seat:
+    """One of the workers, or the place for it."""
+
+    worker: _Worker | None = None
+
+    def current(self) -> _Worker:
+        """The worker, started if there is none that lives."""
+        if self.worker is not None and self.worker.owner != os.getpid():
+            self.worker.forget()
+        if self.worker is not None and self.worker.process.poll() is not None:
+            self.worker.stop()  # it died while idle: nothing is lost
+        if self.worker is None or self.worker.stopped:
+            environment.check()
+            self.worker = _Worker()
+        return self.worker
+
+    def stop(self) -> None:
+        worker = self.worker
+        if worker is not None and worker.owner == os.getpid() and not worker.stopped:
+            worker.stop()
 
 
 def _unpack(answer: bytes) -> Any:
@@ -162,15 +227,18 @@ class _Worker:
 
 
 def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.Lock()  # another thread may have held it
-    if _worker is not None and not _worker.stopped:
-        _worker.forget()
+    global _condition
+    _condition = threading.Condition()  # another thread may have held it
+    for seat in _seats:
+        if seat.worker is not None and not seat.worker.stopped:
+            seat.worker.forget()
+    _seats.clear()
+    _free.clear()
 
 
 def _exit() -> None:
-    if _worker is not None and _worker.owner == os.getpid() and not _worker.stopped:
-        _worker.stop()
+    for seat in _seats:
+        seat.stop()
 
 
 if hasattr(os, "register_at_fork"):

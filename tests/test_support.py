@@ -1,0 +1,424 @@
+"""plan and support: which graphs a function holds, for which GPU, and what cuDNN makes of them."""
+
+import dataclasses
+import doctest
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core import build, collect, compat, cuda, planner, support, support_value
+from jax_cudnn._core.plan import Plan
+from jax_cudnn.bench.cases import add_gelu, conv_bias_relu, matmul_bias_gelu
+from jax_cudnn.deviceless import profiles
+
+H200, A100 = profiles.get("H200"), profiles.get("A100")
+X = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
+IMAGE, WEIGHT = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 64, 8, 8), (64, 64, 3, 3)))
+
+
+@jc.graph
+def relu(g, x, slope=None):
+    return g.relu(x, negative_slope=slope)
+
+
+@jc.graph
+def double(g, x):
+    return g.add(x, x)
+
+
+@jc.graph
+def two_convolutions(g, x, w):
+    return g.conv_fprop(g.relu(g.conv_fprop(x, w, padding=[1, 1])), w, padding=[1, 1])
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """Planning replaced by a stand-in: the names and GPUs that were asked for. ``double`` has no
+    engine on an A100."""
+    asked = []
+
+    def plan(spec, site, name):
+        asked.append((name, site))
+        if name == "double" and site == A100:
+            reasons = {"engine 1": "not supported (CUDNN_STATUS)", "engine 2": "a shape is wrong"}
+            raise jc.UnsupportedGraphError("double: no engine", reasons=reasons)
+        kind = getattr(site, "device_name", "NVIDIA H200")
+        return Plan("{}", "eng0", 91900, kind, 3 << 20, 0, (), (), b"", 7)
+
+    monkeypatch.setattr(planner, "plan", plan)
+    monkeypatch.setattr(support, "_versions", lambda gpus: ("9.19.0", "1.28.0"))
+    return asked
+
+
+# -- which graphs --------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def with_own_derivative(x):
+    return double(x)
+
+
+with_own_derivative.defvjp(lambda x: (double(x), None), lambda _, cotangent: (cotangent,))
+
+
+def over_a_mesh(x):
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("d",))
+    return jax.shard_map(double, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))(x)
+
+
+HIDING_PLACES = {
+    "called": lambda x: double(relu(x)),
+    "jit": jax.jit(lambda x: double(relu(x))),
+    "nested jit": jax.jit(lambda x: jax.jit(double)(jax.jit(relu)(x))),
+    "scan": lambda x: jax.lax.scan(lambda c, _: (double(c), None), relu(x), None, length=3)[0],
+    "while": lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, double, relu(x)),
+    "cond": lambda x: jax.lax.cond(x[0, 0] > 0, double, relu, x),
+    "remat": lambda x: jax.checkpoint(double)(relu(x)),
+    "custom_vjp": lambda x: with_own_derivative(relu(x)),
+    "grad": jax.grad(lambda x: double(relu(x)).sum().astype(float)),
+    "shard_map": lambda x: over_a_mesh(relu(x)),
+}
+
+
+@pytest.mark.parametrize("where", HIDING_PLACES)
+def test_graphs_are_found_wherever_a_program_holds_them(where):
+    found = collect.graphs(HIDING_PLACES[where], (X,), {})
+    assert sorted(found) == ["double", "relu"]
+    shape = (4, 16) if where == "shard_map" else (8, 16)  # the shape of one device
+    assert found["double"].input_tensors[0].shape == shape
+
+
+def test_equal_graphs_are_one_and_different_ones_are_numbered():
+    def fn(x):
+        return relu(relu(x)) + relu(x, 0.5) + relu(x[:4]).sum()
+
+    found = collect.graphs(fn, (X,), {})
+    assert list(found) == ["relu", "relu 2", "relu 3"]
+    assert [spec.input_tensors[0].shape[0] for spec in found.values()] == [8, 8, 4]
+
+
+def test_pytrees_statics_and_other_python_values_reach_the_function():
+    seen = {}
+
+    def fn(parameters, mode, size, *, slope, bias):
+        seen.update(mode=mode, size=size, slope=slope)
+        return relu(parameters["x"][:size] + bias, slope)
+
+    arguments = ({"x": X}, "mode", 4)
+    (spec,) = collect.graphs(fn, arguments, {"slope": 0.5, "bias": np.float32(2)}).values()
+    assert seen == {"mode": "mode", "size": 4, "slope": 0.5}
+    assert (spec.input_tensors[0].shape, spec.calls[0].node.negative_slope) == ((4, 16), 0.5)
+    static = jax.jit(fn, static_argnums=(1, 2), static_argnames=("slope",))
+    assert list(collect.graphs(static, arguments, {"slope": 0.5, "bias": 1.0})) == ["relu"]
+
+
+def test_graph_function_keeps_its_statics():
+    (spec,) = collect.graphs(relu, (X, 0.25), {}).values()
+    assert spec.calls[0].node.negative_slope == 0.25
+
+
+@pytest.mark.parametrize("call", [jc.plan, jc.support])
+def test_function_without_a_graph_is_told(call, plans):
+    with pytest.raises(jc.GraphError, match="sum_of holds no cuDNN graph") as caught:
+        call(_sum_of, X)
+    assert "@jax_cudnn.graph" in caught.value.fix
+    with pytest.raises(jc.GraphTypeError, match="int"):
+        call(3, X)
+    assert plans == []
+
+
+def _sum_of(x):
+    return x.sum()
+
+
+def test_symbolic_dimensions_are_told(plans):
+    x = jax.ShapeDtypeStruct((jax.export.symbolic_shape("batch")[0], 4), jnp.float32)
+    for fn in (relu, jax.jit(relu)):
+        with pytest.raises(jc.GraphError, match="relu: symbolic dimensions"):
+            jc.support(fn, x)
+
+
+# -- plan ----------------------------------------------------------------------------------------
+
+
+def test_plan_takes_any_function_with_one_graph(plans):
+    with jc.target("H200"):
+        assert jc.plan(jax.jit(lambda x: relu(x, 0.5) * 2), X).engine == "eng0"
+    assert plans == [("relu", H200)]
+
+
+def test_plan_of_several_graphs_names_them_and_support(plans):
+    def both(x):
+        return double(relu(x))
+
+    with pytest.raises(jc.GraphError, match="both holds 2 graphs") as caught:
+        jc.plan(both, X)
+    assert "relu, double" in str(caught.value)
+    assert "jax_cudnn.support" in caught.value.fix
+
+
+def test_plan_for_several_gpus(plans):
+    mine = jc.Profile("mine", 90, "NVIDIA Mine", H200.properties_json)
+    made = jc.plan(relu, X, gpus=["h200", mine, "NVIDIA A100-SXM4-80GB", "H200"])
+    assert {gpu: plan.device_name for gpu, plan in made.items()} == {
+        "H200": "NVIDIA H200",
+        "mine": "NVIDIA Mine",
+        "A100": "NVIDIA A100-SXM4-80GB",
+    }
+    assert [site for _, site in plans] == [H200, mine, A100]
+
+
+@pytest.mark.parametrize("call", [jc.plan, jc.support])
+@pytest.mark.parametrize("gpus", ["H200", [], ["H200", None], 3, ["H300"]], ids=str)
+def test_wrong_gpus_are_told(call, gpus, plans):
+    with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
+        call(relu, X, gpus=gpus)
+    other = dataclasses.replace(A100, name="H200")
+    with pytest.raises(jc.TargetError, match="two different profiles"):
+        call(relu, X, gpus=["H200", other])
+    assert plans == []
+
+
+# -- the GPUs of this process, as far as the choice looks at them --------------------------------
+
+
+@dataclasses.dataclass
+class Device:
+    device_kind: str = "NVIDIA H200"
+    local_hardware_id: int = 0
+    process_index: int = 0
+    platform: str = "gpu"
+    client: types.SimpleNamespace = dataclasses.field(
+        default_factory=lambda: types.SimpleNamespace(platform_version="cuda 13000")
+    )
+
+
+CPU = Device("cpu", platform="cpu")
+L4 = Device("NVIDIA L4", 5)
+
+
+@pytest.fixture
+def machine(monkeypatch, plans):
+    """A function that gives this process devices and a default one."""
+
+    def give(devices, default=None):
+        by_name = {"cuda": devices, "cpu": [CPU]}
+        local = lambda backend=None: by_name.get(backend, devices)  # noqa: E731
+        monkeypatch.setattr(jax, "local_devices", local)
+        monkeypatch.setattr(compat, "default_device", lambda: default)
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("default", "ordinal"),
+    [(None, 0), (Device(local_hardware_id=1), 1), (L4, 5), (CPU, 0), ("cuda", 0), ("cpu", 0)],
+    ids=str,
+)
+def test_plan_is_for_the_default_device_if_that_is_a_gpu(default, ordinal, machine, plans):
+    machine([Device(), Device(local_hardware_id=1)], default)
+    jc.plan(relu, X)
+    with jc.target("H200"):
+        jc.plan(relu, X)
+    assert plans == [("relu", cuda.CudaDevice(ordinal)), ("relu", H200)]
+
+
+def test_default_device_is_read_from_jax():
+    cpu = jax.devices("cpu")[1]
+    with jax.default_device(cpu):
+        assert compat.default_device() is cpu
+
+
+def test_plan_without_a_gpu_and_target_lists_the_profiles(machine):
+    machine([CPU])
+    with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
+        jc.plan(relu, X)
+
+
+def test_support_plans_for_local_gpus_with_their_handles(machine, plans):
+    machine([Device(local_hardware_id=1), Device(local_hardware_id=2), L4])
+    found = jc.support(relu, X)
+    assert found.gpus == ("A100", "H100", "H200", "B200", "L4")
+    sites = dict(zip(found.gpus, (site for _, site in plans), strict=True))
+    assert sites["H200"] == cuda.CudaDevice(1)
+    assert sites["L4"] == cuda.CudaDevice(5)
+    assert {row.gpu: row.basis for row in found} == {
+        **dict.fromkeys(("H200", "L4"), support_value.DEVICE),
+        **dict.fromkeys(("A100", "H100", "B200"), support_value.PUBLIC),
+    }
+    assert "L4 (here)" in str(found)
+    machine([CPU])
+    assert jc.support(relu, X)["H200"].rows[0].basis == support_value.MEASURED
+
+
+# -- the value -----------------------------------------------------------------------------------
+
+
+def test_support_is_a_table_of_graphs_and_gpus(plans):
+    found = jc.support(HIDING_PLACES["called"], X, gpus=["H200", "A100"])
+    assert (found.graphs, found.gpus, len(found)) == (("relu", "double"), ("H200", "A100"), 4)
+    assert not found
+    assert found["H200"]
+    assert not found["A100"]
+    assert found["A100", "relu"].supported
+    row = found["A100", "double"]
+    assert (row.supported, row.engine, row.workspace_bytes) == (False, None, None)
+    assert row.reason == "a shape is wrong"  # an engine without an explanation says less
+    assert dict(row.reasons) == {
+        "engine 1": "not supported (CUDNN_STATUS)",
+        "engine 2": "a shape is wrong",
+    }
+    with pytest.raises(KeyError, match="H200, A100"):
+        found["H300"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.rows = ()
+    assert hash(found) == hash(jc.support(HIDING_PLACES["called"], X, gpus=["H200", "A100"]))
+
+
+def test_support_prints_as_aligned_text_and_as_markdown(plans):
+    found = jc.support(HIDING_PLACES["called"], X, gpus=["H200", "A100"])
+    assert str(found).splitlines() == [
+        "graph   GPU    engine    workspace  candidates",
+        "relu    H200   eng0      3.0 MiB    7",
+        "relu    A100*  eng0      3.0 MiB    7",
+        "double  H200   eng0      3.0 MiB    7",
+        "double  A100*  none [1]",
+        "[1]: a shape is wrong",
+        "*: a profile from public specifications, not read on a device",
+        "planned by cuDNN 9.19.0, nvidia-cudnn-frontend 1.28.0",
+    ]
+    assert "| double | A100* | none [1] |  |  |" in found.to_markdown().splitlines()
+    assert "- [1]: a shape is wrong" in found.to_markdown()
+    data = json.loads(json.dumps(found.to_json()))
+    assert data["cudnn"] == "9.19.0"
+    assert data["rows"][3]["reasons"]["engine 2"] == "a shape is wrong"
+    assert data["rows"][0] == {
+        "graph": "relu",
+        "gpu": "H200",
+        "basis": "measured profile",
+        "supported": True,
+        "engine": "eng0",
+        "workspace_bytes": 3 << 20,
+        "candidates": 7,
+        "reason": "",
+        "reasons": {},
+    }
+
+
+def test_failures_that_are_no_answer_of_cudnn_are_raised(plans, monkeypatch):
+    def fail(spec, site, name):
+        raise jc.LibraryError("no cuDNN")
+
+    monkeypatch.setattr(planner, "plan", fail)
+    with pytest.raises(jc.LibraryError):
+        jc.support(relu, X, gpus=["H200"])
+
+
+def test_documented_examples_run():
+    result = doctest.testmod(support)
+    assert result.attempted >= 6
+    assert result.failed == 0
+
+
+# -- for real ------------------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("case", [conv_bias_relu, matmul_bias_gelu, add_gelu], ids=lambda c: c.name)
+def test_every_profile_plans(case):
+    made = jc.plan(case.function, *case.avals, gpus=profiles.names())
+    found = jc.support(case.function, *case.avals, gpus=profiles.names())
+    assert found
+    for profile in profiles.shipped():
+        plan, row = made[profile.name], found[profile.name, case.name]
+        assert plan.device_name == profile.device_name
+        assert plan.engine.startswith("eng")
+        figures = plan.engine, plan.workspace_bytes, plan.candidates
+        assert (row.engine, row.workspace_bytes, row.candidates) == figures
+        assert f'multiProcessorCount\\":{_sms(profile)}' in json.dumps(plan.text)
+
+
+def _sms(profile):
+    return json.loads(profile.properties_json)["multiProcessorCount"]
+
+
+@pytest.mark.deviceless
+def test_what_no_gpu_can_run_is_said_in_words():
+    found = jc.support(jax.jit(two_convolutions), IMAGE, WEIGHT, gpus=profiles.names())
+    assert [row.supported for row in found] == [False] * 4
+    for row in found:
+        assert row.reason.startswith("more than one convolution or matmul in one graph")
+        assert len(row.reasons) > 1
+        assert row.reason in dict(row.reasons).values()
+    assert str(found).count("more than one convolution") == 1
+    with pytest.raises(jc.UnsupportedGraphError, match=r"on H200\n") as measured:
+        jc.plan(two_convolutions, IMAGE, WEIGHT, gpus=["H200"])
+    assert measured.value.reasons == dict(found["H200"].rows[0].reasons)
+    with pytest.raises(jc.UnsupportedGraphError, match=r"on A100 \(a profile from public spec"):
+        jc.plan(two_convolutions, IMAGE, WEIGHT, gpus=["A100"])
+
+
+@pytest.mark.deviceless
+def test_what_an_older_gpu_cannot_run_is_said_in_words():
+    x = jax.ShapeDtypeStruct((1, 64, 64), jnp.float8_e4m3fn)
+    found = jc.support(jc.graph(lambda g, x: g.matmul(x, x)), x, gpus=["A100", "B200"])
+    assert found["B200"]
+    assert not found["A100"]
+    assert found["A100"].rows[0].reason.startswith("this GPU has no tensor cores for the data")
+
+
+@pytest.mark.deviceless
+def test_engine_whose_kernel_does_not_compile_is_passed_over():
+    # One array as both operands: what cuDNN 9.28 proposes first for Hopper does not compile.
+    x = jax.ShapeDtypeStruct((1, 64, 64), jnp.float8_e4m3fn)
+    (row,) = jc.support(jc.graph(lambda g, x: g.matmul(x, x)), x, gpus=["H200"])
+    assert row.supported
+
+
+def test_kernel_that_does_not_compile_is_a_reason_in_words_and_no_broken_installation():
+    class FakeCudnn:
+        cudnnGraphNotSupportedError = NotImplementedError
+
+    spec = relu.trace(jnp.ones((2, 2)))[1].spec
+    with pytest.raises(jc.UnsupportedGraphError) as caught:
+        with build._reasons_of(spec, FakeCudnn):
+            raise RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_COMPILATION_FAILED")
+    assert "does not compile" in str(caught.value.reasons)
+
+
+@pytest.mark.deviceless
+def test_two_graphs_in_one_program_are_planned_each():
+    def fn(x, w):
+        step = jax.jit(lambda x: conv_bias_relu.function(x, w, jnp.zeros((1, 64, 1, 1), x.dtype)))
+        x, _ = jax.lax.scan(lambda c, _: (step(c), None), x, None, length=2)
+        return two_convolutions(x, w)
+
+    found = jc.support(fn, IMAGE, WEIGHT, gpus=["H200"])
+    assert [(row.graph, row.supported) for row in found] == [
+        ("conv_bias_relu", True),
+        ("two_convolutions", False),
+    ]
+
+
+@pytest.mark.gpu
+def test_support_here_is_planned_with_the_real_handle():
+    device = jax.local_devices()[0]
+    operands = conv_bias_relu.avals
+    found = jc.support(conv_bias_relu.function, *operands)
+    (row,) = (row for row in found if row.basis == support_value.DEVICE)
+    made = jc.plan(conv_bias_relu.function, *operands)
+    assert made.device_name == device.device_kind
+    assert (row.engine, row.workspace_bytes, row.candidates) == (
+        made.engine,
+        made.workspace_bytes,
+        made.candidates,
+    )
+    site = cuda.CudaDevice(device.local_hardware_id)
+    spec = conv_bias_relu.function.trace(*operands)[1].spec
+    assert planner.plan(spec, site, "f") is made  # built with the device's handle, kept
+    assert {"A100", "H100", "H200", "B200"} <= {*found.gpus}
