@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,11 +17,17 @@ from .._core.trace import GraphFunction, graph
 
 @dataclass(frozen=True)
 class Case:
-    """A graph function with the shapes and dtypes of its operands."""
+    """A graph function with the shapes and dtypes of its operands.
+
+    ``planned`` is False for graphs that cuDNN refuses, in words. ``positive`` holds the positions
+    of operands that are at least 0.25.
+    """
 
     name: str
     function: GraphFunction
     avals: tuple[jax.ShapeDtypeStruct, ...]
+    planned: bool = True
+    positive: frozenset[int] = frozenset()
 
     def operands(self, key: jax.Array) -> list[jax.Array]:
         """Random operands; weights of products are scaled so that results have unit variance."""
@@ -34,10 +41,11 @@ class Case:
                 fan_in[weight] = contracted or math.prod(shape[1:])
         names = dict(zip(trace.operands, trace.spec.inputs, strict=True))
         keys = jax.random.split(key, len(self.avals))
-        return [
+        operands = [
             _random(k, aval, fan_in.get(names.get(i, ""), 1) ** -0.5)
             for i, (k, aval) in enumerate(zip(keys, self.avals, strict=True))
         ]
+        return [jnp.abs(x) + 0.25 if i in self.positive else x for i, x in enumerate(operands)]
 
 
 def _random(key: jax.Array, aval: jax.ShapeDtypeStruct, scale: float) -> jax.Array:
@@ -86,7 +94,8 @@ def _of_example(method: str, node: type[Node], number: int, example: Example) ->
         for name, given in shapes.items()
         for shape in (given if name in variadic else [given])
     ]
-    return case(*avals)(fn)
+    positive = frozenset(list(shapes).index(port) for port in example.positive)
+    return dataclasses.replace(case(*avals)(fn), planned=example.alone, positive=positive)
 
 
 _IMAGE, _WEIGHT, _BIAS = (8, 64, 28, 28), (64, 64, 3, 3), (1, 64, 1, 1)
@@ -175,6 +184,81 @@ def volume(g, x):
     return g.swish(x * 0.5)
 
 
+_GEMM = (((1, 64, 128), "bfloat16"), ((1, 128, 96), "bfloat16"))
+
+
+@case(*_GEMM)
+def matmul_of_transposed(g, x, w):
+    x = x.set_stride([64 * 128, 1, 64])
+    return g.matmul(x, w.set_stride([128 * 96, 1, 128])).set_stride([64 * 96, 1, 64])
+
+
+@case(((1, 64, 128), "bfloat16"), ((1, 128, 96), "int8"))
+def matmul_of_int8_weights(g, x, w):
+    return g.matmul(x, g.identity(w).set_data_type("bfloat16"))
+
+
+_HALF_CONV = ((_IMAGE, "float16"), (_WEIGHT, "float16"))
+
+
+@case(*_HALF_CONV, ((8, 32, 28, 28), "float16"))
+def conv_concatenated(g, x, w, skip):
+    y = g.conv_fprop(x, w, **_SAME).set_data_type("float16")
+    return g.concatenate([y, skip], axis=1)
+
+
+@case(*_HALF_CONV)
+def conv_with_statistics(g, x, w):
+    y = g.conv_fprop(x, w, **_SAME).set_data_type("float16")
+    return (y, *g.genstats(y))
+
+
+@case(*_HALF_CONV, (_BIAS, "float16"), (_BIAS, "float16"))
+def normalized_conv_with_statistics(g, x, w, scale, b):
+    x = g.mul(x, scale).set_data_type("float16")
+    x = g.relu(g.add(x, b).set_data_type("float16")).set_data_type("float16")
+    y = g.conv_fprop(x, w, **_SAME).set_data_type("float16")
+    return (y, *g.genstats(y))
+
+
+@case((_IMAGE, "bfloat16"), (_WEIGHT, "bfloat16"), (_IMAGE, "bfloat16"))
+def conv_relu_backward(g, x, w, activated):
+    return g.relu_backward(g.conv_fprop(x, w, **_SAME), activated)
+
+
+@case((_IMAGE, "bfloat16"), (_WEIGHT, "bfloat16"), (_IMAGE, "bool"))
+def conv_masked(g, x, w, mask):
+    return g.binary_select(g.conv_fprop(x, w, **_SAME), 0.0, mask)
+
+
+@case((_IMAGE, "bfloat16"), (_IMAGE, "bfloat16"))
+def relu_backward_and_bias_gradient(g, gradient, x):
+    dx = g.relu_backward(gradient, x)
+    return dx, g.reduction(dx, mode="ADD", out_dims=[1, 64, 1, 1])
+
+
+@case((_IMAGE, "bfloat16"), (_IMAGE, "bfloat16"), (_IMAGE, "bool"))
+def logic(g, x, y, mask):
+    chosen = g.logical_and(g.logical_or(g.cmp_gt(x, y), mask), g.logical_not(g.cmp_lt(x, -1.0)))
+    return g.binary_select(x, y, chosen)
+
+
+@case((_IMAGE, "float32"),)
+def lower_triangles(g, x):
+    return g.binary_select(x, -1e9, g.cmp_ge(g.gen_index(x, axis=2), g.gen_index(x, axis=3)))
+
+
+@case(((1, 16, 64), "float32"), ((1, 64, 96), "float32"))
+def matmul_product_of_rows(g, x, w):
+    return g.reduction(g.matmul(x, w), mode="MUL", out_dims=[1, 1, 96])
+
+
+@case(((1, 128, 64), "bfloat16"), ((1, 64, 96), "bfloat16"))
+def matmul_and_its_largest_magnitude(g, x, w):
+    y = g.matmul(x, w)
+    return y, g.reduction(y, mode="AMAX")
+
+
 FUSIONS: tuple[Case, ...] = (
     volume,
     conv_times_product_of_scales,
@@ -192,6 +276,18 @@ FUSIONS: tuple[Case, ...] = (
     matmul_bias,
     add_gelu,
     mul_sum_over_channels,
+    conv_relu_backward,
+    conv_masked,
+    relu_backward_and_bias_gradient,
+    logic,
+    lower_triangles,
+    matmul_product_of_rows,
+    matmul_and_its_largest_magnitude,
+    matmul_of_transposed,
+    matmul_of_int8_weights,
+    conv_concatenated,
+    conv_with_statistics,
+    normalized_conv_with_statistics,
 )
 
 

@@ -14,7 +14,8 @@ from .._core.context import target
 from .._core.cuda import device_nodes
 from .._core.errors import LibraryError
 from .._core.package import install
-from .._core.trace import graph, plan
+from .._core.support import plan
+from .._core.trace import graph
 
 _CHANNELS = 32
 _SECONDS = 5.0

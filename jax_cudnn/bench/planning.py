@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from .._core import planner
-from .._core.trace import graph, plan
+from .._core.support import plan
+from .._core.trace import graph
 from .cases import FUSIONS
 from .timing import summary
 

@@ -2,43 +2,111 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .._core.cuda import device_nodes
-from .._core.errors import TargetError
+from .._core.errors import GraphError, TargetError
+from .comparison import Formulation
+from .models import ModelCase, Operand, model_cases
+from .tables import RESULTS as RESULTS
+from .tables import render as render
+from .tables import render_cases as render_cases
 
-RESULTS = Path(__file__).parent / "results"
 _MODES = {"command_buffers": "", "no_command_buffers": "--xla_gpu_enable_command_buffer="}
+_SECONDS = 2.0  # of rounds a case: all cases, compilation included, take some minutes
 _PROCESSES = 3  # of each mode: the host's speed differs from process to process
 
 
-def run(out: Path) -> dict[str, Any]:
-    """All measurements on this machine's GPU; writes ``<model>.json`` into ``out``."""
+def run(out: Path, only: str | None = None) -> dict[str, Any]:
+    """All measurements, or the cases that ``only`` names, on this machine's GPU.
+
+    Writes ``<model>.json`` into ``out``, or ``<model>-partial.json`` with ``only``.
+    """
+    cases = select(only)
     if not device_nodes():
         raise TargetError(
             "bench needs an NVIDIA GPU",
             got="no NVIDIA device on this machine",
             fix="run it on a machine with a GPU; `python -m jax_cudnn demo` runs anywhere",
         )
+    if only is not None:
+        return _write(_measured(cases), out, "-partial")
     # The processes that measure come first: this one must not hold the GPU's memory then.
     host = {mode: [_host(flags) for _ in range(_PROCESSES)] for mode, flags in _MODES.items()}
-    from . import planning, timing
+    from . import planning
 
-    environment = timing.environment()
-    result = {"environment": environment, "host": host}
-    result.update(planning.tracing())
-    result.update(planning.planning())
-    name = environment["device"].removeprefix("NVIDIA ").lower().replace(" ", "-")
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(render(result))
-    print(f"written to {path}")
+    result = {"host": host, **planning.tracing(), **planning.planning(), **_measured(cases)}
+    print(render(result) + "\n")
+    return _write(result, out)
+
+
+def run_function(
+    name: str,
+    function: Callable[..., Any],
+    avals: Sequence[Any],
+    *,
+    against: tuple[str, Callable[..., Any]] | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """A user's function on random operands against another, or against its graphs' references.
+
+    Runs on whatever device JAX has; writes ``<name>.json`` when ``out`` is given. An exception
+    of the function is raised.
+    """
+    from .programs import with_references
+
+    label, other = against or ("its reference in XLA", with_references(function))
+    operands = tuple(Operand(a.shape, a.dtype.name) for a in avals)
+    case = ModelCase(name, "", "", function, {label: Formulation(other)}, operands)
+    return _write(_measured([case], tolerant=False), out, name=name)
+
+
+def select(only: str | None) -> list[ModelCase]:
+    """The cases whose names hold ``only`` (``*`` and ``?`` as in a shell); all for None."""
+    cases = list(model_cases())
+    if only is None:
+        return cases
+    chosen = [case for case in cases if fnmatch.fnmatchcase(case.name, f"*{only}*")]
+    if not chosen:
+        raise GraphError(
+            "no case has such a name",
+            expected="a part of a name that `python -m jax_cudnn bench --list` prints",
+            got=repr(only),
+        )
+    return chosen
+
+
+def listing() -> str:
+    """The names of all cases with their operands."""
+    return "\n".join(f"{c.name}  {' '.join(map(str, c.operands))}" for c in model_cases())
+
+
+def _measured(cases: Sequence[ModelCase], **options: Any) -> dict[str, Any]:
+    from . import measure, timing
+
+    entries = measure.measure(cases, seconds=_SECONDS, **options)
+    return {"environment": timing.environment(), "cases": entries}
+
+
+def _write(
+    result: dict[str, Any], out: Path | None, suffix: str = "", name: str | None = None
+) -> dict[str, Any]:
+    result = {"environment": result.pop("environment"), **result}
+    print(render_cases(result))
+    if out is not None:
+        device = result["environment"]["device"].removeprefix("NVIDIA ").lower()
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / (re.sub(r"[^\w.]+", "-", name or device) + suffix + ".json")
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {path}")
     return result
 
 
@@ -51,39 +119,3 @@ def _host(flags: str) -> dict[str, Any]:
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def render(result: dict[str, Any]) -> str:
-    """The figures as the Markdown that BUILD.md shows."""
-    e = result["environment"]
-    rows = ["| what | jax_cudnn | XLA's own |", "|---|---|---|"]
-    for mode, runs in result["host"].items():
-        for run in runs:
-            chain = run["chain_us_per_convolution"]
-            rows.append(
-                f"| chain of 200 tiny convolutions, {mode.replace('_', ' ')}, us each "
-                f"| {_spread(chain['ours'])} | {_spread(chain['xla'])} |"
-            )
-    for run in result["host"]["no_command_buffers"]:
-        ns = run["ns_per_call"]
-        rows.append(
-            f"| host ns a call: initialize {ns['initialize']:.0f} + execute {ns['execute']:.0f}, "
-            f"of which cudnnBackendExecute {ns['cudnnBackendExecute']:.0f} "
-            f"| {ns['added']:.0f} added | |"
-        )
-    trace = _spread(result["first_trace_of_10_nodes_ms"])
-    rows.append(f"| first trace of a graph of 10 nodes, ms | {trace} | |")
-    rows.append(
-        f"| plan of a fusion, cold, ms (median of {len(result['cold_plan_ms'])}; largest) "
-        f"| {result['cold_plan_ms_median']}; {max(result['cold_plan_ms'].values())} | |"
-    )
-    rows.append(f"| plan from memory, ms | {_spread(result['from_memory_ms'])} | |")
-    return (
-        f"{e['device']}, {e['date']}, cuDNN {e['cudnn']}, jax {e['jax']}, "
-        f"nvidia-cudnn-frontend {e['nvidia-cudnn-frontend']}; median (smallest to largest); "
-        "one row for each of three processes.\n\n" + "\n".join(rows)
-    )
-
-
-def _spread(values: dict[str, float]) -> str:
-    return f"{values['median']:g} ({values['min']:g} to {values['max']:g})"

@@ -4,57 +4,91 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from .._core import frontend
+from .._core.errors import LibraryError
 
 
 def interleaved(
-    functions: dict[str, Callable[..., Any]], operands: Sequence[Any], *, rounds: int, calls: int
+    functions: Mapping[str, Callable[..., Any]],
+    operands: Sequence[Any],
+    *,
+    rounds: int,
+    calls: int,
+    seconds: float = math.inf,
+    least: int = 7,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds a call of each function, one figure a round, the functions taking turns.
 
-    Each round dispatches ``calls`` executions and waits for the last, after a warm-up.
+    Each round dispatches ``calls`` executions of each function and waits for the last, after a
+    warm-up. Rounds end early, but not before ``least`` of them, once ``seconds`` have passed.
     """
     for function in functions.values():
         for _ in range(3):
             jax.block_until_ready(function(*operands))
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    began = clock()
+    for number in range(rounds):
+        if number >= least and clock() - began > seconds:
+            break
         for name, function in functions.items():
-            start = time.perf_counter()
+            start = clock()
             result = None
             for _ in range(calls):
                 result = function(*operands)
             jax.block_until_ready(result)
-            seconds[name].append((time.perf_counter() - start) / calls)
-    return seconds
+            times[name].append((clock() - start) / calls)
+    return times
 
 
 def summary(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
-    """Median, smallest and largest, times ``scale``."""
+    """Median, smallest, largest and the quartiles, times ``scale``."""
     scaled = sorted(value * scale for value in values)
-    return {
-        "median": round(statistics.median(scaled), 3),
-        "min": round(scaled[0], 3),
-        "max": round(scaled[-1], 3),
+    q1, _, q3 = (
+        statistics.quantiles(scaled, n=4, method="inclusive") if len(scaled) > 1 else scaled * 3
+    )
+    figures = {
+        "median": statistics.median(scaled),
+        "min": scaled[0],
+        "max": scaled[-1],
+        "q1": q1,
+        "q3": q3,
     }
+    return {name: round(value, 3) for name, value in figures.items()}
 
 
 def environment() -> dict[str, Any]:
     """Date, device and versions of a measurement."""
-    cudnn = frontend.load()
     device = jax.devices()[0]
-    packages = ("jax-cudnn", "jax", "jaxlib", "nvidia-cudnn-frontend")
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device.device_kind,
         "platform": device.client.platform_version.splitlines()[0],
-        "cudnn": frontend.version_text(cudnn.backend_version()),
-        **{package: importlib.metadata.version(package) for package in packages},
+        "cudnn": _cudnn(),
+        **{package: _version(package) for package in _PACKAGES},
     }
+
+
+_PACKAGES = ("jax-cudnn", "jax", "jaxlib", "nvidia-cudnn-frontend")
+
+
+def _cudnn() -> str:
+    try:
+        return frontend.version_text(frontend.load().backend_version())
+    except LibraryError:  # on a machine where only references run
+        return "none"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,93 @@
+"""Whether two results are the same up to rounding: checked before anything is timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError
+
+# Products of float32 operands may be rounded to TF32 (10 bits) by either side.
+_TF32_EPS = 2.0**-10
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a result is from the expected one.
+
+    Attributes:
+        relative: ``|got - want| / |want|`` in the Euclidean norm, the largest over all leaves.
+        worst: ``max |got - want| / (|want| + rms(want))`` over all elements. A wrong tile in a
+            large array, which the norm would hide, is of order 1 here.
+    """
+
+    relative: float
+    worst: float
+
+    def within(self, tolerance: float) -> bool:
+        """Both figures; single elements may be four times as far off as all together."""
+        return self.relative <= tolerance and self.worst <= 4 * tolerance
+
+    def json(self) -> dict[str, float | None]:
+        """As JSON has no infinity: None where a value is not finite."""
+        figures = {"relative": self.relative, "worst": self.worst}
+        return {k: float(f"{v:.3g}") if math.isfinite(v) else None for k, v in figures.items()}
+
+
+def difference(got: Any, want: Any) -> Difference:
+    """The Difference of two pytrees of arrays; GraphError when their shapes differ."""
+    ours, theirs = jax.tree.leaves(got), jax.tree.leaves(want)
+    shapes = [[leaf.shape for leaf in leaves] for leaves in (ours, theirs)]
+    if shapes[0] != shapes[1]:
+        raise GraphError(
+            "the functions return different shapes",
+            expected=str(shapes[1]),
+            got=str(shapes[0]),
+            fix="compare functions that compute the same thing, or give a Formulation whose "
+            "`finish` brings the result into the common form",
+        )
+    figures = [jax.device_get(_of_leaf(a, b)) for a, b in zip(ours, theirs, strict=True) if a.size]
+    relative, worst = ([float(pair[i]) for pair in figures] for i in (0, 1))
+    return Difference(_largest(relative), _largest(worst))
+
+
+def _largest(values: list[float]) -> float:
+    """The largest; infinity for NaN, which max would pass over."""
+    return max((math.inf if math.isnan(value) else value for value in values), default=0.0)
+
+
+@jax.jit
+def _of_leaf(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
+    a, b = got.astype(jnp.float32), want.astype(jnp.float32)
+    same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))  # equal infinities are equal
+    error = jnp.where(same, 0, jnp.abs(a - b))
+    square = jnp.mean(jnp.where(jnp.isfinite(b), b * b, 0))
+    tiny = jnp.finfo(jnp.float32).tiny
+    relative = jnp.sqrt(jnp.mean(error * error) / (square + tiny))
+    size = jnp.where(jnp.isfinite(b), jnp.abs(b), 0) + jnp.sqrt(square)
+    return relative, jnp.max(error / (size + tiny))
+
+
+def tolerance(operands: Sequence[Any], results: Any) -> float:
+    """Twice the machine epsilon of the coarsest type that either side may round to.
+
+    That is 2**-6 for bfloat16, about nine times the error of one rounding, so that epilogues in
+    bfloat16 pass and a wrong operand does not. An 8-bit float is exact in a product and counts
+    only as a result.
+    """
+    coarsest = _TF32_EPS
+    for leaf in jax.tree.leaves(results):
+        coarsest = max(coarsest, _eps(leaf.dtype))
+    for leaf in jax.tree.leaves(operands):
+        if leaf.dtype.itemsize > 1:
+            coarsest = max(coarsest, _eps(leaf.dtype))
+    return 2 * coarsest
+
+
+def _eps(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0

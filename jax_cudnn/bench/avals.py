@@ -1,0 +1,118 @@
+"""Shapes and functions as a user writes them in a shell: ``bf16[8,64,28,28]``, ``module:name``."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError, GraphTypeError
+
+_SHORT = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+    "s8": "int8",
+    "s16": "int16",
+    "s32": "int32",
+    "s64": "int64",
+    "i8": "int8",
+    "i16": "int16",
+    "i32": "int32",
+    "i64": "int64",
+    "u8": "uint8",
+    "u16": "uint16",
+    "u32": "uint32",
+    "u64": "uint64",
+    "pred": "bool",
+}
+_AVAL = re.compile(r"\s*(\w+)\s*\[([\d\s,]*)\]\s*")
+
+
+def parse_aval(text: str) -> jax.ShapeDtypeStruct:
+    """The shape and dtype in ``dtype[sizes]``, as JAX and XLA print them.
+
+    ``bf16[8,64,28,28]``, ``bfloat16[8,64]``, ``f8e4m3fn[128,128]``, ``s8[4]``; ``f32[]`` is a
+    scalar. Raises GraphError for other text, GraphTypeError for an unknown dtype.
+
+    Example:
+        >>> parse_aval("bf16[8,64]")
+        ShapeDtypeStruct(shape=(8, 64), dtype=bfloat16)
+    """
+    match = _AVAL.fullmatch(text)
+    sizes = match[2].strip().removesuffix(",") if match else ""
+    if match is None or (sizes and not all(size.strip().isdigit() for size in sizes.split(","))):
+        raise GraphError(
+            "this is no shape with a dtype",
+            expected="dtype[sizes], for example bf16[8,64,28,28] or float32[]",
+            got=repr(text),
+            fix="write it without blanks, or in quotes: shells expand brackets",
+        )
+    try:
+        dtype = jnp.dtype(_SHORT.get(match[1], match[1]))
+    except TypeError as error:
+        raise GraphTypeError(
+            "no dtype of JAX has this name",
+            expected=f"a name such as bfloat16, or one of {', '.join(_SHORT)}",
+            got=f"{match[1]!r} in {text!r}",
+        ) from error
+    return jax.ShapeDtypeStruct(tuple(map(int, sizes.split(","))) if sizes else (), dtype)
+
+
+def load_function(text: str) -> Callable[..., Any]:
+    """The function that ``module:name`` names; ``name`` may have dots.
+
+    Modules in the current folder are found, too. Raises GraphError when there is no such module
+    or name, GraphTypeError when what it names cannot be called; an error inside the module is
+    that error.
+    """
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise GraphError(
+            "this names no function",
+            expected="module:function, for example mymodel.layers:conv_bias_relu",
+            got=repr(text),
+        )
+    found = _module(module, text)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise GraphError(
+                f"module {module!r} has no {name!r}",
+                expected="one of " + ", ".join(n for n in vars(found) if not n.startswith("_"))
+                if hasattr(found, "__dict__")
+                else None,
+                got=repr(text),
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise GraphTypeError(
+            f"{text} is no function",
+            expected="a function of arrays, such as one decorated with @jax_cudnn.graph",
+            got=type(found).__name__,
+        )
+    return found
+
+
+def _module(name: str, text: str) -> Any:
+    sys.path.insert(0, "")  # as for `python -m`: the current folder
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise  # something that the user's module imports is missing
+        raise GraphError(
+            f"there is no module {error.name!r}",
+            expected="a module that Python finds in the current folder or that is installed",
+            got=repr(text),
+            fix="run the command in the folder that holds it, or install it",
+        ) from error
+    finally:
+        sys.path.remove("")

@@ -1,0 +1,105 @@
+"""The subcommand ``python -m jax_cudnn bench``: its arguments and what each of them does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from .._core.errors import GraphError
+
+_EPILOG = """\
+examples:
+  bench                                       everything; writes <gpu>.json
+  bench --only resnet50 --out results         the cases with that in their names
+  bench mymodel:block "bf16[8,64,28,28]" "bf16[64,64,3,3]" --against mymodel:plain_block
+  bench --render results/h200.json --plot results/h200.svg
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds ``bench`` to the subcommands."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure on this machine's GPU against XLA, write JSON",
+        description="Measures named cases of real models, or your own function, against XLA.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("function", nargs="?", help="module:name of a function of arrays")
+    parser.add_argument("avals", nargs="*", help='its operands, such as "bf16[8,64,28,28]"')
+    parser.add_argument(
+        "--against", help="module:name of the plain function to compare with; by default the "
+        "function itself, its graphs computed by XLA"
+    )  # fmt: skip
+    parser.add_argument("--only", metavar="PATTERN", help="measure cases with this in their names")
+    parser.add_argument("--list", action="store_true", help="print the cases, measure nothing")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results")
+    parser.add_argument(
+        "--render", type=Path, metavar="FILE", help="print the tables of a result, measure nothing"
+    )
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="draw the ratios of the result")
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Runs it; 1 when some result is wrong or failed, so that scripts notice."""
+    from . import run
+
+    if options.list:
+        print(run.listing())
+        return 0
+    if options.render:
+        result = _read(options.render)
+        print(_tables(result, options.render))
+    elif options.function:
+        result = _function(options)
+    else:
+        result = run.run(options.out or Path("."), options.only)
+    if options.plot:
+        from .plot import plot
+
+        plot(result, options.plot)
+        print(f"drawn in {options.plot}")
+    bad = [n for n, e in result.get("cases", {}).items() if e["status"] in ("WRONG", "failed")]
+    return 1 if bad and not options.render else 0
+
+
+def _function(options: argparse.Namespace) -> dict[str, Any]:
+    from . import run
+    from .avals import load_function, parse_aval
+
+    if options.only:
+        raise GraphError("--only chooses among the named cases", got=f"{options.function}, too")
+    function = load_function(options.function)
+    avals = [parse_aval(text) for text in options.avals]
+    against = (options.against, load_function(options.against)) if options.against else None
+    return run.run_function(options.function, function, avals, against=against, out=options.out)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _no_result(path, repr(error)) from error
+    if not isinstance(result, dict) or "environment" not in result:
+        raise _no_result(path, "JSON of another kind")
+    return result
+
+
+def _tables(result: dict[str, Any], path: Path) -> str:
+    """Both tables; a result without one of them says so."""
+    from .run import render, render_cases
+
+    try:
+        return f"{render(result)}\n\n{render_cases(result)}"
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _no_result(path, repr(error)) from error
+
+
+def _no_result(path: Path, got: str) -> GraphError:
+    return GraphError(
+        f"{path} is no result of bench",
+        expected="the JSON that `python -m jax_cudnn bench` writes",
+        got=got,
+    )

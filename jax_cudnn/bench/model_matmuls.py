@@ -1,0 +1,185 @@
+"""Matrix products, reductions and gates of transformers' MLPs and of ConvNeXt's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.trace import graph
+from .comparison import Formulation
+from .models import ModelCase, Operand
+
+Array = jax.Array
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+_ACTIVATIONS = {
+    "relu": ("relu", jax.nn.relu),
+    "gelu": ("gelu_approx_tanh", lambda y: jax.nn.gelu(y, approximate=True)),
+}
+Built = tuple[Callable[..., Array], dict[str, Formulation], tuple[Operand, ...]]
+
+
+def _transposed(x: Array, w: Array, *rest: Array) -> tuple[Array, ...]:
+    """The weight (K, N) as (N, K): a model can hold it so."""
+    return x, w.T, *rest
+
+
+def _rows(x: Array, w: Array, dtype: Any) -> Array:
+    """``x @ w.T`` for a weight held as (N, K)."""
+    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def linear(m: int, k: int, n: int, activation: str) -> Built:
+    """activation(x @ w + b) in bfloat16."""
+    method, plain = _ACTIVATIONS[activation]
+
+    @graph
+    def matmul_bias_activation(g, x, w, b):
+        return getattr(g, method)(g.bias(g.matmul(x, w), b))
+
+    def ours(x, w, b):
+        return matmul_bias_activation(x[None], w[None], b[None, None])[0]
+
+    def in_bf16(x, w, b):
+        return plain(jnp.dot(x, w) + b)
+
+    def in_f32(x, w, b):
+        return plain(jnp.dot(x, w, preferred_element_type=F32) + b).astype(x.dtype)
+
+    def rows(x, w, b):
+        return plain(_rows(x, w, BF16) + b)
+
+    xla = {
+        "epilogue in bf16": Formulation(in_bf16),
+        "epilogue in f32": Formulation(in_f32),
+        "weight as (N, K), epilogue in bf16": Formulation(rows, _transposed),
+    }
+    return ours, xla, (Operand((m, k)), Operand((k, n), scale=k**-0.5), Operand((n,)))
+
+
+def fp8(m: int, k: int, n: int, activation: str | None) -> Built:
+    """[gelu(] x @ w * scale [+ b)] of float8_e4m3fn arrays, to bfloat16.
+
+    ``scale`` (1, 1) is an operand: the product of both arrays' scales. Hopper's tensor cores
+    read 8-bit operands along K, so the graph's weight lies in memory as (N, K), too.
+    """
+
+    @graph
+    def fp8_matmul(g, x, w, scale, *bias):
+        y = g.mul(g.matmul(x, w.set_stride([k * n, 1, k])), scale)
+        for b in bias:
+            y = g.gelu_approx_tanh(g.bias(y, b))
+        return y.set_data_type("bfloat16")
+
+    def ours(x, w, scale, *bias):
+        w = w.T[None]  # a bitcast for that memory order
+        return fp8_matmul(x[None], w, scale[None], *(b[None, None] for b in bias))[0]
+
+    def epilogue(y: Array, bias: tuple[Array, ...]) -> Array:
+        for b in bias:
+            y = jax.nn.gelu(y + b, approximate=True)
+        return y.astype(BF16)
+
+    def rows(x, w, scale, *bias):
+        return epilogue(_rows(x, w, F32) * scale, bias)
+
+    def columns(x, w, scale, *bias):
+        return epilogue(jnp.dot(x, w, preferred_element_type=F32) * scale, bias)
+
+    def dequantised(x, w, scale, *bias):
+        # The pattern that XLA's rewriter for 8-bit products looks for.
+        x, w = x.astype(BF16) * scale.astype(BF16), w.astype(BF16)
+        return epilogue(_rows(x, w, BF16), bias)
+
+    xla = {
+        "weight as (N, K)": Formulation(rows, _transposed),
+        "weight as (K, N)": Formulation(columns),
+        "dequantised operands, weight as (N, K)": Formulation(dequantised, _transposed),
+    }
+    e4m3 = "float8_e4m3fn"
+    operands = (Operand((m, k), e4m3), Operand((k, n), e4m3), Operand((1, 1), "float32", k**-0.5))
+    bias = (Operand((n,)),) if activation else ()
+    return Formulation(ours, _transposed), xla, (*operands, *bias)
+
+
+def int8_weights(m: int, k: int, n: int) -> Built:
+    """x @ w for bfloat16 x and int8 w, which is converted inside."""
+
+    @graph
+    def matmul_int8_weights(g, x, w):
+        return g.matmul(x, g.identity(w).set_data_type("bfloat16")).set_data_type("bfloat16")
+
+    xla = {
+        "weight as (K, N)": Formulation(lambda x, w: jnp.dot(x, w.astype(BF16))),
+        "weight as (N, K)": Formulation(lambda x, w: _rows(x, w.astype(BF16), BF16), _transposed),
+        "mixed types in dot": Formulation(
+            lambda x, w: jnp.dot(x, w, preferred_element_type=F32).astype(BF16)
+        ),
+    }
+    operands = Operand((m, k)), Operand((k, n), "int8")
+    return lambda x, w: matmul_int8_weights(x[None], w[None])[0], xla, operands
+
+
+def total(m: int, n: int, axis: int) -> Built:
+    """Sums of each row (axis 1) or of each column (axis 0), to float32."""
+    out = [1, n] if axis == 0 else [m, 1]
+
+    @graph
+    def sums(g, x):
+        return g.reduction(x, mode="ADD").set_dim(out)
+
+    def by_product(x):
+        one = jnp.ones((x.shape[axis],), x.dtype)
+        return jnp.expand_dims(jnp.tensordot(x, one, (axis, 0), preferred_element_type=F32), axis)
+
+    xla = {
+        "sum": Formulation(lambda x: jnp.sum(x, axis, dtype=F32, keepdims=True)),
+        "product with ones": Formulation(by_product),
+    }
+    return sums, xla, (Operand((m, n)),)
+
+
+def gate(m: int, n: int) -> Built:
+    """swish(a) * b, the gate of a SwiGLU MLP."""
+
+    @graph
+    def swish_mul(g, a, b):
+        return g.mul(g.swish(a), b)
+
+    def in_f32(a, b):
+        return (jax.nn.silu(a.astype(F32)) * b.astype(F32)).astype(a.dtype)
+
+    xla = {
+        "in f32": Formulation(in_f32),
+        "in bf16": Formulation(lambda a, b: jax.nn.silu(a) * b),
+    }
+    return swish_mul, xla, (Operand((m, n)), Operand((m, n)))
+
+
+def cases() -> Iterator[ModelCase]:
+    pixels = 64 * 56 * 56
+    yield _case("convnext/pointwise-96-384-at-56", "bias, gelu", linear, pixels, 96, 384, "gelu")
+    mlp = (8192, 4096, 16384)
+    yield _case("mlp/8192x4096x16384", "bias, relu", linear, *mlp, "relu")
+    yield _case("mlp/8192x4096x16384", "bias, gelu", linear, *mlp, "gelu")
+    yield _case("mlp/8192x4096x16384", "fp8", fp8, *mlp, None)
+    yield _case("mlp/4096x4096x4096", "fp8", fp8, 4096, 4096, 4096, None)
+    yield _case("mlp/8192x4096x16384", "fp8, bias, gelu", fp8, *mlp, "gelu")
+    yield _case("mlp/64x8192x28672", "int8 weights", int8_weights, 64, 8192, 28672)
+    yield _case("mlp/8192x8192", "sum of rows", total, 8192, 8192, 1)
+    yield _case("mlp/8192x8192", "sum of columns", total, 8192, 8192, 0)
+    yield _case("mlp/8192x14336", "swish gate", gate, 8192, 14336)
+
+
+def _case(shape: str, part: str, build: Callable[..., Built], *arguments: Any) -> ModelCase:
+    def make(arguments: tuple[Any, ...], small: ModelCase | None) -> ModelCase:
+        name = f"{shape}/{part.replace(', ', '-').replace(' ', '-')}"
+        return ModelCase(name, shape.partition("/")[0], part, *build(*arguments), small)
+
+    # Sizes above 64 become 64 and 128 by turns, so that a swapped pair is a wrong shape.
+    sizes = iter((64, 128, 192))
+    few = tuple(next(sizes) if isinstance(a, int) and a > 1 else a for a in arguments)
+    return make(arguments, make(few, None))

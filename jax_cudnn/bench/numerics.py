@@ -1,0 +1,92 @@
+"""The numerics page: what each operation computes in, and where values are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .._core.choice import NOTES_OF_FULL_FLOAT32
+from .._core.dtypes import COMPUTE, FP8, INTEGERS
+from .._core.node import REGISTRY, Node
+from .._core.spec import Tensor
+
+_HEAD = f"""# Numerics
+
+Written by `python -m jax_cudnn numerics` from the operations; a test compares.
+
+**Compute type.** An operation computes and accumulates in the type of its column below, whatever
+its operands' dtype. `compute_data_type=` of a method of `g`, or of `jax_cudnn.graph` for all of
+them, selects another of {", ".join(COMPUTE)}; float16 and fast_float_for_fp8 accumulate with fewer
+bits.
+
+**Rounding points, fused.** An operand has its array's dtype. A value inside the graph is rounded
+once, to its tensor's dtype: float32 unless `intermediate_data_type=` or `.set_data_type(...)` says
+otherwise; integers and booleans keep theirs, and moved elements that of their source. An output is
+rounded once, to the promoted dtype of the operands unless `.set_data_type(...)` says otherwise. So
+`relu(conv(x, w) + b)` in bfloat16 rounds once in one graph.
+
+**Rounding points, split.** The same computation as several graphs, or in `jnp`, rounds every result
+that passes from one to the next to that array's dtype: twice more here. Pooling in a graph is XLA's,
+and what it takes and gives crosses memory in the tensors' dtypes.
+
+**To integers** values round to the nearest (ties to even) and saturate; to float8 they saturate.
+
+**TF32.** Products of float32 operands may be computed in TF32 (10 bits of mantissa, about 3e-4 of
+relative error) at precision DEFAULT, as in lax on a GPU. HIGH and HIGHEST (as `precision=` or
+`jax.default_matmul_precision`) leave out engines that note {" or ".join(NOTES_OF_FULL_FLOAT32)}.
+
+**float8 products** accumulate in the tensor cores of SM90 with fewer bits than float32 (about 1e-4
+of relative error was measured on an H200), whatever the compute type.
+
+**Determinism.** A plan gives the same bits in each run, except for engines that note
+NONDETERMINISTIC, which operations of the last column may have; `deterministic=True`, or XLA's flag
+`--xla_gpu_deterministic_ops`, leaves them out.
+
+The reference (on CPU and TPU, and under vmap and derivatives) rounds at the same points.
+
+| operation | computes in | result | TF32 | deterministic | to know |
+|---|---|---|---|---|---|
+"""
+
+
+def render() -> str:
+    """The page as Markdown."""
+    rows = (_row(method, REGISTRY[method]) for method in sorted(REGISTRY))
+    return _HEAD + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def _row(method: str, node: type[Node]) -> Iterator[str]:
+    yield f"`{method}`"
+    yield ", ".join(dict.fromkeys(_computes(node)))
+    yield _result(node)
+    yield "yes" if node.anchor and "float32" in node.dtypes else ""
+    yield "" if node.moves or node.leftover else ("always" if node.deterministic else "on request")
+    yield node.rounding
+
+
+def _computes(node: type[Node]) -> Iterator[str]:
+    """Compute types, found by asking the node for each kind of operand."""
+    example = node.create(**node.examples[0].attributes)
+    if node.moves:
+        yield "nothing: elements are moved"
+        return
+    for kind, dtypes in (("", ("float32",)), ("integers", INTEGERS), ("float8", FP8)):
+        taken = [dtype for dtype in dtypes if dtype in node.dtypes]
+        for dtype in taken[:1]:
+            ports = {port: Tensor(port, (), dtype) for port in node.ports.input_names}
+            compute = example.default_compute(ports)
+            yield compute if compute == "float32" or not kind else f"{compute} ({kind})"
+
+
+def _result(node: type[Node]) -> str:
+    example = node.examples[0]
+    created = node.create(**example.attributes)
+    variadic = {port.name for port in node.ports.inputs if port.variadic}
+    tensors = {
+        f"{name}_{i}" if name in variadic else name: Tensor(name, tuple(shape), dtype)
+        for name, given in example.inputs.items()
+        for i, shape in enumerate(given if name in variadic else [given])
+        for dtype in [example.dtypes.get(name, example.dtype)]
+    }
+    found = {dtype for _, dtype in created.infer(tensors).values()}
+    given = {tensor.dtype for tensor in tensors.values()}
+    return "the operands' dtype" if found == given else ", ".join(sorted(found))

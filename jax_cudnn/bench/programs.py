@@ -1,0 +1,107 @@
+"""The graphs inside a JAX function: what they cost, and the function with their references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from .._core.cost import Cost, cost
+from .._core.errors import GraphError
+from .._core.reference import evaluate
+from .._core.spec import GraphSpec
+
+# Primitives that run an inner program once on the same operands.
+_INLINED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+_INLINED += ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+def graphs(function: Callable[..., Any], *operands: Any) -> list[tuple[GraphSpec, str, int]]:
+    """Each graph in the traced function: its spec, its name, and how many times it runs.
+
+    The body of a scan counts as often as it is long; that of a while loop once, and of a
+    conditional each branch, because how often they run is not known before.
+    """
+    return list(_graphs(jax.make_jaxpr(function)(*operands).jaxpr, 1))
+
+
+def graphs_cost(function: Callable[..., Any], *operands: Any) -> Cost:
+    """The sum over all graphs of the function; what XLA does around them is not in it."""
+    found = graphs(function, *operands)
+    return sum((cost(spec) * times for spec, _, times in found), Cost())
+
+
+def with_references(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, each graph of it computed by its reference in jnp.
+
+    This is what the function would be without cuDNN, on a GPU, too. GraphError where a graph is
+    inside of a loop, conditional or shard_map.
+    """
+
+    def reference(*operands: Any) -> Any:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*operands)
+        leaves = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(operands))
+        return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+
+    return reference
+
+
+def _spec(equation: Any) -> GraphSpec | None:
+    spec = equation.params.get("spec")
+    return spec if isinstance(spec, GraphSpec) else None
+
+
+def _inner(equation: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """The programs in an equation's parameters, with their constants."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(item, "eqns") and not hasattr(item, "jaxpr"):
+                yield item, []
+            elif hasattr(item, "jaxpr") and hasattr(item, "consts"):
+                yield item.jaxpr, item.consts
+
+
+def _graphs(jaxpr: Any, times: int) -> Iterator[tuple[GraphSpec, str, int]]:
+    for equation in jaxpr.eqns:
+        spec = _spec(equation)
+        if spec is not None:
+            yield spec, equation.params.get("name", ""), times
+            continue
+        repeated = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner, _ in _inner(equation):
+            yield from _graphs(inner, times * repeated)
+
+
+def _evaluate(jaxpr: Any, consts: list[Any], operands: list[Any]) -> list[Any]:
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= dict(zip(jaxpr.invars, operands, strict=True))
+
+    def read(variable: Any) -> Any:
+        return variable.val if hasattr(variable, "val") else values[variable]
+
+    for equation in jaxpr.eqns:
+        given = [read(variable) for variable in equation.invars]
+        spec = _spec(equation)
+        if spec is not None:
+            results = evaluate(spec, *given)
+        elif any(True for inner, _ in _inner(equation) for _ in _graphs(inner, 1)):
+            results = _inlined(equation, given)
+        else:
+            parameters = equation.primitive.get_bind_params(equation.params)
+            results = equation.primitive.bind(*given, **parameters)
+            results = results if equation.primitive.multiple_results else [results]
+        values |= dict(zip(equation.outvars, results, strict=True))
+    return [read(variable) for variable in jaxpr.outvars]
+
+
+def _inlined(equation: Any, operands: list[Any]) -> list[Any]:
+    name = equation.primitive.name
+    if name not in _INLINED:
+        raise GraphError(
+            f"a graph inside of {name} has no reference to compare with",
+            why="graphs are replaced by their references only outside of control flow",
+            fix="name the function to compare with: --against module:function",
+        )
+    jaxpr, consts = next(_inner(equation))
+    return _evaluate(jaxpr, consts, operands)

@@ -1,0 +1,551 @@
+"""The benchmark: honest clocks, checked results, cases that compute the same on both sides."""
+
+import copy
+import itertools
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn.__main__ import main
+from jax_cudnn._core.cost import Cost, cost
+from jax_cudnn.bench import Formulation, agreement, compare, measure, plot, programs, tables, timing
+from jax_cudnn.bench.avals import load_function, parse_aval
+from jax_cudnn.bench.models import ModelCase, Operand, model_cases
+from jax_cudnn.bench.run import RESULTS, select
+
+CASES = {case.name: case for case in model_cases()}
+QUICK = {"calls": 1, "rounds": 1, "seconds": 0.0}
+
+
+@jc.graph
+def product(g, x, w):
+    return g.relu(g.matmul(x, w))
+
+
+# -- what a user writes in a shell -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "dtype"),
+    [
+        ("bf16[8,64]", (8, 64), "bfloat16"),
+        ("float32[]", (), "float32"),
+        (" f8e4m3fn[128, 3] ", (128, 3), "float8_e4m3fn"),
+        ("s8[4,]", (4,), "int8"),
+        ("pred[2]", (2,), "bool"),
+    ],
+)
+def test_avals_are_parsed(text, shape, dtype):
+    aval = parse_aval(text)
+    assert (aval.shape, aval.dtype.name) == (shape, dtype)
+
+
+@pytest.mark.parametrize("text", ["bf16", "bf16[2", "f32[2,,3]", "f32[-1]", "f32[n]", "[2]", ""])
+def test_other_text_is_refused_with_an_example(text):
+    with pytest.raises(jc.GraphError, match="bf16\\[8,64,28,28\\]"):
+        parse_aval(text)
+
+
+def test_unknown_dtypes_are_named():
+    with pytest.raises(jc.GraphTypeError, match="bf17"):
+        parse_aval("bf17[2]")
+
+
+def test_functions_are_found_in_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "found_here.py").write_text("class A:\n    f = staticmethod(abs)\nx = 1\n")
+    (tmp_path / "broken_here.py").write_text("import no_such_module_at_all\n")
+    assert load_function("found_here:A.f") is abs
+    assert "" not in sys.path[:1]
+    with pytest.raises(jc.GraphError, match="there is no module 'not_here'"):
+        load_function("not_here:f")
+    with pytest.raises(jc.GraphError, match="has no 'g'"):
+        load_function("found_here:g")
+    with pytest.raises(jc.GraphTypeError, match="is no function"):
+        load_function("found_here:x")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
+        load_function("broken_here:f")
+    with pytest.raises(jc.GraphError, match="module:function"):
+        load_function("found_here")
+
+
+# -- clocks ----------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that only functions advance."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.calls = []
+
+    def __call__(self):
+        return self.now
+
+    def function(self, name, seconds):
+        def run():
+            self.now += seconds
+            self.calls.append(name)
+
+        return run
+
+
+def test_functions_take_turns_and_times_are_those_of_one_call():
+    clock = Clock()
+    functions = {"a": clock.function("a", 2.0), "b": clock.function("b", 3.0)}
+    times = timing.interleaved(functions, (), rounds=8, calls=5, clock=clock)
+    assert times == {"a": [2.0] * 8, "b": [3.0] * 8}
+    after_warm_up = clock.calls[6:]
+    assert after_warm_up == (["a"] * 5 + ["b"] * 5) * 8
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 7), (95.0, 10), (1e9, 15)])
+def test_a_budget_ends_rounds_but_not_before_the_seventh(seconds, rounds):
+    clock = Clock()
+    times = timing.interleaved(
+        {"a": clock.function("a", 2.0)}, (), rounds=15, calls=5, seconds=seconds, clock=clock
+    )
+    assert len(times["a"]) == rounds
+
+
+def test_summary_has_the_quartiles():
+    figures = timing.summary([5.0, 1.0, 2.0, 3.0, 4.0], 10)
+    assert figures == {"median": 30, "min": 10, "max": 50, "q1": 20, "q3": 40}
+    assert set(timing.summary([2.0]).values()) == {2.0}
+
+
+def test_slow_functions_are_called_less_often():
+    ticks = itertools.count()  # each look at the clock is a second later
+    x = jnp.ones(3)
+    found = compare({"f": jnp.sin}, x, seconds=40.0, clock=lambda: float(next(ticks)))
+    assert found.calls == 11  # 7 rounds of 11 calls of one second fit into twice 40 s
+    found = compare({"f": jnp.sin}, x, seconds=math.inf, clock=lambda: float(next(ticks)))
+    assert found.calls == 30
+    assert found.seconds["f"] == [1 / 30] * 15
+
+
+# -- agreement -------------------------------------------------------------------------------------
+
+
+def test_disagreeing_functions_are_not_timed(key):
+    x = jax.random.normal(key, (64, 64))
+    found = compare({"f": lambda x: x, "same": lambda x: x * 1.0001, "off": lambda x: x * 1.1}, x)
+    assert found.wrong == ("off",)
+    assert not found.seconds
+    assert "WRONG" in str(found)
+    with pytest.raises(jc.GraphError, match="off disagrees"):
+        found.ratio()
+
+
+def test_a_wrong_tile_in_a_large_result_is_found(key):
+    want = jax.random.normal(key, (2048, 2048), jnp.bfloat16)
+    got = want.at[64:72, 64:72].set(0)
+    difference = agreement.difference(got, want)
+    tolerance = agreement.tolerance((want,), want)
+    assert difference.relative < tolerance  # the norm alone would miss it
+    assert not difference.within(tolerance)
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_values_that_are_not_finite_must_be_the_same(value):
+    want = jnp.ones(8)
+    got = want.at[3].set(value)
+    assert not agreement.difference(got, want).within(1e30)
+    assert not agreement.difference(want, got).within(0.1)
+    assert agreement.difference(got, got).within(0.0)
+
+
+def test_tolerance_is_that_of_the_coarsest_type_that_is_rounded_to():
+    f8, bf16, f32 = (jnp.ones(2, t) for t in (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32))
+    assert agreement.tolerance((f8, f8), bf16) == 2.0**-6
+    assert agreement.tolerance((f32,), f32) == 2.0**-9
+    assert agreement.tolerance((bf16,), f8) == 2.0**-2
+
+
+def test_results_of_other_shapes_are_refused():
+    with pytest.raises(jc.GraphError, match="different shapes"):
+        compare({"f": lambda x: x, "g": lambda x: x[:1]}, jnp.ones(4))
+
+
+def test_prepare_and_finish_are_for_the_check_and_not_for_the_clock(key):
+    x = jax.random.normal(key, (8, 16))
+    seen = []
+
+    def transposed(x):
+        seen.append(x.shape)
+        return x + 1
+
+    way = Formulation(transposed, lambda x: (x.T,), lambda y: y.T)
+    found = compare({"f": lambda x: x + 1, "transposed": way}, x, **QUICK)
+    assert not found.wrong
+    assert seen == [(16, 8)]
+    assert len(found.seconds["transposed"]) == 7
+
+
+def test_another_function_that_fails_is_left_out_and_the_first_one_must_run():
+    def broken(x):
+        raise ValueError("not today")
+
+    found = compare({"f": jnp.sin, "broken": broken, "g": jnp.sin}, jnp.ones(3), **QUICK)
+    assert found.failed == {"broken": "ValueError: not today"}
+    assert found.best_other == "g"
+    assert found.ratio() == found.median("g") / found.median("f")
+    with pytest.raises(ValueError, match="not today"):
+        compare({"broken": broken, "f": jnp.sin}, jnp.ones(3))
+    with pytest.raises(jc.GraphError, match="needs functions"):
+        compare({}, jnp.ones(3))
+
+
+# -- what graphs cost ------------------------------------------------------------------------------
+
+
+def _cost(function, *avals):
+    return programs.graphs_cost(function, *(jax.ShapeDtypeStruct(s, d) for s, d in avals))
+
+
+def test_cost_of_a_product_with_an_epilogue():
+    @jc.graph
+    def linear(g, x, w, b):
+        return g.relu(g.matmul(x, w) * 0.5 + b)
+
+    m, k, n = 3, 5, 7
+    found = _cost(linear, ((2, m, k), "bfloat16"), ((1, k, n), "bfloat16"), ((1, 1, n), "float32"))
+    multiply_adds = sum(1 for _ in itertools.product(range(2), range(m), range(k), range(n)))
+    assert found.flops == 2 * multiply_adds + 3 * 2 * m * n
+    assert found.bytes == 2 * (2 * m * k + k * n) + 4 * n + 4 * 2 * m * n  # 0.5 is by value
+
+
+def test_cost_of_convolutions_is_that_of_their_windows():
+    name = "resnet50/3x3-128-s2-at-56/scale-bias-relu"
+    n, h, c, k = 256, 28, 128, 128
+    assert _of(name).flops == 2 * n * h * h * k * c * 9 + 3 * n * h * h * k
+    assert _of(name).bytes == 2 * (n * 56 * 56 * c + k * 9 * c + 2 * k + n * h * h * k)
+    volume = 2 * 4 * 64**3 * 64 * 64 * 27
+    for part in ("fprop", "dgrad", "wgrad"):
+        assert _of(f"unet3d/3x3x3-64-at-64/{part}").flops == volume
+        depthwise = _of(f"convnext/depthwise-7x7-96-at-56/{part}")
+        assert depthwise.flops == 2 * 64 * 56 * 56 * 96 * 49
+
+
+def _of(name):
+    return programs.graphs_cost(CASES[name].ours, *CASES[name].avals)
+
+
+def test_an_operand_that_is_used_twice_is_read_once():
+    @jc.graph
+    def square(g, x):
+        return g.mul(x, x)
+
+    assert _cost(square, ((4, 4), "float32")) == Cost(16, 2 * 64)
+    assert cost(square.trace(jnp.ones((4, 4)))[1].spec) == Cost(16, 128)
+
+
+def test_graphs_are_found_inside_of_programs():
+    x, w = jnp.ones((1, 8, 8)), jnp.ones((1, 8, 8))
+    once = programs.graphs_cost(product, x, w)
+
+    def repeated(x, w):
+        body = lambda c, _: (jax.jit(product)(c, w), None)  # noqa: E731
+        return jax.checkpoint(product)(jax.lax.scan(body, x, None, length=5)[0], w)
+
+    assert programs.graphs_cost(repeated, x, w) == once * 6
+    with pytest.raises(jc.GraphError, match="inside of scan"):
+        programs.with_references(repeated)(x, w)
+
+
+def test_with_references_no_graph_is_left(key):
+    x, w = jax.random.normal(key, (2, 1, 8, 8))
+
+    def model(x, w):
+        h = jax.jit(lambda x: product(x, w) + jnp.sum(x))(x)
+        return {"y": jax.checkpoint(lambda h: product(h * 2, w))(h), "w": w}
+
+    plain = programs.with_references(model)
+    assert len(programs.graphs(model, x, w)) == 2
+    assert not programs.graphs(plain, x, w)
+    got, want = plain(x, w), model(x, w)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    np.testing.assert_allclose(got["y"], want["y"], rtol=1e-5, atol=1e-5)
+
+
+# -- the cases -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_sides_of_a_case_compute_the_same(name, key):
+    small = CASES[name].small
+    assert small is not None
+    found = compare(small.functions, *small.arrays(key), **QUICK)
+    assert not found.failed
+    assert not found.wrong, found
+    assert set(found.differences) == set(CASES[name].xla)
+    assert len(programs.graphs(small.ours, *small.avals)) == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_formulation_of_a_case_would_be_noticed(name, key):
+    small = CASES[name].small
+    operands = small.arrays(key)
+    want = small.ours(*operands)
+    last = jnp.roll(operands[-1].astype(jnp.float32), 1, 0) * 1.5  # another bias, weight, ...
+    got = small.ours(*operands[:-1], last.astype(operands[-1].dtype))
+    assert not agreement.difference(got, want).within(agreement.tolerance(operands, want))
+
+
+@pytest.mark.deviceless
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_planned_for_an_h200_at_its_full_size(name):
+    case = CASES[name]
+    with jc.target("H200"):
+        traced = jax.jit(case.ours).trace(*case.avals)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @jax_cudnn") == 1
+
+
+def test_the_survey_speaks_of_cases_that_exist():
+    known = tables.survey()
+    assert known["cases"].keys() <= CASES.keys()
+    assert all(low <= high for low, high in (c["ratio"] for c in known["cases"].values()))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "off"), [(1.0, None), (0.7, None), (0.6, -0.25), (1.37, None), (1.5, 0.25)]
+)
+def test_ratios_off_the_survey_by_more_than_15_percent_are_told(ratio, off):
+    found = tables.off_survey(ratio, {"ratio": [0.8, 1.2]})
+    assert found == (None if off is None else pytest.approx(off))
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def _case(name, function, **xla):
+    operands = (Operand((1, 16, 16)), Operand((1, 16, 16)))
+    formulations = {label: Formulation(f) for label, f in xla.items()}
+    return ModelCase(name, "test", "product", function, formulations, operands)
+
+
+def plain(x, w):
+    return jax.nn.relu(x @ w)
+
+
+def refused(x, w):
+    raise jc.UnsupportedGraphError(
+        "no engine for this graph", why="it is a test", reasons={"eng1": "too  small"}
+    )
+
+
+@pytest.fixture(scope="module")
+def result():
+    def broken(x, w):
+        raise ValueError("a mistake in the case")
+
+    cases = [
+        _case("refused", refused, plain=plain),
+        _case("broken", broken, plain=plain),
+        _case("wrong", product, plain=lambda x, w: plain(x, w) * 2),
+        _case("mlp/4096x4096x4096/fp8", product, plain=plain, broken=broken),
+        _case("alone", product, broken=broken),
+    ]
+    told = []
+    entries = measure.measure(cases, say=told.append, **QUICK)
+    assert [line.partition(":")[0] for line in told] == [case.name for case in cases]
+    return {"environment": timing.environment(), "cases": entries}
+
+
+def test_what_cannot_run_is_recorded_and_the_run_goes_on(result):
+    entries = result["cases"]
+    status = {name: entry["status"] for name, entry in entries.items()}
+    assert status == {
+        "refused": "unsupported",
+        "broken": "failed",
+        "wrong": "WRONG",
+        "mlp/4096x4096x4096/fp8": "timed",
+        "alone": "failed",
+    }
+    assert entries["refused"]["reason"] == "no engine for this graph; it is a test; too small"
+    assert entries["broken"]["reason"] == "ValueError: a mistake in the case"
+    assert "plain by 1 (norm)" in entries["wrong"]["reason"]
+    assert "us" not in entries["wrong"]
+    assert entries["mlp/4096x4096x4096/fp8"]["not_run"]["broken"].startswith("ValueError")
+
+
+def test_a_users_exception_is_raised():
+    def broken(x, w):
+        raise ValueError("a mistake of the user")
+
+    with pytest.raises(ValueError, match="a mistake of the user"):
+        measure.measure([_case("mine", broken, plain=plain)], tolerant=False)
+
+
+def test_figures_of_an_entry_belong_together(result):
+    entry = result["cases"]["mlp/4096x4096x4096/fp8"]
+    ours, xla = entry["us"]["jax_cudnn"]["median"], entry["us"]["plain"]["median"]
+    assert entry["best_xla"] == "plain"
+    assert entry["ratio"] == pytest.approx(xla / ours, rel=0.01)
+    assert entry["ratio_min"] <= entry["ratio_max"]
+    assert entry["flops"] == 2 * 16**3 + 16**2
+    assert entry["bytes"] == 3 * 2 * 16**2
+    assert entry["tflops"]["jax_cudnn"] == pytest.approx(entry["flops"] / ours / 1e6, rel=0.01)
+    assert entry["gbytes_s"]["plain"] == pytest.approx(entry["bytes"] / xla / 1e3, rel=0.01)
+    assert entry["operands"] == ["bfloat16[1,16,16]"] * 2
+
+
+def test_results_survive_json_and_are_rendered(result):
+    again = json.loads(json.dumps(result, allow_nan=False))
+    assert again == result
+    text = tables.render_cases(again)
+    for name in result["cases"]:
+        assert f"| {name} |" in text
+    assert "- refused, unsupported: no engine for this graph" in text
+    assert "| WRONG |" in text
+    assert "| 1.20 |" in text  # the survey's figure
+    assert "Survey: an earlier survey" in text
+    assert "no host times" in tables.render(again)
+
+
+def test_disagreement_with_the_survey_is_told(result):
+    other = copy.deepcopy(result)
+    other["cases"]["mlp/4096x4096x4096/fp8"]["ratio"] = 0.6
+    assert "fp8: -50% against the survey's 1.20" in tables.render_cases(other)
+    other["cases"]["mlp/4096x4096x4096/fp8"]["ratio"] = 1.1
+    assert "against the survey" not in tables.render_cases(other)
+
+
+def test_shown_cases_are_the_committed_ones():
+    data = json.loads((RESULTS / "h200.json").read_text())
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    shown = re.search(r"<!-- cases -->\n(.*?)\n<!-- /cases -->", readme, re.S)
+    if "cases" in data:
+        assert shown is not None
+        assert data["cases"].keys() == CASES.keys()
+        assert not [n for n, e in data["cases"].items() if e["status"] in ("WRONG", "failed")]
+    if shown is not None:
+        assert shown[1] == tables.render_cases(data)
+    assert shown is None or "cases" in data
+
+
+def test_a_result_without_cases_says_so():
+    assert "holds no cases" in tables.render_cases({"environment": {}})
+
+
+def test_the_plot_is_the_same_each_time(result, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    paths = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for path in paths:
+        plot.plot(result, path)
+    first, second = (path.read_text() for path in paths)
+    assert first == second
+    assert "mlp/4096x4096x4096/fp8" in first
+    assert "earlier survey" in first
+    assert "<dc:date>" not in first
+    with pytest.raises(jc.GraphError, match="nothing to plot"):
+        plot.plot({"environment": {}}, paths[0])
+
+
+def test_without_matplotlib_the_plot_says_what_to_install(result, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(jc.LibraryError, match=r"jax-cudnn\[bench\]"):
+        plot.plot(result, tmp_path / "a.svg")
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+_MODULE = """
+import jax, jax_cudnn as jc
+
+@jc.graph
+def product(g, x, w):
+    return g.relu(g.matmul(x, w))
+
+def model(x, w):
+    return product(x, w) + 1
+
+def plain(x, w):
+    return jax.nn.relu(x @ w)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The name of a user's module in the current folder."""
+    name = f"mine_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(_MODULE)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def test_a_users_function_is_measured_against_its_reference(mine, tmp_path, capsys):
+    avals = ["bf16[1,16,16]", "bf16[1,16,16]"]
+    assert main(["bench", f"{mine}:model", *avals, "--out", str(tmp_path)]) == 0
+    assert "its reference in XLA" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*.json")
+    entry = json.loads(path.read_text())["cases"][f"{mine}:model"]
+    assert entry["status"] == "timed"
+    assert entry["flops"] == 2 * 16**3 + 16**2
+    assert main(["bench", "--render", str(path)]) == 0
+    assert f"| {mine}:model |" in capsys.readouterr().out
+
+
+def test_a_users_functions_must_agree(mine, capsys):
+    avals = ["bf16[1,16,16]", "bf16[1,16,16]"]
+    assert main(["bench", f"{mine}:product", *avals, "--against", f"{mine}:plain"]) == 0
+    assert main(["bench", f"{mine}:model", *avals, "--against", f"{mine}:plain"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_a_users_mistake_is_told_as_it_is(mine, capsys):
+    assert main(["bench", f"{mine}:product", "bf16[1,16,16]", "bf16[1,8,16]"]) == 1
+    assert "GraphError: g.matmul" in capsys.readouterr().err
+
+
+def test_cases_are_listed_and_chosen_by_a_part_of_their_names(capsys):
+    assert main(["bench", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(CASES)
+    assert {case.model for case in select("unet3d")} == {"unet3d"}
+    assert len(select("3x3-64-at-56*dgrad")) == 1
+    assert main(["bench", "--only", "no such case"]) == 1
+    assert "--list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"environment": {}, "host": 1}'])
+def test_what_is_no_result_is_not_rendered(text, tmp_path, capsys):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    assert main(["bench", "--render", str(path)]) == 1
+    assert "no result of bench" in capsys.readouterr().err
+
+
+def test_the_committed_result_is_rendered(capsys):
+    assert main(["bench", "--render", str(RESULTS / "h200.json")]) == 0
+    assert "chain of 200 tiny convolutions" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_a_case_on_the_gpu_has_all_fields(tmp_path):
+    name = "resnet50/3x3-512-at-7/scale-bias-relu"
+    assert main(["bench", "--only", name, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*-partial.json")
+    data = json.loads(path.read_text())
+    assert {"date", "device", "cudnn", "jax", "nvidia-cudnn-frontend"} <= data["environment"].keys()
+    entry = data["cases"][name]
+    assert entry["status"] == "timed"
+    assert len(entry["engines"]) == 1
+    assert entry["rounds"] >= 7
+    assert set(entry["us"]) == {"jax_cudnn", *CASES[name].xla} - set(entry["not_run"])
+    for figures in entry["us"].values():
+        order = [figures[key] for key in ("min", "q1", "median", "q3", "max")]
+        assert order == sorted(order)
+        assert order[0] > 0
+    assert entry["ratio_min"] <= entry["ratio_max"]
+    assert entry["tflops"]["jax_cudnn"] > 1
+    assert {"relative", "worst"} == entry["differences"][entry["best_xla"]].keys()
