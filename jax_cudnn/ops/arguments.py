@@ -1,0 +1,154 @@
+"""lax's arguments, checked and brought into the form that graphs take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._core.dims import integers
+from .._core.dtypes import FLOATS, FP8, canonical
+from .._core.errors import GraphError, GraphTypeError
+from .._core.options import Options, normal_precision
+from .._core.trace import GraphFunction
+
+Padding = str | int | Sequence[int | tuple[int, int]]
+
+PRODUCTS = (*FLOATS, *FP8, "int8")
+"""Element types of convolutions and matmuls."""
+
+
+def promoted(x: Any, w: Any) -> tuple[jax.Array, jax.Array]:
+    """Both as arrays; floats of different widths as the wider one."""
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    if x.dtype != w.dtype and {str(x.dtype), str(w.dtype)} <= {*FLOATS}:
+        dtype = jnp.result_type(x, w)
+        return x.astype(dtype), w.astype(dtype)
+    return x, w
+
+
+def numbers(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> lax.ConvDimensionNumbers:
+    """lax's dimension numbers for 1, 2 or 3 spatial dimensions; GraphError for other ranks."""
+    if x.ndim != w.ndim or x.ndim not in (3, 4, 5):
+        raise GraphError(
+            "a convolution has 1, 2 or 3 spatial dimensions",
+            expected="an image and weights of rank 3, 4 or 5 both",
+            got=f"image {x.shape}, weights {w.shape}",
+            fix="add or fold a batch dimension",
+        )
+    try:
+        return lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
+    except (TypeError, ValueError) as error:
+        raise GraphError(
+            "dimension_numbers is not valid",
+            expected='for example ("NHWC", "HWIO", "NHWC"), of the arrays\' rank',
+            got=repr(dimension_numbers),
+            why=str(error),
+        ) from None
+
+
+def transpose(x: jax.Array, axes: Any) -> jax.Array:
+    """``jnp.transpose``, and the array itself where nothing moves."""
+    axes = tuple(int(axis) for axis in axes)
+    if len(axes) != x.ndim:
+        raise GraphError(
+            "the residual has the wrong rank", expected=f"{len(axes)} dimensions", got=f"{x.shape}"
+        )
+    return x if axes == tuple(range(x.ndim)) else jnp.transpose(x, axes)
+
+
+def each(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    """One number for each spatial dimension."""
+    try:
+        values = tuple(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        values = (value,) * rank
+    values = integers(name, values, 1)
+    if len(values) != rank:
+        raise GraphError(
+            f"{name} has the wrong length",
+            expected=f"one number, or {rank} of them",
+            got=f"{name}={value!r}",
+        )
+    return values
+
+
+def pads(
+    padding: Padding, sizes: Sequence[int], window: Sequence[int], strides: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """(low, high) for each spatial dimension."""
+    if isinstance(padding, str):
+        if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
+            raise _unknown_padding(padding)
+        found = lax.padtype_to_pads(sizes, window, strides, padding.upper())
+        return tuple((int(low), int(high)) for low, high in found)
+    return pairs(padding, len(sizes))
+
+
+def pairs(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
+    """(low, high) for each spatial dimension from numbers and pairs."""
+    try:
+        given = [padding] * rank if isinstance(padding, int) else list(padding)
+        found = [(p, p) if isinstance(p, (int, np.integer)) else tuple(p) for p in given]
+        if len(found) != rank or any(len(pair) != 2 for pair in found):
+            raise TypeError
+    except TypeError:
+        raise _unknown_padding(padding, rank) from None
+    return tuple((low, high) for low, high in (integers("padding", pair) for pair in found))
+
+
+def transposed_pads(
+    window: int, stride: int, dilation: int, padding: str | tuple[int, int]
+) -> tuple[int, int]:
+    """The padding of one dimension of ``lax.conv_transpose``."""
+    if not isinstance(padding, str):
+        return padding
+    reach = dilation * (window - 1)
+    if padding.upper() == "VALID":
+        total = reach + stride - 1 + max(reach + 1 - stride, 0)
+        return reach, total - reach
+    if padding.upper() == "SAME":
+        total = reach + stride - 1
+        low = reach if stride > reach else (total + 1) // 2
+        return low, total - low
+    raise _unknown_padding(padding)
+
+
+def out_dtype(x: jax.Array, w: jax.Array, preferred: Any) -> str:
+    """The dtype of a product; GraphTypeError for operands that cuDNN does not multiply."""
+    names = {str(x.dtype), str(w.dtype)}
+    if not names <= {*PRODUCTS} or ("int8" in names and len(names) > 1):
+        raise GraphTypeError(
+            "these operands have no product in cuDNN",
+            expected=f"one of {', '.join(PRODUCTS)} for both (two kinds of float8 may be mixed)",
+            got=f"{x.dtype} and {w.dtype}",
+            fix="cast one of them, with .astype",
+        )
+    if preferred is not None:
+        return canonical(preferred)
+    if names <= {*FP8}:
+        return "float32"
+    return "int32" if names == {"int8"} else jnp.result_type(x, w).name
+
+
+def with_precision(
+    function: GraphFunction, options: Options | None, precision: Any
+) -> GraphFunction:
+    """The function with options, in which ``precision`` (lax's, any spelling) comes first."""
+    changes: dict[str, Any] = {} if options is None else {"options": options}
+    if precision is not None:
+        changes["precision"] = normal_precision(precision)
+    return function.with_options(**changes) if changes else function
+
+
+def _unknown_padding(padding: Any, rank: int | None = None) -> GraphError:
+    spatial = "each spatial dimension" if rank is None else f"each of {rank} spatial dimensions"
+    return GraphError(
+        "padding is not valid",
+        expected=f"'SAME', 'SAME_LOWER', 'VALID', a number, or (low, high) for {spatial}",
+        got=f"padding={padding!r}",
+    )

@@ -1,0 +1,77 @@
+"""What follows a product in one graph: scale, bias, residual and activation by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .._core.errors import GraphError
+
+Activation = str | Callable[..., Any] | None
+
+_ACTIVATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "relu": lambda g, y: g.relu(y),
+    "relu6": lambda g, y: g.relu(y, lower_clip=0.0, upper_clip=6.0),
+    "leaky_relu": lambda g, y: g.leaky_relu(y, negative_slope=0.01),
+    "gelu": lambda g, y: g.gelu_approx_tanh(y),
+    "gelu_exact": lambda g, y: g.gelu(y),
+    "silu": lambda g, y: g.swish(y),
+    "swish": lambda g, y: g.swish(y),
+    "sigmoid": lambda g, y: g.sigmoid(y),
+    "tanh": lambda g, y: g.tanh(y),
+    "elu": lambda g, y: g.elu(y),
+    "softplus": lambda g, y: g.softplus(y),
+}
+_FUNCTIONS = {
+    getattr(jax.nn, name): name for name in _ACTIVATIONS if hasattr(jax.nn, name) if name != "swish"
+} | {jax.numpy.tanh: "tanh", jax.lax.tanh: "tanh", jax.lax.logistic: "sigmoid"}
+
+
+def activation_name(activation: Activation) -> str | None:
+    """The name of an activation given by name or as jax.nn's function; GraphError for others.
+
+    ``"gelu"`` is ``jax.nn.gelu`` with its default, the tanh approximation; ``"gelu_exact"`` has
+    the error function.
+    """
+    if activation is None or (isinstance(activation, str) and activation in _ACTIVATIONS):
+        return activation
+    name = None if isinstance(activation, str) else _FUNCTIONS.get(activation)
+    if name is None:
+        raise GraphError(
+            "unknown activation",
+            expected=", ".join(map(repr, _ACTIVATIONS)) + ", or jax.nn's function of that name",
+            got=repr(activation),
+            fix="apply another activation to the result, or write the graph with jax_cudnn.graph",
+        )
+    return name
+
+
+def apply(g: Any, y: Any, scale: Any, bias: Any, residual: Any, activation: str | None) -> Any:
+    """``activation(y * scale + bias + residual)``; what is None is left out."""
+    if scale is not None:
+        y = g.mul(y, scale)
+    if bias is not None:
+        y = g.add(y, bias)
+    if residual is not None:
+        y = g.add(y, residual)
+    return y if activation is None else _ACTIVATIONS[activation](g, y)
+
+
+def per_feature(name: str, value: Any, features: int, rank: int, axis: int) -> Any:
+    """A bias or scale at a graph's rank: (features,) along ``axis``, or one number for all."""
+    if value is None or isinstance(value, (int, float)):
+        return value
+    value = jax.numpy.asarray(value)
+    if value.shape not in ((), (features,)):
+        raise GraphError(
+            f"{name} does not fit",
+            expected=f"shape ({features},), one for each feature of the result, or a scalar",
+            got=f"shape {value.shape}",
+            fix="a term of the result's own shape is the residual",
+        )
+    shape = [1] * rank
+    if value.ndim:
+        shape[axis] = features
+    return value.reshape(shape)

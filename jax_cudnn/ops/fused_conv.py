@@ -1,0 +1,273 @@
+"""Convolutions with their epilogue, in lax's conventions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError
+from .._core.options import Options
+from .._core.trace import GraphFunction
+from . import epilogue
+from .arguments import (
+    Padding,
+    each,
+    numbers,
+    out_dtype,
+    pads,
+    pairs,
+    promoted,
+    transpose,
+    transposed_pads,
+    with_precision,
+)
+from .epilogue import Activation
+
+log = logging.getLogger("jax_cudnn")
+
+
+def _fprop(g, x, w, scale, bias, residual, *, pads, strides, dilation, activation, out):
+    pre, post = zip(*pads, strict=True)
+    y = g.conv_fprop(x, w, pre_padding=pre, post_padding=post, stride=strides, dilation=dilation)
+    return epilogue.apply(g, y, scale, bias, residual, activation).set_data_type(out)
+
+
+def _dgrad(g, x, w, scale, bias, residual, *, pads, strides, dilation, flip, dims, activation, out):
+    pre, post = zip(*pads, strict=True)
+    y = g.conv_dgrad(
+        x,
+        w,
+        pre_padding=pre,
+        post_padding=post,
+        stride=strides,
+        dilation=dilation,
+        convolution_mode="CONVOLUTION" if flip else "CROSS_CORRELATION",
+    ).set_dim(dims)
+    return epilogue.apply(g, y, scale, bias, residual, activation).set_data_type(out)
+
+
+CONV = GraphFunction(_fprop, name="conv")
+CONV_TRANSPOSE = GraphFunction(_dgrad, name="conv_transpose")
+
+
+def conv(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    bias: Any = None,
+    scale: Any = None,
+    residual: jax.Array | None = None,
+    activation: Activation = None,
+    strides: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    dimension_numbers: Any = None,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    options: Options | None = None,
+) -> jax.Array:
+    """Convolution with its epilogue in one cuDNN plan.
+
+    ``activation(conv(x, w) * scale + bias + residual)``, where conv is
+    ``lax.conv_general_dilated`` (a cross-correlation) over 1, 2 or 3 spatial dimensions.
+
+    Args:
+        x: the image, as ``dimension_numbers`` says; (N, C, *spatial) when omitted.
+        w: the weights, (features, C / groups, *spatial) when omitted.
+        bias, scale: (features,) or a scalar.
+        residual: of the result's shape.
+        activation: a name ("relu", "relu6", "leaky_relu", "gelu", "gelu_exact", "silu",
+            "sigmoid", "tanh", "elu", "softplus") or jax.nn's function.
+        strides, dilation: one number, or one for each spatial dimension.
+        padding: "SAME", "SAME_LOWER", "VALID", one number, or (low, high) for each spatial
+            dimension.
+        groups: feature groups; C of them is a depthwise convolution.
+        dimension_numbers: as for lax, for example ("NHWC", "OHWI", "NHWC"). In memory cuDNN
+            wants images channels-last and weights (features, *spatial, C / groups): arrays that
+            lie so are not copied, others once.
+        precision: of float32 products, as in lax: DEFAULT allows TF32.
+        preferred_element_type: dtype of the result; by default the operands' dtype, and that of
+            the accumulator for 8-bit operands.
+        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+
+    Element types: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8; accumulated in
+    float32 (int8: int32). The epilogue computes in float32 and rounds once.
+
+    Raises:
+        GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: compiled for a GPU on which cuDNN has no engine for it.
+
+    Source: ``jax.lax.conv_general_dilated``; cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATIONCONVOLUTION_FORWARD``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> x, w = jnp.ones((2, 8, 8, 16)), jnp.ones((32, 3, 3, 16))
+        >>> jc.ops.conv(x, w, bias=jnp.ones(32), activation="relu",
+        ...             dimension_numbers=("NHWC", "OHWI", "NHWC")).shape
+        (2, 8, 8, 32)
+    """
+    x, w = promoted(x, w)
+    spec = numbers(x, w, dimension_numbers)
+    image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
+    rank = image.ndim - 2
+    if weight.shape[1] * groups != image.shape[1]:
+        raise GraphError(
+            "groups does not fit the channels",
+            expected=f"C / groups = {weight.shape[1]} channels in the weights, with C = "
+            f"{image.shape[1]}",
+            got=f"groups={groups}, weights {w.shape}",
+        )
+    stride, dilate = each("strides", strides, rank), each("dilation", dilation, rank)
+    window = [d * (r - 1) + 1 for d, r in zip(dilate, weight.shape[2:], strict=True)]
+    padded = pads(padding, image.shape[2:], window, stride)
+    out = out_dtype(image, weight, preferred_element_type)
+    function = with_precision(CONV, options, precision)
+    features, terms = weight.shape[0], image.ndim
+    y = function(
+        image,
+        weight,
+        epilogue.per_feature("scale", scale, features, terms, 1),
+        epilogue.per_feature("bias", bias, features, terms, 1),
+        None if residual is None else transpose(jnp.asarray(residual), spec.out_spec),
+        pads=padded,
+        strides=stride,
+        dilation=dilate,
+        activation=epilogue.activation_name(activation),
+        out=out,
+    )
+    return transpose(y, np.argsort(spec.out_spec))
+
+
+def conv_transpose(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    bias: Any = None,
+    scale: Any = None,
+    residual: jax.Array | None = None,
+    activation: Activation = None,
+    strides: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    dilation: int | Sequence[int] = 1,
+    dimension_numbers: Any = None,
+    transpose_kernel: bool = False,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    options: Options | None = None,
+) -> jax.Array:
+    """Transposed convolution with its epilogue in one cuDNN plan.
+
+    ``activation(lax.conv_transpose(x, w, ...) * scale + bias + residual)``, computed as the data
+    gradient of a convolution: the image is never filled up with zeros.
+
+    Args:
+        x, w, bias, scale, residual, activation, dilation, precision, preferred_element_type,
+            options: as in :func:`conv`. dimension_numbers: as for ``lax.conv_transpose``;
+            ("NHWC", "HWIO", "NHWC") and its like when omitted.
+        strides: how far apart the image's elements lie in the result.
+        padding: "SAME" (the result is ``strides`` times as large), "VALID", or (low, high) for
+            each spatial dimension, as lax counts them around the filled-up image.
+        transpose_kernel: flip the weights and swap their features, as the gradient of a
+            convolution has them.
+
+    Raises: as :func:`conv`. Source: ``jax.lax.conv_transpose``; cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATIONCONVOLUTION_BACKWARD_DATA``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> x, w = jnp.ones((2, 8, 8, 16)), jnp.ones((2, 2, 16, 32))
+        >>> jc.ops.conv_transpose(x, w, strides=2).shape
+        (2, 16, 16, 32)
+    """
+    x, w = promoted(x, w)
+    if dimension_numbers is None:
+        letters = "DHW"[3 - (x.ndim - 2) :] if x.ndim in (3, 4, 5) else ""
+        dimension_numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+    spec = numbers(x, w, dimension_numbers)
+    image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
+    if transpose_kernel:
+        weight = jnp.swapaxes(weight, 0, 1)
+    rank = image.ndim - 2
+    stride, dilate = each("strides", strides, rank), each("dilation", dilation, rank)
+    given = [padding] * rank if isinstance(padding, str) else pairs(padding, rank)
+    windows = zip(weight.shape[2:], stride, dilate, given, strict=True)
+    padded = tuple(transposed_pads(*window) for window in windows)
+    y = dilated(
+        image,
+        weight,
+        padded,
+        stride,
+        dilate,
+        1,
+        not transpose_kernel,
+        (scale, bias, residual, spec.out_spec, activation),
+        preferred_element_type,
+        with_precision(CONV_TRANSPOSE, options, precision),
+    )
+    if y is None:
+        raise GraphError(
+            "this padding has no transposed convolution",
+            expected="low and high padding between 0 and dilation * (window - 1), and a result "
+            "no larger than what the windows reach",
+            got=f"padding={padding!r} for weights {w.shape}",
+            fix="pad the result with jnp.pad, or crop it",
+        )
+    return transpose(y, np.argsort(spec.out_spec))
+
+
+def dilated(
+    image: jax.Array,
+    weight: jax.Array,
+    padding: Sequence[tuple[int, int]],
+    spread: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    flip: bool,
+    terms: tuple[Any, ...],
+    preferred_element_type: Any,
+    function: GraphFunction,
+) -> jax.Array | None:
+    """The convolution of an image spread out by ``spread``, as a data gradient; None where the
+    padding has none. ``flip``: the weights are those of a cross-correlation of that image."""
+    # out[i] = sum over y, r of image[y] * weight[r] where spread*y = i + dilation*r - low: the
+    # data gradient for weights in reverse, with pre_padding = dilation * (window - 1) - low.
+    scale, bias, residual, out_spec, activation = terms
+    pads, dims = [], []
+    for axis, (low, high) in enumerate(padding):
+        reach = dilation[axis] * (weight.shape[2 + axis] - 1)
+        size = spread[axis] * (image.shape[2 + axis] - 1) + 1
+        dims.append(size + low + high - reach)
+        # The strides of the forward convolution may leave up to spread - 1 rows untouched.
+        unreached = 0 < high - reach < spread[axis]
+        pads.append((reach - low, 0 if unreached else reach - high))
+    if any(p < 0 for pair in pads for p in pair) or any(d < 1 for d in dims):
+        return None
+    features = weight.shape[0]
+    if groups > 1:  # (O, I / groups) as the gradient has it: (I, O / groups)
+        parts = weight.reshape(groups, features // groups, *weight.shape[1:])
+        weight = jnp.swapaxes(parts, 1, 2).reshape(
+            image.shape[1], features // groups, *weight.shape[2:]
+        )
+    else:
+        weight = jnp.swapaxes(weight, 0, 1)
+    return function(
+        image,
+        weight,
+        epilogue.per_feature("scale", scale, features, image.ndim, 1),
+        epilogue.per_feature("bias", bias, features, image.ndim, 1),
+        None if residual is None else transpose(jnp.asarray(residual), out_spec),
+        pads=tuple(pads),
+        strides=tuple(spread),
+        dilation=tuple(dilation),
+        flip=flip,
+        dims=(image.shape[0], features, *dims),
+        activation=epilogue.activation_name(activation),
+        out=out_dtype(image, weight, preferred_element_type),
+    )

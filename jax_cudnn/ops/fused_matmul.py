@@ -1,0 +1,160 @@
+"""Matrix products with their epilogue, in jnp's and lax's conventions."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.dims import packed_strides
+from .._core.dtypes import FLOATS, canonical
+from .._core.errors import GraphError
+from .._core.options import Options
+from .._core.trace import GraphFunction
+from . import epilogue
+from .arguments import PRODUCTS, out_dtype, promoted, with_precision
+from .epilogue import Activation
+
+log = logging.getLogger("jax_cudnn")
+
+
+def _product(g, a, b, scale, bias, residual, *, orders, activation, out):
+    dtypes = {str(a.dtype), str(b.dtype)}
+    (wide,) = dtypes & {*FLOATS} if len(dtypes) == 2 and dtypes & {*FLOATS} else (None,)
+    for operand, order in zip((a, b), orders, strict=True):
+        operand.set_stride(packed_strides(operand.shape, order))
+    if wide is not None:  # one operand has 8 bits: cuDNN widens it on its way to the product
+        a, b = (x if str(x.dtype) == wide else g.identity(x).set_data_type(wide) for x in (a, b))
+    y = epilogue.apply(g, g.matmul(a, b), scale, bias, residual, activation)
+    return y.set_data_type(out)
+
+
+_MATMUL = GraphFunction(_product, name="matmul")
+DOT_GENERAL = GraphFunction(_product, name="dot_general")
+_ROW_MAJOR = (0, 1, 2)
+_TRANSPOSED = (0, 2, 1)
+
+
+def matmul(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    bias: Any = None,
+    scale: Any = None,
+    residual: jax.Array | None = None,
+    activation: Activation = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    options: Options | None = None,
+) -> jax.Array:
+    """Matrix product with its epilogue in one cuDNN plan.
+
+    ``activation(jnp.matmul(a, b) * scale + bias + residual)``.
+
+    Args:
+        a: (..., m, k), or (k,). b: (..., k, n), or (k,). Leading dimensions broadcast; those of
+            ``a`` alone are folded into m.
+        bias, scale: (n,) or a scalar.
+        residual: of the result's shape.
+        activation: as in :func:`jax_cudnn.ops.conv`.
+        transpose_a, transpose_b: the operand is given as (..., k, m) or (..., n, k), and read so
+            by cuDNN, without a copy.
+        precision: of float32 products, as in lax: DEFAULT allows TF32.
+        preferred_element_type: dtype of the result; by default the operands' promoted dtype, and
+            that of the accumulator for 8-bit operands.
+        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+
+    Element types: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8, and bfloat16 or
+    float16 with int8 or float8; accumulated in float32 (int8: int32). The epilogue computes in
+    float32 and rounds once.
+
+    Raises:
+        GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: compiled for a GPU on which cuDNN has no engine for it.
+
+    Source: ``jax.numpy.matmul``; cuDNN documentation, ``CUDNN_BACKEND_OPERATION_MATMUL``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> x, w = jnp.ones((4, 7, 16)), jnp.ones((16, 32))
+        >>> jc.ops.matmul(x, w, bias=jnp.ones(32), activation="gelu").shape
+        (4, 7, 32)
+    """
+    a, b = promoted(a, b)
+    if not a.ndim or not b.ndim:
+        raise GraphError(
+            "matmul takes no scalars",
+            expected="arrays of rank 1 and more",
+            got=f"{a.shape} and {b.shape}",
+        )
+    one_row, one_column = a.ndim == 1, b.ndim == 1
+    if one_row:
+        a, transpose_a = a[None, :], False
+    if one_column:
+        b, transpose_b = b[:, None], False
+    (m, k), (k2, n) = _matrix(a, transpose_a), _matrix(b, transpose_b)
+    if k != k2:
+        raise GraphError(
+            "the operands of matmul do not fit",
+            expected="the same number of columns in a and rows in b",
+            got=f"a {a.shape}{' transposed' if transpose_a else ''} has {k}, "
+            f"b {b.shape}{' transposed' if transpose_b else ''} has {k2}",
+        )
+    try:
+        lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        raise GraphError(
+            "the leading dimensions of matmul's operands do not broadcast",
+            got=f"{a.shape} and {b.shape}",
+        ) from None
+    shape = (*lead, m, n)
+    if math.prod(b.shape[:-2]) == 1 and not transpose_a:
+        a, b = a.reshape(1, -1, k), b.reshape(1, *b.shape[-2:])
+    else:
+        a, b = (_batched(x, lead) for x in (a, b))
+    if residual is not None:
+        residual = jnp.asarray(residual)
+        expected = (*lead, *(() if one_row else (m,)), *(() if one_column else (n,)))
+        if residual.shape != expected:
+            raise GraphError(
+                "residual does not fit", expected=f"shape {expected}", got=f"{residual.shape}"
+            )
+        residual = residual.reshape(-1, a.shape[-1 if transpose_a else -2], n)
+    y = with_precision(_MATMUL, options, precision)(
+        jnp.swapaxes(a, 1, 2) if transpose_a else a,
+        jnp.swapaxes(b, 1, 2) if transpose_b else b,
+        epilogue.per_feature("scale", scale, n, 3, 2),
+        epilogue.per_feature("bias", bias, n, 3, 2),
+        residual,
+        orders=tuple(_TRANSPOSED if t else _ROW_MAJOR for t in (transpose_a, transpose_b)),
+        activation=epilogue.activation_name(activation),
+        out=_out_dtype(a, b, preferred_element_type),
+    ).reshape(shape)
+    if one_column:
+        y = y[..., 0]
+    return y[..., 0, :] if one_row and not one_column else y[..., 0] if one_row else y
+
+
+def _matrix(x: jax.Array, transposed: bool) -> tuple[int, int]:
+    rows, columns = x.shape[-2:]
+    return (columns, rows) if transposed else (rows, columns)
+
+
+def _batched(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    """Rank three: one batch dimension of the whole size, or of size 1, which broadcasts."""
+    if math.prod(x.shape[:-2]) == 1:
+        return x.reshape(1, *x.shape[-2:])
+    return jnp.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
+
+
+def _out_dtype(a: jax.Array, b: jax.Array, preferred: Any) -> str:
+    names = {str(a.dtype), str(b.dtype)}
+    wide = names & {"bfloat16", "float16"}
+    if len(names) == 2 and wide and names <= {*PRODUCTS}:  # one of 8 bits with one of 16
+        return canonical(preferred) if preferred is not None else wide.pop()
+    return out_dtype(a, b, preferred)

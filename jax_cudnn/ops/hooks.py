@@ -1,0 +1,223 @@
+"""lax's own functions on cuDNN, argument for argument: for Flax and others that take hooks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._core.dtypes import FLOATS, INTEGERS, canonical
+from .arguments import PRODUCTS, numbers, promoted, transpose, with_precision
+from .fused_conv import CONV, CONV_TRANSPOSE, dilated
+from .fused_matmul import DOT_GENERAL
+
+log = logging.getLogger("jax_cudnn")
+
+
+def conv_general_dilated(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    window_strides: Sequence[int],
+    padding: Any,
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """``lax.conv_general_dilated`` on cuDNN: the same arguments, the same result.
+
+    For Flax: ``nnx.Conv(..., conv_general_dilated=jax_cudnn.ops.conv_general_dilated)``.
+    Image dilation without strides runs as a transposed convolution. What cuDNN has no operation
+    for (batch groups, strides and image dilation together, negative padding, more than three
+    spatial dimensions, integers without ``preferred_element_type``, float64 and complex) is
+    lax's, with a line in the debug log of the logger ``jax_cudnn``.
+
+    Raises: what lax raises for wrong arguments; UnsupportedGraphError when compiled for a GPU on
+    which cuDNN has no engine. Source: ``jax.lax.conv_general_dilated``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> x, w = jnp.ones((2, 16, 8, 8)), jnp.ones((32, 16, 3, 3))
+        >>> jc.ops.conv_general_dilated(x, w, (2, 2), "SAME").shape
+        (2, 32, 4, 4)
+    """
+
+    laxs = functools.partial(
+        lax.conv_general_dilated,
+        lhs,
+        rhs,
+        window_strides,
+        padding,
+        lhs_dilation,
+        rhs_dilation,
+        dimension_numbers,
+        feature_group_count,
+        batch_group_count,
+        precision,
+        preferred_element_type,
+    )
+
+    def plain(reason: str) -> jax.Array:
+        log.debug("conv_general_dilated: XLA runs it: %s", reason)
+        return laxs()
+
+    aval = jax.eval_shape(laxs)  # lax checks the arguments, with its own errors
+    if out_sharding is not None:
+        laxs = functools.partial(laxs, out_sharding=out_sharding)
+        return plain("an out_sharding")
+    rank = lhs.ndim - 2
+    if batch_group_count != 1:
+        return plain("batch groups")
+    if not 1 <= rank <= 3:
+        return plain(f"{rank} spatial dimensions")
+    if any(str(a.dtype) not in PRODUCTS for a in (lhs, rhs)) or lhs.dtype != rhs.dtype:
+        return plain(f"dtypes {lhs.dtype} and {rhs.dtype}")
+    if str(lhs.dtype) in INTEGERS and preferred_element_type is None:
+        return plain("integers that wrap around")
+    spec = numbers(lhs, rhs, dimension_numbers)
+    image, weight = transpose(lhs, spec.lhs_spec), transpose(rhs, spec.rhs_spec)
+    stride = tuple(window_strides)
+    spread = tuple(lhs_dilation or (1,) * rank)
+    dilate = tuple(rhs_dilation or (1,) * rank)
+    window = [d * (r - 1) + 1 for d, r in zip(dilate, weight.shape[2:], strict=True)]
+    sizes = [s * (n - 1) + 1 for s, n in zip(spread, image.shape[2:], strict=True)]
+    padded = (
+        tuple(lax.padtype_to_pads(sizes, window, stride, padding))
+        if isinstance(padding, str)
+        else tuple(map(tuple, padding))
+    )
+    out = aval.dtype
+    if set(spread) != {1}:
+        if set(stride) != {1}:
+            return plain("strides and image dilation together")
+        y = dilated(
+            image,
+            weight,
+            padded,
+            spread,
+            dilate,
+            feature_group_count,
+            True,
+            (None, None, None, spec.out_spec, None),
+            out,
+            with_precision(CONV_TRANSPOSE, None, precision),
+        )
+        if y is None:
+            return plain("padding that no transposed convolution has")
+    elif any(p < 0 for pair in padded for p in pair):
+        return plain("negative padding")
+    else:
+        y = with_precision(CONV, None, precision)(
+            image,
+            weight,
+            None,
+            None,
+            None,
+            pads=padded,
+            strides=stride,
+            dilation=dilate,
+            activation=None,
+            out=canonical(out),
+        )
+    return transpose(y, np.argsort(spec.out_spec))
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """``lax.dot_general`` on cuDNN: the same arguments, the same result.
+
+    For Flax: ``nnx.Linear(..., dot_general=jax_cudnn.ops.dot_general)``. Contracted, batch and
+    free dimensions that lie together in memory are read where they are; others are copied
+    together first. What cuDNN has no operation for (no contracted dimension, integers without
+    ``preferred_element_type``, float64 and complex, an ``out_sharding``) is lax's, with a line in
+    the debug log of the logger ``jax_cudnn``.
+
+    Raises: what lax raises for wrong arguments; UnsupportedGraphError when compiled for a GPU on
+    which cuDNN has no engine. Source: ``jax.lax.dot_general``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> x, w = jnp.ones((4, 7, 16)), jnp.ones((16, 32))
+        >>> jc.ops.dot_general(x, w, (((2,), (0,)), ((), ()))).shape
+        (4, 7, 32)
+    """
+
+    laxs = functools.partial(
+        lax.dot_general, lhs, rhs, dimension_numbers, precision, preferred_element_type
+    )
+
+    def plain(reason: str) -> jax.Array:
+        log.debug("dot_general: XLA runs it: %s", reason)
+        return laxs()
+
+    aval = jax.eval_shape(laxs)  # lax checks the arguments, with its own errors
+    if out_sharding is not None:
+        laxs = functools.partial(laxs, out_sharding=out_sharding)
+        return plain("an out_sharding")
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    if not lhs_contract:
+        return plain("no contracted dimension")
+    names = {str(lhs.dtype), str(rhs.dtype)}
+    if not names <= {*PRODUCTS} or (len(names) > 1 and not names & {*FLOATS}):
+        return plain(f"dtypes {lhs.dtype} and {rhs.dtype}")
+    if names & {*INTEGERS} and preferred_element_type is None:
+        return plain("integers that wrap around")
+    lhs, rhs = promoted(lhs, rhs)
+    a, a_order, a_free = _collapsed(lhs, lhs_batch, lhs_contract, contract_last=True)
+    b, b_order, b_free = _collapsed(rhs, rhs_batch, rhs_contract, contract_last=False)
+    y = with_precision(DOT_GENERAL, None, precision)(
+        a,
+        b,
+        None,
+        None,
+        None,
+        orders=(a_order, b_order),
+        activation=None,
+        out=canonical(aval.dtype),
+    )
+    return y.reshape(*(lhs.shape[i] for i in lhs_batch), *a_free, *b_free)
+
+
+def _collapsed(
+    x: jax.Array, batch: Sequence[int], contract: Sequence[int], contract_last: bool
+) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
+    """An operand of dot_general as (batch, free, contracted) or (batch, contracted, free), its
+    order in memory, and its free dimensions.
+
+    Where the three groups lie one after the other in the array, its own order is kept: the
+    transpose here is undone by the layout that the call asks for, so that nothing is copied.
+    """
+    batch, contract = tuple(batch), tuple(contract)
+    free = tuple(axis for axis in range(x.ndim) if axis not in (*batch, *contract))
+    middle, last = (free, contract) if contract_last else (contract, free)
+    groups = {0: batch, 1: middle, 2: last}
+    sizes = {i: math.prod(x.shape[axis] for axis in group) for i, group in groups.items()}
+    kept = tuple(x.shape[axis] for axis in free)
+    order = sorted(groups, key=lambda i: groups[i][0] if groups[i] else -1)
+    if [axis for i in order for axis in groups[i]] == list(range(x.ndim)):
+        stored = x.reshape([sizes[i] for i in order])
+        return (
+            jnp.transpose(stored, [order.index(i) for i in range(3)]),
+            tuple(order),
+            kept,
+        )
+    y = jnp.transpose(x, (*batch, *middle, *last))
+    return y.reshape([sizes[i] for i in range(3)]), tuple(range(3)), kept

@@ -1,0 +1,425 @@
+"""jax_cudnn.ops in lax's and jnp's conventions: the same results, and errors in words."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_cudnn as jc
+
+DIMENSION_NUMBERS = [
+    ("NHWC", "HWIO", "NHWC"),
+    ("NCHW", "OIHW", "NCHW"),
+    ("NHWC", "OHWI", "NCHW"),
+    ("HWNC", "OIHW", "CHWN"),
+    None,
+]
+SIZES = {"N": 2, "C": 8, "H": 9, "W": 10, "D": 5}
+
+
+def arrays(key, *shapes, dtype=jnp.float32):
+    return [
+        jax.random.normal(k, shape).astype(dtype)
+        for k, shape in zip(jax.random.split(key, len(shapes)), shapes, strict=True)
+    ]
+
+
+def same(got, want, tolerance=3e-4):
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=tolerance, atol=tolerance
+    )
+
+
+def operands(key, numbers, groups, features=12, window=(3, 2)):
+    image, weight, _ = numbers or ("NCHW", "OIHW", "NCHW")
+    sizes = {"O": features, "I": SIZES["C"] // groups, "H": window[0], "W": window[1]}
+    return arrays(key, [SIZES[a] for a in image], [sizes[a] for a in weight])
+
+
+# -- conv ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numbers", DIMENSION_NUMBERS, ids=str)
+@pytest.mark.parametrize(
+    ("padding", "strides", "dilation", "groups"),
+    [
+        ("SAME", (1, 1), (1, 1), 1),
+        ("VALID", (2, 1), (1, 2), 2),
+        ("SAME_LOWER", (2, 2), (1, 1), 8),
+        ([(1, 2), (0, 1)], (1, 2), (1, 1), 4),
+    ],
+)
+def test_conv_is_laxs_with_an_epilogue(numbers, padding, strides, dilation, groups, key):
+    features = 16
+    x, w = operands(key, numbers, groups, features)
+    plain = lax.conv_general_dilated(x, w, strides, padding, None, dilation, numbers, groups)
+    options = {"strides": strides, "padding": padding, "dilation": dilation, "groups": groups}
+    same(jc.ops.conv(x, w, **options, dimension_numbers=numbers), plain)
+    same(
+        jc.ops.conv_general_dilated(x, w, strides, padding, None, dilation, numbers, groups), plain
+    )
+    scale, bias, residual = arrays(key, (features,), (features,), plain.shape)
+    axis = (numbers or ("", "", "NCHW"))[2].index("C")
+    along = [features if i == axis else 1 for i in range(4)]
+    got = jc.ops.conv(
+        x,
+        w,
+        scale=scale,
+        bias=bias,
+        residual=residual,
+        activation=jax.nn.relu,
+        dimension_numbers=numbers,
+        **options,
+    )
+    same(got, jax.nn.relu(plain * scale.reshape(along) + bias.reshape(along) + residual))
+
+
+@pytest.mark.parametrize("letters", ["H", "HW", "DHW"])
+def test_convolutions_of_one_to_three_dimensions(letters, key):
+    numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+    x, w = arrays(key, [SIZES[a] for a in numbers[0]], [*(3 for _ in letters), 8, 4])
+    want = lax.conv_general_dilated(x, w, [2] * len(letters), "SAME", dimension_numbers=numbers)
+    same(jc.ops.conv(x, w, strides=2, dimension_numbers=numbers), want)
+    want = lax.conv_transpose(x, w, [2] * len(letters), "SAME", dimension_numbers=numbers)
+    same(jc.ops.conv_transpose(x, w, strides=2, dimension_numbers=numbers), want)
+
+
+@pytest.mark.parametrize("name", sorted(jc.ops.epilogue._ACTIVATIONS))
+def test_activations_are_jax_nns(name, key):
+    (x,) = arrays(key, (1, 4, 5, 6))
+    (w,) = arrays(key, (4, 4, 1, 1))
+    plain = lax.conv_general_dilated(x, w, (1, 1), "SAME")
+    function = {
+        "gelu_exact": lambda y: jax.nn.gelu(y, approximate=False),
+        "tanh": jnp.tanh,
+    }.get(name) or getattr(jax.nn, name)
+    same(jc.ops.conv(x, w, activation=name), function(plain))
+
+
+def test_precision_and_preferred_type_reach_the_graph(key):
+    x, w = (a.astype(jnp.bfloat16) for a in operands(key, None, 1))
+    assert jc.ops.conv(x, w, preferred_element_type=jnp.float32).dtype == jnp.float32
+    assert jc.ops.conv(x, w).dtype == jnp.bfloat16
+    x, w = operands(key, None, 1)
+    text = str(jax.make_jaxpr(lambda x, w: jc.ops.conv(x, w, precision="highest"))(x, w))
+    assert (
+        "precision" in text
+        or "highest"
+        in jax.jit(lambda x, w: jc.ops.conv(x, w, precision="highest"))
+        .lower(x, w)
+        .as_text()
+        .lower()
+    )
+
+
+def test_integer_and_float8_products_have_the_accumulators_dtype(key):
+    x = jax.random.randint(key, (1, 4, 5, 5), -128, 127).astype(jnp.int8)
+    w = jax.random.randint(key, (4, 4, 3, 3), -128, 127).astype(jnp.int8)
+    want = lax.conv_general_dilated(x.astype(jnp.int32), w.astype(jnp.int32), (1, 1), "SAME")
+    np.testing.assert_array_equal(jc.ops.conv(x, w), want)
+    a, b = (m.astype(jnp.float8_e4m3fn) for m in arrays(key, (8, 16), (16, 8)))
+    same(jc.ops.matmul(a, b), a.astype(jnp.float32) @ b.astype(jnp.float32))
+
+
+# -- conv_transpose --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transpose_kernel", [False, True])
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize(
+    ("strides", "dilation", "window"),
+    [
+        ((1, 1), (1, 1), (3, 2)),
+        ((2, 2), (1, 1), (4, 3)),
+        ((3, 1), (2, 1), (3, 3)),
+        ((3, 2), (1, 1), (1, 1)),
+        ((2, 3), (1, 2), (2, 2)),
+    ],
+)
+def test_conv_transpose_is_laxs(strides, dilation, window, padding, transpose_kernel, key):
+    features = (12, 8) if transpose_kernel else (8, 12)
+    x, w = arrays(key, (2, 5, 6, 8), (*window, *features))
+    want = lax.conv_transpose(x, w, strides, padding, dilation, transpose_kernel=transpose_kernel)
+    got = jc.ops.conv_transpose(
+        x,
+        w,
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        transpose_kernel=transpose_kernel,
+        bias=1.0,
+        activation="relu",
+    )
+    same(got, jax.nn.relu(want + 1))
+
+
+def test_conv_transpose_refuses_padding_that_no_gradient_has(key):
+    x, w = arrays(key, (2, 5, 6, 8), (1, 1, 8, 12))
+    with pytest.raises(jc.GraphError, match=r"jnp\.pad"):
+        jc.ops.conv_transpose(x, w, padding=[(1, 0), (0, 0)])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("padding", [[(1, 1), (1, 0)], [(2, 1), (0, 2)], [(5, 1), (0, 2)]])
+def test_image_dilation_is_laxs(groups, padding, key):
+    x, w = arrays(key, (2, 8, 5, 6), (12, 8 // groups, 3, 2))
+    arguments = ((1, 1), padding, (2, 3), (1, 2), None, groups)
+    same(jc.ops.conv_general_dilated(x, w, *arguments), lax.conv_general_dilated(x, w, *arguments))
+
+
+# -- matmul and dot_general ------------------------------------------------------------------------
+
+SHAPES = [
+    ((4, 5), (5, 6)),
+    ((2, 3, 4, 5), (5, 6)),
+    ((2, 3, 4, 5), (2, 3, 5, 6)),
+    ((2, 1, 4, 5), (1, 3, 5, 6)),
+    ((5,), (5, 6)),
+    ((4, 5), (5,)),
+    ((5,), (5,)),
+    ((5,), (3, 5, 6)),
+    ((1, 4, 5), (3, 5, 6)),
+]
+
+
+@pytest.mark.parametrize(("left", "right"), SHAPES)
+def test_matmul_is_jnps_on_any_rank(left, right, key):
+    a, b = arrays(key, left, right)
+    want = jnp.matmul(a, b)
+    same(jc.ops.matmul(a, b), want)
+    if a.ndim > 1 and b.ndim > 1:
+        turned = jnp.swapaxes(a, -1, -2), jnp.swapaxes(b, -1, -2)
+        same(jc.ops.matmul(*turned, transpose_a=True, transpose_b=True), want)
+        same(jc.ops.matmul(a, turned[1], transpose_b=True), want)
+        bias, residual = arrays(key, want.shape[-1:], want.shape)
+        got = jc.ops.matmul(a, b, scale=2.0, bias=bias, residual=residual, activation="gelu")
+        same(got, jax.nn.gelu(want * 2 + bias + residual))
+
+
+DIMENSIONS = [
+    ((4, 5), (5, 6), (((1,), (0,)), ((), ()))),
+    ((5, 4), (6, 5), (((0,), (1,)), ((), ()))),
+    ((2, 3, 4, 5), (4, 5, 6), (((2, 3), (0, 1)), ((), ()))),
+    ((2, 3, 4, 5), (2, 7, 4, 5), (((3,), (3,)), ((0, 2), (0, 2)))),
+    ((4, 5, 3), (3, 5, 6), (((1,), (1,)), ((2,), (0,)))),
+    ((4, 5, 3), (3, 2, 4), (((0, 2), (2, 0)), ((), ()))),
+    ((4, 5, 3), (5, 4, 2), (((1, 0), (0, 1)), ((), ()))),
+    ((4,), (6,), (((), ()), ((), ()))),
+]
+
+
+@pytest.mark.parametrize(("left", "right", "numbers"), DIMENSIONS)
+def test_dot_general_is_laxs(left, right, numbers, key):
+    a, b = arrays(key, left, right)
+    same(jc.ops.dot_general(a, b, numbers), lax.dot_general(a, b, numbers))
+
+
+def test_operand_of_eight_bits_is_widened_inside_the_graph(key):
+    (a,) = arrays(key, (4, 16), dtype=jnp.bfloat16)
+    b = jax.random.randint(key, (16, 8), -100, 100).astype(jnp.int8)
+    same(jc.ops.matmul(a, b), a @ b.astype(jnp.bfloat16), 2e-2)
+    jaxpr = str(jax.make_jaxpr(jc.ops.matmul)(a, b))
+    assert "convert_element_type" not in jaxpr
+    assert "identity" in jaxpr
+
+
+# -- what is XLA's, and what is refused ------------------------------------------------------------
+
+
+def test_what_cudnn_has_no_operation_for_is_laxs_and_said(key, caplog):
+    x, w = arrays(key, (4, 8, 5, 6), (12, 8, 3, 2))
+    halves = x.reshape(8, 4, 5, 6)
+    calls = [
+        ("batch groups", (halves, w[:, :4], (1, 1), "SAME"), {"batch_group_count": 2}),
+        ("strides and image dilation", (x, w, (2, 1), [(0, 0), (0, 0)], (2, 1)), {}),
+        ("negative padding", (x, w, (1, 1), [(-1, 0), (0, 0)]), {}),
+        ("integers", (x.astype(jnp.int8), w.astype(jnp.int8), (1, 1), "SAME"), {}),
+    ]
+    caplog.set_level("DEBUG", "jax_cudnn")
+    for words, arguments, keywords in calls:
+        want = lax.conv_general_dilated(*arguments, **keywords)
+        got = jc.ops.conv_general_dilated(*arguments, **keywords)
+        same(got, want)
+        assert words in caplog.text
+        jaxpr = jax.make_jaxpr(
+            lambda *a, k=keywords, rest=arguments[2:]: jc.ops.conv_general_dilated(*a, *rest, **k)
+        )(*arguments[:2])
+        assert "cudnn" not in str(jaxpr)
+
+
+ERRORS = {
+    "rank": (lambda x, w: jc.ops.conv(x[0], w), "1, 2 or 3 spatial dimensions"),
+    "groups": (lambda x, w: jc.ops.conv(x, w, groups=3), "groups does not fit"),
+    "padding": (lambda x, w: jc.ops.conv(x, w, padding="FULL"), "SAME_LOWER"),
+    "padding's length": (lambda x, w: jc.ops.conv(x, w, padding=[(1, 1)]), "2 spatial"),
+    "strides": (lambda x, w: jc.ops.conv(x, w, strides=(1, 2, 3)), "2 of them"),
+    "numbers": (
+        lambda x, w: jc.ops.conv(x, w, dimension_numbers=("NHWC", "HWIO")),
+        "dimension_numbers",
+    ),
+    "bias": (lambda x, w: jc.ops.conv(x, w, bias=jnp.ones(5)), "bias does not fit"),
+    "residual": (lambda x, w: jc.ops.conv(x, w, residual=jnp.ones(5)), "residual"),
+    "activation": (lambda x, w: jc.ops.conv(x, w, activation="mish"), "gelu_exact"),
+    "dtype": (lambda x, w: jc.ops.conv(x, w.astype(jnp.int8)), "no product in cuDNN"),
+    "contraction": (lambda x, w: jc.ops.matmul(x, w[..., :2]), "do not fit"),
+    "scalars": (lambda x, w: jc.ops.matmul(x, jnp.float32(1)), "no scalars"),
+    "leading": (lambda x, w: jc.ops.matmul(x, jnp.ones((3, 10, 2))), "do not broadcast"),
+    "matmul's residual": (
+        lambda x, w: jc.ops.matmul(x, jnp.ones((10, 2)), residual=jnp.ones((2, 2))),
+        "residual does not fit",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_wrong_argument_is_said_in_words(what, key):
+    call, words = ERRORS[what]
+    x, w = operands(key, None, 1)
+    with pytest.raises(jc.JaxCudnnError, match=words):
+        call(x, w)
+
+
+def test_functions_are_transformable(key):
+    x, w = arrays(key, (2, 6, 6, 8), (12, 3, 3, 8))
+    numbers = ("NHWC", "OHWI", "NHWC")
+
+    def ours(x, w):
+        return jc.ops.conv(x, w, activation="gelu", dimension_numbers=numbers).sum()
+
+    def plain(x, w):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+        return jax.nn.gelu(y).sum()
+
+    for got, want in zip(
+        jax.jit(jax.grad(ours, (0, 1)))(x, w), jax.grad(plain, (0, 1))(x, w), strict=True
+    ):
+        same(got, want, 2e-3)
+    batch = jax.vmap(lambda x: jc.ops.matmul(x, w[0, 0].T, bias=1.0))(x)
+    same(batch, x @ w[0, 0].T + 1)
+
+
+# -- Flax's hooks ----------------------------------------------------------------------------------
+
+
+def test_hooks_of_flax(key):
+    nnx = pytest.importorskip("flax.nnx")
+    (x,) = arrays(key, (2, 9, 9, 8))
+    for strides, padding, dilation in itertools.product((1, 2), ("SAME", "VALID"), (1, 2)):
+        layers = [
+            nnx.Conv(
+                8,
+                4,
+                (3, 3),
+                strides=strides,
+                padding=padding,
+                kernel_dilation=dilation,
+                rngs=nnx.Rngs(0),
+                **hook,
+            )
+            for hook in ({}, {"conv_general_dilated": jc.ops.conv_general_dilated})
+        ]
+        same(layers[1](x), layers[0](x))
+    layers = [
+        nnx.Linear(8, 4, rngs=nnx.Rngs(0), **hook)
+        for hook in ({}, {"dot_general": jc.ops.dot_general})
+    ]
+    same(layers[1](x), layers[0](x))
+    assert "cudnn[" in str(jax.make_jaxpr(layers[1])(x))
+
+
+# -- on the GPU ------------------------------------------------------------------------------------
+
+
+def counts(function, *operands):
+    """How often each kind of instruction stands in the compiled program."""
+    text = jax.jit(function).lower(*operands).compile().as_text()
+    found = {}
+    for line in text.splitlines():
+        kind = line.partition(" = ")[2].partition("(")[0].rpartition(" ")[2]
+        found[kind] = found.get(kind, 0) + 1
+    return found, text
+
+
+def block(x, first, second, bias, numbers):
+    y = jc.ops.conv(x, first, bias=bias, activation="relu", dimension_numbers=numbers)
+    y = jc.ops.conv(y, second, bias=bias, residual=x, activation="relu", dimension_numbers=numbers)
+    return jc.ops.conv(y, first, dimension_numbers=numbers)
+
+
+@pytest.mark.gpu
+def test_nhwc_model_has_no_copies_and_no_transposes(key):
+    x, first, second, bias = arrays(
+        key, (8, 28, 28, 64), (64, 3, 3, 64), (64, 3, 3, 64), (64,), dtype=jnp.bfloat16
+    )
+    found, text = counts(lambda *a: block(*a, ("NHWC", "OHWI", "NHWC")), x, first, second, bias)
+    assert text.count('custom_call_target="jax_cudnn"') == 3
+    assert not {"copy", "transpose", "fusion"} & found.keys(), found
+
+
+@pytest.mark.gpu
+def test_hwio_weights_are_copied_once_each_and_images_never(key):
+    x, first, second, bias = arrays(
+        key, (8, 28, 28, 64), (3, 3, 64, 64), (3, 3, 64, 64), (64,), dtype=jnp.bfloat16
+    )
+    found, text = counts(lambda *a: block(*a, ("NHWC", "HWIO", "NHWC")), x, first, second, bias)
+    moved = found.get("copy", 0) + found.get("transpose", 0) + found.get("fusion", 0)
+    assert moved <= 2, text
+    assert "bf16[8,28,28,64]{3,2,1,0} copy" not in text
+    assert "bf16[8,64,28,28]" not in " ".join(
+        line for line in text.splitlines() if " copy(" in line or " transpose(" in line
+    )
+
+
+@pytest.mark.gpu
+def test_chain_on_nchw_arrays_copies_at_entry_and_exit_only(key):
+    x, first, second, bias = arrays(
+        key, (8, 64, 28, 28), (64, 64, 3, 3), (64, 64, 3, 3), (64,), dtype=jnp.bfloat16
+    )
+    _, text = counts(lambda *a: block(*a, None), x, first, second, bias)
+    images = [
+        line
+        for line in text.splitlines()
+        if (" copy(" in line or " transpose(" in line or " fusion(" in line)
+        and ("[8,64,28,28]" in line or "[8,28,28,64]" in line)
+    ]
+    assert len(images) <= 2, images
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numbers", [(((0,), (1,)), ((), ())), (((1,), (0,)), ((), ()))])
+def test_transposed_operands_are_read_where_they_lie(numbers, key):
+    shapes = ((256, 128), (512, 256)) if numbers[0][0] == (0,) else ((128, 256), (256, 512))
+    a, b = arrays(key, *shapes, dtype=jnp.bfloat16)
+    found, text = counts(lambda a, b: jc.ops.dot_general(a, b, numbers), a, b)
+    assert not {"copy", "transpose", "fusion"} & found.keys(), text
+    same(jc.ops.dot_general(a, b, numbers), lax.dot_general(a, b, numbers), 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("letters", ["H", "HW", "DHW"])
+def test_functions_on_the_gpu(letters, dtype, key):
+    numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+    x, w, bias = arrays(
+        key, (2, *(9 for _ in letters), 32), (*(3 for _ in letters), 32, 16), (16,), dtype=dtype
+    )
+    for ours, plain in (
+        (jc.ops.conv, lax.conv_general_dilated),
+        (jc.ops.conv_transpose, lax.conv_transpose),
+    ):
+        wide = [a.astype(jnp.float32) for a in (x, w)]
+        with jax.default_matmul_precision("highest"):
+            want = plain(*wide, [2] * len(letters), "SAME", dimension_numbers=numbers)
+        want = jax.nn.relu(want + bias.astype(jnp.float32))
+        got = jax.jit(
+            lambda x, w, b, f=ours: f(
+                x, w, bias=b, activation="relu", strides=2, dimension_numbers=numbers
+            )
+        )(x, w, bias)
+        error = jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
+        assert float(error) < {"float32": 1e-3, "float16": 1e-3, "bfloat16": 5e-3}[dtype]

@@ -1,0 +1,237 @@
+"""Options: what they accept, where they come from, and what they do to the choice of a plan."""
+
+import dataclasses
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import python
+
+import jax_cudnn as jc
+from jax_cudnn._core import choice
+from jax_cudnn._core.options import normal_precision
+
+X, W, B = (
+    jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    for shape in ((8, 64, 28, 28), (64, 64, 3, 3), (1, 64, 1, 1))
+)
+FLOATS = tuple(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (X, W, B))
+MATRICES = tuple(jax.ShapeDtypeStruct((1, 64, 64), jnp.float32) for _ in range(2))
+
+
+@jc.graph
+def conv_bias_relu(g, x, w, b):
+    return g.relu(g.bias(g.conv_fprop(x, w, padding=[1, 1]), b))
+
+
+@jc.graph
+def product(g, a, b):
+    return g.matmul(a, b)
+
+
+def plan(function=conv_bias_relu, avals=(X, W, B), **options):
+    with jc.target("H200"):
+        return jc.plan(function.with_options(**options), *avals)
+
+
+def spec(function=product, avals=MATRICES):
+    return function.trace(*avals)[1].spec
+
+
+# -- what they accept ------------------------------------------------------------------------------
+
+WRONG = {
+    "unknown option": ({"determinstic": True}, "deterministic"),
+    "unknown note": ({"deselect_numeric_notes": ["TENSOR_CORES"]}, "TENSOR_CORE"),
+    "unknown heuristic": ({"heuristics": ("C",)}, "FALLBACK"),
+    "no heuristic": ({"heuristics": ()}, "heuristics is empty"),
+    "negative workspace": ({"max_workspace": -1}, "at least 0"),
+    "workspace is no number": ({"max_workspace": "1 GB"}, "list of integers"),
+    "knobs without engine": ({"knobs": {"TILE_SIZE": 1}}, "engine="),
+    "knobs of no kind": ({"engine": 1, "knobs": 3}, "mapping of knob names"),
+    "deterministic is a number": ({"deterministic": 1}, "True or False"),
+    "unknown precision": ({"precision": "double"}, "highest"),
+    "unknown compute type": ({"compute_data_type": "float64"}, "float32"),
+    "unknown intermediate type": ({"intermediate_data_type": "complex64"}, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_option_is_said_in_words(what):
+    options, words = WRONG[what]
+    with pytest.raises(jc.JaxCudnnError, match=re.escape(words)):
+        conv_bias_relu.with_options(**options)
+    with pytest.raises(jc.JaxCudnnError, match=re.escape(words)):
+        jc.graph(**options)(conv_bias_relu.fn)
+
+
+def test_options_take_names_and_the_frontends_members():
+    class Member:
+        name = "NONDETERMINISTIC"
+
+    assert jc.Options(deselect_numeric_notes=Member()) == jc.Options(
+        deselect_numeric_notes=["NONDETERMINISTIC"]
+    )
+    assert jc.Options(engine=3, knobs={"TILEK": 1, "EDGE": 2}).knobs == (("EDGE", 2), ("TILEK", 1))
+    assert hash(jc.Options(heuristics="B")) == hash(jc.Options(heuristics=["B"]))
+
+
+def test_decorator_takes_options_and_with_options_shares_traces():
+    decorated = jc.graph(deterministic=True)(conv_bias_relu.fn)
+    assert decorated.options == jc.Options(deterministic=True)
+    assert conv_bias_relu.with_options(max_workspace=8) is conv_bias_relu.with_options(
+        max_workspace=8
+    )
+    assert conv_bias_relu.options == jc.Options()
+    both = decorated.with_options(max_workspace=8)
+    assert (both.options.deterministic, both.options.max_workspace) == (True, 8)
+    assert decorated.with_options(options=jc.Options()).options == jc.Options()
+    assert pickle.loads(pickle.dumps(both.options)) == both.options
+
+
+def test_options_are_part_of_the_graph_and_printed():
+    plain = spec()
+    other = spec(product.with_options(max_workspace=1024))
+    assert plain != other
+    assert plain.canonical() != other.canonical()
+    assert str(other).endswith("options: max_workspace=1024")
+    assert "options" not in str(plain)
+    assert pickle.loads(pickle.dumps(other)) == other
+
+
+# -- where they come from --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (None, "default"),
+        (jax.lax.Precision.HIGH, "high"),
+        ("tensorfloat32", "high"),
+        ("float32", "highest"),
+        (("default", "highest"), "highest"),
+        ("F32_F32_F32", "highest"),
+    ],
+)
+def test_precision_is_laxs(given, meant):
+    assert normal_precision(given) == meant
+
+
+def test_precision_comes_from_jax_unless_it_is_given():
+    with jax.default_matmul_precision("highest"):
+        assert spec().options.precision == "highest"
+        assert spec(product.with_options(precision="default")).options.precision == "default"
+    assert spec().options.precision == "default"
+
+
+def test_reference_uses_the_precision():
+    lowered = jax.jit(product.with_options(precision="highest")).lower(*MATRICES).as_text()
+    assert "HIGHEST" in lowered
+    assert "HIGHEST" not in jax.jit(product).lower(*MATRICES).as_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", False),
+        ("--xla_gpu_deterministic_ops", True),
+        ("--xla_gpu_deterministic_ops=true", True),
+        ("--xla_gpu_deterministic_ops=false", False),
+        ("--xla_gpu_exclude_nondeterministic_ops=1 --xla_foo=true", True),
+    ],
+)
+def test_xlas_flag_asks_for_determinism(flags, expected, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert spec().options.deterministic is expected
+
+
+@pytest.mark.deviceless
+def test_note_names_are_the_frontends():
+    python("""
+        import cudnn
+        from jax_cudnn._core import options
+        assert set(options.NUMERIC_NOTES) <= set(cudnn.numerical_note.__members__)
+        assert set(options.BEHAVIOR_NOTES) <= set(cudnn.behavior_note.__members__)
+        assert set(options.HEURISTICS) <= set(cudnn.heur_mode.__members__)
+    """)
+
+
+# -- what they do ----------------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+def test_behavior_notes_change_the_engine():
+    compiled = plan(select_behavior_notes="RUNTIME_COMPILATION")
+    ready = plan(deselect_behavior_notes="RUNTIME_COMPILATION")
+    assert compiled.engine != ready.engine
+
+
+@pytest.mark.deviceless
+def test_heuristics_are_asked_as_given():
+    assert plan(heuristics=("FALLBACK",)).candidates < plan(heuristics=("A", "FALLBACK")).candidates
+
+
+@jc.graph
+def wgrad(g, x, dy):
+    return g.conv_wgrad(x, dy, padding=[1, 1]).set_dim([64, 64, 3, 3])
+
+
+@pytest.mark.deviceless
+def test_max_workspace_holds_and_says_what_is_needed():
+    images = [jax.ShapeDtypeStruct((32, 64, 56, 56), dtype) for dtype in ("bfloat16", "float32")]
+    needs = {image: plan(wgrad, (image, image)).workspace_bytes for image in images}
+    image, most = max(needs.items(), key=lambda item: item[1])
+    assert most > 0, "no plan here needs workspace: take other shapes"
+    for limit in (most - 1, 0):
+        try:
+            assert plan(wgrad, (image, image), max_workspace=limit).workspace_bytes <= limit
+        except jc.UnsupportedGraphError as error:
+            assert "bytes of workspace" in str(error)
+
+
+@pytest.mark.deviceless
+def test_explicit_engine_is_used_or_refused_in_words():
+    chosen = plan()
+    (number,) = re.findall(r"\d+", chosen.engine.split("_")[0])
+    explicit = plan(engine=int(number))
+    assert explicit.engine.split("_")[0] == chosen.engine.split("_")[0]
+    assert explicit.candidates == 1
+    with pytest.raises(jc.UnsupportedGraphError) as caught:
+        plan(engine=9999)
+    assert "engine=9999" in str(caught.value)
+    with pytest.raises(jc.JaxCudnnError, match="TILE_SIZE"):
+        plan(engine=int(number), knobs={"NO_SUCH_KNOB": 1})
+
+
+@pytest.mark.deviceless
+def test_deterministic_wgrad_has_a_plan():
+    assert plan(wgrad, (X, X), deterministic=True).engine
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_float32_convolutions_leave_tensor_cores_out(precision):
+    """Which engine remains is cuDNN's business; that it is another one shows the notes at work."""
+    assert plan(avals=FLOATS, precision=precision).engine != plan(avals=FLOATS).engine
+    assert plan(precision=precision).engine == plan().engine  # bfloat16 has nothing to lose
+    assert "TENSOR_CORE" in choice.left_out(
+        spec(conv_bias_relu.with_options(precision=precision), FLOATS)
+    )
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_float32_matmuls_at_high_precision_are_refused_in_words(precision):
+    with pytest.raises(jc.UnsupportedGraphError) as caught, jc.target("H200"):
+        with jax.default_matmul_precision(precision):
+            jax.jit(product).trace(*MATRICES).lower(lowering_platforms=("cuda",))
+    text = str(caught.value)
+    assert "TF32" in text
+    assert "precision" in text
+    assert "bfloat16" in text
+
+
+def test_fields_are_documented():
+    for field in dataclasses.fields(jc.Options):
+        assert field.name in jc.Options.__doc__
