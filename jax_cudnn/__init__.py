@@ -12,7 +12,9 @@ from ._core.errors import TargetError as TargetError
 from ._core.errors import UnsupportedGraphError as UnsupportedGraphError
 from ._core.options import Options as Options
 from ._core.plan import Plan as Plan
+from ._core.support import plan as plan
+from ._core.support import support as support
+from ._core.support_value import Support as Support
 from ._core.trace import GraphFunction as GraphFunction
 from ._core.trace import graph as graph
-from ._core.trace import plan as plan
 from .deviceless.profiles import Profile as Profile

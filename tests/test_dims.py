@@ -7,7 +7,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core import layout
-from jax_cudnn._core.dims import Dims
+from jax_cudnn._core.dims import order_of_strides, packed_strides, Dims
 from jax_cudnn._core.dtypes import FROM_CUDNN, TO_CUDNN, canonical, itemsize
 
 CONV = "image: n c *x, weight: k i *r -> Y: n k *y"
@@ -172,30 +172,60 @@ def test_dtype_table_is_one_to_one_and_sized():
     ],
 )
 def test_strides_are_packed_and_channels_last_from_rank_four(dims, strides):
-    assert layout.strides(dims) == strides
-    order = layout.major_to_minor(len(dims))
+    order = layout._default_order(len(dims), False)
+    assert packed_strides(dims, order) == strides
     packed = np.empty([dims[axis] for axis in order], np.int8)
     assert [packed.strides[order.index(axis)] for axis in range(len(dims))] == strides
+    assert order_of_strides(dims, strides) == order
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "order"),
+    [
+        ((2, 3, 4), [12, 1, 3], (0, 2, 1)),
+        ((2, 3, 4), [1, 2, 6], (2, 1, 0)),
+        ((1, 3, 4), [99, 1, 3], (0, 2, 1)),
+        ((2, 1, 4), [4, 7, 1], (0, 1, 2)),
+        ((2, 3, 4), [24, 4, 1], None),
+        ((2, 3, 4), [12, 4, 2], None),
+        ((2, 3, 4), [0, 4, 1], None),
+    ],
+)
+def test_order_of_strides_knows_packed_tensors(shape, strides, order):
+    assert order_of_strides(shape, strides) == order
+
+
+def traced(function, *shapes):
+    return jc.graph(function).trace(*(jnp.zeros(shape) for shape in shapes))[1].spec
 
 
 @pytest.mark.parametrize("shape", [(), (6,), (4, 6), (3, 4, 6)])
 def test_pointwise_graph_is_shown_with_rank_four_over_the_same_memory(shape):
-    @jc.graph
-    def relu(g, x):
-        return g.relu(x)
-
-    _, trace = relu.trace(jnp.zeros(shape))
-    dims = layout.cudnn_dims(trace.spec, shape)
+    spec = traced(lambda g, x: g.relu(x), shape)
+    dims, strides = layout.view(spec, spec.input_tensors[0])
     assert len(dims) == 4
     assert np.prod(dims) == np.prod(shape)
-    steps = [s for d, s in zip(dims, layout.strides(dims), strict=True) if d != 1]
-    assert sorted(steps, reverse=True) == layout.strides(shape)
+    steps = [s for d, s in zip(dims, strides, strict=True) if d != 1]
+    packed = packed_strides(shape, tuple(range(len(shape))))
+    assert sorted(steps, reverse=True) == [s for s, d in zip(packed, shape, strict=True) if d != 1]
 
 
 def test_graph_with_a_matmul_keeps_its_rank():
-    @jc.graph
-    def product(g, x, w):
-        return g.relu(g.matmul(x, w))
+    spec = traced(lambda g, x, w: g.relu(g.matmul(x, w)), (2, 3, 4), (2, 4, 5))
+    assert layout.view(spec, spec.input_tensors[0]) == ((2, 3, 4), [12, 4, 1])
 
-    _, trace = product.trace(jnp.zeros((2, 3, 4)), jnp.zeros((2, 4, 5)))
-    assert layout.cudnn_dims(trace.spec, (2, 3, 4)) == (2, 3, 4)
+
+def test_operand_has_the_order_of_its_strides():
+    spec = traced(lambda g, x, w: g.matmul(x.set_stride([12, 1, 3]), w), (2, 3, 4), (2, 4, 5))
+    x, w = spec.input_tensors
+    assert layout.major_to_minor(spec, x) == (0, 2, 1)
+    assert layout.major_to_minor(spec, w) == (0, 1, 2)
+    assert layout.view(spec, x) == ((2, 3, 4), [12, 1, 3])
+
+
+def test_one_dimensional_convolution_is_shown_as_a_row_of_two():
+    spec = traced(lambda g, x, w: g.conv_fprop(x, w), (2, 8, 10), (4, 8, 3))
+    x, w = spec.input_tensors
+    assert layout.major_to_minor(spec, x) == (0, 2, 1)
+    assert layout.view(spec, x) == ((2, 8, 1, 10), [80, 1, 80, 8])
+    assert layout.view(spec, w) == ((4, 8, 1, 3), [24, 1, 24, 8])

@@ -61,15 +61,15 @@ BAD_CALLS = {
     ),
     "string operand": (lambda g, x, w: x + "a", TypeError, ["g.add", "'b' is no tensor", "'a'"]),
     "complex operand": (lambda g, x, w: x * 1j, TypeError, ["g.mul", "complex"]),
-    "integer operand": (
-        lambda g, x, w: x * np.ones(X, int),
+    "boolean operand": (
+        lambda g, x, w: x * np.ones(X, bool),
         TypeError,
-        ["g.mul", "int32", "astype"],
+        ["g.mul", "bool", "astype"],
     ),
     "compute type": (
-        lambda g, x, w: g.relu(x, compute_data_type="HALF"),
+        lambda g, x, w: g.relu(x, compute_data_type="INT64"),
         TypeError,
-        ["g.relu", "float32"],
+        ["g.relu", "float32", "int64"],
     ),
     "reduction mode": (
         lambda g, x, w: g.reduction(x, mode="MUL_"),
@@ -168,7 +168,7 @@ def test_wrong_dtype_says_what_is_taken(dtype, words):
 
 
 def test_unknown_method_suggests_the_nearest_and_lists_all():
-    with pytest.raises(AttributeError, match=r"did you mean g\.conv_fprop") as caught:
+    with pytest.raises(AttributeError, match=r"did you mean .*g\.conv_fprop") as caught:
         jc.graph(lambda g, x: g.conv(x, x))(jnp.ones(X))
     assert isinstance(caught.value, jc.GraphAttributeError)
     assert "relu" in caught.value.expected

@@ -14,7 +14,7 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core import plan as plans
 from jax_cudnn._core import planner
-from jax_cudnn._core.plan import CONSTANT, OPERAND, RESULT, SLOT, UNBOUND, Uids, decode
+from jax_cudnn._core.plan import CONSTANT, OPERAND, RESULT, SLOT, UNBOUND, VIEW, Uids, decode
 from jax_cudnn.deviceless import profiles
 
 # -- decode ----------------------------------------------------------------------------------------
@@ -101,15 +101,39 @@ def test_workspace_modifications_become_memsets(modification, fills):
     assert plan.plan_workspace_offset == 256
 
 
+@pytest.mark.parametrize("as_pairs", [True, False])
+def test_a_part_of_an_operand_is_a_view_of_its_row(as_pairs):
+    """Whether the plan uses the whole operand, too, or its part alone."""
+    parts = {B: [70, 8], X: [71, 32]}
+    for used, whole in (([X, OUT, 70, 71], UNBOUND), ([X, B, OUT, 70, 71], B)):
+        plan = made(
+            variant_pack_uids=used,
+            variant_pack_replacements=list(parts.items()) if as_pairs else parts,
+        )
+        assert plan.bindings[:3] == (
+            (X, OPERAND, 0, 64),
+            (whole, OPERAND, 1, 16),
+            (OUT, RESULT, 0, 64),
+        )
+        assert plan.bindings[3:] == ((70, VIEW, 1, 8), (71, VIEW, 0, 32))
+
+
+def test_a_part_that_the_plan_does_not_use_is_left_out():
+    assert made(variant_pack_replacements=[[X, [70, 8]]]) == made()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"variant_pack_uids": [X, 77]}, ["77", "newest.txt"]),
-        ({"variant_pack_replacements": {"1": [2, 0]}}, ["slices", "relu"]),
+        (
+            {"variant_pack_uids": [X, 78], "variant_pack_replacements": [[77, [78, 0]]]},
+            ["77", "newest.txt"],
+        ),
         ({"cudnn_backend_data": '{"deviceName":"x"}'}, ["cudnnVersion", "newest.txt"]),
         ({"cudnn_backend_data": '{"cudnnVersion":91900}'}, ["deviceName"]),
     ],
-    ids=["unknown uid", "slices", "no version", "no device"],
+    ids=["unknown uid", "part of an unknown tensor", "no version", "no device"],
 )
 def test_blob_of_an_unknown_kind_is_a_library_error(changes, words):
     with pytest.raises(jc.LibraryError) as caught:

@@ -8,6 +8,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core import build
+from jax_cudnn._core.dims import packed_strides
 
 IMAGE, WEIGHT = ((2, 64, 8, 8), jnp.bfloat16), ((64, 64, 3, 3), jnp.bfloat16)
 MATRIX = ((1, 64, 64), jnp.bfloat16)
@@ -106,13 +107,41 @@ def test_pointwise_graphs_of_one_channel_or_high_rank_are_planned(shape):
     assert plan.engine
 
 
-@pytest.mark.parametrize("precision", ["high", "highest", "float32"])
-def test_float32_products_at_high_precision_are_refused(precision):
-    product = jax.jit(jc.graph(lambda g, x: g.matmul(x, x)))
-    aval = jax.ShapeDtypeStruct((1, 8, 8), "float32")
-    with jax.default_matmul_precision(precision), jc.target("H200"):
-        with pytest.raises(jc.GraphError, match="TF32"):
-            product.trace(aval).lower(lowering_platforms=("cuda",))
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("gpu", "dtypes", "supported"),
+    [
+        ("A100", ("float8_e4m3fn", "float8_e4m3fn"), "bfloat16, float16"),
+        ("H200", ("bfloat16", "float16"), "bfloat16, float16, float32, float8_e4m3fn"),
+    ],
+)
+def test_unsupported_types_are_told_with_those_that_are_supported(gpu, dtypes, supported):
+    avals = [jax.ShapeDtypeStruct((1, 64, 64), dtype) for dtype in dtypes]
+    with pytest.raises(jc.UnsupportedGraphError) as caught, jc.target(gpu):
+        jc.plan(jc.graph(lambda g, a, b: g.matmul(a, b)), *avals)
+    assert f"operands of {supported}" in caught.value.expected
+
+
+@pytest.mark.deviceless
+def test_plans_left_out_by_options_are_counted_and_the_options_named():
+    avals = (jax.ShapeDtypeStruct(*aval) for aval in (IMAGE, WEIGHT))
+    with pytest.raises(jc.UnsupportedGraphError) as caught, jc.target("H200"):
+        jc.plan(jc.graph(select_numeric_notes="FFT")(conv), *avals)
+    assert "loosen the options" in caught.value.fix
+    assert "FFT" in caught.value.fix
+    assert any("left out by the options" in r for r in caught.value.reasons.values())
+    assert len(caught.value.reasons) <= 3
+
+
+@pytest.mark.parametrize("order", [(2, 3, 1, 0), (1, 0, 2, 3)])
+def test_filters_in_an_order_that_cudnn_misreads_are_refused(order):
+    """On an H200 such a filter was accepted and the result wrong (relative error 1.4)."""
+
+    def conv_hwio(g, x, w):
+        return conv(g, x, w.set_stride(packed_strides(w.shape, order)))
+
+    with pytest.raises(jc.UnsupportedGraphError, match="channels-last"), jc.target("H200"):
+        jc.plan(jc.graph(conv_hwio), *(jax.ShapeDtypeStruct(*aval) for aval in (IMAGE, WEIGHT)))
 
 
 def test_failure_of_the_device_is_no_unsupported_graph():

@@ -16,13 +16,10 @@ from .dims import Shape, integers
 from .dtypes import INTEGERS, canonical_compute, is_floating
 from .errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
 from .node import REGISTRY, Node, check_contract, float32_range
-from .options import Options
+from .options import DEFAULTS, Options
 from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern
 from .tensor import GraphTensor
-
-
-DEFAULTS = Options()
 
 
 class GraphBuilder:
@@ -53,7 +50,8 @@ class GraphBuilder:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
-        near = difflib.get_close_matches(method, REGISTRY, n=3, cutoff=0.5)
+        near = [name for name in REGISTRY if name.startswith(method)][:3]
+        near = near or difflib.get_close_matches(method, REGISTRY, n=3, cutoff=0.5)
         raise GraphAttributeError(
             f"g has no operation {method!r}",
             expected=", ".join(REGISTRY),
@@ -90,7 +88,7 @@ class GraphBuilder:
                     continue
                 if call.node.moves:
                     dtypes[name] = dtypes[call.inputs[0][1]]
-                elif is_floating(dtypes[name]):
+                elif is_floating(dtypes[name]) and not call.node.leftover:
                     dtypes[name] = self._options.intermediate_data_type
         return dtypes
 
@@ -298,7 +296,8 @@ def _ports(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _signature(cls: type[Node]) -> inspect.Signature:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     ports = [inspect.Parameter(name, kind) for name in cls.ports.input_names]
-    create = cls.create if "create" in cls.__dict__ else cls
+    generic = cls.create.__func__ is Node.create.__func__  # pyright: ignore[reportFunctionMemberAccess]
+    create = cls if generic else cls.create
     attributes = [
         p
         for p in inspect.signature(create).parameters.values()

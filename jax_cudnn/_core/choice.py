@@ -9,6 +9,10 @@ from .options import Options
 from .spec import GraphSpec
 
 
+# TF32 runs on tensor cores only, and float32 on none of them.
+NOTES_OF_FULL_FLOAT32 = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS")
+
+
 def propose(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
     """Has a pygraph propose its plans as the spec's options say."""
     options = spec.options
@@ -43,8 +47,7 @@ def left_out(spec: GraphSpec) -> tuple[str, ...]:
     if options.deterministic:
         notes.append("NONDETERMINISTIC")
     if options.precision in ("high", "highest") and has_float32_product(spec):
-        # TF32 runs on tensor cores only, and float32 on none of them.
-        notes += ["TENSOR_CORE", "DOWN_CONVERT_INPUTS"]
+        notes += NOTES_OF_FULL_FLOAT32
     return tuple(dict.fromkeys(notes))
 
 

@@ -28,6 +28,8 @@ FLOATS = ("float32", "bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int8", "uint8", "int32", "int64")
 NUMBERS = (*FLOATS, *FP8, *INTEGERS)
+PRODUCTS = (*FLOATS, *FP8, "int8", "uint8")
+"""Element types that convolutions and matmuls take."""
 
 
 def canonical(dtype: Any) -> str:

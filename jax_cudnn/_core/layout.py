@@ -36,7 +36,9 @@ def view(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]]:
         if _is_flat(spec):
             shape = (1, math.prod(shape), 1, 1)
         elif len(shape) < 4:
-            n, h, c = (1,) * (3 - len(shape)) + shape if len(shape) != 2 else (shape[0], 1, shape[1])
+            n, h, c = (
+                (1,) * (3 - len(shape)) + shape if len(shape) != 2 else (shape[0], 1, shape[1])
+            )
             shape = (n, c, h, 1)
         return shape, packed_strides(shape, _default_order(len(shape), False))
     order = major_to_minor(spec, tensor)
@@ -45,7 +47,17 @@ def view(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]]:
         shape = (*shape[:2], *(1,) * missing, *shape[2:])
         old = [axis + missing if axis >= 2 else axis for axis in order]
         order = (old[0], *range(2, 2 + missing), *old[1:])
-    return shape, packed_strides(shape, order)
+    return shape, view_strides(spec, tensor) or packed_strides(shape, order)
+
+
+def view_strides(spec: GraphSpec, tensor: Tensor) -> list[int] | None:
+    """The strides of an intermediate that lies in another tensor's memory (a slice), or None."""
+    if tensor.name in spec.outputs or tensor.order is not None:
+        return None
+    for call in spec.calls:
+        if tensor.name == call.outputs[0][1]:
+            return call.node.view_strides(*view(spec, spec.tensor(call.inputs[0][1])))
+    return None
 
 
 def _default_order(rank: int, channels_last: bool) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from .dtypes import FP8, INTEGERS, NUMBERS, arithmetic
 from .errors import GraphError, GraphTypeError
 
 if TYPE_CHECKING:
+    from .options import Options
     from .spec import Tensor
 
 
@@ -30,6 +31,8 @@ class Example:
 
     ``dtypes`` names the ports whose dtype is not ``dtype``; for a variadic port ``inputs`` holds
     a list of shapes. ``out`` is the dtype of the result, where it is not the inferred one.
+    ``positive`` names ports whose operands are at least 0.25 (for logarithms and divisors).
+    ``alone`` is False where cuDNN has no engine for this node by itself, only beside others.
     """
 
     inputs: Mapping[str, Any]
@@ -37,6 +40,8 @@ class Example:
     attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     out: str | None = None
+    alone: bool = True
+    positive: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class Node:
     moves: ClassVar[bool] = False
     """Whether the node only moves elements: its values keep their dtype, also inside a graph."""
     leftover: ClassVar[bool] = False
-    """Whether XLA runs this node, because cuDNN's graphs have none of its kind."""
+    """Whether XLA runs this node, because cuDNN's graphs have none of its kind. Its results are
+    arrays in memory and keep their inferred dtype."""
     deterministic: ClassVar[bool] = True
     """Whether every engine gives equal results in each run (stated on the numerics page)."""
     rounding: ClassVar[str] = ""
@@ -128,6 +134,13 @@ class Node:
         """The compute type where the user names none."""
         return "float32"
 
+    def refuses(self, tensors: Mapping[str, Tensor], options: Options) -> str | None:
+        """Why cuDNN is not to be asked for this node, by its tensors at all ports, or None.
+
+        For what cuDNN would accept and compute wrongly, or otherwise than the options say.
+        """
+        return None
+
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         """Operations, a multiply-add being two, from the shapes of all ports by name."""
         return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.ports.output_names)
@@ -149,6 +162,11 @@ class Node:
             for name, value in values.items()
             if value is not None
         }
+
+    def view_strides(self, dims: Shape, strides: list[int]) -> list[int] | None:
+        """The output's strides, where it is a part of the first input's memory in a plan; None
+        where it has memory of its own."""
+        return None
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

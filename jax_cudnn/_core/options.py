@@ -134,9 +134,7 @@ class Options:
             for f in dataclasses.fields(self)
             if getattr(self, f.name) != f.default
         )
-        return ", ".join(
-            f"{k}={v!r}" for k, v in changed if (k, v) != ("precision", "default")
-        )
+        return ", ".join(f"{k}={v!r}" for k, v in changed if (k, v) != ("precision", "default"))
 
 
 def replaced(options: Options, changes: Mapping[str, Any]) -> Options:
@@ -191,3 +189,6 @@ def _xla_is_deterministic() -> bool:
         os.environ.get("XLA_FLAGS", ""),
     )
     return any(value.lower() in ("", "true", "1") for value in flags)
+
+
+DEFAULTS = Options()

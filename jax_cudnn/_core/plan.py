@@ -143,15 +143,15 @@ def decode(spec: GraphSpec, blob: dict[str, Any], engine: str, workspace: int, c
     for uid, (kind, offset, floats) in blob["workspace_modifications"].items():
         rows[int(uid)] = (SLOT, offset, 0)
         fills.extend(_fills(kind, offset, floats))
-    if blob.get("variant_pack_replacements"):
-        raise LibraryError(
-            "the frontend's plan refers to slices of tensors",
-            why="no operation of this version makes them",
-            fix="report this graph to jax_cudnn",
-            got=str(spec),
-        )
     used = set(blob["variant_pack_uids"])
-    unknown = used - rows.keys()
+    kept = {u: row for u, row in rows.items() if u in used or row[0] in (OPERAND, RESULT)}
+    bindings = [(uid if uid in used else UNBOUND, *row) for uid, row in kept.items()]
+    place = {uid: i for i, uid in enumerate(kept)}
+    views = {uid: source for uid, source in _views(blob) if uid in used}
+    for uid, (source, offset) in views.items():
+        bindings.append((uid, VIEW, place.get(source, UNBOUND), offset))
+    unknown = used - rows.keys() - views.keys()
+    unknown |= {source for source, _ in views.values()} - place.keys()
     if unknown:
         raise LibraryError(
             "the frontend's plan has tensors that are not in the graph",
@@ -167,15 +167,21 @@ def decode(spec: GraphSpec, blob: dict[str, Any], engine: str, workspace: int, c
         device_name=_field(r'"deviceName":"([^"]*)"', text),
         workspace_bytes=workspace,
         plan_workspace_offset=blob["fe_workspace_size"],
-        bindings=tuple(
-            (uid if uid in used else UNBOUND, *row)
-            for uid, row in rows.items()
-            if uid in used or row[0] in (OPERAND, RESULT)
-        ),
+        bindings=tuple(bindings),
         fills=tuple(fills),
         scalars=bytes(scalars),
         candidates=count,
     )
+
+
+def _views(blob: dict[str, Any]) -> list[tuple[int, tuple[int, int]]]:
+    """Tensors that are a part of another one's memory: (uid, (that one's uid, byte offset)).
+
+    Before cuDNN could slice, the frontend did it so; a map with integer keys is a list of pairs.
+    """
+    found = blob.get("variant_pack_replacements") or []
+    pairs = found.items() if isinstance(found, dict) else found
+    return [(uid, (int(source), offset)) for source, (uid, offset) in pairs]
 
 
 def _fills(kind: int, offset: int, floats: list[float]) -> list[tuple[int, int, int, int]]:

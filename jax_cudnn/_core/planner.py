@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 from ..deviceless import client
 from ..deviceless.profiles import Profile
-from . import build, frontend
+from . import alternatives, build, frontend
 from .cuda import CudaDevice
 from .errors import JaxCudnnError, UnsupportedGraphError
 from .plan import Plan, canonical_properties
@@ -26,12 +27,25 @@ _plans: dict[Any, Future[Plan]] = {}
 _lock = threading.Lock()
 
 
-def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Plan:
+def plan(
+    spec: GraphSpec, site: Profile | CudaDevice, name: str, advise: bool = True
+) -> Plan:
     """The plan of a graph for a GPU, built at most once however many threads ask.
 
     On a GPU of this process a real handle plans; for a profile the deviceless worker does, also
-    where there is a GPU. Raises what planning raised, for each caller anew.
+    where there is a GPU. Raises what planning raised, for each caller anew; with ``advise`` a
+    refusal of element types says which are supported there.
     """
+    try:
+        return _plan(spec, site, name)
+    except UnsupportedGraphError as error:
+        if advise:
+            build = functools.partial(_plan, site=site, name=name)
+            error.expected = alternatives.dtypes_with_plan(spec, error, build)
+        raise
+
+
+def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Plan:
     reasons = known_reasons(spec)
     if reasons:
         raise _told(unsupported(spec, reasons), spec, name, site)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from . import batching as batching_rules
 from .errors import GraphError
 from .reference import evaluate
 from .spec import GraphSpec
+from .split import Segment, run, split
 
 log = logging.getLogger("jax_cudnn")
 
@@ -81,8 +83,18 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
             ctx, *operands, spec=spec, name=name
         )
     site = context.lowering_site(ctx, spec, name)
-    plan = planner.plan(spec, site, name)
-    call = functools.partial(ffi.call, plan, spec, name)
+    calls: dict[Segment, Callable[..., Any]] = {}
+    for segment in split(spec):
+        if segment.leftover:
+            log.debug("%s: XLA runs a part of it: %r", name, segment.spec)
+            calls[segment] = functools.partial(evaluate, segment.spec)
+        else:
+            plan = planner.plan(segment.spec, site, name)
+            calls[segment] = functools.partial(ffi.call, plan, segment.spec, name)
+
+    def call(*arrays: Any) -> list[Any]:
+        return run(spec, arrays, lambda segment, *inputs: calls[segment](*inputs))
+
     return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
 

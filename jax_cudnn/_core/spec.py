@@ -10,7 +10,7 @@ from typing import Any
 from .dims import Shape
 from .dtypes import itemsize
 from .node import Node
-from .options import Options
+from .options import DEFAULTS, Options
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class GraphSpec:
     calls: tuple[Call, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    options: Options = Options()
+    options: Options = DEFAULTS
     _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     # JAX hashes and compares a primitive's parameters several times in each trace.

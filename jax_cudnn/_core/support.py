@@ -135,7 +135,7 @@ def survey(
 def _row(name: str, spec: GraphSpec, gpu: str, site: Profile | CudaDevice) -> SupportRow:
     basis = DEVICE if isinstance(site, CudaDevice) else MEASURED if site.measured else PUBLIC
     try:
-        made = planner.plan(spec, site, name)
+        made = planner.plan(spec, site, name, advise=False)
     except UnsupportedGraphError as error:
         reason = most_telling(error.reasons) or error.summary
         return SupportRow(name, gpu, basis, False, reason=reason, reasons=(*error.reasons.items(),))

@@ -131,7 +131,9 @@ class GraphTensor:
 def refusal(called: str | None, where: str, got: str | None = None) -> GraphTypeError:
     """The error for a graph tensor given to something that is no method of g."""
     name = (called or "").rpartition(" ")[2]  # "operator matmul" -> "matmul"
-    methods = [m for m, node in REGISTRY.items() if name in (m, *node.jax_names)]
+    # jnp.max is a reduction, pygraph's max is not: what a node says it stands for comes first.
+    methods = [m for m, node in REGISTRY.items() if name in node.jax_names]
+    methods += [name] if name in REGISTRY else []
     return GraphTypeError(
         f"{called or 'an array function'} got a graph tensor",
         got=got,

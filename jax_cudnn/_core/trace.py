@@ -14,11 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import context, planner
-from .builder import DEFAULTS, GraphBuilder
+from .builder import GraphBuilder
 from .errors import GraphError, GraphTypeError, JaxCudnnError
-from .options import Options, replaced
-from .plan import Plan
+from .options import DEFAULTS, Options, replaced
 from .primitive import bind
 from .source import defined_at, raised_in, user_line
 from .spec import GraphSpec
@@ -46,7 +44,9 @@ class Trace:
 class GraphFunction:
     """A cuDNN graph as a JAX function; made by :func:`graph`."""
 
-    def __init__(self, fn: Callable[..., Any], options: Options = DEFAULTS):
+    def __init__(
+        self, fn: Callable[..., Any], options: Options = DEFAULTS, name: str | None = None
+    ):
         if not callable(fn):
             raise GraphTypeError(
                 "jax_cudnn.graph decorates functions",
@@ -70,7 +70,10 @@ class GraphFunction:
         functools.update_wrapper(self, fn)
         self.fn = fn
         self.options = options
-        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.name = name or getattr(fn, "__name__", type(fn).__name__)
+        self._with = functools.lru_cache(maxsize=64)(
+            lambda options: GraphFunction(fn, options, self.name)
+        )
         self._cached = functools.lru_cache(maxsize=_TRACE_CACHE_SIZE)(self._cacheable_trace)
 
     def __call__(self, *args: Any, **static: Any) -> Any:
@@ -87,13 +90,18 @@ class GraphFunction:
         return jax.tree.unflatten(trace.structure, leaves)
 
     def with_options(self, **options: Any) -> GraphFunction:
-        """The same function with other plan options, see :class:`Options`."""
-        return GraphFunction(self.fn, replaced(self.options, options))
+        """The same function with other plan options, see :class:`Options`.
+
+        ``options=Options(...)`` replaces all of them; fields by name change these.
+        """
+        return self._with(replaced(options.pop("options", self.options), options))
 
     def __reduce__(self) -> Any:
         module = sys.modules.get(self.fn.__module__)
         by_name = getattr(module, self.fn.__qualname__, None) is self  # like a function
-        return self.fn.__qualname__ if by_name else (GraphFunction, (self.fn, self.options))
+        return (
+            self.fn.__qualname__ if by_name else (GraphFunction, (self.fn, self.options, self.name))
+        )
 
     def trace(self, *args: Any, **static: Any) -> tuple[list[Any], Trace]:
         """The array arguments in order, and the trace for their shapes and the statics."""
@@ -235,30 +243,6 @@ def graph(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     if fn is None:
         return functools.partial(GraphFunction, options=chosen)
     return GraphFunction(fn, chosen)
-
-
-def plan(fn: GraphFunction, *args: Any, **static: Any) -> Plan:
-    """The cuDNN plan that ``fn`` gets for these arguments, on this GPU or ``jax_cudnn.target``.
-
-    Args:
-        fn: a function made by :func:`graph`.
-        *args: arrays, or ``jax.ShapeDtypeStruct`` for shapes alone.
-
-    Returns:
-        A Plan: ``engine``, ``workspace_bytes``, ``candidates``, ``text``.
-
-    Raises:
-        UnsupportedGraphError: cuDNN has no engine for the graph on that GPU.
-        TargetError: there is no GPU and no target.
-    """
-    if not isinstance(fn, GraphFunction):
-        raise GraphTypeError(
-            "jax_cudnn.plan plans graph functions",
-            expected="a function decorated with @jax_cudnn.graph",
-            got=f"{type(fn).__name__}: {fn!r}"[:200],
-        )
-    _, trace = fn.trace(*args, **static)
-    return planner.plan(trace.spec, context.site(jax.local_devices(), fn.name), fn.name)
 
 
 class _Captures(Exception):

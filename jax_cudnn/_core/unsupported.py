@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 
 from . import layout
 from .errors import UnsupportedGraphError
@@ -20,6 +21,13 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
     found: dict[str, str] = {}
     if spec.is_empty:
         found["shape"] = "a tensor has no elements (under jit XLA runs such a graph)"
+    found |= {call.name: "XLA runs it, not cuDNN" for call in spec.calls if call.node.leftover}
+    found |= _misplaced_views(spec)
+    for call in spec.calls:
+        tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+        reason = call.node.refuses(tensors, spec.options)
+        if reason is not None:
+            found[call.name] = reason
     if any(call.node.broadcasts_any for call in spec.calls):
         return found
     for call in spec.calls:
@@ -42,6 +50,22 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
     return found
 
 
+def _misplaced_views(spec: GraphSpec) -> dict[str, str]:
+    """Parts of another tensor's memory (slices) that a plan would have to copy."""
+    found = {}
+    for call in spec.calls:
+        source, out = (spec.tensor(ports[0][1]) for ports in (call.inputs, call.outputs))
+        if call.node.view_strides(*layout.view(spec, source)) is None:
+            continue
+        if source.name not in spec.inputs:
+            found[call.name] = f"it is a part of {source.name}, which is no operand of the graph"
+        elif layout.view_strides(spec, out) is None:
+            found[call.name] = (
+                "its result leaves the graph or has a layout of its own, and so needs a copy"
+            )
+    return found
+
+
 # What cuDNN writes (status without its prefix, then its failed check) -> what it means, what helps.
 _MEANINGS = (
     (
@@ -60,6 +84,7 @@ _MEANINGS = (
         "a pointwise graph over a single channel",
         "apply such an operation in jnp, or beside a convolution or matmul",
     ),
+    (r"QMMA kernels", "this GPU has no tensor cores for the data type", None),
     (r"ARCH_MISMATCH|deviceVer", "made for another GPU architecture", None),
     (
         r"LAYOUT",
@@ -88,6 +113,8 @@ _MEANINGS = (
     ),
     (r"", "not supported", None),
 )
+_LAST = ("not supported", "made for another GPU architecture")
+_LEFT_OUT = "left out by the options"
 _BROADCAST_ADVICE = "broadcast that operand before the call: jnp.broadcast_to(x, shape)"
 
 
@@ -107,13 +134,38 @@ def engine_reasons(text: str) -> dict[str, str]:
             )
             detail = textwrap.shorten(cause[2], 160, placeholder=" ...")
             reasons[f"engine {engine[1]}" if engine else "graph"] = f"{meaning} ({detail})"
+    if not reasons and "COMPILATION_FAILED" in text:
+        return {"cuDNN": "the kernel that cuDNN wrote for it does not compile"}
+    if not reasons and text.startswith("Deselecting"):
+        return {"cuDNN": _LEFT_OUT}
     if not reasons:
         return {"cuDNN": text.strip()}
     return dict(sorted(reasons.items(), key=lambda item: "architecture" in item[1]))
 
 
+def most_telling(reasons: Mapping[str, str]) -> str:
+    """Of several engines' reasons the one that says most about the graph.
+
+    What is known beforehand, then in the order of ``_MEANINGS``; engines for other GPUs and
+    refusals without an explanation last.
+    """
+    words = [meaning for _, meaning, _ in _MEANINGS if meaning not in _LAST]
+
+    def rank(reason: str) -> int:
+        if reason.startswith(_LAST):
+            return len(words) + next(i for i, m in enumerate(_LAST) if reason.startswith(m))
+        return next((i for i, m in enumerate(words) if reason.startswith(m)), -1)
+
+    return min(reasons.values(), key=rank, default="")
+
+
 def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphError:
     """The error for a graph that cuDNN has no engine for, from the reasons of the engines."""
+    kept = {engine: reason for engine, reason in reasons.items() if reason != _LEFT_OUT}
+    left_out = len(reasons) - len(kept)
+    if left_out > 1:
+        kept["the other plans" if kept else "all plans"] = f"{left_out} of them, {_LEFT_OUT}"
+        reasons = kept
     text = " ".join(reasons.values())
     advice = [
         hint
@@ -122,6 +174,8 @@ def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphErr
     ]
     if "broadcasting" in text:
         advice.append(_BROADCAST_ADVICE)
+    if _LEFT_OUT in text:
+        advice = [f"loosen the options of the graph: {spec.options}", *advice]
     rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}
     return UnsupportedGraphError(
         "cuDNN has no engine for this graph on this GPU",

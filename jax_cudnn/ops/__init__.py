@@ -1,6 +1,19 @@
-"""The operations: one file a cuDNN family, each holding its nodes."""
+"""The operations: nodes, one file a cuDNN family, and functions in JAX's conventions."""
 
+from . import activation as activation
+from . import activation_backward as activation_backward
 from . import convolution as convolution
+from . import convolution_backward as convolution_backward
+from . import logical as logical
 from . import matrix as matrix
+from . import movement as movement
 from . import pointwise as pointwise
+from . import pooling as pooling
 from . import reduction as reduction
+from . import slicing as slicing
+from . import statistics as statistics
+from .fused_conv import conv as conv
+from .fused_conv import conv_transpose as conv_transpose
+from .fused_matmul import matmul as matmul
+from .hooks import conv_general_dilated as conv_general_dilated
+from .hooks import dot_general as dot_general

@@ -11,15 +11,12 @@ import numpy as np
 from jax import lax
 
 from .._core.dims import integers
-from .._core.dtypes import FLOATS, FP8, canonical
+from .._core.dtypes import FLOATS, FP8, PRODUCTS, canonical
 from .._core.errors import GraphError, GraphTypeError
 from .._core.options import Options, normal_precision
 from .._core.trace import GraphFunction
 
 Padding = str | int | Sequence[int | tuple[int, int]]
-
-PRODUCTS = (*FLOATS, *FP8, "int8")
-"""Element types of convolutions and matmuls."""
 
 
 def promoted(x: Any, w: Any) -> tuple[jax.Array, jax.Array]:
@@ -121,7 +118,8 @@ def transposed_pads(
 def out_dtype(x: jax.Array, w: jax.Array, preferred: Any) -> str:
     """The dtype of a product; GraphTypeError for operands that cuDNN does not multiply."""
     names = {str(x.dtype), str(w.dtype)}
-    if not names <= {*PRODUCTS} or ("int8" in names and len(names) > 1):
+    integers_only = names <= {"int8", "uint8"}
+    if not names <= {*PRODUCTS} or (len(names) > 1 and not (names <= {*FP8} or integers_only)):
         raise GraphTypeError(
             "these operands have no product in cuDNN",
             expected=f"one of {', '.join(PRODUCTS)} for both (two kinds of float8 may be mixed)",
@@ -132,7 +130,7 @@ def out_dtype(x: jax.Array, w: jax.Array, preferred: Any) -> str:
         return canonical(preferred)
     if names <= {*FP8}:
         return "float32"
-    return "int32" if names == {"int8"} else jnp.result_type(x, w).name
+    return "int32" if integers_only else jnp.result_type(x, w).name
 
 
 def with_precision(

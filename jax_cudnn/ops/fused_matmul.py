@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from .._core.dims import packed_strides
-from .._core.dtypes import FLOATS, canonical
+from .._core.dtypes import FLOATS, PRODUCTS, canonical
 from .._core.errors import GraphError
 from .._core.options import Options
 from .._core.trace import GraphFunction
 from . import epilogue
-from .arguments import PRODUCTS, out_dtype, promoted, with_precision
+from .arguments import out_dtype, promoted, with_precision
 from .epilogue import Activation
 
 log = logging.getLogger("jax_cudnn")

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.dtypes import FLOATS, INTEGERS, canonical
-from .arguments import PRODUCTS, numbers, promoted, transpose, with_precision
+from .._core.dtypes import FLOATS, INTEGERS, PRODUCTS, canonical
+from .arguments import numbers, promoted, transpose, with_precision
 from .fused_conv import CONV, CONV_TRANSPOSE, dilated
 from .fused_matmul import DOT_GENERAL
 

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 
 from .._core.builder import register
 from .._core.dims import Shape
+from .._core.dtypes import PRODUCTS
 from .._core.node import Example, Node, product_compute, product_dtype, product_operands
 
 if TYPE_CHECKING:
+    from .._core.options import Options
     from .._core.spec import Tensor
 
 
@@ -25,13 +27,14 @@ class Matmul(Node):
 
     Args:
         A: (B, M, K).
-        B: (B, K, N); a batch of size 1 in one operand broadcasts.
+        B: (B, K, N); a batch of size 1 in one operand broadcasts. ``.set_stride`` on an operand
+            states that it lies transposed in memory, and then no copy is made.
         padding: pygraph's value for elements beyond ragged sizes; without effect on whole
             matrices.
 
-    Element types: float32, bfloat16, float16, accumulated in float32 (float32 inputs may be
-    rounded to TF32, as in lax at default precision). Source: cuDNN documentation,
-    ``CUDNN_BACKEND_OPERATION_MATMUL``.
+    Element types: floats, accumulated in float32 (float32 inputs may be rounded to TF32, as in
+    lax at default precision); int8, accumulated in int32. Raises GraphError for shapes that do
+    not fit. Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_MATMUL``.
     """
 
     method = "matmul"
@@ -39,12 +42,31 @@ class Matmul(Node):
     batch = "b"
     broadcast = "b"
     jax_names = ("matmul", "dot", "dot_general", "einsum", "tensordot")
+    requires = (
+        "operands of one dtype, or of two float8 formats; cast an operand of another dtype in the "
+        "graph, g.identity(x).set_data_type(...), which costs no pass over memory"
+    )
     anchor = True
     broadcasts_any = True
+    dtypes = PRODUCTS
     examples = (
         Example({"A": (1, 128, 256), "B": (1, 256, 512)}, "bfloat16"),
         Example({"A": (4, 64, 96), "B": (4, 96, 40)}, "float16"),
         Example({"A": (3, 63, 65), "B": (1, 65, 33)}, "float32"),
+        Example({"A": (1, 64, 32), "B": (4, 32, 48)}, "bfloat16", {"padding": 1.0}),
+        Example({"A": (2, 64, 128), "B": (2, 128, 32)}, "int8"),
+        Example(
+            {"A": (1, 64, 128), "B": (1, 128, 64)},
+            "float8_e4m3fn",
+            dtypes={"B": "float8_e5m2"},
+            out="bfloat16",
+        ),
+        Example(
+            {"A": (1, 64, 128), "B": (1, 128, 64)},
+            "bfloat16",
+            dtypes={"B": "float32"},
+            alone=False,
+        ),
     )
 
     padding: float = 0.0
@@ -54,6 +76,16 @@ class Matmul(Node):
 
     def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
         return product_compute(inputs)
+
+    def refuses(self, tensors: Mapping[str, Tensor], options: Options) -> str | None:
+        floats = {tensors["A"].dtype, tensors["B"].dtype} & {"float32"}
+        if floats and options.precision in ("high", "highest"):
+            return (
+                f"cuDNN multiplies float32 matrices in TF32 only, and precision "
+                f"{options.precision!r} forbids that (at precision 'default' it is supported; so "
+                "are bfloat16, float16, float8 and int8 at any, and float32 convolutions)"
+            )
+        return None
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["C"]) * shapes["A"][2]

@@ -1,75 +1,147 @@
-"""Pointwise operations. All compute in float32."""
+"""Arithmetic and elementary functions, element by element. They compute in float32."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from .._core.builder import register
-from .._core.dims import Shape
-from .._core.errors import GraphError
-from .._core.node import Example, Node
+from .._core.node import Example
+from .elementwise import IMAGES, ROWS, elementwise, usual
 
-if TYPE_CHECKING:
-    from .._core.spec import Tensor
-
-_BINARY = (
-    Example({"a": (8, 64, 28, 28), "b": (8, 64, 28, 28)}, "bfloat16"),
-    Example({"a": (1, 128, 96), "b": (1, 128, 96)}, "float32"),
-    Example({"a": (8, 64, 14, 14), "b": (1, 64, 1, 1)}, "float16"),
-)
-_UNARY = (
-    Example({"input": (8, 64, 28, 28)}, "bfloat16"),
-    Example({"input": (1, 128, 96)}, "float32"),
-    Example({"input": (4, 32, 15, 17)}, "float16"),
+_CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
+_POSITIVE = (
+    Example({"input": IMAGES}, "bfloat16", positive=("input",)),
+    Example({"input": ROWS}, "float32", positive=("input",)),
 )
 
 
-def _f32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
+def _binary(*ports: str, positive: tuple[str, ...] = ()) -> tuple[Example, ...]:
+    """Examples of one shape, and beside a bias of channels."""
+    return (
+        Example(dict.fromkeys(ports, IMAGES), "bfloat16", positive=positive),
+        Example(dict.fromkeys(ports, ROWS), "float32", positive=positive),
+        Example(dict(zip(ports, _CHANNELS, strict=True)), "float16", positive=positive),
+    )
 
 
-@register
-@dataclass(frozen=True)
-class Add(Node):
+# -- two operands ------------------------------------------------------------------------------
+
+
+@elementwise(
+    jax_names=("add",),
+    examples=(*_binary("a", "b"), Example({"a": IMAGES, "b": IMAGES}, "int32")),
+)
+def add(a: jax.Array, b: jax.Array) -> jax.Array:
     """Sum ``OUT_0 = a + b`` of two tensors of one rank; dimensions of size 1 broadcast.
 
+    Integers are added in float32, so exactly up to 2**24, and the result saturates.
     Source: cuDNN documentation, ``CUDNN_POINTWISE_ADD``.
     """
-
-    method = "add"
-    dims = "a: ..., b: ... -> OUT_0: ..."
-    jax_names = ("add",)
-    examples = _BINARY
-
-    def reference(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
-        return (_f32(a) + _f32(b),)
+    return a + b
 
 
-@register
-@dataclass(frozen=True)
-class Mul(Node):
+@elementwise(jax_names=("subtract", "sub"), examples=usual("a", "b"))
+def sub(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Difference ``OUT_0 = a - b``; dimensions of size 1 broadcast.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_SUB``.
+    """
+    return a - b
+
+
+@elementwise(jax_names=("multiply", "mul"), examples=_binary("a", "b"))
+def mul(a: jax.Array, b: jax.Array) -> jax.Array:
     """Product ``OUT_0 = a * b`` of two tensors of one rank; dimensions of size 1 broadcast.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_MUL``.
     """
-
-    method = "mul"
-    dims = "a: ..., b: ... -> OUT_0: ..."
-    jax_names = ("multiply", "mul")
-    examples = _BINARY
-
-    def reference(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
-        return (_f32(a) * _f32(b),)
+    return a * b
 
 
-@register
-@dataclass(frozen=True)
-class Bias(Node):
+@elementwise(
+    result="real",
+    jax_names=("divide", "true_divide", "div"),
+    examples=_binary("a", "b", positive=("b",)),
+)
+def div(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Quotient ``OUT_0 = a / b``, true division; dimensions of size 1 broadcast.
+
+    Integers give float32. Division by zero gives an infinity, or NaN for 0 / 0.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_DIV``.
+    """
+    return a / b
+
+
+@elementwise(jax_names=("fmin", "minimum"), examples=usual("input0", "input1"))
+def min(input0: jax.Array, input1: jax.Array) -> jax.Array:
+    """The smaller operand; dimensions of size 1 broadcast.
+
+    Where one is NaN the result is the other (jnp.fmin; jnp.minimum gives NaN): without
+    ``CUDNN_ATTR_POINTWISE_NAN_PROPAGATION`` NaN does not propagate.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_MIN``.
+    """
+    return jnp.fmin(input0, input1)
+
+
+@elementwise(
+    jax_names=("fmax", "maximum"),
+    examples=(
+        *usual("input0", "input1"),
+        Example({"input0": IMAGES, "input1": IMAGES}, "int8"),
+    ),
+)
+def max(input0: jax.Array, input1: jax.Array) -> jax.Array:
+    """The larger operand; dimensions of size 1 broadcast.
+
+    Where one is NaN the result is the other (jnp.fmax; jnp.maximum gives NaN): without
+    ``CUDNN_ATTR_POINTWISE_NAN_PROPAGATION`` NaN does not propagate.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_MAX``.
+    """
+    return jnp.fmax(input0, input1)
+
+
+@elementwise(jax_names=("fmod", "rem"), examples=_binary("input0", "input1", positive=("input1",)))
+def mod(input0: jax.Array, input1: jax.Array) -> jax.Array:
+    """Floating-point remainder ``OUT_0 = input0 - input1 * trunc(input0 / input1)``.
+
+    C's fmod: the result has the sign of ``input0`` (jnp.fmod; Python's ``%`` and jnp.mod have that
+    of the divisor). Dimensions of size 1 broadcast; a divisor of 0 gives NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_MOD``.
+    """
+    return jnp.fmod(input0, input1)
+
+
+@elementwise(
+    jax_names=("power", "pow", "float_power"),
+    rounding="the relative error of x**y grows with y * log(x), as that of any power",
+    examples=_binary("input0", "input1", positive=("input0",)),
+)
+def pow(input0: jax.Array, input1: jax.Array) -> jax.Array:
+    """Power ``OUT_0 = input0 ** input1``; dimensions of size 1 broadcast.
+
+    As C's powf: NaN for a negative base with an exponent that is no integer, 1 for exponent 0.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_POW``.
+    """
+    return jnp.power(input0, input1)
+
+
+@elementwise(examples=usual("a", "b"))
+def add_square(a: jax.Array, b: jax.Array) -> jax.Array:
+    """A square added: ``OUT_0 = a + b * b``; dimensions of size 1 broadcast.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_ADD_SQUARE``.
+    """
+    return a + b * b
+
+
+@elementwise(
+    shaped="input",
+    examples=(
+        Example({"input": IMAGES, "bias": (1, 64, 1, 1)}, "bfloat16"),
+        Example({"input": (2, 128, 96), "bias": (1, 1, 96)}, "float32"),
+    ),
+)
+def bias(input: jax.Array, bias: jax.Array) -> jax.Array:
     """Adds a bias: ``OUT_0 = input + bias``, with the shape of ``input``.
 
     Args:
@@ -78,127 +150,134 @@ class Bias(Node):
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_ADD``.
     """
-
-    method = "bias"
-    dims = "input: ..., bias: ... -> OUT_0: ..."
-    examples = (
-        Example({"input": (8, 64, 28, 28), "bias": (1, 64, 1, 1)}, "bfloat16"),
-        Example({"input": (2, 128, 96), "bias": (1, 1, 96)}, "float32"),
-    )
-
-    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        outputs = super().infer(inputs)
-        shape = inputs["input"].shape
-        if outputs["OUT_0"][0] != shape:
-            raise GraphError(
-                "bias is larger than input",
-                expected=f"each dimension of bias to be 1 or that of input {list(shape)}",
-                got=f"bias of shape {list(inputs['bias'].shape)}",
-                fix="swap the arguments, or use add, which broadcasts both ways",
-            )
-        return outputs
-
-    def reference(self, input: jax.Array, bias: jax.Array) -> tuple[jax.Array, ...]:
-        return (_f32(input) + _f32(bias),)
+    return input + bias
 
 
-@register
-@dataclass(frozen=True)
-class Relu(Node):
-    """Rectified linear unit with optional slope and clips.
-
-    ``OUT_0 = lower_clip + negative_slope * (input - lower_clip)`` where ``input <= lower_clip``,
-    else ``min(input, upper_clip)``; without arguments ``max(input, 0)``.
+@elementwise(
+    shaped="input",
+    examples=(
+        Example({"input": IMAGES, "scale": (1, 64, 1, 1)}, "bfloat16"),
+        Example({"input": (2, 128, 96), "scale": (1, 1, 96)}, "float32"),
+    ),
+)
+def scale(input: jax.Array, scale: jax.Array) -> jax.Array:
+    """Scales: ``OUT_0 = input * scale``, with the shape of ``input``.
 
     Args:
-        input: any shape.
-        negative_slope: slope below ``lower_clip`` (0 when omitted).
-        lower_clip: 0 when omitted. upper_clip: none when omitted.
+        input: any rank, for example (N, C, H, W) or (B, M, N).
+        scale: the same rank, each dimension 1 or that of ``input``: (1, C, 1, 1), (1, 1, N).
 
-    NaN stays NaN, as in jnp, but not everywhere: cuDNN's precompiled convolution engines with a
-    fused relu give 0 (measured with cuDNN 9.19 on an H200; alone and after a matmul it is NaN).
-
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_RELU_FWD``.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_MUL``.
     """
-
-    method = "relu"
-    dims = "input: ... -> OUT_0: ..."
-    jax_names = ("relu", "relu6", "leaky_relu", "maximum")
-    examples = (
-        *_UNARY,
-        Example({"input": (2, 8, 6, 6)}, "float32", {"lower_clip": 0.0, "upper_clip": 6.0}),
-        Example({"input": (2, 8, 6, 6)}, "float32", {"negative_slope": 0.125}),
-        Example({"input": (2, 8, 6, 6)}, "float32", {"negative_slope": 0.25, "lower_clip": 0.5}),
-        Example({"input": (64, 1)}, "float32"),
-    )
-
-    negative_slope: float | None = None
-    lower_clip: float | None = None
-    upper_clip: float | None = None
-
-    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
-        x = _f32(input)
-        low = 0.0 if self.lower_clip is None else self.lower_clip
-        slope = 0.0 if self.negative_slope is None else self.negative_slope
-        high = x if self.upper_clip is None else jnp.minimum(x, self.upper_clip)
-        return (jnp.where(x <= low, low + slope * (x - low) if slope else low, high),)
+    return input * scale
 
 
-@register
-@dataclass(frozen=True)
-class GeluApproxTanh(Node):
-    """GELU by its tanh approximation, ``jax.nn.gelu(input, approximate=True)``.
+# -- one operand -------------------------------------------------------------------------------
 
-    ``OUT_0 = 0.5 * input * (1 + tanh(sqrt(2 / pi) * (input + 0.044715 * input**3)))``.
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_GELU_APPROX_TANH_FWD``.
+
+@elementwise(jax_names=("positive",))
+def identity(input: jax.Array) -> jax.Array:
+    """The operand itself ``OUT_0 = input``; with ``set_data_type`` on the result, a cast.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_IDENTITY``.
     """
-
-    method = "gelu_approx_tanh"
-    dims = "input: ... -> OUT_0: ..."
-    jax_names = ("gelu",)
-    examples = _UNARY
-
-    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
-        return (jax.nn.gelu(_f32(input), approximate=True),)
+    return input
 
 
-@register
-@dataclass(frozen=True)
-class Sigmoid(Node):
-    """Logistic function ``OUT_0 = 1 / (1 + exp(-input))``.
+@elementwise(jax_names=("abs", "absolute", "fabs"))
+def abs(input: jax.Array) -> jax.Array:
+    """Magnitude ``OUT_0 = |input|``. Source: cuDNN documentation, ``CUDNN_POINTWISE_ABS``."""
+    return jnp.abs(input)
 
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_SIGMOID_FWD``.
+
+@elementwise(jax_names=("negative", "neg"))
+def neg(input: jax.Array) -> jax.Array:
+    """Negation ``OUT_0 = -input``; unsigned integers saturate at 0.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_NEG``.
     """
-
-    method = "sigmoid"
-    dims = "input: ... -> OUT_0: ..."
-    jax_names = ("sigmoid", "logistic", "expit")
-    examples = _UNARY
-
-    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
-        return (jax.nn.sigmoid(_f32(input)),)
+    return -input
 
 
-@register
-@dataclass(frozen=True)
-class Swish(Node):
-    """Swish (SiLU) ``OUT_0 = input * sigmoid(swish_beta * input)``.
+@elementwise(jax_names=("ceil",))
+def ceil(input: jax.Array) -> jax.Array:
+    """The least integer not below ``input``.
 
-    Args:
-        input: any shape.
-        swish_beta: 1 when omitted.
-
-    Source: cuDNN documentation, ``CUDNN_POINTWISE_SWISH_FWD``.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CEIL``.
     """
+    return jnp.ceil(input)
 
-    method = "swish"
-    dims = "input: ... -> OUT_0: ..."
-    jax_names = ("silu", "swish")
-    examples = (*_UNARY, Example({"input": (2, 8, 6, 6)}, "float32", {"swish_beta": 1.5}))
 
-    swish_beta: float | None = None
+@elementwise(jax_names=("floor",))
+def floor(input: jax.Array) -> jax.Array:
+    """The greatest integer not above ``input``.
 
-    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
-        x = _f32(input)
-        beta = 1.0 if self.swish_beta is None else self.swish_beta
-        return (x * jax.nn.sigmoid(beta * x),)
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_FLOOR``.
+    """
+    return jnp.floor(input)
+
+
+@elementwise(result="real", jax_names=("cos",))
+def cos(input: jax.Array) -> jax.Array:
+    """Cosine of radians. Source: cuDNN documentation, ``CUDNN_POINTWISE_COS``."""
+    return jnp.cos(input)
+
+
+@elementwise(result="real", jax_names=("sin",))
+def sin(input: jax.Array) -> jax.Array:
+    """Sine of radians. Source: cuDNN documentation, ``CUDNN_POINTWISE_SIN``."""
+    return jnp.sin(input)
+
+
+@elementwise(result="real", jax_names=("tan",))
+def tan(input: jax.Array) -> jax.Array:
+    """Tangent of radians. Source: cuDNN documentation, ``CUDNN_POINTWISE_TAN``."""
+    return jnp.tan(input)
+
+
+@elementwise(result="real", jax_names=("erf",))
+def erf(input: jax.Array) -> jax.Array:
+    """Error function ``2 / sqrt(pi) * integral from 0 to input of exp(-t**2) dt``.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_ERF``.
+    """
+    return jax.lax.erf(input)
+
+
+@elementwise(result="real", jax_names=("exp",))
+def exp(input: jax.Array) -> jax.Array:
+    """Exponential ``OUT_0 = e**input``. Source: cuDNN documentation, ``CUDNN_POINTWISE_EXP``."""
+    return jnp.exp(input)
+
+
+@elementwise(result="real", jax_names=("log",), examples=_POSITIVE)
+def log(input: jax.Array) -> jax.Array:
+    """Natural logarithm: NaN below 0, -inf at 0.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_LOG``.
+    """
+    return jnp.log(input)
+
+
+@elementwise(result="real", jax_names=("reciprocal",), examples=_POSITIVE)
+def reciprocal(input: jax.Array) -> jax.Array:
+    """Reciprocal ``OUT_0 = 1 / input``.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_RECIPROCAL``.
+    """
+    return 1 / input
+
+
+@elementwise(result="real", jax_names=("rsqrt",), examples=_POSITIVE)
+def rsqrt(input: jax.Array) -> jax.Array:
+    """Reciprocal square root ``OUT_0 = input**-0.5``: inf at 0, NaN below.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_RSQRT``.
+    """
+    return jax.lax.rsqrt(input)
+
+
+@elementwise(result="real", jax_names=("sqrt",), examples=_POSITIVE)
+def sqrt(input: jax.Array) -> jax.Array:
+    """Square root: NaN below 0. Source: cuDNN documentation, ``CUDNN_POINTWISE_SQRT``."""
+    return jnp.sqrt(input)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,37 @@ import jax.numpy as jnp
 
 from .._core.builder import register
 from .._core.dims import Shape, integers
+from .._core.dtypes import FLOATS, FP8
 from .._core.errors import GraphError
 from .._core.node import Example, Node
 
 if TYPE_CHECKING:
     from .._core.spec import Tensor
 
-MODES = {"ADD": jnp.sum}
+
+def _over_magnitudes(reduce: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda x, **axes: reduce(jnp.abs(x), **axes)
+
+
+def _norm2(x: jax.Array, **axes: Any) -> jax.Array:
+    return jnp.sqrt(jnp.sum(x * x, **axes))
+
+
+def _product_of_nonzeros(x: jax.Array, **axes: Any) -> jax.Array:
+    return jnp.prod(jnp.where(x == 0, 1, x), **axes)
+
+
+MODES = {
+    "ADD": jnp.sum,
+    "MUL": jnp.prod,
+    "MIN": jnp.min,
+    "MAX": jnp.max,
+    "AMAX": _over_magnitudes(jnp.max),
+    "AVG": jnp.mean,
+    "NORM1": _over_magnitudes(jnp.sum),
+    "NORM2": _norm2,
+    "MUL_NO_ZEROS": _product_of_nonzeros,
+}
 
 
 @register
@@ -27,26 +52,49 @@ class Reduction(Node):
 
     Args:
         input: any shape.
-        mode: "ADD" (a string or ``cudnn.reduction_mode.ADD``).
+        mode: a string or a member of ``cudnn.reduction_mode``: "ADD" (sum), "MUL" (product),
+            "MIN", "MAX", "AMAX" (largest magnitude), "AVG" (mean), "NORM1" (sum of magnitudes),
+            "NORM2" (root of the sum of squares), "MUL_NO_ZEROS" (product of what is not 0).
         out_dims: the shape of the output, of input's rank: each dimension 1 or input's; all 1
             when omitted. ``.set_dim([...])`` on the result does the same, as in pygraph.
 
-    The result is the float32 accumulator: cuDNN writes no other type. Source: cuDNN
-    documentation, ``CUDNN_BACKEND_OPERATION_REDUCTION``.
+    The result is the float32 accumulator: cuDNN writes no other type. cuDNN's engines know ADD,
+    MIN, MAX and AMAX, behind a convolution or matmul MUL, too; the other modes run on the
+    reference alone.
+    Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_REDUCTION``.
     """
 
     method = "reduction"
     dims = "input: ... -> Y: ..."
-    jax_names = ("sum", "reduce_sum")
+    jax_names = ("sum", "reduce_sum", "max", "min", "amax", "amin", "mean", "prod")
+    dtypes = (*FLOATS, *FP8, "int8", "uint8", "int32")
     requires = (
         "alone it reduces the last dimension (C of NCHW), or all the others, or everything; "
-        "it must be the last node of a graph"
+        "it must be the last node of a graph; cuDNN has engines for the modes ADD, MIN, MAX and "
+        "AMAX, and for MUL behind a convolution or matmul (for NORM1 reduce abs(x) with ADD; for "
+        "AVG and NORM2 reduce x, or its square, with ADD, and divide or take the root in jnp)"
     )
+    rounding = "the order of summation is cuDNN's own"
     examples = (
         Example({"input": (8, 64, 28, 28)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 64, 1, 1]}),
         Example({"input": (512, 256)}, "float32", {"mode": "ADD", "out_dims": [512, 1]}),
         Example({"input": (4, 96, 128)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 1, 128]}),
         Example({"input": (8, 32, 14, 14)}, "float16", {"mode": "ADD", "out_dims": [8, 1, 14, 14]}),
+        *(
+            Example({"input": shape}, dtype, {"mode": mode, "out_dims": out})
+            for mode in ("MIN", "MAX", "AMAX")
+            for shape, dtype, out in (
+                ((8, 64, 14, 14), "bfloat16", [1, 64, 1, 1]),
+                ((512, 256), "float32", [512, 1]),
+            )
+        ),
+        Example({"input": (8, 64, 14, 14)}, "float32", {"mode": "AMAX", "out_dims": [1, 1, 1, 1]}),
+        *(
+            Example(
+                {"input": (64, 16)}, "float32", {"mode": mode, "out_dims": [64, 1]}, alone=False
+            )
+            for mode in ("MUL", "AVG", "NORM1", "NORM2", "MUL_NO_ZEROS")
+        ),
     )
 
     mode: str = "ADD"
@@ -73,10 +121,13 @@ class Reduction(Node):
             )
         return {"Y": (tuple(out), "float32")}
 
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return math.prod(shapes["input"])
+
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         out = (1,) * input.ndim if self.out_dims is None else self.out_dims
         axes = tuple(i for i, (o, s) in enumerate(zip(out, input.shape, strict=True)) if o != s)
-        return (MODES[self.mode](input.astype(jnp.float32), axis=axes, keepdims=True),)
+        return (MODES[self.mode](input, axis=axes, keepdims=True),)
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

@@ -1,0 +1,182 @@
+"""Activations, element by element. They compute in float32."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from .._core.builder import register
+from .._core.node import Example
+from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
+
+_SMALL = (2, 8, 6, 6)
+TANH_SCALE, TANH_CUBIC = (2 / math.pi) ** 0.5, 0.044715
+_UNARY = (*usual("input"), Example({"input": (4, 32, 15, 17)}, "float16"))
+
+
+def small(ports: tuple[str, ...], *attributes: dict[str, float]) -> tuple[Example, ...]:
+    """One small example for each set of attributes."""
+    return tuple(Example(dict.fromkeys(ports, _SMALL), "float32", values) for values in attributes)
+
+
+@elementwise(
+    result="real",
+    jax_names=("elu",),
+    rounding="near 0, exp(x) - 1 loses the digits that expm1 keeps",
+)
+def elu(input: jax.Array) -> jax.Array:
+    """Exponential linear unit: ``input`` where positive, else ``exp(input) - 1`` (alpha is 1).
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_ELU_FWD``, ``CUDNN_ATTR_POINTWISE_ELU_ALPHA``.
+    """
+    return jax.nn.elu(input)
+
+
+@elementwise(result="real", jax_names=("gelu",), examples=_UNARY)
+def gelu_approx_tanh(input: jax.Array) -> jax.Array:
+    """GELU by its tanh approximation, ``jax.nn.gelu(input, approximate=True)``.
+
+    ``OUT_0 = 0.5 * input * (1 + tanh(sqrt(2 / pi) * (input + 0.044715 * input**3)))``.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_GELU_APPROX_TANH_FWD``.
+    """
+    return jax.nn.gelu(input, approximate=True)
+
+
+@elementwise(result="real", jax_names=("gelu",), examples=_UNARY)
+def gelu(input: jax.Array) -> jax.Array:
+    """GELU ``OUT_0 = input * Phi(input)``, Phi being the normal distribution function.
+
+    That is ``jax.nn.gelu(input, approximate=False)``, ``0.5 * input * (1 + erf(input / sqrt(2)))``.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_GELU_FWD``.
+    """
+    return jax.nn.gelu(input, approximate=False)
+
+
+@elementwise(result="real", jax_names=("sigmoid", "logistic", "expit"), examples=_UNARY)
+def sigmoid(input: jax.Array) -> jax.Array:
+    """Logistic function ``OUT_0 = 1 / (1 + exp(-input))``.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_SIGMOID_FWD``.
+    """
+    return jax.nn.sigmoid(input)
+
+
+@elementwise(result="real", jax_names=("softplus",))
+def softplus(input: jax.Array) -> jax.Array:
+    """Softplus ``OUT_0 = log(1 + exp(input))`` (beta is 1), without overflow.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_SOFTPLUS_FWD``,
+    ``CUDNN_ATTR_POINTWISE_SOFTPLUS_BETA``.
+    """
+    return jax.nn.softplus(input)
+
+
+@elementwise(result="real", jax_names=("tanh",))
+def tanh(input: jax.Array) -> jax.Array:
+    """Hyperbolic tangent. Source: cuDNN documentation, ``CUDNN_POINTWISE_TANH_FWD``."""
+    return jnp.tanh(input)
+
+
+@dataclass(frozen=True)
+class Clipped(Pointwise):
+    """The attributes of relu and of its gradient."""
+
+    negative_slope: float | None = None
+    lower_clip: float | None = None
+    upper_clip: float | None = None
+
+    @property
+    def slope(self) -> float:
+        return self.negative_slope or 0.0
+
+    @property
+    def low(self) -> float:
+        return self.lower_clip or 0.0
+
+
+CLIPS = (
+    {"lower_clip": 0.0, "upper_clip": 1.5},
+    {"negative_slope": 0.125},
+    {"negative_slope": 0.25, "lower_clip": 0.5},
+)
+
+
+@register
+@dataclass(frozen=True)
+class Relu(Clipped):
+    """Rectified linear unit with optional slope and clips.
+
+    ``OUT_0 = lower_clip + negative_slope * (input - lower_clip)`` where ``input <= lower_clip``,
+    else ``min(input, upper_clip)``; without arguments ``max(input, 0)``.
+
+    Args:
+        input: any shape.
+        negative_slope: slope below ``lower_clip`` (0 when omitted).
+        lower_clip: 0 when omitted. upper_clip: none when omitted.
+
+    NaN stays NaN, as in jnp, but not everywhere: cuDNN's precompiled convolution engines with a
+    fused relu give 0 (measured with cuDNN 9.19 on an H200; alone and after a matmul it is NaN).
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_RELU_FWD``.
+    """
+
+    method = "relu"
+    dims = "input: ... -> OUT_0: ..."
+    jax_names = ("relu", "relu6")
+    examples = (*_UNARY, *small(("input",), *CLIPS), Example({"input": (64, 1)}, "float32"))
+
+    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
+        low, slope = self.low, self.slope
+        above = input if self.upper_clip is None else jnp.minimum(input, self.upper_clip)
+        return (jnp.where(input <= low, low + slope * (input - low) if slope else low, above),)
+
+
+@register
+@dataclass(frozen=True)
+class LeakyRelu(Pointwise):
+    """Leaky relu: ``input`` where positive, else ``negative_slope * input``.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_RELU_FWD`` with a slope.
+    """
+
+    method = "leaky_relu"
+    dims = "input: ... -> OUT_0: ..."
+    result = "real"
+    jax_names = ("leaky_relu",)
+    examples = (
+        Example({"input": IMAGES}, "bfloat16", {"negative_slope": 0.01}),
+        Example({"input": ROWS}, "float32", {"negative_slope": 0.3}),
+    )
+
+    negative_slope: float
+
+    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
+        return (jnp.where(input <= 0, self.negative_slope * input, input),)
+
+
+@register
+@dataclass(frozen=True)
+class Swish(Pointwise):
+    """Swish (SiLU) ``OUT_0 = input * sigmoid(swish_beta * input)``.
+
+    Args:
+        input: any shape.
+        swish_beta: 1 when omitted.
+
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_SWISH_FWD``.
+    """
+
+    method = "swish"
+    dims = "input: ... -> OUT_0: ..."
+    result = "real"
+    jax_names = ("silu", "swish")
+    examples = (*_UNARY, *small(("input",), {"swish_beta": 1.5}))
+
+    swish_beta: float | None = None
+
+    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
+        beta = 1.0 if self.swish_beta is None else self.swish_beta
+        return (input * jax.nn.sigmoid(beta * input),)

@@ -1,0 +1,261 @@
+"""The gradients of a convolution: of its image (dgrad) and of its weight (wgrad)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.builder import register
+from .._core.dims import Shape
+from .._core.node import Example, product_dtype, product_operands
+from .convolution_base import ConvolutionGradient
+
+if TYPE_CHECKING:
+    from .._core.spec import Tensor
+
+
+@register
+@dataclass(frozen=True)
+class ConvDgrad(ConvolutionGradient):
+    """Gradient of a convolution with respect to its image.
+
+    ``DX[n, g*i + c, x] = sum over k, y, r of loss[n,k,y] * filter[k,c,r]`` where ``stride*y +
+    dilation*r - pre_padding = x`` and ``g`` is the group of ``k``: what ``jax.vjp`` of
+    ``conv_fprop`` gives for its image.
+
+    Args:
+        loss: (N, K, *spatial), the cotangent of the forward's output.
+        filter: (K, C / groups, *spatial), the forward's weight.
+        padding, pre_padding, post_padding, stride, dilation, convolution_mode: the forward's.
+        out_dims: the shape of DX; the number of groups follows from its channels. When omitted,
+            one group and the smallest image that gives this loss: ``(y - 1)*stride +
+            dilation*(r - 1) + 1 - pre_padding - post_padding``. ``.set_dim([...])`` on the result
+            does the same, as in pygraph.
+
+    Element types as in ``conv_fprop``. Raises GraphError for shapes that do not fit. Source:
+    cuDNN documentation, ``CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA``.
+    """
+
+    method = "conv_dgrad"
+    dims = "loss: n k *y, filter: k i *r -> DX: n c *x"
+    batch = "n"
+    jax_names = ("conv_transpose",)
+    requires = (
+        "one convolution a graph; both operands of one dtype, or of two float8 formats; no "
+        "integers; cuDNN 9.19 has neither float8 nor float32 results of 16-bit operands; 9.28 has "
+        "both, float8 in one group, with strides of 1, channels in multiples of 16 and no flipped "
+        "filter"
+    )
+    examples = (
+        Example(
+            {"loss": (8, 64, 28, 28), "filter": (64, 32, 3, 3)}, "bfloat16", {"padding": [1, 1]}
+        ),
+        Example(
+            {"loss": (4, 64, 14, 15), "filter": (64, 32, 3, 3)},
+            "float16",
+            {"padding": [1, 1], "stride": [2, 1], "out_dims": [4, 32, 28, 15]},
+        ),
+        Example(
+            {"loss": (2, 32, 16, 16), "filter": (32, 16, 3, 3)}, "float32", {"dilation": [2, 2]}
+        ),
+        Example({"loss": (4, 24, 24), "filter": (24, 16, 3)}, "bfloat16", {"stride": [2]}),
+        Example(
+            {"loss": (2, 32, 6, 9, 8), "filter": (32, 4, 3, 3, 3)},
+            "float16",
+            {"padding": [1, 1, 1], "out_dims": [2, 16, 6, 9, 8]},
+        ),
+        Example(
+            {"loss": (4, 32, 7, 7), "filter": (32, 1, 3, 3)},
+            "bfloat16",
+            {
+                "pre_padding": [0, 1],
+                "post_padding": [1, 0],
+                "stride": [2, 2],
+                "out_dims": [4, 32, 15, 14],
+                "convolution_mode": "CONVOLUTION",
+            },
+        ),
+        Example({"loss": (2, 16, 5, 5), "filter": (16, 16, 3, 3)}, "int8", alone=False),
+    )
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        loss, filter = inputs["loss"], inputs["filter"]
+        rank = len(filter.shape) - 2
+        image = []
+        if len(loss.shape) == len(filter.shape):  # else forward_shape says it in words
+            pre, post, stride, dilation = self.spatial(rank)
+            image = [
+                (y - 1) * s + d * (r - 1) + 1 - before - after
+                for y, r, before, after, s, d in zip(
+                    loss.shape[2:], filter.shape[2:], pre, post, stride, dilation, strict=True
+                )
+            ]
+        shape = self.default_dims("DX", (loss.shape[0], filter.shape[1]), *image)
+        self.check_forward(_named(loss, "DX", shape), filter, loss)
+        return {"DX": (shape, product_dtype(inputs))}
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return 2 * math.prod(shapes["loss"]) * math.prod(shapes["filter"][1:])
+
+    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, loss: jax.Array, filter: jax.Array, *, precision: Any = None
+    ) -> tuple[jax.Array, ...]:
+        loss, filter = product_operands(loss, self.cross_correlated(filter))
+        (k, i, *r), y = filter.shape, loss.shape[2:]
+        pre, post, stride, dilation = self.spatial(len(r))
+        reach = [d * (size - 1) for d, size in zip(dilation, r, strict=True)]
+        if self.out_dims is not None:
+            x, groups = self.out_dims[2:], self.out_dims[1] // i
+        else:
+            ends = zip(y, stride, reach, pre, post, strict=True)
+            x, groups = [(n - 1) * s + e + 1 - b - a for n, s, e, b, a in ends], 1
+        # The loss, spread out by the stride, is correlated with the flipped filter.
+        before = [e - b for e, b in zip(reach, pre, strict=True)]
+        after = [
+            size + e - (n - 1) * s - 1 - b
+            for size, e, n, s, b in zip(x, reach, y, stride, before, strict=True)
+        ]
+        flipped = jnp.flip(filter, tuple(range(2, filter.ndim)))
+        by_group = flipped.reshape(groups, k // groups, i, *r).swapaxes(1, 2)
+        out = jax.lax.conv_general_dilated(
+            loss,
+            by_group.reshape(groups * i, k // groups, *r),
+            [1] * len(r),
+            list(zip(before, after, strict=True)),
+            lhs_dilation=stride,
+            rhs_dilation=dilation,
+            dimension_numbers=jax.lax.ConvDimensionNumbers(*[tuple(range(len(r) + 2))] * 3),
+            feature_group_count=groups,
+            precision=precision,
+            preferred_element_type=self.accumulator,
+        )
+        return (out,)
+
+
+@register
+@dataclass(frozen=True)
+class ConvWgrad(ConvolutionGradient):
+    """Gradient of a convolution with respect to its weight.
+
+    ``DW[k,c,r] = sum over n, y of image[n, g*i + c, stride*y + dilation*r - pre_padding] *
+    loss[n,k,y]`` where ``g`` is the group of ``k``: what ``jax.vjp`` of ``conv_fprop`` gives for
+    its weight.
+
+    Args:
+        image: (N, C, *spatial), the forward's image.
+        loss: (N, K, *spatial), the cotangent of the forward's output.
+        padding, pre_padding, post_padding, stride, dilation, convolution_mode: the forward's.
+        out_dims: the shape of DW; the number of groups follows from its channels. When omitted,
+            one group and the largest window that fits: ``(x + pre_padding + post_padding -
+            (y - 1)*stride - 1) // dilation + 1``. ``.set_dim([...])`` on the result does the
+            same, as in pygraph.
+
+    Element types as in ``conv_fprop``. Raises GraphError for shapes that do not fit. Source:
+    cuDNN documentation, ``CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER``.
+    """
+
+    method = "conv_wgrad"
+    dims = "image: n c *x, loss: n k *y -> DW: k i *r"
+    requires = (
+        "one convolution a graph; both operands of one dtype, or of two float8 formats; no "
+        "integers; cuDNN 9.19 has neither float8 nor float32 results of 16-bit operands; 9.28 has "
+        "both, float8 in one group, with channels in multiples of 16 and no flipped weight"
+    )
+    examples = (
+        Example(
+            {"image": (8, 32, 28, 28), "loss": (8, 64, 28, 28)},
+            "bfloat16",
+            {"padding": [1, 1], "out_dims": [64, 32, 3, 3]},
+        ),
+        Example(
+            {"image": (4, 32, 28, 15), "loss": (4, 64, 14, 15)},
+            "float16",
+            {"padding": [1, 1], "stride": [2, 1], "out_dims": [64, 32, 3, 3]},
+        ),
+        Example(
+            {"image": (2, 16, 20, 20), "loss": (2, 32, 16, 16)}, "float32", {"dilation": [2, 2]}
+        ),
+        Example({"image": (4, 16, 49), "loss": (4, 24, 24)}, "bfloat16", {"stride": [2]}),
+        Example(
+            {"image": (2, 16, 6, 9, 8), "loss": (2, 32, 6, 9, 8)},
+            "float16",
+            {"padding": [1, 1, 1], "out_dims": [32, 4, 3, 3, 3]},
+        ),
+        Example(
+            {"image": (4, 32, 15, 14), "loss": (4, 32, 7, 7)},
+            "bfloat16",
+            {
+                "pre_padding": [0, 1],
+                "post_padding": [1, 0],
+                "stride": [2, 2],
+                "out_dims": [32, 1, 3, 3],
+                "convolution_mode": "CONVOLUTION",
+            },
+        ),
+        Example({"image": (2, 16, 7, 7), "loss": (2, 16, 5, 5)}, "int8", alone=False),
+    )
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        image, loss = inputs["image"], inputs["loss"]
+        rank = len(image.shape) - 2
+        window = []
+        if len(loss.shape) == len(image.shape):  # else forward_shape says it in words
+            pre, post, stride, dilation = self.spatial(rank)
+            window = [
+                (x + before + after - (y - 1) * s - 1) // d + 1
+                for x, y, before, after, s, d in zip(
+                    image.shape[2:], loss.shape[2:], pre, post, stride, dilation, strict=True
+                )
+            ]
+        shape = self.default_dims("DW", (loss.shape[1], image.shape[1]), *window)
+        self.check_forward(image, _named(image, "DW", shape), loss)
+        return {"DW": (shape, product_dtype(inputs))}
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return 2 * math.prod(shapes["loss"]) * math.prod(shapes["DW"][1:])
+
+    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, image: jax.Array, loss: jax.Array, *, precision: Any = None
+    ) -> tuple[jax.Array, ...]:
+        image, loss = product_operands(image, loss)
+        c, x, y = image.shape[1], image.shape[2:], loss.shape[2:]
+        rank = len(x)
+        pre, post, stride, dilation = self.spatial(rank)
+        span = [s * (n - 1) + 1 for s, n in zip(stride, y, strict=True)]
+        if self.out_dims is not None:
+            i, r = self.out_dims[1], self.out_dims[2:]
+        else:
+            ends = zip(x, pre, post, span, dilation, strict=True)
+            i, r = c, [(n + b + a - w) // d + 1 for n, b, a, w, d in ends]
+        # The image is correlated with the loss, spread out by the stride; what was the batch is
+        # contracted, and a step of the window is one dilation.
+        after = [
+            (size - 1) * d + w - n - b
+            for size, d, w, n, b in zip(r, dilation, span, x, pre, strict=True)
+        ]
+        swapped = (1, 0, *range(2, rank + 2))
+        out = jax.lax.conv_general_dilated(
+            image,
+            loss,
+            dilation,
+            list(zip(pre, after, strict=True)),
+            rhs_dilation=stride,
+            dimension_numbers=jax.lax.ConvDimensionNumbers(swapped, swapped, swapped),
+            batch_group_count=c // i,
+            precision=precision,
+            preferred_element_type=self.accumulator,
+        )
+        return (self.cross_correlated(out),)
+
+
+def _named(like: Tensor, name: str, shape: Shape) -> Tensor:
+    """A tensor that stands for the output in checks and their errors."""
+    return dataclasses.replace(like, name=name, shape=shape)

@@ -1,0 +1,238 @@
+"""What the three convolutions share: spatial attributes, and how their shapes belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from .._core.dims import Shape, integers
+from .._core.dtypes import PRODUCTS
+from .._core.errors import GraphError
+from .._core.node import Node, product_compute
+
+if TYPE_CHECKING:
+    from .._core.options import Options
+    from .._core.spec import Tensor
+
+MODES = ("CROSS_CORRELATION", "CONVOLUTION")
+
+
+@dataclass(frozen=True)
+class Convolution(Node):
+    """The spatial attributes of the three convolutions, and the relation between their shapes.
+
+    ``Y[n,k,y] = sum over c, r of image[n, g*i + c, stride*y + dilation*r - pre_padding] *
+    weight[k,c,r]``, where ``i`` is the number of channels in ``weight`` and ``g`` the group of
+    ``k``; in ``convolution_mode`` CONVOLUTION the weight is flipped in each spatial dimension.
+    """
+
+    pre_padding: tuple[int, ...] = ()
+    post_padding: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    convolution_mode: str = "CROSS_CORRELATION"
+
+    anchor = True
+    dtypes = PRODUCTS
+    least_rank = 4
+    channels_last = True
+
+    @classmethod
+    def create(
+        cls,
+        padding: Sequence[int] | None = None,
+        stride: Sequence[int] = (),
+        dilation: Sequence[int] = (),
+        convolution_mode: Any = "CROSS_CORRELATION",
+        *,
+        pre_padding: Sequence[int] | None = None,
+        post_padding: Sequence[int] | None = None,
+    ) -> Self:
+        return cls(
+            **spatial_attributes(
+                padding, stride, dilation, convolution_mode, pre_padding, post_padding
+            )
+        )
+
+    def refuses(self, tensors: Mapping[str, Tensor], options: Options) -> str | None:
+        # Measured on an H200 with cuDNN 9.19: a filter in any other order (HWIO) is accepted, and
+        # read as if it were one of these (relative error 1.4).
+        for port, tensor in tensors.items():
+            rank = len(tensor.shape)
+            rows = tuple(range(rank))
+            if tensor.order not in (None, rows, (0, *rows[2:], 1)):
+                return (
+                    f"{port} lies in memory in the order {list(tensor.order)}; cuDNN reads "
+                    f"channels-last ({[0, *rows[2:], 1]}) and row-major ({list(rows)}) arrays only"
+                )
+        return None
+
+    def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
+        return product_compute(inputs)
+
+    def forward_shape(self, image: Tensor, weight: Tensor) -> Shape:
+        """The shape of Y for an image and a weight; GraphError in words if they do not fit.
+
+        Both are tensors of the graph or the outputs of a gradient, whose names the errors say.
+        """
+        (n, c, *x), (k, i, *r) = image.shape, weight.shape
+        if len(x) != len(r) or not x:
+            raise GraphError(
+                f"{image.name} and {weight.name} have different numbers of spatial dimensions",
+                expected="image (N, C, *spatial) and weight (K, C / groups, *spatial) of one rank",
+                got=f"{image.name} {list(image.shape)}, {weight.name} {list(weight.shape)}",
+            )
+        if not i or c % i or k % (c // i):
+            raise GraphError(
+                f"the channels of {image.name} and {weight.name} do not fit",
+                expected="C a multiple of the weight's channels, and K a multiple of the groups",
+                got=f"C = {c}, {weight.name} of shape {list(weight.shape)} (K = {k})",
+                fix="weights are (K, C / groups, *spatial): OIHW order, not HWIO; images are NCHW",
+            )
+        y = []
+        pre, post, stride, dilation = self.spatial(len(x))
+        for axis, size in enumerate(x):
+            window = dilation[axis] * (r[axis] - 1) + 1
+            padded = size + pre[axis] + post[axis]
+            if isinstance(padded, int) and padded < window:
+                raise GraphError(
+                    f"the window is larger than spatial dimension {axis} of {image.name}",
+                    expected=f"at most {padded} ({size} and padding {pre[axis]} + {post[axis]})",
+                    got=f"{window} (size {r[axis]}, dilation {dilation[axis]})",
+                )
+            y.append((padded - window) // stride[axis] + 1)
+        return (n, k, *y)
+
+    def spatial(self, rank: int, from_view: bool = False) -> list[tuple[int, ...]]:
+        """Padding before and after, stride and dilation with defaults filled in, checked for
+        rank. ``from_view``: the rank is that of cuDNN's view, in which leading ones may be new.
+        """
+        filled = []
+        for name, default in (
+            ("pre_padding", 0),
+            ("post_padding", 0),
+            ("stride", 1),
+            ("dilation", 1),
+        ):
+            value = getattr(self, name) or (default,) * rank
+            if 0 < len(value) < rank and from_view:
+                value = (default,) * (rank - len(value)) + value
+            if len(value) != rank:
+                raise GraphError(
+                    f"{name} has the wrong length",
+                    expected=f"{rank} numbers, one for each spatial dimension",
+                    got=f"{name}={list(value)}",
+                )
+            filled.append(value)
+        return filled
+
+    def cross_correlated(self, weight: jax.Array) -> jax.Array:
+        """The weight by which a cross-correlation gives this convolution."""
+        if self.convolution_mode == "CROSS_CORRELATION":
+            return weight
+        return jnp.flip(weight, tuple(range(2, weight.ndim)))
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        import cudnn
+
+        rank = len(next(iter(tensors.values())).get_dim()) - 2
+        pre, post, stride, dilation = self.spatial(rank, from_view=True)
+        mode = getattr(cudnn._pybind_module.convolution_mode, self.convolution_mode)  # pyright: ignore
+        return (
+            getattr(pygraph, self.method)(
+                *tensors.values(),
+                pre_padding=list(pre),
+                post_padding=list(post),
+                stride=list(stride),
+                dilation=list(dilation),
+                convolution_mode=mode,
+                **common,
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class ConvolutionGradient(Convolution):
+    """A gradient's output shape is an attribute: with strides several shapes fit."""
+
+    out_dims: tuple[int, ...] | None = None
+
+    @classmethod
+    def create(
+        cls,
+        padding: Sequence[int] | None = None,
+        stride: Sequence[int] = (),
+        dilation: Sequence[int] = (),
+        convolution_mode: Any = "CROSS_CORRELATION",
+        *,
+        pre_padding: Sequence[int] | None = None,
+        post_padding: Sequence[int] | None = None,
+        out_dims: Sequence[int] | None = None,
+    ) -> Self:
+        spatial = spatial_attributes(
+            padding, stride, dilation, convolution_mode, pre_padding, post_padding
+        )
+        return cls(**spatial, out_dims=None if out_dims is None else integers("out_dims", out_dims))
+
+    def check_forward(self, image: Tensor, weight: Tensor, loss: Tensor) -> None:
+        """GraphError unless the convolution of image and weight has the loss's shape."""
+        want = self.forward_shape(image, weight)
+        if want != loss.shape:
+            raise GraphError(
+                "the shapes of this gradient do not fit each other",
+                expected=f"{loss.name} {list(want)}: the convolution of {image.name} "
+                f"{list(image.shape)} with {weight.name} {list(weight.shape)}",
+                got=f"{loss.name} {list(loss.shape)}",
+                fix="out_dims (or .set_dim on the result) is the shape of the gradient, which is "
+                "that of the forward's image or weight",
+            )
+
+    def default_dims(self, name: str, first: Shape, *spatial: int) -> Shape:
+        """``out_dims``, or where it is omitted the shape that follows from the inputs."""
+        if self.out_dims is not None:
+            return self.out_dims
+        if any(isinstance(size, int) and size < 1 for size in spatial):
+            raise GraphError(
+                f"no size of {name} gives this loss",
+                expected="padding smaller than the window's reach, and a loss that fits the image",
+                got=f"spatial dimensions {list(spatial)}",
+            )
+        return (*first, *spatial)
+
+
+def spatial_attributes(
+    padding: Sequence[int] | None,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    convolution_mode: Any,
+    pre_padding: Sequence[int] | None,
+    post_padding: Sequence[int] | None,
+) -> dict[str, Any]:
+    """The fields of a Convolution from pygraph's keywords, checked."""
+    if padding is not None and (pre_padding is not None or post_padding is not None):
+        raise GraphError(
+            "padding is given twice",
+            expected="padding=[...], or pre_padding=[...] with post_padding=[...]",
+            got=f"padding={padding}, pre_padding={pre_padding}, post_padding={post_padding}",
+        )
+    mode = getattr(convolution_mode, "name", convolution_mode)
+    if mode not in MODES:
+        raise GraphError(
+            "unknown convolution_mode",
+            expected=" or ".join(map(repr, MODES)),
+            got=repr(convolution_mode),
+        )
+    both = () if padding is None else integers("padding", padding)
+    return {
+        "pre_padding": integers("pre_padding", both if pre_padding is None else pre_padding),
+        "post_padding": integers("post_padding", both if post_padding is None else post_padding),
+        "stride": integers("stride", stride, 1),
+        "dilation": integers("dilation", dilation, 1),
+        "convolution_mode": mode,
+    }

@@ -1,0 +1,222 @@
+"""Comparisons, logic on their results, selection, and indices."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.builder import register
+from .._core.dims import Shape
+from .._core.errors import GraphError, GraphTypeError
+from .._core.node import Example, result_dtype
+from .elementwise import IMAGES, ROW, ROWS, Pointwise, elementwise, usual
+
+if TYPE_CHECKING:
+    from .._core.spec import Tensor
+
+_COMPARED = (
+    *usual("input", "comparison"),
+    Example({"input": IMAGES, "comparison": IMAGES}, "int32"),
+)
+_BOOLS = usual("a", "b", dtypes=("bool", "bool"))
+
+
+@elementwise(result="bool", jax_names=("equal", "eq"), examples=_COMPARED)
+def cmp_eq(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input == comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_EQ``.
+    """
+    return input == comparison
+
+
+@elementwise(result="bool", jax_names=("not_equal", "ne"), examples=_COMPARED)
+def cmp_neq(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input != comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); True where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_NEQ``.
+    """
+    return input != comparison
+
+
+@elementwise(result="bool", jax_names=("greater", "gt"), examples=_COMPARED)
+def cmp_gt(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input > comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_GT``.
+    """
+    return input > comparison
+
+
+@elementwise(result="bool", jax_names=("greater_equal", "ge"), examples=_COMPARED)
+def cmp_ge(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input >= comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_GE``.
+    """
+    return input >= comparison
+
+
+@elementwise(result="bool", jax_names=("less", "lt"), examples=_COMPARED)
+def cmp_lt(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input < comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_LT``.
+    """
+    return input < comparison
+
+
+@elementwise(result="bool", jax_names=("less_equal", "le"), examples=_COMPARED)
+def cmp_le(input: jax.Array, comparison: jax.Array) -> jax.Array:
+    """Whether ``input <= comparison``: booleans; dimensions of size 1 broadcast.
+
+    Compares in float32 (integers exactly up to 2**24); False where an operand is NaN.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_CMP_LE``.
+    """
+    return input <= comparison
+
+
+@elementwise(dtypes=("bool",), jax_names=("logical_and", "bitwise_and"), examples=_BOOLS)
+def logical_and(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Whether both booleans are true; dimensions of size 1 broadcast.
+
+    Computes in booleans. Source: cuDNN documentation, ``CUDNN_POINTWISE_LOGICAL_AND``.
+    """
+    return jnp.logical_and(a, b)
+
+
+@elementwise(dtypes=("bool",), jax_names=("logical_or", "bitwise_or"), examples=_BOOLS)
+def logical_or(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Whether one or both booleans are true; dimensions of size 1 broadcast.
+
+    Computes in booleans. Source: cuDNN documentation, ``CUDNN_POINTWISE_LOGICAL_OR``.
+    """
+    return jnp.logical_or(a, b)
+
+
+@elementwise(
+    dtypes=("bool",),
+    jax_names=("logical_not", "bitwise_not", "invert"),
+    examples=usual("input", dtypes=("bool", "bool")),
+)
+def logical_not(input: jax.Array) -> jax.Array:
+    """Whether a boolean is false.
+
+    Computes in booleans. Source: cuDNN documentation, ``CUDNN_POINTWISE_LOGICAL_NOT``.
+    """
+    return jnp.logical_not(input)
+
+
+@register
+@dataclass(frozen=True)
+class BinarySelect(Pointwise):
+    """Picks elements: ``OUT_0 = input0`` where ``mask``, else ``input1``.
+
+    Args:
+        input0, input1: numbers of any kind.
+        mask: booleans (a comparison's result), or numbers, which pick ``input0`` unless 0.
+
+    All three broadcast; the result has the promoted dtype of ``input0`` and ``input1``.
+    Source: cuDNN documentation, ``CUDNN_POINTWISE_BINARY_SELECT``.
+    """
+
+    method = "binary_select"
+    dims = "input0: ..., input1: ..., mask: ... -> OUT_0: ..."
+    jax_names = ("where", "select")
+    dtypes = (*Pointwise.dtypes, "bool")
+    requires = (
+        "a mask of booleans that is an operand of the graph has all the channels (or features); "
+        "one of float32 broadcasts as numbers do"
+    )
+    examples = (
+        Example(
+            {"input0": IMAGES, "input1": IMAGES, "mask": IMAGES},
+            "bfloat16",
+            dtypes={"mask": "bool"},
+        ),
+        Example({"input0": ROWS, "input1": ROW, "mask": ROWS}, "float32", dtypes={"mask": "bool"}),
+        Example({"input0": ROWS, "input1": ROWS, "mask": ROW}, "float32", dtypes={"mask": "int8"}),
+    )
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        ((output, (shape, _)),) = super().infer(inputs).items()
+        numbers = {port: tensor for port, tensor in inputs.items() if port != "mask"}
+        for port, tensor in numbers.items():
+            if tensor.dtype == "bool":
+                raise GraphTypeError(
+                    f"binary_select does not take bool for {port!r}",
+                    expected="numbers in input0 and input1, booleans in mask",
+                    got=f"{port}: {tensor.dtype}{list(tensor.shape)}",
+                    fix="the mask is the last argument; combine booleans with logical_and and "
+                    "logical_or",
+                )
+        return {output: (shape, result_dtype(numbers))}
+
+    def reference(
+        self, input0: jax.Array, input1: jax.Array, mask: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        return (jnp.where(mask != 0, input0, input1),)
+
+
+@register
+@dataclass(frozen=True)
+class GenIndex(Pointwise):
+    """The index of each element along an axis: ``OUT_0[..., i, ...] = i``, in int32.
+
+    Args:
+        input: any array; only its shape matters.
+        axis: from 0, or negative from the end.
+
+    Raises GraphError for an axis that ``input`` does not have. Source: cuDNN documentation,
+    ``CUDNN_POINTWISE_GEN_INDEX``.
+    """
+
+    method = "gen_index"
+    dims = "input: *x -> OUT_0: *x"  # not "...": where an element lies matters
+    requires = "tensors of rank three or more, in rank four with more than one channel"
+    jax_names = ("iota", "broadcasted_iota", "arange", "indices")
+    examples = (
+        Example({"input": (2, 8, 6, 10)}, "bfloat16", {"axis": 1}),
+        Example({"input": (2, 8, 6, 10)}, "float32", {"axis": -1}),
+    )
+
+    axis: int
+
+    @classmethod
+    def create(cls, axis: int) -> GenIndex:
+        try:
+            return cls(operator.index(axis))
+        except TypeError:
+            raise GraphTypeError(
+                "axis is no integer", expected="a Python integer", got=repr(axis)[:200]
+            ) from None
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        shape = inputs["input"].shape
+        if not -len(shape) <= self.axis < len(shape):
+            raise GraphError(
+                "input has no such axis",
+                expected=f"axis from {-len(shape)} to {len(shape) - 1}, for {list(shape)}",
+                got=f"axis={self.axis}",
+            )
+        return {"OUT_0": (shape, "int32")}
+
+    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
+        return (jax.lax.broadcasted_iota(jnp.int32, input.shape, self.axis % input.ndim),)
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        rank = len(tensors["input"].get_dim())
+        return (pygraph.gen_index(tensors["input"], axis=self.axis % rank, **common),)

@@ -1,0 +1,162 @@
+"""Pooling: in cuDNN's C++ frontend, not in its Python one, so XLA runs it beside the plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.builder import register
+from .._core.dims import Shape, integers
+from .._core.dtypes import FLOATS
+from .._core.errors import GraphError
+from .._core.node import Example, Node, result_dtype
+
+if TYPE_CHECKING:
+    from .._core.spec import Tensor
+
+MODES = ("MAXPOOL", "AVGPOOL_INCLUDE_PADDING", "AVGPOOL_EXCLUDE_PADDING")
+
+
+@register
+@dataclass(frozen=True)
+class Resample(Node):
+    """Pooling over windows of the spatial dimensions.
+
+    ``Y[n,c,y]`` is the maximum or the mean of ``input[n, c, stride*y + w - pre_padding]`` over
+    ``w`` in the window. Elements beyond the input count as -inf in MAXPOOL, as 0 in
+    AVGPOOL_INCLUDE_PADDING, and not at all in AVGPOOL_EXCLUDE_PADDING. A spatial dimension of Y
+    has the size ``(x + pre_padding + post_padding - window) // stride + 1``.
+
+    Args:
+        input: (N, C, *spatial).
+        resample_mode: "MAXPOOL", "AVGPOOL_INCLUDE_PADDING" or "AVGPOOL_EXCLUDE_PADDING".
+        window: its size, one number a spatial dimension.
+        stride: one number a spatial dimension (1 when omitted).
+        pre_padding, post_padding: elements before and after (0 when omitted), fewer than the
+            window.
+
+    Means accumulate in float32; the maximum is exact and keeps NaN. XLA runs this node, between
+    the plans of what lies before and after it. Source: cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATION_RESAMPLE_FWD_DESCRIPTOR``.
+    """
+
+    method = "resample"
+    dims = "input: n c *x -> Y: n c *y"
+    batch = "n c"
+    jax_names = ("reduce_window", "max_pool", "avg_pool")
+    dtypes = FLOATS
+    leftover = True
+    requires = "run by XLA: nvidia-cudnn-frontend has it in C++ only"
+    examples = (
+        Example(
+            {"input": (8, 64, 28, 28)},
+            "bfloat16",
+            {"resample_mode": "MAXPOOL", "window": [3, 3], "stride": [2, 2], "pre_padding": [1, 1]},
+            alone=False,
+        ),
+        Example(
+            {"input": (4, 16, 15, 17)},
+            "float32",
+            {"resample_mode": "AVGPOOL_EXCLUDE_PADDING", "window": [3, 2], "post_padding": [1, 1]},
+            alone=False,
+        ),
+        Example(
+            {"input": (2, 8, 30)},
+            "float16",
+            {"resample_mode": "AVGPOOL_INCLUDE_PADDING", "window": [4], "pre_padding": [3]},
+            alone=False,
+        ),
+    )
+
+    resample_mode: str
+    window: tuple[int, ...]
+    stride: tuple[int, ...] = ()
+    pre_padding: tuple[int, ...] = ()
+    post_padding: tuple[int, ...] = ()
+
+    @classmethod
+    def create(
+        cls,
+        resample_mode: Any,
+        window: Sequence[int],
+        stride: Sequence[int] = (),
+        pre_padding: Sequence[int] = (),
+        post_padding: Sequence[int] = (),
+    ) -> Resample:
+        mode = getattr(resample_mode, "name", resample_mode)
+        if mode not in MODES:
+            raise GraphError(
+                "unknown resample_mode",
+                expected=", ".join(map(repr, MODES)),
+                got=repr(resample_mode),
+            )
+        return cls(
+            mode,
+            integers("window", window, 1),
+            integers("stride", stride, 1),
+            integers("pre_padding", pre_padding),
+            integers("post_padding", post_padding),
+        )
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        n, c, *x = inputs["input"].shape
+        y = []
+        for axis, (size, (window, stride, before, after)) in enumerate(
+            zip(x, self._spatial(len(x)), strict=True)
+        ):
+            padded = size + before + after
+            if max(before, after) >= window or (isinstance(padded, int) and padded < window):
+                raise GraphError(
+                    f"the window does not fit spatial dimension {axis}",
+                    expected=f"padding less than the window, which is at most the padded {padded}",
+                    got=f"window {window}, size {size}, padding {before} + {after}",
+                    why="a window of nothing but padding has no maximum and no mean",
+                )
+            y.append((padded - window) // stride + 1)
+        return {"Y": ((n, c, *y), result_dtype(inputs))}
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return math.prod(shapes["Y"]) * math.prod(self.window)
+
+    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
+        spatial = self._spatial(input.ndim - 2)
+        window = (1, 1, *(w for w, _, _, _ in spatial))
+        stride = (1, 1, *(s for _, s, _, _ in spatial))
+        padding = ((0, 0), (0, 0), *((b, a) for _, _, b, a in spatial))
+        if self.resample_mode == "MAXPOOL":
+            lowest = jnp.array(-jnp.inf, input.dtype)
+            out = jax.lax.reduce_window(input, lowest, jax.lax.max, window, stride, padding)
+            return (out,)
+
+        def total(x: jax.Array) -> jax.Array:
+            return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, stride, padding)
+
+        if self.resample_mode == "AVGPOOL_INCLUDE_PADDING":
+            return (total(input.astype(jnp.float32)) / math.prod(window),)
+        ones = jnp.ones((1, 1, *input.shape[2:]), jnp.float32)
+        return (total(input.astype(jnp.float32)) / total(ones),)
+
+    def _spatial(self, rank: int) -> list[tuple[int, int, int, int]]:
+        """Window, stride and padding of each spatial dimension, checked for rank."""
+        columns = []
+        for name, default in (
+            ("window", 1),
+            ("stride", 1),
+            ("pre_padding", 0),
+            ("post_padding", 0),
+        ):
+            value = getattr(self, name) or (default,) * rank
+            if len(value) != rank or not rank or not self.window:
+                raise GraphError(
+                    f"{name} has the wrong length",
+                    expected=f"{rank} numbers, one for each spatial dimension of (N, C, *spatial)",
+                    got=f"{name}={list(getattr(self, name))}",
+                )
+            columns.append(value)
+        return list(zip(*columns, strict=True))

@@ -1,0 +1,195 @@
+"""Parts of tensors, and tensors of parts: slice and concatenate."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.builder import register
+from .._core.dims import Shape
+from .._core.errors import GraphError, GraphTypeError
+from .._core.node import Example, Node
+
+if TYPE_CHECKING:
+    from .._core.spec import Tensor
+
+
+@register
+@dataclass(frozen=True)
+class Slice(Node):
+    """A part of a tensor, as ``input[slices]`` with Python's slices.
+
+    Args:
+        input: any shape.
+        slices: one Python slice for each dimension; steps are positive.
+
+    Any element type. In a plan the part is read where it lies in the operand, without a copy.
+    Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_SLICE_DESCRIPTOR``.
+    """
+
+    method = "slice"
+    dims = "input: *x -> OUT_0: *y"
+    jax_names = ("slice", "dynamic_slice", "slice_in_dim")
+    moves = True
+    requires = (
+        "cuDNN 9.22 or newer; of an operand of the graph, into a matmul, with steps of 1; "
+        "otherwise slice arrays before the call, or returned ones after it"
+    )
+    examples = (
+        Example(
+            {"input": (4, 16, 8)},
+            "bfloat16",
+            {"slices": [slice(0, 4), slice(2, 14, 3), slice(None)]},
+            alone=False,
+        ),
+        Example(
+            {"input": (2, 16, 8, 5)},
+            "float32",
+            {"slices": [slice(None), slice(8, None), slice(-6, -1), slice(1, 5, 2)]},
+            alone=False,
+        ),
+    )
+
+    slices: tuple[tuple[int | None, int | None, int | None], ...]
+    """(start, stop, step): slices themselves have no hash before Python 3.12."""
+
+    @classmethod
+    def create(cls, slices: Sequence[slice]) -> Slice:
+        try:
+            bounds = tuple((s.start, s.stop, s.step) for s in slices)
+            numbers = (
+                tuple(None if n is None else operator.index(n) for n in bound) for bound in bounds
+            )
+            return cls(tuple(numbers))  # pyright: ignore[reportArgumentType]
+        except (TypeError, AttributeError):
+            raise GraphTypeError(
+                "slices is not valid",
+                expected="a list of Python slices of integers, one for each dimension",
+                got=repr(slices)[:200],
+            ) from None
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        source = inputs["input"]
+        if len(self.slices) != len(source.shape) or any((s[2] or 1) < 1 for s in self.slices):
+            raise GraphError(
+                "the slices do not fit",
+                expected=f"{len(source.shape)} slices with steps of at least 1, one for each "
+                f"dimension of {list(source.shape)}",
+                got=str([slice(*bounds) for bounds in self.slices]),
+            )
+        ranges = self._ranges(source.shape)
+        return {"OUT_0": (tuple(len(part) for part in ranges), source.dtype)}
+
+    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
+        return (input[tuple(slice(*bounds) for bounds in self.slices)],)
+
+    def keywords(self) -> dict[str, Any]:
+        return {"slices": [slice(*bounds) for bounds in self.slices]}
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        parts = self._ranges(tensors["input"].get_dim())
+        slices = [slice(part.start, part.stop, part.step) for part in parts]
+        return (pygraph.slice(**tensors, slices=slices, **common),)
+
+    def view_strides(self, dims: Shape, strides: Sequence[int]) -> list[int] | None:
+        return [s * part.step for s, part in zip(strides, self._ranges(dims), strict=True)]
+
+    def _ranges(self, dims: Sequence[int]) -> list[range]:
+        """The indices taken of each dimension; cuDNN's view may have more of them, of size 1."""
+        missing = len(dims) - len(self.slices)
+        bounds = [*self.slices[:2], *((None, None, None),) * missing, *self.slices[2:]]
+        return [range(*slice(*b).indices(size)) for b, size in zip(bounds, dims, strict=True)]
+
+
+@register
+@dataclass(frozen=True)
+class Concatenate(Node):
+    """The inputs one after the other along an axis, as ``jnp.concatenate``.
+
+    Args:
+        inputs: a list of tensors of one rank and dtype, which differ in size along ``axis`` only.
+        axis: the dimension; negative ones count from the last.
+        in_place_index: accepted for pygraph's sake, where it names the input whose memory the
+            result already is. JAX's arrays do not change, so the result is always new.
+
+    Any element type. Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_CONCAT_DESCRIPTOR``.
+    """
+
+    method = "concatenate"
+    dims = "*inputs: *x -> OUT_0: *y"
+    jax_names = ("concatenate", "concat", "stack", "hstack", "vstack")
+    moves = True
+    requires = (
+        "beside a convolution, of its result and operands along the channels; otherwise "
+        "concatenate arrays before the call, or returned ones after it"
+    )
+    examples = (
+        Example({"inputs": [(2, 3, 5), (2, 4, 5)]}, "bfloat16", {"axis": 1}, alone=False),
+        Example(
+            {"inputs": [(2, 8, 4, 4), (2, 8, 4, 2), (2, 8, 4, 3)]},
+            "float32",
+            {"axis": -1, "in_place_index": 0},
+            alone=False,
+        ),
+    )
+
+    axis: int
+    in_place_index: int | None = None
+
+    @classmethod
+    def create(cls, axis: int, in_place_index: int | None = None) -> Concatenate:
+        try:
+            index = None if in_place_index is None else operator.index(in_place_index)
+            return cls(operator.index(axis), index)
+        except TypeError:
+            raise GraphTypeError(
+                "axis and in_place_index are integers",
+                got=f"axis={axis!r}, in_place_index={in_place_index!r}",
+            ) from None
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        first = next(iter(inputs.values()))
+        rank = len(first.shape)
+        listed = ", ".join(f"{t.name}: {t.dtype}{list(t.shape)}" for t in inputs.values())
+        if not -rank <= self.axis < rank:
+            raise GraphError(
+                "axis is out of range", expected=f"{-rank} to {rank - 1}", got=f"axis={self.axis}"
+            )
+        others = {(t.dtype, len(t.shape), self._others(t.shape)) for t in inputs.values()}
+        if len(others) > 1:
+            raise GraphError(
+                "the inputs do not fit each other",
+                expected=f"one dtype, and one shape but for dimension {self.axis}",
+                got=listed,
+            )
+        if self.in_place_index is not None and not 0 <= self.in_place_index < len(inputs):
+            raise GraphError(
+                "in_place_index names no input",
+                expected=f"0 to {len(inputs) - 1}",
+                got=f"in_place_index={self.in_place_index}",
+            )
+        shape = list(first.shape)
+        shape[self.axis] = sum(tensor.shape[self.axis] for tensor in inputs.values())
+        return {"OUT_0": (tuple(shape), first.dtype)}
+
+    def reference(self, **inputs: jax.Array) -> tuple[jax.Array, ...]:
+        return (jnp.concatenate(list(inputs.values()), self.axis),)
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        inputs = list(tensors.values())
+        axis = self.axis % len(inputs[0].get_dim())
+        return (pygraph.concatenate(inputs=inputs, axis=axis, name=common["name"]),)
+
+    def _others(self, shape: Shape) -> Shape:
+        axis = self.axis % len(shape) if shape else 0
+        return (*shape[:axis], *shape[axis + 1 :])

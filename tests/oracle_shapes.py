@@ -1,0 +1,114 @@
+"""Gradients of convolutions, pooling and movement in NumPy float64, for oracle.py."""
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+
+def _spatial(node, rank):
+    """Padding before and after, stride, dilation."""
+    return (
+        node.pre_padding or (0,) * rank,
+        node.post_padding or (0,) * rank,
+        node.stride or (1,) * rank,
+        node.dilation or (1,) * rank,
+    )
+
+
+def _taps(node, window, outputs):
+    """For each element of the weight: its index, and where in the padded image it is applied."""
+    _, _, stride, dilation = _spatial(node, len(window))
+    for tap in np.ndindex(*window):
+        first = [r * d for r, d in zip(tap, dilation, strict=True)]
+        where = tuple(
+            slice(b, b + s * (y - 1) + 1, s) for b, s, y in zip(first, stride, outputs, strict=True)
+        )
+        if node.convolution_mode == "CONVOLUTION":
+            tap = tuple(size - 1 - r for r, size in zip(tap, window, strict=True))
+        yield tap, where
+
+
+def _groups(k, c, i):
+    """The output and the input channels of each group of ``i`` input channels."""
+    for g in range(c // i):
+        per = k // (c // i)
+        yield slice(g * per, (g + 1) * per), slice(g * i, (g + 1) * i)
+
+
+def dgrad(loss, filter, node):
+    """Each element of the loss is scattered to the image by each element of the filter."""
+    k, i, *r = filter.shape
+    pre, post, stride, dilation = _spatial(node, len(r))
+    x = [
+        (n - 1) * s + d * (w - 1) + 1 - b - a
+        for n, s, d, w, b, a in zip(loss.shape[2:], stride, dilation, r, pre, post, strict=True)
+    ]
+    n, c, *x = node.out_dims or (len(loss), i, *x)
+    image = np.zeros((n, c, *(s + b + a for s, b, a in zip(x, pre, post, strict=True))))
+    for tap, where in _taps(node, r, loss.shape[2:]):
+        for ks, cs in _groups(k, c, i):
+            weight = filter[(ks, slice(None), *tap)]
+            part = np.tensordot(loss[:, ks], weight, axes=(1, 0))
+            image[(slice(None), cs, *where)] += np.moveaxis(part, -1, 1)
+    inner = (slice(b, b + s) for b, s in zip(pre, x, strict=True))
+    return image[(slice(None), slice(None), *inner)]
+
+
+def wgrad(image, loss, node):
+    """Each element of the weight is the product of the loss and of what it was applied to."""
+    k, c, rank = loss.shape[1], image.shape[1], loss.ndim - 2
+    pre, post, stride, dilation = _spatial(node, rank)
+    image = np.pad(image, [(0, 0), (0, 0), *zip(pre, post, strict=True)])
+    r = [
+        (x - (y - 1) * s - 1) // d + 1
+        for x, y, s, d in zip(image.shape[2:], loss.shape[2:], stride, dilation, strict=True)
+    ]
+    weight = np.zeros(node.out_dims or (k, c, *r))
+    i = weight.shape[1]
+    for tap, where in _taps(node, weight.shape[2:], loss.shape[2:]):
+        rest = (0, *range(2, rank + 2))
+        for ks, cs in _groups(k, c, i):
+            part = image[(slice(None), cs, *where)]
+            weight[(ks, slice(None), *tap)] = np.tensordot(loss[:, ks], part, axes=(rest, rest))
+    return weight
+
+
+def pool(x, node):
+    rank = x.ndim - 2
+    before = node.pre_padding or (0,) * rank
+    after = node.post_padding or (0,) * rank
+    beyond = {"MAXPOOL": -np.inf, "AVGPOOL_INCLUDE_PADDING": 0.0}.get(node.resample_mode, np.nan)
+    pads = [(0, 0), (0, 0), *zip(before, after, strict=True)]
+    axes = tuple(range(2, 2 + rank))
+    x = sliding_window_view(np.pad(x, pads, constant_values=beyond), node.window, axis=axes)
+    x = x[(slice(None), slice(None), *(slice(None, None, s) for s in node.stride or (1,) * rank))]
+    reduce = np.max if node.resample_mode == "MAXPOOL" else np.nanmean
+    return reduce(x, axis=tuple(range(-rank, 0)))
+
+
+def genstats(x):
+    axes = (0, *range(2, x.ndim))
+    return x.sum(axis=axes, keepdims=True), np.square(x).sum(axis=axes, keepdims=True)
+
+
+def take(x, node):
+    for axis, bounds in enumerate(node.slices):
+        x = np.take(x, np.arange(x.shape[axis])[slice(*bounds)], axis)
+    return x
+
+
+def join(parts, node):
+    axis = node.axis % parts[0].ndim
+    moved = [row for part in parts for row in np.moveaxis(part, axis, 0)]
+    return np.moveaxis(np.stack(moved), 0, axis)
+
+
+OPERATIONS = {
+    "conv_dgrad": lambda node, loss, filter: dgrad(loss, filter, node),
+    "conv_wgrad": lambda node, image, loss: wgrad(image, loss, node),
+    "resample": lambda node, input: pool(input, node),
+    "genstats": lambda node, input: genstats(input),
+    "reshape": lambda node, input: np.fromiter(input.flat, float).reshape(node.out_dims),
+    "transpose": lambda node, input: np.einsum(input, range(input.ndim), node.permutation),
+    "slice": lambda node, input: take(input, node),
+    "concatenate": lambda node, **inputs: join(list(inputs.values()), node),
+}

@@ -1,0 +1,181 @@
+"""Convolutions and their gradients: shapes, words, and agreement with lax and its derivatives."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_cudnn as jc
+
+RNG = np.random.default_rng(5)
+MODES = ("CROSS_CORRELATION", "CONVOLUTION")
+# Both modes, and each rank's strides, with every dilation, padding and number of groups.
+GRID = [
+    (rank, stride, dilation, padding, groups, MODES[(stride + dilation + groups + rank) % 2])
+    for rank, strides in ((1, (1, 3)), (2, (1, 2)), (3, (2,)))
+    for stride, dilation, padding, groups in itertools.product(
+        strides, (1, 2), ((0, 0), (1, 1), (2, 0)), (1, 2, 4)
+    )
+    if rank < 3 or padding == (1, 1)
+]
+
+
+def drawn(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_the_three_convolutions_agree_with_the_oracle_and_with_vjp(rank):
+    for of, stride, dilation, (before, after), groups, mode in GRID:
+        if of != rank:
+            continue
+        spatial = {
+            "pre_padding": [before] * rank,
+            "post_padding": [after] * rank,
+            "stride": [stride] * rank,
+            "dilation": [dilation] * rank,
+            "convolution_mode": mode,
+        }
+        image, weight = drawn(2, 4, *(7, 6, 5)[:rank]), drawn(8, 4 // groups, *(2, 3, 1)[:rank])
+        fprop = jc.graph(lambda g, x, w, kw=spatial: g.conv_fprop(x, w, **kw))
+        dgrad = jc.graph(
+            lambda g, y, w, kw=spatial, x=image.shape: g.conv_dgrad(y, w, **kw, out_dims=x)
+        )
+        wgrad = jc.graph(
+            lambda g, x, y, kw=spatial, w=weight.shape: g.conv_wgrad(x, y, **kw).set_dim(w)
+        )
+        y, vjp = jax.vjp(fprop, image, weight)
+        loss = drawn(*y.shape)
+        by_lax = vjp(loss)
+        for function, operands, want in (
+            (fprop, (image, weight), None),
+            (dgrad, (loss, weight), by_lax[0]),
+            (wgrad, (image, loss), by_lax[1]),
+        ):
+            got = function(*operands)
+            spec = function.trace(*operands)[1].spec
+            oracle.check_outputs(spec, operands, [got], on_gpu=False)
+            if want is not None:
+                np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_grouped_convolutions_agree_with_lax():
+    image, weight = drawn(2, 6, 9, 8), drawn(4, 3, 3, 2)
+    conv = jc.graph(lambda g, x, w: g.conv_fprop(x, w, padding=[1, 0], stride=[2, 1]))
+    want = jax.lax.conv_general_dilated(
+        image, weight, (2, 1), [(1, 1), (0, 0)], feature_group_count=2
+    )
+    np.testing.assert_allclose(conv(image, weight), want, atol=1e-5)
+
+
+def test_shapes_of_gradients_that_are_not_given():
+    """One group; the smallest image, the largest window."""
+    dgrad = jc.graph(lambda g, y, w: g.conv_dgrad(y, w, padding=[1, 1], stride=[2, 2]))
+    assert dgrad(jnp.ones((2, 8, 4, 5)), jnp.ones((8, 3, 3, 3))).shape == (2, 3, 7, 9)
+    wgrad = jc.graph(lambda g, x, y: g.conv_wgrad(x, y, padding=[1, 1], stride=[2, 2]))
+    assert wgrad(jnp.ones((2, 3, 8, 9)), jnp.ones((2, 8, 4, 5))).shape == (8, 3, 4, 3)
+
+
+def test_products_of_integers_are_exact():
+    """They accumulate in int32, also where float32 could not hold the sum."""
+    image = jnp.full((1, 64, 40, 40), 127, jnp.int8).at[0, 0, 0, 0].set(126)
+    loss = jnp.full((1, 1, 40, 40), 127, jnp.int8)
+    wgrad = jc.graph(lambda g, x, y: g.conv_wgrad(x, y))
+    got = np.asarray(wgrad(image, loss)).ravel()
+    assert got.dtype == np.int32
+    assert got[1] == 127 * 127 * 1600 > 2**24
+    assert got[1] - got[0] == 127
+
+
+@pytest.mark.parametrize(
+    ("method", "shapes", "attributes", "words"),
+    [
+        ("conv_fprop", [(1, 4, 8, 8), (4, 3, 3, 3)], {}, ["channels", "OIHW"]),
+        ("conv_fprop", [(1, 4, 8), (4, 4, 3, 3)], {}, ["spatial dimensions"]),
+        ("conv_fprop", [(1, 4, 2, 2), (4, 4, 3, 3)], {}, ["window", "at most 2"]),
+        ("conv_fprop", [(1, 4, 8, 8), (4, 4, 3, 3)], {"stride": [1]}, ["stride", "2 numbers"]),
+        ("conv_dgrad", [(1, 4, 8), (4, 4, 3, 3)], {}, ["spatial dimensions"]),
+        ("conv_dgrad", [(1, 4, 3, 3), (5, 4, 3, 3)], {}, ["'loss' and 'filter'", "k = 4"]),
+        (
+            "conv_dgrad",
+            [(1, 4, 3, 3), (4, 4, 3, 3)],
+            {"out_dims": [1, 4, 6, 6]},
+            ["[1, 4, 4, 4]", "[1, 4, 3, 3]", "out_dims"],
+        ),
+        ("conv_dgrad", [(1, 4, 3, 3), (4, 4, 3, 3)], {"out_dims": [1, 5, 5, 5]}, ["channels"]),
+        ("conv_dgrad", [(1, 4, 1, 1), (4, 4, 2, 2)], {"padding": [2, 2]}, ["padding", "[-2, -2]"]),
+        ("conv_dgrad", [(1, 4, 3, 3), (4, 4, 3, 3)], {"out_dims": [1, 4, 5]}, ["spatial"]),
+        ("conv_wgrad", [(1, 4, 8, 8), (2, 4, 3, 3)], {}, ["'image' and 'loss'", "n = 1"]),
+        ("conv_wgrad", [(1, 4, 8, 8), (1, 4, 9, 8)], {}, ["DW", "fits the image"]),
+        (
+            "conv_wgrad",
+            [(1, 4, 8, 8), (1, 4, 6, 6)],
+            {"out_dims": [4, 4, 2, 2]},
+            ["[1, 4, 7, 7]", "[1, 4, 6, 6]"],
+        ),
+        ("conv_wgrad", [(1, 4, 8, 8), (1, 4, 6, 6)], {"convolution_mode": "SAME"}, ["CROSS"]),
+        (
+            "conv_wgrad",
+            [(1, 4, 8, 8), (1, 4, 6, 6)],
+            {"padding": [1, 1], "post_padding": [1, 1]},
+            ["padding is given twice"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_in_words(method, shapes, attributes, words):
+    graph = jc.graph(lambda g, a, b: getattr(g, method)(a, b, **attributes))
+    with pytest.raises(jc.GraphError) as caught:
+        graph(*(jnp.ones(shape) for shape in shapes))
+    for word in words:
+        assert word in str(caught.value)
+    assert "test_convolution.py" in str(caught.value)
+
+
+# -- planned for an H200 ---------------------------------------------------------------------------
+
+
+def _planned(fn, *avals):
+    with jc.target("H200"):
+        return jc.plan(jc.graph(fn), *(jax.ShapeDtypeStruct(*aval) for aval in avals))
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("method", ["conv_dgrad", "conv_wgrad"])
+def test_float8_gradients_are_planned_by_newer_versions(method):
+    """cuDNN 9.28 has engines, 9.19 has none; int8 has none in either."""
+    import cudnn
+
+    first, second = ((4, 64, 16, 16), (64, 32, 3, 3)), ((4, 32, 16, 16), (4, 64, 16, 16))
+    shapes, out = (first, (4, 32, 16, 16)) if method == "conv_dgrad" else (second, (64, 32, 3, 3))
+
+    def graph(g, a, b):
+        y = getattr(g, method)(a, b, padding=[1, 1], out_dims=out)
+        return y.set_data_type("float32")
+
+    avals = [(shape, jnp.float8_e4m3fn) for shape in shapes]
+    if cudnn.backend_version() >= 92800:
+        assert _planned(graph, *avals).candidates
+    elif cudnn.backend_version() < 92000:
+        with pytest.raises(jc.UnsupportedGraphError, match="float8"):
+            _planned(graph, *avals)
+
+
+@pytest.mark.deviceless
+def test_operands_of_a_matmul_keep_their_memory_order():
+    """A transposed operand is asked for as it lies: XLA has nothing to copy."""
+
+    @jc.graph
+    def transposed(g, a, b):
+        return g.matmul(a.set_stride([64 * 32, 1, 64]), b)
+
+    a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 64, 32), (2, 32, 48)))
+    with jc.target("H200"):
+        assert jc.plan(transposed, a, b).candidates
+        lowered = jax.jit(transposed).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = (text for text in lowered.splitlines() if "stablehlo.custom_call @jax_cudnn" in text)
+    layouts = "operand_layouts = [dense<[1, 2, 0]> : tensor<3xindex>, dense<[2, 1, 0]>"
+    assert layouts in line
+    assert "stablehlo.transpose" not in lowered

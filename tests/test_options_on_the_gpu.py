@@ -1,0 +1,117 @@
+"""What options promise, on the GPU: full float32, equal bits, workspace, engines; and names."""
+
+import gzip
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_cudnn as jc
+
+pytestmark = pytest.mark.gpu
+
+
+@jc.graph
+def fprop(g, x, w, y):
+    return g.conv_fprop(x, w, padding=[1, 1])
+
+
+@jc.graph
+def dgrad(g, x, w, y):
+    return g.conv_dgrad(y, w, padding=[1, 1]).set_dim(x.shape)
+
+
+@jc.graph
+def wgrad(g, x, w, y):
+    return g.conv_wgrad(x, y, padding=[1, 1]).set_dim(w.shape)
+
+
+def operands(key, dtype, channels=64):
+    keys = jax.random.split(key, 3)
+    shapes = [(8, channels, 28, 28), (channels, channels, 3, 3), (8, channels, 28, 28)]
+    return [jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize("function", [fprop, dgrad, wgrad], ids=lambda f: f.name)
+def test_float32_at_high_precision_is_no_tf32(function, precision, key):
+    arrays = operands(key, "float32")
+    with jax.default_matmul_precision(precision):
+        _, trace = function.trace(*arrays)
+        used = [arrays[i] for i in trace.operands]
+        (want,) = oracle.evaluate(trace.spec, used)
+        got = jax.jit(function)(*arrays)
+    assert oracle.distance(got, want) < 1e-5
+    loose = oracle.distance(jax.jit(function.with_options(precision="default"))(*arrays), want)
+    assert loose > 5e-5, "TF32 is allowed by default, and its rounding is larger"
+
+
+@pytest.mark.parametrize("function", [dgrad, wgrad], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_deterministic_plans_give_equal_bits(function, dtype, key):
+    arrays = operands(key, dtype)
+    run = jax.jit(function.with_options(deterministic=True))
+    first = np.asarray(run(*arrays))
+    for _ in range(30):
+        np.testing.assert_array_equal(np.asarray(run(*arrays)), first)
+
+
+def test_max_workspace_is_kept_and_the_result_right(key):
+    arrays = operands(key, "bfloat16")
+    limited = wgrad.with_options(max_workspace=0)
+    assert jc.plan(limited, *arrays).workspace_bytes == 0
+    _, trace = limited.trace(*arrays)
+    oracle.check_outputs(
+        trace.spec, [arrays[i] for i in trace.operands], [jax.jit(limited)(*arrays)], on_gpu=True
+    )
+
+
+def test_every_candidate_engine_is_right_when_named(key):
+    arrays = operands(key, "bfloat16")
+    _, trace = fprop.trace(*arrays)
+    used = [arrays[i] for i in trace.operands]
+    tried = 0
+    for engine in range(80):
+        chosen = fprop.with_options(engine=engine)
+        try:
+            plan = jc.plan(chosen, *arrays)
+        except jc.UnsupportedGraphError:
+            continue
+        assert plan.engine.split("_")[0] == f"eng{engine}"
+        oracle.check_outputs(chosen.trace(*arrays)[1].spec, used, [jax.jit(chosen)(*arrays)], True)
+        tried += 1
+    print(tried, "engines")
+    assert tried >= 2
+
+
+def test_profile_and_program_show_the_users_function(key, tmp_path):
+    @jc.graph
+    def my_fused_block(g, x, w, y):
+        return g.relu(g.conv_fprop(x, w, padding=[1, 1]) + y)
+
+    arrays = operands(key, "bfloat16")
+    run = jax.jit(my_fused_block)
+    assert "my_fused_block" in run.lower(*arrays).compile().as_text()
+    jax.block_until_ready(run(*arrays))
+    with jax.profiler.trace(str(tmp_path)):
+        jax.block_until_ready(run(*arrays))
+    (written,) = tmp_path.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
+    named = [e for e in events if "my_fused_block" in json.dumps(e)]
+    print(len(events), "events,", len(named), "with the name, for example", named[:2])
+    assert any("dur" in event for event in named)
+
+
+def test_conv_epilogue_in_jnp_dtype_is_fused(key):
+    x, w, _ = operands(key, "bfloat16")
+    bias = jnp.ones(64, jnp.bfloat16)
+    text = (
+        jax.jit(lambda x, w, b: jc.ops.conv(x, w, bias=b, activation="gelu"))
+        .lower(x, w, bias)
+        .compile()
+        .as_text()
+    )
+    assert text.count('custom_call_target="jax_cudnn"') == 1

@@ -1,0 +1,305 @@
+"""Pointwise operations, comparisons and reductions: what the shared cases do not show.
+
+Special values (signed zeros, infinities, NaN, ties, negative remainders), derivatives, dtypes.
+"""
+
+import inspect
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.node import REGISTRY
+from jax_cudnn.ops.elementwise import Pointwise
+
+POINTWISE = {method: node for method, node in REGISTRY.items() if issubclass(node, Pointwise)}
+BACKWARD = {
+    "relu_backward": [
+        {},
+        {"negative_slope": 0.25},
+        {"lower_clip": 0.5, "upper_clip": 1.5},
+        {"negative_slope": 0.25, "lower_clip": -0.5},
+    ],
+    "leaky_relu_backward": [{"negative_slope": 0.1}],
+    "elu_backward": [{}],
+    "gelu_backward": [{}],
+    "gelu_approx_tanh_backward": [{}],
+    "sigmoid_backward": [{}],
+    "softplus_backward": [{}],
+    "swish_backward": [{}, {"swish_beta": 1.5}],
+    "tanh_backward": [{}],
+}
+
+
+def apply(method, *operands, **attributes):
+    """One operation as a graph under jit."""
+    graph = jc.graph(lambda g, *arrays: getattr(g, method)(*arrays, **attributes))
+    return jax.jit(graph)(*operands)
+
+
+# -- derivatives -------------------------------------------------------------------------------
+
+
+def test_every_backward_operation_is_compared():
+    assert set(BACKWARD) == {method for method in REGISTRY if method.endswith("_backward")} & {
+        *POINTWISE
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "attributes"),
+    [(method, attributes) for method, sets in BACKWARD.items() for attributes in sets],
+    ids=str,
+)
+def test_a_backward_operation_is_the_derivative_of_its_forward_one(method, attributes, key):
+    loss, x = jax.random.normal(key, (2, 4, 16, 6, 10))
+    forward = method.removesuffix("_backward")
+    _, vjp = jax.vjp(lambda x: apply(forward, x, **attributes), x)
+    got = apply(method, loss, x, **attributes)
+    np.testing.assert_allclose(got, vjp(loss)[0], rtol=1e-4, atol=2e-6)
+
+
+def test_gradients_pass_comparisons_masks_and_indices(key):
+    x, y = jax.random.normal(key, (2, 4, 16, 6, 10))
+
+    @jc.graph
+    def larger(g, x, y):
+        mask = g.logical_and(g.cmp_gt(x, y), g.logical_not(g.cmp_eq(g.gen_index(x, 1), 0)))
+        return g.binary_select(x, y, mask)
+
+    dx, dy = jax.grad(lambda *xy: larger(*xy).sum(), (0, 1))(x, y)
+    mask = np.asarray((x > y) & (np.arange(16)[:, None, None] > 0))
+    np.testing.assert_array_equal(dx, mask.astype(np.float32))
+    np.testing.assert_array_equal(dy, (~mask).astype(np.float32))
+
+
+def test_tangents_pass_beside_an_output_of_booleans(key):
+    x, y = jax.random.normal(key, (2, 4, 16, 6, 10))
+    both = jc.graph(lambda g, x, y: (g.mul(x, y), g.cmp_gt(x, y)))
+    (product, mask), (tangent, none) = jax.jvp(both, (x, y), (jnp.ones_like(x),) * 2)
+    np.testing.assert_allclose(product, x * y, rtol=1e-6)
+    np.testing.assert_array_equal(mask, x > y)
+    np.testing.assert_allclose(tangent, x + y, rtol=1e-5, atol=1e-6)
+    assert none.dtype == jax.dtypes.float0
+
+
+# -- special values ----------------------------------------------------------------------------
+
+INF, NAN = np.inf, np.nan
+SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 0.5, -2.5, INF, -INF, NAN, 3.0, 1e-3, -1e-3, 88.0, -88.0])
+
+
+def special(rows=SPECIAL, columns=SPECIAL):
+    """All pairs, as two images of 16 channels (one channel alone has no engine)."""
+    a, b = np.broadcast_arrays(*np.meshgrid(rows, columns, indexing="ij"))
+    return [jnp.asarray(np.repeat(x.reshape(1, 1, *x.shape), 16, 1), jnp.float32) for x in (a, b)]
+
+
+def fmod(a, b):
+    return np.where(np.isinf(b) & np.isfinite(a), a, a - b * np.trunc(a / b))
+
+
+def relu_backward(loss, x):
+    return np.where(x > 0, loss, 0.0)
+
+
+BINARY = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "min": np.fmin,
+    "max": np.fmax,
+    "mod": fmod,
+    "pow": lambda a, b: np.float_power(a, b),
+    "add_square": lambda a, b: a + b * b,
+    "relu_backward": relu_backward,
+    "cmp_eq": lambda a, b: a == b,
+    "cmp_neq": lambda a, b: a != b,
+    "cmp_gt": lambda a, b: a > b,
+    "cmp_ge": lambda a, b: a >= b,
+    "cmp_lt": lambda a, b: a < b,
+    "cmp_le": lambda a, b: a <= b,
+}
+UNARY = {
+    "abs": np.abs,
+    "neg": lambda x: -x,
+    "ceil": np.ceil,
+    "floor": np.floor,
+    "exp": np.exp,
+    "log": np.log,
+    "reciprocal": lambda x: 1 / x,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sqrt": np.sqrt,
+    "identity": lambda x: x,
+    "tanh": np.tanh,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "relu": lambda x: np.where(x <= 0, 0.0, x),
+    "elu": lambda x: np.where(x > 0, x, np.expm1(x)),
+    "softplus": lambda x: np.logaddexp(x, 0),
+}
+
+
+def same_values(got, operands, exact):
+    """All values, NaN and infinities too; zeros of either sign are equal."""
+    with np.errstate(all="ignore"):
+        wanted = np.asarray(exact(*(np.asarray(x, np.float64) for x in operands)), np.float32)
+    got = np.asarray(got, np.float32)
+    close = np.isclose(got, wanted, rtol=1e-5, atol=1e-30, equal_nan=True)
+    wrong = {
+        str([*(float(x[place]) for x in operands), float(got[place]), float(wanted[place])])
+        for place in map(tuple, np.argwhere(~close))
+    }
+    assert not wrong, f"operands, got, wanted: {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("method", BINARY)
+def test_special_values_of_two_operands(method):
+    operands = special()
+    same_values(apply(method, *operands), operands, BINARY[method])
+
+
+@pytest.mark.parametrize("method", UNARY)
+def test_special_values_of_one_operand(method):
+    operands = special()[:1]
+    same_values(apply(method, *operands), operands, UNARY[method])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [*BINARY, *UNARY])
+def test_special_values_on_the_gpu(method):
+    operands = special()[: 2 if method in BINARY else 1]
+    same_values(apply(method, *operands), operands, {**BINARY, **UNARY}[method])
+
+
+def ties(attributes):
+    x = np.array([-1.0, -0.0, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0] * 2, np.float32)
+    x = jnp.asarray(np.broadcast_to(x[:, None, None], (2, 16, 4, 4)))
+    got = apply("relu_backward", jnp.full_like(x, 3.0), x, **attributes)
+    return [float(v) for v in np.asarray(got)[0, :8, 0, 0]]
+
+
+TIES = [
+    ({}, [0, 0, 0, 3, 3, 3, 3, 3]),
+    ({"negative_slope": 0.5}, [1.5, 1.5, 1.5, 3, 3, 3, 3, 3]),
+    ({"lower_clip": 0.5, "upper_clip": 2.0}, [0, 0, 0, 0, 3, 3, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("attributes", "wanted"), TIES, ids=str)
+def test_relu_backward_at_its_clips(attributes, wanted):
+    assert ties(attributes) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("attributes", "wanted"), TIES, ids=str)
+def test_relu_backward_at_its_clips_on_the_gpu(attributes, wanted):
+    assert ties(attributes) == wanted
+
+
+def reduced_nan(mode):
+    x = np.ones((64, 16), np.float32)
+    x[3, 5] = np.nan
+    return np.asarray(apply("reduction", jnp.asarray(x), mode=mode, out_dims=[64, 1]))
+
+
+@pytest.mark.parametrize("mode", ["ADD", "MUL", "MIN", "MAX", "AMAX", "AVG", "NORM1", "NORM2"])
+def test_nan_in_a_reduction(mode):
+    assert np.argwhere(np.isnan(reduced_nan(mode))).tolist() == [[3, 0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["ADD", "MIN", "MAX", "AMAX"])
+def test_nan_in_a_reduction_on_the_gpu(mode):
+    assert np.argwhere(np.isnan(reduced_nan(mode))).tolist() == [[3, 0]]
+
+
+REDUCED = {"ADD": 2.0, "MUL": 0.0, "MIN": -4.0, "MAX": 3.0, "AMAX": 4.0, "AVG": 0.4}
+REDUCED |= {"NORM1": 10.0, "NORM2": 30.0**0.5, "MUL_NO_ZEROS": -24.0}
+
+
+@pytest.mark.parametrize("mode", REDUCED)
+def test_reduction_modes(mode):
+    x = jnp.asarray([[2.0, 0.0, 3.0, -4.0, 1.0]])
+    got = apply("reduction", x, mode=mode, out_dims=[1, 1])
+    np.testing.assert_allclose(got, [[REDUCED[mode]]], rtol=1e-6)
+
+
+# -- dtypes, attributes, errors ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", sorted(POINTWISE))
+def test_dtype_of_the_result(method):
+    node = POINTWISE[method]
+    attributes = dict(node.examples[0].attributes)
+    for dtype in sorted({*node.dtypes} & {"bfloat16", "float32", "int32", "bool"}):
+        if method == "binary_select" and dtype == "bool":
+            continue  # refused: see below
+        operands = [jnp.ones((2, 16, 3, 4), dtype) for _ in node.ports.inputs]
+        got = apply(method, *operands, **attributes)
+        if method == "gen_index":
+            wanted = "int32"
+        elif method.startswith("cmp_"):
+            wanted = "bool"
+        else:
+            wanted = "float32" if node.result == "real" and dtype == "int32" else dtype
+        assert got.dtype == wanted
+
+
+def test_integers_saturate_and_do_not_wrap():
+    x = jnp.full((2, 16, 3, 4), 100, jnp.int8)
+    assert int(apply("add", x, x).min()) == 127
+    assert int(apply("neg", jnp.full((2, 16, 3, 4), 5, jnp.uint8)).max()) == 0
+
+
+def test_selection_by_numbers_is_by_those_that_are_not_zero():
+    x, y = jnp.ones((1, 4)), jnp.zeros((1, 4))
+    mask = jnp.asarray([[0.0, -0.5, 1.0, 1e-3]])
+    assert apply("binary_select", x, y, mask).tolist() == [[0, 1, 1, 1]]
+    assert apply("binary_select", x, y, jnp.asarray([[0, 2, -1, 0]], jnp.int8)).tolist() == [
+        [0, 1, 1, 0]
+    ]
+
+
+def test_index_is_along_the_axis():
+    x = jnp.zeros((2, 3, 4))
+    for axis in range(-3, 3):
+        np.testing.assert_array_equal(apply("gen_index", x, axis=axis), np.indices(x.shape)[axis])
+
+
+def test_index_under_vmap_stays_along_its_axis():
+    got = jax.vmap(jc.graph(lambda g, x: g.gen_index(x, axis=0)))(jnp.zeros((5, 3, 4)))
+    np.testing.assert_array_equal(got, np.indices((5, 3, 4))[1])
+
+
+WRONG = {
+    "axis": (lambda g, x: g.gen_index(x, axis=4), "axis from -4 to 3"),
+    "axis is no integer": (lambda g, x: g.gen_index(x, axis=1.5), "axis is no integer"),
+    "logic on numbers": (lambda g, x: g.logical_and(x, x), "logical_and does not take float32"),
+    "selected booleans": (
+        lambda g, x: g.binary_select(g.cmp_gt(x, 0), g.cmp_lt(x, 0), x),
+        "binary_select does not take bool for 'input0'",
+    ),
+    "large scale": (lambda g, x: g.scale(x, jnp.ones((8, 16, 3, 4))), "scale is larger than input"),
+    "mode": (lambda g, x: g.reduction(x, mode="MEDIAN"), "'MUL_NO_ZEROS'"),
+    "slope": (lambda g, x: g.leaky_relu(x, "steep"), "'negative_slope' is no number"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_errors_say_what_was_expected(what):
+    function, words = WRONG[what]
+    with pytest.raises((jc.GraphError, jc.GraphTypeError), match=words):
+        jc.graph(function)(jnp.ones((1, 16, 3, 4)))
+
+
+@pytest.mark.parametrize("method", sorted(POINTWISE))
+def test_node_travels_to_the_planning_worker(method):
+    node = POINTWISE[method]
+    made = node.create(**node.examples[0].attributes)
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert inspect.getdoc(node)
+    assert repr(made).startswith(node.__qualname__)

@@ -1,0 +1,194 @@
+"""Graphs that run as several segments of one program: cut, evaluated, lowered."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.reference import evaluate
+from jax_cudnn._core.split import for_cudnn, run, split
+
+POOL = {"window": [3, 3], "pre_padding": [1, 1], "post_padding": [1, 1]}
+IMAGE, WEIGHT = (2, 8, 6, 6), (8, 8, 3, 3)
+
+
+def random_graph(seed):
+    """Random operations on images of one shape; each result is used, returned, or both."""
+    rng = random.Random(seed)
+
+    @jc.graph
+    def graph(g, x, y, w):
+        values = [x, y]
+        for _ in range(rng.randrange(1, 12)):
+            a, b = rng.choice(values), rng.choice(values)
+            kind = rng.randrange(6)
+            if kind < 2:
+                mode = rng.choice(["MAXPOOL", "AVGPOOL_INCLUDE_PADDING", "AVGPOOL_EXCLUDE_PADDING"])
+                values.append(g.resample(a, mode, **POOL))
+            elif kind == 2:
+                values.append(g.add(a, b))
+            elif kind == 3:
+                values.append(g.relu(a) if rng.random() < 0.5 else g.mul(a, 0.5))
+            elif kind == 4:
+                values.append(g.conv_fprop(a, w, padding=[1, 1]).set_data_type("bfloat16"))
+            else:
+                values.append(g.sigmoid(a))
+        made = values[2:]
+        return rng.sample(made, rng.randrange(1, len(made) + 1))
+
+    avals = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (IMAGE, IMAGE, WEIGHT)]
+    return graph.trace(*avals)[1].spec
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_segments_in_order_compute_what_the_whole_graph_computes(seed):
+    spec = random_graph(seed)
+    segments = split(spec)
+    calls = [call for segment in segments for call in segment.spec.calls]
+    assert sorted(c.name for c in calls) == sorted(c.name for c in spec.calls)
+    known = set(spec.inputs)
+    for segment in segments:
+        assert {call.node.leftover for call in segment.spec.calls} == {segment.leftover}
+        assert segment.spec.options == spec.options
+        assert set(segment.spec.inputs) <= known
+        assert segment.spec.outputs
+        for tensor in segment.spec.tensors:
+            assert tensor == spec.tensor(tensor.name)
+        known |= set(segment.spec.outputs)
+    keys = jax.random.split(jax.random.key(seed), len(spec.inputs))
+    operands = [
+        jax.random.normal(k, t.shape, t.dtype)
+        for k, t in zip(keys, spec.input_tensors, strict=True)
+    ]
+    got = run(spec, operands, lambda segment, *inputs: evaluate(segment.spec, *inputs))
+    for a, b in zip(got, evaluate(spec, *operands), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_the_random_graphs_are_worth_it():
+    sizes = [len(split(random_graph(seed))) for seed in range(40)]
+    assert max(sizes) >= 5
+    assert sizes.count(1) >= 2
+
+
+def test_a_graph_without_leftovers_is_its_own_segment():
+    spec = next(
+        s for s in map(random_graph, range(40)) if not any(c.node.leftover for c in s.calls)
+    )
+    (segment,) = split(spec)
+    assert segment.spec is spec
+    assert for_cudnn(spec) == (spec,)
+
+
+@jc.graph
+def stem(g, x, w, v):
+    """Two convolutions with a pooling between them; the first one's bias-free result is kept."""
+    y = g.relu(g.conv_fprop(x, w, padding=[1, 1])).set_data_type("bfloat16")
+    p = g.resample(y, "MAXPOOL", window=[3, 3], stride=[2, 2], pre_padding=[1, 1])
+    return {"y": y, "z": g.sigmoid(g.conv_fprop(p, v, padding=[1, 1]))}
+
+
+STEM = [
+    jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4, 16, 20, 20), (32, 16, 3, 3), (32, 32, 3, 3))
+]
+
+
+def test_groups_are_connected_and_named_as_in_the_whole():
+    spec = stem.trace(*STEM)[1].spec
+    first, pool, second = split(spec)
+    assert [c.name for c in first.spec.calls] == ["conv_fprop.0", "relu.0"]
+    assert [c.name for c in second.spec.calls] == ["conv_fprop.1", "sigmoid.0"]
+    assert pool.leftover
+    assert pool.spec.inputs == first.spec.outputs == ("relu.0::OUT_0",)
+    assert second.spec.inputs == ("v", "resample.0::Y")
+    assert for_cudnn(spec) == (first.spec, second.spec)
+
+
+@pytest.mark.parametrize("mode", ["MAXPOOL", "AVGPOOL_INCLUDE_PADDING"])
+def test_pooling_is_that_of_lax_and_has_derivatives(mode):
+    x = jax.random.normal(jax.random.key(1), (2, 3, 9, 8))
+    pooled = jc.graph(lambda g, x: g.resample(x, mode, window=[3, 2], stride=[2, 2]))
+
+    def plain(x):
+        if mode == "MAXPOOL":
+            return jax.lax.reduce_window(
+                x, -jnp.inf, jax.lax.max, (1, 1, 3, 2), (1, 1, 2, 2), "VALID"
+            )
+        return jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 3, 2), (1, 1, 2, 2), "VALID") / 6
+
+    np.testing.assert_allclose(pooled(x), plain(x), atol=1e-6)
+    got, want = (jax.grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (pooled, plain))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_the_maximum_keeps_nan_and_infinity():
+    x = jnp.array([jnp.nan, 1.0, 2.0, -jnp.inf, -jnp.inf, 3.0]).reshape(1, 1, 6)
+    pooled = jc.graph(lambda g, x: g.resample(x, "MAXPOOL", window=[2], stride=[2]))
+    np.testing.assert_array_equal(pooled(x).ravel(), [jnp.nan, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({"resample_mode": "BILINEAR", "window": [2, 2]}, ["MAXPOOL"]),
+        ({"resample_mode": "MAXPOOL", "window": [2]}, ["window", "2 numbers"]),
+        ({"resample_mode": "MAXPOOL", "window": []}, ["window", "2 numbers"]),
+        ({"resample_mode": "MAXPOOL", "window": [9, 2]}, ["window 9", "does not fit"]),
+        ({"resample_mode": "MAXPOOL", "window": [2, 2], "post_padding": [0, 2]}, ["no maximum"]),
+    ],
+)
+def test_windows_that_do_not_fit_are_said_in_words(attributes, words):
+    with pytest.raises(jc.GraphError) as caught:
+        jc.graph(lambda g, x: g.resample(x, **attributes))(jnp.ones((1, 1, 4, 4)))
+    for word in words:
+        assert word in str(caught.value)
+
+
+# -- lowered ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+def test_segments_are_custom_calls_of_one_program_with_xla_between_them():
+    with jc.target("H200"):
+        text = jax.jit(stem).trace(*STEM).lower(lowering_platforms=("cuda",)).as_text()
+    kinds = [
+        "plan" if "custom_call @jax_cudnn" in line else "pool"
+        for line in text.splitlines()
+        if "custom_call @jax_cudnn" in line or "stablehlo.reduce_window" in line
+    ]
+    assert sorted(kinds) == ["plan", "plan", "pool"]
+
+
+@pytest.mark.deviceless
+def test_the_plan_of_a_graph_with_pooling():
+    """One segment for cuDNN has a plan; of several, each has; pooling alone is XLA's."""
+    pooled = jc.graph(lambda g, x: g.resample(g.relu(x), "MAXPOOL", window=[2, 2]))
+    alone = jc.graph(lambda g, x: g.resample(x, "MAXPOOL", window=[2, 2]))
+    with jc.target("H200"):
+        assert jc.plan(pooled, STEM[0]).candidates
+        with pytest.raises(jc.GraphError, match="2 graphs"):
+            jc.plan(stem, *STEM)
+        with pytest.raises(jc.UnsupportedGraphError, match="run by XLA"):
+            jc.plan(alone, STEM[0])
+        lowered = jax.jit(alone).trace(STEM[0]).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @jax_cudnn" not in lowered
+
+
+@pytest.mark.gpu
+def test_segments_on_the_gpu():
+    keys = jax.random.split(jax.random.key(2), 3)
+    operands = [
+        jax.random.normal(k, a.shape, a.dtype) / np.sqrt(np.prod(a.shape[1:]) if i else 1)
+        for i, (k, a) in enumerate(zip(keys, STEM, strict=True))
+    ]
+    got = jax.jit(stem)(*operands)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        want = stem(*(jax.device_put(np.asarray(x)) for x in operands))
+    for name, value in want.items():
+        np.testing.assert_allclose(
+            np.asarray(got[name], np.float32), np.asarray(value, np.float32), rtol=2e-2, atol=1e-2
+        )
