@@ -127,9 +127,7 @@ OPERATIONS = {
     "elu_backward": lambda node, loss, input: loss * np.where(input > 0, 1.0, np.exp(input)),
     "gelu": lambda node, input: input * _distribution(input),
     "gelu_backward": lambda node, loss, input: loss * _gelu_backward(input),
-    "gelu_approx_tanh_backward": lambda node, loss, input: (
-        loss * _gelu_approx_tanh_backward(input)
-    ),
+    "gelu_approx_tanh_backward": lambda node, loss, input: loss * _gelu_approx_tanh_backward(input),
     "sigmoid_backward": lambda node, loss, input: loss * _sigmoid(input) * _sigmoid(-input),
     "softplus": lambda node, input: np.log1p(np.exp(input)),
     "softplus_backward": lambda node, loss, input: loss * _sigmoid(input),
@@ -190,11 +188,13 @@ def rounded(spec, operands):
 
 # Errors of a computation in float32, relative: accumulated products, exp and tanh; on a GPU
 # float32 operands of a product may be cut to TF32's 10 bits (7.7e-4 seen with cuDNN 9.19).
-FLOAT32 = 3e-6
+FLOAT32 = 1e-5
 TF32 = 1e-3
 # The tensor cores of SM90 keep fewer bits of a float8 product (1e-4 seen), and an accumulator of
 # float16 has 11 (9e-4 seen over 576 terms).
 FLOAT8 = 3e-4
+# cuDNN's tan loses digits beside its poles (7e-3 seen over normal arguments).
+TAN = 2e-2
 HALF_ACCUMULATOR = 3e-3
 
 
@@ -206,6 +206,7 @@ def tolerance(spec, operands, on_gpu):
         FLOAT32,
         TF32 if "float32" in dtypes and spec.options.precision == "default" else 0,
         FLOAT8 if any(dtype.startswith("float8") for dtype in dtypes) else 0,
+        TAN if on_gpu and any(c.node.method == "tan" for c in spec.calls) else 0,
         HALF_ACCUMULATOR if any(c.node.compute_data_type == "float16" for c in spec.calls) else 0,
     )
     exact = evaluate(spec, operands)

@@ -7,7 +7,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core import layout
-from jax_cudnn._core.dims import order_of_strides, packed_strides, Dims
+from jax_cudnn._core.dims import Dims, order_of_strides, packed_strides
 from jax_cudnn._core.dtypes import FROM_CUDNN, TO_CUDNN, canonical, itemsize
 
 CONV = "image: n c *x, weight: k i *r -> Y: n k *y"

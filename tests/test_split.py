@@ -182,7 +182,7 @@ def test_the_plan_of_a_graph_with_pooling():
 def test_segments_on_the_gpu():
     keys = jax.random.split(jax.random.key(2), 3)
     operands = [
-        jax.random.normal(k, a.shape, a.dtype) / np.sqrt(np.prod(a.shape[1:]) if i else 1)
+        (jax.random.normal(k, a.shape) / np.sqrt(np.prod(a.shape[1:]) if i else 1)).astype(a.dtype)
         for i, (k, a) in enumerate(zip(keys, STEM, strict=True))
     ]
     got = jax.jit(stem)(*operands)

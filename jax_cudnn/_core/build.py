@@ -53,10 +53,15 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
         graph.build_operation_graph()
         choice.propose(graph, spec, cudnn)
     count = graph.get_execution_plan_count()
+    distrusted = choice.distrusted(spec)
     for index in range(count):
         name = graph.get_plan_name_at_index(index)
-        if graph.get_engine_and_knobs_at_index(index)[0] >= _FIRST_PYTHON_ENGINE:
+        engine = graph.get_engine_and_knobs_at_index(index)[0]
+        if engine >= _FIRST_PYTHON_ENGINE:
             reasons[name] = "runs only in the frontend's Python, not inside an XLA program"
+            continue
+        if engine in distrusted:
+            reasons[name] = f"computes {distrusted[engine]} wrongly"
             continue
         try:
             with _reasons_of(spec, cudnn):

@@ -8,7 +8,6 @@ from .errors import UnsupportedGraphError
 from .options import Options
 from .spec import GraphSpec
 
-
 # TF32 runs on tensor cores only, and float32 on none of them.
 NOTES_OF_FULL_FLOAT32 = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS")
 
@@ -55,3 +54,14 @@ def has_float32_product(spec: GraphSpec) -> bool:
     """Whether cuDNN may round an operand of a product to TF32."""
     anchored = {name for c in spec.calls if c.node.anchor for _, name in c.inputs}
     return any(spec.tensor(name).dtype == "float32" for name in anchored)
+
+
+def distrusted(spec: GraphSpec) -> dict[int, str]:
+    """Engines that compute an operation of this graph wrongly, with its name."""
+    return {
+        engine: call.name
+        for call in spec.calls
+        for engine in call.node.distrusted(
+            {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+        )
+    }

@@ -19,6 +19,7 @@ from .errors import LibraryError
 from .package import packaged_library
 from .plan import Plan
 from .spec import GraphSpec
+from .wire import wire
 
 TARGET = "jax_cudnn"
 TIMED_TARGET = "jax_cudnn_timed"
@@ -75,15 +76,17 @@ def call(
 ) -> Sequence[jax.Array]:
     """The custom call: operands and outputs in the plan's layouts, workspace added and dropped."""
     register(target)
-    results = [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in spec.output_tensors]
+    sent = wire(spec)
+    operands = tuple(x.astype(t.dtype) for x, t in zip(operands, sent.input_tensors, strict=True))
+    results = [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in sent.output_tensors]
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, _ = jax.ffi.ffi_call(
         target,
         [*results, workspace],
-        input_layouts=[layout.major_to_minor(spec, t) for t in spec.input_tensors],
-        output_layouts=[*(layout.major_to_minor(spec, t) for t in spec.output_tensors), (0,)],
+        input_layouts=[layout.major_to_minor(sent, t) for t in sent.input_tensors],
+        output_layouts=[*(layout.major_to_minor(sent, t) for t in sent.output_tensors), (0,)],
     )(*operands, **plan.attributes(name))
-    return outputs
+    return [y.astype(t.dtype) for y, t in zip(outputs, spec.output_tensors, strict=True)]
 
 
 def _packaged_cudnn() -> str | None:

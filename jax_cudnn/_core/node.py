@@ -141,6 +141,10 @@ class Node:
         """
         return None
 
+    def distrusted(self, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """Numbers of cuDNN's engines that compute this node wrongly for such tensors."""
+        return ()
+
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         """Operations, a multiply-add being two, from the shapes of all ports by name."""
         return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.ports.output_names)

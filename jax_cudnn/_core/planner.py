@@ -19,6 +19,7 @@ from .errors import JaxCudnnError, UnsupportedGraphError
 from .plan import Plan, canonical_properties
 from .spec import GraphSpec
 from .unsupported import known_reasons, unsupported
+from .wire import wire
 
 log = logging.getLogger("jax_cudnn")
 
@@ -27,9 +28,7 @@ _plans: dict[Any, Future[Plan]] = {}
 _lock = threading.Lock()
 
 
-def plan(
-    spec: GraphSpec, site: Profile | CudaDevice, name: str, advise: bool = True
-) -> Plan:
+def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str, advise: bool = True) -> Plan:
     """The plan of a graph for a GPU, built at most once however many threads ask.
 
     On a GPU of this process a real handle plans; for a profile the deviceless worker does, also
@@ -46,10 +45,11 @@ def plan(
 
 
 def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Plan:
-    reasons = known_reasons(spec)
+    planned = wire(spec)
+    reasons = known_reasons(planned)
     if reasons:
-        raise _told(unsupported(spec, reasons), spec, name, site)
-    key = (spec.canonical(), *_identity(site))
+        raise _told(unsupported(planned, reasons), spec, name, site)
+    key = (planned.canonical(), *_identity(site))
     while True:
         with _lock:
             future = _plans.get(key)

@@ -30,6 +30,8 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
             found[call.name] = reason
     if any(call.node.broadcasts_any for call in spec.calls):
         return found
+    if not any(call.node.anchor for call in spec.calls):
+        found |= _small_intermediates(spec)
     for call in spec.calls:
         broadcasting = [port.name for port in call.node.ports.inputs if port.axes == ("...",)]
         if len(broadcasting) < 2:
@@ -47,6 +49,26 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
                 f"{list(out)} is not supported: beside a full operand cuDNN takes "
                 f"{', '.join(map(str, allowed[1:]))}"
             )
+    return found
+
+
+def _small_intermediates(spec: GraphSpec) -> dict[str, str]:
+    """Values computed at a smaller shape than that to which they are broadcast later.
+
+    Measured on an H200 with cuDNN 9.19: without a convolution or matmul in the graph cuDNN reads
+    them out of bounds.
+    """
+    made = {name for call in spec.calls for _, name in call.outputs}
+    found = {}
+    for call in spec.calls:
+        out = spec.tensor(call.outputs[0][1]).shape
+        for port, name in call.inputs:
+            broadcasts = call.node.ports.is_elementwise and len(call.inputs) > 1
+            if broadcasts and name in made and spec.tensor(name).shape != out:
+                found[call.name] = (
+                    f"{port} is computed in the graph with shape {list(spec.tensor(name).shape)} "
+                    f"and then broadcast to {list(out)}: compute it before the call"
+                )
     return found
 
 

@@ -243,12 +243,14 @@ def logic(g, x, y, mask):
     return g.binary_select(x, y, chosen)
 
 
-@case((_IMAGE, "float32"),)
+@case(
+    (_IMAGE, "float32"),
+)
 def lower_triangles(g, x):
     return g.binary_select(x, -1e9, g.cmp_ge(g.gen_index(x, axis=2), g.gen_index(x, axis=3)))
 
 
-@case(((1, 16, 64), "float32"), ((1, 64, 96), "float32"))
+@case(((1, 16, 64), "bfloat16"), ((1, 64, 96), "bfloat16"))
 def matmul_product_of_rows(g, x, w):
     return g.reduction(g.matmul(x, w), mode="MUL", out_dims=[1, 1, 96])
 

@@ -25,8 +25,8 @@ rounded once, to the promoted dtype of the operands unless `.set_data_type(...)`
 `relu(conv(x, w) + b)` in bfloat16 rounds once in one graph.
 
 **Rounding points, split.** The same computation as several graphs, or in `jnp`, rounds every result
-that passes from one to the next to that array's dtype: twice more here. Pooling in a graph is XLA's,
-and what it takes and gives crosses memory in the tensors' dtypes.
+that passes from one to the next to that array's dtype: twice more here. Pooling, reshape, transpose
+and concatenate in a graph are XLA's: what they take and give crosses memory in the tensors' dtypes.
 
 **To integers** values round to the nearest (ties to even) and saturate; to float8 they saturate.
 

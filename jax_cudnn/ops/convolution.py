@@ -89,6 +89,11 @@ class ConvFprop(Convolution):
         self.sizes(inputs)
         return {"Y": (self.forward_shape(**inputs), product_dtype(inputs))}
 
+    def distrusted(self, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+        # Measured on an H200 with cuDNN 9.19: for int8 these two write int32 results that are not
+        # the sums (832 becomes 1610612736); the others are right.
+        return (0, 28) if tensors["Y"].dtype == "int32" else ()
+
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["Y"]) * math.prod(shapes["weight"][1:])
 

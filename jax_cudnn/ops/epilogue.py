@@ -59,6 +59,24 @@ def apply(g: Any, y: Any, scale: Any, bias: Any, residual: Any, activation: str 
     return y if activation is None else _ACTIVATIONS[activation](g, y)
 
 
+def apply_outside(
+    y: jax.Array, scale: Any, bias: Any, residual: Any, activation: str | None, out: str
+) -> jax.Array:
+    """The same after a graph, in float32, where cuDNN has no engine that fuses it."""
+    wide = y.astype(jax.numpy.float32)
+    if scale is not None:
+        wide = wide * scale
+    for term in (bias, residual):
+        if term is not None:
+            wide = wide + term
+    if activation == "gelu_exact":
+        wide = jax.nn.gelu(wide, approximate=False)
+    elif activation is not None:
+        name = "silu" if activation == "swish" else activation
+        wide = (jax.numpy.tanh if name == "tanh" else getattr(jax.nn, name))(wide)
+    return wide.astype(out)
+
+
 def per_feature(name: str, value: Any, features: int, rank: int, axis: int) -> Any:
     """A bias or scale at a graph's rank: (features,) along ``axis``, or one number for all."""
     if value is None or isinstance(value, (int, float)):

@@ -37,7 +37,7 @@ def _fprop(g, x, w, scale, bias, residual, *, pads, strides, dilation, activatio
     return epilogue.apply(g, y, scale, bias, residual, activation).set_data_type(out)
 
 
-def _dgrad(g, x, w, scale, bias, residual, *, pads, strides, dilation, flip, dims, activation, out):
+def _dgrad(g, x, w, *, pads, strides, dilation, flip, dims, out):
     pre, post = zip(*pads, strict=True)
     y = g.conv_dgrad(
         x,
@@ -47,12 +47,13 @@ def _dgrad(g, x, w, scale, bias, residual, *, pads, strides, dilation, flip, dim
         stride=strides,
         dilation=dilation,
         convolution_mode="CONVOLUTION" if flip else "CROSS_CORRELATION",
-    ).set_dim(dims)
-    return epilogue.apply(g, y, scale, bias, residual, activation).set_data_type(out)
+    )
+    return y.set_dim(dims).set_data_type(out)
 
 
 CONV = GraphFunction(_fprop, name="conv")
 CONV_TRANSPOSE = GraphFunction(_dgrad, name="conv_transpose")
+_UNSTRIDED = GraphFunction(_fprop, name="conv_transpose")
 
 
 def conv(
@@ -162,10 +163,12 @@ def conv_transpose(
     preferred_element_type: Any = None,
     options: Options | None = None,
 ) -> jax.Array:
-    """Transposed convolution with its epilogue in one cuDNN plan.
+    """Transposed convolution with an epilogue.
 
     ``activation(lax.conv_transpose(x, w, ...) * scale + bias + residual)``, computed as the data
-    gradient of a convolution: the image is never filled up with zeros.
+    gradient of a convolution: the image is never filled up with zeros. cuDNN fuses no epilogue
+    into a gradient with strides: with ``strides`` of 1 everything is one plan, otherwise the
+    result of the gradient is rounded to its dtype and XLA applies the epilogue, in float32.
 
     Args:
         x, w, bias, scale, residual, activation, dilation, precision, preferred_element_type,
@@ -199,26 +202,38 @@ def conv_transpose(
     given = [padding] * rank if isinstance(padding, str) else pairs(padding, rank)
     windows = zip(weight.shape[2:], stride, dilate, given, strict=True)
     padded = tuple(transposed_pads(*window) for window in windows)
-    y = dilated(
-        image,
-        weight,
-        padded,
-        stride,
-        dilate,
-        1,
-        not transpose_kernel,
-        (scale, bias, residual, spec.out_spec, activation),
-        preferred_element_type,
-        with_precision(CONV_TRANSPOSE, options, precision),
-    )
-    if y is None:
-        raise GraphError(
-            "this padding has no transposed convolution",
-            expected="low and high padding between 0 and dilation * (window - 1), and a result "
-            "no larger than what the windows reach",
-            got=f"padding={padding!r} for weights {w.shape}",
-            fix="pad the result with jnp.pad, or crop it",
+    out = out_dtype(image, weight, preferred_element_type)
+    features, terms = weight.shape[0], image.ndim
+    scale = epilogue.per_feature("scale", scale, features, terms, 1)
+    bias = epilogue.per_feature("bias", bias, features, terms, 1)
+    residual = None if residual is None else transpose(jnp.asarray(residual), spec.out_spec)
+    name = epilogue.activation_name(activation)
+    if set(stride) == {1} and min(min(pair) for pair in padded) >= 0:  # a plain convolution
+        y = with_precision(_UNSTRIDED, options, precision)(
+            image,
+            jnp.flip(weight, range(2, terms)) if transpose_kernel else weight,
+            scale,
+            bias,
+            residual,
+            pads=padded,
+            strides=stride,
+            dilation=dilate,
+            activation=name,
+            out=out,
         )
+    else:
+        function = with_precision(CONV_TRANSPOSE, options, precision)
+        flip = not transpose_kernel
+        y = dilated(image, weight, padded, stride, dilate, 1, flip, out, function)
+        if y is None:
+            raise GraphError(
+                "this padding has no transposed convolution",
+                expected="low and high padding between 0 and dilation * (window - 1), and a "
+                "result no larger than what the windows reach",
+                got=f"padding={padding!r} for weights {w.shape}",
+                fix="pad the result with jnp.pad, or crop it",
+            )
+        y = epilogue.apply_outside(y, scale, bias, residual, name, out)
     return transpose(y, np.argsort(spec.out_spec))
 
 
@@ -230,15 +245,13 @@ def dilated(
     dilation: Sequence[int],
     groups: int,
     flip: bool,
-    terms: tuple[Any, ...],
-    preferred_element_type: Any,
+    out: str,
     function: GraphFunction,
 ) -> jax.Array | None:
     """The convolution of an image spread out by ``spread``, as a data gradient; None where the
     padding has none. ``flip``: the weights are those of a cross-correlation of that image."""
     # out[i] = sum over y, r of image[y] * weight[r] where spread*y = i + dilation*r - low: the
     # data gradient for weights in reverse, with pre_padding = dilation * (window - 1) - low.
-    scale, bias, residual, out_spec, activation = terms
     pads, dims = [], []
     for axis, (low, high) in enumerate(padding):
         reach = dilation[axis] * (weight.shape[2 + axis] - 1)
@@ -260,14 +273,10 @@ def dilated(
     return function(
         image,
         weight,
-        epilogue.per_feature("scale", scale, features, image.ndim, 1),
-        epilogue.per_feature("bias", bias, features, image.ndim, 1),
-        None if residual is None else transpose(jnp.asarray(residual), out_spec),
         pads=tuple(pads),
         strides=tuple(spread),
         dilation=tuple(dilation),
         flip=flip,
         dims=(image.shape[0], features, *dims),
-        activation=epilogue.activation_name(activation),
-        out=out_dtype(image, weight, preferred_element_type),
+        out=out,
     )

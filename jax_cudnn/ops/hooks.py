@@ -101,18 +101,9 @@ def conv_general_dilated(
     if set(spread) != {1}:
         if set(stride) != {1}:
             return plain("strides and image dilation together")
-        y = dilated(
-            image,
-            weight,
-            padded,
-            spread,
-            dilate,
-            feature_group_count,
-            True,
-            (None, None, None, spec.out_spec, None),
-            out,
-            with_precision(CONV_TRANSPOSE, None, precision),
-        )
+        function = with_precision(CONV_TRANSPOSE, None, precision)
+        groups = feature_group_count
+        y = dilated(image, weight, padded, spread, dilate, groups, True, canonical(out), function)
         if y is None:
             return plain("padding that no transposed convolution has")
     elif any(p < 0 for pair in padded for p in pair):

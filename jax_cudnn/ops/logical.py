@@ -14,6 +14,7 @@ from .._core.builder import register
 from .._core.dims import Shape
 from .._core.errors import GraphError, GraphTypeError
 from .._core.node import Example, result_dtype
+from .._core.wire import register_conversions
 from .elementwise import IMAGES, ROW, ROWS, Pointwise, elementwise, usual
 
 if TYPE_CHECKING:
@@ -134,10 +135,6 @@ class BinarySelect(Pointwise):
     dims = "input0: ..., input1: ..., mask: ... -> OUT_0: ..."
     jax_names = ("where", "select")
     dtypes = (*Pointwise.dtypes, "bool")
-    requires = (
-        "a mask of booleans that is an operand of the graph has all the channels (or features); "
-        "one of float32 broadcasts as numbers do"
-    )
     examples = (
         Example(
             {"input0": IMAGES, "input1": IMAGES, "mask": IMAGES},
@@ -220,3 +217,6 @@ class GenIndex(Pointwise):
     ) -> tuple[Any, ...]:
         rank = len(tensors["input"].get_dim())
         return (pygraph.gen_index(tensors["input"], axis=self.axis % rank, **common),)
+
+
+register_conversions(to_boolean=cmp_gt(), from_boolean=BinarySelect())

@@ -40,17 +40,17 @@ class Reshape(Node):
     dims = "input: *x -> OUT_0: *y"
     jax_names = ("reshape", "ravel", "expand_dims", "squeeze")
     moves = True
+    leftover = True
     requires = (
-        "no graph with it has an engine for Hopper (cuDNN 9.22 to 9.28; older versions have no "
-        "such operation): reshape arrays before the call, or returned ones after it"
+        "XLA runs it in the same program: no graph with it has an engine on Hopper (cuDNN 9.22 to "
+        "9.28; older versions have no such operation)"
     )
     examples = (
-        Example({"input": (4, 6, 8)}, "bfloat16", {"out_dims": [4, 48, 1]}, alone=False),
+        Example({"input": (4, 6, 8)}, "bfloat16", {"out_dims": [4, 48, 1]}),
         Example(
             {"input": (2, 3, 4, 5)},
             "float32",
             {"reshape_mode": "LOGICAL", "out_dims": [6, 20]},
-            alone=False,
         ),
     )
 
@@ -85,15 +85,6 @@ class Reshape(Node):
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input if self.out_dims is None else input.reshape(self.out_dims),)
 
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        import cudnn
-
-        # cuDNN's VIEW_ONLY reads the memory in the order in which it lies, channels-last too.
-        mode = cudnn.reshape_mode.LOGICAL
-        return (pygraph.reshape(**tensors, reshape_mode=mode, name=common["name"]),)
-
 
 @register
 @dataclass(frozen=True)
@@ -112,14 +103,14 @@ class Transpose(Node):
     dims = "input: *x -> OUT_0: *y"
     jax_names = ("transpose", "swapaxes", "moveaxis", "permute_dims")
     moves = True
+    leftover = True
     requires = (
-        "no graph with it has an engine for Hopper (cuDNN 9.22 to 9.28; older versions have no "
-        "such operation): transpose arrays before the call, which costs no copy if the operand "
-        "states the memory order it then has, x.set_stride(...)"
+        "XLA runs it in the same program: no graph with it has an engine on Hopper (cuDNN 9.22 to "
+        "9.28; older versions have no such operation)"
     )
     examples = (
-        Example({"input": (4, 6, 8)}, "bfloat16", {"permutation": [0, 2, 1]}, alone=False),
-        Example({"input": (2, 3, 4, 5)}, "float32", {"permutation": [2, 0, 3, 1]}, alone=False),
+        Example({"input": (4, 6, 8)}, "bfloat16", {"permutation": [0, 2, 1]}),
+        Example({"input": (2, 3, 4, 5)}, "float32", {"permutation": [2, 0, 3, 1]}),
     )
 
     permutation: tuple[int, ...]
@@ -141,11 +132,3 @@ class Transpose(Node):
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.transpose(input, self.permutation),)
-
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        missing = len(tensors["input"].get_dim()) - len(self.permutation)
-        moved = [axis + missing if axis >= 2 else axis for axis in self.permutation]
-        permutation = [*moved[:2], *range(2, 2 + missing), *moved[2:]]
-        return (pygraph.transpose(**tensors, permutation=permutation, **common),)

@@ -32,12 +32,25 @@ def _product_of_nonzeros(x: jax.Array, **axes: Any) -> jax.Array:
     return jnp.prod(jnp.where(x == 0, 1, x), **axes)
 
 
+def _largest(x: jax.Array, **axes: Any) -> jax.Array:
+    """cuDNN passes over NaN, which jnp.max would return."""
+    return jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), **axes)
+
+
+def _smallest(x: jax.Array, **axes: Any) -> jax.Array:
+    return -_largest(-x, **axes)
+
+
+def _largest_magnitude(x: jax.Array, **axes: Any) -> jax.Array:
+    return jnp.max(jnp.where(jnp.isnan(x), 0.0, jnp.abs(x)), **axes)
+
+
 MODES = {
     "ADD": jnp.sum,
     "MUL": jnp.prod,
-    "MIN": jnp.min,
-    "MAX": jnp.max,
-    "AMAX": _over_magnitudes(jnp.max),
+    "MIN": _smallest,
+    "MAX": _largest,
+    "AMAX": _largest_magnitude,
     "AVG": jnp.mean,
     "NORM1": _over_magnitudes(jnp.sum),
     "NORM2": _norm2,
@@ -53,8 +66,9 @@ class Reduction(Node):
     Args:
         input: any shape.
         mode: a string or a member of ``cudnn.reduction_mode``: "ADD" (sum), "MUL" (product),
-            "MIN", "MAX", "AMAX" (largest magnitude), "AVG" (mean), "NORM1" (sum of magnitudes),
-            "NORM2" (root of the sum of squares), "MUL_NO_ZEROS" (product of what is not 0).
+            "MIN", "MAX", "AMAX" (largest magnitude; all three pass over NaN), "AVG" (mean),
+            "NORM1" (sum of magnitudes), "NORM2" (root of the sum of squares), "MUL_NO_ZEROS"
+            (product of what is not 0).
         out_dims: the shape of the output, of input's rank: each dimension 1 or input's; all 1
             when omitted. ``.set_dim([...])`` on the result does the same, as in pygraph.
 

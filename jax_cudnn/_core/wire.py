@@ -1,0 +1,61 @@
+"""Booleans between XLA and a plan: a byte each here, a bit each in cuDNN's memory.
+
+Measured on an H200 with cuDNN 9.19: a plan that reads or writes an array of booleans packs eight
+of them into a byte. So no plan does: at the edge of a graph booleans are float32 numbers, the only
+kind that compiles beside numbers of any other dtype; inside they are cuDNN's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .node import Node
+from .spec import Call, GraphSpec, Tensor, intern
+
+_conversions: dict[str, Node] = {}
+
+
+def register_conversions(to_boolean: Node, from_boolean: Node) -> None:
+    """The nodes that compare a number with another, and that pick one of two numbers by a mask."""
+    _conversions.update(to_boolean=to_boolean, from_boolean=from_boolean)
+
+
+def wire(spec: GraphSpec) -> GraphSpec:
+    """The graph as it is planned and called: with numbers for the booleans at its edge."""
+    if not any(spec.tensor(name).dtype == "bool" for name in (*spec.inputs, *spec.outputs)):
+        return spec
+    if "wire" not in spec._cache:
+        spec._cache["wire"] = intern(_converted(spec))
+    return spec._cache["wire"]
+
+
+def _converted(spec: GraphSpec) -> GraphSpec:
+    numbers = {
+        name: replace(spec.tensor(name), name=f"{name}::number", dtype="float32")
+        for name in (*spec.inputs, *spec.outputs)
+        if spec.tensor(name).dtype == "bool"
+    }
+    tensors, before, after = [*spec.tensors, *numbers.values()], [], []
+
+    def constant(value: float, like: Tensor) -> str:
+        made = Tensor(f"{like.name}::{value}", (1,) * len(like.shape), "float32", value.hex())
+        tensors.append(made)
+        return made.name
+
+    for name, number in numbers.items():
+        if name in spec.inputs:
+            operands, result, calls = [number.name, constant(0.5, number)], name, before
+            node = _conversions["to_boolean"]
+        else:
+            operands = [constant(1.0, number), constant(0.0, number), name]
+            node, result, calls = _conversions["from_boolean"], number.name, after
+        inputs = zip(node.ports.input_names, operands, strict=True)
+        outputs = zip(node.ports.output_names, [result], strict=True)
+        calls.append(Call(node, f"{node.method}.{name}", tuple(inputs), tuple(outputs)))
+    return GraphSpec(
+        tuple(replace(t, order=None) if t.name in numbers else t for t in tensors),
+        (*before, *spec.calls, *after),
+        tuple(numbers[n].name if n in numbers else n for n in spec.inputs),
+        tuple(numbers[n].name if n in numbers else n for n in spec.outputs),
+        spec.options,
+    )
