@@ -77,7 +77,10 @@ def call(
     """The custom call: operands and outputs in the plan's layouts, workspace added and dropped."""
     register(target)
     sent = wire(spec)
-    operands = tuple(x.astype(t.dtype) for x, t in zip(operands, sent.input_tensors, strict=True))
+    operands = tuple(
+        jnp.broadcast_to(x.astype(t.dtype), t.shape)  # booleans, see wire.py
+        for x, t in zip(operands, sent.input_tensors, strict=True)
+    )
     results = [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in sent.output_tensors]
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, _ = jax.ffi.ffi_call(

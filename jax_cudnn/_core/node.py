@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from .spec import Tensor
 
 
+# Kinds of broadcasts that cuDNN computes rightly, see limits.py.
+ANY, ROWS_AND_CHANNELS, ONE_ELEMENT, NUMBERS_ONLY = "any", "rows, channels", "one", "numbers"
+
+
 @dataclass(frozen=True)
 class Example:
     """Shapes and dtypes that tests, benchmarks and the support table share.
@@ -64,8 +68,8 @@ class Node:
     """Minimum cuDNN, SM and shape rules, in words a user can read."""
     anchor: ClassVar[bool] = False
     """Whether cuDNN builds an engine around this node (one anchor a graph)."""
-    broadcasts_any: ClassVar[bool] = False
-    """Whether pointwise operations around this anchor may broadcast any dimension."""
+    broadcasts_around: ClassVar[str] = ROWS_AND_CHANNELS
+    """Which operands pointwise operations around this anchor may broadcast, see :mod:`.limits`."""
     least_rank: ClassVar[int] = 0
     """cuDNN sees tensors of lower rank with dimensions of 1 put in after the second."""
     channels_last: ClassVar[bool] = False

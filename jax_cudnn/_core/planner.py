@@ -16,9 +16,10 @@ from ..deviceless.profiles import Profile
 from . import alternatives, build, frontend
 from .cuda import CudaDevice
 from .errors import JaxCudnnError, UnsupportedGraphError
+from .limits import known_reasons
 from .plan import Plan, canonical_properties
 from .spec import GraphSpec
-from .unsupported import known_reasons, unsupported
+from .unsupported import unsupported
 from .wire import wire
 
 log = logging.getLogger("jax_cudnn")

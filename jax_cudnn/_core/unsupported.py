@@ -1,4 +1,4 @@
-"""Why cuDNN cannot run a graph: what we know beforehand, and its own reasons in readable form."""
+"""Why cuDNN has no engine for a graph: its own reasons in readable form, and what to do."""
 
 from __future__ import annotations
 
@@ -6,87 +6,8 @@ import re
 import textwrap
 from collections.abc import Mapping
 
-from . import layout
 from .errors import UnsupportedGraphError
 from .spec import GraphSpec
-
-
-def known_reasons(spec: GraphSpec) -> dict[str, str]:
-    """Empty tensors, and pointwise operations whose broadcast cuDNN gets wrong, with why.
-
-    Measured on an H200 with cuDNN 9.19 over all 16 patterns of rank four: as an epilogue of a
-    convolution, an operand of another pattern than the four below is accepted and read out of
-    bounds. Alone, such an operation is refused by cuDNN. Around a matmul every pattern is right.
-    """
-    found: dict[str, str] = {}
-    if spec.is_empty:
-        found["shape"] = "a tensor has no elements (under jit XLA runs such a graph)"
-    found |= {call.name: "XLA runs it, not cuDNN" for call in spec.calls if call.node.leftover}
-    found |= _misplaced_views(spec)
-    for call in spec.calls:
-        tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
-        reason = call.node.refuses(tensors, spec.options)
-        if reason is not None:
-            found[call.name] = reason
-    if any(call.node.broadcasts_any for call in spec.calls):
-        return found
-    if not any(call.node.anchor for call in spec.calls):
-        found |= _small_intermediates(spec)
-    for call in spec.calls:
-        broadcasting = [port.name for port in call.node.ports.inputs if port.axes == ("...",)]
-        if len(broadcasting) < 2:
-            continue
-        tensors = [spec.tensor(name) for _, name in (*call.inputs, call.outputs[0])]
-        dims = [layout.view(spec, tensor)[0] for tensor in tensors]
-        *operands, out = dims
-        n, c, *spatial = out
-        ones = [1] * len(spatial)
-        allowed = [[*out], [1, c, *ones], [n, 1, *spatial], [1, 1, *ones]]
-        wrong = [list(dim) for dim in operands if list(dim) not in allowed]
-        if wrong or out not in operands:
-            found[call.name] = (
-                f"broadcasting {' and '.join(map(str, wrong or map(list, operands)))} to "
-                f"{list(out)} is not supported: beside a full operand cuDNN takes "
-                f"{', '.join(map(str, allowed[1:]))}"
-            )
-    return found
-
-
-def _small_intermediates(spec: GraphSpec) -> dict[str, str]:
-    """Values computed at a smaller shape than that to which they are broadcast later.
-
-    Measured on an H200 with cuDNN 9.19: without a convolution or matmul in the graph cuDNN reads
-    them out of bounds.
-    """
-    made = {name for call in spec.calls for _, name in call.outputs}
-    found = {}
-    for call in spec.calls:
-        out = spec.tensor(call.outputs[0][1]).shape
-        for port, name in call.inputs:
-            broadcasts = call.node.ports.is_elementwise and len(call.inputs) > 1
-            if broadcasts and name in made and spec.tensor(name).shape != out:
-                found[call.name] = (
-                    f"{port} is computed in the graph with shape {list(spec.tensor(name).shape)} "
-                    f"and then broadcast to {list(out)}: compute it before the call"
-                )
-    return found
-
-
-def _misplaced_views(spec: GraphSpec) -> dict[str, str]:
-    """Parts of another tensor's memory (slices) that a plan would have to copy."""
-    found = {}
-    for call in spec.calls:
-        source, out = (spec.tensor(ports[0][1]) for ports in (call.inputs, call.outputs))
-        if call.node.view_strides(*layout.view(spec, source)) is None:
-            continue
-        if source.name not in spec.inputs:
-            found[call.name] = f"it is a part of {source.name}, which is no operand of the graph"
-        elif layout.view_strides(spec, out) is None:
-            found[call.name] = (
-                "its result leaves the graph or has a layout of its own, and so needs a copy"
-            )
-    return found
-
 
 # What cuDNN writes (status without its prefix, then its failed check) -> what it means, what helps.
 _MEANINGS = (

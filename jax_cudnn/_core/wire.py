@@ -2,7 +2,8 @@
 
 Measured on an H200 with cuDNN 9.19: a plan that reads or writes an array of booleans packs eight
 of them into a byte. So no plan does: at the edge of a graph booleans are float32 numbers, the only
-kind that compiles beside numbers of any other dtype; inside they are cuDNN's own.
+kind that compiles beside numbers of any other dtype; inside they are cuDNN's own. XLA broadcasts a
+smaller mask before the call, where cuDNN would read its comparison out of bounds.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ def wire(spec: GraphSpec) -> GraphSpec:
 
 
 def _converted(spec: GraphSpec) -> GraphSpec:
+    edge = {name: spec.tensor(name) for name in (*spec.inputs, *spec.outputs)}
+    inside = {name: _whole(spec, t) for name, t in edge.items() if t.dtype == "bool"}
     numbers = {
-        name: replace(spec.tensor(name), name=f"{name}::number", dtype="float32")
-        for name in (*spec.inputs, *spec.outputs)
-        if spec.tensor(name).dtype == "bool"
+        name: replace(tensor, name=f"{name}::number", dtype="float32")
+        for name, tensor in inside.items()
     }
-    tensors, before, after = [*spec.tensors, *numbers.values()], [], []
+    tensors = [*(inside.get(t.name, t) for t in spec.tensors), *numbers.values()]
+    before, after = [], []
 
     def constant(value: float, like: Tensor) -> str:
         made = Tensor(f"{like.name}::{value}", (1,) * len(like.shape), "float32", value.hex())
@@ -59,3 +62,16 @@ def _converted(spec: GraphSpec) -> GraphSpec:
         tuple(numbers[n].name if n in numbers else n for n in spec.outputs),
         spec.options,
     )
+
+
+def _whole(spec: GraphSpec, tensor: Tensor) -> Tensor:
+    """The tensor in the shape it is broadcast to, unless there are several or an anchor's graph
+    broadcasts it."""
+    uses = [call for call in spec.calls if tensor.name in dict(call.inputs).values()]
+    shapes = {spec.tensor(call.outputs[0][1]).shape for call in uses}
+    elementwise = all(call.node.ports.is_elementwise for call in uses)
+    if tensor.name in spec.outputs or len(shapes) != 1 or not elementwise:
+        return tensor
+    if any(call.node.anchor for call in spec.calls):
+        return tensor
+    return replace(tensor, shape=shapes.pop(), order=None)

@@ -1,14 +1,12 @@
 """Gradients of the activations, element by element. They compute in float32.
 
 Each takes ``loss``, the gradient of the loss by the activation's result, and ``input``, what the
-activation was applied to, and gives the gradient by ``input``; the two broadcast.
+activation was applied to, and gives the gradient by ``input``; cuDNN takes the two of one shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +17,13 @@ from .._core.node import Example
 from .activation import CLIPS, TANH_CUBIC, TANH_SCALE, Clipped, small
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise
 
-if TYPE_CHECKING:
-    from .._core.options import Options
-    from .._core.spec import Tensor
-
 _BACKWARD = (
     Example({"loss": IMAGES, "input": IMAGES}, "bfloat16"),
     Example({"loss": ROWS, "input": ROWS}, "float32"),
 )
 
 
-@elementwise(result="real", examples=_BACKWARD)
+@elementwise(result="real", alike=True, examples=_BACKWARD)
 def elu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of elu: ``loss`` where ``input`` is positive, else ``loss * exp(input)``.
 
@@ -38,7 +32,7 @@ def elu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * jnp.exp(jnp.fmin(input, 0))
 
 
-@elementwise(result="real", examples=_BACKWARD)
+@elementwise(result="real", alike=True, examples=_BACKWARD)
 def gelu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of gelu: ``loss * (Phi(input) + input * phi(input))``.
 
@@ -49,7 +43,7 @@ def gelu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * (0.5 * (1 + jax.lax.erf(input * 0.5**0.5)) + input * density)
 
 
-@elementwise(result="real", examples=_BACKWARD)
+@elementwise(result="real", alike=True, examples=_BACKWARD)
 def gelu_approx_tanh_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of gelu_approx_tanh: ``loss * 0.5 * (1 + t + input * (1 - t**2) * u')``.
 
@@ -62,7 +56,7 @@ def gelu_approx_tanh_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * 0.5 * (1 + t + input * (1 - t * t) * slope)
 
 
-@elementwise(result="real", examples=_BACKWARD)
+@elementwise(result="real", alike=True, examples=_BACKWARD)
 def sigmoid_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of sigmoid: ``loss * s * (1 - s)`` with ``s = sigmoid(input)``.
 
@@ -72,7 +66,7 @@ def sigmoid_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * s * (1 - s)
 
 
-@elementwise(result="real", examples=_BACKWARD)
+@elementwise(result="real", alike=True, examples=_BACKWARD)
 def softplus_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of softplus: ``loss * sigmoid(input)``.
 
@@ -81,7 +75,7 @@ def softplus_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * jax.nn.sigmoid(input)
 
 
-@elementwise(result="real", examples=_BACKWARD)
+@elementwise(result="real", alike=True, examples=_BACKWARD)
 def tanh_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of tanh: ``loss * (1 - tanh(input)**2)``.
 
@@ -105,13 +99,9 @@ class ReluBackward(Clipped):
     """
 
     method = "relu_backward"
+    alike = True
     dims = "loss: ..., input: ... -> OUT_0: ..."
     examples = (*_BACKWARD, *small(("loss", "input"), *CLIPS))
-
-    def refuses(self, tensors: Mapping[str, Tensor], options: Options) -> str | None:
-        # Measured on an H200 with cuDNN 9.19: alone in a graph it reads out of bounds.
-        shapes = {tensor.shape for tensor in tensors.values()}
-        return "it takes no broadcast: loss and input of one shape" if len(shapes) > 1 else None
 
     def reference(self, loss: jax.Array, input: jax.Array) -> tuple[jax.Array, ...]:
         above = loss if self.upper_clip is None else jnp.where(input >= self.upper_clip, 0.0, loss)
@@ -127,6 +117,7 @@ class LeakyReluBackward(Pointwise):
     """
 
     method = "leaky_relu_backward"
+    alike = True
     dims = "loss: ..., input: ... -> OUT_0: ..."
     result = "real"
     examples = (
@@ -153,6 +144,7 @@ class SwishBackward(Pointwise):
     """
 
     method = "swish_backward"
+    alike = True
     dims = "loss: ..., input: ... -> OUT_0: ..."
     result = "real"
     examples = (*_BACKWARD, *small(("loss", "input"), {"swish_beta": 1.5}))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from .._core.builder import register
 from .._core.dims import Shape
-from .._core.node import Example, product_dtype, product_operands
+from .._core.node import ONE_ELEMENT, Example, product_dtype, product_operands
 from .convolution_base import ConvolutionGradient
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class ConvDgrad(ConvolutionGradient):
     dims = "loss: n k *y, filter: k i *r -> DX: n c *x"
     batch = "n"
     jax_names = ("conv_transpose",)
+    deterministic = False
     requires = (
         "one convolution a graph; both operands of one dtype, or of two float8 formats; no "
         "integers; cuDNN 9.19 has neither float8 nor float32 results of 16-bit operands; 9.28 has "
@@ -163,6 +164,8 @@ class ConvWgrad(ConvolutionGradient):
 
     method = "conv_wgrad"
     dims = "image: n c *x, loss: n k *y -> DW: k i *r"
+    broadcasts_around = ONE_ELEMENT
+    deterministic = False
     requires = (
         "one convolution a graph; both operands of one dtype, or of two float8 formats; no "
         "integers; cuDNN 9.19 has neither float8 nor float32 results of 16-bit operands; 9.28 has "

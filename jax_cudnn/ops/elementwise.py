@@ -21,6 +21,7 @@ from .._core.errors import GraphError
 from .._core.node import Example, Node
 
 if TYPE_CHECKING:
+    from .._core.options import Options
     from .._core.spec import Tensor
 
 IMAGES, ROWS, ROW = (8, 64, 28, 28), (1, 128, 96), (1, 1, 96)
@@ -39,6 +40,20 @@ class Pointwise(Node):
     """"bool"; "real" for functions whose values are no integers: integers give float32."""
     shaped: ClassVar[str] = ""
     """The port whose shape the result has; any of the ports where it is empty."""
+
+    alike: ClassVar[bool] = False
+    """Whether cuDNN computes it rightly for operands of one shape only."""
+
+    def refuses(self, tensors: Mapping[str, Tensor], options: Options) -> str | None:
+        # Measured on an H200 with cuDNN 9.19: the backward operations alone in a graph read an
+        # operand that broadcasts out of bounds.
+        shapes = {tensor.shape for tensor in tensors.values() if tensor.value is None}
+        if not self.alike or len(shapes) == 1:
+            return None
+        return (
+            f"its operands broadcast ({', '.join(str(list(s)) for s in sorted(shapes))}), and "
+            "cuDNN computes it for operands of one shape only"
+        )
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         ((output, (shape, dtype)),) = super().infer(inputs).items()
@@ -75,6 +90,7 @@ def elementwise(
     result: str = "",
     shaped: str = "",
     dtypes: tuple[str, ...] = Pointwise.dtypes,
+    alike: bool = False,
     jax_names: tuple[str, ...] = (),
     rounding: str = "",
     examples: tuple[Example, ...] | None = None,
@@ -97,6 +113,7 @@ def elementwise(
             "reference": lambda self, **arrays: (function(**arrays),),
             "result": result,
             "shaped": shaped,
+            "alike": alike,
             "dtypes": dtypes,
             "jax_names": jax_names,
             "rounding": rounding,

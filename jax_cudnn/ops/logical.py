@@ -15,16 +15,17 @@ from .._core.dims import Shape
 from .._core.errors import GraphError, GraphTypeError
 from .._core.node import Example, result_dtype
 from .._core.wire import register_conversions
-from .elementwise import IMAGES, ROW, ROWS, Pointwise, elementwise, usual
+from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 
 if TYPE_CHECKING:
+    from .._core.options import Options
     from .._core.spec import Tensor
 
 _COMPARED = (
     *usual("input", "comparison"),
     Example({"input": IMAGES, "comparison": IMAGES}, "int32"),
 )
-_BOOLS = usual("a", "b", dtypes=("bool", "bool"))
+_BOOLS = tuple(Example({"a": shape, "b": shape}, "bool") for shape in (IMAGES, ROWS))
 
 
 @elementwise(result="bool", jax_names=("equal", "eq"), examples=_COMPARED)
@@ -141,8 +142,8 @@ class BinarySelect(Pointwise):
             "bfloat16",
             dtypes={"mask": "bool"},
         ),
-        Example({"input0": ROWS, "input1": ROW, "mask": ROWS}, "float32", dtypes={"mask": "bool"}),
-        Example({"input0": ROWS, "input1": ROWS, "mask": ROW}, "float32", dtypes={"mask": "int8"}),
+        Example({"input0": ROWS, "input1": ROWS, "mask": ROWS}, "float32", dtypes={"mask": "bool"}),
+        Example({"input0": ROWS, "input1": ROWS, "mask": ROWS}, "float32", dtypes={"mask": "int8"}),
     )
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
@@ -180,7 +181,10 @@ class GenIndex(Pointwise):
 
     method = "gen_index"
     dims = "input: *x -> OUT_0: *x"  # not "...": where an element lies matters
-    requires = "tensors of rank three or more, in rank four with more than one channel"
+    requires = (
+        "tensors of rank four and five with more than one channel; of rank three along the last "
+        "axis, and not axis 0 or 1, which cuDNN mixes up"
+    )
     jax_names = ("iota", "broadcasted_iota", "arange", "indices")
     examples = (
         Example({"input": (2, 8, 6, 10)}, "bfloat16", {"axis": 1}),
@@ -208,6 +212,13 @@ class GenIndex(Pointwise):
                 got=f"axis={self.axis}",
             )
         return {"OUT_0": (shape, "int32")}
+
+    def refuses(self, tensors: Mapping[str, Tensor], options: Options) -> str | None:
+        # Measured on an H200 with cuDNN 9.19: behind a matmul the other two axes are mixed up.
+        rank = len(tensors["input"].shape)
+        if rank == 3 and self.axis % rank != 2:
+            return f"over rank three cuDNN counts along the last axis only, not along {self.axis}"
+        return None
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (jax.lax.broadcasted_iota(jnp.int32, input.shape, self.axis % input.ndim),)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._core.builder import register
 from .._core.dims import Shape
 from .._core.dtypes import PRODUCTS
-from .._core.node import Example, Node, product_compute, product_dtype, product_operands
+from .._core.node import ANY, Example, Node, product_compute, product_dtype, product_operands
 
 if TYPE_CHECKING:
     from .._core.options import Options
@@ -47,7 +47,7 @@ class Matmul(Node):
         "graph, g.identity(x).set_data_type(...), which costs no pass over memory"
     )
     anchor = True
-    broadcasts_any = True
+    broadcasts_around = ANY
     dtypes = PRODUCTS
     examples = (
         Example({"A": (1, 128, 256), "B": (1, 256, 512)}, "bfloat16"),
