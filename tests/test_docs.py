@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from jax_cudnn.__main__ import main
 from jax_cudnn._core import trace
+from jax_cudnn._core.node import REGISTRY
+from jax_cudnn.bench import numerics
 from jax_cudnn.bench.run import RESULTS, render
+from jax_cudnn.deviceless import profiles
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,20 +25,72 @@ def test_shown_figures_are_the_committed_ones(document):
     assert shown[1] == render(json.loads((RESULTS / "h200.json").read_text()))
 
 
-def test_readme_example_runs():
-    first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def python_blocks():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+def test_readme_examples_run_in_order():
     names = {}
-    exec(first[1], names)
+    for block in python_blocks():
+        if "jc.target(" not in block:
+            exec(block, names)
     assert names["y"].shape == (8, 64, 28, 28)
+    assert names["y"].dtype == "bfloat16"
+    assert names["z"].shape == (4, 128, 32)
 
 
 @pytest.mark.deviceless
-def test_readme_plans_without_a_gpu():
-    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[:2]
+def test_readme_plans_without_a_gpu(capsys):
+    *before, planning = python_blocks()
     names = {}
-    exec(first + second, names)
+    for block in before:
+        exec(block, names)
+    exec(planning, names)
     assert names["plan"].engine
+    assert names["plan"].digest in names["lowered"].as_text()
     assert "jax_cudnn" in names["lowered"].as_text()
+    table = capsys.readouterr().out
+    for gpu in profiles.names():
+        assert gpu in table
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_readme_has_three_examples(number):
+    words = ["@jc.graph", "jc.ops.conv(", "jc.target("]
+    assert len(python_blocks()) == len(words)
+    assert words[number] in python_blocks()[number]
+
+
+# -- the numerics page -----------------------------------------------------------------------------
+
+
+def test_numerics_page_is_what_the_operations_say(tmp_path, capsys):
+    committed = (ROOT / "docs" / "numerics.md").read_text()
+    assert committed == numerics.render(), "python -m jax_cudnn numerics --write docs/numerics.md"
+    assert main(["numerics"]) == 0
+    assert capsys.readouterr().out == committed
+    assert main(["numerics", "--write", str(tmp_path / "page.md")]) == 0
+    assert (tmp_path / "page.md").read_text() == committed
+
+
+def test_numerics_page_has_every_operation_once():
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", numerics.render(), re.M)
+    assert [method for method, _ in rows] == sorted(REGISTRY)
+    cells = {method: row.split(" | ") for method, row in rows}
+    assert all(len(row) == 5 for row in cells.values())
+    for method, (computes, result, tf32, deterministic, _) in cells.items():
+        node = REGISTRY[method]
+        assert computes
+        assert result
+        assert (tf32 == "yes") == node.anchor
+        assert (deterministic == "") == (node.moves or node.leftover)
+    assert cells["conv_fprop"][0] == "float32, int32 (integers)"
+    assert cells["cmp_gt"][1] == "bool"
+    assert cells["reduction"][1] == "float32"
+
+
+def test_readme_leads_to_the_numerics_page():
+    assert "(docs/numerics.md)" in (ROOT / "README.md").read_text()
 
 
 def test_docstring_examples_run():

@@ -103,7 +103,8 @@ def fmod(a, b):
 
 
 def relu_backward(loss, x):
-    return np.where(x > 0, loss, 0.0)
+    """As cuDNN has it, the loss passes where x is NaN."""
+    return np.where(x <= 0, 0.0, loss)
 
 
 BINARY = {
@@ -206,15 +207,40 @@ def reduced_nan(mode):
     return np.asarray(apply("reduction", jnp.asarray(x), mode=mode, out_dims=[64, 1]))
 
 
-@pytest.mark.parametrize("mode", ["ADD", "MUL", "MIN", "MAX", "AMAX", "AVG", "NORM1", "NORM2"])
+KEEP_NAN = ("ADD", "MUL", "AVG", "NORM1", "NORM2", "MUL_NO_ZEROS")
+PASS_OVER_NAN = ("MIN", "MAX", "AMAX")
+
+
+@pytest.mark.parametrize("mode", (*KEEP_NAN, *PASS_OVER_NAN))
 def test_nan_in_a_reduction(mode):
-    assert np.argwhere(np.isnan(reduced_nan(mode))).tolist() == [[3, 0]]
+    """Sums and products keep it; the smallest and the largest are those of the other elements."""
+    got = reduced_nan(mode)
+    assert np.argwhere(np.isnan(got)).tolist() == ([[3, 0]] if mode in KEEP_NAN else [])
+    if mode in PASS_OVER_NAN:
+        assert got.ravel().tolist() == [1.0] * 64
+
+
+@pytest.mark.parametrize(
+    ("mode", "row", "wanted"),
+    [
+        ("MIN", [np.nan, -2.0, 3.0], -2.0),
+        ("MAX", [-5.0, np.nan, -3.0], -3.0),
+        ("AMAX", [np.nan, -3.0, 1.0], 3.0),
+        ("MIN", [np.nan, np.inf, np.nan], np.inf),
+        ("MAX", [np.nan, -np.inf, np.nan], -np.inf),
+        ("AMAX", [0.0, np.nan, -np.inf], np.inf),
+    ],
+)
+def test_the_smallest_and_the_largest_pass_over_nan(mode, row, wanted):
+    got = apply("reduction", jnp.asarray([row], jnp.float32), mode=mode, out_dims=[1, 1])
+    assert got.tolist() == [[wanted]]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["ADD", "MIN", "MAX", "AMAX"])
 def test_nan_in_a_reduction_on_the_gpu(mode):
-    assert np.argwhere(np.isnan(reduced_nan(mode))).tolist() == [[3, 0]]
+    got = reduced_nan(mode)
+    assert np.argwhere(np.isnan(got)).tolist() == ([[3, 0]] if mode in KEEP_NAN else [])
 
 
 REDUCED = {"ADD": 2.0, "MUL": 0.0, "MIN": -4.0, "MAX": 3.0, "AMAX": 4.0, "AVG": 0.4}

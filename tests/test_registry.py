@@ -121,7 +121,8 @@ FAMILIES = {
 NO_OPERATIONS = r"""
     backend_plan_entries | build\w* | check_support | context | create_\w+ | deserialize |
     deselect_\w+ | execute\w* | find_tensor | get_\w+ | inspect | key | nodes | plans |
-    populate_cuda_graph | query_\w+ | select\w+ | serialize | tensors? | tensor_like | tensor_scalar | update_cuda_graph | validate
+    populate_cuda_graph | query_\w+ | select\w+ | serialize | tensors? | tensor_like |
+    tensor_scalar | update_cuda_graph | validate
 """
 
 
@@ -139,5 +140,6 @@ def test_every_operation_of_the_frontend_has_a_node_but_the_families_named():
     print("not there yet:", missing)
     assert "UNKNOWN" not in missing.values(), missing
     assert not [name for name in REGISTRY if name in missing]
-    leftovers = {name for name, cls in REGISTRY.items() if cls.leftover}
-    assert REGISTRY.keys() - offered == leftovers, "our names are pygraph's"
+    # The frontend has pooling in C++ only; all other names are pygraph's, also XLA's operations.
+    assert REGISTRY.keys() - offered == {"resample"}
+    assert REGISTRY["resample"].leftover

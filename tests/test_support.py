@@ -42,7 +42,7 @@ def plans(monkeypatch):
     engine on an A100."""
     asked = []
 
-    def plan(spec, site, name):
+    def plan(spec, site, name, advise=True):
         asked.append((name, site))
         if name == "double" and site == A100:
             reasons = {"engine 1": "not supported (CUDNN_STATUS)", "engine 2": "a shape is wrong"}
@@ -311,7 +311,7 @@ def test_support_prints_as_aligned_text_and_as_markdown(plans):
 
 
 def test_failures_that_are_no_answer_of_cudnn_are_raised(plans, monkeypatch):
-    def fail(spec, site, name):
+    def fail(spec, site, name, advise=True):
         raise jc.LibraryError("no cuDNN")
 
     monkeypatch.setattr(planner, "plan", fail)

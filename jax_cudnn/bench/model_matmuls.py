@@ -105,6 +105,24 @@ def fp8(m: int, k: int, n: int, activation: str | None) -> Built:
     return Formulation(ours, _transposed), xla, (*operands, *bias)
 
 
+def fp8_product(m: int, k: int, n: int) -> Built:
+    """x @ w of float8_e4m3fn arrays and nothing else, to bfloat16; memory orders as in fp8."""
+
+    @graph
+    def fp8_product(g, x, w):
+        return g.matmul(x, w.set_stride([k * n, 1, k])).set_data_type("bfloat16")
+
+    def ours(x, w):
+        return fp8_product(x[None], w.T[None])[0]
+
+    xla = {
+        "weight as (N, K)": Formulation(lambda x, w: _rows(x, w, BF16), _transposed),
+        "weight as (K, N)": Formulation(lambda x, w: jnp.dot(x, w, preferred_element_type=BF16)),
+    }
+    e4m3 = "float8_e4m3fn"
+    return Formulation(ours, _transposed), xla, (Operand((m, k), e4m3), Operand((k, n), e4m3))
+
+
 def int8_weights(m: int, k: int, n: int) -> Built:
     """x @ w for bfloat16 x and int8 w, which is converted inside."""
 
@@ -167,6 +185,8 @@ def cases() -> Iterator[ModelCase]:
     yield _case("mlp/8192x4096x16384", "bias, gelu", linear, *mlp, "gelu")
     yield _case("mlp/8192x4096x16384", "fp8", fp8, *mlp, None)
     yield _case("mlp/4096x4096x4096", "fp8", fp8, 4096, 4096, 4096, None)
+    yield _case("mlp/8192x4096x16384", "fp8 product", fp8_product, *mlp)
+    yield _case("mlp/4096x4096x4096", "fp8 product", fp8_product, 4096, 4096, 4096)
     yield _case("mlp/8192x4096x16384", "fp8, bias, gelu", fp8, *mlp, "gelu")
     yield _case("mlp/64x8192x28672", "int8 weights", int8_weights, 64, 8192, 28672)
     yield _case("mlp/8192x8192", "sum of rows", total, 8192, 8192, 1)

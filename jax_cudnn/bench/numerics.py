@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from .._core.choice import NOTES_OF_FULL_FLOAT32
-from .._core.dtypes import COMPUTE, FP8, INTEGERS
+from .._core.dtypes import COMPUTE, FLOATS, FP8, INTEGERS
 from .._core.node import REGISTRY, Node
 from .._core.spec import Tensor
 
@@ -56,37 +56,50 @@ def render() -> str:
 
 def _row(method: str, node: type[Node]) -> Iterator[str]:
     yield f"`{method}`"
-    yield ", ".join(dict.fromkeys(_computes(node)))
-    yield _result(node)
+    yield "nothing: elements are moved" if node.moves else _by_kind(node, _compute)
+    yield _by_kind(node, _result)
     yield "yes" if node.anchor and "float32" in node.dtypes else ""
     yield "" if node.moves or node.leftover else ("always" if node.deterministic else "on request")
     yield node.rounding
 
 
-def _computes(node: type[Node]) -> Iterator[str]:
-    """Compute types, found by asking the node for each kind of operand."""
-    example = node.create(**node.examples[0].attributes)
-    if node.moves:
-        yield "nothing: elements are moved"
-        return
-    for kind, dtypes in (("", ("float32",)), ("integers", INTEGERS), ("float8", FP8)):
-        taken = [dtype for dtype in dtypes if dtype in node.dtypes]
-        for dtype in taken[:1]:
-            ports = {port: Tensor(port, (), dtype) for port in node.ports.input_names}
-            compute = example.default_compute(ports)
-            yield compute if compute == "float32" or not kind else f"{compute} ({kind})"
+# The first of these types that a node takes stands for its kind.
+_KINDS = {"": FLOATS, "integers": INTEGERS, "float8": FP8, "booleans": ("bool",)}
 
 
-def _result(node: type[Node]) -> str:
+def _by_kind(node: type[Node], ask: Callable[[Node, dict[str, Tensor]], str]) -> str:
+    """What a node answers for operands of each kind, where it differs from the first answer."""
+    created = node.create(**node.examples[0].attributes)
+    answers: dict[str, str] = {}
+    for kind, dtypes in _KINDS.items():
+        dtype = next((dtype for dtype in dtypes if dtype in node.dtypes), None)
+        if dtype is None or (kind == "booleans" and answers):  # else booleans are masks
+            continue
+        answer = ask(created, _operands(node, dtype))
+        if answer not in answers.values():
+            answers[kind] = answer
+    return ", ".join(f"{a} ({kind})" if kind and a != "bool" else a for kind, a in answers.items())
+
+
+def _operands(node: type[Node], dtype: str) -> dict[str, Tensor]:
+    """The first example's operands, with masks as they are and all others of this type."""
     example = node.examples[0]
-    created = node.create(**example.attributes)
     variadic = {port.name for port in node.ports.inputs if port.variadic}
-    tensors = {
-        f"{name}_{i}" if name in variadic else name: Tensor(name, tuple(shape), dtype)
+    masks = {name for name, given in example.dtypes.items() if given == "bool"}
+    return {
+        port: Tensor(port, tuple(shape), "bool" if name in masks else dtype)
         for name, given in example.inputs.items()
         for i, shape in enumerate(given if name in variadic else [given])
-        for dtype in [example.dtypes.get(name, example.dtype)]
+        for port in [f"{name}_{i}" if name in variadic else name]
     }
-    found = {dtype for _, dtype in created.infer(tensors).values()}
-    given = {tensor.dtype for tensor in tensors.values()}
-    return "the operands' dtype" if found == given else ", ".join(sorted(found))
+
+
+def _compute(node: Node, operands: dict[str, Tensor]) -> str:
+    return node.default_compute(operands)
+
+
+def _result(node: Node, operands: dict[str, Tensor]) -> str:
+    found = {dtype for _, dtype in node.infer(operands).values()}
+    given = {tensor.dtype for tensor in operands.values()}
+    same = found == given or found == given - {"bool"}
+    return "the operands' dtype" if same else ", ".join(sorted(found))

@@ -88,7 +88,7 @@ class Reduction(Node):
         "AMAX, and for MUL behind a convolution or matmul (for NORM1 reduce abs(x) with ADD; for "
         "AVG and NORM2 reduce x, or its square, with ADD, and divide or take the root in jnp)"
     )
-    rounding = "the order of summation is cuDNN's own"
+    rounding = "the order of summation is cuDNN's own; MIN, MAX and AMAX pass over NaN"
     examples = (
         Example({"input": (8, 64, 28, 28)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 64, 1, 1]}),
         Example({"input": (512, 256)}, "float32", {"mode": "ADD", "out_dims": [512, 1]}),
