@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+from .calls import ports_of, signature, static
 from .dims import Shape, integers
 from .dtypes import INTEGERS, canonical_compute, is_floating
 from .errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
@@ -108,8 +109,8 @@ class GraphBuilder:
         try:
             compute = given.pop("compute_data_type", None) or self._options.compute_data_type
             given.pop("name", None)
-            ports = dict(_ports(cls, given))
-            node = _static(cls.create(**given))
+            ports = dict(ports_of(cls, given))
+            node = static(cls.create(**given))
             if all(isinstance(value, numbers.Number) for value in ports.values()):
                 raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
             rank = max(getattr(value, "ndim", 0) for value in ports.values())
@@ -250,66 +251,6 @@ class GraphBuilder:
             )
 
 
-def _unwrapped(value: Any) -> Any:
-    """A graph tensor out of a pytree node that holds one array (Flax's Param), else the value."""
-    if isinstance(value, (GraphTensor, list, tuple, dict)):
-        return value
-    leaves = jax.tree.leaves(value)
-    if len(leaves) == 1 and isinstance(leaves[0], GraphTensor):
-        return leaves[0]
-    if hasattr(value, "__jax_array__") and not isinstance(value, jax.Array):
-        return jax.numpy.asarray(value)
-    return value
-
-
-def _static(node: Node) -> Node:
-    """The node itself; an error in words when an attribute is no static value."""
-    try:
-        hash(node)
-    except TypeError as error:
-        raise GraphTypeError(
-            "an attribute is not static",
-            expected="Python numbers, strings and lists of them",
-            got=str(error),
-            fix="attributes shape the plan, so they cannot be arrays or values traced by JAX: "
-            "under jax.jit name them in static_argnames",
-        ) from None
-    return node
-
-
-def _ports(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The values for the input ports, taken out of ``given``; a list gets numbered ports."""
-    for port in cls.ports.inputs:
-        value = given.pop(port.name)
-        if not port.variadic:
-            yield port.name, _unwrapped(value)
-        elif isinstance(value, (list, tuple)) and value:
-            yield from ((f"{port.name}_{i}", _unwrapped(item)) for i, item in enumerate(value))
-        else:
-            raise GraphTypeError(
-                f"{port.name!r} is no list of tensors",
-                expected="a list or tuple of at least one tensor",
-                got=f"{type(value).__name__}: {value!r}"[:200],
-            )
-
-
-def _signature(cls: type[Node]) -> inspect.Signature:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ports = [inspect.Parameter(name, kind) for name in cls.ports.input_names]
-    generic = cls.create.__func__ is Node.create.__func__  # pyright: ignore[reportFunctionMemberAccess]
-    create = cls if generic else cls.create
-    attributes = [
-        p
-        for p in inspect.signature(create).parameters.values()
-        if p.name not in ("self", "cls", "compute_data_type")
-    ]
-    extra = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in (("name", ""), ("compute_data_type", None))
-    ]
-    return inspect.Signature([*ports, *attributes, *extra])
-
-
 _SIGNATURES: dict[str, inspect.Signature] = {}
 
 N = TypeVar("N", bound=type[Node])
@@ -319,7 +260,7 @@ def register(cls: N) -> N:
     """Class decorator: checks a node's contract, adds it to the registry and its method to g."""
     check_contract(cls)
     name = cls.method
-    REGISTRY[name], _SIGNATURES[name] = cls, _signature(cls)
+    REGISTRY[name], _SIGNATURES[name] = cls, signature(cls)
 
     def method(self: GraphBuilder, *args: Any, **kwargs: Any) -> Any:
         return self._apply(name, *args, **kwargs)

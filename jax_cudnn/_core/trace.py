@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import numbers
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .builder import GraphBuilder
 from .errors import GraphError, GraphTypeError, JaxCudnnError
+from .leaves import Aval, array, input_names, is_static, parameters, strongly_typed, typed
 from .options import DEFAULTS, Options, replaced
 from .primitive import bind
 from .source import defined_at, raised_in, user_line
@@ -59,7 +58,7 @@ class GraphFunction:
                 got=repr(fn)[:200],
                 fix="apply jax.jit to the result of jax_cudnn.graph, not before it",
             )
-        self._parameters = _parameters(fn)
+        self._parameters = parameters(fn)
         if self._parameters[:1] == ["self"]:
             raise GraphTypeError(
                 "@jax_cudnn.graph does not decorate methods",
@@ -106,10 +105,10 @@ class GraphFunction:
     def trace(self, *args: Any, **static: Any) -> tuple[list[Any], Trace]:
         """The array arguments in order, and the trace for their shapes and the statics."""
         leaves, structure = jax.tree.flatten(args, is_leaf=lambda leaf: leaf is None)
-        given = [leaf for leaf in leaves if not _is_static(leaf)]
-        arrays = _strongly_typed([_array(self, leaf) for leaf in given])
-        avals = iter([_Aval(tuple(array.shape), str(array.dtype)) for array in arrays])
-        slots = [leaf if _is_static(leaf) else next(avals) for leaf in leaves]
+        given = [leaf for leaf in leaves if not is_static(leaf)]
+        arrays = strongly_typed([array(self.name, leaf) for leaf in given])
+        avals = iter([Aval(tuple(x.shape), str(x.dtype)) for x in arrays])
+        slots = [leaf if is_static(leaf) else next(avals) for leaf in leaves]
         for key, value in static.items():
             if isinstance(value, (jax.Array, np.ndarray)):
                 raise GraphTypeError(
@@ -120,8 +119,8 @@ class GraphFunction:
                 )
         key = (
             structure,
-            tuple(map(_typed, slots)),
-            tuple((k, _typed(v)) for k, v in static.items()),
+            tuple(map(typed, slots)),
+            tuple((k, typed(v)) for k, v in static.items()),
             self.options.resolved(),
         )
         try:
@@ -151,11 +150,11 @@ class GraphFunction:
         slots = [slot for _, slot in slots]
         static = {name: value for name, (_, value) in static}
         builder = GraphBuilder(options)
-        names = iter(_input_names(self._parameters[1:], structure))
+        names = iter(input_names(self._parameters[1:], structure))
         leaves = []
         for slot in slots:
             name = next(names)
-            aval = isinstance(slot, _Aval)
+            aval = isinstance(slot, Aval)
             leaves.append(builder.input(name, slot.shape, slot.dtype) if aval else slot)
         inputs = [leaf for leaf in leaves if isinstance(leaf, GraphTensor)]
         arguments = jax.tree.unflatten(structure, leaves)
@@ -250,12 +249,6 @@ class _Captures(Exception):
         self.trace = trace
 
 
-@dataclass(frozen=True)
-class _Aval:
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def _refusal_behind(error: BaseException) -> JaxCudnnError | None:
     """Our error about a graph tensor in jnp, where JAX has wrapped it in or raised its own."""
     if isinstance(error, JaxCudnnError):
@@ -269,70 +262,3 @@ def _refusal_behind(error: BaseException) -> JaxCudnnError | None:
         behind = behind.__cause__ or behind.__context__
     line, function = raised_in(error)
     return refusal(function, line)
-
-
-def _is_static(leaf: Any) -> bool:
-    scalar = isinstance(leaf, (numbers.Number, str, bytes, type(None)))
-    return scalar and not isinstance(leaf, np.generic)
-
-
-def _typed(value: Any) -> tuple[Any, Any]:
-    """A value with what tells it from equal ones: 1, 1.0 and True, 0.0 and -0.0."""
-    if isinstance(value, tuple):
-        return (type(value), *(_typed(v)[0] for v in value)), value
-    return (type(value), repr(value) if isinstance(value, (float, frozenset)) else ""), value
-
-
-def _array(function: GraphFunction, leaf: Any) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    if isinstance(leaf, GraphTensor):
-        raise GraphTypeError(
-            f"{function.name} was called with a graph tensor",
-            why="graph functions take arrays; inside another graph they cannot be nested",
-            fix=f"call {function.name}.fn(g, ...) to add its operations to the current graph",
-            where=user_line(),
-        )
-    try:
-        return jnp.asarray(leaf)
-    except TypeError as error:
-        raise GraphTypeError(
-            f"{function.name} got an argument that is no array",
-            expected="JAX or NumPy arrays, or Python scalars and strings (static)",
-            got=f"{type(leaf).__name__}: {leaf!r}"[:200],
-        ) from error
-
-
-def _strongly_typed(arrays: list[Any]) -> list[Any]:
-    """Weakly typed arrays (Python numbers that JAX has traced) take the others' dtype."""
-    strong = [array for array in arrays if not getattr(array, "weak_type", False)]
-    if not strong or len(strong) == len(arrays):
-        return arrays
-    dtypes = {array.dtype for array in strong if jnp.issubdtype(array.dtype, jnp.floating)}
-    return [
-        array.astype(jnp.result_type(*dtypes, array))
-        if getattr(array, "weak_type", False)
-        else array
-        for array in arrays
-    ]
-
-
-def _parameters(fn: Callable[..., Any]) -> list[str]:
-    """Names of the positional parameters, ``g`` included."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _input_names(positional: list[str], structure: Any) -> list[str]:
-    """Names for the leaves of the arguments: ``x``, or ``params.w`` inside a pytree."""
-    dummy = jax.tree.unflatten(structure, list(range(structure.num_leaves)))
-    names = []
-    for path, _ in jax.tree_util.tree_leaves_with_path(dummy):
-        index = path[0].idx
-        head = positional[index] if index < len(positional) else f"x{index}"
-        tail = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path[1:]]
-        names.append(".".join([head, *tail]))
-    return names

@@ -207,6 +207,13 @@ def conv_concatenated(g, x, w, skip):
     return g.concatenate([y, skip], axis=1)
 
 
+@case((_IMAGE, "bfloat16"), (_WEIGHT, "bfloat16"), ((1, 64, 32), "bfloat16"))
+def conv_then_matmul_of_its_pixels(g, x, w, v):
+    y = g.relu(g.conv_fprop(x, w, **_SAME)).set_data_type("bfloat16")
+    pixels = g.transpose(g.reshape(y, out_dims=[8, 64, 784]), [0, 2, 1])
+    return y, g.matmul(pixels, v)
+
+
 @case(*_HALF_CONV)
 def conv_with_statistics(g, x, w):
     y = g.conv_fprop(x, w, **_SAME).set_data_type("float16")
@@ -288,6 +295,7 @@ FUSIONS: tuple[Case, ...] = (
     matmul_of_transposed,
     matmul_of_int8_weights,
     conv_concatenated,
+    conv_then_matmul_of_its_pixels,
     conv_with_statistics,
     normalized_conv_with_statistics,
 )

@@ -64,7 +64,7 @@ def _row(method: str, node: type[Node]) -> Iterator[str]:
 
 
 # The first of these types that a node takes stands for its kind.
-_KINDS = {"": FLOATS, "integers": INTEGERS, "float8": FP8, "booleans": ("bool",)}
+_KINDS = {"": FLOATS[1:], "integers": INTEGERS, "float8": FP8, "booleans": ("bool",)}
 
 
 def _by_kind(node: type[Node], ask: Callable[[Node, dict[str, Tensor]], str]) -> str:
@@ -78,7 +78,8 @@ def _by_kind(node: type[Node], ask: Callable[[Node, dict[str, Tensor]], str]) ->
         answer = ask(created, _operands(node, dtype))
         if answer not in answers.values():
             answers[kind] = answer
-    return ", ".join(f"{a} ({kind})" if kind and a != "bool" else a for kind, a in answers.items())
+    only = len(answers) == 1
+    return ", ".join(a if only or not kind else f"{a} ({kind})" for kind, a in answers.items())
 
 
 def _operands(node: type[Node], dtype: str) -> dict[str, Tensor]:
