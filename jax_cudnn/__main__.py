@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import jax
+
 from . import JaxCudnnError
+from ._core.cuda import device_nodes
 
 
 def _version() -> str:
@@ -32,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     numerics = commands.add_parser("numerics", help="print the numerics page")
     numerics.add_argument("--write", type=Path, help="write it to this file")
     options = parser.parse_args(arguments)
+    if options.command != "doctor" and not device_nodes() and "JAX_PLATFORMS" not in os.environ:
+        # Without a GPU the CUDA plugin only prints its failure to find one.
+        jax.config.update("jax_platforms", "cpu")
     try:
         if options.command == "demo":
             from .bench.demo import demo
@@ -43,7 +50,13 @@ def main(arguments: list[str] | None = None) -> int:
             from .bench.numerics import render
 
             page = render()
-            options.write.write_text(page) if options.write else print(page, end="")
+            if options.write:
+                try:
+                    options.write.write_text(page)
+                except OSError as error:
+                    parser.error(f"--write {options.write}: {error}")
+            else:
+                print(page, end="")
         elif options.command == "doctor":
             from .doctor.report import doctor as examine
 

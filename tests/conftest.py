@@ -9,6 +9,8 @@ os.environ["XLA_FLAGS"] = (
 if not os.path.exists("/dev/nvidiactl"):
     # Without a GPU the CUDA plugin only prints its failure to find one.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Most of the time goes into compiling thousands of small programs, each run once.
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 import importlib.util
 import secrets

@@ -12,14 +12,17 @@ import jax_cudnn as jc
 
 RNG = np.random.default_rng(5)
 MODES = ("CROSS_CORRELATION", "CONVOLUTION")
-# Both modes, and each rank's strides, with every dilation, padding and number of groups.
+# Both modes and every stride, dilation, padding and number of groups; in two dimensions all of
+# them with each other, in one each pair.
 GRID = [
     (rank, stride, dilation, padding, groups, MODES[(stride + dilation + groups + rank) % 2])
     for rank, strides in ((1, (1, 3)), (2, (1, 2)), (3, (2,)))
     for stride, dilation, padding, groups in itertools.product(
         strides, (1, 2), ((0, 0), (1, 1), (2, 0)), (1, 2, 4)
     )
-    if rank < 3 or padding == (1, 1)
+    if rank == 2
+    or (rank == 1 and (stride // 2 + dilation + sum(padding) // 2 + groups // 2) % 2)
+    or (rank == 3 and padding == (1, 1))
 ]
 
 
@@ -47,19 +50,20 @@ def test_the_three_convolutions_agree_with_the_oracle_and_with_vjp(rank):
         wgrad = jc.graph(
             lambda g, x, y, kw=spatial, w=weight.shape: g.conv_wgrad(x, y, **kw).set_dim(w)
         )
-        y, vjp = jax.vjp(fprop, image, weight)
-        loss = drawn(*y.shape)
-        by_lax = vjp(loss)
-        for function, operands, want in (
-            (fprop, (image, weight), None),
-            (dgrad, (loss, weight), by_lax[0]),
-            (wgrad, (image, loss), by_lax[1]),
-        ):
-            got = function(*operands)
-            spec = function.trace(*operands)[1].spec
-            oracle.check_outputs(spec, operands, [got], on_gpu=False)
-            if want is not None:
-                np.testing.assert_allclose(got, want, atol=2e-5)
+        loss = drawn(*jax.eval_shape(fprop, image, weight).shape)
+
+        @jax.jit  # one program: most of the time is compilation
+        def run(image, weight, loss, ours=(fprop, dgrad, wgrad)):
+            y, vjp = jax.vjp(ours[0], image, weight)
+            return (y, ours[1](loss, weight), ours[2](image, loss)), vjp(loss)
+
+        found, by_lax = run(image, weight, loss)
+        operands = (image, weight), (loss, weight), (image, loss)
+        for function, given, got in zip((fprop, dgrad, wgrad), operands, found, strict=True):
+            spec = function.trace(*given)[1].spec
+            oracle.check_outputs(spec, given, [got], on_gpu=False)
+        for got, want in zip(found[1:], by_lax, strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 def test_grouped_convolutions_agree_with_lax():

@@ -84,7 +84,11 @@ def test_numerics_page_has_every_operation_once():
         assert result
         assert (tf32 == "yes") == node.anchor
         assert (deterministic == "") == (node.moves or node.leftover)
-    assert cells["conv_fprop"][0] == "float32, int32 (integers)"
+    assert cells["conv_fprop"][:2] == [
+        "float32, int32 (integers)",
+        "the operands' dtype, int32 (integers), float32 (float8)",
+    ]
+    assert cells["logical_and"][:2] == ["bool", "the operands' dtype"]
     assert cells["cmp_gt"][1] == "bool"
     assert cells["reduction"][1] == "float32"
 

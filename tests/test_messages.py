@@ -128,7 +128,11 @@ BAD_CALLS = {
         ValueError,
         ["set_data_type", "input x", "astype"],
     ),
-    "array method": (lambda g, x, w: x.astype("int8"), AttributeError, [".astype", "g offers"]),
+    "array method": (
+        lambda g, x, w: x.astype("int8"),
+        AttributeError,
+        [".astype", "set_data_type"],
+    ),
     "number returned": (lambda g, x, w: (g.relu(x), 1.0), TypeError, ["no graph tensor", "1.0"]),
     "nested": (lambda g, x, w: jc.graph(lambda h, y: h.relu(y))(x), TypeError, ["nested", ".fn(g"]),
 }

@@ -162,15 +162,66 @@ def test_a_slice_into_a_matmul_on_the_gpu():
             lambda g, x, w: g.matmul(g.slice(x, [slice(None)] * 3).set_stride([2048, 1, 64]), w),
             "needs a copy",
         ),
-        (lambda g, x, w: g.matmul(g.transpose(x, [0, 2, 1]), w), "set_stride"),
-        (lambda g, x, w: g.reshape(g.matmul(x, w), out_dims=[8, 8, 32]), "after it"),
-        (lambda g, x, w: g.concatenate([g.matmul(x, w), g.matmul(x, w)], 1), "channels"),
+        (lambda g, x, w: g.reshape(x, out_dims=[64, 32]), "XLA runs it in the same program"),
+        (lambda g, x, w: g.transpose(x, [0, 2, 1]), "XLA runs it in the same program"),
+        (lambda g, x, w: g.concatenate([x, x], 1), "XLA runs it in the same program"),
     ],
 )
 def test_what_is_not_planned_is_refused_in_words(move, words):
     avals = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 64, 32), (1, 32, 32))]
-    if "transpose" in move.__code__.co_names:
-        avals[0] = jax.ShapeDtypeStruct((1, 32, 64), jnp.bfloat16)
     with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError) as caught:
         jc.plan(jc.graph(move), *avals)
     assert words in str(caught.value)
+
+
+# -- reshape, transpose and concatenate are XLA's, in the same program -----------------------------
+
+XLAS = {
+    "transposed into a matmul": (
+        lambda g, x, w: g.matmul(g.transpose(x, [0, 2, 1]), w),
+        lambda x, w: x.mT @ w,
+        1,
+        "stablehlo.transpose",
+    ),
+    "matmul, then reshaped": (
+        lambda g, x, w: g.reshape(g.matmul(x, w), out_dims=[8, 4, 32]),
+        lambda x, w: (x @ w).reshape(8, 4, 32),
+        1,
+        "stablehlo.reshape",
+    ),
+    "two matmuls, concatenated": (
+        lambda g, x, w: g.concatenate([g.matmul(x, w), g.relu(g.matmul(x, w))], 1),
+        lambda x, w: jnp.concatenate([x @ w, jax.nn.relu(x @ w)], 1),
+        2,
+        "stablehlo.concatenate",
+    ),
+    "a result that leaves and goes on": (
+        lambda g, x, w: (lambda y: (y, g.matmul(g.transpose(y, [0, 2, 1]), y)))(g.matmul(x, w)),
+        lambda x, w: (x @ w, (x @ w).mT @ (x @ w)),
+        2,
+        "stablehlo.transpose",
+    ),
+    "nothing for cuDNN": (
+        lambda g, x, w: g.concatenate([g.reshape(x, out_dims=[1, 32, 32]), w], 2),
+        lambda x, w: jnp.concatenate([x.reshape(1, 32, 32), w], 2),
+        0,
+        "stablehlo.concatenate",
+    ),
+}
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("what", XLAS)
+def test_what_xla_moves_lies_in_the_same_program(what):
+    """Each part between the cuts is a plan of its own."""
+    move, plain, plans, operation = XLAS[what]
+    graph = jc.graph(move)
+    x, w = (jax.random.normal(KEY, s) for s in ((1, 32, 32), (1, 32, 32)))
+    for got, want in zip(*(jax.tree.leaves(f(x, w)) for f in (graph, plain)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    avals = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)] * 2
+    with jc.target("H200"):
+        lowered = jax.jit(graph).trace(*avals).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count("stablehlo.custom_call @jax_cudnn") == plans
+    assert operation in text

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import jax_cudnn as jc
+from jax_cudnn.bench import programs
 
 DIMENSION_NUMBERS = [
     ("NHWC", "HWIO", "NHWC"),
@@ -20,11 +21,13 @@ DIMENSION_NUMBERS = [
 SIZES = {"N": 2, "C": 8, "H": 9, "W": 10, "D": 5}
 
 
+FLOAT8 = jnp.float8_e4m3fn
+
+
 def arrays(key, *shapes, dtype=jnp.float32):
-    return [
-        jax.random.normal(k, shape).astype(dtype)
-        for k, shape in zip(jax.random.split(key, len(shapes)), shapes, strict=True)
-    ]
+    """Normal numbers, drawn by NumPy: jax.random compiles a program for each shape."""
+    random = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
 
 
 def same(got, want, tolerance=3e-4):
@@ -124,6 +127,8 @@ def test_integer_and_float8_products_have_the_accumulators_dtype(key):
     np.testing.assert_array_equal(jc.ops.conv(x, w), want)
     a, b = (m.astype(jnp.float8_e4m3fn) for m in arrays(key, (8, 16), (16, 8)))
     same(jc.ops.matmul(a, b), a.astype(jnp.float32) @ b.astype(jnp.float32))
+    scaled = jc.ops.conv(x, w, scale=0.01)  # an epilogue computes in float32
+    same(scaled, want.astype(jnp.float32) * 0.01)
 
 
 # -- conv_transpose --------------------------------------------------------------------------------
@@ -159,9 +164,47 @@ def test_conv_transpose_is_laxs(strides, dilation, window, padding, transpose_ke
 
 
 def test_conv_transpose_refuses_padding_that_no_gradient_has(key):
+    """With strides; without them it is a plain convolution, which has any."""
     x, w = arrays(key, (2, 5, 6, 8), (1, 1, 8, 12))
+    padding = [(1, 0), (0, 0)]
     with pytest.raises(jc.GraphError, match=r"jnp\.pad"):
-        jc.ops.conv_transpose(x, w, padding=[(1, 0), (0, 0)])
+        jc.ops.conv_transpose(x, w, padding=padding, strides=2)
+    same(jc.ops.conv_transpose(x, w, padding=padding), lax.conv_transpose(x, w, (1, 1), padding))
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("strides", "method"), [(1, "conv_fprop"), (2, "conv_dgrad")])
+@pytest.mark.parametrize("transpose_kernel", [False, True])
+def test_conv_transpose_fuses_its_epilogue_where_cudnn_does(strides, method, transpose_kernel, key):
+    """One plan either way: all of it without strides, else the gradient, and XLA the epilogue."""
+    image, bias = (2, 8, 8, 32), (32,)
+    shapes = [image, (3, 3, 32, 32), bias, (2, 8 * strides, 8 * strides, 32)]
+
+    def function(x, w, b, residual):
+        return jc.ops.conv_transpose(
+            x,
+            w,
+            strides=strides,
+            bias=b,
+            residual=residual,
+            activation="gelu",
+            transpose_kernel=transpose_kernel,
+        )
+
+    x, w, b, residual = operands = arrays(key, *shapes)
+    plain = lax.conv_transpose(x, w, (strides,) * 2, "SAME", transpose_kernel=transpose_kernel)
+    same(function(*operands), jax.nn.gelu(plain + b + residual), 2e-3)
+    ((spec, name, _),) = programs.graphs(function, *operands)
+    methods = [call.node.method for call in spec.calls]
+    assert (methods[0], name) == (method, "conv_transpose")
+    assert ("gelu_approx_tanh" in methods) == (len(methods) > 1) == (strides == 1)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with jc.target("H200"):
+        lowered = jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count("stablehlo.custom_call @jax_cudnn") == 1
+    assert ("stablehlo.tanh" in text) == (strides == 2)
+    assert lowered.out_info.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -238,7 +281,7 @@ def test_what_cudnn_has_no_operation_for_is_laxs_and_said(key, caplog):
         ("batch groups", (halves, w[:, :4], (1, 1), "SAME"), {"batch_group_count": 2}),
         ("strides and image dilation", (x, w, (2, 1), [(0, 0), (0, 0)], (2, 1)), {}),
         ("negative padding", (x, w, (1, 1), [(-1, 0), (0, 0)]), {}),
-        ("integers", (x.astype(jnp.int8), w.astype(jnp.int8), (1, 1), "SAME"), {}),
+        ("a result of int8", (x.astype(jnp.int8), w.astype(jnp.int8), (1, 1), "SAME"), {}),
     ]
     caplog.set_level("DEBUG", "jax_cudnn")
     for words, arguments, keywords in calls:
@@ -254,7 +297,7 @@ def test_what_cudnn_has_no_operation_for_is_laxs_and_said(key, caplog):
 
 ERRORS = {
     "rank": (lambda x, w: jc.ops.conv(x[0], w), "1, 2 or 3 spatial dimensions"),
-    "groups": (lambda x, w: jc.ops.conv(x, w, groups=3), "groups does not fit"),
+    "groups": (lambda x, w: jc.ops.conv(x, w, groups=3), "weights do not fit"),
     "padding": (lambda x, w: jc.ops.conv(x, w, padding="FULL"), "SAME_LOWER"),
     "padding's length": (lambda x, w: jc.ops.conv(x, w, padding=[(1, 1)]), "2 spatial"),
     "strides": (lambda x, w: jc.ops.conv(x, w, strides=(1, 2, 3)), "2 of them"),

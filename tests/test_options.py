@@ -27,6 +27,11 @@ def conv_bias_relu(g, x, w, b):
 
 
 @jc.graph
+def pickled_block(g, x):
+    return g.relu(x)
+
+
+@jc.graph
 def product(g, a, b):
     return g.matmul(a, b)
 
@@ -48,8 +53,10 @@ WRONG = {
     "unknown heuristic": ({"heuristics": ("C",)}, "FALLBACK"),
     "no heuristic": ({"heuristics": ()}, "heuristics is empty"),
     "negative workspace": ({"max_workspace": -1}, "at least 0"),
-    "workspace is no number": ({"max_workspace": "1 GB"}, "list of integers"),
+    "workspace is no number": ({"max_workspace": "1 GB"}, "number of bytes"),
     "knobs without engine": ({"knobs": {"TILE_SIZE": 1}}, "engine="),
+    "engine is a boolean": ({"engine": True}, "number of an engine"),
+    "intermediates are integers": ({"intermediate_data_type": "int8"}, "is no float"),
     "knobs of no kind": ({"engine": 1, "knobs": 3}, "mapping of knob names"),
     "deterministic is a number": ({"deterministic": 1}, "True or False"),
     "unknown precision": ({"precision": "double"}, "highest"),
@@ -139,6 +146,7 @@ def test_reference_uses_the_precision():
         ("--xla_gpu_deterministic_ops", True),
         ("--xla_gpu_deterministic_ops=true", True),
         ("--xla_gpu_deterministic_ops=false", False),
+        ("--xla_gpu_deterministic_ops=true --xla_gpu_deterministic_ops=false", False),
         ("--xla_gpu_exclude_nondeterministic_ops=1 --xla_foo=true", True),
     ],
 )
@@ -205,6 +213,77 @@ def test_explicit_engine_is_used_or_refused_in_words():
     assert "engine=9999" in str(caught.value)
     with pytest.raises(jc.JaxCudnnError, match="TILE_SIZE"):
         plan(engine=int(number), knobs={"NO_SUCH_KNOB": 1})
+
+
+@pytest.mark.deviceless
+def test_plan_can_be_pinned():
+    chosen = plan()
+    again = plan(**chosen.pinned)
+    assert (again.engine_id, again.knobs) == (chosen.engine_id, chosen.knobs)
+    assert again.candidates == 1
+
+
+NOTES = {
+    "precision": {"precision": "highest"},
+    "numeric note": {"deselect_numeric_notes": "TENSOR_CORE"},
+    "behaviour note": {"select_behavior_notes": "RUNTIME_COMPILATION"},
+}
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("what", NOTES)
+def test_explicit_engine_does_not_override_the_notes(what):
+    """cuDNN would build a named engine without looking at its notes."""
+    free = plan(avals=FLOATS)
+    with pytest.raises(jc.UnsupportedGraphError):
+        plan(avals=FLOATS, engine=free.engine_id, **NOTES[what])
+    other = plan(avals=FLOATS, **NOTES[what])
+    assert plan(avals=FLOATS, engine=other.engine_id, **NOTES[what]).engine_id == other.engine_id
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("dtype", "compute"), [("float16", "float16"), ("float8_e4m3fn", "fast_float_for_fp8")]
+)
+def test_compute_type_of_a_graph_is_that_of_its_product(dtype, compute):
+    avals = [jax.ShapeDtypeStruct((1, 64, 64), dtype) for _ in range(2)]
+    fused = jc.graph(compute_data_type=compute)(lambda g, a, b: g.relu(g.matmul(a, b) * 0.5))
+    computes = [call.node.compute_data_type for call in fused.trace(*avals)[1].spec.calls]
+    assert computes == [compute, "float32", "float32"]
+    with jc.target("H200"):
+        assert jc.plan(fused, *avals).engine
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "compute"),
+    [
+        (lambda g, a, c: g.matmul(a, a, compute_data_type=c), "float32", "int32"),
+        (lambda g, a, c: g.matmul(a, a, compute_data_type=c), "bfloat16", "fast_float_for_fp8"),
+        (lambda g, a, c: g.matmul(a, a, compute_data_type=c), "int8", "float32"),
+        (lambda g, a, c: g.exp(a, compute_data_type=c), "float32", "int32"),
+        (lambda g, a, c: g.relu(a, compute_data_type=c), "float16", "HALF"),
+    ],
+)
+def test_compute_type_that_an_operation_does_not_have_is_refused(function, dtype, compute):
+    with pytest.raises(jc.GraphTypeError, match="compute_data_type"):
+        jc.graph(function)(jnp.ones((1, 8, 8), dtype), compute)
+
+
+def test_jaxs_precision_concerns_graphs_with_float32_products_alone():
+    relu = jc.graph(lambda g, x: g.relu(x))
+    with jax.default_matmul_precision("BF16_BF16_F32_X3"):
+        assert spec(relu, MATRICES[:1]).options.precision == "default"
+        assert spec().options.precision == "high"
+    with jax.default_matmul_precision("highest"):
+        assert spec(relu, MATRICES[:1]) is spec(relu, MATRICES[:1])
+        assert spec(relu, MATRICES[:1]).options == jc.Options(precision="default")
+
+
+def test_decorated_function_with_options_pickles():
+    limited = pickled_block.with_options(max_workspace=8)
+    again = pickle.loads(pickle.dumps(limited))
+    assert again.options == limited.options
+    assert again.fn is limited.fn
 
 
 @pytest.mark.deviceless

@@ -211,7 +211,7 @@ KEEP_NAN = ("ADD", "MUL", "AVG", "NORM1", "NORM2", "MUL_NO_ZEROS")
 PASS_OVER_NAN = ("MIN", "MAX", "AMAX")
 
 
-@pytest.mark.parametrize("mode", (*KEEP_NAN, *PASS_OVER_NAN))
+@pytest.mark.parametrize("mode", [*KEEP_NAN, *PASS_OVER_NAN])
 def test_nan_in_a_reduction(mode):
     """Sums and products keep it; the smallest and the largest are those of the other elements."""
     got = reduced_nan(mode)

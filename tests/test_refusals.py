@@ -1,13 +1,15 @@
 """What cuDNN refuses, and what is refused before it is asked: in words, with what to do."""
 
+import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import build
+from jax_cudnn._core import build, choice, planner
 from jax_cudnn._core.dims import packed_strides
 
 IMAGE, WEIGHT = ((2, 64, 8, 8), jnp.bfloat16), ((64, 64, 3, 3), jnp.bfloat16)
@@ -142,6 +144,177 @@ def test_filters_in_an_order_that_cudnn_misreads_are_refused(order):
 
     with pytest.raises(jc.UnsupportedGraphError, match="channels-last"), jc.target("H200"):
         jc.plan(jc.graph(conv_hwio), *(jax.ShapeDtypeStruct(*aval) for aval in (IMAGE, WEIGHT)))
+
+
+# -- what cuDNN would accept and compute wrongly ---------------------------------------------------
+
+FULL, ROW, COLUMN = (4, 64, 8, 8), (1, 64, 1, 1), (4, 1, 8, 8)
+MISCOMPUTED = {
+    "computed small, then broadcast": (
+        lambda g, x, b: g.mul(x, g.exp(b)),
+        [FULL, ROW],
+        [r"mul\.0: b is computed in the graph with shape \[1, 64, 1, 1\]", "before the call"],
+    ),
+    "computed small from two": (
+        lambda g, x, b: g.sub(g.add(b, 1.0), x),
+        [FULL, COLUMN],
+        [r"sub\.0: a is computed in the graph with shape \[4, 1, 8, 8\]", r"\[4, 64, 8, 8\]"],
+    ),
+    "two small ones multiplied": (
+        lambda g, x, b: g.mul(x, g.mul(b, b)),
+        [FULL, ROW],
+        [r"mul\.1: b is computed in the graph", "before the call"],
+    ),
+    "a small comparison picks": (
+        lambda g, x, b: g.binary_select(x, 0.0, g.cmp_gt(b, 0.0)),
+        [FULL, ROW],
+        [r"binary_select\.0: ", r"\[1, 64, 1, 1\]"],
+    ),
+    "relu_backward of a smaller loss": (
+        lambda g, x, b: g.relu_backward(b, x),
+        [FULL, ROW],
+        [r"relu_backward\.0: ", "of one shape"],
+    ),
+    "relu_backward of a smaller input": (
+        lambda g, x, b: g.relu_backward(x, b),
+        [FULL, COLUMN],
+        [r"relu_backward\.0: ", "of one shape"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISCOMPUTED)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_cudnn_would_compute_wrongly_is_not_planned(what, dtype, monkeypatch):
+    """Known without asking cuDNN, and right where XLA runs it."""
+    function, shapes, patterns = MISCOMPUTED[what]
+    graph = jc.graph(function)
+    arrays = [jnp.linspace(-1, 1, math.prod(s)).reshape(s).astype(dtype) for s in shapes]
+    assert graph(*arrays).shape == FULL
+
+    def asked(*_):
+        raise AssertionError("cuDNN was asked")
+
+    monkeypatch.setattr(planner, "_build", asked)
+    with pytest.raises(jc.UnsupportedGraphError) as caught, jc.target("H200"):
+        jc.plan(graph, *arrays)
+    for pattern in patterns:
+        assert re.search(pattern, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lambda g, x, b: g.mul(x, b), [FULL, ROW]),
+        (lambda g, x, b: g.exp(g.mul(x, b)), [FULL, COLUMN]),
+        (lambda g, x, b: g.mul(g.exp(x), b), [FULL, ROW]),
+        (lambda g, x, b: g.relu_backward(x, b), [FULL, FULL]),
+        (lambda g, x, b: g.mul(g.matmul(x, x), g.exp(b)), [(1, 64, 64), (1, 1, 64)]),
+    ],
+)
+def test_what_lies_beside_it_is_planned(function, shapes):
+    """An operand may broadcast, and beside a matmul a computed value, too."""
+    avals = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    with jc.target("H200"):
+        assert jc.plan(jc.graph(function), *avals).engine
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_float32_matrices_are_not_multiplied_in_tf32_against_the_users_will(precision):
+    avals = [jax.ShapeDtypeStruct((1, 64, 64), "float32")] * 2
+    matmul = jc.graph(lambda g, a, b: g.matmul(a, b), precision=precision)
+    with pytest.raises(jc.UnsupportedGraphError) as caught, jc.target("H200"):
+        jc.plan(matmul, *avals)
+    assert "in TF32 only" in caught.value.reasons["matmul.0"]
+    assert repr(precision) in str(caught.value)
+
+
+# -- engines that compute wrongly ----------------------------------------------------------------
+
+INT8_CONV = [jax.ShapeDtypeStruct(s, "int8") for s in ((2, 16, 8, 8), (16, 16, 3, 3))]
+
+
+@pytest.mark.deviceless
+def test_engines_that_compute_integer_convolutions_wrongly_are_not_chosen():
+    graph = jc.graph(conv)
+    spec = graph.trace(*INT8_CONV)[1].spec
+    assert spec.output_tensors[0].dtype == "int32"
+    assert choice.distrusted(spec) == {0: "conv_fprop.0", 28: "conv_fprop.0"}
+    with jc.target("H200"):
+        plan = jc.plan(graph, *INT8_CONV)
+    assert int(re.match(r"eng(\d+)", plan.engine)[1]) not in (0, 28)
+
+
+def test_other_convolutions_have_all_engines():
+    spec = jc.graph(conv).trace(*(jax.ShapeDtypeStruct(*aval) for aval in (IMAGE, WEIGHT)))[1].spec
+    assert choice.distrusted(spec) == {}
+    as_floats = jc.graph(lambda g, x, w: conv(g, x, w).set_data_type("float32"))
+    assert choice.distrusted(as_floats.trace(*INT8_CONV)[1].spec) == {}
+
+
+class FakeGraph:
+    """A graph for which cuDNN proposes these engines, in this order, and builds them all."""
+
+    def __init__(self, engines):
+        self.engines, self.built = engines, []
+
+    def validate(self):
+        pass
+
+    build_operation_graph = validate
+
+    def get_execution_plan_count(self):
+        return len(self.engines)
+
+    def get_plan_name_at_index(self, index):
+        return f"eng{self.engines[index]}"
+
+    def get_engine_and_knobs_at_index(self, index):
+        return self.engines[index], {}
+
+    def build_plan_at_index(self, index):
+        self.built.append(self.engines[index])
+
+    def get_workspace_size(self):
+        return 0
+
+    def serialize(self):
+        return b""
+
+
+@pytest.fixture
+def built_from(monkeypatch):
+    """Builds an integer convolution from the engines that cuDNN would propose."""
+    monkeypatch.setattr(build, "_emit", lambda *_: None)
+    monkeypatch.setattr(build.choice, "propose", lambda *_: None)
+    monkeypatch.setattr(build.ubjson, "decode", lambda blob: blob)
+    monkeypatch.setattr(build, "decode", lambda spec, blob, name, *_: name)
+    spec = jc.graph(conv).trace(*INT8_CONV)[1].spec
+
+    def from_engines(*engines):
+        graph = FakeGraph(engines)
+        fake = types.SimpleNamespace(
+            pygraph=lambda **_: graph,
+            data_type=types.SimpleNamespace(FLOAT=0),
+            cudnnGraphNotSupportedError=NotImplementedError,
+        )
+        return build._build(spec, fake), graph.built
+
+    return from_engines
+
+
+def test_distrusted_engines_are_passed_over_and_not_even_built(built_from):
+    assert built_from(28, 0, 4, 1) == ("eng4", [4])
+    assert built_from(1, 28) == ("eng1", [1])
+
+
+def test_a_graph_with_distrusted_engines_only_is_refused_in_words(built_from):
+    with pytest.raises(jc.UnsupportedGraphError) as caught:
+        built_from(0, 28)
+    wrongly = "computes conv_fprop.0 wrongly"
+    assert caught.value.reasons == {"eng0": wrongly, "eng28": wrongly}
 
 
 def test_failure_of_the_device_is_no_unsupported_graph():

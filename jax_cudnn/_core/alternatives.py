@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .dtypes import FLOATS, INTEGERS
-from .errors import UnsupportedGraphError
+from .errors import JaxCudnnError, UnsupportedGraphError
 from .spec import GraphSpec
 
 _TRIED = ("bfloat16", "float16", "float32", "float8_e4m3fn")
@@ -58,6 +58,6 @@ def _variants(spec: GraphSpec) -> Iterator[tuple[str, GraphSpec]]:
 def _has_plan(spec: GraphSpec, build: Callable[[GraphSpec], Any]) -> bool:
     try:
         build(spec)
-    except UnsupportedGraphError:
+    except JaxCudnnError:  # a failure while looking for advice must not hide the refusal
         return False
     return True

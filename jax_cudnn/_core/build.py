@@ -16,6 +16,7 @@ from .plan import Plan, Uids, decode
 from .spec import GraphSpec
 from .unsupported import engine_reasons, unsupported
 
+_NONE_PROPOSED = "no engine was proposed that is the one asked for and has the notes asked for"
 # Engines of the frontend itself (CuTe DSL): they run in Python only.
 _FIRST_PYTHON_ENGINE = 20000
 _DEVICE_FAILURE = (
@@ -56,7 +57,9 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
     distrusted = choice.distrusted(spec)
     for index in range(count):
         name = graph.get_plan_name_at_index(index)
-        engine = graph.get_engine_and_knobs_at_index(index)[0]
+        engine, knobs = graph.get_engine_and_knobs_at_index(index)
+        if not choice.is_chosen(spec, engine, knobs):
+            continue
         if engine >= _FIRST_PYTHON_ENGINE:
             reasons[name] = "runs only in the frontend's Python, not inside an XLA program"
             continue
@@ -74,8 +77,9 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
             reasons[name] = f"needs {workspace} bytes of workspace"
             continue
         blob = ubjson.decode(bytes(graph.serialize()))
-        return decode(spec, blob, name, workspace, count)
-    raise unsupported(spec, reasons or {"heuristics": "no engine was proposed"})
+        named = tuple(sorted((getattr(k, "name", str(k)), int(v)) for k, v in knobs.items()))
+        return decode(spec, blob, name, workspace, count, int(engine), named)
+    raise unsupported(spec, reasons or {"heuristics": _NONE_PROPOSED})
 
 
 @contextlib.contextmanager

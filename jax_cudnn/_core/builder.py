@@ -14,10 +14,10 @@ import numpy as np
 
 from .calls import ports_of, signature, static
 from .dims import Shape, integers
-from .dtypes import INTEGERS, canonical_compute, is_floating
+from .dtypes import FP8, INTEGERS, canonical_compute, is_floating
 from .errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
 from .node import REGISTRY, Node, check_contract, float32_range
-from .options import DEFAULTS, Options
+from .options import DEFAULTS, NOWHERE, Options, Surroundings
 from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern
 from .tensor import GraphTensor
@@ -29,8 +29,8 @@ class GraphBuilder:
     Every method also takes ``name=`` and ``compute_data_type=``.
     """
 
-    def __init__(self, options: Options = DEFAULTS) -> None:
-        self._options = options
+    def __init__(self, options: Options = DEFAULTS, around: Surroundings = NOWHERE) -> None:
+        self._options, self._around = options, around
         self._tensors: dict[str, Tensor] = {}
         self._calls: list[Call] = []
         self._inputs: list[str] = []
@@ -79,7 +79,10 @@ class GraphBuilder:
             if t.name in needed
         )
         inputs = tuple(name for name in self._inputs if name in needed)
-        return intern(GraphSpec(tensors, tuple(calls), inputs, names, self._options))
+        anchored = {name for c in calls if c.node.anchor for _, name in c.inputs}
+        float32 = any(t.dtype == "float32" for t in tensors if t.name in anchored)
+        options = self._options.resolved(self._around, float32)
+        return intern(GraphSpec(tensors, tuple(calls), inputs, names, options))
 
     def _intermediate_dtypes(self, calls: list[Call], fixed: set[str]) -> dict[str, str]:
         dtypes = {tensor.name: tensor.dtype for tensor in self._tensors.values()}
@@ -107,7 +110,9 @@ class GraphBuilder:
             ) from None
         given = bound.arguments
         try:
-            compute = given.pop("compute_data_type", None) or self._options.compute_data_type
+            compute = given.pop("compute_data_type", None)
+            if compute is None and cls.anchor:
+                compute = self._options.compute_data_type
             given.pop("name", None)
             ports = dict(ports_of(cls, given))
             node = static(cls.create(**given))
@@ -121,6 +126,7 @@ class GraphBuilder:
                 port: self._lift(value, port, rank, integral) for port, value in ports.items()
             }
             compute = canonical_compute(compute) if compute else node.default_compute(inputs)
+            _check_compute(node, compute, inputs)
             return self._append(replace(node, compute_data_type=compute), inputs)
         except JaxCudnnError as error:
             error.summary = f"g.{method}: {error.summary}"
@@ -210,7 +216,7 @@ class GraphBuilder:
 
     def _set_dim(self, tensor: GraphTensor, dim: Any) -> GraphTensor:
         try:
-            dim = integers("set_dim", dim, 1)
+            dim = integers("set_dim", dim)
         except JaxCudnnError as error:
             error.where = user_line()
             raise
@@ -249,6 +255,23 @@ class GraphBuilder:
                 fix=f"call it on the result right away: g.operation(...).{method}(...)",
                 where=user_line(),
             )
+
+
+def _check_compute(node: Node, compute: str, inputs: dict[str, Tensor]) -> None:
+    """A product of floats accumulates in one of several types; all else has one of its own."""
+    usual = node.default_compute(inputs)
+    allowed = [usual]
+    if node.anchor and usual == "float32":
+        allowed.append("float16")
+        if all(tensor.dtype in FP8 for tensor in inputs.values()):
+            allowed.append("fast_float_for_fp8")
+    if compute not in allowed:
+        operands = ", ".join(dict.fromkeys(tensor.dtype for tensor in inputs.values()))
+        raise GraphTypeError(
+            f"compute_data_type {compute} is not for this operation",
+            expected=f"{' or '.join(allowed)} for operands of {operands}",
+            got=compute,
+        )
 
 
 _SIGNATURES: dict[str, inspect.Signature] = {}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from .errors import UnsupportedGraphError
+from .errors import GraphError
 from .options import Options
 from .spec import GraphSpec
 
@@ -13,30 +14,52 @@ NOTES_OF_FULL_FLOAT32 = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS")
 
 
 def propose(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
-    """Has a pygraph propose its plans as the spec's options say."""
-    options = spec.options
-    if options.engine is not None:
-        knob_type = cudnn._pybind_module.knob_type
-        unknown = [name for name, _ in options.knobs if name not in knob_type.__members__]
-        if unknown:
-            raise UnsupportedGraphError(
-                "cuDNN's frontend has no such knob",
-                expected=", ".join(knob_type.__members__),
-                got=", ".join(unknown),
-            )
-        knobs = {getattr(knob_type, name): value for name, value in options.knobs}
+    """Has a pygraph propose its plans as the spec's options say.
+
+    An explicit engine beside notes is looked for among what heuristics propose under these notes:
+    cuDNN would build it without looking at them.
+    """
+    options, filters = spec.options, _filters(spec)
+    knobs = _knobs(options, cudnn)
+    if options.engine is not None and not any(filters.values()):
         graph.create_execution_plan(options.engine, knobs)
         return
     graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in options.heuristics])
-    numeric, behavior = cudnn.numerical_note, cudnn.behavior_note
-    for method, kind, names in (
-        (graph.select_numeric_notes, numeric, options.select_numeric_notes),
-        (graph.deselect_numeric_notes, numeric, left_out(spec)),
-        (graph.select_behavior_notes, behavior, options.select_behavior_notes),
-        (graph.deselect_behavior_notes, behavior, options.deselect_behavior_notes),
-    ):
+    for method, names in filters.items():
         if names:
-            method([getattr(kind, name) for name in names])
+            kind = cudnn.numerical_note if "numeric" in method else cudnn.behavior_note
+            getattr(graph, method)([getattr(kind, name) for name in names])
+
+
+def is_chosen(spec: GraphSpec, engine: int, knobs: Mapping[Any, int]) -> bool:
+    """Whether a candidate is the engine that the options name, if they name one."""
+    given = {getattr(knob, "name", str(knob)): value for knob, value in knobs.items()}
+    return spec.options.engine in (None, engine) and all(
+        given.get(name) == value for name, value in spec.options.knobs
+    )
+
+
+def _filters(spec: GraphSpec) -> dict[str, tuple[str, ...]]:
+    """pygraph's methods that select and deselect notes, with the notes."""
+    options = spec.options
+    return {
+        "select_numeric_notes": options.select_numeric_notes,
+        "deselect_numeric_notes": left_out(spec),
+        "select_behavior_notes": options.select_behavior_notes,
+        "deselect_behavior_notes": options.deselect_behavior_notes,
+    }
+
+
+def _knobs(options: Options, cudnn: Any) -> dict[Any, int]:
+    knob_type = cudnn._pybind_module.knob_type
+    unknown = [name for name, _ in options.knobs if name not in knob_type.__members__]
+    if unknown:
+        raise GraphError(
+            "cuDNN's frontend has no such knob",
+            expected=", ".join(knob_type.__members__),
+            got=", ".join(unknown),
+        )
+    return {getattr(knob_type, name): value for name, value in options.knobs}
 
 
 def left_out(spec: GraphSpec) -> tuple[str, ...]:

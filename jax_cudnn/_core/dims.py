@@ -181,6 +181,8 @@ def order_of_strides(shape: Shape, strides: list[int]) -> tuple[int, ...] | None
 
     Dimensions of size 1 may have any stride; they stay where they stand.
     """
+    if 0 in shape:
+        return tuple(range(len(shape)))
     axes = [axis for axis, size in enumerate(shape) if size != 1]
     axes.sort(key=lambda axis: -strides[axis])
     ranks = iter(axes)

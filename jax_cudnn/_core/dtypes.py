@@ -28,7 +28,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int8", "uint8", "int32", "int64")
 NUMBERS = (*FLOATS, *FP8, *INTEGERS)
-PRODUCTS = (*FLOATS, *FP8, "int8", "uint8")
+PRODUCTS = (*FLOATS, *FP8, "int8")
 """Element types that convolutions and matmuls take."""
 
 
@@ -63,7 +63,7 @@ def is_floating(dtype: str) -> bool:
 
 # Types in which operations compute and accumulate. The last one is float32 with fewer bits kept
 # between the steps of an fp8 product on the tensor cores of SM90.
-COMPUTE = ("float32", "float16", "bfloat16", "int32", "bool", "fast_float_for_fp8")
+COMPUTE = ("float32", "float16", "int32", "bool", "fast_float_for_fp8")
 
 
 def canonical_compute(dtype: Any) -> str:

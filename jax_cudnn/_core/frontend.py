@@ -42,7 +42,7 @@ def _load() -> Any:
         raise LibraryError(
             "nvidia-cudnn-frontend is not installed",
             why="it builds the cuDNN plans",
-            fix=INSTALL,
+            fix=f"pip install 'nvidia-cudnn-frontend>=1.28', or all that planning needs: {INSTALL}",
         )
     loaded = _loaded_library()
     try:

@@ -24,7 +24,7 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
     found: dict[str, str] = {}
     if spec.is_empty:
         found["shape"] = "a tensor has no elements (under jit XLA runs such a graph)"
-    found |= {call.name: "XLA runs it, not cuDNN" for call in spec.calls if call.node.leftover}
+    found |= {call.name: call.node.requires for call in spec.calls if call.node.leftover}
     found |= _misplaced_views(spec)
     anchors = [call.node for call in spec.calls if call.node.anchor]
     if not anchors:
@@ -97,9 +97,13 @@ def _misplaced_views(spec: GraphSpec) -> dict[str, str]:
         if call.node.view_strides(*layout.view(spec, source)) is None:
             continue
         if source.name not in spec.inputs:
-            found[call.name] = f"it is a part of {source.name}, which is no operand of the graph"
+            found[call.name] = (
+                f"it is a part of {source.name}, which is no operand of the graph "
+                f"({call.node.requires})"
+            )
         elif layout.view_strides(spec, out) is None:
             found[call.name] = (
-                "its result leaves the graph or has a layout of its own, and so needs a copy"
+                "its result leaves the graph or has a layout of its own, and so needs a copy "
+                f"({call.node.requires})"
             )
     return found

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from . import compat
-from .dims import integers
-from .dtypes import canonical, canonical_compute
+from .dtypes import FLOATS, FP8, canonical, canonical_compute, is_floating
 from .errors import GraphError, GraphTypeError
 
 HEURISTICS = ("A", "B", "FALLBACK")
@@ -40,9 +41,24 @@ BEHAVIOR_NOTES = (
 # How lax reads jax.default_matmul_precision; only "default" lets a GPU round float32 to TF32.
 _PRECISIONS = {
     **dict.fromkeys(("default", "fastest", "bfloat16", "TF32_TF32_F32"), "default"),
+    **dict.fromkeys(("BF16_BF16_F32",), "default"),
     **dict.fromkeys(("high", "tensorfloat32", "bfloat16_3x", "TF32_TF32_F32_X3"), "high"),
+    **dict.fromkeys(("BF16_BF16_F32_X3",), "high"),
     **dict.fromkeys(("highest", "float32", "F32_F32_F32"), "highest"),
+    **dict.fromkeys(("BF16_BF16_F32_X6", "BF16_BF16_F32_X9"), "highest"),
 }
+
+
+class Surroundings(NamedTuple):
+    """What JAX and XLA are set to: part of the key under which a trace is kept."""
+
+    precision: Any = None
+    deterministic: bool = False
+
+    @classmethod
+    def now(cls) -> Surroundings:
+        flags = os.environ.get("XLA_FLAGS", "")
+        return cls(compat.matmul_precision(), _asks_for_determinism(flags))
 
 
 @dataclass(frozen=True)
@@ -60,12 +76,13 @@ class Options:
             (``{"TILE_SIZE": 3}``); heuristics are not asked.
         deterministic: leave out engines whose results can differ from run to run. Also so where
             XLA_FLAGS holds ``--xla_gpu_deterministic_ops`` or
-            ``--xla_gpu_exclude_nondeterministic_ops``.
+            ``--xla_gpu_exclude_nondeterministic_ops`` (``compiler_options`` of jax.jit are not
+            seen: a plan is chosen before them).
         precision: of products of float32, as in lax: "default" (TF32 allowed), "high" or
             "highest" (float32). None takes ``jax.default_matmul_precision``.
         intermediate_data_type: the dtype of values inside the graph.
-        compute_data_type: of nodes for which none is named; None is float32, and int32 for
-            products of integers.
+        compute_data_type: of convolutions and matmuls for which none is named; None is float32,
+            and int32 for integers.
 
     Source: cuDNN documentation, "Heuristics", "Numerical notes", "Behavior notes".
     """
@@ -94,9 +111,8 @@ class Options:
             for verb in ("select", "deselect"):
                 name = f"{verb}_{field}_notes"
                 put(name, _names(name, getattr(self, name), known))
-        for name in ("max_workspace", "engine"):
-            value = getattr(self, name)
-            put(name, None if value is None else integers(name, [value])[0])
+        put("max_workspace", _count("max_workspace", self.max_workspace, "a number of bytes"))
+        put("engine", _count("engine", self.engine, "cuDNN's number of an engine"))
         knobs = self.knobs.items() if isinstance(self.knobs, Mapping) else self.knobs
         try:
             pairs = sorted((str(getattr(k, "name", k)), int(v)) for k, v in knobs)
@@ -116,16 +132,24 @@ class Options:
         if self.precision is not None:
             put("precision", normal_precision(self.precision))
         put("intermediate_data_type", canonical(self.intermediate_data_type))
+        if not is_floating(self.intermediate_data_type):
+            raise GraphError(
+                "intermediate_data_type is no float",
+                expected=", ".join((*FLOATS, *FP8)),
+                got=self.intermediate_data_type,
+                why="values inside a graph would be rounded to whole numbers",
+            )
         if self.compute_data_type is not None:
             put("compute_data_type", canonical_compute(self.compute_data_type))
 
-    def resolved(self) -> Options:
-        """The same with what the surroundings decide: precision of JAX, determinism of XLA."""
-        return dataclasses.replace(
-            self,
-            precision=self.precision or normal_precision(compat.matmul_precision()),
-            deterministic=self.deterministic or _xla_is_deterministic(),
-        )
+    def resolved(self, around: Surroundings, float32_products: bool) -> Options:
+        """The same with what the surroundings decide. Precision concerns float32 products: other
+        graphs are the same graph at any."""
+        precision = "default"
+        if float32_products:
+            precision = self.precision or normal_precision(around.precision)
+        deterministic = self.deterministic or around.deterministic
+        return dataclasses.replace(self, precision=precision, deterministic=deterministic)
 
     def __str__(self) -> str:
         """What differs from the defaults."""
@@ -140,6 +164,14 @@ class Options:
 def replaced(options: Options, changes: Mapping[str, Any]) -> Options:
     """Options with some of them changed; GraphTypeError that lists them for unknown names."""
     known = [field.name for field in dataclasses.fields(Options)]
+    changes = dict(changes)
+    options = changes.pop("options", options)
+    if not isinstance(options, Options):
+        raise GraphTypeError(
+            "options is no jax_cudnn.Options",
+            expected="jax_cudnn.Options(...)",
+            got=f"{type(options).__name__}: {options!r}"[:200],
+        )
     unknown = [name for name in changes if name not in known]
     if unknown:
         raise GraphTypeError(
@@ -170,6 +202,16 @@ def lax_precision(precision: str | None) -> jax.lax.Precision:
     return jax.lax.Precision[(precision or "default").upper()]
 
 
+def _count(name: str, value: Any, meaning: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+        raise GraphError(
+            f"{name} is not valid", expected=f"{meaning}, at least 0", got=f"{name}={value!r}"
+        )
+    return int(value)
+
+
 def _names(option: str, values: Any, known: tuple[str, ...]) -> tuple[str, ...]:
     """Members of cuDNN's enum by name, given as strings, as its members, or as one of them."""
     if isinstance(values, str) or not isinstance(values, Iterable):
@@ -183,12 +225,13 @@ def _names(option: str, values: Any, known: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _xla_is_deterministic() -> bool:
-    flags = re.findall(
-        r"--xla_gpu_(?:deterministic_ops|exclude_nondeterministic_ops)(?:=(\w+))?",
-        os.environ.get("XLA_FLAGS", ""),
+@functools.lru_cache(maxsize=64)
+def _asks_for_determinism(xla_flags: str) -> bool:
+    """Whether one of XLA's two flags is on; of each the last occurrence counts, as in XLA."""
+    found = re.findall(
+        r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(?:=(\w+))?(?!\S)", xla_flags
     )
-    return any(value.lower() in ("", "true", "1") for value in flags)
+    return any(value.lower() in ("", "true", "1") for value in dict(found).values())
 
 
-DEFAULTS = Options()
+DEFAULTS, NOWHERE = Options(), Surroundings()

@@ -40,6 +40,8 @@ class Plan:
         fills: rows (offset, unit bytes, count, word) of workspace to set before each run.
         scalars: the by-value constants, 16 bytes each.
         candidates: how many plans cuDNN's heuristics proposed.
+        engine_id, knobs: the engine by its number and the values of its knobs;
+            ``fn.with_options(**plan.pinned)`` asks for this very plan again.
     """
 
     text: str
@@ -52,6 +54,13 @@ class Plan:
     fills: tuple[tuple[int, int, int, int], ...]
     scalars: bytes
     candidates: int
+    engine_id: int = -1
+    knobs: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def pinned(self) -> dict[str, Any]:
+        """The options that name this engine with its knobs."""
+        return {"engine": self.engine_id, "knobs": dict(self.knobs)}
 
     @property
     def digest(self) -> str:
@@ -106,7 +115,15 @@ _FIELDS = (
 )
 
 
-def decode(spec: GraphSpec, blob: dict[str, Any], engine: str, workspace: int, count: int) -> Plan:
+def decode(
+    spec: GraphSpec,
+    blob: dict[str, Any],
+    engine: str,
+    workspace: int,
+    candidates: int,
+    engine_id: int = -1,
+    knobs: tuple[tuple[str, int], ...] = (),
+) -> Plan:
     """The Plan in what the frontend serialises around a backend plan.
 
     The frontend resolves by-value constants, initialised workspace and slices at every execute;
@@ -170,7 +187,9 @@ def decode(spec: GraphSpec, blob: dict[str, Any], engine: str, workspace: int, c
         bindings=tuple(bindings),
         fills=tuple(fills),
         scalars=bytes(scalars),
-        candidates=count,
+        candidates=candidates,
+        engine_id=engine_id,
+        knobs=knobs,
     )
 
 

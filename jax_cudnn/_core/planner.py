@@ -49,7 +49,9 @@ def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Plan:
     planned = wire(spec)
     reasons = known_reasons(planned)
     if reasons:
-        raise _told(unsupported(planned, reasons), spec, name, site)
+        error = unsupported(planned, reasons)
+        error.why = "; ".join(reasons.values())
+        raise _told(error, spec, name, site)
     key = (planned.canonical(), *_identity(site))
     while True:
         with _lock:

@@ -59,7 +59,8 @@ def _callers() -> Iterator[FrameType]:
 
 
 def _is_users(frame: FrameType) -> bool:
-    ours = os.path.abspath(frame.f_code.co_filename).startswith(_PACKAGE)
+    name = frame.f_code.co_filename
+    ours = os.path.abspath(name).startswith(_PACKAGE) or name.startswith("<frozen ")
     return not ours and not _is_library(frame)
 
 

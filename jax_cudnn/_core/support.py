@@ -20,6 +20,9 @@ from .spec import GraphSpec
 from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
 from .unsupported import most_telling
 
+XLA = "XLA"
+"""The engine of a graph in which nothing is cuDNN's."""
+
 # A GPU to plan for: by its name, a profile, or a GPU of this process.
 Sites = dict[str, Profile | CudaDevice]
 
@@ -134,6 +137,8 @@ def survey(
 
 def _row(name: str, spec: GraphSpec, gpu: str, site: Profile | CudaDevice) -> SupportRow:
     basis = DEVICE if isinstance(site, CudaDevice) else MEASURED if site.measured else PUBLIC
+    if all(call.node.leftover for call in spec.calls):
+        return SupportRow(name, gpu, basis, True, XLA, 0, 0)
     try:
         made = planner.plan(spec, site, name, advise=False)
     except UnsupportedGraphError as error:

@@ -128,9 +128,20 @@ class GraphTensor:
         return f"<graph tensor {self._state}>"
 
 
+# Habits of jnp that have another name here.
+_INSTEAD = {
+    "astype": "x.set_data_type(...)",
+    "T": "g.transpose(x, permutation)",
+    "mT": "g.transpose(x, permutation)",
+    "indexing": "g.slice(x, slices)",
+    "or)": "g.binary_select(x, y, mask), or a static argument",
+}
+
+
 def refusal(called: str | None, where: str, got: str | None = None) -> GraphTypeError:
     """The error for a graph tensor given to something that is no method of g."""
     name = (called or "").rpartition(" ")[2]  # "operator matmul" -> "matmul"
+    instead = _INSTEAD.get(name)
     # jnp.max is a reduction, pygraph's max is not: what a node says it stands for comes first.
     methods = [m for m, node in REGISTRY.items() if name in node.jax_names]
     methods += [name] if name in REGISTRY else []
@@ -139,7 +150,13 @@ def refusal(called: str | None, where: str, got: str | None = None) -> GraphType
         got=got,
         why="inside @jax_cudnn.graph values are symbolic: only g's methods apply to them; a "
         "Python value stays one under jax.jit only if named in static_argnames",
-        fix=(f"use g.{methods[0]}(...)" if methods else f"g offers {', '.join(REGISTRY)}")
+        fix=(
+            f"use {instead}"
+            if instead
+            else f"use g.{methods[0]}(...)"
+            if methods
+            else f"g offers {', '.join(sorted(REGISTRY))}"
+        )
         + "; or return the tensor and apply jnp outside the graph",
         where=where,
     )

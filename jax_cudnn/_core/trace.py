@@ -15,7 +15,7 @@ import numpy as np
 from .builder import GraphBuilder
 from .errors import GraphError, GraphTypeError, JaxCudnnError
 from .leaves import Aval, array, input_names, is_static, parameters, strongly_typed, typed
-from .options import DEFAULTS, Options, replaced
+from .options import DEFAULTS, Options, Surroundings, replaced
 from .primitive import bind
 from .source import defined_at, raised_in, user_line
 from .spec import GraphSpec
@@ -70,9 +70,8 @@ class GraphFunction:
         self.fn = fn
         self.options = options
         self.name = name or getattr(fn, "__name__", type(fn).__name__)
-        self._with = functools.lru_cache(maxsize=64)(
-            lambda options: GraphFunction(fn, options, self.name)
-        )
+        self._base = self
+        self._with = functools.lru_cache(maxsize=64)(self._variant)
         self._cached = functools.lru_cache(maxsize=_TRACE_CACHE_SIZE)(self._cacheable_trace)
 
     def __call__(self, *args: Any, **static: Any) -> Any:
@@ -93,9 +92,16 @@ class GraphFunction:
 
         ``options=Options(...)`` replaces all of them; fields by name change these.
         """
-        return self._with(replaced(options.pop("options", self.options), options))
+        return self._with(replaced(self.options, options))
+
+    def _variant(self, options: Options) -> GraphFunction:
+        made = GraphFunction(self.fn, options, self.name)
+        made._base = self._base
+        return made
 
     def __reduce__(self) -> Any:
+        if self._base is not self:  # the decorated function is found by its name
+            return _with_options, (self._base, self.options)
         module = sys.modules.get(self.fn.__module__)
         by_name = getattr(module, self.fn.__qualname__, None) is self  # like a function
         return (
@@ -121,7 +127,7 @@ class GraphFunction:
             structure,
             tuple(map(typed, slots)),
             tuple((k, typed(v)) for k, v in static.items()),
-            self.options.resolved(),
+            Surroundings.now(),
         )
         try:
             hash(key)
@@ -146,10 +152,10 @@ class GraphFunction:
         return trace
 
     def _trace(self, key: tuple) -> Trace:
-        structure, slots, static, options = key
+        structure, slots, static, around = key
         slots = [slot for _, slot in slots]
         static = {name: value for name, (_, value) in static}
-        builder = GraphBuilder(options)
+        builder = GraphBuilder(self.options, around)
         names = iter(input_names(self._parameters[1:], structure))
         leaves = []
         for slot in slots:
@@ -163,7 +169,8 @@ class GraphFunction:
         except TypeError as error:
             raise GraphTypeError(
                 f"{self.name}: {error}",
-                expected=f"{self.name}({', '.join(self._parameters[1:])}), without g",
+                expected=f"{self.name}({', '.join(self._parameters[1:])}); callers leave out the "
+                "first parameter of a graph function, which is g",
                 where=user_line(),
             ) from None
         try:
@@ -223,7 +230,8 @@ def graph(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     Args:
         fn: the function; left out in ``@graph(option=...)``.
         **options: how cuDNN is to choose the plan, see :class:`Options`:
-            ``deterministic=True``, ``max_workspace=2**28``, ``precision="highest"``, ...
+            ``deterministic=True``, ``max_workspace=2**28``, ``precision="highest"``, ...; or all
+            of them, ``options=Options(...)``.
 
     Raises:
         GraphError, GraphTypeError: at trace time, naming the line of ``fn``.
@@ -242,6 +250,10 @@ def graph(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     if fn is None:
         return functools.partial(GraphFunction, options=chosen)
     return GraphFunction(fn, chosen)
+
+
+def _with_options(function: GraphFunction, options: Options) -> GraphFunction:
+    return function.with_options(options=options)
 
 
 class _Captures(Exception):

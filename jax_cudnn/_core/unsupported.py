@@ -44,6 +44,7 @@ _MEANINGS = (
         "reduces dimensions that this engine cannot reduce",
         "reduce the last dimension, or all the others, or everything, as the last operation",
     ),
+    (r"reduction_descriptor", "cuDNN has no engine for this mode of reduction", None),
     (
         r"GRAPH_PATTERN",
         "this pattern of operations is not supported",
@@ -117,6 +118,9 @@ def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphErr
     ]
     if "broadcasting" in text:
         advice.append(_BROADCAST_ADVICE)
+    engine = spec.options.engine
+    if engine is not None:
+        advice = [f"take another engine than {engine}, as jax_cudnn.plan(...).options names one"]
     if _LEFT_OUT in text:
         advice = [f"loosen the options of the graph: {spec.options}", *advice]
     rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core.node import REGISTRY, Example, Node
 from .._core.trace import GraphFunction, graph
@@ -40,22 +41,28 @@ class Case:
                 contracted = shape[-2] if len(trace.spec.tensor(image).shape) == 3 else None
                 fan_in[weight] = contracted or math.prod(shape[1:])
         names = dict(zip(trace.operands, trace.spec.inputs, strict=True))
-        keys = jax.random.split(key, len(self.avals))
-        operands = [
-            _random(k, aval, fan_in.get(names.get(i, ""), 1) ** -0.5)
-            for i, (k, aval) in enumerate(zip(keys, self.avals, strict=True))
+        # Drawn by NumPy: jax.random compiles a program for each shape.
+        random = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+        return [
+            _drawn(random, aval, fan_in.get(names.get(i, ""), 1) ** -0.5, i in self.positive)
+            for i, aval in enumerate(self.avals)
         ]
-        return [jnp.abs(x) + 0.25 if i in self.positive else x for i, x in enumerate(operands)]
 
 
-def _random(key: jax.Array, aval: jax.ShapeDtypeStruct, scale: float) -> jax.Array:
+def _drawn(
+    random: np.random.Generator, aval: jax.ShapeDtypeStruct, scale: float, positive: bool
+) -> jax.Array:
     """Normal floats times ``scale``, small integers, or fair booleans."""
     if aval.dtype == jnp.bool_:
-        return jax.random.bernoulli(key, shape=aval.shape)
-    if jnp.issubdtype(aval.dtype, jnp.integer):
+        values = random.random(aval.shape) < 0.5
+    elif jnp.issubdtype(aval.dtype, jnp.integer):
         least = 0 if jnp.issubdtype(aval.dtype, jnp.unsignedinteger) else -8
-        return jax.random.randint(key, aval.shape, least, 9).astype(aval.dtype)
-    return (jax.random.normal(key, aval.shape) * scale).astype(aval.dtype)
+        values = random.integers(least, 9, aval.shape)
+    else:
+        values = random.standard_normal(aval.shape, np.float32) * np.float32(scale)
+    if positive:
+        values = np.abs(values) + 0.25
+    return jnp.asarray(values.astype(aval.dtype))
 
 
 def case(*avals: tuple[tuple[int, ...], str]) -> Callable[[Callable[..., Any]], Case]:

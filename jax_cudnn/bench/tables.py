@@ -106,8 +106,10 @@ def _disagreement(name: str, ratio: float, earlier: dict[str, Any]) -> list[str]
 
 def _where(result: dict[str, Any]) -> str:
     e = result["environment"]
+    alone = "No GPU: both sides are XLA on the CPU, and the ratio says nothing about cuDNN. "
+    note = alone if e["device"].lower().startswith("cpu") else ""
     return (
-        f"{e['device']}, {e['date']}, cuDNN {e['cudnn']}, jax {e['jax']}, "
+        f"{note}{e['device']}, {e['date']}, cuDNN {e['cudnn']}, jax {e['jax']}, "
         f"nvidia-cudnn-frontend {e['nvidia-cudnn-frontend']}"
     )
 

@@ -36,7 +36,8 @@ def check() -> None:
         raise LibraryError(
             "cuDNN's Python frontend is not installed",
             expected="the module `cudnn` of nvidia-cudnn-frontend",
-            fix=install("cuda12", "cuda13"),
+            fix="pip install 'nvidia-cudnn-frontend>=1.28', or all that planning needs: "
+            + install("cuda12", "cuda13"),
         )
 
 

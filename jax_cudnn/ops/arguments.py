@@ -58,6 +58,26 @@ def transpose(x: jax.Array, axes: Any) -> jax.Array:
     return x if axes == tuple(range(x.ndim)) else jnp.transpose(x, axes)
 
 
+def laid_out(shape: Sequence[int], spec: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a result (N, C, *spatial) in the user's order of dimensions."""
+    return tuple(int(shape[axis]) for axis in np.argsort(spec))
+
+
+def check_channels(
+    channels: int, of_weights: int, groups: int, spec: lax.ConvDimensionNumbers
+) -> None:
+    """GraphError where the weights are for another number of channels."""
+    if groups < 1 or of_weights * groups != channels:
+        raise GraphError(
+            "the weights do not fit the image's channels",
+            expected=f"weights for C / groups channels of an image with C = {channels}, which is "
+            f"its dimension {spec.lhs_spec[1]}",
+            got=f"weights for {of_weights} (their dimension {spec.rhs_spec[1]}), groups={groups}",
+            fix='say how the arrays lie, dimension_numbers=("NHWC", "OHWI", "NHWC") for example, '
+            "or how many groups there are",
+        )
+
+
 def each(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
     """One number for each spatial dimension."""
     try:
@@ -89,7 +109,7 @@ def pads(
 def pairs(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
     """(low, high) for each spatial dimension from numbers and pairs."""
     try:
-        given = [padding] * rank if isinstance(padding, int) else list(padding)
+        given = [padding] * rank if isinstance(padding, (int, np.integer)) else list(padding)
         found = [(p, p) if isinstance(p, (int, np.integer)) else tuple(p) for p in given]
         if len(found) != rank or any(len(pair) != 2 for pair in found):
             raise TypeError
@@ -112,25 +132,34 @@ def transposed_pads(
         total = reach + stride - 1
         low = reach if stride > reach else (total + 1) // 2
         return low, total - low
-    raise _unknown_padding(padding)
+    raise GraphError(
+        "padding is not valid",
+        expected="'SAME', 'VALID', a number, or (low, high) for each spatial dimension",
+        got=f"padding={padding!r}",
+    )
 
 
-def out_dtype(x: jax.Array, w: jax.Array, preferred: Any) -> str:
-    """The dtype of a product; GraphTypeError for operands that cuDNN does not multiply."""
+def out_dtype(x: jax.Array, w: jax.Array, preferred: Any, epilogue: bool = False) -> str:
+    """The dtype of a product; GraphTypeError for operands that cuDNN does not multiply.
+
+    With an epilogue 8-bit integers give float32: it computes in that.
+    """
     names = {str(x.dtype), str(w.dtype)}
-    integers_only = names <= {"int8", "uint8"}
-    if not names <= {*PRODUCTS} or (len(names) > 1 and not (names <= {*FP8} or integers_only)):
+    integers_only = names == {"int8"}
+    if not names <= {*PRODUCTS} or (len(names) > 1 and not names <= {*FP8}):
         raise GraphTypeError(
             "these operands have no product in cuDNN",
             expected=f"one of {', '.join(PRODUCTS)} for both (two kinds of float8 may be mixed)",
             got=f"{x.dtype} and {w.dtype}",
-            fix="cast one of them, with .astype",
+            fix="cast them, with .astype",
         )
     if preferred is not None:
         return canonical(preferred)
     if names <= {*FP8}:
         return "float32"
-    return "int32" if integers_only else jnp.result_type(x, w).name
+    if integers_only:
+        return "float32" if epilogue else "int32"
+    return jnp.result_type(x, w).name
 
 
 def with_precision(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from .._core.errors import GraphError
+from .._core.reference import rounded
 
 Activation = str | Callable[..., Any] | None
 
@@ -37,7 +38,8 @@ def activation_name(activation: Activation) -> str | None:
     """
     if activation is None or (isinstance(activation, str) and activation in _ACTIVATIONS):
         return activation
-    name = None if isinstance(activation, str) else _FUNCTIONS.get(activation)
+    listed = not isinstance(activation, str) and callable(activation)
+    name = _FUNCTIONS.get(activation) if listed else None
     if name is None:
         raise GraphError(
             "unknown activation",
@@ -74,14 +76,29 @@ def apply_outside(
     elif activation is not None:
         name = "silu" if activation == "swish" else activation
         wide = (jax.numpy.tanh if name == "tanh" else getattr(jax.nn, name))(wide)
-    return wide.astype(out)
+    return rounded(wide, out)
+
+
+def like_result(residual: Any, shape: tuple[int, ...]) -> Any:
+    """A residual of the result's shape; GraphError for another."""
+    if residual is None:
+        return None
+    residual = _no_float64(residual)
+    if residual.shape != tuple(shape):
+        raise GraphError(
+            "residual does not fit",
+            expected=f"shape {tuple(shape)}, that of the result",
+            got=f"shape {residual.shape}",
+            fix="broadcast it before the call; a term of one number a feature is the bias",
+        )
+    return residual
 
 
 def per_feature(name: str, value: Any, features: int, rank: int, axis: int) -> Any:
     """A bias or scale at a graph's rank: (features,) along ``axis``, or one number for all."""
     if value is None or isinstance(value, (int, float)):
         return value
-    value = jax.numpy.asarray(value)
+    value = _no_float64(value)
     if value.shape not in ((), (features,)):
         raise GraphError(
             f"{name} does not fit",
@@ -93,3 +110,9 @@ def per_feature(name: str, value: Any, features: int, rank: int, axis: int) -> A
     if value.ndim:
         shape[axis] = features
     return value.reshape(shape)
+
+
+def _no_float64(value: Any) -> jax.Array:
+    """An array; float64, in which no epilogue computes, as float32."""
+    value = jax.numpy.asarray(value)
+    return value.astype("float32") if value.dtype == "float64" else value

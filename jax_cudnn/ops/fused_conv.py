@@ -16,7 +16,9 @@ from .._core.trace import GraphFunction
 from . import epilogue
 from .arguments import (
     Padding,
+    check_channels,
     each,
+    laid_out,
     numbers,
     out_dtype,
     pads,
@@ -26,7 +28,7 @@ from .arguments import (
     transposed_pads,
     with_precision,
 )
-from .epilogue import Activation
+from .epilogue import Activation, like_result
 
 log = logging.getLogger("jax_cudnn")
 
@@ -93,8 +95,8 @@ def conv(
             wants images channels-last and weights (features, *spatial, C / groups): arrays that
             lie so are not copied, others once.
         precision: of float32 products, as in lax: DEFAULT allows TF32.
-        preferred_element_type: dtype of the result; by default the operands' dtype, and that of
-            the accumulator for 8-bit operands.
+        preferred_element_type: dtype of the result; by default the operands' dtype, for float8
+            and for int8 with an epilogue float32, for int8 alone int32.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
     Element types: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8; accumulated in
@@ -118,17 +120,17 @@ def conv(
     spec = numbers(x, w, dimension_numbers)
     image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
     rank = image.ndim - 2
-    if weight.shape[1] * groups != image.shape[1]:
-        raise GraphError(
-            "groups does not fit the channels",
-            expected=f"C / groups = {weight.shape[1]} channels in the weights, with C = "
-            f"{image.shape[1]}",
-            got=f"groups={groups}, weights {w.shape}",
-        )
+    check_channels(image.shape[1], weight.shape[1], groups, spec)
     stride, dilate = each("strides", strides, rank), each("dilation", dilation, rank)
     window = [d * (r - 1) + 1 for d, r in zip(dilate, weight.shape[2:], strict=True)]
     padded = pads(padding, image.shape[2:], window, stride)
-    out = out_dtype(image, weight, preferred_element_type)
+    sizes = (
+        (size + sum(pair) - reach) // step + 1
+        for size, pair, reach, step in zip(image.shape[2:], padded, window, stride, strict=True)
+    )
+    shape = laid_out((image.shape[0], weight.shape[0], *sizes), spec.out_spec)
+    terms_given = any(term is not None for term in (scale, bias, residual, activation))
+    out = out_dtype(image, weight, preferred_element_type, terms_given)
     function = with_precision(CONV, options, precision)
     features, terms = weight.shape[0], image.ndim
     y = function(
@@ -136,7 +138,7 @@ def conv(
         weight,
         epilogue.per_feature("scale", scale, features, terms, 1),
         epilogue.per_feature("bias", bias, features, terms, 1),
-        None if residual is None else transpose(jnp.asarray(residual), spec.out_spec),
+        None if residual is None else transpose(like_result(residual, shape), spec.out_spec),
         pads=padded,
         strides=stride,
         dilation=dilate,
@@ -202,11 +204,21 @@ def conv_transpose(
     given = [padding] * rank if isinstance(padding, str) else pairs(padding, rank)
     windows = zip(weight.shape[2:], stride, dilate, given, strict=True)
     padded = tuple(transposed_pads(*window) for window in windows)
-    out = out_dtype(image, weight, preferred_element_type)
+    check_channels(image.shape[1], weight.shape[1], 1, spec)
+    terms_given = any(term is not None for term in (scale, bias, residual, activation))
+    out = out_dtype(image, weight, preferred_element_type, terms_given)
     features, terms = weight.shape[0], image.ndim
+    sizes = (
+        step * (size - 1) + 1 + sum(pair) - reach * (r - 1)
+        for step, size, pair, reach, r in zip(
+            stride, image.shape[2:], padded, dilate, weight.shape[2:], strict=True
+        )
+    )
+    shape = laid_out((image.shape[0], features, *sizes), spec.out_spec)
     scale = epilogue.per_feature("scale", scale, features, terms, 1)
     bias = epilogue.per_feature("bias", bias, features, terms, 1)
-    residual = None if residual is None else transpose(jnp.asarray(residual), spec.out_spec)
+    if residual is not None:
+        residual = transpose(like_result(residual, shape), spec.out_spec)
     name = epilogue.activation_name(activation)
     if set(stride) == {1} and min(min(pair) for pair in padded) >= 0:  # a plain convolution
         y = with_precision(_UNSTRIDED, options, precision)(

@@ -16,7 +16,7 @@ from .._core.options import Options
 from .._core.trace import GraphFunction
 from . import epilogue
 from .arguments import out_dtype, promoted, with_precision
-from .epilogue import Activation
+from .epilogue import Activation, like_result
 
 log = logging.getLogger("jax_cudnn")
 
@@ -64,9 +64,10 @@ def matmul(
         activation: as in :func:`jax_cudnn.ops.conv`.
         transpose_a, transpose_b: the operand is given as (..., k, m) or (..., n, k), and read so
             by cuDNN, without a copy.
-        precision: of float32 products, as in lax: DEFAULT allows TF32.
-        preferred_element_type: dtype of the result; by default the operands' promoted dtype, and
-            that of the accumulator for 8-bit operands.
+        precision: of float32 products, as in lax: DEFAULT allows TF32. cuDNN has no float32
+            matmul without TF32: HIGH and HIGHEST are refused on CUDA (UnsupportedGraphError).
+        preferred_element_type: dtype of the result; by default the operands' promoted dtype, for
+            float8 and for int8 with an epilogue float32, for int8 alone int32.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
     Element types: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8, and bfloat16 or
@@ -118,13 +119,11 @@ def matmul(
     else:
         a, b = (_batched(x, lead) for x in (a, b))
     if residual is not None:
-        residual = jnp.asarray(residual)
         expected = (*lead, *(() if one_row else (m,)), *(() if one_column else (n,)))
-        if residual.shape != expected:
-            raise GraphError(
-                "residual does not fit", expected=f"shape {expected}", got=f"{residual.shape}"
-            )
-        residual = residual.reshape(-1, a.shape[-1 if transpose_a else -2], n)
+        residual = like_result(residual, expected).reshape(
+            -1, a.shape[-1 if transpose_a else -2], n
+        )
+    terms_given = any(term is not None for term in (scale, bias, residual, activation))
     y = with_precision(_MATMUL, options, precision)(
         jnp.swapaxes(a, 1, 2) if transpose_a else a,
         jnp.swapaxes(b, 1, 2) if transpose_b else b,
@@ -133,7 +132,7 @@ def matmul(
         residual,
         orders=tuple(_TRANSPOSED if t else _ROW_MAJOR for t in (transpose_a, transpose_b)),
         activation=epilogue.activation_name(activation),
-        out=_out_dtype(a, b, preferred_element_type),
+        out=_out_dtype(a, b, preferred_element_type, terms_given),
     ).reshape(shape)
     if one_column:
         y = y[..., 0]
@@ -152,9 +151,9 @@ def _batched(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
 
 
-def _out_dtype(a: jax.Array, b: jax.Array, preferred: Any) -> str:
+def _out_dtype(a: jax.Array, b: jax.Array, preferred: Any, epilogue: bool) -> str:
     names = {str(a.dtype), str(b.dtype)}
     wide = names & {"bfloat16", "float16"}
     if len(names) == 2 and wide and names <= {*PRODUCTS}:  # one of 8 bits with one of 16
         return canonical(preferred) if preferred is not None else wide.pop()
-    return out_dtype(a, b, preferred)
+    return out_dtype(a, b, preferred, epilogue)

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.dtypes import FLOATS, INTEGERS, PRODUCTS, canonical
+from .._core import compat
+from .._core.dtypes import FLOATS, PRODUCTS, canonical
+from .._core.options import normal_precision
 from .arguments import numbers, promoted, transpose, with_precision
 from .fused_conv import CONV, CONV_TRANSPOSE, dilated
 from .fused_matmul import DOT_GENERAL
@@ -83,8 +85,9 @@ def conv_general_dilated(
         return plain(f"{rank} spatial dimensions")
     if any(str(a.dtype) not in PRODUCTS for a in (lhs, rhs)) or lhs.dtype != rhs.dtype:
         return plain(f"dtypes {lhs.dtype} and {rhs.dtype}")
-    if str(lhs.dtype) in INTEGERS and preferred_element_type is None:
-        return plain("integers that wrap around")
+    reason = _result_is_laxs(lhs, rhs, aval)
+    if reason is not None:
+        return plain(reason)
     spec = numbers(lhs, rhs, dimension_numbers)
     image, weight = transpose(lhs, spec.lhs_spec), transpose(rhs, spec.rhs_spec)
     stride = tuple(window_strides)
@@ -101,6 +104,8 @@ def conv_general_dilated(
     if set(spread) != {1}:
         if set(stride) != {1}:
             return plain("strides and image dilation together")
+        if str(lhs.dtype) not in FLOATS:
+            return plain("image dilation of 8-bit numbers")
         function = with_precision(CONV_TRANSPOSE, None, precision)
         groups = feature_group_count
         y = dilated(image, weight, padded, spread, dilate, groups, True, canonical(out), function)
@@ -137,9 +142,9 @@ def dot_general(
 
     For Flax: ``nnx.Linear(..., dot_general=jax_cudnn.ops.dot_general)``. Contracted, batch and
     free dimensions that lie together in memory are read where they are; others are copied
-    together first. What cuDNN has no operation for (no contracted dimension, integers without
-    ``preferred_element_type``, float64 and complex, an ``out_sharding``) is lax's, with a line in
-    the debug log of the logger ``jax_cudnn``.
+    together first. What cuDNN has no operation for (no contracted dimension, float32 at a
+    precision that forbids TF32, integers without ``preferred_element_type``, float64 and complex,
+    an ``out_sharding``) is lax's, with a line in the debug log of the logger ``jax_cudnn``.
 
     Raises: what lax raises for wrong arguments; UnsupportedGraphError when compiled for a GPU on
     which cuDNN has no engine. Source: ``jax.lax.dot_general``.
@@ -169,8 +174,12 @@ def dot_general(
     names = {str(lhs.dtype), str(rhs.dtype)}
     if not names <= {*PRODUCTS} or (len(names) > 1 and not names & {*FLOATS}):
         return plain(f"dtypes {lhs.dtype} and {rhs.dtype}")
-    if names & {*INTEGERS} and preferred_element_type is None:
-        return plain("integers that wrap around")
+    reason = _result_is_laxs(lhs, rhs, aval)
+    if reason is not None:
+        return plain(reason)
+    wanted = compat.matmul_precision() if precision is None else precision
+    if "float32" in names and normal_precision(wanted) != "default":
+        return plain("float32 without TF32")
     lhs, rhs = promoted(lhs, rhs)
     a, a_order, a_free = _collapsed(lhs, lhs_batch, lhs_contract, contract_last=True)
     b, b_order, b_free = _collapsed(rhs, rhs_batch, rhs_contract, contract_last=False)
@@ -185,6 +194,19 @@ def dot_general(
         out=canonical(aval.dtype),
     )
     return y.reshape(*(lhs.shape[i] for i in lhs_batch), *a_free, *b_free)
+
+
+def _result_is_laxs(lhs: jax.Array, rhs: jax.Array, aval: Any) -> str | None:
+    """Why a result is left to lax, whose values cuDNN does not give: integers that wrap around
+    where ours saturate, float8 that overflows to NaN, empty arrays, and other dtypes."""
+    if 0 in (*lhs.shape, *rhs.shape, *aval.shape):
+        return "an empty array"
+    if aval.dtype.name not in (*FLOATS, "int32"):
+        return f"a result of {aval.dtype}"
+    operands = {str(lhs.dtype), str(rhs.dtype)}
+    if aval.dtype.name == "int32" and operands != {"int8"}:
+        return f"int32 from {', '.join(sorted(operands))}"
+    return None
 
 
 def _collapsed(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from .._core.builder import register
 from .._core.dims import Shape, integers
+from .._core.dtypes import NUMBERS
 from .._core.errors import GraphError
 from .._core.node import Example, Node
 
@@ -40,6 +41,7 @@ class Reshape(Node):
     dims = "input: *x -> OUT_0: *y"
     jax_names = ("reshape", "ravel", "expand_dims", "squeeze")
     moves = True
+    dtypes = (*NUMBERS, "bool")
     leftover = True
     requires = (
         "XLA runs it in the same program: no graph with it has an engine on Hopper (cuDNN 9.22 to "
@@ -103,6 +105,7 @@ class Transpose(Node):
     dims = "input: *x -> OUT_0: *y"
     jax_names = ("transpose", "swapaxes", "moveaxis", "permute_dims")
     moves = True
+    dtypes = (*NUMBERS, "bool")
     leftover = True
     requires = (
         "XLA runs it in the same program: no graph with it has an engine on Hopper (cuDNN 9.22 to "

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from .._core.builder import register
 from .._core.dims import Shape
+from .._core.dtypes import NUMBERS
 from .._core.errors import GraphError, GraphTypeError
 from .._core.node import Example, Node
 
@@ -36,6 +37,7 @@ class Slice(Node):
     dims = "input: *x -> OUT_0: *y"
     jax_names = ("slice", "dynamic_slice", "slice_in_dim")
     moves = True
+    dtypes = (*NUMBERS, "bool")
     requires = (
         "cuDNN 9.22 or newer; of an operand of the graph, into a matmul, with steps of 1; "
         "otherwise slice arrays before the call, or returned ones after it"
@@ -127,6 +129,7 @@ class Concatenate(Node):
     dims = "*inputs: *x -> OUT_0: *y"
     jax_names = ("concatenate", "concat", "stack", "hstack", "vstack")
     moves = True
+    dtypes = (*NUMBERS, "bool")
     leftover = True
     requires = (
         "XLA runs it in the same program: cuDNN takes it only beside a convolution, and then "

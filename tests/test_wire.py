@@ -1,0 +1,245 @@
+"""Booleans at the edge of a plan: numbers there, and the user's booleans outside."""
+
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.reference import evaluate
+from jax_cudnn._core.wire import wire
+
+SHAPE = (2, 16, 4, 6)
+ROW = (1, 16, 1, 1)
+
+
+def spec_of(function, *avals):
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
+    return jc.graph(function).trace(*structs)[1].spec
+
+
+def random_spec(seed):
+    """Random logic on two masks and two arrays; any value, of any kind, may leave the graph."""
+    rng = random.Random(seed)
+
+    def graph(g, p, q, x, y):
+        masks, values = [p, q], [x, y]
+        for _ in range(rng.randrange(1, 9)):
+            kind = rng.randrange(5)
+            if kind == 0:
+                compare = rng.choice([g.cmp_gt, g.cmp_le, g.cmp_eq])
+                masks.append(compare(rng.choice(values), rng.choice([*values, 0.25])))
+            elif kind == 1:
+                masks.append(g.logical_not(rng.choice(masks)))
+            elif kind == 2:
+                combine = rng.choice([g.logical_and, g.logical_or])
+                masks.append(combine(rng.choice(masks), rng.choice(masks)))
+            elif kind == 3:
+                mask = rng.choice(masks)
+                values.append(g.binary_select(rng.choice(values), rng.choice(values), mask))
+            else:
+                values.append(g.add(rng.choice(values), rng.choice(values)))
+        made = [*masks[2:], *values[2:]]
+        return rng.sample(made, rng.randrange(1, len(made) + 1))
+
+    return spec_of(graph, (SHAPE, "bool"), (SHAPE, "bool"), (SHAPE, "bfloat16"), (SHAPE, "float32"))
+
+
+def drawn(spec, seed):
+    rng = np.random.default_rng(seed)
+    return [
+        jnp.asarray(
+            rng.random(t.shape) < 0.5 if t.dtype == "bool" else rng.normal(size=t.shape),
+            t.dtype,
+        )
+        for t in spec.input_tensors
+    ]
+
+
+def sent(spec, operands):
+    """The operands as they go to a plan."""
+    return [
+        jnp.broadcast_to(x.astype(t.dtype), t.shape)
+        for x, t in zip(operands, wire(spec).input_tensors, strict=True)
+    ]
+
+
+def assert_same_meaning(spec, operands):
+    got, want = evaluate(wire(spec), *sent(spec, operands)), evaluate(spec, *operands)
+    for number, value, tensor in zip(got, want, wire(spec).output_tensors, strict=True):
+        assert number.dtype == tensor.dtype != bool
+        assert set(np.unique(number)) <= {0, 1} or value.dtype != bool
+        np.testing.assert_array_equal(np.asarray(number.astype(value.dtype)), np.asarray(value))
+
+
+# -- the graph that is planned -------------------------------------------------------------------
+
+
+def test_a_graph_without_booleans_at_its_edge_is_sent_as_it_is():
+    plain = spec_of(lambda g, x: g.relu(x), (SHAPE, "bfloat16"))
+    assert wire(plain) is plain
+    inside = spec_of(
+        lambda g, x, y: g.binary_select(x, y, g.cmp_gt(x, y)), *[(SHAPE, "float32")] * 2
+    )
+    assert "bool" in {tensor.dtype for tensor in inside.tensors}
+    assert wire(inside) is inside
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_with_numbers_for_booleans_the_graph_means_the_same(seed):
+    spec = random_spec(seed)
+    planned = wire(spec)
+    edge = [t.dtype for t in (*planned.input_tensors, *planned.output_tensors)]
+    assert "bool" not in edge
+    before = [t.dtype for t in (*spec.input_tensors, *spec.output_tensors)]
+    assert [d for d in edge if d != "float32"] == [
+        d for d in before if d not in ("bool", "float32")
+    ]
+    assert {call.name for call in spec.calls} <= {call.name for call in planned.calls}
+    assert_same_meaning(spec, drawn(spec, seed))
+
+
+def test_the_random_graphs_are_worth_it():
+    kinds = {
+        (
+            any(t.dtype == "bool" for t in spec.input_tensors),
+            any(t.dtype == "bool" for t in spec.output_tensors),
+            any(set(dict(c.inputs).values()) & {*spec.outputs} for c in spec.calls),
+        )
+        for spec in map(random_spec, range(30))
+    }
+    assert {(True, True, True), (True, False, False), (False, True, False)} <= kinds
+
+
+def test_a_boolean_that_leaves_is_used_inside_too():
+    """Once as a number outside, once as cuDNN's own boolean inside."""
+
+    def graph(g, p, q):
+        both = g.logical_and(p, q)
+        return both, g.logical_not(both)
+
+    spec = spec_of(graph, (SHAPE, "bool"), (SHAPE, "bool"))
+    planned = wire(spec)
+    assert [call.node.method for call in planned.calls] == [
+        "cmp_gt",
+        "cmp_gt",
+        "logical_and",
+        "logical_not",
+        "binary_select",
+        "binary_select",
+    ]
+    assert planned.tensor(spec.outputs[0]).dtype == "bool"
+    assert_same_meaning(spec, drawn(spec, 0))
+
+
+@pytest.mark.parametrize("small", [ROW, (2, 1, 4, 6), (1, 1, 1, 1)], ids=str)
+def test_a_smaller_mask_is_broadcast_before_the_plan(small):
+    """Compared inside at its own shape it would be read out of bounds."""
+    logic = spec_of(lambda g, p, q: g.logical_or(p, q), (SHAPE, "bool"), (small, "bool"))
+    choice = spec_of(
+        lambda g, x, y, q: g.binary_select(x, y, q),
+        *[(SHAPE, "bfloat16")] * 2,
+        (small, "bool"),
+    )
+    for spec in (logic, choice):
+        assert {t.shape for t in wire(spec).input_tensors} == {SHAPE}
+        assert_same_meaning(spec, drawn(spec, 1))
+
+
+def test_a_mask_that_is_broadcast_to_two_shapes_keeps_its_own():
+    def graph(g, p, q, r):
+        return g.logical_or(p, r), g.logical_and(q, r)
+
+    spec = spec_of(graph, (SHAPE, "bool"), ((2, 16, 1, 1), "bool"), (ROW, "bool"))
+    assert wire(spec).input_tensors[2].shape == ROW
+    assert_same_meaning(spec, drawn(spec, 2))
+
+
+def test_a_mask_beside_a_convolution_keeps_its_shape():
+    def graph(g, x, w, mask):
+        return g.binary_select(g.conv_fprop(x, w), 0.0, mask)
+
+    spec = spec_of(graph, (SHAPE, "float16"), ((16, 16, 1, 1), "float16"), (ROW, "bool"))
+    assert wire(spec).input_tensors[2].shape == ROW
+
+
+def test_the_graph_that_is_planned_is_made_once_and_is_stable():
+    spec, again = random_spec(3), random_spec(3)
+    assert wire(spec) is wire(spec)
+    assert wire(spec) is wire(again)
+    assert wire(wire(spec)) is wire(spec)
+    assert wire(spec).canonical() == wire(again).canonical()
+    assert wire(spec).canonical() != spec.canonical()
+    renamed = spec_of(lambda g, a: g.logical_not(a), (SHAPE, "bool"))
+    other = spec_of(lambda g, b: g.logical_not(b), (SHAPE, "bool"))
+    assert wire(renamed).canonical() == wire(other).canonical()
+
+
+# -- the call --------------------------------------------------------------------------------------
+
+
+def custom_call(function, *avals):
+    """Types of the operands and results of the one custom call, and the program's own."""
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
+    with jc.target("H200"):
+        lowered = jax.jit(jc.graph(function)).trace(*structs).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    (types,) = re.findall(r"custom_call @jax_cudnn\(.*\) -> .*", text)
+    operands, results = re.search(r": \((tensor.*)\) -> (.*)$", types).groups()
+    program = re.search(r"func.func public @main\((.*?)\) -> \((.*?)\) {", text)
+    found = [
+        re.findall(r"tensor<([^>]*)>", part) for part in (operands, results, *program.groups())
+    ]
+    return found, text
+
+
+@pytest.mark.deviceless
+def test_the_program_has_booleans_and_the_call_has_numbers():
+    (operands, results, given, returned), _ = custom_call(
+        lambda g, p, q: g.logical_and(p, q), (SHAPE, "bool"), (SHAPE, "bool")
+    )
+    assert given == ["2x16x4x6xi1"] * 2
+    assert returned == ["2x16x4x6xi1"]
+    assert operands == ["2x16x4x6xf32"] * 2
+    assert results[0] == "2x16x4x6xf32"
+    assert results[1].endswith("xui8")  # workspace
+
+
+@pytest.mark.deviceless
+def test_other_operands_of_the_call_keep_their_types():
+    (operands, results, given, returned), _ = custom_call(
+        lambda g, x, mask: (g.binary_select(x, 0.0, mask), g.cmp_gt(x, 0.0)),
+        (SHAPE, "bfloat16"),
+        (SHAPE, "bool"),
+    )
+    assert given == ["2x16x4x6xbf16", "2x16x4x6xi1"]
+    assert returned == ["2x16x4x6xbf16", "2x16x4x6xi1"]
+    assert operands == ["2x16x4x6xbf16", "2x16x4x6xf32"]
+    assert results[:2] == ["2x16x4x6xbf16", "2x16x4x6xf32"]
+
+
+@pytest.mark.deviceless
+def test_a_smaller_mask_reaches_the_call_whole():
+    (operands, _, given, _), text = custom_call(
+        lambda g, p, q: g.logical_or(p, q), (SHAPE, "bool"), (ROW, "bool")
+    )
+    assert given == ["2x16x4x6xi1", "1x16x1x1xi1"]
+    assert operands == ["2x16x4x6xf32"] * 2
+    assert "broadcast_in_dim" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("small", [SHAPE, ROW, (2, 1, 4, 6)], ids=str)
+def test_masks_on_the_gpu(small, key):
+    p, q = (
+        jax.random.bernoulli(k, 0.5, s)
+        for k, s in zip(jax.random.split(key), (SHAPE, small), strict=True)
+    )
+    both = jc.graph(lambda g, p, q: (g.logical_and(p, q), g.logical_or(p, g.logical_not(p))))
+    got, always = jax.jit(both)(p, q)
+    assert got.dtype == bool
+    np.testing.assert_array_equal(got, p & q)
+    assert bool(always.all())
