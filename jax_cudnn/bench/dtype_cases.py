@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._core.dims import packed_strides
-from .cases import Case, case
+from .case import Case, case
 
 _IMAGE, _WEIGHT, _BIAS = (8, 64, 28, 28), (64, 64, 3, 3), (1, 64, 1, 1)
 _A, _B = (1, 128, 256), (1, 256, 512)

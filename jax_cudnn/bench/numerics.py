@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .._core.choice import NOTES_OF_FULL_FLOAT32
-from .._core.dtypes import COMPUTE, FLOATS, FP8, INTEGERS
+from .._core.dtypes import FLOATS, FP8, INTEGERS
 from .._core.node import REGISTRY, Node
 from .._core.spec import Tensor
 
@@ -14,9 +14,9 @@ _HEAD = f"""# Numerics
 Written by `python -m jax_cudnn numerics` from the operations; a test compares.
 
 **Compute type.** An operation computes and accumulates in the type of its column below, whatever
-its operands' dtype. `compute_data_type=` of a method of `g`, or of `jax_cudnn.graph` for all of
-them, selects another of {", ".join(COMPUTE)}; float16 and fast_float_for_fp8 accumulate with fewer
-bits.
+its operands' dtype. For convolutions and matmuls `compute_data_type=`, of the method of `g` or of
+`jax_cudnn.graph`, selects float16, or fast_float_for_fp8 for float8 operands: both accumulate with
+fewer bits.
 
 **Rounding points, fused.** An operand has its array's dtype. A value inside the graph is rounded
 once, to its tensor's dtype: float32 unless `intermediate_data_type=` or `.set_data_type(...)` says
@@ -28,11 +28,14 @@ rounded once, to the promoted dtype of the operands unless `.set_data_type(...)`
 that passes from one to the next to that array's dtype: twice more here. Pooling, reshape, transpose
 and concatenate in a graph are XLA's: what they take and give crosses memory in the tensors' dtypes.
 
-**To integers** values round to the nearest (ties to even) and saturate; to float8 they saturate.
+**To integers** values round to the nearest (ties to even) and saturate; to float8 they saturate,
+but on a GPU give NaN beyond float16's range (65504), through which cuDNN converts.
 
 **TF32.** Products of float32 operands may be computed in TF32 (10 bits of mantissa, about 3e-4 of
 relative error) at precision DEFAULT, as in lax on a GPU. HIGH and HIGHEST (as `precision=` or
-`jax.default_matmul_precision`) leave out engines that note {" or ".join(NOTES_OF_FULL_FLOAT32)}.
+`jax.default_matmul_precision`) leave out engines that note {" or ".join(NOTES_OF_FULL_FLOAT32)}:
+convolutions then run in float32. cuDNN has no float32 matmul without TF32, so `g.matmul` and
+`jc.ops.matmul` of float32 are refused there on CUDA; `jc.ops.dot_general` leaves them to lax.
 
 **float8 products** accumulate in the tensor cores of SM90 with fewer bits than float32 (about 1e-4
 of relative error was measured on an H200), whatever the compute type.

@@ -12,7 +12,7 @@ from .._core.errors import GraphError
 from .._core.node import REGISTRY
 from .._core.support import shipped, survey
 from .._core.support_value import PUBLIC, Support, SupportRow
-from .cases import Case, node_cases
+from .case import Case, node_cases
 
 _BLOCK = re.compile(r"<!-- support -->\n(.*?)<!-- /support -->", re.S)
 _WORKERS = 4  # at most: a worker takes some 400 MB

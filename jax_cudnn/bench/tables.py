@@ -73,7 +73,7 @@ def render_cases(result: dict[str, Any]) -> str:
             f"| {entry['tflops']['jax_cudnn']:g} | {entry['gbytes_s']['jax_cudnn']:g} | {shown} |"
         )
         if earlier is not None:
-            notes.extend(_disagreement(name, entry["ratio"], earlier))
+            notes.extend(_disagreement(name, entry, earlier))
     text = (
         f"{_where(result)}; median (smallest to largest) of rounds of asynchronous calls; XLA's "
         "best formulation by name; FLOPs and bytes are those of the graph."
@@ -93,11 +93,16 @@ def off_survey(ratio: float, earlier: dict[str, Any]) -> float | None:
     return off if abs(off) > _AGREE else None
 
 
-def _disagreement(name: str, ratio: float, earlier: dict[str, Any]) -> list[str]:
-    off = off_survey(ratio, earlier)
+def _disagreement(name: str, entry: dict[str, Any], earlier: dict[str, Any]) -> list[str]:
+    """What to say where a ratio is not the survey's: its remarks, and the ratio against another
+    formulation where the survey may have had no better one."""
+    off = off_survey(entry["ratio"], earlier)
     if off is None:
         return []
     said = [earlier[key] for key in ("remark", "explanation") if key in earlier]
+    if earlier.get("against") in entry["us"]:
+        other = entry["us"][earlier["against"]]["median"] / entry["us"]["jax_cudnn"]["median"]
+        said.append(f"{other:.2f} against XLA's {earlier['against']!r}")
     return [
         f"{name}: {off:+.0%} against the survey's {_range(earlier['ratio'])}"
         + (f" ({'; '.join(said)})" if said else "")
