@@ -1,5 +1,6 @@
 """Every example of every node and every fusion, on every way it can run."""
 
+import concurrent.futures
 import dataclasses
 
 import jax
@@ -13,7 +14,7 @@ from jax_cudnn._core import planner
 from jax_cudnn._core.split import split
 from jax_cudnn.bench.cases import FUSIONS, all_cases
 from jax_cudnn.bench.dtype_cases import dtype_cases
-from jax_cudnn.deviceless import profiles
+from jax_cudnn.deviceless import client, profiles
 
 CASES = (*all_cases(), *dtype_cases())
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -63,12 +64,29 @@ def test_on_the_gpu(case, key):
     print(case.name, "relative errors", errors)
 
 
+@pytest.fixture(scope="module")
+def planned(request):
+    """The plans of all cases whose tests run, by part: made by two workers at the same time."""
+    here = [item.callspec.params["case"] for item in request.session.items if wants_plans(item)]
+    parts = [(part, case.name) for case in here for part in cudnns_graphs(case)]
+
+    def made(part):
+        return planner.plan(part[0], profiles.get("H200"), part[1])
+
+    with client.workers(2), concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return {part: pool.submit(made, part) for part in parts}
+
+
+def wants_plans(item):
+    return item.module.__name__ == __name__ and "planned" in getattr(item, "fixturenames", ())
+
+
 @pytest.mark.deviceless
 @each_planned
-def test_planned_without_a_gpu(case):
+def test_planned_without_a_gpu(case, planned):
     parts = cudnns_graphs(case)
     with jc.target("H200"):
-        plans = [planner.plan(part, profiles.get("H200"), case.name) for part in parts]
+        plans = [planned[part, case.name].result() for part in parts]
         if len(parts) == 1:
             assert jc.plan(case.function, *case.avals) is plans[0]
         else:

@@ -9,6 +9,7 @@ import oracle
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core.reference import evaluate
 
 RNG = np.random.default_rng(5)
 MODES = ("CROSS_CORRELATION", "CONVOLUTION")
@@ -64,6 +65,42 @@ def test_the_three_convolutions_agree_with_the_oracle_and_with_vjp(rank):
             oracle.check_outputs(spec, given, [got], on_gpu=False)
         for got, want in zip(found[1:], by_lax, strict=True):
             np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def paddings(jaxpr):
+    """What the convolutions of a program pad by."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "conv_general_dilated":
+            yield from eqn.params["padding"]
+        for value in eqn.params.values():
+            if hasattr(value, "jaxpr") or hasattr(value, "eqns"):
+                yield from paddings(getattr(value, "jaxpr", value))
+
+
+@pytest.mark.parametrize("window", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_of_padding_beyond_the_window(groups, window):
+    """jaxlib 0.10.2 convolves out of bounds on a CPU where padding is negative before and positive
+    after the image, so that the reference and its derivatives never pad so."""
+    spatial = {"pre_padding": [2, 0], "post_padding": [0, 3], "stride": [1, 2]}
+    image, weight = drawn(2, 4, 6, 5), drawn(8, 4 // groups, *window)
+    fprop = jc.graph(lambda g, x, w: g.conv_fprop(x, w, **spatial))
+    dgrad = jc.graph(lambda g, y, w: g.conv_dgrad(y, w, **spatial, out_dims=image.shape))
+    wgrad = jc.graph(lambda g, x, y: g.conv_wgrad(x, y, **spatial, out_dims=weight.shape))
+    loss = drawn(*jax.eval_shape(fprop, image, weight).shape)
+    by_graph = lambda x, w, y: (dgrad(y, w), wgrad(x, y))  # noqa: E731
+    by_vjp = lambda x, w, y: jax.vjp(fprop, x, w)[1](y)  # noqa: E731
+    specs = [f.trace(*a)[1].spec for f, a in ((dgrad, (loss, weight)), (wgrad, (image, loss)))]
+    for function in (by_graph, by_vjp):
+        found = jax.jit(function)(image, weight, loss)
+        for spec, operands, got in zip(specs, ((loss, weight), (image, loss)), found, strict=True):
+            oracle.check_outputs(spec, operands, [got], on_gpu=False)
+    used = [*paddings(jax.make_jaxpr(by_vjp)(image, weight, loss).jaxpr)]
+    for spec, operands in zip(specs, ((loss, weight), (image, loss)), strict=True):
+        program = jax.make_jaxpr(lambda *a, spec=spec: evaluate(spec, *a))(*operands)
+        used += paddings(program.jaxpr)
+    assert len(used) >= 6
+    assert not [pair for pair in used if pair[0] < 0]
 
 
 def test_grouped_convolutions_agree_with_lax():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from .._core.builder import register
 from .._core.dims import Shape
@@ -103,11 +104,23 @@ class ConvFprop(Convolution):
         image, weight = product_operands(image, self.cross_correlated(weight))
         rank = image.ndim - 2
         pre, post, stride, dilation = self.spatial(rank)
+        # What a window cannot reach is padded apart: lax's derivative would pad by less than 0.
+        reach = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
+        beyond = [
+            (max(before - most, 0), max(after - most, 0), 0)
+            for before, after, most in zip(pre, post, reach, strict=True)
+        ]
+        if any(map(any, beyond)):
+            zero = jnp.zeros((), image.dtype)
+            image = jax.lax.pad(image, zero, [(0, 0, 0), (0, 0, 0), *beyond])
         out = jax.lax.conv_general_dilated(
             image,
             weight,
             stride,
-            list(zip(pre, post, strict=True)),
+            [
+                (before - low, after - high)
+                for before, after, (low, high, _) in zip(pre, post, beyond, strict=True)
+            ],
             rhs_dilation=dilation,
             dimension_numbers=jax.lax.ConvDimensionNumbers(*[tuple(range(rank + 2))] * 3),
             feature_group_count=image.shape[1] // weight.shape[1],

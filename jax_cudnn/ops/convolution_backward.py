@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .._core.builder import register
 from .._core.dims import Shape
 from .._core.node import ONE_ELEMENT, Example, product_dtype, product_operands
-from .convolution_base import ConvolutionGradient
+from .convolution_base import ConvolutionGradient, cropped
 
 if TYPE_CHECKING:
     from .._core.spec import Tensor
@@ -123,14 +123,15 @@ class ConvDgrad(ConvolutionGradient):
             size + e - (n - 1) * s - 1 - b
             for size, e, n, s, b in zip(x, reach, y, stride, before, strict=True)
         ]
+        loss, padding, spread = cropped(loss, list(zip(before, after, strict=True)), stride)
         flipped = jnp.flip(filter, tuple(range(2, filter.ndim)))
         by_group = flipped.reshape(groups, k // groups, i, *r).swapaxes(1, 2)
         out = jax.lax.conv_general_dilated(
             loss,
             by_group.reshape(groups * i, k // groups, *r),
             [1] * len(r),
-            list(zip(before, after, strict=True)),
-            lhs_dilation=stride,
+            padding,
+            lhs_dilation=spread,
             rhs_dilation=dilation,
             dimension_numbers=jax.lax.ConvDimensionNumbers(*[tuple(range(len(r) + 2))] * 3),
             feature_group_count=groups,
@@ -244,12 +245,13 @@ class ConvWgrad(ConvolutionGradient):
             (size - 1) * d + w - n - b
             for size, d, w, n, b in zip(r, dilation, span, x, pre, strict=True)
         ]
+        image, padding, _ = cropped(image, list(zip(pre, after, strict=True)), [1] * rank)
         swapped = (1, 0, *range(2, rank + 2))
         out = jax.lax.conv_general_dilated(
             image,
             loss,
             dilation,
-            list(zip(pre, after, strict=True)),
+            padding,
             rhs_dilation=stride,
             dimension_numbers=jax.lax.ConvDimensionNumbers(swapped, swapped, swapped),
             batch_group_count=c // i,
