@@ -111,7 +111,7 @@ class ReluBackward(Clipped):
 @register
 @dataclass(frozen=True)
 class LeakyReluBackward(Pointwise):
-    """Gradient of leaky_relu: ``loss`` where ``input`` is positive, else ``negative_slope * loss``.
+    """Gradient of leaky_relu: ``negative_slope * loss`` where ``input <= 0``, else ``loss``.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_RELU_BWD`` with a slope.
     """
@@ -128,7 +128,7 @@ class LeakyReluBackward(Pointwise):
     negative_slope: float
 
     def reference(self, loss: jax.Array, input: jax.Array) -> tuple[jax.Array, ...]:
-        return (jnp.where(input > 0, loss, self.negative_slope * loss),)
+        return (jnp.where(input <= 0, self.negative_slope * loss, loss),)
 
 
 @register
