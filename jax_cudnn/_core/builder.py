@@ -79,10 +79,9 @@ class GraphBuilder:
             if t.name in needed
         )
         inputs = tuple(name for name in self._inputs if name in needed)
-        anchored = {name for c in calls if c.node.anchor for _, name in c.inputs}
-        float32 = any(t.dtype == "float32" for t in tensors if t.name in anchored)
-        options = self._options.resolved(self._around, float32)
-        return intern(GraphSpec(tensors, tuple(calls), inputs, names, options))
+        spec = GraphSpec(tensors, tuple(calls), inputs, names)
+        options = self._options.resolved(self._around, spec.has_float32_product)
+        return intern(replace(spec, options=options, _cache={}))
 
     def _intermediate_dtypes(self, calls: list[Call], fixed: set[str]) -> dict[str, str]:
         dtypes = {tensor.name: tensor.dtype for tensor in self._tensors.values()}

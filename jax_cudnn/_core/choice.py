@@ -64,19 +64,13 @@ def _knobs(options: Options, cudnn: Any) -> dict[Any, int]:
 
 def left_out(spec: GraphSpec) -> tuple[str, ...]:
     """The numeric notes that options deselect, by name or by what they ask for."""
-    options: Options = spec.options
+    options = spec.options
     notes = [*options.deselect_numeric_notes]
     if options.deterministic:
         notes.append("NONDETERMINISTIC")
-    if options.precision in ("high", "highest") and has_float32_product(spec):
+    if options.precision in ("high", "highest") and spec.has_float32_product:
         notes += NOTES_OF_FULL_FLOAT32
     return tuple(dict.fromkeys(notes))
-
-
-def has_float32_product(spec: GraphSpec) -> bool:
-    """Whether cuDNN may round an operand of a product to TF32."""
-    anchored = {name for c in spec.calls if c.node.anchor for _, name in c.inputs}
-    return any(spec.tensor(name).dtype == "float32" for name in anchored)
 
 
 def distrusted(spec: GraphSpec) -> dict[int, str]:

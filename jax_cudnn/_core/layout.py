@@ -36,10 +36,8 @@ def view(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]]:
         if _is_flat(spec):
             shape = (1, math.prod(shape), 1, 1)
         elif len(shape) < 4:
-            n, h, c = (
-                (1,) * (3 - len(shape)) + shape if len(shape) != 2 else (shape[0], 1, shape[1])
-            )
-            shape = (n, c, h, 1)
+            n, *h, c = (1,) * (2 - len(shape)) + shape
+            shape = (n, c, *(h or [1]), 1)
         return shape, packed_strides(shape, _default_order(len(shape), False))
     order = major_to_minor(spec, tensor)
     missing = max((call.node.least_rank for call in spec.calls), default=0) - len(shape)

@@ -78,10 +78,11 @@ def _small_intermediates(spec: GraphSpec) -> dict[str, str]:
     made = {name for call in spec.calls for _, name in call.outputs}
     found = {}
     for call in spec.calls:
+        if len(call.inputs) < 2 or not call.node.ports.is_elementwise:
+            continue  # nothing is broadcast
         out = spec.tensor(call.outputs[0][1]).shape
         for port, name in call.inputs:
-            broadcasts = call.node.ports.is_elementwise and len(call.inputs) > 1
-            if broadcasts and name in made and spec.tensor(name).shape != out:
+            if name in made and spec.tensor(name).shape != out:
                 found[call.name] = (
                     f"{port} is computed in the graph with shape {list(spec.tensor(name).shape)} "
                     f"and then broadcast to {list(out)}: compute it before the call"

@@ -116,6 +116,12 @@ class GraphSpec:
         return any(isinstance(s, int) and s == 0 for t in self.tensors for s in t.shape)
 
     @property
+    def has_float32_product(self) -> bool:
+        """Whether a convolution or matmul has an operand that may be rounded to TF32."""
+        anchored = {name for c in self.calls if c.node.anchor for _, name in c.inputs}
+        return any(self.tensor(name).dtype == "float32" for name in anchored)
+
+    @property
     def is_static(self) -> bool:
         """Whether every dimension is a number (symbolic export has dimension expressions)."""
         return all(isinstance(size, int) for t in self.tensors for size in t.shape)

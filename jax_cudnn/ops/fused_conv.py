@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +28,6 @@ from .arguments import (
     with_precision,
 )
 from .epilogue import Activation, like_result
-
-log = logging.getLogger("jax_cudnn")
 
 
 def _fprop(g, x, w, scale, bias, residual, *, pads, strides, dilation, activation, out):
@@ -107,7 +104,7 @@ def conv(
         UnsupportedGraphError: compiled for a GPU on which cuDNN has no engine for it.
 
     Source: ``jax.lax.conv_general_dilated``; cuDNN documentation,
-    ``CUDNN_BACKEND_OPERATIONCONVOLUTION_FORWARD``.
+    ``CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD``.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
@@ -183,7 +180,7 @@ def conv_transpose(
             convolution has them.
 
     Raises: as :func:`conv`. Source: ``jax.lax.conv_transpose``; cuDNN documentation,
-    ``CUDNN_BACKEND_OPERATIONCONVOLUTION_BACKWARD_DATA``.
+    ``CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA``.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc

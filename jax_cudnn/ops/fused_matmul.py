@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -17,8 +16,6 @@ from .._core.trace import GraphFunction
 from . import epilogue
 from .arguments import out_dtype, promoted, with_precision
 from .epilogue import Activation, like_result
-
-log = logging.getLogger("jax_cudnn")
 
 
 def _product(g, a, b, scale, bias, residual, *, orders, activation, out):

@@ -19,12 +19,26 @@ from .._core.node import Example, Node
 if TYPE_CHECKING:
     from .._core.spec import Tensor
 
+
+@dataclass(frozen=True)
+class Movement(Node):
+    """An operation that XLA runs, of elements of any type."""
+
+    moves = True
+    leftover = True
+    dtypes = (*NUMBERS, "bool")
+    requires = (
+        "XLA runs it in the same program: no graph with it has an engine on Hopper (cuDNN 9.22 to "
+        "9.28; older versions have no such operation)"
+    )
+
+
 RESHAPE_MODES = ("VIEW_ONLY", "LOGICAL")
 
 
 @register
 @dataclass(frozen=True)
-class Reshape(Node):
+class Reshape(Movement):
     """Other dimensions for the same elements, in lexicographic order as in ``jnp.reshape``.
 
     Args:
@@ -40,13 +54,6 @@ class Reshape(Node):
     method = "reshape"
     dims = "input: *x -> OUT_0: *y"
     jax_names = ("reshape", "ravel", "expand_dims", "squeeze")
-    moves = True
-    dtypes = (*NUMBERS, "bool")
-    leftover = True
-    requires = (
-        "XLA runs it in the same program: no graph with it has an engine on Hopper (cuDNN 9.22 to "
-        "9.28; older versions have no such operation)"
-    )
     examples = (
         Example({"input": (4, 6, 8)}, "bfloat16", {"out_dims": [4, 48, 1]}),
         Example(
@@ -90,7 +97,7 @@ class Reshape(Node):
 
 @register
 @dataclass(frozen=True)
-class Transpose(Node):
+class Transpose(Movement):
     """Permutes dimensions: dimension ``i`` of the output is ``permutation[i]`` of the input.
 
     Args:
@@ -104,13 +111,6 @@ class Transpose(Node):
     method = "transpose"
     dims = "input: *x -> OUT_0: *y"
     jax_names = ("transpose", "swapaxes", "moveaxis", "permute_dims")
-    moves = True
-    dtypes = (*NUMBERS, "bool")
-    leftover = True
-    requires = (
-        "XLA runs it in the same program: no graph with it has an engine on Hopper (cuDNN 9.22 to "
-        "9.28; older versions have no such operation)"
-    )
     examples = (
         Example({"input": (4, 6, 8)}, "bfloat16", {"permutation": [0, 2, 1]}),
         Example({"input": (2, 3, 4, 5)}, "float32", {"permutation": [2, 0, 3, 1]}),
