@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -50,6 +50,41 @@ def activation_name(activation: Activation) -> str | None:
     return name
 
 
+class Terms(NamedTuple):
+    """The terms of an epilogue, checked: what is None is left out."""
+
+    scale: Any
+    bias: Any
+    residual: Any
+    activation: str | None
+
+    @classmethod
+    def of(
+        cls,
+        scale: Any,
+        bias: Any,
+        residual: Any,
+        activation: Activation,
+        *,
+        shape: tuple[int, ...],
+        features: int,
+        rank: int,
+        axis: int,
+    ) -> Terms:
+        """Scale and bias at a graph's rank, with its ``features`` along ``axis``; the residual as
+        the user gives it, of the result's ``shape``. GraphError for what does not fit."""
+        return cls(
+            per_feature("scale", scale, features, rank, axis),
+            per_feature("bias", bias, features, rank, axis),
+            like_result(residual, shape),
+            activation_name(activation),
+        )
+
+    @property
+    def given(self) -> bool:
+        return any(term is not None for term in self)
+
+
 def apply(g: Any, y: Any, scale: Any, bias: Any, residual: Any, activation: str | None) -> Any:
     """``activation(y * scale + bias + residual)``; what is None is left out."""
     if scale is not None:
@@ -61,10 +96,9 @@ def apply(g: Any, y: Any, scale: Any, bias: Any, residual: Any, activation: str 
     return y if activation is None else _ACTIVATIONS[activation](g, y)
 
 
-def apply_outside(
-    y: jax.Array, scale: Any, bias: Any, residual: Any, activation: str | None, out: str
-) -> jax.Array:
+def apply_outside(y: jax.Array, terms: Terms, out: str) -> jax.Array:
     """The same after a graph, in float32, where cuDNN has no engine that fuses it."""
+    scale, bias, residual, activation = terms
     wide = y.astype(jax.numpy.float32)
     if scale is not None:
         wide = wide * scale

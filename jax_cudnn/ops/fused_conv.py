@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._core.errors import GraphError
 from .._core.options import Options
@@ -27,7 +28,7 @@ from .arguments import (
     transposed_pads,
     with_precision,
 )
-from .epilogue import Activation, like_result
+from .epilogue import Activation, Terms
 
 
 def _fprop(g, x, w, scale, bias, residual, *, pads, strides, dilation, activation, out):
@@ -125,22 +126,17 @@ def conv(
         (size + sum(pair) - reach) // step + 1
         for size, pair, reach, step in zip(image.shape[2:], padded, window, stride, strict=True)
     )
-    shape = laid_out((image.shape[0], weight.shape[0], *sizes), spec.out_spec)
-    terms_given = any(term is not None for term in (scale, bias, residual, activation))
-    out = out_dtype(image, weight, preferred_element_type, terms_given)
-    function = with_precision(CONV, options, precision)
-    features, terms = weight.shape[0], image.ndim
-    y = function(
+    shape = (image.shape[0], weight.shape[0], *sizes)
+    terms = _terms(scale, bias, residual, activation, shape, weight, spec)
+    y = with_precision(CONV, options, precision)(
         image,
         weight,
-        epilogue.per_feature("scale", scale, features, terms, 1),
-        epilogue.per_feature("bias", bias, features, terms, 1),
-        None if residual is None else transpose(like_result(residual, shape), spec.out_spec),
+        *terms[:3],
         pads=padded,
         strides=stride,
         dilation=dilate,
-        activation=epilogue.activation_name(activation),
-        out=out,
+        activation=terms.activation,
+        out=out_dtype(image, weight, preferred_element_type, terms.given),
     )
     return transpose(y, np.argsort(spec.out_spec))
 
@@ -202,32 +198,24 @@ def conv_transpose(
     windows = zip(weight.shape[2:], stride, dilate, given, strict=True)
     padded = tuple(transposed_pads(*window) for window in windows)
     check_channels(image.shape[1], weight.shape[1], 1, spec)
-    terms_given = any(term is not None for term in (scale, bias, residual, activation))
-    out = out_dtype(image, weight, preferred_element_type, terms_given)
-    features, terms = weight.shape[0], image.ndim
     sizes = (
         step * (size - 1) + 1 + sum(pair) - reach * (r - 1)
         for step, size, pair, reach, r in zip(
             stride, image.shape[2:], padded, dilate, weight.shape[2:], strict=True
         )
     )
-    shape = laid_out((image.shape[0], features, *sizes), spec.out_spec)
-    scale = epilogue.per_feature("scale", scale, features, terms, 1)
-    bias = epilogue.per_feature("bias", bias, features, terms, 1)
-    if residual is not None:
-        residual = transpose(like_result(residual, shape), spec.out_spec)
-    name = epilogue.activation_name(activation)
+    shape = (image.shape[0], weight.shape[0], *sizes)
+    terms = _terms(scale, bias, residual, activation, shape, weight, spec)
+    out = out_dtype(image, weight, preferred_element_type, terms.given)
     if set(stride) == {1} and min(min(pair) for pair in padded) >= 0:  # a plain convolution
         y = with_precision(_UNSTRIDED, options, precision)(
             image,
-            jnp.flip(weight, range(2, terms)) if transpose_kernel else weight,
-            scale,
-            bias,
-            residual,
+            jnp.flip(weight, range(2, weight.ndim)) if transpose_kernel else weight,
+            *terms[:3],
             pads=padded,
             strides=stride,
             dilation=dilate,
-            activation=name,
+            activation=terms.activation,
             out=out,
         )
     else:
@@ -242,8 +230,28 @@ def conv_transpose(
                 got=f"padding={padding!r} for weights {w.shape}",
                 fix="pad the result with jnp.pad, or crop it",
             )
-        y = epilogue.apply_outside(y, scale, bias, residual, name, out)
+        y = epilogue.apply_outside(y, terms, out)
     return transpose(y, np.argsort(spec.out_spec))
+
+
+def _terms(
+    scale: Any,
+    bias: Any,
+    residual: Any,
+    activation: Activation,
+    shape: tuple[int, ...],
+    weight: jax.Array,
+    spec: lax.ConvDimensionNumbers,
+) -> Terms:
+    """The epilogue of a convolution whose result is (N, C, *spatial) of ``shape``."""
+    features, rank = weight.shape[0], weight.ndim
+    user_shape = laid_out(shape, spec.out_spec)
+    terms = Terms.of(
+        scale, bias, residual, activation, shape=user_shape, features=features, rank=rank, axis=1
+    )
+    if terms.residual is None:
+        return terms
+    return terms._replace(residual=transpose(terms.residual, spec.out_spec))
 
 
 def dilated(

@@ -15,7 +15,7 @@ from .._core.options import Options
 from .._core.trace import GraphFunction
 from . import epilogue
 from .arguments import out_dtype, promoted, with_precision
-from .epilogue import Activation, like_result
+from .epilogue import Activation, Terms
 
 
 def _product(g, a, b, scale, bias, residual, *, orders, activation, out):
@@ -110,30 +110,24 @@ def matmul(
             "the leading dimensions of matmul's operands do not broadcast",
             got=f"{a.shape} and {b.shape}",
         ) from None
-    shape = (*lead, m, n)
     if math.prod(b.shape[:-2]) == 1 and not transpose_a:
         a, b = a.reshape(1, -1, k), b.reshape(1, *b.shape[-2:])
     else:
         a, b = (_batched(x, lead) for x in (a, b))
-    if residual is not None:
-        expected = (*lead, *(() if one_row else (m,)), *(() if one_column else (n,)))
-        residual = like_result(residual, expected).reshape(
-            -1, a.shape[-1 if transpose_a else -2], n
-        )
-    terms_given = any(term is not None for term in (scale, bias, residual, activation))
+    result = (*lead, *(() if one_row else (m,)), *(() if one_column else (n,)))
+    terms = Terms.of(scale, bias, residual, activation, shape=result, features=n, rank=3, axis=2)
+    if terms.residual is not None:
+        rows = a.shape[-1 if transpose_a else -2]
+        terms = terms._replace(residual=terms.residual.reshape(-1, rows, n))
     y = with_precision(_MATMUL, options, precision)(
         jnp.swapaxes(a, 1, 2) if transpose_a else a,
         jnp.swapaxes(b, 1, 2) if transpose_b else b,
-        epilogue.per_feature("scale", scale, n, 3, 2),
-        epilogue.per_feature("bias", bias, n, 3, 2),
-        residual,
+        *terms[:3],
         orders=tuple(_TRANSPOSED if t else _ROW_MAJOR for t in (transpose_a, transpose_b)),
-        activation=epilogue.activation_name(activation),
-        out=_out_dtype(a, b, preferred_element_type, terms_given),
-    ).reshape(shape)
-    if one_column:
-        y = y[..., 0]
-    return y[..., 0, :] if one_row and not one_column else y[..., 0] if one_row else y
+        activation=terms.activation,
+        out=_out_dtype(a, b, preferred_element_type, terms.given),
+    )
+    return y.reshape(result)
 
 
 def _matrix(x: jax.Array, transposed: bool) -> tuple[int, int]:
