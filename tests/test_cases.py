@@ -10,13 +10,22 @@ import oracle_shapes
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import planner
-from jax_cudnn._core.split import split
+from jax_cudnn._core.placement import place
 from jax_cudnn.bench.cases import FUSIONS, all_cases
 from jax_cudnn.bench.dtype_cases import dtype_cases
 from jax_cudnn.deviceless import client, profiles
 
-CASES = (*all_cases(), *dtype_cases())
+
+
+def by_cudnn(case):
+    """The same in one plan, measured losses or not; but cut around what is always XLA's."""
+    spec = case.function.trace(*case.avals)[1].spec
+    if any(call.node.leftover for call in spec.calls):
+        return case
+    return dataclasses.replace(case, function=case.function.with_options(implementation="cudnn"))
+
+
+CASES = tuple(map(by_cudnn, (*all_cases(), *dtype_cases())))
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 each_planned, each_refused = (
     pytest.mark.parametrize(
@@ -46,35 +55,28 @@ def test_reference(case, key):
         )
 
 
-def cudnns_graphs(case):
-    """The parts of the graph that cuDNN runs: it itself, unless XLA runs operations of it."""
-    spec = case.function.trace(*case.avals)[1].spec
-    parts = [segment.spec for segment in split(spec) if not segment.leftover]
-    assert parts == [spec] or any(call.node.leftover for call in spec.calls)
-    return parts
-
-
 @pytest.mark.gpu
 @each_planned
 def test_on_the_gpu(case, key):
     operands, _, errors = run_and_check(case, key, on_gpu=True)
     compiled = jax.jit(case.function).lower(*operands).compile().as_text()
     plans = compiled.count('custom_call_target="jax_cudnn"')
-    assert plans == len(cudnns_graphs(case)), "one plan for each part, inside the program"
+    planned = jc.plan(case.function, *case.avals)
+    assert plans == len(planned.execution_plans), "one call for each plan, inside the program"
     print(case.name, "relative errors", errors)
 
 
 @pytest.fixture(scope="module")
 def planned(request):
-    """The plans of all cases whose tests run, by part: made by two workers at the same time."""
+    """The plans of all cases whose tests run: made by two workers at the same time."""
     here = [item.callspec.params["case"] for item in request.session.items if wants_plans(item)]
-    parts = [(part, case.name) for case in here for part in cudnns_graphs(case)]
 
-    def made(part):
-        return planner.plan(part[0], profiles.get("H200"), part[1])
+    def made(case):
+        spec = case.function.trace(*case.avals)[1].spec
+        return place(spec, profiles.get("H200"), case.name)
 
     with client.workers(2), concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return {part: pool.submit(made, part) for part in parts}
+        return {case.name: pool.submit(made, case) for case in here}
 
 
 def wants_plans(item):
@@ -84,33 +86,43 @@ def wants_plans(item):
 @pytest.mark.deviceless
 @each_planned
 def test_planned_without_a_gpu(case, planned):
-    parts = cudnns_graphs(case)
+    plan = planned[case.name].result()
+    calls = [call.node for call in plan.spec.calls]
+    if not any(node.leftover for node in calls):
+        assert len(plan.segments) == len(plan.execution_plans) == 1
+    # A convolution or matmul with its neighbours, and nothing else beside what XLA moves.
+    assert len(plan.execution_plans) == max(1 - any(n.leftover for n in calls), anchors(calls))
     with jc.target("H200"):
-        plans = [planned[part, case.name].result() for part in parts]
-        if len(parts) == 1:
-            assert jc.plan(case.function, *case.avals) is plans[0]
-        else:
-            with pytest.raises(jc.JaxCudnnError, match=r"run by XLA|XLA runs it|holds 2 graphs"):
-                jc.plan(case.function, *case.avals)
+        again = jc.plan(case.function, *case.avals)
         lowered = jax.jit(case.function).trace(*case.avals).lower(lowering_platforms=("cuda",))
+    assert again.execution_plans == plan.execution_plans
     text = lowered.as_text()
-    assert text.count("stablehlo.custom_call @jax_cudnn") == len(parts)
-    for plan in plans:
-        assert plan.device_name == "NVIDIA H200"
-        assert plan.candidates >= 1
-        assert plan.workspace_bytes >= 0
-        assert plan.engine.startswith("eng")
-        assert plan.digest in text
-        print(case.name, plan)
+    assert text.count("stablehlo.custom_call @jax_cudnn") == len(plan.execution_plans)
+    for made in plan.execution_plans:
+        assert made.device_name == "NVIDIA H200"
+        assert made.candidates >= 1
+        assert made.workspace_bytes >= 0
+        assert made.engine.startswith("eng")
+        assert made.digest in text
+        print(case.name, made)
 
 
-def test_cases_have_none_one_and_several_plans():
-    counts = {case.name: len(cudnns_graphs(case)) for case in CASES}
-    assert counts["transpose_0_bfloat16"] == 0
-    assert counts["conv_concatenated"] == 1
-    assert counts["conv_then_matmul_of_its_pixels"] == 2
+def anchors(nodes):
+    return sum(node.anchor for node in nodes)
+
+
+def test_cases_have_none_one_and_several_anchors():
+    """Among those that are cut."""
+    cut = {}
+    for case in CASES:
+        nodes = [call.node for call in case.function.trace(*case.avals)[1].spec.calls]
+        if any(node.leftover for node in nodes):
+            cut[case.name] = anchors(nodes)
+    assert cut["transpose_0_bfloat16"] == 0
+    assert cut["conv_concatenated"] == 1
+    assert cut["conv_then_matmul_of_its_pixels"] == 2
     movers = {"concatenate", "resample", "reshape", "transpose"}
-    assert {name.split("_")[0] for name, count in counts.items() if count == 0} == movers
+    assert {name.split("_")[0] for name, count in cut.items() if count == 0} == movers
 
 
 @pytest.mark.deviceless

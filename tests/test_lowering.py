@@ -13,7 +13,7 @@ from jax.export import DisabledSafetyCheck
 
 import jax_cudnn as jc
 from jax_cudnn._core import context, cuda, planner
-from jax_cudnn._core.plan import Plan
+from jax_cudnn._core.execution_plan import ExecutionPlan
 from jax_cudnn.deviceless import profiles
 
 H200 = profiles.get("H200")
@@ -49,7 +49,7 @@ def builds(monkeypatch):
 
     def build(spec, site):
         made.append((spec, site))
-        return Plan("{}", "eng0", 91900, site.device_name, 256, 0, ((1, 0, 0, 0),), (), b"", 1)
+        return ExecutionPlan("{}", "eng0", 91900, site.device_name, 256, 0, ((1, 0, 0, 0),), (), b"", 1)
 
     monkeypatch.setattr(planner, "_build", build)
     return made

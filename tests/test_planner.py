@@ -10,11 +10,13 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core import context, planner
-from jax_cudnn._core.plan import Plan
+from jax_cudnn._core.execution_plan import ExecutionPlan
+from jax_cudnn._core.settings import settings
+from jax_cudnn._core.single_flight import SingleFlight
 from jax_cudnn.deviceless import profiles
 
 H200 = profiles.get("H200")
-PLAN = Plan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 1)
+PLAN = ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 1)
 
 
 def spec(name="x", slope=None):
@@ -27,9 +29,12 @@ def spec(name="x", slope=None):
 
 @pytest.fixture(autouse=True)
 def no_plans():
+    kept = settings().plan_cache
+    jc.configure(plan_cache=None)
     planner.clear()
     yield
     planner.clear()
+    jc.configure(plan_cache=kept)
 
 
 def in_threads(count, work):
@@ -68,7 +73,7 @@ def test_eight_threads_share_one_build(monkeypatch):
 def test_names_do_not_matter_but_attributes_and_profiles_do(monkeypatch):
     built = []
     monkeypatch.setattr(planner, "_build", lambda spec, site: built.append((spec, site)) or PLAN)
-    other = jc.Profile("other", 90, "NVIDIA Other", H200.properties_json)
+    other = jc.Profile.from_json(H200.properties_json.replace("NVIDIA H200", "NVIDIA Other"))
     for s, site in (
         (spec("x"), H200),
         (spec("y"), H200),
@@ -151,13 +156,13 @@ def test_interrupted_thread_leaves_the_work_to_a_waiting_one(monkeypatch):
 
 
 def test_plans_in_memory_are_bounded(monkeypatch):
-    monkeypatch.setattr(planner, "_build", lambda spec, site: PLAN)
-    monkeypatch.setattr(planner, "_CAPACITY", 3)
-    planner.clear()
-    for size in range(1, 6):
-        planner.plan(jc.graph(lambda g, x: g.relu(x)).trace(jnp.ones((1, size)))[1].spec, H200, "f")
-    assert len(planner._plans) == 3
-    planner.clear()
+    built = []
+    monkeypatch.setattr(planner, "_build", lambda spec, site: built.append(spec) or PLAN)
+    monkeypatch.setattr(planner, "_plans", SingleFlight(3))
+    relu = jc.graph(lambda g, x: g.relu(x))
+    for size in (1, 2, 3, 4, 4, 2, 1):  # the fourth pushes the first one out
+        planner.plan(relu.trace(jnp.ones((1, size)))[1].spec, H200, "f")
+    assert [spec.input_tensors[0].shape[1] for spec in built] == [1, 2, 3, 4, 1]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")

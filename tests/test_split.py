@@ -9,7 +9,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core.reference import evaluate
-from jax_cudnn._core.split import for_cudnn, run, split
+from jax_cudnn._core.split import for_cudnn, run, search
 
 POOL = {"window": [3, 3], "pre_padding": [1, 1], "post_padding": [1, 1]}
 IMAGE, WEIGHT = (2, 8, 6, 6), (8, 8, 3, 3)
@@ -43,45 +43,186 @@ def random_graph(seed):
     return graph.trace(*avals)[1].spec
 
 
+def refusing(limit, asked=None):
+    """cuDNN's answers, made up: it takes one convolution with up to ``limit`` other calls."""
+
+    def refusal(spec):
+        if asked is not None:
+            asked.append(spec)
+        anchors = sum(call.node.anchor for call in spec.calls)
+        if anchors != 1 or any(call.node.leftover for call in spec.calls):
+            return "not one convolution"
+        return None if len(spec.calls) <= 1 + limit else "too many"
+
+    return refusal
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_segments_in_order_compute_what_the_whole_graph_computes(seed):
     spec = random_graph(seed)
-    segments = split(spec)
-    calls = [call for segment in segments for call in segment.spec.calls]
-    assert sorted(c.name for c in calls) == sorted(c.name for c in spec.calls)
+    segments = search(spec, refusing(seed % 4))
+    assert sorted(i for s in segments for i in s.calls) == [*range(len(spec.calls))]
     known = set(spec.inputs)
     for segment in segments:
-        assert {call.node.leftover for call in segment.spec.calls} == {segment.leftover}
+        assert segment.spec.calls == tuple(spec.calls[i] for i in segment.calls)
+        assert segment.leftover == bool(segment.reason)
+        assert segment.leftover or refusing(seed % 4)(segment.spec) is None
         assert segment.spec.options == spec.options
         assert set(segment.spec.inputs) <= known
         assert segment.spec.outputs
         for tensor in segment.spec.tensors:
             assert tensor == spec.tensor(tensor.name)
         known |= set(segment.spec.outputs)
+    convolutions = [c.name for c in spec.calls if c.node.anchor]
+    assert convolutions == sorted(
+        c.name for s in segments if not s.leftover for c in s.spec.calls if c.node.anchor
+    )
     keys = jax.random.split(jax.random.key(seed), len(spec.inputs))
     operands = [
         jax.random.normal(k, t.shape, t.dtype)
         for k, t in zip(keys, spec.input_tensors, strict=True)
     ]
-    got = run(spec, operands, lambda segment, *inputs: evaluate(segment.spec, *inputs))
+    got = run(segments, spec, operands, lambda part, *inputs: evaluate(part.spec, *inputs))
     for a, b in zip(got, evaluate(spec, *operands), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 def test_the_random_graphs_are_worth_it():
-    sizes = [len(split(random_graph(seed))) for seed in range(40)]
+    sizes = [len(search(random_graph(seed), refusing(seed % 4))) for seed in range(40)]
     assert max(sizes) >= 5
     assert sizes.count(1) >= 2
 
 
-def test_a_graph_without_leftovers_is_its_own_segment():
-    spec = next(
-        s for s in map(random_graph, range(40)) if not any(c.node.leftover for c in s.calls)
-    )
-    (segment,) = split(spec)
+def test_a_supported_graph_is_asked_for_once_and_is_its_own_segment():
+    spec, asked = random_graph(1), []
+    (segment,) = search(spec, lambda part: asked.append(part))
     assert segment.spec is spec
-    assert for_cudnn(spec) == (spec,)
+    assert asked == [spec]
+    assert not segment.leftover
+
+
+def traced(fn, *shapes):
+    avals = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    return jc.graph(fn).trace(*avals)[1].spec
+
+
+def names(segments):
+    """XLA's segments in brackets."""
+    return [
+        f"[{text}]" if s.leftover else text
+        for s in segments
+        for text in [" ".join(call.name for call in s.spec.calls)]
+    ]
+
+
+BIG = (64, 64, 128, 128)  # a tensor of it takes far longer than a kernel's start
+SQUARE = (64, 64, 3, 3)
+
+
+def test_the_cut_that_moves_fewest_bytes_is_taken():
+    def chain(g, x, w):  # float32 but for what the first relu gives
+        y = g.relu(g.sigmoid(g.conv_fprop(x, w, padding=[1, 1]))).set_data_type("bfloat16")
+        return g.tanh(g.relu(y)).set_data_type("float32")
+
+    spec = traced(chain, BIG, SQUARE)
+    assert len(search(spec, refusing(4))) == 1
+    for limit in (2, 3):  # one call more would put the cut at a tensor of twice the bytes
+        segments = search(spec, refusing(limit))
+        assert names(segments) == ["conv_fprop.0 sigmoid.0 relu.0", "[relu.1 tanh.0]"]
+    # Two cuts of the same bytes: the larger segment.
+    segments = search(spec, refusing(1))
+    assert names(segments) == ["conv_fprop.0 sigmoid.0", "[relu.0 relu.1 tanh.0]"]
+
+
+def test_a_small_result_is_computed_on_the_side_where_its_operands_are():
+    def total(g, x, w):
+        y = g.conv_fprop(x, w, padding=[1, 1])
+        return g.sqrt(g.reduction(g.abs(y), mode="ADD", out_dims=[1, 64, 1, 1]))
+
+    segments = search(traced(total, BIG, SQUARE), refusing(2))
+    assert names(segments) == ["conv_fprop.0 abs.0 reduction.0", "[sqrt.0]"]
+
+
+def test_a_value_and_what_is_computed_of_it_stay_together_or_part_together():
+    def swish(g, x, w):
+        y = g.conv_fprop(x, w, padding=[1, 1])
+        return g.mul(y, g.sigmoid(y))
+
+    assert names(search(traced(swish, BIG, SQUARE), refusing(2))) == [
+        "conv_fprop.0 sigmoid.0 mul.0"
+    ]
+    # sigmoid alone beside the convolution would write two tensors that XLA reads again.
+    assert names(search(traced(swish, BIG, SQUARE), refusing(1))) == [
+        "conv_fprop.0",
+        "[sigmoid.0 mul.0]",
+    ]
+
+
+def test_no_segment_waits_for_itself():
+    """A call between two parts of a segment that XLA runs would have to run in its middle."""
+
+    def around(g, x, w):
+        y = g.conv_fprop(x, w, padding=[1, 1]).set_data_type("bfloat16")
+        p = g.resample(y, "MAXPOOL", **POOL)
+        return g.add(y, p)
+
+    segments = search(traced(around, BIG, SQUARE), refusing(9))
+    assert names(segments) == ["conv_fprop.0", "[resample.0 add.0]"]
+
+
+def test_two_convolutions_share_the_calls_between_them_once():
+    def two(g, x, w, v):
+        y = g.relu(g.conv_fprop(x, w, padding=[1, 1])).set_data_type("bfloat16")
+        return g.sigmoid(g.conv_fprop(y, v, padding=[1, 1]))
+
+    segments = search(traced(two, BIG, SQUARE, SQUARE), refusing(9))
+    assert names(segments) == ["conv_fprop.0 relu.0", "conv_fprop.1 sigmoid.0"]
+
+
+def test_a_refused_convolution_is_left_to_xla_with_its_reason():
+    def two(g, x, w, v):
+        y = g.conv_fprop(x, w, stride=[1, 1]).set_data_type("bfloat16")
+        return g.conv_fprop(y, v, stride=[2, 2])
+
+    def refusal(spec):
+        strides = [call.node.stride for call in spec.calls]
+        return None if strides == [(2, 2)] else f"strides {strides}"
+
+    first, second = search(traced(two, BIG, SQUARE, SQUARE), refusal)
+    assert first.leftover
+    assert "strides [(1, 1)]" in first.reason
+    assert "conv_fprop.0" in first.reason
+    assert not second.leftover
+
+
+def test_a_graph_without_convolution_is_xlas_where_cudnn_refuses_it():
+    def normalized(g, x):
+        y = g.sub(x, g.reduction(x, mode="AVG", out_dims=[64, 1, 1, 1]))
+        return g.relu(y), g.resample(y, "MAXPOOL", **POOL)
+
+    (segment,) = search(traced(normalized, BIG), lambda spec: "no engine")
+    assert segment.leftover
+
+
+def test_the_search_is_bounded():
+    def wide(g, x, w):
+        y = g.conv_fprop(x, w, padding=[1, 1])
+        for i in range(24):
+            y = g.add(g.relu(y), g.mul(g.sigmoid(y), 0.5 + i))
+        return y
+
+    asked = []
+    segments = search(traced(wide, IMAGE, WEIGHT), refusing(0, asked))
+    assert names(segments)[0] == "conv_fprop.0"
+    assert len(asked) <= 66
+    assert len(set(asked)) == len(asked)
+
+
+def test_equal_graphs_are_cut_alike():
+    for seed in range(10):
+        first, second = (search(random_graph(seed), refusing(2)) for _ in range(2))
+        assert first == second
 
 
 @jc.graph
@@ -99,10 +240,11 @@ STEM = [
 
 def test_groups_are_connected_and_named_as_in_the_whole():
     spec = stem.trace(*STEM)[1].spec
-    first, pool, second = split(spec)
+    first, pool, second = search(spec, refusing(1))
     assert [c.name for c in first.spec.calls] == ["conv_fprop.0", "relu.0"]
     assert [c.name for c in second.spec.calls] == ["conv_fprop.1", "sigmoid.0"]
     assert pool.leftover
+    assert "run by XLA" in pool.reason
     assert pool.spec.inputs == first.spec.outputs == ("relu.0::OUT_0",)
     assert second.spec.inputs == ("v", "resample.0::Y")
     assert for_cudnn(spec) == (first.spec, second.spec)
@@ -165,16 +307,14 @@ def test_segments_are_custom_calls_of_one_program_with_xla_between_them():
 
 @pytest.mark.deviceless
 def test_the_plan_of_a_graph_with_pooling():
-    """One segment for cuDNN has a plan; of several, each has; pooling alone is XLA's."""
     pooled = jc.graph(lambda g, x: g.resample(g.relu(x), "MAXPOOL", window=[2, 2]))
-    alone = jc.graph(lambda g, x: g.resample(x, "MAXPOOL", window=[2, 2]))
     with jc.target("H200"):
-        assert jc.plan(pooled, STEM[0]).candidates
-        with pytest.raises(jc.GraphError, match="2 graphs"):
-            jc.plan(stem, *STEM)
+        plan = jc.plan(stem, *STEM)
+        assert [s.plan is not None for s in plan.segments] == [True, False, True]
+        assert jc.plan(pooled, STEM[0]).engine == "XLA"  # one fusion moves fewer bytes than two
         with pytest.raises(jc.UnsupportedGraphError, match="run by XLA"):
-            jc.plan(alone, STEM[0])
-        lowered = jax.jit(alone).trace(STEM[0]).lower(lowering_platforms=("cuda",)).as_text()
+            jc.plan(pooled.with_options(implementation="cudnn"), STEM[0])
+        lowered = jax.jit(pooled).trace(STEM[0]).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @jax_cudnn" not in lowered
 
 

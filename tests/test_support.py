@@ -12,7 +12,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core import build, collect, compat, cuda, planner, support, support_value
-from jax_cudnn._core.plan import Plan
+from jax_cudnn._core.execution_plan import ExecutionPlan
 from jax_cudnn.bench.cases import add_gelu, conv_bias_relu, matmul_bias_gelu
 from jax_cudnn.deviceless import profiles
 
@@ -48,7 +48,7 @@ def plans(monkeypatch):
             reasons = {"engine 1": "not supported (CUDNN_STATUS)", "engine 2": "a shape is wrong"}
             raise jc.UnsupportedGraphError("double: no engine", reasons=reasons)
         kind = getattr(site, "device_name", "NVIDIA H200")
-        return Plan("{}", "eng0", 91900, kind, 3 << 20, 0, (), (), b"", 7)
+        return ExecutionPlan("{}", "eng0", 91900, kind, 3 << 20, 0, (), (), b"", 7)
 
     monkeypatch.setattr(planner, "plan", plan)
     monkeypatch.setattr(support, "_versions", lambda gpus: ("9.19.0", "1.28.0"))

@@ -1,4 +1,4 @@
-"""GraphSpec -> cudnn.pygraph -> Plan: the only module that drives cuDNN's frontend."""
+"""GraphSpec -> cudnn.pygraph -> ExecutionPlan: the only module that drives cuDNN's frontend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import choice, frontend, layout, ubjson
 from .cuda import CudaDevice
 from .dtypes import cudnn_name
 from .errors import LibraryError, UnsupportedGraphError
-from .plan import Plan, Uids, decode
+from .execution_plan import ExecutionPlan, Uids, decode
 from .spec import GraphSpec
 from .unsupported import engine_reasons, unsupported
 
@@ -25,21 +25,21 @@ _DEVICE_FAILURE = (
 )
 
 
-def build_for_profile(spec: GraphSpec, profile: Profile) -> Plan:
+def build_for_profile(spec: GraphSpec, profile: Profile) -> ExecutionPlan:
     """The plan for a GPU that is not here. Runs in the deviceless worker."""
     cudnn = frontend.load()
     properties = cudnn.create_device_properties(profile.properties_json)
     return _build(spec, cudnn, device_property=properties, sm_version=profile.sm_version)
 
 
-def build_for_device(spec: GraphSpec, device: CudaDevice) -> Plan:
+def build_for_device(spec: GraphSpec, device: CudaDevice) -> ExecutionPlan:
     """The plan for a GPU of this process, with a real handle."""
     cudnn = frontend.load()
     with device.planning_handle(cudnn) as handle:
         return _build(spec, cudnn, handle=handle)
 
 
-def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> Plan:
+def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> ExecutionPlan:
     graph = cudnn.pygraph(
         name="jax_cudnn",
         io_data_type=cudnn.data_type.FLOAT,

@@ -54,9 +54,17 @@ def graphs(
                 got=str(spec).splitlines()[0],
                 why="a cuDNN plan is built for fixed shapes",
             )
-        for part in for_cudnn(spec):  # pooling cuts a graph in several
-            named[_unused(name, named)] = part
+        named[_unused(name, named)] = spec
     return named
+
+
+def pieces(named: Mapping[str, GraphSpec]) -> dict[str, GraphSpec]:
+    """The same with graphs cut around what is always XLA's, such as pooling."""
+    found: dict[str, GraphSpec] = {}
+    for name, spec in named.items():
+        for piece in for_cudnn(spec):
+            found[_unused(name, found)] = piece
+    return found
 
 
 def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
-from jax._src import dispatch
+from jax._src import dispatch, distributed
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.core import Primitive  # jax.extend has it, too, at 18 ms of import time
 
@@ -35,6 +35,11 @@ def lowering_devices(ctx: Any) -> tuple[jax.Device, ...]:  # pyright: ignore[rep
         # An abstract mesh names no devices; its program runs on the backend's.
         return tuple(mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else jax.devices())
     return tuple(getattr(axis_context, "device_assignment", None) or ())
+
+
+def program(ctx: Any) -> int:
+    """A number that is the same for all lowering rules of one program, while it is lowered."""
+    return id(ctx.module_context.module)
 
 
 def varying_axes(aval: Any) -> frozenset:
@@ -63,3 +68,12 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 def matmul_precision() -> str | None:
     """``jax.default_matmul_precision`` as it holds in this thread."""
     return _config.default_matmul_precision.value
+
+
+def distributed_client() -> Any:
+    """The client of the jax.distributed job this process belongs to, or None.
+
+    Its ``key_value_*`` methods reach a store that all processes share. They release Python's GIL,
+    and took and gave 64 MiB in one value.
+    """
+    return distributed.global_state.client

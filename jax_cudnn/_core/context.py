@@ -1,9 +1,7 @@
-"""User contexts, and the GPU a lowering is for."""
+"""The GPU that a lowering is for: the user's target, or the compilation's."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +10,10 @@ import jax
 from ..deviceless.profiles import Profile, get, names
 from . import compat
 from .cuda import CudaDevice
-from .errors import GraphError, TargetError
-from .spec import GraphSpec
+from .errors import TargetError
+from .user_context import UserContext
 
-# A user context is part of JAX's cache keys for tracing, lowering and compilation; a plain
-# context manager is not, and would give the first target's program for the second.
-_target = jax.make_user_context(None)
+_target: UserContext[Profile | None] = UserContext(None)
 
 
 def target(gpu: str | Profile | None) -> Any:
@@ -44,34 +40,12 @@ def target(gpu: str | Profile | None) -> Any:
             expected="a profile's name, a jax_cudnn.Profile, or None",
             got=f"{type(gpu).__name__}: {gpu!r}"[:200],
         )
-    return _Target(get(gpu) if isinstance(gpu, str) else gpu)
+    return _target.entered(get(gpu) if isinstance(gpu, str) else gpu)
 
 
-class _Target(contextlib.ContextDecorator):
-    """Enters a new user context each time, so that one object can be used again and nested."""
-
-    def __init__(self, profile: Profile | None):
-        self._profile, self._entered = profile, threading.local()
-
-    def __enter__(self) -> None:
-        self._entered.contexts = [*getattr(self._entered, "contexts", ()), _target(self._profile)]
-        self._entered.contexts[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.contexts.pop().__exit__(*error)
-
-
-def lowering_site(ctx: Any, spec: GraphSpec, name: str) -> Profile | CudaDevice:
-    """The GPU a lowering rule is to plan for."""
-    if not spec.is_static:
-        raise GraphError(
-            f"{name}: symbolic dimensions cannot be planned for CUDA",
-            expected="static shapes",
-            got=str(spec).splitlines()[0],
-            why="a cuDNN plan is built for fixed shapes while lowering",
-            fix="export one program for each shape, or export for platforms=('cpu',)",
-        )
-    return site(compat.lowering_devices(ctx), name)
+def targeted() -> bool:
+    """Whether the user has named a GPU."""
+    return _target.value is not None
 
 
 def site(devices: Sequence[jax.Device], name: str) -> Profile | CudaDevice:  # pyright: ignore[reportInvalidTypeForm]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -49,6 +50,11 @@ class CudaDevice:
     def properties(self, cudnn: Any) -> str:
         """The device's properties as cuDNN writes them (JSON text)."""
         return _properties(self, cudnn)
+
+    def model(self, cudnn: Any) -> tuple[str, int]:
+        """The device's name, and its compute capability times ten."""
+        properties = json.loads(self.properties(cudnn))
+        return properties["deviceName"], int(properties["deviceVer"]) // 10
 
 
 @functools.cache

@@ -35,10 +35,11 @@ class JaxCudnnError(Exception):
 
     def __reduce__(self):
         # Errors cross the pipe of the planning worker; keyword arguments must survive pickling.
-        return _rebuild, (type(self), self.__dict__.copy())
+        return rebuild, (type(self), self.__dict__.copy())
 
 
-def _rebuild(cls: type[JaxCudnnError], state: dict) -> JaxCudnnError:
+def rebuild(cls: type[JaxCudnnError], state: dict) -> JaxCudnnError:
+    """An error of a class with these attributes, as it was in another process."""
     error = cls.__new__(cls)
     Exception.__init__(error, state.get("summary", ""))
     error.__dict__.update(state)
@@ -94,3 +95,7 @@ class LibraryError(JaxCudnnError, RuntimeError):
 
 class PlanningWorkerError(JaxCudnnError, RuntimeError):
     """The subprocess that plans without a GPU died; its output is part of the message."""
+
+
+class JobError(JaxCudnnError, RuntimeError):
+    """The processes of a jax.distributed job could not agree: one waited for another in vain."""

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from . import layout
 from .errors import LibraryError
+from .execution_plan import ExecutionPlan
 from .package import packaged_library
-from .plan import Plan
 from .spec import GraphSpec
 from .wire import wire
 
@@ -72,7 +72,7 @@ def register(target: str = TARGET) -> None:
 
 
 def call(
-    plan: Plan, spec: GraphSpec, name: str, *operands: Any, target: str = TARGET
+    plan: ExecutionPlan, spec: GraphSpec, name: str, *operands: Any, target: str = TARGET
 ) -> Sequence[jax.Array]:
     """The custom call: operands and outputs in the plan's layouts, workspace added and dropped."""
     register(target)

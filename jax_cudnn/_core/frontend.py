@@ -113,6 +113,14 @@ def versions() -> tuple[str, str]:
     return version_text(cudnn.backend_version()), cudnn.__version__
 
 
+def identity() -> dict[str, str]:
+    """What a plan depends on besides its graph and GPU, by name."""
+    cudnn, frontend = versions()
+    library = _loaded_library()
+    runtime = library.cudnnGetCudartVersion() if library is not None else 0
+    return {"cuDNN": cudnn, "CUDA runtime": str(runtime), "nvidia-cudnn-frontend": frontend}
+
+
 def version_text(version: int) -> str:
     """91900 -> '9.19.0'."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
@@ -126,7 +134,7 @@ def _loaded_library() -> ctypes.CDLL | None:
         library = ctypes.CDLL("libcudnn.so.9", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
         return None
-    library.cudnnGetVersion.restype = ctypes.c_size_t
+    library.cudnnGetVersion.restype = library.cudnnGetCudartVersion.restype = ctypes.c_size_t
     return library
 
 

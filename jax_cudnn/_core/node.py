@@ -149,6 +149,14 @@ class Node:
         """Numbers of cuDNN's engines that compute this node wrongly for such tensors."""
         return ()
 
+    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+        """What measurements of this node are filed under (see :mod:`.losses`), by its tensors at
+        all ports, which state their memory order. Empty for what only accompanies other nodes.
+
+        Nodes override this where cuDNN has different kernels for different uses.
+        """
+        return "" if self.moves else self.method
+
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         """Operations, a multiply-add being two, from the shapes of all ports by name."""
         return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.ports.output_names)

@@ -16,6 +16,7 @@ import numpy as np
 from . import compat
 from .dtypes import FLOATS, FP8, canonical, canonical_compute, is_floating
 from .errors import GraphError, GraphTypeError
+from .implementation import SPLIT, checked, current
 
 HEURISTICS = ("A", "B", "FALLBACK")
 NUMERIC_NOTES = (
@@ -54,11 +55,12 @@ class Surroundings(NamedTuple):
 
     precision: Any = None
     deterministic: bool = False
+    implementation: str = SPLIT
 
     @classmethod
     def now(cls) -> Surroundings:
         flags = os.environ.get("XLA_FLAGS", "")
-        return cls(compat.matmul_precision(), _asks_for_determinism(flags))
+        return cls(compat.matmul_precision(), _asks_for_determinism(flags), current())
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Options:
         intermediate_data_type: the dtype of values inside the graph.
         compute_data_type: of convolutions and matmuls for which none is named; None is float32,
             and int32 for integers.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`, whose
+            value None takes.
 
     Source: cuDNN documentation, "Heuristics", "Numerical notes", "Behavior notes".
     """
@@ -99,6 +103,7 @@ class Options:
     precision: str | None = None
     intermediate_data_type: str = "float32"
     compute_data_type: str | None = None
+    implementation: str | None = None
 
     def __post_init__(self) -> None:
         def put(field: str, value: Any) -> None:
@@ -141,6 +146,8 @@ class Options:
             )
         if self.compute_data_type is not None:
             put("compute_data_type", canonical_compute(self.compute_data_type))
+        if self.implementation is not None:
+            checked(self.implementation)
 
     def resolved(self, around: Surroundings, float32_products: bool) -> Options:
         """The same with what the surroundings decide. Precision concerns float32 products: other
@@ -149,7 +156,12 @@ class Options:
         if float32_products:
             precision = self.precision or normal_precision(around.precision)
         deterministic = self.deterministic or around.deterministic
-        return dataclasses.replace(self, precision=precision, deterministic=deterministic)
+        return dataclasses.replace(
+            self,
+            precision=precision,
+            deterministic=deterministic,
+            implementation=self.implementation or around.implementation,
+        )
 
     def __str__(self) -> str:
         """What differs from the defaults."""
@@ -158,7 +170,8 @@ class Options:
             for f in dataclasses.fields(self)
             if getattr(self, f.name) != f.default
         )
-        return ", ".join(f"{k}={v!r}" for k, v in changed if (k, v) != ("precision", "default"))
+        usual = (("precision", "default"), ("implementation", SPLIT))
+        return ", ".join(f"{k}={v!r}" for k, v in changed if (k, v) not in usual)
 
 
 def replaced(options: Options, changes: Mapping[str, Any]) -> Options:

@@ -1,35 +1,35 @@
-"""Which plan a graph gets: planned once for equal graphs, GPUs and versions, kept in memory."""
+"""Which plan a graph gets: planned once for equal graphs, GPUs and versions, kept in memory and
+on disk."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import json
 import logging
-import os
-import threading
-import time
-from concurrent.futures import Future
 from typing import Any
 
 from ..deviceless import client
 from ..deviceless.profiles import Profile
-from . import alternatives, build, frontend
+from . import alternatives, build, cache, frontend, progress
 from .cuda import CudaDevice
 from .errors import JaxCudnnError, UnsupportedGraphError
+from .execution_plan import ExecutionPlan, canonical_properties
 from .limits import known_reasons
-from .plan import Plan, canonical_properties
+from .single_flight import SingleFlight
 from .spec import GraphSpec
 from .unsupported import unsupported
 from .wire import wire
 
 log = logging.getLogger("jax_cudnn")
 
-_CAPACITY = 4096  # plans are 3 to 120 KB; the oldest go first
-_plans: dict[Any, Future[Plan]] = {}
-_lock = threading.Lock()
+_FORMAT = 1  # of what is planned for a graph, and of how it is stored
+_plans: SingleFlight[ExecutionPlan] = SingleFlight()
 
 
-def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str, advise: bool = True) -> Plan:
+def plan(
+    spec: GraphSpec, site: Profile | CudaDevice, name: str, advise: bool = True
+) -> ExecutionPlan:
     """The plan of a graph for a GPU, built at most once however many threads ask.
 
     On a GPU of this process a real handle plans; for a profile the deviceless worker does, also
@@ -45,46 +45,45 @@ def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str, advise: bool = 
         raise
 
 
-def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Plan:
-    planned = wire(spec)
+def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPlan:
+    planned = wire(spec.for_planning())
     reasons = known_reasons(planned)
     if reasons:
         error = unsupported(planned, reasons)
         error.why = "; ".join(reasons.values())
         raise _told(error, spec, name, site)
-    key = (planned.canonical(), *_identity(site))
-    while True:
-        with _lock:
-            future = _plans.get(key)
-            mine = future is None
-            if future is None:
-                future = _plans[key] = Future()
-                while len(_plans) > _CAPACITY:
-                    _plans.pop(next(iter(_plans)))
-        if mine:
-            _fulfil(future, key, site, name)
-        try:
-            return future.result()
-        except JaxCudnnError as error:
-            raise _told(error, spec, name, site) from error.__cause__  # told once, not twice
-        except (KeyboardInterrupt, SystemExit):
-            if mine:
-                raise
-            # The thread that planned was interrupted, not this one: plan here.
-
-
-def _fulfil(future: Future[Plan], key: Any, site: Profile | CudaDevice, name: str) -> None:
-    started = time.perf_counter()
+    key = planned.canonical()
     try:
-        result = _build(key[0], site)
-    except BaseException as error:
-        # A failure is not remembered: the user may mend the installation and try again.
-        with _lock:
-            _plans.pop(key, None)
-        future.set_exception(error)
-        return
-    log.debug("%s: planned in %.3f s: %s", name, time.perf_counter() - started, result)
-    future.set_result(result)
+        return _plans.get((key, identity(site)), lambda: _obtain(key, site, name))
+    except JaxCudnnError as error:
+        raise _told(error, spec, name, site) from error.__cause__  # told once, not twice
+
+
+def _obtain(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPlan:
+    """From the disk, or built and left there for other processes.
+
+    Another process may have been first: then its plan is used, so that equal programs have equal
+    bytes in all processes.
+    """
+    key = key_text("plan", spec, site)
+    known = _decoded(cache.get(key))
+    if known is not None:
+        log.debug("%s: a plan from the plan cache: %s", name, known)
+        return known
+    with progress.planning(name) as clock:
+        made = _build(spec, site)
+    log.debug("%s: planned in %.3f s: %s", name, clock.seconds, made)
+    label = f"{spec!r}: {made}, cuDNN {frontend.version_text(made.cudnn_version)}"
+    data = made.to_json()
+    stored = cache.put(key, data, label=label)
+    return made if stored is data else _decoded(stored) or made
+
+
+def _decoded(stored: dict[str, Any] | None) -> ExecutionPlan | None:
+    try:
+        return None if stored is None else ExecutionPlan.from_json(stored)
+    except (KeyError, TypeError, ValueError):
+        return None  # not from a jax_cudnn of this format
 
 
 def _told(
@@ -101,34 +100,34 @@ def _told(
     return told
 
 
-def _build(spec: GraphSpec, site: Profile | CudaDevice) -> Plan:
+def _build(spec: GraphSpec, site: Profile | CudaDevice) -> ExecutionPlan:
     if isinstance(site, CudaDevice):
         return build.build_for_device(spec, site)
     return client.call("jax_cudnn._core.build:build_for_profile", spec, site)
 
 
-def _identity(site: Profile | CudaDevice) -> tuple[Any, ...]:
-    """What a plan depends on besides its graph: equal for equal GPUs of one host."""
+def key_text(kind: str, spec: GraphSpec, site: Profile | CudaDevice) -> str:
+    """The key, on disk and among processes, of what is known of a canonical graph."""
+    return "\n".join([f"{kind} {_FORMAT}", repr(spec._key()), identity(site)])
+
+
+@functools.cache
+def identity(site: Profile | CudaDevice) -> str:
+    """What a plan depends on besides its graph: equal for equal GPUs and equal libraries."""
     if isinstance(site, CudaDevice):
-        cudnn = frontend.load()
-        properties = canonical_properties(site.properties(cudnn))
-        return "device", properties, cudnn.backend_version(), cudnn.__version__
-    return "profile", site
+        properties = canonical_properties(site.properties(frontend.load()))
+        return _text({"planned": "by handle", "GPU": properties, **frontend.identity()})
+    # The profile's name and source make no difference to cuDNN.
+    libraries = client.call("jax_cudnn._core.frontend:identity")
+    given = {"GPU": site.properties_json, "SM": site.sm_version}
+    return _text({"planned": "without the GPU", **given, **libraries})
+
+
+def _text(parts: dict[str, Any]) -> str:
+    return json.dumps(parts, sort_keys=True)
 
 
 def clear() -> None:
-    """Forget all plans (tests and benchmarks)."""
-    with _lock:
-        _plans.clear()
-
-
-def _after_fork() -> None:
-    """In a child no thread is left that could finish a plan or release a lock."""
-    global _lock
-    _lock = threading.Lock()
-    for key in [key for key, future in _plans.items() if not future.done()]:
-        del _plans[key]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    """Forget all plans that are in memory (tests and benchmarks)."""
+    _plans.clear()
+    identity.cache_clear()

@@ -7,22 +7,18 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from . import autodiff, compat, context, ffi, planner
+from . import autodiff, compat, ffi, lowering
 from . import batching as batching_rules
 from .errors import GraphError
 from .reference import evaluate
 from .spec import GraphSpec
-from .split import Segment, run, split
-
-log = logging.getLogger("jax_cudnn")
+from .split import run
 
 cudnn_p = compat.new_primitive("cudnn")
 cudnn_local_p = compat.new_primitive("cudnn_local")
@@ -77,23 +73,16 @@ def _reference(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
 
 
 def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
-    if spec.is_empty:
-        log.debug("%s: XLA runs it, because cuDNN takes no empty tensors", name)
-        return mlir.lower_fun(_reference, multiple_results=True)(
-            ctx, *operands, spec=spec, name=name
-        )
-    site = context.lowering_site(ctx, spec, name)
-    calls: dict[Segment, Callable[..., Any]] = {}
-    for segment in split(spec):
-        if segment.leftover:
-            log.debug("%s: XLA runs a part of it: %r", name, segment.spec)
-            calls[segment] = functools.partial(evaluate, segment.spec)
-        else:
-            plan = planner.plan(segment.spec, site, name)
-            calls[segment] = functools.partial(ffi.call, plan, segment.spec, name)
+    plan = lowering.plan(ctx, spec, name)
+    calls = {
+        segment: functools.partial(evaluate, segment.spec)
+        if segment.plan is None
+        else functools.partial(ffi.call, segment.plan, segment.spec, name)
+        for segment in plan.segments
+    }
 
     def call(*arrays: Any) -> list[Any]:
-        return run(spec, arrays, lambda segment, *inputs: calls[segment](*inputs))
+        return run(plan.segments, spec, arrays, lambda segment, *inputs: calls[segment](*inputs))
 
     return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 

@@ -126,6 +126,15 @@ class GraphSpec:
         """Whether every dimension is a number (symbolic export has dimension expressions)."""
         return all(isinstance(size, int) for t in self.tensors for size in t.shape)
 
+    def for_planning(self) -> GraphSpec:
+        """The same graph whoever runs it: cuDNN's plan does not depend on that."""
+        if self.options.implementation is None:
+            return self
+        if "planning" not in self._cache:
+            options = replace(self.options, implementation=None)
+            self._cache["planning"] = intern(replace(self, options=options, _cache={}))
+        return self._cache["planning"]
+
     def canonical(self) -> GraphSpec:
         """The same graph with tensors named by position: equal for equal graphs."""
         if "canonical" not in self._cache:

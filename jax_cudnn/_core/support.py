@@ -12,16 +12,14 @@ import jax
 from ..deviceless import client, profiles
 from ..deviceless.profiles import Profile
 from . import compat, context, frontend, planner
-from .collect import graphs
+from .collect import graphs, pieces
 from .cuda import CudaDevice
 from .errors import GraphError, TargetError, UnsupportedGraphError
-from .plan import Plan
+from .placement import place
+from .plan import XLA, Plan
 from .spec import GraphSpec
 from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
 from .unsupported import most_telling
-
-XLA = "XLA"
-"""The engine of a graph in which nothing is cuDNN's."""
 
 # A GPU to plan for: by its name, a profile, or a GPU of this process.
 Sites = dict[str, Profile | CudaDevice]
@@ -39,7 +37,7 @@ def plan(
     gpus: Iterable[str | Profile] | None = None,
     **static: Any,
 ) -> Plan | dict[str, Plan]:
-    """The cuDNN plan that a function's graph gets for these arguments.
+    """How a function's graph runs on a GPU for these arguments: cuDNN's plans and XLA's parts.
 
     Args:
         fn: a graph function, or any JAX function that holds exactly one graph.
@@ -49,11 +47,12 @@ def plan(
         **static: keyword arguments of ``fn``.
 
     Returns:
-        A Plan (``engine``, ``workspace_bytes``, ``candidates``, ``text``); with ``gpus`` a
-        dictionary of them by the name of the GPU, built without one.
+        A :class:`Plan` (``segments``, ``engine``, ``workspace_bytes``, ``explain()``); with
+        ``gpus`` a dictionary of them by the name of the GPU, built without one.
 
     Raises:
-        UnsupportedGraphError: cuDNN has no engine for the graph on that GPU.
+        UnsupportedGraphError: under ``implementation="cudnn"``, when cuDNN has no engine for the
+            whole graph on that GPU.
         GraphError: the function holds several graphs, or none.
         TargetError: there is no GPU and no target, or no profile of that name.
 
@@ -74,8 +73,8 @@ def plan(
         )
     ((name, spec),) = found.items()
     if chosen is None:
-        return planner.plan(spec, context.site(_default_devices(), name), name)
-    return {gpu: planner.plan(spec, profile, name) for gpu, profile in chosen.items()}
+        return place(spec, context.site(_default_devices(), name), name)
+    return {gpu: place(spec, profile, name) for gpu, profile in chosen.items()}
 
 
 def support(
@@ -84,7 +83,10 @@ def support(
     gpus: Iterable[str | Profile] | None = None,
     **static: Any,
 ) -> Support:
-    """Where a function's graphs run: for each graph and GPU cuDNN's plan, or its reason in words.
+    """Which graphs of a function are one cuDNN plan: for each and GPU the plan, or the reason.
+
+    What is no single plan runs nevertheless, unless under ``implementation="cudnn"``: cut in
+    several, with XLA; :func:`plan` says how. Pooling is always XLA's and cuts a graph in several.
 
     Args:
         fn: a graph function, or any JAX function that holds graphs (under jit, scan, cond,
@@ -109,7 +111,7 @@ def support(
         >>> print(jc.support(relu, x, gpus=["A100", "H200"]))                 # doctest: +SKIP
     """
     chosen = _everywhere() if gpus is None else _profiles(gpus)
-    return survey(graphs(fn, args, static), chosen)
+    return survey(pieces(graphs(fn, args, static)), chosen)
 
 
 def survey(

@@ -27,7 +27,8 @@ class SupportRow:
         basis: where the GPU's description comes from: "this machine's GPU" (planned with its
             handle), "measured profile" or "public specifications".
         supported: whether there is a plan.
-        engine, workspace_bytes, candidates: the plan's, see :class:`Plan`; None without one.
+        engine, workspace_bytes, candidates: the plan's, see :class:`ExecutionPlan`; None without
+            one.
         reason: why there is no plan, in words: the most telling of ``reasons``.
         reasons: pairs of an engine (or a step of planning) and its reason.
     """

@@ -76,15 +76,20 @@ def engine_reasons(text: str) -> dict[str, str]:
             meaning = next(
                 m for pattern, m, _ in _MEANINGS if re.search(pattern, " ".join(cause.groups()))
             )
-            detail = textwrap.shorten(cause[2], 160, placeholder=" ...")
-            reasons[f"engine {engine[1]}" if engine else "graph"] = f"{meaning} ({detail})"
+            who = f"engine {engine[1]}" if engine else "graph"
+            reasons[who] = f"{meaning} ({_shortened(cause[2])})"
     if not reasons and "COMPILATION_FAILED" in text:
         return {"cuDNN": "the kernel that cuDNN wrote for it does not compile"}
     if not reasons and text.startswith("Deselecting"):
         return {"cuDNN": _LEFT_OUT}
     if not reasons:
-        return {"cuDNN": text.strip()}
+        known = (m for pattern, m, _ in _MEANINGS[:-1] if re.search(pattern, text))
+        return {"cuDNN": next((f"{m} ({_shortened(text)})" for m in known), text.strip())}
     return dict(sorted(reasons.items(), key=lambda item: "architecture" in item[1]))
+
+
+def _shortened(text: str) -> str:
+    return textwrap.shorten(text, 160, placeholder=" ...")
 
 
 def most_telling(reasons: Mapping[str, str]) -> str:

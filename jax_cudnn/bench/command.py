@@ -15,6 +15,7 @@ examples:
   bench --only resnet50 --out results         the cases with that in their names
   bench mymodel:block "bf16[8,64,28,28]" "bf16[64,64,3,3]" --against mymodel:plain_block
   bench --render results/h200.json --plot results/h200.svg
+  bench --losses results/h200.json --write jax_cudnn/_core/losses.json
 """
 
 
@@ -39,6 +40,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--render", type=Path, metavar="FILE", help="print the tables of a result, measure nothing"
     )
+    parser.add_argument(
+        "--losses", type=Path, metavar="FILE", help="print which patterns of a result are lost to "
+        "XLA, measure nothing"
+    )  # fmt: skip
+    parser.add_argument(
+        "--write", type=Path, metavar="TABLE", help="with --losses: put them into this table, from "
+        'which the implementation "split" reads them'
+    )  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="SVG", help="draw the ratios of the result")
 
 
@@ -49,6 +58,10 @@ def bench(options: argparse.Namespace) -> int:
     if options.list:
         print(run.listing())
         return 0
+    if options.write and not options.losses:
+        raise GraphError("--write goes with --losses", expected="--losses FILE --write TABLE")
+    if options.losses:
+        return _losses(options.losses, options.write)
     if options.render:
         result = _read(options.render)
         print(_tables(result, options.render))
@@ -95,6 +108,20 @@ def _tables(result: dict[str, Any], path: Path) -> str:
         return f"{render(result)}\n\n{render_cases(result)}"
     except (AttributeError, KeyError, TypeError) as error:
         raise _no_result(path, repr(error)) from error
+
+
+def _losses(path: Path, table: Path | None) -> int:
+    from . import losses
+
+    result = _read(path)
+    try:
+        print(losses.render(result))
+        if table is not None:
+            losses.write(result, table)
+            print(f"written to {table}")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _no_result(path, repr(error)) from error
+    return 0
 
 
 def _no_result(path: Path, got: str) -> GraphError:

@@ -2,46 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
-from .._core import context, planner
+from .._core import context, losses, planner
 from .._core.cost import Cost
 from .._core.errors import JaxCudnnError, UnsupportedGraphError
+from .._core.implementation import CUDNN, implementation
 from .._core.split import for_cudnn
 from . import programs
-from .comparison import Comparison, compare
+from .comparison import Comparison, Formulation, compare
 from .models import ModelCase
 from .timing import summary
 
 TIMED, WRONG, UNSUPPORTED, FAILED = "timed", "WRONG", "unsupported", "failed"
+REFERENCE = "reference"
+"""The name under which a graph's own reference, compiled by XLA, is timed."""
 
 
 def measure(
     cases: Iterable[ModelCase],
     *,
     tolerant: bool = True,
+    cudnn: bool = False,
     say: Callable[[str], None] = print,
     **options: Any,
 ) -> dict[str, dict[str, Any]]:
     """Case name -> its JSON entry: status, cost, times in us, ratio, differences, engines.
 
-    With ``tolerant`` an exception of a case is its result; else it is raised. ``options`` are
-    those of :func:`compare`.
+    With ``tolerant`` an exception of a case is its result; else it is raised. With ``cudnn`` each
+    graph of ours is one cuDNN plan (where "split" might leave it to XLA, which says nothing about
+    cuDNN), and is timed against its own reference, too. ``options`` are those of :func:`compare`.
     """
     results = {}
     for case in cases:
         began = time.perf_counter()
-        results[case.name] = entry = _entry(case, tolerant, options)
+        with implementation(CUDNN) if cudnn else contextlib.nullcontext():
+            results[case.name] = entry = _entry(case, tolerant, cudnn, options)
         told = f"ratio {entry['ratio']:.2f}" if "ratio" in entry else entry["status"]
         say(f"{case.name}: {told} ({time.perf_counter() - began:.1f} s)")
     return results
 
 
-def _entry(case: ModelCase, tolerant: bool, options: dict[str, Any]) -> dict[str, Any]:
+def _entry(
+    case: ModelCase, tolerant: bool, reference: bool, options: dict[str, Any]
+) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "model": case.model,
         "part": case.part,
@@ -51,7 +60,12 @@ def _entry(case: ModelCase, tolerant: bool, options: dict[str, Any]) -> dict[str
         found = programs.graphs(case.ours, *case.avals)
         total = programs.graphs_cost(case.ours, *case.avals)
         entry |= {"flops": total.flops, "bytes": total.bytes}
-        comparison = compare(case.functions, *case.arrays(jax.random.key(0)), **options)
+        if len(found) == 1:
+            entry["pattern"] = losses.pattern(found[0][0])
+        functions = case.functions
+        if reference:
+            functions[REFERENCE] = _reference(next(iter(functions.values())))
+        comparison = compare(functions, *case.arrays(jax.random.key(0)), **options)
         entry |= _compared(comparison, total)
         entry["engines"] = _engines(found)
     except UnsupportedGraphError as error:
@@ -63,8 +77,16 @@ def _entry(case: ModelCase, tolerant: bool, options: dict[str, Any]) -> dict[str
     return entry
 
 
+def _reference(ours: Formulation) -> Formulation:
+    """Our side as XLA would run it: its graphs computed by their references."""
+    return Formulation(programs.with_references(ours.function), ours.prepare, ours.finish)
+
+
 def _compared(found: Comparison, cost: Cost) -> dict[str, Any]:
-    first, best = found.names[0], found.best_other
+    first = found.names[0]
+    timed = [name for name in found.names[1:] if name in found.seconds]
+    # The reference is what XLA would run in our place, and no formulation that a user would write.
+    best = min((name for name in timed if name != REFERENCE), key=found.median, default=None)
     entry: dict[str, Any] = {
         "status": WRONG if found.wrong else TIMED if best else FAILED,
         "tolerance": found.tolerance,
@@ -80,17 +102,24 @@ def _compared(found: Comparison, cost: Cost) -> dict[str, Any]:
         return entry
     entry |= {"calls": found.calls, "rounds": len(found.seconds[first])}
     entry["us"] = {name: summary(values, 1e6) for name, values in found.seconds.items()}
+    if REFERENCE in timed:
+        entry |= _ratios(found, REFERENCE, "ratio_reference")
     if best is None:
         return entry | {
             "reason": "no formulation of XLA's ran: " + "; ".join(found.failed.values())
         }
-    ratios = found.ratios(best)
     entry["best_xla"] = best
-    entry["ratio"] = round(found.ratio(best), 4)
-    entry["ratio_min"], entry["ratio_max"] = round(min(ratios), 4), round(max(ratios), 4)
+    entry |= _ratios(found, best, "ratio")
     entry["tflops"] = {n: _rate(cost.flops, found.median(n), 1e12) for n in (first, best)}
     entry["gbytes_s"] = {n: _rate(cost.bytes, found.median(n), 1e9) for n in (first, best)}
     return entry
+
+
+def _ratios(found: Comparison, name: str, key: str) -> dict[str, float]:
+    """A function's time over ours: of the medians, and the least and largest of a round."""
+    rounds = found.ratios(name)
+    figures = {key: found.ratio(name), f"{key}_min": min(rounds), f"{key}_max": max(rounds)}
+    return {key: round(value, 4) for key, value in figures.items()}
 
 
 def _rate(amount: int, seconds: float, unit: float) -> float:

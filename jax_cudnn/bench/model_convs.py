@@ -1,4 +1,4 @@
-"""Convolutions of ResNet-50, ConvNeXt and a 3-D U-Net."""
+"""Convolutions of ResNet-50, VGG, ResNeXt, ConvNeXt, MobileNet, EfficientNet and a 3-D U-Net."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class Conv:
         """The same with a small batch and image, and few channels."""
         few = replace(self, batch=2, size=min(self.size, 8))
         if self.groups > 1:
-            return replace(few, channels=16, features=16, groups=16)
+            groups = 16 if self.groups == self.channels else 4
+            return replace(few, channels=16, features=16, groups=groups)
         return replace(few, channels=min(self.channels, 16), features=min(self.features, 24))
 
     def lax(self, x: Array, w: Array, layout: str, **options: Any) -> Array:
@@ -239,29 +240,44 @@ RESNET = {
     "1x1-1024-256-at-14": Conv(_BATCH, 14, 1024, 256, 1),
     "3x3-512-at-7": Conv(_BATCH, 7, 512, 512, 3),
 }
-CONVNEXT = Conv(64, 56, 96, 96, 7, groups=96)
+STEM = Conv(32, 224, 3, 64, 3)
+DEPTHWISE = {
+    "convnext/depthwise-7x7-96-at-56": Conv(64, 56, 96, 96, 7, groups=96),
+    "mobilenet/depthwise-3x3-144-at-56": Conv(64, 56, 144, 144, 3, groups=144),
+    "efficientnet/depthwise-5x5-240-at-28": Conv(64, 28, 240, 240, 5, groups=240),
+}
+GROUPED = {
+    "3x3-128-in-32-groups-at-56": Conv(64, 56, 128, 128, 3, groups=32),
+    "3x3-512-in-32-groups-at-14": Conv(_BATCH, 14, 512, 512, 3, groups=32),
+}
 UNET = Conv(4, 64, 64, 64, 3, rank=3)
 
 
 def cases() -> Iterator[ModelCase]:
     for name, conv in RESNET.items():
-        yield _case("resnet50", name, conv, partial(_fused, residual=False))
+        yield _case(f"resnet50/{name}", conv, partial(_fused, residual=False))
+    yield _case("vgg/stem-3x3", STEM, partial(_fused, residual=False))
     for name, conv in RESNET.items():
         if name != "stem-7x7-s2":  # no residual joins there
-            yield _case("resnet50", name, conv, partial(_fused, residual=True))
+            yield _case(f"resnet50/{name}", conv, partial(_fused, residual=True))
     for name in ("3x3-64-at-56", "3x3-256-at-14"):
         for derivative in (_dgrad, _wgrad):
-            yield _case("resnet50", name, RESNET[name], derivative)
+            yield _case(f"resnet50/{name}", RESNET[name], derivative)
+    for name, conv in GROUPED.items():
+        for part in (_fprop, _dgrad):
+            yield _case(f"resnext/{name}", conv, part)
+    for name, conv in DEPTHWISE.items():
+        # Three of the derivative at which cuDNN loses, so that no one shape decides.
+        for part in (_dgrad,) if name.startswith("efficientnet") else (_fprop, _dgrad, _wgrad):
+            yield _case(name, conv, part)
     for part in (_fprop, _dgrad, _wgrad):
-        yield _case("convnext", "depthwise-7x7-96-at-56", CONVNEXT, part)
-    for part in (_fprop, _dgrad, _wgrad):
-        yield _case("unet3d", "3x3x3-64-at-64", UNET, part)
+        yield _case("unet3d/3x3x3-64-at-64", UNET, part)
 
 
-def _case(model: str, shape: str, conv: Conv, build: Callable[[Conv], Any]) -> ModelCase:
+def _case(shape: str, conv: Conv, build: Callable[[Conv], Any]) -> ModelCase:
     def make(conv: Conv, small: ModelCase | None) -> ModelCase:
         part, ours, xla, operands = build(conv)
-        name = f"{model}/{shape}/{part.replace(', ', '-')}"
-        return ModelCase(name, model, part, ours, xla, operands, small)
+        name = f"{shape}/{part.replace(', ', '-')}"
+        return ModelCase(name, shape.partition("/")[0], part, ours, xla, operands, small)
 
     return make(conv, make(conv.small, None))

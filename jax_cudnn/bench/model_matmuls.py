@@ -1,4 +1,4 @@
-"""Matrix products, reductions and gates of transformers' MLPs and of ConvNeXt's."""
+"""Matrix products of transformers' MLPs and of ConvNeXt's."""
 
 from __future__ import annotations
 
@@ -141,60 +141,26 @@ def int8_weights(m: int, k: int, n: int) -> Built:
     return lambda x, w: matmul_int8_weights(x[None], w[None])[0], xla, operands
 
 
-def total(m: int, n: int, axis: int) -> Built:
-    """Sums of each row (axis 1) or of each column (axis 0), to float32."""
-    out = [1, n] if axis == 0 else [m, 1]
-
-    @graph
-    def sums(g, x):
-        return g.reduction(x, mode="ADD").set_dim(out)
-
-    def by_product(x):
-        one = jnp.ones((x.shape[axis],), x.dtype)
-        return jnp.expand_dims(jnp.tensordot(x, one, (axis, 0), preferred_element_type=F32), axis)
-
-    xla = {
-        "sum": Formulation(lambda x: jnp.sum(x, axis, dtype=F32, keepdims=True)),
-        "product with ones": Formulation(by_product),
-    }
-    return sums, xla, (Operand((m, n)),)
-
-
-def gate(m: int, n: int) -> Built:
-    """swish(a) * b, the gate of a SwiGLU MLP."""
-
-    @graph
-    def swish_mul(g, a, b):
-        return g.mul(g.swish(a), b)
-
-    def in_f32(a, b):
-        return (jax.nn.silu(a.astype(F32)) * b.astype(F32)).astype(a.dtype)
-
-    xla = {
-        "in f32": Formulation(in_f32),
-        "in bf16": Formulation(lambda a, b: jax.nn.silu(a) * b),
-    }
-    return swish_mul, xla, (Operand((m, n)), Operand((m, n)))
-
-
 def cases() -> Iterator[ModelCase]:
     pixels = 64 * 56 * 56
-    yield _case("convnext/pointwise-96-384-at-56", "bias, gelu", linear, pixels, 96, 384, "gelu")
+    yield matrix_case(
+        "convnext/pointwise-96-384-at-56", "bias, gelu", linear, pixels, 96, 384, "gelu"
+    )
     mlp = (8192, 4096, 16384)
-    yield _case("mlp/8192x4096x16384", "bias, relu", linear, *mlp, "relu")
-    yield _case("mlp/8192x4096x16384", "bias, gelu", linear, *mlp, "gelu")
-    yield _case("mlp/8192x4096x16384", "fp8", fp8, *mlp, None)
-    yield _case("mlp/4096x4096x4096", "fp8", fp8, 4096, 4096, 4096, None)
-    yield _case("mlp/8192x4096x16384", "fp8 product", fp8_product, *mlp)
-    yield _case("mlp/4096x4096x4096", "fp8 product", fp8_product, 4096, 4096, 4096)
-    yield _case("mlp/8192x4096x16384", "fp8, bias, gelu", fp8, *mlp, "gelu")
-    yield _case("mlp/64x8192x28672", "int8 weights", int8_weights, 64, 8192, 28672)
-    yield _case("mlp/8192x8192", "sum of rows", total, 8192, 8192, 1)
-    yield _case("mlp/8192x8192", "sum of columns", total, 8192, 8192, 0)
-    yield _case("mlp/8192x14336", "swish gate", gate, 8192, 14336)
+    yield matrix_case("mlp/8192x4096x16384", "bias, relu", linear, *mlp, "relu")
+    yield matrix_case("mlp/8192x4096x16384", "bias, gelu", linear, *mlp, "gelu")
+    yield matrix_case("mlp/8192x4096x16384", "fp8", fp8, *mlp, None)
+    yield matrix_case("mlp/4096x4096x4096", "fp8", fp8, 4096, 4096, 4096, None)
+    yield matrix_case("mlp/8192x4096x16384", "fp8 product", fp8_product, *mlp)
+    yield matrix_case("mlp/4096x4096x4096", "fp8 product", fp8_product, 4096, 4096, 4096)
+    yield matrix_case("mlp/8192x4096x16384", "fp8, bias, gelu", fp8, *mlp, "gelu")
+    yield matrix_case("mlp/64x8192x28672", "int8 weights", int8_weights, 64, 8192, 28672)
+    yield matrix_case("mlp/4096x4096x4096", "int8 weights", int8_weights, 4096, 4096, 4096)
 
 
-def _case(shape: str, part: str, build: Callable[..., Built], *arguments: Any) -> ModelCase:
+def matrix_case(shape: str, part: str, build: Callable[..., Built], *arguments: Any) -> ModelCase:
+    """The case of ``build(*arguments)``, with its small version."""
+
     def make(arguments: tuple[Any, ...], small: ModelCase | None) -> ModelCase:
         name = f"{shape}/{part.replace(', ', '-').replace(' ', '-')}"
         return ModelCase(name, shape.partition("/")[0], part, *build(*arguments), small)

@@ -88,6 +88,6 @@ class ModelCase:
 
 def model_cases() -> tuple[ModelCase, ...]:
     """All cases, in the order of the table."""
-    from . import model_convs, model_matmuls  # they import ModelCase from here
+    from . import model_convs, model_matmuls, model_streams  # they import ModelCase from here
 
-    return (*model_convs.cases(), *model_matmuls.cases())
+    return (*model_convs.cases(), *model_matmuls.cases(), *model_streams.cases())

@@ -55,28 +55,31 @@ def render_cases(result: dict[str, Any]) -> str:
         return "This result holds no cases: `python -m jax_cudnn bench` measures them on a GPU."
     known = survey()
     notes: list[str] = []
-    rows = [
-        "| case | jax_cudnn, us | XLA's best, us | XLA / jax_cudnn | TFLOP/s | GB/s | survey |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    referenced = any("ratio_reference" in entry for entry in result["cases"].values())
+    titles = ["case", "jax_cudnn, us", "XLA's best, us", "XLA / jax_cudnn"]
+    titles += [*["reference in XLA / jax_cudnn"] * referenced, "TFLOP/s", "GB/s", "survey"]
+    rows = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for name, entry in result["cases"].items():
         earlier = known["cases"].get(name)
         shown = "" if earlier is None else _range(earlier["ratio"])
         if entry["status"] != TIMED:
-            rows.append(f"| {name} | {entry['status']} | | | | | {shown} |")
+            rows.append(f"| {name} | {entry['status']} {'| ' * (len(titles) - 3)}| {shown} |")
             notes.append(f"{name}, {entry['status']}: {' '.join(entry['reason'].split())}")
             continue
         best = entry["best_xla"]
         rows.append(
             f"| {name} | {_spread(entry['us']['jax_cudnn'])} | {_spread(entry['us'][best])} {best} "
-            f"| {entry['ratio']:.2f} ({entry['ratio_min']:.2f} to {entry['ratio_max']:.2f}) "
-            f"| {entry['tflops']['jax_cudnn']:g} | {entry['gbytes_s']['jax_cudnn']:g} | {shown} |"
+            f"| {_ratio(entry, 'ratio')} "
+            + f"| {_ratio(entry, 'ratio_reference')} " * referenced
+            + f"| {entry['tflops']['jax_cudnn']:g} | {entry['gbytes_s']['jax_cudnn']:g} | {shown} |"
         )
         if earlier is not None:
             notes.extend(_disagreement(name, entry, earlier))
     text = (
         f"{_where(result)}; median (smallest to largest) of rounds of asynchronous calls; XLA's "
         "best formulation by name; FLOPs and bytes are those of the graph."
+        + " The reference is the graph's own meaning in jnp, which XLA runs where it is left to it."
+        * referenced
         + (f" Survey: {known['source']}." if known["cases"].keys() & result["cases"] else "")
         + "\n\n"
         + "\n".join(rows)
@@ -117,6 +120,12 @@ def _where(result: dict[str, Any]) -> str:
         f"{note}{e['device']}, {e['date']}, cuDNN {e['cudnn']}, jax {e['jax']}, "
         f"nvidia-cudnn-frontend {e['nvidia-cudnn-frontend']}"
     )
+
+
+def _ratio(entry: dict[str, Any], key: str) -> str:
+    if key not in entry:
+        return ""
+    return f"{entry[key]:.2f} ({entry[f'{key}_min']:.2f} to {entry[f'{key}_max']:.2f})"
 
 
 def _range(ratio: list[float]) -> str:

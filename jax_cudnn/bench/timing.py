@@ -66,11 +66,13 @@ def summary(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 
 def environment() -> dict[str, Any]:
-    """Date, device and versions of a measurement."""
+    """Date, device and versions of a measurement; ``sm_version`` is None without a GPU."""
     device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)  # "9.0"
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device.device_kind,
+        "sm_version": capability and int(capability.replace(".", "")),
         "platform": device.client.platform_version.splitlines()[0],
         "cudnn": _cudnn(),
         **{package: _version(package) for package in _PACKAGES},

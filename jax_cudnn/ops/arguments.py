@@ -162,13 +162,19 @@ def out_dtype(x: jax.Array, w: jax.Array, preferred: Any, epilogue: bool = False
     return jnp.result_type(x, w).name
 
 
-def with_precision(
-    function: GraphFunction, options: Options | None, precision: Any
+def chosen(
+    function: GraphFunction,
+    options: Options | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
 ) -> GraphFunction:
-    """The function with options, in which ``precision`` (lax's, any spelling) comes first."""
+    """The function with options, in which ``precision`` (lax's, any spelling) and
+    ``implementation`` come first."""
     changes: dict[str, Any] = {} if options is None else {"options": options}
     if precision is not None:
         changes["precision"] = normal_precision(precision)
+    if implementation is not None:
+        changes["implementation"] = implementation
     return function.with_options(**changes) if changes else function
 
 

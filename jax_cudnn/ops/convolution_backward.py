@@ -45,6 +45,7 @@ class ConvDgrad(ConvolutionGradient):
     method = "conv_dgrad"
     dims = "loss: n k *y, filter: k i *r -> DX: n c *x"
     batch = "n"
+    image_and_weight = ("DX", "filter")
     jax_names = ("conv_transpose",)
     deterministic = False
     requires = (
@@ -101,6 +102,11 @@ class ConvDgrad(ConvolutionGradient):
         shape = self.default_dims("DX", (loss.shape[0], filter.shape[1]), *image)
         self.check_forward(_named(loss, "DX", shape), filter, loss)
         return {"DX": (shape, product_dtype(inputs))}
+
+    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+        # Strides spread the loss out, and cuDNN and XLA have other kernels for that.
+        strided = any(step > 1 for step in self.stride)
+        return super().pattern(tensors) + " strided" * strided
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["loss"]) * math.prod(shapes["filter"][1:])
@@ -165,6 +171,7 @@ class ConvWgrad(ConvolutionGradient):
 
     method = "conv_wgrad"
     dims = "image: n c *x, loss: n k *y -> DW: k i *r"
+    image_and_weight = ("image", "DW")
     broadcasts_around = ONE_ELEMENT
     deterministic = False
     requires = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .._core.spec import Tensor
 
 MODES = ("CROSS_CORRELATION", "CONVOLUTION")
+_FEW = 8  # channels that cuDNN's kernels for 16-bit floats read at a time
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Convolution(Node):
     dilation: tuple[int, ...] = ()
     convolution_mode: str = "CROSS_CORRELATION"
 
+    image_and_weight: ClassVar[tuple[str, str]] = ("image", "weight")
+    """The ports, of inputs or the output, with the forward's image and weight."""
     anchor = True
     dtypes = PRODUCTS
     least_rank = 4
@@ -73,6 +76,20 @@ class Convolution(Node):
 
     def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
         return product_compute(inputs)
+
+    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+        image, weight = (tensors[port].shape for port in self.image_and_weight)
+        features, channels, *window = weight
+        groups = image[1] // channels
+        kinds = {
+            f"{len(window)}-D": len(window) != 2,
+            "depthwise": groups > 1 and channels == 1,
+            "grouped": groups > 1 and channels > 1,
+            "few channels": groups == 1 and channels < _FEW,
+            "few features": groups == 1 and features < _FEW,
+            "dilated": any(step > 1 for step in self.dilation),
+        }
+        return " ".join((self.method, *(kind for kind, holds in kinds.items() if holds)))
 
     def forward_shape(self, image: Tensor, weight: Tensor) -> Shape:
         """The shape of Y for an image and a weight; GraphError in words if they do not fit.

@@ -55,6 +55,9 @@ class Pointwise(Node):
             "cuDNN computes it for operands of one shape only"
         )
 
+    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+        return ""
+
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         ((output, (shape, dtype)),) = super().infer(inputs).items()
         if self.shaped and inputs[self.shaped].shape != shape:

@@ -17,6 +17,7 @@ from . import epilogue
 from .arguments import (
     Padding,
     check_channels,
+    chosen,
     each,
     laid_out,
     numbers,
@@ -26,7 +27,6 @@ from .arguments import (
     promoted,
     transpose,
     transposed_pads,
-    with_precision,
 )
 from .epilogue import Activation, Terms
 
@@ -71,6 +71,7 @@ def conv(
     dimension_numbers: Any = None,
     precision: Any = None,
     preferred_element_type: Any = None,
+    implementation: str | None = None,
     options: Options | None = None,
 ) -> jax.Array:
     """Convolution with its epilogue in one cuDNN plan.
@@ -95,6 +96,7 @@ def conv(
         precision: of float32 products, as in lax: DEFAULT allows TF32.
         preferred_element_type: dtype of the result; by default the operands' dtype, for float8
             and for int8 with an epilogue float32, for int8 alone int32.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
     Element types: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8; accumulated in
@@ -102,7 +104,8 @@ def conv(
 
     Raises:
         GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
-        UnsupportedGraphError: compiled for a GPU on which cuDNN has no engine for it.
+        UnsupportedGraphError: with ``implementation="cudnn"``, compiled for a GPU on which cuDNN
+            has no engine for it.
 
     Source: ``jax.lax.conv_general_dilated``; cuDNN documentation,
     ``CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD``.
@@ -128,7 +131,7 @@ def conv(
     )
     shape = (image.shape[0], weight.shape[0], *sizes)
     terms = _terms(scale, bias, residual, activation, shape, weight, spec)
-    y = with_precision(CONV, options, precision)(
+    y = chosen(CONV, options, precision, implementation)(
         image,
         weight,
         *terms[:3],
@@ -156,6 +159,7 @@ def conv_transpose(
     transpose_kernel: bool = False,
     precision: Any = None,
     preferred_element_type: Any = None,
+    implementation: str | None = None,
     options: Options | None = None,
 ) -> jax.Array:
     """Transposed convolution with an epilogue.
@@ -167,7 +171,8 @@ def conv_transpose(
 
     Args:
         x, w, bias, scale, residual, activation, dilation, precision, preferred_element_type,
-            options: as in :func:`conv`. dimension_numbers: as for ``lax.conv_transpose``;
+            implementation, options: as in :func:`conv`.
+        dimension_numbers: as for ``lax.conv_transpose``;
             ("NHWC", "HWIO", "NHWC") and its like when omitted.
         strides: how far apart the image's elements lie in the result.
         padding: "SAME" (the result is ``strides`` times as large), "VALID", or (low, high) for
@@ -208,7 +213,7 @@ def conv_transpose(
     terms = _terms(scale, bias, residual, activation, shape, weight, spec)
     out = out_dtype(image, weight, preferred_element_type, terms.given)
     if set(stride) == {1} and min(min(pair) for pair in padded) >= 0:  # a plain convolution
-        y = with_precision(_UNSTRIDED, options, precision)(
+        y = chosen(_UNSTRIDED, options, precision, implementation)(
             image,
             jnp.flip(weight, range(2, weight.ndim)) if transpose_kernel else weight,
             *terms[:3],
@@ -219,7 +224,7 @@ def conv_transpose(
             out=out,
         )
     else:
-        function = with_precision(CONV_TRANSPOSE, options, precision)
+        function = chosen(CONV_TRANSPOSE, options, precision, implementation)
         flip = not transpose_kernel
         y = dilated(image, weight, padded, stride, dilate, 1, flip, out, function)
         if y is None:

@@ -14,7 +14,7 @@ from .._core.errors import GraphError
 from .._core.options import Options
 from .._core.trace import GraphFunction
 from . import epilogue
-from .arguments import out_dtype, promoted, with_precision
+from .arguments import chosen, out_dtype, promoted
 from .epilogue import Activation, Terms
 
 
@@ -47,6 +47,7 @@ def matmul(
     transpose_b: bool = False,
     precision: Any = None,
     preferred_element_type: Any = None,
+    implementation: str | None = None,
     options: Options | None = None,
 ) -> jax.Array:
     """Matrix product with its epilogue in one cuDNN plan.
@@ -65,6 +66,7 @@ def matmul(
             matmul without TF32: HIGH and HIGHEST are refused on CUDA (UnsupportedGraphError).
         preferred_element_type: dtype of the result; by default the operands' promoted dtype, for
             float8 and for int8 with an epilogue float32, for int8 alone int32.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
     Element types: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8, and bfloat16 or
@@ -73,7 +75,8 @@ def matmul(
 
     Raises:
         GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
-        UnsupportedGraphError: compiled for a GPU on which cuDNN has no engine for it.
+        UnsupportedGraphError: with ``implementation="cudnn"``, compiled for a GPU on which cuDNN
+            has no engine for it.
 
     Source: ``jax.numpy.matmul``; cuDNN documentation, ``CUDNN_BACKEND_OPERATION_MATMUL``.
 
@@ -119,7 +122,7 @@ def matmul(
     if terms.residual is not None:
         rows = a.shape[-1 if transpose_a else -2]
         terms = terms._replace(residual=terms.residual.reshape(-1, rows, n))
-    y = with_precision(_MATMUL, options, precision)(
+    y = chosen(_MATMUL, options, precision, implementation)(
         jnp.swapaxes(a, 1, 2) if transpose_a else a,
         jnp.swapaxes(b, 1, 2) if transpose_b else b,
         *terms[:3],

@@ -16,7 +16,7 @@ from jax import lax
 from .._core import compat
 from .._core.dtypes import FLOATS, PRODUCTS, canonical
 from .._core.options import normal_precision
-from .arguments import numbers, promoted, transpose, with_precision
+from .arguments import chosen, numbers, promoted, transpose
 from .fused_conv import CONV, CONV_TRANSPOSE, dilated
 from .fused_matmul import DOT_GENERAL
 
@@ -45,8 +45,10 @@ def conv_general_dilated(
     spatial dimensions, integers without ``preferred_element_type``, float64 and complex) is
     lax's, with a line in the debug log of the logger ``jax_cudnn``.
 
-    Raises: what lax raises for wrong arguments; UnsupportedGraphError when compiled for a GPU on
-    which cuDNN has no engine. Source: ``jax.lax.conv_general_dilated``.
+    Raises: what lax raises for wrong arguments; UnsupportedGraphError under
+    ``jax_cudnn.implementation("cudnn")`` on a GPU on which cuDNN has no engine.
+
+    Source: ``jax.lax.conv_general_dilated``.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
@@ -106,7 +108,7 @@ def conv_general_dilated(
             return plain("strides and image dilation together")
         if str(lhs.dtype) not in FLOATS:
             return plain("image dilation of 8-bit numbers")
-        function = with_precision(CONV_TRANSPOSE, None, precision)
+        function = chosen(CONV_TRANSPOSE, None, precision)
         groups = feature_group_count
         y = dilated(image, weight, padded, spread, dilate, groups, True, canonical(out), function)
         if y is None:
@@ -114,7 +116,7 @@ def conv_general_dilated(
     elif any(p < 0 for pair in padded for p in pair):
         return plain("negative padding")
     else:
-        y = with_precision(CONV, None, precision)(
+        y = chosen(CONV, None, precision)(
             image,
             weight,
             None,
@@ -146,8 +148,10 @@ def dot_general(
     precision that forbids TF32, integers without ``preferred_element_type``, float64 and complex,
     an ``out_sharding``) is lax's, with a line in the debug log of the logger ``jax_cudnn``.
 
-    Raises: what lax raises for wrong arguments; UnsupportedGraphError when compiled for a GPU on
-    which cuDNN has no engine. Source: ``jax.lax.dot_general``.
+    Raises: what lax raises for wrong arguments; UnsupportedGraphError under
+    ``jax_cudnn.implementation("cudnn")`` on a GPU on which cuDNN has no engine.
+
+    Source: ``jax.lax.dot_general``.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
@@ -183,7 +187,7 @@ def dot_general(
     lhs, rhs = promoted(lhs, rhs)
     a, a_order, a_free = _collapsed(lhs, lhs_batch, lhs_contract, contract_last=True)
     b, b_order, b_free = _collapsed(rhs, rhs_batch, rhs_contract, contract_last=False)
-    y = with_precision(DOT_GENERAL, None, precision)(
+    y = chosen(DOT_GENERAL, None, precision)(
         a,
         b,
         None,

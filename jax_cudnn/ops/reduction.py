@@ -135,6 +135,18 @@ class Reduction(Node):
             )
         return {"Y": (tuple(out), "float32")}
 
+    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+        input, output = tensors["input"], tensors["Y"]
+        order = input.order or range(len(input.shape))
+        # Whether it is reduced, for each dimension from the slowest in memory to the fastest.
+        reduced = [output.shape[i] == 1 for i in order if input.shape[i] > 1]
+        if all(reduced):
+            return "reduction of everything"
+        if reduced == sorted(reduced):
+            return "reduction of rows"
+        columns = reduced == sorted(reduced, reverse=True)
+        return "reduction of columns" if columns else "reduction of some dimensions"
+
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return math.prod(shapes["input"])
 

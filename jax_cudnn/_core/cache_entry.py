@@ -1,0 +1,85 @@
+"""The file format of the plan cache: how an entry becomes bytes, and what bytes are not one.
+
+A line with a magic, the format and the SHA-256 of the rest; then compressed JSON of key, label and
+value. JSON, and no pickle: reading an entry runs nothing of it. Yet a value is a plan, and a plan
+holds code for the GPU, which a checksum does not make harmless. Import an archive, and use a folder
+that others can write to, only if you trust them as you trust a program that you install.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import stat
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FORMAT = 1
+LARGEST = 2**26  # bytes of an entry, also of its JSON; plans are 3 to 120 KB
+NAME = re.compile(r"([0-9a-f]{64})\.plan")
+_MAGIC = b"jax_cudnn plan"
+_HEADER = re.compile(re.escape(_MAGIC) + rb" (\d{1,9}) ([0-9a-f]{64})\n")
+
+
+class Unusable(Exception):
+    """Why bytes are no entry, in words."""
+
+
+class Content(NamedTuple):
+    """What an entry holds; ``label`` says to humans what it is."""
+
+    key: str
+    value: dict[str, Any]
+    label: str
+
+
+def digest(key: str) -> str:
+    """The name of a key's entry: its SHA-256, in hexadecimal."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def encode(content: Content) -> bytes:
+    """Its file. Raises Unusable if it is too large to be read back."""
+    text = json.dumps(content._asdict(), separators=(",", ":")).encode()
+    if len(text) > LARGEST:
+        raise Unusable(f"too large: {len(text)} bytes")
+    body = zlib.compress(text)
+    return b"%s %d %s\n" % (_MAGIC, FORMAT, _checksum(body)) + body
+
+
+def decode(data: bytes, name: str) -> Content:
+    """The entry whose key has this digest; raises Unusable for whatever else it can be."""
+    header = _HEADER.match(data)
+    if header is None:
+        incomplete = _MAGIC.startswith(data[: len(_MAGIC)])
+        raise Unusable("damaged: no header" if incomplete else "foreign: no entry of this cache")
+    version, body = int(header[1]), data[header.end() :]
+    if version != FORMAT:
+        age = "older" if version < FORMAT else "newer"
+        raise Unusable(f"{age}: format {version}, read is {FORMAT}")
+    if _checksum(body) != header[2]:
+        raise Unusable("damaged: not the bytes that were written")
+    try:
+        fields = json.loads(zlib.decompressobj().decompress(body, LARGEST))
+        content = Content(fields["key"], fields["value"], fields["label"])
+    except (zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Unusable(f"damaged: no entry inside ({error!r})") from error
+    if not all(map(isinstance, content, (str, dict, str))):
+        raise Unusable("damaged: no entry inside")
+    if digest(content.key) != name:
+        raise Unusable("foreign: the entry of another key")
+    return content
+
+
+def read(path: Path) -> bytes:
+    """At most ``LARGEST`` bytes of a regular file; nothing waits for a pipe, or reads a device."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise Unusable("foreign: no file")
+    with open(path, "rb") as file:
+        return file.read(LARGEST)
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode()

@@ -1,0 +1,92 @@
+"""What runs where and why, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .cost import cost
+
+if TYPE_CHECKING:
+    from .plan import Plan, PlannedSegment
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Of a :class:`Plan`: data for ``json.dumps``, which prints as text."""
+
+    data: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"name", "gpu", "implementation", "cut_bytes", "segments": [{"runs_on", "operations",
+        "engine", "workspace_bytes", "candidates", "reads_bytes", "writes_bytes", "flops",
+        "reason"}]}``; a new dictionary each time."""
+        return json.loads(json.dumps(self.data))
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        data = self.data
+        segments = data["segments"]
+        count = "one segment" if len(segments) == 1 else f"{len(segments)} segments"
+        yield (
+            f"{data['name']} on {data['gpu']}, implementation {data['implementation']!r}: {count}"
+        )
+        for number, segment in enumerate(segments, 1):
+            yield f"  {number}. {segment['runs_on']}: {', '.join(segment['operations'])}"
+            if segment["runs_on"] == "cuDNN":
+                yield (
+                    f"     engine {segment['engine']} of {segment['candidates']} candidates, "
+                    f"{segment['workspace_bytes']} bytes of workspace"
+                )
+            moved = segment["reads_bytes"], segment["writes_bytes"], segment["flops"]
+            yield "     reads {:,} bytes, writes {:,}, computes {:,} operations".format(*moved)
+            if segment["reason"]:
+                yield from textwrap.wrap(
+                    f"because {segment['reason']}",
+                    width=100,
+                    initial_indent="     ",
+                    subsequent_indent="       ",
+                )
+        if len(segments) > 1:
+            yield f"  {data['cut_bytes']:,} bytes cross the cuts"
+
+
+def explain(plan: Plan) -> Explanation:
+    """The explanation of a plan."""
+    made = {name: s for s in plan.segments for name in s.spec.outputs}
+    crossing = sum(
+        plan.spec.tensor(name).nbytes
+        for segment in plan.segments
+        for name in segment.spec.inputs
+        if name in made
+    )
+    return Explanation(
+        {
+            "name": plan.name,
+            "gpu": plan.gpu,
+            "implementation": plan.implementation,
+            "graph": str(plan.spec),
+            "cut_bytes": crossing,
+            "segments": [_segment(segment) for segment in plan.segments],
+        }
+    )
+
+
+def _segment(segment: PlannedSegment) -> dict[str, Any]:
+    spec, plan = segment.spec, segment.plan
+    return {
+        "runs_on": "XLA" if plan is None else "cuDNN",
+        "operations": [call.name for call in spec.calls],
+        "engine": None if plan is None else plan.engine,
+        "workspace_bytes": 0 if plan is None else plan.workspace_bytes,
+        "candidates": 0 if plan is None else plan.candidates,
+        "reads_bytes": sum(tensor.nbytes for tensor in spec.input_tensors),
+        "writes_bytes": sum(tensor.nbytes for tensor in spec.output_tensors),
+        "flops": cost(spec).flops,
+        "reason": segment.reason,
+    }

@@ -1,0 +1,203 @@
+"""How a graph runs on a GPU: the implementation asked for, the splitter's cuts, and a plan for
+each of cuDNN's segments; decided once for equal graphs, and alike by all processes of a job."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from ..deviceless.profiles import Profile
+from . import cache, frontend, job, losses, planner
+from .cuda import CudaDevice
+from .errors import UnsupportedGraphError
+from .execution_plan import ExecutionPlan
+from .implementation import CUDNN, SPLIT, XLA
+from .plan import Plan, PlannedSegment
+from .settings import settings
+from .single_flight import SingleFlight
+from .spec import GraphSpec
+from .split import Segment, part, search, whole
+from .unsupported import most_telling
+
+log = logging.getLogger("jax_cudnn")
+
+# A segment as a row: its calls by position, whether XLA runs it, and why.
+_Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
+
+_refusals: SingleFlight[str | None] = SingleFlight(1 << 14)
+_splits: SingleFlight[_Rows] = SingleFlight()
+_agreed: SingleFlight[tuple[PlannedSegment, ...]] = SingleFlight()
+
+
+def place(
+    spec: GraphSpec,
+    site: Profile | CudaDevice,
+    name: str,
+    devices: Sequence[jax.Device] = (),  # pyright: ignore[reportInvalidTypeForm]
+) -> Plan:
+    """The plan of a graph for a GPU.
+
+    ``devices`` are those of the compilation: where they belong to several processes, the lowest
+    of these decides for all.
+
+    Raises:
+        UnsupportedGraphError: the graph asks for ``implementation="cudnn"``, and cuDNN has no
+            engine for the whole of it.
+        JobError: another process decides, and its decision has not come.
+    """
+    if left_to_xla(spec):
+        return by_xla(spec, name)
+    together = job.leader(devices) is not None
+    segments = (
+        _decide_together(spec, site, name, devices) if together else _decide(spec, site, name)
+    )
+    plan = Plan(name, _model(site)[0], spec.options.implementation or SPLIT, spec, segments)
+    _tell(plan)
+    return plan
+
+
+def left_to_xla(spec: GraphSpec) -> str:
+    """Why XLA runs a graph on every GPU, so that nothing is to be planned; else empty."""
+    if spec.is_empty:
+        return "cuDNN takes no empty tensors"
+    return "implementation='xla'" if spec.options.implementation == XLA else ""
+
+
+def by_xla(spec: GraphSpec, name: str) -> Plan:
+    """The plan of a graph that is left to XLA."""
+    calls = tuple(range(len(spec.calls)))
+    segment = PlannedSegment(spec, calls, None, left_to_xla(spec))
+    plan = Plan(name, "any GPU", spec.options.implementation or SPLIT, spec, (segment,))
+    _tell(plan)
+    return plan
+
+
+def _decide(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[PlannedSegment, ...]:
+    if spec.options.implementation == CUDNN:
+        return (*_planned(whole(spec, False), site, name),)
+    canonical = spec.for_planning().canonical()
+    key = canonical, planner.identity(site)
+    rows = _splits.get(key, lambda: _split(canonical, site, name))
+    return (*_planned([_segment(spec, *row) for row in rows], site, name),)
+
+
+def _planned(
+    segments: Sequence[Segment], site: Profile | CudaDevice, name: str
+) -> Iterator[PlannedSegment]:
+    for s in segments:
+        plan = None if s.leftover else planner.plan(s.spec, site, name)
+        yield PlannedSegment(s.spec, s.calls, plan, s.reason)
+
+
+def _segment(spec: GraphSpec, calls: Sequence[int], leftover: bool, reason: str) -> Segment:
+    return Segment(part(spec, calls), tuple(calls), leftover, reason)
+
+
+# -- the split -------------------------------------------------------------------------------------
+
+
+def _split(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> _Rows:
+    """From the disk, or searched and left there for other processes."""
+    lost = losses.table().get(str(_model(site)[1]), {})
+    key = f"{planner.key_text('split', spec, site)}\n{sorted(lost.get('patterns', ()))}"
+    known = _decoded(cache.get(key), spec)
+    if known is not None:
+        return known
+    segments = search(spec, lambda piece: _refusal(piece, site, name))
+    rows = tuple((s.calls, s.leftover, s.reason) for s in segments)
+    if len(rows) == 1 and not rows[0][1]:
+        return rows  # one plan, which has an entry of its own
+    stored = cache.put(key, {"segments": rows}, label=f"{spec!r} in {len(rows)} segments")
+    return _decoded(stored, spec) or rows
+
+
+def _decoded(stored: dict[str, Any] | None, spec: GraphSpec) -> _Rows | None:
+    try:
+        rows = tuple((tuple(c), bool(x), str(r)) for c, x, r in (stored or {})["segments"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    held = sorted(call for calls, _, _ in rows for call in calls)
+    return rows if held == [*range(len(spec.calls))] else None
+
+
+def _refusal(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> str | None:
+    """Why cuDNN is not to run a graph: it has no engine, or is measured to lose."""
+
+    def ask() -> str | None:
+        loss = losses.loss(spec, _model(site)[1])
+        if loss is not None:
+            return str(loss)
+        try:
+            planner.plan(spec, site, name, advise=False)
+        except UnsupportedGraphError as error:
+            return most_telling(error.reasons) or error.why or error.summary
+        return None
+
+    return _refusals.get((spec.canonical(), planner.identity(site)), ask)
+
+
+def _model(site: Profile | CudaDevice) -> tuple[str, int]:
+    """A GPU's name, and its compute capability times ten."""
+    if isinstance(site, Profile):
+        return site.name, site.sm_version
+    return site.model(frontend.load())
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+def _decide_together(
+    spec: GraphSpec,
+    site: Profile | CudaDevice,
+    name: str,
+    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+) -> tuple[PlannedSegment, ...]:
+    canonical = spec.canonical()
+    identity = planner.identity(site)
+
+    def make() -> dict[str, Any]:
+        return {"segments": [_record(segment) for segment in _decide(canonical, site, name)]}
+
+    def agree() -> tuple[PlannedSegment, ...]:
+        timeout = settings().job_timeout
+        key = repr(canonical._key())
+        record = job.agreed(key, devices, make, name=name, identity=identity, timeout=timeout)
+        return tuple(_replanned(canonical, row) for row in record["segments"])
+
+    processes = tuple(sorted({device.process_index for device in devices}))
+    agreed = _agreed.get((canonical, identity, processes), agree)
+    return tuple(PlannedSegment(part(spec, s.calls), s.calls, s.plan, s.reason) for s in agreed)
+
+
+def _record(segment: PlannedSegment) -> dict[str, Any]:
+    plan = None if segment.plan is None else segment.plan.to_json()
+    return {"calls": segment.calls, "plan": plan, "reason": segment.reason}
+
+
+def _replanned(spec: GraphSpec, row: dict[str, Any]) -> PlannedSegment:
+    plan = None if row["plan"] is None else ExecutionPlan.from_json(row["plan"])
+    calls = tuple(row["calls"])
+    return PlannedSegment(part(spec, calls), calls, plan, row["reason"])
+
+
+# -- what is said about it -------------------------------------------------------------------------
+
+
+def _tell(plan: Plan) -> None:
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    if len(plan.segments) > 1:
+        log.debug("%s: cut in %d segments", plan.name, len(plan.segments))
+    for segment in plan.segments:
+        if segment.plan is None:
+            log.debug("%s: XLA runs %r: %s", plan.name, segment.spec, segment.reason)
+
+
+def clear() -> None:
+    """Forget all decisions and plans that are in memory (tests and benchmarks)."""
+    for kept in (_refusals, _splits, _agreed):
+        kept.clear()
+    planner.clear()

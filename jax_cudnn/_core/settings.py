@@ -1,0 +1,108 @@
+"""Settings of the process: where plans are kept, and how long processes wait for each other."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from .errors import GraphError, GraphTypeError
+
+_UNCHANGED: Any = ...  # None means something: no cache on disk
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``configure`` decides; see there."""
+
+    plan_cache: Path | None
+    plan_cache_bytes: int = 2**30
+    job_timeout: float = 300.0
+
+
+_given: dict[str, Any] = {}
+
+
+def configure(
+    *,
+    plan_cache: str | os.PathLike[str] | None = _UNCHANGED,
+    plan_cache_bytes: int = _UNCHANGED,
+    job_timeout: float = _UNCHANGED,
+) -> None:
+    """Changes settings of this process, for plans from now on; what is not given stays.
+
+    Args:
+        plan_cache: the folder in which plans are kept from process to process. Whoever may write
+            there decides what runs on your GPU. None keeps them in memory only. Default:
+            ``jax_cudnn/plans`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``).
+        plan_cache_bytes: how large the folder may grow, in bytes; plans that were not used for
+            longest are deleted first. Default: 1 GiB.
+        job_timeout: how long, in seconds, a process of a ``jax.distributed`` job waits for the
+            plans of the one that makes them. Default: 300.
+
+    Raises:
+        GraphTypeError: a value of the wrong type.
+        GraphError: no folder, no positive number. Nothing is changed then.
+
+    Example: ``jax_cudnn.configure(plan_cache="/scratch/plans", plan_cache_bytes=10**9)``
+    """
+    global _given
+    changes: dict[str, Any] = {}
+    if plan_cache is not _UNCHANGED:
+        changes["plan_cache"] = None if plan_cache is None else _folder(plan_cache)
+    if plan_cache_bytes is not _UNCHANGED:
+        changes["plan_cache_bytes"] = _positive("plan_cache_bytes", plan_cache_bytes, Integral)
+    if job_timeout is not _UNCHANGED:
+        changes["job_timeout"] = _positive("job_timeout", job_timeout, Real)
+    _given = {**_given, **changes}
+
+
+def settings() -> Settings:
+    """What is set now."""
+    return Settings(**{"plan_cache": _default_folder(), **_given})
+
+
+def _default_folder() -> Path | None:
+    """By the convention of the platform; None for a user without a home."""
+    import platformdirs
+
+    folder = platformdirs.user_cache_path("jax_cudnn", appauthor=False) / "plans"
+    return folder if folder.is_absolute() else None
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise GraphTypeError(
+            "plan_cache is no folder",
+            expected="a path, or None for plans in memory only",
+            got=f"{type(path).__name__}: {path!r}"[:200],
+        )
+    try:
+        if not text or "\0" in text:
+            raise ValueError
+        return Path(text).expanduser().absolute()
+    except (ValueError, RuntimeError):  # RuntimeError: ~ of an unknown user
+        raise GraphError(
+            "plan_cache is no folder",
+            expected="a path, or None for plans in memory only",
+            got=repr(path),
+        ) from None
+
+
+def _positive(name: str, value: Any, kind: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise GraphTypeError(
+            f"{name} is not valid",
+            expected="a whole number" if kind is Integral else "a number",
+            got=f"{type(value).__name__}: {value!r}"[:200],
+        )
+    if not 0 < value < math.inf:
+        raise GraphError(f"{name} is not valid", expected="more than 0", got=f"{name}={value!r}")
+    return int(value) if kind is Integral else float(value)

@@ -1,0 +1,73 @@
+"""What is made once for equal keys, however many threads ask, and then kept in memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+V = TypeVar("V")
+_all: weakref.WeakSet[SingleFlight[Any]] = weakref.WeakSet()
+
+
+class SingleFlight(Generic[V]):
+    """Values by key, the oldest of more than ``capacity`` forgotten. Failures are not kept."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._capacity = capacity
+        self._futures: dict[Hashable, Future[V]] = {}
+        self._lock = threading.Lock()
+        _all.add(self)
+
+    def get(self, key: Hashable, make: Callable[[], V]) -> V:
+        """The value for a key, made by one thread while others that ask wait for it.
+
+        Raises what ``make`` raises, in all of them.
+        """
+        while True:
+            with self._lock:
+                future = self._futures.get(key)
+                mine = future is None
+                if future is None:
+                    future = self._futures[key] = Future()
+                    while len(self._futures) > self._capacity:
+                        self._futures.pop(next(iter(self._futures)))
+            if mine:
+                self._fulfil(future, key, make)
+            try:
+                return future.result()
+            except (KeyboardInterrupt, SystemExit):
+                if mine:
+                    raise
+                # The thread that made it was interrupted, not this one: make it here.
+
+    def _fulfil(self, future: Future[V], key: Hashable, make: Callable[[], V]) -> None:
+        try:
+            future.set_result(make())
+        except BaseException as error:
+            # The user may mend the installation and try again.
+            with self._lock:
+                self._futures.pop(key, None)
+            future.set_exception(error)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._futures.clear()
+
+    def forget_unfinished(self) -> None:
+        """In a forked child no thread is left that could finish a value or release a lock."""
+        self._lock = threading.Lock()
+        for key in [key for key, future in self._futures.items() if not future.done()]:
+            del self._futures[key]
+
+
+def _after_fork() -> None:
+    for flight in _all:
+        flight.forget_unfinished()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

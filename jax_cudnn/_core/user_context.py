@@ -1,0 +1,47 @@
+"""What the user has entered with ``with``: values that are part of JAX's cache keys."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, Generic, TypeVar
+
+import jax
+
+T = TypeVar("T")
+
+
+class UserContext(Generic[T]):
+    """A value of this thread, ``default`` outside of any ``with``.
+
+    A user context is part of JAX's cache keys for tracing, lowering and compilation; a plain
+    context manager is not, and would give the first value's program for the second.
+    """
+
+    def __init__(self, default: T) -> None:
+        self._context: Any = jax.make_user_context(default)
+
+    @property
+    def value(self) -> T:
+        return self._context.value
+
+    def entered(self, value: T) -> Any:
+        """A context manager and decorator."""
+        return _Entered(self._context, value)
+
+
+class _Entered(contextlib.ContextDecorator):
+    """Enters a new user context each time, so that one object can be used again and nested."""
+
+    def __init__(self, context: Any, value: Any) -> None:
+        self._context, self._value, self._inside = context, value, threading.local()
+
+    def __enter__(self) -> None:
+        self._inside.contexts = [
+            *getattr(self._inside, "contexts", ()),
+            self._context(self._value),
+        ]
+        self._inside.contexts[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.contexts.pop().__exit__(*error)

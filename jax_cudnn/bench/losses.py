@@ -1,0 +1,104 @@
+"""The table of patterns at which cuDNN loses, from a result of ``bench``: ``bench --losses``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .._core.errors import GraphError, TargetError
+from ..deviceless import profiles
+from .measure import TIMED
+
+# A loss is no noise: XLA takes less than this part of cuDNN's time, is faster in every round, and
+# so in every case of the pattern, of which there are at least two.
+_RATIO, _CASES = 0.95, 2
+
+
+def generate(result: dict[str, Any]) -> dict[str, Any]:
+    """The part of the table that a result gives: its SM version with what was measured there.
+
+    A case counts as XLA would run it: its graph's reference (``ratio_reference``), which is what
+    "split" leaves to XLA, and not the best formulation that somebody wrote by hand. A case without
+    that figure is no loss. Raises GraphError where the SM version is neither in the result nor
+    that of a profile.
+    """
+    environment = result["environment"]
+    lost = {
+        pattern: {name: entry["ratio_reference"] for name, entry in entries.items()}
+        for pattern, entries in sorted(_by_pattern(result).items())
+        if not _why_not(entries)
+    }
+    where = {key: environment[key] for key in ("device", "date", "cudnn", "jax")}
+    return {str(_sm_version(environment)): {**where, "patterns": lost}}
+
+
+def render(result: dict[str, Any]) -> str:
+    """All patterns of a result: how XLA's time compares, and whether they are left to XLA."""
+    rows = [
+        "| pattern | cases | reference in XLA / jax_cudnn | left to XLA |",
+        "|---|---|---|---|",
+    ]
+    for pattern, entries in sorted(_by_pattern(result).items()):
+        ratios = [e["ratio_reference"] for e in entries.values() if "ratio_reference" in e]
+        shown = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
+        why = _why_not(entries)
+        rows.append(f"| {pattern} | {len(entries)} | {shown} | {f'no: {why}' if why else 'yes'} |")
+    if len(rows) == 2:
+        return "This result names no patterns: a bench of the named cases measures them."
+    return "\n".join(rows)
+
+
+def write(result: dict[str, Any], file: Path) -> None:
+    """Puts what a result gives into a table, beside other architectures' parts."""
+    try:
+        table = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        table = dict(sorted({**table, **generate(result)}.items(), key=lambda part: int(part[0])))
+        file.write_text(text(table), encoding="utf-8")
+    except (OSError, ValueError, TypeError) as error:
+        raise GraphError(
+            f"cannot write the table {file}",
+            expected="a new file, or a table that this command wrote",
+            got=repr(error),
+        ) from error
+
+
+def text(table: dict[str, Any]) -> str:
+    """A table as the file holds it."""
+    return json.dumps(table, indent=1) + "\n"
+
+
+def _by_pattern(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The timed cases by pattern."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, entry in result.get("cases", {}).items():
+        if entry["status"] == TIMED and "pattern" in entry:
+            found.setdefault(entry["pattern"], {})[name] = entry
+    return found
+
+
+def _why_not(entries: dict[str, Any]) -> str:
+    """Why a pattern of these cases stays with cuDNN; empty where XLA is to run it."""
+    if len(entries) < _CASES:
+        return f"only {len(entries)} case"
+    for name, entry in entries.items():
+        ratio, slowest = entry.get("ratio_reference"), entry.get("ratio_reference_max")
+        if ratio is None or slowest is None:
+            return f"no time of the reference of {name}"
+        if ratio >= _RATIO or slowest >= 1:
+            return f"{name} at {ratio:.2f}, up to {slowest:.2f}"
+    return ""
+
+
+def _sm_version(environment: dict[str, Any]) -> int:
+    """Of the result, or of the profile of its device: results before this table had none."""
+    if environment.get("sm_version") is not None:
+        return int(environment["sm_version"])
+    try:
+        return profiles.get(environment["device"]).sm_version
+    except TargetError as error:
+        raise GraphError(
+            "this result does not say on which architecture it was measured",
+            expected="an environment with sm_version, or a device with a shipped profile",
+            got=environment["device"],
+        ) from error

@@ -1,0 +1,1 @@
+"""Commands of the shell that need nothing but the core."""

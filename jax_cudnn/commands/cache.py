@@ -1,0 +1,164 @@
+"""``python -m jax_cudnn cache``: what the plan cache holds, whether it is sound, and moving it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from .._core import cache_archive
+from .._core.cache import Entry, PlanCache
+from .._core.errors import JaxCudnnError
+from .._core.settings import settings
+
+_EXAMPLE = """\
+examples:
+  python -m jax_cudnn cache list
+  python -m jax_cudnn cache verify --delete
+  python -m jax_cudnn cache export plans.zip      # on a machine that has planned
+  python -m jax_cudnn cache import plans.zip      # on others with this GPU and these versions
+
+A plan is code for the GPU: import only archives that you trust as you trust a program.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of ``python -m jax_cudnn``."""
+    parser = commands.add_parser(
+        "cache",
+        help="list, verify, clear, export or import the plans on disk",
+        description="The plans that are kept from process to process.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--folder", type=Path, metavar="DIR", help="another folder than the user's")
+    common.add_argument("--json", action="store_true", help="print JSON")
+    actions = parser.add_subparsers(dest="action", required=True)
+
+    def add(name: str, does: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=does, description=does, parents=[common])
+
+    add("list", "print each entry's label, size, last use and digest")
+    verify = add("verify", "say which entries cannot be used; exit with 1 if there are any")
+    verify.add_argument("--delete", action="store_true", help="delete them")
+    add("clear", "delete all entries, and no other files")
+    for name, does in (
+        ("export", "write all usable entries into one archive"),
+        ("import", "take the entries of an archive, each after checks"),
+    ):
+        add(name, does).add_argument("file", type=Path, metavar="FILE", help="the archive, a zip")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the parsed command; the exit status."""
+    folder = options.folder or settings().plan_cache
+    if folder is None:
+        raise JaxCudnnError("no folder for plans: this user has no home", fix="--folder DIR")
+    try:
+        status, facts, text = _ACTIONS[options.action](PlanCache(folder), options)
+    except OSError as error:
+        raise JaxCudnnError(
+            f"cache {options.action}: {error.filename or folder}: {error.strerror or error}"
+        ) from error
+    print(json.dumps({"folder": str(folder), **facts}, indent=1) if options.json else text)
+    return status
+
+
+_Outcome = tuple[int, dict[str, Any], str]  # exit status, facts for JSON, text
+
+
+def _list(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
+    entries = cache.entries()
+    size = sum(entry.size for entry in entries)
+    facts = {
+        "bytes": size,
+        "limit": cache.limit,
+        "entries": [entry._asdict() for entry in entries],
+    }
+    if not entries:
+        return 0, facts, f"No plans in {cache.folder} yet; programs add theirs."
+    now = time.time()
+    lines = [
+        f"{entry.digest[:12]}  {_size(entry.size):>8}  {_age(now - entry.used):>8}  {_text(entry)}"
+        for entry in entries
+    ]
+    head = f"{'digest':12}  {'size':>8}  {'last use':>8}  label"
+    total = f"{_entries(len(entries))}, {_size(size)} of {_size(cache.limit)}, in {cache.folder}"
+    return 0, facts, "\n".join((head, *lines, total))
+
+
+def _verify(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
+    count, unusable = cache.verify(options.delete)
+    facts = {"checked": count, "unusable": {e.digest: e.problem for e in unusable}}
+    lines = [f"{cache.path(entry.digest)}: {entry.problem}" for entry in unusable]
+    if unusable and options.delete:
+        left = sum(cache.path(entry.digest).exists() for entry in unusable)
+        facts["deleted"] = len(unusable) - left
+        lines.append(f"{facts['deleted']} deleted")
+    elif unusable:
+        lines.append("They are ignored, and replaced when planned again; --delete deletes them.")
+    total = f"{_entries(count)} checked, {len(unusable)} cannot be used, in {cache.folder}"
+    return int(bool(unusable)), facts, "\n".join((*lines, total))
+
+
+def _clear(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
+    count, size = cache.clear()
+    text = f"{count} {'file' if count == 1 else 'files'} deleted, {_size(size)}, in {cache.folder}"
+    return 0, {"deleted": count, "bytes": size}, text
+
+
+def _export(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
+    count = cache_archive.export(cache, options.file)
+    size = options.file.stat().st_size
+    text = f"{_entries(count)} written to {options.file}, {_size(size)}"
+    return 0, {"exported": count, "bytes": size}, text
+
+
+def _import(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
+    done = cache_archive.import_(cache, options.file)
+    lines = [f"refused: {_printable(name)}: {why}" for name, why in done.refused.items()]
+    lines.append(
+        f"{_entries(done.taken)} taken, {done.present} there already, "
+        f"{len(done.refused)} refused, in {cache.folder}"
+    )
+    return int(bool(done.refused)), done._asdict(), "\n".join(lines)
+
+
+_ACTIONS = {
+    "list": _list,
+    "verify": _verify,
+    "clear": _clear,
+    "export": _export,
+    "import": _import,
+}
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
+
+
+def _text(entry: Entry) -> str:
+    return f"({entry.problem})" if entry.problem else _printable(entry.label)
+
+
+def _printable(text: str) -> str:
+    """Names and labels may come from an archive: nothing in them shall command a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return "now"

@@ -1,0 +1,157 @@
+"""One of the two processes of test_job.py: ``python job_worker.py PORT RANK`` prints JSON."""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_cudnn as jc
+from jax_cudnn._core import compat, job, planner
+from jax_cudnn.deviceless import profiles
+
+CALL = "custom_call @jax_cudnn("
+H200 = profiles.get("H200")
+
+
+@jc.graph
+def linear(g, x, w, b):
+    return g.gelu_approx_tanh(g.bias(g.matmul(x, w), b))
+
+
+def outcome(work):
+    """The class and summary of what work raises, else its result."""
+    try:
+        return work()
+    except jc.JaxCudnnError as error:
+        return [type(error).__name__, error.summary if error.got is None else str(error)]
+
+
+def hashed(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def agree(devices, rank):
+    """The agreement through JAX's own store."""
+    ask = functools.partial(
+        job.agreed, devices=devices, name="linear", identity="versions", timeout=60
+    )
+
+    def refuse():
+        raise jc.UnsupportedGraphError("linear: no engine")
+
+    def large():
+        noise = np.random.default_rng(0).bytes(1_000_000).hex()
+        return {"decided by": rank, "noise": noise}
+
+    found = {}
+    made = ask("large", make=large)
+    found["agreed"] = {"decided by": made["decided by"], "size": len(made["noise"])}
+    found["failure"] = outcome(lambda: ask("failure", make=refuse))
+    frontend = f"frontend {rank}"
+    found["mismatch"] = outcome(lambda: ask("mismatch", make=dict, identity=frontend))
+    if rank == 1:
+        found |= wait_in_vain(functools.partial(ask, make=dict, timeout=1.2))
+    return found
+
+
+def wait_in_vain(ask):
+    ran, done = 0, threading.Event()
+
+    def run():
+        nonlocal ran
+        while not done.wait(0.01):
+            ran += 1
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    started = time.monotonic()
+    late = outcome(lambda: ask("only process 1 asks"))
+    waited = time.monotonic() - started
+    done.set()
+    thread.join()
+    return {"late": late, "waited": waited, "ran meanwhile": ran, **interrupt(ask)}
+
+
+def interrupt(ask):
+    """Ctrl-C while the main thread waits."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has none
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    try:
+        ask("interrupted", timeout=30)
+    except KeyboardInterrupt:
+        return {"interrupted after": time.monotonic() - started}
+    raise AssertionError("it waited for nothing and was not interrupted")
+
+
+def compile_programs(devices, rank):
+    """Programs with a runtime-compiled plan, whose bytes differ from build to build."""
+    mesh = jax.make_mesh((4,), ("rows",), devices=devices)
+    seen = []
+
+    def lowering_devices(ctx, original=compat.lowering_devices):
+        seen[:] = original(ctx)
+        return tuple(seen)
+
+    compat.lowering_devices = lowering_devices
+
+    def lower(rows, gpu="H200"):
+        split, whole = PartitionSpec("rows"), PartitionSpec()
+        sharded = jax.shard_map(linear, mesh=mesh, in_specs=(split, whole, whole), out_specs=split)
+        arrays = [
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+            for shape, spec in [
+                ((4, rows, 128), split),
+                ((1, 128, 256), whole),
+                ((1, 1, 256), whole),
+            ]
+        ]
+        with jc.target(gpu):
+            lowered = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",))
+        return lowered.as_text()
+
+    together = lower(64)
+    found = {
+        "together": hashed(together),
+        "calls": together.count(CALL),
+        "lowered for": sorted(device.process_index for device in seen),
+    }
+    found["another GPU"] = outcome(lambda: hashed(lower(64, "A100")))
+    if rank == 1:
+        jc.configure(job_timeout=0.5)
+        found["another program"] = outcome(lambda: lower(96))
+        jc.configure(job_timeout=60)
+        own = json.loads(planner.identity(H200))
+        planner.identity = lambda site: json.dumps({**own, "nvidia-cudnn-frontend": "0.0.1"})
+    found["other versions"] = outcome(lambda: lower(160).count(CALL))
+    job.leader = lambda devices: None
+    found["alone"] = hashed(lower(128))
+    return found
+
+
+def main(port, rank):
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
+    devices = jax.devices()
+    found = {
+        "processes": sorted(device.process_index for device in devices),
+        "leader": job.leader(devices),
+        **agree(devices, rank),
+    }
+    if importlib.util.find_spec("cudnn"):
+        found["programs"] = compile_programs(devices, rank)
+    print(json.dumps(found), flush=True)
+    jax.distributed.shutdown()  # waits for the other process
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,318 @@
+"""Patterns of graphs, the table of those at which cuDNN loses, and how a bench result gives it."""
+
+import copy
+import json
+
+import jax
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn.__main__ import main
+from jax_cudnn._core import losses
+from jax_cudnn._core.node import REGISTRY
+from jax_cudnn.bench import losses as generation
+from jax_cudnn.bench import programs
+from jax_cudnn.bench.case import node_cases
+from jax_cudnn.bench.models import model_cases
+from jax_cudnn.bench.run import RESULTS
+
+ROW, IMAGE = (1, 16, 32), (2, 16, 9, 9)
+
+
+def traced(function, *avals, **options):
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
+    return jc.graph(function, **options).trace(*structs)[1].spec
+
+
+# -- patterns --------------------------------------------------------------------------------------
+
+
+def conv(image, weight, **attributes):
+    return traced(
+        lambda g, x, w: g.conv_fprop(x, w, **attributes), (image, "bfloat16"), (weight, "bfloat16")
+    )
+
+
+def dgrad(loss, weight, dims, dtype="bfloat16", **attributes):
+    return traced(
+        lambda g, dy, w: g.conv_dgrad(dy, w, out_dims=dims, **attributes),
+        (loss, dtype),
+        (weight, dtype),
+    )
+
+
+def wgrad(image, loss, dims):
+    return traced(
+        lambda g, x, dy: g.conv_wgrad(x, dy, out_dims=dims), (image, "float16"), (loss, "float16")
+    )
+
+
+def matmul(dtype, of=None, function=lambda g, x, w: g.matmul(x, w)):
+    return traced(function, (ROW, dtype), ((1, 32, 8), of or dtype))
+
+
+def total(shape, out, dtype="bfloat16"):
+    return traced(lambda g, x: g.reduction(x, mode="ADD", out_dims=out), (shape, dtype))
+
+
+def of_int8(g, x, w):
+    return g.matmul(x, g.identity(w).set_data_type("bfloat16"))
+
+
+def quick(g, x, w):
+    return g.matmul(x, w, compute_data_type="fast_float_for_fp8").set_data_type("bfloat16")
+
+
+def surrounded(g, x, w):
+    x = g.relu(x).set_data_type("bfloat16")
+    return g.relu(g.matmul(x, w))
+
+
+def scaled_by_products(g, x, w):
+    return g.mul(g.matmul(x, w), g.mul(2.0, g.reduction(w, mode="ADD")))
+
+
+PATTERNS = {
+    "conv_fprop": lambda: conv(IMAGE, (8, 16, 3, 3), stride=[2, 2]),
+    "conv_fprop depthwise": lambda: conv(IMAGE, (16, 1, 3, 3)),
+    "conv_fprop depthwise ": lambda: conv(IMAGE, (32, 1, 3, 3)),  # with a multiplier of two
+    "conv_fprop grouped": lambda: conv(IMAGE, (8, 4, 3, 3)),
+    "conv_fprop few channels": lambda: conv((2, 3, 9, 9), (8, 3, 3, 3)),
+    "conv_fprop few channels ": lambda: conv((2, 1, 9, 9), (8, 1, 3, 3)),
+    "conv_fprop few features": lambda: conv(IMAGE, (7, 16, 3, 3)),
+    "conv_fprop 3-D dilated": lambda: conv((2, 16, 9, 9, 9), (8, 16, 3, 3, 3), dilation=[1, 2, 1]),
+    "conv_dgrad 1-D": lambda: dgrad((2, 16, 7), (16, 8, 3), [2, 8, 9]),
+    "conv_dgrad depthwise": lambda: dgrad((2, 16, 7, 7), (16, 1, 3, 3), [2, 16, 9, 9]),
+    "conv_dgrad depthwise strided": lambda: dgrad(
+        (2, 16, 4, 4), (16, 1, 3, 3), [2, 16, 9, 9], stride=[2, 2]
+    ),
+    "conv_dgrad float32": lambda: dgrad((2, 16, 7, 7), (16, 8, 3, 3), None, "float32"),
+    "conv_wgrad depthwise": lambda: wgrad(IMAGE, (2, 16, 7, 7), [16, 1, 3, 3]),
+    "conv_wgrad": lambda: wgrad(IMAGE, (2, 16, 7, 7), None),
+    "matmul": lambda: matmul("float16"),
+    "matmul float32": lambda: matmul("float32"),
+    "matmul float8": lambda: matmul("float8_e4m3fn", "float8_e5m2"),
+    "matmul float8 in fast_float_for_fp8": lambda: matmul("float8_e4m3fn", function=quick),
+    "matmul int8": lambda: matmul("int8"),
+    "prologue of int8 + matmul": lambda: matmul("bfloat16", "int8", of_int8),
+    "prologue + matmul + epilogue": lambda: matmul("bfloat16", function=surrounded),
+    "matmul + reduction of everything + epilogue": lambda: matmul(
+        "bfloat16", function=scaled_by_products
+    ),
+    "reduction of rows": lambda: total((4, 8), [4, 1], "float32"),
+    "reduction of rows ": lambda: total((4, 8, 3, 3), [4, 1, 3, 3]),  # channels lie last
+    "reduction of columns": lambda: total((4, 8), [1, 8]),
+    "reduction of columns ": lambda: total((4, 8, 3, 3), [1, 8, 1, 1]),
+    "reduction of some dimensions": lambda: total((4, 8, 3, 3), [4, 8, 1, 1]),
+    "reduction of everything": lambda: total((4, 8, 1), [1, 1, 1]),
+    "reduction of columns int8": lambda: total((4, 8), [1, 8], "int8"),
+    "pointwise": lambda: traced(lambda g, x: g.relu(x * 2.0), (ROW, "float32")),
+    "pointwise bool": lambda: traced(
+        lambda g, x, m: g.binary_select(x, 0.0, m), (ROW, "bfloat16"), (ROW, "bool")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_graph_is_filed_under_what_it_is_at_heart(name):
+    assert losses.pattern(PATTERNS[name]()) == name.strip()
+
+
+def test_names_of_tensors_and_sizes_do_not_matter():
+    small = traced(lambda g, a, b: g.matmul(a, b), (ROW, "float16"), ((1, 32, 8), "float16"))
+    large = traced(lambda g, x, y: g.matmul(x, y), ((1, 99, 7), "float16"), ((1, 7, 5), "float16"))
+    assert losses.pattern(small) == losses.pattern(large)
+
+
+@pytest.mark.parametrize("method", sorted(REGISTRY))
+def test_every_node_has_a_pattern_and_only_pointwise_ones_share_it(method):
+    cases = [case for case in node_cases() if case.name.startswith(f"{method}_")]
+    found = {losses.pattern(c.function.trace(*c.avals)[1].spec).split()[0] for c in cases}
+    own = REGISTRY[method].pattern is not REGISTRY["relu"].pattern
+    if not own or REGISTRY[method].moves:
+        assert "pointwise" in found
+    else:
+        assert method in found
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """A table of one architecture with two losses."""
+    patterns = {
+        "conv_dgrad depthwise": {"a/7x7/dgrad": 0.4, "b/3x3/dgrad": 0.625},
+        "pointwise": {"c": 0.9, "d": 0.91},
+    }
+    part = {"device": "NVIDIA X", "date": "2026-01-02", "cudnn": "9.99.0", "jax": "0.0"}
+    monkeypatch.setattr(losses, "table", lambda: {"91": {**part, "patterns": patterns}})
+
+
+def test_a_loss_says_by_how_much_and_where_it_was_measured(table):
+    found = losses.loss(PATTERNS["conv_dgrad depthwise"](), 91)
+    assert found == losses.Loss(
+        "conv_dgrad depthwise",
+        0.625,
+        "NVIDIA X",
+        "2026-01-02",
+        "9.99.0",
+        ("a/7x7/dgrad", "b/3x3/dgrad"),
+    )
+    for words in ("'conv_dgrad depthwise'", "62%", "2 cases", "NVIDIA X", "9.99.0", "2026-01-02"):
+        assert words in str(found)
+
+
+def test_what_is_not_listed_is_no_loss(table):
+    assert losses.loss(PATTERNS["conv_dgrad depthwise strided"](), 91) is None
+    assert losses.loss(PATTERNS["matmul"](), 91) is None
+
+
+def test_an_architecture_that_nobody_measured_has_no_losses(table):
+    assert losses.loss(PATTERNS["conv_dgrad depthwise"](), 90) is None
+    assert losses.loss(PATTERNS["conv_dgrad depthwise"](), 9) is None
+
+
+def test_who_names_an_engine_gets_it(table):
+    def relu(g, x):
+        return g.relu(x)
+
+    assert losses.loss(traced(relu, (ROW, "float32")), 91) is not None
+    assert losses.loss(traced(relu, (ROW, "float32"), engine=1), 91) is None
+
+
+def test_determinism_is_not_left_to_xla(table):
+    def relu(g, x):
+        return g.relu(x)
+
+    def dgrad(g, dy, w):
+        return g.conv_dgrad(dy, w, out_dims=[2, 16, 9, 9])
+
+    avals = ((2, 16, 7, 7), "bfloat16"), ((16, 1, 3, 3), "bfloat16")
+    assert losses.loss(traced(dgrad, *avals), 91) is not None
+    assert losses.loss(traced(dgrad, *avals, deterministic=True), 91) is None
+    assert losses.loss(traced(relu, (ROW, "float32"), deterministic=True), 91) is not None
+
+
+# -- from a result to the table --------------------------------------------------------------------
+
+
+def entry(pattern, ratio, largest, **changes):
+    figures = {"ratio_reference": ratio, "ratio_reference_max": largest}
+    return {"status": "timed", "pattern": pattern, "ratio": 0.1, **figures, **changes}
+
+
+def without_reference(pattern):
+    return {"status": "timed", "pattern": pattern, "ratio": 0.1}
+
+
+CASES = {
+    "lost a": entry("lost", 0.5, 0.99),
+    "lost b": entry("lost", 0.9499, 0.96),
+    "close a": entry("close", 0.5, 0.6),
+    "close b": entry("close", 0.95, 0.96),
+    "noisy a": entry("noisy", 0.5, 0.6),
+    "noisy b": entry("noisy", 0.5, 1.0),
+    "won a": entry("won once", 0.5, 0.6),
+    "won b": entry("won once", 1.5, 1.6),
+    "single": entry("single", 0.1, 0.1),
+    "failed a": entry("failed", 0.5, 0.6),
+    "failed b": entry("failed", 0.5, 0.6),
+    "failed c": without_reference("failed"),
+    "refused": entry("lost", 9.0, 9.0, status="unsupported"),
+    "unnamed": {"status": "timed", "ratio": 0.1},
+}
+ENVIRONMENT = {"device": "NVIDIA X", "date": "2026-01-02", "cudnn": "9.99.0", "jax": "0.0"}
+
+
+@pytest.fixture
+def result():
+    return copy.deepcopy({"environment": {**ENVIRONMENT, "sm_version": 91}, "cases": CASES})
+
+
+def test_a_pattern_is_lost_when_the_reference_is_faster_in_every_case(result):
+    lost = {"lost": {"lost a": 0.5, "lost b": 0.9499}}
+    assert generation.generate(result) == {"91": {**ENVIRONMENT, "patterns": lost}}
+
+
+def test_all_patterns_are_shown_with_the_reason_why_they_stay(result):
+    lines = generation.render(result).splitlines()
+    shown = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
+    assert list(shown) == ["close", "failed", "lost", "noisy", "single", "won once"]
+    assert "| 2 | 0.50 to 0.95 | yes |" in shown["lost"]
+    assert "| 2 | 0.50 to 1.50 | no: won b at 1.50" in shown["won once"]
+    assert "no: close b at 0.95" in shown["close"]
+    assert "no: noisy b at 0.50, up to 1.00" in shown["noisy"]
+    assert "no: only 1 case" in shown["single"]
+    assert "no: no time of the reference of failed c" in shown["failed"]
+
+
+def test_each_architecture_has_its_part_of_the_table(result, tmp_path, capsys):
+    source, table = tmp_path / "x.json", tmp_path / "table.json"
+    table.write_text('{"100": {"patterns": {"kept": {}}}, "91": {"patterns": {"old": {}}}}')
+    source.write_text(json.dumps(result))
+    assert main(["bench", "--losses", str(source), "--write", str(table)]) == 0
+    assert "| lost | 2 |" in capsys.readouterr().out
+    written = json.loads(table.read_text())
+    assert list(written) == ["91", "100"]
+    assert written["91"]["patterns"].keys() == {"lost"}
+    assert written["100"] == {"patterns": {"kept": {}}}
+    assert table.read_text() == generation.text(written)
+
+
+def test_without_a_table_to_write_losses_are_only_printed(result, tmp_path, capsys):
+    source = tmp_path / "x.json"
+    source.write_text(json.dumps(result))
+    assert main(["bench", "--losses", str(source)]) == 0
+    assert "| lost | 2 |" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("text", ["not JSON", "[]", '{"environment": {}, "cases": {"a": {}}}'])
+def test_what_is_no_result_gives_no_table(text, tmp_path, capsys):
+    source, table = tmp_path / "x.json", tmp_path / "table.json"
+    source.write_text(text)
+    assert main(["bench", "--losses", str(source), "--write", str(table)]) == 1
+    assert "no result of bench" in capsys.readouterr().err
+    assert not table.exists()
+
+
+def test_what_is_no_table_is_not_overwritten(result, tmp_path, capsys):
+    source, table = tmp_path / "x.json", tmp_path / "table.json"
+    source.write_text(json.dumps(result))
+    table.write_text("something else")
+    assert main(["bench", "--losses", str(source), "--write", str(table)]) == 1
+    assert "cannot write the table" in capsys.readouterr().err
+    assert table.read_text() == "something else"
+    assert main(["bench", "--write", str(table)]) == 1
+    assert "--losses FILE --write TABLE" in capsys.readouterr().err
+
+
+def test_the_architecture_of_older_results_is_that_of_the_devices_profile(result):
+    del result["environment"]["sm_version"]
+    with pytest.raises(jc.GraphError, match="on which architecture"):
+        generation.generate(result)
+    result["environment"]["device"] = "NVIDIA H100 80GB HBM3"
+    assert list(generation.generate(result)) == ["90"]
+
+
+def test_the_committed_table_is_what_the_committed_result_gives():
+    result = json.loads((RESULTS / "h200.json").read_text())
+    table = losses.TABLE.read_text(encoding="utf-8")
+    assert table == generation.text(generation.generate(result)), (
+        "python -m jax_cudnn bench --losses jax_cudnn/bench/results/h200.json "
+        "--write jax_cudnn/_core/losses.json"
+    )
+    assert losses.table() == json.loads(table)
+    if not any("ratio_reference" in case for case in result["cases"].values()):
+        # A result from before references were timed: nothing is known to be lost.
+        assert losses.table()["90"]["patterns"] == {}
+
+
+def test_committed_patterns_are_those_that_their_cases_have_now():
+    graphs = {case.name: case for case in model_cases()}
+    for part in losses.table().values():
+        for name, cases in part["patterns"].items():
+            for case in map(graphs.__getitem__, cases):
+                ((spec, _, _),) = programs.graphs(case.ours, *case.avals)
+                assert losses.pattern(spec) == name
