@@ -16,7 +16,6 @@ from jax_cudnn.bench.dtype_cases import dtype_cases
 from jax_cudnn.deviceless import client, profiles
 
 
-
 def by_cudnn(case):
     """The same in one plan, measured losses or not; but cut around what is always XLA's."""
     spec = case.function.trace(*case.avals)[1].spec

@@ -14,7 +14,16 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core import execution_plan as plans
 from jax_cudnn._core import planner
-from jax_cudnn._core.execution_plan import CONSTANT, OPERAND, RESULT, SLOT, UNBOUND, VIEW, Uids, decode
+from jax_cudnn._core.execution_plan import (
+    CONSTANT,
+    OPERAND,
+    RESULT,
+    SLOT,
+    UNBOUND,
+    VIEW,
+    Uids,
+    decode,
+)
 from jax_cudnn.deviceless import profiles
 
 # -- decode ----------------------------------------------------------------------------------------

@@ -49,7 +49,9 @@ def builds(monkeypatch):
 
     def build(spec, site):
         made.append((spec, site))
-        return ExecutionPlan("{}", "eng0", 91900, site.device_name, 256, 0, ((1, 0, 0, 0),), (), b"", 1)
+        return ExecutionPlan(
+            "{}", "eng0", 91900, site.device_name, 256, 0, ((1, 0, 0, 0),), (), b"", 1
+        )
 
     monkeypatch.setattr(planner, "_build", build)
     return made

@@ -9,7 +9,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core.reference import evaluate
-from jax_cudnn._core.split import for_cudnn, run, search
+from jax_cudnn._core.split import Refusal, for_cudnn, run, search
 
 POOL = {"window": [3, 3], "pre_padding": [1, 1], "post_padding": [1, 1]}
 IMAGE, WEIGHT = (2, 8, 6, 6), (8, 8, 3, 3)
@@ -51,8 +51,8 @@ def refusing(limit, asked=None):
             asked.append(spec)
         anchors = sum(call.node.anchor for call in spec.calls)
         if anchors != 1 or any(call.node.leftover for call in spec.calls):
-            return "not one convolution"
-        return None if len(spec.calls) <= 1 + limit else "too many"
+            return Refusal("not one convolution")
+        return None if len(spec.calls) <= 1 + limit else Refusal("too many")
 
     return refusal
 
@@ -187,7 +187,7 @@ def test_a_refused_convolution_is_left_to_xla_with_its_reason():
 
     def refusal(spec):
         strides = [call.node.stride for call in spec.calls]
-        return None if strides == [(2, 2)] else f"strides {strides}"
+        return None if strides == [(2, 2)] else Refusal(f"strides {strides}")
 
     first, second = search(traced(two, BIG, SQUARE, SQUARE), refusal)
     assert first.leftover
@@ -201,8 +201,28 @@ def test_a_graph_without_convolution_is_xlas_where_cudnn_refuses_it():
         y = g.sub(x, g.reduction(x, mode="AVG", out_dims=[64, 1, 1, 1]))
         return g.relu(y), g.resample(y, "MAXPOOL", **POOL)
 
-    (segment,) = search(traced(normalized, BIG), lambda spec: "no engine")
+    (segment,) = search(traced(normalized, BIG), lambda spec: Refusal("no engine"))
     assert segment.leftover
+
+
+def test_a_final_answer_ends_the_search_around_a_convolution():
+    """What is measured to be slower is not tried in parts, of which nothing is known."""
+
+    def two(g, x, w, v):
+        y = g.relu(g.conv_fprop(x, w, stride=[1, 1])).set_data_type("bfloat16")
+        return g.sigmoid(g.conv_fprop(y, v, stride=[2, 2]))
+
+    def refusal(spec):
+        strides = [call.node.stride for call in spec.calls if call.node.anchor]
+        if strides == [(2, 2)] and len(spec.calls) > 1:
+            return Refusal("slower", final=True)
+        return refusing(9)(spec)
+
+    first, second = search(traced(two, BIG, SQUARE, SQUARE), refusal)
+    assert names([first, second]) == ["conv_fprop.0 relu.0", "[conv_fprop.1 sigmoid.0]"]
+    assert second.reason == "conv_fprop.1, sigmoid.0: slower"
+    (segment,) = search(traced(two, BIG, SQUARE, SQUARE), lambda spec: Refusal("all", final=True))
+    assert (segment.leftover, segment.reason) == (True, "all")
 
 
 def test_the_search_is_bounded():

@@ -19,7 +19,7 @@ from .plan import Plan, PlannedSegment
 from .settings import settings
 from .single_flight import SingleFlight
 from .spec import GraphSpec
-from .split import Segment, part, search, whole
+from .split import Refusal, Segment, part, search, whole
 from .unsupported import most_telling
 
 log = logging.getLogger("jax_cudnn")
@@ -27,9 +27,8 @@ log = logging.getLogger("jax_cudnn")
 # A segment as a row: its calls by position, whether XLA runs it, and why.
 _Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
 
-_refusals: SingleFlight[str | None] = SingleFlight(1 << 14)
+_refusals: SingleFlight[Refusal | None] = SingleFlight(1 << 14)
 _splits: SingleFlight[_Rows] = SingleFlight()
-_agreed: SingleFlight[tuple[PlannedSegment, ...]] = SingleFlight()
 
 
 def place(
@@ -123,17 +122,17 @@ def _decoded(stored: dict[str, Any] | None, spec: GraphSpec) -> _Rows | None:
     return rows if held == [*range(len(spec.calls))] else None
 
 
-def _refusal(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> str | None:
+def _refusal(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Refusal | None:
     """Why cuDNN is not to run a graph: it has no engine, or is measured to lose."""
 
-    def ask() -> str | None:
+    def ask() -> Refusal | None:
         loss = losses.loss(spec, _model(site)[1])
         if loss is not None:
-            return str(loss)
+            return Refusal(str(loss), final=True)
         try:
             planner.plan(spec, site, name, advise=False)
         except UnsupportedGraphError as error:
-            return most_telling(error.reasons) or error.why or error.summary
+            return Refusal(most_telling(error.reasons) or error.why or error.summary)
         return None
 
     return _refusals.get((spec.canonical(), planner.identity(site)), ask)
@@ -156,20 +155,21 @@ def _decide_together(
     devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
 ) -> tuple[PlannedSegment, ...]:
     canonical = spec.canonical()
-    identity = planner.identity(site)
 
     def make() -> dict[str, Any]:
         return {"segments": [_record(segment) for segment in _decide(canonical, site, name)]}
 
-    def agree() -> tuple[PlannedSegment, ...]:
-        timeout = settings().job_timeout
-        key = repr(canonical._key())
-        record = job.agreed(key, devices, make, name=name, identity=identity, timeout=timeout)
-        return tuple(_replanned(canonical, row) for row in record["segments"])
-
-    processes = tuple(sorted({device.process_index for device in devices}))
-    agreed = _agreed.get((canonical, identity, processes), agree)
-    return tuple(PlannedSegment(part(spec, s.calls), s.calls, s.plan, s.reason) for s in agreed)
+    profile = isinstance(site, Profile)
+    gpu = (site.properties_json, site.sm_version) if profile else _model(site)
+    record = job.agreed(
+        repr((canonical._key(), gpu)),
+        devices,
+        make,
+        name=name,
+        identity=planner.identity(site),
+        timeout=settings().job_timeout,
+    )
+    return tuple(_received(spec, row) for row in record["segments"])
 
 
 def _record(segment: PlannedSegment) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _record(segment: PlannedSegment) -> dict[str, Any]:
     return {"calls": segment.calls, "plan": plan, "reason": segment.reason}
 
 
-def _replanned(spec: GraphSpec, row: dict[str, Any]) -> PlannedSegment:
+def _received(spec: GraphSpec, row: dict[str, Any]) -> PlannedSegment:
     plan = None if row["plan"] is None else ExecutionPlan.from_json(row["plan"])
     calls = tuple(row["calls"])
     return PlannedSegment(part(spec, calls), calls, plan, row["reason"])
@@ -198,6 +198,6 @@ def _tell(plan: Plan) -> None:
 
 def clear() -> None:
     """Forget all decisions and plans that are in memory (tests and benchmarks)."""
-    for kept in (_refusals, _splits, _agreed):
-        kept.clear()
+    _refusals.clear()
+    _splits.clear()
     planner.clear()

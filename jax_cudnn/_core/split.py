@@ -50,17 +50,25 @@ class _Part(Protocol):
     def spec(self) -> GraphSpec: ...
 
 
-Refusal = Callable[[GraphSpec], str | None]
-"""Why cuDNN is not to run a graph, or None: what the search asks."""
+@dataclass(frozen=True)
+class Refusal:
+    """Why cuDNN is not to run a graph; ``final`` says that no part of it is to be tried, either."""
+
+    reason: str
+    final: bool = False
 
 
-def search(spec: GraphSpec, refusal: Refusal) -> tuple[Segment, ...]:
+Ask = Callable[[GraphSpec], Refusal | None]
+
+
+def search(spec: GraphSpec, ask: Ask) -> tuple[Segment, ...]:
     """The segments of a graph, in an order in which each finds its inputs computed.
 
+    ``ask`` says why cuDNN is not to run a graph, or None where it is; each part is asked for once.
     Equal graphs and answers give equal segments: parts are asked for by cost, then larger ones
-    first, then by position. Each part is asked for once.
+    first, then by position.
     """
-    return _Search(spec, refusal).segments()
+    return _Search(spec, ask).segments()
 
 
 def whole(spec: GraphSpec, leftover: bool, reason: str = "") -> tuple[Segment, ...]:
@@ -114,14 +122,17 @@ def run(
 
 
 class _Search:
-    def __init__(self, spec: GraphSpec, refusal: Refusal) -> None:
-        self._spec, self._refusal, self._sets = spec, refusal, CallSets(spec)
-        self._answers: dict[int, str | None] = {}
+    def __init__(self, spec: GraphSpec, ask: Ask) -> None:
+        self._spec, self._ask, self._sets = spec, ask, CallSets(spec)
+        self._answers: dict[int, Refusal | None] = {}
 
     def segments(self) -> tuple[Segment, ...]:
         sets = self._sets
-        if self._supported(sets.all):
+        answer = self._answer(sets.all)
+        if answer is None:
             return whole(self._spec, leftover=False)
+        if answer.final:
+            return whole(self._spec, leftover=True, reason=answer.reason)
         taken: list[int] = []
         free = sets.all & ~sets.leftover
         for position in members(sets.anchors):
@@ -160,7 +171,13 @@ class _Search:
             parts += level
         closed = [calls for calls in parts if self._sets.is_closed(calls, taken)]
         asked = sorted(closed, key=rank)[:_QUESTIONS]
-        return next(filter(self._supported, (*asked, anchor)), 0)
+        for calls in (*asked, anchor):
+            answer = self._answer(calls)
+            if answer is None:
+                return calls
+            if answer.final:
+                return 0
+        return 0
 
     def _cost(self, region: int, calls: int) -> int:
         """Bytes moved in a region of which cuDNN runs these calls and XLA fuses the others."""
@@ -169,21 +186,24 @@ class _Search:
         groups = [*self._sets.connected(first), *self._sets.connected(rest & ~first)]
         return sum(self._sets.traffic(group) + _START for group in (calls, *groups))
 
-    def _supported(self, calls: int) -> bool:
+    def _answer(self, calls: int) -> Refusal | None:
         if calls not in self._answers:
-            self._answers[calls] = self._refusal(part(self._spec, members(calls)))
-        return self._answers[calls] is None
+            self._answers[calls] = self._ask(part(self._spec, members(calls)))
+        return self._answers[calls]
 
     def _reason(self, group: int) -> str:
-        """Why XLA runs these calls: cuDNN's answer for the smallest part that it was asked for
-        with some of them."""
+        """Why XLA runs these calls: a final answer, or cuDNN's for the smallest part that it was
+        asked for with some of them."""
         own = [self._spec.calls[i] for i in members(group & self._sets.leftover)]
         if own:
             return "; ".join(dict.fromkeys(f"{call.name}: {call.node.requires}" for call in own))
-        refused = {calls: reason for calls, reason in self._answers.items() if reason}
-        near = [calls for calls in refused if calls & group]
+        near = [
+            (not answer.final, calls.bit_count(), calls, answer.reason)
+            for calls, answer in self._answers.items()
+            if answer is not None and calls & group
+        ]
         if not near:
             return _NOT_ASKED
-        least = min(near, key=lambda calls: (calls.bit_count(), calls))
-        names = ", ".join(self._spec.calls[i].name for i in members(least))
-        return f"{names}: {refused[least]}"
+        *_, calls, reason = min(near)
+        names = ", ".join(self._spec.calls[i].name for i in members(calls))
+        return f"{names}: {reason}"

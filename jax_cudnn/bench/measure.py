@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 
-from .._core import context, losses, planner
+from .._core import context, losses, placement
 from .._core.cost import Cost
 from .._core.errors import JaxCudnnError, UnsupportedGraphError
 from .._core.implementation import CUDNN, implementation
-from .._core.split import for_cudnn
 from . import programs
 from .comparison import Comparison, Formulation, compare
 from .models import ModelCase
@@ -130,13 +129,10 @@ def _engines(graphs: list[Any]) -> list[str]:
     """The engines of the graphs' plans, in the order of the graphs; empty without a GPU."""
     try:
         site = context.site(jax.local_devices(), "bench")
-        return [
-            planner.plan(part, site, name).engine
-            for spec, name, _ in graphs
-            for part in for_cudnn(spec)
-        ]
+        plans = [placement.place(spec, site, name) for spec, name, _ in graphs]
     except JaxCudnnError:  # references ran, not plans
         return []
+    return [s.plan.engine for plan in plans for s in plan.segments if s.plan is not None]
 
 
 def _reason(error: UnsupportedGraphError) -> str:

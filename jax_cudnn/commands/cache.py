@@ -60,8 +60,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         status, facts, text = _ACTIONS[options.action](PlanCache(folder), options)
     except OSError as error:
+        path = Path(error.filename or folder)
+        where = path.parent if path.suffix == ".tmp" else path
         raise JaxCudnnError(
-            f"cache {options.action}: {error.filename or folder}: {error.strerror or error}"
+            f"cache {options.action}: {where}: {error.strerror or error}"
         ) from error
     print(json.dumps({"folder": str(folder), **facts}, indent=1) if options.json else text)
     return status

@@ -1,0 +1,373 @@
+"""Who runs a graph: "cudnn", "split" or "xla", as an argument and as a context; and what is said
+of it. cuDNN's answers are made up here, but for tests marked deviceless."""
+
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core import losses, placement, planner, progress
+from jax_cudnn._core.execution_plan import ExecutionPlan
+from jax_cudnn._core.settings import settings
+
+IMAGE = jax.ShapeDtypeStruct((4, 16, 10, 10), jnp.bfloat16)
+WEIGHT = jax.ShapeDtypeStruct((16, 16, 3, 3), jnp.bfloat16)
+
+
+@jc.graph
+def one(g, x, w):
+    return g.relu(g.conv_fprop(x, w, padding=[1, 1]))
+
+
+@jc.graph
+def two(g, x, w):
+    y = g.relu(g.conv_fprop(x, w, padding=[1, 1])).set_data_type("bfloat16")
+    return g.sigmoid(g.conv_fprop(y, w, padding=[1, 1]))
+
+
+@jc.graph
+def shifted(g, x):
+    return g.sub(x, g.reduction(x, mode="MAX", out_dims=[4, 1, 10, 10]))
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The graphs that were planned. cuDNN takes one convolution, or pointwise operations."""
+    made = []
+
+    def build(spec, site):
+        methods = [call.node.method for call in spec.calls]
+        if methods.count("conv_fprop") > 1 or "reduction" in methods:
+            raise jc.UnsupportedGraphError("no engine", reasons={"engine 7": "too much in it"})
+        made.append(methods)
+        return ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 64, 0, (), (), b"", 3)
+
+    kept = settings().plan_cache
+    jc.configure(plan_cache=None)
+    placement.clear()
+    monkeypatch.setattr(planner, "_build", build)
+    monkeypatch.setattr(planner, "identity", lambda site: site.name)
+    yield made
+    monkeypatch.undo()
+    placement.clear()
+    jc.configure(plan_cache=kept)
+
+
+def lowered(function, *avals):
+    with jc.target("H200"):
+        traced = jax.jit(lambda *x: function(*x)).trace(*avals)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    return text.count("custom_call @jax_cudnn")
+
+
+def engines(function, *avals):
+    with jc.target("H200"):
+        return jc.plan(function, *avals).engine
+
+
+# -- the choice ------------------------------------------------------------------------------------
+
+
+def test_by_default_a_graph_without_an_engine_is_cut(built):
+    text = lowered(two, IMAGE, WEIGHT)
+    assert calls(text) == 2
+    assert sorted(built) == [["conv_fprop", "relu"], ["conv_fprop", "sigmoid"]]
+    assert engines(shifted, IMAGE) == "XLA"
+
+
+def test_cudnn_is_one_plan_or_an_error(built):
+    strict = two.with_options(implementation="cudnn")
+    with pytest.raises(jc.UnsupportedGraphError, match="two: no engine") as caught:
+        lowered(strict, IMAGE, WEIGHT)
+    assert "too much in it" in str(caught.value)
+    assert calls(lowered(one.with_options(implementation="cudnn"), IMAGE, WEIGHT)) == 1
+
+
+def test_xla_plans_nothing_and_needs_no_gpu(built):
+    plain = one.with_options(implementation="xla")
+    traced = jax.jit(lambda x, w: plain(x, w)).trace(IMAGE, WEIGHT)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert calls(text) == 0
+    assert "stablehlo.convolution" in text
+    assert built == []
+
+
+def test_xla_takes_symbolic_dimensions_for_cuda(built):
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 8"), jnp.float32)
+    with jc.implementation("xla"):
+        exported = jax.export.export(
+            jax.jit(lambda x: jc.graph(lambda g, x: g.relu(x))(x)), platforms=("cuda",)
+        )(rows)
+    assert exported.platforms == ("cuda",)
+    with pytest.raises(jc.GraphError, match="symbolic"):
+        jax.export.export(
+            jax.jit(lambda x: jc.graph(lambda g, x: g.relu(x))(x)), platforms=("cuda",)
+        )(rows)
+
+
+def test_the_context_is_part_of_jaxs_cache_keys(built):
+    jitted = jax.jit(two)
+    counts = []
+    for name in ("split", "xla", "split", "xla"):
+        with jc.target("H200"), jc.implementation(name):
+            traced = jitted.trace(IMAGE, WEIGHT)
+            counts.append(calls(traced.lower(lowering_platforms=("cuda",)).as_text()))
+    assert counts == [2, 0, 2, 0]
+
+
+def test_an_argument_comes_before_the_context(built):
+    with jc.implementation("cudnn"):
+        assert calls(lowered(two.with_options(implementation="split"), IMAGE, WEIGHT)) == 2
+        with pytest.raises(jc.UnsupportedGraphError):
+            lowered(two, IMAGE, WEIGHT)
+        with jc.implementation("xla"):
+            assert calls(lowered(two, IMAGE, WEIGHT)) == 0
+        with pytest.raises(jc.UnsupportedGraphError):
+            lowered(two, IMAGE, WEIGHT)
+
+
+def test_the_context_decorates(built):
+    @jc.implementation("xla")
+    def plain(x, w):
+        return two(x, w)
+
+    assert calls(lowered(plain, IMAGE, WEIGHT)) == 0
+
+
+def test_who_runs_a_graph_does_not_make_another_plan_of_it(built):
+    for name in ("cudnn", "split"):
+        assert calls(lowered(one.with_options(implementation=name), IMAGE, WEIGHT)) == 1
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize("name", ["auto", "CUDNN", None, 3])
+def test_unknown_names_are_refused_with_the_known_ones(name):
+    with pytest.raises(jc.GraphError, match="'cudnn', 'split', 'xla'"):
+        jc.implementation(name)
+    if name is not None:
+        with pytest.raises(jc.GraphError, match="unknown implementation"):
+            two.with_options(implementation=name)
+
+
+@pytest.mark.parametrize("operation", ["conv", "conv_transpose", "matmul"])
+def test_operations_take_it_as_an_argument(built, operation):
+    rank = 2 if operation == "matmul" else 4
+    x, w = jnp.ones((16,) * rank), jnp.ones((16,) * rank)
+    function = getattr(jc.ops, operation)
+    texts = {
+        name: lowered(lambda x, w, name=name: function(x, w, implementation=name), x, w)
+        for name in ("cudnn", "xla")
+    }
+    assert {name: calls(text) for name, text in texts.items()} == {"cudnn": 1, "xla": 0}
+    with pytest.raises(jc.GraphError, match="unknown implementation"):
+        function(x, w, implementation="torch")
+
+
+@pytest.mark.parametrize("name", ["cudnn", "split", "xla"])
+def test_results_on_a_cpu_do_not_depend_on_it(name):
+    x = jax.random.normal(jax.random.key(0), IMAGE.shape, IMAGE.dtype)
+    w = jax.random.normal(jax.random.key(1), WEIGHT.shape, WEIGHT.dtype)
+    got = jax.jit(two.with_options(implementation=name))(x, w)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(two(x, w), np.float32))
+
+
+# -- measured losses -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lossy(monkeypatch):
+    """A table in which convolutions lose on SM 90."""
+    ratios = {"conv_fprop + epilogue": {"some/case": 0.4, "another/case": 0.5}}
+    where = {"device": "NVIDIA H200", "date": "2026-11-21", "cudnn": "9.19.0"}
+    measured = {**where, "patterns": ratios}
+    monkeypatch.setattr(losses, "table", lambda: {"90": measured})
+
+
+def test_split_leaves_measured_losses_to_xla_and_says_so(built, lossy, caplog):
+    caplog.set_level(logging.DEBUG, "jax_cudnn")
+    assert calls(lowered(one, IMAGE, WEIGHT)) == 0
+    with jc.target("H200"):
+        plan = jc.plan(one, IMAGE, WEIGHT)
+    assert plan.engine == "XLA"  # no part of it is tried: nothing is measured of parts
+    assert "conv_fprop + epilogue" in str(plan.explain())
+    assert "50%" in str(plan.explain())
+    assert any("one: XLA runs" in m and "faster" in m for m in caplog.messages)
+
+
+def test_cudnn_does_not_look_at_measured_losses(built, lossy):
+    with jc.implementation("cudnn"):
+        assert engines(one, IMAGE, WEIGHT) == "eng0"
+
+
+def test_losses_of_one_architecture_are_not_anothers(built, lossy):
+    with jc.target("A100"):
+        assert jc.plan(one, IMAGE, WEIGHT).engine == "eng0"
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def test_explain_says_what_runs_where_and_why(built):
+    with jc.target("H200"):
+        plan = jc.plan(two, IMAGE, WEIGHT)
+    data = json.loads(json.dumps(plan.explain().to_json()))
+    assert (data["name"], data["gpu"], data["implementation"]) == ("two", "H200", "split")
+    assert [s["operations"] for s in data["segments"]] == [
+        ["conv_fprop.0", "relu.0"],
+        ["conv_fprop.1", "sigmoid.0"],
+    ]
+    assert [s["runs_on"] for s in data["segments"]] == ["cuDNN", "cuDNN"]
+    pixels = 4 * 16 * 10 * 10
+    assert data["cut_bytes"] == pixels * 2
+    assert data["segments"][0]["writes_bytes"] == pixels * 2
+    assert data["segments"][0]["reads_bytes"] == (pixels + 16 * 16 * 9) * 2
+    text = str(plan.explain())
+    assert "2 segments" in text
+    assert "engine eng0 of 3 candidates, 64 bytes of workspace" in text
+
+
+def test_explain_gives_the_reason_for_what_is_xlas(built):
+    with jc.target("H200"):
+        text = str(jc.plan(shifted, IMAGE).explain())
+    assert "1. XLA: reduction.0, sub.0" in text
+    assert "computed in the graph" in text  # and then broadcast: cuDNN reads it out of bounds
+
+
+def test_explaining_changes_nothing(built):
+    with jc.target("H200"):
+        plan = jc.plan(two, IMAGE, WEIGHT)
+    plan.explain().to_json()["segments"].clear()
+    assert len(plan.explain().to_json()["segments"]) == 2
+
+
+def test_a_plan_in_several_segments(built):
+    with jc.target("H200"):
+        plan = jc.plan(two, IMAGE, WEIGHT)
+        single = jc.plan(one, IMAGE, WEIGHT)
+    assert plan.engine == "eng0 + eng0"
+    assert (plan.candidates, plan.workspace_bytes) == (6, 64)
+    assert len(plan.execution_plans) == 2
+    for name in ("text", "pinned"):
+        with pytest.raises(jc.GraphError, match=r"2 segments: eng0 \+ eng0"):
+            getattr(plan, name)
+        assert getattr(single, name) == getattr(single.execution_plans[0], name)
+    assert "eng0 + eng0 for H200" in repr(plan)
+
+
+def test_cuts_and_leftovers_are_in_the_debug_log(built, caplog):
+    caplog.set_level(logging.DEBUG, "jax_cudnn")
+    lowered(two, IMAGE, WEIGHT)
+    lowered(shifted, IMAGE)
+    assert "two: cut in 2 segments" in caplog.text
+    assert "shifted: XLA runs" in caplog.text
+
+
+def test_planning_that_takes_seconds_is_said(built, caplog, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))  # a second each
+
+    def program(x, w):
+        for _ in range(3):
+            x = one(x, w)
+        return two(x, w), jc.graph(lambda g, x: g.relu(x))(x)
+
+    lowered(program, IMAGE, WEIGHT)
+    lines = [r for r in caplog.records if "planning for cuDNN" in r.getMessage()]
+    assert len(built) == 3  # and a refusal took time, too
+    assert [line.levelname for line in lines] == ["WARNING", "WARNING"]
+    assert "2 graphs in 2.0 s" in lines[0].getMessage()
+    assert "4 graphs in 4.0 s" in lines[1].getMessage()
+    lowered(one, IMAGE, WEIGHT)  # another program, in which nothing is planned
+    assert len([r for r in caplog.records if "planning for cuDNN" in r.getMessage()]) == 2
+
+
+def test_short_planning_is_not_worth_a_line(built, caplog):
+    lowered(two, IMAGE, WEIGHT)
+    assert "planning for cuDNN" not in caplog.text
+
+
+# -- planning ahead --------------------------------------------------------------------------------
+
+
+def test_after_a_warmup_nothing_is_planned(built):
+    def program(x, w):
+        def body(x, _):
+            return one(x, w).astype(x.dtype), None
+
+        return jax.lax.scan(body, two(x, w), None, length=3)[0]
+
+    with jc.target("H200"):
+        text = jc.warmup(program, IMAGE, WEIGHT).as_text()
+    assert calls(text) == 3
+    assert len(built) == 2  # one's graph is the first part of two's
+    lowered(program, IMAGE, WEIGHT)
+    assert len(built) == 2
+
+
+def test_a_warmup_takes_what_jit_made(built):
+    jitted = jax.jit(lambda x, n: one(x, jnp.ones(WEIGHT.shape, x.dtype)) * n, static_argnums=1)
+    with jc.target("H200"):
+        assert calls(jc.warmup(jitted, IMAGE, 3).as_text()) == 1
+    assert calls(jc.warmup(jitted, IMAGE, 3).as_text()) == 0  # lowered for this machine's CPU
+    with pytest.raises(jc.GraphTypeError, match="warmup takes a function"):
+        jc.warmup(3, IMAGE)
+
+
+def test_a_warmup_plans_for_the_shapes_of_one_device(built):
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = (jax.P("batch"), jax.P())
+    local = jax.shard_map(one, mesh=mesh, in_specs=(rows, whole), out_specs=rows)
+    with jc.target("H200"):
+        assert "tensor<2x16x10x10xbf16>" in jc.warmup(local, IMAGE, WEIGHT).as_text()
+
+
+# -- with the real cuDNN ---------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+def test_a_backward_graph_that_nobody_wrote_by_hand_is_cut():
+    """relu's backward feeds both gradients of a convolution: facts say cuDNN has no engine."""
+
+    @jc.graph
+    def backward(g, loss, y, x, w):
+        dy = g.relu_backward(loss, y).set_data_type("bfloat16")
+        dx = g.conv_dgrad(dy, w, padding=[1, 1], out_dims=[4, 16, 10, 10])
+        dw = g.conv_wgrad(x, dy, padding=[1, 1], out_dims=[16, 16, 3, 3])
+        return dx, dw, g.reduction(dy, mode="ADD", out_dims=[1, 16, 1, 1])
+
+    avals = (IMAGE, IMAGE, IMAGE, WEIGHT)
+    with jc.target("H200"):
+        plan = jc.plan(backward, *avals)
+        with pytest.raises(jc.UnsupportedGraphError):
+            jc.plan(backward.with_options(implementation="cudnn"), *avals)
+    anchors = [
+        {call.node.method for call in s.spec.calls} & {"conv_dgrad", "conv_wgrad"}
+        for s in plan.segments
+        if s.plan is not None
+    ]
+    assert anchors == [{"conv_dgrad"}, {"conv_wgrad"}]
+    assert calls(lowered(backward, *avals)) == 2
+    spec, operands = plan.spec, []
+    for i, tensor in enumerate(plan.spec.input_tensors):
+        key = jax.random.key(i)
+        operands.append(jax.random.normal(key, tensor.shape, tensor.dtype))
+    for got, tensor in zip(backward(*operands), spec.output_tensors, strict=True):
+        assert (got.shape, got.dtype.name) == (tensor.shape, tensor.dtype)
+
+
+@pytest.mark.deviceless
+def test_float32_products_without_tf32_are_xlas_where_cudnn_has_none():
+    """cuDNN's float32 matmul without TF32 is refused; nobody has to know."""
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    w = jax.ShapeDtypeStruct((128, 32), jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        text = lowered(lambda x, w: jc.ops.matmul(x, w, activation="relu"), x, w)
+        assert calls(text) == 0
+        assert "HIGHEST" in text
