@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -20,7 +20,7 @@ import numpy as np
 
 from .._core.dtypes import FP8, is_floating
 from .._core.reference import evaluate
-from .._core.spec import Call, GraphSpec
+from .._core.spec import GraphSpec
 from .._core.split import part
 
 _RUNS, _MORE_RUNS = 6, 42
@@ -82,18 +82,119 @@ class Reference:
             self._disturbed.append(self._run(np.random.default_rng(seed)))
 
     def _run(self, noise: np.random.Generator | None) -> Arrays:
-        spec = self._spec
-        values = dict(zip(spec.inputs, self._operands, strict=True))
-        for position, call in enumerate(spec.calls):
-            program = _program(part(spec, (position,)).canonical())
-            names = [name for name in dict.fromkeys(n for _, n in call.inputs) if name in values]
-            names.sort(key=[t.name for t in spec.tensors].index)
-            inputs = [values[name] for name in names]
+        values = dict(zip(self._spec.inputs, self._operands, strict=True))
+        for position in range(len(self._spec.calls)):
+            one = part(self._spec, (position,))
+            inputs = {name: values[name] for name in one.inputs}
             if noise is not None:
-                inputs = _moved_terms(call, inputs, noise)
+                inputs = _with_moved_terms(one, inputs, noise)
             with jax.default_device(jax.local_devices(backend="cpu")[0]):
-                results = [np.asarray(x) for x in program(*inputs)]
+                results = [np.asarray(x) for x in _program(one.canonical())(*inputs.values())]
             if noise is not None:
-                results = [_moved_result(call, r, inputs, noise) for r in results]
-            values.update(zip((name for _, name in call.outputs), results, strict=True))
-        return [values[name] for name in spec.outputs]
+                results = [_moved_result(one, x, inputs, noise) for x in results]
+            values.update(zip(one.outputs, results, strict=True))
+        return [values[name] for name in self._spec.outputs]
+
+
+@functools.lru_cache(maxsize=256)
+def _program(one: GraphSpec) -> Callable[..., list[jax.Array]]:
+    return jax.jit(functools.partial(evaluate, one))
+
+
+# -- moves -----------------------------------------------------------------------------------------
+
+
+def _with_moved_terms(
+    one: GraphSpec, inputs: dict[str, np.ndarray], noise: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """The operands of an operation, moved where it adds up products or other terms of them."""
+    node = one.calls[0].node
+    if node.moves or _each_element(one, inputs):
+        return inputs
+    amount = _TERM
+    if node.anchor and any(str(x.dtype) in ("float32", *FP8) for x in inputs.values()):
+        amount = _CUT
+    return {name: _moved(x, amount, noise) for name, x in inputs.items()}
+
+
+def _moved_result(
+    one: GraphSpec, result: np.ndarray, inputs: dict[str, np.ndarray], noise: np.random.Generator
+) -> np.ndarray:
+    """A result, moved where another computation may round it otherwise: whole numbers are taken
+    as exact, and so are results that are one of the operands, or its negative."""
+    if one.calls[0].node.moves or not is_floating(str(result.dtype)):
+        return result
+    values = np.abs(result.astype(np.float32))
+    exact = values == np.round(values)
+    if _each_element(one, inputs):
+        for x in inputs.values():
+            exact |= values == np.abs(np.asarray(x, np.float32))
+    amount = max(_RESULT, float(jnp.finfo(result.dtype).eps))
+    return np.where(exact, result, _moved(result, amount, noise))
+
+
+def _each_element(one: GraphSpec, inputs: dict[str, np.ndarray]) -> bool:
+    """Whether each element of the result depends on those at its place alone."""
+    shape = one.tensor(one.outputs[0]).shape
+    elementwise = one.calls[0].node.ports.is_elementwise
+    return elementwise and shape == np.broadcast_shapes(*(x.shape for x in inputs.values()))
+
+
+def _moved(x: np.ndarray, amount: float, noise: np.random.Generator) -> np.ndarray:
+    """Each float times a random number between ``1 - amount`` and ``1 + amount``."""
+    if not is_floating(str(x.dtype)):
+        return x
+    moves = noise.uniform(1 - amount, 1 + amount, x.shape).astype(np.float32)
+    largest = float(jnp.finfo(x.dtype).max)
+    with np.errstate(invalid="ignore"):
+        moved = x.astype(np.float32) * moves
+        return np.where(np.isfinite(moved), np.clip(moved, -largest, largest), moved).astype(
+            x.dtype
+        )
+
+
+# -- comparison ------------------------------------------------------------------------------------
+
+
+def _compare(got: np.ndarray, want: np.ndarray, runs: Arrays) -> Comparison:
+    place = _places(want)
+    errors = _distance(got, want)
+    moves = np.stack([_distance(run, want) for run in runs])
+    tolerance = _tolerance(moves, place)
+    beyond = [
+        int(np.sum(moves[i] > _tolerance(np.delete(moves, i, 0), place))) for i in range(len(runs))
+    ]
+    allowed = 2 * max(beyond)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(errors == 0, 0.0, errors / tolerance).ravel()
+    outliers = int(np.sum(ratios > 1))
+    inside = np.sort(ratios)[: max(ratios.size - allowed, 1)]
+    size = math.sqrt(float(np.mean(np.square(np.where(np.isfinite(want), want, 0), dtype=float))))
+    blunt = float(np.mean(tolerance >= max(size, 1e-30)))
+    return Comparison(float(inside[-1]), outliers, allowed, blunt)
+
+
+def _tolerance(moves: np.ndarray, place: np.ndarray) -> np.ndarray:
+    """For each element, from the runs' moves of all."""
+    finite = np.where(np.isfinite(moves), moves, 0)
+    return 2 * moves.max(0) + math.sqrt(float(np.mean(np.square(finite)))) + place
+
+
+def _distance(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Absolute differences; 0 between equal infinities and between NaN, infinite beside NaN."""
+    a, b = got.astype(np.float64), want.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        error = np.where(same, 0.0, np.abs(a - b))
+    return np.where(np.isnan(error), np.inf, error)
+
+
+def _places(want: np.ndarray) -> np.ndarray:
+    """One unit in the last place of each element; 0 for integers and booleans."""
+    values = np.abs(want.astype(np.float64))
+    if not is_floating(str(want.dtype)):
+        return np.zeros(want.shape)
+    info = jnp.finfo(want.dtype)
+    return np.where(np.isfinite(values), values * float(info.eps), 0) + float(
+        info.smallest_subnormal
+    )
