@@ -12,12 +12,17 @@ if not os.path.exists("/dev/nvidiactl"):
     # Most of the time goes into compiling thousands of small programs, each run once.
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
+import functools
 import importlib.util
 import secrets
 import tempfile
 
 import jax
 import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core import losses, placement, planner
+from jax_cudnn._core.settings import settings
 
 # Plans of tests, also of their subprocesses, stay out of the user's cache; deleted at exit.
 _cache_home = tempfile.TemporaryDirectory(prefix="jax_cudnn-tests-")
@@ -60,3 +65,29 @@ def key(request):
     seed = secrets.randbits(31)
     print(f"seed {seed}")
     return jax.random.key(seed)
+
+
+@pytest.fixture
+def by_cudnn():
+    """Graphs are one cuDNN plan, or refused: XLA runs none of them in silence."""
+    with jc.implementation("cudnn"):
+        yield
+
+
+@pytest.fixture
+def no_plans():
+    """No plan is known, and none is read from the disk or left there."""
+    kept = settings().plan_cache
+    jc.configure(plan_cache=None)
+    placement.clear()
+    yield
+    placement.clear()
+    jc.configure(plan_cache=kept)
+
+
+@pytest.fixture
+def made_up_plans(no_plans, monkeypatch):
+    """For tests that put something in place of ``planner._build``: neither cuDNN's versions nor
+    its losses matter to them."""
+    monkeypatch.setattr(planner, "identity", functools.cache(repr))
+    monkeypatch.setattr(losses, "table", dict)

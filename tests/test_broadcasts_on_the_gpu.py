@@ -13,6 +13,8 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core.limits import known_reasons
 
+pytestmark = pytest.mark.usefixtures("by_cudnn")  # or XLA would be tested where cuDNN refuses
+
 CONV = ((4, 8, 6, 10), (16, 8, 3, 3))
 CONV3D = ((4, 8, 3, 6, 10), (16, 8, 3, 3, 3))
 MATMUL = ((4, 6, 8), (4, 8, 16))

@@ -192,7 +192,13 @@ os.link = link
 """
 
 _AGREE = """
-import json, random
+import json, os, random, time
+
+def slow_replace(*paths, replace=os.replace):
+    time.sleep(0.002)  # whoever else has found no sound entry has time to come in between
+    replace(*paths)
+
+os.replace = slow_replace
 store, writer = PlanCache(sys.argv[1], 10**9), sys.argv[2]
 keys = [f"key {i}" for i in range(50)]
 random.shuffle(keys)
@@ -255,6 +261,25 @@ def test_reading_writing_and_deleting_at_once_gives_nothing_but_what_was_written
     assert sum(entry.size for entry in small.entries()) <= 30_000
     assert small.verify()[1] == []
     assert all(name.endswith(".plan") for name in names(store.folder))
+
+
+@pytest.mark.parametrize("vanished", ["temporary file", "entry"])
+def test_a_folder_that_is_cleared_while_it_is_used_is_no_trouble(
+    store, warnings, monkeypatch, vanished
+):
+    store.put("a", VALUE)
+    if vanished == "entry":
+        read = cache.read
+        monkeypatch.setattr(cache, "read", lambda path: (store.clear(), read(path))[1])
+        assert store.entries() == []
+    else:
+        write = cache._write
+        monkeypatch.setattr(cache, "_write", lambda *file: (write(*file), store.clear()))
+        assert store.put("b", VALUE) is VALUE
+    monkeypatch.undo()
+    assert names(store.folder) == []
+    assert store.put("b", VALUE) == PlanCache(store.folder, LIMIT).get("b")
+    assert not warnings()
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------

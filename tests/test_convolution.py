@@ -179,8 +179,9 @@ def test_what_does_not_fit_is_said_in_words(method, shapes, attributes, words):
 
 
 def _planned(fn, *avals):
+    graph = jc.graph(fn, implementation="cudnn")
     with jc.target("H200"):
-        return jc.plan(jc.graph(fn), *(jax.ShapeDtypeStruct(*aval) for aval in avals))
+        return jc.plan(graph, *(jax.ShapeDtypeStruct(*aval) for aval in avals))
 
 
 @pytest.mark.deviceless
@@ -208,7 +209,7 @@ def test_float8_gradients_are_planned_by_newer_versions(method):
 def test_operands_of_a_matmul_keep_their_memory_order():
     """A transposed operand is asked for as it lies: XLA has nothing to copy."""
 
-    @jc.graph
+    @jc.graph(implementation="cudnn")
     def transposed(g, a, b):
         return g.matmul(a.set_stride([64 * 32, 1, 64]), b)
 

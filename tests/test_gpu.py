@@ -25,7 +25,7 @@ from jax_cudnn.bench import host
 from jax_cudnn.bench.cases import case, conv_bias_relu, matmul_bias_gelu
 from jax_cudnn.deviceless import profiles
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("by_cudnn")]
 
 COUNTERS = (
     "handles_created",
@@ -117,7 +117,7 @@ def test_call_sites_share_one_plan_and_it_goes_with_them(key):
     assert counters()["plans_alive"] == before["plans_alive"]
 
 
-def test_each_gpu_gets_a_plan_of_its_own(key):
+def test_each_gpu_gets_a_plan_of_its_own(key, no_plans):
     devices = jax.local_devices()
     if len(devices) < 2:
         pytest.skip("there is one GPU only")
@@ -129,7 +129,6 @@ def test_each_gpu_gets_a_plan_of_its_own(key):
     operands = conv_relu.operands(key)
     _, trace = conv_relu.function.trace(*operands)
     function = jax.jit(conv_relu.function)
-    planner.clear()
     before = counters()
     for device in devices:
         result = function(*jax.device_put(operands, device))
@@ -149,12 +148,13 @@ def test_each_gpu_gets_a_plan_of_its_own(key):
 EXIT_WITH_PENDING_WORK = """
     import jax, jax_cudnn
     from jax_cudnn.bench.cases import conv_bias_relu
+    block = conv_bias_relu.function.with_options(implementation="cudnn")
     x, w, b = conv_bias_relu.operands(jax.random.key(0))
     devices = jax.local_devices()
     mesh = jax.make_mesh((len(devices),), ("n",), axis_types=(jax.sharding.AxisType.Auto,))
     def layers(x, w, b):
         for _ in range(200):
-            x = conv_bias_relu.function(x, w, b)
+            x = block(x, w, b)
         jax.debug.callback(lambda: print("called back"))
         return x
     split, whole = jax.P("n"), jax.P()
@@ -243,7 +243,7 @@ EXIT_WITH_A_RUNNING_THREAD = """
         operands, function = host.operands(), jax.jit(host.ours)
     else:
         operands = conv_bias_relu.operands(jax.random.key(0))
-        function = jax.jit(conv_bias_relu.function)
+        function = jax.jit(conv_bias_relu.function.with_options(implementation="cudnn"))
     jax.block_until_ready(function(*operands))
     started = threading.Event()
     def work(stop=threading.Event()):
@@ -296,7 +296,8 @@ def test_compute_sanitizer_finds_nothing():
         from jax_cudnn.bench.cases import conv_bias_relu, matmul_scale_bias_relu
         for case in (conv_bias_relu, matmul_scale_bias_relu):
             operands = case.operands(jax.random.key(0))
-            jax.block_until_ready(jax.jit(case.function)(*operands))
+            function = case.function.with_options(implementation="cudnn")
+            jax.block_until_ready(jax.jit(function)(*operands))
         print("ran")
     """
     # API errors are how cuda-python asks the driver which functions it has; not memory errors.
@@ -381,6 +382,11 @@ def test_float32_products_at_highest_precision_are_refused_in_words(key):
 # -- plans from elsewhere ------------------------------------------------------------------------
 
 
+def planned(case, operands):
+    (plan,) = jc.plan(case.function, *operands).execution_plans
+    return plan
+
+
 def run_plan(plan, case, operands):
     _, trace = case.function.trace(*operands)
     call = jax.jit(lambda *a: ffi.call(plan, trace.spec, case.name, *a))
@@ -415,7 +421,7 @@ def test_a_plan_for_another_gpu_is_refused_in_words(key):
 )
 def test_a_foreign_plan_is_refused_before_anything_runs(key, change, words):
     operands = conv_bias_relu.operands(key)
-    plan = jc.plan(conv_bias_relu.function, *operands)
+    plan = planned(conv_bias_relu, operands)
     with pytest.raises(Exception, match="conv_bias_relu") as raised:
         run_plan(dataclasses.replace(plan, **change), conv_bias_relu, operands)
     print(raised.value)
@@ -424,17 +430,18 @@ def test_a_foreign_plan_is_refused_before_anything_runs(key, change, words):
 
 def test_operand_sizes_are_checked_before_anything_runs(key):
     operands = conv_bias_relu.operands(key)
-    plan = jc.plan(conv_bias_relu.function, *operands)
+    plan = planned(conv_bias_relu, operands)
     rows = [(uid, kind, value, size * 2) for uid, kind, value, size in plan.bindings]
     with pytest.raises(Exception, match="bytes, its plan was built for"):
         run_plan(dataclasses.replace(plan, bindings=tuple(rows)), conv_bias_relu, operands)
 
 
-def test_plan_text_names_the_model_and_not_the_card(key):
+def test_plan_text_names_the_model_and_not_the_card(key, no_plans):
+    operands = conv_bias_relu.operands(key)
+    first = planned(conv_bias_relu, operands)
     planner.clear()
-    first = jc.plan(conv_bias_relu.function, *conv_bias_relu.operands(key))
-    planner.clear()
-    second = jc.plan(conv_bias_relu.function, *conv_bias_relu.operands(key))
+    second = planned(conv_bias_relu, operands)
+    assert first is not second
     assert first.text == second.text
     for field in ("pciDeviceId", "cudaDeviceId", "totalGlobalMem"):
         assert f'"{field}":0' in first.text
@@ -444,7 +451,7 @@ def test_plan_text_names_the_model_and_not_the_card(key):
 def test_workspace_is_filled_before_a_run(key):
     """Fills are rare in cuDNN's plans, so the memsets are shown on rows of our own."""
     operands = conv_bias_relu.operands(key)
-    plan = jc.plan(conv_bias_relu.function, *operands)
+    plan = planned(conv_bias_relu, operands)
     _, trace = conv_bias_relu.function.trace(*operands)
     size, at = 1024, -(-plan.workspace_bytes // 256) * 256
     filled = dataclasses.replace(
@@ -483,7 +490,8 @@ def test_another_cudnn_on_the_library_path_changes_nothing():
         from jax_cudnn._core import ffi, frontend
         from jax_cudnn.bench.cases import conv_bias_relu
         operands = conv_bias_relu.operands(jax.random.key(0))
-        jax.block_until_ready(jax.jit(conv_bias_relu.function)(*operands))
+        function = conv_bias_relu.function.with_options(implementation="cudnn")
+        jax.block_until_ready(jax.jit(function)(*operands))
         print(frontend.loaded_paths(), ffi.library().JaxCudnnLoadedPath())
         assert frontend.load().backend_version() == ffi.library().JaxCudnnLoadedVersion()
     """

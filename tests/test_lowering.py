@@ -34,16 +34,15 @@ def linear(g, x, w):
 
 
 @pytest.fixture(autouse=True)
-def no_plans():
-    planner.clear()
-    jax.clear_caches()  # programs hold plans, too
+def no_programs(no_plans):
+    """Programs hold plans, too."""
+    jax.clear_caches()
     yield
-    planner.clear()
     jax.clear_caches()
 
 
 @pytest.fixture
-def builds(monkeypatch):
+def builds(made_up_plans, monkeypatch):
     """Planning replaced by a stand-in without cuDNN; the list of what was planned."""
     made = []
 
@@ -127,6 +126,7 @@ def test_two_targets_on_one_jitted_function_give_two_programs(builds):
 
 
 @pytest.mark.deviceless
+@pytest.mark.usefixtures("by_cudnn")
 def test_plans_for_two_targets_differ_in_their_text():
     texts = [lower(linear, X, X, target=target) for target in ("H200", MINE)]
     assert [text.count("multiProcessorCount\\22:78") for text in texts] == [0, 1]

@@ -122,14 +122,14 @@ def test_a_slice_of_an_operand_is_planned_into_a_matmul():
     """By cuDNN 9.22 and newer; it reads the whole operand, at an offset."""
     import cudnn
 
-    @jc.graph
+    @jc.graph(implementation="cudnn")
     def sliced(g, x, w):
         return g.relu(g.matmul(g.slice(x, [slice(None), slice(None), slice(64, 128)]), w))
 
     avals = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 64, 128), (1, 64, 32))]
     with jc.target("H200"):
         if cudnn.backend_version() >= 92200:
-            plan = jc.plan(sliced, *avals)
+            (plan,) = jc.plan(sliced, *avals).execution_plans
             assert [row[1:] for row in plan.bindings[:2]] == [(0, 0, 16384), (0, 1, 4096)]
         else:
             with pytest.raises(jc.UnsupportedGraphError, match=r"9\.22"):
@@ -144,7 +144,8 @@ def test_a_slice_into_a_matmul_on_the_gpu():
         pytest.skip("cuDNN before 9.22 has no slices")
     x, w = (jax.random.normal(KEY, s).astype("bfloat16") for s in ((1, 64, 128), (1, 48, 32)))
     part = jc.graph(
-        lambda g, x, w: g.matmul(g.slice(x, [slice(None), slice(8, 40), slice(64, 112)]), w)
+        lambda g, x, w: g.matmul(g.slice(x, [slice(None), slice(8, 40), slice(64, 112)]), w),
+        implementation="cudnn",
     )
     want = x[:, 8:40, 64:112].astype("float32") @ w.astype("float32")
     np.testing.assert_allclose(
@@ -170,7 +171,7 @@ def test_a_slice_into_a_matmul_on_the_gpu():
 def test_what_is_not_planned_is_refused_in_words(move, words):
     avals = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 64, 32), (1, 32, 32))]
     with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError) as caught:
-        jc.plan(jc.graph(move), *avals)
+        jc.plan(jc.graph(move, implementation="cudnn"), *avals)
     assert words in str(caught.value)
 
 

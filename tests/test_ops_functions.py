@@ -396,6 +396,7 @@ def block(x, first, second, bias, numbers):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
 def test_nhwc_model_has_no_copies_and_no_transposes(key):
     x, first, second, bias = arrays(
         key, (8, 28, 28, 64), (64, 3, 3, 64), (64, 3, 3, 64), (64,), dtype=jnp.bfloat16
@@ -406,6 +407,7 @@ def test_nhwc_model_has_no_copies_and_no_transposes(key):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
 def test_hwio_weights_are_copied_once_each_and_images_never(key):
     x, first, second, bias = arrays(
         key, (8, 28, 28, 64), (3, 3, 64, 64), (3, 3, 64, 64), (64,), dtype=jnp.bfloat16
@@ -420,6 +422,7 @@ def test_hwio_weights_are_copied_once_each_and_images_never(key):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
 def test_chain_on_nchw_arrays_copies_at_entry_and_exit_only(key):
     x, first, second, bias = arrays(
         key, (8, 64, 28, 28), (64, 64, 3, 3), (64, 64, 3, 3), (64,), dtype=jnp.bfloat16
@@ -435,6 +438,7 @@ def test_chain_on_nchw_arrays_copies_at_entry_and_exit_only(key):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
 @pytest.mark.parametrize("numbers", [(((0,), (1,)), ((), ())), (((1,), (0,)), ((), ()))])
 def test_transposed_operands_are_read_where_they_lie(numbers, key):
     shapes = ((256, 128), (512, 256)) if numbers[0][0] == (0,) else ((128, 256), (256, 512))
@@ -445,6 +449,7 @@ def test_transposed_operands_are_read_where_they_lie(numbers, key):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("letters", ["H", "HW", "DHW"])
 def test_functions_on_the_gpu(letters, dtype, key):

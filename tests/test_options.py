@@ -36,9 +36,13 @@ def product(g, a, b):
     return g.matmul(a, b)
 
 
-def plan(function=conv_bias_relu, avals=(X, W, B), **options):
+def plan(function=conv_bias_relu, avals=(X, W, B), implementation="cudnn", **options):
+    """Of cuDNN's choice: XLA, which may run a graph by default, heeds few of the options."""
     with jc.target("H200"):
-        return jc.plan(function.with_options(**options), *avals)
+        made = jc.plan(function.with_options(implementation=implementation, **options), *avals)
+    (plan,) = made.execution_plans
+    assert made.pinned == plan.pinned
+    return plan
 
 
 def spec(function=product, avals=MATRICES):
@@ -218,9 +222,10 @@ def test_explicit_engine_is_used_or_refused_in_words():
 @pytest.mark.deviceless
 def test_plan_can_be_pinned():
     chosen = plan()
-    again = plan(**chosen.pinned)
-    assert (again.engine_id, again.knobs) == (chosen.engine_id, chosen.knobs)
-    assert again.candidates == 1
+    for implementation in ("cudnn", "split"):
+        again = plan(implementation=implementation, **chosen.pinned)
+        assert (again.engine_id, again.knobs) == (chosen.engine_id, chosen.knobs)
+        assert again.candidates == 1
 
 
 NOTES = {
@@ -250,8 +255,7 @@ def test_compute_type_of_a_graph_is_that_of_its_product(dtype, compute):
     fused = jc.graph(compute_data_type=compute)(lambda g, a, b: g.relu(g.matmul(a, b) * 0.5))
     computes = [call.node.compute_data_type for call in fused.trace(*avals)[1].spec.calls]
     assert computes == [compute, "float32", "float32"]
-    with jc.target("H200"):
-        assert jc.plan(fused, *avals).engine
+    assert plan(fused, avals).engine
 
 
 @pytest.mark.parametrize(
@@ -276,7 +280,9 @@ def test_jaxs_precision_concerns_graphs_with_float32_products_alone():
         assert spec().options.precision == "high"
     with jax.default_matmul_precision("highest"):
         assert spec(relu, MATRICES[:1]) is spec(relu, MATRICES[:1])
-        assert spec(relu, MATRICES[:1]).options == jc.Options(precision="default")
+        assert spec(relu, MATRICES[:1]).options == jc.Options(
+            precision="default", implementation="split"
+        )
 
 
 def test_decorated_function_with_options_pickles():
@@ -304,9 +310,10 @@ def test_float32_convolutions_leave_tensor_cores_out(precision):
 
 @pytest.mark.parametrize("precision", ["high", "highest"])
 def test_float32_matmuls_at_high_precision_are_refused_in_words(precision):
+    strict = product.with_options(implementation="cudnn")
     with pytest.raises(jc.UnsupportedGraphError) as caught, jc.target("H200"):
         with jax.default_matmul_precision(precision):
-            jax.jit(product).trace(*MATRICES).lower(lowering_platforms=("cuda",))
+            jax.jit(strict).trace(*MATRICES).lower(lowering_platforms=("cuda",))
     text = str(caught.value)
     assert "TF32" in text
     assert "precision" in text

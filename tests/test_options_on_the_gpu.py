@@ -11,7 +11,7 @@ import pytest
 
 import jax_cudnn as jc
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("by_cudnn")]
 
 
 @jc.graph

@@ -91,11 +91,12 @@ ALLOWED = {
     "_core": {"deviceless"},
     "ops": {"_core"},
     "deviceless": {"_core"},
-    "bench": {"ops", "_core"},
+    "bench": {"ops", "deviceless", "_core"},
     "doctor": {"deviceless", "_core"},
     "explain": {"ops", "_core"},
     "interop": {"ops", "_core"},
     "flax": {"ops", "_core"},
+    "commands": {"bench", "doctor", "ops", "deviceless", "_core"},
 }
 
 

@@ -1,5 +1,6 @@
 """The plans in memory: one build however many ask, nothing kept of a failure."""
 
+import dataclasses
 import os
 import signal
 import threading
@@ -11,9 +12,11 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core import context, planner
 from jax_cudnn._core.execution_plan import ExecutionPlan
-from jax_cudnn._core.settings import settings
+from jax_cudnn._core.planner import identity
 from jax_cudnn._core.single_flight import SingleFlight
-from jax_cudnn.deviceless import profiles
+from jax_cudnn.deviceless import client, profiles
+
+pytestmark = pytest.mark.usefixtures("made_up_plans")
 
 H200 = profiles.get("H200")
 PLAN = ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 1)
@@ -25,16 +28,6 @@ def spec(name="x", slope=None):
         "y": lambda g, y: g.relu(y, negative_slope=slope),
     }[name]
     return jc.graph(function).trace(jax.ShapeDtypeStruct((8, 8), jnp.float32))[1].spec
-
-
-@pytest.fixture(autouse=True)
-def no_plans():
-    kept = settings().plan_cache
-    jc.configure(plan_cache=None)
-    planner.clear()
-    yield
-    planner.clear()
-    jc.configure(plan_cache=kept)
 
 
 def in_threads(count, work):
@@ -82,6 +75,14 @@ def test_names_do_not_matter_but_attributes_and_profiles_do(monkeypatch):
     ):
         planner.plan(s, site, "f")
     assert len(built) == 3
+
+
+@pytest.mark.deviceless
+def test_what_a_plan_depends_on_is_the_gpu_and_the_libraries_and_no_name():
+    assert identity(dataclasses.replace(H200, name="mine", measured=False)) == identity(H200)
+    assert identity(profiles.get("H100")) != identity(H200)
+    for version in client.call("jax_cudnn._core.frontend:versions"):
+        assert f'"{version}"' in identity(H200)
 
 
 def test_failure_reaches_every_waiter_and_is_not_kept(monkeypatch):

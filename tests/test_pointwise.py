@@ -170,6 +170,7 @@ def test_special_values_of_one_operand(method):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
 @pytest.mark.parametrize("method", [*BINARY, *UNARY])
 def test_special_values_on_the_gpu(method):
     operands = special()[: 2 if method in BINARY else 1]
@@ -198,6 +199,7 @@ def test_relu_backward_at_its_clips(attributes, wanted):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
 @pytest.mark.parametrize(("attributes", "wanted"), TIES, ids=str)
 def test_relu_backward_at_its_clips_on_the_gpu(attributes, wanted):
     assert ties(attributes) == wanted
@@ -239,6 +241,7 @@ def test_the_smallest_and_the_largest_pass_over_nan(mode, row, wanted):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
 @pytest.mark.parametrize("mode", ["ADD", "MIN", "MAX", "AMAX"])
 def test_nan_in_a_reduction_on_the_gpu(mode):
     got = reduced_nan(mode)

@@ -1,4 +1,7 @@
-"""What cuDNN refuses, and what is refused before it is asked: in words, with what to do."""
+"""What cuDNN refuses, and what is refused before it is asked: in words, with what to do.
+
+As users read it under ``implementation="cudnn"``; by default XLA runs what is refused.
+"""
 
 import math
 import re
@@ -11,6 +14,8 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core import build, choice, planner
 from jax_cudnn._core.dims import packed_strides
+
+pytestmark = pytest.mark.usefixtures("by_cudnn")
 
 IMAGE, WEIGHT = ((2, 64, 8, 8), jnp.bfloat16), ((64, 64, 3, 3), jnp.bfloat16)
 MATRIX = ((1, 64, 64), jnp.bfloat16)
@@ -95,8 +100,9 @@ def test_plan_of_a_supported_graph_describes_itself():
     with jc.target("H200"):
         plan = jc.plan(jc.graph(conv), *(jax.ShapeDtypeStruct(*aval) for aval in (IMAGE, WEIGHT)))
     assert plan.candidates >= 1
-    assert str(plan).startswith(plan.engine)
-    assert "NVIDIA H200" in str(plan)
+    assert str(plan).startswith(f"{plan.engine} for H200, ")
+    (made,) = plan.execution_plans
+    assert str(made).startswith(f"{plan.engine} for NVIDIA H200, ")
 
 
 @pytest.mark.deviceless

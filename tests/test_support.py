@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import build, collect, compat, cuda, planner, support, support_value
+from jax_cudnn._core import build, collect, compat, cuda, frontend, planner, support, support_value
 from jax_cudnn._core.execution_plan import ExecutionPlan
 from jax_cudnn.bench.cases import add_gelu, conv_bias_relu, matmul_bias_gelu
 from jax_cudnn.deviceless import profiles
@@ -37,13 +37,14 @@ def two_convolutions(g, x, w):
 
 
 @pytest.fixture
-def plans(monkeypatch):
-    """Planning replaced by a stand-in: the names and GPUs that were asked for. ``double`` has no
-    engine on an A100."""
+def plans(made_up_plans, monkeypatch):
+    """Planning replaced by a stand-in: the names and GPUs that were asked for, once each as if
+    plans were kept. ``double`` has no engine on an A100."""
     asked = []
 
     def plan(spec, site, name, advise=True):
-        asked.append((name, site))
+        if (name, site) not in asked:
+            asked.append((name, site))
         if name == "double" and site == A100:
             reasons = {"engine 1": "not supported (CUDNN_STATUS)", "engine 2": "a shape is wrong"}
             raise jc.UnsupportedGraphError("double: no engine", reasons=reasons)
@@ -165,11 +166,12 @@ def test_plan_of_several_graphs_names_them_and_support(plans):
 def test_plan_for_several_gpus(plans):
     mine = jc.Profile("mine", 90, "NVIDIA Mine", H200.properties_json)
     made = jc.plan(relu, X, gpus=["h200", mine, "NVIDIA A100-SXM4-80GB", "H200"])
-    assert {gpu: plan.device_name for gpu, plan in made.items()} == {
-        "H200": "NVIDIA H200",
-        "mine": "NVIDIA Mine",
-        "A100": "NVIDIA A100-SXM4-80GB",
+    assert {gpu: [p.device_name for p in plan.execution_plans] for gpu, plan in made.items()} == {
+        "H200": ["NVIDIA H200"],
+        "mine": ["NVIDIA Mine"],
+        "A100": ["NVIDIA A100-SXM4-80GB"],
     }
+    assert all(plan.gpu == gpu for gpu, plan in made.items())
     assert [site for _, site in plans] == [H200, mine, A100]
 
 
@@ -212,6 +214,8 @@ def machine(monkeypatch, plans):
         monkeypatch.setattr(jax, "local_devices", local)
         monkeypatch.setattr(compat, "default_device", lambda: default)
 
+    monkeypatch.setattr(frontend, "load", lambda: None)
+    monkeypatch.setattr(cuda.CudaDevice, "properties", lambda self, cudnn: H200.properties_json)
     return give
 
 
@@ -222,9 +226,9 @@ def machine(monkeypatch, plans):
 )
 def test_plan_is_for_the_default_device_if_that_is_a_gpu(default, ordinal, machine, plans):
     machine([Device(), Device(local_hardware_id=1)], default)
-    jc.plan(relu, X)
+    assert jc.plan(relu, X).gpu == "NVIDIA H200"
     with jc.target("H200"):
-        jc.plan(relu, X)
+        assert jc.plan(relu, X).gpu == "H200"
     assert plans == [("relu", cuda.CudaDevice(ordinal)), ("relu", H200)]
 
 
@@ -329,13 +333,15 @@ def test_documented_examples_run():
 
 
 @pytest.mark.deviceless
+@pytest.mark.usefixtures("by_cudnn")
 @pytest.mark.parametrize("case", [conv_bias_relu, matmul_bias_gelu, add_gelu], ids=lambda c: c.name)
 def test_every_profile_plans(case):
     made = jc.plan(case.function, *case.avals, gpus=profiles.names())
     found = jc.support(case.function, *case.avals, gpus=profiles.names())
     assert found
     for profile in profiles.shipped():
-        plan, row = made[profile.name], found[profile.name, case.name]
+        (plan,) = made[profile.name].execution_plans
+        row = found[profile.name, case.name]
         assert plan.device_name == profile.device_name
         assert plan.engine.startswith("eng")
         figures = plan.engine, plan.workspace_bytes, plan.candidates
@@ -356,11 +362,12 @@ def test_what_no_gpu_can_run_is_said_in_words():
         assert len(row.reasons) > 1
         assert row.reason in dict(row.reasons).values()
     assert str(found).count("more than one convolution") == 1
+    strict = two_convolutions.with_options(implementation="cudnn")
     with pytest.raises(jc.UnsupportedGraphError, match=r"on H200\n") as measured:
-        jc.plan(two_convolutions, IMAGE, WEIGHT, gpus=["H200"])
+        jc.plan(strict, IMAGE, WEIGHT, gpus=["H200"])
     assert measured.value.reasons == dict(found["H200"].rows[0].reasons)
     with pytest.raises(jc.UnsupportedGraphError, match=r"on A100 \(a profile from public spec"):
-        jc.plan(two_convolutions, IMAGE, WEIGHT, gpus=["A100"])
+        jc.plan(strict, IMAGE, WEIGHT, gpus=["A100"])
 
 
 @pytest.mark.deviceless
@@ -406,12 +413,13 @@ def test_two_graphs_in_one_program_are_planned_each():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
 def test_support_here_is_planned_with_the_real_handle():
     device = jax.local_devices()[0]
     operands = conv_bias_relu.avals
     found = jc.support(conv_bias_relu.function, *operands)
     (row,) = (row for row in found if row.basis == support_value.DEVICE)
-    made = jc.plan(conv_bias_relu.function, *operands)
+    (made,) = jc.plan(conv_bias_relu.function, *operands).execution_plans
     assert made.device_name == device.device_kind
     assert (row.engine, row.workspace_bytes, row.candidates) == (
         made.engine,

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from jax_cudnn._core import build, plan, ubjson
+from jax_cudnn._core import build, execution_plan, ubjson
 from jax_cudnn.bench import cases
 from jax_cudnn.deviceless import client, profiles
 
@@ -119,7 +119,7 @@ def test_the_frontends_blob_round_trips_and_cannot_be_cut():
     decoded = ubjson.decode(blob)
     assert {"cudnn_backend_data", "variant_pack_uids", "pass_by_values"} <= {*decoded}
     assert ubjson.decode(encode(decoded)) == decoded
-    assert made.cudnn_version == plan.decode(spec, decoded, "", 0, 1).cudnn_version
+    assert made.cudnn_version == execution_plan.decode(spec, decoded, "", 0, 1).cudnn_version
     for size in (1, len(blob) // 3, len(blob) // 2, len(blob) - 1):
         with pytest.raises(ValueError, match="not a UBJSON"):
             ubjson.decode(blob[:size])

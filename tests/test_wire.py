@@ -185,7 +185,8 @@ def custom_call(function, *avals):
     """Types of the operands and results of the one custom call, and the program's own."""
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
     with jc.target("H200"):
-        lowered = jax.jit(jc.graph(function)).trace(*structs).lower(lowering_platforms=("cuda",))
+        jitted = jax.jit(jc.graph(function, implementation="cudnn"))
+        lowered = jitted.trace(*structs).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     (types,) = re.findall(r"custom_call @jax_cudnn\(.*\) -> .*", text)
     operands, results = re.search(r": \((tensor.*)\) -> (.*)$", types).groups()
@@ -232,6 +233,7 @@ def test_a_smaller_mask_reaches_the_call_whole():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
 @pytest.mark.parametrize("small", [SHAPE, ROW, (2, 1, 4, 6)], ids=str)
 def test_masks_on_the_gpu(small, key):
     p, q = (

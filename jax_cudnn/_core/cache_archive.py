@@ -24,7 +24,7 @@ class Imported(NamedTuple):
 
 def export(cache: PlanCache, path: str | os.PathLike[str]) -> int:
     """Writes all entries that can be used into an archive, whole or not at all; how many."""
-    path = Path(path)
+    path = Path(path).absolute()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     count = 0
     try:
@@ -86,5 +86,5 @@ def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Content:
         raise Unusable(f"foreign: {member.file_size} bytes are too many")
     try:
         return decode(archive.read(member), name[1])
-    except _BROKEN as error:
+    except (*_BROKEN, OSError) as error:  # OSError: a place outside of the file
         raise Unusable(f"damaged: {error}") from error

@@ -220,8 +220,8 @@ def graph(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     (B, M, K) matrices. Python scalars and keyword arguments are static; arrays that ``fn``
     closes over become operands.
 
-    The result runs as one cuDNN plan where it is compiled for an NVIDIA GPU and as its jnp
-    reference elsewhere. Products accumulate in float32, intermediates are float32, and an
+    The result runs as one cuDNN plan where it is compiled for an NVIDIA GPU (or as several, with
+    XLA between them, see :func:`jax_cudnn.implementation`) and as its jnp reference elsewhere. Products accumulate in float32, intermediates are float32, and an
     output has the promoted dtype of its inputs (a reduction's is float32) unless
     ``.set_data_type`` says otherwise.
 
@@ -230,12 +230,13 @@ def graph(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     Args:
         fn: the function; left out in ``@graph(option=...)``.
         **options: how cuDNN is to choose the plan, see :class:`Options`:
-            ``deterministic=True``, ``max_workspace=2**28``, ``precision="highest"``, ...; or all
-            of them, ``options=Options(...)``.
+            ``implementation="cudnn"``, ``deterministic=True``, ``max_workspace=2**28``,
+            ``precision="highest"``, ...; or all of them, ``options=Options(...)``.
 
     Raises:
         GraphError, GraphTypeError: at trace time, naming the line of ``fn``.
-        UnsupportedGraphError: when compiled for a GPU on which cuDNN has no engine for it.
+        UnsupportedGraphError: under ``implementation="cudnn"``, when compiled for a GPU on which
+            cuDNN has no engine for it.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_cudnn as jc

@@ -34,8 +34,8 @@ but on a GPU give NaN beyond float16's range (65504), through which cuDNN conver
 **TF32.** Products of float32 operands may be computed in TF32 (10 bits of mantissa, about 3e-4 of
 relative error) at precision DEFAULT, as in lax on a GPU. HIGH and HIGHEST (as `precision=` or
 `jax.default_matmul_precision`) leave out engines that note {" or ".join(NOTES_OF_FULL_FLOAT32)}:
-convolutions then run in float32. cuDNN has no float32 matmul without TF32, so `g.matmul` and
-`jc.ops.matmul` of float32 are refused there on CUDA; `jc.ops.dot_general` leaves them to lax.
+convolutions then run in float32. cuDNN has no float32 matmul without TF32: there matmuls of float32
+run in XLA (`implementation="cudnn"` refuses them).
 
 **float8 products** accumulate in the tensor cores of SM90 with fewer bits than float32 (about 1e-4
 of relative error was measured on an H200), whatever the compute type.

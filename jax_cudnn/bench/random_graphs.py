@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable, Mapping
@@ -79,13 +80,15 @@ def random_graph(seed: int) -> RandomGraph:
 def _draw(rng: random.Random) -> Drawing:
     drawing = Drawing(rng, rng.choice(_DTYPES), shape(rng))
     count, patterns = rng.randint(LEAST, MOST), rng.choice((0.0, 0.15, 0.6))
+    alone = [pattern for pattern, size in PATTERNS.items() if size == count]
+    if alone and rng.random() < 0.35:
+        with contextlib.suppress(GraphError, GraphTypeError):
+            rng.choice(alone)(drawing)
     while (left := count - len(drawing.steps)) > 0:
         fitting = [pattern for pattern, size in PATTERNS.items() if size <= left]
         if fitting and rng.random() < patterns:
-            try:
+            with contextlib.suppress(GraphError, GraphTypeError):  # what it added is a graph, too
                 rng.choice(fitting)(drawing)
-            except (GraphError, GraphTypeError):  # what it has added is a graph, too
-                continue
         else:
             add_node(drawing)
     return drawing

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._core.node import REGISTRY
-from .random_attributes import Window
+from .random_attributes import DRAWS, Window
 from .random_drawing import Drawing, Operand, Value
 from .random_operands import CHANNELS, new_operand, pick, weight
 
@@ -45,6 +45,32 @@ def _conv(drawing: Drawing, x: Value, k: int) -> Value:
     padding = [1] * (len(x.shape) - 2)
     filter = weight(drawing, x, of)
     return _one(drawing, "conv_fprop", x, filter, padding=padding, dtype=drawing.dtype)
+
+
+_EPILOGUE = (
+    *("bias", "scale", "add", "mul", "sub", "max", "relu_backward", "swish_backward"),
+    *("relu", "gelu", "gelu_approx_tanh", "swish", "sigmoid", "tanh", "elu", "abs", "identity"),
+)
+
+
+def fusion(size: int) -> Pattern:
+    """A product and operations on each element of its result, for one plan of cuDNN's."""
+
+    def pattern(drawing: Drawing) -> None:
+        rng = drawing.rng
+        method = rng.choice(("matmul", "conv_fprop", "conv_fprop", "conv_dgrad", "conv_wgrad"))
+        value = drawing.add(method, *DRAWS[method](drawing, REGISTRY[method]))[0]
+        for position in range(1, size):
+            ends = position == size - 1
+            method = rng.choice(_EPILOGUE)
+            operands: list[Any] = [value]
+            if len(REGISTRY[method].ports.inputs) > 1:
+                one_shape = method.endswith("_backward") or rng.random() < 0.4
+                full = Operand(value.shape, drawing.dtype)
+                operands.append(full if one_shape else _per_channel(drawing, value))
+            value = _one(drawing, method, *operands, dtype=drawing.dtype if ends else None)
+
+    return pattern
 
 
 def two_convolutions(drawing: Drawing) -> None:
@@ -179,6 +205,7 @@ def weights_of_8_bits(drawing: Drawing) -> None:
 
 
 PATTERNS: dict[Pattern, int] = {
+    **{fusion(size): size for size in range(3, 9)},
     two_convolutions: 4,
     residual_block: 7,
     backward_of_convolution: 4,

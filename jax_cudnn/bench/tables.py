@@ -43,7 +43,8 @@ def render(result: dict[str, Any]) -> str:
         f"| {result['cold_plan_ms_median']}; {max(result['cold_plan_ms'].values())} | |"
     )
     if "from_disk_ms" in result:
-        rows.append(f"| plan from the plan cache on disk, ms | {_spread(result['from_disk_ms'])} | |")
+        disk = _spread(result["from_disk_ms"])
+        rows.append(f"| plan from the plan cache on disk, ms | {disk} | |")
     rows.append(f"| plan from memory, ms | {_spread(result['from_memory_ms'])} | |")
     return (
         f"{_where(result)}; median (smallest to largest); one row for each of three processes.\n\n"

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         status, facts, text = _ACTIONS[options.action](PlanCache(folder), options)
     except OSError as error:
-        path = Path(error.filename or folder)
+        path = Path(error.filename2 or error.filename or folder)
         where = path.parent if path.suffix == ".tmp" else path
         raise JaxCudnnError(
             f"cache {options.action}: {where}: {error.strerror or error}"

@@ -63,7 +63,7 @@ def matmul(
         transpose_a, transpose_b: the operand is given as (..., k, m) or (..., n, k), and read so
             by cuDNN, without a copy.
         precision: of float32 products, as in lax: DEFAULT allows TF32. cuDNN has no float32
-            matmul without TF32: HIGH and HIGHEST are refused on CUDA (UnsupportedGraphError).
+            matmul without TF32: HIGH and HIGHEST run in XLA.
         preferred_element_type: dtype of the result; by default the operands' promoted dtype, for
             float8 and for int8 with an epilogue float32, for int8 alone int32.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.

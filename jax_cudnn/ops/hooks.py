@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import compat
 from .._core.dtypes import FLOATS, PRODUCTS, canonical
-from .._core.options import normal_precision
 from .arguments import chosen, numbers, promoted, transpose
 from .fused_conv import CONV, CONV_TRANSPOSE, dilated
 from .fused_matmul import DOT_GENERAL
@@ -181,9 +179,6 @@ def dot_general(
     reason = _result_is_laxs(lhs, rhs, aval)
     if reason is not None:
         return plain(reason)
-    wanted = compat.matmul_precision() if precision is None else precision
-    if "float32" in names and normal_precision(wanted) != "default":
-        return plain("float32 without TF32")
     lhs, rhs = promoted(lhs, rhs)
     a, a_order, a_free = _collapsed(lhs, lhs_batch, lhs_contract, contract_last=True)
     b, b_order, b_free = _collapsed(rhs, rhs_batch, rhs_contract, contract_last=False)

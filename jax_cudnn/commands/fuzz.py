@@ -1,0 +1,102 @@
+"""``python -m jax_cudnn fuzz``: random graphs, planned for a GPU and, where there is one, run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .._core.cuda import CudaDevice
+from .._core.settings import configure
+from ..bench.fuzz import Checks, Outcome, figures, fuzz, smallest, told
+from ..bench.random_graphs import random_graph
+from ..bench.timing import environment
+from ..deviceless import client, profiles
+
+_EXAMPLE = """\
+examples:
+  python -m jax_cudnn fuzz --seeds 2000 --gpu H200 --workers 2   # planned without a GPU
+  python -m jax_cudnn fuzz --seeds 300                           # run on this machine's GPU
+  python -m jax_cudnn fuzz --seed 4711 --gpu H200                # one graph, told in full
+"""
+_THREADS = 4  # that compile for a GPU
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of ``python -m jax_cudnn``."""
+    parser = commands.add_parser(
+        "fuzz",
+        help="plan and run random graphs",
+        description="Plans random graphs, checks that their segments compute what the graphs do, "
+        "and runs them on this machine's GPU beside their references. Exits with 1 if one fails.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=int, default=100, metavar="N", help="how many graphs (100)")
+    parser.add_argument("--start", type=int, default=0, metavar="N", help="the first seed (0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="this graph only, told in full")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="plan for this profile, run nothing (default: this machine's "
+        "GPU; H200 where there is none)"
+    )  # fmt: skip
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that plan")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the figures as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the parsed command; the exit status."""
+    configure(plan_cache=None)  # planning is what is looked at
+    device = None if options.gpu else _gpu()
+    if device is not None:
+        checks = Checks(CudaDevice(device.local_hardware_id), device)
+    else:
+        checks = Checks(profiles.get(options.gpu or "H200"))
+    if options.seed is not None:
+        return _one(options.seed, checks)
+    seeds = range(options.start, options.start + options.seeds)
+    with client.workers(options.workers) if device is None else contextlib.nullcontext():
+        threads = options.workers if device is None else _THREADS
+        outcomes = fuzz(seeds, checks, threads, _tell)
+    facts = {
+        "environment": environment(),
+        "gpu": options.gpu or ("H200" if device is None else device.device_kind),
+        "run_on_the_gpu": device is not None,
+        "seeds": [seeds.start, seeds.stop],
+        **figures(outcomes),
+    }
+    text = json.dumps(facts, indent=1)
+    print(text)
+    if options.write:
+        options.write.write_text(text + "\n")
+    return 1 if facts["failures"] else 0
+
+
+def _gpu() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeForm]
+    try:
+        found = jax.local_devices(backend="gpu")
+    except RuntimeError:
+        return None
+    return next((d for d in found if "cuda" in d.client.platform_version.lower()), None)
+
+
+def _tell(outcome: Outcome) -> None:
+    if outcome.problem:
+        print(f"seed {outcome.seed}: {outcome.problem}\n{random_graph(outcome.seed).spec}\n")
+
+
+def _one(seed: int, checks: Checks) -> int:
+    """The graph, how it is planned, and what is wrong with it; its smallest part that fails."""
+    spec = random_graph(seed).spec
+    print(spec)
+    outcome = checks.outcome(seed)
+    print(outcome)
+    try:
+        print(checks.plan(spec, f"random_{seed}").explain())
+    except Exception as error:
+        print(f"\n{told(error)}\nthe smallest part that fails alike:")
+        print(smallest(spec, checks.planning_problem))
+    return 1 if outcome.problem else 0
