@@ -6,9 +6,11 @@ import time
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
-from jax_cudnn._core import compat, frontend
+import jax_cudnn as jc
+from jax_cudnn._core import compat, frontend, planner
 from jax_cudnn.doctor import checks, facts, report, stages
 from jax_cudnn.doctor.copies import Copy
 from jax_cudnn.doctor.facts import Facts
@@ -241,3 +243,14 @@ def test_a_command_that_is_not_there():
     gone = run(["/nowhere/python"], {}, 1.0, "first")
     assert "did not start" in gone.ended
     assert gone.stopped_in == "first"
+
+
+def test_the_graph_that_is_tried_is_cudnns_and_not_left_to_xla(made_up_plans, monkeypatch):
+    def refuse(spec, site):
+        raise jc.UnsupportedGraphError("no engine")
+
+    monkeypatch.setattr(planner, "_build", refuse)
+    avals = [jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in stages.operands()]
+    traced = jax.jit(stages.matmul_bias_relu).trace(*avals)
+    with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError, match="no engine"):
+        traced.lower(lowering_platforms=("cuda",))

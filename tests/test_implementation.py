@@ -41,7 +41,7 @@ def built(monkeypatch):
 
     def build(spec, site):
         methods = [call.node.method for call in spec.calls]
-        if methods.count("conv_fprop") > 1 or "reduction" in methods:
+        if methods.count("conv_fprop") > 1 or {"reduction", "conv_wgrad"} & {*methods}:
             raise jc.UnsupportedGraphError("no engine", reasons={"engine 7": "too much in it"})
         made.append(methods)
         return ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 64, 0, (), (), b"", 3)
@@ -176,6 +176,25 @@ def test_results_on_a_cpu_do_not_depend_on_it(name):
     w = jax.random.normal(jax.random.key(1), WEIGHT.shape, WEIGHT.dtype)
     got = jax.jit(two.with_options(implementation=name))(x, w)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(two(x, w), np.float32))
+
+
+def test_a_graph_with_a_named_engine_is_not_cut(built):
+    with pytest.raises(jc.UnsupportedGraphError, match="no engine"):
+        lowered(two.with_options(engine=3), IMAGE, WEIGHT)
+
+
+def test_determinism_is_not_promised_for_what_xla_was_not_asked(built, monkeypatch):
+    @jc.graph(deterministic=True)
+    def gradients(g, loss, x):
+        shapes = {"padding": [1, 1], "out_dims": [16, 16, 3, 3]}
+        return g.conv_wgrad(x, loss, **shapes), g.reduction(loss, mode="ADD")
+
+    with pytest.raises(jc.UnsupportedGraphError, match="deterministic=True") as caught:
+        lowered(gradients, IMAGE, IMAGE)
+    assert "conv_wgrad.0" in str(caught.value)
+    assert calls(lowered(gradients.with_options(deterministic=False), IMAGE, IMAGE)) == 0
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_exclude_nondeterministic_ops=true")
+    assert calls(lowered(gradients, IMAGE, IMAGE)) == 0
 
 
 # -- measured losses -------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Options:
             ("RUNTIME_COMPILATION", "CUBLASLT_DEPENDENCY", ...).
         max_workspace: plans that need more bytes of workspace are left out.
         engine, knobs: this engine, by cuDNN's number, with these knobs
-            (``{"TILE_SIZE": 3}``); heuristics are not asked.
+            (``{"TILE_SIZE": 3}``); heuristics are not asked, and the graph is not cut.
         deterministic: leave out engines whose results can differ from run to run. Also so where
             XLA_FLAGS holds ``--xla_gpu_deterministic_ops`` or
             ``--xla_gpu_exclude_nondeterministic_ops`` (``compiler_options`` of jax.jit are not

@@ -15,6 +15,7 @@ from .cuda import CudaDevice
 from .errors import UnsupportedGraphError
 from .execution_plan import ExecutionPlan
 from .implementation import CUDNN, SPLIT, XLA
+from .options import Surroundings
 from .plan import Plan, PlannedSegment
 from .settings import settings
 from .single_flight import SingleFlight
@@ -75,12 +76,32 @@ def by_xla(spec: GraphSpec, name: str) -> Plan:
 
 
 def _decide(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[PlannedSegment, ...]:
-    if spec.options.implementation == CUDNN:
+    # An engine is one of the whole graph: of a part it would be another.
+    if spec.options.implementation == CUDNN or spec.options.engine is not None:
         return (*_planned(whole(spec, False), site, name),)
     canonical = spec.for_planning().canonical()
     key = canonical, planner.identity(site)
     rows = _splits.get(key, lambda: _split(canonical, site, name))
-    return (*_planned([_segment(spec, *row) for row in rows], site, name),)
+    segments = [_segment(spec, *row) for row in rows]
+    _check_determinism(spec, segments, name)
+    return (*_planned(segments, site, name),)
+
+
+def _check_determinism(spec: GraphSpec, segments: Sequence[Segment], name: str) -> None:
+    """UnsupportedGraphError where XLA would have to keep a promise that it was not asked for."""
+    if not spec.options.deterministic or Surroundings.now().deterministic:
+        return
+    for segment in segments:
+        loose = [call.name for call in segment.spec.calls if not call.node.deterministic]
+        if segment.leftover and loose:
+            raise UnsupportedGraphError(
+                f"{name}: deterministic=True cannot be kept",
+                got=f"{', '.join(loose)}, left to XLA",
+                why=segment.reason,
+                fix="set XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops, which holds for XLA and "
+                "for jax_cudnn, or leave deterministic out",
+                graph=str(spec),
+            )
 
 
 def _planned(

@@ -221,9 +221,9 @@ def graph(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     closes over become operands.
 
     The result runs as one cuDNN plan where it is compiled for an NVIDIA GPU (or as several, with
-    XLA between them, see :func:`jax_cudnn.implementation`) and as its jnp reference elsewhere. Products accumulate in float32, intermediates are float32, and an
-    output has the promoted dtype of its inputs (a reduction's is float32) unless
-    ``.set_data_type`` says otherwise.
+    XLA between them, see :func:`jax_cudnn.implementation`) and as its jnp reference elsewhere.
+    Products accumulate in float32, intermediates are float32, and an output has the promoted dtype
+    of its inputs (a reduction's is float32) unless ``.set_data_type`` says otherwise.
 
     As under ``jax.jit``, Python values that ``fn`` closes over are those of its first trace.
 

@@ -125,7 +125,7 @@ def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphErr
         advice.append(_BROADCAST_ADVICE)
     engine = spec.options.engine
     if engine is not None:
-        advice = [f"take another engine than {engine}, as jax_cudnn.plan(...).options names one"]
+        advice = [f"take another engine than {engine}, as jax_cudnn.plan(...).pinned names one"]
     if _LEFT_OUT in text:
         advice = [f"loosen the options of the graph: {spec.options}", *advice]
     rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}

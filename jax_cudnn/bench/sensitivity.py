@@ -64,7 +64,7 @@ class Reference:
         self.outputs = self._run(None)
         self._disturbed: list[Arrays] = []
 
-    def compare(self, got: Sequence[jax.Array]) -> list[Comparison]:
+    def compare(self, got: Sequence[np.ndarray]) -> list[Comparison]:
         """Each output beside the reference's. Where it is not right, more runs have their say."""
         found: list[Comparison] = []
         for runs in (_RUNS, _MORE_RUNS):

@@ -1,0 +1,411 @@
+"""Random graphs: what they are like, that none is refused or changed, and that checks can fail."""
+
+import collections
+import dataclasses
+import json
+import secrets
+import subprocess
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from helpers import python
+
+import jax_cudnn as jc
+from jax_cudnn._core import split
+from jax_cudnn._core.cuda import CudaDevice
+from jax_cudnn._core.node import REGISTRY
+from jax_cudnn.bench import fuzz, graph_checks
+from jax_cudnn.bench.random_graphs import LEAST, MOST, random_graph
+from jax_cudnn.bench.sensitivity import Reference
+from jax_cudnn.deviceless import client, profiles
+
+MANY = range(300)
+"""Seeds of the graphs that are only drawn."""
+
+
+def fresh_seed():
+    """Another one for each commit; a random one where there is no clone."""
+    here = Path(__file__).parent
+    head = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(head, cwd=here, capture_output=True, text=True, check=False)
+    return int(done.stdout[:7], 16) if done.returncode == 0 else secrets.randbits(28)
+
+
+FRESH = fresh_seed()
+
+
+def chunks(count, size):
+    """Parameters: ranges of fresh seeds, named by them."""
+    starts = range(FRESH, FRESH + count, size)
+    return [pytest.param(range(s, s + size), id=f"seeds {s} to {s + size - 1}") for s in starts]
+
+
+# -- what the graphs are like ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def many():
+    return [random_graph(seed) for seed in MANY]
+
+
+def test_equal_seeds_give_equal_graphs_in_every_process():
+    code = """
+        from jax_cudnn.bench.random_graphs import random_graph
+        for seed in range(20):
+            print(random_graph(seed).spec)
+    """
+    assert python(code).stdout.splitlines() == [
+        line for seed in range(20) for line in str(random_graph(seed).spec).splitlines()
+    ]
+
+
+def test_equal_seeds_give_equal_operands():
+    graph = random_graph(3)
+    for first, second in zip(graph.operands(1), graph.operands(1), strict=True):
+        assert first.tobytes() == second.tobytes()
+    assert [x.tobytes() for x in graph.operands(1)] != [x.tobytes() for x in graph.operands(2)]
+    for operand, aval in zip(graph.operands(), graph.avals, strict=True):
+        assert (operand.shape, operand.dtype) == (aval.shape, aval.dtype)
+
+
+def test_graphs_have_3_to_12_operations_and_nothing_in_vain(many):
+    sizes = collections.Counter(len(graph.spec.calls) for graph in many)
+    assert [*sorted(sizes)] == [*range(LEAST, MOST + 1)]
+    assert min(sizes.values()) > len(MANY) / (MOST - LEAST + 1) / 3
+    for graph in many:
+        spec = graph.spec
+        used = {name for call in spec.calls for _, name in call.inputs}
+        assert len(graph.avals) == len(spec.inputs)
+        assert used >= {*spec.inputs}
+        for call in spec.calls:
+            assert {name for _, name in call.outputs} & (used | {*spec.outputs})
+
+
+def test_every_node_occurs(many):
+    methods = {call.node.method for graph in many for call in graph.spec.calls}
+    assert methods == {*REGISTRY}
+
+
+def test_attributes_and_dtypes_of_every_kind_occur(many):
+    calls = [call for graph in many for call in graph.spec.calls]
+    found = collections.defaultdict(set)
+    for call in calls:
+        for name, value in call.node.keywords().items():
+            found[call.node.method, name].add(str(value))
+    modes = {e.attributes["mode"] for e in REGISTRY["reduction"].examples}
+    assert found["reduction", "mode"] == modes
+    modes = {e.attributes["resample_mode"] for e in REGISTRY["resample"].examples}
+    assert found["resample", "resample_mode"] == modes
+    assert found["conv_fprop", "convolution_mode"] == {"CROSS_CORRELATION", "CONVOLUTION"}
+    for convolution in ("conv_fprop", "conv_dgrad", "conv_wgrad"):
+        assert {"[2, 2]", "[3, 3]", "[1]", "[1, 1, 1]"} <= found[convolution, "stride"]
+        assert {"[2, 2]", "[1, 1]"} <= found[convolution, "dilation"]
+    tensors = [tensor for graph in many for tensor in graph.spec.tensors]
+    dtypes = {"float32", "float16", "bfloat16", "bool", "int8", "uint8", "int32"}
+    assert dtypes | {"float8_e4m3fn", "float8_e5m2"} == {tensor.dtype for tensor in tensors}
+    assert {1, 2, 3, 4, 5} <= {len(tensor.shape) for tensor in tensors}
+    assert any(tensor.order for tensor in tensors)
+    assert max(np.prod(tensor.shape) for tensor in tensors) <= 200_000
+
+
+def groups(spec, call):
+    image, weight = (spec.tensor(name).shape for _, name in call.inputs)
+    return image[1] // weight[1], weight[1]
+
+
+# What graphs have, and at least which share of them.
+KINDS = {
+    "several products": (0.25, lambda s: sum(c.node.anchor for c in s.calls) >= 2),
+    "three outputs": (0.4, lambda s: len(s.outputs) >= 3),
+    "one output": (0.1, lambda s: len(s.outputs) == 1),
+    "a result used and returned": (0.3, lambda s: bool({*s.outputs} & used(s).keys())),
+    "a result used three times": (0.1, lambda s: any(used(s)[n] > 2 for n in made(s))),
+    "unconnected parts": (0.15, lambda s: len(parts(s)) > 1),
+    "connected": (0.3, lambda s: len(parts(s)) == 1),
+    "booleans inside": (0.05, lambda s: any(s.tensor(n).dtype == "bool" for n in used(s))),
+    "numbers": (0.1, lambda s: bool(s.constants)),
+    "options": (0.05, lambda s: bool(str(s.options))),
+    "biases of channels": (0.1, lambda s: any(t.shape[2:] == (1, 1) for t in s.input_tensors)),
+    "rounded inside": (0.2, lambda s: any(s.tensor(n).dtype == "bfloat16" for n in made(s))),
+    "moved by XLA": (0.3, lambda s: any(c.node.leftover for c in s.calls)),
+    "nothing moved": (0.3, lambda s: not any(c.node.leftover for c in s.calls)),
+    "groups": (0.02, lambda s: any(c.node.method == "conv_fprop" and groups(s, c)[0] > 1 for c in s.calls)),
+    "gradients of both operands": (
+        0.02,
+        lambda s: {"conv_dgrad", "conv_wgrad"} <= {c.node.method for c in s.calls},
+    ),
+}  # fmt: skip
+
+
+def used(spec):
+    """How many ports each computed tensor feeds."""
+    names = [name for call in spec.calls for _, name in call.inputs]
+    return collections.Counter(name for name in names if name in made(spec))
+
+
+def made(spec):
+    return {name for call in spec.calls for _, name in call.outputs}
+
+
+def parts(spec):
+    sets = []
+    for call in spec.calls:
+        names = {name for _, name in (*call.inputs, *call.outputs)}
+        joined = [other for other in sets if other & names]
+        sets = [other for other in sets if not other & names] + [names.union(*joined)]
+    return sets
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mix_has(kind, many):
+    least, has = KINDS[kind]
+    assert sum(has(graph.spec) for graph in many) >= least * len(MANY)
+
+
+# -- their references, and the tolerance -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("seeds", chunks(12, 6))
+def test_references_are_tame_and_agree_with_float64(seeds):
+    for seed in seeds:
+        graph = random_graph(seed)
+        operands = graph.operands()
+        reference = Reference(graph.spec, operands)
+        for output in reference.outputs:
+            assert np.isfinite(output.astype(np.float64)).all(), seed
+        with np.errstate(all="ignore"):
+            exact = oracle.rounded(graph.spec, operands)
+        for comparison in reference.compare(exact):
+            assert comparison.right, (seed, comparison)
+
+
+WRONG = {
+    "conv_fprop": lambda right: np.roll(right, 1, 1),
+    "matmul": lambda right: np.where(np.arange(right.size).reshape(right.shape) == 5, 9, right),
+    "reduction": lambda right: right * 1.05,
+    "cmp_lt": lambda right: 1 - right,
+    "sigmoid": lambda right: right * 1.04,
+    "transpose": lambda right: right[::-1],
+}
+
+
+@pytest.mark.parametrize("method", WRONG)
+def test_a_wrong_operation_is_noticed(method, many, monkeypatch):
+    """In graphs that return its result: what follows may hide it."""
+    right, tried, noticed = oracle.OPERATIONS[method], 0, 0
+    monkeypatch.setitem(
+        oracle.OPERATIONS, method, lambda node, **arrays: WRONG[method](right(node, **arrays))
+    )
+    for graph in many:
+        returned = [c for c in graph.spec.calls if c.outputs[0][1] in graph.spec.outputs]
+        if tried == 4 or method not in [call.node.method for call in returned]:
+            continue
+        operands = graph.operands()
+        reference = Reference(graph.spec, operands)
+        with np.errstate(all="ignore"):
+            wrong = oracle.rounded(graph.spec, operands)
+        if all(np.array_equal(a, b) for a, b in zip(wrong, reference.outputs, strict=True)):
+            continue  # one element, or one channel: nothing to mix up
+        tried += 1
+        noticed += not all(comparison.right for comparison in reference.compare(wrong))
+    assert tried >= 3
+    assert noticed == tried
+
+
+def test_rounding_and_the_order_of_sums_are_no_errors():
+    """The program that XLA compiles of a whole graph rounds and adds otherwise than its parts."""
+    graph = random_graph(8)
+    assert sum(call.node.anchor for call in graph.spec.calls) >= 2
+    ratio, _ = graph_checks.check_result(graph, jax.local_devices(backend="cpu")[0])
+    assert ratio < 1
+
+
+def test_a_wrong_result_is_raised(monkeypatch):
+    graph = random_graph(8)
+    moved = dataclasses.replace(graph, function=lambda *x: [y + 1 for y in graph.function(*x)])
+    object.__setattr__(moved, "spec", graph.spec)
+    with pytest.raises(graph_checks.WrongResult, match="allowed"):
+        graph_checks.check_result(moved, jax.local_devices(backend="cpu")[0])
+
+
+# -- cut into segments -----------------------------------------------------------------------------
+
+
+def cut(graph, share):
+    """Segments of a splitter that is refused a share of what it asks for, by its text."""
+
+    def ask(piece):
+        refused = zlib.crc32(str(piece).encode()) % 100 < 100 * share
+        return split.Refusal("by lot") if refused else None
+
+    return split.search(graph.spec, ask)
+
+
+@pytest.mark.parametrize("seeds", chunks(100, 100))
+def test_whatever_is_refused_segments_compute_what_the_graph_does(seeds):
+    cuts = collections.Counter()
+    for seed in seeds:
+        graph = random_graph(seed)
+        for share in (0.2, 0.6, 0.9, 1.0):
+            segments = cut(graph, share)
+            graph_checks.check_segments(graph.spec, segments)
+            cuts[len(segments)] += 1
+    assert len(cuts) >= 4, "too few different cuts to be worth it"
+
+
+def test_segments_give_the_same_bits():
+    for seed in (FRESH, FRESH + 1):
+        graph_checks.check_reference(random_graph(seed), cut(random_graph(seed), 0.7))
+
+
+def replaced(segment, **changes):
+    return dataclasses.replace(
+        segment, spec=dataclasses.replace(segment.spec, _cache={}, **changes)
+    )
+
+
+def retyped(segment):
+    """Rounds a result of the segment to another dtype."""
+    name = segment.spec.outputs[0]
+    tensors = tuple(
+        dataclasses.replace(t, dtype="float16") if t.name == name else t
+        for t in segment.spec.tensors
+    )
+    return replaced(segment, tensors=tensors)
+
+
+DAMAGE = {
+    "a segment is left out": (lambda s: s[:-1], "not every operation"),
+    "a segment runs twice": (lambda s: [*s, s[-1]], "not every operation"),
+    "too early": (lambda s: s[::-1], "before its operands"),
+    "another dtype at a cut": (lambda s: [retyped(s[0]), *s[1:]], "something else"),
+    "other options": (
+        lambda s: [replaced(s[0], options=jc.Options(deterministic=True)), *s[1:]],
+        "other options",
+    ),
+    "swapped operands": (
+        lambda s: [*s[:-1], replaced(s[-1], calls=tuple(map(swapped, s[-1].spec.calls)))],
+        "something else",
+    ),
+}
+
+
+def swapped(call):
+    ports, names = zip(*call.inputs, strict=True)
+    return dataclasses.replace(call, inputs=tuple(zip(ports, names[::-1], strict=True)))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_segments_are_noticed(damage):
+    avals = [jax.ShapeDtypeStruct((1, 8, 8), "bfloat16")] * 3
+    product = jc.graph(lambda g, x, w, v: g.matmul(g.matmul(x, w).set_data_type("bfloat16"), v))
+    spec = product.trace(*avals)[1].spec
+    one = [split.Segment(split.part(spec, (i,)), (i,), False) for i in range(2)]
+    graph_checks.check_segments(spec, one)
+    change, words = DAMAGE[damage]
+    with pytest.raises(graph_checks.WrongSegments, match=words):
+        graph_checks.check_segments(spec, change(one))
+
+
+# -- planned ---------------------------------------------------------------------------------------
+
+
+def failures(outcomes):
+    """In words, with the command that repeats each."""
+    command = "python -m jax_cudnn fuzz --gpu H200 --seed"
+    return "\n\n".join(f"{command} {o.seed}\n{o.problem}" for o in outcomes if o.problem)
+
+
+def planned(seeds, bits):
+    checks = fuzz.Checks(profiles.get("H200"), bits=bits)
+    with client.workers(2):
+        return fuzz.fuzz(seeds, checks, threads=2)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("seeds", chunks(100, 25))
+def test_every_graph_is_planned(seeds):
+    outcomes = planned(seeds, bits=25)
+    assert not failures(outcomes), failures(outcomes)
+    assert any(outcome.segments.count(True) for outcome in outcomes)
+    print(json.dumps(fuzz.figures(outcomes)))
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+@pytest.mark.timeout(7200)
+def test_two_thousand_graphs_are_planned(request):
+    if "slow" not in request.config.option.markexpr:
+        pytest.skip("2,000 graphs take half an hour: pytest -m slow")
+    outcomes = planned(range(2000), bits=50)
+    assert not failures(outcomes), failures(outcomes)
+
+
+@pytest.mark.deviceless
+def test_the_lowered_program_holds_the_planned_segments():
+    lowered = 0
+    for seed in range(FRESH, FRESH + 40):
+        graph = random_graph(seed)
+        with jc.target("H200"):
+            held = len(jc.plan(graph.function, *graph.avals).execution_plans)
+            if held < 2:
+                continue
+            program = jax.jit(graph.function).trace(*graph.avals)
+            text = program.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.custom_call @jax_cudnn") <= held  # equal ones are shared
+        assert text.count("stablehlo.custom_call @jax_cudnn") >= 1
+        lowered += 1
+        if lowered == 3:
+            break
+    assert lowered == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seeds", chunks(300, 25))
+def test_on_the_gpu(seeds):
+    device = jax.devices("gpu")[0]
+    checks = fuzz.Checks(CudaDevice(device.local_hardware_id), device, bits=0)
+    outcomes = fuzz.fuzz(seeds, checks, threads=4)
+    assert not failures(outcomes), failures(outcomes)
+    print(json.dumps(fuzz.figures(outcomes)))
+
+
+# -- the figures and the command -------------------------------------------------------------------
+
+
+def test_figures():
+    outcomes = [
+        fuzz.Outcome(0, 3, (True,), 1, 0.5),
+        fuzz.Outcome(1, 12, (False, True, True), 40, 2.0, 0.25, 1),
+        fuzz.Outcome(2, 5, (False,), 4, 0.1),
+        fuzz.Outcome(3, 7, problem="LibraryError: no"),
+    ]
+    facts = fuzz.figures(outcomes)
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["graphs"] == 4
+    assert facts["nodes"] == 27
+    assert (facts["one_plan"], facts["by_xla_alone"], facts["segments_of_cudnn"]) == (1, 1, 3)
+    assert facts["by_segments"] == {"1": 2, "3": 1}
+    assert facts["by_segments_of_cudnn"] == {"0": 1, "1": 1, "2": 1}
+    assert facts["questions"] == {"median": 4, "p95": 40, "max": 40, "sum": 45}
+    assert facts["planning_s"]["max"] == 2.0
+    assert (facts["worst_ratio"], facts["blunt_outputs"]) == (0.25, 1)
+    assert facts["failures"] == [[3, "LibraryError: no"]]
+
+
+def test_whatever_planning_raises_is_an_outcome():
+    class Broken(fuzz.Checks):
+        def plan(self, spec, name):
+            if any(call.node.method == "genstats" for call in spec.calls):
+                raise ValueError("no sums: today")
+            return super().plan(spec, name)
+
+    seed = next(s for s in MANY if "genstats" in str(random_graph(s).spec))
+    outcome = Broken(None).outcome(seed)
+    assert outcome.problem.startswith("ValueError: no sums: today (line ")
+    (call,) = fuzz.smallest(random_graph(seed).spec, Broken(None).planning_problem).calls
+    assert call.node.method == "genstats"
