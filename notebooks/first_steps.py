@@ -64,23 +64,36 @@ print(trace.spec)
 # %%
 with jc.target("H200"):
     plan = jc.plan(conv_bias_relu, x, w, b)
-assert plan.device_name == "NVIDIA H200"
+assert len(plan.execution_plans) == 1
 print(plan)
 
 # %% [markdown]
 # ## A graph that cuDNN refuses
-# The error prints the graph, cuDNN's reason for each engine, and what to change.
+# It runs all the same: cut into plans that cuDNN has, and XLA runs what is left, in one program.
+# `explain` says what runs where, and why.
 
 
 # %%
-@jc.graph
+@jc.graph(intermediate_data_type="bfloat16")
 def two_convolutions(g, x, w):
-    return g.conv_fprop(g.conv_fprop(x, w, padding=[1, 1]), w, padding=[1, 1])
+    y = g.relu(g.conv_fprop(x, w, padding=[1, 1]))
+    y = g.relu(g.conv_fprop(y, w, padding=[1, 1]))
+    return g.sub(y, g.reduction(y, mode="MAX", out_dims=[8, 1, 28, 28]))
 
 
+with jc.target("H200"):
+    plan = jc.plan(two_convolutions, x, w)
+assert len(plan.execution_plans) == 2
+print(plan.explain())
+
+# %% [markdown]
+# Who wants one cuDNN plan or nothing says so. Then the error prints the graph, cuDNN's reason for
+# each engine, and what to change.
+
+# %%
 try:
     with jc.target("H200"):
-        jc.plan(two_convolutions, x, w)
+        jc.plan(two_convolutions.with_options(implementation="cudnn"), x, w)
 except jc.UnsupportedGraphError as error:
     print(error.fix)
 else:

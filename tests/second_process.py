@@ -75,11 +75,17 @@ def main(how):
         }
     digest = hashlib.sha256(text.encode()).hexdigest()
     calls = text.count("custom_call @jax_cudnn")
-    print(json.dumps({"text": digest, "calls": calls, **vars_of(counted), **found}))
-
-
-def vars_of(counted):
-    return {"built": counted.built, "known": counted.known}
+    print(
+        json.dumps(
+            {
+                "text": digest,
+                "calls": calls,
+                "built": counted.built,
+                "known": counted.known,
+                **found,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

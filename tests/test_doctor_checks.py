@@ -209,6 +209,17 @@ def test_first_stages_are_the_first():
     assert firsts == facts.FIRST_STAGES
 
 
+def test_the_graph_that_is_tried_is_cudnns_and_not_left_to_xla(made_up_plans, monkeypatch):
+    def refuse(spec, site):
+        raise jc.UnsupportedGraphError("no engine")
+
+    monkeypatch.setattr(planner, "_build", refuse)
+    avals = [jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in stages.operands()]
+    traced = jax.jit(stages.matmul_bias_relu).trace(*avals)
+    with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError, match="no engine"):
+        traced.lower(lowering_platforms=("cuda",))
+
+
 # -- processes -------------------------------------------------------------------------------------
 
 
@@ -243,14 +254,3 @@ def test_a_command_that_is_not_there():
     gone = run(["/nowhere/python"], {}, 1.0, "first")
     assert "did not start" in gone.ended
     assert gone.stopped_in == "first"
-
-
-def test_the_graph_that_is_tried_is_cudnns_and_not_left_to_xla(made_up_plans, monkeypatch):
-    def refuse(spec, site):
-        raise jc.UnsupportedGraphError("no engine")
-
-    monkeypatch.setattr(planner, "_build", refuse)
-    avals = [jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in stages.operands()]
-    traced = jax.jit(stages.matmul_bias_relu).trace(*avals)
-    with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError, match="no engine"):
-        traced.lower(lowering_platforms=("cuda",))

@@ -33,7 +33,8 @@ def check(sample: np.ndarray, dtype: str) -> None:
     """Raises Untamed for values with which no comparison would mean something."""
     if dtype == "bool":
         return
-    largest, rms = np.max(np.abs(sample)), np.sqrt(np.mean(sample * sample))
+    with np.errstate(all="ignore"):
+        largest, rms = np.max(np.abs(sample)), np.sqrt(np.mean(sample * sample))
     limit = 2.0**20 if dtype == "int32" else _LARGEST
     if not largest <= limit or (is_floating(dtype) and rms < _LEAST_RMS):
         raise Untamed("the values are not tame", got=f"largest {largest:g}, mean square {rms:g}")
@@ -129,8 +130,8 @@ def _reduced(mode: str, sample: np.ndarray, count: int, noise: np.random.Generat
     drawn = min(count, _TERMS)
     with np.errstate(all="ignore"):
         found = _REDUCTIONS[mode](noise.choice(sample, (SIZE, drawn)).astype(np.float64))
-    more = count / drawn if mode in ("ADD", "NORM1") else 1.0
-    return (found * more).astype(np.float32)
+        more = count / drawn if mode in ("ADD", "NORM1") else 1.0
+        return (found * more).astype(np.float32)
 
 
 _KNOWN = {"reduction": _reduction, "genstats": _genstats, "gen_index": _gen_index}
