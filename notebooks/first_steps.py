@@ -70,7 +70,8 @@ print(plan)
 # %% [markdown]
 # ## A graph that cuDNN refuses
 # It runs all the same: cut into plans that cuDNN has, and XLA runs what is left, in one program.
-# `explain` says what runs where, and why.
+# `explain` says what runs where, and why. A value that crosses a cut is rounded where the graph
+# says so, and only there: here inner values are bfloat16, as cuDNN's convolutions take them.
 
 
 # %%

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import json
 import secrets
 import subprocess
@@ -86,8 +87,7 @@ def test_graphs_have_3_to_12_operations_and_nothing_in_vain(many):
 
 
 def test_every_node_occurs(many):
-    methods = {call.node.method for graph in many for call in graph.spec.calls}
-    assert methods == {*REGISTRY}
+    assert {method for graph in many for method in methods(graph)} == {*REGISTRY}
 
 
 def test_attributes_and_dtypes_of_every_kind_occur(many):
@@ -122,6 +122,10 @@ def groups(spec, call):
 def depth(spec, call):
     """The input channels of a group."""
     return spec.tensor(call.inputs[1][1]).shape[1]
+
+
+def methods(graph):
+    return [call.node.method for call in graph.spec.calls]
 
 
 # What graphs have, and at least which share of them.
@@ -194,7 +198,7 @@ def test_references_are_tame_and_agree_with_float64(seeds):
 WRONG = {
     "conv_fprop": lambda right: np.roll(right, 1, 1),
     "matmul": lambda right: np.where(np.arange(right.size).reshape(right.shape) == 5, 9, right),
-    "reduction": lambda right: right * 1.05,
+    "reduction": lambda right: right * 1.3 + 0.5,
     "cmp_lt": lambda right: 1 - right,
     "sigmoid": lambda right: right * 1.04,
     "transpose": lambda right: right[::-1],
@@ -205,31 +209,37 @@ WRONG = {
 def test_a_wrong_operation_is_noticed(method, many, monkeypatch):
     """In graphs that return its result: what follows may hide it."""
     right, tried, noticed = oracle.OPERATIONS[method], 0, 0
-    monkeypatch.setitem(
-        oracle.OPERATIONS, method, lambda node, **arrays: WRONG[method](right(node, **arrays))
-    )
+
+    def wrong(node, **arrays):
+        return WRONG[method](right(node, **arrays))
+
     for graph in many:
         returned = [c for c in graph.spec.calls if c.outputs[0][1] in graph.spec.outputs]
         if tried == 4 or method not in [call.node.method for call in returned]:
             continue
         operands = graph.operands()
-        reference = Reference(graph.spec, operands)
-        with np.errstate(all="ignore"):
-            wrong = oracle.rounded(graph.spec, operands)
-        if all(np.array_equal(a, b) for a, b in zip(wrong, reference.outputs, strict=True)):
+        outputs = []
+        for operation in (right, wrong):
+            monkeypatch.setitem(oracle.OPERATIONS, method, operation)
+            with np.errstate(all="ignore"):
+                outputs.append(oracle.rounded(graph.spec, operands))
+        if all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True)):
             continue  # one element, or one channel: nothing to mix up
         tried += 1
-        noticed += not all(comparison.right for comparison in reference.compare(wrong))
+        found = Reference(graph.spec, operands).compare(outputs[1])
+        noticed += not all(comparison.right for comparison in found)
     assert tried >= 3
     assert noticed == tried
 
 
-def test_rounding_and_the_order_of_sums_are_no_errors():
+@pytest.mark.parametrize("kind", ["conv_fprop", "conv_wgrad", "reduction"])
+def test_rounding_and_the_order_of_sums_are_no_errors(kind, many):
     """The program that XLA compiles of a whole graph rounds and adds otherwise than its parts."""
-    graph = random_graph(8)
-    assert sum(call.node.anchor for call in graph.spec.calls) >= 2
-    ratio, _ = graph_checks.check_result(graph, jax.local_devices(backend="cpu")[0])
-    assert ratio < 1
+    cpu = jax.local_devices(backend="cpu")[0]
+    fitting = (g for g in many if methods(g).count(kind) > 1 and "matmul" not in methods(g))
+    for graph in itertools.islice(fitting, 2):
+        ratio, _ = graph_checks.check_result(graph, cpu)
+        assert ratio < 1
 
 
 def test_a_wrong_result_is_raised(monkeypatch):

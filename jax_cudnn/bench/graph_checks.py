@@ -67,7 +67,8 @@ def _terms(spec: GraphSpec, operands: Sequence[int], table: dict[Any, int]) -> l
     """The outputs' terms, as numbers that stand for them in the table."""
     values = dict(zip(spec.inputs, operands, strict=True))
     for tensor in spec.constants:
-        values[tensor.name] = table.setdefault((tensor.literal, tensor.shape, tensor.dtype), len(table))
+        constant = tensor.literal, tensor.shape, tensor.dtype
+        values[tensor.name] = table.setdefault(constant, len(table))
     for call in spec.calls:
         made = repr(call.node), tuple((port, values[name]) for port, name in call.inputs)
         for port, name in call.outputs:
