@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import losses, placement, planner, progress
+from jax_cudnn._core import losses, planner, progress
 from jax_cudnn._core.execution_plan import ExecutionPlan
-from jax_cudnn._core.settings import settings
 
 IMAGE = jax.ShapeDtypeStruct((4, 16, 10, 10), jnp.bfloat16)
 WEIGHT = jax.ShapeDtypeStruct((16, 16, 3, 3), jnp.bfloat16)
@@ -35,7 +34,7 @@ def shifted(g, x):
 
 
 @pytest.fixture
-def built(monkeypatch):
+def built(made_up_plans, monkeypatch):
     """The graphs that were planned. cuDNN takes one convolution, or pointwise operations."""
     made = []
 
@@ -46,15 +45,8 @@ def built(monkeypatch):
         made.append(methods)
         return ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 64, 0, (), (), b"", 3)
 
-    kept = settings().plan_cache
-    jc.configure(plan_cache=None)
-    placement.clear()
     monkeypatch.setattr(planner, "_build", build)
-    monkeypatch.setattr(planner, "identity", lambda site: site.name)
-    yield made
-    monkeypatch.undo()
-    placement.clear()
-    jc.configure(plan_cache=kept)
+    return made
 
 
 def lowered(function, *avals):
@@ -87,6 +79,7 @@ def test_cudnn_is_one_plan_or_an_error(built):
     with pytest.raises(jc.UnsupportedGraphError, match="two: no engine") as caught:
         lowered(strict, IMAGE, WEIGHT)
     assert "too much in it" in str(caught.value)
+    assert "or leave out implementation='cudnn'" in caught.value.fix
     assert calls(lowered(one.with_options(implementation="cudnn"), IMAGE, WEIGHT)) == 1
 
 

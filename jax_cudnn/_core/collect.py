@@ -11,7 +11,6 @@ from . import compat
 from .errors import GraphError, GraphTypeError
 from .primitive import cudnn_local_p, cudnn_p
 from .spec import GraphSpec
-from .split import for_cudnn
 from .trace import GraphFunction
 
 
@@ -60,6 +59,8 @@ def graphs(
 
 def pieces(named: Mapping[str, GraphSpec]) -> dict[str, GraphSpec]:
     """The same with graphs cut around what is always XLA's, such as pooling."""
+    from .split import for_cudnn
+
     found: dict[str, GraphSpec] = {}
     for name, spec in named.items():
         for piece in for_cudnn(spec):

@@ -28,6 +28,8 @@ log = logging.getLogger("jax_cudnn")
 # A segment as a row: its calls by position, whether XLA runs it, and why.
 _Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
 
+_ELSE = "then cuDNN runs the parts that it can, and XLA the rest"
+
 _refusals: SingleFlight[Refusal | None] = SingleFlight(1 << 14)
 _splits: SingleFlight[_Rows] = SingleFlight()
 
@@ -78,7 +80,12 @@ def by_xla(spec: GraphSpec, name: str) -> Plan:
 def _decide(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[PlannedSegment, ...]:
     # An engine is one of the whole graph: of a part it would be another.
     if spec.options.implementation == CUDNN or spec.options.engine is not None:
-        return (*_planned(whole(spec, False), site, name),)
+        try:
+            return (*_planned(whole(spec, False), site, name),)
+        except UnsupportedGraphError as error:
+            what = "implementation='cudnn'" if spec.options.engine is None else "the engine"
+            error.fix = "; ".join(filter(None, [error.fix, f"or leave out {what}: {_ELSE}"]))
+            raise
     canonical = spec.for_planning().canonical()
     key = canonical, planner.identity(site)
     rows = _splits.get(key, lambda: _split(canonical, site, name))

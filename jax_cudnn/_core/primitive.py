@@ -13,12 +13,11 @@ import jax
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from . import autodiff, compat, ffi, lowering
+from . import autodiff, compat, ffi
 from . import batching as batching_rules
 from .errors import GraphError
 from .reference import evaluate
 from .spec import GraphSpec
-from .split import run
 
 cudnn_p = compat.new_primitive("cudnn")
 cudnn_local_p = compat.new_primitive("cudnn_local")
@@ -73,6 +72,8 @@ def _reference(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
 
 
 def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
+    from . import lowering, split  # and all of planning: importing jax_cudnn does without
+
     plan = lowering.plan(ctx, spec, name)
     calls = {
         segment: functools.partial(evaluate, segment.spec)
@@ -81,8 +82,11 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         for segment in plan.segments
     }
 
+    def execute(segment: Any, *inputs: Any) -> Any:
+        return calls[segment](*inputs)
+
     def call(*arrays: Any) -> list[Any]:
-        return run(plan.segments, spec, arrays, lambda segment, *inputs: calls[segment](*inputs))
+        return split.run(plan.segments, spec, arrays, execute)
 
     return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 

@@ -11,11 +11,10 @@ import jax
 
 from ..deviceless import client, profiles
 from ..deviceless.profiles import Profile
-from . import compat, context, frontend, planner
+from . import compat, context, frontend
 from .collect import graphs, pieces
 from .cuda import CudaDevice
 from .errors import GraphError, TargetError, UnsupportedGraphError
-from .placement import place
 from .plan import XLA, Plan
 from .spec import GraphSpec
 from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
@@ -62,6 +61,8 @@ def plan(
         >>> x = jax.ShapeDtypeStruct((64, 128), "bfloat16")
         >>> plans = jc.plan(relu, x, gpus=["A100", "H200"])                   # doctest: +SKIP
     """
+    from .placement import place  # and all of planning: importing jax_cudnn does without
+
     chosen = None if gpus is None else _profiles(gpus)
     found = graphs(fn, args, static)
     if len(found) > 1:
@@ -138,6 +139,8 @@ def survey(
 
 
 def _row(name: str, spec: GraphSpec, gpu: str, site: Profile | CudaDevice) -> SupportRow:
+    from . import planner
+
     basis = DEVICE if isinstance(site, CudaDevice) else MEASURED if site.measured else PUBLIC
     if all(call.node.leftover for call in spec.calls):
         return SupportRow(name, gpu, basis, True, XLA, 0, 0)
