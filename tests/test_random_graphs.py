@@ -6,6 +6,7 @@ import itertools
 import json
 import secrets
 import subprocess
+import types
 import zlib
 from pathlib import Path
 
@@ -16,9 +17,11 @@ import pytest
 from helpers import python
 
 import jax_cudnn as jc
-from jax_cudnn._core import split
+from jax_cudnn.__main__ import main
+from jax_cudnn._core import settings, split
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.node import REGISTRY
+from jax_cudnn._core.plan import Plan, PlannedSegment
 from jax_cudnn.bench import fuzz, graph_checks
 from jax_cudnn.bench.random_graphs import LEAST, MOST, random_graph
 from jax_cudnn.bench.sensitivity import Reference
@@ -185,7 +188,7 @@ def test_the_mix_has(kind, many):
 def test_references_are_tame_and_agree_with_float64(seeds):
     for seed in seeds:
         graph = random_graph(seed)
-        operands = graph.operands()
+        operands = graph.inputs()
         reference = Reference(graph.spec, operands)
         for output in reference.outputs:
             assert np.isfinite(output.astype(np.float64)).all(), seed
@@ -197,7 +200,7 @@ def test_references_are_tame_and_agree_with_float64(seeds):
 
 WRONG = {
     "conv_fprop": lambda right: np.roll(right, 1, 1),
-    "matmul": lambda right: np.where(np.arange(right.size).reshape(right.shape) == 5, 9, right),
+    "matmul": lambda right: np.where(np.arange(right.size).reshape(right.shape) == 5, 99, right),
     "reduction": lambda right: right * 1.3 + 0.5,
     "cmp_lt": lambda right: 1 - right,
     "sigmoid": lambda right: right * 1.04,
@@ -217,7 +220,7 @@ def test_a_wrong_operation_is_noticed(method, many, monkeypatch):
         returned = [c for c in graph.spec.calls if c.outputs[0][1] in graph.spec.outputs]
         if tried == 4 or method not in [call.node.method for call in returned]:
             continue
-        operands = graph.operands()
+        operands = graph.inputs()
         outputs = []
         for operation in (right, wrong):
             monkeypatch.setitem(oracle.OPERATIONS, method, operation)
@@ -242,12 +245,40 @@ def test_rounding_and_the_order_of_sums_are_no_errors(kind, many):
         assert ratio < 1
 
 
-def test_a_wrong_result_is_raised(monkeypatch):
+def test_products_of_float32_may_be_cut_to_10_bits_unless_that_is_forbidden(many, monkeypatch):
+    def cut_short(x):
+        bits = np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
+        return bits.view(np.float32).astype(np.float64)
+
+    for method in ("conv_fprop", "conv_dgrad", "conv_wgrad", "matmul"):
+        monkeypatch.setitem(
+            oracle.OPERATIONS,
+            method,
+            lambda node, right=oracle.OPERATIONS[method], **arrays: right(
+                node, **{port: cut_short(x) for port, x in arrays.items()}
+            ),
+        )
+    fitting = [g for g in many if g.spec.has_float32_product][:12]
+    spec, operands = fitting[0].spec, fitting[0].inputs()
+    for graph in fitting:
+        cut_results = oracle.rounded(graph.spec, graph.inputs())
+        for comparison in Reference(graph.spec, graph.inputs()).compare(cut_results):
+            assert comparison.right
+    exact = dataclasses.replace(spec, options=jc.Options(precision="highest"), _cache={})
+    found = Reference(exact, operands).compare(oracle.rounded(spec, operands))
+    assert not all(comparison.right for comparison in found)
+
+
+def test_a_wrong_result_is_raised():
     graph = random_graph(8)
-    moved = dataclasses.replace(graph, function=lambda *x: [y + 1 for y in graph.function(*x)])
-    object.__setattr__(moved, "spec", graph.spec)
+    wrong = types.SimpleNamespace(
+        spec=graph.spec,
+        operands=graph.operands,
+        inputs=graph.inputs,
+        function=lambda *x: [y + 1 for y in graph.function(*x)],
+    )
     with pytest.raises(graph_checks.WrongResult, match="allowed"):
-        graph_checks.check_result(moved, jax.local_devices(backend="cpu")[0])
+        graph_checks.check_result(wrong, jax.local_devices(backend="cpu")[0])
 
 
 # -- cut into segments -----------------------------------------------------------------------------
@@ -427,3 +458,60 @@ def test_whatever_planning_raises_is_an_outcome():
     assert outcome.problem.startswith("ValueError: no sums: today (line ")
     (call,) = fuzz.smallest(random_graph(seed).spec, Broken(None).planning_problem).calls
     assert call.node.method == "genstats"
+
+
+@pytest.fixture
+def shell(monkeypatch):
+    """The command, whose settings end with the test."""
+    monkeypatch.setattr(settings, "_given", settings._given)
+    return lambda *arguments: main(["fuzz", "--gpu", "H200", *arguments])
+
+
+def refuse_genstats(monkeypatch):
+    def plan(self, spec, name):
+        if any(call.node.method == "genstats" for call in spec.calls):
+            raise jc.UnsupportedGraphError("no sums today")
+        whole = split.whole(spec, leftover=True)
+        return Plan(
+            name, "H200", "split", spec, [PlannedSegment(s.spec, s.calls, None) for s in whole]
+        )
+
+    monkeypatch.setattr(fuzz.Checks, "plan", plan)
+    monkeypatch.setattr(fuzz.Checks, "questions", lambda self, graph: 1)
+
+
+def test_the_command_tells_what_fails(shell, monkeypatch, capsys, tmp_path):
+    refuse_genstats(monkeypatch)
+    first = next(seed for seed in MANY if "genstats" in methods(random_graph(seed)))
+    arguments = ["--seeds", "2", "--start", str(first), "--write", str(tmp_path / "figures.json")]
+    assert shell(*arguments) == 1
+    printed = capsys.readouterr().out
+    assert f"seed {first}: UnsupportedGraphError: no sums today" in printed
+    assert str(random_graph(first).spec) in printed
+    facts = json.loads((tmp_path / "figures.json").read_text())
+    assert facts["seeds"] == [first, first + 2]
+    assert facts["failures"][0] == [first, "UnsupportedGraphError: no sums today"]
+    assert facts["environment"]["jax"] == jax.__version__
+    assert (facts["gpu"], facts["run_on_the_gpu"]) == ("H200", False)
+
+
+def test_one_graph_is_told_in_full(shell, monkeypatch, capsys):
+    refuse_genstats(monkeypatch)
+    seed = next(
+        s
+        for s in MANY
+        if len({*methods(random_graph(s))} - {"genstats"}) > 3
+        and "genstats" in methods(random_graph(s))
+    )
+    assert shell("--seed", str(seed)) == 1
+    graph, _, smallest = capsys.readouterr().out.partition("the smallest part that fails alike:\n")
+    assert graph.startswith(str(random_graph(seed).spec))
+    assert "no sums today" in graph
+    assert smallest.count(" = ") == smallest.count(" = genstats(") == 1
+
+
+@pytest.mark.deviceless
+def test_the_command_plans(shell, capsys):
+    good = next(s for s in itertools.count() if methods(random_graph(s))[:1] == ["matmul"])
+    assert shell("--seed", str(good)) == 0
+    assert "segments=(" in capsys.readouterr().out

@@ -81,7 +81,7 @@ def _terms(spec: GraphSpec, operands: Sequence[int], table: dict[Any, int]) -> l
 def check_reference(graph: RandomGraph, segments: Sequence[Segment]) -> None:
     """Raises WrongSegments unless the segments' references, run in order on arrays, give the bits
     of the graph's."""
-    operands = graph.operands()
+    operands = graph.inputs()
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         want = evaluate(graph.spec, *operands)
         got = run(segments, graph.spec, operands, lambda s, *inputs: evaluate(s.spec, *inputs))
@@ -96,10 +96,9 @@ def check_result(graph: RandomGraph, device: jax.Device) -> tuple[float, int]:  
     Returns the largest ratio of an error to its tolerance, and how many outputs are blunt: have a
     tolerance as large as their values for more than half of the elements. Raises WrongResult.
     """
-    operands = graph.operands()
-    reference = Reference(graph.spec, operands)
+    reference = Reference(graph.spec, graph.inputs())
     with jax.default_device(device):
-        got = jax.jit(graph.function)(*(np.asarray(x) for x in operands))
+        got = jax.jit(graph.function)(*(np.asarray(x) for x in graph.operands()))
     found = reference.compare([np.asarray(x) for x in got])
     wrong = {n: c for n, c in zip(graph.spec.outputs, found, strict=True) if not c.right}
     if wrong:

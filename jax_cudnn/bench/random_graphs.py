@@ -58,6 +58,12 @@ class RandomGraph:
         noise = np.random.default_rng((self.seed, seed))
         return [jnp.asarray(operand.draw(noise)) for operand in self._drawn]
 
+    def inputs(self, seed: int = 0) -> list[jax.Array]:
+        """The operands as the spec's inputs: one without dimensions has the rank of what it
+        stands beside."""
+        tensors = self.spec.input_tensors
+        return [x.reshape(t.shape) for x, t in zip(self.operands(seed), tensors, strict=True)]
+
 
 @functools.lru_cache(maxsize=256)
 def random_graph(seed: int) -> RandomGraph:

@@ -23,7 +23,8 @@ from .._core.reference import evaluate
 from .._core.spec import GraphSpec
 from .._core.split import part
 
-_RUNS, _MORE_RUNS = 6, 42
+_RUNS, _MORE_RUNS = 6, 48
+_EDGES = 500
 # Relative moves: of results that functions like exp give on a GPU, of the terms of a sum, and of
 # the operands of products that may be cut to TF32 or keep few bits between the steps.
 _RESULT, _TERM, _CUT = 2.0**-16, 2.0**-18, 2.0**-10
@@ -36,12 +37,14 @@ class Comparison:
     """A result beside the reference's, in units of the tolerance.
 
     An element's tolerance is twice its largest move in the disturbed runs, more by the root mean
-    square of all elements' moves and by one unit in the last place of its dtype.
+    square of all elements' moves and by one unit in the last place of its dtype (float32: four).
 
     Attributes:
         ratio: the largest error in units of the tolerance, without the outliers that are allowed.
         outliers: elements beyond it.
-        allowed: how many may be: twice as many as a disturbed run has beside the others.
+        allowed: how many may be, unless they are larger than all that the reference has: twice as
+            many as a disturbed run has beside the others, and one of 500, as no number of runs
+            finds every element that lies on an edge.
         blunt: the share of elements whose tolerance is as large as the values themselves.
     """
 
@@ -107,14 +110,16 @@ def _program(one: GraphSpec) -> Callable[..., list[jax.Array]]:
 def _with_moved_terms(
     one: GraphSpec, inputs: dict[str, np.ndarray], noise: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """The operands of an operation, moved where it adds up products or other terms of them."""
+    """The operands of an operation, moved where it adds up products or other terms of them: each
+    element by itself, and all together, as bits that are cut off make all of them smaller."""
     node = one.calls[0].node
     if node.moves or _each_element(one, inputs):
         return inputs
     amount = _TERM
-    if node.anchor and any(str(x.dtype) in ("float32", *FP8) for x in inputs.values()):
+    coarse = FP8 if one.options.precision in ("high", "highest") else ("float32", *FP8)
+    if node.anchor and any(str(x.dtype) in coarse for x in inputs.values()):
         amount = _CUT
-    return {name: _moved(x, amount, noise) for name, x in inputs.items()}
+    return {name: _moved(x, amount, noise, together=True) for name, x in inputs.items()}
 
 
 def _moved_result(
@@ -140,11 +145,16 @@ def _each_element(one: GraphSpec, inputs: dict[str, np.ndarray]) -> bool:
     return elementwise and shape == np.broadcast_shapes(*(x.shape for x in inputs.values()))
 
 
-def _moved(x: np.ndarray, amount: float, noise: np.random.Generator) -> np.ndarray:
-    """Each float times a random number between ``1 - amount`` and ``1 + amount``."""
+def _moved(
+    x: np.ndarray, amount: float, noise: np.random.Generator, together: bool = False
+) -> np.ndarray:
+    """Each float times a random number between ``1 - amount`` and ``1 + amount``; ``together``,
+    all of them times another one, too."""
     if not is_floating(str(x.dtype)):
         return x
     moves = noise.uniform(1 - amount, 1 + amount, x.shape).astype(np.float32)
+    if together:
+        moves *= np.float32(noise.choice((1 - amount, 1 + amount)))
     largest = float(jnp.finfo(x.dtype).max)
     with np.errstate(invalid="ignore"):
         moved = x.astype(np.float32) * moves
@@ -164,7 +174,9 @@ def _compare(got: np.ndarray, want: np.ndarray, runs: Arrays) -> Comparison:
     beyond = [
         int(np.sum(moves[i] > _tolerance(np.delete(moves, i, 0), place))) for i in range(len(runs))
     ]
-    allowed = 2 * max(beyond)
+    largest = float(np.max(np.abs(want, dtype=np.float64), initial=0, where=np.isfinite(want)))
+    beyond_all = np.any(errors > np.maximum(tolerance, 2 * largest))
+    allowed = 0 if beyond_all else 2 * max(beyond) + errors.size // _EDGES
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(errors == 0, 0.0, errors / tolerance).ravel()
     outliers = int(np.sum(ratios > 1))
@@ -190,7 +202,7 @@ def _distance(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def _places(want: np.ndarray) -> np.ndarray:
-    """One unit in the last place of each element; 0 for integers and booleans."""
+    """What each element's last place is worth; 0 for integers and booleans."""
     values = np.abs(want.astype(np.float64))
     if not is_floating(str(want.dtype)):
         return np.zeros(want.shape)
