@@ -221,3 +221,20 @@ def test_operands_of_a_matmul_keep_their_memory_order():
     layouts = "operand_layouts = [dense<[1, 2, 0]> : tensor<3xindex>, dense<[2, 1, 0]>"
     assert layouts in line
     assert "stablehlo.transpose" not in lowered
+
+
+@pytest.mark.parametrize(("channels", "convolutions"), [(4, 1), (200, 2), (1200, 4)])
+def test_products_of_integers_are_summed_exactly(channels, convolutions):
+    """In float32 by one, two and four convolutions: XLA has none of integers on a GPU."""
+    random = np.random.default_rng(channels)
+    image = random.integers(-128, 128, (2, channels, 3, 5)).astype(np.int8)
+    weight = random.integers(-128, 128, (2, channels, 3, 3)).astype(np.int8)
+    image[0], weight[0] = -128, -128  # the largest sums
+    got = jc.graph(lambda g, x, w: g.conv_fprop(x, w))(image, weight)
+    windows = np.lib.stride_tricks.sliding_window_view(image.astype(np.int64), (3, 3), (2, 3))
+    want = np.einsum("ncyxrs,kcrs->nkyx", windows, weight.astype(np.int64))
+    np.testing.assert_array_equal(np.asarray(got, np.int64), want)
+    text = jax.jit(jc.graph(lambda g, x, w: g.conv_fprop(x, w))).lower(image, weight).as_text()
+    made = [line for line in text.splitlines() if "stablehlo.convolution(" in line]
+    assert len(made) == convolutions
+    assert all("xf32>" in line for line in made)

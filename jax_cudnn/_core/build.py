@@ -86,7 +86,8 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> ExecutionPlan:
 def _reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
     """Turns the frontend's exceptions into ours.
 
-    It raises RuntimeError both for what cuDNN cannot represent and for a failing device.
+    It raises RuntimeError both for what cuDNN cannot represent and for a failing device, and
+    Python's own in what of it is Python.
     """
     try:
         yield
@@ -99,6 +100,18 @@ def _reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
                 fix="free GPU memory, or mend the installation, and try again",
             ) from error
         raise unsupported(spec, engine_reasons(str(error))) from error
+    except (AssertionError, ValueError) as error:
+        if _raised_in(error).partition(".")[0] != cudnn.__name__:
+            raise
+        raise unsupported(spec, {"cuDNN's frontend": str(error)}) from error
+
+
+def _raised_in(error: BaseException) -> str:
+    """The module whose code raised it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return "" if frame is None else frame.tb_frame.f_globals.get("__name__", "")
 
 
 def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:

@@ -66,6 +66,22 @@ class CallSets:
         """The calls that make the operands of these."""
         return _union([self._made_before[i] for i in members(calls)])
 
+    def users(self, calls: int) -> int:
+        """The calls that read what these make."""
+        return _union([edge.users for edge in self._edges if edge.maker & calls])
+
+    def after(self, calls: int) -> int:
+        """All calls that depend on these."""
+        found, new = 0, calls
+        while new:
+            new = self.users(new) & ~found
+            found |= new
+        return found
+
+    def is_returned(self, calls: int) -> bool:
+        """Whether the graph returns something of these."""
+        return any(edge.returned and edge.maker & calls for edge in self._edges)
+
     def is_closed(self, calls: int, glued: Sequence[int] = ()) -> bool:
         """Whether they can run at once: none depends on a call outside that depends on another
         of them."""

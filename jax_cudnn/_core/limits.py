@@ -9,11 +9,14 @@ float64 (``tests/test_broadcasts_on_the_gpu.py`` runs all that pass these rules)
 - Without a convolution or matmul, operations of two operands broadcast as behind fprop; those of
   three (a selection) and those over rank three take numbers only. What is computed in the graph
   is not broadcast.
+
+cuDNN also accepts graphs of which it computes a part only, and leaves the rest unwritten (found by
+running random graphs): see ``structure.py``.
 """
 
 from __future__ import annotations
 
-from . import layout
+from . import layout, structure
 from .dims import Shape
 from .node import ANY, NUMBERS_ONLY, ROWS_AND_CHANNELS
 from .spec import Call, GraphSpec
@@ -25,6 +28,9 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
     if spec.is_empty:
         found["shape"] = "a tensor has no elements (under jit XLA runs such a graph)"
     found |= {call.name: call.node.requires for call in spec.calls if call.node.leftover}
+    found |= structure.mixed_ranks(spec)
+    if found:
+        return found  # what follows is about graphs that have a layout
     found |= _misplaced_views(spec)
     anchors = [call.node for call in spec.calls if call.node.anchor]
     if not anchors:
@@ -35,7 +41,7 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
         reason = call.node.refuses(tensors, spec.options) or _broadcast(spec, call, kind)
         if reason is not None:
             found[call.name] = reason
-    return found
+    return found or structure.reasons(spec)
 
 
 def _alone(spec: GraphSpec, call: Call) -> str:

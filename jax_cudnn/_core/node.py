@@ -70,6 +70,9 @@ class Node:
     """Whether cuDNN builds an engine around this node (one anchor a graph)."""
     broadcasts_around: ClassVar[str] = ROWS_AND_CHANNELS
     """Which operands pointwise operations around this anchor may broadcast, see :mod:`.limits`."""
+    prologue: ClassVar[str] = ""
+    """Whether cuDNN computes operands of this anchor in one plan with it: ANY, "" for never, or the
+    method of a node that the graph then holds, too."""
     least_rank: ClassVar[int] = 0
     """cuDNN sees tensors of lower rank with dimensions of 1 put in after the second."""
     channels_last: ClassVar[bool] = False

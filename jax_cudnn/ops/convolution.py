@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from .._core.builder import register
 from .._core.dims import Shape
-from .._core.node import Example, product_dtype, product_operands
+from .._core.node import Example, product_dtype
 from .convolution_base import Convolution
+from .convolution_reference import convolved
 
 if TYPE_CHECKING:
     from .._core.spec import Tensor
@@ -46,6 +47,7 @@ class ConvFprop(Convolution):
     method = "conv_fprop"
     dims = "image: n c *x, weight: k i *r -> Y: n k *y"
     batch = "n"
+    prologue = "genstats"  # in float16
     jax_names = ("conv_general_dilated", "conv", "conv_with_general_padding")
     requires = (
         "one convolution a graph; both operands of one dtype, or of two float8 formats; float8 "
@@ -101,7 +103,7 @@ class ConvFprop(Convolution):
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, image: jax.Array, weight: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
-        image, weight = product_operands(image, self.cross_correlated(weight))
+        weight = self.cross_correlated(weight)
         rank = image.ndim - 2
         pre, post, stride, dilation = self.spatial(rank)
         # What a window cannot reach is padded apart: lax's derivative would pad by less than 0.
@@ -113,7 +115,7 @@ class ConvFprop(Convolution):
         if any(map(any, beyond)):
             zero = jnp.zeros((), image.dtype)
             image = jax.lax.pad(image, zero, [(0, 0, 0), (0, 0, 0), *beyond])
-        out = jax.lax.conv_general_dilated(
+        out = convolved(
             image,
             weight,
             stride,
@@ -125,6 +127,6 @@ class ConvFprop(Convolution):
             dimension_numbers=jax.lax.ConvDimensionNumbers(*[tuple(range(rank + 2))] * 3),
             feature_group_count=image.shape[1] // weight.shape[1],
             precision=precision,
-            preferred_element_type=self.accumulator,
+            accumulator=self.accumulator,
         )
         return (out,)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from .._core.builder import register
 from .._core.dims import Shape
-from .._core.node import ONE_ELEMENT, Example, product_dtype, product_operands
+from .._core.node import ONE_ELEMENT, Example, product_dtype
 from .convolution_base import ConvolutionGradient, cropped
+from .convolution_reference import convolved
 
 if TYPE_CHECKING:
     from .._core.spec import Tensor
@@ -114,7 +115,7 @@ class ConvDgrad(ConvolutionGradient):
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, loss: jax.Array, filter: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
-        loss, filter = product_operands(loss, self.cross_correlated(filter))
+        filter = self.cross_correlated(filter)
         (k, i, *r), y = filter.shape, loss.shape[2:]
         pre, post, stride, dilation = self.spatial(len(r))
         reach = [d * (size - 1) for d, size in zip(dilation, r, strict=True)]
@@ -132,7 +133,7 @@ class ConvDgrad(ConvolutionGradient):
         loss, padding, spread = cropped(loss, list(zip(before, after, strict=True)), stride)
         flipped = jnp.flip(filter, tuple(range(2, filter.ndim)))
         by_group = flipped.reshape(groups, k // groups, i, *r).swapaxes(1, 2)
-        out = jax.lax.conv_general_dilated(
+        out = convolved(
             loss,
             by_group.reshape(groups * i, k // groups, *r),
             [1] * len(r),
@@ -142,7 +143,7 @@ class ConvDgrad(ConvolutionGradient):
             dimension_numbers=jax.lax.ConvDimensionNumbers(*[tuple(range(len(r) + 2))] * 3),
             feature_group_count=groups,
             precision=precision,
-            preferred_element_type=self.accumulator,
+            accumulator=self.accumulator,
         )
         return (out,)
 
@@ -236,7 +237,6 @@ class ConvWgrad(ConvolutionGradient):
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, image: jax.Array, loss: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
-        image, loss = product_operands(image, loss)
         c, x, y = image.shape[1], image.shape[2:], loss.shape[2:]
         rank = len(x)
         pre, post, stride, dilation = self.spatial(rank)
@@ -254,7 +254,7 @@ class ConvWgrad(ConvolutionGradient):
         ]
         image, padding, _ = cropped(image, list(zip(pre, after, strict=True)), [1] * rank)
         swapped = (1, 0, *range(2, rank + 2))
-        out = jax.lax.conv_general_dilated(
+        out = convolved(
             image,
             loss,
             dilation,
@@ -263,7 +263,7 @@ class ConvWgrad(ConvolutionGradient):
             dimension_numbers=jax.lax.ConvDimensionNumbers(swapped, swapped, swapped),
             batch_group_count=c // i,
             precision=precision,
-            preferred_element_type=self.accumulator,
+            accumulator=self.accumulator,
         )
         return (self.cross_correlated(out),)
 

@@ -47,6 +47,7 @@ class Matmul(Node):
         "graph, g.identity(x).set_data_type(...), which costs no pass over memory"
     )
     anchor = True
+    prologue = ANY
     broadcasts_around = ANY
     dtypes = PRODUCTS
     examples = (

@@ -1,0 +1,61 @@
+"""``lax.conv_general_dilated`` for the references, in forms that XLA compiles everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.dtypes import FP8
+from .._core.node import product_operands
+
+_EXACT = 1 << 24  # up to here float32 holds all integers
+_LARGEST, _HALF = 128, 16  # of int8, and of what half its bits count
+
+
+def convolved(
+    lhs: jax.Array, rhs: jax.Array, *spatial: Any, accumulator: Any, **options: Any
+) -> jax.Array:
+    """The convolution of two operands, brought to one dtype, in the dtype ``accumulator``.
+
+    int8 is convolved in float32, because XLA has no integer convolution on a GPU: in halves of
+    four bits where the sums would not be exact. With both in halves they are, up to 74,565
+    products each; beyond that they are rounded as float32 is.
+    """
+    if {str(lhs.dtype), str(rhs.dtype)} & {*FP8}:
+        # XLA would put the conversion into the convolution, and then may find no kernel for it.
+        lhs, rhs = jax.lax.optimization_barrier((*product_operands(lhs, rhs),))
+    else:
+        lhs, rhs = product_operands(lhs, rhs)
+
+    def convolve(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            lhs, rhs, *spatial, preferred_element_type=dtype, **options
+        )
+
+    if not jnp.issubdtype(lhs.dtype, jnp.integer):
+        return convolve(lhs, rhs, accumulator)
+    products = math.prod(rhs.shape) // max(rhs.shape[options["dimension_numbers"].rhs_spec[0]], 1)
+    largest = _LARGEST * _LARGEST
+    pieces: list[list[tuple[int, jax.Array]]] = [[(1, lhs)], [(1, rhs)]]
+    for i in (0, 1):
+        if products * largest >= _EXACT:
+            largest = largest // _LARGEST * (_HALF - 1)
+            pieces[i] = [*_halves(pieces[i][0][1])]
+    sums = [
+        convolve(a.astype(jnp.float32), b.astype(jnp.float32), jnp.float32).astype(jnp.int32)
+        * (scale_a * scale_b)
+        for scale_a, a in pieces[0]
+        for scale_b, b in pieces[1]
+    ]
+    return sum(sums[1:], sums[0]).astype(accumulator)
+
+
+def _halves(x: jax.Array) -> Iterator[tuple[int, jax.Array]]:
+    """Parts of int8, of at most four bits, with what they are to be multiplied by."""
+    high = jnp.floor_divide(x, _HALF)
+    yield _HALF, high
+    yield 1, x - _HALF * high
