@@ -79,6 +79,6 @@ def distrusted(spec: GraphSpec) -> dict[int, str]:
         engine: call.name
         for call in spec.calls
         for engine in call.node.distrusted(
-            {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+            {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}, spec
         )
     }

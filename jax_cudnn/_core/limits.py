@@ -38,7 +38,7 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
     for call in spec.calls:
         tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
         kind = anchors[0].broadcasts_around if anchors else _alone(spec, call)
-        reason = call.node.refuses(tensors, spec.options) or _broadcast(spec, call, kind)
+        reason = call.node.refuses(tensors, spec) or _broadcast(spec, call, kind)
         if reason is not None:
             found[call.name] = reason
     return found or structure.reasons(spec)

@@ -21,8 +21,7 @@ from .dtypes import FP8, INTEGERS, NUMBERS, arithmetic
 from .errors import GraphError, GraphTypeError
 
 if TYPE_CHECKING:
-    from .options import Options
-    from .spec import Tensor
+    from .spec import GraphSpec, Tensor
 
 
 # Kinds of broadcasts that cuDNN computes rightly, see limits.py.
@@ -141,14 +140,14 @@ class Node:
         """The compute type where the user names none."""
         return "float32"
 
-    def refuses(self, tensors: Mapping[str, Tensor], options: Options) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         """Why cuDNN is not to be asked for this node, by its tensors at all ports, or None.
 
         For what cuDNN would accept and compute wrongly, or otherwise than the options say.
         """
         return None
 
-    def distrusted(self, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
         """Numbers of cuDNN's engines that compute this node wrongly for such tensors."""
         return ()
 

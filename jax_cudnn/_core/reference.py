@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .dtypes import FP8, INTEGERS
+from .dtypes import FP8, INTEGERS, is_floating, itemsize
 from .options import lax_precision
 from .spec import GraphSpec
 
@@ -21,6 +21,7 @@ def evaluate(spec: GraphSpec, *operands: jax.Array) -> list[jax.Array]:
         assert constant.value is not None
         values[constant.name] = jnp.full(constant.shape, constant.value, constant.dtype)
     precision = lax_precision(spec.options.precision)
+    read = {name for call in spec.calls for _, name in call.inputs}
     for call in spec.calls:
         node, inputs = call.node, {port: values[name] for port, name in call.inputs}
         if node.anchor:
@@ -31,8 +32,21 @@ def evaluate(spec: GraphSpec, *operands: jax.Array) -> list[jax.Array]:
             compute = node.accumulator
             results = node.reference(**{port: x.astype(compute) for port, x in inputs.items()})
         for (_, name), result in zip(call.outputs, results, strict=True):
-            values[name] = rounded(result, spec.tensor(name).dtype)
+            dtype = spec.tensor(name).dtype
+            values[name] = rounded(_kept(result, dtype) if name in read else result, dtype)
     return [values[name] for name in spec.outputs]
+
+
+def _kept(value: jax.Array, dtype: str) -> jax.Array:
+    """A value cut to the precision of a dtype, for what is computed further: there XLA leaves
+    conversions to a narrower float and back out, unless the cut is an operation of its own."""
+    if not is_floating(dtype) or not is_floating(str(value.dtype)):
+        return value
+    if itemsize(dtype) >= itemsize(str(value.dtype)):
+        return value
+    cut, largest = rounded(value, dtype).astype(value.dtype), float(jnp.finfo(dtype).max)
+    cut = jax.lax.reduce_precision(cut, jnp.finfo(value.dtype).nexp, jnp.finfo(dtype).nmant)
+    return jnp.where(jnp.abs(cut) > largest, jnp.copysign(jnp.inf, cut), cut)
 
 
 def rounded(value: jax.Array, dtype: str) -> jax.Array:

@@ -122,6 +122,11 @@ class GraphSpec:
         return any(self.tensor(name).dtype == "float32" for name in anchored)
 
     @property
+    def has_anchor(self) -> bool:
+        """Whether cuDNN builds its engine around one of the nodes."""
+        return any(call.node.anchor for call in self.calls)
+
+    @property
     def is_static(self) -> bool:
         """Whether every dimension is a number (symbolic export has dimension expressions)."""
         return all(isinstance(size, int) for t in self.tensors for size in t.shape)

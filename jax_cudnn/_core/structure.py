@@ -22,10 +22,11 @@ from .spec import Call, GraphSpec
 
 
 def mixed_ranks(spec: GraphSpec) -> dict[str, str]:
-    """Why tensors of a graph cannot be shown to cuDNN with one rank."""
+    """Why tensors of a graph cannot be shown to cuDNN with one rank, of three or more."""
     ranks = {len(tensor.shape) for tensor in spec.tensors if tensor.value is None}
     least = {call.node.least_rank for call in spec.calls if call.node.anchor}
-    if len(ranks) == 1 and len(least) < 2:
+    free = all(call.node.ports.is_elementwise for call in spec.calls)
+    if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return {}
     return {"ranks": f"tensors of ranks {', '.join(map(str, sorted(ranks | least)))} in one plan"}
 

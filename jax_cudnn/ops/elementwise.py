@@ -21,8 +21,7 @@ from .._core.errors import GraphError
 from .._core.node import Example, Node
 
 if TYPE_CHECKING:
-    from .._core.options import Options
-    from .._core.spec import Tensor
+    from .._core.spec import GraphSpec, Tensor
 
 IMAGES, ROWS, ROW = (8, 64, 28, 28), (1, 128, 96), (1, 1, 96)
 
@@ -44,7 +43,7 @@ class Pointwise(Node):
     alike: ClassVar[bool] = False
     """Whether cuDNN computes it rightly for operands of one shape only."""
 
-    def refuses(self, tensors: Mapping[str, Tensor], options: Options) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         # Measured on an H200 with cuDNN 9.19: the backward operations alone in a graph read an
         # operand that broadcasts out of bounds.
         shapes = {tensor.shape for tensor in tensors.values() if tensor.value is None}

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 
 from .._core.builder import register
 from .._core.dims import Shape
-from .._core.dtypes import PRODUCTS
+from .._core.dtypes import PRODUCTS, itemsize
 from .._core.node import ANY, Example, Node, product_compute, product_dtype, product_operands
 
 if TYPE_CHECKING:
-    from .._core.options import Options
-    from .._core.spec import Tensor
+    from .._core.spec import GraphSpec, Tensor
+
+
+_ALIGNED = 16  # bytes
 
 
 @register
@@ -78,15 +80,30 @@ class Matmul(Node):
     def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
         return product_compute(inputs)
 
-    def refuses(self, tensors: Mapping[str, Tensor], options: Options) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         floats = {tensors["A"].dtype, tensors["B"].dtype} & {"float32"}
-        if floats and options.precision in ("high", "highest"):
+        if floats and graph.options.precision in ("high", "highest"):
             return (
-                f"cuDNN multiplies float32 matrices in TF32 only, and precision "
-                f"{options.precision!r} forbids that (at precision 'default' it is supported; so "
-                "are bfloat16, float16, float8 and int8 at any, and float32 convolutions)"
+                "cuDNN multiplies float32 matrices in TF32 only, and precision "
+                f"{graph.options.precision!r} forbids that (at precision 'default' it is "
+                "supported; so are bfloat16, float16, float8 and int8 at any, and float32 "
+                "convolutions)"
+            )
+        computed = {tensors["A"].name, tensors["B"].name} - {*graph.inputs}
+        rows = [t.shape[-1] * itemsize(t.dtype) for t in graph.input_tensors if t.shape[-1] > 1]
+        if computed and any(size % _ALIGNED for size in rows):
+            # Measured on an H200 with cuDNN 9.19: of rows of 12 bytes it computed another matrix.
+            return (
+                f"an operand is computed in the graph, of arrays whose rows are no multiple of "
+                f"{_ALIGNED} bytes"
             )
         return None
+
+    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
+        # Measured on an H200 with cuDNN 9.19: of float32 operands, the cuBLASLt engine writes
+        # garbage into results of 16 and 8 bits.
+        narrow = {tensor.dtype for tensor in graph.output_tensors} - {"float32"}
+        return (0,) if graph.has_float32_product and narrow else ()
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["C"]) * shapes["A"][2]

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
+from .._core.builder import register
 from .._core.node import Example
-from .elementwise import IMAGES, ROWS, elementwise, usual
+from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
+
+if TYPE_CHECKING:
+    from .._core.spec import GraphSpec, Tensor
 
 _CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
 _POSITIVE = (
@@ -175,13 +183,27 @@ def scale(input: jax.Array, scale: jax.Array) -> jax.Array:
 # -- one operand -------------------------------------------------------------------------------
 
 
-@elementwise(jax_names=("positive",))
-def identity(input: jax.Array) -> jax.Array:
+@register
+@dataclass(frozen=True)
+class Identity(Pointwise):
     """The operand itself ``OUT_0 = input``; with ``set_data_type`` on the result, a cast.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_IDENTITY``.
     """
-    return input
+
+    method = "identity"
+    dims = "input: ... -> OUT_0: ..."
+    jax_names = ("positive",)
+    examples = usual("input")
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        # Measured on an H200 with cuDNN 9.19: the result of one of equal types stays unwritten.
+        if graph.has_anchor and tensors["input"].dtype == tensors["OUT_0"].dtype:
+            return "it changes nothing, and cuDNN does not write its result then"
+        return super().refuses(tensors, graph)
+
+    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
+        return (input,)
 
 
 @elementwise(jax_names=("abs", "absolute", "fabs"))
