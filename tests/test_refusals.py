@@ -14,6 +14,7 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core import build, choice, planner
 from jax_cudnn._core.dims import packed_strides
+from jax_cudnn._core.limits import known_reasons
 
 pytestmark = pytest.mark.usefixtures("by_cudnn")
 
@@ -27,7 +28,7 @@ def conv(g, x, w):
 
 UNSUPPORTED = {
     "two convolutions": (
-        lambda g, x, w: conv(g, g.relu(conv(g, x, w)), w),
+        lambda g, x, w: conv(g, g.relu(conv(g, x, w)).set_data_type("bfloat16"), w),
         [IMAGE, WEIGHT],
         [r"engine \d+: ", r"conv_fprop\.1::Y: bfloat16\[2,64,8,8\]"],
     ),
@@ -42,7 +43,7 @@ UNSUPPORTED = {
     "mixed dtypes": (
         conv,
         [IMAGE, (WEIGHT[0], jnp.float16)],
-        [r"engine \d+: ", "bfloat16 or float16 inputs"],
+        [r"different types \(bfloat16 and float16\)", "give both operands one dtype"],
     ),
     "rounded reduction": (
         lambda g, x, w: g.reduction(g.relu(x), out_dims=[1, 1, 64]).set_data_type("bfloat16"),
@@ -216,7 +217,7 @@ def test_what_cudnn_would_compute_wrongly_is_not_planned(what, dtype, monkeypatc
         (lambda g, x, b: g.exp(g.mul(x, b)), [FULL, COLUMN]),
         (lambda g, x, b: g.mul(g.exp(x), b), [FULL, ROW]),
         (lambda g, x, b: g.relu_backward(x, b), [FULL, FULL]),
-        (lambda g, x, b: g.mul(g.matmul(x, x), g.exp(b)), [(1, 64, 64), (1, 1, 64)]),
+        (lambda g, x, w, b: g.mul(g.matmul(x, w), g.exp(b)), [(1, 64, 64)] * 2 + [(1, 1, 64)]),
     ],
 )
 def test_what_lies_beside_it_is_planned(function, shapes):
@@ -247,7 +248,7 @@ def test_engines_that_compute_integer_convolutions_wrongly_are_not_chosen():
     graph = jc.graph(conv)
     spec = graph.trace(*INT8_CONV)[1].spec
     assert spec.output_tensors[0].dtype == "int32"
-    assert choice.distrusted(spec) == {0: "conv_fprop.0", 28: "conv_fprop.0"}
+    assert wrong_engines(spec) == {0: "conv_fprop.0", 28: "conv_fprop.0"}
     with jc.target("H200"):
         plan = jc.plan(graph, *INT8_CONV)
     assert int(re.match(r"eng(\d+)", plan.engine)[1]) not in (0, 28)
@@ -255,9 +256,55 @@ def test_engines_that_compute_integer_convolutions_wrongly_are_not_chosen():
 
 def test_other_convolutions_have_all_engines():
     spec = jc.graph(conv).trace(*(jax.ShapeDtypeStruct(*aval) for aval in (IMAGE, WEIGHT)))[1].spec
-    assert choice.distrusted(spec) == {}
+    assert wrong_engines(spec) == {}
     as_floats = jc.graph(lambda g, x, w: conv(g, x, w).set_data_type("float32"))
-    assert choice.distrusted(as_floats.trace(*INT8_CONV)[1].spec) == {}
+    assert wrong_engines(as_floats.trace(*INT8_CONV)[1].spec) == {}
+
+
+MATRICES = [((1, 64, 64), jnp.float32)] * 2
+WRONG = {  # found by random graphs on an H200: function, operands, engines (of 0 to 80) and knobs
+    "relu with a slope behind a matmul": (
+        lambda g, a, b: g.relu(g.matmul(a, b), negative_slope=0.1),
+        MATRICES,
+        {0: "relu.0"},
+    ),
+    "leaky relu behind a matmul": (
+        lambda g, a, b: g.leaky_relu(g.matmul(a, b), negative_slope=0.1),
+        MATRICES,
+        {0: "leaky_relu.0"},
+    ),
+    "plain relu behind a matmul": (lambda g, a, b: g.relu(g.matmul(a, b)), MATRICES, {}),
+    "relu with a slope alone": (lambda g, a: g.relu(a, negative_slope=0.1), MATRICES[:1], {}),
+    "float32 matmul with a narrow result": (
+        lambda g, a, b: g.matmul(a, b).set_data_type("float16"),
+        MATRICES,
+        {0: "matmul.0"},
+    ),
+    "conv with two results": (
+        lambda g, x, w: (lambda y: (y, g.relu(y)))(conv(g, x, w)),
+        [IMAGE, WEIGHT],
+        dict.fromkeys(range(81), "conv_fprop.0"),
+    ),
+    "dgrad with a wide result": (
+        lambda g, dy, w: g.conv_dgrad(dy, w, padding=[1, 1], out_dims=list(IMAGE[0])).set_data_type(
+            "float32"
+        ),
+        [IMAGE, WEIGHT],
+        {8: "conv_dgrad.0"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "avals", "engines"), WRONG.values(), ids=WRONG)
+def test_engines_found_wrong_are_known(function, avals, engines):
+    spec = jc.graph(function).trace(*(jax.ShapeDtypeStruct(*aval) for aval in avals))[1].spec
+    assert wrong_engines(spec) == engines
+    assert choice.distrusted(spec, 7, {"STREAM_K": 29}) == ""
+
+
+def wrong_engines(spec):
+    found = {engine: choice.distrusted(spec, engine, {}) for engine in range(81)}
+    return {engine: name for engine, name in found.items() if name}
 
 
 class FakeGraph:
@@ -335,3 +382,105 @@ def test_failure_of_the_device_is_no_unsupported_graph():
     with pytest.raises(jc.UnsupportedGraphError):
         with build._reasons_of(spec, FakeCudnn):
             raise RuntimeError("bad descriptor")
+
+
+# -- structures of which cuDNN computes a part only ------------------------------------------------
+
+HALF, BATCH = jnp.bfloat16, (1, 32, 64)
+STRUCTURES = {  # found by random graphs on an H200: function, operands, words of the reason
+    "pieces that have nothing in common": (
+        lambda g, x, y: (g.relu(x), g.relu(y)),
+        [IMAGE, IMAGE],
+        "nothing in common",
+    ),
+    "tensors of two ranks": (
+        lambda g, x, a: (g.relu(x), g.relu(a)),
+        [IMAGE, MATRIX],
+        "tensors of ranks 3, 4",
+    ),
+    "a convolution of vectors beside a matmul": (
+        lambda g, x, w, a: (g.conv_fprop(x, w), g.matmul(a, x)),
+        [(BATCH, HALF), ((8, 32, 1), HALF), ((1, 16, 32), HALF)],
+        "tensors of ranks 3, 4",
+    ),
+    "an operand computed before a convolution": (
+        lambda g, x, w: conv(g, g.relu(x).set_data_type("bfloat16"), w),
+        [IMAGE, WEIGHT],
+        "conv_fprop.0 takes no operand",
+    ),
+    "an operand of a matmul that is returned, too": (
+        lambda g, a, b: (lambda r: (r, g.matmul(r, b)))(g.relu(a).set_data_type("bfloat16")),
+        [MATRIX, MATRIX],
+        "not for that alone",
+    ),
+    "something of the weights, beside": (
+        lambda g, x, w: (conv(g, x, w), g.relu(w)),
+        [IMAGE, WEIGHT],
+        "is beside conv_fprop.0",
+    ),
+    "something small after a convolution, of another shape": (
+        lambda g, x, w, r: g.add(g.conv_fprop(x, w), r),
+        [((2, 64, 1, 1), HALF), ((64, 64, 1, 1), HALF), ((2, 64, 8, 8), HALF)],
+        "broadcasting|another shape",
+    ),
+    "one tensor as both operands": (
+        lambda g, x: g.conv_wgrad(x, x, padding=[1, 1], out_dims=[64, 64, 3, 3]),
+        [IMAGE],
+        "both operands are the same tensor",
+    ),
+    "one matrix as both operands": (
+        lambda g, a: g.relu(g.matmul(a, a)),
+        [MATRIX],
+        "both operands are the same tensor",
+    ),
+    "rows that are not aligned, computed before a matmul": (
+        lambda g, a, b: g.matmul(g.relu(a).set_data_type("bfloat16"), b),
+        [((1, 64, 33), HALF), ((1, 33, 64), HALF)],
+        "no multiple of 16 bytes",
+    ),
+    "a copy that changes nothing": (
+        lambda g, x, w: (lambda y: (g.gelu(y), g.identity(y).set_data_type("float32")))(
+            conv(g, x, w)
+        ),
+        [IMAGE, WEIGHT],
+        "changes nothing",
+    ),
+    "indices beside a convolution": (
+        lambda g, x, w: g.add(conv(g, x, w), g.gen_index(x, axis=0)),
+        [IMAGE, WEIGHT],
+        "counts wrongly",
+    ),
+    "a flipped weight, fused": (
+        lambda g, x, w: g.relu(g.conv_fprop(x, w, convolution_mode="CONVOLUTION")),
+        [IMAGE, WEIGHT],
+        "flipped weight",
+    ),
+    "a slope and an upper clip behind a matmul": (
+        lambda g, a, b: g.relu(g.matmul(a, b), negative_slope=0.1, upper_clip=1.0),
+        [MATRIX, MATRIX],
+        "a slope and an upper clip",
+    ),
+    "row-major weights beside channels-last images": (
+        lambda g, x, w: g.conv_fprop(x, w.set_stride([576, 9, 3, 1])),
+        [IMAGE, WEIGHT],
+        "weight lies in memory",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "avals", "words"), STRUCTURES.values(), ids=STRUCTURES)
+def test_what_cudnn_computes_in_part_only_is_not_asked_for(function, avals, words):
+    spec = jc.graph(function).trace(*(jax.ShapeDtypeStruct(*aval) for aval in avals))[1].spec
+    assert re.search(words, "; ".join(known_reasons(spec).values()))
+
+
+def test_what_stands_right_is_asked_for():
+    def fused(g, x, w, s, t, mask):  # all that is beside and after a convolution
+        y = g.mul(conv(g, x, w), g.mul(s, t))
+        y = g.binary_select(g.bias(y, t), 0.0, mask)
+        return y, g.reduction(y, mode="ADD", out_dims=[1, 64, 1, 1])
+
+    channels = ((1, 64, 1, 1), HALF)
+    avals = [IMAGE, WEIGHT, channels, channels, (IMAGE[0], jnp.bool_)]
+    spec = jc.graph(fused).trace(*(jax.ShapeDtypeStruct(*aval) for aval in avals))[1].spec
+    assert known_reasons(spec) == {}

@@ -54,7 +54,6 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> ExecutionPlan:
         graph.build_operation_graph()
         choice.propose(graph, spec, cudnn)
     count = graph.get_execution_plan_count()
-    distrusted = choice.distrusted(spec)
     for index in range(count):
         name = graph.get_plan_name_at_index(index)
         engine, knobs = graph.get_engine_and_knobs_at_index(index)
@@ -63,8 +62,8 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> ExecutionPlan:
         if engine >= _FIRST_PYTHON_ENGINE:
             reasons[name] = "runs only in the frontend's Python, not inside an XLA program"
             continue
-        if engine in distrusted:
-            reasons[name] = f"computes {distrusted[engine]} wrongly"
+        if wrong := choice.distrusted(spec, engine, knobs):
+            reasons[name] = f"computes {wrong} wrongly"
             continue
         try:
             with _reasons_of(spec, cudnn):

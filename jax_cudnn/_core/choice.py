@@ -73,12 +73,13 @@ def left_out(spec: GraphSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def distrusted(spec: GraphSpec) -> dict[int, str]:
-    """Engines that compute an operation of this graph wrongly, with its name."""
-    return {
-        engine: call.name
-        for call in spec.calls
-        for engine in call.node.distrusted(
-            {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}, spec
-        )
-    }
+def distrusted(spec: GraphSpec, engine: int, knobs: Mapping[Any, int]) -> str:
+    """The operation of this graph that an engine computes wrongly, by its name; "" for none."""
+    has = {getattr(knob, "name", str(knob)) for knob in knobs}
+    for call in spec.calls:
+        tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+        if engine in call.node.distrusted(tensors, spec):
+            return call.name
+        if (needed := call.node.needs_knob(spec)) and needed not in has:
+            return call.name
+    return ""

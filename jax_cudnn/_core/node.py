@@ -151,6 +151,10 @@ class Node:
         """Numbers of cuDNN's engines that compute this node wrongly for such tensors."""
         return ()
 
+    def needs_knob(self, graph: GraphSpec) -> str:
+        """The knob without which an engine does not compute this node's graph, or ""."""
+        return ""
+
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         """What measurements of this node are filed under (see :mod:`.losses`), by its tensors at
         all ports, which state their memory order. Empty for what only accompanies other nodes.

@@ -67,8 +67,10 @@ def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
     return cudnn_local_p.bind(*operands, spec=spec, name=name)
 
 
-def _reference(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
-    return evaluate(spec, *operands)
+def _reference(
+    *operands: Any, spec: GraphSpec, name: str, wide_products: bool = False
+) -> list[Any]:
+    return evaluate(spec, *operands, wide_products=wide_products)
 
 
 def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
@@ -95,6 +97,11 @@ for _primitive in (cudnn_p, cudnn_local_p):
     _primitive.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(cudnn_p, mlir.lower_fun(_local, multiple_results=True))
 mlir.register_lowering(cudnn_local_p, mlir.lower_fun(_reference, multiple_results=True))
+mlir.register_lowering(
+    cudnn_local_p,
+    mlir.lower_fun(functools.partial(_reference, wide_products=True), multiple_results=True),
+    platform="cpu",
+)
 mlir.register_lowering(cudnn_local_p, _lower_cuda, platform="cuda")
 ad.primitive_jvps[cudnn_p] = functools.partial(autodiff.jvp, cudnn_p)
 batching.primitive_batchers[cudnn_p] = batching_rules.batch

@@ -10,11 +10,12 @@ from .options import lax_precision
 from .spec import GraphSpec
 
 
-def evaluate(spec: GraphSpec, *operands: jax.Array) -> list[jax.Array]:
+def evaluate(spec: GraphSpec, *operands: jax.Array, wide_products: bool = False) -> list[jax.Array]:
     """The outputs of the graph for operands in the order of ``spec.inputs``.
 
     Each node computes in its compute type and its result is rounded to the dtype its tensor has
-    in the spec, where a fused plan rounds it, too.
+    in the spec, where a fused plan rounds it, too. With ``wide_products`` 16-bit operands of
+    products are converted to float32, which changes no product: XLA's CPU backend has not all.
     """
     values = dict(zip(spec.inputs, operands, strict=True))
     for constant in spec.constants:
@@ -25,6 +26,8 @@ def evaluate(spec: GraphSpec, *operands: jax.Array) -> list[jax.Array]:
     for call in spec.calls:
         node, inputs = call.node, {port: values[name] for port, name in call.inputs}
         if node.anchor:
+            if wide_products:
+                inputs = {port: _widened(x) for port, x in inputs.items()}
             results = node.reference(**inputs, precision=precision)
         elif node.moves or node.leftover:
             results = node.reference(**inputs)
@@ -35,6 +38,10 @@ def evaluate(spec: GraphSpec, *operands: jax.Array) -> list[jax.Array]:
             dtype = spec.tensor(name).dtype
             values[name] = rounded(_kept(result, dtype) if name in read else result, dtype)
     return [values[name] for name in spec.outputs]
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if str(x.dtype) in ("bfloat16", "float16") else x
 
 
 def _kept(value: jax.Array, dtype: str) -> jax.Array:

@@ -28,7 +28,8 @@ def mixed_ranks(spec: GraphSpec) -> dict[str, str]:
     free = all(call.node.ports.is_elementwise for call in spec.calls)
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return {}
-    return {"ranks": f"tensors of ranks {', '.join(map(str, sorted(ranks | least)))} in one plan"}
+    shown = ", ".join(map(str, sorted(ranks | least - {0})))
+    return {"ranks": f"tensors of ranks {shown} in one plan"}
 
 
 def reasons(spec: GraphSpec) -> dict[str, str]:

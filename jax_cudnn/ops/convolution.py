@@ -94,10 +94,15 @@ class ConvFprop(Convolution):
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
         # Measured on an H200 with cuDNN 9.19: for int8 engines 0 and 28 write int32 results that
-        # are not the sums (832 becomes 1610612736); the others are right. Engine 11 accepts graphs
-        # with two results, and fails when it is executed.
-        sums = (0, 28) if tensors["Y"].dtype == "int32" else ()
-        return (*sums, 11) if len(graph.outputs) > 1 else sums
+        # are not the sums (832 becomes 1610612736); the others are right.
+        return (0, 28) if tensors["Y"].dtype == "int32" else ()
+
+    def needs_knob(self, graph: GraphSpec) -> str:
+        # Measured on an H200 with cuDNN 9.19: the engines that were written for convolution, bias
+        # and relu (0, 11, 51) accept graphs with two results, and fail when they are executed. The
+        # engines that write a kernel for any graph have this knob.
+        pointwise = all(c.node.anchor or c.node.ports.is_elementwise for c in graph.calls)
+        return "STREAM_K" if pointwise and len(graph.outputs) > 1 else ""
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["Y"]) * math.prod(shapes["weight"][1:])

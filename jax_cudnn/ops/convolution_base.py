@@ -74,17 +74,23 @@ class Convolution(Node):
         first, second = (tensors[port] for port in self.ports.input_names)
         if first.name == second.name:  # fails when it is executed, or computes something else
             return "both operands are the same tensor"
+        if self.convolution_mode != "CROSS_CORRELATION" and len(graph.calls) > 1:
+            return "beside other operations, with a flipped weight"  # relative error 1.1
         dtypes = {first.dtype, second.dtype}
         if len(dtypes) > 1 and not dtypes <= {*FP8}:  # relative error 6.7, float16 by bfloat16
-            return f"operands of different types, {first.dtype} and {second.dtype}"
+            return (
+                "the operands of a convolution or matmul have different types "
+                f"({first.dtype} and {second.dtype})"
+            )
         # A filter in another order (HWIO), or OIHW beside channels-last images, is read as if it
         # lay like these (relative errors of 1.1 to 1.4).
         rank = len(first.shape)
         rows, last = tuple(range(rank)), (0, *range(2, rank), 1)
-        for order in (last, rows):
-            odd = [port for port, t in tensors.items() if not _lies_so(t, order, last)]
-            if not odd:
-                return None
+        if all(_lies_so(tensor, rows, last) for tensor in tensors.values()):
+            return None
+        odd = [port for port, tensor in tensors.items() if not _lies_so(tensor, last, last)]
+        if not odd:
+            return None
         port = next((p for p in odd if p in self.image_and_weight), odd[0])
         return (
             f"{port} lies in memory in the order {list(tensors[port].order or last)}; cuDNN reads "
