@@ -102,7 +102,7 @@ class ConvFprop(Convolution):
         # and relu (0, 11, 51) accept graphs with two results, and fail when they are executed. The
         # engines that write a kernel for any graph have this knob.
         pointwise = all(c.node.anchor or c.node.ports.is_elementwise for c in graph.calls)
-        return "STREAM_K" if pointwise and len(graph.outputs) > 1 else ""
+        return "KERNEL_CFG" if pointwise and len(graph.outputs) > 1 else ""
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["Y"]) * math.prod(shapes["weight"][1:])
