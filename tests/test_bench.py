@@ -30,7 +30,7 @@ from jax_cudnn.bench import (
 )
 from jax_cudnn.bench.avals import load_function, parse_aval
 from jax_cudnn.bench.models import ModelCase, Operand, model_cases
-from jax_cudnn.bench.run import RESULTS, select
+from jax_cudnn.bench.run import RESULTS, merge, select
 
 CASES = {case.name: case for case in model_cases()}
 QUICK = {"calls": 1, "rounds": 1, "seconds": 0.0}
@@ -640,3 +640,17 @@ def test_a_case_on_the_gpu_has_all_fields(tmp_path):
     assert entry["ratio_min"] <= entry["ratio_max"]
     assert entry["tflops"]["jax_cudnn"] > 1
     assert {"relative", "worst"} == entry["differences"][entry["best_xla"]].keys()
+
+
+def test_cases_measured_anew_take_the_place_of_earlier_ones(tmp_path):
+    environment = {"device": "NVIDIA H200", "cudnn": "9.19.0", "date": "2026-01-01"}
+    earlier = {"environment": environment, "cases": {"a": {"ratio": 1.0}, "b": {"ratio": 2.0}}}
+    path = tmp_path / "h200.json"
+    path.write_text(json.dumps(earlier))
+    later = {**environment, "date": "2026-02-01"}
+    merge({"environment": later, "cases": {"b": {"ratio": 3.0}, "c": {"ratio": 4.0}}}, path)
+    cases = {"a": {"ratio": 1.0}, "b": {"ratio": 3.0}, "c": {"ratio": 4.0}}
+    assert json.loads(path.read_text()) == {"environment": environment, "cases": cases}
+    with pytest.raises(jc.GraphError, match="other versions"):
+        merge({"environment": {**later, "cudnn": "9.28.0"}, "cases": {}}, path)
+    assert json.loads(path.read_text())["cases"] == cases

@@ -1,8 +1,10 @@
 """Who runs a graph: "cudnn", "split" or "xla", as an argument and as a context; and what is said
 of it. cuDNN's answers are made up here, but for tests marked deviceless."""
 
+import functools
 import json
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core import losses, planner, progress
 from jax_cudnn._core.execution_plan import ExecutionPlan
+from jax_cudnn._core.reference import NARROW, WIDE, evaluate
 
 IMAGE = jax.ShapeDtypeStruct((4, 16, 10, 10), jnp.bfloat16)
 WEIGHT = jax.ShapeDtypeStruct((16, 16, 3, 3), jnp.bfloat16)
@@ -383,3 +386,57 @@ def test_float32_products_without_tf32_are_xlas_where_cudnn_has_none():
         text = lowered(lambda x, w: jc.ops.matmul(x, w, activation="relu"), x, w)
         assert calls(text) == 0
         assert "HIGHEST" in text
+
+
+# -- what XLA is given -----------------------------------------------------------------------------
+
+
+def test_products_of_16_bits_are_asked_of_xla_in_what_it_has_kernels_for():
+    def traced(fn, *avals):
+        return jc.graph(fn).trace(*avals)[1].spec
+
+    rounded = traced(lambda g, x, w: g.conv_fprop(x, w, padding=[1, 1]), IMAGE, WEIGHT)
+    fused = traced(lambda g, x, w: g.relu(g.conv_fprop(x, w, padding=[1, 1])), IMAGE, WEIGHT)
+    x = jax.random.normal(jax.random.key(0), IMAGE.shape, IMAGE.dtype)
+    w = jax.random.normal(jax.random.key(1), WEIGHT.shape, WEIGHT.dtype) / 12
+    for spec, products, kinds in (
+        (rounded, "", "(bf16, bf16) -> f32"),
+        (rounded, NARROW, "(bf16, bf16) -> bf16"),
+        (rounded, WIDE, "(f32, f32) -> f32"),
+        (fused, NARROW, "(bf16, bf16) -> f32"),  # relu reads it in float32
+    ):
+        evaluated = jax.jit(functools.partial(evaluate, spec, products=products))
+        (line,) = [
+            line
+            for line in evaluated.lower(x, w).as_text().splitlines()
+            if "stablehlo.convolution(" in line
+        ]
+        types = re.findall(r"x(bf16|f32)>", line)
+        assert f"({types[0]}, {types[1]}) -> {types[2]}" == kinds
+        (got,), (want,) = evaluated(x, w), evaluate(spec, x, w)
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=1e-2, atol=1e-3
+        )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_xla_keeps_the_roundings_inside_a_graph(dtype):
+    """Left alone, its simplifier may leave out a conversion to a narrower float and back."""
+
+    @jc.graph
+    def through(g, x):
+        return g.sub(x, g.mul(x, 1.0).set_data_type(dtype)).set_data_type("float32")
+
+    x = jnp.concatenate([jnp.linspace(-3, 3, 1001), jnp.array([1e6, -1e6, 1e-4])]).reshape(1, -1)
+    spec = through.trace(x)[1].spec
+    limit = float(jnp.finfo(dtype).max)
+    inside = jnp.clip(x, -limit, limit) if dtype.startswith("float8") else x
+    want = np.asarray(x) - np.asarray(inside.astype(dtype).astype(jnp.float32))
+    (got,) = jax.jit(functools.partial(evaluate, spec))(x)
+    np.testing.assert_array_equal(got, want)
+    text = jax.jit(functools.partial(evaluate, spec)).lower(x).as_text()
+    assert f"m{jnp.finfo(dtype).nmant}" in text.split("reduce_precision", 1)[1].split("\n", 1)[0]
+    # What the graph returns is stored in its dtype anyway.
+    stored = jc.graph(lambda g, x: g.mul(x, 1.0).set_data_type(dtype)).trace(x)[1].spec
+    assert "reduce_precision" not in jax.jit(functools.partial(evaluate, stored)).lower(x).as_text()

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from . import autodiff, compat, ffi
 from . import batching as batching_rules
 from .errors import GraphError
-from .reference import evaluate
+from .reference import NARROW, WIDE, evaluate
 from .spec import GraphSpec
 
 cudnn_p = compat.new_primitive("cudnn")
@@ -67,10 +67,8 @@ def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
     return cudnn_local_p.bind(*operands, spec=spec, name=name)
 
 
-def _reference(
-    *operands: Any, spec: GraphSpec, name: str, wide_products: bool = False
-) -> list[Any]:
-    return evaluate(spec, *operands, wide_products=wide_products)
+def _reference(*operands: Any, spec: GraphSpec, name: str, products: str = "") -> list[Any]:
+    return evaluate(spec, *operands, products=products)
 
 
 def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
@@ -78,7 +76,7 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
 
     plan = lowering.plan(ctx, spec, name)
     calls = {
-        segment: functools.partial(evaluate, segment.spec)
+        segment: functools.partial(evaluate, segment.spec, products=NARROW)
         if segment.plan is None
         else functools.partial(ffi.call, segment.plan, segment.spec, name)
         for segment in plan.segments
@@ -99,7 +97,7 @@ mlir.register_lowering(cudnn_p, mlir.lower_fun(_local, multiple_results=True))
 mlir.register_lowering(cudnn_local_p, mlir.lower_fun(_reference, multiple_results=True))
 mlir.register_lowering(
     cudnn_local_p,
-    mlir.lower_fun(functools.partial(_reference, wide_products=True), multiple_results=True),
+    mlir.lower_fun(functools.partial(_reference, products=WIDE), multiple_results=True),
     platform="cpu",
 )
 mlir.register_lowering(cudnn_local_p, _lower_cuda, platform="cuda")

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 from .dtypes import FP8, INTEGERS, is_floating, itemsize
+from .node import Node
 from .options import lax_precision
 from .spec import GraphSpec
 
+WIDE, NARROW = "wide", "narrow"
+_HALVES = ("bfloat16", "float16")
 
-def evaluate(spec: GraphSpec, *operands: jax.Array, wide_products: bool = False) -> list[jax.Array]:
+
+def evaluate(spec: GraphSpec, *operands: jax.Array, products: str = "") -> list[jax.Array]:
     """The outputs of the graph for operands in the order of ``spec.inputs``.
 
     Each node computes in its compute type and its result is rounded to the dtype its tensor has
-    in the spec, where a fused plan rounds it, too. With ``wide_products`` 16-bit operands of
-    products are converted to float32, which changes no product: XLA's CPU backend has not all.
+    in the spec, where a fused plan rounds it, too.
+
+    ``products`` suits those of 16-bit operands to a backend of XLA, and changes none of them.
+    WIDE converts the operands to float32: the CPU's has not all others. NARROW asks for a result
+    of 16 bits where the spec has it so: a GPU's accumulates in float32 anyway, and for a float32
+    result takes slow kernels.
     """
     values = dict(zip(spec.inputs, operands, strict=True))
     for constant in spec.constants:
@@ -26,8 +36,7 @@ def evaluate(spec: GraphSpec, *operands: jax.Array, wide_products: bool = False)
     for call in spec.calls:
         node, inputs = call.node, {port: values[name] for port, name in call.inputs}
         if node.anchor:
-            if wide_products:
-                inputs = {port: _widened(x) for port, x in inputs.items()}
+            node, inputs = _suited(node, inputs, spec.tensor(call.outputs[0][1]).dtype, products)
             results = node.reference(**inputs, precision=precision)
         elif node.moves or node.leftover:
             results = node.reference(**inputs)
@@ -40,8 +49,16 @@ def evaluate(spec: GraphSpec, *operands: jax.Array, wide_products: bool = False)
     return [values[name] for name in spec.outputs]
 
 
-def _widened(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if str(x.dtype) in ("bfloat16", "float16") else x
+def _suited(
+    node: Node, inputs: dict[str, jax.Array], result: str, products: str
+) -> tuple[Node, dict[str, jax.Array]]:
+    if products == WIDE:
+        wide = {port: x for port, x in inputs.items() if str(x.dtype) in _HALVES}
+        inputs = {**inputs, **{port: x.astype(jnp.float32) for port, x in wide.items()}}
+    elif products == NARROW and result in _HALVES:
+        if {str(x.dtype) for x in inputs.values()} == {result}:
+            node = replace(node, compute_data_type=result)
+    return node, inputs
 
 
 def _kept(value: jax.Array, dtype: str) -> jax.Array:

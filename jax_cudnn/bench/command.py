@@ -35,6 +35,9 @@ def add_parser(commands: Any) -> None:
         "function itself, its graphs computed by XLA"
     )  # fmt: skip
     parser.add_argument("--only", metavar="PATTERN", help="measure cases with this in their names")
+    parser.add_argument(
+        "--into", type=Path, metavar="FILE", help="with --only: put these cases into this result"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases, measure nothing")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results")
     parser.add_argument(
@@ -68,7 +71,7 @@ def bench(options: argparse.Namespace) -> int:
     elif options.function:
         result = _function(options)
     else:
-        result = run.run(options.out or Path("."), options.only)
+        result = run.run(options.out or Path("."), options.only, options.into)
     if options.plot:
         from .plot import plot
 

@@ -9,7 +9,7 @@ import jax
 
 from .._core.cost import Cost, cost
 from .._core.errors import GraphError
-from .._core.reference import evaluate
+from .._core.reference import NARROW, evaluate
 from .._core.spec import GraphSpec
 
 # Primitives that run an inner program once on the same operands.
@@ -33,7 +33,7 @@ def graphs_cost(function: Callable[..., Any], *operands: Any) -> Cost:
 
 
 def with_references(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, each graph of it computed by its reference in jnp.
+    """The same function, each graph of it computed by its reference in jnp, as XLA runs it.
 
     This is what the function would be without cuDNN, on a GPU, too. GraphError where a graph is
     inside of a loop, conditional or shard_map.
@@ -84,7 +84,7 @@ def _evaluate(jaxpr: Any, consts: list[Any], operands: list[Any]) -> list[Any]:
         given = [read(variable) for variable in equation.invars]
         spec = _spec(equation)
         if spec is not None:
-            results = evaluate(spec, *given)
+            results = evaluate(spec, *given, products=NARROW)
         elif any(True for inner, _ in _inner(equation) for _ in _graphs(inner, 1)):
             results = _inlined(equation, given)
         else:

@@ -25,10 +25,11 @@ _SECONDS = 2.0  # of rounds a case: all cases, compilation included, take some m
 _PROCESSES = 3  # of each mode: the host's speed differs from process to process
 
 
-def run(out: Path, only: str | None = None) -> dict[str, Any]:
+def run(out: Path, only: str | None = None, into: Path | None = None) -> dict[str, Any]:
     """All measurements, or the cases that ``only`` names, on this machine's GPU.
 
-    Writes ``<model>.json`` into ``out``, or ``<model>-partial.json`` with ``only``.
+    Writes ``<model>.json`` into ``out``, or ``<model>-partial.json`` with ``only``; or puts the
+    cases in the place of those of an earlier result, ``into``, of the same GPU and versions.
     """
     cases = select(only)
     if not device_nodes():
@@ -38,7 +39,8 @@ def run(out: Path, only: str | None = None) -> dict[str, Any]:
             fix="run it on a machine with a GPU; `python -m jax_cudnn demo` runs anywhere",
         )
     if only is not None:
-        return _write(_measured(cases, cudnn=True), out, "-partial")
+        part = _measured(cases, cudnn=True)
+        return _write(part, out, "-partial") if into is None else merge(part, into)
     # The processes that measure come first: this one must not hold the GPU's memory then.
     host = {mode: [_host(flags) for _ in range(_PROCESSES)] for mode, flags in _MODES.items()}
     from . import planning
@@ -47,6 +49,26 @@ def run(out: Path, only: str | None = None) -> dict[str, Any]:
     result |= _measured(cases, cudnn=True)
     print(render(result) + "\n")
     return _write(result, out)
+
+
+def merge(part: dict[str, Any], into: Path) -> dict[str, Any]:
+    """Puts the cases of a result in the place of those of an earlier one, and writes that.
+
+    GraphError where the two are of another GPU or other versions.
+    """
+    result = json.loads(into.read_text())
+    theirs, ours = ({**r["environment"], "date": ""} for r in (result, part))
+    if theirs != ours:
+        raise GraphError(
+            f"{into} is a result of another GPU or of other versions",
+            expected=str(theirs),
+            got=str(ours),
+            fix="measure all cases anew: leave out --only and --into",
+        )
+    result["cases"] |= part["cases"]
+    into.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{len(part['cases'])} cases put into {into}")
+    return result
 
 
 def run_function(
