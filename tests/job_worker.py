@@ -43,7 +43,7 @@ def hashed(text):
 def agree(devices, rank):
     """The agreement through JAX's own store."""
     ask = functools.partial(
-        job.agreed, devices=devices, name="linear", identity="versions", timeout=60
+        job.agreed, devices=devices, name="linear", identity=lambda: "versions", timeout=60
     )
 
     def refuse():
@@ -58,7 +58,7 @@ def agree(devices, rank):
     found["agreed"] = {"decided by": made["decided by"], "size": len(made["noise"])}
     found["failure"] = outcome(lambda: ask("failure", make=refuse))
     frontend = f"frontend {rank}"
-    found["mismatch"] = outcome(lambda: ask("mismatch", make=dict, identity=frontend))
+    found["mismatch"] = outcome(lambda: ask("mismatch", make=dict, identity=lambda: frontend))
     if rank == 1:
         found |= wait_in_vain(functools.partial(ask, make=dict, timeout=1.2))
     return found

@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -284,23 +285,28 @@ def test_cuts_and_leftovers_are_in_the_debug_log(built, caplog):
     assert "shifted: XLA runs" in caplog.text
 
 
-def test_planning_that_takes_seconds_is_said(built, caplog, monkeypatch):
-    clock = iter(range(1000))
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))  # a second each
+def test_planning_that_takes_long_is_said_while_it_lasts(built, caplog, monkeypatch):
+    monkeypatch.setattr(progress, "_SILENT", 0.2)
+    fast, told = planner._build, []
 
-    def program(x, w):
-        for _ in range(3):
-            x = one(x, w)
-        return two(x, w), jc.graph(lambda g, x: g.relu(x))(x)
+    def slow(spec, site):
+        threading.Event().wait(0.3)
+        told.append(sum("planning for cuDNN" in text for text in caplog.messages))
+        return fast(spec, site)
 
-    lowered(program, IMAGE, WEIGHT)
-    lines = [r for r in caplog.records if "planning for cuDNN" in r.getMessage()]
-    assert len(built) == 3  # and a refusal took time, too
-    assert [line.levelname for line in lines] == ["WARNING", "WARNING"]
-    assert "2 graphs in 2.0 s" in lines[0].getMessage()
-    assert "4 graphs in 4.0 s" in lines[1].getMessage()
-    lowered(one, IMAGE, WEIGHT)  # another program, in which nothing is planned
-    assert len([r for r in caplog.records if "planning for cuDNN" in r.getMessage()]) == 2
+    monkeypatch.setattr(planner, "_build", slow)
+    lowered(lambda x, w: (one(x, w), two(x, w)), IMAGE, WEIGHT)
+    assert told[0] == 1  # before the first plan was there
+    assert len(told) == 3  # a plan, a refusal, and a plan
+    first, *_, last = [r for r in caplog.records if "planning for cuDNN" in r.getMessage()]
+    assert first.levelname == "WARNING"
+    assert "0 graphs and parts of graphs in 0.2 s" in first.getMessage()
+    assert "now for one" in first.getMessage()
+    assert "2 graphs and parts of graphs in" in last.getMessage()
+    assert "now for two" in last.getMessage()
+    caplog.clear()
+    lowered(lambda x, w: one(x, w) + 1, IMAGE, WEIGHT)  # another program: nothing is planned
+    assert "planning for cuDNN" not in caplog.text
 
 
 def test_short_planning_is_not_worth_a_line(built, caplog):
@@ -386,6 +392,25 @@ def test_float32_products_without_tf32_are_xlas_where_cudnn_has_none():
         text = lowered(lambda x, w: jc.ops.matmul(x, w, activation="relu"), x, w)
         assert calls(text) == 0
         assert "HIGHEST" in text
+
+
+@pytest.mark.deviceless
+def test_what_crosses_from_one_part_of_xlas_to_another_is_rounded():
+    """XLA would otherwise leave the rounding out where it sees both sides."""
+
+    @jc.graph
+    def around(g, x, a, w):
+        e = g.exp(x).set_data_type("bfloat16")
+        y = g.matmul(a, w).set_data_type("bfloat16")
+        return g.mul(e, y), g.transpose(g.mul(e, 0.1), [0, 2, 1])
+
+    avals = [
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 64, 32), (1, 64, 128), (1, 128, 32))
+    ]
+    avals[0] = jax.ShapeDtypeStruct((1, 64, 32), jnp.float32)
+    text = lowered(around, *avals)
+    assert calls(text) == 1
+    assert "reduce_precision" in text
 
 
 # -- what XLA is given -----------------------------------------------------------------------------

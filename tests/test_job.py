@@ -52,7 +52,7 @@ class Gone(Store):
 
 
 def question(key="graph", processes=(0, 1), identity=VERSIONS, timeout=5.0):
-    return job.Question(key, processes, "linear", identity, timeout)
+    return job.Question(key, processes, "linear", lambda: identity, timeout)
 
 
 def devices(*processes):
@@ -200,6 +200,19 @@ def test_any_other_failure_ends_the_wait_as_well(job_of_two, make):
     assert type(original).__name__ in error.got
 
 
+def test_who_cannot_even_tell_its_versions_is_heard(job_of_two):
+    zero, one = job_of_two
+
+    def no_versions():
+        raise jc.LibraryError("cuDNN cannot be loaded")
+
+    asked = job.Question("graph", (0, 1), "linear", no_versions, 5.0)
+    assert error_of(lambda: zero.agreed(asked, dict)).summary == "cuDNN cannot be loaded"
+    error = error_of(lambda: one.agreed(question(), never))
+    assert isinstance(error, jc.LibraryError)
+    assert error.summary.endswith("cuDNN cannot be loaded")
+
+
 def test_an_error_of_a_users_class_arrives_as_ours(job_of_two):
     class Mine(jc.GraphError):
         pass
@@ -320,7 +333,7 @@ def test_without_a_job_everybody_decides(monkeypatch):
     made = {"tuple": (1, 2)}
 
     def ask(*processes):
-        options = {"name": "linear", "identity": VERSIONS, "timeout": 0.01}
+        options = {"name": "linear", "identity": lambda: VERSIONS, "timeout": 0.01}
         return job.agreed("graph", devices(*processes), lambda: made, **options)
 
     assert ask(0, 1) is made  # no jax.distributed

@@ -1,6 +1,7 @@
 """The plans in memory: one build however many ask, nothing kept of a failure."""
 
 import dataclasses
+import json
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import context, planner
+from jax_cudnn._core import cache, context, package, planner
 from jax_cudnn._core.execution_plan import ExecutionPlan
 from jax_cudnn._core.planner import identity
 from jax_cudnn._core.single_flight import SingleFlight
@@ -188,3 +189,44 @@ def test_child_of_a_fork_does_not_wait_for_its_parents_plans(monkeypatch):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     leave.set()
     thread.join()
+
+
+def test_a_waiting_thread_can_be_interrupted(monkeypatch):
+    """Ctrl-C reaches the main thread, whichever thread plans."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(spec, site):
+        entered.set()
+        leave.wait(20)
+        return PLAN
+
+    monkeypatch.setattr(planner, "_build", slow)
+    thread = threading.Thread(target=planner.plan, args=(spec(), H200, "f"))
+    thread.start()
+    entered.wait(20)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        planner.plan(spec(), H200, "f")
+    assert thread.is_alive()
+    leave.set()
+    thread.join()
+
+
+def test_an_entry_of_the_plan_cache_that_is_no_plan_is_replaced(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(planner, "_build", lambda spec, site: PLAN)
+    jc.configure(plan_cache=tmp_path)
+    key = planner.key_text("plan", spec().for_planning().canonical(), H200)
+    cache.put(key, {"engine": "of another kind"})
+    assert planner.plan(spec(), H200, "f") == PLAN
+    assert cache.get(key) == json.loads(json.dumps(PLAN.to_json()))
+    assert caplog.text.count("is ignored (foreign") == 1
+
+
+def test_what_another_version_of_the_rules_decided_is_not_used(monkeypatch):
+    texts = set()
+    for code in ("one", "one", "another"):
+        monkeypatch.setattr(planner, "fingerprint", lambda code=code: code)
+        texts.add(planner._text({"GPU": "x"}, {"cuDNN": "9"}))
+    assert len(texts) == 2
+    assert len(package.fingerprint()) == 16

@@ -1,6 +1,7 @@
 """Graphs that run as several segments of one program: cut, evaluated, lowered."""
 
 import random
+import time
 
 import jax
 import jax.numpy as jnp
@@ -352,3 +353,36 @@ def test_segments_on_the_gpu():
         np.testing.assert_allclose(
             np.asarray(got[name], np.float32), np.asarray(value, np.float32), rtol=2e-2, atol=1e-2
         )
+
+
+def test_the_search_of_a_large_graph_takes_little_time():
+    """Of its own, beside cuDNN's: 150 convolutions with what belongs to each."""
+
+    def deep(g, x, w):
+        for _ in range(150):
+            y = g.relu(g.add(g.conv_fprop(x, w, padding=[1, 1]), x))
+            x = y.set_data_type("bfloat16")
+        return x
+
+    spec, asked = traced(deep, (2, 8, 4, 4), (8, 8, 3, 3)), []
+    began = time.process_time()
+    segments = search(spec, refusing(2, asked))
+    assert time.process_time() - began < 10
+    assert len(segments) == 150
+    assert not any(segment.leftover for segment in segments)
+    assert len(asked) <= 151
+
+
+def test_a_search_that_asks_too_much_goes_on_with_convolutions_alone():
+    def deep(g, x, w):
+        for i in range(60):
+            y = g.conv_fprop(x, w, padding=[1, 1])
+            for _ in range(2):
+                y = g.add(g.relu(y), g.mul(g.sigmoid(y), 0.5 + i))
+            x = y.set_data_type("bfloat16")
+        return x
+
+    asked = []
+    segments = search(traced(deep, (2, 8, 4, 4), (8, 8, 3, 3)), refusing(0, asked))
+    assert len([s for s in segments if not s.leftover]) == 60
+    assert 1024 < len(asked) < 1024 + 64 + 60

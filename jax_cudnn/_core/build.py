@@ -102,7 +102,7 @@ def _reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
     except (AssertionError, ValueError) as error:
         if _raised_in(error).partition(".")[0] != cudnn.__name__:
             raise
-        raise unsupported(spec, {"cuDNN's frontend": str(error)}) from error
+        raise unsupported(spec, engine_reasons(str(error))) from error
 
 
 def _raised_in(error: BaseException) -> str:

@@ -40,6 +40,13 @@ def get(key: str) -> dict[str, Any] | None:
     return None if cache is None else cache.get(key)
 
 
+def discard(key: str, problem: str) -> None:
+    """Removes an entry of the configured folder; see ``PlanCache.discard``."""
+    cache = _configured()
+    if cache is not None:
+        cache.discard(key, problem)
+
+
 def put(key: str, value: dict[str, Any], label: str = "") -> dict[str, Any]:
     """Keeps a value in the configured folder; see ``PlanCache.put``."""
     cache = _configured()
@@ -97,6 +104,12 @@ class PlanCache:
             if time.time() - path.stat().st_mtime > _HOUR:
                 os.utime(path)
         return value
+
+    def discard(self, key: str, problem: str) -> None:
+        """Removes an entry whose value is no use, so that another can take its place."""
+        path = self.path(digest(key))
+        self._warn("entry", f"{path.name} is ignored ({problem}), and replaced by a new plan.")
+        _remove(path)
 
     def put(self, key: str, value: dict[str, Any], label: str = "") -> dict[str, Any]:
         """Keeps a value (JSON), unless there is one; returns the one that all processes get.

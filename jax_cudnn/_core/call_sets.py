@@ -28,25 +28,33 @@ class CallSets:
         self.anchors = _bits(i for i, call in enumerate(spec.calls) if call.node.anchor)
         self.leftover = _bits(i for i, call in enumerate(spec.calls) if call.node.leftover)
         self._edges = _edges(spec)
-        self._made_before = [0] * len(spec.calls)  # the makers of a call's operands
-        self._beside = [0] * len(spec.calls)
-        for edge in self._edges:
+        count = len(spec.calls)
+        self._made_before = [0] * count  # the makers of a call's operands
+        self._before = [0] * count  # and theirs, and so on
+        self._users = [0] * count
+        self._beside = [0] * count
+        self._edges_at = [0] * count
+        for number, edge in enumerate(self._edges):
+            for i in members(edge.maker):
+                self._users[i] |= edge.users
             for i in members(edge.users):
                 self._made_before[i] |= edge.maker
             for i in members(edge.users | edge.maker):
                 self._beside[i] |= edge.users | edge.maker
-        self.traffic = functools.cache(self._traffic)
+                self._edges_at[i] |= 1 << number
+        for i, makers in enumerate(self._made_before):  # calls are in topological order
+            self._before[i] = makers | _union([self._before[j] for j in members(makers)])
 
-    def _traffic(self, calls: int) -> int:
+    def traffic(self, calls: int) -> int:
         """Bytes that a segment of these calls reads and writes."""
-        return sum(
-            edge.nbytes
-            * (
-                bool(edge.users & calls and not edge.maker & calls)
-                + bool(edge.maker & calls and (edge.returned or edge.users & ~calls))
-            )
-            for edge in self._edges
-        )
+        moved = 0
+        for number in members(_union([self._edges_at[i] for i in members(calls)])):
+            edge = self._edges[number]
+            if edge.maker & calls:
+                moved += edge.nbytes if edge.returned or edge.users & ~calls else 0
+            else:
+                moved += edge.nbytes
+        return moved
 
     def beside(self, calls: int) -> int:
         """Other calls that make, read or share a tensor with these."""
@@ -57,8 +65,8 @@ class CallSets:
         once."""
         found, new = 0, _with(calls, glued)
         while new:
-            makers = _with(self._makers(new), glued)
-            new = makers & ~found
+            makers = _with(_union([self._before[i] for i in members(new)]), glued)
+            new = makers & ~found if glued else 0
             found |= makers
         return found
 
@@ -68,7 +76,7 @@ class CallSets:
 
     def users(self, calls: int) -> int:
         """The calls that read what these make."""
-        return _union([edge.users for edge in self._edges if edge.maker & calls])
+        return _union([self._users[i] for i in members(calls)])
 
     def after(self, calls: int) -> int:
         """All calls that depend on these."""

@@ -13,6 +13,8 @@ from jax._src import dispatch, distributed
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.core import Primitive  # jax.extend has it, too, at 18 ms of import time
 
+from .errors import TargetError
+
 OLDEST_JAX = (0, 10, 2)
 
 
@@ -32,8 +34,16 @@ def lowering_devices(ctx: Any) -> tuple[jax.Device, ...]:  # pyright: ignore[rep
     axis_context = ctx.module_context.axis_context
     if isinstance(axis_context, _sharding_impls.SPMDAxisContext):
         mesh = axis_context.mesh
-        # An abstract mesh names no devices; its program runs on the backend's.
-        return tuple(mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else jax.devices())
+        if isinstance(mesh, jax.sharding.Mesh):
+            return tuple(mesh.devices.flat)
+        if mesh.size != len(jax.devices()) and jax.process_count() > 1:
+            raise TargetError(
+                "this program's devices are not known",
+                got=f"an abstract mesh of {mesh.size}, in a job of {len(jax.devices())} devices",
+                why="the processes that run a program agree on its plans",
+                fix="give shard_map the mesh, mesh=..., or enter it: with jax.set_mesh(mesh)",
+            )
+        return tuple(jax.devices())  # an abstract mesh names none: the backend's
     return tuple(getattr(axis_context, "device_assignment", None) or ())
 
 

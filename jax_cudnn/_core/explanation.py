@@ -21,9 +21,9 @@ class Explanation:
     data: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """``{"name", "gpu", "implementation", "cut_bytes", "segments": [{"runs_on", "operations",
-        "engine", "workspace_bytes", "candidates", "reads_bytes", "writes_bytes", "flops",
-        "reason"}]}``; a new dictionary each time."""
+        """``{"name", "gpu", "implementation", "graph", "cut_bytes", "segments": [{"runs_on",
+        "operations", "engine", "workspace_bytes", "candidates", "reads_bytes", "writes_bytes",
+        "flops", "reason"}]}``; a new dictionary each time."""
         return json.loads(json.dumps(self.data))
 
     def __str__(self) -> str:

@@ -48,7 +48,7 @@ def agreed(
     make: Callable[[], dict[str, Any]],
     *,
     name: str,
-    identity: str,
+    identity: Callable[[], str],
     timeout: float,
 ) -> dict[str, Any]:
     """What ``make()`` gives in the lowest process of the devices; the same in all of them.
@@ -61,8 +61,8 @@ def agreed(
         devices: of the compilation, those of other processes included.
         make: decides; returns a dictionary that JSON can hold. Called in the lowest process only.
         name: the user's function, for messages.
-        identity: what the decision depends on and all processes must have alike: versions and
-            GPU, in words or as a JSON object, of which messages show what differs.
+        identity: gives what the decision depends on and all processes must have alike: versions
+            and GPU, in words or as a JSON object, of which messages show what differs.
         timeout: seconds that this process waits for the lowest one.
 
     Raises:
@@ -134,11 +134,11 @@ class Job:
         started = time.monotonic()
         self._put(path + "/begun", b"1")
         try:
-            record = pack(question, made=make())
+            record = pack(made=make(), identity=question.identity())
         except Exception as error:  # an interrupt is no answer: the same attempt goes on later
             answer.attempt += 1
             try:
-                self._put(path, pack(question, error=sent(error)))
+                self._put(path, pack(error=sent(error)))
             except JobError as unsent:
                 error.add_note(str(unsent))
             raise
@@ -153,10 +153,13 @@ class Job:
         return record
 
     def _await(self, question: Question, answer: _Answer, path: str, deadline: float) -> bytes:
-        started = time.monotonic()
+        started, told = time.monotonic(), False
         log.debug("waiting for process %d to plan %s", question.leader, question.name)
         while (left := deadline - time.monotonic()) > 0:
             record = self._get(path, min(left, _SLICE))
+            if record is None and not told and time.monotonic() - started > 2 * _SLICE:
+                told = True
+                log.warning("waiting for process %d to plan %s", question.leader, question.name)
             if record is not None:
                 waited = time.monotonic() - started
                 log.debug(
@@ -176,7 +179,9 @@ class Job:
             got = f"{first} has not begun to plan it"
             why = f"{first} is busy with something else, has ended, or compiles another program"
             fix = (
-                "run the same program in the same order, with the same shapes, in all processes; "
+                "run the same program in the same order, with the same shapes, options, "
+                "jax_cudnn.target, jax_cudnn.implementation, matmul precision and XLA_FLAGS, in "
+                "all processes; "
                 f"if {first} is only late, jax_cudnn.configure(job_timeout=SECONDS)"
             )
         return JobError(

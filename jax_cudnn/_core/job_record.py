@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class Question:
     key: str
     processes: Sequence[int]
     name: str
-    identity: str
+    identity: Callable[[], str]
     timeout: float
 
     @property
@@ -37,21 +37,22 @@ class Question:
         return "jax_cudnn/agreed/" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def pack(question: Question, **content: Any) -> bytes:
-    content |= {"format": _FORMAT, "identity": question.identity}
+def pack(**content: Any) -> bytes:
+    content |= {"format": _FORMAT}
     return zlib.compress(json.dumps(content).encode())
 
 
 def unpack(record: bytes, question: Question, process: int) -> dict[str, Any]:
     """A record's content: new objects each time. Refuses what another installation wrote."""
     content = json.loads(zlib.decompress(record))
-    theirs, ours = content.get("identity"), question.identity
     if content["format"] != _FORMAT:
         theirs, ours = "another version of jax_cudnn", "this one"
-    elif theirs == ours or "error" in content:  # all raise the same, as the lowest process does
+    elif "error" in content:  # all raise the same, as the lowest process does
+        return content
+    elif content["identity"] == (own := question.identity()):
         return content
     else:
-        theirs, ours = _differences(theirs, ours)
+        theirs, ours = _differences(content["identity"], own)
     raise LibraryError(
         f"{question.name}: the processes of this job plan with different libraries or GPUs",
         expected=f"process {question.leader}: {theirs}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -12,6 +14,18 @@ def install(*extras: str) -> str:
     first, *others = (f"[{extra}]" for extra in extras)
     also = f" (or {', '.join(others)})" if others else ""
     return f"pip install 'jax-cudnn{first}'{also}; in a clone: pip install '.{first}'"
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Of the code that decides how graphs are planned: with any change of it, what was decided
+    before is not used any more."""
+    folder = Path(__file__).parent
+    sources = sorted([*folder.glob("*.py"), *(folder.parent / "ops").glob("*.py")])
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def packaged_library(name: str) -> Path:

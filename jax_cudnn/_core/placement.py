@@ -3,6 +3,7 @@ each of cuDNN's segments; decided once for equal graphs, and alike by all proces
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 from ..deviceless.profiles import Profile
 from . import cache, frontend, job, losses, planner
 from .cuda import CudaDevice
-from .errors import UnsupportedGraphError
+from .errors import PlanningWorkerError, UnsupportedGraphError
 from .execution_plan import ExecutionPlan
 from .implementation import CUDNN, SPLIT, XLA
 from .options import Surroundings
@@ -130,7 +131,11 @@ def _split(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> _Rows:
     """From the disk, or searched and left there for other processes."""
     lost = losses.table().get(str(_model(site)[1]), {})
     key = f"{planner.key_text('split', spec, site)}\n{sorted(lost.get('patterns', ()))}"
-    known = _decoded(cache.get(key), spec)
+
+    def rows_of(stored: dict[str, Any]) -> _Rows:
+        return _rows(stored, spec)
+
+    known = planner.decoded(key, cache.get(key), rows_of)
     if known is not None:
         return known
     segments = search(spec, lambda piece: _refusal(piece, site, name))
@@ -138,16 +143,15 @@ def _split(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> _Rows:
     if len(rows) == 1 and not rows[0][1]:
         return rows  # one plan, which has an entry of its own
     stored = cache.put(key, {"segments": rows}, label=f"{spec!r} in {len(rows)} segments")
-    return _decoded(stored, spec) or rows
+    return planner.decoded(key, stored, rows_of) or rows
 
 
-def _decoded(stored: dict[str, Any] | None, spec: GraphSpec) -> _Rows | None:
-    try:
-        rows = tuple((tuple(c), bool(x), str(r)) for c, x, r in (stored or {})["segments"])
-    except (KeyError, TypeError, ValueError):
-        return None
-    held = sorted(call for calls, _, _ in rows for call in calls)
-    return rows if held == [*range(len(spec.calls))] else None
+def _rows(stored: dict[str, Any], spec: GraphSpec) -> _Rows:
+    """KeyError, TypeError or ValueError for what is no split of the graph."""
+    rows = tuple((tuple(c), bool(x), str(r)) for c, x, r in stored["segments"])
+    if sorted(call for calls, _, _ in rows for call in calls) != [*range(len(spec.calls))]:
+        raise ValueError("the segments are not those of the graph")
+    return rows
 
 
 def _refusal(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Refusal | None:
@@ -161,6 +165,9 @@ def _refusal(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Refusal 
             planner.plan(spec, site, name, advise=False)
         except UnsupportedGraphError as error:
             return Refusal(most_telling(error.reasons) or error.why or error.summary)
+        except PlanningWorkerError as error:  # cuDNN crashed over this part
+            log.warning("%s: %s; XLA runs what it was asked for: %r", name, error.summary, spec)
+            return Refusal(error.summary)
         return None
 
     return _refusals.get((spec.canonical(), planner.identity(site)), ask)
@@ -187,14 +194,14 @@ def _decide_together(
     def make() -> dict[str, Any]:
         return {"segments": [_record(segment) for segment in _decide(canonical, site, name)]}
 
-    profile = isinstance(site, Profile)
-    gpu = (site.properties_json, site.sm_version) if profile else _model(site)
+    # Nothing here may fail before the others hear of it: versions are read where it is decided.
+    gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
     record = job.agreed(
         repr((canonical._key(), gpu)),
         devices,
         make,
         name=name,
-        identity=planner.identity(site),
+        identity=lambda: json.dumps({**json.loads(planner.identity(site)), "jax": jax.__version__}),
         timeout=settings().job_timeout,
     )
     return tuple(_received(spec, row) for row in record["segments"])
@@ -220,8 +227,11 @@ def _tell(plan: Plan) -> None:
     if len(plan.segments) > 1:
         log.debug("%s: cut in %d segments", plan.name, len(plan.segments))
     for segment in plan.segments:
+        calls = ", ".join(call.name for call in segment.spec.calls)
         if segment.plan is None:
-            log.debug("%s: XLA runs %r: %s", plan.name, segment.spec, segment.reason)
+            log.debug("%s: XLA runs %s: %s", plan.name, calls, segment.reason)
+        elif len(plan.segments) > 1:
+            log.debug("%s: cuDNN runs %s: %s", plan.name, calls, segment.plan.engine)
 
 
 def clear() -> None:

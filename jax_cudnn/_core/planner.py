@@ -7,7 +7,8 @@ import copy
 import functools
 import json
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from ..deviceless import client
 from ..deviceless.profiles import Profile
@@ -16,6 +17,7 @@ from .cuda import CudaDevice
 from .errors import JaxCudnnError, UnsupportedGraphError
 from .execution_plan import ExecutionPlan, canonical_properties
 from .limits import known_reasons
+from .package import fingerprint
 from .single_flight import SingleFlight
 from .spec import GraphSpec
 from .unsupported import unsupported
@@ -23,7 +25,9 @@ from .wire import wire
 
 log = logging.getLogger("jax_cudnn")
 
-_FORMAT = 1  # of what is planned for a graph, and of how it is stored
+V = TypeVar("V")
+
+_FORMAT = 1  # of what is stored
 _plans: SingleFlight[ExecutionPlan] = SingleFlight()
 
 
@@ -66,7 +70,7 @@ def _obtain(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Execution
     bytes in all processes.
     """
     key = key_text("plan", spec, site)
-    known = _decoded(cache.get(key))
+    known = decoded(key, cache.get(key), ExecutionPlan.from_json)
     if known is not None:
         log.debug("%s: a plan from the plan cache: %s", name, known)
         return known
@@ -76,14 +80,18 @@ def _obtain(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Execution
     label = f"{spec!r}: {made}, cuDNN {frontend.version_text(made.cudnn_version)}"
     data = made.to_json()
     stored = cache.put(key, data, label=label)
-    return made if stored is data else _decoded(stored) or made
+    return made if stored is data else decoded(key, stored, ExecutionPlan.from_json) or made
 
 
-def _decoded(stored: dict[str, Any] | None) -> ExecutionPlan | None:
+def decoded(
+    key: str, stored: dict[str, Any] | None, read: Callable[[dict[str, Any]], V]
+) -> V | None:
+    """What an entry of the plan cache holds; one that holds something else is removed."""
     try:
-        return None if stored is None else ExecutionPlan.from_json(stored)
-    except (KeyError, TypeError, ValueError):
-        return None  # not from a jax_cudnn of this format
+        return None if stored is None else read(stored)
+    except (KeyError, TypeError, ValueError) as error:
+        cache.discard(key, f"foreign: {type(error).__name__}: {error}")
+        return None
 
 
 def _told(
@@ -113,18 +121,19 @@ def key_text(kind: str, spec: GraphSpec, site: Profile | CudaDevice) -> str:
 
 @functools.cache
 def identity(site: Profile | CudaDevice) -> str:
-    """What a plan depends on besides its graph: equal for equal GPUs and equal libraries."""
+    """What a plan depends on besides its graph: equal for equal GPUs and equal libraries, this
+    package's code among them."""
     if isinstance(site, CudaDevice):
         properties = canonical_properties(site.properties(frontend.load()))
-        return _text({"planned": "by handle", "GPU": properties, **frontend.identity()})
+        return _text({"planned": "by handle", "GPU": properties}, frontend.identity())
     # The profile's name and source make no difference to cuDNN.
     libraries = client.call("jax_cudnn._core.frontend:identity")
-    given = {"GPU": site.properties_json, "SM": site.sm_version}
-    return _text({"planned": "without the GPU", **given, **libraries})
+    given = {"GPU": canonical_properties(site.properties_json), "SM": site.sm_version}
+    return _text({"planned": "without the GPU", **given}, libraries)
 
 
-def _text(parts: dict[str, Any]) -> str:
-    return json.dumps(parts, sort_keys=True)
+def _text(planned: dict[str, Any], libraries: dict[str, str]) -> str:
+    return json.dumps({**planned, **libraries, "jax_cudnn": fingerprint()}, sort_keys=True)
 
 
 def clear() -> None:

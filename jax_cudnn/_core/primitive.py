@@ -75,15 +75,12 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     from . import lowering, split  # and all of planning: importing jax_cudnn does without
 
     plan = lowering.plan(ctx, spec, name)
-    calls = {
-        segment: functools.partial(evaluate, segment.spec, products=NARROW)
-        if segment.plan is None
-        else functools.partial(ffi.call, segment.plan, segment.spec, name)
-        for segment in plan.segments
-    }
+    read = {name for segment in plan.segments for name in segment.spec.inputs}
 
     def execute(segment: Any, *inputs: Any) -> Any:
-        return calls[segment](*inputs)
+        if segment.plan is None:
+            return evaluate(segment.spec, *inputs, products=NARROW, read=read)
+        return ffi.call(segment.plan, segment.spec, name, *inputs)
 
     def call(*arrays: Any) -> list[Any]:
         return split.run(plan.segments, spec, arrays, execute)

@@ -19,20 +19,32 @@ class _Program:
     """What has been planned for one program so far."""
 
     def __init__(self) -> None:
-        self.graphs, self.seconds, self.told = 0, 0.0, 0.0
+        self.questions, self.seconds, self.told = 0, 0.0, 0.0
 
-    def planned(self, name: str, seconds: float) -> None:
-        self.graphs += 1
-        self.seconds += seconds
-        if self.seconds - self.told >= _SILENT:
-            self.told = self.seconds
-            log.warning(
-                "planning for cuDNN takes time: %d graphs in %.1f s so far, now for %s "
-                "(equal graphs are planned once, and the plan cache keeps them)",
-                self.graphs,
-                self.seconds,
-                name,
-            )
+    def tell(self, name: str, seconds: float) -> None:
+        self.told = self.seconds + seconds
+        log.warning(
+            "planning for cuDNN takes time: %d graphs and parts of graphs in %.1f s so far, now "
+            "for %s (equal ones are planned once, and the plan cache keeps the plans)",
+            self.questions,
+            self.told,
+            name,
+        )
+
+    @contextlib.contextmanager
+    def planning(self, name: str) -> Iterator[None]:
+        """Around one question to cuDNN; tells also while it takes long."""
+        began = time.perf_counter()
+        left = max(0.0, self.told + _SILENT - self.seconds)
+        timer = threading.Timer(left, lambda: self.tell(name, time.perf_counter() - began))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.questions += 1
+            self.seconds += time.perf_counter() - began
 
 
 @contextlib.contextmanager
@@ -58,9 +70,9 @@ class Clock:
 def planning(name: str) -> Iterator[Clock]:
     """Around the planning of one graph of the function ``name``, whether it succeeds or not."""
     clock, began = Clock(), time.perf_counter()
+    active = getattr(_here, "active", False)
     try:
-        yield clock
+        with _here.program.planning(name) if active else contextlib.nullcontext():
+            yield clock
     finally:
         clock.seconds = time.perf_counter() - began
-        if getattr(_here, "active", False):
-            _here.program.planned(name, clock.seconds)

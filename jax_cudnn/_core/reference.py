@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import jax
@@ -16,11 +17,14 @@ WIDE, NARROW = "wide", "narrow"
 _HALVES = ("bfloat16", "float16")
 
 
-def evaluate(spec: GraphSpec, *operands: jax.Array, products: str = "") -> list[jax.Array]:
+def evaluate(
+    spec: GraphSpec, *operands: jax.Array, products: str = "", read: Collection[str] = ()
+) -> list[jax.Array]:
     """The outputs of the graph for operands in the order of ``spec.inputs``.
 
     Each node computes in its compute type and its result is rounded to the dtype its tensor has
-    in the spec, where a fused plan rounds it, too.
+    in the spec, where a fused plan rounds it, too. ``read`` names outputs from which others go on
+    computing in the same program.
 
     ``products`` suits those of 16-bit operands to a backend of XLA, and changes none of them.
     WIDE converts the operands to float32: the CPU's has not all others. NARROW asks for a result
@@ -32,7 +36,7 @@ def evaluate(spec: GraphSpec, *operands: jax.Array, products: str = "") -> list[
         assert constant.value is not None
         values[constant.name] = jnp.full(constant.shape, constant.value, constant.dtype)
     precision = lax_precision(spec.options.precision)
-    read = {name for call in spec.calls for _, name in call.inputs}
+    read = {*read, *(name for call in spec.calls for _, name in call.inputs)}
     for call in spec.calls:
         node, inputs = call.node, {port: values[name] for port, name in call.inputs}
         if node.anchor:

@@ -39,8 +39,8 @@ class SingleFlight(Generic[V]):
                 self._fulfil(future, key, make)
             try:
                 return future.result()
-            except (KeyboardInterrupt, SystemExit):
-                if mine:
+            except (KeyboardInterrupt, SystemExit) as error:
+                if mine or not (future.done() and future.exception() is error):
                     raise
                 # The thread that made it was interrupted, not this one: make it here.
 

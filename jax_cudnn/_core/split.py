@@ -23,6 +23,7 @@ from .spec import GraphSpec
 
 # Bounds of the search around one anchor: questions, calls looked at, and parts kept of each size.
 _QUESTIONS, _REACH, _WIDTH = 64, 14, 24
+_TOTAL = 1024  # questions, from which on anchors are asked for alone
 # What the start of a segment costs, as bytes: an H200 moves as many in some two microseconds.
 _START = 8 << 20
 _NOT_ASKED = "XLA fuses it with its neighbours at no more memory traffic than cuDNN would have"
@@ -170,7 +171,7 @@ class _Search:
             level = sorted(grown, key=rank)[:_WIDTH]
             parts += level
         closed = [calls for calls in parts if self._sets.is_closed(calls, taken)]
-        asked = sorted(closed, key=rank)[:_QUESTIONS]
+        asked = sorted(closed, key=rank)[: _QUESTIONS if len(self._answers) < _TOTAL else 0]
         for calls in (*asked, anchor):
             answer = self._answer(calls)
             if answer is None:

@@ -55,6 +55,9 @@ def plan(
         GraphError: the function holds several graphs, or none.
         TargetError: there is no GPU and no target, or no profile of that name.
 
+    In a ``jax.distributed`` job this process plans for itself: a program of several processes runs
+    what the lowest of them planned.
+
     Example:
         >>> import jax, jax_cudnn as jc
         >>> relu = jc.graph(lambda g, x: g.relu(x))

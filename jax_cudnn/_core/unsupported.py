@@ -46,7 +46,7 @@ _MEANINGS = (
     ),
     (r"reduction_descriptor", "cuDNN has no engine for this mode of reduction", None),
     (
-        r"GRAPH_PATTERN",
+        r"GRAPH_PATTERN|unsatisfiable deps",
         "this pattern of operations is not supported",
         "cut the function into smaller graphs: one convolution or matmul each, a reduction last",
     ),

@@ -1,1 +1,1 @@
-"""Commands of the shell that need nothing but the core."""
+"""Commands of the shell, one a module: arguments, and what is printed."""
