@@ -331,3 +331,14 @@ def test_from_a_shell_it_shows_the_users_own_folder(tmp_path):
 
 def test_the_largest_entry_is_larger_than_any_plan_known():
     assert cache_entry.LARGEST >= 100 * 120_000
+
+
+def test_an_archive_does_not_take_the_place_of_a_device(tmp_path, capsys):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "elsewhere")
+    for path in (pipe, link):
+        before = path.lstat()
+        assert main(["cache", "export", "--folder", str(tmp_path), str(path)]) == 1
+        assert "no regular file" in capsys.readouterr().err
+        assert path.lstat() == before

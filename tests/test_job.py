@@ -47,7 +47,7 @@ class Store:
 
 
 class Gone(Store):
-    def key_value_try_get_bytes(self, key):
+    def blocking_key_value_get_bytes(self, key, milliseconds):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset\nmore")
 
 

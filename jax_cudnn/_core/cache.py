@@ -121,13 +121,13 @@ class PlanCache:
             try:
                 found = self.add(Content(key, value, label))
             except Unusable as error:
-                log.debug("not kept in the plan cache: %s: %s", label, error)
+                self._warn("size", f"{label} is not kept: {error}")
             except OSError as error:
                 self._writable = False
                 self._warn(
                     "folder",
                     f"{error.strerror or error}. New plans of this process are kept in memory "
-                    "only; make room, or name another folder: jax_cudnn.configure(plan_cache=...)",
+                    "only; mend that, or name another folder: jax_cudnn.configure(plan_cache=...)",
                 )
         return value if found is None else found
 
@@ -193,7 +193,8 @@ class PlanCache:
         sizes = []
         for name, status in self._files():
             _remove(self.folder / name)
-            sizes.append(status.st_size)
+            if not (self.folder / name).exists():
+                sizes.append(status.st_size)
         return len(sizes), sum(sizes)
 
     def _evict(self, written: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import zipfile
@@ -25,6 +26,8 @@ class Imported(NamedTuple):
 def export(cache: PlanCache, path: str | os.PathLike[str]) -> int:
     """Writes all entries that can be used into an archive, whole or not at all; how many."""
     path = Path(path).absolute()
+    if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     count = 0
     try:

@@ -45,15 +45,17 @@ class Explanation:
                 )
             moved = segment["reads_bytes"], segment["writes_bytes"], segment["flops"]
             yield "     reads {:,} bytes, writes {:,}, computes {:,} operations".format(*moved)
-            if segment["reason"]:
-                yield from textwrap.wrap(
-                    f"because {segment['reason']}",
-                    width=100,
-                    initial_indent="     ",
-                    subsequent_indent="       ",
-                )
+            if segment["reason"] and segment["runs_on"] == "XLA":
+                yield from _wrapped(f"because {segment['reason']}", "     ")
         if len(segments) > 1:
             yield f"  {data['cut_bytes']:,} bytes cross the cuts"
+            reasons = dict.fromkeys(s["reason"] for s in segments if s["runs_on"] == "cuDNN")
+            for reason in filter(None, reasons):
+                yield from _wrapped(f"not one plan because {reason}", "  ")
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, width=100, initial_indent=indent, subsequent_indent=f"{indent}  ")
 
 
 def explain(plan: Plan) -> Explanation:

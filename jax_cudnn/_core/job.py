@@ -113,10 +113,9 @@ class Job:
             record = answer.record
             if record is None:
                 path = f"{question.path}/{answer.attempt}"
-                record = self._get(path)
-                if record is None and leads:
-                    record = self._decide(question, answer, path, make)
-                elif record is None:
+                if leads:
+                    record = self._get(path) or self._decide(question, answer, path, make)
+                else:
                     record = self._await(question, answer, path, deadline)
             content = unpack(record, question, self.process)
             if "error" in content:
@@ -169,7 +168,7 @@ class Job:
         raise self._late(question, answer)
 
     def _late(self, question: Question, answer: _Answer) -> JobError:
-        begun = self._get(f"{question.path}/{answer.attempt}/begun") is not None
+        begun = self._get(f"{question.path}/{answer.attempt}/begun", 0.1) is not None
         first = f"process {question.leader}"
         if begun:
             got = f"{first} has begun to plan it and has not finished"

@@ -225,7 +225,8 @@ def _tell(plan: Plan) -> None:
     if not log.isEnabledFor(logging.DEBUG):
         return
     if len(plan.segments) > 1:
-        log.debug("%s: cut in %d segments", plan.name, len(plan.segments))
+        why = next((s.reason for s in plan.segments if s.plan is not None), "")
+        log.debug("%s: cut in %d segments: %s", plan.name, len(plan.segments), why)
     for segment in plan.segments:
         calls = ", ".join(call.name for call in segment.spec.calls)
         if segment.plan is None:

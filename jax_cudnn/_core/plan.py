@@ -22,7 +22,7 @@ class PlannedSegment:
         spec: the part; its inputs and outputs are tensors of the whole graph, by name.
         calls: which operations of the whole graph it holds, by position.
         plan: cuDNN's plan; None where XLA runs the part's reference.
-        reason: why XLA runs it.
+        reason: why XLA runs it; of cuDNN's, why it is not one plan with the rest.
     """
 
     spec: GraphSpec

@@ -37,7 +37,7 @@ class Segment:
         spec: the part as a graph.
         calls: which calls of the whole it holds, by position.
         leftover: whether XLA runs it through its reference, not cuDNN.
-        reason: why XLA runs it; empty for cuDNN's.
+        reason: why XLA runs it; of cuDNN's, why it is not one plan with the rest.
     """
 
     spec: GraphSpec
@@ -148,7 +148,7 @@ class _Search:
                 part(self._spec, members(group)),
                 tuple(members(group)),
                 leftover := group not in taken,
-                self._reason(group) if leftover else "",
+                self._reason(group) if leftover else answer.reason,
             )
             for group in sets.in_order(taken, rest)
         )

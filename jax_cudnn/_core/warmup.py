@@ -23,7 +23,8 @@ def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowe
         *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` for shapes alone.
 
     Returns:
-        The lowered program, whose ``.compile()`` goes on from there. It is lowered for the GPU
+        The lowered program, whose ``.compile()`` goes on from there, on a machine with that GPU.
+        It is lowered for the GPU
         of ``jax_cudnn.target`` where one is named, else for the devices that ``fn`` would run on:
         on a machine without a GPU nothing is planned then.
 

@@ -169,6 +169,32 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
+def render(results: Sequence[Mapping[str, Any]]) -> str:
+    """Figures as a table in Markdown, a row for each result."""
+    lines = [
+        "| random graphs | operations | planned for | run on it | one cuDNN plan | cut "
+        "| all in XLA | worst error / tolerance | failures |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        versions = result["environment"]
+        ran = result["run_on_the_gpu"]
+        cut = result["graphs"] - result["one_plan"] - result["by_xla_alone"]
+        cells = [
+            result["graphs"],
+            result["nodes"],
+            f"{result['gpu']}, cuDNN {versions['cudnn']}, {versions['date']}",
+            "yes" if ran else "no",
+            result["one_plan"],
+            cut,
+            result["by_xla_alone"],
+            result["worst_ratio"] if ran else "",
+            len(result["failures"]),
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def _sorted(counts: Mapping[int, int]) -> dict[str, int]:
     return {str(key): counts[key] for key in sorted(counts)}
 

@@ -34,7 +34,9 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--folder", type=Path, metavar="DIR", help="another folder than the user's")
+    common.add_argument(
+        "--folder", type=_folder, metavar="DIR", help="another folder than the user's"
+    )
     common.add_argument("--json", action="store_true", help="print JSON")
     actions = parser.add_subparsers(dest="action", required=True)
 
@@ -50,6 +52,12 @@ def add_parser(commands: Any) -> None:
         ("import", "take the entries of an archive, each after checks"),
     ):
         add(name, does).add_argument("file", type=Path, metavar="FILE", help="the archive, a zip")
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a folder is empty")
+    return Path(text).expanduser()
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import jax
 
 from .._core.cuda import CudaDevice
 from .._core.settings import configure
-from ..bench.fuzz import Checks, Outcome, figures, fuzz, smallest, told
+from ..bench.fuzz import Checks, Outcome, figures, fuzz, render, smallest, told
 from ..bench.random_graphs import random_graph
 from ..bench.timing import environment
 from ..deviceless import client, profiles
@@ -36,19 +36,39 @@ def add_parser(commands: Any) -> None:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seeds", type=int, default=100, metavar="N", help="how many graphs (100)")
+    parser.add_argument(
+        "--seeds", type=_count, default=100, metavar="N", help="how many graphs (100)"
+    )
     parser.add_argument("--start", type=int, default=0, metavar="N", help="the first seed (0)")
     parser.add_argument("--seed", type=int, metavar="N", help="this graph only, told in full")
     parser.add_argument(
         "--gpu", metavar="NAME", help="plan for this profile, run nothing (default: this machine's "
         "GPU; H200 where there is none)"
     )  # fmt: skip
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes that plan")
+    parser.add_argument(
+        "--workers", type=_count, default=1, metavar="N", help="processes that plan"
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument(
+        "--render",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="print a table, run nothing",
+    )
+
+
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of things: at least 1")
+    return count
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the parsed command; the exit status."""
+    if options.render:
+        print(render([json.loads(path.read_text()) for path in options.render]))
+        return 0
     configure(plan_cache=None)  # planning is what is looked at
     device = None if options.gpu else _gpu()
     if device is not None:
