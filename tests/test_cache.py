@@ -532,7 +532,7 @@ def test_a_real_limit_of_the_file_size_means_memory_only(store):
 
 @posix
 def test_a_folder_of_another_user_is_read_and_not_written(store):
-    with tempfile.TemporaryDirectory() as shared:
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # TMPDIR may be closed to others
         os.chmod(shared, 0o755)
         folder = Path(shared) / "plans"
         folder.mkdir()

@@ -93,7 +93,8 @@ def test_table_is_planned_for_all_profiles():
 
     @case(((2, 64, 8, 8), "bfloat16"), ((64, 64, 3, 3), "bfloat16"))
     def relu_1_bfloat16(g, x, w):
-        return g.conv_fprop(g.relu(g.conv_fprop(x, w)), w)
+        y = g.relu(g.conv_fprop(x, w)).set_data_type("bfloat16")
+        return g.conv_fprop(y, w)
 
     shown = support_table.render([relu_0_float32, relu_1_bfloat16])
     assert "| operation | A100 | H100 | H200 | B200 | where not, why |" in shown

@@ -56,6 +56,8 @@ def evaluate(
 def _suited(
     node: Node, inputs: dict[str, jax.Array], result: str, products: str
 ) -> tuple[Node, dict[str, jax.Array]]:
+    if node.compute_data_type != "float32":
+        return node, inputs
     if products == WIDE:
         wide = {port: x for port, x in inputs.items() if str(x.dtype) in _HALVES}
         inputs = {**inputs, **{port: x.astype(jnp.float32) for port, x in wide.items()}}
