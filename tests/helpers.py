@@ -1,6 +1,8 @@
 """What several test files use."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -40,3 +42,31 @@ def assert_same(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+def two_processes(worker, *options, timeout, **environments):
+    """What the two processes of a job print: ``python worker PORT RANK``, JSON on its last line.
+
+    ``environments`` are variables with a value for each.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *options, str(worker), str(port), str(rank)],
+            env={**os.environ, **{name: str(v[rank]) for name, v in environments.items()}},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        finished = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, finished, strict=True):
+        assert process.returncode == 0, errors[-4000:]
+    return [json.loads(output.splitlines()[-1]) for output, _ in finished]

@@ -191,7 +191,7 @@ GOOD = encode(Content("key", {"n": 1}, "label"))
 NAME = f"{digest('key')}.plan"
 MEMBERS = {
     "a path upwards": (f"../{NAME}", GOOD, "not the name"),
-    "an absolute path": (f"/tmp/{NAME}", GOOD, "not the name"),
+    "an absolute path": (f"/elsewhere/{NAME}", GOOD, "not the name"),
     "another file": (".bashrc", b"evil", "not the name"),
     "a line break": (f"{NAME}\n", GOOD, "not the name"),
     "a wrong digest": (f"{digest('other')}.plan", GOOD, "another key"),

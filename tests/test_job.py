@@ -2,10 +2,6 @@
 
 import json
 import logging
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -13,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from helpers import two_processes
 
 import jax_cudnn as jc
 from jax_cudnn._core import compat, job, job_record
@@ -351,35 +348,15 @@ def test_without_a_job_everybody_decides(monkeypatch):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What two processes of a real job on the CPU print, each with a cache of its own."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        cache = tmp_path_factory.mktemp(f"cache{rank}")
-        environment = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-            "XDG_CACHE_HOME": str(cache),
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", str(WORKER), str(port), str(rank)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        finished = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, finished, strict=True):
-        assert process.returncode == 0, errors[-4000:]
-    return [json.loads(output.splitlines()[-1]) for output, _ in finished]
+    return two_processes(
+        WORKER,
+        "-W",
+        "ignore",
+        timeout=120,
+        JAX_PLATFORMS=["cpu"] * 2,
+        XLA_FLAGS=["--xla_force_host_platform_device_count=2"] * 2,
+        XDG_CACHE_HOME=[tmp_path_factory.mktemp(f"cache{rank}") for rank in range(2)],
+    )
 
 
 def test_two_processes_agree(ranks):

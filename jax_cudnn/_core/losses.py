@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .call_sets import CallSets, members
 from .dtypes import FP8
 from .layout import major_to_minor
 from .spec import Call, GraphSpec
@@ -101,7 +102,8 @@ def pattern(spec: GraphSpec) -> str:
         # on the way does not count.
         kinds = _kinds(spec, spec.inputs) - {"float32"}
         return _words([" + ".join(hearts.values()) or "pointwise", *sorted(kinds)])
-    before = _before(spec, anchors) - hearts.keys()
+    sets = CallSets(spec)
+    before = {*members(sets.before(sets.anchors))} - hearts.keys()
     parts = list(hearts.values())
     if before:
         read = {name for i in before for _, name in spec.calls[i].inputs}
@@ -128,18 +130,6 @@ def _of_node(spec: GraphSpec, call: Call) -> str:
 
 def _operands(calls: Iterable[Call]) -> set[str]:
     return {name for call in calls for _, name in call.inputs}
-
-
-def _before(spec: GraphSpec, calls: Iterable[Call]) -> set[int]:
-    """The positions of all calls on whose results these depend."""
-    maker = {name: i for i, call in enumerate(spec.calls) for _, name in call.outputs}
-    found: set[int] = set()
-    wanted = _operands(calls)
-    while wanted:
-        makers = {maker[name] for name in wanted if name in maker} - found
-        found |= makers
-        wanted = _operands(spec.calls[i] for i in makers)
-    return found
 
 
 def _kinds(spec: GraphSpec, names: Iterable[str]) -> set[str]:

@@ -138,7 +138,7 @@ def _split(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> _Rows:
     known = planner.decoded(key, cache.get(key), rows_of)
     if known is not None:
         return known
-    segments = search(spec, lambda piece: _refusal(piece, site, name))
+    segments = search(spec, lambda piece: refusal(piece, site, name))
     rows = tuple((s.calls, s.leftover, s.reason) for s in segments)
     if len(rows) == 1 and not rows[0][1]:
         return rows  # one plan, which has an entry of its own
@@ -154,7 +154,7 @@ def _rows(stored: dict[str, Any], spec: GraphSpec) -> _Rows:
     return rows
 
 
-def _refusal(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Refusal | None:
+def refusal(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Refusal | None:
     """Why cuDNN is not to run a graph: it has no engine, or is measured to lose."""
 
     def ask() -> Refusal | None:

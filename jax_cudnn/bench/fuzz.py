@@ -76,7 +76,7 @@ class Checks:
         def ask(piece: GraphSpec) -> Any:
             nonlocal asked
             asked += 1
-            return placement._refusal(piece, self.site, graph.function.name)
+            return placement.refusal(piece, self.site, graph.function.name)
 
         search(graph.spec.for_planning().canonical(), ask)
         return asked
