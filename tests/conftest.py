@@ -21,7 +21,7 @@ import jax
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import losses, placement, planner
+from jax_cudnn._core.planning import losses, placement, planner
 from jax_cudnn._core.settings import settings
 
 # Plans of tests, also of their subprocesses, stay out of the user's cache; deleted at exit.

@@ -16,7 +16,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_cudnn as jc
-from jax_cudnn._core import compat, job, planner
+from jax_cudnn._core import compat
+from jax_cudnn._core.job import agreement
+from jax_cudnn._core.planning import planner
 from jax_cudnn.deviceless import profiles
 
 CALL = "custom_call @jax_cudnn("
@@ -43,7 +45,7 @@ def hashed(text):
 def agree(devices, rank):
     """The agreement through JAX's own store."""
     ask = functools.partial(
-        job.agreed, devices=devices, name="linear", identity=lambda: "versions", timeout=60
+        agreement.agreed, devices=devices, name="linear", identity=lambda: "versions", timeout=60
     )
 
     def refuse():
@@ -134,7 +136,7 @@ def compile_programs(devices, rank):
         own = json.loads(planner.identity(H200))
         planner.identity = lambda site: json.dumps({**own, "nvidia-cudnn-frontend": "0.0.1"})
     found["other versions"] = outcome(lambda: lower(160).count(CALL))
-    job.leader = lambda devices: None
+    agreement.leader = lambda devices: None
     found["alone"] = hashed(lower(128))
     return found
 
@@ -144,7 +146,7 @@ def main(port, rank):
     devices = jax.devices()
     found = {
         "processes": sorted(device.process_index for device in devices),
-        "leader": job.leader(devices),
+        "leader": agreement.leader(devices),
         **agree(devices, rank),
     }
     if importlib.util.find_spec("cudnn"):

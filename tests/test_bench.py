@@ -16,7 +16,7 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn._core import implementation
-from jax_cudnn._core.cost import Cost, cost
+from jax_cudnn._core.planning.cost import Cost, cost
 from jax_cudnn.bench import (
     Comparison,
     Formulation,

@@ -11,7 +11,7 @@ import oracle
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.limits import known_reasons
+from jax_cudnn._core.planning.limits import known_reasons
 
 pytestmark = pytest.mark.usefixtures("by_cudnn")  # or XLA would be tested where cuDNN refuses
 

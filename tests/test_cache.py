@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import cache, cache_entry, settings
-from jax_cudnn._core.cache import PlanCache
-from jax_cudnn._core.cache_entry import Content, Unusable, decode, digest, encode
+from jax_cudnn._core import settings
+from jax_cudnn._core.store import cache
+from jax_cudnn._core.store import entry as cache_entry
+from jax_cudnn._core.store.cache import PlanCache
+from jax_cudnn._core.store.entry import Content, Unusable, decode, digest, encode
 
 VALUE = {"text": '{"engine": 3}', "bindings": [[1, 0, 0, 64]], "scale": 0.1}
 LIMIT = 10**9
@@ -45,8 +47,8 @@ def script(code, *arguments):
         import sys, types
         package = sys.modules["jax_cudnn"] = types.ModuleType("jax_cudnn")
         package.__path__ = {list(jc.__path__)!r}
-        from jax_cudnn._core import cache, cache_entry
-        from jax_cudnn._core.cache import PlanCache
+        from jax_cudnn._core.store import cache, entry as cache_entry
+        from jax_cudnn._core.store.cache import PlanCache
     """
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(code), *map(str, arguments)],

@@ -13,9 +13,10 @@ import pytest
 
 from jax_cudnn import JaxCudnnError
 from jax_cudnn.__main__ import main
-from jax_cudnn._core import cache_archive, cache_entry
-from jax_cudnn._core.cache import PlanCache
-from jax_cudnn._core.cache_entry import Content, digest, encode
+from jax_cudnn._core.store import archive as cache_archive
+from jax_cudnn._core.store import entry as cache_entry
+from jax_cudnn._core.store.cache import PlanCache
+from jax_cudnn._core.store.entry import Content, digest, encode
 
 LIMIT = 10**9
 

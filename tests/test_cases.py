@@ -10,7 +10,7 @@ import oracle_shapes
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.placement import place
+from jax_cudnn._core.planning.placement import place
 from jax_cudnn.bench.cases import FUSIONS, all_cases
 from jax_cudnn.bench.dtype_cases import dtype_cases
 from jax_cudnn.deviceless import client, profiles

@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.reference import evaluate
+from jax_cudnn._core.graph.reference import evaluate
 
 RNG = np.random.default_rng(5)
 MODES = ("CROSS_CORRELATION", "CONVOLUTION")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import layout
-from jax_cudnn._core.dims import Dims, order_of_strides, packed_strides
-from jax_cudnn._core.dtypes import FROM_CUDNN, TO_CUDNN, canonical, itemsize
+from jax_cudnn._core.graph import layout
+from jax_cudnn._core.graph.dims import Dims, order_of_strides, packed_strides
+from jax_cudnn._core.graph.dtypes import FROM_CUDNN, TO_CUDNN, canonical, itemsize
 
 CONV = "image: n c *x, weight: k i *r -> Y: n k *y"
 MATMUL = "A: b m k, B: b k n -> C: b m n"

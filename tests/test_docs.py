@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from jax_cudnn.__main__ import main
-from jax_cudnn._core import trace
-from jax_cudnn._core.node import REGISTRY
-from jax_cudnn.bench import fuzz, numerics
+from jax_cudnn._core.graph import trace
+from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn.bench import numerics
 from jax_cudnn.bench.run import RESULTS, render
 from jax_cudnn.deviceless import profiles
+from jax_cudnn.fuzz import runs as fuzz
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,8 +32,9 @@ def test_shown_random_graphs_are_the_committed_ones():
     shown = re.search(
         r"<!-- fuzz -->\n(.*?)\n<!-- /fuzz -->", (ROOT / "README.md").read_text(), re.S
     )
+    folder = Path(fuzz.__file__).parent / "results"
     names = ("random_graphs_planned.json", "random_graphs_run.json")
-    results = [json.loads((RESULTS / name).read_text()) for name in names]
+    results = [json.loads((folder / name).read_text()) for name in names]
     assert shown is not None
     assert shown[1] == fuzz.render(results)
     for result, least, ran in zip(results, (2000, 300), (False, True), strict=True):

@@ -27,8 +27,8 @@ from doctor_setups import (
 )
 
 import jax_cudnn as jc
-from jax_cudnn._core import frontend
 from jax_cudnn._core.cuda import device_nodes
+from jax_cudnn._core.planning import frontend
 
 ROOT = Path(__file__).parent.parent
 compiles = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler (cc)")
@@ -84,7 +84,7 @@ def test_bare(bare, tmp_path):
 def test_the_doctor_itself_loads_and_starts_nothing(bare, tmp_path):
     code = """
         from jax._src import xla_bridge
-        from jax_cudnn._core import frontend
+        from jax_cudnn._core.planning import frontend
         from jax_cudnn.doctor.report import doctor
         doctor()
         assert not xla_bridge._backends

@@ -10,7 +10,8 @@ import jax
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import compat, frontend, planner
+from jax_cudnn._core import compat
+from jax_cudnn._core.planning import frontend, planner
 from jax_cudnn.doctor import checks, facts, report, stages
 from jax_cudnn.doctor.copies import Copy
 from jax_cudnn.doctor.facts import Facts

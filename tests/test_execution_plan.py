@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import execution_plan as plans
-from jax_cudnn._core import planner
-from jax_cudnn._core.execution_plan import (
+from jax_cudnn._core.planning import execution_plan as plans
+from jax_cudnn._core.planning import planner
+from jax_cudnn._core.planning.execution_plan import (
     CONSTANT,
     OPERAND,
     RESULT,

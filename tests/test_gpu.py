@@ -20,7 +20,8 @@ import oracle
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import ffi, planner
+from jax_cudnn._core import ffi
+from jax_cudnn._core.planning import planner
 from jax_cudnn.bench import host
 from jax_cudnn.bench.cases import case, conv_bias_relu, matmul_bias_gelu
 from jax_cudnn.deviceless import profiles
@@ -487,7 +488,8 @@ def test_another_cudnn_on_the_library_path_changes_nothing():
         import os
         os.environ["LD_LIBRARY_PATH"] = {str(found[0])!r}   # read by cuDNN's frontend
         import jax, jax_cudnn as jc
-        from jax_cudnn._core import ffi, frontend
+        from jax_cudnn._core import ffi
+        from jax_cudnn._core.planning import frontend
         from jax_cudnn.bench.cases import conv_bias_relu
         operands = conv_bias_relu.operands(jax.random.key(0))
         function = conv_bias_relu.function.with_options(implementation="cudnn")

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import losses, planner, progress
-from jax_cudnn._core.execution_plan import ExecutionPlan
-from jax_cudnn._core.reference import NARROW, WIDE, evaluate
+from jax_cudnn._core.graph.reference import NARROW, WIDE, evaluate
+from jax_cudnn._core.planning import losses, planner, progress
+from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 
 IMAGE = jax.ShapeDtypeStruct((4, 16, 10, 10), jnp.bfloat16)
 WEIGHT = jax.ShapeDtypeStruct((16, 16, 3, 3), jnp.bfloat16)

@@ -12,7 +12,9 @@ import pytest
 from helpers import two_processes
 
 import jax_cudnn as jc
-from jax_cudnn._core import compat, job, job_record
+from jax_cudnn._core import compat
+from jax_cudnn._core.job import agreement
+from jax_cudnn._core.job import record as job_record
 
 WORKER = Path(__file__).with_name("job_worker.py")
 VERSIONS = "cuDNN 9.19.0, frontend 1.28.0, NVIDIA H200"
@@ -49,7 +51,7 @@ class Gone(Store):
 
 
 def question(key="graph", processes=(0, 1), identity=VERSIONS, timeout=5.0):
-    return job.Question(key, processes, "linear", lambda: identity, timeout)
+    return agreement.Question(key, processes, "linear", lambda: identity, timeout)
 
 
 def devices(*processes):
@@ -93,7 +95,7 @@ def in_thread(work):
 @pytest.fixture
 def job_of_two():
     store = Store()
-    return job.Job(store, 0), job.Job(store, 1)
+    return agreement.Job(store, 0), agreement.Job(store, 1)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def job_of_two():
 )
 def test_the_lowest_process_leads_where_this_one_takes_part(monkeypatch, processes, expected):
     monkeypatch.setattr(jax, "process_index", lambda: 3)
-    assert job.leader(devices(*processes)) == expected
+    assert agreement.leader(devices(*processes)) == expected
 
 
 def test_the_others_take_what_the_lowest_made(job_of_two):
@@ -120,7 +122,7 @@ def test_an_answer_is_the_askers_own(job_of_two):
 
 def test_the_others_wait(job_of_two, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, "jax_cudnn")
-    monkeypatch.setattr(job, "_SLICE", 0.02)
+    monkeypatch.setattr(agreement, "_SLICE", 0.02)
     zero, one = job_of_two
     waiting = in_thread(lambda: one.agreed(question(), never))
     time.sleep(0.2)
@@ -136,7 +138,7 @@ def test_what_is_agreed_stays(job_of_two):
     zero.agreed(question(), lambda: {"plan": 1})
     published = dict(zero.client.values)
     assert zero.agreed(question(), never) == {"plan": 1}
-    forgetful = job.Job(zero.client, 0)
+    forgetful = agreement.Job(zero.client, 0)
     assert forgetful.agreed(question(), never) == {"plan": 1}
     assert zero.client.values == published
 
@@ -203,7 +205,7 @@ def test_who_cannot_even_tell_its_versions_is_heard(job_of_two):
     def no_versions():
         raise jc.LibraryError("cuDNN cannot be loaded")
 
-    asked = job.Question("graph", (0, 1), "linear", no_versions, 5.0)
+    asked = agreement.Question("graph", (0, 1), "linear", no_versions, 5.0)
     assert error_of(lambda: zero.agreed(asked, dict)).summary == "cuDNN cannot be loaded"
     error = error_of(lambda: one.agreed(question(), never))
     assert isinstance(error, jc.LibraryError)
@@ -316,12 +318,12 @@ def test_a_thread_behind_another_is_not_kept_longer(job_of_two):
     started = time.monotonic()
     assert isinstance(error_of(lambda: one.agreed(question(timeout=0.1), never)), jc.JobError)
     assert time.monotonic() - started < 2
-    job.Job(one.client, 0).agreed(question(), lambda: {})
+    agreement.Job(one.client, 0).agreed(question(), lambda: {})
     assert first() == {}
 
 
 def test_a_lost_store_is_an_error_of_ours():
-    error = error_of(lambda: job.Job(Gone(), 1).agreed(question(), never))
+    error = error_of(lambda: agreement.Job(Gone(), 1).agreed(question(), never))
     assert isinstance(error, jc.JobError)
     assert error.got == "UNAVAILABLE: connection reset"
 
@@ -331,7 +333,7 @@ def test_without_a_job_everybody_decides(monkeypatch):
 
     def ask(*processes):
         options = {"name": "linear", "identity": lambda: VERSIONS, "timeout": 0.01}
-        return job.agreed("graph", devices(*processes), lambda: made, **options)
+        return agreement.agreed("graph", devices(*processes), lambda: made, **options)
 
     assert ask(0, 1) is made  # no jax.distributed
     monkeypatch.setattr(compat, "distributed_client", lambda: store)

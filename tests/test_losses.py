@@ -8,8 +8,8 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
-from jax_cudnn._core import losses
-from jax_cudnn._core.node import REGISTRY
+from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.planning import losses
 from jax_cudnn.bench import losses as generation
 from jax_cudnn.bench import programs
 from jax_cudnn.bench.case import node_cases
@@ -301,7 +301,7 @@ def test_the_committed_table_is_what_the_committed_result_gives():
     table = losses.TABLE.read_text(encoding="utf-8")
     assert table == generation.text(generation.generate(result)), (
         "python -m jax_cudnn bench --losses jax_cudnn/bench/results/h200.json "
-        "--write jax_cudnn/_core/losses.json"
+        "--write jax_cudnn/_core/planning/losses.json"
     )
     assert losses.table() == json.loads(table)
     if not any("ratio_reference" in case for case in result["cases"].values()):

@@ -12,8 +12,9 @@ import pytest
 from jax.export import DisabledSafetyCheck
 
 import jax_cudnn as jc
-from jax_cudnn._core import context, cuda, planner
-from jax_cudnn._core.execution_plan import ExecutionPlan
+from jax_cudnn._core import context, cuda
+from jax_cudnn._core.planning import planner
+from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn.deviceless import profiles
 
 H200 = profiles.get("H200")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import layout
+from jax_cudnn._core.graph import layout
 
 KEY = jax.random.key(3)
 X = jax.random.normal(KEY, (4, 6, 8))

@@ -10,8 +10,8 @@ import pytest
 from helpers import python
 
 import jax_cudnn as jc
-from jax_cudnn._core import choice
-from jax_cudnn._core.options import normal_precision
+from jax_cudnn._core.graph.options import normal_precision
+from jax_cudnn._core.planning import choice
 
 X, W, B = (
     jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -163,7 +163,7 @@ def test_xlas_flag_asks_for_determinism(flags, expected, monkeypatch):
 def test_note_names_are_the_frontends():
     python("""
         import cudnn
-        from jax_cudnn._core import options
+        from jax_cudnn._core.graph import options
         assert set(options.NUMERIC_NOTES) <= set(cudnn.numerical_note.__members__)
         assert set(options.BEHAVIOR_NOTES) <= set(cudnn.behavior_note.__members__)
         assert set(options.HEURISTICS) <= set(cudnn.heur_mode.__members__)

@@ -53,7 +53,7 @@ def test_graphs_run_with_cudnn_and_flax_missing_and_planning_says_what_to_instal
         import jax, jax.numpy as jnp, jax_cudnn as jc
         f = jc.graph(lambda g, x: g.relu(x))
         assert jax.jit(f)(jnp.ones(3)).shape == (3,)
-        from jax_cudnn._core import frontend
+        from jax_cudnn._core.planning import frontend
         import importlib.util
         importlib.util.find_spec = lambda name: None
         try:
@@ -69,7 +69,7 @@ def test_graphs_run_with_cudnn_and_flax_missing_and_planning_says_what_to_instal
 )
 def test_too_old_cudnn_and_frontend_are_named():
     done = python("""
-        from jax_cudnn._core import frontend
+        from jax_cudnn._core.planning import frontend
         from jax_cudnn import LibraryError
         for check, *found in (
             (frontend.check_cudnn, 90100),
@@ -92,18 +92,25 @@ ALLOWED = {
     "ops": {"_core"},
     "deviceless": {"_core"},
     "bench": {"ops", "deviceless", "_core"},
+    "fuzz": {"ops", "deviceless", "_core"},
     "doctor": {"deviceless", "_core"},
     "explain": {"ops", "_core"},
     "interop": {"ops", "_core"},
     "flax": {"ops", "_core"},
-    "commands": {"bench", "doctor", "ops", "deviceless", "_core"},
+    "commands": {"bench", "fuzz", "doctor", "ops", "deviceless", "_core"},
 }
 
 
 def imports(path):
-    """Absolute names of what a module imports, also inside functions."""
+    """Absolute names of what a module imports, also inside functions, but not for types alone."""
     parts = ("jax_cudnn", *path.relative_to(PACKAGE).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    tree.body = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    ]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -120,6 +127,45 @@ def test_imports_flow_one_way(path):
         return
     rooms = {name.split(".")[1] for name in imports(path) if name.startswith("jax_cudnn.")}
     assert rooms - {room} <= ALLOWED[room]
+
+
+# What each room of the core may import of the other rooms. What stands in the core itself brings
+# graphs to JAX, and may import any.
+ALLOWED_IN_CORE = {
+    "graph": set(),
+    "store": set(),
+    "job": set(),
+    "transforms": {"graph"},
+    "planning": {"graph", "store", "job"},
+}
+CORE = {
+    ".".join(path.relative_to(PACKAGE / "_core").with_suffix("").parts): path
+    for path in MODULES
+    if path.is_relative_to(PACKAGE / "_core")
+}
+
+
+def core_imports(module):
+    """Modules of the core that one of them imports, as names like those of ``CORE``."""
+    names = [name.removeprefix("jax_cudnn._core.") for name in imports(CORE[module])]
+    return {name for full in names for name in (full, full.rpartition(".")[0]) if name in CORE}
+
+
+@pytest.mark.parametrize("module", [m for m in CORE if m.partition(".")[0] in ALLOWED_IN_CORE])
+def test_imports_flow_one_way_in_the_core(module):
+    room = module.partition(".")[0]
+    rooms = {name.partition(".")[0] for name in core_imports(module) if "." in name}
+    assert rooms - {room} <= ALLOWED_IN_CORE[room]
+
+
+@pytest.mark.parametrize("room", ["graph", "store", "job"])
+def test_the_rooms_below_planning_reach_it_through_nothing(room):
+    """Also not through what stands in the core itself; but tracing ends in JAX's primitive."""
+    reached = {m for m in CORE if m.partition(".")[0] == room and m != "graph.trace"}
+    while more := set().union(*map(core_imports, reached)) - reached - {"graph.trace"}:
+        reached |= more
+    assert {m.partition(".")[0] for m in reached if "." in m} == {room}
+    assert not reached & {"primitive", "lowering", "ffi"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import cache, context, package, planner
-from jax_cudnn._core.execution_plan import ExecutionPlan
-from jax_cudnn._core.planner import identity
-from jax_cudnn._core.single_flight import SingleFlight
+from jax_cudnn._core import context, package
+from jax_cudnn._core.planning import planner
+from jax_cudnn._core.planning.execution_plan import ExecutionPlan
+from jax_cudnn._core.planning.planner import identity
+from jax_cudnn._core.planning.single_flight import SingleFlight
+from jax_cudnn._core.store import cache
 from jax_cudnn.deviceless import client, profiles
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
@@ -82,7 +84,7 @@ def test_names_do_not_matter_but_attributes_and_profiles_do(monkeypatch):
 def test_what_a_plan_depends_on_is_the_gpu_and_the_libraries_and_no_name():
     assert identity(dataclasses.replace(H200, name="mine", measured=False)) == identity(H200)
     assert identity(profiles.get("H100")) != identity(H200)
-    for version in client.call("jax_cudnn._core.frontend:versions"):
+    for version in client.call("jax_cudnn._core.planning.frontend:versions"):
         assert f'"{version}"' in identity(H200)
 
 

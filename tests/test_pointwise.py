@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.node import REGISTRY
+from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn.ops.elementwise import Pointwise
 
 POINTWISE = {method: node for method, node in REGISTRY.items() if issubclass(node, Pointwise)}

@@ -18,14 +18,16 @@ from helpers import python
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
-from jax_cudnn._core import settings, split
+from jax_cudnn._core import settings
 from jax_cudnn._core.cuda import CudaDevice
-from jax_cudnn._core.node import REGISTRY
-from jax_cudnn._core.plan import Plan, PlannedSegment
-from jax_cudnn.bench import fuzz, graph_checks
-from jax_cudnn.bench.random_graphs import LEAST, MOST, random_graph
-from jax_cudnn.bench.sensitivity import Reference
+from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.planning import split
+from jax_cudnn._core.planning.plan import Plan, PlannedSegment
 from jax_cudnn.deviceless import client, profiles
+from jax_cudnn.fuzz import checks as graph_checks
+from jax_cudnn.fuzz import runs
+from jax_cudnn.fuzz.graphs import LEAST, MOST, random_graph
+from jax_cudnn.fuzz.sensitivity import Reference
 
 MANY = range(300)
 """Seeds of the graphs that are only drawn."""
@@ -58,7 +60,7 @@ def many():
 
 def test_equal_seeds_give_equal_graphs_in_every_process():
     code = """
-        from jax_cudnn.bench.random_graphs import random_graph
+        from jax_cudnn.fuzz.graphs import random_graph
         for seed in range(20):
             print(random_graph(seed).spec)
     """
@@ -370,9 +372,9 @@ def failures(outcomes):
 
 
 def planned(seeds, bits):
-    checks = fuzz.Checks(profiles.get("H200"), bits=bits)
+    checks = runs.Checks(profiles.get("H200"), bits=bits)
     with client.workers(2):
-        return fuzz.fuzz(seeds, checks, threads=2)
+        return runs.fuzz(seeds, checks, threads=2)
 
 
 @pytest.mark.deviceless
@@ -381,7 +383,7 @@ def test_every_graph_is_planned(seeds):
     outcomes = planned(seeds, bits=25)
     assert not failures(outcomes), failures(outcomes)
     assert any(outcome.segments.count(True) for outcome in outcomes)
-    print(json.dumps(fuzz.figures(outcomes)))
+    print(json.dumps(runs.figures(outcomes)))
 
 
 @pytest.mark.slow
@@ -417,10 +419,10 @@ def test_the_lowered_program_holds_the_planned_segments():
 @pytest.mark.parametrize("seeds", chunks(300, 25))
 def test_on_the_gpu(seeds):
     device = jax.devices("gpu")[0]
-    checks = fuzz.Checks(CudaDevice(device.local_hardware_id), device, bits=0)
-    outcomes = fuzz.fuzz(seeds, checks, threads=4)
+    checks = runs.Checks(CudaDevice(device.local_hardware_id), device, bits=0)
+    outcomes = runs.fuzz(seeds, checks, threads=4)
     assert not failures(outcomes), failures(outcomes)
-    print(json.dumps(fuzz.figures(outcomes)))
+    print(json.dumps(runs.figures(outcomes)))
 
 
 # -- the figures and the command -------------------------------------------------------------------
@@ -428,12 +430,12 @@ def test_on_the_gpu(seeds):
 
 def test_figures():
     outcomes = [
-        fuzz.Outcome(0, 3, (True,), 1, 0.5),
-        fuzz.Outcome(1, 12, (False, True, True), 40, 2.0, 0.25, 1),
-        fuzz.Outcome(2, 5, (False,), 4, 0.1),
-        fuzz.Outcome(3, 7, problem="LibraryError: no"),
+        runs.Outcome(0, 3, (True,), 1, 0.5),
+        runs.Outcome(1, 12, (False, True, True), 40, 2.0, 0.25, 1),
+        runs.Outcome(2, 5, (False,), 4, 0.1),
+        runs.Outcome(3, 7, problem="LibraryError: no"),
     ]
-    facts = fuzz.figures(outcomes)
+    facts = runs.figures(outcomes)
     assert json.loads(json.dumps(facts)) == facts
     assert facts["graphs"] == 4
     assert facts["nodes"] == 27
@@ -447,7 +449,7 @@ def test_figures():
 
 
 def test_whatever_planning_raises_is_an_outcome():
-    class Broken(fuzz.Checks):
+    class Broken(runs.Checks):
         def plan(self, spec, name):
             if any(call.node.method == "genstats" for call in spec.calls):
                 raise ValueError("no sums: today")
@@ -456,7 +458,7 @@ def test_whatever_planning_raises_is_an_outcome():
     seed = next(s for s in MANY if "genstats" in str(random_graph(s).spec))
     outcome = Broken(None).outcome(seed)
     assert outcome.problem.startswith("ValueError: no sums: today (line ")
-    (call,) = fuzz.smallest(random_graph(seed).spec, Broken(None).planning_problem).calls
+    (call,) = runs.smallest(random_graph(seed).spec, Broken(None).planning_problem).calls
     assert call.node.method == "genstats"
 
 
@@ -476,8 +478,8 @@ def refuse_genstats(monkeypatch):
             name, "H200", "split", spec, [PlannedSegment(s.spec, s.calls, None) for s in whole]
         )
 
-    monkeypatch.setattr(fuzz.Checks, "plan", plan)
-    monkeypatch.setattr(fuzz.Checks, "questions", lambda self, graph: 1)
+    monkeypatch.setattr(runs.Checks, "plan", plan)
+    monkeypatch.setattr(runs.Checks, "questions", lambda self, graph: 1)
 
 
 def test_the_command_tells_what_fails(shell, monkeypatch, capsys, tmp_path):

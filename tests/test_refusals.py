@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import build, choice, planner
-from jax_cudnn._core.dims import packed_strides
-from jax_cudnn._core.limits import known_reasons
+from jax_cudnn._core.graph.dims import packed_strides
+from jax_cudnn._core.planning import build, choice, planner
+from jax_cudnn._core.planning.limits import known_reasons
 
 pytestmark = pytest.mark.usefixtures("by_cudnn")
 

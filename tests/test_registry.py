@@ -9,8 +9,8 @@ import pytest
 from helpers import python
 
 import jax_cudnn as jc
-from jax_cudnn._core import builder
-from jax_cudnn._core.node import REGISTRY, Example, Node
+from jax_cudnn._core.graph import builder
+from jax_cudnn._core.graph.node import REGISTRY, Example, Node
 
 
 def node(**changes):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.reference import evaluate
-from jax_cudnn._core.split import Refusal, for_cudnn, run, search
+from jax_cudnn._core.graph.reference import evaluate
+from jax_cudnn._core.planning.split import Refusal, for_cudnn, run, search
 
 POOL = {"window": [3, 3], "pre_padding": [1, 1], "post_padding": [1, 1]}
 IMAGE, WEIGHT = (2, 8, 6, 6), (8, 8, 3, 3)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import build, collect, compat, cuda, frontend, planner, support, support_value
-from jax_cudnn._core.execution_plan import ExecutionPlan
+from jax_cudnn._core import compat, cuda
+from jax_cudnn._core.planning import build, collect, frontend, planner, support, support_value
+from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn.bench.cases import add_gelu, conv_bias_relu, matmul_bias_gelu
 from jax_cudnn.deviceless import profiles
 

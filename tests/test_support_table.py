@@ -10,8 +10,8 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
-from jax_cudnn._core.node import REGISTRY
-from jax_cudnn._core.support_value import MEASURED, PUBLIC, Support, SupportRow
+from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.planning.support_value import MEASURED, PUBLIC, Support, SupportRow
 from jax_cudnn.bench import support_command, support_table
 from jax_cudnn.bench.cases import case
 

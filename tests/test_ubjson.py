@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from jax_cudnn._core import build, execution_plan, ubjson
+from jax_cudnn._core.planning import build, execution_plan, ubjson
 from jax_cudnn.bench import cases
 from jax_cudnn.deviceless import client, profiles
 

@@ -12,10 +12,14 @@ from jax._src import core as _core
 from jax._src import dispatch, distributed
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.core import Primitive  # jax.extend has it, too, at 18 ms of import time
+from jax._src.interpreters import partial_eval as _partial_eval
 
 from .errors import TargetError
 
 OLDEST_JAX = (0, 10, 2)
+
+dce_rules = _partial_eval.dce_rules
+"""Primitive -> what is left of its equation when only some results are used."""
 
 
 def new_primitive(name: str) -> Primitive:

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import layout
 from .errors import LibraryError
-from .execution_plan import ExecutionPlan
+from .graph import layout
+from .graph.spec import GraphSpec
+from .graph.wire import wire
 from .package import packaged_library
-from .spec import GraphSpec
-from .wire import wire
+from .planning.execution_plan import ExecutionPlan
 
 TARGET = "jax_cudnn"
 TIMED_TARGET = "jax_cudnn_timed"
@@ -78,7 +78,7 @@ def call(
     register(target)
     sent = wire(spec)
     operands = tuple(
-        jnp.broadcast_to(x.astype(t.dtype), t.shape)  # booleans, see wire.py
+        jnp.broadcast_to(x.astype(t.dtype), t.shape)  # booleans, see graph/wire.py
         for x, t in zip(operands, sent.input_tensors, strict=True)
     )
     results = [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in sent.output_tensors]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import compat, context, progress
+from . import compat, context
 from .errors import GraphError
-from .placement import by_xla, left_to_xla, place
-from .plan import Plan
-from .spec import GraphSpec
+from .graph.spec import GraphSpec
+from .planning import progress
+from .planning.placement import by_xla, left_to_xla, place
+from .planning.plan import Plan
 
 
 def plan(ctx: Any, spec: GraphSpec, name: str) -> Plan:

@@ -20,11 +20,12 @@ def install(*extras: str) -> str:
 def fingerprint() -> str:
     """Of the code that decides how graphs are planned: with any change of it, what was decided
     before is not used any more."""
-    folder = Path(__file__).parent
-    sources = sorted([*folder.glob("*.py"), *(folder.parent / "ops").glob("*.py")])
+    package = Path(__file__).parent.parent
+    sources = sorted([*package.glob("_core/**/*.py"), *package.glob("ops/**/*.py")])
     digest = hashlib.sha256()
     for source in sources:
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+        name = source.relative_to(package).as_posix()
+        digest.update(name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
 
 

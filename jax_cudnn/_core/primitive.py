@@ -10,14 +10,14 @@ import functools
 from typing import Any
 
 import jax
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
-from . import autodiff, compat, ffi
-from . import batching as batching_rules
+from . import compat, ffi
 from .errors import GraphError
-from .reference import NARROW, WIDE, evaluate
-from .spec import GraphSpec
+from .graph.reference import NARROW, WIDE, evaluate
+from .graph.spec import GraphSpec
+from .transforms import rules
 
 cudnn_p = compat.new_primitive("cudnn")
 cudnn_local_p = compat.new_primitive("cudnn_local")
@@ -72,7 +72,8 @@ def _reference(*operands: Any, spec: GraphSpec, name: str, products: str = "") -
 
 
 def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
-    from . import lowering, split  # and all of planning: importing jax_cudnn does without
+    from . import lowering  # and all of planning: importing jax_cudnn does without
+    from .planning import split
 
     plan = lowering.plan(ctx, spec, name)
     read = {name for segment in plan.segments for name in segment.spec.inputs}
@@ -98,5 +99,4 @@ mlir.register_lowering(
     platform="cpu",
 )
 mlir.register_lowering(cudnn_local_p, _lower_cuda, platform="cuda")
-ad.primitive_jvps[cudnn_p] = functools.partial(autodiff.jvp, cudnn_p)
-batching.primitive_batchers[cudnn_p] = batching_rules.batch
+rules.register(cudnn_p, bind)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.node import REGISTRY, Example, Node
-from .._core.trace import GraphFunction, graph
+from .._core.graph.node import REGISTRY, Example, Node
+from .._core.graph.trace import GraphFunction, graph
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ examples:
   bench --only resnet50 --out results         the cases with that in their names
   bench mymodel:block "bf16[8,64,28,28]" "bf16[64,64,3,3]" --against mymodel:plain_block
   bench --render results/h200.json --plot results/h200.svg
-  bench --losses results/h200.json --write jax_cudnn/_core/losses.json
+  bench --losses results/h200.json --write jax_cudnn/_core/planning/losses.json
 """
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from .._core.context import target
 from .._core.cuda import device_nodes
 from .._core.errors import LibraryError
+from .._core.graph.trace import graph
 from .._core.package import install
-from .._core.support import plan
-from .._core.trace import graph
+from .._core.planning.support import plan
 
 _CHANNELS = 32
 _SECONDS = 5.0

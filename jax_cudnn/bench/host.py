@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core import context, ffi, planner
-from .._core.trace import graph
+from .._core import context, ffi
+from .._core.graph.trace import graph
+from .._core.planning import planner
 from .timing import interleaved, summary
 
 LENGTH = 200

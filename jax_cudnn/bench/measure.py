@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 
-from .._core import context, losses, placement
-from .._core.cost import Cost
-from .._core.dtypes import FP8
+from .._core import context
 from .._core.errors import JaxCudnnError, UnsupportedGraphError
+from .._core.graph.dtypes import FP8
 from .._core.implementation import CUDNN, implementation
+from .._core.planning import losses, placement
+from .._core.planning.cost import Cost
 from . import programs
 from .comparison import Comparison, Formulation, compare
 from .models import ModelCase

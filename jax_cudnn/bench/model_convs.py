@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.trace import graph
+from .._core.graph.trace import graph
 from .comparison import Formulation
 from .models import ModelCase, Operand
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from .._core.trace import graph
+from .._core.graph.trace import graph
 from .comparison import Formulation
 from .model_matmuls import BF16, F32, Array, Built, matrix_case
 from .models import ModelCase, Operand

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .._core.choice import NOTES_OF_FULL_FLOAT32
-from .._core.dtypes import FLOATS, FP8, INTEGERS
-from .._core.node import REGISTRY, Node
-from .._core.spec import Tensor
+from .._core.graph.dtypes import FLOATS, FP8, INTEGERS
+from .._core.graph.node import REGISTRY, Node
+from .._core.graph.spec import Tensor
+from .._core.planning.choice import NOTES_OF_FULL_FLOAT32
 
 _HEAD = f"""# Numerics
 

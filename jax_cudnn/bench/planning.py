@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
-from .._core import cache, placement
+from .._core.graph.trace import graph
+from .._core.planning import placement
+from .._core.planning.support import plan
 from .._core.settings import configure, settings
-from .._core.support import plan
-from .._core.trace import graph
+from .._core.store import cache
 from .case import Case
 from .cases import FUSIONS
 from .timing import summary

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from .._core.cost import Cost, cost
 from .._core.errors import GraphError
-from .._core.reference import NARROW, evaluate
-from .._core.spec import GraphSpec
+from .._core.graph.reference import NARROW, evaluate
+from .._core.graph.spec import GraphSpec
+from .._core.planning.cost import Cost, cost
 
 # Primitives that run an inner program once on the same operands.
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")

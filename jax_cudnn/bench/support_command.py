@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._core.errors import GraphError
-from .._core.support import support
+from .._core.planning.support import support
 from . import support_table
 from .avals import load_function, parse_aval
 

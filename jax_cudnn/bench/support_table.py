@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .._core.errors import GraphError
-from .._core.node import REGISTRY
-from .._core.support import shipped, survey
-from .._core.support_value import PUBLIC, Support, SupportRow
+from .._core.graph.node import REGISTRY
+from .._core.planning.support import shipped, survey
+from .._core.planning.support_value import PUBLIC, Support, SupportRow
 from .case import Case, node_cases
 
 _BLOCK = re.compile(r"<!-- support -->\n(.*?)<!-- /support -->", re.S)

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from .._core import frontend
 from .._core.errors import LibraryError
+from .._core.planning import frontend
 
 
 def interleaved(

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .._core import cache_archive
-from .._core.cache import Entry, PlanCache
 from .._core.errors import JaxCudnnError
 from .._core.settings import settings
+from .._core.store import archive
+from .._core.store.cache import Entry, PlanCache
 
 _EXAMPLE = """\
 examples:
@@ -121,14 +121,14 @@ def _clear(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
 
 
 def _export(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
-    count = cache_archive.export(cache, options.file)
+    count = archive.export(cache, options.file)
     size = options.file.stat().st_size
     text = f"{_entries(count)} written to {options.file}, {_size(size)}"
     return 0, {"exported": count, "bytes": size}, text
 
 
 def _import(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
-    done = cache_archive.import_(cache, options.file)
+    done = archive.import_(cache, options.file)
     lines = [f"refused: {_printable(name)}: {why}" for name, why in done.refused.items()]
     lines.append(
         f"{_entries(done.taken)} taken, {done.present} there already, "

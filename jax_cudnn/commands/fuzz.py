@@ -12,10 +12,10 @@ import jax
 
 from .._core.cuda import CudaDevice
 from .._core.settings import configure
-from ..bench.fuzz import Checks, Outcome, figures, fuzz, render, smallest, told
-from ..bench.random_graphs import random_graph
 from ..bench.timing import environment
 from ..deviceless import client, profiles
+from ..fuzz.graphs import random_graph
+from ..fuzz.runs import Checks, Outcome, figures, fuzz, render, smallest, told
 
 _EXAMPLE = """\
 examples:

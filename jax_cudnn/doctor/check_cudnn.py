@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from .._core import frontend
 from .._core.errors import LibraryError
+from .._core.planning import frontend
 from .copies import LIBRARY_PATH, WHEEL, Copy
 from .facts import Facts
 from .finding import ABSENT, OK, PROBLEM, WARNING, Finding, blamed, failure, stage

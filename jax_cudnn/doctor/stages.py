@@ -22,8 +22,9 @@ import numpy as np
 
 import jax_cudnn as jc
 
-from .._core import compat, ffi, frontend
+from .._core import compat, ffi
 from .._core.errors import JaxCudnnError
+from .._core.planning import frontend
 from ..deviceless import client, profiles
 
 TARGET = "H200"  # the profile for which planning is tried
@@ -117,7 +118,9 @@ def planned() -> dict[str, Any]:
     began = time.perf_counter()
     avals = [jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in operands()]
     spec = matmul_bias_relu.trace(*avals)[1].spec
-    made = client.call("jax_cudnn._core.build:build_for_profile", spec, profiles.get(TARGET))
+    made = client.call(
+        "jax_cudnn._core.planning.build:build_for_profile", spec, profiles.get(TARGET)
+    )
     seconds = round(time.perf_counter() - began, 2)
     return {"engine": made.engine, "cudnn": made.cudnn_version, "seconds": seconds}
 

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .._core.builder import register
-from .._core.node import Example
+from .._core.graph.builder import register
+from .._core.graph.node import Example
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 
 if TYPE_CHECKING:
-    from .._core.spec import GraphSpec, Tensor
+    from .._core.graph.node import Values
+    from .._core.graph.spec import GraphSpec, Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
 
 _SMALL = (2, 8, 6, 6)
 TANH_SCALE, TANH_CUBIC = (2 / math.pi) ** 0.5, 0.044715
@@ -36,6 +40,7 @@ def small(ports: tuple[str, ...], *attributes: dict[str, float]) -> tuple[Exampl
     result="real",
     jax_names=("elu",),
     rounding="near 0, exp(x) - 1 loses the digits that expm1 keeps",
+    slopes={"input": lambda g, t, input: g.elu_backward(t, input)},
 )
 def elu(input: jax.Array) -> jax.Array:
     """Exponential linear unit: ``input`` where positive, else ``exp(input) - 1`` (alpha is 1).
@@ -45,7 +50,12 @@ def elu(input: jax.Array) -> jax.Array:
     return jax.nn.elu(input)
 
 
-@elementwise(result="real", jax_names=("gelu",), examples=_UNARY)
+@elementwise(
+    result="real",
+    jax_names=("gelu",),
+    examples=_UNARY,
+    slopes={"input": lambda g, t, input: g.gelu_approx_tanh_backward(t, input)},
+)
 def gelu_approx_tanh(input: jax.Array) -> jax.Array:
     """GELU by its tanh approximation, ``jax.nn.gelu(input, approximate=True)``.
 
@@ -55,7 +65,12 @@ def gelu_approx_tanh(input: jax.Array) -> jax.Array:
     return jax.nn.gelu(input, approximate=True)
 
 
-@elementwise(result="real", jax_names=("gelu",), examples=_UNARY)
+@elementwise(
+    result="real",
+    jax_names=("gelu",),
+    examples=_UNARY,
+    slopes={"input": lambda g, t, input: g.gelu_backward(t, input)},
+)
 def gelu(input: jax.Array) -> jax.Array:
     """GELU ``OUT_0 = input * Phi(input)``, Phi being the normal distribution function.
 
@@ -65,7 +80,12 @@ def gelu(input: jax.Array) -> jax.Array:
     return jax.nn.gelu(input, approximate=False)
 
 
-@elementwise(result="real", jax_names=("sigmoid", "logistic", "expit"), examples=_UNARY)
+@elementwise(
+    result="real",
+    jax_names=("sigmoid", "logistic", "expit"),
+    examples=_UNARY,
+    slopes={"input": lambda g, t, input: g.sigmoid_backward(t, input)},
+)
 def sigmoid(input: jax.Array) -> jax.Array:
     """Logistic function ``OUT_0 = 1 / (1 + exp(-input))``.
 
@@ -74,7 +94,11 @@ def sigmoid(input: jax.Array) -> jax.Array:
     return jax.nn.sigmoid(input)
 
 
-@elementwise(result="real", jax_names=("softplus",))
+@elementwise(
+    result="real",
+    jax_names=("softplus",),
+    slopes={"input": lambda g, t, input: g.softplus_backward(t, input)},
+)
 def softplus(input: jax.Array) -> jax.Array:
     """Softplus ``OUT_0 = log(1 + exp(input))`` (beta is 1), without overflow.
 
@@ -84,7 +108,11 @@ def softplus(input: jax.Array) -> jax.Array:
     return jax.nn.softplus(input)
 
 
-@elementwise(result="real", jax_names=("tanh",))
+@elementwise(
+    result="real",
+    jax_names=("tanh",),
+    slopes={"input": lambda g, t, input: g.tanh_backward(t, input)},
+)
 def tanh(input: jax.Array) -> jax.Array:
     """Hyperbolic tangent. Source: cuDNN documentation, ``CUDNN_POINTWISE_TANH_FWD``."""
     return jnp.tanh(input)
@@ -99,7 +127,7 @@ class Clipped(Pointwise):
     upper_clip: float | None = None
 
     @property
-    def slope(self) -> float:
+    def steepness(self) -> float:
         return self.negative_slope or 0.0
 
     @property
@@ -140,18 +168,28 @@ class Relu(Clipped):
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         # Measured on an H200 with cuDNN 9.19: with both, 0.7 of relative error.
-        if graph.has_anchor and self.slope and self.upper_clip is not None:
+        if graph.has_anchor and self.steepness and self.upper_clip is not None:
             return "behind a convolution or matmul, with a slope and an upper clip"
         return super().refuses(tensors, graph)
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        plain = not self.slope and not self.low and self.upper_clip is None
+        plain = not self.steepness and not self.low and self.upper_clip is None
         return () if plain else ignores_attributes(graph)
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
-        low, slope = self.low, self.slope
+        low, slope = self.low, self.steepness
         above = input if self.upper_clip is None else jnp.minimum(input, self.upper_clip)
         return (jnp.where(input <= low, low + slope * (input - low) if slope else low, above),)
+
+    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor:
+        # The result tells as well which branch it was, unless the slope turns signs around, or
+        # its rounding crosses a clip.
+        clips = [clip for clip in (self.low, self.upper_clip) if clip is not None]
+        exact = all(float(np.asarray(c, d)) == c for c in clips for d in ("float16", jnp.bfloat16))
+        source = "OUT_0" if self.steepness >= 0 and exact else "input"
+        return g.relu_backward(
+            t, values[source], self.negative_slope, self.lower_clip, self.upper_clip
+        )
 
 
 @register
@@ -179,6 +217,10 @@ class LeakyRelu(Pointwise):
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.where(input <= 0, self.negative_slope * input, input),)
 
+    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor:
+        source = values["OUT_0" if self.negative_slope >= 0 else "input"]
+        return g.leaky_relu_backward(t, source, self.negative_slope)
+
 
 @register
 @dataclass(frozen=True)
@@ -203,3 +245,6 @@ class Swish(Pointwise):
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         beta = 1.0 if self.swish_beta is None else self.swish_beta
         return (input * jax.nn.sigmoid(beta * input),)
+
+    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor:
+        return g.swish_backward(t, values["input"], self.swish_beta)

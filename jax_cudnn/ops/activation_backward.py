@@ -7,15 +7,21 @@ activation was applied to, and gives the gradient by ``input``; cuDNN takes the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.builder import register
-from .._core.node import Example
+from .._core.graph.builder import register
+from .._core.graph.node import Example
 from .activation import CLIPS, TANH_CUBIC, TANH_SCALE, Clipped, small
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Values
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
 
 _BACKWARD = (
     Example({"loss": IMAGES, "input": IMAGES}, "bfloat16"),
@@ -23,7 +29,17 @@ _BACKWARD = (
 )
 
 
-@elementwise(result="real", alike=True, examples=_BACKWARD)
+@elementwise(
+    result="real",
+    alike=True,
+    examples=_BACKWARD,
+    slopes={
+        "loss": lambda g, t, input: g.elu_backward(t, input),
+        "input": lambda g, t, loss, input: g.binary_select(
+            0.0, t * (loss * g.exp(input)), input > 0.0
+        ),
+    },
+)
 def elu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of elu: ``loss`` where ``input`` is positive, else ``loss * exp(input)``.
 
@@ -32,7 +48,12 @@ def elu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * jnp.exp(jnp.fmin(input, 0))
 
 
-@elementwise(result="real", alike=True, examples=_BACKWARD)
+@elementwise(
+    result="real",
+    alike=True,
+    examples=_BACKWARD,
+    slopes={"loss": lambda g, t, input: g.gelu_backward(t, input)},
+)
 def gelu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of gelu: ``loss * (Phi(input) + input * phi(input))``.
 
@@ -43,7 +64,12 @@ def gelu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * (0.5 * (1 + jax.lax.erf(input * 0.5**0.5)) + input * density)
 
 
-@elementwise(result="real", alike=True, examples=_BACKWARD)
+@elementwise(
+    result="real",
+    alike=True,
+    examples=_BACKWARD,
+    slopes={"loss": lambda g, t, input: g.gelu_approx_tanh_backward(t, input)},
+)
 def gelu_approx_tanh_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of gelu_approx_tanh: ``loss * 0.5 * (1 + t + input * (1 - t**2) * u')``.
 
@@ -56,7 +82,17 @@ def gelu_approx_tanh_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * 0.5 * (1 + t + input * (1 - t * t) * slope)
 
 
-@elementwise(result="real", alike=True, examples=_BACKWARD)
+@elementwise(
+    result="real",
+    alike=True,
+    examples=_BACKWARD,
+    slopes={
+        "loss": lambda g, t, input: g.sigmoid_backward(t, input),
+        "input": lambda g, t, loss, input: g.sigmoid_backward(
+            t * (loss * (g.sigmoid(input) * -2.0 + 1.0)), input
+        ),
+    },
+)
 def sigmoid_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of sigmoid: ``loss * s * (1 - s)`` with ``s = sigmoid(input)``.
 
@@ -66,7 +102,15 @@ def sigmoid_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * s * (1 - s)
 
 
-@elementwise(result="real", alike=True, examples=_BACKWARD)
+@elementwise(
+    result="real",
+    alike=True,
+    examples=_BACKWARD,
+    slopes={
+        "loss": lambda g, t, input: g.softplus_backward(t, input),
+        "input": lambda g, t, loss, input: g.sigmoid_backward(t * loss, input),
+    },
+)
 def softplus_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of softplus: ``loss * sigmoid(input)``.
 
@@ -75,7 +119,17 @@ def softplus_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     return loss * jax.nn.sigmoid(input)
 
 
-@elementwise(result="real", alike=True, examples=_BACKWARD)
+@elementwise(
+    result="real",
+    alike=True,
+    examples=_BACKWARD,
+    slopes={
+        "loss": lambda g, t, input: g.tanh_backward(t, input),
+        "input": lambda g, t, loss, input: g.tanh_backward(
+            t * (loss * (g.tanh(input) * -2.0)), input
+        ),
+    },
+)
 def tanh_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of tanh: ``loss * (1 - tanh(input)**2)``.
 
@@ -105,7 +159,16 @@ class ReluBackward(Clipped):
 
     def reference(self, loss: jax.Array, input: jax.Array) -> tuple[jax.Array, ...]:
         above = loss if self.upper_clip is None else jnp.where(input >= self.upper_clip, 0.0, loss)
-        return (jnp.where(input <= self.low, self.slope * loss if self.slope else 0.0, above),)
+        return (
+            jnp.where(input <= self.low, self.steepness * loss if self.steepness else 0.0, above),
+        )
+
+    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
+        if port == "input":
+            return None
+        return g.relu_backward(
+            t, values["input"], self.negative_slope, self.lower_clip, self.upper_clip
+        )
 
 
 @register
@@ -129,6 +192,11 @@ class LeakyReluBackward(Pointwise):
 
     def reference(self, loss: jax.Array, input: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.where(input <= 0, self.negative_slope * loss, loss),)
+
+    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
+        if port == "input":
+            return None
+        return g.leaky_relu_backward(t, values["input"], self.negative_slope)
 
 
 @register
@@ -155,3 +223,8 @@ class SwishBackward(Pointwise):
         scaled = (1.0 if self.swish_beta is None else self.swish_beta) * input
         s = jax.nn.sigmoid(scaled)
         return (loss * s * (1 + scaled * (1 - s)),)
+
+    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
+        if port == "input":
+            return NotImplemented
+        return g.swish_backward(t, values["input"], self.swish_beta)

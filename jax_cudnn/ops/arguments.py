@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.dims import integers
-from .._core.dtypes import FLOATS, FP8, PRODUCTS, canonical
 from .._core.errors import GraphError, GraphTypeError
-from .._core.options import Options, normal_precision
-from .._core.trace import GraphFunction
+from .._core.graph.dims import integers
+from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS, canonical
+from .._core.graph.options import Options, normal_precision
+from .._core.graph.trace import GraphFunction
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from .._core.builder import register
-from .._core.dims import Shape
-from .._core.node import Example, product_dtype
-from .convolution_base import Convolution
+from .._core.graph.builder import register
+from .._core.graph.dims import Shape
+from .._core.graph.node import Example, product_dtype
+from .convolution_base import SOLVERS, Convolution, Roles
 from .convolution_reference import convolved
 
 if TYPE_CHECKING:
-    from .._core.spec import GraphSpec, Tensor
+    from .._core.graph.spec import GraphSpec, Tensor
 
 
 @register
@@ -47,6 +47,7 @@ class ConvFprop(Convolution):
     method = "conv_fprop"
     dims = "image: n c *x, weight: k i *r -> Y: n k *y"
     batch = "n"
+    roles = Roles("image", "weight", "Y")
     prologue = "genstats"  # in float16
     jax_names = ("conv_general_dilated", "conv", "conv_with_general_padding")
     requires = (
@@ -137,3 +138,6 @@ class ConvFprop(Convolution):
             accumulator=self.accumulator,
         )
         return (out,)
+
+
+SOLVERS["result"] = ConvFprop

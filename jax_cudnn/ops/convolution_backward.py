@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from .._core.builder import register
-from .._core.dims import Shape
-from .._core.node import ONE_ELEMENT, Example, product_dtype
-from .convolution_base import ConvolutionGradient, cropped
+from .._core.graph.builder import register
+from .._core.graph.dims import Shape
+from .._core.graph.node import ONE_ELEMENT, Example, product_dtype
+from .convolution_base import SOLVERS, ConvolutionGradient, Roles, cropped
 from .convolution_reference import convolved
 
 if TYPE_CHECKING:
-    from .._core.spec import GraphSpec, Tensor
+    from .._core.graph.spec import GraphSpec, Tensor
 
 
 @register
@@ -46,7 +46,7 @@ class ConvDgrad(ConvolutionGradient):
     method = "conv_dgrad"
     dims = "loss: n k *y, filter: k i *r -> DX: n c *x"
     batch = "n"
-    image_and_weight = ("DX", "filter")
+    roles = Roles("DX", "filter", "loss")
     jax_names = ("conv_transpose",)
     deterministic = False
     requires = (
@@ -178,7 +178,7 @@ class ConvWgrad(ConvolutionGradient):
 
     method = "conv_wgrad"
     dims = "image: n c *x, loss: n k *y -> DW: k i *r"
-    image_and_weight = ("image", "DW")
+    roles = Roles("image", "DW", "loss")
     broadcasts_around = ONE_ELEMENT
     deterministic = False
     requires = (
@@ -272,6 +272,9 @@ class ConvWgrad(ConvolutionGradient):
             accumulator=self.accumulator,
         )
         return (self.cross_correlated(out),)
+
+
+SOLVERS |= {"image": ConvDgrad, "weight": ConvWgrad}
 
 
 def _named(like: Tensor, name: str, shape: Shape) -> Tensor:

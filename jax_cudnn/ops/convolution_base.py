@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
-from .._core.dims import Shape, integers
-from .._core.dtypes import FP8, PRODUCTS
 from .._core.errors import GraphError
-from .._core.node import Node, product_compute
+from .._core.graph.dims import Shape, integers
+from .._core.graph.dtypes import FP8, PRODUCTS
+from .._core.graph.node import Node, product_compute
+from .folds import grown
+from .products import alike, product_jvp
 
 if TYPE_CHECKING:
-    from .._core.spec import GraphSpec, Tensor
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import GraphSpec, Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
 
 MODES = ("CROSS_CORRELATION", "CONVOLUTION")
 _FEW = 8  # channels that cuDNN's kernels for 16-bit floats read at a time
@@ -28,6 +34,18 @@ def _lies_so(tensor: Tensor, order: tuple[int, ...], default: tuple[int, ...]) -
         for axes in (tensor.order or default, order)
     )
     return own == wanted
+
+
+class Roles(NamedTuple):
+    """The ports, of inputs or the output, with the forward's image, weight and result."""
+
+    image: str
+    weight: str
+    result: str
+
+
+SOLVERS: dict[str, type[Convolution]] = {}
+"""Which convolution gives the image, the weight, or the result."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +63,7 @@ class Convolution(Node):
     dilation: tuple[int, ...] = ()
     convolution_mode: str = "CROSS_CORRELATION"
 
-    image_and_weight: ClassVar[tuple[str, str]] = ("image", "weight")
-    """The ports, of inputs or the output, with the forward's image and weight."""
+    roles: ClassVar[Roles]
     anchor = True
     dtypes = PRODUCTS
     least_rank = 4
@@ -91,7 +108,7 @@ class Convolution(Node):
         odd = [port for port, tensor in tensors.items() if not _lies_so(tensor, last, last)]
         if not odd:
             return None
-        port = next((p for p in odd if p in self.image_and_weight), odd[0])
+        port = next((p for p in odd if p != self.roles.result), odd[0])
         return (
             f"{port} lies in memory in the order {list(tensors[port].order or last)}; cuDNN reads "
             f"channels-last ({list(last)}) arrays, or row-major ({list(rows)}) ones throughout"
@@ -100,8 +117,47 @@ class Convolution(Node):
     def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
         return product_compute(inputs)
 
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        return product_jvp(self, g, tangents, inputs, outputs)
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        # Image, weight and result are each linear in each of the other two, by one of the three.
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Convolution)}
+        operands = {p: tensors[p] for p in self.ports.input_names}
+        known = alike(g, {**inputs, **cotangents}, operands)
+        (port,) = operands.keys() - inputs.keys()
+        kind = SOLVERS[Roles._fields[self.roles.index(port)]]
+        dims: dict[str, Any] = {}
+        if port != self.roles.result:
+            dims["out_dims"] = tensors[port].shape
+        given = {
+            there: known[here]
+            for here, there in zip(self.roles, kind.roles, strict=True)
+            if here != port
+        }
+        return {port: g.apply(kind(**own, **dims), **given)[0]}
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        image, weight, result = self.roles
+        dense = tensors[image].shape[1] == tensors[weight].shape[1]
+        # A batch, features and channels are each of two of the three; all that has a dimension of
+        # vmap must be of these, and what is given of them have it.
+        for fold, applies in (
+            ({image: 0, result: 0}, True),
+            ({weight: 0, result: 1}, dense),
+            ({image: 1, weight: 1}, dense),
+        ):
+            inputs = [port for port in fold if port in self.ports.input_names]
+            if applies and len(inputs) == 1 and batched == {*inputs}:
+                yield fold
+        yield {image: 1, weight: 0, result: 1}  # groups
+
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        image, weight = (tensors[port].shape for port in self.image_and_weight)
+        image, weight = (tensors[port].shape for port in self.roles[:2])
         features, channels, *window = weight
         groups = image[1] // channels
         kinds = {
@@ -219,6 +275,10 @@ class ConvolutionGradient(Convolution):
             padding, stride, dilation, convolution_mode, pre_padding, post_padding
         )
         return cls(**spatial, out_dims=None if out_dims is None else integers("out_dims", out_dims))
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Self:
+        (out,) = self.ports.output_names
+        return dataclasses.replace(self, out_dims=grown(tensors[out].shape, fold[out], size))
 
     def check_forward(self, image: Tensor, weight: Tensor, loss: Tensor) -> None:
         """GraphError unless the convolution of image and weight has the loss's shape."""

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.dtypes import FP8
-from .._core.node import product_operands
+from .._core.graph.dtypes import FP8
+from .._core.graph.node import product_operands
 
 _EXACT = 1 << 24  # up to here float32 holds all integers
 _LARGEST, _HALF = 128, 16  # of int8, and of what half its bits count

@@ -7,21 +7,29 @@ that it computes, under :func:`elementwise`. Those with attributes are subclasse
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
-from .._core.builder import register
-from .._core.dims import Shape
-from .._core.dtypes import FLOATS, FP8, is_floating
 from .._core.errors import GraphError
-from .._core.node import Example, Node
+from .._core.graph.builder import register
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import FLOATS, FP8, is_floating
+from .._core.graph.node import Example, Node
+from .folds import anywhere
 
 if TYPE_CHECKING:
-    from .._core.spec import GraphSpec, Tensor
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import GraphSpec, Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
+
+Slope = Callable[..., Any] | None
+"""A function of ``g``, ``t`` and of those operands (or ``OUT_0``) that its parameters name."""
 
 IMAGES, ROWS, ROW = (8, 64, 28, 28), (1, 128, 96), (1, 1, 96)
 
@@ -35,6 +43,7 @@ class Pointwise(Node):
     """
 
     dtypes = (*FLOATS, *FP8, "int8", "uint8", "int32")
+    recomputed = True
     result: ClassVar[str] = ""
     """"bool"; "real" for functions whose values are no integers: integers give float32."""
     shaped: ClassVar[str] = ""
@@ -75,6 +84,47 @@ class Pointwise(Node):
     def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
         return "bool" if self.dtypes == ("bool",) else "float32"
 
+    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
+        """``t`` times the derivative of the result by the operand at a port; None where that is 0.
+
+        ``values`` holds the operands and the result (by its port), but the operand itself where
+        the result is linear in it: there the derivative depends on the others only.
+        NotImplemented leaves it to the reference.
+        """
+        return NotImplemented
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        (out,) = outputs
+        values = {**inputs, **outputs}
+        terms = [self.slope(g, port, t, values) for port, t in tangents.items()]
+        if any(term is NotImplemented for term in terms):
+            return super().jvp(g, tangents, inputs, outputs)
+        found = [term for term in terms if term is not None]
+        return {out: g.sum(found)} if found else {}
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        (cotangent,) = cotangents.values()
+        passed = {}
+        for port in self.ports.input_names:
+            if port in inputs:
+                continue
+            term = self.slope(g, port, cotangent, inputs)
+            if term is NotImplemented:
+                return super().transpose(g, cotangents, inputs, tensors)
+            if term is not None:
+                passed[port] = g.reduced(term, tensors[port].shape)
+        return passed
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        return anywhere(tensors, range(len(tensors[self.ports.output_names[0]].shape)))
+
+    def broadcasts(self, port: str, axis: int) -> bool:
+        return port != self.shaped
+
 
 def usual(*ports: str, dtypes: tuple[str, str] = ("bfloat16", "float32")) -> tuple[Example, ...]:
     """Two examples for these ports: images of one shape, and rows with a row as the last."""
@@ -95,23 +145,37 @@ def elementwise(
     alike: bool = False,
     jax_names: tuple[str, ...] = (),
     rounding: str = "",
+    slopes: Mapping[str, Slope] | None = None,
     examples: tuple[Example, ...] | None = None,
 ) -> Callable[[Callable[..., jax.Array]], type[Pointwise]]:
     """Decorator: a function of arrays becomes the registered node that computes it.
 
     The function's name is pygraph's method and its parameters are the ports; its body, applied to
-    arrays in the compute type, is the node's reference.
+    arrays in the compute type, is the node's reference. ``slopes`` gives, by port, what
+    :meth:`Pointwise.slope` gives: a function of ``g``, ``t`` and the values it names, or None for
+    no derivative; ports that it leaves out are left to the reference.
     """
 
     def make(function: Callable[..., jax.Array]) -> type[Pointwise]:
         name, ports = function.__name__, tuple(inspect.signature(function).parameters)
         shapes = usual(*ports) if examples is None else examples
+        known = dict.fromkeys(ports) if result == "bool" or dtypes == ("bool",) else slopes or {}
+
+        def slope(self: Pointwise, g: Derivation, port: str, t: GraphTensor, values: Values) -> Any:
+            if port not in known:
+                return NotImplemented
+            function = known[port]
+            if function is None:
+                return None
+            return function(g, t, *(values[name] for name in _operands(function)))
+
         members = {
             "__doc__": inspect.cleandoc(function.__doc__ or ""),
             "__module__": function.__module__,
             "__qualname__": name,  # pickle finds the class where the function stood
             "method": name,
             "dims": ", ".join(f"{port}: ..." for port in ports) + " -> OUT_0: ...",
+            "slope": slope,
             "reference": lambda self, **arrays: (function(**arrays),),
             "result": result,
             "shaped": shaped,
@@ -126,3 +190,8 @@ def elementwise(
         return register(type(name, (Pointwise,), members))
 
     return make
+
+
+@functools.cache
+def _operands(slope: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(slope).parameters)[2:]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._core.errors import GraphError
-from .._core.reference import rounded
+from .._core.graph.reference import rounded
 
 Activation = str | Callable[..., Any] | None
 

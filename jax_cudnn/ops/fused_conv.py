@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from .._core.errors import GraphError
-from .._core.options import Options
-from .._core.trace import GraphFunction
+from .._core.graph.options import Options
+from .._core.graph.trace import GraphFunction
 from . import epilogue
 from .arguments import (
     Padding,

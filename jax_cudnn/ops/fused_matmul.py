@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.dims import packed_strides
-from .._core.dtypes import FLOATS, PRODUCTS, canonical
 from .._core.errors import GraphError
-from .._core.options import Options
-from .._core.trace import GraphFunction
+from .._core.graph.dims import packed_strides
+from .._core.graph.dtypes import FLOATS, PRODUCTS, canonical
+from .._core.graph.options import Options
+from .._core.graph.trace import GraphFunction
 from . import epilogue
 from .arguments import chosen, out_dtype, promoted
 from .epilogue import Activation, Terms

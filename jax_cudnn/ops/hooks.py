@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.dtypes import FLOATS, PRODUCTS, canonical
+from .._core.graph.dtypes import FLOATS, PRODUCTS, canonical
 from .arguments import chosen, numbers, promoted, transpose
 from .fused_conv import CONV, CONV_TRANSPOSE, dilated
 from .fused_matmul import DOT_GENERAL

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.builder import register
-from .._core.dims import Shape
 from .._core.errors import GraphError, GraphTypeError
-from .._core.node import Example, result_dtype
-from .._core.wire import register_conversions
+from .._core.graph.builder import register
+from .._core.graph.dims import Shape
+from .._core.graph.node import LEAD, Example, result_dtype
+from .._core.graph.wire import register_conversions
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
+from .folds import anywhere
 
 if TYPE_CHECKING:
-    from .._core.spec import GraphSpec, Tensor
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import GraphSpec, Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
 
 _COMPARED = (
     *usual("input", "comparison"),
@@ -164,6 +168,12 @@ class BinarySelect(Pointwise):
     ) -> tuple[jax.Array, ...]:
         return (jnp.where(mask != 0, input0, input1),)
 
+    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
+        if port == "mask":
+            return None
+        first, second = (t, 0.0) if port == "input0" else (0.0, t)
+        return g.binary_select(first, second, values["mask"])
+
 
 @register
 @dataclass(frozen=True)
@@ -224,6 +234,14 @@ class GenIndex(Pointwise):
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (jax.lax.broadcasted_iota(jnp.int32, input.shape, self.axis % input.ndim),)
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        rank = len(tensors["input"].shape)
+        return anywhere(tensors, (axis for axis in range(rank) if axis != self.axis % rank))
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> GenIndex:
+        axis = self.axis % len(tensors["input"].shape)
+        return GenIndex(axis + (fold["input"] == LEAD))
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

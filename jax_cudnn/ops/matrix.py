@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.builder import register
-from .._core.dims import Shape
-from .._core.dtypes import PRODUCTS, itemsize
-from .._core.node import ANY, Example, Node, product_compute, product_dtype, product_operands
+from .._core.graph.builder import register
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import PRODUCTS, itemsize
+from .._core.graph.node import ANY, Example, Node, product_compute, product_dtype, product_operands
+from .products import alike, product_jvp
 
 if TYPE_CHECKING:
-    from .._core.spec import GraphSpec, Tensor
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import GraphSpec, Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
 
 
 _ALIGNED = 16  # bytes
+_TURNED = (0, 2, 1)  # the order in memory of a transposed matrix
+
+
+def _turned(g: Derivation, x: GraphTensor) -> GraphTensor:
+    """A batch of matrices transposed, and read as it lies: no copy is made."""
+    order = x._state.order or (0, 1, 2)
+    turned = g.transposed(x, _TURNED)
+    return g.ordered(turned, tuple(_TURNED.index(axis) for axis in order))
 
 
 @register
@@ -107,6 +119,45 @@ class Matmul(Node):
         # garbage into results of 16 and 8 bits.
         narrow = {tensor.dtype for tensor in graph.output_tensors} - {"float32"}
         return (0,) if graph.has_float32_product and narrow else ()
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        return product_jvp(self, g, tangents, inputs, outputs)
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        operands = {port: tensors[port] for port in ("A", "B")}
+        known = alike(g, {**inputs, **cotangents}, operands)
+        (port,) = operands.keys() - inputs.keys()
+        shape, loss = tensors[port].shape, known["C"]
+        if port == "B" and shape[0] == 1 and known["A"].shape[0] == loss.shape[0] != 1:
+            # The sum over the batch is one over rows.
+            rows = loss.shape[0] * loss.shape[1]
+            known = {p: g.reshaped(known[p], (1, rows, known[p].shape[2])) for p in ("A", "C")}
+        turned = tensors[port].order == _TURNED  # as it lies, so does its cotangent
+        if port == "A":
+            pair = (
+                (known["B"], _turned(g, known["C"]))
+                if turned
+                else (known["C"], _turned(g, known["B"]))
+            )
+        else:
+            pair = (
+                (_turned(g, known["C"]), known["A"])
+                if turned
+                else (_turned(g, known["A"]), known["C"])
+            )
+        product = Matmul(compute_data_type=self.compute_data_type)
+        (out,) = g.apply(product, A=pair[0], B=pair[1])
+        out = _turned(g, out) if turned else out
+        return {port: g.reduced(out, shape)}
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
+        if batched == {"A"} and tensors["A"].shape[0] == 1:
+            yield {"A": 1, "C": 1}
+        yield from super().folds(batched, tensors)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["C"]) * shapes["A"][2]

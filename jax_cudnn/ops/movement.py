@@ -1,23 +1,30 @@
-"""Operations that move elements and compute nothing: reshape and transpose."""
+"""Operations that move elements and compute nothing: reshape, transpose and broadcast_to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.builder import register
-from .._core.dims import Shape, integers
-from .._core.dtypes import NUMBERS
 from .._core.errors import GraphError
-from .._core.node import Example, Node
+from .._core.graph.builder import register
+from .._core.graph.dims import Shape, integers
+from .._core.graph.dtypes import NUMBERS
+from .._core.graph.node import LEAD, Example, Node
+from .._core.graph.vocabulary import Vocabulary, register_vocabulary
+from .folds import grown
+from .pointwise import Identity, add
+from .reduction import Reduction
 
 if TYPE_CHECKING:
-    from .._core.spec import Tensor
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,9 @@ class Movement(Node):
         "XLA runs it in the same program: no graph with it has an engine on Hopper (cuDNN 9.22 to "
         "9.28; older versions have no such operation)"
     )
+
+    def linear_in(self, port: str) -> bool:
+        return True
 
 
 RESHAPE_MODES = ("VIEW_ONLY", "LOGICAL")
@@ -94,6 +104,17 @@ class Reshape(Movement):
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input if self.out_dims is None else input.reshape(self.out_dims),)
 
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        return {"input": g.reshaped(cotangents["OUT_0"], tensors["input"].shape)}
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        yield {"input": LEAD, "OUT_0": LEAD}
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Reshape:
+        return replace(self, out_dims=(size, *tensors["OUT_0"].shape))
+
 
 @register
 @dataclass(frozen=True)
@@ -135,3 +156,93 @@ class Transpose(Movement):
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.transpose(input, self.permutation),)
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        back = sorted(range(len(self.permutation)), key=lambda axis: self.permutation[axis])
+        return {"input": g.transposed(cotangents["OUT_0"], back)}
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        for out, axis in enumerate(self.permutation):
+            yield {"input": axis, "OUT_0": out}
+        yield {"input": LEAD, "OUT_0": LEAD}
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Transpose:
+        if fold["input"] != LEAD:
+            return self
+        return replace(self, permutation=(0, *(axis + 1 for axis in self.permutation)))
+
+
+@register
+@dataclass(frozen=True)
+class BroadcastTo(Movement):
+    """Repeats the elements of dimensions of size 1, as ``jnp.broadcast_to`` at equal rank.
+
+    Args:
+        input: any shape.
+        out_dims: the new shape, of ``input``'s rank, each dimension input's unless that is 1.
+
+    Any element type. XLA runs it, between the plans of what lies before and after it: operations
+    on elements broadcast by themselves. Source: ``jax.numpy.broadcast_to``.
+    """
+
+    method = "broadcast_to"
+    dims = "input: *x -> OUT_0: *y"
+    jax_names = ("broadcast_to", "broadcast_in_dim", "tile", "repeat")
+    requires = "run by XLA: cuDNN's graphs have no such operation"
+    examples = (
+        Example({"input": (4, 1, 8)}, "bfloat16", {"out_dims": [4, 6, 8]}),
+        Example({"input": (3, 1)}, "float32", {"out_dims": [3, 5]}),
+    )
+
+    out_dims: tuple[int, ...]
+
+    @classmethod
+    def create(cls, out_dims: Sequence[int]) -> BroadcastTo:
+        return cls(integers("out_dims", out_dims))
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        source = inputs["input"]
+        fits = len(source.shape) == len(self.out_dims)
+        if not fits or any(
+            size not in (1, out) for size, out in zip(source.shape, self.out_dims, strict=True)
+        ):
+            raise GraphError(
+                "the new shape does not fit",
+                expected=f"the dimensions of {list(source.shape)}, those of 1 in any size",
+                got=f"out_dims={list(self.out_dims)}",
+                fix="for more dimensions, reshape first",
+            )
+        return {"OUT_0": (self.out_dims, source.dtype)}
+
+    def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
+        return (jnp.broadcast_to(input, self.out_dims),)
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        return {"input": g.reduced(cotangents["OUT_0"], tensors["input"].shape)}
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        for axis, size in enumerate(self.out_dims):
+            if tensors["input"].shape[axis] == size:
+                yield {"input": axis, "OUT_0": axis}
+        yield {"input": LEAD, "OUT_0": LEAD}
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> BroadcastTo:
+        return BroadcastTo(grown(self.out_dims, fold["OUT_0"], size))
+
+
+register_vocabulary(
+    Vocabulary(
+        add=add(),
+        cast=Identity(),
+        reshape=lambda shape: Reshape(out_dims=shape),
+        transpose=Transpose,
+        broadcast=BroadcastTo,
+        sum=lambda shape: Reduction("ADD", shape),
+        moves=(Reshape, Transpose),
+    )
+)

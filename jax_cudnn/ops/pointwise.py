@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.builder import register
-from .._core.node import Example
+from .._core.graph.builder import register
+from .._core.graph.node import Example
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 
 if TYPE_CHECKING:
-    from .._core.spec import GraphSpec, Tensor
+    from .._core.graph.node import Values
+    from .._core.graph.spec import GraphSpec, Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
 
 _CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
 _POSITIVE = (
@@ -32,12 +36,26 @@ def _binary(*ports: str, positive: tuple[str, ...] = ()) -> tuple[Example, ...]:
     )
 
 
+_ERF = 2 / math.pi**0.5
+
+
+def _slope_of_base(g: Derivation, t: Any, input0: Any, input1: Any) -> GraphTensor:
+    """``t * y * x**(y - 1)``, and 0 for the exponent 0."""
+    return t * (input1 * g.pow(input0, g.binary_select(1.0, input1 - 1.0, g.cmp_eq(input1, 0.0))))
+
+
+def _slope_of_exponent(g: Derivation, t: Any, input0: Any, OUT_0: Any) -> GraphTensor:
+    """``t * x**y * log(x)``, and 0 for the base 0."""
+    return t * (OUT_0 * g.log(g.binary_select(1.0, input0, g.cmp_eq(input0, 0.0))))
+
+
 # -- two operands ------------------------------------------------------------------------------
 
 
 @elementwise(
     jax_names=("add",),
     examples=(*_binary("a", "b"), Example({"a": IMAGES, "b": IMAGES}, "int32")),
+    slopes={"a": lambda g, t: t, "b": lambda g, t: t},
 )
 def add(a: jax.Array, b: jax.Array) -> jax.Array:
     """Sum ``OUT_0 = a + b`` of two tensors of one rank; dimensions of size 1 broadcast.
@@ -48,7 +66,11 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
     return a + b
 
 
-@elementwise(jax_names=("subtract", "sub"), examples=usual("a", "b"))
+@elementwise(
+    jax_names=("subtract", "sub"),
+    examples=usual("a", "b"),
+    slopes={"a": lambda g, t: t, "b": lambda g, t: -t},
+)
 def sub(a: jax.Array, b: jax.Array) -> jax.Array:
     """Difference ``OUT_0 = a - b``; dimensions of size 1 broadcast.
 
@@ -57,7 +79,11 @@ def sub(a: jax.Array, b: jax.Array) -> jax.Array:
     return a - b
 
 
-@elementwise(jax_names=("multiply", "mul"), examples=_binary("a", "b"))
+@elementwise(
+    jax_names=("multiply", "mul"),
+    examples=_binary("a", "b"),
+    slopes={"a": lambda g, t, b: t * b, "b": lambda g, t, a: t * a},
+)
 def mul(a: jax.Array, b: jax.Array) -> jax.Array:
     """Product ``OUT_0 = a * b`` of two tensors of one rank; dimensions of size 1 broadcast.
 
@@ -70,6 +96,7 @@ def mul(a: jax.Array, b: jax.Array) -> jax.Array:
     result="real",
     jax_names=("divide", "true_divide", "div"),
     examples=_binary("a", "b", positive=("b",)),
+    slopes={"a": lambda g, t, b: t / b, "b": lambda g, t, b, OUT_0: -(t * (OUT_0 / b))},
 )
 def div(a: jax.Array, b: jax.Array) -> jax.Array:
     """Quotient ``OUT_0 = a / b``, true division; dimensions of size 1 broadcast.
@@ -80,7 +107,14 @@ def div(a: jax.Array, b: jax.Array) -> jax.Array:
     return a / b
 
 
-@elementwise(jax_names=("fmin", "minimum"), examples=usual("input0", "input1"))
+@elementwise(
+    jax_names=("fmin", "minimum"),
+    examples=usual("input0", "input1"),
+    slopes={
+        "input0": lambda g, t, input0, input1: g.binary_select(t, 0.0, input0 < input1),
+        "input1": lambda g, t, input0, input1: g.binary_select(0.0, t, input0 < input1),
+    },
+)
 def min(input0: jax.Array, input1: jax.Array) -> jax.Array:
     """The smaller operand; dimensions of size 1 broadcast.
 
@@ -97,6 +131,10 @@ def min(input0: jax.Array, input1: jax.Array) -> jax.Array:
         *usual("input0", "input1"),
         Example({"input0": IMAGES, "input1": IMAGES}, "int8"),
     ),
+    slopes={
+        "input0": lambda g, t, input0, input1: g.binary_select(t, 0.0, input0 > input1),
+        "input1": lambda g, t, input0, input1: g.binary_select(0.0, t, input0 > input1),
+    },
 )
 def max(input0: jax.Array, input1: jax.Array) -> jax.Array:
     """The larger operand; dimensions of size 1 broadcast.
@@ -108,7 +146,16 @@ def max(input0: jax.Array, input1: jax.Array) -> jax.Array:
     return jnp.fmax(input0, input1)
 
 
-@elementwise(jax_names=("fmod", "rem"), examples=_binary("input0", "input1", positive=("input1",)))
+@elementwise(
+    jax_names=("fmod", "rem"),
+    examples=_binary("input0", "input1", positive=("input1",)),
+    slopes={
+        "input0": lambda g, t: t,
+        "input1": lambda g, t, input0, input1, OUT_0: (
+            -(t * g.floor((input0 - OUT_0) / input1 + 0.5))
+        ),
+    },
+)
 def mod(input0: jax.Array, input1: jax.Array) -> jax.Array:
     """Floating-point remainder ``OUT_0 = input0 - input1 * trunc(input0 / input1)``.
 
@@ -123,6 +170,7 @@ def mod(input0: jax.Array, input1: jax.Array) -> jax.Array:
     jax_names=("power", "pow", "float_power"),
     rounding="the relative error of x**y grows with y * log(x), as that of any power",
     examples=_binary("input0", "input1", positive=("input0",)),
+    slopes={"input0": _slope_of_base, "input1": _slope_of_exponent},
 )
 def pow(input0: jax.Array, input1: jax.Array) -> jax.Array:
     """Power ``OUT_0 = input0 ** input1``; dimensions of size 1 broadcast.
@@ -133,7 +181,10 @@ def pow(input0: jax.Array, input1: jax.Array) -> jax.Array:
     return jnp.power(input0, input1)
 
 
-@elementwise(examples=usual("a", "b"))
+@elementwise(
+    examples=usual("a", "b"),
+    slopes={"a": lambda g, t: t, "b": lambda g, t, b: t * (b + b)},
+)
 def add_square(a: jax.Array, b: jax.Array) -> jax.Array:
     """A square added: ``OUT_0 = a + b * b``; dimensions of size 1 broadcast.
 
@@ -148,6 +199,7 @@ def add_square(a: jax.Array, b: jax.Array) -> jax.Array:
         Example({"input": IMAGES, "bias": (1, 64, 1, 1)}, "bfloat16"),
         Example({"input": (2, 128, 96), "bias": (1, 1, 96)}, "float32"),
     ),
+    slopes={"input": lambda g, t: t, "bias": lambda g, t: t},
 )
 def bias(input: jax.Array, bias: jax.Array) -> jax.Array:
     """Adds a bias: ``OUT_0 = input + bias``, with the shape of ``input``.
@@ -167,6 +219,10 @@ def bias(input: jax.Array, bias: jax.Array) -> jax.Array:
         Example({"input": IMAGES, "scale": (1, 64, 1, 1)}, "bfloat16"),
         Example({"input": (2, 128, 96), "scale": (1, 1, 96)}, "float32"),
     ),
+    slopes={
+        "input": lambda g, t, scale: t * scale,
+        "scale": lambda g, t, input: t * input,
+    },
 )
 def scale(input: jax.Array, scale: jax.Array) -> jax.Array:
     """Scales: ``OUT_0 = input * scale``, with the shape of ``input``.
@@ -205,14 +261,24 @@ class Identity(Pointwise):
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input,)
 
+    def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor:
+        return t
 
-@elementwise(jax_names=("abs", "absolute", "fabs"))
+
+@elementwise(
+    jax_names=("abs", "absolute", "fabs"),
+    slopes={
+        "input": lambda g, t, input: g.binary_select(
+            t, g.binary_select(-t, 0.0, input < 0.0), input > 0.0
+        )
+    },
+)
 def abs(input: jax.Array) -> jax.Array:
     """Magnitude ``OUT_0 = |input|``. Source: cuDNN documentation, ``CUDNN_POINTWISE_ABS``."""
     return jnp.abs(input)
 
 
-@elementwise(jax_names=("negative", "neg"))
+@elementwise(jax_names=("negative", "neg"), slopes={"input": lambda g, t: -t})
 def neg(input: jax.Array) -> jax.Array:
     """Negation ``OUT_0 = -input``; unsigned integers saturate at 0.
 
@@ -221,7 +287,7 @@ def neg(input: jax.Array) -> jax.Array:
     return -input
 
 
-@elementwise(jax_names=("ceil",))
+@elementwise(jax_names=("ceil",), slopes={"input": None})
 def ceil(input: jax.Array) -> jax.Array:
     """The least integer not below ``input``.
 
@@ -230,7 +296,7 @@ def ceil(input: jax.Array) -> jax.Array:
     return jnp.ceil(input)
 
 
-@elementwise(jax_names=("floor",))
+@elementwise(jax_names=("floor",), slopes={"input": None})
 def floor(input: jax.Array) -> jax.Array:
     """The greatest integer not above ``input``.
 
@@ -239,25 +305,39 @@ def floor(input: jax.Array) -> jax.Array:
     return jnp.floor(input)
 
 
-@elementwise(result="real", jax_names=("cos",))
+@elementwise(
+    result="real",
+    jax_names=("cos",),
+    slopes={"input": lambda g, t, input: -(t * g.sin(input))},
+)
 def cos(input: jax.Array) -> jax.Array:
     """Cosine of radians. Source: cuDNN documentation, ``CUDNN_POINTWISE_COS``."""
     return jnp.cos(input)
 
 
-@elementwise(result="real", jax_names=("sin",))
+@elementwise(
+    result="real", jax_names=("sin",), slopes={"input": lambda g, t, input: t * g.cos(input)}
+)
 def sin(input: jax.Array) -> jax.Array:
     """Sine of radians. Source: cuDNN documentation, ``CUDNN_POINTWISE_SIN``."""
     return jnp.sin(input)
 
 
-@elementwise(result="real", jax_names=("tan",))
+@elementwise(
+    result="real",
+    jax_names=("tan",),
+    slopes={"input": lambda g, t, OUT_0: t * (OUT_0 * OUT_0 + 1.0)},
+)
 def tan(input: jax.Array) -> jax.Array:
     """Tangent of radians. Source: cuDNN documentation, ``CUDNN_POINTWISE_TAN``."""
     return jnp.tan(input)
 
 
-@elementwise(result="real", jax_names=("erf",))
+@elementwise(
+    result="real",
+    jax_names=("erf",),
+    slopes={"input": lambda g, t, input: t * (g.exp(-(input * input)) * _ERF)},
+)
 def erf(input: jax.Array) -> jax.Array:
     """Error function ``2 / sqrt(pi) * integral from 0 to input of exp(-t**2) dt``.
 
@@ -266,13 +346,18 @@ def erf(input: jax.Array) -> jax.Array:
     return jax.lax.erf(input)
 
 
-@elementwise(result="real", jax_names=("exp",))
+@elementwise(result="real", jax_names=("exp",), slopes={"input": lambda g, t, OUT_0: t * OUT_0})
 def exp(input: jax.Array) -> jax.Array:
     """Exponential ``OUT_0 = e**input``. Source: cuDNN documentation, ``CUDNN_POINTWISE_EXP``."""
     return jnp.exp(input)
 
 
-@elementwise(result="real", jax_names=("log",), examples=_POSITIVE)
+@elementwise(
+    result="real",
+    jax_names=("log",),
+    examples=_POSITIVE,
+    slopes={"input": lambda g, t, input: t / input},
+)
 def log(input: jax.Array) -> jax.Array:
     """Natural logarithm: NaN below 0, -inf at 0.
 
@@ -281,7 +366,12 @@ def log(input: jax.Array) -> jax.Array:
     return jnp.log(input)
 
 
-@elementwise(result="real", jax_names=("reciprocal",), examples=_POSITIVE)
+@elementwise(
+    result="real",
+    jax_names=("reciprocal",),
+    examples=_POSITIVE,
+    slopes={"input": lambda g, t, OUT_0: -(t * (OUT_0 * OUT_0))},
+)
 def reciprocal(input: jax.Array) -> jax.Array:
     """Reciprocal ``OUT_0 = 1 / input``.
 
@@ -290,7 +380,12 @@ def reciprocal(input: jax.Array) -> jax.Array:
     return 1 / input
 
 
-@elementwise(result="real", jax_names=("rsqrt",), examples=_POSITIVE)
+@elementwise(
+    result="real",
+    jax_names=("rsqrt",),
+    examples=_POSITIVE,
+    slopes={"input": lambda g, t, input, OUT_0: t * (OUT_0 / input * -0.5)},
+)
 def rsqrt(input: jax.Array) -> jax.Array:
     """Reciprocal square root ``OUT_0 = input**-0.5``: inf at 0, NaN below.
 
@@ -299,7 +394,12 @@ def rsqrt(input: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(input)
 
 
-@elementwise(result="real", jax_names=("sqrt",), examples=_POSITIVE)
+@elementwise(
+    result="real",
+    jax_names=("sqrt",),
+    examples=_POSITIVE,
+    slopes={"input": lambda g, t, OUT_0: t / (OUT_0 + OUT_0)},
+)
 def sqrt(input: jax.Array) -> jax.Array:
     """Square root: NaN below 0. Source: cuDNN documentation, ``CUDNN_POINTWISE_SQRT``."""
     return jnp.sqrt(input)

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .._core.builder import register
-from .._core.dims import Shape, integers
-from .._core.dtypes import FLOATS
 from .._core.errors import GraphError
-from .._core.node import Example, Node, result_dtype
+from .._core.graph.builder import register
+from .._core.graph.dims import Shape, integers
+from .._core.graph.dtypes import FLOATS
+from .._core.graph.node import Example, Node, result_dtype
 
 if TYPE_CHECKING:
-    from .._core.spec import Tensor
+    from .._core.graph.spec import Tensor
 
 MODES = ("MAXPOOL", "AVGPOOL_INCLUDE_PADDING", "AVGPOOL_EXCLUDE_PADDING")
 
@@ -130,7 +131,7 @@ class Resample(Node):
         stride = (1, 1, *(s for _, s, _, _ in spatial))
         padding = ((0, 0), (0, 0), *((b, a) for _, _, b, a in spatial))
         if self.resample_mode == "MAXPOOL":
-            lowest = jnp.array(-jnp.inf, input.dtype)
+            lowest = np.array(-np.inf, input.dtype)  # known while JAX traces: a maximum
             out = jax.lax.reduce_window(input, lowest, jax.lax.max, window, stride, padding)
             return (out,)
 

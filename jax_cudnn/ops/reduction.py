@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.builder import register
-from .._core.dims import Shape, integers
-from .._core.dtypes import FLOATS, FP8
 from .._core.errors import GraphError
-from .._core.node import Example, Node
+from .._core.graph.builder import register
+from .._core.graph.dims import Shape, integers
+from .._core.graph.dtypes import FLOATS, FP8
+from .._core.graph.node import Example, Node
+from .folds import anywhere, grown
 
 if TYPE_CHECKING:
-    from .._core.spec import Tensor
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
 
 
 def _over_magnitudes(reduce: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -154,6 +159,24 @@ class Reduction(Node):
         out = (1,) * input.ndim if self.out_dims is None else self.out_dims
         axes = tuple(i for i, (o, s) in enumerate(zip(out, input.shape, strict=True)) if o != s)
         return (MODES[self.mode](input, axis=axes, keepdims=True),)
+
+    def linear_in(self, port: str) -> bool:
+        return self.mode in ("ADD", "AVG")
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        shape, out = tensors["input"].shape, cotangents["Y"]
+        if self.mode == "AVG":
+            out = g.mul(out, math.prod(out.shape) / math.prod(shape))
+        return {"input": g.broadcast(out, shape)}
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        sizes = zip(tensors["input"].shape, tensors["Y"].shape, strict=True)
+        return anywhere(tensors, (axis for axis, (size, out) in enumerate(sizes) if size == out))
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Reduction:
+        return dataclasses.replace(self, out_dims=grown(tensors["Y"].shape, fold["Y"], size))
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.builder import register
-from .._core.dims import Shape
-from .._core.dtypes import NUMBERS
 from .._core.errors import GraphError, GraphTypeError
-from .._core.node import Example, Node
+from .._core.graph.builder import register
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import NUMBERS
+from .._core.graph.node import LEAD, Example, Node
+from .folds import anywhere
 
 if TYPE_CHECKING:
-    from .._core.spec import Tensor
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
 
 
 @register
@@ -90,6 +94,19 @@ class Slice(Node):
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input[tuple(slice(*bounds) for bounds in self.slices)],)
+
+    def linear_in(self, port: str) -> bool:
+        return True
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        shape, part = tensors["input"].shape, tensors["OUT_0"].shape
+        return anywhere(tensors, (i for i, size in enumerate(part) if size == shape[i]))
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Slice:
+        whole, slices, axis = ((None, None, None),), self.slices, fold["input"]
+        if axis == LEAD:
+            return Slice(whole + slices)
+        return Slice(slices[:axis] + whole + slices[axis + 1 :])
 
     def keywords(self) -> dict[str, Any]:
         return {"slices": [slice(*bounds) for bounds in self.slices]}
@@ -185,6 +202,29 @@ class Concatenate(Node):
 
     def reference(self, **inputs: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.concatenate(list(inputs.values()), self.axis),)
+
+    def linear_in(self, port: str) -> bool:
+        return True
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        out, passed, start = cotangents["OUT_0"], {}, 0
+        axis, whole = self.axis % out.ndim, [slice(None)] * out.ndim
+        for port in (port for port in tensors if port != "OUT_0"):
+            stop = start + tensors[port].shape[axis]
+            if port not in inputs:
+                passed[port] = g.slice(out, [*whole[:axis], slice(start, stop), *whole[axis + 1 :]])
+            start = stop
+        return passed
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        rank = len(tensors["OUT_0"].shape)
+        return anywhere(tensors, (axis for axis in range(rank) if axis != self.axis % rank))
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Concatenate:
+        axis = self.axis % len(tensors["OUT_0"].shape)
+        return Concatenate(axis + (fold["OUT_0"] == LEAD), self.in_place_index)
 
     def _others(self, shape: Shape) -> Shape:
         axis = self.axis % len(shape) if shape else 0

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from .._core.builder import register
-from .._core.dims import Shape
 from .._core.errors import GraphError
-from .._core.node import Example, Node
+from .._core.graph.builder import register
+from .._core.graph.dims import Shape
+from .._core.graph.node import Example, Node
 
 if TYPE_CHECKING:
-    from .._core.spec import Tensor
+    from .._core.graph.node import Values
+    from .._core.graph.spec import Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
 
 
 @register
@@ -34,6 +37,7 @@ class Genstats(Node):
 
     method = "genstats"
     dims = "input: n c *x -> SUM: n c *x, SQ_SUM: n c *x"
+    batch = "c"
     requires = (
         "beside a convolution of float16, whose result is float16 (.set_data_type) and returned, "
         "too; in other graphs, two reductions give the same sums"
@@ -61,3 +65,9 @@ class Genstats(Node):
             jnp.sum(input, axis=axes, keepdims=True),
             jnp.sum(input * input, axis=axes, keepdims=True),
         )
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        t, x, shape = tangents["input"], inputs["input"], outputs["SUM"].shape
+        return {"SUM": g.reduced(t, shape), "SQ_SUM": g.reduced(g.mul(t, g.add(x, x)), shape)}

@@ -1,0 +1,1 @@
+"""The value that flows, GraphSpec, and how a user's function becomes one."""

@@ -1,0 +1,296 @@
+"""GraphBuilder: cudnn.pygraph's methods, generated from the node registry, on symbolic tensors."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
+from .calls import ports_of, signature, static
+from .dims import Shape, integers
+from .dtypes import FP8, INTEGERS, canonical_compute, is_floating
+from .node import REGISTRY, Node, check_contract, float32_range
+from .options import DEFAULTS, NOWHERE, Options, Surroundings
+from .source import user_line
+from .spec import Call, GraphSpec, Tensor, intern
+from .tensor import GraphTensor
+
+
+class GraphBuilder:
+    """Collects operations; its methods mirror ``cudnn.pygraph`` by name and keyword.
+
+    Every method also takes ``name=`` and ``compute_data_type=``.
+    """
+
+    def __init__(self, options: Options = DEFAULTS, around: Surroundings = NOWHERE) -> None:
+        self._options, self._around = options, around
+        self._tensors: dict[str, Tensor] = {}
+        self._calls: list[Call] = []
+        self._inputs: list[str] = []
+        self._typed: set[str] = set()  # tensors whose dtype the user chose
+        self._captured: dict[Any, tuple[Any, jax.Array, GraphTensor]] = {}
+
+    @property
+    def captured(self) -> list[jax.Array]:
+        """Arrays that the user's function closed over, in the order of their inputs."""
+        return [array for _, array, _ in self._captured.values()]
+
+    def input(self, name: str, shape: Shape, dtype: str) -> GraphTensor:
+        """Declare an operand of the graph; its dtype is checked where it is used."""
+        tensor = self._add(Tensor(name, tuple(shape), dtype))
+        self._inputs.append(tensor.name)
+        return tensor
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        near = [name for name in REGISTRY if name.startswith(method)][:3]
+        near = near or difflib.get_close_matches(method, REGISTRY, n=3, cutoff=0.5)
+        raise GraphAttributeError(
+            f"g has no operation {method!r}",
+            expected=", ".join(REGISTRY),
+            fix=f"did you mean {' or '.join(f'g.{m}' for m in near)}?" if near else None,
+            where=user_line(),
+        )
+
+    def finish(self, outputs: Sequence[GraphTensor]) -> GraphSpec:
+        """The spec that computes ``outputs``; operations and inputs they don't need are left out.
+
+        The dtype an intermediate was given by inference is that of an output; inside the graph
+        floats have the options' intermediate type (float32), integers and booleans their own.
+        """
+        names = tuple(dict.fromkeys(tensor.name for tensor in outputs))
+        needed, calls = set(names), []
+        for call in reversed(self._calls):
+            if needed & {name for _, name in call.outputs}:
+                calls.insert(0, call)
+                needed |= {name for _, name in (*call.inputs, *call.outputs)}
+        inside = self._intermediate_dtypes(calls, self._typed | {*names, *self._inputs})
+        tensors = tuple(
+            replace(t, dtype=inside.get(t.name, t.dtype))
+            for t in self._tensors.values()
+            if t.name in needed
+        )
+        inputs = tuple(name for name in self._inputs if name in needed)
+        spec = GraphSpec(tensors, tuple(calls), inputs, names)
+        options = self._options.resolved(self._around, spec.has_float32_product)
+        return intern(replace(spec, options=options, _cache={}))
+
+    def _intermediate_dtypes(self, calls: list[Call], fixed: set[str]) -> dict[str, str]:
+        dtypes = {tensor.name: tensor.dtype for tensor in self._tensors.values()}
+        for call in calls:
+            for _, name in call.outputs:
+                if name in fixed:
+                    continue
+                if call.node.moves:
+                    dtypes[name] = dtypes[call.inputs[0][1]]
+                elif is_floating(dtypes[name]) and not call.node.leftover:
+                    dtypes[name] = self._options.intermediate_data_type
+        return dtypes
+
+    # -- what the generated methods do ---------------------------------------------------------
+
+    def _apply(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        cls = REGISTRY[method]
+        try:
+            bound = _SIGNATURES[method].bind(*args, **kwargs)
+        except TypeError as error:
+            raise GraphTypeError(
+                f"g.{method}: {error}",
+                expected=f"g.{method}{_SIGNATURES[method]}",
+                where=user_line(),
+            ) from None
+        given = bound.arguments
+        try:
+            compute = given.pop("compute_data_type", None)
+            if compute is None and cls.anchor:
+                compute = self._options.compute_data_type
+            given.pop("name", None)
+            ports = dict(ports_of(cls, given))
+            node = static(cls.create(**given))
+            if all(isinstance(value, numbers.Number) for value in ports.values()):
+                raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
+            rank = max(getattr(value, "ndim", 0) for value in ports.values())
+            integral = all(
+                str(value.dtype) in INTEGERS for value in ports.values() if hasattr(value, "dtype")
+            )
+            inputs = {
+                port: self._lift(value, port, rank, integral) for port, value in ports.items()
+            }
+            compute = canonical_compute(compute) if compute else node.default_compute(inputs)
+            _check_compute(node, compute, inputs)
+            return self._append(replace(node, compute_data_type=compute), inputs)
+        except JaxCudnnError as error:
+            error.summary = f"g.{method}: {error.summary}"
+            error.where = error.where or user_line()
+            raise
+
+    def _append(self, node: Node, inputs: dict[str, Tensor]) -> Any:
+        outputs = node.infer(inputs)
+        name = f"{node.method}.{sum(c.node.method == node.method for c in self._calls)}"
+        made = [
+            self._add(Tensor(f"{name}::{port}", shape, dtype))
+            for port, (shape, dtype) in outputs.items()
+        ]
+        self._calls.append(
+            Call(
+                node,
+                name,
+                tuple((port, tensor.name) for port, tensor in inputs.items()),
+                tuple((port, t.name) for port, t in zip(outputs, made, strict=True)),
+            )
+        )
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _add(self, state: Tensor) -> GraphTensor:
+        while state.name in self._tensors:  # an argument may be called like a constant
+            state = replace(state, name=state.name + "_")
+        self._tensors[state.name] = state
+        return GraphTensor(self, state)
+
+    def _lift(self, value: Any, port: str, rank: int, integral: bool) -> Tensor:
+        """The spec's tensor for an argument: a graph tensor, a number, or a closed-over array."""
+        if isinstance(value, GraphTensor):
+            if value._builder is not self:
+                raise GraphError(
+                    f"{port!r} belongs to another graph",
+                    got=repr(value),
+                    fix="a graph tensor lives inside one call of one @jax_cudnn.graph function; "
+                    "pass values between graphs as outputs and arguments",
+                )
+            if value.name in self._inputs and not value.shape and rank and not self._used(value):
+                # The caller reshapes a scalar operand to the rank of what it stands beside.
+                value._state = self._tensors[value.name] = replace(value._state, shape=(1,) * rank)
+            return value._state
+        python_number = not isinstance(value, np.generic) or isinstance(value, float)
+        if isinstance(value, numbers.Real) and python_number:
+            number = float32_range(port, value)
+            dtype = "int32" if integral and isinstance(value, int) else "float32"
+            constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, dtype, number.hex())
+            return self._add(constant)._state
+        if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+            # An array without dimensions stands beside tensors like a number does.
+            shape = np.shape(value) or (1,) * rank
+            key = (id(value), shape)
+            if key not in self._captured:
+                array = jax.numpy.asarray(value).reshape(shape)
+                tensor = self.input(f"captured{len(self._captured)}", shape, str(array.dtype))
+                # The user's object is kept alive so that its id stays taken.
+                self._captured[key] = (value, array, tensor)
+            return self._captured[key][-1]._state
+        raise GraphTypeError(
+            f"{port!r} is no tensor",
+            expected="a graph tensor, a JAX or NumPy array, or a Python number",
+            got=f"{type(value).__name__}: {value!r}"[:200],
+        )
+
+    # -- what the user may change after an operation was added ----------------------------------
+
+    def _set_dtype(self, tensor: GraphTensor, dtype: str) -> GraphTensor:
+        if tensor.name in self._inputs and dtype != tensor._state.dtype:
+            raise GraphError(
+                f"set_data_type of the input {tensor.name}",
+                expected=tensor._state.dtype,
+                got=dtype,
+                why="an input has the dtype of its array",
+                fix="cast the array before the call, with .astype",
+                where=user_line(),
+            )
+        self._unused(tensor, "set_data_type")
+        self._typed.add(tensor.name)
+        tensor._state = self._tensors[tensor.name] = replace(tensor._state, dtype=dtype)
+        return tensor
+
+    def _set_order(self, tensor: GraphTensor, order: tuple[int, ...]) -> GraphTensor:
+        self._unused(tensor, "set_stride")
+        tensor._state = self._tensors[tensor.name] = replace(tensor._state, order=order)
+        return tensor
+
+    def _set_dim(self, tensor: GraphTensor, dim: Any) -> GraphTensor:
+        try:
+            dim = integers("set_dim", dim)
+        except JaxCudnnError as error:
+            error.where = user_line()
+            raise
+        if dim == tensor.shape:
+            return tensor
+        self._unused(tensor, "set_dim")
+        index = next(
+            (i for i, c in enumerate(self._calls) if tensor.name in dict(c.outputs).values()), None
+        )
+        call = None if index is None else self._calls[index]
+        if call is None or "out_dims" not in {f.name for f in fields(call.node)}:
+            raise GraphError(
+                f"the shape of {tensor.name} follows from its inputs",
+                expected=str(list(tensor.shape)),
+                got=f"set_dim({list(dim)})",
+                where=user_line(),
+            )
+        node = replace(call.node, out_dims=dim)  # pyright: ignore[reportCallIssue]
+        try:
+            node.infer({port: self._tensors[name] for port, name in call.inputs})
+        except JaxCudnnError as error:
+            error.where = error.where or user_line()
+            raise
+        assert index is not None
+        self._calls[index] = replace(call, node=node)
+        tensor._state = self._tensors[tensor.name] = replace(tensor._state, shape=dim)
+        return tensor
+
+    def _used(self, tensor: GraphTensor) -> bool:
+        return any(tensor.name in dict(call.inputs).values() for call in self._calls)
+
+    def _unused(self, tensor: GraphTensor, method: str) -> None:
+        if self._used(tensor):
+            raise GraphError(
+                f"{method} after {tensor.name} was used",
+                fix=f"call it on the result right away: g.operation(...).{method}(...)",
+                where=user_line(),
+            )
+
+
+def _check_compute(node: Node, compute: str, inputs: dict[str, Tensor]) -> None:
+    """A product of floats accumulates in one of several types; all else has one of its own."""
+    usual = node.default_compute(inputs)
+    allowed = [usual]
+    if node.anchor and usual == "float32":
+        allowed.append("float16")
+        if all(tensor.dtype in FP8 for tensor in inputs.values()):
+            allowed.append("fast_float_for_fp8")
+    if compute not in allowed:
+        operands = ", ".join(dict.fromkeys(tensor.dtype for tensor in inputs.values()))
+        raise GraphTypeError(
+            f"compute_data_type {compute} is not for this operation",
+            expected=f"{' or '.join(allowed)} for operands of {operands}",
+            got=compute,
+        )
+
+
+_SIGNATURES: dict[str, inspect.Signature] = {}
+
+N = TypeVar("N", bound=type[Node])
+
+
+def register(cls: N) -> N:
+    """Class decorator: checks a node's contract, adds it to the registry and its method to g."""
+    check_contract(cls)
+    name = cls.method
+    REGISTRY[name], _SIGNATURES[name] = cls, signature(cls)
+
+    def method(self: GraphBuilder, *args: Any, **kwargs: Any) -> Any:
+        return self._apply(name, *args, **kwargs)
+
+    method.__name__, method.__qualname__, method.__doc__ = name, f"GraphBuilder.{name}", cls.__doc__
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    method.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+        [self_parameter, *_SIGNATURES[name].parameters.values()]
+    )
+    setattr(GraphBuilder, name, method)
+    return cls

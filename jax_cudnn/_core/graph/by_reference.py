@@ -1,0 +1,180 @@
+"""Nodes derived from the reference of another one, where that has no graph of its own for it.
+
+XLA runs them. Being nodes, they are differentiated, transposed and batched like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from .dims import Dims, Port, Shape
+from .dtypes import is_floating
+from .node import Node
+from .reference import applied
+
+if TYPE_CHECKING:
+    from .spec import Tensor
+
+
+def moving(port: str) -> str:
+    """The port with the tangent or cotangent of another."""
+    return f"d({port})"
+
+
+@dataclass(frozen=True)
+class ByReference(Node):
+    """A node that is computed from the reference of ``base``."""
+
+    base: Node
+
+    kind = ""
+    leftover = True
+
+    @property
+    def method(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"{self.kind}_{self.base.method}"
+
+    @property
+    def requires(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"XLA runs it, from {self.base.method}'s reference: cuDNN has no operation for it"
+
+    @property
+    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.deterministic
+
+    def keywords(self) -> dict[str, Any]:
+        return self.base.keywords()
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Tangent(ByReference):
+    """Tangents of the results ``outs`` of ``base``, from those of its ports ``active``."""
+
+    active: tuple[str, ...]
+    outs: tuple[str, ...]
+    inner: tuple[str, ...]
+    """The input ports of ``base``."""
+
+    kind = "jvp"
+
+    @property
+    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _ports((*self.inner, *map(moving, self.active)), map(moving, self.outs))
+
+    def linear_in(self, port: str) -> bool:
+        return port in map(moving, self.active)
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        results = self.base.infer({port: inputs[port] for port in self.inner})
+        return {moving(port): results[port] for port in self.outs}
+
+    def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        fixed = {port: arrays[port] for port in self.inner if port not in self.active}
+        function = _function(self.base, fixed, self.active, self.outs)
+        at = [arrays[port].astype(jnp.float32) for port in self.active]
+        along = [arrays[moving(port)].astype(jnp.float32) for port in self.active]
+        return tuple(jax.jvp(function, at, along)[1])
+
+
+@dataclass(frozen=True)
+class Transposed(ByReference):
+    """Cotangents of the ports in which ``base`` is linear, from those of its results ``outs``."""
+
+    linear: tuple[tuple[str, Shape, str], ...]
+    """Each of these ports, with its shape and dtype."""
+    outs: tuple[str, ...]
+    inner: tuple[str, ...]
+    """The other input ports of ``base``."""
+
+    kind = "transpose"
+
+    @property
+    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
+        given, made = (*self.inner, *map(moving, self.outs)), (port for port, *_ in self.linear)
+        return _ports(given, map(moving, made))
+
+    def linear_in(self, port: str) -> bool:
+        return port in map(moving, self.outs)
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        return {moving(port): (shape, dtype) for port, shape, dtype in self.linear}
+
+    def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        names = tuple(port for port, *_ in self.linear)
+        fixed = {port: arrays[port] for port in self.inner}
+        function = _function(self.base, fixed, names, self.outs)
+        avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape, _ in self.linear]
+        results = jax.eval_shape(function, *avals)
+        given = [arrays[moving(p)].astype(r.dtype) for p, r in zip(self.outs, results, strict=True)]
+        return tuple(jax.linear_transpose(function, *avals)(given))
+
+
+@dataclass(frozen=True)
+class Batched(ByReference):
+    """``base`` over a new leading dimension of its ports ``mapped`` and of all results."""
+
+    size: int
+    mapped: tuple[str, ...]
+    inner: tuple[str, ...]
+    """All input ports of ``base``."""
+    outs: tuple[str, ...]
+
+    kind = "vmap"
+
+    @property
+    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _ports(self.inner, self.outs)
+
+    def linear_in(self, port: str) -> bool:
+        return self.base.linear_in(port)
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        each = {
+            port: replace(tensor, shape=tensor.shape[1:]) if port in self.mapped else tensor
+            for port, tensor in inputs.items()
+        }
+        results = self.base.infer(each)
+        return {port: ((self.size, *shape), dtype) for port, (shape, dtype) in results.items()}
+
+    def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        fixed = {port: x for port, x in arrays.items() if port not in self.mapped}
+
+        def function(mapped: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+            return applied(self.base, fixed | mapped)
+
+        return jax.vmap(function)({port: arrays[port] for port in self.mapped})
+
+
+def tangent_node(node: Node, active: Iterable[str], inputs: Mapping[str, Tensor]) -> Tangent:
+    """The node for the tangents of another's results that have some."""
+    results = node.infer(inputs)
+    outs = tuple(port for port, (_, dtype) in results.items() if is_floating(dtype))
+    return Tangent(node, tuple(active), outs, tuple(inputs))
+
+
+def _function(
+    node: Node, fixed: Mapping[str, jax.Array], names: tuple[str, ...], outs: tuple[str, ...]
+) -> Callable[..., list[jax.Array]]:
+    """The results ``outs`` of a node as a function of the ports ``names``."""
+
+    def function(*values: jax.Array) -> list[jax.Array]:
+        results = applied(node, {**fixed, **dict(zip(names, values, strict=True))})
+        named = dict(zip(node.ports.output_names, results, strict=True))
+        return [named[port] for port in outs]
+
+    return function
+
+
+def _ports(inputs: Iterable[str], outputs: Iterable[str]) -> Dims:
+    return Dims(
+        tuple(Port(name, (f"*{name}",)) for name in inputs),
+        tuple(Port(name, (f"*{name}",)) for name in outputs),
+    )

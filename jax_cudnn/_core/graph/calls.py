@@ -1,0 +1,74 @@
+"""A call of one of g's methods: its signature, and its arguments as ports and attributes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from ..errors import GraphTypeError
+from .node import Node
+from .tensor import GraphTensor
+
+
+def unwrapped(value: Any) -> Any:
+    """A graph tensor out of a pytree node that holds one array (Flax's Param), else the value."""
+    if isinstance(value, (GraphTensor, list, tuple, dict)):
+        return value
+    leaves = jax.tree.leaves(value)
+    if len(leaves) == 1 and isinstance(leaves[0], GraphTensor):
+        return leaves[0]
+    if hasattr(value, "__jax_array__") and not isinstance(value, jax.Array):
+        return jax.numpy.asarray(value)
+    return value
+
+
+def static(node: Node) -> Node:
+    """The node itself; an error in words when an attribute is no static value."""
+    try:
+        hash(node)
+    except TypeError as error:
+        raise GraphTypeError(
+            "an attribute is not static",
+            expected="Python numbers, strings and lists of them",
+            got=str(error),
+            fix="attributes shape the plan, so they cannot be arrays or values traced by JAX: "
+            "under jax.jit name them in static_argnames",
+        ) from None
+    return node
+
+
+def ports_of(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values for the input ports, taken out of ``given``; a list gets numbered ports."""
+    for port in cls.ports.inputs:
+        value = given.pop(port.name)
+        if not port.variadic:
+            yield port.name, unwrapped(value)
+        elif isinstance(value, (list, tuple)) and value:
+            yield from ((f"{port.name}_{i}", unwrapped(item)) for i, item in enumerate(value))
+        else:
+            raise GraphTypeError(
+                f"{port.name!r} is no list of tensors",
+                expected="a list or tuple of at least one tensor",
+                got=f"{type(value).__name__}: {value!r}"[:200],
+            )
+
+
+def signature(cls: type[Node]) -> inspect.Signature:
+    """What g's method takes: the ports, the node's attributes, and what all methods take."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    operands = [inspect.Parameter(name, kind) for name in cls.ports.input_names]
+    generic = cls.create.__func__ is Node.create.__func__  # pyright: ignore[reportFunctionMemberAccess]
+    create = cls if generic else cls.create
+    attributes = [
+        p
+        for p in inspect.signature(create).parameters.values()
+        if p.name not in ("self", "cls", "compute_data_type")
+    ]
+    extra = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in (("name", ""), ("compute_data_type", None))
+    ]
+    return inspect.Signature([*operands, *attributes, *extra])

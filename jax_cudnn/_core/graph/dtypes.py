@@ -1,0 +1,89 @@
+"""One table between JAX's dtypes and cuDNN's data types, by name (no cuDNN needed)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import GraphTypeError
+
+# JAX's name -> the name of the member of cudnn.data_type.
+TO_CUDNN = {
+    "float32": "FLOAT",
+    "bfloat16": "BFLOAT16",
+    "float16": "HALF",
+    "float8_e4m3fn": "FP8_E4M3",
+    "float8_e5m2": "FP8_E5M2",
+    "int8": "INT8",
+    "uint8": "UINT8",
+    "int32": "INT32",
+    "int64": "INT64",
+    "bool": "BOOLEAN",
+}
+FROM_CUDNN = {cudnn: jax for jax, cudnn in TO_CUDNN.items()}
+
+FLOATS = ("float32", "bfloat16", "float16")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+INTEGERS = ("int8", "uint8", "int32", "int64")
+NUMBERS = (*FLOATS, *FP8, *INTEGERS)
+PRODUCTS = (*FLOATS, *FP8, "int8")
+"""Element types that convolutions and matmuls take."""
+
+
+def canonical(dtype: Any) -> str:
+    """The JAX name of a dtype given as a NumPy or JAX dtype, a string, or a cudnn.data_type."""
+    name = getattr(dtype, "name", dtype)
+    if isinstance(name, str) and name in FROM_CUDNN:
+        return FROM_CUDNN[name]
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in TO_CUDNN:
+        raise GraphTypeError(
+            "no cuDNN data type stands for this dtype",
+            expected=", ".join(TO_CUDNN),
+            got=name,
+            why="float64 and complex have no cuDNN kernels" if name == "float64" else None,
+            fix="cast the array before the call, for example x.astype(jnp.float32)",
+        )
+    return name
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    return np.dtype(jnp.dtype(dtype)).itemsize
+
+
+def is_floating(dtype: str) -> bool:
+    return dtype in FLOATS or dtype in FP8
+
+
+# Types in which operations compute and accumulate. The last one is float32 with fewer bits kept
+# between the steps of an fp8 product on the tensor cores of SM90.
+COMPUTE = ("float32", "float16", "int32", "bool", "fast_float_for_fp8")
+
+
+def canonical_compute(dtype: Any) -> str:
+    """The name of a compute type; GraphTypeError in words for others."""
+    name = getattr(dtype, "name", dtype)
+    name = name.lower() if isinstance(name, str) else name
+    if name != "fast_float_for_fp8":
+        name = canonical(dtype)
+    if name not in COMPUTE:
+        raise GraphTypeError(
+            "unsupported compute_data_type", expected=", ".join(COMPUTE), got=str(name)
+        )
+    return name
+
+
+def arithmetic(compute: str) -> np.dtype:
+    """The NumPy dtype that stands for a compute type in a reference."""
+    return jnp.dtype("float32" if compute == "fast_float_for_fp8" else compute)
+
+
+def cudnn_name(dtype: str) -> str:
+    """The member of cudnn.data_type for a dtype or compute type."""
+    return TO_CUDNN.get(dtype) or dtype.upper()

@@ -1,0 +1,94 @@
+"""The leaves of a graph function's arguments: which are arrays, which static, and their names."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import GraphTypeError
+from .source import user_line
+from .tensor import GraphTensor
+
+
+@dataclass(frozen=True)
+class Aval:
+    """What a trace needs to know of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def is_static(leaf: Any) -> bool:
+    """Whether an argument is a Python value and no array."""
+    scalar = isinstance(leaf, (numbers.Number, str, bytes, type(None)))
+    return scalar and not isinstance(leaf, np.generic)
+
+
+def typed(value: Any) -> tuple[Any, Any]:
+    """A value with what tells it from equal ones: 1, 1.0 and True, 0.0 and -0.0."""
+    if isinstance(value, tuple):
+        return (type(value), *(typed(v)[0] for v in value)), value
+    return (type(value), repr(value) if isinstance(value, (float, frozenset)) else ""), value
+
+
+def array(name: str, leaf: Any) -> Any:
+    """An array argument of the function ``name``; GraphTypeError in words for anything else."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if isinstance(leaf, GraphTensor):
+        raise GraphTypeError(
+            f"{name} was called with a graph tensor",
+            why="graph functions take arrays; inside another graph they cannot be nested",
+            fix=f"call {name}.fn(g, ...) to add its operations to the current graph",
+            where=user_line(),
+        )
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise GraphTypeError(
+            f"{name} got an argument that is no array",
+            expected="JAX or NumPy arrays, or Python scalars and strings (static)",
+            got=f"{type(leaf).__name__}: {leaf!r}"[:200],
+        ) from error
+
+
+def strongly_typed(arrays: list[Any]) -> list[Any]:
+    """Weakly typed arrays (Python numbers that JAX has traced) take the others' dtype."""
+    strong = [array for array in arrays if not getattr(array, "weak_type", False)]
+    if not strong or len(strong) == len(arrays):
+        return arrays
+    dtypes = {array.dtype for array in strong if jnp.issubdtype(array.dtype, jnp.floating)}
+    return [
+        array.astype(jnp.result_type(*dtypes, array))
+        if getattr(array, "weak_type", False)
+        else array
+        for array in arrays
+    ]
+
+
+def parameters(fn: Callable[..., Any]) -> list[str]:
+    """Names of the positional parameters, ``g`` included."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def input_names(positional: list[str], structure: Any) -> list[str]:
+    """Names for the leaves of the arguments: ``x``, or ``params.w`` inside a pytree."""
+    dummy = jax.tree.unflatten(structure, list(range(structure.num_leaves)))
+    names = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(dummy):
+        index = path[0].idx
+        head = positional[index] if index < len(positional) else f"x{index}"
+        tail = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path[1:]]
+        names.append(".".join([head, *tail]))
+    return names

@@ -1,0 +1,374 @@
+"""The Node contract: the one place where an operation is added, and the registry of all nodes.
+
+A node is a frozen dataclass whose fields are the operation's attributes under pygraph's names.
+``builder.register`` checks the contract, so a wrong node fails at import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import numpy as np
+
+from ..errors import GraphError, GraphTypeError
+from .dims import Dims, Shape
+from .dtypes import FP8, INTEGERS, NUMBERS, arithmetic
+
+if TYPE_CHECKING:
+    from ..transforms.derivation import Derivation
+    from .spec import GraphSpec, Tensor
+    from .tensor import GraphTensor
+
+    Values = Mapping[str, GraphTensor]
+    Tensors = Mapping[str, Tensor]
+
+
+# Kinds of broadcasts that cuDNN computes rightly, see planning/limits.py.
+ANY, ROWS_AND_CHANNELS, ONE_ELEMENT, NUMBERS_ONLY = "any", "rows, channels", "one", "numbers"
+
+LEAD = -1
+"""In :meth:`Node.folds`: a dimension of its own, in front of the others."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Shapes and dtypes that tests, benchmarks and the support table share.
+
+    ``dtypes`` names the ports whose dtype is not ``dtype``; for a variadic port ``inputs`` holds
+    a list of shapes. ``out`` is the dtype of the result, where it is not the inferred one.
+    ``positive`` names ports whose operands are at least 0.25 (for logarithms and divisors).
+    ``alone`` is False where cuDNN has no engine for this node by itself, only beside others.
+    """
+
+    inputs: Mapping[str, Any]
+    dtype: str = "bfloat16"
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    out: str | None = None
+    alone: bool = True
+    positive: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operation of ``cudnn.pygraph`` with its attributes. Subclasses are registered."""
+
+    method: ClassVar[str]
+    """pygraph's method."""
+    dims: ClassVar[str]
+    """Ports and shapes, see :mod:`.dims`."""
+    batch: ClassVar[str] = ""
+    """Letters of ``dims`` that are batch-like: independent of each other."""
+    broadcast: ClassVar[str] = ""
+    """Letters of ``dims`` whose size 1 broadcasts."""
+    jax_names: ClassVar[tuple[str, ...]] = ()
+    """Functions of jnp, jax.nn or lax that this node stands for; used in error messages."""
+    dtypes: ClassVar[tuple[str, ...]] = NUMBERS
+    """Element types that the ports take."""
+    requires: ClassVar[str] = ""
+    """Minimum cuDNN, SM and shape rules, in words a user can read."""
+    anchor: ClassVar[bool] = False
+    """Whether cuDNN builds an engine around this node (one anchor a graph)."""
+    broadcasts_around: ClassVar[str] = ROWS_AND_CHANNELS
+    """Which operands pointwise operations around this anchor may broadcast, see :mod:`.limits`."""
+    prologue: ClassVar[str] = ""
+    """Whether cuDNN computes operands of this anchor in one plan with it: ANY, "" for never, or the
+    method of a node that the graph then holds, too."""
+    least_rank: ClassVar[int] = 0
+    """cuDNN sees tensors of lower rank with dimensions of 1 put in after the second."""
+    channels_last: ClassVar[bool] = False
+    """Whether tensors of every rank lie channels-last in memory."""
+    moves: ClassVar[bool] = False
+    """Whether the node only moves elements: its values keep their dtype, also inside a graph."""
+    leftover: ClassVar[bool] = False
+    """Whether XLA runs this node, because cuDNN's graphs have none of its kind. Its results are
+    arrays in memory and keep their inferred dtype."""
+    deterministic: ClassVar[bool] = True
+    """Whether every engine gives equal results in each run (stated on the numerics page)."""
+    rounding: ClassVar[str] = ""
+    """What the numerics page says about this node besides accumulation and output rounding."""
+    recomputed: ClassVar[bool] = False
+    """Whether a derivative computes the results again, where that keeps fewer bytes for it."""
+    paired: ClassVar[bool] = False
+    """Whether forward and derivatives must run by the same implementation (cuDNN or XLA), because
+    one reads what only the other's kind writes: a dropout's stream, bit masks, statistics."""
+    examples: ClassVar[tuple[Example, ...]] = ()
+    ports: ClassVar[Dims]
+
+    compute_data_type: str = dataclasses.field(default="float32", kw_only=True)
+    """The dtype in which the node computes and accumulates."""
+
+    @classmethod
+    def create(cls, **attributes: Any) -> Node:
+        """The node for pygraph's keywords; nodes with other spellings override this.
+
+        ``compute_data_type`` is not among them: the builder sets it afterwards.
+        """
+        for field in dataclasses.fields(cls):
+            value = attributes.get(field.name)
+            if value is not None and str(field.type).startswith("float"):
+                if not isinstance(value, numbers.Real):
+                    raise GraphTypeError(
+                        f"attribute {field.name!r} is no number",
+                        expected="a Python number: attributes are static",
+                        got=f"{type(value).__name__}: {value!r}"[:200],
+                    )
+                attributes[field.name] = float32_range(field.name, value)
+        return cls(**attributes)
+
+    def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
+        """The letters of ``dims`` matched against the inputs; checks ranks, sizes and dtypes."""
+        for port, tensor in inputs.items():
+            if tensor.dtype not in self.dtypes:
+                raise GraphTypeError(
+                    f"{self.method} does not take {tensor.dtype} for {port!r}",
+                    expected=", ".join(self.dtypes),
+                    got=f"{port}: {tensor.dtype}{list(tensor.shape)}",
+                    fix=f"cast it before the call: {port}.astype(jnp.{self.dtypes[0]})",
+                )
+        return self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        """Shape and dtype of every output port; raises every error a user can make.
+
+        The dtype is the one the output has when it leaves the graph; inside, an intermediate
+        is float32 unless the user says otherwise.
+        """
+        sizes = self.sizes(inputs)
+        dtype = result_dtype(inputs)
+        return {name: (self.ports.shape(name, sizes), dtype) for name in self.ports.output_names}
+
+    @property
+    def accumulator(self) -> np.dtype:
+        """The dtype in which the reference computes."""
+        return arithmetic(self.compute_data_type)
+
+    def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
+        """The compute type where the user names none."""
+        return "float32"
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        """Why cuDNN is not to be asked for this node, by its tensors at all ports, or None.
+
+        For what cuDNN would accept and compute wrongly, or otherwise than the options say.
+        """
+        return None
+
+    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
+        """Numbers of cuDNN's engines that compute this node wrongly for such tensors."""
+        return ()
+
+    def needs_knob(self, graph: GraphSpec) -> str:
+        """The knob without which an engine does not compute this node's graph, or ""."""
+        return ""
+
+    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+        """What measurements of this node are filed under (see :mod:`.losses`), by its tensors at
+        all ports, which state their memory order. Empty for what only accompanies other nodes.
+
+        Nodes override this where cuDNN has different kernels for different uses.
+        """
+        return "" if self.moves else self.method
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        """Operations, a multiply-add being two, from the shapes of all ports by name."""
+        return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.ports.output_names)
+
+    def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """The node's meaning in jnp: one array for each output port, not yet rounded.
+
+        Arrays of pointwise operations and reductions arrive in the compute type; those of
+        anchors and of nodes that move elements as they are. Only anchors get ``precision``.
+        """
+        raise NotImplementedError
+
+    # -- transformations ------------------------------------------------------------------------
+
+    def linear_in(self, port: str) -> bool:
+        """Whether the results are linear in a port, together with all other ports that say so."""
+        return False
+
+    def jvp(
+        self,
+        g: Derivation,
+        tangents: Values,
+        inputs: Values,
+        outputs: Values,
+    ) -> dict[str, GraphTensor]:
+        """Tangents of output ports, from those of the input ports that have any.
+
+        ``inputs`` and ``outputs`` hold the values at all ports; those that are used are kept for
+        the derivative. The tangents are added to ``g`` by nodes that are linear in them. Output
+        ports without a tangent are left out. By default they come from the reference.
+        """
+        if all(map(self.linear_in, tangents)):
+            still = {
+                port: g.zeros(x._state) if self.linear_in(port) else x
+                for port, x in inputs.items()
+                if port not in tangents
+            }
+            given = {port: (tangents if port in tangents else still)[port] for port in inputs}
+            return dict(zip(outputs, g.apply(self, **given), strict=True))
+        from .by_reference import moving, tangent_node
+
+        node = tangent_node(self, tangents, {port: x._state for port, x in inputs.items()})
+        along = {moving(port): tangent for port, tangent in tangents.items()}
+        return dict(zip(node.outs, g.apply(node, **inputs, **along), strict=True))
+
+    def transpose(
+        self,
+        g: Derivation,
+        cotangents: Values,
+        inputs: Values,
+        tensors: Tensors,
+    ) -> dict[str, GraphTensor]:
+        """Cotangents of the input ports in which the node is linear here, from those of output
+        ports that have any.
+
+        ``inputs`` holds the values at the other input ports, ``tensors`` the shapes and dtypes at
+        all ports. By default they come from the reference.
+        """
+        from .by_reference import Transposed, moving
+
+        linear = [port for port in tensors if port not in (*inputs, *self.ports.output_names)]
+        avals = tuple((port, tensors[port].shape, tensors[port].dtype) for port in linear)
+        node = Transposed(self, avals, tuple(cotangents), tuple(inputs))
+        given = {moving(port): cotangent for port, cotangent in cotangents.items()}
+        return dict(zip(linear, g.apply(node, **inputs, **given), strict=True))
+
+    def folds(
+        self, batched: frozenset[str], tensors: Mapping[str, Tensor]
+    ) -> Iterable[Mapping[str, int]]:
+        """Ways of taking a dimension of vmap into the node, the best first.
+
+        A way names ports and the axis of each in which the dimension is folded (it stands in
+        front of what that axis had), or LEAD. All of ``batched``, the input ports that have the
+        dimension, are named; other input ports that are named are repeated along it, unless they
+        broadcast; the rest stay as they are. By default the letters of ``batch`` are such axes.
+        """
+        for letter in self.batch.split():
+            ports = {
+                port.name: port.axes.index(letter)
+                for port in (*self.ports.inputs, *self.ports.outputs)
+                if letter in port.axes
+            }
+            if batched <= {*ports}:
+                yield ports
+
+    def broadcasts(self, port: str, axis: int) -> bool:
+        """Whether an operand may have size 1 in an axis (or in front) where others have more."""
+        axes = next((p.axes for p in self.ports.inputs if p.name == port), ())
+        return 0 <= axis < len(axes) and axes[axis] in self.ports.broadcast
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Mapping[str, Tensor]) -> Node:
+        """The node with attributes for a dimension of ``size`` that is folded in so; ``tensors``
+        are those before."""
+        return self
+
+    def keywords(self) -> dict[str, Any]:
+        """The attributes as pygraph's method takes them."""
+        names = (f.name for f in dataclasses.fields(self) if f.name != "compute_data_type")
+        values = {name: getattr(self, name) for name in names}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value is not None
+        }
+
+    def view_strides(self, dims: Shape, strides: list[int]) -> list[int] | None:
+        """The output's strides, where it is a part of the first input's memory in a plan; None
+        where it has memory of its own."""
+        return None
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Adds the node to a cudnn.pygraph; returns one pygraph tensor for each output port.
+
+        ``common`` holds the keywords that every method takes: ``name``, ``compute_data_type``.
+        """
+        out = getattr(pygraph, self.method)(**tensors, **self.keywords(), **common)
+        return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def float32_range(name: str, value: Any) -> float:
+    """The number itself; GraphError when it is finite and float32, which computes, is not."""
+    if float(np.finfo(np.float32).max) < abs(value) < float("inf"):
+        raise GraphError(
+            f"{name!r} is too large",
+            expected="a number in the range of float32, in which graphs compute",
+            got=repr(value),
+        )
+    return float(value)
+
+
+def result_dtype(inputs: Mapping[str, Tensor]) -> str:
+    """JAX's promotion of the inputs; by-value constants are its weakly typed Python numbers."""
+    arrays = [jax.numpy.dtype(t.dtype) for t in inputs.values() if t.value is None]
+    if not arrays:
+        return "float32"
+    try:
+        dtype = jax.numpy.result_type(*arrays)
+    except ValueError:  # JAX promotes no float8 with another
+        return "float32"
+    if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        if any(t.value is not None and t.dtype == "float32" for t in inputs.values()):
+            return "float32"
+    return dtype.name
+
+
+def product_dtype(inputs: Mapping[str, Tensor]) -> str:
+    """The dtype of a product: promoted as JAX does, the accumulator's for 8-bit operands."""
+    dtypes = {t.dtype for t in inputs.values()}
+    if all(dtype in INTEGERS for dtype in dtypes):
+        return "int32"
+    return "float32" if dtypes <= {*FP8} else result_dtype(inputs)
+
+
+def product_compute(inputs: Mapping[str, Tensor]) -> str:
+    """The accumulator of a product: int32 for integers, else float32."""
+    return "int32" if all(t.dtype in INTEGERS for t in inputs.values()) else "float32"
+
+
+def product_operands(*arrays: jax.Array) -> list[jax.Array]:
+    """The operands of a product in one dtype that lax multiplies: 8-bit numbers made wider."""
+    names = {str(array.dtype) for array in arrays}
+    if names <= {*INTEGERS}:
+        dtype = jax.numpy.dtype("int32")
+    elif names & {*FP8}:
+        dtype = jax.numpy.dtype("float32")
+    else:
+        dtype = jax.numpy.result_type(*arrays)
+    return [array.astype(dtype) for array in arrays]
+
+
+REGISTRY: dict[str, type[Node]] = {}
+"""pygraph's method -> node class."""
+
+
+def check_contract(cls: type[Node]) -> None:
+    """TypeError when a node class does not keep the contract; fills in ``cls.ports``."""
+
+    def check(condition: object, problem: str) -> None:
+        if not condition:
+            raise TypeError(f"node {cls.__name__}: {problem}")
+
+    check(isinstance(getattr(cls, "method", None), str), "method must name pygraph's method")
+    check(cls.method not in REGISTRY, f"{cls.method!r} is registered twice")
+    check(dataclasses.is_dataclass(cls) and cls.__hash__, "must be a frozen dataclass")
+    check(cls.reference is not Node.reference, "reference is missing")
+    own = (cls.__dict__.get("__doc__") or "").strip()
+    generated = f"{cls.__name__}("  # what dataclass writes where there is none
+    check(own and not own.startswith(generated), "docstring is missing")
+    check(cls.examples, "at least one example is needed")
+    cls.ports = Dims.parse(cls.dims, cls.broadcast)
+    letters = {axis for port in cls.ports.inputs for axis in port.axes}
+    check(set(cls.batch.split()) <= letters, f"batch letters {cls.batch!r} are not in dims")
+    for example in cls.examples:
+        check(set(example.inputs) == set(cls.ports.input_names), "an example's ports are wrong")

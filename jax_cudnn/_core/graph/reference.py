@@ -1,0 +1,101 @@
+"""Runs a GraphSpec in jnp: lowering away from CUDA, oracle of the tests, default derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from .dtypes import FP8, INTEGERS, is_floating, itemsize
+from .node import Node
+from .options import lax_precision
+from .spec import GraphSpec
+
+WIDE, NARROW = "wide", "narrow"
+_HALVES = ("bfloat16", "float16")
+
+
+def evaluate(
+    spec: GraphSpec, *operands: jax.Array, products: str = "", read: Collection[str] = ()
+) -> list[jax.Array]:
+    """The outputs of the graph for operands in the order of ``spec.inputs``.
+
+    Each node computes in its compute type and its result is rounded to the dtype its tensor has
+    in the spec, where a fused plan rounds it, too. ``read`` names outputs from which others go on
+    computing in the same program.
+
+    ``products`` suits those of 16-bit operands to a backend of XLA, and changes none of them.
+    WIDE converts the operands to float32: the CPU's has not all others. NARROW asks for a result
+    of 16 bits where the spec has it so: a GPU's accumulates in float32 anyway, and for a float32
+    result takes slow kernels.
+    """
+    values = dict(zip(spec.inputs, operands, strict=True))
+    for constant in spec.constants:
+        assert constant.value is not None
+        values[constant.name] = jnp.full(constant.shape, constant.value, constant.dtype)
+    precision = lax_precision(spec.options.precision)
+    read = {*read, *(name for call in spec.calls for _, name in call.inputs)}
+    for call in spec.calls:
+        node, inputs = call.node, {port: values[name] for port, name in call.inputs}
+        if node.anchor:
+            node, inputs = _suited(node, inputs, spec.tensor(call.outputs[0][1]).dtype, products)
+            results = node.reference(**inputs, precision=precision)
+        else:
+            results = applied(node, inputs)
+        for (_, name), result in zip(call.outputs, results, strict=True):
+            dtype = spec.tensor(name).dtype
+            values[name] = rounded(_kept(result, dtype) if name in read else result, dtype)
+    return [values[name] for name in spec.outputs]
+
+
+def applied(node: Node, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """A node's results, not yet rounded, for operands of any dtype."""
+    if not (node.anchor or node.moves or node.leftover):
+        compute = node.accumulator
+        inputs = {port: x.astype(compute) for port, x in inputs.items()}
+    return node.reference(**inputs)
+
+
+def _suited(
+    node: Node, inputs: dict[str, jax.Array], result: str, products: str
+) -> tuple[Node, dict[str, jax.Array]]:
+    if node.compute_data_type != "float32":
+        return node, inputs
+    if products == WIDE:
+        wide = {port: x for port, x in inputs.items() if str(x.dtype) in _HALVES}
+        inputs = {**inputs, **{port: x.astype(jnp.float32) for port, x in wide.items()}}
+    elif products == NARROW and result in _HALVES:
+        if {str(x.dtype) for x in inputs.values()} == {result}:
+            node = replace(node, compute_data_type=result)
+    return node, inputs
+
+
+def _kept(value: jax.Array, dtype: str) -> jax.Array:
+    """A value cut to the precision of a dtype, for what is computed further: there XLA leaves
+    conversions to a narrower float and back out, unless the cut is an operation of its own."""
+    if not is_floating(dtype) or not is_floating(str(value.dtype)):
+        return value
+    if itemsize(dtype) >= itemsize(str(value.dtype)):
+        return value
+    cut, largest = rounded(value, dtype).astype(value.dtype), float(jnp.finfo(dtype).max)
+    cut = jax.lax.reduce_precision(cut, jnp.finfo(value.dtype).nexp, jnp.finfo(dtype).nmant)
+    return jnp.where(jnp.abs(cut) > largest, jnp.copysign(jnp.inf, cut), cut)
+
+
+def rounded(value: jax.Array, dtype: str) -> jax.Array:
+    """A value in another dtype, as cuDNN stores it: integers saturate, and floats round to the
+    nearest integer (even); to float8 they saturate, too."""
+    target = jnp.dtype(dtype)
+    if value.dtype == target:
+        return value
+    if dtype in FP8:
+        largest = float(jnp.finfo(target).max)
+        return jnp.clip(value, -largest, largest).astype(target)
+    if dtype in INTEGERS:
+        limits = jnp.iinfo(target)
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            value = jnp.round(value)
+        return jnp.clip(value, limits.min, limits.max).astype(target)
+    return value.astype(target)

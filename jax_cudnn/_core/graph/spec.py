@@ -1,0 +1,212 @@
+"""GraphSpec: a cuDNN graph as a frozen, hashable, printable value. Everything flows as this."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .dims import Shape
+from .dtypes import itemsize
+from .node import Node
+from .options import DEFAULTS, Options
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An edge of the graph.
+
+    ``literal`` is set for by-value constants (a Python scalar): ``float.hex``, because equal
+    floats can be different constants (0.0 and -0.0), and NaN is not equal to itself.
+    ``order`` lists its dimensions from the slowest in memory to the fastest; None leaves the
+    choice to :mod:`.layout`.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    literal: str | None = None
+    order: tuple[int, ...] | None = None
+
+    @property
+    def value(self) -> float | None:
+        return None if self.literal is None else float.fromhex(self.literal)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    def __str__(self) -> str:
+        if self.value is not None:
+            return repr(self.value)
+        order = "" if self.order is None else f"{{{','.join(map(str, self.order))}}}"
+        return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]{order}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One node with the names of the tensors at its ports."""
+
+    node: Node
+    name: str
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a graph comes from that was derived from a user's.
+
+    ``role`` is "forward" (with results for the backward), "tangent" or "backward", and empty for a
+    user's own. ``residuals`` names the results of a forward that only its derivatives need.
+    ``family`` holds the forward and its derivatives, where they must be decided about together.
+    """
+
+    role: str = ""
+    residuals: tuple[str, ...] = ()
+    family: tuple[GraphSpec, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class GraphSpec:
+    """A graph in topological order.
+
+    An intermediate is rounded to its tensor's dtype (float32 unless the user said otherwise),
+    and so is an output: the spec alone states every rounding point.
+    """
+
+    tensors: tuple[Tensor, ...]
+    calls: tuple[Call, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    options: Options = DEFAULTS
+    origin: Origin = Origin()
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    # JAX hashes and compares a primitive's parameters several times in each trace.
+    def __hash__(self) -> int:
+        if "hash" not in self._cache:
+            self._cache["hash"] = hash(self._key())
+        return self._cache["hash"]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, GraphSpec)
+            and hash(self) == hash(other)
+            and self._key() == other._key()
+        )
+
+    def _key(self) -> tuple:
+        # Nodes by their text: attributes that are equal can differ (0.0 and -0.0), and NaN does
+        # not equal itself.
+        if "key" not in self._cache:
+            nodes = repr(self.calls)
+            ports = self.inputs, self.outputs
+            self._cache["key"] = self.tensors, nodes, *ports, self.options, self.origin
+        return self._cache["key"]
+
+    def __reduce__(self):
+        ports = self.inputs, self.outputs
+        return GraphSpec, (self.tensors, self.calls, *ports, self.options, self.origin)
+
+    def tensor(self, name: str) -> Tensor:
+        if "tensors" not in self._cache:
+            self._cache["tensors"] = {t.name: t for t in self.tensors}
+        return self._cache["tensors"][name]
+
+    @property
+    def input_tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self.tensor(name) for name in self.inputs)
+
+    @property
+    def output_tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self.tensor(name) for name in self.outputs)
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in self.tensors if t.value is not None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether some tensor has no elements: cuDNN runs no such graph."""
+        return any(isinstance(s, int) and s == 0 for t in self.tensors for s in t.shape)
+
+    @property
+    def has_float32_product(self) -> bool:
+        """Whether a convolution or matmul has an operand that may be rounded to TF32."""
+        anchored = {name for c in self.calls if c.node.anchor for _, name in c.inputs}
+        return any(self.tensor(name).dtype == "float32" for name in anchored)
+
+    @property
+    def has_anchor(self) -> bool:
+        """Whether cuDNN builds its engine around one of the nodes."""
+        return any(call.node.anchor for call in self.calls)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every dimension is a number (symbolic export has dimension expressions)."""
+        return all(isinstance(size, int) for t in self.tensors for size in t.shape)
+
+    def for_planning(self) -> GraphSpec:
+        """The same graph whoever runs it, and wherever it comes from: cuDNN's plan does not depend
+        on that."""
+        if self.options.implementation is None and self.origin == Origin():
+            return self
+        if "planning" not in self._cache:
+            options = replace(self.options, implementation=None)
+            same = replace(self, options=options, origin=Origin(), _cache={})
+            self._cache["planning"] = intern(same)
+        return self._cache["planning"]
+
+    def canonical(self) -> GraphSpec:
+        """The same graph with tensors named by position: equal for equal graphs."""
+        if "canonical" not in self._cache:
+            new = {t.name: f"t{i}" for i, t in enumerate(self.tensors)}
+            methods = [call.node.method for call in self.calls]
+            calls = tuple(
+                Call(
+                    call.node,
+                    f"{methods[i]}.{methods[:i].count(methods[i])}",
+                    tuple((port, new[name]) for port, name in call.inputs),
+                    tuple((port, new[name]) for port, name in call.outputs),
+                )
+                for i, call in enumerate(self.calls)
+            )
+            self._cache["canonical"] = intern(
+                GraphSpec(
+                    tuple(replace(t, name=new[t.name]) for t in self.tensors),
+                    calls,
+                    tuple(new[name] for name in self.inputs),
+                    tuple(new[name] for name in self.outputs),
+                    self.options,
+                    replace(self.origin, residuals=()),
+                )
+            )
+        return self._cache["canonical"]
+
+    def __str__(self) -> str:
+        lines = [f"graph({', '.join(str(t) for t in self.input_tensors)})"]
+        for call in self.calls:
+            args = [
+                f"{port}={t.value if t.value is not None else t.name}"
+                for port, t in ((port, self.tensor(name)) for port, name in call.inputs)
+            ]
+            args += [f"{key}={value}" for key, value in call.node.keywords().items()]
+            if call.node.compute_data_type != "float32":
+                args.append(f"compute_data_type={call.node.compute_data_type}")
+            outs = ", ".join(str(self.tensor(name)) for _, name in call.outputs)
+            lines.append(f"  {outs} = {call.node.method}({', '.join(args)})")
+        lines.append(f"  return {', '.join(self.outputs)}")
+        if str(self.options):
+            lines.append(f"  options: {self.options}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"GraphSpec({' '.join(call.node.method for call in self.calls)})"
+
+
+@functools.lru_cache(maxsize=4096)
+def intern(spec: GraphSpec) -> GraphSpec:
+    """One object for equal specs, so that later comparisons are by identity."""
+    return spec

@@ -1,0 +1,277 @@
+"""``@graph``: a Python function of graph operations becomes a JAX function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import GraphError, GraphTypeError, JaxCudnnError
+from ..primitive import bind
+from .builder import GraphBuilder
+from .leaves import Aval, array, input_names, is_static, parameters, strongly_typed, typed
+from .options import DEFAULTS, Options, Surroundings, replaced
+from .source import defined_at, raised_in, user_line
+from .spec import GraphSpec
+from .tensor import GraphTensor, refusal
+
+_TRACE_CACHE_SIZE = 4096
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one trace of a user's function gave.
+
+    ``leaves`` says where each leaf of the result comes from: an output of the spec (its name)
+    or an operand handed through (its position). ``operands`` are the positions, among the array
+    arguments followed by the captured arrays, of the spec's inputs.
+    """
+
+    spec: GraphSpec
+    operands: tuple[int, ...]
+    leaves: tuple[str | int, ...]
+    structure: Any
+    captured: tuple[Any, ...]
+
+
+class GraphFunction:
+    """A cuDNN graph as a JAX function; made by :func:`graph`."""
+
+    def __init__(
+        self, fn: Callable[..., Any], options: Options = DEFAULTS, name: str | None = None
+    ):
+        if not callable(fn):
+            raise GraphTypeError(
+                "jax_cudnn.graph decorates functions",
+                expected="a function of g and arrays",
+                got=f"{type(fn).__name__}: {fn!r}"[:200],
+            )
+        if isinstance(fn, GraphFunction) or hasattr(fn, "lower"):
+            raise GraphTypeError(
+                "jax_cudnn.graph decorates plain functions",
+                got=repr(fn)[:200],
+                fix="apply jax.jit to the result of jax_cudnn.graph, not before it",
+            )
+        self._parameters = parameters(fn)
+        if self._parameters[:1] == ["self"]:
+            raise GraphTypeError(
+                "@jax_cudnn.graph does not decorate methods",
+                why="its first argument is g, and self would be traced as an array",
+                fix="decorate a function and call it from the method",
+                where=defined_at(fn),
+            )
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self.options = options
+        self.name = name or getattr(fn, "__name__", type(fn).__name__)
+        self._base = self
+        self._with = functools.lru_cache(maxsize=64)(self._variant)
+        self._cached = functools.lru_cache(maxsize=_TRACE_CACHE_SIZE)(self._cacheable_trace)
+
+    def __call__(self, *args: Any, **static: Any) -> Any:
+        arrays, trace = self.trace(*args, **static)
+        values = [*arrays, *trace.captured]
+        operands = [
+            # A scalar beside tensors has become one of their rank.
+            values[i] if values[i].ndim else values[i].reshape(tensor.shape)
+            for i, tensor in zip(trace.operands, trace.spec.input_tensors, strict=True)
+        ]
+        outputs = bind(trace.spec, self.name, *operands)
+        named = dict(zip(trace.spec.outputs, outputs, strict=True))
+        leaves = [values[at] if isinstance(at, int) else named[at] for at in trace.leaves]
+        return jax.tree.unflatten(trace.structure, leaves)
+
+    def with_options(self, **options: Any) -> GraphFunction:
+        """The same function with other plan options, see :class:`Options`.
+
+        ``options=Options(...)`` replaces all of them; fields by name change these.
+        """
+        return self._with(replaced(self.options, options))
+
+    def _variant(self, options: Options) -> GraphFunction:
+        made = GraphFunction(self.fn, options, self.name)
+        made._base = self._base
+        return made
+
+    def __reduce__(self) -> Any:
+        if self._base is not self:  # the decorated function is found by its name
+            return _with_options, (self._base, self.options)
+        module = sys.modules.get(self.fn.__module__)
+        by_name = getattr(module, self.fn.__qualname__, None) is self  # like a function
+        return (
+            self.fn.__qualname__ if by_name else (GraphFunction, (self.fn, self.options, self.name))
+        )
+
+    def trace(self, *args: Any, **static: Any) -> tuple[list[Any], Trace]:
+        """The array arguments in order, and the trace for their shapes and the statics."""
+        leaves, structure = jax.tree.flatten(args, is_leaf=lambda leaf: leaf is None)
+        given = [leaf for leaf in leaves if not is_static(leaf)]
+        arrays = strongly_typed([array(self.name, leaf) for leaf in given])
+        avals = iter([Aval(tuple(x.shape), str(x.dtype)) for x in arrays])
+        slots = [leaf if is_static(leaf) else next(avals) for leaf in leaves]
+        for key, value in static.items():
+            if isinstance(value, (jax.Array, np.ndarray)):
+                raise GraphTypeError(
+                    f"{self.name}: keyword argument {key!r} is an array",
+                    expected="arrays as positional arguments; keyword arguments are static",
+                    fix=f"call {self.name}(..., {key}) by position; for a Python value that "
+                    f"jax.jit has traced, jax.jit(..., static_argnames={key!r})",
+                )
+        key = (
+            structure,
+            tuple(map(typed, slots)),
+            tuple((k, typed(v)) for k, v in static.items()),
+            Surroundings.now(),
+        )
+        try:
+            hash(key)
+        except TypeError as error:
+            raise GraphTypeError(
+                f"{self.name}: a static argument is not hashable",
+                expected="Python scalars, strings, tuples and other hashable values",
+                got=str(error),
+                fix="pass lists as tuples",
+            ) from None
+        try:
+            return arrays, self._cached(key)
+        except _Captures as captures:
+            return arrays, captures.trace
+
+    def _cacheable_trace(self, key: tuple) -> Trace:
+        trace = self._trace(key)
+        if trace.captured:
+            # A closed-over array may be another one (or another tracer) at the next call;
+            # lru_cache keeps no result of a call that raises.
+            raise _Captures(trace)
+        return trace
+
+    def _trace(self, key: tuple) -> Trace:
+        structure, slots, static, around = key
+        slots = [slot for _, slot in slots]
+        static = {name: value for name, (_, value) in static}
+        builder = GraphBuilder(self.options, around)
+        names = iter(input_names(self._parameters[1:], structure))
+        leaves = []
+        for slot in slots:
+            name = next(names)
+            aval = isinstance(slot, Aval)
+            leaves.append(builder.input(name, slot.shape, slot.dtype) if aval else slot)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, GraphTensor)]
+        arguments = jax.tree.unflatten(structure, leaves)
+        try:
+            inspect.signature(self.fn).bind(builder, *arguments, **static)
+        except TypeError as error:
+            raise GraphTypeError(
+                f"{self.name}: {error}",
+                expected=f"{self.name}({', '.join(self._parameters[1:])}); callers leave out the "
+                "first parameter of a graph function, which is g",
+                where=user_line(),
+            ) from None
+        try:
+            result = self.fn(builder, *arguments, **static)
+        except (TypeError, ValueError) as error:
+            ours = _refusal_behind(error)
+            if ours is None:
+                raise
+            raise ours from None
+        outputs, out_structure = jax.tree.flatten(result)
+        for output in outputs:
+            if not isinstance(output, GraphTensor):
+                raise GraphTypeError(
+                    f"{self.name} returned something that is no graph tensor",
+                    expected="graph tensors, in any pytree",
+                    got=f"{type(output).__name__}: {output!r}"[:200],
+                    where=defined_at(self.fn),
+                )
+        position = {name: i for i, name in enumerate(builder._inputs)}
+        computed = [t for t in outputs if t.name not in position]
+        if not computed:
+            raise GraphError(
+                f"{self.name} returned no result of a graph operation",
+                fix="return at least one tensor made by a method of g",
+                where=defined_at(self.fn),
+            )
+        spec = builder.finish(computed)
+        assert len(inputs) + len(builder.captured) == len(position)
+        return Trace(
+            spec,
+            tuple(position[name] for name in spec.inputs),
+            tuple(position[t.name] if t.name in position else t.name for t in outputs),
+            out_structure,
+            tuple(builder.captured),
+        )
+
+    def __repr__(self) -> str:
+        return f"<jax_cudnn.graph {self.name}>"
+
+
+def graph(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Make a JAX function of a function that calls cuDNN graph operations.
+
+    ``fn(g, *arrays, **static)`` gets ``g``, which offers ``cudnn.pygraph``'s methods under the
+    same names and keywords, and symbolic tensors for its arrays; it returns tensors in any
+    pytree. Arrays follow cuDNN's dims: NCHW images, OIHW weights, (1, C, 1, 1) biases,
+    (B, M, K) matrices. Python scalars and keyword arguments are static; arrays that ``fn``
+    closes over become operands.
+
+    The result runs as one cuDNN plan where it is compiled for an NVIDIA GPU (or as several, with
+    XLA between them, see :func:`jax_cudnn.implementation`) and as its jnp reference elsewhere.
+    Products accumulate in float32, intermediates are float32, and an output has the promoted dtype
+    of its inputs (a reduction's is float32) unless ``.set_data_type`` says otherwise.
+
+    As under ``jax.jit``, Python values that ``fn`` closes over are those of its first trace.
+
+    Args:
+        fn: the function; left out in ``@graph(option=...)``.
+        **options: how cuDNN is to choose the plan, see :class:`Options`:
+            ``implementation="cudnn"``, ``deterministic=True``, ``max_workspace=2**28``,
+            ``precision="highest"``, ...; or all of them, ``options=Options(...)``.
+
+    Raises:
+        GraphError, GraphTypeError: at trace time, naming the line of ``fn``.
+        UnsupportedGraphError: under ``implementation="cudnn"``, when compiled for a GPU on which
+            cuDNN has no engine for it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
+        >>> @jc.graph
+        ... def linear(g, x, w, b):
+        ...     return g.relu(g.bias(g.matmul(x, w), b))
+        >>> x, w, b = jnp.ones((1, 4, 8)), jnp.ones((1, 8, 2)), jnp.zeros((1, 1, 2))
+        >>> jax.jit(linear)(x, w, b).shape
+        (1, 4, 2)
+    """
+    chosen = replaced(DEFAULTS, options)
+    if fn is None:
+        return functools.partial(GraphFunction, options=chosen)
+    return GraphFunction(fn, chosen)
+
+
+def _with_options(function: GraphFunction, options: Options) -> GraphFunction:
+    return function.with_options(options=options)
+
+
+class _Captures(Exception):
+    def __init__(self, trace: Trace):
+        self.trace = trace
+
+
+def _refusal_behind(error: BaseException) -> JaxCudnnError | None:
+    """Our error about a graph tensor in jnp, where JAX has wrapped it in or raised its own."""
+    if isinstance(error, JaxCudnnError):
+        return error
+    if repr(GraphTensor) not in str(error):
+        return None
+    behind = error.__cause__ or error.__context__
+    while behind is not None:
+        if isinstance(behind, JaxCudnnError):
+            return behind
+        behind = behind.__cause__ or behind.__context__
+    line, function = raised_in(error)
+    return refusal(function, line)

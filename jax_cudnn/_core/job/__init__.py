@@ -1,0 +1,1 @@
+"""One decision for all processes of a job."""

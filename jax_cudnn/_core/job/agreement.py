@@ -1,0 +1,227 @@
+"""One decision for all processes of a jax.distributed job: one makes it, the others take it over.
+
+Processes that plan for themselves may choose differently, and even one choice has other bytes at
+each build (cuDNN compiles kernels into its plans). They would then compile different programs and
+hang in the first collective.
+
+A success holds for the life of the job. A failure belongs to one attempt: asking for the key again
+takes part in the next one, so that a retry on all processes is a new try. So all must ask equally
+often: who asks once more than the lowest process waits for an attempt that it never makes, and who
+missed a failure (by a timeout) is told it at the next ask.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from .. import compat
+from ..errors import JobError
+from .record import Question, pack, received, sent, unpack
+
+log = logging.getLogger("jax_cudnn")
+
+_SLICE = 1.0  # seconds: Python sees Ctrl-C only between two calls of the client
+
+
+def leader(devices: Sequence[jax.Device]) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
+    """The process that decides for the program on these devices: the lowest of theirs.
+
+    None where there is nothing to agree on: no devices, those of one process, or none of this
+    process, which then never runs the program.
+    """
+    processes = _processes(devices)
+    if len(processes) < 2 or jax.process_index() not in processes:
+        return None
+    return processes[0]
+
+
+def agreed(
+    key: str,
+    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+    make: Callable[[], dict[str, Any]],
+    *,
+    name: str,
+    identity: Callable[[], str],
+    timeout: float,
+) -> dict[str, Any]:
+    """What ``make()`` gives in the lowest process of the devices; the same in all of them.
+
+    Without several processes, or without ``jax.distributed.initialize``, simply ``make()``.
+
+    Args:
+        key: what is decided, equal in all processes: the graph, its options, ``jax_cudnn.target``.
+            What may differ by mistake belongs to ``identity``.
+        devices: of the compilation, those of other processes included.
+        make: decides; returns a dictionary that JSON can hold. Called in the lowest process only.
+        name: the user's function, for messages.
+        identity: gives what the decision depends on and all processes must have alike: versions
+            and GPU, in words or as a JSON object, of which messages show what differs.
+        timeout: seconds that this process waits for the lowest one.
+
+    Raises:
+        JobError: the lowest process did not answer in time, or failed with an error that is not
+            of this package, or the job's store cannot be reached.
+        LibraryError: the lowest process has another identity, or another jax_cudnn.
+        JaxCudnnError: what ``make`` raised, in all processes, with their number in its summary.
+    """
+    global _job
+    client = compat.distributed_client()
+    if leader(devices) is None or client is None:
+        return make()
+    with _lock:
+        if _job is None or _job.client is not client:  # the job may have been initialised anew
+            _job = Job(client, jax.process_index())
+        job = _job
+    return job.agreed(Question(key, _processes(devices), name, identity, timeout), make)
+
+
+@dataclass
+class _Answer:
+    """What this process knows of a decision; the lock is held while it asks or decides."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    attempt: int = 0
+    record: bytes | None = None  # of the attempt that succeeded
+
+
+class Job:
+    """This process's part in a job: the client of its store, and what it knows by now."""
+
+    def __init__(self, client: Any, process: int):
+        self.client, self.process = client, process
+        self._answers: dict[str, _Answer] = {}
+        self._lock = threading.Lock()
+
+    def agreed(self, question: Question, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        deadline = time.monotonic() + question.timeout
+        with self._lock:
+            answer = self._answers.setdefault(question.path, _Answer())
+        # One thread at a time takes part in an attempt: each ask that fails is one attempt, in
+        # every process, whatever the order of its threads.
+        leads = self.process == question.leader
+        limit = -1 if leads else min(question.timeout, threading.TIMEOUT_MAX)
+        if not answer.lock.acquire(timeout=limit):
+            raise self._late(question, answer)
+        try:
+            record = answer.record
+            if record is None:
+                path = f"{question.path}/{answer.attempt}"
+                if leads:
+                    record = self._get(path) or self._decide(question, answer, path, make)
+                else:
+                    record = self._await(question, answer, path, deadline)
+            content = unpack(record, question, self.process)
+            if "error" in content:
+                answer.attempt += 1
+                raise received(content["error"], question)
+            answer.record = record
+        finally:
+            answer.lock.release()
+        return content["made"]
+
+    def _decide(
+        self, question: Question, answer: _Answer, path: str, make: Callable[[], dict[str, Any]]
+    ) -> bytes:
+        """Runs ``make`` and publishes what comes of it, an error as well."""
+        started = time.monotonic()
+        self._put(path + "/begun", b"1")
+        try:
+            record = pack(made=make(), identity=question.identity())
+        except Exception as error:  # an interrupt is no answer: the same attempt goes on later
+            answer.attempt += 1
+            try:
+                self._put(path, pack(error=sent(error)))
+            except JobError as unsent:
+                error.add_note(str(unsent))
+            raise
+        self._put(path, record)
+        log.debug(
+            "%s: planned for processes %s in %.3f s, published %d bytes",
+            question.name,
+            question.processes,
+            time.monotonic() - started,
+            len(record),
+        )
+        return record
+
+    def _await(self, question: Question, answer: _Answer, path: str, deadline: float) -> bytes:
+        started, told = time.monotonic(), False
+        log.debug("waiting for process %d to plan %s", question.leader, question.name)
+        while (left := deadline - time.monotonic()) > 0:
+            record = self._get(path, min(left, _SLICE))
+            if record is None and not told and time.monotonic() - started > 2 * _SLICE:
+                told = True
+                log.warning("waiting for process %d to plan %s", question.leader, question.name)
+            if record is not None:
+                waited = time.monotonic() - started
+                log.debug(
+                    "process %d planned %s: waited %.3f s", question.leader, question.name, waited
+                )
+                return record
+        raise self._late(question, answer)
+
+    def _late(self, question: Question, answer: _Answer) -> JobError:
+        begun = self._get(f"{question.path}/{answer.attempt}/begun", 0.1) is not None
+        first = f"process {question.leader}"
+        if begun:
+            got = f"{first} has begun to plan it and has not finished"
+            why = "planning takes longer than this, or that process hangs"
+            fix = "jax_cudnn.configure(job_timeout=SECONDS)"
+        else:
+            got = f"{first} has not begun to plan it"
+            why = f"{first} is busy with something else, has ended, or compiles another program"
+            fix = (
+                "run the same program in the same order, with the same shapes, options, "
+                "jax_cudnn.target, jax_cudnn.implementation, matmul precision and XLA_FLAGS, in "
+                "all processes; "
+                f"if {first} is only late, jax_cudnn.configure(job_timeout=SECONDS)"
+            )
+        return JobError(
+            f"{question.name}: process {self.process} waited {question.timeout:g} s for {first} "
+            "to plan it",
+            expected=f"the plan from {first}, which plans for processes {question.processes}",
+            got=got + (f" (attempt {answer.attempt + 1})" if answer.attempt else ""),
+            why=why,
+            fix=fix,
+        )
+
+    def _put(self, path: str, value: bytes) -> None:
+        try:
+            self.client.key_value_set_bytes(path, value, allow_overwrite=True)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._unreachable(error) from error
+
+    def _get(self, path: str, seconds: float = 0) -> bytes | None:
+        """The value, waiting so long for it; None if it is not there."""
+        try:
+            if seconds > 0:
+                milliseconds = max(1, round(seconds * 1000))
+                return self.client.blocking_key_value_get_bytes(path, milliseconds)
+            return self.client.key_value_try_get_bytes(path)
+        except jax.errors.JaxRuntimeError as error:
+            if str(error).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
+                return None
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: BaseException) -> JobError:
+        return JobError(
+            f"process {self.process} cannot reach the store of its jax.distributed job",
+            got=str(error).splitlines()[0],
+            why="the processes of a job agree on plans through it",
+            fix="see whether the coordinator (process 0) still runs",
+        )
+
+
+def _processes(devices: Sequence[jax.Device]) -> list[int]:  # pyright: ignore[reportInvalidTypeForm]
+    return sorted({device.process_index for device in devices})
+
+
+_job: Job | None = None
+_lock = threading.Lock()

@@ -1,0 +1,104 @@
+"""What travels between the processes of a job: a decision, or the error that there is none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import errors
+from ..errors import JaxCudnnError, JobError, LibraryError
+
+_FORMAT = 1  # of a record; not a part of its key, so that a process can say that it differs
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the processes are to agree on: the arguments of ``agreement.agreed``, and the indices
+    of the processes that take part, ascending."""
+
+    key: str
+    processes: Sequence[int]
+    name: str
+    identity: Callable[[], str]
+    timeout: float
+
+    @property
+    def leader(self) -> int:
+        return self.processes[0]
+
+    @property
+    def path(self) -> str:
+        """The name of its answers in the job's store."""
+        text = json.dumps([self.key, list(self.processes)])
+        return "jax_cudnn/agreed/" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def pack(**content: Any) -> bytes:
+    content |= {"format": _FORMAT}
+    return zlib.compress(json.dumps(content).encode())
+
+
+def unpack(record: bytes, question: Question, process: int) -> dict[str, Any]:
+    """A record's content: new objects each time. Refuses what another installation wrote."""
+    content = json.loads(zlib.decompress(record))
+    if content["format"] != _FORMAT:
+        theirs, ours = "another version of jax_cudnn", "this one"
+    elif "error" in content:  # all raise the same, as the lowest process does
+        return content
+    elif content["identity"] == (own := question.identity()):
+        return content
+    else:
+        theirs, ours = _differences(content["identity"], own)
+    raise LibraryError(
+        f"{question.name}: the processes of this job plan with different libraries or GPUs",
+        expected=f"process {question.leader}: {theirs}",
+        got=f"process {process}: {ours}",
+        why="a plan runs only with the versions and on the GPU model it was built for",
+        fix="install the same versions everywhere, and give a program GPUs of one model",
+    )
+
+
+def _differences(a: str, b: str) -> tuple[str, str]:
+    """Of two texts that are JSON objects only what differs, objects within them included."""
+    try:
+        left, right = json.loads(a), json.loads(b)
+        names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
+    except (ValueError, TypeError, AttributeError):
+        names = []
+    if not names:
+        return a, b
+    parts = []
+    for name in names:
+        pair = left.get(name), right.get(name)
+        if isinstance(pair[0], str) and isinstance(pair[1], str):
+            pair = _differences(*pair)
+        parts.append([f"{name} {value}" for value in pair])
+    return ", ".join(part[0] for part in parts), ", ".join(part[1] for part in parts)
+
+
+def sent(error: BaseException) -> dict[str, Any]:
+    """An error as it travels: by the class of ours that it is, else as text."""
+    if not isinstance(error, JaxCudnnError):
+        return {"text": f"{type(error).__name__}: {error}"}
+    ours = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
+    parts = {part: value for part, value in error.__dict__.items() if part != "__notes__"}
+    return {"class": ours.__name__, "parts": json.loads(json.dumps(parts, default=str))}
+
+
+def received(sent: dict[str, Any], question: Question) -> JaxCudnnError:
+    first = f"process {question.leader}"
+    if "class" in sent:
+        parts = sent["parts"]
+        summary = f"in {first}, which plans for this job: {parts['summary']}"
+        kind = getattr(errors, sent["class"], JobError)  # a newer jax_cudnn may have more of them
+        return errors.rebuild(kind, {**parts, "summary": summary})
+    return JobError(
+        f"{question.name}: {first} failed to plan it",
+        got=sent["text"],
+        why=f"{first} plans for processes {question.processes}",
+        fix=f"see the output of {first}",
+    )

@@ -1,0 +1,63 @@
+"""What is supported instead: the element types with which cuDNN would run a refused graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..errors import JaxCudnnError, UnsupportedGraphError
+from ..graph.dtypes import FLOATS, INTEGERS
+from ..graph.spec import GraphSpec
+
+_TRIED = ("bfloat16", "float16", "float32", "float8_e4m3fn")
+_ABOUT_DTYPES = ("data type", "different types", "TF32", "does not compile")
+
+
+def dtypes_with_plan(
+    spec: GraphSpec, error: UnsupportedGraphError, build: Callable[[GraphSpec], Any]
+) -> str | None:
+    """The element types for which ``build`` finds a plan, in words; None where the refusal is
+    not about types. Asks cuDNN, so it takes up to a second."""
+    if not any(words in reason for reason in error.reasons.values() for words in _ABOUT_DTYPES):
+        return None
+    found = [dtype for dtype, variant in _variants(spec) if _has_plan(variant, build)]
+    if not found:
+        return "none of " + ", ".join(_TRIED) + " for all operands makes it a supported graph"
+    return "this graph has a plan there with operands of " + ", ".join(found)
+
+
+def _variants(spec: GraphSpec) -> Iterator[tuple[str, GraphSpec]]:
+    """The graph with all operands of one type, and results to match."""
+    anchored = {name for call in spec.calls if call.node.anchor for _, name in call.inputs}
+    operands = {name for name in spec.inputs if name in anchored} or {*spec.inputs}
+    old = {spec.tensor(name).dtype for name in operands}
+    for dtype in _TRIED:
+        if old == {dtype}:
+            continue
+        result = dtype if dtype in FLOATS else "float32"
+
+        def changed(tensor: Any, dtype: str = dtype, result: str = result) -> Any:
+            if tensor.name in operands:
+                return replace(tensor, dtype=dtype)
+            outward = tensor.name in spec.outputs and tensor.dtype in (*old, *INTEGERS)
+            if outward or tensor.name in anchored:
+                return replace(tensor, dtype=result if outward else dtype)
+            inward = tensor.dtype in INTEGERS and tensor.name not in spec.inputs
+            return replace(tensor, dtype="float32") if inward else tensor
+
+        calls = tuple(
+            replace(call, node=replace(call.node, compute_data_type="float32"))
+            if call.node.compute_data_type == "int32"
+            else call
+            for call in spec.calls
+        )
+        yield dtype, replace(spec, tensors=(*map(changed, spec.tensors),), calls=calls, _cache={})
+
+
+def _has_plan(spec: GraphSpec, build: Callable[[GraphSpec], Any]) -> bool:
+    try:
+        build(spec)
+    except JaxCudnnError:  # a failure while looking for advice must not hide the refusal
+        return False
+    return True

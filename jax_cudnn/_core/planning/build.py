@@ -1,0 +1,148 @@
+"""GraphSpec -> cudnn.pygraph -> ExecutionPlan: the only module that drives cuDNN's frontend."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ...deviceless.profiles import Profile
+from ..cuda import CudaDevice
+from ..errors import LibraryError, UnsupportedGraphError
+from ..graph import layout
+from ..graph.dtypes import cudnn_name
+from ..graph.spec import GraphSpec
+from . import choice, frontend, ubjson
+from .execution_plan import ExecutionPlan, Uids, decode
+from .unsupported import engine_reasons, unsupported
+
+_NONE_PROPOSED = "no engine was proposed that is the one asked for and has the notes asked for"
+# Engines of the frontend itself (CuTe DSL): they run in Python only.
+_FIRST_PYTHON_ENGINE = 20000
+_DEVICE_FAILURE = (
+    r"CUDA_ERROR|cudaError|out of memory|ALLOC_FAILED|EXECUTION_FAILED|SUBLIBRARY"
+    r"|INTERNAL_ERROR(?!_COMPILATION_FAILED)"  # an engine whose kernel cuDNN wrote wrongly
+)
+
+
+def build_for_profile(spec: GraphSpec, profile: Profile) -> ExecutionPlan:
+    """The plan for a GPU that is not here. Runs in the deviceless worker."""
+    cudnn = frontend.load()
+    properties = cudnn.create_device_properties(profile.properties_json)
+    return _build(spec, cudnn, device_property=properties, sm_version=profile.sm_version)
+
+
+def build_for_device(spec: GraphSpec, device: CudaDevice) -> ExecutionPlan:
+    """The plan for a GPU of this process, with a real handle."""
+    cudnn = frontend.load()
+    with device.planning_handle(cudnn) as handle:
+        return _build(spec, cudnn, handle=handle)
+
+
+def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> ExecutionPlan:
+    graph = cudnn.pygraph(
+        name="jax_cudnn",
+        io_data_type=cudnn.data_type.FLOAT,
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        **where,
+    )
+    reasons: dict[str, str] = {}
+    with _reasons_of(spec, cudnn):
+        _emit(spec, graph, cudnn)
+        graph.validate()
+        graph.build_operation_graph()
+        choice.propose(graph, spec, cudnn)
+    count = graph.get_execution_plan_count()
+    for index in range(count):
+        name = graph.get_plan_name_at_index(index)
+        engine, knobs = graph.get_engine_and_knobs_at_index(index)
+        if not choice.is_chosen(spec, engine, knobs):
+            continue
+        if engine >= _FIRST_PYTHON_ENGINE:
+            reasons[name] = "runs only in the frontend's Python, not inside an XLA program"
+            continue
+        if wrong := choice.distrusted(spec, engine, knobs):
+            reasons[name] = f"computes {wrong} wrongly"
+            continue
+        try:
+            with _reasons_of(spec, cudnn):
+                graph.build_plan_at_index(index)
+        except UnsupportedGraphError as error:
+            reasons[name] = next(iter(error.reasons.values()))
+            continue
+        workspace = graph.get_workspace_size()
+        if spec.options.max_workspace is not None and workspace > spec.options.max_workspace:
+            reasons[name] = f"needs {workspace} bytes of workspace"
+            continue
+        blob = ubjson.decode(bytes(graph.serialize()))
+        named = tuple(sorted((getattr(k, "name", str(k)), int(v)) for k, v in knobs.items()))
+        return decode(spec, blob, name, workspace, count, int(engine), named)
+    raise unsupported(spec, reasons or {"heuristics": _NONE_PROPOSED})
+
+
+@contextlib.contextmanager
+def _reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
+    """Turns the frontend's exceptions into ours.
+
+    It raises RuntimeError both for what cuDNN cannot represent and for a failing device, and
+    Python's own in what of it is Python.
+    """
+    try:
+        yield
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+        if "engineId" not in str(error) and re.search(_DEVICE_FAILURE, str(error)):
+            raise LibraryError(
+                "cuDNN failed while planning",
+                got=str(error).strip(),
+                why="this is a failure of the device or of a library, not of the graph",
+                fix="free GPU memory, or mend the installation, and try again",
+            ) from error
+        raise unsupported(spec, engine_reasons(str(error))) from error
+    except (AssertionError, ValueError) as error:
+        if _raised_in(error).partition(".")[0] != cudnn.__name__:
+            raise
+        raise unsupported(spec, engine_reasons(str(error))) from error
+
+
+def _raised_in(error: BaseException) -> str:
+    """The module whose code raised it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return "" if frame is None else frame.tb_frame.f_globals.get("__name__", "")
+
+
+def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
+    uids = Uids.of(spec)
+
+    def data_type(dtype: str) -> Any:
+        return getattr(cudnn.data_type, cudnn_name(dtype))
+
+    tensors: dict[str, Any] = {}
+    for uid_of, by_value in ((uids.inputs, False), (uids.constants, True)):
+        for name, uid in uid_of.items():
+            tensor = spec.tensor(name)
+            dims, strides = layout.view(spec, tensor)
+            tensors[name] = graph.tensor(
+                name=name,
+                dim=list(dims),
+                stride=strides,
+                data_type=data_type(tensor.dtype),
+                is_pass_by_value=by_value,
+                uid=uid,
+            )
+    for call in spec.calls:
+        inputs = {port: tensors[name] for port, name in call.inputs}
+        compute = data_type(call.node.compute_data_type)
+        common = {"name": call.name, "compute_data_type": compute}
+        made = call.node.emit(graph, inputs, common)
+        for (_, name), out in zip(call.outputs, made, strict=True):
+            tensor, uid = spec.tensor(name), uids.outputs.get(name)
+            dims, strides = layout.view(spec, tensor)
+            out.set_dim(list(dims)).set_stride(strides)
+            out.set_data_type(data_type(tensor.dtype))
+            if uid is not None:
+                out.set_output(True).set_uid(uid)
+            tensors[name] = out

@@ -1,0 +1,168 @@
+"""Sets of a graph's calls, as bits of an integer: what lies before and beside them, and the bytes
+that cross their edge."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..graph.spec import GraphSpec
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """A tensor: the call that makes it (0 for an operand), those that read it, and its bytes."""
+
+    maker: int
+    users: int
+    returned: bool
+    nbytes: int
+
+
+class CallSets:
+    """The calls of a graph as bits: bit ``i`` is call ``i``."""
+
+    def __init__(self, spec: GraphSpec) -> None:
+        self.all = (1 << len(spec.calls)) - 1
+        self.anchors = _bits(i for i, call in enumerate(spec.calls) if call.node.anchor)
+        self.leftover = _bits(i for i, call in enumerate(spec.calls) if call.node.leftover)
+        self._edges = _edges(spec)
+        count = len(spec.calls)
+        self._made_before = [0] * count  # the makers of a call's operands
+        self._before = [0] * count  # and theirs, and so on
+        self._users = [0] * count
+        self._beside = [0] * count
+        self._edges_at = [0] * count
+        for number, edge in enumerate(self._edges):
+            for i in members(edge.maker):
+                self._users[i] |= edge.users
+            for i in members(edge.users):
+                self._made_before[i] |= edge.maker
+            for i in members(edge.users | edge.maker):
+                self._beside[i] |= edge.users | edge.maker
+                self._edges_at[i] |= 1 << number
+        for i, makers in enumerate(self._made_before):  # calls are in topological order
+            self._before[i] = makers | _union([self._before[j] for j in members(makers)])
+
+    def traffic(self, calls: int) -> int:
+        """Bytes that a segment of these calls reads and writes."""
+        moved = 0
+        for number in members(_union([self._edges_at[i] for i in members(calls)])):
+            edge = self._edges[number]
+            if edge.maker & calls:
+                moved += edge.nbytes if edge.returned or edge.users & ~calls else 0
+            else:
+                moved += edge.nbytes
+        return moved
+
+    def beside(self, calls: int) -> int:
+        """Other calls that make, read or share a tensor with these."""
+        return _union([self._beside[i] for i in members(calls)]) & ~calls
+
+    def before(self, calls: int, glued: Sequence[int] = ()) -> int:
+        """All calls on whose results these depend, where those of each ``glued`` set run at
+        once."""
+        found, new = 0, _with(calls, glued)
+        while new:
+            makers = _with(_union([self._before[i] for i in members(new)]), glued)
+            new = makers & ~found if glued else 0
+            found |= makers
+        return found
+
+    def _makers(self, calls: int) -> int:
+        """The calls that make the operands of these."""
+        return _union([self._made_before[i] for i in members(calls)])
+
+    def users(self, calls: int) -> int:
+        """The calls that read what these make."""
+        return _union([self._users[i] for i in members(calls)])
+
+    def after(self, calls: int) -> int:
+        """All calls that depend on these."""
+        found, new = 0, calls
+        while new:
+            new = self.users(new) & ~found
+            found |= new
+        return found
+
+    def is_returned(self, calls: int) -> bool:
+        """Whether the graph returns something of these."""
+        return any(edge.returned and edge.maker & calls for edge in self._edges)
+
+    def is_closed(self, calls: int, glued: Sequence[int] = ()) -> bool:
+        """Whether they can run at once: none depends on a call outside that depends on another
+        of them."""
+        return not self.before(self._makers(calls) & ~calls, glued) & calls
+
+    def connected(self, calls: int) -> list[int]:
+        """The parts of a set between which no tensor is made, read or shared."""
+        parts = []
+        while calls:
+            grown, found = calls & -calls, 0
+            while grown != found:
+                found, grown = grown, grown | self.beside(grown) & calls
+            parts.append(found)
+            calls &= ~found
+        return parts
+
+    def in_order(self, fixed: Sequence[int], foreign: int) -> list[int]:
+        """Sets that hold each call once and can run one after the other.
+
+        Each of ``fixed`` is one of them. The other calls are grouped, ``foreign`` ones apart
+        from the rest: a group is connected, and no call of another kind lies between its calls.
+        """
+        home = {i: group for group in fixed for i in members(group)}
+        stages: dict[int, int] = {}
+        waiting = self.all
+        while waiting:
+            ready = next(
+                unit
+                for unit in (home.get(i, 1 << i) for i in members(waiting))
+                if not self._makers(unit) & ~unit & waiting
+            )
+            stage = max((stages[i] for i in members(self._makers(ready) & ~ready)), default=0)
+            stage += ready in fixed  # never in the stage of another that it reads
+            stage += stage % 2 != bool(ready & foreign)
+            stages.update((i, stage) for i in members(ready))
+            waiting &= ~ready
+        groups = [*fixed]
+        free = self.all & ~_union(fixed)
+        for stage in sorted({stages[i] for i in members(free)}):
+            groups += self.connected(_bits(i for i in members(free) if stages[i] == stage))
+        return sorted(groups, key=lambda group: (stages[next(members(group))], group & -group))
+
+
+def members(calls: int) -> Iterator[int]:
+    """The positions of the calls in a set."""
+    while calls:
+        lowest = calls & -calls
+        yield lowest.bit_length() - 1
+        calls ^= lowest
+
+
+def _bits(positions: Iterator[int]) -> int:
+    return sum(1 << i for i in positions)
+
+
+def _with(calls: int, groups: Sequence[int]) -> int:
+    """The set with all of each group of which it has a call."""
+    return calls | _union([group for group in groups if group & calls])
+
+
+def _union(sets: Sequence[int]) -> int:
+    return functools.reduce(int.__or__, sets, 0)
+
+
+def _edges(spec: GraphSpec) -> list[_Edge]:
+    makers: dict[str, int] = {}
+    users: dict[str, int] = {}
+    for i, call in enumerate(spec.calls):
+        for _, name in call.inputs:
+            users[name] = users.get(name, 0) | 1 << i
+        makers.update((name, 1 << i) for _, name in call.outputs)
+    return [
+        _Edge(makers.get(t.name, 0), users.get(t.name, 0), t.name in spec.outputs, t.nbytes)
+        for t in spec.tensors
+        if t.value is None
+    ]

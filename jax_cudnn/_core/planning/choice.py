@@ -1,0 +1,85 @@
+"""From options to cuDNN's candidates: heuristics, notes, an explicit engine with knobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import GraphError
+from ..graph.options import Options
+from ..graph.spec import GraphSpec
+
+# TF32 runs on tensor cores only, and float32 on none of them.
+NOTES_OF_FULL_FLOAT32 = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS")
+
+
+def propose(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
+    """Has a pygraph propose its plans as the spec's options say.
+
+    An explicit engine beside notes is looked for among what heuristics propose under these notes:
+    cuDNN would build it without looking at them.
+    """
+    options, filters = spec.options, _filters(spec)
+    knobs = _knobs(options, cudnn)
+    if options.engine is not None and not any(filters.values()):
+        graph.create_execution_plan(options.engine, knobs)
+        return
+    graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in options.heuristics])
+    for method, names in filters.items():
+        if names:
+            kind = cudnn.numerical_note if "numeric" in method else cudnn.behavior_note
+            getattr(graph, method)([getattr(kind, name) for name in names])
+
+
+def is_chosen(spec: GraphSpec, engine: int, knobs: Mapping[Any, int]) -> bool:
+    """Whether a candidate is the engine that the options name, if they name one."""
+    given = {getattr(knob, "name", str(knob)): value for knob, value in knobs.items()}
+    return spec.options.engine in (None, engine) and all(
+        given.get(name) == value for name, value in spec.options.knobs
+    )
+
+
+def _filters(spec: GraphSpec) -> dict[str, tuple[str, ...]]:
+    """pygraph's methods that select and deselect notes, with the notes."""
+    options = spec.options
+    return {
+        "select_numeric_notes": options.select_numeric_notes,
+        "deselect_numeric_notes": left_out(spec),
+        "select_behavior_notes": options.select_behavior_notes,
+        "deselect_behavior_notes": options.deselect_behavior_notes,
+    }
+
+
+def _knobs(options: Options, cudnn: Any) -> dict[Any, int]:
+    knob_type = cudnn._pybind_module.knob_type
+    unknown = [name for name, _ in options.knobs if name not in knob_type.__members__]
+    if unknown:
+        raise GraphError(
+            "cuDNN's frontend has no such knob",
+            expected=", ".join(knob_type.__members__),
+            got=", ".join(unknown),
+        )
+    return {getattr(knob_type, name): value for name, value in options.knobs}
+
+
+def left_out(spec: GraphSpec) -> tuple[str, ...]:
+    """The numeric notes that options deselect, by name or by what they ask for."""
+    options = spec.options
+    notes = [*options.deselect_numeric_notes]
+    if options.deterministic:
+        notes.append("NONDETERMINISTIC")
+    if options.precision in ("high", "highest") and spec.has_float32_product:
+        notes += NOTES_OF_FULL_FLOAT32
+    return tuple(dict.fromkeys(notes))
+
+
+def distrusted(spec: GraphSpec, engine: int, knobs: Mapping[Any, int]) -> str:
+    """The operation of this graph that an engine computes wrongly, by its name; "" for none."""
+    has = {getattr(knob, "name", str(knob)) for knob in knobs}
+    for call in spec.calls:
+        tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+        if engine in call.node.distrusted(tensors, spec):
+            return call.name
+        if (needed := call.node.needs_knob(spec)) and needed not in has:
+            return call.name
+    return ""

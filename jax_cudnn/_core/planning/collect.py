@@ -1,0 +1,106 @@
+"""Which graphs a JAX function holds: the cuDNN primitives of its jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from .. import compat
+from ..errors import GraphError, GraphTypeError
+from ..graph.spec import GraphSpec
+from ..graph.trace import GraphFunction
+from ..primitive import cudnn_local_p, cudnn_p
+
+
+def graphs(
+    fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]
+) -> dict[str, GraphSpec]:
+    """The different graphs of ``fn(*args, **static)`` by name, in the order of the program.
+
+    A graph is named after its graph function; where a function gives several (other shapes,
+    other statics) the second is ``"name 2"``. Nothing is planned or run.
+
+    Raises:
+        GraphTypeError: ``fn`` is no function.
+        GraphError: there is no graph in it, or one with symbolic dimensions.
+    """
+    if not callable(fn):
+        raise GraphTypeError(
+            "graphs are looked for in functions",
+            expected="a function of arrays, such as one decorated with @jax_cudnn.graph",
+            got=f"{type(fn).__name__}: {fn!r}"[:200],
+        )
+    if isinstance(fn, GraphFunction):
+        found = [(fn.name, fn.trace(*args, **static)[1].spec)]
+    else:
+        found = list(dict.fromkeys(_in_jaxpr(_jaxpr(fn, args, static))))
+    if not found:
+        raise GraphError(
+            f"{_name(fn)} holds no cuDNN graph",
+            expected="a function decorated with @jax_cudnn.graph, or one that calls such functions",
+            got="a program of XLA's own operations",
+            why="vmap of a graph, and the tangents of its derivative, run as its reference in XLA",
+            fix="decorate the function with @jax_cudnn.graph, or plan the graph function itself",
+        )
+    named: dict[str, GraphSpec] = {}
+    for name, spec in found:
+        if not spec.is_static:
+            raise GraphError(
+                f"{name}: symbolic dimensions cannot be planned",
+                expected="static shapes",
+                got=str(spec).splitlines()[0],
+                why="a cuDNN plan is built for fixed shapes",
+            )
+        named[_unused(name, named)] = spec
+    return named
+
+
+def pieces(named: Mapping[str, GraphSpec]) -> dict[str, GraphSpec]:
+    """The same with graphs cut around what is always XLA's, such as pooling."""
+    from .split import for_cudnn
+
+    found: dict[str, GraphSpec] = {}
+    for name, spec in named.items():
+        for piece in for_cudnn(spec):
+            found[_unused(name, found)] = piece
+    return found
+
+
+def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
+    """The function's jaxpr over its arrays; everything else stays the Python value it is."""
+    leaves, structure = jax.tree.flatten((args, dict(static)))
+    positions = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def of_arrays(*arrays: Any) -> Any:
+        filled = list(leaves)
+        for i, array in zip(positions, arrays, strict=True):
+            filled[i] = array
+        positional, keywords = jax.tree.unflatten(structure, filled)
+        return fn(*positional, **keywords)
+
+    return jax.make_jaxpr(of_arrays)(*(leaves[i] for i in positions)).jaxpr
+
+
+def _in_jaxpr(jaxpr: Any) -> Iterator[tuple[str, GraphSpec]]:
+    for equation in jaxpr.eqns:
+        if equation.primitive in (cudnn_p, cudnn_local_p):
+            yield equation.params["name"], equation.params["spec"]
+        for inner in compat.inner_jaxprs(equation):
+            yield from _in_jaxpr(inner)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _unused(name: str, taken: Mapping[str, Any]) -> str:
+    number = 1
+    while (unique := name if number == 1 else f"{name} {number}") in taken:
+        number += 1
+    return unique

@@ -1,0 +1,236 @@
+"""ExecutionPlan: a cuDNN execution plan as text, with everything the executor needs to run it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import LibraryError
+from ..graph.spec import GraphSpec
+
+# Kinds of a binding; csrc/plan.h has the same numbers.
+OPERAND, RESULT, SLOT, CONSTANT, VIEW = range(5)
+UNBOUND = -1
+_SCALAR_STRIDE = 16  # bytes between by-value constants
+
+# Properties that differ between GPUs of one model and that no kernel depends on. With them
+# fixed, equal GPUs get equal plans, programs and cache keys.
+_PER_DEVICE = re.compile(r'("(?:pciDeviceId|cudaDeviceId|totalGlobalMem)"\s*:\s*)\d+')
+
+
+def canonical_properties(text: str) -> str:
+    """ExecutionPlan or property text without what tells one GPU of a model from another."""
+    return _PER_DEVICE.sub(r"\g<1>0", text)
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """What cuDNN built for a graph on one GPU model.
+
+    Attributes:
+        text: the backend's plan (JSON). Valid for ``cudnn_version`` and ``device_name`` only.
+        engine: the engine with its knobs, as cuDNN names it.
+        workspace_bytes: device memory the call needs while it runs.
+        bindings: rows (uid, kind, value, bytes) that say what each tensor of the plan points to.
+        fills: rows (offset, unit bytes, count, word) of workspace to set before each run.
+        scalars: the by-value constants, 16 bytes each.
+        candidates: how many plans cuDNN's heuristics proposed.
+        engine_id, knobs: the engine by its number and the values of its knobs;
+            ``fn.with_options(**plan.pinned)`` asks for this very plan again.
+    """
+
+    text: str
+    engine: str
+    cudnn_version: int
+    device_name: str
+    workspace_bytes: int
+    plan_workspace_offset: int
+    bindings: tuple[tuple[int, int, int, int], ...]
+    fills: tuple[tuple[int, int, int, int], ...]
+    scalars: bytes
+    candidates: int
+    engine_id: int = -1
+    knobs: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def pinned(self) -> dict[str, Any]:
+        """The options that name this engine with its knobs."""
+        return {"engine": self.engine_id, "knobs": dict(self.knobs)}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as data for ``json.dumps``."""
+        return {**dataclasses.asdict(self), "scalars": self.scalars.hex()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ExecutionPlan:
+        """The plan that ``to_json`` gave; KeyError, TypeError or ValueError for other data."""
+        rows = {name: tuple(map(tuple, data[name])) for name in ("bindings", "fills", "knobs")}
+        return cls(**{**data, **rows, "scalars": bytes.fromhex(data["scalars"])})
+
+    def attributes(self, name: str) -> dict[str, Any]:
+        """The custom call's attributes."""
+        return {
+            "plan": self.text,
+            "digest": self.digest,
+            "name": name,
+            "cudnn_version": np.int64(self.cudnn_version),
+            "device_name": self.device_name,
+            "bindings": np.array(self.bindings, np.int64).reshape(-1),
+            "fills": np.array(self.fills, np.int64).reshape(-1),
+            "scalars": np.frombuffer(self.scalars, np.uint8),
+            "workspace_bytes": np.int64(self.workspace_bytes),
+            "plan_workspace_offset": np.int64(self.plan_workspace_offset),
+        }
+
+    def __repr__(self) -> str:
+        return f"<ExecutionPlan {self}>"  # the text is up to 100 KB
+
+    def __str__(self) -> str:
+        return f"{self.engine} for {self.device_name}, {self.workspace_bytes} bytes of workspace"
+
+
+@dataclass(frozen=True)
+class Uids:
+    """The tensor uids that emission gave to a spec's operands, results and constants."""
+
+    inputs: dict[str, int]
+    outputs: dict[str, int]
+    constants: dict[str, int]
+
+    @classmethod
+    def of(cls, spec: GraphSpec) -> Uids:
+        count = iter(range(1, 1 + len(spec.tensors)))
+        return cls(
+            {name: next(count) for name in spec.inputs},
+            {name: next(count) for name in spec.outputs},
+            {constant.name: next(count) for constant in spec.constants},
+        )
+
+
+_FIELDS = (
+    "cudnn_backend_data",
+    "variant_pack_uids",
+    "pass_by_values",
+    "workspace_modifications",
+    "fe_workspace_size",
+)
+
+
+def decode(
+    spec: GraphSpec,
+    blob: dict[str, Any],
+    engine: str,
+    workspace: int,
+    candidates: int,
+    engine_id: int = -1,
+    knobs: tuple[tuple[str, int], ...] = (),
+) -> ExecutionPlan:
+    """The ExecutionPlan in what the frontend serialises around a backend plan.
+
+    The frontend resolves by-value constants, initialised workspace and slices at every execute;
+    here they become plain rows once.
+    """
+    missing = [field for field in _FIELDS if field not in blob]
+    if missing:
+        raise LibraryError(
+            f"the frontend's plan has no {', '.join(missing)}",
+            why="this version of nvidia-cudnn-frontend writes plans in a way unknown here",
+            fix="install a tested version (see newest.txt) or a newer jax_cudnn",
+        )
+    uids = Uids.of(spec)
+    rows: dict[int, tuple[int, int, int]] = {}
+    scalars = bytearray()
+
+    def constant(value: bytes) -> tuple[int, int, int]:
+        scalars.extend(value.ljust(_SCALAR_STRIDE, b"\0"))
+        return CONSTANT, len(scalars) - _SCALAR_STRIDE, 0
+
+    for i, tensor in enumerate(spec.input_tensors):
+        rows[uids.inputs[tensor.name]] = (OPERAND, i, tensor.nbytes)
+    for i, tensor in enumerate(spec.output_tensors):
+        rows[uids.outputs[tensor.name]] = (RESULT, i, tensor.nbytes)
+    for tensor in spec.constants:
+        assert tensor.value is not None
+        kind = "<i" if tensor.dtype == "int32" else "<f"
+        number = int(tensor.value) if kind == "<i" else tensor.value
+        rows[uids.constants[tensor.name]] = constant(struct.pack(kind, number))
+    for uid, value in blob["pass_by_values"].items():
+        # Serialised as the hexadecimal of the big-endian value; the kernels read little-endian.
+        rows[int(uid)] = constant(bytes.fromhex(value["value"])[::-1])
+    fills: list[tuple[int, int, int, int]] = []
+    for uid, (kind, offset, floats) in blob["workspace_modifications"].items():
+        rows[int(uid)] = (SLOT, offset, 0)
+        fills.extend(_fills(kind, offset, floats))
+    used = set(blob["variant_pack_uids"])
+    kept = {u: row for u, row in rows.items() if u in used or row[0] in (OPERAND, RESULT)}
+    bindings = [(uid if uid in used else UNBOUND, *row) for uid, row in kept.items()]
+    place = {uid: i for i, uid in enumerate(kept)}
+    views = {uid: source for uid, source in _views(blob) if uid in used}
+    for uid, (source, offset) in views.items():
+        bindings.append((uid, VIEW, place.get(source, UNBOUND), offset))
+    unknown = used - rows.keys() - views.keys()
+    unknown |= {source for source, _ in views.values()} - place.keys()
+    if unknown:
+        raise LibraryError(
+            "the frontend's plan has tensors that are not in the graph",
+            got=f"uids {sorted(unknown)}",
+            why="this version of nvidia-cudnn-frontend lays out plans in a way unknown here",
+            fix="install a tested version (see newest.txt) or a newer jax_cudnn",
+        )
+    text = canonical_properties(blob["cudnn_backend_data"])
+    return ExecutionPlan(
+        text=text,
+        engine=engine,
+        cudnn_version=int(_field(r'"cudnnVersion":(\d+)', text)),
+        device_name=_field(r'"deviceName":"([^"]*)"', text),
+        workspace_bytes=workspace,
+        plan_workspace_offset=blob["fe_workspace_size"],
+        bindings=tuple(bindings),
+        fills=tuple(fills),
+        scalars=bytes(scalars),
+        candidates=candidates,
+        engine_id=engine_id,
+        knobs=knobs,
+    )
+
+
+def _views(blob: dict[str, Any]) -> list[tuple[int, tuple[int, int]]]:
+    """Tensors that are a part of another one's memory: (uid, (that one's uid, byte offset)).
+
+    Before cuDNN could slice, the frontend did it so; a map with integer keys is a list of pairs.
+    """
+    found = blob.get("variant_pack_replacements") or []
+    pairs = found.items() if isinstance(found, dict) else found
+    return [(uid, (int(source), offset)) for source, (uid, offset) in pairs]
+
+
+def _fills(kind: int, offset: int, floats: list[float]) -> list[tuple[int, int, int, int]]:
+    """Memsets that do what the frontend does to a slot before each execution."""
+    if kind == 0:  # copy these floats
+        words = [struct.unpack("<I", struct.pack("<f", value))[0] for value in floats]
+        return [(offset + 4 * i, 4, 1, word) for i, word in enumerate(words)]
+    if kind == 1:  # set floats[0] bytes to zero
+        return [(offset, 1, int(floats[0]), 0)]
+    return []
+
+
+def _field(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if match is None:
+        raise LibraryError(
+            f"cuDNN's plan text has no {pattern.split(':')[0]}",
+            why="this version of cuDNN writes plans in a way unknown here",
+            fix="install a tested version (see newest.txt) or a newer jax_cudnn",
+        )
+    return match[1]

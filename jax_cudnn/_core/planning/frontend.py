@@ -1,0 +1,149 @@
+"""cuDNN's Python frontend, loaded on demand and tied to the cuDNN that JAX has loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import re
+import threading
+from typing import Any
+
+from ..errors import LibraryError
+from ..package import install
+
+OLDEST_FRONTEND = (1, 28)
+OLDEST_CUDNN = 91900
+INSTALL = install("cuda12", "cuda13")
+
+_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    """A thread that held the lock does not exist in a child."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def load() -> Any:
+    """The module ``cudnn``; LibraryError when it or cuDNN is missing, too old, or mixed."""
+    with _lock:  # the import below is not thread-safe: it loads and registers a library
+        return _load()
+
+
+@functools.cache
+def _load() -> Any:
+    if importlib.util.find_spec("cudnn") is None:
+        raise LibraryError(
+            "nvidia-cudnn-frontend is not installed",
+            why="it builds the cuDNN plans",
+            fix=f"pip install 'nvidia-cudnn-frontend>=1.28', or all that planning needs: {INSTALL}",
+        )
+    loaded = _loaded_library()
+    try:
+        import cudnn  # pyright: ignore[reportMissingImports]
+
+        # Before it is used: an older one may lack what the lines below need.
+        check_frontend(cudnn.__version__, cudnn.__file__)
+        if loaded is not None:
+            # The frontend may have opened another copy (LD_LIBRARY_PATH comes first for it).
+            # Plans must come from the copy that runs them: the one JAX has loaded.
+            cudnn._pybind_module._set_dlhandle_cudnn(loaded._handle)
+        version = cudnn.backend_version()
+    except LibraryError:
+        raise
+    except Exception as error:
+        raise LibraryError(
+            "cuDNN or its frontend cannot be loaded",
+            got=f"{type(error).__name__}: {error}",
+            why="libcudnn.so.9 is looked for in LD_LIBRARY_PATH, then in nvidia/cudnn/lib of "
+            "site-packages, then by the dynamic linker",
+            fix=INSTALL,
+        ) from error
+    check_cudnn(version)
+    if loaded is not None:
+        check_one_cudnn(loaded.cudnnGetVersion(), version)
+    return cudnn
+
+
+def check_frontend(version: str, path: str | None) -> None:
+    """LibraryError for a frontend (``cudnn.__version__``) older than ``OLDEST_FRONTEND``."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_FRONTEND:
+        raise LibraryError(
+            "nvidia-cudnn-frontend is too old",
+            expected=f">= {'.'.join(map(str, OLDEST_FRONTEND))}",
+            got=f"{version} from {path}",
+            fix="pip install -U nvidia-cudnn-frontend; if that is another one, mend PYTHONPATH",
+        )
+
+
+def check_cudnn(version: int) -> None:
+    """LibraryError for a cuDNN (``cudnnGetVersion()``) older than ``OLDEST_CUDNN``."""
+    if version < OLDEST_CUDNN:
+        raise LibraryError(
+            "cuDNN is too old",
+            expected=f">= {version_text(OLDEST_CUDNN)}",
+            got=f"{version_text(version)} from {', '.join(loaded_paths())}",
+            fix="pip install -U nvidia-cudnn-cu12 (or -cu13), and keep LD_LIBRARY_PATH free of "
+            "other copies",
+        )
+
+
+def check_one_cudnn(executing: int, planning: int) -> None:
+    """LibraryError when plans would be built by another cuDNN than the one that runs them."""
+    if executing != planning:
+        raise LibraryError(
+            "two copies of cuDNN of different versions are loaded",
+            expected=f"{version_text(executing)}, the one JAX has loaded",
+            got=f"{version_text(planning)} in cuDNN's frontend",
+            why="loaded copies: " + ", ".join(loaded_paths()),
+            fix="keep one of them: unset LD_LIBRARY_PATH, or uninstall the other",
+        )
+
+
+def versions() -> tuple[str, str]:
+    """The versions of cuDNN and of its frontend that plan in this process."""
+    cudnn = load()
+    return version_text(cudnn.backend_version()), cudnn.__version__
+
+
+def identity() -> dict[str, str]:
+    """What a plan depends on besides its graph and GPU, by name."""
+    cudnn, frontend = versions()
+    library = _loaded_library()
+    runtime = library.cudnnGetCudartVersion() if library is not None else 0
+    return {"cuDNN": cudnn, "CUDA runtime": str(runtime), "nvidia-cudnn-frontend": frontend}
+
+
+def version_text(version: int) -> str:
+    """91900 -> '9.19.0'."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _loaded_library() -> ctypes.CDLL | None:
+    """The libcudnn.so.9 that this process has loaded already (by JAX, when it has a GPU)."""
+    if not hasattr(os, "RTLD_NOLOAD"):
+        return None
+    try:
+        library = ctypes.CDLL("libcudnn.so.9", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+    library.cudnnGetVersion.restype = library.cudnnGetCudartVersion.restype = ctypes.c_size_t
+    return library
+
+
+def loaded_paths() -> list[str]:
+    """Real paths of all copies of libcudnn.so in this process."""
+    try:
+        with open("/proc/self/maps") as maps:
+            fields = (line.split(maxsplit=5) for line in maps)
+            paths = (f[5].strip() for f in fields if len(f) == 6 and "libcudnn.so" in f[5])
+            return sorted(set(paths))
+    except OSError:
+        return []

@@ -1,0 +1,142 @@
+"""Where measurements show cuDNN to lose: the implementation "split" leaves these graphs to XLA.
+
+A graph is filed under its pattern: what it computes at heart, in words. ``losses.json`` holds, for
+each architecture that was measured, the patterns at which XLA's compilation of the graph's own
+reference was faster than cuDNN in every measured case. ``python -m jax_cudnn bench --losses``
+writes it from a result of ``bench``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..graph.dtypes import FP8
+from ..graph.layout import major_to_minor
+from ..graph.spec import Call, GraphSpec
+from .call_sets import CallSets, members
+
+TABLE = Path(__file__).with_name("losses.json")
+
+# Kinds of element types that share kernels; others are their own kind.
+_KINDS = {"bfloat16": "", "float16": "", **dict.fromkeys(FP8, "float8")}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A pattern at which cuDNN loses; printed, the reason to leave a graph to XLA.
+
+    Attributes:
+        pattern: as :func:`pattern` gives it.
+        ratio: the time of XLA over that of cuDNN in the case in which cuDNN lost least.
+        device: the GPU of the measurement.
+        date: its day.
+        cudnn: its version of cuDNN.
+        cases: the names of the cases in ``bench``.
+    """
+
+    pattern: str
+    ratio: float
+    device: str
+    date: str
+    cudnn: str
+    cases: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"XLA is faster at {self.pattern!r}: it took at most {self.ratio:.0%} of cuDNN's time "
+            f"in each of {len(self.cases)} cases ({self.device}, cuDNN {self.cudnn}, {self.date})"
+        )
+
+
+def loss(spec: GraphSpec, sm_version: int) -> Loss | None:
+    """What is measured to be lost if cuDNN runs the whole of this graph; None where nothing is.
+
+    Args:
+        spec: the graph that would be one plan.
+        sm_version: the compute capability times ten.
+
+    Also None on an architecture that nobody measured, where the options name cuDNN's engine, and
+    where they ask for determinism of a node that XLA, too, may compute with atomics.
+    """
+    measured = table().get(str(sm_version))
+    if measured is None or not _may_be_xlas(spec):
+        return None
+    filed = pattern(spec)
+    cases = measured["patterns"].get(filed)
+    if cases is None:
+        return None
+    where = {key: measured[key] for key in ("device", "date", "cudnn")}
+    return Loss(filed, max(cases.values()), **where, cases=tuple(cases))
+
+
+def _may_be_xlas(spec: GraphSpec) -> bool:
+    settled = all(call.node.deterministic for call in spec.calls)
+    return spec.options.engine is None and (settled or not spec.options.deterministic)
+
+
+@functools.cache
+def table() -> Mapping[str, Any]:
+    """The SM version as text -> where it was measured, and ``patterns``: a pattern -> the ratio
+    in each of its cases."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(maxsize=1024)
+def pattern(spec: GraphSpec) -> str:
+    """What a graph is at heart, such as "conv_dgrad depthwise" or "matmul float8 + epilogue".
+
+    That is the pattern of its nodes that are more than pointwise, in order, with the kinds of
+    their operands' element types where these are no 16-bit floats. Around convolutions and
+    matmuls it also says whether the graph computes something before and after; in "prologue of
+    int8 + matmul" the graph reads int8 and converts it.
+    """
+    hearts = {i: found for i, call in enumerate(spec.calls) if (found := _of_node(spec, call))}
+    anchors = [call for call in spec.calls if call.node.anchor]
+    if not anchors:
+        # Bound by memory traffic: float32 has the kernels of 16-bit floats, and what is computed
+        # on the way does not count.
+        kinds = _kinds(spec, spec.inputs) - {"float32"}
+        return _words([" + ".join(hearts.values()) or "pointwise", *sorted(kinds)])
+    sets = CallSets(spec)
+    before = {*members(sets.before(sets.anchors))} - hearts.keys()
+    parts = list(hearts.values())
+    if before:
+        read = {name for i in before for _, name in spec.calls[i].inputs}
+        new = _kinds(spec, read.intersection(spec.inputs)) - _kinds(spec, _operands(anchors))
+        parts.insert(0, _words(["prologue", *(f"of {kind}" for kind in sorted(new))]))
+    if len(before) + len(hearts) < len(spec.calls):
+        parts.append("epilogue")
+    return " + ".join(parts)
+
+
+def _of_node(spec: GraphSpec, call: Call) -> str:
+    """A node's own words; empty for what only accompanies others."""
+    node = call.node
+    ports = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+    ports = {port: replace(t, order=major_to_minor(spec, t)) for port, t in ports.items()}
+    words = node.pattern(ports)
+    if not (words and node.anchor):
+        return words
+    inputs = {port: ports[port] for port, _ in call.inputs}
+    usual = node.compute_data_type == node.default_compute(inputs)
+    kinds = sorted(_kinds(spec, _operands([call])))
+    return _words([words, *kinds, "" if usual else f"in {node.compute_data_type}"])
+
+
+def _operands(calls: Iterable[Call]) -> set[str]:
+    return {name for call in calls for _, name in call.inputs}
+
+
+def _kinds(spec: GraphSpec, names: Iterable[str]) -> set[str]:
+    """The kinds of these tensors' element types; 16-bit floats, as the usual ones, have none."""
+    dtypes = {spec.tensor(name).dtype for name in names}
+    return {_KINDS.get(dtype, dtype) for dtype in dtypes} - {""}
+
+
+def _words(words: Iterable[str]) -> str:
+    return " ".join(filter(None, words))

@@ -1,0 +1,244 @@
+"""How a graph runs on a GPU: the implementation asked for, the splitter's cuts, and a plan for
+each of cuDNN's segments; decided once for equal graphs, and alike by all processes of a job."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from ...deviceless.profiles import Profile
+from ..cuda import CudaDevice
+from ..errors import PlanningWorkerError, UnsupportedGraphError
+from ..graph.options import Surroundings
+from ..graph.spec import GraphSpec
+from ..implementation import CUDNN, SPLIT, XLA
+from ..job import agreement
+from ..settings import settings
+from ..store import cache
+from . import frontend, losses, planner
+from .execution_plan import ExecutionPlan
+from .plan import Plan, PlannedSegment
+from .single_flight import SingleFlight
+from .split import Refusal, Segment, part, search, whole
+from .unsupported import most_telling
+
+log = logging.getLogger("jax_cudnn")
+
+# A segment as a row: its calls by position, whether XLA runs it, and why.
+_Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
+
+_ELSE = "then cuDNN runs the parts that it can, and XLA the rest"
+
+_refusals: SingleFlight[Refusal | None] = SingleFlight(1 << 14)
+_splits: SingleFlight[_Rows] = SingleFlight()
+
+
+def place(
+    spec: GraphSpec,
+    site: Profile | CudaDevice,
+    name: str,
+    devices: Sequence[jax.Device] = (),  # pyright: ignore[reportInvalidTypeForm]
+) -> Plan:
+    """The plan of a graph for a GPU.
+
+    ``devices`` are those of the compilation: where they belong to several processes, the lowest
+    of these decides for all.
+
+    Raises:
+        UnsupportedGraphError: the graph asks for ``implementation="cudnn"``, and cuDNN has no
+            engine for the whole of it.
+        JobError: another process decides, and its decision has not come.
+    """
+    if left_to_xla(spec):
+        return by_xla(spec, name)
+    together = agreement.leader(devices) is not None
+    segments = (
+        _decide_together(spec, site, name, devices) if together else _decide(spec, site, name)
+    )
+    plan = Plan(name, _model(site)[0], spec.options.implementation or SPLIT, spec, segments)
+    _tell(plan)
+    return plan
+
+
+def left_to_xla(spec: GraphSpec) -> str:
+    """Why XLA runs a graph on every GPU, so that nothing is to be planned; else empty."""
+    if spec.is_empty:
+        return "cuDNN takes no empty tensors"
+    return "implementation='xla'" if spec.options.implementation == XLA else ""
+
+
+def by_xla(spec: GraphSpec, name: str) -> Plan:
+    """The plan of a graph that is left to XLA."""
+    calls = tuple(range(len(spec.calls)))
+    segment = PlannedSegment(spec, calls, None, left_to_xla(spec))
+    plan = Plan(name, "any GPU", spec.options.implementation or SPLIT, spec, (segment,))
+    _tell(plan)
+    return plan
+
+
+def _decide(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[PlannedSegment, ...]:
+    # An engine is one of the whole graph: of a part it would be another.
+    if spec.options.implementation == CUDNN or spec.options.engine is not None:
+        try:
+            return (*_planned(whole(spec, False), site, name),)
+        except UnsupportedGraphError as error:
+            what = "implementation='cudnn'" if spec.options.engine is None else "the engine"
+            error.fix = "; ".join(filter(None, [error.fix, f"or leave out {what}: {_ELSE}"]))
+            raise
+    canonical = spec.for_planning().canonical()
+    key = canonical, planner.identity(site)
+    rows = _splits.get(key, lambda: _split(canonical, site, name))
+    segments = [_segment(spec, *row) for row in rows]
+    _check_determinism(spec, segments, name)
+    return (*_planned(segments, site, name),)
+
+
+def _check_determinism(spec: GraphSpec, segments: Sequence[Segment], name: str) -> None:
+    """UnsupportedGraphError where XLA would have to keep a promise that it was not asked for."""
+    if not spec.options.deterministic or Surroundings.now().deterministic:
+        return
+    for segment in segments:
+        loose = [call.name for call in segment.spec.calls if not call.node.deterministic]
+        if segment.leftover and loose:
+            raise UnsupportedGraphError(
+                f"{name}: deterministic=True cannot be kept",
+                got=f"{', '.join(loose)}, left to XLA",
+                why=segment.reason,
+                fix="set XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops, which holds for XLA and "
+                "for jax_cudnn, or leave deterministic out",
+                graph=str(spec),
+            )
+
+
+def _planned(
+    segments: Sequence[Segment], site: Profile | CudaDevice, name: str
+) -> Iterator[PlannedSegment]:
+    for s in segments:
+        plan = None if s.leftover else planner.plan(s.spec, site, name)
+        yield PlannedSegment(s.spec, s.calls, plan, s.reason)
+
+
+def _segment(spec: GraphSpec, calls: Sequence[int], leftover: bool, reason: str) -> Segment:
+    return Segment(part(spec, calls), tuple(calls), leftover, reason)
+
+
+# -- the split -------------------------------------------------------------------------------------
+
+
+def _split(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> _Rows:
+    """From the disk, or searched and left there for other processes."""
+    lost = losses.table().get(str(_model(site)[1]), {})
+    key = f"{planner.key_text('split', spec, site)}\n{sorted(lost.get('patterns', ()))}"
+
+    def rows_of(stored: dict[str, Any]) -> _Rows:
+        return _rows(stored, spec)
+
+    known = planner.decoded(key, cache.get(key), rows_of)
+    if known is not None:
+        return known
+    segments = search(spec, lambda piece: refusal(piece, site, name))
+    rows = tuple((s.calls, s.leftover, s.reason) for s in segments)
+    if len(rows) == 1 and not rows[0][1]:
+        return rows  # one plan, which has an entry of its own
+    stored = cache.put(key, {"segments": rows}, label=f"{spec!r} in {len(rows)} segments")
+    return planner.decoded(key, stored, rows_of) or rows
+
+
+def _rows(stored: dict[str, Any], spec: GraphSpec) -> _Rows:
+    """KeyError, TypeError or ValueError for what is no split of the graph."""
+    rows = tuple((tuple(c), bool(x), str(r)) for c, x, r in stored["segments"])
+    if sorted(call for calls, _, _ in rows for call in calls) != [*range(len(spec.calls))]:
+        raise ValueError("the segments are not those of the graph")
+    return rows
+
+
+def refusal(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Refusal | None:
+    """Why cuDNN is not to run a graph: it has no engine, or is measured to lose."""
+
+    def ask() -> Refusal | None:
+        loss = losses.loss(spec, _model(site)[1])
+        if loss is not None:
+            return Refusal(str(loss), final=True)
+        try:
+            planner.plan(spec, site, name, advise=False)
+        except UnsupportedGraphError as error:
+            return Refusal(most_telling(error.reasons) or error.why or error.summary)
+        except PlanningWorkerError as error:  # cuDNN crashed over this part
+            log.warning("%s: %s; XLA runs what it was asked for: %r", name, error.summary, spec)
+            return Refusal(error.summary)
+        return None
+
+    return _refusals.get((spec.canonical(), planner.identity(site)), ask)
+
+
+def _model(site: Profile | CudaDevice) -> tuple[str, int]:
+    """A GPU's name, and its compute capability times ten."""
+    if isinstance(site, Profile):
+        return site.name, site.sm_version
+    return site.model(frontend.load())
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+def _decide_together(
+    spec: GraphSpec,
+    site: Profile | CudaDevice,
+    name: str,
+    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+) -> tuple[PlannedSegment, ...]:
+    canonical = spec.canonical()
+
+    def make() -> dict[str, Any]:
+        return {"segments": [_record(segment) for segment in _decide(canonical, site, name)]}
+
+    # Nothing here may fail before the others hear of it: versions are read where it is decided.
+    gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
+    record = agreement.agreed(
+        repr((canonical._key(), gpu)),
+        devices,
+        make,
+        name=name,
+        identity=lambda: json.dumps({**json.loads(planner.identity(site)), "jax": jax.__version__}),
+        timeout=settings().job_timeout,
+    )
+    return tuple(_received(spec, row) for row in record["segments"])
+
+
+def _record(segment: PlannedSegment) -> dict[str, Any]:
+    plan = None if segment.plan is None else segment.plan.to_json()
+    return {"calls": segment.calls, "plan": plan, "reason": segment.reason}
+
+
+def _received(spec: GraphSpec, row: dict[str, Any]) -> PlannedSegment:
+    plan = None if row["plan"] is None else ExecutionPlan.from_json(row["plan"])
+    calls = tuple(row["calls"])
+    return PlannedSegment(part(spec, calls), calls, plan, row["reason"])
+
+
+# -- what is said about it -------------------------------------------------------------------------
+
+
+def _tell(plan: Plan) -> None:
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    if len(plan.segments) > 1:
+        why = next((s.reason for s in plan.segments if s.plan is not None), "")
+        log.debug("%s: cut in %d segments: %s", plan.name, len(plan.segments), why)
+    for segment in plan.segments:
+        calls = ", ".join(call.name for call in segment.spec.calls)
+        if segment.plan is None:
+            log.debug("%s: XLA runs %s: %s", plan.name, calls, segment.reason)
+        elif len(plan.segments) > 1:
+            log.debug("%s: cuDNN runs %s: %s", plan.name, calls, segment.plan.engine)
+
+
+def clear() -> None:
+    """Forget all decisions and plans that are in memory (tests and benchmarks)."""
+    _refusals.clear()
+    _splits.clear()
+    planner.clear()

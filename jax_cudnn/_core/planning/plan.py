@@ -1,0 +1,105 @@
+"""Plan: how one graph runs on one GPU, segment by segment, with the reason for each cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import GraphError
+from ..graph.spec import GraphSpec
+from .execution_plan import ExecutionPlan
+from .explanation import Explanation, explain
+
+XLA = "XLA"
+"""What stands for an engine where nothing is cuDNN's."""
+
+
+@dataclass(frozen=True)
+class PlannedSegment:
+    """A part of a graph and what runs it.
+
+    Attributes:
+        spec: the part; its inputs and outputs are tensors of the whole graph, by name.
+        calls: which operations of the whole graph it holds, by position.
+        plan: cuDNN's plan; None where XLA runs the part's reference.
+        reason: why XLA runs it; of cuDNN's, why it is not one plan with the rest.
+    """
+
+    spec: GraphSpec
+    calls: tuple[int, ...]
+    plan: ExecutionPlan | None
+    reason: str = ""
+
+    @property
+    def engine(self) -> str:
+        return XLA if self.plan is None else self.plan.engine
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a graph runs on a GPU.
+
+    Attributes:
+        name: the graph function's name.
+        gpu: the GPU's name.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
+        spec: the graph.
+        segments: its parts, in the order in which they run.
+    """
+
+    name: str
+    gpu: str
+    implementation: str
+    spec: GraphSpec
+    segments: tuple[PlannedSegment, ...]
+
+    @property
+    def execution_plans(self) -> tuple[ExecutionPlan, ...]:
+        """cuDNN's plans, in the order in which they run."""
+        return tuple(segment.plan for segment in self.segments if segment.plan is not None)
+
+    @property
+    def engine(self) -> str:
+        """cuDNN's name of the engine with its knobs; of several segments, one after the other."""
+        return " + ".join(segment.engine for segment in self.segments)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that is needed while it runs: the largest of its plans'."""
+        return max((plan.workspace_bytes for plan in self.execution_plans), default=0)
+
+    @property
+    def candidates(self) -> int:
+        """How many plans cuDNN's heuristics proposed for all segments."""
+        return sum(plan.candidates for plan in self.execution_plans)
+
+    @property
+    def pinned(self) -> dict[str, Any]:
+        """The options that name this engine with its knobs, of a graph that is one plan."""
+        return self._only.pinned
+
+    @property
+    def text(self) -> str:
+        """The backend's plan (JSON), of a graph that is one plan."""
+        return self._only.text
+
+    @property
+    def _only(self) -> ExecutionPlan:
+        plans = self.execution_plans
+        if len(self.segments) > 1 or not plans:
+            raise GraphError(
+                f"{self.name} is not one cuDNN plan",
+                got=f"{len(self.segments)} segments: {self.engine}",
+                fix="take those of plan.execution_plans; plan.explain() says why it is cut",
+            )
+        return plans[0]
+
+    def explain(self) -> Explanation:
+        """What runs where and why; prints as text, ``.to_json()`` gives data."""
+        return explain(self)
+
+    def __str__(self) -> str:
+        return f"{self.engine} for {self.gpu}, {self.workspace_bytes} bytes of workspace"
+
+    def __repr__(self) -> str:
+        return f"<Plan {self}>"  # texts are up to 100 KB each

@@ -1,0 +1,143 @@
+"""Which plan a graph gets: planned once for equal graphs, GPUs and versions, kept in memory and
+on disk."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ...deviceless import client
+from ...deviceless.profiles import Profile
+from ..cuda import CudaDevice
+from ..errors import JaxCudnnError, UnsupportedGraphError
+from ..graph.spec import GraphSpec
+from ..graph.wire import wire
+from ..package import fingerprint
+from ..store import cache
+from . import alternatives, build, frontend, progress
+from .execution_plan import ExecutionPlan, canonical_properties
+from .limits import known_reasons
+from .single_flight import SingleFlight
+from .unsupported import unsupported
+
+log = logging.getLogger("jax_cudnn")
+
+V = TypeVar("V")
+
+_FORMAT = 1  # of what is stored
+_plans: SingleFlight[ExecutionPlan] = SingleFlight()
+
+
+def plan(
+    spec: GraphSpec, site: Profile | CudaDevice, name: str, advise: bool = True
+) -> ExecutionPlan:
+    """The plan of a graph for a GPU, built at most once however many threads ask.
+
+    On a GPU of this process a real handle plans; for a profile the deviceless worker does, also
+    where there is a GPU. Raises what planning raised, for each caller anew; with ``advise`` a
+    refusal of element types says which are supported there.
+    """
+    try:
+        return _plan(spec, site, name)
+    except UnsupportedGraphError as error:
+        if advise:
+            build = functools.partial(_plan, site=site, name=name)
+            error.expected = alternatives.dtypes_with_plan(spec, error, build)
+        raise
+
+
+def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPlan:
+    planned = wire(spec.for_planning())
+    reasons = known_reasons(planned)
+    if reasons:
+        error = unsupported(planned, reasons)
+        error.why = "; ".join(reasons.values())
+        raise _told(error, spec, name, site)
+    key = planned.canonical()
+    try:
+        return _plans.get((key, identity(site)), lambda: _obtain(key, site, name))
+    except JaxCudnnError as error:
+        raise _told(error, spec, name, site) from error.__cause__  # told once, not twice
+
+
+def _obtain(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPlan:
+    """From the disk, or built and left there for other processes.
+
+    Another process may have been first: then its plan is used, so that equal programs have equal
+    bytes in all processes.
+    """
+    key = key_text("plan", spec, site)
+    known = decoded(key, cache.get(key), ExecutionPlan.from_json)
+    if known is not None:
+        log.debug("%s: a plan from the plan cache: %s", name, known)
+        return known
+    with progress.planning(name) as clock:
+        made = _build(spec, site)
+    log.debug("%s: planned in %.3f s: %s", name, clock.seconds, made)
+    label = f"{spec!r}: {made}, cuDNN {frontend.version_text(made.cudnn_version)}"
+    data = made.to_json()
+    stored = cache.put(key, data, label=label)
+    return made if stored is data else decoded(key, stored, ExecutionPlan.from_json) or made
+
+
+def decoded(
+    key: str, stored: dict[str, Any] | None, read: Callable[[dict[str, Any]], V]
+) -> V | None:
+    """What an entry of the plan cache holds; one that holds something else is removed."""
+    try:
+        return None if stored is None else read(stored)
+    except (KeyError, TypeError, ValueError) as error:
+        cache.discard(key, f"foreign: {type(error).__name__}: {error}")
+        return None
+
+
+def _told(
+    error: JaxCudnnError, spec: GraphSpec, name: str, site: Profile | CudaDevice
+) -> JaxCudnnError:
+    """The error as the caller of function ``name`` shall read it, in the names of its graph."""
+    told = copy.copy(error)
+    told.summary = f"{name}: {error.summary}"
+    if isinstance(told, UnsupportedGraphError):
+        told.graph = str(spec)
+        if isinstance(site, Profile):
+            basis = "" if site.measured else " (a profile from public specifications)"
+            told.summary = told.summary.replace("on this GPU", f"on {site.name}{basis}")
+    return told
+
+
+def _build(spec: GraphSpec, site: Profile | CudaDevice) -> ExecutionPlan:
+    if isinstance(site, CudaDevice):
+        return build.build_for_device(spec, site)
+    return client.call("jax_cudnn._core.planning.build:build_for_profile", spec, site)
+
+
+def key_text(kind: str, spec: GraphSpec, site: Profile | CudaDevice) -> str:
+    """The key, on disk and among processes, of what is known of a canonical graph."""
+    return "\n".join([f"{kind} {_FORMAT}", repr(spec._key()), identity(site)])
+
+
+@functools.cache
+def identity(site: Profile | CudaDevice) -> str:
+    """What a plan depends on besides its graph: equal for equal GPUs and equal libraries, this
+    package's code among them."""
+    if isinstance(site, CudaDevice):
+        properties = canonical_properties(site.properties(frontend.load()))
+        return _text({"planned": "by handle", "GPU": properties}, frontend.identity())
+    # The profile's name and source make no difference to cuDNN.
+    libraries = client.call("jax_cudnn._core.planning.frontend:identity")
+    given = {"GPU": canonical_properties(site.properties_json), "SM": site.sm_version}
+    return _text({"planned": "without the GPU", **given}, libraries)
+
+
+def _text(planned: dict[str, Any], libraries: dict[str, str]) -> str:
+    return json.dumps({**planned, **libraries, "jax_cudnn": fingerprint()}, sort_keys=True)
+
+
+def clear() -> None:
+    """Forget all plans that are in memory (tests and benchmarks)."""
+    _plans.clear()
+    identity.cache_clear()

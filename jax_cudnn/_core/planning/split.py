@@ -1,0 +1,210 @@
+"""Cuts a GraphSpec into segments that run one after the other: cuDNN's, and what XLA runs.
+
+A segment is a GraphSpec with the tensor names, dtypes and options of the whole, so a tensor that
+crosses a cut is rounded exactly where the whole graph rounds it: running the segments in order
+computes what the whole graph computes.
+
+``search`` asks for the whole graph first. Without an engine it goes through the anchors
+(convolutions, matmuls) in order. Around each it lists the connected parts of the graph that hold
+the anchor and can run by themselves, and asks for them from the cheapest cut upwards: the first
+that is supported becomes a segment. What no segment holds is XLA's. A cut costs the bytes that
+are written on one side and read on the other, and each segment as much as a kernel's start.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..graph.spec import GraphSpec
+from .call_sets import CallSets, members
+
+# Bounds of the search around one anchor: questions, calls looked at, and parts kept of each size.
+_QUESTIONS, _REACH, _WIDTH = 64, 14, 24
+_TOTAL = 1024  # questions, from which on anchors are asked for alone
+# What the start of a segment costs, as bytes: an H200 moves as many in some two microseconds.
+_START = 8 << 20
+_NOT_ASKED = "XLA fuses it with its neighbours at no more memory traffic than cuDNN would have"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a graph: its inputs and outputs are tensors of the whole, by name.
+
+    Attributes:
+        spec: the part as a graph.
+        calls: which calls of the whole it holds, by position.
+        leftover: whether XLA runs it through its reference, not cuDNN.
+        reason: why XLA runs it; of cuDNN's, why it is not one plan with the rest.
+    """
+
+    spec: GraphSpec
+    calls: tuple[int, ...]
+    leftover: bool
+    reason: str = ""
+
+
+class _Part(Protocol):
+    @property
+    def spec(self) -> GraphSpec: ...
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why cuDNN is not to run a graph; ``final`` says that no part of it is to be tried, either."""
+
+    reason: str
+    final: bool = False
+
+
+Ask = Callable[[GraphSpec], Refusal | None]
+
+
+def search(spec: GraphSpec, ask: Ask) -> tuple[Segment, ...]:
+    """The segments of a graph, in an order in which each finds its inputs computed.
+
+    ``ask`` says why cuDNN is not to run a graph, or None where it is; each part is asked for once.
+    Equal graphs and answers give equal segments: parts are asked for by cost, then larger ones
+    first, then by position.
+    """
+    return _Search(spec, ask).segments()
+
+
+def whole(spec: GraphSpec, leftover: bool, reason: str = "") -> tuple[Segment, ...]:
+    """A graph as its only segment."""
+    return (Segment(spec, tuple(range(len(spec.calls))), leftover, reason),)
+
+
+def part(spec: GraphSpec, calls: Iterable[int]) -> GraphSpec:
+    """The graph of some of the calls: what they need of others is input, what others need of
+    them or the whole returns is output."""
+    chosen = {*calls}
+    if len(chosen) == len(spec.calls):
+        return spec
+    inside = tuple(call for i, call in enumerate(spec.calls) if i in chosen)
+    outside = (call for i, call in enumerate(spec.calls) if i not in chosen)
+    made = {name for call in inside for _, name in call.outputs}
+    used = {name for call in inside for _, name in call.inputs}
+    wanted = {*spec.outputs, *(name for call in outside for _, name in call.inputs)}
+    tensors = tuple(t for t in spec.tensors if t.name in made | used)
+    return GraphSpec(
+        tensors,
+        inside,
+        tuple(t.name for t in tensors if t.name not in made and t.value is None),
+        tuple(t.name for t in tensors if t.name in made & wanted),
+        spec.options,
+    )
+
+
+def for_cudnn(spec: GraphSpec) -> tuple[GraphSpec, ...]:
+    """The graphs that are left of one, cut around the nodes that cuDNN's graphs have none of.
+
+    Where XLA runs all of it, the graph itself, whose planning says so in words.
+    """
+    sets = CallSets(spec)
+    groups = sets.in_order([], sets.leftover)
+    return tuple(part(spec, members(g)) for g in groups if not g & sets.leftover) or (spec,)
+
+
+def run(
+    segments: Sequence[_Part],
+    spec: GraphSpec,
+    operands: Sequence[Any],
+    execute: Callable[..., Sequence[Any]],
+) -> list[Any]:
+    """The outputs of a graph, segment by segment: ``execute(segment, *inputs)`` gives outputs."""
+    values = dict(zip(spec.inputs, operands, strict=True))
+    for segment in segments:
+        results = execute(segment, *(values[name] for name in segment.spec.inputs))
+        values.update(zip(segment.spec.outputs, results, strict=True))
+    return [values[name] for name in spec.outputs]
+
+
+class _Search:
+    def __init__(self, spec: GraphSpec, ask: Ask) -> None:
+        self._spec, self._ask, self._sets = spec, ask, CallSets(spec)
+        self._answers: dict[int, Refusal | None] = {}
+
+    def segments(self) -> tuple[Segment, ...]:
+        sets = self._sets
+        answer = self._answer(sets.all)
+        if answer is None:
+            return whole(self._spec, leftover=False)
+        if answer.final:
+            return whole(self._spec, leftover=True, reason=answer.reason)
+        taken: list[int] = []
+        free = sets.all & ~sets.leftover
+        for position in members(sets.anchors):
+            anchor = 1 << position
+            found = self._around(anchor, free & ~sets.anchors, taken) if anchor & free else 0
+            if found:
+                taken.append(found)
+                free &= ~found
+        rest = sets.all & ~sum(taken)
+        return tuple(
+            Segment(
+                part(self._spec, members(group)),
+                tuple(members(group)),
+                leftover := group not in taken,
+                self._reason(group) if leftover else answer.reason,
+            )
+            for group in sets.in_order(taken, rest)
+        )
+
+    def _around(self, anchor: int, free: int, taken: list[int]) -> int:
+        """The cheapest part around an anchor that cuDNN runs; 0 when there is none."""
+        region = anchor
+        while (near := self._sets.beside(region) & free) and region.bit_count() < _REACH:
+            for position in members(near):
+                if region.bit_count() < _REACH:
+                    region |= 1 << position
+        cost = functools.cache(functools.partial(self._cost, region))
+
+        def rank(calls: int) -> tuple[int, int, int]:
+            return cost(calls), -calls.bit_count(), calls
+
+        level, parts = [anchor], [anchor]
+        while level:
+            grown = {c | 1 << i for c in level for i in members(self._sets.beside(c) & region)}
+            level = sorted(grown, key=rank)[:_WIDTH]
+            parts += level
+        closed = [calls for calls in parts if self._sets.is_closed(calls, taken)]
+        asked = sorted(closed, key=rank)[: _QUESTIONS if len(self._answers) < _TOTAL else 0]
+        for calls in (*asked, anchor):
+            answer = self._answer(calls)
+            if answer is None:
+                return calls
+            if answer.final:
+                return 0
+        return 0
+
+    def _cost(self, region: int, calls: int) -> int:
+        """Bytes moved in a region of which cuDNN runs these calls and XLA fuses the others."""
+        rest = region & ~calls
+        first = rest & self._sets.before(calls)
+        groups = [*self._sets.connected(first), *self._sets.connected(rest & ~first)]
+        return sum(self._sets.traffic(group) + _START for group in (calls, *groups))
+
+    def _answer(self, calls: int) -> Refusal | None:
+        if calls not in self._answers:
+            self._answers[calls] = self._ask(part(self._spec, members(calls)))
+        return self._answers[calls]
+
+    def _reason(self, group: int) -> str:
+        """Why XLA runs these calls: a final answer, or cuDNN's for the smallest part that it was
+        asked for with some of them."""
+        own = [self._spec.calls[i] for i in members(group & self._sets.leftover)]
+        if own:
+            return "; ".join(dict.fromkeys(f"{call.name}: {call.node.requires}" for call in own))
+        near = [
+            (not answer.final, calls.bit_count(), calls, answer.reason)
+            for calls, answer in self._answers.items()
+            if answer is not None and calls & group
+        ]
+        if not near:
+            return _NOT_ASKED
+        *_, calls, reason = min(near)
+        names = ", ".join(self._spec.calls[i].name for i in members(calls))
+        return f"{names}: {reason}"

@@ -1,0 +1,78 @@
+"""What stands where in a graph that cuDNN is asked for.
+
+cuDNN 9.19 accepts graphs with more in them than an engine computes: it then leaves results
+unwritten, or takes an operand for what is to be computed of it. Found on an H200 by running random
+graphs; ``python -m jax_cudnn fuzz`` runs more. So an anchor stands in the middle of its graph:
+
+- Before it is what computes its operands, where ``Node.prologue`` says that cuDNN does; nothing of
+  that leaves the graph or is used elsewhere.
+- After it is everything else; what is computed beside it (of biases, say) is used there.
+
+Without an anchor, all operations have one shape, up to the reductions at the end.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..graph.dims import Shape
+from ..graph.node import ANY
+from ..graph.spec import Call, GraphSpec
+from .call_sets import CallSets, members
+
+
+def mixed_ranks(spec: GraphSpec) -> dict[str, str]:
+    """Why tensors of a graph cannot be shown to cuDNN with one rank, of three or more."""
+    ranks = {len(tensor.shape) for tensor in spec.tensors if tensor.value is None}
+    least = {call.node.least_rank for call in spec.calls if call.node.anchor}
+    free = all(call.node.ports.is_elementwise for call in spec.calls)
+    if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
+        return {}
+    shown = ", ".join(map(str, sorted(ranks | least - {0})))
+    return {"ranks": f"tensors of ranks {shown} in one plan"}
+
+
+def reasons(spec: GraphSpec) -> dict[str, str]:
+    """What stands wrong, by operation. Of several anchors cuDNN says itself what it refuses."""
+    sets = CallSets(spec)
+    if len(sets.connected(sets.all)) > 1:
+        return {"graph": "it falls apart in pieces that have nothing in common"}
+    if not sets.anchors:
+        return _alike(spec)
+    (anchor, *others) = members(sets.anchors)
+    return {} if others else _around(spec, spec.calls[anchor], sets)
+
+
+def _around(spec: GraphSpec, anchor: Call, sets: CallSets) -> dict[str, str]:
+    before = sets.before(sets.anchors)
+    after = sets.after(sets.anchors)
+    found = {}
+    methods = {call.node.method for call in spec.calls}
+    if before and anchor.node.prologue not in (ANY, *methods):
+        for i in members(before):
+            found[spec.calls[i].name] = (
+                f"{anchor.name} takes no operand that is computed in its plan"
+            )
+    for i in members(after):
+        if _extent(spec, spec.calls[i]) != spec.tensor(anchor.outputs[0][1]).shape:
+            found[spec.calls[i].name] = f"of another shape than the result of {anchor.name}"
+    for i in members(sets.all & ~sets.anchors & ~after):
+        users = sets.users(1 << i)
+        allowed = before | sets.anchors if before >> i & 1 else ~(before | sets.anchors)
+        if not users or users & ~allowed or sets.is_returned(1 << i):
+            what = "computes an operand of" if before >> i & 1 else "is beside"
+            found[spec.calls[i].name] = f"it {what} {anchor.name}, and not for that alone"
+    return found
+
+
+def _alike(spec: GraphSpec) -> dict[str, str]:
+    extents = {call.name: _extent(spec, call) for call in spec.calls}
+    if len({*extents.values()}) > 1:
+        return {name: f"over {list(extent)}, beside others" for name, extent in extents.items()}
+    return {}
+
+
+def _extent(spec: GraphSpec, call: Call) -> Shape:
+    """The shape over which a call goes: of a reduction its operand's."""
+    shapes = (spec.tensor(name).shape for _, name in (*call.inputs, *call.outputs))
+    return max(shapes, key=math.prod)

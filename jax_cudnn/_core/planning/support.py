@@ -1,0 +1,209 @@
+"""``plan`` and ``support``: what cuDNN makes of a function's graphs, on GPUs here or elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, overload
+
+import jax
+
+from ...deviceless import client, profiles
+from ...deviceless.profiles import Profile
+from .. import compat, context
+from ..cuda import CudaDevice
+from ..errors import GraphError, TargetError, UnsupportedGraphError
+from ..graph.spec import GraphSpec
+from . import frontend
+from .collect import graphs, pieces
+from .plan import XLA, Plan
+from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
+from .unsupported import most_telling
+
+# A GPU to plan for: by its name, a profile, or a GPU of this process.
+Sites = dict[str, Profile | CudaDevice]
+
+
+@overload
+def plan(fn: Callable[..., Any], *args: Any, gpus: None = None, **static: Any) -> Plan: ...
+@overload
+def plan(
+    fn: Callable[..., Any], *args: Any, gpus: Iterable[str | Profile], **static: Any
+) -> dict[str, Plan]: ...
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    gpus: Iterable[str | Profile] | None = None,
+    **static: Any,
+) -> Plan | dict[str, Plan]:
+    """How a function's graph runs on a GPU for these arguments: cuDNN's plans and XLA's parts.
+
+    Args:
+        fn: a graph function, or any JAX function that holds exactly one graph.
+        *args: arrays, or ``jax.ShapeDtypeStruct`` for shapes alone, in any pytree.
+        gpus: names of profiles ("H200") or profiles. None: ``jax_cudnn.target``, else
+            ``jax.default_device`` if it is an NVIDIA GPU, else this process's GPU.
+        **static: keyword arguments of ``fn``.
+
+    Returns:
+        A :class:`Plan` (``segments``, ``engine``, ``workspace_bytes``, ``explain()``); with
+        ``gpus`` a dictionary of them by the name of the GPU, built without one.
+
+    Raises:
+        UnsupportedGraphError: under ``implementation="cudnn"``, when cuDNN has no engine for the
+            whole graph on that GPU.
+        GraphError: the function holds several graphs, or none.
+        TargetError: there is no GPU and no target, or no profile of that name.
+
+    In a ``jax.distributed`` job this process plans for itself: a program of several processes runs
+    what the lowest of them planned.
+
+    Example:
+        >>> import jax, jax_cudnn as jc
+        >>> relu = jc.graph(lambda g, x: g.relu(x))
+        >>> x = jax.ShapeDtypeStruct((64, 128), "bfloat16")
+        >>> plans = jc.plan(relu, x, gpus=["A100", "H200"])                   # doctest: +SKIP
+    """
+    from .placement import place  # and all of planning: importing jax_cudnn does without
+
+    chosen = None if gpus is None else _profiles(gpus)
+    found = graphs(fn, args, static)
+    if len(found) > 1:
+        raise GraphError(
+            f"{getattr(fn, '__name__', 'the function')} holds {len(found)} graphs",
+            expected="one graph: a plan belongs to one",
+            got=", ".join(found),
+            fix="plan each graph function, or use jax_cudnn.support for all of them",
+        )
+    ((name, spec),) = found.items()
+    if chosen is None:
+        return place(spec, context.site(_default_devices(), name), name)
+    return {gpu: place(spec, profile, name) for gpu, profile in chosen.items()}
+
+
+def support(
+    fn: Callable[..., Any],
+    *args: Any,
+    gpus: Iterable[str | Profile] | None = None,
+    **static: Any,
+) -> Support:
+    """Which graphs of a function are one cuDNN plan: for each and GPU the plan, or the reason.
+
+    What is no single plan runs nevertheless, unless under ``implementation="cudnn"``: cut in
+    several, with XLA; :func:`plan` says how. Pooling is always XLA's and cuts a graph in several.
+
+    Args:
+        fn: a graph function, or any JAX function that holds graphs (under jit, scan, cond,
+            shard_map, remat, custom derivatives).
+        *args: arrays, or ``jax.ShapeDtypeStruct`` for shapes alone, in any pytree.
+        gpus: names of profiles ("H200") or profiles. None: all that come with the package, and
+            the GPUs of this process, which are planned for with their real handle.
+        **static: keyword arguments of ``fn``.
+
+    Returns:
+        A :class:`Support`: true if every graph has a plan on every GPU; prints as a table.
+
+    Raises:
+        GraphError: the function holds no graph.
+        TargetError: no profile of that name.
+        LibraryError: cuDNN or its frontend is missing.
+
+    Example:
+        >>> import jax, jax_cudnn as jc
+        >>> relu = jc.graph(lambda g, x: g.relu(x))
+        >>> x = jax.ShapeDtypeStruct((64, 128), "bfloat16")
+        >>> print(jc.support(relu, x, gpus=["A100", "H200"]))                 # doctest: +SKIP
+    """
+    chosen = _everywhere() if gpus is None else _profiles(gpus)
+    return survey(pieces(graphs(fn, args, static)), chosen)
+
+
+def survey(
+    found: Mapping[str, GraphSpec],
+    gpus: Mapping[str, Profile | CudaDevice],
+    workers: int = 1,
+) -> Support:
+    """Plans every graph for every GPU; profiles in up to ``workers`` processes at a time."""
+    pairs = [(name, gpu) for name in found for gpu in gpus]
+
+    def row(pair: tuple[str, str]) -> SupportRow:
+        return _row(pair[0], found[pair[0]], pair[1], gpus[pair[1]])
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(client.workers(workers))
+        versions = _versions(gpus)
+        pool = stack.enter_context(ThreadPoolExecutor(workers))
+        try:
+            rows = tuple(pool.map(row, pairs))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # or else all the others would be planned first
+            raise
+    return Support(rows, *versions)
+
+
+def _row(name: str, spec: GraphSpec, gpu: str, site: Profile | CudaDevice) -> SupportRow:
+    from . import planner
+
+    basis = DEVICE if isinstance(site, CudaDevice) else MEASURED if site.measured else PUBLIC
+    if all(call.node.leftover for call in spec.calls):
+        return SupportRow(name, gpu, basis, True, XLA, 0, 0)
+    try:
+        made = planner.plan(spec, site, name, advise=False)
+    except UnsupportedGraphError as error:
+        reason = most_telling(error.reasons) or error.summary
+        return SupportRow(name, gpu, basis, False, reason=reason, reasons=(*error.reasons.items(),))
+    return SupportRow(name, gpu, basis, True, made.engine, made.workspace_bytes, made.candidates)
+
+
+def _versions(gpus: Mapping[str, Profile | CudaDevice]) -> tuple[str, str]:
+    if any(isinstance(site, Profile) for site in gpus.values()):
+        return client.call("jax_cudnn._core.planning.frontend:versions")
+    return frontend.versions()
+
+
+def shipped() -> Sites:
+    """All profiles that come with the package."""
+    return {profile.name: profile for profile in profiles.shipped()}
+
+
+def _profiles(gpus: Iterable[str | Profile]) -> Sites:
+    """The named profiles; TargetError for what is no GPU, and for two of one name."""
+    listed = list(gpus) if isinstance(gpus, Iterable) and not isinstance(gpus, str) else []
+    if not listed or not all(isinstance(gpu, (str, Profile)) for gpu in listed):
+        raise TargetError(
+            "gpus is no list of GPUs",
+            expected='profiles or their names, for example gpus=["H200", "A100"]',
+            got=repr(gpus)[:200],
+            why=f"profiles that come with the package: {', '.join(profiles.names())}",
+        )
+    found: Sites = {}
+    for gpu in listed:
+        profile = profiles.get(gpu) if isinstance(gpu, str) else gpu
+        if found.setdefault(profile.name, profile) != profile:
+            raise TargetError(
+                f"two different profiles are called {profile.name!r}",
+                fix="give one another name: Profile.from_json(source, name=...)",
+            )
+    return found
+
+
+def _everywhere() -> Sites:
+    """The shipped profiles, and each GPU model of this process with a handle in its place."""
+    sites = shipped()
+    names = {profile.device_name: profile.name for profile in profiles.shipped()}
+    local: Sites = {}
+    for device in filter(compat.is_cuda, jax.local_devices()):
+        name = names.get(device.device_kind) or device.device_kind.removeprefix("NVIDIA ")
+        local.setdefault(name, CudaDevice(device.local_hardware_id))
+    return {**sites, **local}
+
+
+def _default_devices() -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
+    """``jax.default_device`` if it is an NVIDIA GPU, else all devices of this process."""
+    default = compat.default_device()
+    if isinstance(default, str):  # a platform's name
+        default = next(iter(jax.local_devices(backend=default)), None)
+    if default is not None and compat.is_cuda(default):
+        return [default]
+    return jax.local_devices()

@@ -1,0 +1,48 @@
+"""``warmup``: plans ahead for a whole program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .. import context
+from ..errors import GraphTypeError
+
+
+def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """Plans every graph of a program, so that neither its first call nor other processes do.
+
+    The program is traced and lowered, not compiled or run; its plans stay in memory and in the
+    plan cache. Graphs inside a sharded program are planned for the shapes of one device.
+
+    Args:
+        fn: a function of arrays, or what ``jax.jit`` made of one (with its static arguments and
+            shardings).
+        *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` for shapes alone.
+
+    Returns:
+        The lowered program, whose ``.compile()`` goes on from there, on a machine with that GPU.
+        It is lowered for the GPU
+        of ``jax_cudnn.target`` where one is named, else for the devices that ``fn`` would run on:
+        on a machine without a GPU nothing is planned then.
+
+    Raises:
+        What tracing, lowering and planning raise.
+
+    Example:
+        >>> import jax, jax_cudnn as jc
+        >>> relu = jc.graph(lambda g, x: g.relu(x))
+        >>> with jc.target("H200"):                                           # doctest: +SKIP
+        ...     lowered = jc.warmup(relu, jax.ShapeDtypeStruct((64, 128), "bfloat16"))
+    """
+    if not callable(fn):
+        raise GraphTypeError(
+            "warmup takes a function",
+            expected="a function of arrays, or a jitted one",
+            got=f"{type(fn).__name__}: {fn!r}"[:200],
+        )
+    jitted: Any = fn if hasattr(fn, "trace") and hasattr(fn, "lower") else jax.jit(fn)
+    traced = jitted.trace(*args, **kwargs)
+    return traced.lower(lowering_platforms=("cuda",)) if context.targeted() else traced.lower()

@@ -1,0 +1,93 @@
+"""Plans carried from one machine to another: a zip archive of entries of the plan cache."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import JaxCudnnError
+from .cache import PlanCache
+from .entry import LARGEST, NAME, Content, Unusable, decode, read
+
+
+class Imported(NamedTuple):
+    """What became of an archive's members; ``refused`` maps names to reasons."""
+
+    taken: int
+    present: int
+    refused: dict[str, str]
+
+
+def export(cache: PlanCache, path: str | os.PathLike[str]) -> int:
+    """Writes all entries that can be used into an archive, whole or not at all; how many."""
+    path = Path(path).absolute()
+    if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    count = 0
+    try:
+        with zipfile.ZipFile(temporary, "x") as archive:
+            for entry in reversed(cache.entries()):  # the importer's order of last uses
+                with contextlib.suppress(Unusable, FileNotFoundError):  # deleted just now
+                    data = read(cache.path(entry.digest))
+                    decode(data, entry.digest)
+                    archive.writestr(zipfile.ZipInfo(f"{entry.digest}.plan"), data)
+                    count += 1
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
+    """Takes the entries of an archive, each if it passes the checks of the cache's own files.
+
+    Names in the archive are compared, never used as paths; nothing is decompressed by the rules
+    of the archive. A plan is code for the GPU: import only what you trust, see ``entry.py``.
+
+    Raises:
+        JaxCudnnError: this is no archive.
+        OSError: it cannot be read, or the folder cannot be written.
+    """
+    taken, present, refused = 0, 0, {}
+    try:
+        archive = zipfile.ZipFile(path)
+    except _BROKEN as error:
+        raise JaxCudnnError(
+            f"{path} is no archive of plans",
+            expected="a file written by: python -m jax_cudnn cache export FILE",
+            got=str(error),
+        ) from error
+    with archive:
+        for member in archive.infolist():
+            try:
+                content = _content(archive, member)
+                if cache.get(content.key) is None and cache.add(content) is None:
+                    taken += 1
+                else:
+                    present += 1
+            except Unusable as error:
+                refused[member.filename] = str(error)
+    return Imported(taken, present, refused)
+
+
+_BROKEN = (zipfile.BadZipFile, EOFError, RuntimeError, ValueError)
+
+
+def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Content:
+    name = NAME.fullmatch(member.filename)
+    if name is None:
+        raise Unusable("foreign: not the name of an entry")
+    if member.compress_type != zipfile.ZIP_STORED:
+        raise Unusable("foreign: compressed by something else")
+    if member.file_size > LARGEST:
+        raise Unusable(f"foreign: {member.file_size} bytes are too many")
+    try:
+        return decode(archive.read(member), name[1])
+    except (*_BROKEN, OSError) as error:  # OSError: a place outside of the file
+        raise Unusable(f"damaged: {error}") from error

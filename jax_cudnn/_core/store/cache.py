@@ -1,0 +1,271 @@
+"""Plans on disk: one file for each key, in a folder that many processes share.
+
+A file has the format of ``entry.py`` and the SHA-256 of its key as name. It is written under
+a temporary name and then linked to its own, so that it is there as a whole or not at all, whenever
+its writer dies. The first writer wins: all processes use the same bytes.
+
+Reading and writing never raise for what a disk can do. A full disk, a folder that cannot be
+written, or a file that is damaged, foreign or of another format gives one warning in each process;
+the caller goes on with the value it has in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..settings import settings
+from .entry import NAME, Content, Unusable, decode, digest, encode, read
+
+log = logging.getLogger("jax_cudnn")
+
+_TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
+_HOUR = 3600.0  # seconds: how exactly last uses are known, and how long a writer may take
+_FULL = 0.9  # of the limit remains when entries are deleted
+
+_warned: set[tuple[Path, str]] = set()
+
+
+def get(key: str) -> dict[str, Any] | None:
+    """The value that the configured folder has for a key (any canonical text), or None."""
+    cache = _configured()
+    return None if cache is None else cache.get(key)
+
+
+def discard(key: str, problem: str) -> None:
+    """Removes an entry of the configured folder; see ``PlanCache.discard``."""
+    cache = _configured()
+    if cache is not None:
+        cache.discard(key, problem)
+
+
+def put(key: str, value: dict[str, Any], label: str = "") -> dict[str, Any]:
+    """Keeps a value in the configured folder; see ``PlanCache.put``."""
+    cache = _configured()
+    return value if cache is None else cache.put(key, value, label)
+
+
+class Entry(NamedTuple):
+    """An entry as the shell command shows it.
+
+    Attributes:
+        digest: SHA-256 of its key, in hexadecimal.
+        label: what it is, for humans; whoever wrote the file wrote this, too.
+        size: of the file, in bytes.
+        used: when it was last used, in seconds of ``time.time()``, to an hour.
+        problem: why it cannot be used, or "".
+    """
+
+    digest: str
+    label: str
+    size: int
+    used: float
+    problem: str
+
+
+class PlanCache:
+    """A folder of plans.
+
+    Args:
+        folder: made when something is written.
+        limit: bytes of all entries. Above it those that were not used for longest are deleted. A
+            process looks after every 1/64 of it that it has written. None: as configured.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], limit: int | None = None):
+        self.folder = Path(folder)
+        self.limit = settings().plan_cache_bytes if limit is None else limit
+        self._writable = True
+        self._unseen = self.limit  # bytes written since sizes were looked at; look at the first put
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The value of a key, or None. It counts as used now."""
+        path = self.path(digest(key))
+        try:
+            value = decode(read(path), path.stem).value
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (Unusable, OSError) as error:
+            self._warn(
+                "entry",
+                f"{path.name} is ignored ({error}), and replaced by a new plan. Other such files: "
+                f"python -m jax_cudnn cache verify --folder {self.folder}",
+            )
+            return None
+        with contextlib.suppress(OSError):  # another user's file, or deleted just now
+            if time.time() - path.stat().st_mtime > _HOUR:
+                os.utime(path)
+        return value
+
+    def discard(self, key: str, problem: str) -> None:
+        """Removes an entry whose value is no use, so that another can take its place."""
+        path = self.path(digest(key))
+        self._warn("entry", f"{path.name} is ignored ({problem}), and replaced by a new plan.")
+        _remove(path)
+
+    def put(self, key: str, value: dict[str, Any], label: str = "") -> dict[str, Any]:
+        """Keeps a value (JSON), unless there is one; returns the one that all processes get.
+
+        That is ``value`` itself where nothing can be written; then this process writes no more.
+        """
+        found = self.get(key)
+        if found is None and self._writable:
+            try:
+                found = self.add(Content(key, value, label))
+            except Unusable as error:
+                self._warn("size", f"{label} is not kept: {error}")
+            except OSError as error:
+                self._writable = False
+                self._warn(
+                    "folder",
+                    f"{error.strerror or error}. New plans of this process are kept in memory "
+                    "only; mend that, or name another folder: jax_cudnn.configure(plan_cache=...)",
+                )
+        return value if found is None else found
+
+    def add(self, content: Content) -> dict[str, Any] | None:
+        """Writes an entry, or returns the value of the one that is there.
+
+        Raises OSError, and Unusable for what is too large.
+        """
+        data, path = encode(content), self.path(digest(content.key))
+        if len(data) > _FULL * self.limit:
+            raise Unusable(f"too large: {len(data)} bytes, and the limit of all is {self.limit}")
+        with contextlib.suppress(FileExistsError):  # a file is told about when it is used as folder
+            self.folder.mkdir(0o700, parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.tmp")
+        try:
+            _write(temporary, data)
+            try:
+                os.link(temporary, path)
+            except OSError:  # there is something, or the file system has no links
+                with self._lock():
+                    found = self.get(content.key)
+                    if found is not None:
+                        return found
+                    with contextlib.suppress(OSError):
+                        path.rmdir()  # of an empty folder; nothing else
+                    with contextlib.suppress(FileNotFoundError):  # cleared just now
+                        os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._evict(len(data))
+        return None
+
+    def path(self, digest: str) -> Path:
+        """Of the entry whose key has this digest."""
+        return self.folder / f"{digest}.plan"
+
+    def entries(self) -> list[Entry]:
+        """All entries, read and checked, the last used first."""
+        found = []
+        for name, status in self._files():
+            if NAME.fullmatch(name):
+                stem, label, problem = Path(name).stem, "", ""
+                try:
+                    label = decode(read(self.folder / name), stem).label
+                except FileNotFoundError:
+                    continue  # deleted just now
+                except (Unusable, OSError) as error:
+                    problem = str(error)
+                found.append(Entry(stem, label, status.st_size, status.st_mtime, problem))
+        return sorted(found, key=lambda entry: entry.used, reverse=True)
+
+    def verify(self, delete: bool = False) -> tuple[int, list[Entry]]:
+        """How many entries there are, and those that cannot be used; deletes them if asked to."""
+        entries = self.entries()
+        unusable = [entry for entry in entries if entry.problem]
+        if delete:
+            for entry in unusable:
+                _remove(self.path(entry.digest))
+        return len(entries), unusable
+
+    def clear(self) -> tuple[int, int]:
+        """Deletes the files of the cache, and no others; how many, and their bytes."""
+        sizes = []
+        for name, status in self._files():
+            _remove(self.folder / name)
+            if not (self.folder / name).exists():
+                sizes.append(status.st_size)
+        return len(sizes), sum(sizes)
+
+    def _evict(self, written: int) -> None:
+        """Deletes what was not used for longest, if there is too much, and what killed writers
+        left. Other processes may do the same at the same time."""
+        self._unseen += written
+        if self._unseen <= self.limit // 64:
+            return
+        self._unseen = 0
+        entries = []
+        for name, status in self._files():
+            if NAME.fullmatch(name):
+                entries.append((status.st_mtime_ns, name, status.st_size))
+            elif time.time() - status.st_mtime > _HOUR:
+                _remove(self.folder / name)
+        total = sum(size for _, _, size in entries)
+        allowed = self.limit if total <= self.limit else _FULL * self.limit
+        for _, name, size in sorted(entries):
+            if total <= allowed:
+                break
+            _remove(self.folder / name)
+            total -= size
+
+    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
+        """The cache's own files, also unfinished ones; none if there is no folder."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as files:
+            for file in files:
+                if NAME.fullmatch(file.name) or _TEMPORARY.fullmatch(file.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        yield file.name, file.stat(follow_symlinks=False)
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """One process at a time, where the file system has locks; where not, the last one wins."""
+        import fcntl  # not on Windows
+
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Once in a process for each folder and kind of trouble."""
+        level = logging.DEBUG if (self.folder, kind) in _warned else logging.WARNING
+        _warned.add((self.folder, kind))
+        log.log(level, "jax_cudnn's plan cache %s: %s", self.folder, message)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _remove(path: Path) -> None:
+    """Deletes a file, or an empty folder in its place, if that can be done."""
+    with contextlib.suppress(OSError):
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _configured() -> PlanCache | None:
+    chosen = settings()
+    if chosen.plan_cache is None:
+        return None
+    return _opened(chosen.plan_cache, chosen.plan_cache_bytes)
+
+
+@functools.lru_cache
+def _opened(folder: Path, limit: int) -> PlanCache:
+    return PlanCache(folder, limit)

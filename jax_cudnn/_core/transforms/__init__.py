@@ -1,0 +1,1 @@
+"""From graphs to graphs: tangents, transposes, batches, and what is left of unused results."""

@@ -1,0 +1,264 @@
+"""vmap of a graph: the new dimension is folded into dimensions that its nodes have."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..graph.by_reference import Batched
+from ..graph.node import LEAD
+from ..graph.spec import Call, GraphSpec, Tensor
+from ..graph.tensor import GraphTensor
+from .derivation import Derivation
+from .derived import Derived
+
+_MOST = 32  # combinations of folds that are compared
+_Fold = Mapping[str, int]
+
+
+class NoFold(Exception):
+    """A node of the graph takes no further dimension."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call.name)
+        self.call = call
+
+
+@functools.lru_cache(maxsize=2048)
+def batch(spec: GraphSpec, size: int, batched: frozenset[str]) -> tuple[Derived, tuple[bool, ...]]:
+    """The graph over ``size`` operands each of those ``batched``, which have them in front; and
+    which of its results have them in front, too.
+
+    Keys are the operands' names. Of the ways to fold the dimension into convolutions and matmuls
+    that one is taken which moves the fewest bytes.
+
+    Raises:
+        NoFold: a node takes no further dimension.
+    """
+    ways = [_ways(spec, call) for call in spec.calls if call.node.anchor]
+    combinations = itertools.islice(itertools.product(*map(range, ways)), _MOST)
+    attempts = (_Attempt(spec, size, batched, choice) for choice in combinations)
+    best = min((a for a in attempts if a.applies), key=lambda a: a.price)
+    return best.derived(), tuple(name in best.batched for name in spec.outputs)
+
+
+def _ways(spec: GraphSpec, call: Call) -> int:
+    """At least the number of an anchor's folds, whichever of its operands are batched."""
+    ports = [port for port, _ in call.inputs]
+    tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(ports, n) for n in range(1, len(ports) + 1)
+    )
+    return max(len([*call.node.folds(frozenset(s), tensors)]) for s in subsets) or 1
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a tensor holds the dimension: nowhere (None), in front (LEAD) or in an axis, of whose
+    elements each stands ``repeat`` times. ``thin``: in front, with size 1."""
+
+    axis: int | None = None
+    repeat: int = 1
+    thin: bool = False
+
+
+class _Attempt:
+    """The batched graph for one choice of the anchors' folds."""
+
+    def __init__(
+        self, spec: GraphSpec, size: int, batched: frozenset[str], choice: Sequence[int]
+    ) -> None:
+        self.spec, self.size, self.price, self.applies = spec, size, 0.0, True
+        self.batched = set(batched)
+        self.g = g = Derivation(spec)
+        self._forms: dict[str, dict[_Form, GraphTensor]] = {}
+        self._computed: set[str] = set()
+        self._keys = {}
+        for t in spec.tensors:
+            if t.value is not None:
+                self._forms[t.name] = {_Form(): g.constant(t, len(t.shape))}
+            elif t.name in spec.inputs:
+                form = _Form(LEAD) if t.name in batched else _Form()
+                self._forms[t.name] = {form: g.declare(self._shaped(t, form))}
+                self._keys[self._forms[t.name][form].name] = t.name
+        choices = iter(choice)
+        for call in spec.calls:
+            self._add(call, next(choices) if call.node.anchor else None)
+
+    def derived(self) -> Derived:
+        results = [
+            self._get(name, _Form(LEAD) if name in self.batched else _Form())
+            for name in self.spec.outputs
+        ]
+        graph = self.g.finished(results, self.spec.origin)
+        return Derived.of(graph, self._keys, [x.name for x in results])
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def _add(self, call: Call, choice: int | None) -> None:
+        tensors = {port: self.spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+        ports = frozenset(port for port, name in call.inputs if name in self.batched)
+        if not ports:
+            if choice:
+                self.applies = False  # the same as for choice 0
+            values = {name: self._get(name, _Form()) for _, name in call.inputs}
+            for name, x in self.g.replay(self.spec, call, values).items():
+                self._forms[name] = {_Form(): x}
+            self._computed |= {name for _, name in call.outputs}
+            return
+        folds = self._folds(call, ports, tensors)
+        if choice is not None:
+            self.applies &= choice < len(folds)
+            folds = folds[min(choice, len(folds) - 1) :][:1]
+        node, fold = call.node, None
+        if folds:
+            fold = min(folds, key=lambda fold: self._price(call, ports, fold, tensors))
+            node = node.folded(fold, self.size, tensors)
+            forms = self._needed(call, ports, fold, tensors)
+        elif node.leftover:
+            inner, outs = (tuple(port for port, _ in side) for side in (call.inputs, call.outputs))
+            node = Batched(node, self.size, tuple(p for p in inner if p in ports), inner, outs)
+            forms = {port: _Form(LEAD if port in ports else None) for port in inner}
+        else:
+            raise NoFold(call)
+        self.price += sum(self._cost(name, forms[port]) for port, name in call.inputs)
+        values = {port: self._get(name, forms[port]) for port, name in call.inputs}
+        for (port, name), x in zip(call.outputs, self.g.apply(node, **values), strict=True):
+            form = _Form(LEAD if fold is None else fold[port])
+            shaped = self._shaped(tensors[port], form)
+            self._forms[name] = {form: self.g.fixed(self.g.ordered(x, shaped.order), shaped.dtype)}
+            self.batched.add(name)
+            self._computed.add(name)
+
+    def _folds(
+        self, call: Call, ports: frozenset[str], tensors: Mapping[str, Tensor]
+    ) -> list[_Fold]:
+        """A node's folds; of those that cost the same the first will be taken, so in front is what
+        its operands have already."""
+        folds = [*call.node.folds(ports, tensors)]
+        if call.node.anchor:
+            return folds
+        named = {port: self._forms[name] for port, name in call.inputs}
+        largest = sorted(ports, key=lambda port: -math.prod(tensors[port].shape))
+
+        def unlike(fold: _Fold) -> tuple[bool, ...]:
+            return tuple(_Form(fold[port]) not in named[port] for port in largest)
+
+        return sorted(folds, key=unlike)
+
+    def _needed(
+        self, call: Call, ports: frozenset[str], fold: _Fold, tensors: Mapping[str, Tensor]
+    ) -> dict[str, _Form]:
+        """In which form the call takes each operand."""
+        forms = {}
+        for port, name in call.inputs:
+            axis, shape = fold.get(port), tensors[port].shape
+            if axis is None:
+                forms[port] = _Form()
+            elif axis == LEAD:
+                thin = port not in ports and call.node.broadcasts(port, LEAD)
+                forms[port] = _Form(LEAD, thin=thin)
+            else:
+                extent = self._extent(call, fold, port, tensors)
+                if port in ports:
+                    forms[port] = _Form(axis, extent if shape[axis] == 1 else 1)
+                else:
+                    broadcasts = shape[axis] == 1 and call.node.broadcasts(port, axis)
+                    forms[port] = _Form() if broadcasts else _Form(axis)
+            if self.spec.tensor(name).value is not None:
+                forms[port] = _Form(LEAD, thin=True) if axis == LEAD else _Form()
+        return forms
+
+    def _extent(self, call: Call, fold: _Fold, port: str, tensors: Mapping[str, Tensor]) -> int:
+        """The size over which the call goes along the axis into which an operand is folded."""
+        if not call.node.broadcasts(port, fold[port]):
+            return 1
+        sizes = [
+            tensors[other].shape[axis]
+            for other, axis in fold.items()
+            if axis == fold[port] and other in dict(call.inputs)
+        ]
+        return max(sizes)
+
+    def _price(
+        self, call: Call, ports: frozenset[str], fold: _Fold, tensors: Mapping[str, Tensor]
+    ) -> float:
+        forms = self._needed(call, ports, fold, tensors)
+        return sum(self._cost(name, forms[port]) for port, name in call.inputs)
+
+    # -- forms of a tensor ------------------------------------------------------------------------
+
+    def _cost(self, name: str, form: _Form) -> float:
+        """Bytes that are moved to bring a tensor in a form: none where only its shape changes, if
+        it is an operand; what is computed is cut off from its graph by that, too."""
+        known, tensor = self._forms[name], self.spec.tensor(name)
+        if form in known or tensor.value is not None:
+            return 0
+        nbytes = float(_elements(tensor)) * self.size * form.repeat
+        moved = form.repeat > 1 or (_Form() in known and len(known) == 1 and not form.thin)
+        for other in (form, *known):
+            axis = other.axis
+            if axis is not None and axis > 0 and math.prod(tensor.shape[:axis]) != 1:
+                moved = True
+        return nbytes * (moved + (name in self._computed))
+
+    def _get(self, name: str, form: _Form) -> GraphTensor:
+        forms = self._forms[name]
+        if form not in forms:
+            forms[form] = self._made(name, form)
+        return forms[form]
+
+    def _made(self, name: str, form: _Form) -> GraphTensor:
+        g, tensor = self.g, self.spec.tensor(name)
+        shape, forms = tensor.shape, self._forms[name]
+        if tensor.value is not None:
+            return g.constant(tensor, len(shape) + (form.axis == LEAD))
+        if form.thin:
+            return g.reshaped(self._get(name, _Form()), (1, *shape))
+        if form.axis == LEAD:
+            source, x = next((f, x) for f, x in forms.items() if f.repeat == 1 and not f.thin)
+            if source.axis is None:
+                return g.broadcast(g.reshaped(x, (1, *shape)), (self.size, *shape))
+            at = source.axis
+            split = g.reshaped(x, (*shape[:at], self.size, *shape[at:]))
+            return g.transposed(split, (at, *(i for i in range(split.ndim) if i != at)))
+        assert form.axis is not None
+        at, each = form.axis, (1 if form.repeat == 1 else form.repeat)
+        before, after = shape[:at], shape[at:]
+        if name in self.batched:
+            x = self._get(name, _Form(LEAD))
+            x = g.transposed(x, (*range(1, at + 1), 0, *range(at + 1, x.ndim)))
+        else:
+            x = g.reshaped(forms[_Form()], (*before, 1, *after))
+            x = g.broadcast(x, (*before, self.size, *after))
+        if each > 1:
+            x = g.broadcast(x, (*before, self.size, each, *after[1:]))
+            after = (each, *after[1:])
+        x = g.reshaped(x, (*before, self.size * after[0], *after[1:]))
+        return self._ordered(x, self._shaped(tensor, form))
+
+    def _ordered(self, x: GraphTensor, like: Tensor) -> GraphTensor:
+        if like.order is None or x._state.order == like.order:
+            return x
+        return self.g.ordered(x, like.order)
+
+    def _shaped(self, tensor: Tensor, form: _Form) -> Tensor:
+        """A tensor with the dimension in it. Its order in memory is stated as before where the
+        dimension stands in front of all others."""
+        shape, order = list(tensor.shape), tensor.order
+        if form.axis is None:
+            return tensor
+        if form.axis == LEAD:
+            shape.insert(0, self.size)
+            order = None if order is None else (0, *(axis + 1 for axis in order))
+        else:
+            shape[form.axis] *= self.size * form.repeat
+            order = order if order is not None and order[0] == form.axis else None
+        return replace(tensor, shape=tuple(shape), order=order)
+
+
+def _elements(tensor: Tensor) -> int:
+    return math.prod(size if isinstance(size, int) else 1 for size in tensor.shape)

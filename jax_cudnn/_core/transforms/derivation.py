@@ -1,0 +1,125 @@
+"""Builds a graph that is derived from another: what the rules of nodes are given as ``g``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..graph.builder import GraphBuilder
+from ..graph.dims import Shape
+from ..graph.node import Node
+from ..graph.spec import Call, GraphSpec, Origin, Tensor, intern
+from ..graph.tensor import GraphTensor
+from ..graph.vocabulary import vocabulary
+
+
+class Derivation(GraphBuilder):
+    """A builder with the options of another graph, without its engine, which is of that alone."""
+
+    def __init__(self, spec: GraphSpec) -> None:
+        super().__init__(replace(spec.options, engine=None, knobs=()))
+        self._moved: set[str] = set()  # what has the dtype of its operand
+        self._constants: dict[tuple[str | None, str, int], GraphTensor] = {}
+
+    def declare(self, tensor: Tensor) -> GraphTensor:
+        """An operand like a tensor of another graph (its name may be another)."""
+        made = self._add(tensor)
+        self._inputs.append(made.name)
+        return made
+
+    def constant(self, tensor: Tensor, rank: int) -> GraphTensor:
+        """A by-value constant of another graph, at a rank."""
+        key = tensor.literal, tensor.dtype, rank
+        if key not in self._constants:
+            name = f"c{len(self._tensors)}"
+            self._constants[key] = self._add(replace(tensor, name=name, shape=(1,) * rank))
+        return self._constants[key]
+
+    def apply(self, node: Node, /, **inputs: GraphTensor) -> tuple[GraphTensor, ...]:
+        """The results of a node for its ports."""
+        ports = {name: i for i, name in enumerate(node.ports.input_names)}
+        given = sorted(inputs.items(), key=lambda item: ports.get(item[0], 0))
+        results = self._append(node, {port: x._state for port, x in given})
+        results = results if isinstance(results, tuple) else (results,)
+        if node.moves:
+            self._moved |= {x.name for x in results}
+        return results
+
+    def replay(
+        self, spec: GraphSpec, call: Call, values: Mapping[str, GraphTensor]
+    ) -> dict[str, GraphTensor]:
+        """A call of another graph, on other values; its results keep their dtypes."""
+        made = self.apply(call.node, **{port: values[name] for port, name in call.inputs})
+        results = {}
+        for (_, name), x in zip(call.outputs, made, strict=True):
+            tensor = spec.tensor(name)
+            results[name] = self.fixed(self.ordered(x, tensor.order), tensor.dtype)
+        return results
+
+    def fixed(self, x: GraphTensor, dtype: str) -> GraphTensor:
+        """A result with its dtype said once and for all."""
+        self._typed.add(x.name)
+        x._state = self._tensors[x.name] = replace(x._state, dtype=dtype)
+        return x
+
+    def ordered(self, x: GraphTensor, order: tuple[int, ...] | None) -> GraphTensor:
+        """A result with its order in memory."""
+        x._state = self._tensors[x.name] = replace(x._state, order=order)
+        return x
+
+    def rounded(self, x: GraphTensor, dtype: str) -> GraphTensor:
+        """The tensor in a dtype: where it is computed, or else by a cast."""
+        settled = x.name in self._inputs or x.name in self._typed or x.name in self._moved
+        if settled and x._state.dtype == dtype:
+            return x
+        if settled:
+            (x,) = self.apply(vocabulary().cast, input=x)
+        return self.fixed(x, dtype)
+
+    def sum(self, terms: Iterable[GraphTensor]) -> GraphTensor:
+        """The sum of one or more tensors."""
+        first, *others = terms
+        for other in others:
+            (first,) = self.apply(vocabulary().add, a=first, b=other)
+        return first
+
+    def reshaped(self, x: GraphTensor, shape: Shape) -> GraphTensor:
+        if x.shape == tuple(shape):
+            return x
+        return self.apply(vocabulary().reshape(tuple(shape)), input=x)[0]
+
+    def transposed(self, x: GraphTensor, permutation: Iterable[int]) -> GraphTensor:
+        permutation = tuple(permutation)
+        if permutation == tuple(range(x.ndim)):
+            return x
+        return self.apply(vocabulary().transpose(permutation), input=x)[0]
+
+    def broadcast(self, x: GraphTensor, shape: Shape) -> GraphTensor:
+        if x.shape == tuple(shape):
+            return x
+        return self.apply(vocabulary().broadcast(tuple(shape)), input=x)[0]
+
+    def reduced(self, x: GraphTensor, shape: Shape) -> GraphTensor:
+        """Summed over what is 1 in a shape, as a cotangent is over what was broadcast."""
+        if x.shape == tuple(shape):
+            return x
+        return self.apply(vocabulary().sum(tuple(shape)), input=x)[0]
+
+    def zeros(self, like: Tensor) -> GraphTensor:
+        """Zeros of a tensor's shape and dtype."""
+        zero = self.constant(Tensor("", (), "float32", (0.0).hex()), len(like.shape))
+        return self.rounded(self.broadcast(zero, like.shape), like.dtype)
+
+    def finished(self, outputs: Iterable[GraphTensor], origin: Origin) -> GraphSpec | None:
+        """The graph that computes those of the tensors that are no operands; None without any."""
+        computed = [x for x in outputs if x.name not in self._inputs]
+        if not computed:
+            return None
+        return intern(replace(self.finish(computed), origin=origin, _cache={}))
+
+    def lifted(self, value: Any, rank: int) -> GraphTensor:
+        """A tensor, or a Python number as a constant."""
+        if isinstance(value, GraphTensor):
+            return value
+        return self.constant(Tensor("", (), "float32", float(value).hex()), rank)

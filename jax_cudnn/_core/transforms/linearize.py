@@ -1,0 +1,165 @@
+"""The tangent of a graph, as a graph that is linear in the tangents, and the forward that keeps
+what it needs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from ..graph.dtypes import is_floating, itemsize
+from ..graph.spec import Call, GraphSpec, Origin, Tensor, intern
+from ..graph.tensor import GraphTensor
+from ..graph.vocabulary import vocabulary
+from .derivation import Derivation
+from .derived import Derived
+from .residuals import choose
+
+VALUE, TANGENT = "value", "tangent"
+
+
+@dataclass(frozen=True)
+class Linearized:
+    """``forward`` gives the graph's results first, then the residuals. ``tangent`` has keys
+    (VALUE, name of an operand or result of ``forward``) and (TANGENT, name of an operand)."""
+
+    forward: GraphSpec
+    tangent: Derived
+
+
+@functools.lru_cache(maxsize=2048)
+def linearize(spec: GraphSpec, active: frozenset[str]) -> Linearized:
+    """The derivative of a graph by its operands ``active``."""
+    g = Derivation(spec)
+    values = {
+        t.name: g.declare(t) if t.value is None else g.constant(t, len(t.shape))
+        for t in spec.tensors
+    }
+    first = {
+        name: g.declare(replace(spec.tensor(name), name=f"d({name})"))
+        for name in spec.inputs
+        if name in active
+    }
+    tangents = _pushed(g, spec, values, first)
+    outputs = [tangents.get(name) for name in spec.outputs]
+    made = [x for x in outputs if x is not None]
+    origin = Origin(f"tangent of {spec.origin.role}" if spec.origin.role else "tangent")
+    draft = g.finished(made, origin)
+    own = {x.name: name for name, x in first.items()}
+    primal = {x.name: name for name, x in values.items()}
+    needed = {primal[name] for name in (draft.inputs if draft else ()) if name in primal}
+    kept, again = choose(spec, needed, _stored(spec))
+    forward, names = _forward(spec, kept)
+    results = [None if x is None else x.name for x in outputs]
+    keys: dict[str, tuple[str, str]] = {n: (TANGENT, name) for n, name in own.items()}
+    if draft is None:
+        return Linearized(forward, Derived.of(None, keys, results))
+    tangent, rename, stored = _completed(spec, draft, primal, names, again, forward)
+    keys = {rename.get(n, n): key for n, key in keys.items()} | stored
+    results = [None if name is None else rename.get(name, name) for name in results]
+    return Linearized(forward, Derived.of(tangent, keys, results))
+
+
+def _pushed(
+    g: Derivation,
+    spec: GraphSpec,
+    values: Mapping[str, GraphTensor],
+    first: Mapping[str, GraphTensor],
+) -> dict[str, GraphTensor]:
+    """The tangents of all tensors that have some."""
+    tangents = dict(first)
+    for call in spec.calls:
+        moving = {port: tangents[name] for port, name in call.inputs if name in tangents}
+        if not moving:
+            continue
+        inputs = {port: values[name] for port, name in call.inputs}
+        outputs = {port: values[name] for port, name in call.outputs}
+        results = call.node.jvp(g, moving, inputs, outputs)
+        for port, name in call.outputs:
+            tensor = spec.tensor(name)
+            if port not in results or not is_floating(tensor.dtype):
+                continue
+            x = g.broadcast(results[port], tensor.shape)
+            exact = name in spec.outputs or itemsize(tensor.dtype) == 2
+            tangents[name] = g.rounded(x, tensor.dtype) if exact else x
+    return tangents
+
+
+def _stored(spec: GraphSpec) -> dict[str, str]:
+    """The dtype in which each tensor is kept for a derivative: that of its array."""
+    dtypes = {t.name: t.dtype for t in spec.tensors}
+    for call in spec.calls:
+        inputs = {
+            port: replace(spec.tensor(name), dtype=dtypes[name]) for port, name in call.inputs
+        }
+        results = call.node.infer(inputs)
+        for port, name in call.outputs:
+            natural = results[port][1]
+            if dtypes[name] == "float32" and is_floating(natural) and itemsize(natural) == 2:
+                dtypes[name] = natural
+    return dtypes
+
+
+def _forward(spec: GraphSpec, kept: Collection[str]) -> tuple[GraphSpec, dict[str, str]]:
+    """The graph with residuals as further results, and the name of each."""
+    stored = _stored(spec)
+    tensors, calls, outputs = list(spec.tensors), list(spec.calls), list(spec.outputs)
+    names = {}
+    for name in (t.name for t in spec.tensors if t.name in kept):
+        names[name] = name
+        if name in spec.inputs:
+            continue
+        tensor = spec.tensor(name)
+        if stored[name] != tensor.dtype:
+            cast = vocabulary().cast
+            names[name] = f"{name}:{stored[name]}"
+            tensors.append(Tensor(names[name], tensor.shape, stored[name], order=tensor.order))
+            title = f"{cast.method}.{sum(c.node.method == cast.method for c in calls)}"
+            ports = (
+                ((cast.ports.input_names[0], name),),
+                ((cast.ports.output_names[0], names[name]),),
+            )
+            calls.append(Call(cast, title, *ports))
+        if names[name] not in outputs:
+            outputs.append(names[name])
+    residuals = tuple(outputs[len(spec.outputs) :])
+    role = spec.origin.role or "forward"
+    forward = replace(
+        spec,
+        tensors=tuple(tensors),
+        calls=tuple(calls),
+        outputs=tuple(outputs),
+        origin=Origin(role, residuals),
+        _cache={},
+    )
+    return intern(forward), names
+
+
+def _completed(
+    spec: GraphSpec,
+    draft: GraphSpec,
+    primal: Mapping[str, str],
+    names: Mapping[str, str],
+    again: Collection[int],
+    forward: GraphSpec,
+) -> tuple[GraphSpec | None, dict[str, str], dict[str, tuple[str, str]]]:
+    """A draft of a tangent, whose operands are any values of ``spec``, on those that are kept: the
+    graph, the new names of its operands and results, and the keys of the values."""
+    g = Derivation(spec)
+    keys, values = {}, {}
+    for name, kept in names.items():
+        tensor = forward.tensor(kept)
+        values[name] = g.declare(replace(tensor, name=name))
+        keys[values[name].name] = (VALUE, kept)
+    for t in spec.constants:
+        values[t.name] = g.constant(t, len(t.shape))
+    for i in again:
+        values |= g.replay(spec, spec.calls[i], values)
+    inside = {name: values[primal[name]] for name in draft.inputs if name in primal}
+    inside |= {n: g.declare(draft.tensor(n)) for n in draft.inputs if n not in primal}
+    inside |= {t.name: g.constant(t, len(t.shape)) for t in draft.constants}
+    for call in draft.calls:
+        inside |= g.replay(draft, call, inside)
+    rename = {name: x.name for name, x in inside.items()}
+    tangent = g.finished([inside[name] for name in draft.outputs], draft.origin)
+    return tangent, rename, keys

@@ -1,0 +1,158 @@
+"""How JAX transforms the primitive: each rule makes another graph and binds that."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import ad, batching
+
+from ..errors import UnsupportedGraphError
+from ..graph.spec import GraphSpec
+from ..implementation import CUDNN
+from .batch import NoFold, batch
+from .derived import Key
+from .linearize import TANGENT, VALUE, linearize
+from .prune import pruned
+from .transpose import COTANGENT, transpose
+
+log = logging.getLogger("jax_cudnn")
+
+Bind = Callable[..., list[Any]]
+"""``bind(spec, name, *operands)`` gives the results of a graph."""
+
+
+def jvp_rule(
+    bind: Bind, primals: Sequence[Any], tangents: Sequence[Any], *, spec: GraphSpec, name: str
+) -> Any:
+    """The results from the forward, which keeps residuals; their tangents from another graph."""
+    moving = {n: t for n, t in zip(spec.inputs, tangents, strict=True) if type(t) is not ad.Zero}
+    linear = linearize(spec, frozenset(moving)) if moving else None
+    forward = spec if linear is None else linear.forward
+    results = bind(forward, name, *primals)
+    outputs = results[: len(spec.outputs)]
+    found: list[Any] = [None] * len(outputs)
+    if linear is not None:
+        arrays: dict[Key, Any] = {
+            (VALUE, n): x for n, x in zip(forward.inputs, primals, strict=True)
+        }
+        arrays |= {(VALUE, n): x for n, x in zip(forward.outputs, results, strict=True)}
+        arrays |= {(TANGENT, n): t for n, t in moving.items()}
+        found = linear.tangent.run(arrays, lambda graph, *xs: bind(graph, name, *xs))
+    return outputs, [
+        ad.Zero(jax.typeof(out).to_tangent_aval()) if t is None else t
+        for out, t in zip(outputs, found, strict=True)
+    ]
+
+
+def transpose_rule(
+    bind: Bind, cotangents: Sequence[Any], *operands: Any, spec: GraphSpec, name: str
+) -> list[Any]:
+    """Cotangents of the operands that are not known, from those of the results."""
+    known, unknown = {}, {}
+    for n, x in zip(spec.inputs, operands, strict=True):
+        (unknown if ad.is_undefined_primal(x) else known)[n] = x
+    given = {n: t for n, t in zip(spec.outputs, cotangents, strict=True) if type(t) is not ad.Zero}
+    backward = transpose(spec, tuple(unknown), tuple(given))
+    arrays: dict[Key, Any] = {(VALUE, n): x for n, x in known.items()}
+    arrays |= {(COTANGENT, n): t for n, t in given.items()}
+    found = dict(
+        zip(
+            unknown,
+            backward.run(arrays, lambda graph, *xs: bind(graph, name, *xs)),
+            strict=True,
+        )
+    )
+    return [
+        None if n in known else ad.Zero(unknown[n].aval) if found[n] is None else found[n]
+        for n in spec.inputs
+    ]
+
+
+def batch_rule(
+    bind: Bind, operands: Sequence[Any], dims: Sequence[Any], *, spec: GraphSpec, name: str
+) -> tuple[list[Any], list[Any]]:
+    """The dimension folded into the graph; where a node takes none, one run after the other."""
+    mapped = {n for n, d in zip(spec.inputs, dims, strict=True) if d is not None}
+    arrays, size = {}, 1
+    for n, x, d in zip(spec.inputs, operands, dims, strict=True):
+        arrays[n] = x
+        if n in mapped:
+            arrays[n], size = jax.numpy.moveaxis(x, d, 0), x.shape[d]
+    try:
+        folded, batched = batch(spec, size, frozenset(mapped))
+    except NoFold as error:
+        return _in_turn(bind, error, arrays, mapped, size, spec, name)
+    results = folded.run(arrays, lambda graph, *xs: bind(graph, name, *xs))
+    return results, [0 if b else None for b in batched]
+
+
+def _in_turn(
+    bind: Bind,
+    error: NoFold,
+    arrays: dict[str, Any],
+    mapped: set[str],
+    size: int,
+    spec: GraphSpec,
+    name: str,
+) -> tuple[list[Any], list[Any]]:
+    why = f"{error.call.name} takes no dimension of vmap for {', '.join(sorted(mapped))}"
+    if spec.options.implementation == CUDNN:
+        raise UnsupportedGraphError(
+            f"{name}: vmap would run the graph {size} times, one run after the other",
+            why=why,
+            fix="write the dimension into the graph, or leave out implementation='cudnn'",
+            graph=str(spec),
+        )
+    log.debug("%s: runs %d times in turn: %s", name, size, why)
+    title = f"{name} ({size} in turn: {why})"
+
+    def one(each: dict[str, Any]) -> list[Any]:
+        return bind(spec, title, *({**arrays, **each}[n] for n in spec.inputs))
+
+    results = jax.lax.map(one, {n: arrays[n] for n in mapped})
+    return results, [0] * len(results)
+
+
+def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """The equation with the results that are used, of the operands that these need."""
+    equation = rest[-1]  # newer versions of JAX pass which operands live on before it
+    spec = equation.params["spec"]
+    if all(used):
+        return [True] * len(spec.inputs), equation
+    if not any(used):
+        return [False] * len(spec.inputs), None
+    left = pruned(spec, tuple(n for n, u in zip(spec.outputs, used, strict=True) if u))
+    live = [n in left.inputs for n in spec.inputs]
+    return live, equation.replace(
+        invars=[v for v, keep in zip(equation.invars, live, strict=True) if keep],
+        outvars=[v for v, keep in zip(equation.outvars, used, strict=True) if keep],
+        params=dict(equation.params, spec=left),
+    )
+
+
+def save_cudnn(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy for ``jax.checkpoint``: keeps the results of our graphs, and what their backwards
+    need of them, and computes all else again.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
+        >>> relu = jc.graph(lambda g, x: g.relu(x))
+        >>> block = jax.checkpoint(lambda x: jnp.sin(relu(x)), policy=jc.save_cudnn)
+        >>> jax.grad(lambda x: block(x).sum())(jnp.ones((8, 16))).shape
+        (8, 16)
+    """
+    return getattr(primitive, "name", "") == "cudnn"
+
+
+def register(primitive: Any, bind: Bind) -> None:
+    """Give a primitive with the parameters ``spec`` and ``name`` these rules."""
+    from .. import compat
+
+    ad.primitive_jvps[primitive] = functools.partial(jvp_rule, bind)
+    ad.primitive_transposes[primitive] = functools.partial(transpose_rule, bind)
+    batching.primitive_batchers[primitive] = functools.partial(batch_rule, bind)
+    compat.dce_rules[primitive] = dce_rule

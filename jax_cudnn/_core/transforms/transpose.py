@@ -1,0 +1,67 @@
+"""The transpose of a graph in the operands in which it is linear: of a tangent, the backward."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from ..graph.dtypes import itemsize
+from ..graph.spec import GraphSpec, Origin
+from ..graph.tensor import GraphTensor
+from .derivation import Derivation
+from .derived import Derived
+
+VALUE, COTANGENT = "value", "cotangent"
+
+
+@functools.lru_cache(maxsize=2048)
+def transpose(spec: GraphSpec, linear: tuple[str, ...], given: tuple[str, ...]) -> Derived:
+    """Cotangents of the operands ``linear``, from those of the results ``given``.
+
+    Keys are (VALUE, name) of the other operands and (COTANGENT, name) of results.
+    """
+    g = Derivation(spec)
+    keys: dict[str, tuple[str, str]] = {}
+    values: dict[str, GraphTensor] = {}
+    for t in spec.tensors:
+        if t.value is not None:
+            values[t.name] = g.constant(t, len(t.shape))
+        elif t.name in spec.inputs and t.name not in linear:
+            values[t.name] = g.declare(t)
+            keys[values[t.name].name] = (VALUE, t.name)
+    terms: dict[str, list[GraphTensor]] = {}
+    for name in given:
+        x = g.declare(replace(spec.tensor(name), name=f"d({name})"))
+        keys[x.name] = (COTANGENT, name)
+        terms[name] = [x]
+    moving, calls = {*linear}, []
+    for call in spec.calls:
+        if moving & {name for _, name in call.inputs}:
+            moving |= {name for _, name in call.outputs}
+            calls.append(call)
+        else:
+            values |= g.replay(spec, call, values)
+
+    def cotangent(name: str) -> GraphTensor:
+        tensor = spec.tensor(name)
+        total = g.sum(terms[name])
+        exact = name in linear or itemsize(tensor.dtype) == 2
+        total = g.rounded(total, tensor.dtype) if exact else total
+        terms[name] = [total]
+        return total
+
+    for call in reversed(calls):
+        received = {port: cotangent(name) for port, name in call.outputs if name in terms}
+        if not received:
+            continue
+        inputs = {port: values[name] for port, name in call.inputs if name not in moving}
+        tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+        passed = call.node.transpose(g, received, inputs, tensors)
+        for port, name in call.inputs:
+            if name in moving and port in passed:
+                terms.setdefault(name, []).append(passed[port])
+    found = [cotangent(name) if name in terms else None for name in linear]
+    role = {"tangent": "backward"}.get(spec.origin.role, f"transpose of {spec.origin.role}".strip())
+    origin = Origin("transpose" if role == "transpose of" else role, (), spec.origin.family)
+    derived = g.finished([x for x in found if x is not None], origin)
+    return Derived.of(derived, keys, [None if x is None else x.name for x in found])

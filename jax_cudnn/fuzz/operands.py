@@ -1,0 +1,126 @@
+"""What a random graph's operations stand on: new operands, values so far, dtypes, shapes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from .._core.errors import GraphError
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import FLOATS
+from .._core.graph.node import Node
+from .drawing import LAYOUTS, Drawing, Operand, Value
+
+CHANNELS = (8, 8, 16, 16, 24, 32, 32, 64, 3, 5, 7)
+_BATCHES = (1, 2, 2, 4, 8, 3)
+_SPATIAL = {1: (12, 16, 27, 32), 2: (6, 7, 8, 10, 12, 14), 3: (3, 4, 5, 6)}
+_COLUMNS = (16, 32, 40, 64, 96, 33)
+_NUMBERS = (0.5, 2.0, -1.0, 0.125, 3, 1, 1.5, -0.25)
+_RESULTS = (None, *FLOATS, "int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def any_rank(rank: int) -> bool:
+    return True
+
+
+def shape(rng: random.Random) -> Shape:
+    """An image's of one to three spatial dimensions, a batch of matrices', a matrix's, a row's."""
+    rank = rng.choice((4, 4, 4, 4, 3, 3, 3, 5, 2, 1))
+    if rank < 3:
+        return tuple(rng.choice(_COLUMNS) for _ in range(rank))
+    if rank == 3 and rng.random() < 0.7:
+        return rng.choice(_BATCHES), rng.choice(_COLUMNS), rng.choice(_COLUMNS)
+    spatial = [rng.choice(_SPATIAL[rank - 2]) for _ in range(rank - 2)]
+    return rng.choice(_BATCHES), rng.choice(CHANNELS), *spatial
+
+
+def broadcast(rng: random.Random, full: Shape) -> Shape:
+    """The shape itself, or one that broadcasts to it: a bias's, a row's, a scalar's."""
+    rank = len(full)
+    some = [axis for axis in range(rank) if rng.random() < 0.5]
+    usual = (range(rank), (1,), (0, *range(2, rank)), (rank - 1,), (0, 1), (), some)
+    (kept,) = rng.choices(usual, (8, 4, 1, 1, 1, 1, 1))
+    if rng.random() < 0.03:
+        return ()
+    return tuple(size if axis in kept else 1 for axis, size in enumerate(full))
+
+
+def layout(rng: random.Random) -> str | None:
+    """How a tensor lies in memory: nearly always nothing is stated."""
+    return rng.choice(list(LAYOUTS)) if rng.random() < 0.04 else None
+
+
+def result_dtype(drawing: Drawing) -> str | None:
+    """What a result is rounded to: mostly nothing is stated, or the graph's main dtype."""
+    if drawing.rng.random() < 0.3:
+        return drawing.dtype
+    return drawing.rng.choices(_RESULTS, (40, 1, 1, 1, 0.5, 0.5, 0.5))[0]
+
+
+def new_operand(
+    drawing: Drawing, of: Shape, dtypes: tuple[str, ...] = FLOATS, positive: bool = False
+) -> Operand:
+    """A new operand, mostly of the graph's main dtype."""
+    rng = drawing.rng
+    kind = rng.random()
+    choice = [drawing.dtype] if kind < 0.86 else FLOATS if kind < 0.94 else dtypes
+    allowed = [dtype for dtype in choice if dtype in dtypes] or dtypes
+    allowed = [dtype for dtype in allowed if dtype != "int64"]  # JAX's arrays have 32 bits
+    return Operand(of, rng.choice(allowed), positive=positive, layout=layout(rng))
+
+
+def weight(drawing: Drawing, beside: Value | Operand, of: Shape) -> Operand:
+    """A new operand of a product, nearly always of the dtype of the other one."""
+    rng = drawing.rng
+    dtype = beside.dtype if rng.random() < 0.93 else rng.choice(FLOATS)
+    return Operand(of, dtype, layout=layout(rng))
+
+
+def pick(
+    drawing: Drawing,
+    node: type[Node],
+    rank: Callable[[int], bool] = any_rank,
+    positive: bool = False,
+) -> Value | Operand:
+    """A value so far, rather one that nothing uses yet; or a new operand, or GraphError: where no
+    value fits, other operations are mostly better."""
+    rng = drawing.rng
+    found = [
+        value
+        for value in drawing.values
+        if value.dtype in node.dtypes
+        and rank(len(value.shape))
+        and (value.positive or not positive)
+    ]
+    if found and rng.random() > 0.06:
+        weights = [0.2 if v.operand else 1.0 if v.uses else 5.0 for v in found]
+        return rng.choices(found, weights)[0]
+    if drawing.steps and not found and rng.random() < 0.6:
+        raise GraphError("no value fits")
+    wanted = drawing.shape if rng.random() < 0.8 else shape(rng)
+    while not rank(len(wanted)):
+        wanted = shape(rng)
+    return new_operand(drawing, wanted, node.dtypes, positive)
+
+
+def beside(
+    drawing: Drawing, first: Value | Operand, dtypes: tuple[str, ...], positive: bool
+) -> Any:
+    """What an operation on each element takes beside its first operand."""
+    rng = drawing.rng
+    kind = rng.random()
+    if kind < 0.15 and "bool" not in dtypes:
+        return rng.choice([n for n in _NUMBERS if n > 0 or not positive])
+    if kind < 0.65:
+        found = [
+            value
+            for value in drawing.values
+            if value.dtype in dtypes
+            and (value.positive or not positive)
+            and len(value.shape) == len(first.shape)
+            and all(a == b or 1 in (a, b) for a, b in zip(value.shape, first.shape, strict=True))
+        ]
+        if found:
+            return rng.choice(found)
+    return new_operand(drawing, broadcast(rng, first.shape), dtypes, positive)

@@ -1,0 +1,153 @@
+"""What the values of a random graph are like, from what those before them are like.
+
+A sample is 64 numbers distributed like a tensor's elements. It says nothing of shapes and costs
+the same for every graph, so a graph is known to have tame values (finite, neither huge nor
+vanishing) before anything of its size is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import INTEGERS, is_floating
+from .._core.graph.node import Node
+from .._core.graph.reference import rounded
+
+SIZE = 64
+_LARGEST, _LEAST_RMS = 500.0, 2e-3
+_TERMS = 4096  # of a sum, drawn for its sample
+
+
+class Untamed(GraphError):
+    """Values that would be too large, vanish, or not be finite."""
+
+
+def check(sample: np.ndarray, dtype: str) -> None:
+    """Raises Untamed for values with which no comparison would mean something."""
+    if dtype == "bool":
+        return
+    with np.errstate(all="ignore"):
+        largest, rms = np.max(np.abs(sample)), np.sqrt(np.mean(sample * sample))
+    limit = 2.0**20 if dtype == "int32" else _LARGEST
+    if not largest <= limit or (is_floating(dtype) and rms < _LEAST_RMS):
+        raise Untamed("the values are not tame", got=f"largest {largest:g}, mean square {rms:g}")
+
+
+def stored(sample: np.ndarray, dtype: str) -> np.ndarray:
+    """The sample as a tensor of this dtype keeps it."""
+    return np.asarray(rounded(jnp.asarray(sample), dtype)).astype(np.float32)
+
+
+def results(
+    node: Node,
+    inputs: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    noise: np.random.Generator,
+) -> list[np.ndarray]:
+    """Samples of a node's results.
+
+    Args:
+        node: the operation.
+        inputs: for each port the sample, or a number.
+        shapes: of the tensors at all ports.
+        noise: where random choices come from.
+    """
+    arrays = {port: np.broadcast_to(np.float32(x), SIZE) for port, x in inputs.items()}
+    outputs = node.ports.output_names
+    if node.method in _KNOWN:
+        (name, array), *_ = arrays.items()
+        return _KNOWN[node.method](node, array, shapes[name], shapes[outputs[0]], noise)
+    if node.ports.is_elementwise:
+        compute = jnp.dtype(node.default_compute({}))
+        with np.errstate(all="ignore"):
+            found = node.reference(**{p: jnp.asarray(a.astype(compute)) for p, a in arrays.items()})
+        return [np.asarray(x).astype(np.float32) for x in found]
+    if node.anchor:
+        scale = math.sqrt(terms(node, shapes) * math.prod(_square(a) for a in arrays.values()))
+        mean = terms(node, shapes) * math.prod(float(np.mean(a)) for a in arrays.values())
+        spread = math.sqrt(max(scale * scale - mean * mean / terms(node, shapes), 0.0))
+        return [(mean + spread * noise.standard_normal(SIZE)).astype(np.float32)]
+    return [noise.choice(np.concatenate(list(arrays.values())), SIZE) for _ in outputs]
+
+
+def terms(node: Node, shapes: Mapping[str, Shape]) -> int:
+    """How many products an anchor adds up for an element of its result."""
+    return max(node.flops(shapes) // 2 // math.prod(shapes[node.ports.output_names[0]]), 1)
+
+
+def weight_scale(node: Node, shapes: Mapping[str, Shape], others: list[np.ndarray]) -> float:
+    """What normal elements of an anchor's operand are to be multiplied by, beside the others, so
+    that its result has about unit variance."""
+    return (terms(node, shapes) * math.prod(map(_square, others))) ** -0.5
+
+
+def _square(sample: np.ndarray) -> float:
+    return float(np.mean(np.square(sample))) + 1e-12
+
+
+# The modes of reductions over the last axis: their references would be compiled for each number
+# of terms.
+_REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "ADD": lambda x: x.sum(-1),
+    "MUL": lambda x: x.prod(-1),
+    "MIN": lambda x: x.min(-1),
+    "MAX": lambda x: x.max(-1),
+    "AMAX": lambda x: np.abs(x).max(-1),
+    "AVG": lambda x: x.mean(-1),
+    "NORM1": lambda x: np.abs(x).sum(-1),
+    "NORM2": lambda x: np.sqrt((x * x).sum(-1)),
+    "MUL_NO_ZEROS": lambda x: np.where(x == 0, 1, x).prod(-1),
+}
+
+
+def _reduction(
+    node: Any, sample: np.ndarray, shape: Shape, out: Shape, noise: np.random.Generator
+) -> list[np.ndarray]:
+    return [_reduced(node.mode, sample, math.prod(shape) // math.prod(out), noise)]
+
+
+def _genstats(
+    node: Any, sample: np.ndarray, shape: Shape, out: Shape, noise: np.random.Generator
+) -> list[np.ndarray]:
+    count = math.prod(shape) // math.prod(out)
+    return [_reduced("ADD", values, count, noise) for values in (sample, sample * sample)]
+
+
+def _gen_index(
+    node: Any, sample: np.ndarray, shape: Shape, out: Shape, noise: np.random.Generator
+) -> list[np.ndarray]:
+    return [noise.integers(0, shape[node.axis], SIZE).astype(np.float32)]
+
+
+def _reduced(mode: str, sample: np.ndarray, count: int, noise: np.random.Generator) -> np.ndarray:
+    drawn = min(count, _TERMS)
+    with np.errstate(all="ignore"):
+        found = _REDUCTIONS[mode](noise.choice(sample, (SIZE, drawn)).astype(np.float64))
+        more = count / drawn if mode in ("ADD", "NORM1") else 1.0
+        return (found * more).astype(np.float32)
+
+
+_KNOWN = {"reduction": _reduction, "genstats": _genstats, "gen_index": _gen_index}
+
+
+def draw(
+    noise: np.random.Generator, shape: Shape, dtype: str, scale: float = 1.0, positive: bool = False
+) -> np.ndarray:
+    """An operand: normal floats times ``scale``, small integers, or fair booleans; magnitudes of
+    at least 0.25 (of integers, 1) where ``positive``."""
+    if dtype == "bool":
+        return noise.random(shape) < 0.5
+    if dtype in INTEGERS:
+        values = noise.integers(0 if dtype.startswith("u") else -4, 5, shape)
+    else:
+        values = noise.standard_normal(shape, np.float32) * np.float32(scale)
+    if positive:
+        values = np.abs(values) + (1 if dtype in INTEGERS else 0.25)
+    return values.astype(jnp.dtype(dtype))

@@ -1,0 +1,212 @@
+"""How far apart two right results of a graph may be, found by disturbing its reference.
+
+Two computations of one graph round alike, but add in other orders, and cut float32 products to
+TF32. Where the graph then compares, rounds to integers or takes a maximum, a difference in the
+last place becomes one of order 1, for some elements. How many, and what follows, no fixed tolerance
+says. So the reference is run again and again with every inexact value moved, at random, by more
+than another computation would differ there: what these runs differ by is the tolerance.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.graph.dtypes import FP8, is_floating
+from .._core.graph.reference import evaluate
+from .._core.graph.spec import GraphSpec
+from .._core.planning.split import part
+
+_RUNS, _MORE_RUNS = 6, 48
+_EDGES = 500
+# Relative moves: of results that functions like exp give on a GPU, of the terms of a sum, and of
+# the operands of products that may be cut to TF32 or keep few bits between the steps.
+_RESULT, _TERM, _CUT = 2.0**-16, 2.0**-18, 2.0**-10
+
+Arrays = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A result beside the reference's, in units of the tolerance.
+
+    An element's tolerance is twice its largest move in the disturbed runs, more by the root mean
+    square of all elements' moves and by one unit in the last place of its dtype (float32: four).
+
+    Attributes:
+        ratio: the largest error in units of the tolerance, without the outliers that are allowed.
+        outliers: elements beyond it.
+        allowed: how many may be, unless they are larger than all that the reference has: twice as
+            many as a disturbed run has beside the others, and one of 500, as no number of runs
+            finds every element that lies on an edge.
+        blunt: the share of elements whose tolerance is as large as the values themselves.
+    """
+
+    ratio: float
+    outliers: int
+    allowed: int
+    blunt: float
+
+    @property
+    def right(self) -> bool:
+        return self.outliers <= self.allowed
+
+
+class Reference:
+    """The outputs of a graph for operands, computed on the CPU, one operation at a time."""
+
+    def __init__(self, spec: GraphSpec, operands: Sequence[jax.Array]):
+        self._spec = spec
+        self._operands = [np.asarray(operand) for operand in operands]
+        self.outputs = self._run(None)
+        self._disturbed: list[Arrays] = []
+
+    def compare(self, got: Sequence[np.ndarray]) -> list[Comparison]:
+        """Each output beside the reference's. Where it is not right, more runs have their say."""
+        found: list[Comparison] = []
+        for runs in (_RUNS, _MORE_RUNS):
+            self._disturb(runs)
+            found = [
+                _compare(np.asarray(array), want, [run[i] for run in self._disturbed])
+                for i, (array, want) in enumerate(zip(got, self.outputs, strict=True))
+            ]
+            if all(comparison.right for comparison in found):
+                break
+        return found
+
+    def _disturb(self, runs: int) -> None:
+        for seed in range(len(self._disturbed), runs):
+            self._disturbed.append(self._run(np.random.default_rng(seed)))
+
+    def _run(self, noise: np.random.Generator | None) -> Arrays:
+        values = dict(zip(self._spec.inputs, self._operands, strict=True))
+        for position in range(len(self._spec.calls)):
+            one = part(self._spec, (position,))
+            inputs = {name: values[name] for name in one.inputs}
+            if noise is not None:
+                inputs = _with_moved_terms(one, inputs, noise)
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                results = [np.asarray(x) for x in _program(one.canonical())(*inputs.values())]
+            if noise is not None:
+                results = [_moved_result(one, x, inputs, noise) for x in results]
+            values.update(zip(one.outputs, results, strict=True))
+        return [values[name] for name in self._spec.outputs]
+
+
+@functools.lru_cache(maxsize=256)
+def _program(one: GraphSpec) -> Callable[..., list[jax.Array]]:
+    return jax.jit(functools.partial(evaluate, one))
+
+
+# -- moves -----------------------------------------------------------------------------------------
+
+
+def _with_moved_terms(
+    one: GraphSpec, inputs: dict[str, np.ndarray], noise: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """The operands of an operation, moved where it adds up products or other terms of them: each
+    element by itself, and all together, as bits that are cut off make all of them smaller."""
+    node = one.calls[0].node
+    if node.moves or _each_element(one, inputs):
+        return inputs
+    amount = _TERM
+    coarse = FP8 if one.options.precision in ("high", "highest") else ("float32", *FP8)
+    if node.anchor and any(str(x.dtype) in coarse for x in inputs.values()):
+        amount = _CUT
+    return {name: _moved(x, amount, noise, together=True) for name, x in inputs.items()}
+
+
+def _moved_result(
+    one: GraphSpec, result: np.ndarray, inputs: dict[str, np.ndarray], noise: np.random.Generator
+) -> np.ndarray:
+    """A result, moved where another computation may round it otherwise: whole numbers are taken
+    as exact, and so are results that are one of the operands, or its negative."""
+    if one.calls[0].node.moves or not is_floating(str(result.dtype)):
+        return result
+    values = np.abs(result.astype(np.float32))
+    exact = values == np.round(values)
+    if _each_element(one, inputs):
+        for x in inputs.values():
+            exact |= values == np.abs(np.asarray(x, np.float32))
+    amount = max(_RESULT, float(jnp.finfo(result.dtype).eps))
+    return np.where(exact, result, _moved(result, amount, noise))
+
+
+def _each_element(one: GraphSpec, inputs: dict[str, np.ndarray]) -> bool:
+    """Whether each element of the result depends on those at its place alone."""
+    shape = one.tensor(one.outputs[0]).shape
+    elementwise = one.calls[0].node.ports.is_elementwise
+    return elementwise and shape == np.broadcast_shapes(*(x.shape for x in inputs.values()))
+
+
+def _moved(
+    x: np.ndarray, amount: float, noise: np.random.Generator, together: bool = False
+) -> np.ndarray:
+    """Each float times a random number between ``1 - amount`` and ``1 + amount``; ``together``,
+    all of them times another one, too."""
+    if not is_floating(str(x.dtype)):
+        return x
+    moves = noise.uniform(1 - amount, 1 + amount, x.shape).astype(np.float32)
+    if together:
+        moves *= np.float32(noise.choice((1 - amount, 1 + amount)))
+    largest = float(jnp.finfo(x.dtype).max)
+    with np.errstate(invalid="ignore"):
+        moved = x.astype(np.float32) * moves
+        return np.where(np.isfinite(moved), np.clip(moved, -largest, largest), moved).astype(
+            x.dtype
+        )
+
+
+# -- comparison ------------------------------------------------------------------------------------
+
+
+def _compare(got: np.ndarray, want: np.ndarray, runs: Arrays) -> Comparison:
+    place = _places(want)
+    errors = _distance(got, want)
+    moves = np.stack([_distance(run, want) for run in runs])
+    tolerance = _tolerance(moves, place)
+    beyond = [
+        int(np.sum(moves[i] > _tolerance(np.delete(moves, i, 0), place))) for i in range(len(runs))
+    ]
+    largest = float(np.max(np.abs(want, dtype=np.float64), initial=0, where=np.isfinite(want)))
+    beyond_all = np.any(errors > np.maximum(tolerance, 2 * largest))
+    allowed = 0 if beyond_all else 2 * max(beyond) + errors.size // _EDGES
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(errors == 0, 0.0, errors / tolerance).ravel()
+    outliers = int(np.sum(ratios > 1))
+    inside = np.sort(ratios)[: max(ratios.size - allowed, 1)]
+    size = math.sqrt(float(np.mean(np.square(np.where(np.isfinite(want), want, 0), dtype=float))))
+    blunt = float(np.mean(tolerance >= max(size, 1e-30)))
+    return Comparison(float(inside[-1]), outliers, allowed, blunt)
+
+
+def _tolerance(moves: np.ndarray, place: np.ndarray) -> np.ndarray:
+    """For each element, from the runs' moves of all."""
+    finite = np.where(np.isfinite(moves), moves, 0)
+    return 2 * moves.max(0) + math.sqrt(float(np.mean(np.square(finite)))) + place
+
+
+def _distance(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Absolute differences; 0 between equal infinities and between NaN, infinite beside NaN."""
+    a, b = got.astype(np.float64), want.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        error = np.where(same, 0.0, np.abs(a - b))
+    return np.where(np.isnan(error), np.inf, error)
+
+
+def _places(want: np.ndarray) -> np.ndarray:
+    """What each element's last place is worth; 0 for integers and booleans."""
+    values = np.abs(want.astype(np.float64))
+    if not is_floating(str(want.dtype)):
+        return np.zeros(want.shape)
+    info = jnp.finfo(want.dtype)
+    return np.where(np.isfinite(values), values * float(info.eps), 0) + float(
+        info.smallest_subnormal
+    )

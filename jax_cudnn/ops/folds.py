@@ -1,0 +1,22 @@
+"""Where a dimension of vmap goes in shapes and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from .._core.graph.dims import Shape
+from .._core.graph.node import LEAD
+
+
+def grown(shape: Shape, axis: int, size: int) -> Shape:
+    """A shape with a dimension of ``size`` folded into one of its axes, or in front."""
+    if axis == LEAD:
+        return (size, *shape)
+    return (*shape[:axis], size * shape[axis], *shape[axis + 1 :])
+
+
+def anywhere(ports: Iterable[str], axes: Iterable[int]) -> Iterator[dict[str, int]]:
+    """For nodes that take tensors of any rank: in one of some axes, or in front."""
+    names = tuple(ports)
+    for axis in (*axes, LEAD):
+        yield dict.fromkeys(names, axis)
