@@ -20,8 +20,10 @@ from ._core.planning.explanation import Explanation as Explanation
 from ._core.planning.plan import Plan as Plan
 from ._core.planning.plan import PlannedSegment as PlannedSegment
 from ._core.planning.support import plan as plan
+from ._core.planning.support import plans as plans
 from ._core.planning.support import support as support
 from ._core.planning.support_value import Support as Support
 from ._core.planning.warmup import warmup as warmup
 from ._core.settings import configure as configure
+from ._core.transforms.rules import save_cudnn as save_cudnn
 from .deviceless.profiles import Profile as Profile

@@ -79,6 +79,11 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
     return _core.jaxprs_in_params(equation.params)
 
 
+def without_dead_code(jaxpr: Any) -> Any:
+    """A jaxpr without what none of its results needs."""
+    return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
 def matmul_precision() -> str | None:
     """``jax.default_matmul_precision`` as it holds in this thread."""
     return _config.default_matmul_precision.value

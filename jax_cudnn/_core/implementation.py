@@ -21,7 +21,9 @@ def implementation(name: str) -> Any:
     Args:
         name: "split" (the default): cuDNN runs what it has engines for and is not measured to
             lose at, XLA the rest, in one program. "cudnn": the whole graph is one cuDNN plan, or
-            an UnsupportedGraphError says why it cannot be. "xla": the graph's reference.
+            an UnsupportedGraphError says why it cannot be; its derivatives may be several, with
+            XLA between them, but every convolution and matmul in them is cuDNN's. "xla": the
+            graph's reference.
 
     Raises:
         GraphError: another name.

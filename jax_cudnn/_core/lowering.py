@@ -17,6 +17,7 @@ def plan(ctx: Any, spec: GraphSpec, name: str) -> Plan:
 
     Raises what planning raises; GraphError for symbolic dimensions, TargetError without a GPU.
     """
+    name = spec.origin.titled(name)
     if left_to_xla(spec):
         return by_xla(spec, name)
     if not spec.is_static:

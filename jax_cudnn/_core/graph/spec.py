@@ -54,18 +54,26 @@ class Call:
     outputs: tuple[tuple[str, str], ...]
 
 
+FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a graph comes from that was derived from a user's.
 
-    ``role`` is "forward" (with results for the backward), "tangent" or "backward", and empty for a
-    user's own. ``residuals`` names the results of a forward that only its derivatives need.
-    ``family`` holds the forward and its derivatives, where they must be decided about together.
+    ``role`` is FORWARD (with results for the backward), TANGENT or BACKWARD (of higher orders, a
+    text made of these), and empty for a user's own. ``residuals`` names the results of a forward
+    that only its derivatives need. ``family`` holds the forward and its derivatives, where they
+    must be decided about together.
     """
 
     role: str = ""
     residuals: tuple[str, ...] = ()
     family: tuple[GraphSpec, ...] = ()
+
+    def titled(self, name: str) -> str:
+        """A graph function's name, with what was derived of it."""
+        return name if self.role in ("", FORWARD) else f"{name} ({self.role})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +150,11 @@ class GraphSpec:
     def has_anchor(self) -> bool:
         """Whether cuDNN builds its engine around one of the nodes."""
         return any(call.node.anchor for call in self.calls)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether some node must run as those of other graphs of the family do."""
+        return any(call.node.paired for call in self.calls)
 
     @property
     def is_static(self) -> bool:

@@ -41,7 +41,6 @@ def graphs(
             f"{_name(fn)} holds no cuDNN graph",
             expected="a function decorated with @jax_cudnn.graph, or one that calls such functions",
             got="a program of XLA's own operations",
-            why="vmap of a graph, and the tangents of its derivative, run as its reference in XLA",
             fix="decorate the function with @jax_cudnn.graph, or plan the graph function itself",
         )
     named: dict[str, GraphSpec] = {}
@@ -80,13 +79,15 @@ def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
         positional, keywords = jax.tree.unflatten(structure, filled)
         return fn(*positional, **keywords)
 
-    return jax.make_jaxpr(of_arrays)(*(leaves[i] for i in positions)).jaxpr
+    closed = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in positions))
+    return compat.without_dead_code(closed.jaxpr)  # as jax.jit lowers it
 
 
 def _in_jaxpr(jaxpr: Any) -> Iterator[tuple[str, GraphSpec]]:
     for equation in jaxpr.eqns:
         if equation.primitive in (cudnn_p, cudnn_local_p):
-            yield equation.params["name"], equation.params["spec"]
+            name, spec = equation.params["name"], equation.params["spec"]
+            yield spec.origin.titled(name), spec
         for inner in compat.inner_jaxprs(equation):
             yield from _in_jaxpr(inner)
 

@@ -21,9 +21,9 @@ class Explanation:
     data: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """``{"name", "gpu", "implementation", "graph", "cut_bytes", "segments": [{"runs_on",
-        "operations", "engine", "workspace_bytes", "candidates", "reads_bytes", "writes_bytes",
-        "flops", "reason"}]}``; a new dictionary each time."""
+        """``{"name", "role", "residuals", "gpu", "implementation", "graph", "cut_bytes",
+        "segments": [{"runs_on", "operations", "engine", "workspace_bytes", "candidates",
+        "reads_bytes", "writes_bytes", "flops", "reason"}]}``; a new dictionary each time."""
         return json.loads(json.dumps(self.data))
 
     def __str__(self) -> str:
@@ -47,6 +47,8 @@ class Explanation:
             yield "     reads {:,} bytes, writes {:,}, computes {:,} operations".format(*moved)
             if segment["reason"] and segment["runs_on"] == "XLA":
                 yield from _wrapped(f"because {segment['reason']}", "     ")
+        for kept in data["residuals"]:
+            yield f"  keeps {kept['tensor']} for the derivative, {kept['bytes']:,} bytes"
         if len(segments) > 1:
             yield f"  {data['cut_bytes']:,} bytes cross the cuts"
             reasons = dict.fromkeys(s["reason"] for s in segments if s["runs_on"] == "cuDNN")
@@ -70,6 +72,10 @@ def explain(plan: Plan) -> Explanation:
     return Explanation(
         {
             "name": plan.name,
+            "role": plan.spec.origin.role,
+            "residuals": [
+                {"tensor": str(tensor), "bytes": tensor.nbytes} for tensor in plan.residuals
+            ],
             "gpu": plan.gpu,
             "implementation": plan.implementation,
             "graph": str(plan.spec),

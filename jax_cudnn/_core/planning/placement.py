@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -32,6 +32,15 @@ log = logging.getLogger("jax_cudnn")
 _Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
 
 _ELSE = "then cuDNN runs the parts that it can, and XLA the rest"
+
+
+class _Asked(NamedTuple):
+    """What a search for a split may do: give cuDNN what it is measured to lose at; and why not
+    the nodes that run as those of other graphs do."""
+
+    losing: bool = False
+    apart: str = ""
+
 
 _refusals: SingleFlight[Refusal | None] = SingleFlight(1 << 14)
 _splits: SingleFlight[_Rows] = SingleFlight()
@@ -75,26 +84,61 @@ def by_xla(spec: GraphSpec, name: str) -> Plan:
     """The plan of a graph that is left to XLA."""
     calls = tuple(range(len(spec.calls)))
     segment = PlannedSegment(spec, calls, None, left_to_xla(spec))
-    plan = Plan(name, "any GPU", spec.options.implementation or SPLIT, spec, (segment,))
+    plan = Plan(
+        spec.origin.titled(name), "any GPU", spec.options.implementation or SPLIT, spec, (segment,)
+    )
     _tell(plan)
     return plan
 
 
 def _decide(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[PlannedSegment, ...]:
+    strict = spec.options.implementation == CUDNN
     # An engine is one of the whole graph: of a part it would be another.
-    if spec.options.implementation == CUDNN or spec.options.engine is not None:
+    if spec.options.engine is not None or (strict and not spec.origin.role):
         try:
             return (*_planned(whole(spec, False), site, name),)
         except UnsupportedGraphError as error:
             what = "implementation='cudnn'" if spec.options.engine is None else "the engine"
             error.fix = "; ".join(filter(None, [error.fix, f"or leave out {what}: {_ELSE}"]))
             raise
-    canonical = spec.for_planning().canonical()
-    key = canonical, planner.identity(site)
-    rows = _splits.get(key, lambda: _split(canonical, site, name))
+    asked = _Asked(losing=strict, apart=_apart(spec, strict, site, name))
+    rows = _rows_of(spec, asked, site, name)
     segments = [_segment(spec, *row) for row in rows]
+    if strict:
+        _check_products(spec, segments, name)
     _check_determinism(spec, segments, name)
     return (*_planned(segments, site, name),)
+
+
+def _rows_of(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str) -> _Rows:
+    canonical = spec.for_planning().canonical()
+    key = canonical, asked, planner.identity(site)
+    return _splits.get(key, lambda: _split(canonical, asked, site, name))
+
+
+def _check_products(spec: GraphSpec, segments: Sequence[Segment], name: str) -> None:
+    """UnsupportedGraphError where XLA would run a product of a derivative under "cudnn"."""
+    for segment in segments:
+        products = [call.name for call in segment.spec.calls if call.node.anchor]
+        if segment.leftover and products:
+            raise UnsupportedGraphError(
+                f"{name}: cuDNN does not run {', '.join(products)}",
+                why=segment.reason,
+                fix=f"leave out implementation='cudnn': {_ELSE}",
+                graph=str(spec),
+            )
+
+
+def _apart(spec: GraphSpec, losing: bool, site: Profile | CudaDevice, name: str) -> str:
+    """Why XLA runs the paired nodes of all graphs of a family; empty where cuDNN does."""
+    if not spec.is_paired:
+        return ""
+    for member in spec.origin.family:
+        for calls, leftover, reason in _rows_of(member, _Asked(losing), site, name):
+            paired = [member.calls[i].name for i in calls if member.calls[i].node.paired]
+            if leftover and paired:
+                return f"XLA runs {', '.join(paired)} of its family: {reason}"
+    return ""
 
 
 def _check_determinism(spec: GraphSpec, segments: Sequence[Segment], name: str) -> None:
@@ -129,10 +173,16 @@ def _segment(spec: GraphSpec, calls: Sequence[int], leftover: bool, reason: str)
 # -- the split -------------------------------------------------------------------------------------
 
 
-def _split(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> _Rows:
+def _split(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str) -> _Rows:
     """From the disk, or searched and left there for other processes."""
-    lost = losses.table().get(str(_model(site)[1]), {})
-    key = f"{planner.key_text('split', spec, site)}\n{sorted(lost.get('patterns', ()))}"
+    lost = {} if asked.losing else losses.table().get(str(_model(site)[1]), {})
+    known_losses = sorted(lost.get("patterns", ()))
+    key = f"{planner.key_text('split', spec, site)}\n{known_losses}\n{asked.apart}"
+
+    def ask(piece: GraphSpec) -> Refusal | None:
+        if asked.apart and piece.is_paired:
+            return Refusal(asked.apart)
+        return refusal(piece, site, name, asked.losing)
 
     def rows_of(stored: dict[str, Any]) -> _Rows:
         return _rows(stored, spec)
@@ -140,7 +190,7 @@ def _split(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> _Rows:
     known = planner.decoded(key, cache.get(key), rows_of)
     if known is not None:
         return known
-    segments = search(spec, lambda piece: refusal(piece, site, name))
+    segments = search(spec, ask)
     rows = tuple((s.calls, s.leftover, s.reason) for s in segments)
     if len(rows) == 1 and not rows[0][1]:
         return rows  # one plan, which has an entry of its own
@@ -156,11 +206,14 @@ def _rows(stored: dict[str, Any], spec: GraphSpec) -> _Rows:
     return rows
 
 
-def refusal(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Refusal | None:
-    """Why cuDNN is not to run a graph: it has no engine, or is measured to lose."""
+def refusal(
+    spec: GraphSpec, site: Profile | CudaDevice, name: str, losing: bool = False
+) -> Refusal | None:
+    """Why cuDNN is not to run a graph: it has no engine, or is measured to lose (unless ``losing``
+    is allowed)."""
 
     def ask() -> Refusal | None:
-        loss = losses.loss(spec, _model(site)[1])
+        loss = None if losing else losses.loss(spec, _model(site)[1])
         if loss is not None:
             return Refusal(str(loss), final=True)
         try:
@@ -172,7 +225,7 @@ def refusal(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Refusal |
             return Refusal(error.summary)
         return None
 
-    return _refusals.get((spec.canonical(), planner.identity(site)), ask)
+    return _refusals.get((spec.canonical(), planner.identity(site), losing), ask)
 
 
 def _model(site: Profile | CudaDevice) -> tuple[str, int]:

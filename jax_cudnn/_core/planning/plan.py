@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import GraphError
-from ..graph.spec import GraphSpec
+from ..graph.spec import GraphSpec, Tensor
 from .execution_plan import ExecutionPlan
 from .explanation import Explanation, explain
 
@@ -72,6 +72,11 @@ class Plan:
     def candidates(self) -> int:
         """How many plans cuDNN's heuristics proposed for all segments."""
         return sum(plan.candidates for plan in self.execution_plans)
+
+    @property
+    def residuals(self) -> tuple[Tensor, ...]:
+        """The results of a forward that only its derivatives need."""
+        return tuple(self.spec.tensor(name) for name in self.spec.origin.residuals)
 
     @property
     def pinned(self) -> dict[str, Any]:

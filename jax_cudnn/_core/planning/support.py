@@ -74,12 +74,40 @@ def plan(
             f"{getattr(fn, '__name__', 'the function')} holds {len(found)} graphs",
             expected="one graph: a plan belongs to one",
             got=", ".join(found),
-            fix="plan each graph function, or use jax_cudnn.support for all of them",
+            fix="jax_cudnn.plans gives those of all",
         )
     ((name, spec),) = found.items()
     if chosen is None:
         return place(spec, context.site(_default_devices(), name), name)
     return {gpu: place(spec, profile, name) for gpu, profile in chosen.items()}
+
+
+def plans(fn: Callable[..., Any], *args: Any, **static: Any) -> dict[str, Plan]:
+    """How all graphs of a function run on a GPU: those of a gradient, say.
+
+    Args:
+        fn, *args, **static: as for :func:`plan`; ``fn`` may hold several graphs.
+
+    Returns:
+        A :class:`Plan` for each graph by its name, in the order of the program. What was derived
+        of a graph says so, as in "conv (backward)"; a second of one name is "conv 2".
+
+    Raises: as :func:`plan`, but for several graphs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
+        >>> relu = jc.graph(lambda g, x: g.relu(x))
+        >>> x = jax.ShapeDtypeStruct((64, 128), "float32")
+        >>> with jc.target("H200"):
+        ...     plans = jc.plans(jax.grad(lambda x: relu(x).sum()), x)        # doctest: +SKIP
+    """
+    from .placement import place
+
+    found = graphs(fn, args, static)
+    return {
+        name: place(spec, context.site(_default_devices(), name), name)
+        for name, spec in found.items()
+    }
 
 
 def support(

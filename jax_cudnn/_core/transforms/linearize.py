@@ -6,14 +6,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 from ..graph.dtypes import is_floating, itemsize
-from ..graph.spec import Call, GraphSpec, Origin, Tensor, intern
+from ..graph.spec import FORWARD, Call, GraphSpec, Origin, Tensor, intern
+from ..graph.spec import TANGENT as TANGENT_ROLE
 from ..graph.tensor import GraphTensor
 from ..graph.vocabulary import vocabulary
 from .derivation import Derivation
 from .derived import Derived
 from .residuals import choose
+from .transpose import transpose
 
 VALUE, TANGENT = "value", "tangent"
 
@@ -43,7 +46,8 @@ def linearize(spec: GraphSpec, active: frozenset[str]) -> Linearized:
     tangents = _pushed(g, spec, values, first)
     outputs = [tangents.get(name) for name in spec.outputs]
     made = [x for x in outputs if x is not None]
-    origin = Origin(f"tangent of {spec.origin.role}" if spec.origin.role else "tangent")
+    role = spec.origin.role
+    origin = Origin(TANGENT_ROLE if role in ("", FORWARD) else f"{TANGENT_ROLE} of {role}")
     draft = g.finished(made, origin)
     own = {x.name: name for name, x in first.items()}
     primal = {x.name: name for name, x in values.items()}
@@ -57,7 +61,25 @@ def linearize(spec: GraphSpec, active: frozenset[str]) -> Linearized:
     tangent, rename, stored = _completed(spec, draft, primal, names, again, forward)
     keys = {rename.get(n, n): key for n, key in keys.items()} | stored
     results = [None if name is None else rename.get(name, name) for name in results]
-    return Linearized(forward, Derived.of(tangent, keys, results))
+    return _family(Linearized(forward, Derived.of(tangent, keys, results)))
+
+
+def _family(made: Linearized) -> Linearized:
+    """The same with all graphs of a family known to each, where they are decided about together."""
+    tangent = made.tangent.spec
+    if tangent is None or not (made.forward.is_paired or tangent.is_paired):
+        return made
+    sources = zip(tangent.inputs, made.tangent.inputs, strict=True)
+    linear = tuple(n for n, source in sources if cast(tuple, source.of)[0] == TANGENT)
+    backward = transpose(tangent, linear, tangent.outputs).spec
+    members = (made.forward, tangent, backward)
+    family = tuple(replace(m, origin=Origin(), _cache={}) for m in members if m is not None)
+
+    def belonging(spec: GraphSpec) -> GraphSpec:
+        return intern(replace(spec, origin=replace(spec.origin, family=family), _cache={}))
+
+    derived = replace(made.tangent, spec=belonging(tangent))
+    return Linearized(belonging(made.forward), derived)
 
 
 def _pushed(
@@ -111,19 +133,19 @@ def _forward(spec: GraphSpec, kept: Collection[str]) -> tuple[GraphSpec, dict[st
             continue
         tensor = spec.tensor(name)
         if stored[name] != tensor.dtype:
-            cast = vocabulary().cast
+            copy = vocabulary().cast
             names[name] = f"{name}:{stored[name]}"
             tensors.append(Tensor(names[name], tensor.shape, stored[name], order=tensor.order))
-            title = f"{cast.method}.{sum(c.node.method == cast.method for c in calls)}"
+            title = f"{copy.method}.{sum(c.node.method == copy.method for c in calls)}"
             ports = (
-                ((cast.ports.input_names[0], name),),
-                ((cast.ports.output_names[0], names[name]),),
+                ((copy.ports.input_names[0], name),),
+                ((copy.ports.output_names[0], names[name]),),
             )
-            calls.append(Call(cast, title, *ports))
+            calls.append(Call(copy, title, *ports))
         if names[name] not in outputs:
             outputs.append(names[name])
     residuals = tuple(outputs[len(spec.outputs) :])
-    role = spec.origin.role or "forward"
+    role = spec.origin.role or FORWARD
     forward = replace(
         spec,
         tensors=tuple(tensors),

@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 from ..graph.dtypes import itemsize
-from ..graph.spec import GraphSpec, Origin
+from ..graph.spec import BACKWARD, TANGENT, GraphSpec, Origin
 from ..graph.tensor import GraphTensor
 from .derivation import Derivation
 from .derived import Derived
@@ -61,7 +61,7 @@ def transpose(spec: GraphSpec, linear: tuple[str, ...], given: tuple[str, ...]) 
             if name in moving and port in passed:
                 terms.setdefault(name, []).append(passed[port])
     found = [cotangent(name) if name in terms else None for name in linear]
-    role = {"tangent": "backward"}.get(spec.origin.role, f"transpose of {spec.origin.role}".strip())
-    origin = Origin("transpose" if role == "transpose of" else role, (), spec.origin.family)
+    role = BACKWARD if spec.origin.role == TANGENT else f"transpose of {spec.origin.role}"
+    origin = Origin(role if spec.origin.role else "transpose", (), spec.origin.family)
     derived = g.finished([x for x in found if x is not None], origin)
     return Derived.of(derived, keys, [None if x is None else x.name for x in found])
