@@ -108,6 +108,7 @@ OPERATIONS = {
     "resample": lambda node, input: pool(input, node),
     "genstats": lambda node, input: genstats(input),
     "reshape": lambda node, input: np.fromiter(input.flat, float).reshape(node.out_dims),
+    "broadcast_to": lambda node, input: input + np.zeros(node.out_dims),
     "transpose": lambda node, input: np.einsum(input, range(input.ndim), node.permutation),
     "slice": lambda node, input: take(input, node),
     "concatenate": lambda node, **inputs: join(list(inputs.values()), node),

@@ -120,7 +120,7 @@ def test_cases_have_none_one_and_several_anchors():
     assert cut["transpose_0_bfloat16"] == 0
     assert cut["conv_concatenated"] == 1
     assert cut["conv_then_matmul_of_its_pixels"] == 2
-    movers = {"concatenate", "resample", "reshape", "transpose"}
+    movers = {"broadcast", "concatenate", "resample", "reshape", "transpose"}
     assert {name.split("_")[0] for name, count in cut.items() if count == 0} == movers
 
 

@@ -91,7 +91,11 @@ HIDING_PLACES = {
 @pytest.mark.parametrize("where", HIDING_PLACES)
 def test_graphs_are_found_wherever_a_program_holds_them(where):
     found = collect.graphs(HIDING_PLACES[where], (X,), {})
-    assert sorted(found) == ["double", "relu"]
+    derived = {f"{name} (backward)" for name in ("double", "relu") if where == "grad"}
+    assert found.keys() - derived == ({"relu"} if where == "grad" else {"double", "relu"})
+    assert derived <= found.keys()
+    if where == "grad":
+        return  # what double computes is not used
     shape = (4, 16) if where == "shard_map" else (8, 16)  # the shape of one device
     assert found["double"].input_tensors[0].shape == shape
 

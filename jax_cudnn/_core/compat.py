@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
-from jax._src import dispatch, distributed
+from jax._src import dispatch, distributed, source_info_util
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.core import Primitive  # jax.extend has it, too, at 18 ms of import time
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -18,16 +20,30 @@ from .errors import TargetError
 
 OLDEST_JAX = (0, 10, 2)
 
+ShardingTypeError = _core.ShardingTypeError
+"""Raised where the sharding of a result is ambiguous on a mesh with explicit axes."""
+
 dce_rules = _partial_eval.dce_rules
 """Primitive -> what is left of its equation when only some results are used."""
 
 
-def new_primitive(name: str) -> Primitive:
+def new_primitive(name: str, title: Callable[..., str]) -> Primitive:
     """A primitive with several results that runs eagerly through jit, and whose lowering rules
-    are run for each device assignment, which they can then see."""
+    are run for each device assignment, which they can then see.
+
+    ``title(**params)`` names an application of it where ``jax_debug_nans`` finds a NaN in a
+    result: eagerly, and in the call that JAX repeats without jit.
+    """
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+
+    def run(*operands: Any, **params: Any) -> Any:
+        try:
+            return dispatch.apply_primitive(primitive, *operands, **params)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"{error}: {title(**params)}") from None
+
+    primitive.def_impl(run)
     # Without this one lowering serves all devices, and no rule knows for which it is.
     dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
@@ -49,6 +65,34 @@ def lowering_devices(ctx: Any) -> tuple[jax.Device, ...]:  # pyright: ignore[rep
             )
         return tuple(jax.devices())  # an abstract mesh names none: the backend's
     return tuple(getattr(axis_context, "device_assignment", None) or ())
+
+
+@functools.cache
+def checkify_nans(primitive: Primitive, title: Callable[..., str]) -> None:
+    """Has ``jax.experimental.checkify`` look for NaN in a primitive's results (nan_checks and
+    float_checks), and name the application by ``title(**params)``.
+
+    What it cannot see, because a graph is one operation: a NaN inside that reaches no result, a
+    division by zero inside (div_checks) whose result is no NaN, an index out of bounds inside
+    (index_checks), and infinities, for which checkify has no check.
+
+    To be called before an equation of the primitive is made, and not when the package is imported:
+    checkify takes 2 ms to import.
+    """
+    from jax._src import checkify
+
+    # What JAX hands on before the operands; newer versions have a context in front.
+    *state, _ = list(inspect.signature(checkify.check_nans).parameters)[1:]
+
+    def rule(*given: Any, **params: Any) -> tuple[Any, list[Any]]:
+        before, operands = given[: len(state)], given[len(state) :]
+        results = primitive.bind(*operands, **params)
+        floats = [x for x in results if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+        named = SimpleNamespace(name=f"{primitive.name}: {title(**params)}", multiple_results=True)
+        error = checkify.check_nans(named, *before, floats)
+        return error, results
+
+    checkify.error_checks[primitive] = rule
 
 
 def program(ctx: Any) -> int:
@@ -82,6 +126,34 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 def without_dead_code(jaxpr: Any) -> Any:
     """A jaxpr without what none of its results needs."""
     return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """A jaxpr without what no result needs, as jit compiles it; its inputs stay."""
+    open_jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    live, _ = _partial_eval.dce_jaxpr(open_jaxpr, True, instantiate=True)
+    return live
+
+
+def scan_sizes(params: Any) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def manual_axes(params: Any) -> tuple[str, ...]:
+    """The mesh axes that a shard_map maps over, in the order of the mesh."""
+    manual = params["newly_manual_axes"]
+    return tuple(axis for axis in params["mesh"].axis_names if axis in manual)
+
+
+def user_frames(equation: Any) -> Iterator[tuple[str, int, str]]:
+    """File, line and function of the frames that made an equation, the innermost first, without
+    JAX's own."""
+    for frame in source_info_util.user_frames(equation.source_info.traceback):
+        yield frame.file_name, frame.start_line, frame.function_name
 
 
 def matmul_precision() -> str | None:

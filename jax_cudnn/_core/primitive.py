@@ -19,8 +19,14 @@ from .graph.reference import NARROW, WIDE, evaluate
 from .graph.spec import GraphSpec
 from .transforms import rules
 
-cudnn_p = compat.new_primitive("cudnn")
-cudnn_local_p = compat.new_primitive("cudnn_local")
+
+def title(*, spec: GraphSpec, name: str) -> str:
+    """What a graph is called where JAX says which operation made a NaN."""
+    return f"{name} ({spec.origin.role})" if spec.origin.role else name
+
+
+cudnn_p = compat.new_primitive("cudnn", title)
+cudnn_local_p = compat.new_primitive("cudnn_local", title)
 
 
 def bind(spec: GraphSpec, name: str, *operands: Any) -> list[jax.Array]:
@@ -40,6 +46,7 @@ def _align_varying(operands: tuple[Any, ...]) -> list[Any]:
 
 
 def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
+    compat.checkify_nans(cudnn_p, title)
     for tensor, aval in zip(spec.input_tensors, avals, strict=True):
         if (aval.shape, aval.dtype.name) != (tensor.shape, tensor.dtype):
             raise GraphError(
@@ -50,7 +57,12 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
             )
     if any(axis is not None for aval in avals for axis in aval.sharding.spec):
         # Explicit sharding: jnp's rules say how the outputs of the same computation are sharded.
-        return list(jax.make_jaxpr(functools.partial(evaluate, spec))(*avals).out_avals)
+        try:
+            return list(jax.make_jaxpr(functools.partial(evaluate, spec))(*avals).out_avals)
+        except compat.ShardingTypeError:
+            # As the sum over a sharded batch in the gradient of a weight: no rule says how that is
+            # sharded, and where a graph is called it is on each device.
+            pass
     template = avals[0]
     return [
         template.update(

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..graph.builder import GraphBuilder
 from ..graph.dims import Shape
+from ..graph.dtypes import itemsize
 from ..graph.node import Node
 from ..graph.spec import Call, GraphSpec, Origin, Tensor, intern
 from ..graph.tensor import GraphTensor
@@ -38,6 +39,10 @@ class Derivation(GraphBuilder):
 
     def apply(self, node: Node, /, **inputs: GraphTensor) -> tuple[GraphTensor, ...]:
         """The results of a node for its ports."""
+        if node.moves and len(dtypes := {x._state.dtype for x in inputs.values()}) > 1:
+            # Inside a graph values may be wider than their arrays were when the node was checked.
+            wide = "float32" if "float32" in dtypes else max(dtypes, key=itemsize)
+            inputs = {port: self.rounded(x, wide) for port, x in inputs.items()}
         ports = {name: i for i, name in enumerate(node.ports.input_names)}
         given = sorted(inputs.items(), key=lambda item: ports.get(item[0], 0))
         results = self._append(node, {port: x._state for port, x in given})

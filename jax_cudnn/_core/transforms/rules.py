@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.interpreters import ad, batching
+from jax.sharding import PartitionSpec
 
 from ..errors import UnsupportedGraphError
 from ..graph.spec import GraphSpec
 from ..implementation import CUDNN
 from .batch import NoFold, batch
-from .derived import Key
+from .derived import Derived, Key
 from .linearize import TANGENT, VALUE, linearize
 from .prune import pruned
 from .transpose import COTANGENT, transpose
@@ -41,7 +42,8 @@ def jvp_rule(
         }
         arrays |= {(VALUE, n): x for n, x in zip(forward.outputs, results, strict=True)}
         arrays |= {(TANGENT, n): t for n, t in moving.items()}
-        found = linear.tangent.run(arrays, lambda graph, *xs: bind(graph, name, *xs))
+        placed = [jax.typeof(out).sharding for out in outputs]
+        found = _run(linear.tangent, arrays, bind, name, placed)
     return outputs, [
         ad.Zero(jax.typeof(out).to_tangent_aval()) if t is None else t
         for out, t in zip(outputs, found, strict=True)
@@ -59,17 +61,33 @@ def transpose_rule(
     backward = transpose(spec, tuple(unknown), tuple(given))
     arrays: dict[Key, Any] = {(VALUE, n): x for n, x in known.items()}
     arrays |= {(COTANGENT, n): t for n, t in given.items()}
-    found = dict(
-        zip(
-            unknown,
-            backward.run(arrays, lambda graph, *xs: bind(graph, name, *xs)),
-            strict=True,
-        )
-    )
+    placed = [x.aval.sharding for x in unknown.values()]
+    found = dict(zip(unknown, _run(backward, arrays, bind, name, placed), strict=True))
     return [
         None if n in known else ad.Zero(unknown[n].aval) if found[n] is None else found[n]
         for n in spec.inputs
     ]
+
+
+def _run(
+    derived: Derived, arrays: Mapping[Key, Any], bind: Bind, name: str, shardings: Sequence[Any]
+) -> list[Any | None]:
+    """A derived graph's results. On a mesh with explicit axes it runs as on one with automatic
+    ones, and its results are sharded as said: what it reshapes and sums has no rule there."""
+
+    def run(*values: Any) -> list[Any | None]:
+        named = dict(zip(arrays, values, strict=True))
+        return derived.run(named, lambda graph, *xs: bind(graph, name, *xs))
+
+    if not any(axis for x in arrays.values() for axis in jax.typeof(x).sharding.spec):
+        return run(*arrays.values())
+    there = [i for i, source in enumerate(derived.results) if source is not None]
+    some = jax.sharding.auto_axes(
+        lambda *values: [x for x in run(*values) if x is not None],
+        out_sharding=[shardings[i] for i in there],
+    )
+    made = dict(zip(there, some(*arrays.values()), strict=True)) if there else {}
+    return [made.get(i) for i in range(len(derived.results))]
 
 
 def batch_rule(
@@ -86,7 +104,7 @@ def batch_rule(
         folded, batched = batch(spec, size, frozenset(mapped))
     except NoFold as error:
         return _in_turn(bind, error, arrays, mapped, size, spec, name)
-    results = folded.run(arrays, lambda graph, *xs: bind(graph, name, *xs))
+    results = _run(folded, arrays, bind, name, [PartitionSpec()] * len(batched))
     return results, [0 if b else None for b in batched]
 
 

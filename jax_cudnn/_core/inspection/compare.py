@@ -1,0 +1,257 @@
+"""A graph's results beside its reference's: how far off, and is that more than rounding explains.
+
+What rounding explains is found with the reference itself: it is run once more on operands that are
+moved by as much as the arithmetic of another computation may be off. So a sum of terms that cancel,
+which no computation gets right, is not suspect.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..graph.dtypes import FP8, is_floating, itemsize
+from ..graph.reference import WIDE, evaluate, rounded
+from ..graph.spec import GraphSpec
+
+# How far another computation may be off, relative: in float32 (exp, tanh and the like have about
+# 16 bits on a GPU), of operands that are cut to TF32's 10 bits, of float8 products, whose
+# accumulator has fewer bits, and of an accumulator of 16 bits. The fuzzer's and the tests'
+# tolerances rest on the same measurements.
+_FLOAT32, _TF32, _FLOAT8, _HALF_ACCUMULATOR = 2.0**-14, 2.0**-10, 2.0**-12, 2.0**-9
+# Of booleans, one of so many may differ.
+_EDGES = 1000
+
+Figures = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of a graph beside its reference in float32.
+
+    Attributes:
+        name, dtype, shape: the result's, as in the graph (inside a shard_map a device's part).
+        largest: the largest ``|result - reference|``, over the finite elements.
+        relative: ``|result - reference| / |reference|`` in the Euclidean norm, over the same.
+        times_rounding: the larger of both in units of what rounding explains: at most about 1 for
+            a right operation. Infinite where the result is NaN or Inf and the reference is not.
+        nan, inf: how many elements of the result are NaN, or infinite.
+        reference_nan, reference_inf: the same of the reference, rounded to the result's dtype.
+        reference_largest: the largest finite ``|reference|``.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    largest: float
+    relative: float
+    times_rounding: float
+    nan: int = 0
+    inf: int = 0
+    reference_nan: int = 0
+    reference_inf: int = 0
+    reference_largest: float = 0.0
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the reference has finite values that the dtype cannot hold."""
+        if not is_floating(self.dtype) or self.dtype in FP8:  # there, they saturate
+            return False
+        return self.reference_largest > float(jnp.finfo(self.dtype).max)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All results, and what the operands had before: ``given_nan``, ``given_inf`` elements;
+    ``new`` and ``lost`` NaN or Inf in results, which the reference has not, or has alone."""
+
+    outputs: tuple[Output, ...]
+    given_nan: int
+    given_inf: int
+    new: int
+    lost: int
+
+
+def measure(spec: GraphSpec, on_gpu: bool) -> Callable[..., Any]:
+    """A function of a graph's results and its operands, which can be compiled, to figures."""
+    return functools.partial(_figures, wide(spec), inexactness(spec, on_gpu), len(spec.outputs))
+
+
+def judge(spec: GraphSpec, figures: Any, on_gpu: bool) -> Comparison:
+    """What the figures say, each an array with an element for each device."""
+    given, lost, results = jax.device_get(figures)
+    unit = inexactness(spec, on_gpu)
+    outputs = tuple(
+        _judged(tensor.name, tensor.dtype, tensor.shape, unit, f)
+        for tensor, f in zip(spec.output_tensors, results, strict=True)
+    )
+    new = sum(int(f["new"].sum()) for f in results)
+    counts = (int(given[kind].sum()) for kind in ("nan", "inf"))
+    return Comparison(outputs, *counts, new, int(lost.sum()))
+
+
+def wide(spec: GraphSpec) -> GraphSpec:
+    """The same graph for operands in float32, its products in float32 ("highest"), and with results
+    of 16 bits in float32. What the graph rounds inside is its meaning, and stays."""
+    read = {name for call in spec.calls for _, name in call.inputs}
+    last = {*spec.outputs} - read
+    tensors = tuple(
+        replace(t, dtype="float32")
+        if is_floating(t.dtype)
+        and (t.name in spec.inputs or (t.name in last and t.dtype not in FP8))
+        else t
+        for t in spec.tensors
+    )
+    options = replace(spec.options, precision="highest")
+    return replace(spec, tensors=tensors, options=options, _cache={})
+
+
+def inexactness(spec: GraphSpec, on_gpu: bool) -> float:
+    """How far another computation of a graph may be off, relative, but for its results' dtypes."""
+    anchored = {
+        spec.tensor(name).dtype for c in spec.calls if c.node.anchor for _, name in c.inputs
+    }
+    amounts = [_FLOAT32]
+    if on_gpu and "float32" in anchored and spec.options.precision == "default":
+        amounts.append(_TF32)
+    if on_gpu and anchored & {*FP8}:
+        amounts.append(_FLOAT8)
+    if any(c.node.compute_data_type in ("float16", "bfloat16") for c in spec.calls):
+        amounts.append(_HALF_ACCUMULATOR)
+    made = {name for c in spec.calls for _, name in c.outputs}
+    read = {name for c in spec.calls for _, name in c.inputs}
+    amounts += [_half_place(spec.tensor(name).dtype) for name in made & read]
+    return max(amounts)
+
+
+# -- on the device ---------------------------------------------------------------------------------
+
+
+def _figures(spec: GraphSpec, unit: float, count: int, *arrays: Any) -> Any:
+    """Of ``count`` results followed by the operands: the operands' NaN and Inf, how many results
+    are finite where the reference is not, and figures for each result."""
+    results, operands = arrays[:count], arrays[count:]
+    floats = [x for x in operands if _floating(x)]
+    given = {"nan": _total(map(jnp.isnan, floats)), "inf": _total(map(jnp.isinf, floats))}
+    widened = [x.astype(jnp.float32) if _floating(x) else x for x in operands]
+    with jax.default_matmul_precision("highest"):
+        references = evaluate(spec, *widened, products=WIDE)
+        moved = evaluate(spec, *(_moved(x, unit) for x in widened), products=WIDE)
+    each = [
+        _of_result(result, reference, other)
+        for result, reference, other in zip(results, references, moved, strict=True)
+    ]
+    lost = sum((f.pop("lost") for f in each), jnp.int32(0))
+    return given, lost, each
+
+
+def _of_result(result: Any, reference: Any, moved: Any) -> dict[str, Any]:
+    if not _floating(result):
+        result, reference, moved = (x.astype(jnp.int32) for x in (result, reference, moved))
+        stored = reference
+    else:
+        stored = rounded(reference, str(result.dtype)).astype(jnp.float32)
+        result, reference, moved = (x.astype(jnp.float32) for x in (result, reference, moved))
+    # Differences of integers in integers: float32 has not all of them.
+    error, move = ((x - reference).astype(jnp.float32) for x in (result, moved))
+    size, stored, values = (x.astype(jnp.float32) for x in (reference, stored, result))
+    finite = jnp.isfinite(values) & jnp.isfinite(size)
+    error = jnp.where(finite, jnp.abs(error), 0)
+    move = jnp.where(finite & jnp.isfinite(move), jnp.abs(move), 0)
+    largest = {
+        "error": jnp.max(error, initial=0),
+        "move": jnp.max(move, initial=0),
+        "size": jnp.max(jnp.where(jnp.isfinite(size), jnp.abs(size), 0), initial=0),
+    }
+    size = jnp.where(finite, jnp.abs(size), 0)
+    # Squares of what is large or small leave the range of float32.
+    scale = jnp.maximum(jnp.max(jnp.stack([*largest.values()])), jnp.finfo(jnp.float32).tiny)
+    squares = {
+        f"{name}_squares": jnp.sum(jnp.square(x / scale))
+        for name, x in (("error", error), ("move", move), ("size", size))
+    }
+    return {
+        **largest,
+        **squares,
+        "scale": scale,
+        "nan": _total([jnp.isnan(values)]),
+        "inf": _total([jnp.isinf(values)]),
+        "reference_nan": _total([jnp.isnan(stored)]),
+        "reference_inf": _total([jnp.isinf(stored)]),
+        "new": _total([~jnp.isfinite(values) & jnp.isfinite(stored)]),
+        "lost": _total([jnp.isfinite(values) & ~jnp.isfinite(stored)]),
+    }
+
+
+def _moved(x: Any, unit: float) -> Any:
+    """A float32 array, each element larger or smaller by ``unit``; equal elements stay equal."""
+    if not _floating(x):
+        return x
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    mixed = (bits ^ (bits >> 15)) * np.uint32(0x9E3779B1)
+    up = (mixed >> 31) == 1
+    return x * jnp.where(up, np.float32(1 + unit), np.float32(1 - unit))
+
+
+def _floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _total(masks: Any) -> Any:
+    return sum((jnp.sum(mask, dtype=jnp.int32) for mask in masks), jnp.int32(0))
+
+
+# -- on the host -----------------------------------------------------------------------------------
+
+
+def _judged(name: str, dtype: str, shape: Sequence[int], unit: float, f: Figures) -> Output:
+    scales = f["scale"].astype(np.float64)
+
+    def norm(of: str) -> float:
+        return math.sqrt(float(np.sum(f[f"{of}_squares"] * scales**2)))
+
+    norms = {of: norm(of) for of in ("error", "move", "size")}
+    largest = {of: float(f[of].max()) for of in ("error", "move", "size")}
+    count = math.prod(shape) * scales.size
+    relative = norms["error"] / norms["size"] if norms["size"] else math.inf
+    times = _ratio(norms["error"], _explained(dtype, unit, norms, math.sqrt(count)))
+    if dtype != "bool":  # a boolean is either right or as wrong as it can be
+        single = _explained(dtype, unit, largest, 1.0)
+        times = max(times, _ratio(largest["error"], single))
+    return Output(
+        name,
+        dtype,
+        tuple(shape),
+        largest["error"],
+        relative if norms["error"] else 0.0,
+        math.inf if f["new"].any() else times,
+        *(int(f[of].sum()) for of in ("nan", "inf", "reference_nan", "reference_inf")),
+        largest["size"],
+    )
+
+
+def _explained(dtype: str, unit: float, of: Mapping[str, float], count: float) -> float:
+    """The error that rounding explains: in norm for all, or for one element."""
+    if dtype == "bool":
+        return of["move"] + max(1.0, count / math.sqrt(_EDGES))
+    if not is_floating(dtype):  # to the nearest integer
+        return of["move"] + 0.5 * count
+    least = max(float(jnp.finfo(dtype).smallest_subnormal), 2.0**-126)
+    return max(_half_place(dtype), unit) * of["size"] + of["move"] + least * count
+
+
+def _half_place(dtype: str) -> float:
+    """Half of a float's last place, relative: what rounding to it may change."""
+    narrow = is_floating(dtype) and itemsize(dtype) < 4
+    return float(jnp.finfo(dtype).eps) / 2 if narrow else 0.0
+
+
+def _ratio(error: float, explained: float) -> float:
+    return error / explained if error else 0.0
