@@ -134,6 +134,14 @@ class Clipped(Pointwise):
     def low(self) -> float:
         return self.lower_clip or 0.0
 
+    @property
+    def is_plain(self) -> bool:
+        return not self.steepness and not self.low and self.upper_clip is None
+
+    @property
+    def chooses(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.is_plain
+
 
 CLIPS = (
     {"lower_clip": 0.0, "upper_clip": 1.5},
@@ -173,8 +181,7 @@ class Relu(Clipped):
         return super().refuses(tensors, graph)
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        plain = not self.steepness and not self.low and self.upper_clip is None
-        return () if plain else ignores_attributes(graph)
+        return () if self.is_plain else ignores_attributes(graph)
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         low, slope = self.low, self.steepness

@@ -136,6 +136,7 @@ class BinarySelect(Pointwise):
     """
 
     method = "binary_select"
+    chooses = True
     dims = "input0: ..., input1: ..., mask: ... -> OUT_0: ..."
     jax_names = ("where", "select")
     dtypes = (*Pointwise.dtypes, "bool")

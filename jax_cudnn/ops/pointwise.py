@@ -108,6 +108,7 @@ def div(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @elementwise(
+    chooses=True,
     jax_names=("fmin", "minimum"),
     examples=usual("input0", "input1"),
     slopes={
@@ -126,6 +127,7 @@ def min(input0: jax.Array, input1: jax.Array) -> jax.Array:
 
 
 @elementwise(
+    chooses=True,
     jax_names=("fmax", "maximum"),
     examples=(
         *usual("input0", "input1"),
@@ -248,6 +250,7 @@ class Identity(Pointwise):
     """
 
     method = "identity"
+    chooses = True
     dims = "input: ... -> OUT_0: ..."
     jax_names = ("positive",)
     examples = usual("input")
@@ -266,6 +269,7 @@ class Identity(Pointwise):
 
 
 @elementwise(
+    chooses=True,
     jax_names=("abs", "absolute", "fabs"),
     slopes={
         "input": lambda g, t, input: g.binary_select(
@@ -278,7 +282,7 @@ def abs(input: jax.Array) -> jax.Array:
     return jnp.abs(input)
 
 
-@elementwise(jax_names=("negative", "neg"), slopes={"input": lambda g, t: -t})
+@elementwise(chooses=True, jax_names=("negative", "neg"), slopes={"input": lambda g, t: -t})
 def neg(input: jax.Array) -> jax.Array:
     """Negation ``OUT_0 = -input``; unsigned integers saturate at 0.
 

@@ -93,6 +93,9 @@ class Node:
     """Whether every engine gives equal results in each run (stated on the numerics page)."""
     rounding: ClassVar[str] = ""
     """What the numerics page says about this node besides accumulation and output rounding."""
+    chooses: ClassVar[bool] = False
+    """Whether a result is one of its operands' elements, or that without its sign: then their type
+    holds it exactly."""
     recomputed: ClassVar[bool] = False
     """Whether a derivative computes the results again, where that keeps fewer bytes for it."""
     paired: ClassVar[bool] = False

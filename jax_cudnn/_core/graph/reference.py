@@ -15,6 +15,7 @@ from .spec import GraphSpec
 
 WIDE, NARROW = "wide", "narrow"
 _HALVES = ("bfloat16", "float16")
+_CHOSEN = [{"bfloat16"}, {"float16"}]
 
 
 def evaluate(
@@ -36,7 +37,8 @@ def evaluate(
         assert constant.value is not None
         values[constant.name] = jnp.full(constant.shape, constant.value, constant.dtype)
     precision = lax_precision(spec.options.precision)
-    read = {*read, *(name for call in spec.calls for _, name in call.inputs)}
+    inside = {name for call in spec.calls for _, name in call.inputs}
+    returned: dict[str, jax.Array] = {}
     for call in spec.calls:
         node, inputs = call.node, {port: values[name] for port, name in call.inputs}
         if node.anchor:
@@ -45,14 +47,20 @@ def evaluate(
         else:
             results = applied(node, inputs)
         for (_, name), result in zip(call.outputs, results, strict=True):
-            dtype = spec.tensor(name).dtype
-            values[name] = rounded(_kept(result, dtype) if name in read else result, dtype)
-    return [values[name] for name in spec.outputs]
+            dtype, is_read = spec.tensor(name).dtype, name in inside or name in read
+            if products == NARROW and name in inside and name in spec.outputs:
+                if (dtype, str(result.dtype)) == ("bfloat16", "float32"):
+                    returned[name] = rounded(result, dtype)
+                    values[name] = _of_bits(returned[name])
+                    continue
+            values[name] = rounded(_kept(result, dtype) if is_read else result, dtype)
+    return [returned.get(name, values[name]) for name in spec.outputs]
 
 
 def applied(node: Node, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """A node's results, not yet rounded, for operands of any dtype."""
-    if not (node.anchor or node.moves or node.leftover):
+    exact = node.chooses and {str(x.dtype) for x in inputs.values()} in _CHOSEN
+    if not (exact or node.anchor or node.moves or node.leftover):
         compute = node.accumulator
         inputs = {port: x.astype(compute) for port, x in inputs.items()}
     return node.reference(**inputs)
@@ -70,6 +78,13 @@ def _suited(
         if {str(x.dtype) for x in inputs.values()} == {result}:
             node = replace(node, compute_data_type=result)
     return node, inputs
+
+
+def _of_bits(value: jax.Array) -> jax.Array:
+    """bfloat16 as float32, in a way that XLA does not take for a conversion to be left out: so it
+    reads what is stored, and does not store and read the wider value as well."""
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits << 16, jnp.float32)
 
 
 def _kept(value: jax.Array, dtype: str) -> jax.Array:

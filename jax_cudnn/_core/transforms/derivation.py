@@ -20,7 +20,7 @@ class Derivation(GraphBuilder):
 
     def __init__(self, spec: GraphSpec) -> None:
         super().__init__(replace(spec.options, engine=None, knobs=()))
-        self._moved: set[str] = set()  # what has the dtype of its operand
+        self._moved: dict[str, GraphTensor] = {}  # what has the dtype of its operand, and that
         self._constants: dict[tuple[str | None, str, int], GraphTensor] = {}
 
     def declare(self, tensor: Tensor) -> GraphTensor:
@@ -47,8 +47,13 @@ class Derivation(GraphBuilder):
         given = sorted(inputs.items(), key=lambda item: ports.get(item[0], 0))
         results = self._append(node, {port: x._state for port, x in given})
         results = results if isinstance(results, tuple) else (results,)
+        given = inputs.values()
         if node.moves:
-            self._moved |= {x.name for x in results}
+            self._moved |= {x.name: next(iter(given)) for x in results}
+        elif node.chooses and all(map(self._is_settled, given)):
+            dtypes = {x._state.dtype for x in given}
+            for x in results if len(dtypes) == 1 else ():
+                self.fixed(x, *dtypes)
         return results
 
     def replay(
@@ -75,12 +80,23 @@ class Derivation(GraphBuilder):
 
     def rounded(self, x: GraphTensor, dtype: str) -> GraphTensor:
         """The tensor in a dtype: where it is computed, or else by a cast."""
-        settled = x.name in self._inputs or x.name in self._typed or x.name in self._moved
-        if settled and x._state.dtype == dtype:
-            return x
-        if settled:
-            (x,) = self.apply(vocabulary().cast, input=x)
-        return self.fixed(x, dtype)
+        if self._is_settled(x):
+            if x._state.dtype == dtype:
+                return x
+            copy = self._append(vocabulary().cast, {"input": x._state})
+            return self.fixed(copy, dtype)
+        source: GraphTensor | None = x
+        while source is not None and source.name not in self._typed:
+            self.fixed(source, dtype)
+            source = self._moved.get(source.name)
+        return x
+
+    def _is_settled(self, x: GraphTensor) -> bool:
+        """Whether a tensor's dtype is said: others get that of values inside a graph, or of the
+        array that they become."""
+        if x.name in self._inputs or x.name in self._typed or x._state.value is not None:
+            return True
+        return x.name in self._moved and self._is_settled(self._moved[x.name])
 
     def sum(self, terms: Iterable[GraphTensor]) -> GraphTensor:
         """The sum of one or more tensors."""

@@ -16,11 +16,12 @@ def choose(
 ) -> tuple[frozenset[str], tuple[int, ...]]:
     """The tensors to keep, and the calls to compute again from these, for the ``needed`` ones.
 
-    Operands cost nothing to keep, nor results that have the dtype in which they would be. Only
-    calls whose node is ``recomputed`` are computed again. It is a minimum cut of the graph, the
+    Operands cost nothing to keep, nor what is written anyway in the dtype that is kept. Only calls
+    whose node is ``recomputed`` are computed again. It is a minimum cut of the graph, the
     one nearest to what is needed, so that nothing is computed again without need.
     """
-    free = {*spec.inputs} | {n for n in spec.outputs if stored[n] == spec.tensor(n).dtype}
+    free = {*spec.inputs, *_written(spec)}
+    free = {n for n in free if stored[n] == spec.tensor(n).dtype}
     maker = {name: i for i, call in enumerate(spec.calls) for _, name in call.outputs}
     needed = {n for n in needed if spec.tensor(n).value is None}
     if all(n in free or not spec.calls[maker[n]].node.recomputed for n in needed):
@@ -37,6 +38,19 @@ def choose(
             again.add(maker[name])
             todo += [n for _, n in spec.calls[maker[name]].inputs]
     return frozenset(kept), tuple(sorted(again))
+
+
+def _written(spec: GraphSpec) -> set[str]:
+    """Results, and what one convolution or matmul reads of what another has computed: no plan holds
+    both."""
+    found, computed = {*spec.outputs}, set()
+    for call in spec.calls:
+        reads = {name for _, name in call.inputs}
+        if call.node.anchor:
+            found |= reads & computed
+        if call.node.anchor or reads & computed:
+            computed |= {name for _, name in call.outputs}
+    return found
 
 
 def _cut(

@@ -82,11 +82,11 @@ def _run(
     if not any(axis for x in arrays.values() for axis in jax.typeof(x).sharding.spec):
         return run(*arrays.values())
     there = [i for i, source in enumerate(derived.results) if source is not None]
-    some = jax.sharding.auto_axes(
+    some: Any = jax.sharding.auto_axes(
         lambda *values: [x for x in run(*values) if x is not None],
         out_sharding=[shardings[i] for i in there],
     )
-    made = dict(zip(there, some(*arrays.values()), strict=True)) if there else {}
+    made: dict[int, Any] = dict(zip(there, some(*arrays.values()), strict=True)) if there else {}
     return [made.get(i) for i in range(len(derived.results))]
 
 
