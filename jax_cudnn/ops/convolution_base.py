@@ -182,7 +182,7 @@ class Convolution(Node):
                 expected="image (N, C, *spatial) and weight (K, C / groups, *spatial) of one rank",
                 got=f"{image.name} {list(image.shape)}, {weight.name} {list(weight.shape)}",
             )
-        if not i or c % i or k % (c // i):
+        if not i or not c or c % i or k % (c // i):
             raise GraphError(
                 f"the channels of {image.name} and {weight.name} do not fit",
                 expected="C a multiple of the weight's channels, and K a multiple of the groups",

@@ -155,9 +155,14 @@ class Matmul(Node):
         return {port: g.reduced(out, shape)}
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
+        rows, columns = {"A": 1, "C": 1}, {"B": 2, "C": 2}
         if batched == {"A"} and tensors["A"].shape[0] == 1:
-            yield {"A": 1, "C": 1}
+            yield rows
         yield from super().folds(batched, tensors)
+        if batched == {"A"} and tensors["A"].shape[0] != 1:
+            yield rows
+        if batched == {"B"}:
+            yield columns
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["C"]) * shapes["A"][2]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..graph.node import Node
-from ..graph.spec import GraphSpec, intern
+from ..graph.spec import Call, GraphSpec, intern
 from ..graph.vocabulary import vocabulary
 
 Key = Hashable
@@ -72,11 +72,18 @@ def _peeled(derived: Derived) -> Derived:
     spec = derived.spec
     assert spec is not None
     kinds = vocabulary().moves
+
+    def moves(call: Call) -> bool:
+        """Whether a call does nothing but move: some round their result, too."""
+        (_, first), (_, out) = call.inputs[0], call.outputs[0]
+        alike = spec.tensor(first).dtype == spec.tensor(out).dtype
+        return isinstance(call.node, kinds) and alike
+
     sources: dict[Key, Source] = dict(zip(spec.inputs, derived.inputs, strict=True))
     calls = []
     for call in spec.calls:
         (_, first), (_, out) = call.inputs[0], call.outputs[0]
-        if isinstance(call.node, kinds) and first in sources:
+        if moves(call) and first in sources:
             sources[out] = replace(sources[first], moves=(*sources[first].moves, call.node))
         else:
             calls.append(call)
@@ -86,7 +93,7 @@ def _peeled(derived: Derived) -> Derived:
         used = {name for other in calls for _, name in other.inputs}
         wanted = any(end.of == out for end in ends.values())
         number = spec.tensor(first).value is not None
-        if isinstance(call.node, kinds) and wanted and out not in used and not number:
+        if moves(call) and wanted and out not in used and not number:
             calls.remove(call)
             for name, end in ends.items():
                 if end.of == out:

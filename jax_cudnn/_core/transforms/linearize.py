@@ -133,8 +133,9 @@ def _forward(spec: GraphSpec, kept: Collection[str]) -> tuple[GraphSpec, dict[st
             continue
         tensor = spec.tensor(name)
         if stored[name] != tensor.dtype:
-            copy = vocabulary().cast
             names[name] = f"{name}:{stored[name]}"
+        if names[name] not in (t.name for t in spec.tensors):
+            copy = vocabulary().cast
             tensors.append(Tensor(names[name], tensor.shape, stored[name], order=tensor.order))
             title = f"{copy.method}.{sum(c.node.method == copy.method for c in calls)}"
             ports = (

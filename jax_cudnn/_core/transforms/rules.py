@@ -100,6 +100,9 @@ def batch_rule(
         arrays[n] = x
         if n in mapped:
             arrays[n], size = jax.numpy.moveaxis(x, d, 0), x.shape[d]
+    if size == 0:
+        shapes = [((0, *t.shape), t.dtype) for t in spec.output_tensors]
+        return [jax.numpy.zeros(*shape) for shape in shapes], [0] * len(shapes)
     try:
         folded, batched = batch(spec, size, frozenset(mapped))
     except NoFold as error:
