@@ -15,6 +15,7 @@ from ._core.graph.options import Options as Options
 from ._core.graph.trace import GraphFunction as GraphFunction
 from ._core.graph.trace import graph as graph
 from ._core.implementation import implementation as implementation
+from ._core.inspection.bisect import bisect as bisect
 from ._core.planning.execution_plan import ExecutionPlan as ExecutionPlan
 from ._core.planning.explanation import Explanation as Explanation
 from ._core.planning.plan import Plan as Plan
@@ -25,5 +26,5 @@ from ._core.planning.support import support as support
 from ._core.planning.support_value import Support as Support
 from ._core.planning.warmup import warmup as warmup
 from ._core.settings import configure as configure
-from ._core.transforms.rules import save_cudnn as save_cudnn
+from ._core.transforms.policy import save_cudnn as save_cudnn
 from .deviceless.profiles import Profile as Profile

@@ -1,6 +1,7 @@
 """The benchmark: honest clocks, checked results, cases that compute the same on both sides."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -25,6 +26,9 @@ from jax_cudnn.bench import (
     measure,
     plot,
     programs,
+    step_models,
+    step_tables,
+    steps,
     tables,
     timing,
 )
@@ -653,4 +657,210 @@ def test_cases_measured_anew_take_the_place_of_earlier_ones(tmp_path):
     assert json.loads(path.read_text()) == {"environment": environment, "cases": cases}
     with pytest.raises(jc.GraphError, match="other versions"):
         merge({"environment": {**later, "cudnn": "9.28.0"}, "cases": {}}, path)
+    with pytest.raises(jc.GraphError, match="holds no steps"):
+        merge({"environment": later, "steps": {}}, path)
     assert json.loads(path.read_text())["cases"] == cases
+
+
+# -- training steps --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_steps(tmp_path_factory):
+    """What ``bench --steps --tiny`` writes, with its exit status."""
+    folder = tmp_path_factory.mktemp("steps")
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        status = main(["bench", "--steps", "--tiny", "--out", str(folder)])
+    (path,) = folder.glob("steps_*-tiny.json")
+    return status, path
+
+
+def _scaled(case, factor):
+    """The case with a wrong loss on our side."""
+    return dataclasses.replace(case, ours=lambda *operands: factor * case.plain(*operands))
+
+
+def _step(name):
+    return next(case for case in step_models.tiny_cases() if name in case.name)
+
+
+def test_tiny_steps_agree_and_are_timed_on_all_sides(tiny_steps):
+    status, path = tiny_steps
+    result = json.loads(path.read_text())
+    assert status == 0
+    sides = {steps.OURS, steps.PLAIN, steps.IN_XLA}
+    names = [(case.name, program) for case in step_models.tiny_cases() for program in case.programs]
+    found = {(n, p): e for n, case in result["steps"].items() for p, e in case["programs"].items()}
+    assert [*found] == names
+    for entry in found.values():
+        assert entry["status"] == "timed"
+        assert entry["ms"].keys() == entry["errors"].keys() == sides
+        assert entry["over_ours"].keys() == sides - {steps.OURS}
+        assert entry["not_run"] == {}
+        assert entry["errors_against"] == "float32"
+        assert 0 < entry["errors"][steps.OURS]["relative"] < 0.02
+        assert entry["rounds"] >= 7
+
+
+def test_a_step_holds_one_forward_and_one_backward_of_each_operation(tiny_steps):
+    """Nothing is left of gradients that nobody asked for, and vmap runs nothing in turn."""
+    result = json.loads(tiny_steps[1].read_text())["steps"]
+    found = {name.partition("/")[0]: {} for name in result}
+    for name, entry in result.items():
+        for program, held in entry["programs"].items():
+            found[name.partition("/")[0]][program] = held["graphs"]
+            assert held["loops"] == 0
+    assert found["per-example"] == {"forward": 2, "gradient of each example": 4}
+    assert found["mlp"] == {"forward": 2, "forward and backward": 4, "jvp": 4}
+    network = next(iter(result.values()))["programs"]
+    forward, both = (held["graphs"] for held in network.values())
+    assert both == 2 * forward == 2 * (2 * 3 + 2)  # two blocks, each with a projection
+
+
+def test_steps_are_rendered_with_all_programs(tiny_steps, capsys):
+    _, path = tiny_steps
+    assert main(["bench", "--render", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len({row.count("|") for row in rows}) == 1
+    for name, entry in json.loads(path.read_text())["steps"].items():
+        assert f"- {name}: {entry['what']}" in lines
+        for program, found in entry["programs"].items():
+            (row,) = (row for row in rows if row.startswith(f"| {name} | {program} |"))
+            assert f"| {found['ms']['jax_cudnn']['median']:g} (" in row
+
+
+def test_full_steps_have_the_programs_of_tiny_ones():
+    full, tiny = [*step_models.step_cases()], [*step_models.tiny_cases()]
+    assert [[*case.programs] for case in full] == [[*case.programs] for case in tiny]
+    blocks, image = full[0].operands
+    assert [len(stage) for stage in blocks] == [3, 4, 6, 3]
+    assert (len(blocks) and image.shape) == (128, 56, 56, 64)
+
+
+def test_a_wrong_step_is_noticed_and_not_timed():
+    case = _scaled(_step("mlp"), 1.05)
+    entry = steps.measure_steps([case], seconds=0.0, calls=1, say=str)[case.name]
+    assert entry["status"] == "WRONG"
+    for found in entry["programs"].values():
+        assert found["status"] == "WRONG"
+        assert "where XLA's is" in found["reason"]
+        assert "ms" not in found
+    text = step_tables.render_steps({"environment": _ENVIRONMENT, "steps": {case.name: entry}})
+    assert f"| {case.name} | forward | WRONG |" in text
+    assert f"- {case.name}, forward, WRONG: relative error" in text
+
+
+_ENVIRONMENT = {
+    "device": "GPU",
+    "date": "2026-01-01",
+    "cudnn": "1",
+    "jax": "2",
+    "nvidia-cudnn-frontend": "3",
+}
+
+
+def test_what_fails_of_the_steps_leaves_the_others():
+    def broken(*operands):
+        raise ValueError("not today")
+
+    mlp = _step("mlp")
+    one = dict([*mlp.programs.items()][:1])
+    cases = [
+        dataclasses.replace(mlp, name="ours", ours=broken, programs=one),
+        dataclasses.replace(mlp, name="plain", plain=broken, programs=one),
+        dataclasses.replace(mlp, name="program", programs=one | {"odd": lambda loss: broken}),
+        dataclasses.replace(mlp, name="good", programs=one),
+    ]
+    told = []
+    entries = steps.measure_steps(cases, seconds=0.0, calls=1, say=told.append)
+    assert {name: entry["status"] for name, entry in entries.items()} == {
+        "ours": "failed",
+        "plain": "failed",
+        "program": "failed",
+        "good": "timed",
+    }
+    assert entries["program"]["programs"]["forward"]["status"] == "timed"
+    assert entries["ours"]["programs"]["forward"]["reason"] == "ValueError: not today"
+    assert "nothing to compare with" in entries["plain"]["programs"]["forward"]["reason"]
+    assert "ms" in entries["good"]["programs"]["forward"]
+    text = step_tables.render_steps({"environment": _ENVIRONMENT, "steps": entries})
+    assert "- ours, forward, failed: ValueError: not today" in text
+    assert "- plain, forward, XLA did not run: ValueError: not today" in text
+    assert [line.split(":")[0] for line in told] == [*entries]
+
+
+def test_the_distance_of_trees_is_that_of_all_and_of_the_worst_array():
+    want = {"a": jnp.full(4, 3.0), "b": jnp.full(1, 8.0)}
+    got = {"a": jnp.full(4, 3.0), "b": jnp.full(1, 7.0)}
+    assert steps.distance(got, want) == {"relative": 0.1, "leaf": 0.125}
+    assert steps.distance(want, want) == {"relative": 0.0, "leaf": 0.0}
+    got["a"] = got["a"].at[0].set(jnp.nan)
+    assert steps.distance(got, want) == {"relative": None, "leaf": None}
+    with pytest.raises(jc.GraphError, match="different trees"):
+        steps.distance([], want)
+
+
+def test_graphs_in_loops_are_counted():
+    x = w = jnp.ones((1, 8, 8))
+
+    def looped(x, w):
+        plain = jax.lax.scan(lambda c, _: (c + 1, None), x, None, length=3)[0]
+        return jax.jit(lambda x: jax.lax.map(lambda row: product(row[None], w), x))(plain)
+
+    assert programs.loops(jax.make_jaxpr(looped)(x, w).jaxpr) == 1
+    assert programs.loops(jax.make_jaxpr(jax.jit(product))(x, w).jaxpr) == 0
+
+
+def test_options_of_steps_go_together(capsys):
+    for options in (["--tiny"], ["--steps", "f:g"], ["--steps", "--plot", "x.svg"]):
+        assert main(["bench", *options]) == 1
+        assert "GraphError" in capsys.readouterr().err
+    assert main(["bench", "--steps", "--tiny", "--only", "no such step"]) == 1
+    assert "mlp/" in capsys.readouterr().err
+    assert main(["bench", "--steps", "--list"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [case.name for case in step_models.step_cases()]
+
+
+@pytest.mark.deviceless
+def test_a_block_is_cut_in_one_plan_forward_and_in_three_segments_backward():
+    case = next(case for case in step_models.step_cases() if "bottleneck" in case.name)
+    avals = jax.tree.map(
+        lambda drawn: jax.ShapeDtypeStruct(drawn.shape, jnp.bfloat16),
+        case.operands,
+        is_leaf=lambda x: isinstance(x, step_models.Drawn),
+    )
+    with jc.target("H200"):
+        held = {
+            name: steps._held(case.programs[name](case.ours), (avals, avals))
+            for name in ("forward", "forward and backward")
+        }
+    assert held["forward"]["segments"] == {"cuDNN": 3, "XLA": 0}
+    assert held["forward and backward"]["segments"] == {"cuDNN": 3 + 6, "XLA": 3}
+    assert held["forward and backward"]["cold_planning_s"] > 0
+
+
+@pytest.mark.gpu
+def test_a_step_on_the_gpu_agrees_and_says_how_it_is_cut():
+    case = _step("bottleneck")
+    entry = steps.measure_steps([case], seconds=0.0, calls=1)[case.name]
+    assert entry["status"] == "timed", entry
+    for found in entry["programs"].values():
+        assert found["not_run"] == {}
+        assert found["segments"]["cuDNN"] >= found["graphs"]
+        assert found["cold_planning_s"] > 0
+        assert found["ms"].keys() == {steps.OURS, steps.PLAIN, steps.IN_XLA}
+
+
+def test_shown_steps_are_the_committed_ones():
+    committed = RESULTS / "steps_h200.json"
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    shown = re.search(r"<!-- steps -->\n(.*?)\n<!-- /steps -->", readme, re.S)
+    assert (shown is not None) == committed.exists()
+    if shown is None:
+        pytest.skip("no training steps are measured yet")
+    data = json.loads(committed.read_text())
+    assert data["steps"].keys() == {case.name for case in step_models.step_cases()}
+    assert {entry["status"] for entry in data["steps"].values()} == {"timed"}
+    assert shown[1] == step_tables.render_steps(data)

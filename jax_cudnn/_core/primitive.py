@@ -10,19 +10,18 @@ import functools
 from typing import Any
 
 import jax
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from . import compat, ffi
 from .errors import GraphError
 from .graph.reference import NARROW, WIDE, evaluate
 from .graph.spec import GraphSpec
-from .transforms import rules
 
 
 def title(*, spec: GraphSpec, name: str) -> str:
     """What a graph is called where JAX says which operation made a NaN."""
-    return f"{name} ({spec.origin.role})" if spec.origin.role else name
+    return spec.origin.titled(name)
 
 
 cudnn_p = compat.new_primitive("cudnn", title)
@@ -101,6 +100,12 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
 
+def _transformed(rule: str, *args: Any, **params: Any) -> Any:
+    from .transforms import rules  # which importing jax_cudnn does without
+
+    return getattr(rules, rule)(*args, **params)
+
+
 for _primitive in (cudnn_p, cudnn_local_p):
     _primitive.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(cudnn_p, mlir.lower_fun(_local, multiple_results=True))
@@ -111,4 +116,7 @@ mlir.register_lowering(
     platform="cpu",
 )
 mlir.register_lowering(cudnn_local_p, _lower_cuda, platform="cuda")
-rules.register(cudnn_p, bind)
+ad.primitive_jvps[cudnn_p] = functools.partial(_transformed, "jvp_rule", bind)
+ad.primitive_transposes[cudnn_p] = functools.partial(_transformed, "transpose_rule", bind)
+batching.primitive_batchers[cudnn_p] = functools.partial(_transformed, "batch_rule", bind)
+compat.dce_rules[cudnn_p] = functools.partial(_transformed, "dce_rule")

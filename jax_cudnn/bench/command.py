@@ -14,6 +14,7 @@ examples:
   bench                                       everything; writes <gpu>.json
   bench --only resnet50 --out results         the cases with that in their names
   bench mymodel:block "bf16[8,64,28,28]" "bf16[64,64,3,3]" --against mymodel:plain_block
+  bench --steps --out results                 training steps; writes steps_<gpu>.json
   bench --render results/h200.json --plot results/h200.svg
   bench --losses results/h200.json --write jax_cudnn/_core/planning/losses.json
 """
@@ -35,6 +36,13 @@ def add_parser(commands: Any) -> None:
         "function itself, its graphs computed by XLA"
     )  # fmt: skip
     parser.add_argument("--only", metavar="PATTERN", help="measure cases with this in their names")
+    parser.add_argument(
+        "--steps", action="store_true", help="measure training steps: whole programs, with their "
+        "gradients"
+    )  # fmt: skip
+    parser.add_argument(
+        "--tiny", action="store_true", help="with --steps: small shapes, on a CPU, too"
+    )
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="with --only: put these cases into this result"
     )
@@ -59,10 +67,18 @@ def bench(options: argparse.Namespace) -> int:
     from . import run
 
     if options.list:
-        print(run.listing())
+        print(run.listing(options.steps))
         return 0
     if options.write and not options.losses:
         raise GraphError("--write goes with --losses", expected="--losses FILE --write TABLE")
+    if options.tiny and not options.steps:
+        raise GraphError("--tiny goes with --steps", expected="--steps --tiny")
+    if options.steps and (options.function or options.plot):
+        raise GraphError(
+            "--steps measures named models alone, and has no picture",
+            expected="--steps with --only, --tiny, --into and --out",
+            got="a function or --plot, too",
+        )
     if options.losses:
         return _losses(options.losses, options.write)
     if options.render:
@@ -70,6 +86,8 @@ def bench(options: argparse.Namespace) -> int:
         print(_tables(result, options.render))
     elif options.function:
         result = _function(options)
+    elif options.steps:
+        result = run.run_steps(options.out or Path("."), options.only, options.tiny, options.into)
     else:
         result = run.run(options.out or Path("."), options.only, options.into)
     if options.plot:
@@ -77,7 +95,8 @@ def bench(options: argparse.Namespace) -> int:
 
         plot(result, options.plot)
         print(f"drawn in {options.plot}")
-    bad = [n for n, e in result.get("cases", {}).items() if e["status"] in ("WRONG", "failed")]
+    entries = {**result.get("cases", {}), **result.get("steps", {})}
+    bad = [name for name, entry in entries.items() if entry["status"] in ("WRONG", "failed")]
     return 1 if bad and not options.render else 0
 
 
@@ -104,10 +123,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _tables(result: dict[str, Any], path: Path) -> str:
-    """Both tables; a result without one of them says so."""
-    from .run import render, render_cases
+    """Both tables; a result without one of them says so. That of training steps is another."""
+    from .run import render, render_cases, render_steps
 
     try:
+        if "steps" in result:
+            return render_steps(result)
         return f"{render(result)}\n\n{render_cases(result)}"
     except (AttributeError, KeyError, TypeError) as error:
         raise _no_result(path, repr(error)) from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,26 +39,34 @@ def tracing() -> dict[str, Any]:
     return {"first_trace_of_10_nodes_ms": summary(milliseconds[5:])}
 
 
+@contextlib.contextmanager
+def nothing_planned() -> Iterator[str]:
+    """Inside, no plan is known, and the plan cache is an empty folder, whose path it gives."""
+    kept = settings().plan_cache
+    with tempfile.TemporaryDirectory() as folder:
+        configure(plan_cache=folder)
+        placement.clear()
+        try:
+            yield folder
+        finally:
+            configure(plan_cache=kept)
+
+
 def planning() -> dict[str, Any]:
     """Milliseconds to plan each fusion that is one plan: cold (with cuDNN loaded, and the plan
     written to disk), from the disk as in another process, and from memory."""
     cold: dict[str, float] = {}
     disk, memory = [], []
-    kept = settings().plan_cache
-    with tempfile.TemporaryDirectory() as folder:
-        configure(plan_cache=folder)
-        try:
-            whole = [c for c in FUSIONS if len(plan(c.function, *c.avals).segments) == 1]
-            cache.PlanCache(folder).clear()
-            for case in whole:
-                placement.clear()
-                cold[case.name] = round(_milliseconds(case), 1)
-                placement.clear()
-                _milliseconds(whole[0])  # the GPU's properties and the versions are read once
-                disk.append(_milliseconds(case))
-                memory.append(_milliseconds(case))
-        finally:
-            configure(plan_cache=kept)
+    with nothing_planned() as folder:
+        whole = [c for c in FUSIONS if len(plan(c.function, *c.avals).segments) == 1]
+        cache.PlanCache(folder).clear()
+        for case in whole:
+            placement.clear()
+            cold[case.name] = round(_milliseconds(case), 1)
+            placement.clear()
+            _milliseconds(whole[0])  # the GPU's properties and the versions are read once
+            disk.append(_milliseconds(case))
+            memory.append(_milliseconds(case))
     return {
         "cold_plan_ms": cold,
         "cold_plan_ms_median": round(statistics.median(cold.values()), 1),

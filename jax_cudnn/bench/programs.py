@@ -17,13 +17,33 @@ _INLINED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "r
 _INLINED += ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
+_LOOPS = ("scan", "while")
+
+
 def graphs(function: Callable[..., Any], *operands: Any) -> list[tuple[GraphSpec, str, int]]:
     """Each graph in the traced function: its spec, its name, and how many times it runs.
 
     The body of a scan counts as often as it is long; that of a while loop once, and of a
     conditional each branch, because how often they run is not known before.
     """
-    return list(_graphs(jax.make_jaxpr(function)(*operands).jaxpr, 1))
+    return of_jaxpr(jax.make_jaxpr(function)(*operands).jaxpr)
+
+
+def of_jaxpr(jaxpr: Any) -> list[tuple[GraphSpec, str, int]]:
+    """The same of a jaxpr."""
+    return list(_graphs(jaxpr, 1))
+
+
+def loops(jaxpr: Any) -> int:
+    """How many loops a jaxpr holds that run graphs in turn."""
+    count = 0
+    for equation in jaxpr.eqns:
+        inner = [jaxpr for jaxpr, _ in _inner(equation)]
+        if equation.primitive.name in _LOOPS:
+            count += any(map(of_jaxpr, inner))
+        else:
+            count += sum(map(loops, inner))
+    return count
 
 
 def graphs_cost(function: Callable[..., Any], *operands: Any) -> Cost:

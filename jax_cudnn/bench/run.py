@@ -14,8 +14,10 @@ from typing import Any
 
 from .._core.cuda import device_nodes
 from .._core.errors import GraphError, TargetError
+from . import step_models
 from .comparison import Formulation
 from .models import ModelCase, Operand, model_cases
+from .step_tables import render_steps as render_steps
 from .tables import RESULTS as RESULTS
 from .tables import render as render
 from .tables import render_cases as render_cases
@@ -32,12 +34,7 @@ def run(out: Path, only: str | None = None, into: Path | None = None) -> dict[st
     cases in the place of those of an earlier result, ``into``, of the same GPU and versions.
     """
     cases = select(only)
-    if not device_nodes():
-        raise TargetError(
-            "bench needs an NVIDIA GPU",
-            got="no NVIDIA device on this machine",
-            fix="run it on a machine with a GPU; `python -m jax_cudnn demo` runs anywhere",
-        )
+    _need_a_gpu("`python -m jax_cudnn demo` runs anywhere")
     if only is not None:
         part = _measured(cases, cudnn=True)
         return _write(part, out, "-partial") if into is None else merge(part, into)
@@ -51,8 +48,37 @@ def run(out: Path, only: str | None = None, into: Path | None = None) -> dict[st
     return _write(result, out)
 
 
+def run_steps(
+    out: Path, only: str | None = None, tiny: bool = False, into: Path | None = None
+) -> dict[str, Any]:
+    """Training steps, or those that ``only`` names, on this machine's GPU; ``tiny`` ones anywhere.
+
+    Writes ``steps_<model>.json`` into ``out``, with "-tiny" or "-partial" in its name where it
+    holds tiny steps or some; or puts them in the place of those of an earlier result, ``into``.
+    """
+    from . import steps, timing
+
+    cases = [*(step_models.tiny_cases() if tiny else step_models.step_cases())]
+    chosen = [case for case in cases if _named(case.name, only)]
+    if not chosen:
+        raise GraphError(
+            "no training step has such a name",
+            expected=", ".join(case.name for case in cases),
+            got=repr(only),
+        )
+    if not tiny:
+        _need_a_gpu("`--steps --tiny` runs the same programs with small shapes anywhere")
+    entries = steps.measure_steps(chosen, **({"seconds": 0.0, "calls": 1} if tiny else {}))
+    result = {"environment": timing.environment(), "steps": entries}
+    if into is not None:
+        return merge(result, into)
+    print(render_steps(result))
+    _save(result, out, "steps_" + _model(result) + "-tiny" * tiny + "-partial" * bool(only))
+    return result
+
+
 def merge(part: dict[str, Any], into: Path) -> dict[str, Any]:
-    """Puts the cases of a result in the place of those of an earlier one, and writes that.
+    """Puts the cases or steps of a result in the place of those of an earlier one, and writes that.
 
     GraphError where the two are of another GPU or other versions.
     """
@@ -65,9 +91,12 @@ def merge(part: dict[str, Any], into: Path) -> dict[str, Any]:
             got=str(ours),
             fix="measure all cases anew: leave out --only and --into",
         )
-    result["cases"] |= part["cases"]
+    kind = "steps" if "steps" in part else "cases"
+    if kind not in result:
+        raise GraphError(f"{into} holds no {kind}", got=", ".join(result))
+    result[kind] |= part[kind]
     into.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{len(part['cases'])} cases put into {into}")
+    print(f"{len(part[kind])} {kind} put into {into}")
     return result
 
 
@@ -97,7 +126,7 @@ def select(only: str | None) -> list[ModelCase]:
     cases = list(model_cases())
     if only is None:
         return cases
-    chosen = [case for case in cases if fnmatch.fnmatchcase(case.name, f"*{only}*")]
+    chosen = [case for case in cases if _named(case.name, only)]
     if not chosen:
         raise GraphError(
             "no case has such a name",
@@ -107,8 +136,10 @@ def select(only: str | None) -> list[ModelCase]:
     return chosen
 
 
-def listing() -> str:
-    """The names of all cases with their operands."""
+def listing(steps: bool = False) -> str:
+    """The names of all cases with their operands, or of all training steps."""
+    if steps:
+        return "\n".join(f"{case.name}  {case.what}" for case in step_models.step_cases())
     return "\n".join(f"{c.name}  {' '.join(map(str, c.operands))}" for c in model_cases())
 
 
@@ -125,12 +156,32 @@ def _write(
     result = {"environment": result.pop("environment"), **result}
     print(render_cases(result))
     if out is not None:
-        device = result["environment"]["device"].removeprefix("NVIDIA ").lower()
-        out.mkdir(parents=True, exist_ok=True)
-        path = out / (re.sub(r"[^\w.]+", "-", name or device) + suffix + ".json")
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {path}")
+        _save(result, out, (name or _model(result)) + suffix)
     return result
+
+
+def _save(result: dict[str, Any], out: Path, name: str) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / (re.sub(r"[^\w.]+", "-", name) + ".json")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+def _model(result: dict[str, Any]) -> str:
+    return result["environment"]["device"].removeprefix("NVIDIA ").lower()
+
+
+def _named(name: str, only: str | None) -> bool:
+    return only is None or fnmatch.fnmatchcase(name, f"*{only}*")
+
+
+def _need_a_gpu(otherwise: str) -> None:
+    if not device_nodes():
+        raise TargetError(
+            "bench needs an NVIDIA GPU",
+            got="no NVIDIA device on this machine",
+            fix=f"run it on a machine with a GPU; {otherwise}",
+        )
 
 
 def _host(flags: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def render(result: dict[str, Any]) -> str:
             chain = run["chain_us_per_convolution"]
             rows.append(
                 f"| chain of 200 tiny convolutions, {mode.replace('_', ' ')}, us each "
-                f"| {_spread(chain['ours'])} | {_spread(chain['xla'])} |"
+                f"| {spread(chain['ours'])} | {spread(chain['xla'])} |"
             )
     for run in result["host"]["no_command_buffers"]:
         ns = run["ns_per_call"]
@@ -36,18 +36,18 @@ def render(result: dict[str, Any]) -> str:
             f"of which cudnnBackendExecute {ns['cudnnBackendExecute']:.0f} "
             f"| {ns['added']:.0f} added | |"
         )
-    trace = _spread(result["first_trace_of_10_nodes_ms"])
+    trace = spread(result["first_trace_of_10_nodes_ms"])
     rows.append(f"| first trace of a graph of 10 nodes, ms | {trace} | |")
     rows.append(
         f"| plan of a fusion, cold, ms (median of {len(result['cold_plan_ms'])}; largest) "
         f"| {result['cold_plan_ms_median']}; {max(result['cold_plan_ms'].values())} | |"
     )
     if "from_disk_ms" in result:
-        disk = _spread(result["from_disk_ms"])
+        disk = spread(result["from_disk_ms"])
         rows.append(f"| plan from the plan cache on disk, ms | {disk} | |")
-    rows.append(f"| plan from memory, ms | {_spread(result['from_memory_ms'])} | |")
+    rows.append(f"| plan from memory, ms | {spread(result['from_memory_ms'])} | |")
     return (
-        f"{_where(result)}; median (smallest to largest); one row for each of three processes.\n\n"
+        f"{where(result)}; median (smallest to largest); one row for each of three processes.\n\n"
         + "\n".join(rows)
     )
 
@@ -71,7 +71,7 @@ def render_cases(result: dict[str, Any]) -> str:
             continue
         best = entry["best_xla"]
         rows.append(
-            f"| {name} | {_spread(entry['us']['jax_cudnn'])} | {_spread(entry['us'][best])} {best} "
+            f"| {name} | {spread(entry['us']['jax_cudnn'])} | {spread(entry['us'][best])} {best} "
             f"| {_ratio(entry, 'ratio')} "
             + f"| {_ratio(entry, 'ratio_reference')} " * referenced
             + f"| {entry['tflops']['jax_cudnn']:g} | {entry['gbytes_s']['jax_cudnn']:g} | {shown} |"
@@ -79,7 +79,7 @@ def render_cases(result: dict[str, Any]) -> str:
         if earlier is not None:
             notes.extend(_disagreement(name, entry, earlier))
     text = (
-        f"{_where(result)}; median (smallest to largest) of rounds of asynchronous calls; XLA's "
+        f"{where(result)}; median (smallest to largest) of rounds of asynchronous calls; XLA's "
         "best formulation by name; FLOPs and bytes are those of the graph."
         + " The reference is the graph's own meaning in jnp, which XLA runs where it is left to it."
         * referenced
@@ -115,7 +115,7 @@ def _disagreement(name: str, entry: dict[str, Any], earlier: dict[str, Any]) -> 
     ]
 
 
-def _where(result: dict[str, Any]) -> str:
+def where(result: dict[str, Any]) -> str:
     e = result["environment"]
     alone = "No GPU: both sides are XLA on the CPU, and the ratio says nothing about cuDNN. "
     note = alone if e["device"].lower().startswith("cpu") else ""
@@ -136,5 +136,5 @@ def _range(ratio: list[float]) -> str:
     return f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
 
 
-def _spread(values: dict[str, float]) -> str:
+def spread(values: dict[str, float]) -> str:
     return f"{values['median']:g} ({values['min']:g} to {values['max']:g})"

@@ -17,7 +17,7 @@ from .._core.planning import frontend
 
 
 def interleaved(
-    functions: Mapping[str, Callable[..., Any]],
+    functions: Mapping[Any, Callable[..., Any]],
     operands: Sequence[Any],
     *,
     rounds: int,
@@ -25,7 +25,7 @@ def interleaved(
     seconds: float = math.inf,
     least: int = 7,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
+) -> dict[Any, list[float]]:
     """Seconds a call of each function, one figure a round, the functions taking turns.
 
     Each round dispatches ``calls`` executions of each function and waits for the last, after a
@@ -34,7 +34,7 @@ def interleaved(
     for function in functions.values():
         for _ in range(3):
             jax.block_until_ready(function(*operands))
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[Any, list[float]] = {name: [] for name in functions}
     began = clock()
     for number in range(rounds):
         if number >= least and clock() - began > seconds:

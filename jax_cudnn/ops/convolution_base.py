@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape, integers
-from .._core.graph.dtypes import FP8, PRODUCTS
+from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS
 from .._core.graph.node import Node, product_compute
 from .folds import grown
+from .matrix import Matmul, turned
 from .products import alike, product_jvp
 
 if TYPE_CHECKING:
@@ -155,6 +157,40 @@ class Convolution(Node):
             if applies and len(inputs) == 1 and batched == {*inputs}:
                 yield fold
         yield {image: 1, weight: 0, result: 1}  # groups
+
+    def vmapped(
+        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor] | None:
+        # A convolution with windows of one element is a matmul over channels.
+        image, weight = (tensors[port].shape for port in self.roles[:2])
+        rank = len(weight) - 2
+        before, after, stride, _ = self.spatial(rank)
+        if {*weight[2:], *stride} != {1} or {*before, *after} != {0} or image[1] != weight[1]:
+            return None
+        if any(tensor.dtype not in FLOATS for tensor in tensors.values()):
+            return None
+
+        def rows(x: GraphTensor) -> GraphTensor:  # (V, N, C, *x) as (V, N * x, C)
+            last = g.transposed(x, (0, 1, *range(3, x.ndim), 2))
+            return g.reshaped(last, (size, math.prod(last.shape[1:-1]), last.shape[-1]))
+
+        known = {
+            role: g.reshaped(inputs[port], (size, *weight[:2])) if role == "weight" else rows(x)
+            for role, port in self.roles._asdict().items()
+            if (x := inputs.get(port)) is not None
+        }
+        product = Matmul(compute_data_type=self.compute_data_type)
+        (port,) = self.ports.output_names
+        if port == self.roles.weight:
+            (out,) = g.apply(product, A=turned(g, known["result"]), B=known["image"])
+            return {port: g.reshaped(out, (size, *weight))}
+        if port == self.roles.image:
+            (out,) = g.apply(product, A=known["result"], B=known["weight"])
+        else:
+            (out,) = g.apply(product, A=known["image"], B=turned(g, known["weight"]))
+        n, channels, *x = tensors[port].shape
+        out = g.reshaped(out, (size, n, *x, channels))
+        return {port: g.transposed(out, (0, 1, out.ndim - 1, *range(2, out.ndim - 1)))}
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         image, weight = (tensors[port].shape for port in self.roles[:2])

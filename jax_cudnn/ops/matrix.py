@@ -27,11 +27,11 @@ _ALIGNED = 16  # bytes
 _TURNED = (0, 2, 1)  # the order in memory of a transposed matrix
 
 
-def _turned(g: Derivation, x: GraphTensor) -> GraphTensor:
+def turned(g: Derivation, x: GraphTensor) -> GraphTensor:
     """A batch of matrices transposed, and read as it lies: no copy is made."""
     order = x._state.order or (0, 1, 2)
-    turned = g.transposed(x, _TURNED)
-    return g.ordered(turned, tuple(_TURNED.index(axis) for axis in order))
+    result = g.transposed(x, _TURNED)
+    return g.ordered(result, tuple(_TURNED.index(axis) for axis in order))
 
 
 @register
@@ -136,22 +136,22 @@ class Matmul(Node):
             # The sum over the batch is one over rows.
             rows = loss.shape[0] * loss.shape[1]
             known = {p: g.reshaped(known[p], (1, rows, known[p].shape[2])) for p in ("A", "C")}
-        turned = tensors[port].order == _TURNED  # as it lies, so does its cotangent
+        lies_turned = tensors[port].order == _TURNED  # as it lies, so does its cotangent
         if port == "A":
             pair = (
-                (known["B"], _turned(g, known["C"]))
-                if turned
-                else (known["C"], _turned(g, known["B"]))
+                (known["B"], turned(g, known["C"]))
+                if lies_turned
+                else (known["C"], turned(g, known["B"]))
             )
         else:
             pair = (
-                (_turned(g, known["C"]), known["A"])
-                if turned
-                else (_turned(g, known["A"]), known["C"])
+                (turned(g, known["C"]), known["A"])
+                if lies_turned
+                else (turned(g, known["A"]), known["C"])
             )
         product = Matmul(compute_data_type=self.compute_data_type)
         (out,) = g.apply(product, A=pair[0], B=pair[1])
-        out = _turned(g, out) if turned else out
+        out = turned(g, out) if lies_turned else out
         return {port: g.reduced(out, shape)}
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:

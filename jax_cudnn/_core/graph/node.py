@@ -264,6 +264,13 @@ class Node:
             if batched <= {*ports}:
                 yield ports
 
+    def vmapped(
+        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor] | None:
+        """The results over a dimension of ``size`` that all inputs have in front, by other nodes;
+        None where only :meth:`folds` applies. ``tensors`` are those of one element."""
+        return None
+
     def broadcasts(self, port: str, axis: int) -> bool:
         """Whether an operand may have size 1 in an axis (or in front) where others have more."""
         axes = next((p.axes for p in self.ports.inputs if p.name == port), ())

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..graph.by_reference import Batched
-from ..graph.node import LEAD
+from ..graph.node import LEAD, Node
 from ..graph.spec import Call, GraphSpec, Tensor
 from ..graph.tensor import GraphTensor
 from .derivation import Derivation
@@ -52,7 +52,8 @@ def _ways(spec: GraphSpec, call: Call) -> int:
     subsets = itertools.chain.from_iterable(
         itertools.combinations(ports, n) for n in range(1, len(ports) + 1)
     )
-    return max(len([*call.node.folds(frozenset(s), tensors)]) for s in subsets) or 1
+    folds = max(len([*call.node.folds(frozenset(s), tensors)]) for s in subsets)
+    return max(folds, 1) + (type(call.node).vmapped is not Node.vmapped)
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,9 @@ class _Attempt:
             self._computed |= {name for _, name in call.outputs}
             return
         folds = self._folds(call, ports, tensors)
+        if choice is not None and choice == len(folds) and len(ports) == len(call.inputs):
+            if self._map(call, tensors):
+                return
         if choice is not None:
             self.applies &= choice < len(folds)
             folds = folds[min(choice, len(folds) - 1) :][:1]
@@ -132,6 +136,21 @@ class _Attempt:
             self._forms[name] = {form: self.g.fixed(self.g.ordered(x, shaped.order), shaped.dtype)}
             self.batched.add(name)
             self._computed.add(name)
+
+    def _map(self, call: Call, tensors: Mapping[str, Tensor]) -> bool:
+        """Adds the call by other nodes, with the dimension in front; False where it has none."""
+        front = _Form(LEAD)
+        price = sum(self._cost(name, front) for _, name in call.inputs)
+        inputs = {port: self._get(name, front) for port, name in call.inputs}
+        made = call.node.vmapped(self.g, self.size, inputs, tensors)
+        if made is None:
+            return False
+        self.price += price
+        for port, name in call.outputs:
+            self._forms[name] = {front: self.g.rounded(made[port], tensors[port].dtype)}
+            self.batched.add(name)
+            self._computed.add(name)
+        return True
 
     def _folds(
         self, call: Call, ports: frozenset[str], tensors: Mapping[str, Tensor]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 from jax.sharding import PartitionSpec
 
 from ..errors import UnsupportedGraphError
@@ -153,27 +152,3 @@ def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         outvars=[v for v, keep in zip(equation.outvars, used, strict=True) if keep],
         params=dict(equation.params, spec=left),
     )
-
-
-def save_cudnn(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy for ``jax.checkpoint``: keeps the results of our graphs, and what their backwards
-    need of them, and computes all else again.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
-        >>> relu = jc.graph(lambda g, x: g.relu(x))
-        >>> block = jax.checkpoint(lambda x: jnp.sin(relu(x)), policy=jc.save_cudnn)
-        >>> jax.grad(lambda x: block(x).sum())(jnp.ones((8, 16))).shape
-        (8, 16)
-    """
-    return getattr(primitive, "name", "") == "cudnn"
-
-
-def register(primitive: Any, bind: Bind) -> None:
-    """Give a primitive with the parameters ``spec`` and ``name`` these rules."""
-    from .. import compat
-
-    ad.primitive_jvps[primitive] = functools.partial(jvp_rule, bind)
-    ad.primitive_transposes[primitive] = functools.partial(transpose_rule, bind)
-    batching.primitive_batchers[primitive] = functools.partial(batch_rule, bind)
-    compat.dce_rules[primitive] = dce_rule
