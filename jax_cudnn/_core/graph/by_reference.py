@@ -21,9 +21,15 @@ if TYPE_CHECKING:
     from .spec import Tensor
 
 
-def moving(port: str) -> str:
-    """The port with the tangent or cotangent of another."""
-    return f"d({port})"
+def moving(ports: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
+    """Port -> the port with its tangent or cotangent; no name is one of those taken."""
+    names: dict[str, str] = {}
+    for port in ports:
+        name = f"d({port})"
+        while name in (*taken, *names.values()):
+            name = f"d({name})"
+        names[port] = name
+    return names
 
 
 @dataclass(frozen=True)
@@ -67,20 +73,30 @@ class Tangent(ByReference):
 
     @property
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return _ports((*self.inner, *map(moving, self.active)), map(moving, self.outs))
+        return _ports((*self.inner, *self.given.values()), self.made.values())
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Port of ``base`` -> the port with its tangent."""
+        return moving(self.active, (*self.inner, *self.outs))
+
+    @property
+    def made(self) -> dict[str, str]:
+        """Result of ``base`` -> the result that is its tangent."""
+        return moving(self.outs, (*self.inner, *self.outs, *self.given.values()))
 
     def linear_in(self, port: str) -> bool:
-        return port in map(moving, self.active)
+        return port in self.given.values()
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         results = self.base.infer({port: inputs[port] for port in self.inner})
-        return {moving(port): results[port] for port in self.outs}
+        return {name: results[port] for port, name in self.made.items()}
 
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         fixed = {port: arrays[port] for port in self.inner if port not in self.active}
         function = _function(self.base, fixed, self.active, self.outs)
         at = [arrays[port].astype(jnp.float32) for port in self.active]
-        along = [arrays[moving(port)].astype(jnp.float32) for port in self.active]
+        along = [arrays[name].astype(jnp.float32) for name in self.given.values()]
         return tuple(jax.jvp(function, at, along)[1])
 
 
@@ -98,14 +114,24 @@ class Transposed(ByReference):
 
     @property
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        given, made = (*self.inner, *map(moving, self.outs)), (port for port, *_ in self.linear)
-        return _ports(given, map(moving, made))
+        return _ports((*self.inner, *self.given.values()), self.made.values())
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Result of ``base`` -> the port with its cotangent."""
+        return moving(self.outs, (*self.inner, *self.outs))
+
+    @property
+    def made(self) -> dict[str, str]:
+        """Port of ``base`` -> the result that is its cotangent."""
+        taken = (*self.inner, *self.outs, *self.given.values())
+        return moving((port for port, *_ in self.linear), taken)
 
     def linear_in(self, port: str) -> bool:
-        return port in map(moving, self.outs)
+        return port in self.given.values()
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        return {moving(port): (shape, dtype) for port, shape, dtype in self.linear}
+        return {self.made[port]: (shape, dtype) for port, shape, dtype in self.linear}
 
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         names = tuple(port for port, *_ in self.linear)
@@ -113,7 +139,8 @@ class Transposed(ByReference):
         function = _function(self.base, fixed, names, self.outs)
         avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape, _ in self.linear]
         results = jax.eval_shape(function, *avals)
-        given = [arrays[moving(p)].astype(r.dtype) for p, r in zip(self.outs, results, strict=True)]
+        names = self.given.values()
+        given = [arrays[n].astype(r.dtype) for n, r in zip(names, results, strict=True)]
         return tuple(jax.linear_transpose(function, *avals)(given))
 
 

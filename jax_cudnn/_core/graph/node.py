@@ -218,10 +218,10 @@ class Node:
             }
             given = {port: (tangents if port in tangents else still)[port] for port in inputs}
             return dict(zip(outputs, g.apply(self, **given), strict=True))
-        from .by_reference import moving, tangent_node
+        from .by_reference import tangent_node
 
         node = tangent_node(self, tangents, {port: x._state for port, x in inputs.items()})
-        along = {moving(port): tangent for port, tangent in tangents.items()}
+        along = {node.given[port]: tangent for port, tangent in tangents.items()}
         return dict(zip(node.outs, g.apply(node, **inputs, **along), strict=True))
 
     def transpose(
@@ -237,12 +237,12 @@ class Node:
         ``inputs`` holds the values at the other input ports, ``tensors`` the shapes and dtypes at
         all ports. By default they come from the reference.
         """
-        from .by_reference import Transposed, moving
+        from .by_reference import Transposed
 
         linear = [port for port in tensors if port not in (*inputs, *self.ports.output_names)]
         avals = tuple((port, tensors[port].shape, tensors[port].dtype) for port in linear)
         node = Transposed(self, avals, tuple(cotangents), tuple(inputs))
-        given = {moving(port): cotangent for port, cotangent in cotangents.items()}
+        given = {node.given[port]: cotangent for port, cotangent in cotangents.items()}
         return dict(zip(linear, g.apply(node, **inputs, **given), strict=True))
 
     def folds(

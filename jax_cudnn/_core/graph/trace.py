@@ -67,6 +67,8 @@ class GraphFunction:
                 where=defined_at(fn),
             )
         functools.update_wrapper(self, fn)
+        of_fn = inspect.signature(fn)  # what callers see has no g
+        self.__signature__ = of_fn.replace(parameters=[*of_fn.parameters.values()][1:])
         self.fn = fn
         self.options = options
         self.name = name or getattr(fn, "__name__", type(fn).__name__)

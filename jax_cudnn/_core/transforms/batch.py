@@ -200,7 +200,7 @@ class _Attempt:
             for other, axis in fold.items()
             if axis == fold[port] and other in dict(call.inputs)
         ]
-        return max(sizes)
+        return 0 if 0 in sizes else max(sizes)
 
     def _price(
         self, call: Call, ports: frozenset[str], fold: _Fold, tensors: Mapping[str, Tensor]
@@ -245,7 +245,7 @@ class _Attempt:
             split = g.reshaped(x, (*shape[:at], self.size, *shape[at:]))
             return g.transposed(split, (at, *(i for i in range(split.ndim) if i != at)))
         assert form.axis is not None
-        at, each = form.axis, (1 if form.repeat == 1 else form.repeat)
+        at, each = form.axis, form.repeat
         before, after = shape[:at], shape[at:]
         if name in self.batched:
             x = self._get(name, _Form(LEAD))
@@ -253,7 +253,7 @@ class _Attempt:
         else:
             x = g.reshaped(forms[_Form()], (*before, 1, *after))
             x = g.broadcast(x, (*before, self.size, *after))
-        if each > 1:
+        if each != 1:
             x = g.broadcast(x, (*before, self.size, each, *after[1:]))
             after = (each, *after[1:])
         x = g.reshaped(x, (*before, self.size * after[0], *after[1:]))

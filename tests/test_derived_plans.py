@@ -1,0 +1,287 @@
+"""Plans of graphs that were derived from others: their names, residuals, and what must hold for a
+forward and its derivatives together. cuDNN's answers are made up, but where marked deviceless."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.graph import builder
+from jax_cudnn._core.graph.node import REGISTRY, Example, Node
+from jax_cudnn._core.planning import losses, placement, planner
+from jax_cudnn._core.planning.execution_plan import ExecutionPlan
+
+IMAGE = jax.ShapeDtypeStruct((4, 16, 10, 10), jnp.bfloat16)
+WEIGHT = jax.ShapeDtypeStruct((16, 16, 3, 3), jnp.bfloat16)
+SCALE = jax.ShapeDtypeStruct((1, 16, 1, 1), jnp.bfloat16)
+
+
+@jc.graph
+def scaled(g, x, w, s):
+    return g.gelu(g.mul(g.conv_fprop(x, w, padding=[1, 1]), s))
+
+
+def loss(function):
+    return lambda *operands: jnp.sum(function(*operands).astype(jnp.float32))
+
+
+@pytest.fixture
+def cudnn_takes(made_up_plans, monkeypatch):
+    """Decides which graphs cuDNN plans: a function of their methods."""
+
+    def set_to(answer):
+        def build(spec, site):
+            if not answer([call.node.method for call in spec.calls]):
+                raise jc.UnsupportedGraphError("no engine", reasons={"engine 7": "it does not"})
+            return ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 64, 0, (), (), b"", 3)
+
+        placement.clear()
+        monkeypatch.setattr(planner, "_build", build)
+
+    return set_to
+
+
+def plans(function, *avals):
+    with jc.target("H200"):
+        return jc.plans(function, *avals)
+
+
+def owners(plan):
+    """Operation -> who runs it."""
+    return {call.name: s.engine for s in plan.segments for call in s.spec.calls}
+
+
+def one_product(methods):
+    return sum(REGISTRY[method].anchor for method in methods) <= 1
+
+
+def test_all_graphs_of_a_gradient_have_plans_under_their_names(cudnn_takes):
+    cudnn_takes(one_product)
+    found = plans(jax.grad(loss(scaled), (0, 1, 2)), IMAGE, WEIGHT, SCALE)
+    assert [*found] == ["scaled", "scaled (backward)"]
+    assert [plan.name for plan in found.values()] == [*found]
+    along = plans(
+        lambda x, w, s: jax.jvp(lambda x: scaled(x, w, s), (x,), (x,)), IMAGE, WEIGHT, SCALE
+    )
+    assert [*along] == ["scaled", "scaled (tangent)"]
+    twice = plans(jax.grad(lambda *a: loss(jax.grad(loss(scaled)))(*a), 1), IMAGE, WEIGHT, SCALE)
+    assert "scaled (backward)" in twice
+    assert any("of backward" in name for name in twice)
+
+
+def test_one_plan_is_asked_of_a_function_with_one_graph(cudnn_takes):
+    cudnn_takes(one_product)
+    with jc.target("H200"), pytest.raises(jc.GraphError, match=r"jax_cudnn\.plans") as caught:
+        jc.plan(jax.grad(loss(scaled)), IMAGE, WEIGHT, SCALE)
+    assert "scaled (backward)" in str(caught.value)
+
+
+def test_residuals_are_told(cudnn_takes):
+    cudnn_takes(one_product)
+    found = plans(jax.grad(loss(scaled), (0, 1, 2)), IMAGE, WEIGHT, SCALE)
+    (kept,) = found["scaled"].residuals
+    assert (kept.shape, kept.dtype) == (IMAGE.shape, "bfloat16")  # the convolution's result
+    said = found["scaled"].explain()
+    data = said.to_json()
+    assert (data["role"], data["residuals"]) == (
+        "forward",
+        [{"tensor": str(kept), "bytes": 4 * 16 * 10 * 10 * 2}],
+    )
+    assert f"keeps {kept} for the derivative, 12,800 bytes" in str(said)
+    assert found["scaled (backward)"].explain().to_json()["role"] == "backward"
+    assert not found["scaled (backward)"].residuals
+    (alone,) = plans(scaled, IMAGE, WEIGHT, SCALE).values()
+    assert (alone.residuals, alone.explain().to_json()["role"]) == ((), "")
+
+
+def test_equal_graphs_share_a_plan_wherever_they_come_from(cudnn_takes):
+    """A backward is planned as the graph that it is."""
+    cudnn_takes(one_product)
+    asked = []
+    build = planner._build
+    planner._build = lambda spec, site: asked.append(spec) or build(spec, site)
+    try:
+        gradient = jax.grad(loss(jc.graph(lambda g, x, w: g.conv_fprop(x, w, padding=[1, 1]))), 1)
+        plans(gradient, IMAGE, WEIGHT)
+        (backward,) = [s for s in asked if s.calls[0].node.method == "conv_wgrad"]
+        plans(
+            jc.graph(lambda g, x, y: g.conv_wgrad(x, y, padding=[1, 1], out_dims=WEIGHT.shape)),
+            IMAGE,
+            IMAGE,
+        )
+    finally:
+        planner._build = build
+    assert [s for s in asked if s.calls[0].node.method == "conv_wgrad"] == [backward]
+
+
+# -- under "cudnn" ---------------------------------------------------------------------------------
+
+
+def test_strict_derivatives_may_be_cut_but_not_leave_products_to_xla(cudnn_takes):
+    strict = scaled.with_options(implementation="cudnn")
+    cudnn_takes(lambda methods: one_product(methods) and "reduction" not in methods)
+    gradient = jax.grad(loss(strict), (0, 1, 2))
+    backward = plans(gradient, IMAGE, WEIGHT, SCALE)["scaled (backward)"]
+    engine = owners(backward)
+    assert engine["conv_dgrad.0"] == engine["conv_wgrad.0"] == "eng0"
+    assert "XLA" in engine.values()
+    cudnn_takes(lambda methods: one_product(methods) and "conv_wgrad" not in methods)
+    with pytest.raises(jc.UnsupportedGraphError, match=r"cuDNN does not run conv_wgrad\.0"):
+        plans(gradient, IMAGE, WEIGHT, SCALE)
+
+
+def test_strict_derivatives_are_cudnns_where_it_is_measured_to_lose(cudnn_takes, monkeypatch):
+    cudnn_takes(one_product)
+    table = {"90": {"patterns": {"conv_wgrad": "0.5"}}}
+    monkeypatch.setattr(losses, "table", lambda: table)
+    monkeypatch.setattr(
+        losses,
+        "loss",
+        lambda spec, sm: "slower" if spec.calls[0].node.method == "conv_wgrad" else None,
+    )
+    split = jax.grad(loss(scaled), 1)
+    assert owners(plans(split, IMAGE, WEIGHT, SCALE)["scaled (backward)"])["conv_wgrad.0"] == "XLA"
+    strict = jax.grad(loss(scaled.with_options(implementation="cudnn")), 1)
+    engine = owners(plans(strict, IMAGE, WEIGHT, SCALE)["scaled (backward)"])
+    assert engine["conv_wgrad.0"] == "eng0"
+
+
+def test_a_strict_forward_is_one_plan_also_over_a_batch(cudnn_takes):
+    cudnn_takes(lambda methods: "gelu" not in methods)
+    strict = scaled.with_options(implementation="cudnn")
+    many = jax.ShapeDtypeStruct((3, *IMAGE.shape), IMAGE.dtype)
+    mapped = jax.vmap(strict, (0, None, None))
+    for function, image in ((strict, IMAGE), (mapped, many)):
+        with pytest.raises(jc.UnsupportedGraphError):
+            plans(function, image, WEIGHT, SCALE)
+
+
+def test_an_engine_is_the_forwards_alone(cudnn_takes):
+    """Of the backward the number means another engine, or none."""
+    cudnn_takes(one_product)
+    pinned = scaled.with_options(engine=3)
+    (forward,) = plans(pinned, IMAGE, WEIGHT, SCALE).values()
+    assert forward.spec.options.engine == 3
+    backward = plans(jax.grad(loss(pinned)), IMAGE, WEIGHT, SCALE)["scaled (backward)"]
+    assert backward.spec.options.engine is None
+
+
+# -- families --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def masked():
+    """A node whose backward reads what only the forward's kind writes."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Masked(Node):
+        """Half of the input."""
+
+        method = "masked_for_this_test"
+        dims = "input: *x -> Y: *x"
+        examples = (Example({"input": (4, 4)}),)
+        paired = True
+
+        def reference(self, input):
+            return (0.5 * input,)
+
+        def jvp(self, g, tangents, inputs, outputs):
+            backward = REGISTRY["masked_backward_for_this_test"]()
+            return {"Y": g.apply(backward, input=tangents["input"], mask=outputs["Y"])[0]}
+
+    @dataclasses.dataclass(frozen=True)
+    class MaskedBackward(Node):
+        """Half of the input, by the mask."""
+
+        method = "masked_backward_for_this_test"
+        dims = "input: *x, mask: *x -> Y: *x"
+        examples = (Example({"input": (4, 4), "mask": (4, 4)}),)
+        paired = True
+
+        def reference(self, input, mask):
+            return (0.5 * input,)
+
+        def transpose(self, g, cotangents, inputs, tensors):
+            return {"input": g.apply(self, input=cotangents["Y"], mask=inputs["mask"])[0]}
+
+    for node in (Masked, MaskedBackward):
+        builder.register(node)
+    yield jc.graph(
+        lambda g, x, w: g.relu(g.masked_for_this_test(g.conv_fprop(x, w, padding=[1, 1])))
+    )
+    for node in (Masked, MaskedBackward):
+        del REGISTRY[node.method]
+        delattr(builder.GraphBuilder, node.method)
+
+
+PAIRED = {"masked_for_this_test", "masked_backward_for_this_test"}
+
+
+def paired_owners(found):
+    return {
+        (name, call.node.method): segment.engine
+        for name, plan in found.items()
+        for segment in plan.segments
+        for call in segment.spec.calls
+        if call.node.paired
+    }
+
+
+def test_a_family_is_cudnns_where_all_of_it_is(cudnn_takes, masked):
+    cudnn_takes(one_product)
+    found = plans(jax.value_and_grad(loss(masked), (0, 1)), IMAGE, WEIGHT)
+    owner = paired_owners(found)
+    assert len(owner) == 2
+    # The backward's stands beside two products, and cuDNN takes one with it or none.
+    assert len(set(owner.values())) == 1
+
+
+def test_a_family_is_xlas_where_a_part_of_it_is(cudnn_takes, masked):
+    """The forward's node could be cuDNN's, but its backward could not."""
+    cudnn_takes(
+        lambda methods: one_product(methods) and "masked_backward_for_this_test" not in methods
+    )
+    (alone,) = plans(masked, IMAGE, WEIGHT).values()
+    assert paired_owners({"alone": alone}) == {("alone", "masked_for_this_test"): "eng0"}
+    found = plans(jax.value_and_grad(loss(masked), (0, 1)), IMAGE, WEIGHT)
+    assert set(paired_owners(found).values()) == {"XLA"}
+    forward = next(iter(found.values()))
+    reasons = [s.reason for s in forward.segments if s.plan is None]
+    assert any("masked_backward_for_this_test.0 of its family" in reason for reason in reasons)
+
+
+def test_a_familys_derivatives_are_right(masked):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 5, 5), np.float32))
+    w = jnp.asarray(np.random.default_rng(1).standard_normal((4, 4, 3, 3), np.float32))
+
+    def plain(x, w):
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), [(1, 1)] * 2)
+        return jax.nn.relu(0.5 * y)
+
+    got, want = (jax.grad(loss(f), (0, 1))(x, w) for f in (masked, plain))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+# -- what cuDNN says -------------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+def test_the_forward_of_a_gradient_is_one_plan_with_its_residual():
+    found = plans(jax.grad(loss(scaled), (0, 1, 2)), IMAGE, WEIGHT, SCALE)
+    assert len(found["scaled"].segments) == 1
+    engine = owners(found["scaled (backward)"])
+    assert "XLA" not in (engine["conv_dgrad.0"], engine["conv_wgrad.0"])
+
+
+@pytest.mark.deviceless
+def test_two_products_of_a_gradient_are_two_plans():
+    """cuDNN 9.19 takes both in one, and computes other matrices."""
+    product = jc.graph(lambda g, a, b: g.matmul(a, b))
+    a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 128, 256), (1, 256, 512)))
+    found = plans(jax.grad(loss(product), (0, 1)), a, b)
+    (backward,) = [plan for name, plan in found.items() if "backward" in name]
+    assert len(backward.execution_plans) == 2
