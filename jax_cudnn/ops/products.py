@@ -19,7 +19,8 @@ def product_jvp(
 ) -> dict[str, GraphTensor]:
     """A product for each operand that moves, and their sum.
 
-    No plan holds two products, so that all but the last are written, rounded as arrays are.
+    No plan holds two products. The first takes what comes after it into its own; the others are
+    written, rounded as arrays are.
     """
     terms, dtype = [], widest(x._state for x in inputs.values())
     for port, tangent in tangents.items():
@@ -27,7 +28,7 @@ def product_jvp(
         if len({x._state.dtype for x in operands.values()}) > 1:
             operands = alike(g, operands, {p: x._state for p, x in inputs.items()})
         terms += g.apply(node, **operands)
-    terms[:-1] = [g.rounded(term, dtype) for term in terms[:-1]]
+    terms[1:] = [g.rounded(term, dtype) for term in terms[1:]]
     return {next(iter(outputs)): g.sum(terms)}
 
 
