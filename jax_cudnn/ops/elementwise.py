@@ -144,6 +144,7 @@ def elementwise(
     dtypes: tuple[str, ...] = Pointwise.dtypes,
     alike: bool = False,
     chooses: bool = False,
+    jumps: bool = False,
     jax_names: tuple[str, ...] = (),
     rounding: str = "",
     slopes: Mapping[str, Slope] | None = None,
@@ -154,7 +155,8 @@ def elementwise(
     The function's name is pygraph's method and its parameters are the ports; its body, applied to
     arrays in the compute type, is the node's reference. ``slopes`` gives, by port, what
     :meth:`Pointwise.slope` gives: a function of ``g``, ``t`` and the values it names, or None for
-    no derivative; ports that it leaves out are left to the reference.
+    no derivative; ports that it leaves out are left to the reference. What ``jumps``, and a
+    comparison, is not computed again for a derivative: of a rounded residual it can be another.
     """
 
     def make(function: Callable[..., jax.Array]) -> type[Pointwise]:
@@ -182,6 +184,7 @@ def elementwise(
             "shaped": shaped,
             "alike": alike,
             "chooses": chooses,
+            "recomputed": not (jumps or result == "bool"),
             "dtypes": dtypes,
             "jax_names": jax_names,
             "rounding": rounding,

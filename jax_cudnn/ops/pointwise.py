@@ -149,6 +149,7 @@ def max(input0: jax.Array, input1: jax.Array) -> jax.Array:
 
 
 @elementwise(
+    jumps=True,
     jax_names=("fmod", "rem"),
     examples=_binary("input0", "input1", positive=("input1",)),
     slopes={
@@ -271,11 +272,7 @@ class Identity(Pointwise):
 @elementwise(
     chooses=True,
     jax_names=("abs", "absolute", "fabs"),
-    slopes={
-        "input": lambda g, t, input: g.binary_select(
-            t, g.binary_select(-t, 0.0, input < 0.0), input > 0.0
-        )
-    },
+    slopes={"input": lambda g, t, input: g.binary_select(t, -t, input >= 0.0)},
 )
 def abs(input: jax.Array) -> jax.Array:
     """Magnitude ``OUT_0 = |input|``. Source: cuDNN documentation, ``CUDNN_POINTWISE_ABS``."""
@@ -291,7 +288,7 @@ def neg(input: jax.Array) -> jax.Array:
     return -input
 
 
-@elementwise(jax_names=("ceil",), slopes={"input": None})
+@elementwise(jumps=True, jax_names=("ceil",), slopes={"input": None})
 def ceil(input: jax.Array) -> jax.Array:
     """The least integer not below ``input``.
 
@@ -300,7 +297,7 @@ def ceil(input: jax.Array) -> jax.Array:
     return jnp.ceil(input)
 
 
-@elementwise(jax_names=("floor",), slopes={"input": None})
+@elementwise(jumps=True, jax_names=("floor",), slopes={"input": None})
 def floor(input: jax.Array) -> jax.Array:
     """The greatest integer not above ``input``.
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
+from ..errors import JaxCudnnError
 from ..graph.dtypes import is_floating, itemsize
 from ..graph.spec import FORWARD, Call, GraphSpec, Origin, Tensor, intern
 from ..graph.spec import TANGENT as TANGENT_ROLE
@@ -114,7 +115,10 @@ def _stored(spec: GraphSpec) -> dict[str, str]:
         inputs = {
             port: replace(spec.tensor(name), dtype=dtypes[name]) for port, name in call.inputs
         }
-        results = call.node.infer(inputs)
+        try:
+            results = call.node.infer(inputs)
+        except JaxCudnnError:  # the user's arrays had other dtypes than these values
+            continue
         for port, name in call.outputs:
             natural = results[port][1]
             if dtypes[name] == "float32" and is_floating(natural) and itemsize(natural) == 2:
