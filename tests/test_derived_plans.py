@@ -204,6 +204,9 @@ def masked():
         def reference(self, input, mask):
             return (0.5 * input,)
 
+        def linear_in(self, port):
+            return port == "input"
+
         def transpose(self, g, cotangents, inputs, tensors):
             return {"input": g.apply(self, input=cotangents["Y"], mask=inputs["mask"])[0]}
 

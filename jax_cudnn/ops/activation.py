@@ -185,7 +185,9 @@ class Relu(Clipped):
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         low, slope = self.low, self.steepness
-        above = input if self.upper_clip is None else jnp.minimum(input, self.upper_clip)
+        above, high = input, self.upper_clip
+        if high is not None:
+            above = jnp.where(input >= high, high, input)
         return (jnp.where(input <= low, low + slope * (input - low) if slope else low, above),)
 
     def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor:

@@ -6,8 +6,9 @@ activation was applied to, and gives the gradient by ``input``; cuDNN takes the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ _BACKWARD = (
     slopes={
         "loss": lambda g, t, input: g.elu_backward(t, input),
         "input": lambda g, t, loss, input: g.binary_select(
-            0.0, t * (loss * g.exp(input)), input > 0.0
+            0.0, t * (loss * g.exp(g.min(input, 0.0))), input >= 0.0
         ),
     },
 )
@@ -153,6 +154,7 @@ class ReluBackward(Clipped):
     """
 
     method = "relu_backward"
+    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss": ("input",)}
     alike = True
     dims = "loss: ..., input: ... -> OUT_0: ..."
     examples = (*_BACKWARD, *small(("loss", "input"), *CLIPS))
@@ -180,6 +182,7 @@ class LeakyReluBackward(Pointwise):
     """
 
     method = "leaky_relu_backward"
+    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss": ("input",)}
     alike = True
     dims = "loss: ..., input: ... -> OUT_0: ..."
     result = "real"
@@ -212,6 +215,7 @@ class SwishBackward(Pointwise):
     """
 
     method = "swish_backward"
+    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"loss": ("input",)}
     alike = True
     dims = "loss: ..., input: ... -> OUT_0: ..."
     result = "real"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -118,6 +118,9 @@ class Convolution(Node):
 
     def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
         return product_compute(inputs)
+
+    def is_linear(self, ports: Collection[str]) -> bool:
+        return len(ports) == 1
 
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -49,6 +49,9 @@ class Pointwise(Node):
     shaped: ClassVar[str] = ""
     """The port whose shape the result has; any of the ports where it is empty."""
 
+    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """By port, which values its slope reads; without those that have no slope that is constant
+    where they are not read."""
     alike: ClassVar[bool] = False
     """Whether cuDNN computes it rightly for operands of one shape only."""
 
@@ -92,6 +95,10 @@ class Pointwise(Node):
         NotImplemented leaves it to the reference.
         """
         return NotImplemented
+
+    def is_linear(self, ports: Collection[str]) -> bool:
+        (out,) = self.ports.output_names
+        return all(port in self.reads and not {*ports, out} & {*self.reads[port]} for port in ports)
 
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
@@ -179,6 +186,7 @@ def elementwise(
             "method": name,
             "dims": ", ".join(f"{port}: ..." for port in ports) + " -> OUT_0: ...",
             "slope": slope,
+            "reads": {} if jumps else {p: _operands(f) for p, f in known.items() if f is not None},
             "reference": lambda self, **arrays: (function(**arrays),),
             "result": result,
             "shaped": shaped,

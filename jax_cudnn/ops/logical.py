@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +136,7 @@ class BinarySelect(Pointwise):
     """
 
     method = "binary_select"
+    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"input0": ("mask",), "input1": ("mask",)}
     chooses = True
     dims = "input0: ..., input1: ..., mask: ... -> OUT_0: ..."
     jax_names = ("where", "select")

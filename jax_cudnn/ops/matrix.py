@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,9 @@ class Matmul(Node):
         # garbage into results of 16 and 8 bits.
         narrow = {tensor.dtype for tensor in graph.output_tensors} - {"float32"}
         return (0,) if graph.has_float32_product and narrow else ()
+
+    def is_linear(self, ports: Collection[str]) -> bool:
+        return len(ports) == 1
 
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -264,6 +264,8 @@ class Identity(Pointwise):
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input,)
+
+    reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"input": ()}
 
     def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor:
         return t

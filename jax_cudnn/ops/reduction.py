@@ -168,7 +168,7 @@ class Reduction(Node):
     ) -> dict[str, GraphTensor]:
         shape, out = tensors["input"].shape, cotangents["Y"]
         if self.mode == "AVG":
-            out = g.mul(out, math.prod(out.shape) / math.prod(shape))
+            out = g.mul(out, math.prod(out.shape) / max(math.prod(shape), 1))
         return {"input": g.broadcast(out, shape)}
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:

@@ -165,7 +165,7 @@ class GraphBuilder:
                     fix="a graph tensor lives inside one call of one @jax_cudnn.graph function; "
                     "pass values between graphs as outputs and arguments",
                 )
-            if value.name in self._inputs and not value.shape and rank and not self._used(value):
+            if value.name in self._inputs and not value.shape and rank and not self.is_used(value):
                 # The caller reshapes a scalar operand to the rank of what it stands beside.
                 value._state = self._tensors[value.name] = replace(value._state, shape=(1,) * rank)
             return value._state
@@ -244,11 +244,12 @@ class GraphBuilder:
         tensor._state = self._tensors[tensor.name] = replace(tensor._state, shape=dim)
         return tensor
 
-    def _used(self, tensor: GraphTensor) -> bool:
+    def is_used(self, tensor: GraphTensor) -> bool:
+        """Whether an operation reads a tensor."""
         return any(tensor.name in dict(call.inputs).values() for call in self._calls)
 
     def _unused(self, tensor: GraphTensor, method: str) -> None:
-        if self._used(tensor):
+        if self.is_used(tensor):
             raise GraphError(
                 f"{method} after {tensor.name} was used",
                 fix=f"call it on the result right away: g.operation(...).{method}(...)",

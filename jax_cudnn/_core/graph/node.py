@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -196,6 +196,10 @@ class Node:
     def linear_in(self, port: str) -> bool:
         """Whether the results are linear in a port, together with all other ports that say so."""
         return False
+
+    def is_linear(self, ports: Collection[str]) -> bool:
+        """Whether the results are linear in these input ports together, the others being fixed."""
+        return all(map(self.linear_in, ports))
 
     def jvp(
         self,

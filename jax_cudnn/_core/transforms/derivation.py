@@ -8,7 +8,7 @@ from typing import Any
 
 from ..graph.builder import GraphBuilder
 from ..graph.dims import Shape
-from ..graph.dtypes import itemsize
+from ..graph.dtypes import is_floating, itemsize
 from ..graph.node import Node
 from ..graph.spec import Call, GraphSpec, Origin, Tensor, intern
 from ..graph.tensor import GraphTensor
@@ -20,6 +20,10 @@ class Derivation(GraphBuilder):
 
     def __init__(self, spec: GraphSpec) -> None:
         super().__init__(replace(spec.options, engine=None, knobs=()))
+        floats = {
+            t.dtype for t in (*spec.input_tensors, *spec.output_tensors) if is_floating(t.dtype)
+        }
+        self._narrow = floats.pop() if len(floats) == 1 else ""  # what all arrays are of
         self._moved: dict[str, GraphTensor] = {}  # what has the dtype of its operand, and that
         self._constants: dict[tuple[str | None, str, int], GraphTensor] = {}
 
@@ -78,11 +82,18 @@ class Derivation(GraphBuilder):
         x._state = self._tensors[x.name] = replace(x._state, order=order)
         return x
 
-    def rounded(self, x: GraphTensor, dtype: str) -> GraphTensor:
-        """The tensor in a dtype: where it is computed, or else by a cast."""
-        if self._is_settled(x):
-            if x._state.dtype == dtype:
-                return x
+    def rounded(self, x: GraphTensor, dtype: str, alone: bool = False) -> GraphTensor:
+        """The tensor in a dtype: where it is computed, or else by a cast.
+
+        It may have other users, so the first is done only for the dtype of values inside graphs,
+        for a 16-bit one that all arrays have, and where it is for this use alone.
+        """
+        settled = self._is_settled(x)
+        if settled and x._state.dtype == dtype:
+            return x
+        wide = self._options.intermediate_data_type
+        harmless = alone or dtype == wide or (dtype == self._narrow and itemsize(dtype) == 2)
+        if settled or not harmless:
             copy = self._append(vocabulary().cast, {"input": x._state})
             return self.fixed(copy, dtype)
         source: GraphTensor | None = x

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import replace
 
+from ..errors import GraphError
 from ..graph.dtypes import itemsize
-from ..graph.spec import BACKWARD, TANGENT, GraphSpec, Origin
+from ..graph.spec import BACKWARD, TANGENT, Call, GraphSpec, Origin
 from ..graph.tensor import GraphTensor
 from .derivation import Derivation
 from .derived import Derived
@@ -36,7 +38,9 @@ def transpose(spec: GraphSpec, linear: tuple[str, ...], given: tuple[str, ...]) 
         terms[name] = [x]
     moving, calls = {*linear}, []
     for call in spec.calls:
-        if moving & {name for _, name in call.inputs}:
+        ports = [port for port, name in call.inputs if name in moving]
+        if ports:
+            _check_linear(call, ports, linear)
             moving |= {name for _, name in call.outputs}
             calls.append(call)
         else:
@@ -45,8 +49,8 @@ def transpose(spec: GraphSpec, linear: tuple[str, ...], given: tuple[str, ...]) 
     def cotangent(name: str) -> GraphTensor:
         tensor = spec.tensor(name)
         total = g.sum(terms[name])
-        exact = name in linear or itemsize(tensor.dtype) == 2
-        total = g.rounded(total, tensor.dtype) if exact else total
+        if itemsize(tensor.dtype) == 2 and name not in linear:
+            total = g.rounded(total, tensor.dtype)
         terms[name] = [total]
         return total
 
@@ -60,8 +64,27 @@ def transpose(spec: GraphSpec, linear: tuple[str, ...], given: tuple[str, ...]) 
         for port, name in call.inputs:
             if name in moving and port in passed:
                 terms.setdefault(name, []).append(passed[port])
-    found = [cotangent(name) if name in terms else None for name in linear]
+    totals = [cotangent(name) if name in terms else None for name in linear]
+    found = [
+        None
+        if x is None
+        else g.rounded(
+            x, spec.tensor(name).dtype, alone=sum(x is y for y in totals) == 1 and not g.is_used(x)
+        )
+        for name, x in zip(linear, totals, strict=True)
+    ]
     role = BACKWARD if spec.origin.role == TANGENT else f"transpose of {spec.origin.role}"
     origin = Origin(role if spec.origin.role else "transpose", (), spec.origin.family)
     derived = g.finished([x for x in found if x is not None], origin)
     return Derived.of(derived, keys, [None if x is None else x.name for x in found])
+
+
+def _check_linear(call: Call, ports: Collection[str], linear: Collection[str]) -> None:
+    if not call.node.is_linear(ports):
+        raise GraphError(
+            f"{call.name} is not linear in {' and '.join(ports)}",
+            expected=f"a graph that is linear in {', '.join(linear)}",
+            got=f"{call.node.method} of them",
+            why="only linear functions have a transpose",
+            fix="jax.vjp(function, ...)[1] gives cotangents at a point",
+        )
