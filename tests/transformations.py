@@ -1,16 +1,84 @@
-"""The transformations that every graph goes through, applied to it and to a plain jnp function."""
+"""The transformations of JAX that every graph goes through, applied to it and to plain jnp."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_cudnn._core import compat
+from jax_cudnn._core.errors import GraphError
 from jax_cudnn._core.graph.dtypes import is_floating
 from jax_cudnn._core.graph.reference import evaluate
+from jax_cudnn._core.primitive import bind
 
 SIZE = 3  # of the dimensions of vmap
+
+# Errors of whole results, relative to their norm. One rounding adds at most half a last place:
+# 2**-9 of bfloat16, 2**-12 of float16, 2**-4 and 2**-3 of the two float8. A first derivative has up
+# to three of them (residual, cotangent, result), a second one twice as many, which functions that
+# are steep at a rounded residual (tan) enlarge. In float32 only the order of sums differs.
+TOLERANCES = {
+    "float32": 2e-5,
+    "float16": 2.5e-3,
+    "bfloat16": 2e-2,
+    "float8_e4m3fn": 0.1,
+    "float8_e5m2": 0.2,
+}
+# On a GPU: exp, tanh, erf and powers in float32 (1e-5 and less are seen); products of float32 in
+# TF32, whose operands are rounded by up to 2**-11; and cuDNN's tan, which is off by 7e-3 beside its
+# poles, where its second derivative has its cube.
+FLOAT32_ON_GPU, TF32_ON_GPU, TAN_ON_GPU = 1e-4, 4e-3, 0.1
+
+# Sizes of the cases -> those of the table, which takes less than a second for each case then.
+SMALL = {8: 2, 16: 4, 32: 4, 48: 6, 64: 8, 96: 12, 128: 16, 256: 16, 384: 24, 512: 32, 4096: 32}
+SMALL |= {14: 3, 28: 6, 784: 36}
+# Those of the table on a GPU: there channels keep their sizes, by which cuDNN takes graphs or not.
+FEW_PIXELS = {28: 12, 784: 144}
+
+
+# -- graphs and their operands -------------------------------------------------------------------
+
+
+def spec_and_operands(case, sizes=None):
+    """A case's graph with its operands; smaller by ``sizes`` (old -> new) where that fits it.
+
+    They are the same in each run: where rounding carries a value across a kink (of relu, of a
+    maximum), a derivative jumps by far more than any tolerance.
+    """
+    arrays = case.operands(jax.random.key(2))
+    _, trace = case.function.trace(*arrays)
+    values = [*arrays, *trace.captured]
+    operands = [
+        values[i].reshape(tensor.shape) if values[i].ndim == 0 else values[i]
+        for i, tensor in zip(trace.operands, trace.spec.input_tensors, strict=True)
+    ]
+    spec = smaller(trace.spec, sizes or {})
+    corners = [tuple(map(slice, tensor.shape)) for tensor in spec.input_tensors]
+    return spec, [x[corner] for x, corner in zip(operands, corners, strict=True)]
+
+
+def smaller(spec, sizes):
+    """The graph of operands with other sizes, or itself where its nodes do not fit them."""
+
+    def shape(dims):
+        return tuple(sizes.get(size, size) for size in dims)
+
+    tensors = {t.name: t for t in spec.tensors}
+    tensors |= {t.name: replace(t, shape=shape(t.shape)) for t in spec.input_tensors}
+    calls = []
+    for call in spec.calls:
+        node = call.node
+        if "out_dims" in {f.name for f in fields(node)} and node.out_dims:
+            node = replace(node, out_dims=shape(node.out_dims))
+        try:
+            results = node.infer({port: tensors[name] for port, name in call.inputs})
+        except GraphError:
+            return spec
+        tensors |= {name: replace(tensors[name], shape=results[p][0]) for p, name in call.outputs}
+        calls.append(replace(call, node=node))
+    return replace(spec, tensors=tuple(tensors.values()), calls=tuple(calls), _cache={})
 
 
 def in_float32(spec):
@@ -28,54 +96,53 @@ def plain(spec):
     return lambda *operands: evaluate(wide, *operands)
 
 
-def widened(values):
-    return jax.tree.map(
-        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, values
-    )
-
-
 def is_float(x):
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-class Checks:
+def widened(values):
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_float(x) else x, values)
+
+
+# -- transformations -----------------------------------------------------------------------------
+
+
+class Transformations:
     """Transformations of ``f(*operands) -> list of arrays``.
 
-    Each is a method that takes a function and gives one, so that the same can be done to a graph
-    and to its reference. All random directions are drawn once, as floats of the operands' dtypes.
+    Each is a method of the function and of :meth:`data`, so that the same can be done to a graph
+    and to its reference. ``moving`` operands and ``results`` are those of floats.
     """
 
-    def __init__(self, operands, outputs, seed=0):
+    def __init__(self, operands, outputs, seed=2):
         self.random = np.random.default_rng(seed)
         self.operands, self.outputs = operands, outputs
         self.moving = [i for i, x in enumerate(operands) if is_float(x)]
         self.results = [i for i, x in enumerate(outputs) if is_float(x)]
-        self.tangents = [self.like(operands[i]) for i in self.moving]
-        self.others = [self.like(operands[i]) for i in self.moving]
-        self.cotangents = [self.like(outputs[i]) for i in self.results]
-        self.stacks = [self.stack(x) for x in operands]
-        self.stacked_cotangents = [self.stack(x, fresh=True) for x in self.cotangents]
-
-    def like(self, x):
-        return jnp.asarray(self.random.standard_normal(x.shape, np.float32)).astype(x.dtype)
-
-    def stack(self, x, fresh=False):
-        """Several operands like one: itself, and others of the same kind."""
-        if fresh:
-            return jnp.stack([self.like(x) for _ in range(SIZE)])
-        orders = [np.arange(x.size)] + [self.random.permutation(x.size) for _ in range(SIZE - 1)]
-        return jnp.stack([x.reshape(-1)[order].reshape(x.shape) for order in orders])
 
     def data(self):
-        """Everything that a check reads, to be passed through jit."""
+        """Everything that a transformation reads, to be passed through jit."""
+        operands, outputs = self.operands, self.outputs
+        cotangents = [self.like(outputs[i]) for i in self.results]
         return {
-            "operands": self.operands,
-            "tangents": self.tangents,
-            "others": self.others,
-            "cotangents": self.cotangents,
-            "stacks": self.stacks,
-            "stacked_cotangents": self.stacked_cotangents,
+            "operands": operands,
+            "tangents": [self.like(operands[i]) for i in self.moving],
+            "others": [self.like(operands[i]) for i in self.moving],
+            "cotangents": cotangents,
+            "stacks": [self.shuffled(x) for x in operands],
+            "stacked_cotangents": [
+                np.stack([self.like(x) for _ in range(SIZE)]) for x in cotangents
+            ],
         }
+
+    def like(self, x):
+        return self.random.standard_normal(x.shape, np.float32).astype(x.dtype)
+
+    def shuffled(self, x):
+        """SIZE operands like one: itself, and its elements in other orders."""
+        flat = np.asarray(x).reshape(-1)
+        others = [self.random.permutation(flat).reshape(x.shape) for _ in range(SIZE - 1)]
+        return np.stack([np.asarray(x), *others])
 
     def floats(self, f, operands):
         """``f`` as a function of the operands that move, to the results that do."""
@@ -89,6 +156,11 @@ class Checks:
 
         return function, [operands[i] for i in self.moving]
 
+    def applies(self, name):
+        return name in OF_ANYTHING or bool(self.moving and self.results)
+
+    # -- first order
+
     def forward(self, f, d):
         return f(*d["operands"])
 
@@ -96,19 +168,22 @@ class Checks:
         function, at = self.floats(f, d["operands"])
         return jax.vjp(function, *at)[1](d["cotangents"])
 
+    def vjp_of_one(self, f, d):
+        """Of the first result by the last operand: nothing else is computed."""
+        function, at = self.floats(f, d["operands"])
+        return jax.vjp(lambda x: function(*at[:-1], x)[0], at[-1])[1](d["cotangents"][0])
+
     def jvp(self, f, d):
         function, at = self.floats(f, d["operands"])
         return jax.jvp(function, at, d["tangents"])
 
-    def vjp_of_one(self, f, d):
-        """Of the last operand alone: the others' gradients are not computed."""
-        function, at = self.floats(f, d["operands"])
-        return jax.vjp(lambda x: function(*at[:-1], x), at[-1])[1](d["cotangents"])
-
     def linearize(self, f, d):
+        """The tangent as a function of its own, and its transpose."""
         function, at = self.floats(f, d["operands"])
         tangents_of = jax.linearize(function, *at)[1]
         return tangents_of(*d["tangents"]), jax.linear_transpose(tangents_of, *at)(d["cotangents"])
+
+    # -- second order
 
     def jvp_of_vjp(self, f, d):
         """Forward over reverse: a product with the Hessian."""
@@ -121,6 +196,8 @@ class Checks:
             tuple(d["others"])
         )
 
+    # -- batches
+
     def vmap(self, f, d):
         """Of all operands, along several axes."""
         axes = [min(i, x.ndim - 1) for i, x in enumerate(d["stacks"])]
@@ -130,35 +207,25 @@ class Checks:
     def vmap_of_each(self, f, d):
         """Of one operand at a time."""
         results = []
-        for i in range(len(d["operands"])):
+        for i, stack in enumerate(d["stacks"]):
             axes = [0 if i == j else None for j in range(len(d["operands"]))]
-            chosen = [d["stacks"][j] if i == j else x for j, x in enumerate(d["operands"])]
+            chosen = [stack if i == j else x for j, x in enumerate(d["operands"])]
             results.append(jax.vmap(f, in_axes=axes)(*chosen))
         return results
 
     def vmap_of_vmap(self, f, d):
-        """All operands in turn belong to the inner, the outer or both."""
-        kinds = list(itertools.islice(itertools.cycle(((0, None), (None, 0), (0, 0))), 9))
-        inner = [kinds[i][0] for i in range(len(d["operands"]))]
-        outer = [kinds[i][1] for i in range(len(d["operands"]))]
+        """Each operand in turn belongs to the inner one, to the outer one (of 2), or to both."""
+        kinds = list(itertools.islice(itertools.cycle("ibo"), len(d["operands"])))
         chosen = [
-            x
-            if a is None and b is None
-            else s
-            if a is None or b is None
-            else jnp.stack([s, s[::-1]])
-            for x, s, a, b in zip(d["operands"], d["stacks"], inner, outer, strict=True)
+            {"i": s, "o": s[:2], "b": jnp.stack([s, s[::-1]])}[kind]
+            for s, kind in zip(d["stacks"], kinds, strict=True)
         ]
-        # The outer dimension of what belongs to it alone has SIZE elements, of both only two.
-        chosen = [
-            x[:2] if a is None and b is not None else x
-            for x, a, b in zip(chosen, inner, outer, strict=True)
-        ]
-        once = jax.vmap(f, in_axes=inner) if set(inner) != {None} else f
+        inner, outer = ([0 if k in axis else None for k in kinds] for axis in ("ib", "ob"))
+        once = jax.vmap(f, in_axes=inner)
         return (jax.vmap(once, in_axes=outer) if set(outer) != {None} else once)(*chosen)
 
     def vmap_of_vjp(self, f, d):
-        """Gradients by each example."""
+        """Gradients of each example."""
 
         def gradients(operands, cotangents):
             function, at = self.floats(f, operands)
@@ -167,9 +234,10 @@ class Checks:
         return jax.vmap(gradients)(d["stacks"], d["stacked_cotangents"])
 
     def vjp_of_vmap(self, f, d):
-        mapped = jax.vmap(f)
-        function, at = self.floats(lambda *x: mapped(*x), d["stacks"])
+        function, at = self.floats(jax.vmap(f), d["stacks"])
         return jax.vjp(function, *at)[1](d["stacked_cotangents"])
+
+    # -- inside others
 
     def remat(self, f, d):
         function, at = self.floats(f, d["operands"])
@@ -178,26 +246,37 @@ class Checks:
     def scan(self, f, d):
         """The gradient of a loop over operands."""
         function, at = self.floats(f, d["operands"])
-        stacks = [d["stacks"][i] for i in self.moving]
 
         def total(*stacks):
             def step(carry, x):
-                return carry + sum(
-                    jnp.vdot(y, c).astype(jnp.float32)
-                    for y, c in zip(function(*x), d["cotangents"], strict=True)
-                ), None
+                pairs = zip(function(*x), d["cotangents"], strict=True)
+                return carry + sum(jnp.vdot(y, c).astype(jnp.float32) for y, c in pairs), None
 
             return jax.lax.scan(step, jnp.float32(0), stacks)[0]
 
-        return jax.grad(total, tuple(range(len(at))))(*stacks)
+        return jax.grad(total, tuple(range(len(at))))(*(d["stacks"][i] for i in self.moving))
 
 
-FIRST_ORDER = ("forward", "vjp", "jvp", "vjp_of_one", "linearize")
-HIGHER_ORDER = ("jvp_of_vjp", "vjp_of_vjp")
+FIRST_ORDER = ("forward", "vjp", "vjp_of_one", "jvp", "linearize")
+SECOND_ORDER = ("jvp_of_vjp", "vjp_of_vjp")
 BATCHED = ("vmap", "vmap_of_each", "vmap_of_vmap", "vmap_of_vjp", "vjp_of_vmap")
 NESTED = ("remat", "scan")
-ALL = (*FIRST_ORDER, *HIGHER_ORDER, *BATCHED, *NESTED)
-OF_ANYTHING = ("forward", "vmap", "vmap_of_each", "vmap_of_vmap")
+ALL = (*FIRST_ORDER, *SECOND_ORDER, *BATCHED, *NESTED)
+OF_ANYTHING = ("forward", "vmap", "vmap_of_each", "vmap_of_vmap")  # also where nothing moves
+
+
+# -- comparison ----------------------------------------------------------------------------------
+
+
+def tolerance(spec, on_gpu=False):
+    """The largest relative error that a transformation of a graph may have, by its dtypes."""
+    dtypes = {"float32"} | {t.dtype for t in spec.tensors if is_floating(t.dtype)}
+    found = [TOLERANCES[dtype] for dtype in dtypes]
+    if on_gpu:
+        found += [FLOAT32_ON_GPU]
+        found += [TF32_ON_GPU] if spec.has_float32_product else []
+        found += [TAN_ON_GPU] if "tan" in methods(spec) else []
+    return max(found)
 
 
 def relative_error(got, want):
@@ -205,31 +284,74 @@ def relative_error(got, want):
     got, want = (np.asarray(x, np.float32).astype(np.float64) for x in (got, want))
     assert got.shape == want.shape, (got.shape, want.shape)
     if not np.isfinite(want).all():
-        same = np.isfinite(want) == np.isfinite(got)
-        assert same.all(), "infinities or NaN in other places"
+        assert (np.isfinite(want) == np.isfinite(got)).all(), "infinities or NaN in other places"
         got, want = got[np.isfinite(want)], want[np.isfinite(want)]
-    scale = np.linalg.norm(want)
-    distance = np.linalg.norm(got - want)
+    scale, distance = np.linalg.norm(want), np.linalg.norm(got - want)
     return float(distance / scale) if scale else float(distance)
 
 
-def compare(spec, operands, names=None, jit=jax.jit, seed=0):
-    """Transformation -> largest relative error over its results, of a graph beside plain jnp."""
-    from jax_cudnn._core.primitive import bind
-
-    reference = plain(spec)
-    outputs = jax.eval_shape(lambda *x: bind(spec, "graph", *x), *operands)
-    checks = Checks(list(operands), outputs, seed)
-    movable = checks.moving and checks.results
-    chosen = [n for n in names or ALL if movable or n in OF_ANYTHING]
+def compare(spec, operands, names=ALL, seed=2):
+    """Transformation -> largest relative error over its results, of a graph beside plain jnp,
+    which the CPU computes in float32."""
+    outputs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in spec.output_tensors]
+    transformations = Transformations(operands, outputs, seed)
+    data = transformations.data()
+    chosen = [name for name in names if transformations.applies(name)]
 
     def run(f):
-        return lambda data: {name: getattr(checks, name)(f, data) for name in chosen}
+        return jax.jit(lambda d: {name: getattr(transformations, name)(f, d) for name in chosen})
 
-    got = jit(run(lambda *x: bind(spec, "graph", *x)))(checks.data())
-    want = jit(run(reference))(widened(checks.data()))
+    got = run(lambda *x: bind(spec, "graph", *x))(data)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        want = run(plain(spec))(widened(jax.device_get(data)))
     errors = {}
     for name in chosen:
         pairs = zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True)
         errors[name] = max((relative_error(a, b) for a, b in pairs), default=0.0)
     return errors
+
+
+# -- what a program holds ------------------------------------------------------------------------
+
+
+def equations(jaxpr):
+    """All equations, those of inner jaxprs (of jit, scan, remat) in place of what holds them."""
+    found = []
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        inner = [
+            e
+            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr)
+            if is_jaxpr(value)
+            for e in equations(value)
+        ]
+        found += inner or [equation]
+    return found
+
+
+def is_jaxpr(value):
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+def primitives(jaxpr):
+    """Names of all primitives."""
+    return [equation.primitive.name for equation in equations(jaxpr)]
+
+
+def graphs(jaxpr):
+    """The graphs of all cudnn equations."""
+    return [e.params["spec"] for e in equations(jaxpr) if e.primitive.name == "cudnn"]
+
+
+def graphs_of(function, *args):
+    """Those of a function, without what it does not need."""
+    return graphs(compat.live_program(jax.make_jaxpr(function)(*args))[0])
+
+
+def methods(spec):
+    return [call.node.method for call in spec.calls]
+
+
+def shapes_of(spec, method):
+    """The shapes at the ports of the only node of a method."""
+    (call,) = (call for call in spec.calls if call.node.method == method)
+    return {port: spec.tensor(name).shape for port, name in (*call.inputs, *call.outputs)}

@@ -83,14 +83,14 @@ def checkify_nans(primitive: Primitive, title: Callable[..., str]) -> None:
 
     # What JAX hands on before the operands; newer versions have a context in front.
     *state, _ = list(inspect.signature(checkify.check_nans).parameters)[1:]
+    check_nans: Any = checkify.check_nans
 
     def rule(*given: Any, **params: Any) -> tuple[Any, list[Any]]:
         before, operands = given[: len(state)], given[len(state) :]
         results = primitive.bind(*operands, **params)
         floats = [x for x in results if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
         named = SimpleNamespace(name=f"{primitive.name}: {title(**params)}", multiple_results=True)
-        error = checkify.check_nans(named, *before, floats)
-        return error, results
+        return check_nans(named, *before, floats), results
 
     checkify.error_checks[primitive] = rule
 
@@ -128,11 +128,11 @@ def without_dead_code(jaxpr: Any) -> Any:
     return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def without_dead_code(jaxpr: Any) -> Any:
-    """A jaxpr without what no result needs, as jit compiles it; its inputs stay."""
-    open_jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    live, _ = _partial_eval.dce_jaxpr(open_jaxpr, True, instantiate=True)
-    return live
+def live_program(closed: Any) -> tuple[Any, list[Any]]:
+    """The jaxpr of ``jax.make_jaxpr`` without what no result needs, as jit compiles it, and its
+    constants, which are its first inputs."""
+    jaxpr = _partial_eval.convert_constvars_jaxpr(getattr(closed, "jaxpr", closed))
+    return without_dead_code(jaxpr), list(closed.consts)
 
 
 def scan_sizes(params: Any) -> tuple[int, int]:

@@ -1,10 +1,15 @@
-"""``python -m jax_cudnn fuzz``: random graphs, planned for a GPU and, where there is one, run."""
+"""``python -m jax_cudnn fuzz``: random graphs, planned for a GPU and, where there is one, run.
+
+With ``--transforms`` their gradients, tangents and vmaps.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +19,21 @@ from .._core.cuda import CudaDevice
 from .._core.settings import configure
 from ..bench.timing import environment
 from ..deviceless import client, profiles
+from ..fuzz import runs, transform_runs
 from ..fuzz.graphs import random_graph
-from ..fuzz.runs import Checks, Outcome, figures, fuzz, render, smallest, told
+from ..fuzz.runs import Checks, smallest, told
+from ..fuzz.transform_runs import TransformChecks
+from ..fuzz.transforms import draw
 
 _EXAMPLE = """\
 examples:
   python -m jax_cudnn fuzz --seeds 2000 --gpu H200 --workers 2   # planned without a GPU
   python -m jax_cudnn fuzz --seeds 300                           # run on this machine's GPU
   python -m jax_cudnn fuzz --seed 4711 --gpu H200                # one graph, told in full
+  python -m jax_cudnn fuzz --transforms --seeds 300 --workers 6  # their gradients and vmaps
 """
 _THREADS = 4  # that compile for a GPU
+_OFTEN = 50  # of so many graphs, one is told about
 
 
 def add_parser(commands: Any) -> None:
@@ -39,6 +49,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--seeds", type=_count, default=100, metavar="N", help="how many graphs (100)"
     )
+    parser.add_argument(
+        "--transforms",
+        action="store_true",
+        help="grad, jvp, vmap and vmap of grad of each graph: all that is derived is planned, and "
+        "run beside the reference, on the CPU where nothing runs on a GPU",
+    )
     parser.add_argument("--start", type=int, default=0, metavar="N", help="the first seed (0)")
     parser.add_argument("--seed", type=int, metavar="N", help="this graph only, told in full")
     parser.add_argument(
@@ -46,7 +62,11 @@ def add_parser(commands: Any) -> None:
         "GPU; H200 where there is none)"
     )  # fmt: skip
     parser.add_argument(
-        "--workers", type=_count, default=1, metavar="N", help="processes that plan"
+        "--workers",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="processes that plan; with --transforms, that do all, also on a GPU",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument(
@@ -67,32 +87,45 @@ def _count(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Runs the parsed command; the exit status."""
     if options.render:
-        print(render([json.loads(path.read_text()) for path in options.render]))
+        print(runs.render([json.loads(path.read_text()) for path in options.render]))
         return 0
+    if options.transforms:  # the GPU's memory is for the processes that use it
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     configure(plan_cache=None)  # planning is what is looked at
     device = None if options.gpu else _gpu()
+    site = profiles.get(options.gpu or "H200")
     if device is not None:
-        checks = Checks(CudaDevice(device.local_hardware_id), device)
-    else:
-        checks = Checks(profiles.get(options.gpu or "H200"))
+        site = CudaDevice(device.local_hardware_id)
     if options.seed is not None:
-        return _one(options.seed, checks)
+        if options.transforms:
+            return _one_transformed(options.seed, _transform_checks(site))
+        return _one(options.seed, Checks(site, device))
     seeds = range(options.start, options.start + options.seeds)
-    with client.workers(options.workers) if device is None else contextlib.nullcontext():
-        threads = options.workers if device is None else _THREADS
-        outcomes = fuzz(seeds, checks, threads, _tell)
+    if options.transforms:
+        found = transform_runs.fuzz(seeds, _transform_checks(site), options.workers, _tell)
+        counted = transform_runs.figures(found)
+    else:
+        with client.workers(options.workers) if device is None else contextlib.nullcontext():
+            threads = options.workers if device is None else _THREADS
+            counted = runs.figures(runs.fuzz(seeds, Checks(site, device), threads, _tell))
     facts = {
         "environment": environment(),
         "gpu": options.gpu or ("H200" if device is None else device.device_kind),
         "run_on_the_gpu": device is not None,
         "seeds": [seeds.start, seeds.stop],
-        **figures(outcomes),
+        **counted,
     }
     text = json.dumps(facts, indent=1)
     print(text)
     if options.write:
         options.write.write_text(text + "\n")
     return 1 if facts["failures"] else 0
+
+
+def _transform_checks(site: runs.Site) -> TransformChecks:
+    return TransformChecks(
+        site, transform_runs.GPU if isinstance(site, CudaDevice) else transform_runs.CPU
+    )
 
 
 def _gpu() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeForm]
@@ -103,9 +136,11 @@ def _gpu() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeForm]
     return next((d for d in found if "cuda" in d.client.platform_version.lower()), None)
 
 
-def _tell(outcome: Outcome) -> None:
+def _tell(outcome: runs.Outcome | transform_runs.Transformed) -> None:
     if outcome.problem:
         print(f"seed {outcome.seed}: {outcome.problem}\n{random_graph(outcome.seed).spec}\n")
+    elif outcome.seed % _OFTEN == 0:
+        print(f"seed {outcome.seed} is done", file=sys.stderr)
 
 
 def _one(seed: int, checks: Checks) -> int:
@@ -120,3 +155,19 @@ def _one(seed: int, checks: Checks) -> int:
         print(f"\n{told(error)}\nthe smallest part that fails alike:")
         print(smallest(spec, checks.planning_problem))
     return 1 if outcome.problem else 0
+
+
+def _one_transformed(seed: int, checks: TransformChecks) -> int:
+    """The graph, how all that is derived from it is planned, and its smallest part that fails."""
+    graph = random_graph(seed)
+    print(graph.spec)
+    outcome = checks.outcome(seed)
+    print(outcome)
+    with contextlib.suppress(Exception):  # it is the outcome's
+        for plan in checks.plans(draw(graph.spec, graph.inputs, seed)):
+            print(plan.spec, plan.explain(), sep="\n")
+    if outcome.problem:
+        if checks.problem(graph.spec):
+            print(f"the smallest part that fails alike:\n{smallest(graph.spec, checks.problem)}")
+        return 1
+    return 0

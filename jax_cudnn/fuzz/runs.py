@@ -70,16 +70,7 @@ class Checks:
         return placement.place(spec, self.site, name)
 
     def questions(self, graph: RandomGraph) -> int:
-        """How many parts of the graph the splitter asks for, once they have been answered."""
-        asked = 0
-
-        def ask(piece: GraphSpec) -> Any:
-            nonlocal asked
-            asked += 1
-            return placement.refusal(piece, self.site, graph.function.name)
-
-        search(graph.spec.for_planning().canonical(), ask)
-        return asked
+        return questions(graph.spec, self.site, graph.function.name)
 
     def outcome(self, seed: int) -> Outcome:
         """Draws the graph of a seed and checks it; never raises."""
@@ -108,6 +99,19 @@ class Checks:
         except Exception as error:
             return told(error)
         return ""
+
+
+def questions(spec: GraphSpec, site: Site, name: str) -> int:
+    """How many parts of a graph the splitter asks for, once they have been answered."""
+    asked = 0
+
+    def ask(piece: GraphSpec) -> Any:
+        nonlocal asked
+        asked += 1
+        return placement.refusal(piece, site, name)
+
+    search(spec.for_planning().canonical(), ask)
+    return asked
 
 
 def smallest(spec: GraphSpec, problem: Callable[[GraphSpec], str]) -> GraphSpec:
@@ -161,8 +165,8 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "by_segments": _sorted(cuts),
         "by_segments_of_cudnn": _sorted(held),
         "segments_of_cudnn": sum(sum(outcome.segments) for outcome in done),
-        "questions": _summary([outcome.questions for outcome in done]),
-        "planning_s": _summary([outcome.seconds for outcome in done]),
+        "questions": summary([outcome.questions for outcome in done]),
+        "planning_s": summary([outcome.seconds for outcome in done]),
         "worst_ratio": round(max((outcome.ratio for outcome in done), default=0.0), 3),
         "blunt_outputs": sum(outcome.blunt for outcome in done),
         "failures": [[o.seed, o.problem] for o in outcomes if o.problem],
@@ -170,36 +174,75 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def render(results: Sequence[Mapping[str, Any]]) -> str:
-    """Figures as a table in Markdown, a row for each result."""
-    lines = [
-        "| random graphs | operations | planned for | run on it | one cuDNN plan | cut "
-        "| all in XLA | worst error / tolerance | failures |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        versions = result["environment"]
-        ran = result["run_on_the_gpu"]
-        cut = result["graphs"] - result["one_plan"] - result["by_xla_alone"]
-        cells = [
-            result["graphs"],
-            result["nodes"],
-            f"{result['gpu']}, cuDNN {versions['cudnn']}, {versions['date']}",
-            "yes" if ran else "no",
-            result["one_plan"],
-            cut,
-            result["by_xla_alone"],
-            result["worst_ratio"] if ran else "",
-            len(result["failures"]),
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+    """Figures as tables in Markdown, a row for each result: of graphs, and of transformations."""
+    transformed = [result for result in results if "transforms" in result]
+    forward = [result for result in results if "transforms" not in result]
+    parts = [_table(_HEADER, map(_row, forward))] if forward else []
+    if transformed:
+        parts.append(_table(_TRANSFORMS_HEADER, map(_transforms_row, transformed)))
+    return "\n\n".join(parts)
+
+
+_HEADER = (
+    *("random graphs", "operations", "planned for", "run on it", "one cuDNN plan", "cut"),
+    *("all in XLA", "worst error / tolerance", "failures"),
+)
+_TRANSFORMS_HEADER = (
+    *("random graphs", "with derived graphs", "planned for", "run on", "results compared"),
+    "worst error / tolerance: grad, jvp, vmap, vmap of grad",
+    *("tolerance measured", "ill-conditioned", "failures"),
+)
+
+
+def _row(result: Mapping[str, Any]) -> Iterable[Any]:
+    ran = result["run_on_the_gpu"]
+    return (
+        result["graphs"],
+        result["nodes"],
+        _planned_for(result),
+        "yes" if ran else "no",
+        result["one_plan"],
+        result["graphs"] - result["one_plan"] - result["by_xla_alone"],
+        result["by_xla_alone"],
+        result["worst_ratio"] if ran else "",
+        len(result["failures"]),
+    )
+
+
+def _transforms_row(result: Mapping[str, Any]) -> Iterable[Any]:
+    found = result["transforms"].values()
+    return (
+        result["graphs"],
+        result["derived_graphs"],
+        _planned_for(result),
+        "it" if result["run_on_the_gpu"] else "the CPU",
+        sum(each["results"] for each in found),
+        ", ".join(str(each["worst_ratio"]) for each in found),
+        sum(each["measured"] for each in found),
+        sum(each["blunt"] for each in found),
+        len(result["failures"]),
+    )
+
+
+def _planned_for(result: Mapping[str, Any]) -> str:
+    versions = result["environment"]
+    return f"{result['gpu']}, cuDNN {versions['cudnn']}, {versions['date']}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    text = (" | ".join(map(str, line)) for line in lines)
+    return "\n".join(
+        f"| {line} |" if "---" not in line else f"|{line.replace(' ', '')}|" for line in text
+    )
 
 
 def _sorted(counts: Mapping[int, int]) -> dict[str, int]:
     return {str(key): counts[key] for key in sorted(counts)}
 
 
-def _summary(values: Sequence[float]) -> dict[str, float]:
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, 95 per cent, largest and sum."""
     ordered = sorted(values) or [0]
 
     def at(share: float) -> float:

@@ -40,9 +40,9 @@ def bisect(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Bisection:
 
     What it does not see: the program's operations between graphs are compiled in parts, so that XLA
     may fuse them otherwise than in the whole; a graph inside of what is not entered (named in
-    ``notes``) is run, but not compared; inside a graph nothing is looked at but its results. Where
-    no NVIDIA GPU runs the program the fused operation is XLA's run of the reference, and differs
-    by rounding alone.
+    ``notes``) is run, but not compared; inside a graph nothing is looked at but its results; arrays
+    must lie on devices of this process. Where no NVIDIA GPU runs the program the fused operation is
+    XLA's run of the reference, and differs by rounding alone.
 
     See also ``jax.config.update("jax_debug_nans", True)``, which stops with a FloatingPointError
     that names the graph whose result has a NaN (inside of a loop or a compiled gradient it names

@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..graph.by_reference import ByReference
 from ..graph.dtypes import FP8, is_floating, itemsize
-from ..graph.reference import WIDE, evaluate, rounded
+from ..graph.node import Node
+from ..graph.reference import WIDE, evaluate
 from ..graph.spec import GraphSpec
 
 # How far another computation may be off, relative: in float32 (exp, tanh and the like have about
@@ -43,7 +45,7 @@ class Output:
         times_rounding: the larger of both in units of what rounding explains: at most about 1 for
             a right operation. Infinite where the result is NaN or Inf and the reference is not.
         nan, inf: how many elements of the result are NaN, or infinite.
-        reference_nan, reference_inf: the same of the reference, rounded to the result's dtype.
+        reference_nan, reference_inf: the same of the reference, in the range of that dtype.
         reference_largest: the largest finite ``|reference|``.
     """
 
@@ -93,13 +95,15 @@ def judge(spec: GraphSpec, figures: Any, on_gpu: bool) -> Comparison:
         for tensor, f in zip(spec.output_tensors, results, strict=True)
     )
     new = sum(int(f["new"].sum()) for f in results)
-    counts = (int(given[kind].sum()) for kind in ("nan", "inf"))
-    return Comparison(outputs, *counts, new, int(lost.sum()))
+    return Comparison(
+        outputs, int(given["nan"].sum()), int(given["inf"].sum()), new, int(lost.sum())
+    )
 
 
 def wide(spec: GraphSpec) -> GraphSpec:
-    """The same graph for operands in float32, its products in float32 ("highest"), and with results
-    of 16 bits in float32. What the graph rounds inside is its meaning, and stays."""
+    """The same graph for operands in float32, which accumulates in float32 and takes products at
+    precision "highest", with results of 16 bits in float32. What the graph rounds inside is its
+    meaning, and stays."""
     read = {name for call in spec.calls for _, name in call.inputs}
     last = {*spec.outputs} - read
     tensors = tuple(
@@ -110,7 +114,17 @@ def wide(spec: GraphSpec) -> GraphSpec:
         for t in spec.tensors
     )
     options = replace(spec.options, precision="highest")
-    return replace(spec, tensors=tensors, options=options, _cache={})
+    calls = tuple(replace(call, node=_in_float32(call.node)) for call in spec.calls)
+    return replace(spec, tensors=tensors, calls=calls, options=options, _cache={})
+
+
+def _in_float32(node: Node) -> Node:
+    """A node with a float32 accumulator in place of a narrower one."""
+    if isinstance(node, ByReference):
+        return replace(node, base=_in_float32(node.base))
+    if node.compute_data_type in ("float16", "bfloat16"):
+        return replace(node, compute_data_type="float32")
+    return node
 
 
 def inexactness(spec: GraphSpec, on_gpu: bool) -> float:
@@ -123,7 +137,7 @@ def inexactness(spec: GraphSpec, on_gpu: bool) -> float:
         amounts.append(_TF32)
     if on_gpu and anchored & {*FP8}:
         amounts.append(_FLOAT8)
-    if any(c.node.compute_data_type in ("float16", "bfloat16") for c in spec.calls):
+    if any(c.node != _in_float32(c.node) for c in spec.calls):
         amounts.append(_HALF_ACCUMULATOR)
     made = {name for c in spec.calls for _, name in c.outputs}
     read = {name for c in spec.calls for _, name in c.inputs}
@@ -153,41 +167,47 @@ def _figures(spec: GraphSpec, unit: float, count: int, *arrays: Any) -> Any:
 
 
 def _of_result(result: Any, reference: Any, moved: Any) -> dict[str, Any]:
-    if not _floating(result):
-        result, reference, moved = (x.astype(jnp.int32) for x in (result, reference, moved))
-        stored = reference
-    else:
-        stored = rounded(reference, str(result.dtype)).astype(jnp.float32)
-        result, reference, moved = (x.astype(jnp.float32) for x in (result, reference, moved))
+    finite, over = _range(result.dtype, reference)
     # Differences of integers in integers: float32 has not all of them.
-    error, move = ((x - reference).astype(jnp.float32) for x in (result, moved))
-    size, stored, values = (x.astype(jnp.float32) for x in (reference, stored, result))
-    finite = jnp.isfinite(values) & jnp.isfinite(size)
-    error = jnp.where(finite, jnp.abs(error), 0)
-    move = jnp.where(finite & jnp.isfinite(move), jnp.abs(move), 0)
-    largest = {
-        "error": jnp.max(error, initial=0),
-        "move": jnp.max(move, initial=0),
-        "size": jnp.max(jnp.where(jnp.isfinite(size), jnp.abs(size), 0), initial=0),
+    kind = jnp.float32 if _floating(result) else jnp.promote_types(result.dtype, jnp.int32)
+    result, reference, moved = (x.astype(kind) for x in (result, reference, moved))
+    error, move = (jnp.abs((x - reference).astype(jnp.float32)) for x in (result, moved))
+    values, size = result.astype(jnp.float32), jnp.abs(reference.astype(jnp.float32))
+    right = jnp.isfinite(values)
+    parts = {
+        "error": jnp.where(right & jnp.isfinite(size), error, 0),
+        "move": jnp.where(right & jnp.isfinite(move), move, 0),
+        "size": jnp.where(right & jnp.isfinite(size), size, 0),
     }
-    size = jnp.where(finite, jnp.abs(size), 0)
+    largest = {name: jnp.max(x, initial=0) for name, x in parts.items()}
     # Squares of what is large or small leave the range of float32.
     scale = jnp.maximum(jnp.max(jnp.stack([*largest.values()])), jnp.finfo(jnp.float32).tiny)
-    squares = {
-        f"{name}_squares": jnp.sum(jnp.square(x / scale))
-        for name, x in (("error", error), ("move", move), ("size", size))
-    }
+    squares = {f"{name}_squares": jnp.sum(jnp.square(x / scale)) for name, x in parts.items()}
     return {
         **largest,
         **squares,
         "scale": scale,
+        "reference_largest": jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0),
         "nan": _total([jnp.isnan(values)]),
         "inf": _total([jnp.isinf(values)]),
-        "reference_nan": _total([jnp.isnan(stored)]),
-        "reference_inf": _total([jnp.isinf(stored)]),
-        "new": _total([~jnp.isfinite(values) & jnp.isfinite(stored)]),
-        "lost": _total([jnp.isfinite(values) & ~jnp.isfinite(stored)]),
+        "reference_nan": _total([jnp.isnan(size)]),
+        "reference_inf": _total([over & ~jnp.isnan(size)]),
+        "new": _total([~right & finite]),
+        "lost": _total([right & over]),
     }
+
+
+def _range(dtype: Any, reference: Any) -> tuple[Any, Any]:
+    """Where a reference in float32 is finite in a dtype for sure, and where it is not for sure.
+
+    Not by conversion to it and back, which XLA may leave out.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating) or str(dtype) in FP8:  # they saturate
+        finite = jnp.isfinite(reference.astype(jnp.float32))
+        return finite, ~finite
+    info, size = jnp.finfo(dtype), jnp.abs(reference.astype(jnp.float32))
+    largest, eps, most = float(info.max), float(info.eps), float(jnp.finfo(jnp.float32).max)
+    return size <= largest * (1 - eps), ~(size <= min(largest * (1 + eps), most))
 
 
 def _moved(x: Any, unit: float) -> Any:
@@ -225,15 +245,16 @@ def _judged(name: str, dtype: str, shape: Sequence[int], unit: float, f: Figures
     if dtype != "bool":  # a boolean is either right or as wrong as it can be
         single = _explained(dtype, unit, largest, 1.0)
         times = max(times, _ratio(largest["error"], single))
+    counted = ("nan", "inf", "reference_nan", "reference_inf")
     return Output(
         name,
         dtype,
         tuple(shape),
-        largest["error"],
-        relative if norms["error"] else 0.0,
-        math.inf if f["new"].any() else times,
-        *(int(f[of].sum()) for of in ("nan", "inf", "reference_nan", "reference_inf")),
-        largest["size"],
+        largest=largest["error"],
+        relative=relative if norms["error"] else 0.0,
+        times_rounding=math.inf if f["new"].any() else times,
+        reference_largest=float(f["reference_largest"].max()),
+        **{of: int(f[of].sum()) for of in counted},
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -42,7 +45,7 @@ class Interpreter:
         self.unseen: dict[str, None] = {}
         self._observer = observer
         self._steps: dict[int, tuple[Any, tuple[_Step, ...]]] = {}
-        self._compiled: dict[tuple[int, Place], Callable[..., list[Any]]] = {}
+        self._compiled: dict[Any, Callable[..., list[Any]]] = {}
         self._mapped: dict[int, tuple[Any, Mapped]] = {}
         self._rules = {
             "scan": self._scan,
@@ -69,14 +72,9 @@ class Interpreter:
         (equation,) = step.equations
         values = [_read(env, v, place) for v in equation.invars]
 
-        def whole(*changed: Any) -> list[Any]:
-            """All of it at once; operands may have changed since."""
-            now = zip(equation.invars, changed or values, strict=True)
-            new = {**env, **{v: x for v, x in now if not _is_literal(v)}}
-            return self._compile(jaxpr, step, place)(*(new[v] for v in step.reads))
-
+        whole = functools.partial(self._bound, equation, place)
         if equation.primitive in (cudnn_p, cudnn_local_p):
-            results = whole()
+            results = whole(*values)
             self._observer(equation, place, path, values, results)
             return results
         rule = self._rules.get(equation.primitive.name)
@@ -86,11 +84,11 @@ class Interpreter:
         closed = [p for p in equation.params.values() if len(inner) == 1 and _open(p) is inner[0]]
         if closed and _same_types(inner[0], equation):
             return self.run(closed[0], values, path, place)
-        return self._blindly(equation, path, whole)
+        return self._blindly(equation, values, path, whole)
 
-    def _blindly(self, equation: Any, path: Path, whole: Callable[..., list]) -> list:
+    def _blindly(self, equation: Any, values: list, path: Path, whole: Any) -> list:
         self.unseen["/".join((*path, equation.primitive.name))] = None
-        return whole()
+        return whole(*values)
 
     # -- control flow ---------------------------------------------------------------------------
 
@@ -99,7 +97,7 @@ class Interpreter:
         consts, carry, xs = _split(values, fixed, carried)
         length = params["length"]
         if not length:
-            return whole()
+            return whole(*values)
         columns: list[list[Any]] = [[]] * length
         for i in reversed(range(length)) if params["reverse"] else range(length):
             at = [_element(x, i, place.lead) for x in xs]
@@ -113,30 +111,43 @@ class Interpreter:
         params = equation.params
         fixed = params["cond_nconsts"], params["body_nconsts"]
         test_consts, body_consts, carry = _split(values, *fixed)
-        for i in range(1 << 62):
+        for i in itertools.count():
             here = (*path, f"while[{i}]")
             (test,) = self.run(params["cond_jaxpr"], [*test_consts, *carry], here, place)
-            go_on = place.common(test)
+            go_on = place.common(jnp.any(test, tuple(range(place.lead, test.ndim))))
             if go_on is None:
                 self.unseen["/".join((*here, "the rest: devices go on for different times"))] = None
                 return whole(*test_consts, *body_consts, *carry)
             if not go_on:
                 break
-            carry = self.run(params["body_jaxpr"], [*body_consts, *carry], here, place)
+            after = self.run(params["body_jaxpr"], [*body_consts, *carry], here, place)
+            # Under vmap some go on while others have what they had.
+            stays = test.ndim > place.lead
+            carry = self._selected(equation, place, test, carry, after) if stays else after
         return carry
+
+    def _selected(
+        self, equation: Any, place: Place, test: Any, before: list[Any], after: list[Any]
+    ) -> list[Any]:
+        key = "selected", id(equation), place
+        if key not in self._compiled:
+            carry = [v.aval for v in equation.outvars]
+            (tested,) = _open(equation.params["cond_jaxpr"]).outvars
+            self._compiled[key] = place.jit(_select, [tested.aval, *carry, *carry], carry)
+        return self._compiled[key](test, *before, *after)
 
     def _cond(self, equation: Any, values: list, path: Path, place: Place, whole: Any) -> list:
         index, *operands = values
         chosen = place.common(index)
         if chosen is None:
             self.unseen["/".join((*path, "cond: devices take different branches"))] = None
-            return whole()
+            return whole(*values)
         branch = equation.params["branches"][int(chosen)]
         return self.run(branch, operands, (*path, f"cond[{int(chosen)}]"), place)
 
     def _shard_map(self, equation: Any, values: list, path: Path, place: Place, whole: Any) -> list:
         if place is not HERE:
-            return self._blindly(equation, path, whole)
+            return self._blindly(equation, values, path, whole)
         if id(equation) not in self._mapped:
             self._mapped[id(equation)] = equation, Mapped(equation.params)
         inside = self._mapped[id(equation)][1]
@@ -152,6 +163,7 @@ class Interpreter:
         return self._steps[id(jaxpr)][1]
 
     def _compile(self, jaxpr: Any, step: _Step, place: Place) -> Callable[..., list[Any]]:
+        """What runs several equations that are not looked into."""
         key = id(step), place
         if key not in self._compiled:
             piece = jaxpr.replace(
@@ -164,6 +176,22 @@ class Interpreter:
             avals = ([v.aval for v in variables] for variables in (step.reads, step.writes))
             self._compiled[key] = place.jit(run, *avals)
         return self._compiled[key]
+
+    def _bound(self, equation: Any, place: Place, *values: Any) -> list[Any]:
+        """The results of one equation. Equal graphs are compiled once."""
+        primitive, params = equation.primitive, equation.params
+        inputs, outputs = ([v.aval for v in vs] for vs in (equation.invars, equation.outvars))
+        key: Any = id(equation), place
+        if primitive in (cudnn_p, cudnn_local_p):
+            key = primitive, params["spec"], params["name"], place, place.kinds(inputs)
+        if key not in self._compiled:
+
+            def run(*args: Any) -> list[Any]:
+                with equation.ctx.manager:
+                    return primitive.bind(*args, **primitive.get_bind_params(params))
+
+            self._compiled[key] = place.jit(run, inputs, outputs)
+        return self._compiled[key](*values)
 
 
 def _steps(jaxpr: Any) -> tuple[_Step, ...]:
@@ -222,6 +250,15 @@ def _split(values: Sequence[Any], *sizes: int) -> tuple[list[Any], ...]:
         parts.append([*values[at : at + size]])
         at += size
     return (*parts, [*values[at:]])
+
+
+def _select(test: Any, *values: Any) -> list[Any]:
+    """Of two lists of arrays in a row the first, and the second where it is true for them."""
+    half = len(values) // 2
+    pairs = zip(values[:half], values[half:], strict=True)
+    return [
+        jnp.where(test.reshape(*test.shape, *[1] * (x.ndim - test.ndim)), y, x) for x, y in pairs
+    ]
 
 
 def _element(x: Any, i: int, axis: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import compat
 
@@ -24,11 +24,13 @@ class Place(Protocol):
         """A compiled function of values of this place, by their avals."""
         ...
 
-    def measured(
-        self, function: Callable[..., Any], inputs: Sequence[Any]
-    ) -> Callable[..., Any]:
+    def measured(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
         """The same for a function to a pytree of scalars; each gets a leading dimension, with one
         element for each device."""
+        ...
+
+    def kinds(self, avals: Sequence[Any]) -> tuple[Any, ...]:
+        """What tells compiled functions of this place apart, besides shapes and dtypes."""
         ...
 
     def lifted(self, value: Any, aval: Any) -> Any:
@@ -52,6 +54,9 @@ class Here:
 
     def measured(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
         return jax.jit(lambda *xs: jax.tree.map(lambda x: jnp.asarray(x)[None], function(*xs)))
+
+    def kinds(self, avals: Sequence[Any]) -> tuple[Any, ...]:
+        return ()
 
     def lifted(self, value: Any, aval: Any) -> Any:
         return value
@@ -94,10 +99,16 @@ class Mapped:
 
         return self._map(each, map(self._spec, inputs), PartitionSpec(self._axes), False)
 
+    def kinds(self, avals: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(map(self._varying, avals))
+
     def lifted(self, value: Any, aval: Any) -> Any:
         sizes = dict(self._mesh.shape)
         copies = int(np.prod([sizes[axis] for axis in self._varying(aval)], dtype=int))
-        return jnp.broadcast_to(jnp.asarray(value)[None], (copies, *np.shape(value)))
+        stack = jnp.broadcast_to(jnp.asarray(value)[None], (copies, *np.shape(value)))
+        if isinstance(self._mesh, Mesh):  # one with explicit axes does not do it by itself
+            stack = jax.device_put(stack, NamedSharding(self._mesh, self._spec(aval)))
+        return stack
 
     def common(self, value: Any) -> Any:
         values = np.asarray(value)

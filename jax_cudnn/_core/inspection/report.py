@@ -1,0 +1,262 @@
+"""What ``bisect`` found: one entry for each time that a graph ran, and a table with words."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..graph.spec import GraphSpec
+from .compare import Output
+
+SUSPECT = 4.0
+"""From so many times of what rounding explains an operation is suspect."""
+_ROWS = 20
+_HEADER = ("operation", "role", "where", "runs", "result", "largest error", "relative")
+_HEADER = (*_HEADER, "times rounding", "NaN and Inf")
+
+FUSED, BOTH, OPERANDS, REFERENCE = "fused", "both", "operands", "reference"
+_NONFINITE = {
+    "": "",
+    FUSED: "made by the fused operation alone",
+    BOTH: "made, by the reference too",
+    OPERANDS: "already in the operands",
+    REFERENCE: "in the reference alone",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One graph that ran once, beside its reference.
+
+    Attributes:
+        name: the graph function's name.
+        role: "" for the graph as written, "forward" (with what its backward needs), "tangent",
+            "backward", ...
+        path: where in the program: "scan[3]/cond[1]" is branch 1 in step 3 of a scan.
+        line: the line of the user's that called it, "file:line, in function: text", or "".
+        outputs: its results, see :class:`Output`.
+        nonfinite: who made the NaN or Inf in the results: "fused" (the reference is finite there),
+            "both", "operands" (they had some before), "reference" (the fused operation has none),
+            or "".
+        spec: the graph; prints as its operations.
+        operands: arrays by their names in the graph; kept for the report's ``worst`` and
+            ``first_nan``, else None. Inside a shard_map they have a leading dimension, one element
+            for each device over which they vary.
+    """
+
+    name: str
+    role: str
+    path: str
+    line: str
+    outputs: tuple[Output, ...]
+    nonfinite: str
+    spec: GraphSpec
+    operands: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def times_rounding(self) -> float:
+        """The largest of its results'."""
+        return max((output.times_rounding for output in self.outputs), default=0.0)
+
+    @property
+    def worst_output(self) -> Output:
+        """The result with the largest ``times_rounding``."""
+        return max(self.outputs, key=lambda output: output.times_rounding)
+
+    @property
+    def title(self) -> str:
+        """Name, role and path in words."""
+        name = self.spec.origin.titled(self.name)
+        return f"{name} in {self.path}" if self.path else name
+
+    @property
+    def _group(self) -> tuple[Any, ...]:
+        return self.name, self.role, re.sub(r"\[\d+\]", "", self.path), self.line, self.spec
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Bisection:
+    """What :func:`bisect` found. Prints as a table, the most suspicious operation first.
+
+    Attributes:
+        name: the function's name.
+        device: what the graphs ran on.
+        on_gpu: whether that is an NVIDIA GPU.
+        entries: one for each time that a graph ran, in the order of the program.
+        notes: what holds graphs that were run, but not looked into.
+    """
+
+    name: str
+    device: str
+    on_gpu: bool
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def worst(self) -> Entry:
+        """The entry that differs most from its reference, in units of what rounding explains."""
+        return max(self.entries, key=lambda entry: entry.times_rounding)
+
+    @property
+    def suspects(self) -> tuple[Entry, ...]:
+        """The entries that differ by at least 4 times what rounding explains, the worst first."""
+        found = [entry for entry in self.entries if entry.times_rounding >= SUSPECT]
+        return tuple(sorted(found, key=lambda entry: -entry.times_rounding))
+
+    @property
+    def first_nan(self) -> Entry | None:
+        """The first entry that makes NaN or Inf of operands without; None if there is none."""
+        return next((e for e in self.entries if e.nonfinite in (FUSED, BOTH)), None)
+
+    def __repr__(self) -> str:
+        return f"<{'; '.join(self._summary())}>"
+
+    def __str__(self) -> str:
+        return "\n".join([*self._summary(), "", *self._table(), "", *self._next_steps()])
+
+    def _summary(self) -> Iterator[str]:
+        operations = len({entry._group for entry in self.entries})
+        yield (
+            f"{self.name}: {operations} fused operation{'s' * (operations != 1)}, run "
+            f"{len(self)} time{'s' * (len(self) != 1)} on {self.device} beside float32 references"
+        )
+        suspects = {entry._group: entry for entry in reversed(self.suspects)}
+        if suspects:
+            times = f"{_number(self.worst.times_rounding)} times what rounding explains"
+            yield f"{len(suspects)} suspect; the worst: {self.worst.title}, {times}"
+        else:
+            yield "none differs from its reference by more than rounding explains"
+        arrived = next((e for e in self.entries if e.nonfinite), None)
+        if self.first_nan is not None:
+            kinds = _kinds(self.first_nan)
+            yield f"first {kinds}: {self.first_nan.title}, {_NONFINITE[self.first_nan.nonfinite]}"
+        elif arrived is not None and arrived.nonfinite == OPERANDS:
+            yield f"NaN or Inf came in with the operands, first at {arrived.title}"
+
+    def _table(self) -> Iterator[str]:
+        groups: dict[Any, list[Entry]] = {}
+        for entry in self.entries:
+            groups.setdefault(entry._group, []).append(entry)
+        rows = [(_most_suspicious(group), len(group)) for group in groups.values()]
+        rows.sort(key=lambda row: _suspicion(row[0]), reverse=True)
+        cells = [_HEADER, *(_cells(entry, runs) for entry, runs in rows[:_ROWS])]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+        yield lines[0]
+        for line, (entry, _) in zip(lines[1:], rows, strict=False):
+            yield line
+            if entry.line:
+                yield f"    {_short(entry.line)}"
+        if len(rows) > _ROWS:
+            yield f"and {len(rows) - _ROWS} less suspicious ones"
+
+    def _next_steps(self) -> Iterator[str]:
+        yield "What to do next"
+        for step in _advice(self):
+            yield from textwrap.wrap(
+                step, 100, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False
+            )
+
+
+def _advice(report: Bisection) -> Iterator[str]:
+    blamed = report.first_nan
+    if report.suspects or (blamed is not None and blamed.nonfinite == FUSED):
+        name = "worst" if report.suspects else "first_nan"
+        entry = getattr(report, name)
+        yield (
+            f"Let XLA run {entry.name} and see whether the program is right: "
+            f'{entry.name}.with_options(implementation="xla"), or with '
+            'jax_cudnn.implementation("xla"): around the trace of the call.'
+        )
+        yield (
+            f"Keep the case for a report: report.{name}.operands are its arrays by name, "
+            f"print(report.{name}.spec) its operations. The debug log of the logger jax_cudnn "
+            "names the engines."
+        )
+    if blamed is not None and blamed.nonfinite == BOTH:
+        over = [output for output in blamed.outputs if output.overflows]
+        if over:
+            yield (
+                f"In {blamed.title} {over[0].name} reaches {_number(over[0].reference_largest)}, "
+                f"which {over[0].dtype} cannot hold: scale it, or keep it in bfloat16 or float32 "
+                "(.set_data_type)."
+            )
+        else:
+            yield (
+                f"{blamed.title} makes it in float32, too: it is what its operations are at these "
+                "operands (report.first_nan.operands), whoever computes them."
+            )
+    arrived = next((entry for entry in report if entry.nonfinite), None)
+    if arrived is not None and arrived.nonfinite == OPERANDS:
+        yield (
+            f"What {arrived.title} was given holds NaN or Inf already: from the arguments, or from "
+            'XLA\'s operations, among which jax.config.update("jax_debug_nans", True) finds it.'
+        )
+    if not report.suspects and blamed is None:
+        yield (
+            "Nothing, as far as these operations go. If the program is off nevertheless, look at "
+            "what lies between them, and at what the dtypes cost: compare it with itself in "
+            "float32."
+        )
+    if not report.on_gpu:
+        yield (
+            "No NVIDIA GPU ran this: XLA computed the operations from their references, so cuDNN's "
+            "kernels were not looked at."
+        )
+    for note in report.notes:
+        yield f"Not looked into: {note}."
+
+
+def _suspicion(entry: Entry) -> tuple[int, float]:
+    suspect = entry.times_rounding >= SUSPECT
+    rank = 3 if entry.nonfinite == FUSED else 2 if suspect else entry.nonfinite == BOTH
+    return int(rank), entry.times_rounding
+
+
+def _most_suspicious(group: list[Entry]) -> Entry:
+    return max(group, key=_suspicion)
+
+
+def _cells(entry: Entry, runs: int) -> tuple[str, ...]:
+    output = entry.worst_output
+    return (
+        entry.name,
+        entry.role,
+        entry.path,
+        str(runs),
+        f"{output.name}: {output.dtype}[{','.join(map(str, output.shape))}]",
+        _number(output.largest),
+        _number(output.relative),
+        _number(output.times_rounding),
+        _NONFINITE[entry.nonfinite],
+    )
+
+
+def _kinds(entry: Entry) -> str:
+    kinds = {
+        "NaN": any(output.nan for output in entry.outputs),
+        "Inf": any(output.inf for output in entry.outputs),
+    }
+    return " and ".join(kind for kind, found in kinds.items() if found)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2g}" if math.isfinite(value) else "infinite"
+
+
+def _short(line: str) -> str:
+    """A line of the user's without the folders of its file, and not too long."""
+    place, comma, rest = line.partition(", in ")
+    short = os.path.basename(place) + comma + rest.replace("<locals>.", "")
+    return short if len(short) <= 96 else f"{short[:93]}..."
