@@ -104,6 +104,13 @@ class ConvDgrad(ConvolutionGradient):
         self.check_forward(_named(loss, "DX", shape), filter, loss)
         return {"DX": (shape, product_dtype(inputs))}
 
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        # Measured on an H200 with cuDNN 9.19: of 16 bits it refuses that by itself, of float32 it
+        # computes something else (relative error 1.0).
+        if any(step > 1 for step in self.stride) and len(graph.calls) > 1:
+            return "beside other operations, with strides"
+        return super().refuses(tensors, graph)
+
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         # Strides spread the loss out, and cuDNN and XLA have other kernels for that.
         strided = any(step > 1 for step in self.stride)

@@ -52,6 +52,8 @@ class Pointwise(Node):
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """By port, which values its slope reads; without those that have no slope that is constant
     where they are not read."""
+    singular: ClassVar[bool] = False
+    """Whether operands of 0 give no finite result."""
     alike: ClassVar[bool] = False
     """Whether cuDNN computes it rightly for operands of one shape only."""
 
@@ -151,6 +153,7 @@ def elementwise(
     dtypes: tuple[str, ...] = Pointwise.dtypes,
     alike: bool = False,
     chooses: bool = False,
+    singular: bool = False,
     jumps: bool = False,
     jax_names: tuple[str, ...] = (),
     rounding: str = "",
@@ -192,6 +195,7 @@ def elementwise(
             "shaped": shaped,
             "alike": alike,
             "chooses": chooses,
+            "singular": singular,
             "recomputed": not (jumps or result == "bool"),
             "dtypes": dtypes,
             "jax_names": jax_names,

@@ -27,6 +27,16 @@ _ALIGNED = 16  # bytes
 _TURNED = (0, 2, 1)  # the order in memory of a transposed matrix
 
 
+def _singular_before(names: set[str], graph: GraphSpec) -> str:
+    """The first call of those that compute these tensors that is not finite at 0, or empty."""
+    for call in reversed(graph.calls):
+        if names & {name for _, name in call.outputs}:
+            names = names | {name for _, name in call.inputs}
+            if getattr(call.node, "singular", False):
+                return call.name
+    return ""
+
+
 def turned(g: Derivation, x: GraphTensor) -> GraphTensor:
     """A batch of matrices transposed, and read as it lies: no copy is made."""
     order = x._state.order or (0, 1, 2)
@@ -105,7 +115,16 @@ class Matmul(Node):
             # Measured on an H200 with cuDNN 9.19: relative errors of 0.4 to 1.7.
             return "both operands are the same tensor"
         computed = {tensors["A"].name, tensors["B"].name} - {*graph.inputs}
-        rows = [t.shape[-1] * itemsize(t.dtype) for t in graph.input_tensors if t.shape[-1] > 1]
+        if any(t.name in computed and t.shape[0] < tensors["C"].shape[0] for t in tensors.values()):
+            # Measured on an H200 with cuDNN 9.19: the kernel reads where it may not.
+            return "an operand is computed in the graph and then repeated over the batch"
+        singular = _singular_before(computed, graph)
+        if singular:
+            # Measured on an H200 with cuDNN 9.19: beyond the edge of a matrix operands count as 0,
+            # and an infinity of that times another 0 makes the result NaN.
+            return f"{singular} computes an operand, and is not finite at 0"
+        whole = [t for t in graph.input_tensors if math.prod(t.shape) > 1]
+        rows = [t.shape[-1] * itemsize(t.dtype) for t in whole]
         if computed and any(size % _ALIGNED for size in rows):
             # Measured on an H200 with cuDNN 9.19: of rows of 12 bytes it computed another matrix.
             return (

@@ -244,5 +244,6 @@ register_vocabulary(
         broadcast=BroadcastTo,
         sum=lambda shape: Reduction("ADD", shape),
         moves=(Reshape, Transpose),
+        repeats=(BroadcastTo,),
     )
 )

@@ -93,6 +93,7 @@ def mul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @elementwise(
+    singular=True,
     result="real",
     jax_names=("divide", "true_divide", "div"),
     examples=_binary("a", "b", positive=("b",)),
@@ -149,6 +150,7 @@ def max(input0: jax.Array, input1: jax.Array) -> jax.Array:
 
 
 @elementwise(
+    singular=True,
     jumps=True,
     jax_names=("fmod", "rem"),
     examples=_binary("input0", "input1", positive=("input1",)),
@@ -170,6 +172,7 @@ def mod(input0: jax.Array, input1: jax.Array) -> jax.Array:
 
 
 @elementwise(
+    singular=True,
     jax_names=("power", "pow", "float_power"),
     rounding="the relative error of x**y grows with y * log(x), as that of any power",
     examples=_binary("input0", "input1", positive=("input0",)),
@@ -356,6 +359,7 @@ def exp(input: jax.Array) -> jax.Array:
 
 
 @elementwise(
+    singular=True,
     result="real",
     jax_names=("log",),
     examples=_POSITIVE,
@@ -370,6 +374,7 @@ def log(input: jax.Array) -> jax.Array:
 
 
 @elementwise(
+    singular=True,
     result="real",
     jax_names=("reciprocal",),
     examples=_POSITIVE,
@@ -384,6 +389,7 @@ def reciprocal(input: jax.Array) -> jax.Array:
 
 
 @elementwise(
+    singular=True,
     result="real",
     jax_names=("rsqrt",),
     examples=_POSITIVE,

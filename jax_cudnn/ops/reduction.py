@@ -168,6 +168,8 @@ class Reduction(Node):
     ) -> dict[str, GraphTensor]:
         shape, out = tensors["input"].shape, cotangents["Y"]
         if self.mode == "AVG":
+            if not all(isinstance(size, int) for size in shape):
+                return super().transpose(g, cotangents, inputs, tensors)
             out = g.mul(out, math.prod(out.shape) / max(math.prod(shape), 1))
         return {"input": g.broadcast(out, shape)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ class GraphBuilder:
         self._options, self._around = options, around
         self._tensors: dict[str, Tensor] = {}
         self._calls: list[Call] = []
+        self._counts: Counter[str] = Counter()
         self._inputs: list[str] = []
         self._typed: set[str] = set()  # tensors whose dtype the user chose
         self._captured: dict[Any, tuple[Any, jax.Array, GraphTensor]] = {}
@@ -134,7 +136,8 @@ class GraphBuilder:
 
     def _append(self, node: Node, inputs: dict[str, Tensor]) -> Any:
         outputs = node.infer(inputs)
-        name = f"{node.method}.{sum(c.node.method == node.method for c in self._calls)}"
+        name = f"{node.method}.{self._counts[node.method]}"
+        self._counts[node.method] += 1
         made = [
             self._add(Tensor(f"{name}::{port}", shape, dtype))
             for port, (shape, dtype) in outputs.items()

@@ -25,6 +25,8 @@ class Vocabulary:
     """Adds up the dimensions that are 1 in a shape."""
     moves: tuple[type[Node], ...]
     """The classes of those that only move elements, and that XLA does as well outside a graph."""
+    repeats: tuple[type[Node], ...]
+    """The classes of those that repeat elements, whose transpose is a sum."""
 
 
 _known: list[Vocabulary] = []

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from ..graph.by_reference import Batched
 from ..graph.node import LEAD, Node
-from ..graph.spec import Call, GraphSpec, Tensor
+from ..graph.spec import Call, GraphSpec, Origin, Tensor, intern
 from ..graph.tensor import GraphTensor
+from ..graph.vocabulary import vocabulary
 from .derivation import Derivation
 from .derived import Derived
 
@@ -33,13 +34,15 @@ def batch(spec: GraphSpec, size: int, batched: frozenset[str]) -> tuple[Derived,
     which of its results have them in front, too.
 
     Keys are the operands' names. Of the ways to fold the dimension into convolutions and matmuls
-    that one is taken which moves the fewest bytes.
+    that one is taken which moves the fewest bytes; where there are very many, the one that does so
+    for each of them in turn.
 
     Raises:
         NoFold: a node takes no further dimension.
     """
     ways = [_ways(spec, call) for call in spec.calls if call.node.anchor]
-    combinations = itertools.islice(itertools.product(*map(range, ways)), _MOST)
+    few = math.prod(ways) <= _MOST
+    combinations = itertools.product(*map(range, ways)) if few else [None]
     attempts = (_Attempt(spec, size, batched, choice) for choice in combinations)
     best = min((a for a in attempts if a.applies), key=lambda a: a.price)
     return best.derived(), tuple(name in best.batched for name in spec.outputs)
@@ -70,7 +73,7 @@ class _Attempt:
     """The batched graph for one choice of the anchors' folds."""
 
     def __init__(
-        self, spec: GraphSpec, size: int, batched: frozenset[str], choice: Sequence[int]
+        self, spec: GraphSpec, size: int, batched: frozenset[str], choice: Sequence[int] | None
     ) -> None:
         self.spec, self.size, self.price, self.applies = spec, size, 0.0, True
         self.batched = set(batched)
@@ -85,17 +88,30 @@ class _Attempt:
                 form = _Form(LEAD) if t.name in batched else _Form()
                 self._forms[t.name] = {form: g.declare(self._shaped(t, form))}
                 self._keys[self._forms[t.name][form].name] = t.name
-        choices = iter(choice)
+        choices = iter(choice or ())
         for call in spec.calls:
-            self._add(call, next(choices) if call.node.anchor else None)
+            chosen = call.node.anchor and choice is not None
+            self._add(call, next(choices) if chosen else None)
 
     def derived(self) -> Derived:
         results = [
             self._get(name, _Form(LEAD) if name in self.batched else _Form())
             for name in self.spec.outputs
         ]
-        graph = self.g.finished(results, self.spec.origin)
-        return Derived.of(graph, self._keys, [x.name for x in results])
+        names = dict(zip(self.spec.outputs, (x.name for x in results), strict=True))
+        origin = replace(self.spec.origin, residuals=(), family=())
+        made = Derived.of(
+            self.g.finished(results, origin), self._keys, [*names.values()], vocabulary().repeats
+        )
+        if made.spec is None or self.spec.origin == Origin():
+            return made
+        # Results may have other names behind what is done outside of the graph.
+        at = dict(zip(self.spec.outputs, made.results, strict=True))
+        kept = (at[name] for name in self.spec.origin.residuals)
+        left = tuple(s.of for s in kept if s is not None and s.of in made.spec.outputs)
+        family = tuple(_batched_whole(member, self.size) for member in self.spec.origin.family)
+        origin = replace(origin, residuals=left, family=family)
+        return replace(made, spec=intern(replace(made.spec, origin=origin, _cache={})))
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -111,8 +127,11 @@ class _Attempt:
             self._computed |= {name for _, name in call.outputs}
             return
         folds = self._folds(call, ports, tensors)
-        if choice is not None and choice == len(folds) and len(ports) == len(call.inputs):
-            if self._map(call, tensors):
+        if len(ports) == len(call.inputs):
+            front = sum(self._cost(name, _Form(LEAD)) for _, name in call.inputs)
+            prices = [self._price(call, ports, fold, tensors) for fold in folds]
+            wanted = choice == len(folds) if choice is not None else front < min(prices, default=0)
+            if wanted and self._map(call, tensors):
                 return
         if choice is not None:
             self.applies &= choice < len(folds)
@@ -216,7 +235,8 @@ class _Attempt:
         known, tensor = self._forms[name], self.spec.tensor(name)
         if form in known or tensor.value is not None:
             return 0
-        nbytes = float(_elements(tensor)) * self.size * form.repeat
+        size = self.size if isinstance(self.size, int) else 1
+        nbytes = float(_elements(tensor)) * size * (form.repeat if form.repeat else 1)
         moved = form.repeat > 1 or (_Form() in known and len(known) == 1 and not form.thin)
         for other in (form, *known):
             axis = other.axis
@@ -277,6 +297,15 @@ class _Attempt:
             shape[form.axis] *= self.size * form.repeat
             order = order if order is not None and order[0] == form.axis else None
         return replace(tensor, shape=tuple(shape), order=order)
+
+
+def _batched_whole(spec: GraphSpec, size: int) -> GraphSpec:
+    """A graph over new operands throughout; itself where a node takes no further dimension."""
+    try:
+        derived = batch(spec, size, frozenset(spec.inputs))[0]
+    except NoFold:
+        return spec
+    return derived.spec or spec
 
 
 def _elements(tensor: Tensor) -> int:

@@ -43,10 +43,12 @@ class Derived:
         spec: GraphSpec | None,
         operands: Mapping[str, Key],
         results: Sequence[str | None],
+        also: tuple[type[Node], ...] = (),
     ) -> Derived:
         """From the keys of operands by their names in the graph, and the results' names.
 
-        What only moves operands before a graph, or results after it, is left to XLA outside.
+        What only moves operands before a graph, or results after it, is left to XLA outside; so are
+        nodes of the classes ``also`` before it.
         """
         inputs = tuple(Source(operands[name]) for name in (spec.inputs if spec else ()))
         made = cls(
@@ -54,7 +56,7 @@ class Derived:
             inputs,
             tuple(None if name is None else Source(operands.get(name, name)) for name in results),
         )
-        return made if spec is None else _peeled(made)
+        return made if spec is None else _peeled(made, also)
 
     def run(
         self, arrays: Mapping[Key, Any], bind: Callable[..., Sequence[Any]]
@@ -67,13 +69,13 @@ class Derived:
         return [None if source is None else source(arrays) for source in self.results]
 
 
-def _peeled(derived: Derived) -> Derived:
+def _peeled(derived: Derived, also: tuple[type[Node], ...]) -> Derived:
     """Without the first moves of operands and the last moves of results."""
     spec = derived.spec
     assert spec is not None
     kinds = vocabulary().moves
 
-    def moves(call: Call) -> bool:
+    def moves(call: Call, kinds: tuple[type[Node], ...] = kinds) -> bool:
         """Whether a call does nothing but move: some round their result, too."""
         (_, first), (_, out) = call.inputs[0], call.outputs[0]
         alike = spec.tensor(first).dtype == spec.tensor(out).dtype
@@ -83,7 +85,7 @@ def _peeled(derived: Derived) -> Derived:
     calls = []
     for call in spec.calls:
         (_, first), (_, out) = call.inputs[0], call.outputs[0]
-        if moves(call) and first in sources:
+        if first in sources and moves(call, (*kinds, *also)):
             sources[out] = replace(sources[first], moves=(*sources[first].moves, call.node))
         else:
             calls.append(call)
