@@ -44,7 +44,7 @@ of relative error was measured on an H200), whatever the compute type.
 NONDETERMINISTIC, which operations of the last column may have; `deterministic=True`, or XLA's flag
 `--xla_gpu_deterministic_ops`, leaves them out.
 
-The reference (on CPU and TPU, and under vmap and derivatives) rounds at the same points.
+The reference (on CPU and TPU) rounds at the same points.
 
 | operation | computes in | result | TF32 | deterministic | to know |
 |---|---|---|---|---|---|
