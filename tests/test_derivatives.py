@@ -25,6 +25,7 @@ def failures(errors, allowed):
     return {name: f"{error:.1e}" for name, error in errors.items() if not error <= allowed}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_each_transformation_of_each_case(name):
     spec, operands = spec_and_operands(CASES[name], SMALL)

@@ -17,6 +17,8 @@ from jax_cudnn.deviceless import profiles
 from jax_cudnn.fuzz import runs as fuzz
 
 ROOT = Path(__file__).parent.parent
+# Seeds of the committed figures that failed, which README tells of.
+KNOWN = [[], [], [], [81, 252]]
 
 
 @pytest.mark.parametrize("document", ["README.md", "BUILD.md"])
@@ -28,19 +30,23 @@ def test_shown_figures_are_the_committed_ones(document):
 
 
 def test_shown_random_graphs_are_the_committed_ones():
-    """None of them failed, as many as were asked for, on a GPU and without."""
+    """As many as were asked for, on a GPU and without; what failed is told below the table."""
     shown = re.search(
         r"<!-- fuzz -->\n(.*?)\n<!-- /fuzz -->", (ROOT / "README.md").read_text(), re.S
     )
     folder = Path(fuzz.__file__).parent / "results"
-    names = ("random_graphs_planned.json", "random_graphs_run.json")
+    names = (
+        *("random_graphs_planned.json", "random_graphs_run.json"),
+        *("random_transforms.json", "random_transforms_run.json"),
+    )
     results = [json.loads((folder / name).read_text()) for name in names]
     assert shown is not None
     assert shown[1] == fuzz.render(results)
-    for result, least, ran in zip(results, (2000, 300), (False, True), strict=True):
+    counts, ran = (2000, 300, 1000, 300), (False, True, False, True)
+    for result, least, on_the_gpu in zip(results, counts, ran, strict=True):
         assert result["graphs"] >= least
-        assert result["run_on_the_gpu"] == ran
-        assert result["failures"] == []
+        assert result["run_on_the_gpu"] == on_the_gpu
+    assert [[seed for seed, _ in result["failures"]] for result in results] == KNOWN
 
 
 def python_blocks():
@@ -49,9 +55,8 @@ def python_blocks():
 
 def test_readme_examples_run_in_order():
     names = {}
-    for block in python_blocks():
-        if "jc.target(" not in block:
-            exec(block, names)
+    for block in python_blocks()[:2]:
+        exec(block, names)
     assert names["y"].shape == (8, 64, 28, 28)
     assert names["y"].dtype == "bfloat16"
     assert names["z"].shape == (4, 128, 32)
@@ -59,11 +64,9 @@ def test_readme_examples_run_in_order():
 
 @pytest.mark.deviceless
 def test_readme_plans_without_a_gpu(capsys):
-    *before, planning = python_blocks()
     names = {}
-    for block in before:
+    for block in python_blocks()[:3]:
         exec(block, names)
-    exec(planning, names)
     (plan,) = names["plan"].execution_plans
     assert plan.engine == names["plan"].engine
     assert plan.digest in names["lowered"].as_text()
@@ -73,9 +76,22 @@ def test_readme_plans_without_a_gpu(capsys):
         assert gpu in table
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_readme_has_three_examples(number):
-    words = ["@jc.graph", "jc.ops.conv(", "jc.target("]
+@pytest.mark.deviceless
+def test_readme_transforms(capsys):
+    names = {}
+    first, _, _, transforms = python_blocks()
+    for block in (first, transforms):
+        exec(block, names)
+    assert [*names["plans"]] == ["conv_bias_relu", "conv_bias_relu (backward)"]
+    x, w, b = (names[name] for name in "xwb")
+    assert names["gradients"](x, w, b)[1].shape == w.shape
+    assert names["per_example"](x).shape == (8, 64, 28, 28)
+    assert "conv_wgrad.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_readme_has_four_examples(number):
+    words = ["@jc.graph", "jc.ops.conv(", "jc.target(", "jax.grad("]
     assert len(python_blocks()) == len(words)
     assert words[number] in python_blocks()[number]
 

@@ -1,4 +1,5 @@
-"""Random graphs: what they are like, that none is refused or changed, and that checks can fail."""
+"""Random graphs: what they are like, that none is refused or changed, neither by transformations,
+and that checks can fail."""
 
 import collections
 import dataclasses
@@ -20,14 +21,23 @@ import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn._core import settings
 from jax_cudnn._core.cuda import CudaDevice
+from jax_cudnn._core.graph.dtypes import is_floating
 from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.reference import evaluate
 from jax_cudnn._core.planning import split
 from jax_cudnn._core.planning.plan import Plan, PlannedSegment
+from jax_cudnn._core.transforms import batch, linearize, transpose
 from jax_cudnn.deviceless import client, profiles
+from jax_cudnn.fuzz import agreements, runs, transform_runs
 from jax_cudnn.fuzz import checks as graph_checks
-from jax_cudnn.fuzz import runs
+from jax_cudnn.fuzz.agreements import Agreement
+from jax_cudnn.fuzz.derivatives import Differentiated, narrowest
 from jax_cudnn.fuzz.graphs import LEAST, MOST, random_graph
+from jax_cudnn.fuzz.interpreter import interpreted
+from jax_cudnn.fuzz.pool import in_processes
 from jax_cudnn.fuzz.sensitivity import Reference
+from jax_cudnn.fuzz.transform_runs import TransformChecks, Transformed
+from jax_cudnn.fuzz.transforms import TRANSFORMS, draw
 
 MANY = range(300)
 """Seeds of the graphs that are only drawn."""
@@ -425,6 +435,249 @@ def test_on_the_gpu(seeds):
     print(json.dumps(runs.figures(outcomes)))
 
 
+# -- transformed -----------------------------------------------------------------------------------
+
+
+def gradients(spec):
+    """A function of operands and of cotangents of the float results."""
+    floats = [i for i, t in enumerate(spec.input_tensors) if is_floating(t.dtype)]
+    results = [i for i, t in enumerate(spec.output_tensors) if is_floating(t.dtype)]
+
+    def function(operands, cotangents):
+        def of_floats(*moving):
+            given = list(operands)
+            for i, x in zip(floats, moving, strict=True):
+                given[i] = x
+            found = evaluate(spec, *given)
+            return [found[i] for i in results]
+
+        return jax.vjp(of_floats, *(operands[i] for i in floats))[1](cotangents)
+
+    return function, floats, results
+
+
+def drawn(seed):
+    graph = random_graph(seed)
+    return draw(graph.spec, graph.inputs, seed)
+
+
+@pytest.mark.parametrize("seed", range(FRESH, FRESH + 5))
+def test_the_interpreter_computes_what_xla_does(seed):
+    case = drawn(seed)
+    function, floats, results = gradients(case.spec)
+    data = [case.examples[0].operands, case.examples[0].cotangents]
+    if not floats or not results:
+        function, data = (lambda operands: evaluate(case.spec, *operands)), data[:1]
+    got, want = interpreted(function)(*data), jax.jit(function)(*data)
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
+        finite = np.isfinite(b)
+        assert np.linalg.norm((a - b)[finite]) <= 0.02 * np.linalg.norm(b[finite])
+
+
+def test_the_reference_of_derivatives_is_jaxs_derivative_of_the_whole(many):
+    """Where nothing is rounded inside: else the latter rounds, too."""
+    fitting = [g for g in many if not narrowest(g.spec) and "int" not in str(g.spec)]
+    compared = 0
+    for graph in fitting[:8]:
+        case = draw(graph.spec, graph.inputs, 1)
+        first = case.examples[0]
+        function, floats, results = gradients(graph.spec)
+        want = interpreted(function)(first.operands, first.cotangents)
+        named = {graph.spec.outputs[i]: x for i, x in zip(results, first.cotangents, strict=True)}
+        got = Differentiated(graph.spec, first.operands).gradients(named)
+        for i, b in zip(floats, want, strict=True):
+            a = got.get(graph.spec.inputs[i], np.zeros_like(b))
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * np.abs(b).max())
+            compared += 1
+    assert compared > 10
+
+
+def test_cases_of_every_kind_occur():
+    cases = [drawn(seed) for seed in range(40)]
+    axes = [axis for case in cases for axis in case.axes]
+    assert {None, 0, 1, 2, -1} <= {*axes}
+    assert {0, 1, 2, -1} <= {axis for case in cases for axis in case.out_axes}
+    assert {len(case.examples) for case in cases} == {2, 3}
+    assert {mapped for case in cases for mapped in case.mapped} == {False, True}
+    assert {case.transforms for case in cases} == {("vmap",), TRANSFORMS}
+    assert any({*case.tangents} < {*case.floats} for case in cases)
+    for case in cases:
+        assert any(axis is not None for axis in case.axes)
+        if case.floats and case.results:
+            assert case.tangents
+
+
+def disagreements(outcomes):
+    """In words, with the command that repeats each."""
+    command = "python -m jax_cudnn fuzz --transforms --seed"
+    return "\n\n".join(f"{command} {o.seed}\n{o.problem}" for o in outcomes if o.problem)
+
+
+@pytest.mark.parametrize("seeds", chunks(100, 25))
+def test_transformations_agree_with_the_references(seeds):
+    outcomes = [TransformChecks().outcome(seed) for seed in seeds]
+    assert not disagreements(outcomes), disagreements(outcomes)
+    found = transform_runs.figures(outcomes)["transforms"]
+    for name in TRANSFORMS:
+        assert found[name]["results"] >= len(seeds)
+        assert found[name]["blunt"] + found[name]["untame"] < 0.1 * found[name]["results"]
+    print(json.dumps(found))
+
+
+def times(factor, right):
+    """A rule of a node whose results are multiplied."""
+
+    def wrong(self, g, *args, **kwargs):
+        found = right(self, g, *args, **kwargs)
+        if isinstance(found, dict):
+            return {port: g.mul(x, factor) for port, x in found.items()}
+        return found if found is None or found is NotImplemented else g.mul(found, factor)
+
+    return wrong
+
+
+WRONG_RULES = {
+    **{(method, "slope"): ("grad", "jvp", "vmap of grad") for method in ("sigmoid", "mul", "exp")},
+    **{(method, "transpose"): ("grad", "vmap of grad") for method in ("matmul", "conv_fprop")},
+    ("conv_wgrad", "jvp"): ("grad", "jvp", "vmap of grad"),
+    ("reduction", "transpose"): ("grad", "vmap of grad"),
+}
+"""What is wrong, and which transformations that makes wrong."""
+
+
+def forget():
+    for derived in (linearize.linearize, transpose.transpose, batch.batch):
+        derived.cache_clear()
+
+
+@pytest.fixture
+def nothing_derived():
+    """No derived graph is known before and after the test."""
+    forget()
+    yield
+    forget()
+
+
+def fitting_cases(many, method, count):
+    """Cases of graphs that return results of a method, whose derivatives are tame."""
+    for graph in many:
+        returned = [c for c in graph.spec.calls if c.outputs[0][1] in graph.spec.outputs]
+        if method not in [call.node.method for call in returned]:
+            continue
+        case = draw(graph.spec, graph.inputs, graph.seed)
+        if case.transforms != TRANSFORMS:
+            continue
+        right = agreements.check(case, TransformChecks().results(case))
+        if not any(agreement.untame for agreement in right.values()):
+            yield case
+            count -= 1
+            if not count:
+                return
+
+
+@pytest.mark.parametrize("rule", WRONG_RULES, ids=" of ".join)
+def test_a_wrong_rule_is_noticed(rule, many, monkeypatch, nothing_derived):
+    method, name = rule
+    cases = [*fitting_cases(many, method, 3)]
+    forget()
+    node = REGISTRY[method]
+    monkeypatch.setattr(node, name, times(1.5, getattr(node, name)))
+    noticed = 0
+    for case in cases:
+        try:
+            agreements.check(case, TransformChecks().results(case))
+        except agreements.WrongTransform as error:
+            told = {part.partition(":")[0] for part in error.got.split("; ")}
+            noticed += told <= {*WRONG_RULES[rule]}
+    assert len(cases) == 3
+    assert noticed >= 2  # what the operation stands on may be no float
+
+
+@pytest.mark.parametrize("name", ["vmap", "vmap of grad"])
+def test_examples_in_another_order_are_noticed(name, many):
+    (case,) = fitting_cases(many, "add", 1)
+    results = TransformChecks().results(case)
+    axes = case.out_axes if name == "vmap" else [0] * len(case.floats)
+    turned = [np.flip(x, axis) for x, axis in zip(results[name], axes, strict=True)]
+    with pytest.raises(agreements.WrongTransform, match=f"{name}: "):
+        agreements.check(case, {**results, name: turned})
+
+
+def test_values_that_are_not_finite_are_left_out_and_counted():
+    reciprocal = jc.graph(lambda g, x, y: [g.reciprocal(x), g.mul(x, y)])
+    x = np.ones((4, 8), np.float32)
+    spec = reciprocal.trace(x, x)[1].spec
+    for x[1, 2], untame in ((0, 1), (1e-5, 1), (1, 0)):  # no value, a pole, and nothing of these
+        case = draw(spec, lambda number: [x, np.float32(number) + x], 0)
+        found = agreements.check(case, TransformChecks().results(case))
+        assert (found["grad"].untame, found["vmap"].untame) == (untame, 0)
+        assert found["grad"].results == (0 if untame else 2)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("seed", range(FRESH, FRESH + 4))
+def test_everything_derived_is_planned(seed):
+    checks = TransformChecks(profiles.get("H200"))
+    outcome = checks.outcome(seed)
+    assert not disagreements([outcome]), disagreements([outcome])
+    assert outcome.graphs >= 1
+    assert outcome.segments[0] >= outcome.graphs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(14400)
+def test_transformations_of_a_thousand_graphs(request):
+    """Run on the CPU; their figures are in the README."""
+    if "slow" not in request.config.option.markexpr:
+        pytest.skip("the transformations of 1,000 graphs take ten minutes: pytest -m slow")
+    outcomes = transform_runs.fuzz(range(1000), TransformChecks(), workers=2)
+    assert not disagreements(outcomes), disagreements(outcomes)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seeds", chunks(300, 100))
+def test_transformations_on_the_gpu(seeds):
+    device = CudaDevice(jax.devices("gpu")[0].local_hardware_id)
+    outcomes = transform_runs.fuzz(seeds, TransformChecks(device, transform_runs.GPU), workers=6)
+    assert not disagreements(outcomes), disagreements(outcomes)
+    print(json.dumps(transform_runs.figures(outcomes)))
+
+
+def test_what_kills_a_process_costs_one_call():
+    """Calls of eval: in order, whatever becomes of them."""
+    kill = "__import__('os').kill(__import__('os').getpid(), 9)"
+    variable = "__import__('os').environ['JAX_CUDNN_FUZZ']"
+    calls = ["1 + 1", kill, variable, "1 / 0", "__import__('time').sleep(60)", "'spoiled'", "3 + 3"]
+    results = in_processes(
+        eval,
+        calls,
+        lost=lambda call, why: f"lost: {why}",
+        spoiled=lambda result: result == "spoiled",
+        workers=2,
+        timeout=10,
+        variables={"JAX_CUDNN_FUZZ": "given"},
+    )
+    assert [*results] == [
+        2,
+        "lost: the process died: signal SIGKILL",
+        "given",
+        "lost: ZeroDivisionError: division by zero",
+        "lost: no answer within 10 s",
+        "spoiled",
+        6,
+    ]
+
+
+def test_graphs_are_checked_in_processes():
+    told = []
+    seeds = range(FRESH, FRESH + 3)
+    outcomes = transform_runs.fuzz(seeds, TransformChecks(), 2, told.append)
+    assert outcomes == told == [TransformChecks().outcome(seed) for seed in seeds]
+
+
 # -- the figures and the command -------------------------------------------------------------------
 
 
@@ -446,6 +699,62 @@ def test_figures():
     assert facts["planning_s"]["max"] == 2.0
     assert (facts["worst_ratio"], facts["blunt_outputs"]) == (0.25, 1)
     assert facts["failures"] == [[3, "LibraryError: no"]]
+
+
+def test_figures_of_transformations():
+    outcomes = [
+        Transformed(
+            0,
+            nodes=3,
+            graphs=7,
+            segments=(9, 4),
+            questions=10,
+            seconds=1.5,
+            agreements={"grad": Agreement(0.5, 4, 1, 1), "vmap": Agreement(0.25, 6)},
+        ),
+        Transformed(1, nodes=5, graphs=1, segments=(1, 1), agreements={"vmap": Agreement(0.75, 2)}),
+        Transformed(2, nodes=4, agreements={"grad": Agreement(untame=1)}),
+        Transformed(3, problem="the process died: signal SIGSEGV"),
+    ]
+    facts = transform_runs.figures(outcomes)
+    assert json.loads(json.dumps(facts)) == facts
+    assert (facts["graphs"], facts["nodes"], facts["derived_graphs"]) == (4, 12, 8)
+    assert (facts["segments"], facts["segments_of_cudnn"]) == (10, 5)
+    assert facts["questions"]["sum"] == 10
+    assert facts["planning_s"]["max"] == 1.5
+    assert facts["transforms"]["grad"] == {
+        **{"graphs": 2, "results": 4, "worst_ratio": 0.5, "measured": 1, "blunt": 1, "untame": 1}
+    }
+    assert facts["transforms"]["vmap"]["worst_ratio"] == 0.75
+    assert facts["transforms"]["jvp"]["graphs"] == 0
+    assert facts["failures"] == [[3, "the process died: signal SIGSEGV"]]
+
+
+def test_tables():
+    versions = {"cudnn": "9.19.0", "date": "2026-11-21"}
+    forward = {
+        "environment": versions,
+        "gpu": "H200",
+        "run_on_the_gpu": False,
+        **runs.figures([runs.Outcome(0, 3, (True,)), runs.Outcome(1, 4, (False,))]),
+    }
+    outcome = Transformed(0, nodes=3, graphs=7, agreements={"grad": Agreement(0.5, 4, 1, 2, 1)})
+    transformed = {
+        "environment": versions,
+        "gpu": "NVIDIA H200",
+        "run_on_the_gpu": True,
+        **transform_runs.figures([outcome]),
+    }
+    first, second = runs.render([transformed, forward]).split("\n\n")
+    assert first.splitlines()[1:] == [
+        "|---|---|---|---|---|---|---|---|---|",
+        "| 2 | 7 | H200, cuDNN 9.19.0, 2026-11-21 | no | 1 | 0 | 1 |  | 0 |",
+    ]
+    assert second.splitlines()[2] == (
+        "| 1 | 7 | NVIDIA H200, cuDNN 9.19.0, 2026-11-21 | it | 4 "
+        "| 0.5, 0.0, 0.0, 0.0 | 1 | 3 | 0 |"
+    )
+    assert runs.render([forward]) == first
 
 
 def test_whatever_planning_raises_is_an_outcome():
@@ -510,6 +819,45 @@ def test_one_graph_is_told_in_full(shell, monkeypatch, capsys):
     assert graph.startswith(str(random_graph(seed).spec))
     assert "no sums today" in graph
     assert smallest.count(" = ") == smallest.count(" = genstats(") == 1
+
+
+def test_the_command_tells_which_transformations_fail(shell, monkeypatch, capsys, tmp_path):
+    def fuzz(seeds, checks, workers, progress):
+        assert checks == TransformChecks(profiles.get("H200"), transform_runs.CPU)
+        assert workers == 3
+        outcomes = [Transformed(seed, problem="no tangents" * (seed == 8)) for seed in seeds]
+        for outcome in outcomes:
+            progress(outcome)
+        return outcomes
+
+    monkeypatch.setattr(transform_runs, "fuzz", fuzz)
+    file = tmp_path / "figures.json"
+    arguments = ["--transforms", "--seeds", "2", "--workers", "3", "--write", str(file)]
+    assert shell("--start", "7", *arguments) == 1
+    assert f"seed 8: no tangents\n{random_graph(8).spec}" in capsys.readouterr().out
+    facts = json.loads(file.read_text())
+    assert (facts["graphs"], facts["seeds"]) == (2, [7, 9])
+    assert facts["failures"] == [[8, "no tangents"]]
+    assert shell("--start", "1", *arguments) == 0
+
+
+def test_transformations_of_one_graph_are_told_in_full(shell, monkeypatch, capsys):
+    def problem(self, spec):
+        return "no sums: today" * any(call.node.method == "genstats" for call in spec.calls)
+
+    def outcome(self, seed):
+        return Transformed(seed, problem=problem(self, random_graph(seed).spec))
+
+    monkeypatch.setattr(TransformChecks, "problem", problem)
+    monkeypatch.setattr(TransformChecks, "outcome", outcome)
+    monkeypatch.setattr(TransformChecks, "plans", lambda self, case: [])
+    bad = next(seed for seed in MANY if "genstats" in methods(random_graph(seed)))
+    good = next(seed for seed in MANY if "genstats" not in methods(random_graph(seed)))
+    assert shell("--transforms", "--seed", str(bad)) == 1
+    graph, _, smallest = capsys.readouterr().out.partition("the smallest part that fails alike:\n")
+    assert graph.startswith(str(random_graph(bad).spec))
+    assert smallest.count(" = ") == smallest.count(" = genstats(") == 1
+    assert shell("--transforms", "--seed", str(good)) == 0
 
 
 @pytest.mark.deviceless

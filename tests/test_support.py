@@ -159,14 +159,15 @@ def test_plan_takes_any_function_with_one_graph(plans):
     assert plans == [("relu", H200)]
 
 
-def test_plan_of_several_graphs_names_them_and_support(plans):
+def test_plan_of_several_graphs_names_them_and_plans(plans):
     def both(x):
         return double(relu(x))
 
     with pytest.raises(jc.GraphError, match="both holds 2 graphs") as caught:
         jc.plan(both, X)
     assert "relu, double" in str(caught.value)
-    assert "jax_cudnn.support" in caught.value.fix
+    assert "jax_cudnn.plans" in caught.value.fix
+    assert [*jc.plans(both, X)] == ["relu", "double"]
 
 
 def test_plan_for_several_gpus(plans):

@@ -32,7 +32,7 @@ def render_steps(result: dict[str, Any]) -> str:
             notes.append(f"{name}, {entry['status']}: {entry['reason']}")
         for program, found in entry["programs"].items():
             rows.append(f"| {name} | {program} | {' | '.join(_cells(found))} |")
-            if "reason" in found:
+            if "reason" in found and found["status"] != "timed":
                 notes.append(f"{name}, {program}, {found['status']}: {found['reason']}")
             for side, reason in found.get("not_run", {}).items():
                 if reason != found.get("reason"):

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from .._core.cuda import CudaDevice
+from .._core.errors import GraphError
 from .._core.settings import configure
 from ..bench.timing import environment
 from ..deviceless import client, profiles
@@ -34,6 +35,7 @@ examples:
 """
 _THREADS = 4  # that compile for a GPU
 _OFTEN = 50  # of so many graphs, one is told about
+NOWHERE = "none"
 
 
 def add_parser(commands: Any) -> None:
@@ -59,7 +61,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="this graph only, told in full")
     parser.add_argument(
         "--gpu", metavar="NAME", help="plan for this profile, run nothing (default: this machine's "
-        "GPU; H200 where there is none)"
+        f"GPU; H200 where there is none); {NOWHERE}, with --transforms: plan nothing"
     )  # fmt: skip
     parser.add_argument(
         "--workers",
@@ -93,15 +95,19 @@ def run(options: argparse.Namespace) -> int:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     configure(plan_cache=None)  # planning is what is looked at
     device = None if options.gpu else _gpu()
-    site = profiles.get(options.gpu or "H200")
+    site = None
+    if options.gpu != NOWHERE:
+        site = profiles.get(options.gpu or "H200")
+    elif not options.transforms:
+        raise GraphError(f"--gpu {NOWHERE} is for --transforms: all else is about plans")
     if device is not None:
         site = CudaDevice(device.local_hardware_id)
     if options.seed is not None:
-        if options.transforms:
+        if options.transforms or site is None:
             return _one_transformed(options.seed, _transform_checks(site))
         return _one(options.seed, Checks(site, device))
     seeds = range(options.start, options.start + options.seeds)
-    if options.transforms:
+    if options.transforms or site is None:
         found = transform_runs.fuzz(seeds, _transform_checks(site), options.workers, _tell)
         counted = transform_runs.figures(found)
     else:
@@ -122,7 +128,9 @@ def run(options: argparse.Namespace) -> int:
     return 1 if facts["failures"] else 0
 
 
-def _transform_checks(site: runs.Site) -> TransformChecks:
+def _transform_checks(site: runs.Site | None) -> TransformChecks:
+    if site is None:
+        return TransformChecks()
     return TransformChecks(
         site, transform_runs.GPU if isinstance(site, CudaDevice) else transform_runs.CPU
     )

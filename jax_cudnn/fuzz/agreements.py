@@ -5,16 +5,18 @@ The reference knows no vmap: it is run for each example by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .._core.errors import JaxCudnnError
+from .._core.graph.spec import GraphSpec
 from .derivatives import Differentiated, grain, stored
 from .sensitivity import CUT, RESULT, Arrays, Comparison, Noise, compare
-from .transforms import Case
+from .transforms import Case, tame
 
 _STEPS = 2
 """Of the coarsest rounding in a graph: an error up to here is none, and nothing is measured."""
@@ -34,31 +36,36 @@ class Agreement:
         measured: of them, how many have errors larger than a rounding, and are right by what the
             reference moves when it is disturbed.
         blunt: of them, how many have a tolerance as large as their values for more than half of
-            the elements: they are ill-conditioned, and nothing is learnt from them.
+            the elements: nothing is learnt from these.
+        untame: how many examples were left out: the reference has values or derivatives there that
+            are not finite, or larger than what is worth comparing.
     """
 
     ratio: float = 0.0
     results: int = 0
     measured: int = 0
     blunt: int = 0
+    untame: int = 0
 
 
 def check(case: Case, got: Mapping[str, Sequence[Any]]) -> dict[str, Agreement]:
-    """Each transformation's results beside the reference's; derivatives only of graphs whose
-    values are all finite. Raises WrongTransform."""
+    """Each transformation's results beside the reference's. Raises WrongTransform."""
     references = [Differentiated(case.spec, example.operands) for example in case.examples]
     found, wrong = {}, []
-    finite = all(reference.finite for reference in references)
-    for name in case.transforms if finite else ("vmap",):
+    for name in case.transforms:
         comparisons: list[Comparison] = []
-        for i, arrays in enumerate(_by_example(case, name, got[name])):
-            comparisons += _compared(case, references[i], name, i, arrays)
+        examples = [
+            _compared(case, references[i], name, i, arrays)
+            for i, arrays in enumerate(_by_example(case, name, got[name]))
+        ]
+        comparisons = [c for example in examples for c in example or ()]
         wrong += [f"{name}: {comparison}" for comparison in comparisons if not comparison.right]
         found[name] = Agreement(
             max((c.ratio for c in comparisons), default=0.0),
             len(comparisons),
             sum(c.measured for c in comparisons),
             sum(c.blunt > 0.5 for c in comparisons),
+            examples.count(None),
         )
     if wrong:
         raise WrongTransform(
@@ -71,30 +78,45 @@ def check(case: Case, got: Mapping[str, Sequence[Any]]) -> dict[str, Agreement]:
 
 def _compared(
     case: Case, reference: Differentiated, name: str, number: int, got: Arrays
-) -> list[Comparison]:
-    """The results of one example."""
+) -> list[Comparison] | None:
+    """The results of one example; None where the reference's are untame."""
     spec, example = case.spec, case.examples[number]
-    cotangents = {spec.outputs[i]: x for i, x in zip(case.results, example.cotangents, strict=True)}
-    tangents = {spec.inputs[i]: x for i, x in case.tangents.items()}
+    results = [spec.outputs[i] for i in case.results]
+    if name == "vmap":
+        return _beside(spec, spec.outputs, reference.outputs, got)
+    if name == "jvp":
+        tangents = {spec.inputs[i]: x for i, x in case.tangents.items()}
+        names, run = results, functools.partial(reference.tangents, tangents)
+    else:
+        names = [spec.inputs[i] for i in case.floats]
+        cotangents = dict(zip(results, example.cotangents, strict=True))
+        run = functools.partial(reference.gradients, cotangents)
+    if not (reference.finite and tame(run(None))):
+        return None
+    if name == "jvp":
+        values, got = got[: len(results)], got[len(results) :]
+        return [
+            *_beside(spec, results, reference.outputs, values),
+            *_beside(spec, names, run, got),
+        ]
+    return _beside(spec, names, run, got)
 
-    def wanted(noise: Noise) -> Arrays:
-        if name == "vmap":
-            return [*reference.outputs(noise).values()]
-        if name == "jvp":
-            made, names = (
-                reference.tangents(tangents, noise),
-                [spec.outputs[i] for i in case.results],
-            )
-        else:
-            made, names = (
-                reference.gradients(cotangents, noise),
-                [spec.inputs[i] for i in case.floats],
-            )
-        tensors = [spec.tensor(n) for n in names]
-        return [stored(made.get(t.name, np.zeros(t.shape, np.float32)), t.dtype) for t in tensors]
+
+def _beside(
+    spec: GraphSpec,
+    names: Sequence[str],
+    run: Callable[[Noise], Mapping[str, np.ndarray]],
+    got: Arrays,
+) -> list[Comparison]:
+    """Arrays beside what the reference has for these tensors: zeros where it has nothing."""
+    tensors = [spec.tensor(name) for name in names]
+
+    def arrays(noise: Noise) -> Arrays:
+        found = run(noise)
+        return [stored(found.get(t.name, np.zeros(t.shape, np.float32)), t.dtype) for t in tensors]
 
     step = grain(spec) or (CUT if spec.has_float32_product else RESULT)
-    return compare(got, wanted(None), wanted, _STEPS * step)
+    return compare(got, arrays(None), arrays, _STEPS * step)
 
 
 def _by_example(case: Case, name: str, results: Sequence[Any]) -> list[Arrays]:

@@ -86,7 +86,7 @@ class Differentiated:
 
     @property
     def finite(self) -> bool:
-        """Whether all values are, as is needed for derivatives to mean something."""
+        """Whether all values are."""
         floats = (x for x in self._forward.values().values() if is_floating(str(x.dtype)))
         return all(bool(np.isfinite(x.astype(np.float32)).all()) for x in floats)
 

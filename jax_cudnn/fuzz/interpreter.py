@@ -41,8 +41,8 @@ def interpreted(function: Function) -> Function:
         leaves, structure = jax.tree.flatten(arguments)
         arrays = [np.asarray(leaf) for leaf in leaves]
         avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-        jaxpr, constants, results = program(structure, avals)
-        with np.errstate(all="ignore"):
+        with jax.default_device(jax.local_devices(backend="cpu")[0]), np.errstate(all="ignore"):
+            jaxpr, constants, results = program(structure, avals)
             return jax.tree.unflatten(results, _run(jaxpr, [*constants, *arrays]))
 
     return run

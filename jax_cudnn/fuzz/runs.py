@@ -219,13 +219,15 @@ def _transforms_row(result: Mapping[str, Any]) -> Iterable[Any]:
         sum(each["results"] for each in found),
         ", ".join(str(each["worst_ratio"]) for each in found),
         sum(each["measured"] for each in found),
-        sum(each["blunt"] for each in found),
+        sum(each["blunt"] + each["untame"] for each in found),
         len(result["failures"]),
     )
 
 
 def _planned_for(result: Mapping[str, Any]) -> str:
     versions = result["environment"]
+    if result["gpu"] == "none":
+        return f"nothing, jax {versions['jax']}, {versions['date']}"
     return f"{result['gpu']}, cuDNN {versions['cudnn']}, {versions['date']}"
 
 

@@ -210,7 +210,6 @@ def figures(outcomes: Sequence[Transformed]) -> dict[str, Any]:
     return {
         "graphs": len(outcomes),
         "nodes": sum(outcome.nodes for outcome in outcomes),
-        "without_derivatives": sum("grad" not in o.agreements for o in outcomes if not o.problem),
         "derived_graphs": sum(outcome.graphs for outcome in outcomes),
         "segments": sum(outcome.segments[0] for outcome in outcomes),
         "segments_of_cudnn": sum(outcome.segments[1] for outcome in outcomes),
@@ -223,6 +222,7 @@ def figures(outcomes: Sequence[Transformed]) -> dict[str, Any]:
                 "worst_ratio": round(max((a.ratio for a in each), default=0.0), 3),
                 "measured": sum(a.measured for a in each),
                 "blunt": sum(a.blunt for a in each),
+                "untame": sum(a.untame for a in each),
             }
             for name, each in found.items()
         },

@@ -16,7 +16,7 @@ from .._core.graph.spec import GraphSpec
 from .derivatives import Differentiated, stored
 
 TRANSFORMS = ("grad", "jvp", "vmap", "vmap of grad")
-_LARGEST = 256.0  # derivative in float16 or float8
+_USUAL, _LARGEST = 2.0**8, 2.0**10  # derivatives, at most
 
 Arrays = list[np.ndarray]
 Function = Callable[..., Sequence[Any]]
@@ -80,7 +80,8 @@ class Case:
         return first.operands, first.cotangents, dict(self.tangents), stacks, cotangents
 
     def program(self, function: Function) -> Callable[..., dict[str, Any]]:
-        """A function of :attr:`data`: the results of each transformation of ``function``."""
+        """A function of :attr:`data`: the results of each transformation of ``function``; of jvp
+        the float results and their tangents."""
 
         def gradients(operands: Any, cotangents: Any) -> Any:
             of_floats, at = self._of(function, operands, self.floats)
@@ -96,7 +97,8 @@ class Case:
                 of_some, at = self._of(function, operands, [*tangents])
                 in_axes = [*self.axes], [0 if mapped else None for mapped in self.mapped]
                 found["grad"] = gradients(operands, cotangents)
-                found["jvp"] = jax.jvp(of_some, at, [*tangents.values()])[1]
+                results, along = jax.jvp(of_some, at, [*tangents.values()])
+                found["jvp"] = [*results, *along]
                 found["vmap of grad"] = jax.vmap(gradients, in_axes=in_axes)(stacks, stacked)
             return found
 
@@ -121,8 +123,7 @@ def draw(spec: GraphSpec, operands: Callable[[int], Sequence[Any]], seed: int) -
     """Examples, directions and axes of vmap, all at random.
 
     ``operands(number)`` are operands of the graph, other ones for other numbers. Tangents and
-    cotangents are smaller where derivatives are large, because those of 16 and of 8 bits could
-    overflow.
+    cotangents are smaller where derivatives are large.
     """
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     drawn = [[np.asarray(x) for x in operands(i)] for i in range(rng.choice((2, 2, 3)))]
@@ -138,14 +139,14 @@ def draw(spec: GraphSpec, operands: Callable[[int], Sequence[Any]], seed: int) -
         i: others[i].astype(np.float32) * noise.choice((-1, 1), others[i].shape) for i in along
     }
     named = {spec.inputs[i]: x for i, x in tangents.items()}
-    scale = _scale(spec, differentiated.tangents(named))
+    scale = _scale(differentiated.tangents(named))
     tangents = {i: stored(x * scale, spec.input_tensors[i].dtype) for i, x in tangents.items()}
     mapped = tuple(rng.random() < 0.8 for _ in results)
     cotangents: list[Arrays] = [[] for _ in drawn]
     for i, varies in zip(results, mapped, strict=True):
         tensor = spec.output_tensors[i]
         normal = noise.standard_normal((len(drawn), *tensor.shape), np.float32)
-        scale = _scale(spec, differentiated.gradients({tensor.name: normal[0]}))
+        scale = _scale(differentiated.gradients({tensor.name: normal[0]}))
         for j, given in enumerate(cotangents):
             given.append(stored(normal[j if varies else 0] * scale, tensor.dtype))
     examples = tuple(
@@ -166,14 +167,21 @@ def _axis(rng: random.Random, rank: int) -> int:
     return 0 if rng.random() < 0.4 else rng.randint(-rank - 1, rank)
 
 
-def _scale(spec: GraphSpec, derivatives: Mapping[str, np.ndarray]) -> np.float32:
-    """What keeps derivatives in the range of narrow floats: a power of 2."""
-    largest = max(
-        (
-            float(np.max(np.abs(x), initial=0, where=np.isfinite(x)))
-            for name, x in derivatives.items()
-            if spec.tensor(name).dtype not in ("float32", "bfloat16")
-        ),
-        default=0.0,
-    )
-    return np.float32(2.0 ** min(0, math.floor(math.log2(_LARGEST / (largest or 1)))))
+def _scale(derivatives: Mapping[str, np.ndarray]) -> np.float32:
+    """What makes the first example's derivatives at most 256, so that float16 holds them: a power
+    of 2; not of what would then still be large, see :func:`tame`."""
+    largest = max((_magnitude(x) for x in derivatives.values()), default=0.0)
+    exponent = math.floor(math.log2(_USUAL / largest)) if 0 < largest < math.inf else 0
+    return np.float32(2.0 ** min(0, max(exponent, -10)))
+
+
+def tame(derivatives: Mapping[str, np.ndarray]) -> bool:
+    """Whether derivatives are finite, and none is so large that it says nothing of a graph, as
+    beside a pole."""
+    return all(_magnitude(x) <= _LARGEST for x in derivatives.values())
+
+
+def _magnitude(x: np.ndarray) -> float:
+    """The largest; infinite if one is no number."""
+    found = float(np.max(np.abs(x), initial=0))
+    return math.inf if math.isnan(found) else found

@@ -85,7 +85,8 @@ def conv(
         bias, scale: (features,) or a scalar.
         residual: of the result's shape.
         activation: a name ("relu", "relu6", "leaky_relu", "gelu", "gelu_exact", "silu",
-            "sigmoid", "tanh", "elu", "softplus") or jax.nn's function.
+            "sigmoid", "tanh", "elu", "softplus") or jax.nn's function. "gelu" is jax.nn's default,
+            the tanh approximation (``g.gelu_approx_tanh``); "gelu_exact" is ``g.gelu``.
         strides, dilation: one number, or one for each spatial dimension.
         padding: "SAME", "SAME_LOWER", "VALID", one number, or (low, high) for each spatial
             dimension.

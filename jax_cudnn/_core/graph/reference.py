@@ -50,7 +50,9 @@ def evaluate(
             dtype, is_read = spec.tensor(name).dtype, name in inside or name in read
             if products == NARROW and name in inside and name in spec.outputs:
                 if (dtype, str(result.dtype)) == ("bfloat16", "float32"):
-                    returned[name] = rounded(result, dtype)
+                    returned[name] = rounded(
+                        _kept(result, dtype) if name in read else result, dtype
+                    )
                     values[name] = _of_bits(returned[name])
                     continue
             values[name] = rounded(_kept(result, dtype) if is_read else result, dtype)
