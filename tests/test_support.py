@@ -167,7 +167,8 @@ def test_plan_of_several_graphs_names_them_and_plans(plans):
         jc.plan(both, X)
     assert "relu, double" in str(caught.value)
     assert "jax_cudnn.plans" in caught.value.fix
-    assert [*jc.plans(both, X)] == ["relu", "double"]
+    with jc.target("H200"):
+        assert [*jc.plans(both, X)] == ["relu", "double"]
 
 
 def test_plan_for_several_gpus(plans):

@@ -48,14 +48,13 @@ def evaluate(
             results = applied(node, inputs)
         for (_, name), result in zip(call.outputs, results, strict=True):
             dtype, is_read = spec.tensor(name).dtype, name in inside or name in read
-            if products == NARROW and name in inside and name in spec.outputs:
-                if (dtype, str(result.dtype)) == ("bfloat16", "float32"):
-                    returned[name] = rounded(
-                        _kept(result, dtype) if name in read else result, dtype
-                    )
-                    values[name] = _of_bits(returned[name])
-                    continue
-            values[name] = rounded(_kept(result, dtype) if is_read else result, dtype)
+            halved = (dtype, str(result.dtype)) == ("bfloat16", "float32")
+            if halved and products == NARROW and name in inside and name in spec.outputs:
+                kept = _kept(result, dtype) if name in read else result
+                returned[name] = rounded(kept, dtype)
+                values[name] = _of_bits(returned[name])
+            else:
+                values[name] = rounded(_kept(result, dtype) if is_read else result, dtype)
     return [returned.get(name, values[name]) for name in spec.outputs]
 
 
