@@ -7,7 +7,6 @@ that it computes, under :func:`elementwise`. Those with attributes are subclasse
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -209,6 +208,7 @@ def elementwise(
     return make
 
 
-@functools.cache
 def _operands(slope: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(slope).parameters)[2:]
+    """The parameters after ``g`` and ``t``; inspect.signature takes a hundred times as long."""
+    code = slope.__code__
+    return code.co_varnames[2 : code.co_argcount]
