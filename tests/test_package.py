@@ -17,15 +17,18 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # -- import ----------------------------------------------------------------------------------------
 
 
-def test_import_adds_at_most_50_ms_to_importing_jax():
+def test_import_adds_at_most_an_eighth_to_importing_jax():
+    """50 ms where that takes 0.4 s; as a share, since both take longer on a busy machine."""
     code = """
-        import time, jax
+        import time
         start = time.process_time()
+        import jax
+        middle = time.process_time()
         import jax_cudnn
-        print(time.process_time() - start)
+        print((time.process_time() - middle) / (middle - start))
     """
-    times = [float(python(code).stdout) for _ in range(5)]
-    assert statistics.median(times) < 0.050, times
+    shares = [float(python(code).stdout) for _ in range(5)]
+    assert statistics.median(shares) < 1 / 8, shares
 
 
 def test_import_loads_no_backend_no_cudnn_and_nothing_optional():

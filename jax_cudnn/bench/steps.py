@@ -27,7 +27,7 @@ _SECONDS = 8.0  # of rounds, for all programs of a case together
 # two roundings in any case: of a single number XLA's may be right by chance.
 _FACTOR, _ROUNDINGS = 3.0, 2.0**-6
 # Without the tuning of kernels, which takes longer than the one run that is wanted of it.
-_UNTUNED = {"xla_gpu_autotune_level": 0}
+_UNTUNED: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
 Function = Callable[..., Any]
 
