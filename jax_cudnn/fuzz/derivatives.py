@@ -131,8 +131,7 @@ class Differentiated:
         least = _LEAST if self._narrow == "float16" else 0.0
         if self._spec.options.intermediate_data_type != "float32":
             least += amount * root_mean_square(x)
-        further = noise.uniform(-least, least, x.shape).astype(np.float32)
-        return moved(x, amount, noise, together) + np.where(x == 0, 0, further)
+        return moved(x, amount, noise, together, least)
 
 
 def narrowest(spec: GraphSpec) -> str:

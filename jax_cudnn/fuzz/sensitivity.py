@@ -178,8 +178,9 @@ def _moved_result(
     if _each_element(one, inputs):
         for x in inputs.values():
             exact |= values == np.abs(np.asarray(x, np.float32))
-    amount = max(RESULT, float(jnp.finfo(result.dtype).eps))
-    return np.where(exact, result, moved(result, amount, noise))
+    info = jnp.finfo(result.dtype)
+    amount, least = max(RESULT, float(info.eps)), float(info.smallest_subnormal)
+    return np.where(exact, result, moved(result, amount, noise, least=least))
 
 
 def _narrowed(x: np.ndarray, dtype: str, on_grid: bool, noise: np.random.Generator) -> np.ndarray:
@@ -187,7 +188,9 @@ def _narrowed(x: np.ndarray, dtype: str, on_grid: bool, noise: np.random.Generat
     if not dtype or x.dtype != np.float32:
         return x
     rounded = x.astype(jnp.dtype(dtype)).astype(np.float32)
-    near = rounded if on_grid else moved(x, float(jnp.finfo(dtype).eps), noise)
+    info = jnp.finfo(dtype)
+    least = float(info.smallest_subnormal)
+    near = rounded if on_grid else moved(x, float(info.eps), noise, least=least)
     return np.where((rounded == x) | ~np.isfinite(rounded), x, near)
 
 
@@ -199,10 +202,15 @@ def _each_element(one: GraphSpec, inputs: dict[str, np.ndarray]) -> bool:
 
 
 def moved(
-    x: np.ndarray, amount: float, noise: np.random.Generator, together: bool = False
+    x: np.ndarray,
+    amount: float,
+    noise: np.random.Generator,
+    together: bool = False,
+    least: float = 0.0,
 ) -> np.ndarray:
     """Each float times a random number between ``1 - amount`` and ``1 + amount``; ``together``,
-    all of them times another one, too."""
+    all of them times another one, too. Those that are not 0 move by at most ``least`` besides,
+    which is what a dtype's smallest numbers are rounded by."""
     if not is_floating(str(x.dtype)):
         return x
     moves = noise.uniform(1 - amount, 1 + amount, x.shape).astype(np.float32)
@@ -211,6 +219,8 @@ def moved(
     largest = float(jnp.finfo(x.dtype).max)
     with np.errstate(invalid="ignore"):
         product = x.astype(np.float32) * moves
+        if least:
+            product += np.where(x == 0, 0, noise.uniform(-least, least, x.shape))
         tame = np.clip(product, -largest, largest)
         return np.where(np.isfinite(product), tame, product).astype(x.dtype)
 
