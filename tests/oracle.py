@@ -200,7 +200,7 @@ HALF_ACCUMULATOR = 3e-3
 
 def tolerance(spec, operands, on_gpu):
     """For each output: a small factor of what rounding as the spec says costs, and float32's."""
-    anchored = [t for call in spec.calls if call.node.anchor for _, t in call.inputs]
+    anchored = [t for call in spec.calls if call.node.product for _, t in call.inputs]
     dtypes = {spec.tensor(name).dtype for name in anchored} if on_gpu else set()
     arithmetic = max(
         FLOAT32,

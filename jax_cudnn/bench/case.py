@@ -35,7 +35,7 @@ class Case:
         _, trace = self.function.trace(*self.avals)
         fan_in = {}
         for call in trace.spec.calls:
-            if call.node.anchor:  # (image, weight) or (A, B): the second is the weight
+            if call.node.product:  # (image, weight) or (A, B): the second is the weight
                 (_, image), (_, weight) = call.inputs
                 shape = trace.spec.tensor(weight).shape
                 contracted = shape[-2] if len(trace.spec.tensor(image).shape) == 3 else None
@@ -83,7 +83,9 @@ def node_cases() -> Iterator[Case]:
 
 
 def _of_example(method: str, node: type[Node], number: int, example: Example) -> Case:
-    shapes = {port.name: example.inputs[port.name] for port in node.ports.inputs}
+    given = {n: example.inputs[n] for n in node.ports.input_names if n in example.inputs}
+    numbers = {name: value for name, value in given.items() if isinstance(value, float)}
+    shapes = {name: value for name, value in given.items() if name not in numbers}
     variadic = {port.name for port in node.ports.inputs if port.variadic}
 
     def fn(g: Any, *operands: Any) -> Any:
@@ -92,7 +94,7 @@ def _of_example(method: str, node: type[Node], number: int, example: Example) ->
             name: [next(left) for _ in shape] if name in variadic else next(left)
             for name, shape in shapes.items()
         }
-        result = getattr(g, method)(**ports, **example.attributes)
+        result = getattr(g, method)(**ports, **numbers, **example.attributes)
         return result.set_data_type(example.out) if example.out else result
 
     fn.__name__ = f"{method}_{number}_{example.dtype}"

@@ -61,7 +61,7 @@ def _row(method: str, node: type[Node]) -> Iterator[str]:
     yield f"`{method}`"
     yield "nothing: elements are moved" if node.moves else _by_kind(node, _compute)
     yield _by_kind(node, _result)
-    yield "yes" if node.anchor and "float32" in node.dtypes else ""
+    yield "yes" if node.product and "float32" in node.dtypes else ""
     yield "" if node.moves or node.leftover else ("always" if node.deterministic else "on request")
     yield node.rounding
 
@@ -90,9 +90,14 @@ def _operands(node: type[Node], dtype: str) -> dict[str, Tensor]:
     example = node.examples[0]
     variadic = {port.name for port in node.ports.inputs if port.variadic}
     masks = {name for name, given in example.dtypes.items() if given == "bool"}
+    rank = max(len(shape) for shape in example.inputs.values() if isinstance(shape, tuple))
+    shapes = {
+        name: (1,) * rank if isinstance(given, float) else given
+        for name, given in example.inputs.items()
+    }
     return {
         port: Tensor(port, tuple(shape), "bool" if name in masks else dtype)
-        for name, given in example.inputs.items()
+        for name, given in shapes.items()
         for i, shape in enumerate(given if name in variadic else [given])
         for port in [f"{name}_{i}" if name in variadic else name]
     }

@@ -109,7 +109,7 @@ class Differentiated:
         if noise is None or node.moves or node.ports.is_elementwise:
             return arrays
         amount = TERM
-        if node.anchor:
+        if node.product:
             amount = max(self._grain, CUT if products_are_cut(one) else TERM)
         return {name: self._moved(x, amount, noise, together=True) for name, x in arrays.items()}
 

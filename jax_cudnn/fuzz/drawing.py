@@ -142,7 +142,7 @@ class Drawing:
             raise GraphError("larger than the operations of a random graph")
         if min(map(math.prod, shapes.values())) == 0:
             raise GraphError("a tensor without elements")
-        if node.anchor and new:
+        if node.product and new:
             *_, last = new.values()
             _rescale(last, node, shapes, [v.sample for v in values.values() if v is not last])
         inputs = {port: x.sample if isinstance(x, Value) else x for port, x in flat.items()}

@@ -21,7 +21,7 @@ _TRIES = 6
 
 def kind(node: type[Node]) -> str:
     """To which share a node belongs."""
-    if node.anchor:
+    if node.product:
         return "product"
     if node.moves or node.leftover:
         return "movement"

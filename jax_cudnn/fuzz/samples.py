@@ -69,7 +69,7 @@ def results(
         with np.errstate(all="ignore"):
             found = node.reference(**{p: jnp.asarray(a.astype(compute)) for p, a in arrays.items()})
         return [np.asarray(x).astype(np.float32) for x in found]
-    if node.anchor:
+    if node.product:
         scale = math.sqrt(terms(node, shapes) * math.prod(_square(a) for a in arrays.values()))
         mean = terms(node, shapes) * math.prod(float(np.mean(a)) for a in arrays.values())
         spread = math.sqrt(max(scale * scale - mean * mean / terms(node, shapes), 0.0))

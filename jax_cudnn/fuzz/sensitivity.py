@@ -156,7 +156,7 @@ def _with_moved_terms(
     node = one.calls[0].node
     if node.moves or _each_element(one, inputs):
         return inputs
-    amount = CUT if node.anchor and products_are_cut(one) else TERM
+    amount = CUT if node.product and products_are_cut(one) else TERM
     return {name: moved(x, amount, noise, together=True) for name, x in inputs.items()}
 
 

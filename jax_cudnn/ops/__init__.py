@@ -2,11 +2,13 @@
 
 from . import activation as activation
 from . import activation_backward as activation_backward
+from . import batch_normalization as batch_normalization
 from . import convolution as convolution
 from . import convolution_backward as convolution_backward
 from . import logical as logical
 from . import matrix as matrix
 from . import movement as movement
+from . import normalization as normalization
 from . import pointwise as pointwise
 from . import pooling as pooling
 from . import reduction as reduction

@@ -67,6 +67,7 @@ class Convolution(Node):
 
     roles: ClassVar[Roles]
     anchor = True
+    product = True
     dtypes = PRODUCTS
     least_rank = 4
     channels_last = True

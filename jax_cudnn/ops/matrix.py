@@ -71,6 +71,7 @@ class Matmul(Node):
         "graph, g.identity(x).set_data_type(...), which costs no pass over memory"
     )
     anchor = True
+    product = True
     prologue = ANY
     broadcasts_around = ANY
     dtypes = PRODUCTS

@@ -112,7 +112,7 @@ class GraphBuilder:
         given = bound.arguments
         try:
             compute = given.pop("compute_data_type", None)
-            if compute is None and cls.anchor:
+            if compute is None and cls.product:
                 compute = self._options.compute_data_type
             given.pop("name", None)
             ports = dict(ports_of(cls, given))
@@ -264,7 +264,7 @@ def _check_compute(node: Node, compute: str, inputs: dict[str, Tensor]) -> None:
     """A product of floats accumulates in one of several types; all else has one of its own."""
     usual = node.default_compute(inputs)
     allowed = [usual]
-    if node.anchor and usual == "float32":
+    if node.product and usual == "float32":
         allowed.append("float16")
         if all(tensor.dtype in FP8 for tensor in inputs.values()):
             allowed.append("fast_float_for_fp8")

@@ -73,7 +73,7 @@ class Tangent(ByReference):
 
     @property
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return _ports((*self.inner, *self.given.values()), self.made.values())
+        return derived_ports((*self.inner, *self.given.values()), self.made.values())
 
     @property
     def given(self) -> dict[str, str]:
@@ -114,7 +114,7 @@ class Transposed(ByReference):
 
     @property
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return _ports((*self.inner, *self.given.values()), self.made.values())
+        return derived_ports((*self.inner, *self.given.values()), self.made.values())
 
     @property
     def given(self) -> dict[str, str]:
@@ -158,7 +158,7 @@ class Batched(ByReference):
 
     @property
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return _ports(self.inner, self.outs)
+        return derived_ports(self.inner, self.outs)
 
     def linear_in(self, port: str) -> bool:
         return self.base.linear_in(port)
@@ -194,13 +194,14 @@ def _function(
 
     def function(*values: jax.Array) -> list[jax.Array]:
         results = applied(node, {**fixed, **dict(zip(names, values, strict=True))})
-        named = dict(zip(node.ports.output_names, results, strict=True))
+        named = dict(zip(node.results, results, strict=True))
         return [named[port] for port in outs]
 
     return function
 
 
-def _ports(inputs: Iterable[str], outputs: Iterable[str]) -> Dims:
+def derived_ports(inputs: Iterable[str], outputs: Iterable[str]) -> Dims:
+    """Ports of any shape, of these names."""
     return Dims(
         tuple(Port(name, (f"*{name}",)) for name in inputs),
         tuple(Port(name, (f"*{name}",)) for name in outputs),

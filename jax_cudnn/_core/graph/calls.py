@@ -43,7 +43,9 @@ def static(node: Node) -> Node:
 def ports_of(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The values for the input ports, taken out of ``given``; a list gets numbered ports."""
     for port in cls.ports.inputs:
-        value = given.pop(port.name)
+        value = given.pop(port.name, None)
+        if port.optional and value is None:
+            continue
         if not port.variadic:
             yield port.name, unwrapped(value)
         elif isinstance(value, (list, tuple)) and value:
@@ -59,11 +61,16 @@ def ports_of(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]
 def signature(cls: type[Node]) -> inspect.Signature:
     """What g's method takes: the ports, the node's attributes, and what all methods take."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    operands = [inspect.Parameter(name, kind) for name in cls.ports.input_names]
+    operands = []
+    for port in cls.ports.inputs:
+        default = None if port.optional else inspect.Parameter.empty
+        operands.append(inspect.Parameter(port.name, kind, default=default))
+        if port.optional:  # what follows is named: it may have no default
+            kind = inspect.Parameter.KEYWORD_ONLY
     generic = cls.create.__func__ is Node.create.__func__  # pyright: ignore[reportFunctionMemberAccess]
     create = cls if generic else cls.create
     attributes = [
-        p
+        p.replace(kind=max(p.kind, kind))
         for p in inspect.signature(create).parameters.values()
         if p.name not in ("self", "cls", "compute_data_type")
     ]

@@ -2,7 +2,8 @@
 
 ``"image: n c *x, weight: k i *r -> Y: n k *y"`` names two input ports and one output port.
 A letter is one dimension and has one size everywhere; ``*x`` is any number of dimensions;
-``...`` is a shape that broadcasts with every other ``...`` (NumPy's rule at equal rank).
+``...`` is a shape that broadcasts with every other ``...`` (NumPy's rule at equal rank). A port
+written ``?name`` may be left out, one written ``*name`` takes a list of tensors.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Port:
-    """A port; a variadic one (written ``*name``) takes a list of tensors of one rank."""
+    """A port; a variadic one (written ``*name``) takes a list of tensors of one rank, and an
+    optional one (``?name``) may be left out."""
 
     name: str
     axes: tuple[str, ...]
     variadic: bool = False
+    optional: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}: {' '.join(self.axes)}"
@@ -42,7 +45,10 @@ class Dims:
         def ports(side: str) -> tuple[Port, ...]:
             named = (part.split(":") for part in side.split(",") if part.strip())
             pairs = ((name.strip(), tuple(axes.split())) for name, axes in named)
-            return tuple(Port(n.removeprefix("*"), axes, n.startswith("*")) for n, axes in pairs)
+            return tuple(
+                Port(n.lstrip("*?"), axes, n.startswith("*"), n.startswith("?"))
+                for n, axes in pairs
+            )
 
         left, arrow, right = text.partition("->")
         parsed = cls(ports(left), ports(right), frozenset(broadcast.split()))
@@ -71,6 +77,8 @@ class Dims:
         sizes: dict[str, int | Shape] = {}
         owner: dict[str, str] = {}
         for port in self.inputs:
+            if port.optional and port.name not in shapes:
+                continue
             for axis, size in _assign(port, shapes[port.name]):
                 if axis == "...":
                     known, size = cast(Shape, sizes.get(axis, size)), cast(Shape, size)

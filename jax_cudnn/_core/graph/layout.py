@@ -5,6 +5,9 @@ order, and arrays that a model holds as NHWC reach such an operand through a tra
 turns into a bitcast. Arrays of lower rank are row-major, around a convolution channels-last. A
 tensor that states its ``order`` has that one.
 
+Around a node that normalizes rows all tensors are row-major, and cuDNN sees a matrix wherever the
+rows are all dimensions in front: for that it has most engines (``Node.merges``).
+
 A graph of pointwise operations and reductions alone is shown to cuDNN with rank four, whatever
 its own rank: the engines for such graphs take nothing else (cuDNN 9.19 accepts rank three, and
 then broadcasts a (1, 1, N) operand wrongly).
@@ -22,6 +25,8 @@ def major_to_minor(spec: GraphSpec, tensor: Tensor) -> tuple[int, ...]:
     """The order of a tensor's dimensions in memory, slowest first."""
     if tensor.order is not None:
         return tensor.order
+    if _merges(spec):
+        return tuple(range(len(tensor.shape)))
     return _default_order(len(tensor.shape), _is_channels_last(spec))
 
 
@@ -39,6 +44,10 @@ def view(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]]:
             n, *h, c = (1,) * (2 - len(shape)) + shape
             shape = (n, c, *(h or [1]), 1)
         return shape, packed_strides(shape, _default_order(len(shape), False))
+    if _merges(spec):
+        groups = merged(spec) or tuple((axis,) for axis in range(len(shape)))
+        shape = tuple(math.prod(shape[axis] for axis in group) for group in groups)
+        return shape, packed_strides(shape, tuple(range(len(shape))))
     order = major_to_minor(spec, tensor)
     missing = max((call.node.least_rank for call in spec.calls), default=0) - len(shape)
     if missing > 0:
@@ -56,6 +65,36 @@ def view_strides(spec: GraphSpec, tensor: Tensor) -> list[int] | None:
         if tensor.name == call.outputs[0][1]:
             return call.node.view_strides(*view(spec, spec.tensor(call.inputs[0][1])))
     return None
+
+
+def merged(spec: GraphSpec) -> tuple[tuple[int, ...], ...] | None:
+    """The dimensions that each of cuDNN's stands for, slowest first, in a graph whose anchor merges
+    them; None where its tensors lie in different orders."""
+    arrays = [t for t in spec.tensors if t.value is None]
+    largest = max(arrays, key=lambda t: math.prod(t.shape))
+    order = major_to_minor(spec, largest)
+    for t in arrays:
+        own = [axis for axis in major_to_minor(spec, t) if t.shape[axis] > 1]
+        if own != [axis for axis in order if t.shape[axis] > 1]:
+            return None
+    sizes = [max(t.shape[axis] for t in arrays) for axis in range(len(order))]
+    groups: list[list[int]] = []
+    for axis in order:
+        whole = [axis, *(groups[-1] if groups else [])]
+        if groups and all(
+            all(t.shape[i] == sizes[i] for i in whole) or all(t.shape[i] == 1 for i in whole)
+            for t in arrays
+        ):
+            groups[-1].append(axis)
+        else:
+            groups.append([axis])
+    if len(groups) == 1:  # one row
+        groups.insert(0, [])
+    return tuple(map(tuple, groups))
+
+
+def _merges(spec: GraphSpec) -> bool:
+    return any(call.node.merges for call in spec.calls)
 
 
 def _default_order(rank: int, channels_last: bool) -> tuple[int, ...]:

@@ -41,7 +41,8 @@ class Example:
     """Shapes and dtypes that tests, benchmarks and the support table share.
 
     ``dtypes`` names the ports whose dtype is not ``dtype``; for a variadic port ``inputs`` holds
-    a list of shapes. ``out`` is the dtype of the result, where it is not the inferred one.
+    a list of shapes, for a number (an epsilon) that. ``out`` is the dtype of the result, where it
+    is not the inferred one.
     ``positive`` names ports whose operands are at least 0.25 (for logarithms and divisors).
     ``alone`` is False where cuDNN has no engine for this node by itself, only beside others.
     """
@@ -75,6 +76,13 @@ class Node:
     """Minimum cuDNN, SM and shape rules, in words a user can read."""
     anchor: ClassVar[bool] = False
     """Whether cuDNN builds an engine around this node (one anchor a graph)."""
+    product: ClassVar[bool] = False
+    """Whether this anchor multiplies: its compute type accumulates, float32 may become TF32, and
+    the reference takes the operands as they are, with ``precision``."""
+    writes_all: ClassVar[bool] = False
+    """Whether a plan writes every result of this node, also one that nothing reads."""
+    vmaps_by_reference: ClassVar[bool] = False
+    """Whether XLA computes the node under vmap from its reference, where no fold is right."""
     broadcasts_around: ClassVar[str] = ROWS_AND_CHANNELS
     """Which operands pointwise operations around this anchor may broadcast, see :mod:`.limits`."""
     prologue: ClassVar[str] = ""
@@ -84,6 +92,9 @@ class Node:
     """cuDNN sees tensors of lower rank with dimensions of 1 put in after the second."""
     channels_last: ClassVar[bool] = False
     """Whether tensors of every rank lie channels-last in memory."""
+    merges: ClassVar[bool] = False
+    """Whether tensors lie row-major around this anchor, and cuDNN sees neighbouring dimensions that
+    no tensor of the graph tells apart as one."""
     moves: ClassVar[bool] = False
     """Whether the node only moves elements: its values keep their dtype, also inside a graph."""
     leftover: ClassVar[bool] = False
@@ -145,7 +156,17 @@ class Node:
         """
         sizes = self.sizes(inputs)
         dtype = result_dtype(inputs)
-        return {name: (self.ports.shape(name, sizes), dtype) for name in self.ports.output_names}
+        return {name: (self.ports.shape(name, sizes), dtype) for name in self.results}
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The output ports that a node with these attributes has."""
+        return self.ports.output_names
+
+    def without(self, results: Collection[str]) -> Node:
+        """The node that leaves out these results, which nothing reads; itself where there is
+        none."""
+        return self
 
     @property
     def accumulator(self) -> np.dtype:
@@ -181,13 +202,13 @@ class Node:
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         """Operations, a multiply-add being two, from the shapes of all ports by name."""
-        return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.ports.output_names)
+        return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.results)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The node's meaning in jnp: one array for each output port, not yet rounded.
+        """The node's meaning in jnp: one array for each of ``results``, not yet rounded.
 
-        Arrays of pointwise operations and reductions arrive in the compute type; those of
-        anchors and of nodes that move elements as they are. Only anchors get ``precision``.
+        Arrays arrive in the compute type; those of products and of nodes that move elements as
+        they are. Only products get ``precision``.
         """
         raise NotImplementedError
 
@@ -263,7 +284,7 @@ class Node:
             ports = {
                 port.name: port.axes.index(letter)
                 for port in (*self.ports.inputs, *self.ports.outputs)
-                if letter in port.axes
+                if letter in port.axes and port.name in tensors
             }
             if batched <= {*ports}:
                 yield ports
@@ -385,4 +406,7 @@ def check_contract(cls: type[Node]) -> None:
     letters = {axis for port in cls.ports.inputs for axis in port.axes}
     check(set(cls.batch.split()) <= letters, f"batch letters {cls.batch!r} are not in dims")
     for example in cls.examples:
-        check(set(example.inputs) == set(cls.ports.input_names), "an example's ports are wrong")
+        required = {port.name for port in cls.ports.inputs if not port.optional}
+        fits = required <= {*example.inputs} <= {*cls.ports.input_names}
+        check(fits, "an example's ports are wrong")
+    check(cls.anchor or not cls.product, "a product is an anchor")

@@ -41,7 +41,7 @@ def evaluate(
     returned: dict[str, jax.Array] = {}
     for call in spec.calls:
         node, inputs = call.node, {port: values[name] for port, name in call.inputs}
-        if node.anchor:
+        if node.product:
             node, inputs = _suited(node, inputs, spec.tensor(call.outputs[0][1]).dtype, products)
             results = node.reference(**inputs, precision=precision)
         else:
@@ -61,7 +61,7 @@ def evaluate(
 def applied(node: Node, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """A node's results, not yet rounded, for operands of any dtype."""
     exact = node.chooses and {str(x.dtype) for x in inputs.values()} in _CHOSEN
-    if not (exact or node.anchor or node.moves or node.leftover):
+    if not (exact or node.product or node.moves or node.leftover):
         compute = node.accumulator
         inputs = {port: x.astype(compute) for port, x in inputs.items()}
     return node.reference(**inputs)

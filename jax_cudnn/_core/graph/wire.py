@@ -1,9 +1,13 @@
-"""Booleans between XLA and a plan: a byte each here, a bit each in cuDNN's memory.
+"""The graph as it is planned and called: what stands at its edge where XLA and cuDNN differ.
 
-Measured on an H200 with cuDNN 9.19: a plan that reads or writes an array of booleans packs eight
-of them into a byte. So no plan does: at the edge of a graph booleans are float32 numbers, the only
-kind that compiles beside numbers of any other dtype; inside they are cuDNN's own. XLA broadcasts a
-smaller mask before the call, where cuDNN would read its comparison out of bounds.
+**Results that nobody reads.** Where a node can leave them out, it does. A kernel that writes all of
+its results gets memory for them, and they are dropped behind the call.
+
+**Booleans** are a byte each in XLA, a bit each in cuDNN's memory. Measured on an H200 with cuDNN
+9.19: a plan that reads or writes an array of booleans packs eight of them into a byte. So no plan
+does: at the edge of a graph booleans are float32 numbers, the only kind that compiles beside
+numbers of any other dtype; inside they are cuDNN's own. XLA broadcasts a smaller mask before the
+call, where cuDNN would read its comparison out of bounds.
 """
 
 from __future__ import annotations
@@ -22,12 +26,41 @@ def register_conversions(to_boolean: Node, from_boolean: Node) -> None:
 
 
 def wire(spec: GraphSpec) -> GraphSpec:
-    """The graph as it is planned and called: with numbers for the booleans at its edge."""
-    if not any(spec.tensor(name).dtype == "bool" for name in (*spec.inputs, *spec.outputs)):
-        return spec
+    """The graph as it is planned and called: with numbers for the booleans at its edge, and with
+    all results that a kernel writes, behind those of ``spec``."""
     if "wire" not in spec._cache:
-        spec._cache["wire"] = intern(_converted(spec))
+        edge = (*spec.inputs, *spec.outputs)
+        sent = spec
+        if any(spec.tensor(name).dtype == "bool" for name in edge):
+            sent = _converted(sent)
+        if any(call.node.writes_all for call in spec.calls):
+            sent = _with_all_results(sent)
+        spec._cache["wire"] = sent if sent is spec else intern(sent)
     return spec._cache["wire"]
+
+
+def _with_all_results(spec: GraphSpec) -> GraphSpec:
+    read = {*spec.outputs, *(name for call in spec.calls for _, name in call.inputs)}
+    calls, dropped, further = [], set(), {}
+    for call in spec.calls:
+        unread = [port for port, name in call.outputs if name not in read]
+        if call.node.writes_all and unread:
+            node = call.node.without(unread)
+            outputs = tuple((port, name) for port, name in call.outputs if port in node.results)
+            dropped |= {name for port, name in call.outputs if port not in node.results}
+            found = node.infer({port: spec.tensor(name) for port, name in call.inputs})
+            for port, name in outputs:
+                if port in unread:
+                    further[name] = replace(spec.tensor(name), dtype=found[port][1])
+            call = replace(call, node=node, outputs=outputs)
+        calls.append(call)
+    return GraphSpec(
+        tuple(further.get(t.name, t) for t in spec.tensors if t.name not in dropped),
+        tuple(calls),
+        spec.inputs,
+        (*spec.outputs, *further),
+        spec.options,
+    )
 
 
 def _converted(spec: GraphSpec) -> GraphSpec:

@@ -130,7 +130,7 @@ def _in_float32(node: Node) -> Node:
 def inexactness(spec: GraphSpec, on_gpu: bool) -> float:
     """How far another computation of a graph may be off, relative, but for its results' dtypes."""
     anchored = {
-        spec.tensor(name).dtype for c in spec.calls if c.node.anchor for _, name in c.inputs
+        spec.tensor(name).dtype for c in spec.calls if c.node.product for _, name in c.inputs
     }
     amounts = [_FLOAT32]
     if on_gpu and "float32" in anchored and spec.options.precision == "default":

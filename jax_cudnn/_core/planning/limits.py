@@ -33,6 +33,8 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
     if found:
         return found  # what follows is about graphs that have a layout
     found |= _misplaced_views(spec)
+    if any(call.node.merges for call in spec.calls) and layout.merged(spec) is None:
+        found["order"] = "its tensors lie in memory in different orders"
     anchors = [call.node for call in spec.calls if call.node.anchor]
     if not anchors:
         found |= _small_intermediates(spec)

@@ -120,7 +120,7 @@ def _of_node(spec: GraphSpec, call: Call) -> str:
     ports = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
     ports = {port: replace(t, order=major_to_minor(spec, t)) for port, t in ports.items()}
     words = node.pattern(ports)
-    if not (words and node.anchor):
+    if not (words and node.product):
         return words
     inputs = {port: ports[port] for port, _ in call.inputs}
     usual = node.compute_data_type == node.default_compute(inputs)

@@ -25,7 +25,7 @@ def mixed_ranks(spec: GraphSpec) -> dict[str, str]:
     """Why tensors of a graph cannot be shown to cuDNN with one rank, of three or more."""
     ranks = {len(tensor.shape) for tensor in spec.tensors if tensor.value is None}
     least = {call.node.least_rank for call in spec.calls if call.node.anchor}
-    free = all(call.node.ports.is_elementwise for call in spec.calls)
+    free = all(call.node.ports.is_elementwise or call.node.merges for call in spec.calls)
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return {}
     shown = ", ".join(map(str, sorted(ranks | least - {0})))
@@ -67,6 +67,11 @@ def _around(spec: GraphSpec, anchor: Call, sets: CallSets) -> dict[str, str]:
             found[spec.calls[i].name] = (
                 f"{anchor.name} takes no operand that is computed in its plan"
             )
+    further = {name: port for port, name in anchor.outputs[1:]}
+    for call in spec.calls:
+        for _, name in call.inputs:
+            if name in further:
+                found[call.name] = f"it reads {further[name]} of {anchor.name}"
     for i in members(after):
         if _extent(spec, spec.calls[i]) != spec.tensor(anchor.outputs[0][1]).shape:
             found[spec.calls[i].name] = f"of another shape than the result of {anchor.name}"

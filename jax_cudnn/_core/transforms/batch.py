@@ -127,7 +127,8 @@ class _Attempt:
             self._computed |= {name for _, name in call.outputs}
             return
         folds = self._folds(call, ports, tensors)
-        if len(ports) == len(call.inputs):
+        movable = [port for port, name in call.inputs if self.spec.tensor(name).value is None]
+        if len(ports) == len(movable) or not folds:
             front = sum(self._cost(name, _Form(LEAD)) for _, name in call.inputs)
             prices = [self._price(call, ports, fold, tensors) for fold in folds]
             wanted = choice == len(folds) if choice is not None else front < min(prices, default=0)
@@ -141,7 +142,7 @@ class _Attempt:
             fold = min(folds, key=lambda fold: self._price(call, ports, fold, tensors))
             node = node.folded(fold, self.size, tensors)
             forms = self._needed(call, ports, fold, tensors)
-        elif node.leftover:
+        elif node.leftover or node.vmaps_by_reference:
             inner, outs = (tuple(port for port, _ in side) for side in (call.inputs, call.outputs))
             node = Batched(node, self.size, tuple(p for p in inner if p in ports), inner, outs)
             forms = {port: _Form(LEAD if port in ports else None) for port in inner}

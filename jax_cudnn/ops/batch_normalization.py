@@ -1,0 +1,353 @@
+"""Normalizations of channels: each over the images and their elements, or each image by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError
+from .._core.graph.builder import register
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import FLOATS
+from .._core.graph.node import Example, Node
+from .normalization_base import (
+    BACKWARD_DIMS,
+    Normalization,
+    NormalizationBackward,
+    Normalizing,
+    Phased,
+    Spatial,
+    normalized,
+    statistics,
+)
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import GraphSpec, Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
+
+_IMAGES, _CHANNELS, _EACH = (8, 64, 14, 14), (1, 64, 1, 1), (8, 64, 1, 1)
+_MULTIPLE = 8
+_ROUNDING = "mean and variance in float32, of distances from the mean"
+
+
+@dataclass(frozen=True)
+class OfChannels(Normalizing):
+    """What these normalizations have in common: arrays lie channels-last."""
+
+    extent: ClassVar[Spatial]
+    least_rank = 4
+    channels_last = True
+    requires = "epsilon a Python number"
+    rounding = _ROUNDING
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        """As further channels, or, where each image is by itself and channels share nothing that
+        is batched or summed, as further images."""
+        each = {"input", "Y", "mean", "inv_var"}
+        if batched <= each and not (self.extent.batch or isinstance(self, NormalizationBackward)):
+            yield {port: 0 for port in tensors if port in each}
+        if not batched & {"epsilon", "momentum"}:
+            yield {port: 1 for port in tensors if port not in ("epsilon", "momentum")}
+
+
+@register
+@dataclass(frozen=True)
+class InstancenormBackward(OfChannels, NormalizationBackward):
+    """Gradients of instancenorm.
+
+    With ``xhat = (input - mean) * inv_variance``, ``s = grad * scale`` and m the mean over a
+    channel of an image: ``DX = inv_variance * (s - m(s) - xhat * m(s * xhat))``,
+    ``DScale = sum(grad * xhat)`` and ``DBias = sum(grad)`` over all but the channels.
+
+    Args:
+        grad: the gradient by Y, (N, C, *spatial).
+        input: as in the forward.
+        scale: as in the forward.
+        mean: the forward's.
+        inv_variance: the forward's inv_var.
+
+    Returns: DX, DScale, DBias, of the dtypes of input and scale. Source: cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with ``CUDNN_INSTANCE_NORM``.
+    """
+
+    method = "instancenorm_backward"
+    dims = BACKWARD_DIMS
+    extent = Spatial(batch=False)
+    examples = (
+        Example(
+            {
+                "grad": _IMAGES,
+                "input": _IMAGES,
+                "scale": _CHANNELS,
+                "mean": _EACH,
+                "inv_variance": _EACH,
+            },
+            dtypes={"scale": "float32", "mean": "float32", "inv_variance": "float32"},
+            positive=("inv_variance",),
+        ),
+    )
+
+
+@register
+@dataclass(frozen=True)
+class Instancenorm(OfChannels, Phased):
+    """Instance normalization: ``Y = (input - mean) * inv_var * scale + bias``.
+
+    ``inv_var = (var + epsilon)**-0.5``; mean and (biased) variance are those of each channel of
+    each image.
+
+    Args:
+        input: (N, C, *spatial).
+        scale: (1, C, 1, ...).
+        bias: like scale.
+        epsilon: a Python number, added to the variance.
+        norm_forward_phase: "TRAINING" (the default) or "INFERENCE", or the member of
+            ``cudnn.norm_forward_phase``.
+
+    Returns: Y, of input's dtype; in training also mean and inv_var, (N, C, 1, ...) in float32.
+    Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR`` with
+    ``CUDNN_INSTANCE_NORM``.
+    """
+
+    method = "instancenorm"
+    dims = "input: *x, scale: *s, bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    extent = Spatial(batch=False)
+    backward = InstancenormBackward
+    examples = (
+        Example(
+            {"input": _IMAGES, "scale": _CHANNELS, "bias": _CHANNELS, "epsilon": 1e-5},
+            dtypes={"scale": "float32", "bias": "float32"},
+        ),
+        Example(
+            {
+                "input": (2, 16, 4, 6, 5),
+                "scale": (1, 16, 1, 1, 1),
+                "bias": (1, 16, 1, 1, 1),
+                "epsilon": 1e-5,
+            },
+            "float32",
+        ),
+    )
+
+
+def _odd_channels(tensors: Mapping[str, Tensor]) -> str | None:
+    channels = tensors["input"].shape[1]
+    return (
+        f"{channels} channels, which is no multiple of {_MULTIPLE}"
+        if channels % _MULTIPLE
+        else None
+    )
+
+
+@register
+@dataclass(frozen=True)
+class BatchnormBackward(OfChannels, NormalizationBackward):
+    """Gradients of batchnorm.
+
+    With ``xhat = (input - mean) * inv_variance``, ``s = grad * scale`` and m the mean over a
+    channel of all images: ``DX = inv_variance * (s - m(s) - xhat * m(s * xhat))``,
+    ``DScale = sum(grad * xhat)`` and ``DBias = sum(grad)`` over all but the channels.
+
+    Args:
+        grad: the gradient by Y, (N, C, *spatial).
+        input: as in the forward.
+        scale: as in the forward.
+        mean: the forward's.
+        inv_variance: the forward's inv_var.
+
+    Returns: DX, DScale, DBias, of the dtypes of input and scale. Source: cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with ``CUDNN_BATCH_NORM``.
+    """
+
+    method = "batchnorm_backward"
+    dims = BACKWARD_DIMS
+    requires = "channels a multiple of 8"
+    extent = Spatial(batch=True)
+    examples = (
+        Example(
+            {
+                "grad": _IMAGES,
+                "input": _IMAGES,
+                "scale": _CHANNELS,
+                "mean": _CHANNELS,
+                "inv_variance": _CHANNELS,
+            },
+            dtypes={"scale": "float32", "mean": "float32", "inv_variance": "float32"},
+            positive=("inv_variance",),
+        ),
+    )
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        return super().refuses(tensors, graph) or _odd_channels(tensors)
+
+
+@register
+@dataclass(frozen=True)
+class Batchnorm(OfChannels, Normalization):
+    """Batch normalization in training: ``Y = (input - mean) * inv_var * scale + bias``.
+
+    ``inv_var = (var + epsilon)**-0.5``; mean and (biased) variance are those of each channel, over
+    n elements in all images. The running statistics move towards them:
+    ``next_running_mean = (1 - momentum) * in_running_mean + momentum * mean``, and so does
+    ``next_running_var``, towards the unbiased variance ``var * n / (n - 1)``.
+
+    Args:
+        input: (N, C, *spatial).
+        scale: (1, C, 1, ...).
+        bias: like scale.
+        in_running_mean: like scale, float32.
+        in_running_var: like scale, float32.
+        epsilon: a Python number, added to the variance.
+        momentum: a Python number: the share of the new statistics.
+
+    pygraph's ``peer_stats`` is not there: sums over several GPUs are JAX's, see
+    ``jc.ops.batch_norm``.
+
+    Returns: Y, of input's dtype; mean, inv_var, next_running_mean and next_running_var, like scale
+    in float32. Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR``
+    with ``CUDNN_BATCH_NORM``.
+    """
+
+    method = "batchnorm"
+    dims = (
+        "input: *x, scale: *s, bias: *s, in_running_mean: *s, in_running_var: *s, epsilon: *e, "
+        "momentum: *e -> Y: *x, mean: *s, inv_var: *s, next_running_mean: *s, next_running_var: *s"
+    )
+    requires = "channels a multiple of 8; epsilon and momentum Python numbers"
+    extent = Spatial(batch=True)
+    backward = BatchnormBackward
+    examples = tuple(
+        Example(
+            {
+                "input": _IMAGES,
+                **dict.fromkeys(("scale", "bias", "in_running_mean", "in_running_var"), _CHANNELS),
+                "epsilon": 1e-5,
+                "momentum": 0.1,
+            },
+            dtype,
+            dtypes=dict.fromkeys(("scale", "bias", "in_running_mean", "in_running_var"), "float32"),
+            positive=("in_running_var",),
+        )
+        for dtype in ("bfloat16", "float16", "float32")
+    )
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        return super().refuses(tensors, graph) or _odd_channels(tensors)
+
+    def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input: jax.Array,
+        scale: jax.Array,
+        bias: jax.Array,
+        in_running_mean: jax.Array,
+        in_running_var: jax.Array,
+        epsilon: jax.Array,
+        momentum: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        axes = self.extent.reduced(input.shape, scale.shape)
+        mean, inv_var = statistics(input, axes, epsilon, centred=True)
+        y = normalized(input, mean, inv_var) * scale + bias
+        count = input.size // max(scale.size, 1)
+        unbiased = jnp.sum(jnp.square(input - mean), axis=axes, keepdims=True) / max(count - 1, 1)
+        return (
+            y,
+            mean,
+            inv_var,
+            in_running_mean + momentum * (mean - in_running_mean),
+            in_running_var + momentum * (unbiased - in_running_var),
+        )
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        if not {*tangents} <= {"input", "scale", "bias", "in_running_mean", "in_running_var"}:
+            return super().jvp(g, tangents, inputs, outputs)
+        of_y = {p: t for p, t in tangents.items() if p in ("input", "scale", "bias")}
+        own = {p: outputs[p] for p in ("Y", "mean", "inv_var")}
+        found = super().jvp(g, of_y, inputs, own) if of_y else {}
+        # From the tangent of inv_var = (var + epsilon)**-0.5 that of the variance.
+        moved = {"mean": found.get("mean")}
+        if "inv_var" in found:
+            inv_var = outputs["inv_var"]
+            count = inputs["input"].size // max(inv_var.size, 1)
+            cube = g.mul(g.mul(inv_var, inv_var), inv_var)
+            slope = g.div(-2.0 * count / max(count - 1, 1), cube)
+            moved["var"] = g.mul(found["inv_var"], slope)
+        momentum = inputs["momentum"]
+        for which in ("mean", "var"):
+            new, running = moved.get(which), tangents.get(f"in_running_{which}")
+            terms = [] if new is None else [g.mul(new, momentum)]
+            if running is not None:
+                terms.append(g.sub(running, g.mul(running, momentum)))
+            if terms:
+                found[f"next_running_{which}"] = g.sum(terms)
+        return found
+
+
+@register
+@dataclass(frozen=True)
+class BatchnormInference(Node):
+    """Batch normalization with given statistics:
+    ``Y = (input - mean) * inv_variance * scale + bias``.
+
+    Args:
+        input: (N, C, *spatial).
+        mean: (1, C, 1, ...).
+        inv_variance: like mean: ``(var + epsilon)**-0.5``.
+        scale: like mean.
+        bias: like mean.
+
+    Returns: Y, of input's dtype. Source: cuDNN documentation, ``Batchnorm_inference_attributes``
+    of the frontend.
+    """
+
+    method = "batchnorm_inference"
+    dims = "input: *x, mean: *s, inv_variance: *s, scale: *s, bias: *s -> Y: *x"
+    leftover = True
+    dtypes = FLOATS
+    requires = "XLA runs it: cuDNN's graphs have no engine for it on Hopper"
+    examples = (
+        Example(
+            {
+                "input": _IMAGES,
+                **dict.fromkeys(("mean", "inv_variance", "scale", "bias"), _CHANNELS),
+            },
+            dtypes=dict.fromkeys(("mean", "inv_variance", "scale", "bias"), "float32"),
+            positive=("inv_variance",),
+        ),
+    )
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        x = inputs["input"]
+        wanted = (1, *x.shape[1:2], *(1,) * (len(x.shape) - 2))
+        for port, tensor in inputs.items():
+            if port != "input" and tensor.shape != wanted:
+                raise GraphError(
+                    f"{port!r} has the wrong shape",
+                    expected=str(list(wanted)),
+                    got=f"{list(tensor.shape)}, beside input {list(x.shape)}",
+                )
+        return {"Y": (x.shape, x.dtype)}
+
+    def reference(
+        self,
+        input: jax.Array,
+        mean: jax.Array,
+        inv_variance: jax.Array,
+        scale: jax.Array,
+        bias: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        wide = (x.astype(jnp.float32) for x in (input, mean, inv_variance, scale, bias))
+        x, mean, inv_variance, scale, bias = wide
+        return (normalized(x, mean, inv_variance) * scale + bias,)
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        if batched <= {"input"}:
+            yield {"input": 0, "Y": 0}
+        yield dict.fromkeys(tensors, 1)

@@ -1,0 +1,361 @@
+"""Normalizations of rows: each row, of the dimensions that the scale has, by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .._core.graph.builder import register
+from .._core.graph.node import ANY, LEAD, Example, Node
+from .._core.graph.spec import Tensor
+from .normalization_base import (
+    BACKWARD_DIMS,
+    TRAINING,
+    NormalizationBackward,
+    Normalizing,
+    Phased,
+    Rows,
+)
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
+
+_REQUIRES = (
+    "the normalized dimensions are the last in memory; epsilon is a Python number; the fast "
+    "engines take input, scale and result of one 16-bit dtype"
+)
+_ROUNDING = "mean and variance in float32, of distances from the mean"
+
+
+@dataclass(frozen=True)
+class OfRows(Normalizing):
+    """What a normalization of rows and its backward have in common."""
+
+    merges = True
+    prologue = ANY
+    requires = _REQUIRES
+    rounding = _ROUNDING
+
+    extent: ClassVar[Rows]
+    in_front: ClassVar[type[Normalizing] | None] = None
+    """The class that takes a dimension in front of all operands, each with a scale of its own."""
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        """Into rows, where only what has rows is batched; else in front, with a scale each."""
+        of_rows = {"input", "Y", "mean", "inv_var"}
+        if batched <= of_rows and not isinstance(self, NormalizationBackward):
+            scale = tensors["scale"].shape
+            for axis in range(self.extent.first, len(scale)):
+                if scale[axis] == 1:
+                    yield {port: axis for port in tensors if port in of_rows}
+        if "epsilon" not in batched and self.in_front is not None:
+            yield dict.fromkeys(tensors, LEAD)
+
+    def broadcasts(self, port: str, axis: int) -> bool:
+        return port == "epsilon"
+
+    def folded(self, fold: dict[str, int], size: int, tensors: Tensors) -> Node:
+        if fold["input"] != LEAD:
+            return self
+        assert self.in_front is not None
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self.in_front)}
+        return self.in_front(**fields)
+
+
+def _ones(g: Derivation, scale: Tensor) -> GraphTensor:
+    """A scale of ones, for rows in front of which a dimension of vmap stands."""
+    like = Tensor("", (1, *scale.shape), scale.dtype)
+    one = g.constant(Tensor("", (), "float32", (1.0).hex()), len(like.shape))
+    return g.rounded(g.broadcast(one, like.shape), like.dtype)
+
+
+@register
+@dataclass(frozen=True)
+class AdalayernormBackward(OfRows, NormalizationBackward):
+    """Gradients of adalayernorm.
+
+    With ``xhat = (input - mean) * inv_variance``, ``s = grad * scale`` and m the mean over the
+    normalized dimensions: ``DX = inv_variance * (s - m(s) - xhat * m(s * xhat))``,
+    ``DScale = sum(grad * xhat)`` and ``DBias = sum(grad)`` over the dimensions in which scale is 1.
+
+    Args:
+        grad: the gradient by Y, of input's shape.
+        input: as in the forward.
+        scale: as in the forward.
+        mean: the forward's.
+        inv_variance: the forward's inv_var.
+
+    Returns: DX, DScale, DBias, of the dtypes of input and scale. Source: cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with ``CUDNN_ADA_LAYER_NORM``.
+    """
+
+    method = "adalayernorm_backward"
+    dims = BACKWARD_DIMS
+    extent = Rows(first=1)
+    examples = (
+        Example(
+            {
+                "grad": (4, 64, 256),
+                "input": (4, 64, 256),
+                "scale": (4, 1, 256),
+                "mean": (4, 64, 1),
+                "inv_variance": (4, 64, 1),
+            },
+            dtypes={"mean": "float32", "inv_variance": "float32"},
+            positive=("inv_variance",),
+        ),
+    )
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        yield dict.fromkeys(tensors, 0)
+
+
+@register
+@dataclass(frozen=True)
+class Adalayernorm(OfRows, Phased):
+    """Layer normalization with a scale and bias for each example, the first dimension.
+
+    ``Y = (input - mean) * inv_var * scale + bias`` with ``inv_var = (var + epsilon)**-0.5``.
+
+    Args:
+        input: (B, ...).
+        scale: (B, ...) of input's rank; each further dimension is 1 or input's. Mean and variance
+            are taken over those that are not 1.
+        bias: like scale; optional.
+        epsilon: a Python number, added to the variance.
+        norm_forward_phase: "TRAINING" (the default) or "INFERENCE", or the member of
+            ``cudnn.norm_forward_phase``.
+
+    Returns: Y, of input's dtype; in training also mean and inv_var in float32, of input's shape
+    with 1 in the normalized dimensions. Source: cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR`` with ``CUDNN_ADA_LAYER_NORM``.
+    """
+
+    method = "adalayernorm"
+    dims = "input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    extent = Rows(first=1)
+    backward = AdalayernormBackward
+    examples = (
+        Example(
+            {"input": (4, 64, 256), "scale": (4, 1, 256), "bias": (4, 1, 256), "epsilon": 1e-5}
+        ),
+        Example({"input": (2, 24, 96), "scale": (2, 1, 96), "epsilon": 1e-5}, "float32"),
+    )
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        if "epsilon" not in batched:
+            yield {port: 0 for port in tensors if port != "epsilon"}
+
+
+@register
+@dataclass(frozen=True)
+class LayernormBackward(OfRows, NormalizationBackward):
+    """Gradients of layernorm.
+
+    With ``xhat = (input - mean) * inv_variance``, ``s = grad * scale`` and m the mean over a row:
+    ``DX = inv_variance * (s - m(s) - xhat * m(s * xhat))``, ``DScale = sum(grad * xhat)`` and
+    ``DBias = sum(grad)`` over all rows.
+
+    Args:
+        grad: the gradient by Y, of input's shape.
+        input: as in the forward.
+        scale: as in the forward.
+        mean: the forward's.
+        inv_variance: the forward's inv_var.
+
+    Returns: DX, DScale, DBias, of the dtypes of input and scale. Source: cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with ``CUDNN_LAYER_NORM``.
+    """
+
+    method = "layernorm_backward"
+    dims = BACKWARD_DIMS
+    extent = Rows()
+    in_front = AdalayernormBackward
+    examples = (
+        Example(
+            {
+                "grad": (64, 256),
+                "input": (64, 256),
+                "scale": (1, 256),
+                "mean": (64, 1),
+                "inv_variance": (64, 1),
+            },
+            dtypes={"mean": "float32", "inv_variance": "float32"},
+            positive=("inv_variance",),
+        ),
+        Example(
+            {
+                "grad": (3, 24, 96),
+                "input": (3, 24, 96),
+                "scale": (1, 1, 96),
+                "mean": (3, 24, 1),
+                "inv_variance": (3, 24, 1),
+            },
+            "float32",
+            positive=("inv_variance",),
+        ),
+    )
+
+
+@register
+@dataclass(frozen=True)
+class Layernorm(OfRows, Phased):
+    """Layer normalization: ``Y = (input - mean) * inv_var * scale + bias``.
+
+    ``inv_var = (var + epsilon)**-0.5``; mean and (biased) variance are those of each row.
+
+    Args:
+        input: any shape.
+        scale: of input's rank; each dimension is 1 or input's. A row goes over those that are not
+            1: (1, N) beside (M, N), or (1, 1, H, W) beside (A, B, H, W).
+        bias: like scale.
+        epsilon: a Python number, added to the variance.
+        norm_forward_phase: "TRAINING" (the default) or "INFERENCE", or the member of
+            ``cudnn.norm_forward_phase``.
+
+    Returns: Y, of input's dtype; in training also mean and inv_var in float32, of input's shape
+    with 1 in the normalized dimensions. Source: cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR`` with ``CUDNN_LAYER_NORM``.
+    """
+
+    method = "layernorm"
+    dims = "input: *x, scale: *s, bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
+    extent = Rows()
+    backward = LayernormBackward
+    in_front = Adalayernorm
+    examples = (
+        Example({"input": (64, 256), "scale": (1, 256), "bias": (1, 256), "epsilon": 1e-5}),
+        Example(
+            {"input": (4, 24, 96), "scale": (1, 1, 96), "bias": (1, 1, 96), "epsilon": 1e-5},
+            "float16",
+        ),
+        Example(
+            {
+                "input": (3, 7, 6, 10),
+                "scale": (1, 1, 6, 10),
+                "bias": (1, 1, 6, 10),
+                "epsilon": 1e-5,
+            },
+            "float32",
+        ),
+        Example(
+            {"input": (64, 128), "scale": (1, 128), "bias": (1, 128), "epsilon": 1e-5},
+            attributes={"norm_forward_phase": "INFERENCE"},
+        ),
+    )
+
+
+@register
+@dataclass(frozen=True)
+class RmsnormBackward(OfRows, NormalizationBackward):
+    """Gradients of rmsnorm.
+
+    With ``xhat = input * inv_variance``, ``s = grad * scale`` and m the mean over a row:
+    ``DX = inv_variance * (s - xhat * m(s * xhat))``, ``DScale = sum(grad * xhat)`` and
+    ``DBias = sum(grad)`` over all rows.
+
+    Args:
+        grad: the gradient by Y, of input's shape.
+        input: as in the forward.
+        scale: as in the forward.
+        inv_variance: the forward's inv_var.
+        has_dbias: whether DBias is a result.
+
+    Returns: DX, DScale and DBias, of the dtypes of input and scale. Source: cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with ``CUDNN_RMS_NORM``.
+    """
+
+    method = "rmsnorm_backward"
+    dims = "grad: *x, input: *x, scale: *s, inv_variance: *m -> DX: *x, DScale: *s, DBias: *s"
+    extent = Rows(centred=False)
+    examples = (
+        Example(
+            {"grad": (64, 256), "input": (64, 256), "scale": (1, 256), "inv_variance": (64, 1)},
+            attributes={"has_dbias": False},
+            dtypes={"inv_variance": "float32"},
+            positive=("inv_variance",),
+        ),
+        Example(
+            {"grad": (64, 96), "input": (64, 96), "scale": (1, 96), "inv_variance": (64, 1)},
+            "float32",
+            positive=("inv_variance",),
+        ),
+    )
+
+    has_dbias: bool = True
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ("DX", "DScale", "DBias") if self.has_dbias else ("DX", "DScale")
+
+    def without(self, results: Collection[str]) -> Node:
+        return dataclasses.replace(self, has_dbias=False) if "DBias" in results else self
+
+    def vmapped(
+        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor] | None:
+        """DX with the scale multiplied in before; cuDNN has one DScale for all rows."""
+        grad, x, inv_variance = (inputs[port] for port in ("grad", "input", "inv_variance"))
+        node = dataclasses.replace(self, has_dbias=False)
+        dx, _ = g.apply(
+            node,
+            grad=g.mul(grad, inputs["scale"]),
+            input=x,
+            scale=_ones(g, tensors["scale"]),
+            inv_variance=inv_variance,
+        )
+        shape = inputs["scale"].shape
+        found = {"DX": dx, "DScale": g.reduced(g.mul(grad, g.mul(x, inv_variance)), shape)}
+        if self.has_dbias:
+            found["DBias"] = g.reduced(grad, shape)
+        return found
+
+
+@register
+@dataclass(frozen=True)
+class Rmsnorm(OfRows, Phased):
+    """Root mean square normalization: ``Y = input * inv_var * scale + bias``.
+
+    ``inv_var = (mean(input**2) + epsilon)**-0.5``, the mean over each row.
+
+    Args:
+        input: any shape.
+        scale: of input's rank; each dimension is 1 or input's. A row goes over those that are not
+            1: (1, N) beside (M, N).
+        bias: like scale; optional.
+        epsilon: a Python number, added to the mean square.
+        norm_forward_phase: "TRAINING" (the default) or "INFERENCE", or the member of
+            ``cudnn.norm_forward_phase``.
+
+    Returns: Y, of input's dtype; in training also inv_var in float32, of input's shape with 1 in
+    the normalized dimensions. Source: cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR`` with ``CUDNN_RMS_NORM``.
+    """
+
+    method = "rmsnorm"
+    dims = "input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, inv_var: *m"
+    extent = Rows(centred=False)
+    backward = RmsnormBackward
+    examples = (
+        Example({"input": (64, 256), "scale": (1, 256), "epsilon": 1e-5}),
+        Example(
+            {"input": (4, 24, 96), "scale": (1, 1, 96), "bias": (1, 1, 96), "epsilon": 1e-5},
+            "float16",
+        ),
+        Example({"input": (3, 7, 6, 10), "scale": (1, 1, 1, 10), "epsilon": 1e-5}, "float32"),
+    )
+
+    def vmapped(
+        self, g: Derivation, size: int, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor] | None:
+        """Normalized with a scale of ones, and then scaled: cuDNN has one scale for all rows."""
+        values = {port: inputs[port] for port in ("input", "epsilon")}
+        node = dataclasses.replace(self, norm_forward_phase=TRAINING)
+        y, inv_var = g.apply(node, **values, scale=_ones(g, tensors["scale"]))
+        y = g.mul(y, inputs["scale"])
+        y = g.add(y, inputs["bias"]) if "bias" in inputs else y
+        return {"Y": y, "inv_var": inv_var}

@@ -1,0 +1,390 @@
+"""What all normalizations have in common: shapes, references, derivatives.
+
+Each is ``Y = (input - mean) * inv_var * scale + bias`` with ``inv_var = (var + epsilon)**-0.5``;
+they differ in the dimensions over which mean and variance are taken. The backward reads ``input``
+and the statistics: nothing else is kept for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError
+from .._core.graph.by_reference import ByReference, Transposed, derived_ports, moving
+from .._core.graph.dims import Dims, Shape
+from .._core.graph.dtypes import FLOATS
+from .._core.graph.node import NUMBERS_ONLY, Node
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import GraphSpec, Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
+
+TRAINING, INFERENCE = "TRAINING", "INFERENCE"
+PHASES = (TRAINING, INFERENCE)
+STATISTICS = ("mean", "inv_var")
+BACKWARD_DIMS = (
+    "grad: *x, input: *x, scale: *s, mean: *m, inv_variance: *m -> DX: *x, DScale: *s, DBias: *s"
+)
+
+
+class Extent:
+    """Over which dimensions a kind of normalization takes its mean and variance."""
+
+    centred = True
+    """Whether the mean is subtracted."""
+
+    def reduced(self, shape: Shape, scale: Shape) -> tuple[int, ...]:
+        """The normalized dimensions of an input, for a scale."""
+        raise NotImplementedError
+
+    def scales(self, shape: Shape) -> str:
+        """The shapes of a scale for this input, in words."""
+        raise NotImplementedError
+
+    def fits(self, shape: Shape, scale: Shape) -> bool:
+        """Whether a scale is one for this input; both have the same rank."""
+        raise NotImplementedError
+
+
+class Rows(Extent):
+    """The dimensions that a scale has."""
+
+    def __init__(self, centred: bool = True, first: int = 0) -> None:
+        self.centred, self.first = centred, first
+
+    def reduced(self, shape: Shape, scale: Shape) -> tuple[int, ...]:
+        return tuple(axis for axis in range(self.first, len(shape)) if scale[axis] != 1)
+
+    def scales(self, shape: Shape) -> str:
+        front = [shape[0]] if self.first else []
+        return (
+            f"{[*front, *(1,) * (len(shape) - 1 - len(front)), shape[-1]]} for the last dimension"
+        )
+
+    def fits(self, shape: Shape, scale: Shape) -> bool:
+        pairs = [*zip(shape, scale, strict=True)][self.first :]
+        if not all(size in (1, whole) for whole, size in pairs):
+            return False
+        some = any(size != 1 for _, size in pairs) or any(whole == 1 for whole, _ in pairs)
+        return some and (not self.first or scale[0] == shape[0])
+
+
+class Spatial(Extent):
+    """The spatial dimensions, of each channel; ``batch``: of all images together."""
+
+    def __init__(self, batch: bool) -> None:
+        self.batch = batch
+
+    def reduced(self, shape: Shape, scale: Shape) -> tuple[int, ...]:
+        return (*((0,) if self.batch else ()), *range(2, len(shape)))
+
+    def scales(self, shape: Shape) -> str:
+        return str([1, *shape[1:2], *(1,) * (len(shape) - 2)])
+
+    def fits(self, shape: Shape, scale: Shape) -> bool:
+        return scale == (1, *shape[1:2], *(1,) * (len(shape) - 2))
+
+
+@dataclass(frozen=True)
+class Normalizing(Node):
+    """Shapes of a normalization and of its backward."""
+
+    extent: ClassVar[Extent]
+    anchor = True
+    writes_all = True
+    vmaps_by_reference = True
+    dtypes = FLOATS
+    prologue = ""
+    broadcasts_around = NUMBERS_ONLY
+
+    def checked(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
+        """The shapes of input and statistics; GraphError for what does not fit."""
+        self.sizes(inputs)
+        shape, scale = inputs["input"].shape, inputs["scale"].shape
+        if len(scale) != len(shape) or not self.extent.fits(shape, scale):
+            raise GraphError(
+                "'scale' does not fit 'input'",
+                expected=f"a scale of shape {self.extent.scales(shape)}",
+                got=f"scale of shape {list(scale)}, input of shape {list(shape)}",
+                why="a normalization goes over the dimensions that the scale has",
+                fix="jc.ops has the same with any axis, for example jc.ops.layer_norm(x, axis=-1)",
+            )
+        axes = self.extent.reduced(shape, scale)
+        statistics = tuple(1 if i in axes else size for i, size in enumerate(shape))
+        wanted = {
+            "bias": scale,
+            "grad": shape,
+            **dict.fromkeys(("mean", "inv_variance", "inv_var"), statistics),
+            **dict.fromkeys(("epsilon", "momentum"), (1,) * len(shape)),
+            **dict.fromkeys(("in_running_mean", "in_running_var"), scale),
+        }
+        for port, tensor in inputs.items():
+            if tensor.shape != wanted.get(port, tensor.shape):
+                raise GraphError(
+                    f"{port!r} has the wrong shape",
+                    expected=str(list(wanted[port])),
+                    got=f"{list(tensor.shape)}, beside input {list(shape)} and scale {list(scale)}",
+                )
+        return shape, statistics
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        arrays = [p for p in ("epsilon", "momentum") if p in tensors and tensors[p].value is None]
+        if arrays:
+            return (
+                f"{' and '.join(arrays)} is computed on the device, where cuDNN cannot read it "
+                "before it starts a kernel: give a Python number"
+            )
+        shape, scale = tensors["input"].shape, tensors["scale"].shape
+        axes = self.extent.reduced(shape, scale)
+        if math.prod(shape[axis] for axis in axes) == 1:
+            return "it goes over one element"
+        return None
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        return 8 * math.prod(shapes["input"])
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        made = super().emit(pygraph, tensors, common)
+        return tuple(tensor for tensor in made if tensor is not None)
+
+
+@dataclass(frozen=True)
+class Normalization(Normalizing):
+    """Forward: ``Y`` and the statistics."""
+
+    backward: ClassVar[type[NormalizationBackward]]
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        shape, statistics = self.checked(inputs)
+        return {
+            port: (shape, inputs["input"].dtype) if port == "Y" else (statistics, "float32")
+            for port in self.results
+        }
+
+    def reference(
+        self,
+        input: jax.Array,
+        scale: jax.Array,
+        epsilon: jax.Array,
+        bias: jax.Array | None = None,
+    ) -> tuple[jax.Array, ...]:
+        axes = self.extent.reduced(input.shape, scale.shape)
+        mean, inv_var = statistics(input, axes, epsilon, self.extent.centred)
+        y = normalized(input, mean, inv_var) * scale
+        y = y if bias is None else y + bias
+        found = {"Y": y, "mean": mean, "inv_var": inv_var}
+        return tuple(found[port] for port in self.results)
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        if "inv_var" not in outputs or not {*tangents} <= {"input", "scale", "bias"}:
+            return super().jvp(g, tangents, inputs, outputs)
+        node = NormalizationTangent(self, tuple(tangents), tuple(outputs))
+        values = {port: inputs[port] for port in ("input", "scale")}
+        values |= {port: outputs[port] for port in STATISTICS if port in outputs}
+        along = {node.given[port]: tangent for port, tangent in tangents.items()}
+        return dict(zip(node.outs, g.apply(node, **values, **along), strict=True))
+
+
+@dataclass(frozen=True)
+class Phased(Normalization):
+    """A normalization that gives its statistics in training only."""
+
+    norm_forward_phase: str = TRAINING
+
+    @classmethod
+    def create(cls, norm_forward_phase: Any = TRAINING) -> Phased:
+        phase = getattr(norm_forward_phase, "name", norm_forward_phase)
+        if phase not in PHASES:
+            raise GraphError(
+                "unknown norm_forward_phase",
+                expected=" or ".join(map(repr, PHASES)),
+                got=repr(norm_forward_phase),
+            )
+        return cls(phase)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        training = self.norm_forward_phase == TRAINING
+        return self.ports.output_names if training else self.ports.output_names[:1]
+
+    def without(self, results: Collection[str]) -> Node:
+        if {*results} >= {*self.ports.output_names[1:]}:
+            return dataclasses.replace(self, norm_forward_phase=INFERENCE)
+        return self
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        import cudnn
+
+        phase = getattr(cudnn.norm_forward_phase, self.norm_forward_phase)
+        return super().emit(pygraph, {"norm_forward_phase": phase, **tensors}, common)
+
+    def keywords(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True)
+class NormalizationBackward(Normalizing):
+    """Gradients of a normalization by its input, scale and bias."""
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        shape, _ = self.checked(inputs)
+        scale = inputs["scale"]
+        return {
+            port: (shape, inputs["input"].dtype) if port == "DX" else (scale.shape, scale.dtype)
+            for port in self.results
+        }
+
+    def reference(
+        self,
+        grad: jax.Array,
+        input: jax.Array,
+        scale: jax.Array,
+        inv_variance: jax.Array,
+        mean: jax.Array | None = None,
+    ) -> tuple[jax.Array, ...]:
+        axes = self.extent.reduced(input.shape, scale.shape)
+        shared = tuple(axis for axis, size in enumerate(scale.shape) if size == 1)
+        xhat = normalized(input, mean, inv_variance)
+        found = {
+            "DX": inv_variance * projected(grad * scale, xhat, axes, self.extent.centred),
+            "DScale": jnp.sum(grad * xhat, axis=shared, keepdims=True),
+            "DBias": jnp.sum(grad, axis=shared, keepdims=True),
+        }
+        return tuple(found[port] for port in self.results)
+
+    def linear_in(self, port: str) -> bool:
+        return port == "grad"
+
+
+@dataclass(frozen=True)
+class NormalizationTangent(ByReference):
+    """Tangents of a normalization's results, from its input, scale and statistics.
+
+    With ``xhat = (input - mean) * inv_var`` and m the mean over the normalized dimensions:
+    ``dY = scale * inv_var * (dx - m(dx) - xhat * m(dx * xhat)) + dscale * xhat + dbias``,
+    ``dmean = m(dx)``, ``dinv_var = -inv_var**2 * m(dx * xhat)``. The transpose is cuDNN's backward.
+    """
+
+    active: tuple[str, ...]
+    """Those of input, scale and bias that have a tangent."""
+    outs: tuple[str, ...]
+    """The results, of which the statistics are operands here."""
+
+    kind = "jvp"
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        return ("input", "scale", *(port for port in STATISTICS if port in self.outs))
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Port of the normalization -> the port with its tangent."""
+        return moving(self.active, self.inner)
+
+    @property
+    def made(self) -> dict[str, str]:
+        """Result of the normalization -> the result that is its tangent."""
+        return moving(self.outs, (*self.inner, *self.given.values()))
+
+    @property
+    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return derived_ports((*self.inner, *self.given.values()), self.made.values())
+
+    def linear_in(self, port: str) -> bool:
+        return port in self.given.values()
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        x, statistic = inputs["input"], inputs["inv_var"]
+        found = {"Y": (x.shape, x.dtype)}
+        return {
+            name: found.get(port, (statistic.shape, "float32")) for port, name in self.made.items()
+        }
+
+    def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        assert isinstance(self.base, Normalization)
+        extent = self.base.extent
+        arrays = {port: x.astype(jnp.float32) for port, x in arrays.items()}
+        x, scale, inv_var = (arrays[port] for port in ("input", "scale", "inv_var"))
+        axes = extent.reduced(x.shape, scale.shape)
+        xhat = normalized(x, arrays.get("mean"), inv_var)
+        zero = jnp.zeros_like(inv_var)
+        found = {"Y": jnp.zeros_like(x), "mean": zero, "inv_var": zero}
+        if "input" in self.active:
+            dx = arrays[self.given["input"]]
+            slope = jnp.mean(dx * xhat, axis=axes, keepdims=True)
+            found["mean"] = jnp.mean(dx, axis=axes, keepdims=True)
+            found["inv_var"] = -jnp.square(inv_var) * slope
+            dx = dx - found["mean"] if extent.centred else dx
+            found["Y"] = scale * inv_var * (dx - xhat * slope)
+        if "scale" in self.active:
+            found["Y"] += arrays[self.given["scale"]] * xhat
+        if "bias" in self.active:
+            found["Y"] += arrays[self.given["bias"]]
+        return tuple(found[port] for port in self.outs)
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        y = self.made["Y"]
+        linear = {port: name for port, name in self.given.items() if name not in inputs}
+        if y not in cotangents or "input" not in linear or not {*inputs} >= {*self.inner}:
+            return super().transpose(g, cotangents, inputs, tensors)
+        assert isinstance(self.base, Normalization)
+        node = self.base.backward(compute_data_type=self.base.compute_data_type)
+        values = {
+            port: inputs[{"inv_variance": "inv_var"}.get(port, port)]
+            for port in node.ports.input_names
+            if port != "grad"
+        }
+        made = g.apply(node, grad=cotangents[y], **values)
+        found = dict(zip(node.results, made, strict=True))
+        sources = {"input": "DX", "scale": "DScale", "bias": "DBias"}
+        passed = {name: found[sources[port]] for port, name in linear.items()}
+        others = tuple(name for name in cotangents if name != y)
+        if others:  # of the statistics, which only the input moves
+            x = linear["input"]
+            aval = x, tensors[x].shape, tensors[x].dtype
+            fixed = dict(inputs)
+            through = Transposed(
+                dataclasses.replace(self, active=("input",)), (aval,), others, tuple(fixed)
+            )
+            given = {through.given[name]: cotangents[name] for name in others}
+            passed[x] = g.sum([passed[x], *g.apply(through, **fixed, **given)])
+        return passed
+
+
+def statistics(
+    x: jax.Array, axes: Iterable[int], epsilon: jax.Array, centred: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Mean (0 unless ``centred``) and ``(variance + epsilon)**-0.5``, of squared distances from the
+    mean: right also where the mean is far larger than they are."""
+    axes = tuple(axes)
+    mean = jnp.mean(x, axis=axes, keepdims=True)
+    mean = mean if centred else jnp.zeros_like(mean)
+    variance = jnp.mean(jnp.square(x - mean), axis=axes, keepdims=True)
+    return mean, jax.lax.rsqrt(variance + epsilon)
+
+
+def normalized(x: jax.Array, mean: jax.Array | None, inv_var: jax.Array) -> jax.Array:
+    return (x if mean is None else x - mean) * inv_var
+
+
+def projected(slope: jax.Array, xhat: jax.Array, axes: tuple[int, ...], centred: bool) -> jax.Array:
+    """``slope`` without what changes a row's mean (if that is subtracted) and its length."""
+    along = jnp.mean(slope * xhat, axis=axes, keepdims=True) * xhat
+    return slope - along - (jnp.mean(slope, axis=axes, keepdims=True) if centred else 0)
