@@ -4,6 +4,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+import oracle_norms
 import oracle_shapes
 from numpy.lib.stride_tricks import sliding_window_view
 
@@ -154,6 +155,7 @@ OPERATIONS = {
     "sigmoid": lambda node, input: _sigmoid(input),
     "swish": lambda node, input: input * _sigmoid((node.swish_beta or 1.0) * input),
     "reduction": lambda node, input: _reduction(input, node),
+    **oracle_norms.OPERATIONS,
 }
 
 

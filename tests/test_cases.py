@@ -121,7 +121,8 @@ def test_cases_have_none_one_and_several_anchors():
     assert cut["conv_concatenated"] == 1
     assert cut["conv_then_matmul_of_its_pixels"] == 2
     movers = {"broadcast", "concatenate", "resample", "reshape", "transpose"}
-    assert {name.split("_")[0] for name, count in cut.items() if count == 0} == movers
+    without = {name.split("_")[0] for name, count in cut.items() if count == 0}
+    assert without == {*movers, "batchnorm"}  # its inference is pointwise
 
 
 @pytest.mark.deviceless

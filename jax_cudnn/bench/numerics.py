@@ -90,9 +90,9 @@ def _operands(node: type[Node], dtype: str) -> dict[str, Tensor]:
     example = node.examples[0]
     variadic = {port.name for port in node.ports.inputs if port.variadic}
     masks = {name for name, given in example.dtypes.items() if given == "bool"}
-    rank = max(len(shape) for shape in example.inputs.values() if isinstance(shape, tuple))
+    arrays = {n: given for n, given in example.inputs.items() if not isinstance(given, float)}
     shapes = {
-        name: (1,) * rank if isinstance(given, float) else given
+        name: (1,) * len(next(iter(arrays.values()))) if isinstance(given, float) else given
         for name, given in example.inputs.items()
     }
     return {
