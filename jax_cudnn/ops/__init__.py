@@ -19,3 +19,8 @@ from .fused_conv import conv_transpose as conv_transpose
 from .fused_matmul import matmul as matmul
 from .hooks import conv_general_dilated as conv_general_dilated
 from .hooks import dot_general as dot_general
+from .norms import ada_layer_norm as ada_layer_norm
+from .norms import group_norm as group_norm
+from .norms import instance_norm as instance_norm
+from .norms import layer_norm as layer_norm
+from .norms import rms_norm as rms_norm

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .._core.graph.builder import register
+from .._core.graph.layout import major_to_minor
 from .._core.graph.node import ANY, LEAD, Example, Node
 from .._core.graph.spec import Tensor
 from .normalization_base import (
@@ -21,6 +22,7 @@ from .normalization_base import (
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import GraphSpec
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
@@ -43,6 +45,14 @@ class OfRows(Normalizing):
     extent: ClassVar[Rows]
     in_front: ClassVar[type[Normalizing] | None] = None
     """The class that takes a dimension in front of all operands, each with a scale of its own."""
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        x = tensors["input"]
+        axes = self.extent.reduced(x.shape, tensors["scale"].shape)
+        order = [axis for axis in major_to_minor(graph, x) if x.shape[axis] > 1]
+        if axes and {*order[-len(axes) :]} != {*axes}:
+            return f"the normalized dimensions {list(axes)} are not the last in memory"
+        return super().refuses(tensors, graph)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """Into rows, where only what has rows is batched; else in front, with a scale each."""

@@ -1,0 +1,459 @@
+"""Normalizations in the conventions of jax.nn and Flax: any rank, any axis."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dtypes import FLOATS
+from .._core.graph.options import Options
+from .._core.graph.trace import GraphFunction
+from .arguments import chosen
+
+Axes = int | Sequence[int]
+Scalar = float | jax.Array
+
+
+def _row_norm(g, x, scale, bias, *, kind, epsilon, zero_centered, out):
+    scale = g.add(scale, 1.0) if zero_centered else scale
+    bias = {} if bias is None else {"bias": bias}
+    y, *statistics = getattr(g, kind)(x, scale, **bias, epsilon=epsilon)
+    return (y.set_data_type(out), *statistics)
+
+
+def _traced_epsilon(g, x, scale, bias, epsilon, *, kind, zero_centered, out):
+    return _row_norm(
+        g, x, scale, bias, kind=kind, epsilon=epsilon, zero_centered=zero_centered, out=out
+    )
+
+
+def _named(name: str) -> tuple[GraphFunction, GraphFunction]:
+    """A graph function with a static epsilon, and one to which it is an array."""
+    return GraphFunction(_row_norm, name=name), GraphFunction(_traced_epsilon, name=name)
+
+
+RMS_NORM, LAYER_NORM, ADA_LAYER_NORM = map(_named, ("rms_norm", "layer_norm", "ada_layer_norm"))
+INSTANCE_NORM, GROUP_NORM = map(_named, ("instance_norm", "group_norm"))
+
+
+class Moved(NamedTuple):
+    """An array with some of its axes moved to the end."""
+
+    x: jax.Array
+    order: tuple[int, ...]
+    """Where each axis stood before."""
+
+    def back(self, y: jax.Array) -> jax.Array:
+        return _transposed(y, np.argsort(self.order))
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    axis: Axes = -1,
+    epsilon: Scalar = 1e-6,
+    zero_centered_scale: bool = False,
+    return_statistics: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Root mean square normalization.
+
+    ``x * inv_rms * scale`` with ``inv_rms = (mean(x**2, axis) + epsilon)**-0.5``.
+
+    Args:
+        x: any shape; float32, bfloat16 or float16.
+        scale: of the shape of the normalized axes, in their order; none is 1. With the dtype of
+            ``x``, if that has 16 bits, cuDNN has its fastest kernels.
+        axis: the normalized axes. The last ones are read where they lie; others are moved there,
+            which costs nothing where they lie last in memory.
+        epsilon: added to the mean square. A Python number is part of the plan's call; an array may
+            be computed in the program, and then XLA runs the normalization, because cuDNN reads
+            it before it starts.
+        zero_centered_scale: multiply by ``1 + scale``, as for parameters that decay to 0.
+        return_statistics: also return inv_rms.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
+        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+
+    Returns: y, of the shape and dtype of x; with ``return_statistics`` (y, inv_rms), inv_rms in
+    float32 with 1 in the normalized axes. All may be differentiated; the forward keeps inv_rms.
+
+    Raises:
+        GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467; ``flax.nnx.RMSNorm``; cuDNN documentation,
+    ``CUDNN_RMS_NORM``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> jc.ops.rms_norm(jnp.ones((4, 128, 64)), jnp.ones(64)).shape
+        (4, 128, 64)
+    """
+    y, inv_rms = _of_rows(
+        RMS_NORM, "rmsnorm", x, scale, None, axis, epsilon, zero_centered_scale, options,
+        implementation,
+    )  # fmt: skip
+    return (y, inv_rms) if return_statistics else y
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    axis: Axes = -1,
+    epsilon: Scalar = 1e-5,
+    zero_centered_scale: bool = False,
+    return_statistics: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Layer normalization.
+
+    ``(x - mean) * inv_std * scale + bias`` with ``inv_std = (var + epsilon)**-0.5``; mean and
+    (biased) variance over ``axis``, in float32, of distances from the mean.
+
+    Args:
+        x, axis, epsilon, zero_centered_scale, implementation, options: as in :func:`rms_norm`.
+        scale: of the shape of the normalized axes, in their order; none is 1.
+        bias: like scale; none is 0.
+        return_statistics: also return (mean, inv_std).
+
+    Returns: y, of the shape and dtype of x; with ``return_statistics`` (y, (mean, inv_std)), these
+    in float32 with 1 in the normalized axes. All may be differentiated; the forward keeps
+    mean and inv_std alone.
+
+    Raises: as :func:`rms_norm`. Source: Ba et al. 2016, arXiv:1607.06450;
+    ``flax.nnx.LayerNorm``; cuDNN documentation, ``CUDNN_LAYER_NORM``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> jc.ops.layer_norm(jnp.ones((4, 128, 64)), jnp.ones(64), jnp.zeros(64)).shape
+        (4, 128, 64)
+    """
+    y, *statistics = _of_rows(
+        LAYER_NORM, "layernorm", x, scale, bias, axis, epsilon, zero_centered_scale, options,
+        implementation,
+    )  # fmt: skip
+    return (y, tuple(statistics)) if return_statistics else y
+
+
+def ada_layer_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: Scalar = 1e-5,
+    zero_centered_scale: bool = False,
+    return_statistics: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Layer normalization of the last axis with a scale and bias for each example.
+
+    As :func:`layer_norm`, where ``scale`` and ``bias`` depend on the first axis, as diffusion
+    transformers compute them from what they are conditioned on.
+
+    Args:
+        x: (batch, ..., features).
+        scale: (batch, features).
+        bias: (batch, features); none is 0.
+        epsilon, zero_centered_scale, return_statistics, implementation, options: as in
+            :func:`layer_norm`.
+
+    Returns, Raises: as :func:`layer_norm`. Source: Peebles and Xie 2023, arXiv:2212.09748 (with
+    ``zero_centered_scale``); cuDNN documentation, ``CUDNN_ADA_LAYER_NORM``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> jc.ops.ada_layer_norm(jnp.ones((4, 128, 64)), jnp.ones((4, 64))).shape
+        (4, 128, 64)
+    """
+    x = floating("x", x)
+    if x.ndim < 2:
+        raise GraphError(
+            "x has no batch axis", expected="(batch, ..., features)", got=f"shape {x.shape}"
+        )
+    wide = x[:, None] if x.ndim == 2 else x  # with two axes each example is one row
+    shape = (x.shape[0], *(1,) * (wide.ndim - 2), x.shape[-1])
+    wanted = (x.shape[0], x.shape[-1])
+    given = [_parameter(name, p, wanted) for name, p in (("scale", scale), ("bias", bias))]
+    gamma, beta = (None if p is None else p.reshape(shape) for p in given)
+    if gamma is None:
+        raise GraphError("scale is missing", expected=f"shape {wanted}", got="None")
+    found = _applied(
+        ADA_LAYER_NORM, "adalayernorm", wide, gamma, beta, epsilon, zero_centered_scale, options,
+        implementation,
+    )  # fmt: skip
+    y, *statistics = (v.reshape(*x.shape[:-1], v.shape[-1]) for v in found)
+    return (y, tuple(statistics)) if return_statistics else y
+
+
+def instance_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    axis: int = -1,
+    epsilon: Scalar = 1e-5,
+    return_statistics: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Instance normalization: each channel of each image by itself.
+
+    ``(x - mean) * inv_std * scale + bias`` with ``inv_std = (var + epsilon)**-0.5``; mean and
+    (biased) variance over all axes but the first and ``axis``.
+
+    Args:
+        x: (batch, *spatial, channels), or with its channels at ``axis``; at least one spatial axis.
+        scale: (channels,); none is 1.
+        bias: (channels,); none is 0.
+        axis: where the channels are.
+        epsilon, return_statistics, implementation, options: as in :func:`layer_norm`.
+
+    Returns, Raises: as :func:`layer_norm`. Source: Ulyanov et al. 2016, arXiv:1607.08022;
+    ``flax.nnx.InstanceNorm``; cuDNN documentation, ``CUDNN_INSTANCE_NORM``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> jc.ops.instance_norm(jnp.ones((2, 8, 8, 16)), jnp.ones(16), jnp.zeros(16)).shape
+        (2, 8, 8, 16)
+    """
+    x = floating("x", x)
+    order = channels_second(x, axis, 3, "(batch, *spatial, channels)")
+    image = Moved(_transposed(x, order), order)
+    shape = image.x.shape
+    scale, bias = per_channel(image.x, scale, bias, x.dtype)
+    # cuDNN has up to three spatial dimensions.
+    spatial = shape[2:] if len(shape) < 6 else (math.prod(shape[2:]),)
+    found = _applied(
+        INSTANCE_NORM, "instancenorm", image.x.reshape(*shape[:2], *spatial),
+        _of_rank(scale, 2 + len(spatial)), _of_rank(bias, 2 + len(spatial)), epsilon, False,
+        options, implementation,
+    )  # fmt: skip
+    rank = image.x.ndim
+    y = image.back(found[0].reshape(shape))
+    statistics = tuple(image.back(_of_rank(v, rank, lead=2)) for v in found[1:])
+    return (y, statistics) if return_statistics else y
+
+
+def group_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    num_groups: int,
+    axis: int = -1,
+    epsilon: Scalar = 1e-5,
+    return_statistics: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Group normalization: each group of channels of each image by itself.
+
+    ``(x - mean) * inv_std * scale + bias`` with ``inv_std = (var + epsilon)**-0.5``; mean and
+    (biased) variance over the channels of a group and all axes but the first.
+
+    Args:
+        x: (batch, ..., channels), or with its channels at ``axis``.
+        scale: (channels,); none is 1.
+        bias: (channels,); none is 0.
+        num_groups: a divisor of the number of channels.
+        axis: where the channels are.
+        epsilon, return_statistics, implementation, options: as in :func:`layer_norm`.
+
+    Returns: y, of the shape and dtype of x; with ``return_statistics`` (y, (mean, inv_std)), these
+    in float32 and of shape (batch, num_groups).
+
+    cuDNN's graphs have no such operation. One group, and a group for each channel, are rows and
+    instances to it; XLA runs the rest, in the same program.
+
+    Raises: as :func:`layer_norm`. Source: Wu and He 2018, arXiv:1803.08494;
+    ``flax.nnx.GroupNorm``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> jc.ops.group_norm(jnp.ones((2, 8, 8, 16)), num_groups=4).shape
+        (2, 8, 8, 16)
+    """
+    x = floating("x", x)
+    second = channels_second(x, axis, 2, "(batch, ..., channels)")
+    order = (second[0], *second[2:], second[1])  # channels last
+    moved = Moved(_transposed(x, order), order)
+    batch, *spatial, channels = moved.x.shape
+    groups = operator.index(num_groups)
+    if groups < 1 or channels % groups:
+        raise GraphError(
+            "num_groups does not divide the channels",
+            expected=f"a divisor of {channels}, the size of axis {axis}",
+            got=f"num_groups={num_groups}",
+        )
+    scale, bias = (_parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
+    # Of (batch, pixels, groups, channels of each) the second and last are a group's.
+    inner = channels // groups
+    wide = moved.x.reshape(batch, math.prod(spatial), groups, inner)
+    if groups == 1:
+        wide = wide.reshape(batch, -1)
+    row = (1, *(1 if axis == 2 else size for axis, size in enumerate(wide.shape) if axis))
+    found = _applied(
+        GROUP_NORM, "layernorm", wide, jnp.ones(row, x.dtype), jnp.zeros(row, x.dtype), epsilon,
+        False, options, implementation, out="float32" if scale is not None or bias is not None
+        else str(x.dtype),
+    )  # fmt: skip
+    y = found[0].reshape(moved.x.shape)
+    y = y if scale is None else y * scale.astype(jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    statistics = tuple(v.reshape(batch, groups) for v in found[1:])
+    y = moved.back(y.astype(x.dtype))
+    return (y, statistics) if return_statistics else y
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def floating(name: str, x: Any) -> jax.Array:
+    """An array of a float that cuDNN normalizes; GraphTypeError for others."""
+    x = jnp.asarray(x)
+    if str(x.dtype) not in FLOATS:
+        raise GraphTypeError(
+            f"{name} has a dtype that is not normalized",
+            expected=", ".join(FLOATS),
+            got=f"{x.dtype}{list(x.shape)}",
+            fix=f"cast it before the call: {name}.astype(jnp.float32)",
+        )
+    return x
+
+
+def normalized_axes(x: jax.Array, axis: Axes) -> tuple[int, ...]:
+    """The axes as positions, ascending; GraphError for what are none."""
+    try:
+        given = tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
+    except TypeError:
+        given = ()
+    found = sorted({a + x.ndim if a < 0 else a for a in given})
+    if not found or len(found) != len(given) or found[0] < 0 or found[-1] >= x.ndim:
+        raise GraphError(
+            "axis is not valid",
+            expected=f"one or more different axes of an array of rank {x.ndim}",
+            got=f"axis={axis!r}",
+        )
+    return tuple(found)
+
+
+def channels_second(x: jax.Array, axis: int, least: int, expected: str) -> tuple[int, ...]:
+    """The order of axes in which the channels follow the first axis."""
+    (channel,) = normalized_axes(x, axis if isinstance(axis, int) else -1)
+    if x.ndim < least or channel == 0 or not isinstance(axis, int):
+        raise GraphError(
+            "x has no such axes",
+            expected=f"{expected}, with its channels at axis {axis}, which is not the first",
+            got=f"shape {x.shape}, axis={axis!r}",
+        )
+    return (0, channel, *(a for a in range(1, x.ndim) if a != channel))
+
+
+def per_channel(
+    image: jax.Array, scale: Any, bias: Any, default: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Scale and bias as (1, C, 1, ...) beside (N, C, ...); ones and zeros where there is none."""
+    channels, rank = image.shape[1], image.ndim
+    scale, bias = (_parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
+    dtype = next((p.dtype for p in (scale, bias) if p is not None), default)
+    scale = jnp.ones(channels, dtype) if scale is None else scale
+    bias = jnp.zeros(channels, dtype) if bias is None else bias
+    shape = (1, channels, *(1,) * (rank - 2))
+    return scale.reshape(shape), bias.reshape(shape)
+
+
+def _parameter(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    if value is None:
+        return None
+    value = floating(name, value)
+    if value.shape != shape:
+        raise GraphError(
+            f"{name} does not fit",
+            expected=f"shape {shape}",
+            got=f"shape {value.shape}",
+            why="it has an element for each of the normalized axes, or for each channel",
+        )
+    return value
+
+
+def _of_rows(
+    functions: tuple[GraphFunction, GraphFunction],
+    kind: str,
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    axis: Axes,
+    epsilon: Scalar,
+    zero_centered: bool,
+    options: Options | None,
+    implementation: str | None,
+) -> list[jax.Array]:
+    """A normalization over some axes: they are moved to the end, and back."""
+    x = floating("x", x)
+    axes = normalized_axes(x, axis)
+    order = (*(a for a in range(x.ndim) if a not in axes), *axes)
+    moved = Moved(_transposed(x, order), order)
+    row = tuple(x.shape[a] for a in axes)
+    scale, bias = (_parameter(n, p, row) for n, p in (("scale", scale), ("bias", bias)))
+    zero_centered &= scale is not None
+    dtype = next((p.dtype for p in (scale, bias) if p is not None), x.dtype)
+    scale = jnp.ones(row, dtype) if scale is None else scale
+    if kind == "layernorm":  # it has always one
+        bias = jnp.zeros(row, dtype) if bias is None else bias
+    wide = moved.x if len(axes) < x.ndim else moved.x[None]  # one row
+    shape = (*(1,) * (wide.ndim - len(row)), *row)
+    scale, bias = (None if p is None else p.reshape(shape) for p in (scale, bias))
+    found = _applied(
+        functions, kind, wide, scale, bias, epsilon, zero_centered, options, implementation
+    )
+    return [moved.back(v if wide is moved.x else v[0]) for v in found]
+
+
+def _applied(
+    functions: tuple[GraphFunction, GraphFunction],
+    kind: str,
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    epsilon: Scalar,
+    zero_centered: bool,
+    options: Options | None,
+    implementation: str | None,
+    out: str = "",
+) -> tuple[jax.Array, ...]:
+    keywords = {"kind": kind, "zero_centered": zero_centered, "out": out or str(x.dtype)}
+    static, traced = (chosen(f, options, None, implementation) for f in functions)
+    if isinstance(epsilon, (int, float)):
+        return static(x, scale, bias, epsilon=float(epsilon), **keywords)
+    return traced(x, scale, bias, scalar("epsilon", epsilon), **keywords)
+
+
+def scalar(name: str, value: Any) -> jax.Array:
+    """An array of one number in float32; GraphError for others."""
+    value = jnp.asarray(value)
+    if value.ndim:
+        raise GraphError(f"{name} is no number", expected="a scalar", got=f"shape {value.shape}")
+    return value.astype(jnp.float32)
+
+
+def _of_rank(x: jax.Array, rank: int, lead: int = 2) -> jax.Array:
+    """The same with its first dimensions, and then as many of 1 as make up a rank."""
+    return x.reshape(*x.shape[:lead], *(1,) * (rank - lead))
+
+
+def _transposed(x: jax.Array, order: Any) -> jax.Array:
+    order = tuple(int(axis) for axis in order)
+    return x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
