@@ -17,6 +17,8 @@ from . import statistics as statistics
 from .fused_conv import conv as conv
 from .fused_conv import conv_transpose as conv_transpose
 from .fused_matmul import matmul as matmul
+from .fused_norm import batch_norm as batch_norm
+from .fused_norm import conv_batch_norm as conv_batch_norm
 from .hooks import conv_general_dilated as conv_general_dilated
 from .hooks import dot_general as dot_general
 from .norms import ada_layer_norm as ada_layer_norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -275,7 +276,7 @@ class Batchnorm(OfChannels, Normalization):
         moved = {"mean": found.get("mean")}
         if "inv_var" in found:
             inv_var = outputs["inv_var"]
-            count = inputs["input"].size // max(inv_var.size, 1)
+            count = math.prod(inputs["input"].shape) // max(math.prod(inv_var.shape), 1)
             cube = g.mul(g.mul(inv_var, inv_var), inv_var)
             slope = g.div(-2.0 * count / max(count - 1, 1), cube)
             moved["var"] = g.mul(found["inv_var"], slope)

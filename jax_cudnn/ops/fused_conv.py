@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +118,42 @@ def conv(
         ...             dimension_numbers=("NHWC", "OHWI", "NHWC")).shape
         (2, 8, 8, 32)
     """
+    image, weight, shape, spec, windows = prepared(
+        x, w, strides, padding, dilation, groups, dimension_numbers
+    )
+    terms = _terms(scale, bias, residual, activation, shape, weight, spec)
+    y = chosen(CONV, options, precision, implementation)(
+        image,
+        weight,
+        *terms[:3],
+        **windows,
+        activation=terms.activation,
+        out=out_dtype(image, weight, preferred_element_type, terms.given),
+    )
+    return transpose(y, np.argsort(spec.out_spec))
+
+
+class Prepared(NamedTuple):
+    """A convolution's operands as its graph takes them, (N, C, *spatial) and (K, C, *spatial)."""
+
+    image: jax.Array
+    weight: jax.Array
+    shape: tuple[int, ...]
+    """Of the result, (N, K, *spatial)."""
+    spec: lax.ConvDimensionNumbers
+    windows: dict[str, tuple[Any, ...]]
+
+
+def prepared(
+    x: jax.Array,
+    w: jax.Array,
+    strides: int | Sequence[int],
+    padding: Padding,
+    dilation: int | Sequence[int],
+    groups: int,
+    dimension_numbers: Any,
+) -> Prepared:
+    """lax's arguments checked, and brought into the form that graphs take."""
     x, w = promoted(x, w)
     spec = numbers(x, w, dimension_numbers)
     image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
@@ -131,18 +167,9 @@ def conv(
         for size, pair, reach, step in zip(image.shape[2:], padded, window, stride, strict=True)
     )
     shape = (image.shape[0], weight.shape[0], *sizes)
-    terms = _terms(scale, bias, residual, activation, shape, weight, spec)
-    y = chosen(CONV, options, precision, implementation)(
-        image,
-        weight,
-        *terms[:3],
-        pads=padded,
-        strides=stride,
-        dilation=dilate,
-        activation=terms.activation,
-        out=out_dtype(image, weight, preferred_element_type, terms.given),
+    return Prepared(
+        image, weight, shape, spec, {"pads": padded, "strides": stride, "dilation": dilate}
     )
-    return transpose(y, np.argsort(spec.out_spec))
 
 
 def conv_transpose(

@@ -21,26 +21,18 @@ Axes = int | Sequence[int]
 Scalar = float | jax.Array
 
 
-def _row_norm(g, x, scale, bias, *, kind, epsilon, zero_centered, out):
+def _norm(g, x, scale, bias, epsilon, *, kind, zero_centered, out):
     scale = g.add(scale, 1.0) if zero_centered else scale
     bias = {} if bias is None else {"bias": bias}
     y, *statistics = getattr(g, kind)(x, scale, **bias, epsilon=epsilon)
     return (y.set_data_type(out), *statistics)
 
 
-def _traced_epsilon(g, x, scale, bias, epsilon, *, kind, zero_centered, out):
-    return _row_norm(
-        g, x, scale, bias, kind=kind, epsilon=epsilon, zero_centered=zero_centered, out=out
-    )
-
-
-def _named(name: str) -> tuple[GraphFunction, GraphFunction]:
-    """A graph function with a static epsilon, and one to which it is an array."""
-    return GraphFunction(_row_norm, name=name), GraphFunction(_traced_epsilon, name=name)
-
-
-RMS_NORM, LAYER_NORM, ADA_LAYER_NORM = map(_named, ("rms_norm", "layer_norm", "ada_layer_norm"))
-INSTANCE_NORM, GROUP_NORM = map(_named, ("instance_norm", "group_norm"))
+RMS_NORM = GraphFunction(_norm, name="rms_norm")
+LAYER_NORM = GraphFunction(_norm, name="layer_norm")
+ADA_LAYER_NORM = GraphFunction(_norm, name="ada_layer_norm")
+INSTANCE_NORM = GraphFunction(_norm, name="instance_norm")
+GROUP_NORM = GraphFunction(_norm, name="group_norm")
 
 
 class Moved(NamedTuple):
@@ -233,7 +225,7 @@ def instance_norm(
     order = channels_second(x, axis, 3, "(batch, *spatial, channels)")
     image = Moved(_transposed(x, order), order)
     shape = image.x.shape
-    scale, bias = per_channel(image.x, scale, bias, x.dtype)
+    scale, bias = per_channel(shape, scale, bias, x.dtype)
     # cuDNN has up to three spatial dimensions.
     spatial = shape[2:] if len(shape) < 6 else (math.prod(shape[2:]),)
     found = _applied(
@@ -363,10 +355,10 @@ def channels_second(x: jax.Array, axis: int, least: int, expected: str) -> tuple
 
 
 def per_channel(
-    image: jax.Array, scale: Any, bias: Any, default: Any
+    image: tuple[int, ...], scale: Any, bias: Any, default: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Scale and bias as (1, C, 1, ...) beside (N, C, ...); ones and zeros where there is none."""
-    channels, rank = image.shape[1], image.ndim
+    channels, rank = image[1], len(image)
     scale, bias = (_parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
     dtype = next((p.dtype for p in (scale, bias) if p is not None), default)
     scale = jnp.ones(channels, dtype) if scale is None else scale
@@ -390,7 +382,7 @@ def _parameter(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array | Non
 
 
 def _of_rows(
-    functions: tuple[GraphFunction, GraphFunction],
+    function: GraphFunction,
     kind: str,
     x: jax.Array,
     scale: jax.Array | None,
@@ -417,13 +409,13 @@ def _of_rows(
     shape = (*(1,) * (wide.ndim - len(row)), *row)
     scale, bias = (None if p is None else p.reshape(shape) for p in (scale, bias))
     found = _applied(
-        functions, kind, wide, scale, bias, epsilon, zero_centered, options, implementation
+        function, kind, wide, scale, bias, epsilon, zero_centered, options, implementation
     )
     return [moved.back(v if wide is moved.x else v[0]) for v in found]
 
 
 def _applied(
-    functions: tuple[GraphFunction, GraphFunction],
+    function: GraphFunction,
     kind: str,
     x: jax.Array,
     scale: jax.Array | None,
@@ -434,15 +426,21 @@ def _applied(
     implementation: str | None,
     out: str = "",
 ) -> tuple[jax.Array, ...]:
-    keywords = {"kind": kind, "zero_centered": zero_centered, "out": out or str(x.dtype)}
-    static, traced = (chosen(f, options, None, implementation) for f in functions)
-    if isinstance(epsilon, (int, float)):
-        return static(x, scale, bias, epsilon=float(epsilon), **keywords)
-    return traced(x, scale, bias, scalar("epsilon", epsilon), **keywords)
+    return chosen(function, options, None, implementation)(
+        x,
+        scale,
+        bias,
+        scalar("epsilon", epsilon),
+        kind=kind,
+        zero_centered=zero_centered,
+        out=out or str(x.dtype),
+    )
 
 
-def scalar(name: str, value: Any) -> jax.Array:
-    """An array of one number in float32; GraphError for others."""
+def scalar(name: str, value: Any) -> Scalar:
+    """A Python number, or an array of one number in float32; GraphError for others."""
+    if isinstance(value, (int, float)):
+        return float(value)
     value = jnp.asarray(value)
     if value.ndim:
         raise GraphError(f"{name} is no number", expected="a scalar", got=f"shape {value.shape}")

@@ -1,0 +1,296 @@
+"""Batch normalization, and convolutions with it, in Flax's conventions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError
+from .._core.graph.options import Options
+from .._core.graph.trace import GraphFunction
+from . import epilogue
+from .arguments import Padding, chosen, transpose
+from .epilogue import Activation
+from .fused_conv import conv, prepared
+from .norms import Scalar, channels_second, floating, per_channel, scalar
+
+Running = tuple[jax.Array, jax.Array]
+
+
+def _training(g, x, scale, bias, zeros, residual, epsilon, *, activation, out):
+    # Running statistics are updated outside, where momentum may be an array: with momentum 1
+    # the next ones are those of the batch.
+    y, mean, _, _, variance = g.batchnorm(x, scale, bias, zeros, zeros, epsilon, 1.0)
+    y = epilogue.apply(g, y, None, None, residual, activation).set_data_type(out)
+    return y, mean, variance
+
+
+def _inference(g, x, scale, bias, mean, inv_std, residual, *, activation, out):
+    y = g.batchnorm_inference(x, mean, inv_std, scale, bias)
+    return epilogue.apply(g, y, None, None, residual, activation).set_data_type(out)
+
+
+def _with_sums(g, x, w, pivot, *, pads, strides, dilation, out):
+    """A convolution, and the sums over each channel of its result and of that's square, both less
+    the pivot: near the mean nothing is lost by that difference of two large numbers."""
+    pre, post = zip(*pads, strict=True)
+    y = g.conv_fprop(x, w, pre_padding=pre, post_padding=post, stride=strides, dilation=dilation)
+    y = y.set_data_type(out)
+    centred = g.sub(y, pivot)
+    each = (1, y.shape[1], *(1,) * (y.ndim - 2))
+    total = g.reduction(centred, mode="ADD", out_dims=each)
+    squares = g.reduction(g.mul(centred, centred), mode="ADD", out_dims=each)
+    return y, total, squares
+
+
+TRAINING = GraphFunction(_training, name="batch_norm")
+INFERENCE = GraphFunction(_inference, name="batch_norm")
+WITH_SUMS = GraphFunction(_with_sums, name="conv_batch_norm")
+
+
+def batch_norm(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array,
+    running_var: jax.Array,
+    *,
+    training: bool,
+    momentum: Scalar = 0.9,
+    epsilon: Scalar = 1e-5,
+    axis: int = -1,
+    residual: jax.Array | None = None,
+    activation: Activation = None,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> tuple[jax.Array, Running]:
+    """Batch normalization.
+
+    ``activation((x - mean) * (var + epsilon)**-0.5 * scale + bias + residual)``. In training mean
+    and (biased) variance are those of the batch, over all axes but ``axis``, in float32, and the
+    running statistics move towards them:
+    ``running = momentum * running + (1 - momentum) * of_the_batch``. Else they are the running
+    ones, which stay.
+
+    Args:
+        x: (batch, ..., channels), or with its channels at ``axis``; float32, bfloat16, float16.
+        scale: (channels,); None is 1. Parameters and statistics in float32 cost nothing.
+        bias: (channels,); None is 0.
+        running_mean: (channels,).
+        running_var: (channels,).
+        training: whether the batch's own statistics are taken; a Python bool.
+        momentum: the share of the old running statistics; a number or an array.
+        epsilon: added to the variance; as an array XLA runs the normalization, because cuDNN
+            reads it before it starts.
+        axis: where the channels are.
+        residual: of x's shape.
+        activation: as in :func:`conv`.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
+        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+
+    Statistics are those of the arrays that a program sees: of the whole batch under ``jax.jit``, of
+    each device's part inside ``jax.shard_map``.
+
+    Returns: (y, (mean, var)), y of the shape and dtype of x, the new running statistics of the
+    shapes and dtypes of the old. Everything may be differentiated; the forward keeps the batch's
+    mean and inverse deviation.
+
+    Raises:
+        GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it: in
+            training the number of channels must be a multiple of 8; there is no engine for
+            inference, which is pointwise.
+
+    Source: Ioffe and Szegedy 2015, arXiv:1502.03167; ``flax.nnx.BatchNorm``; cuDNN documentation,
+    ``CUDNN_BATCH_NORM``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> zeros, ones = jnp.zeros(16), jnp.ones(16)
+        >>> x = jnp.ones((2, 8, 8, 16))
+        >>> y, (mean, var) = jc.ops.batch_norm(x, ones, zeros, zeros, ones, training=True)
+        >>> y.shape, mean.shape
+        ((2, 8, 8, 16), (16,))
+    """
+    x = floating("x", x)
+    order = channels_second(x, axis, 2, "(batch, ..., channels)")
+    image = transpose(x, order)
+    if residual is not None:
+        residual = transpose(epilogue.like_result(residual, x.shape), order)
+    running = _running(x.shape[axis], running_mean, running_var)
+    y, new = _normalized(
+        image, scale, bias, running, residual, training, momentum, epsilon, activation, options,
+        implementation,
+    )  # fmt: skip
+    return transpose(y, np.argsort(order)), new
+
+
+def conv_batch_norm(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array,
+    running_var: jax.Array,
+    *,
+    training: bool,
+    momentum: Scalar = 0.9,
+    epsilon: Scalar = 1e-5,
+    residual: jax.Array | None = None,
+    activation: Activation = None,
+    strides: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    dimension_numbers: Any = None,
+    precision: Any = None,
+    fused_statistics: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> tuple[jax.Array, Running]:
+    """A convolution and the batch normalization of its result.
+
+    ``batch_norm(conv(x, w), ...)``, see :func:`batch_norm` and :func:`conv`. In inference scale
+    and statistics are the epilogue of the convolution, in one plan: nothing else is written.
+
+    Args:
+        x, w, strides, padding, dilation, groups, dimension_numbers, precision: as in :func:`conv`.
+        scale, bias, running_mean, running_var, training, momentum, epsilon: as in
+            :func:`batch_norm`.
+        residual, activation: as in both.
+        fused_statistics: in training the convolution's plan also sums up its result and that's
+            square for each channel, and XLA normalizes: the result is read once instead of twice.
+            The sums are of distances from the running mean; where that is far from the batch's
+            compared with the deviation, digits of the variance are lost.
+        implementation, options: as in :func:`conv`.
+
+    Returns: (y, (mean, var)), as :func:`batch_norm`, y of the convolution's shape and dtype.
+
+    Raises: as :func:`conv` and :func:`batch_norm`. Source: cuDNN documentation,
+    ``CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD`` and ``CUDNN_BATCH_NORM``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> x, w = jnp.ones((2, 8, 8, 16)), jnp.ones((32, 3, 3, 16))
+        >>> zeros, ones = jnp.zeros(32), jnp.ones(32)
+        >>> y, _ = jc.ops.conv_batch_norm(x, w, ones, zeros, zeros, ones, training=False,
+        ...                               dimension_numbers=("NHWC", "OHWI", "NHWC"))
+        >>> y.shape
+        (2, 8, 8, 32)
+    """
+    arguments = {
+        "strides": strides,
+        "padding": padding,
+        "dilation": dilation,
+        "groups": groups,
+        "dimension_numbers": dimension_numbers,
+    }
+    found = {"precision": precision, "options": options, "implementation": implementation}
+    image, weight, shape, spec, windows = prepared(x, w, **arguments)
+    image, weight = floating("x", image), floating("w", weight)
+    running = _running(shape[1], running_mean, running_var)
+    if not training:
+        mean, inv_std = running[0], jax.lax.rsqrt(running[1] + epsilon)
+        factor, offset = _parameters(scale, bias, shape)
+        factor = factor * inv_std
+        y = conv(
+            x, w, scale=factor, bias=offset - mean * factor, residual=residual,
+            activation=activation, **arguments, **found,
+        )  # fmt: skip
+        return y, (jnp.asarray(running_mean), jnp.asarray(running_var))
+    if residual is not None:
+        wanted = tuple(shape[axis] for axis in np.argsort(spec.out_spec))
+        residual = transpose(epilogue.like_result(residual, wanted), spec.out_spec)
+    out = str(image.dtype)
+    if fused_statistics:
+        pivot = jax.lax.stop_gradient(running[0]).reshape(1, -1, *(1,) * (len(shape) - 2))
+        graph = chosen(WITH_SUMS, options, precision, implementation)
+        y, total, squares = graph(image, weight, pivot, **windows, out=out)
+        count = math.prod(shape) // shape[1]
+        off = total / count
+        variance = jnp.maximum(squares / count - off * off, 0)
+        y, _ = _normalized(
+            y, scale, bias, ((pivot + off).ravel(), variance.ravel()), residual, False, momentum,
+            epsilon, activation, options, implementation,
+        )  # fmt: skip
+        new = _moved(running, ((pivot + off).ravel(), variance.ravel()), momentum)
+    else:
+        y = conv(x, w, **arguments, **found)
+        y, new = _normalized(
+            transpose(y, spec.out_spec), scale, bias, running, residual, True, momentum, epsilon,
+            activation, options, implementation,
+        )  # fmt: skip
+    return transpose(y, np.argsort(spec.out_spec)), new
+
+
+def _normalized(
+    image: jax.Array,
+    scale: Any,
+    bias: Any,
+    running: Running,
+    residual: jax.Array | None,
+    training: bool,
+    momentum: Scalar,
+    epsilon: Scalar,
+    activation: Activation,
+    options: Options | None,
+    implementation: str | None,
+) -> tuple[jax.Array, Running]:
+    """(N, C, ...) normalized, and the new running statistics."""
+    shape, out = image.shape, str(image.dtype)
+    # cuDNN has up to three spatial dimensions.
+    wide = shape if image.ndim < 6 else (*shape[:2], math.prod(shape[2:]))
+    each = (1, shape[1], *(1,) * (len(wide) - 2))
+    given = (image, *per_channel(shape, scale, bias, jnp.float32))
+    x, gamma, beta = (v.reshape(s) for v, s in zip(given, (wide, each, each), strict=True))
+    residual = None if residual is None else residual.reshape(wide)
+    activation = epilogue.activation_name(activation)
+    if not training:
+        mean, variance = (v.astype(jnp.float32).reshape(each) for v in running)
+        inv_std = jax.lax.rsqrt(variance + epsilon)
+        function = chosen(INFERENCE, options, None, implementation)
+        y = function(x, gamma, beta, mean, inv_std, residual, activation=activation, out=out)
+        return y.reshape(shape), running
+    function = chosen(TRAINING, options, None, implementation)
+    zeros = jnp.zeros(each, jnp.float32)
+    number = scalar("epsilon", epsilon)
+    y, mean, variance = function(
+        x, gamma, beta, zeros, residual, number, activation=activation, out=out
+    )
+    count = x.size // gamma.size
+    biased = variance * ((count - 1) / count)
+    return y.reshape(shape), _moved(running, (mean.ravel(), biased.ravel()), momentum)
+
+
+def _moved(running: Running, batch: Running, momentum: Scalar) -> Running:
+    """The running statistics after a batch, in their own dtypes."""
+
+    def moved(old: jax.Array, new: jax.Array) -> jax.Array:
+        wide = momentum * old.astype(jnp.float32) + (1 - momentum) * new
+        return wide.astype(old.dtype)
+
+    return moved(running[0], batch[0]), moved(running[1], batch[1])
+
+
+def _running(channels: int, mean: Any, variance: Any) -> Running:
+    given = {"running_mean": floating("running_mean", mean)}
+    given["running_var"] = floating("running_var", variance)
+    for name, value in given.items():
+        if value.shape != (channels,):
+            raise GraphError(
+                f"{name} does not fit",
+                expected=f"shape ({channels},), one for each channel",
+                got=f"shape {value.shape}",
+            )
+    return given["running_mean"], given["running_var"]
+
+
+def _parameters(scale: Any, bias: Any, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """(channels,) of float32."""
+    factor, offset = per_channel((1, shape[1]), scale, bias, jnp.float32)
+    return factor.ravel().astype(jnp.float32), offset.ravel().astype(jnp.float32)
