@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import struct
 import threading
 
 import jax
@@ -232,3 +233,24 @@ def test_what_another_version_of_the_rules_decided_is_not_used(monkeypatch):
         texts.add(planner._text({"GPU": "x"}, {"cuDNN": "9"}))
     assert len(texts) == 2
     assert len(package.fingerprint()) == 16
+
+
+def test_graphs_that_differ_in_constants_share_a_plan(monkeypatch):
+    """An epsilon is read when the plan runs: with another one nothing is planned."""
+    built, of_the_frontend = [], bytes(range(16))
+
+    def build(spec, site):
+        built.append(spec)
+        return dataclasses.replace(PLAN, scalars=bytes(16) + of_the_frontend)
+
+    monkeypatch.setattr(planner, "_build", build)
+
+    def norm(epsilon):
+        return jc.graph(lambda g, x, scale: g.rmsnorm(x, scale, epsilon=epsilon)[0])
+
+    x, scale = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 256), (1, 256)))
+    with jc.target("H200"):
+        plans = [jc.plan(norm(e), x, scale).execution_plans[0] for e in (1e-5, 0.25)]
+    assert len(built) == 1
+    for plan, epsilon in zip(plans, (1e-5, 0.25), strict=True):
+        assert plan.scalars == struct.pack("<f", epsilon).ljust(16, b"\0") + of_the_frontend

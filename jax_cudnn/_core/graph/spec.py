@@ -172,6 +172,14 @@ class GraphSpec:
             self._cache["planning"] = intern(same)
         return self._cache["planning"]
 
+    def unvalued(self) -> GraphSpec:
+        """The same graph with other by-value constants, all 0: a plan reads them when it runs."""
+        if not self.constants:
+            return self
+        zero = (0.0).hex()
+        tensors = (t if t.literal is None else replace(t, literal=zero) for t in self.tensors)
+        return intern(replace(self, tensors=tuple(tensors), _cache={}))
+
     def canonical(self) -> GraphSpec:
         """The same graph with tensors named by position: equal for equal graphs."""
         if "canonical" not in self._cache:

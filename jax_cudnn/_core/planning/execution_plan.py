@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import LibraryError
-from ..graph.spec import GraphSpec
+from ..graph.spec import GraphSpec, Tensor
 
 # Kinds of a binding; csrc/plan.h has the same numbers.
 OPERAND, RESULT, SLOT, CONSTANT, VIEW = range(5)
@@ -40,7 +40,7 @@ class ExecutionPlan:
         workspace_bytes: device memory the call needs while it runs.
         bindings: rows (uid, kind, value, bytes) that say what each tensor of the plan points to.
         fills: rows (offset, unit bytes, count, word) of workspace to set before each run.
-        scalars: the by-value constants, 16 bytes each.
+        scalars: the by-value constants, 16 bytes each, those of the graph first.
         candidates: how many plans cuDNN's heuristics proposed.
         engine_id, knobs: the engine by its number and the values of its knobs;
             ``fn.with_options(**plan.pinned)`` asks for this very plan again.
@@ -67,6 +67,13 @@ class ExecutionPlan:
     @property
     def digest(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def with_constants(self, spec: GraphSpec) -> ExecutionPlan:
+        """The plan for an equal graph with constants of its own: it reads them at each run, an
+        epsilon for example."""
+        own = b"".join(map(_packed, spec.constants))
+        scalars = own + self.scalars[len(own) :]
+        return self if scalars == self.scalars else dataclasses.replace(self, scalars=scalars)
 
     def to_json(self) -> dict[str, Any]:
         """Everything as data for ``json.dumps``."""
@@ -153,7 +160,7 @@ def decode(
     scalars = bytearray()
 
     def constant(value: bytes) -> tuple[int, int, int]:
-        scalars.extend(value.ljust(_SCALAR_STRIDE, b"\0"))
+        scalars.extend(value)
         return CONSTANT, len(scalars) - _SCALAR_STRIDE, 0
 
     for i, tensor in enumerate(spec.input_tensors):
@@ -161,13 +168,10 @@ def decode(
     for i, tensor in enumerate(spec.output_tensors):
         rows[uids.outputs[tensor.name]] = (RESULT, i, tensor.nbytes)
     for tensor in spec.constants:
-        assert tensor.value is not None
-        kind = "<i" if tensor.dtype == "int32" else "<f"
-        number = int(tensor.value) if kind == "<i" else tensor.value
-        rows[uids.constants[tensor.name]] = constant(struct.pack(kind, number))
+        rows[uids.constants[tensor.name]] = constant(_packed(tensor))
     for uid, value in blob["pass_by_values"].items():
         # Serialised as the hexadecimal of the big-endian value; the kernels read little-endian.
-        rows[int(uid)] = constant(bytes.fromhex(value["value"])[::-1])
+        rows[int(uid)] = constant(_padded(bytes.fromhex(value["value"])[::-1]))
     fills: list[tuple[int, int, int, int]] = []
     for uid, (kind, offset, floats) in blob["workspace_modifications"].items():
         rows[int(uid)] = (SLOT, offset, 0)
@@ -203,6 +207,18 @@ def decode(
         engine_id=engine_id,
         knobs=knobs,
     )
+
+
+def _packed(tensor: Tensor) -> bytes:
+    """A by-value constant as the kernels read it."""
+    assert tensor.value is not None
+    if tensor.dtype == "int32":
+        return _padded(struct.pack("<i", int(tensor.value)))
+    return _padded(struct.pack("<f", tensor.value))
+
+
+def _padded(value: bytes) -> bytes:
+    return value.ljust(_SCALAR_STRIDE, b"\0")
 
 
 def _views(blob: dict[str, Any]) -> list[tuple[int, tuple[int, int]]]:

@@ -57,9 +57,10 @@ def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPl
         error = unsupported(planned, reasons)
         error.why = "; ".join(reasons.values())
         raise _told(error, spec, name, site)
-    key = planned.canonical()
+    key = planned.canonical().unvalued()
     try:
-        return _plans.get((key, identity(site)), lambda: _obtain(key, site, name))
+        made = _plans.get((key, identity(site)), lambda: _obtain(key, site, name))
+        return made.with_constants(planned)
     except JaxCudnnError as error:
         raise _told(error, spec, name, site) from error.__cause__  # told once, not twice
 
