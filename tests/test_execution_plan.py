@@ -221,7 +221,7 @@ def test_planning_again_gives_the_same_plan():
 
     with jc.target("H200"):
         first = planned()
-        assert planned() is first
+        assert planned().text is first.text
         planner.clear()
         again = planned()
     assert again is not first

@@ -62,7 +62,8 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
             # As the sum over a sharded batch in the gradient of a weight: no rule says how that is
             # sharded, and where a graph is called it is on each device.
             pass
-    template = avals[0]
+    # A derived graph may be one of constants alone.
+    template = avals[0] if avals else jax.core.ShapedArray((), jax.numpy.float32)
     return [
         template.update(
             shape=tensor.shape,

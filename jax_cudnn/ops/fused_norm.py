@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from . import epilogue
@@ -94,7 +94,7 @@ def batch_norm(
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
     Statistics are those of the arrays that a program sees: of the whole batch under ``jax.jit``, of
-    each device's part inside ``jax.shard_map``.
+    each device's part inside ``jax.shard_map``. Those of an empty batch are NaN.
 
     Returns: (y, (mean, var)), y of the shape and dtype of x, the new running statistics of the
     shapes and dtypes of the old. Everything may be differentiated; the forward keeps the batch's
@@ -117,6 +117,7 @@ def batch_norm(
         >>> y.shape, mean.shape
         ((2, 8, 8, 16), (16,))
     """
+    training = _python_bool(training)
     x = floating("x", x)
     order = channels_second(x, axis, 2, "(batch, ..., channels)")
     image = transpose(x, order)
@@ -183,6 +184,7 @@ def conv_batch_norm(
         >>> y.shape
         (2, 8, 8, 32)
     """
+    training = _python_bool(training)
     arguments = {
         "strides": strides,
         "padding": padding,
@@ -195,7 +197,8 @@ def conv_batch_norm(
     image, weight = floating("x", image), floating("w", weight)
     running = _running(shape[1], running_mean, running_var)
     if not training:
-        mean, inv_std = running[0], jax.lax.rsqrt(running[1] + epsilon)
+        mean, variance = (v.astype(jnp.float32) for v in running)
+        inv_std = jax.lax.rsqrt(variance + scalar("epsilon", epsilon))
         factor, offset = _parameters(scale, bias, shape)
         factor = factor * inv_std
         y = conv(
@@ -209,9 +212,10 @@ def conv_batch_norm(
     out = str(image.dtype)
     if fused_statistics:
         pivot = jax.lax.stop_gradient(running[0]).reshape(1, -1, *(1,) * (len(shape) - 2))
+        pivot = jnp.where(jnp.isfinite(pivot), pivot, 0)  # the result must not depend on it
         graph = chosen(WITH_SUMS, options, precision, implementation)
         y, total, squares = graph(image, weight, pivot, **windows, out=out)
-        count = math.prod(shape) // shape[1]
+        count = math.prod((shape[0], *shape[2:]))
         off = total / count
         variance = jnp.maximum(squares / count - off * off, 0)
         y, _ = _normalized(
@@ -250,31 +254,45 @@ def _normalized(
     x, gamma, beta = (v.reshape(s) for v, s in zip(given, (wide, each, each), strict=True))
     residual = None if residual is None else residual.reshape(wide)
     activation = epilogue.activation_name(activation)
+    number = scalar("epsilon", epsilon)
     if not training:
         mean, variance = (v.astype(jnp.float32).reshape(each) for v in running)
-        inv_std = jax.lax.rsqrt(variance + epsilon)
+        inv_std = jax.lax.rsqrt(variance + number)
         function = chosen(INFERENCE, options, None, implementation)
         y = function(x, gamma, beta, mean, inv_std, residual, activation=activation, out=out)
         return y.reshape(shape), running
     function = chosen(TRAINING, options, None, implementation)
     zeros = jnp.zeros(each, jnp.float32)
-    number = scalar("epsilon", epsilon)
     y, mean, variance = function(
         x, gamma, beta, zeros, residual, number, activation=activation, out=out
     )
-    count = x.size // gamma.size
-    biased = variance * ((count - 1) / count)
+    count = math.prod((shape[0], *shape[2:]))
+    biased = variance * ((count - 1) / count if count else math.nan)
     return y.reshape(shape), _moved(running, (mean.ravel(), biased.ravel()), momentum)
 
 
 def _moved(running: Running, batch: Running, momentum: Scalar) -> Running:
     """The running statistics after a batch, in their own dtypes."""
+    momentum = scalar("momentum", momentum)
 
     def moved(old: jax.Array, new: jax.Array) -> jax.Array:
         wide = momentum * old.astype(jnp.float32) + (1 - momentum) * new
         return wide.astype(old.dtype)
 
     return moved(running[0], batch[0]), moved(running[1], batch[1])
+
+
+def _python_bool(training: Any) -> bool:
+    """GraphTypeError for what is none: an array's value is not known while tracing."""
+    if isinstance(training, (bool, np.bool_)):
+        return bool(training)
+    raise GraphTypeError(
+        "training must be a Python bool",
+        expected="True or False",
+        got=f"{type(training).__name__}: {training!r}"[:200],
+        why="training and inference are two programs, and which one is decided while tracing",
+        fix='jax.jit(..., static_argnames="training"), or jax.lax.cond of the two',
+    )
 
 
 def _running(channels: int, mean: Any, variance: Any) -> Running:

@@ -190,6 +190,7 @@ class BroadcastTo(Movement):
     method = "broadcast_to"
     dims = "input: *x -> OUT_0: *y"
     jax_names = ("broadcast_to", "broadcast_in_dim", "tile", "repeat")
+    recomputed = True
     requires = "run by XLA: cuDNN's graphs have no such operation"
     examples = (
         Example({"input": (4, 1, 8)}, "bfloat16", {"out_dims": [4, 6, 8]}),

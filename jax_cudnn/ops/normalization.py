@@ -363,6 +363,8 @@ class Rmsnorm(OfRows, Phased):
         self, g: Derivation, size: int, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor] | None:
         """Normalized with a scale of ones, and then scaled: cuDNN has one scale for all rows."""
+        if inputs["epsilon"].size != 1:  # an array, which is XLA's
+            return None
         values = {port: inputs[port] for port in ("input", "epsilon")}
         node = dataclasses.replace(self, norm_forward_phase=TRAINING)
         y, inv_var = g.apply(node, **values, scale=_ones(g, tensors["scale"]))

@@ -135,7 +135,7 @@ class _Attempt:
             if wanted and self._map(call, tensors):
                 return
         if choice is not None:
-            self.applies &= choice < len(folds)
+            self.applies &= choice < max(len(folds), 1)  # none: by reference, or not at all
             folds = folds[min(choice, len(folds) - 1) :][:1]
         node, fold = call.node, None
         if folds:
