@@ -63,7 +63,7 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
             # sharded, and where a graph is called it is on each device.
             pass
     # A derived graph may be one of constants alone.
-    template = avals[0] if avals else jax.core.ShapedArray((), jax.numpy.float32)
+    template = avals[0] if avals else jax.typeof(jax.numpy.float32(0))
     return [
         template.update(
             shape=tensor.shape,

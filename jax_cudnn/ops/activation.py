@@ -151,7 +151,6 @@ CLIPS = (
 
 
 @register
-@dataclass(frozen=True)
 class Relu(Clipped):
     """Rectified linear unit with optional slope and clips.
 

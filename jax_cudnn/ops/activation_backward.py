@@ -141,7 +141,6 @@ def tanh_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
 
 
 @register
-@dataclass(frozen=True)
 class ReluBackward(Clipped):
     """Gradient of relu with its slope and clips.
 

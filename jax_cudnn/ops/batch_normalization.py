@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
@@ -37,7 +36,6 @@ _MULTIPLE = 8
 _ROUNDING = "mean and variance in float32, of distances from the mean"
 
 
-@dataclass(frozen=True)
 class OfChannels(Normalizing):
     """What these normalizations have in common: arrays lie channels-last."""
 
@@ -58,7 +56,6 @@ class OfChannels(Normalizing):
 
 
 @register
-@dataclass(frozen=True)
 class InstancenormBackward(OfChannels, NormalizationBackward):
     """Gradients of instancenorm.
 
@@ -96,7 +93,6 @@ class InstancenormBackward(OfChannels, NormalizationBackward):
 
 
 @register
-@dataclass(frozen=True)
 class Instancenorm(OfChannels, Phased):
     """Instance normalization: ``Y = (input - mean) * inv_var * scale + bias``.
 
@@ -147,7 +143,6 @@ def _odd_channels(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 @register
-@dataclass(frozen=True)
 class BatchnormBackward(OfChannels, NormalizationBackward):
     """Gradients of batchnorm.
 
@@ -189,7 +184,6 @@ class BatchnormBackward(OfChannels, NormalizationBackward):
 
 
 @register
-@dataclass(frozen=True)
 class Batchnorm(OfChannels, Normalization):
     """Batch normalization in training: ``Y = (input - mean) * inv_var * scale + bias``.
 
@@ -292,7 +286,6 @@ class Batchnorm(OfChannels, Normalization):
 
 
 @register
-@dataclass(frozen=True)
 class BatchnormInference(Node):
     """Batch normalization with given statistics:
     ``Y = (input - mean) * inv_variance * scale + bias``.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 
 @register
-@dataclass(frozen=True)
 class ConvFprop(Convolution):
     """Forward convolution (cross-correlation).
 

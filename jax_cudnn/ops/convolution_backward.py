@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 
 @register
-@dataclass(frozen=True)
 class ConvDgrad(ConvolutionGradient):
     """Gradient of a convolution with respect to its image.
 
@@ -162,7 +160,6 @@ class ConvDgrad(ConvolutionGradient):
 
 
 @register
-@dataclass(frozen=True)
 class ConvWgrad(ConvolutionGradient):
     """Gradient of a convolution with respect to its weight.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -33,7 +32,6 @@ Slope = Callable[..., Any] | None
 IMAGES, ROWS, ROW = (8, 64, 28, 28), (1, 128, 96), (1, 1, 96)
 
 
-@dataclass(frozen=True)
 class Pointwise(Node):
     """An operation on each element by itself; dimensions of size 1 broadcast.
 

@@ -31,7 +31,7 @@ def _training(g, x, scale, bias, zeros, residual, epsilon, *, activation, out):
 
 
 def _inference(g, x, scale, bias, mean, inv_std, residual, *, activation, out):
-    y = g.batchnorm_inference(x, mean, inv_std, scale, bias)
+    y = g.batchnorm_inference(x, mean, inv_std, scale, bias).set_data_type("float32")
     return epilogue.apply(g, y, None, None, residual, activation).set_data_type(out)
 
 

@@ -123,7 +123,6 @@ def logical_not(input: jax.Array) -> jax.Array:
 
 
 @register
-@dataclass(frozen=True)
 class BinarySelect(Pointwise):
     """Picks elements: ``OUT_0 = input0`` where ``mask``, else ``input1``.
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .._core.transforms.derivation import Derivation
 
 
-@dataclass(frozen=True)
 class Movement(Node):
     """An operation that XLA runs, of elements of any type."""
 

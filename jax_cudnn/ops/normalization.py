@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -33,7 +34,6 @@ _REQUIRES = (
 _ROUNDING = "mean and variance in float32, of distances from the mean"
 
 
-@dataclass(frozen=True)
 class OfRows(Normalizing):
     """What a normalization of rows and its backward have in common."""
 
@@ -53,6 +53,12 @@ class OfRows(Normalizing):
         if axes and {*order[-len(axes) :]} != {*axes}:
             return f"the normalized dimensions {list(axes)} are not the last in memory"
         return super().refuses(tensors, graph)
+
+    def begins(self, tensors: Tensors, order: Sequence[int]) -> Collection[int]:
+        """A row, and what follows the examples: with one row each, nothing else parts these."""
+        axes = self.extent.reduced(tensors["input"].shape, tensors["scale"].shape)
+        rows = [next(axis for axis in order if axis in axes)] if axes else []
+        return (*rows, *order[self.extent.first : 2 * self.extent.first])
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """Into rows, where only what has rows is batched; else in front, with a scale each."""
@@ -84,7 +90,6 @@ def _ones(g: Derivation, scale: Tensor) -> GraphTensor:
 
 
 @register
-@dataclass(frozen=True)
 class AdalayernormBackward(OfRows, NormalizationBackward):
     """Gradients of adalayernorm.
 
@@ -125,7 +130,6 @@ class AdalayernormBackward(OfRows, NormalizationBackward):
 
 
 @register
-@dataclass(frozen=True)
 class Adalayernorm(OfRows, Phased):
     """Layer normalization with a scale and bias for each example, the first dimension.
 
@@ -162,7 +166,6 @@ class Adalayernorm(OfRows, Phased):
 
 
 @register
-@dataclass(frozen=True)
 class LayernormBackward(OfRows, NormalizationBackward):
     """Gradients of layernorm.
 
@@ -212,7 +215,6 @@ class LayernormBackward(OfRows, NormalizationBackward):
 
 
 @register
-@dataclass(frozen=True)
 class Layernorm(OfRows, Phased):
     """Layer normalization: ``Y = (input - mean) * inv_var * scale + bias``.
 
@@ -326,7 +328,6 @@ class RmsnormBackward(OfRows, NormalizationBackward):
 
 
 @register
-@dataclass(frozen=True)
 class Rmsnorm(OfRows, Phased):
     """Root mean square normalization: ``Y = input * inv_var * scale + bias``.
 
@@ -363,7 +364,7 @@ class Rmsnorm(OfRows, Phased):
         self, g: Derivation, size: int, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor] | None:
         """Normalized with a scale of ones, and then scaled: cuDNN has one scale for all rows."""
-        if inputs["epsilon"].size != 1:  # an array, which is XLA's
+        if math.prod(inputs["epsilon"].shape) != 1:  # an array, which is XLA's
             return None
         values = {port: inputs[port] for port in ("input", "epsilon")}
         node = dataclasses.replace(self, norm_forward_phase=TRAINING)

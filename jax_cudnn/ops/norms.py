@@ -440,7 +440,7 @@ def _applied(
 
 def scalar(name: str, value: Any) -> Scalar:
     """A Python number, or an array of one number in float32; GraphError for others."""
-    if isinstance(value, (int, float)):
+    if isinstance(value, numbers.Real):
         return float(value)
     value = jnp.asarray(value)
     if value.ndim:

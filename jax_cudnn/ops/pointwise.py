@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -246,7 +245,6 @@ def scale(input: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 @register
-@dataclass(frozen=True)
 class Identity(Pointwise):
     """The operand itself ``OUT_0 = input``; with ``set_data_type`` on the result, a cast.
 

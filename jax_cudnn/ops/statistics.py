@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 
 @register
-@dataclass(frozen=True)
 class Genstats(Node):
     """Sums over everything but the channels, for the statistics of a batch normalization.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from ..compat import varying_axes
 from .dims import Dims, Port, Shape
 from .dtypes import is_floating
 from .node import Node
@@ -137,11 +138,14 @@ class Transposed(ByReference):
         names = tuple(port for port, *_ in self.linear)
         fixed = {port: arrays[port] for port in self.inner}
         function = _function(self.base, fixed, names, self.outs)
-        avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape, _ in self.linear]
-        results = jax.eval_shape(function, *avals)
         names = self.given.values()
+        # Inside shard_map what is linear varies over the mesh axes that its cotangents vary over.
+        axes = tuple(frozenset().union(*(varying_axes(jax.typeof(arrays[n])) for n in names)))
+        at = [jnp.zeros(shape, jnp.float32) for _, shape, _ in self.linear]
+        at = [jax.lax.pcast(x, axes, to="varying") for x in at] if axes else at
+        results = jax.eval_shape(function, *at)
         given = [arrays[n].astype(r.dtype) for n, r in zip(names, results, strict=True)]
-        return tuple(jax.linear_transpose(function, *avals)(given))
+        return tuple(jax.linear_transpose(function, *at)(given))
 
 
 @dataclass(frozen=True)

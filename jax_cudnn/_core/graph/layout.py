@@ -78,12 +78,23 @@ def merged(spec: GraphSpec) -> tuple[tuple[int, ...], ...] | None:
         if own != [axis for axis in order if t.shape[axis] > 1]:
             return None
     sizes = [max(t.shape[axis] for t in arrays) for axis in range(len(order))]
+    begins = {
+        axis
+        for call in spec.calls
+        for axis in call.node.begins(
+            {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}, order
+        )
+    }
     groups: list[list[int]] = []
     for axis in order:
         whole = [axis, *(groups[-1] if groups else [])]
-        if groups and all(
-            all(t.shape[i] == sizes[i] for i in whole) or all(t.shape[i] == 1 for i in whole)
-            for t in arrays
+        if (
+            groups
+            and axis not in begins
+            and all(
+                all(t.shape[i] == sizes[i] for i in whole) or all(t.shape[i] == 1 for i in whole)
+                for t in arrays
+            )
         ):
             groups[-1].append(axis)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -191,6 +191,11 @@ class Node:
     def needs_knob(self, graph: GraphSpec) -> str:
         """The knob without which an engine does not compute this node's graph, or ""."""
         return ""
+
+    def begins(self, tensors: Mapping[str, Tensor], order: Sequence[int]) -> Collection[int]:
+        """Where the node ``merges``: dimensions that are never one with those slower in memory,
+        also where no tensor tells them apart. ``order`` is that of all, slowest first."""
+        return ()
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         """What measurements of this node are filed under (see :mod:`.losses`), by its tensors at
