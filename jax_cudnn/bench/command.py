@@ -15,6 +15,7 @@ examples:
   bench --only resnet50 --out results         the cases with that in their names
   bench mymodel:block "bf16[8,64,28,28]" "bf16[64,64,3,3]" --against mymodel:plain_block
   bench --steps --out results                 training steps; writes steps_<gpu>.json
+  bench --norms --out results                 normalizations; writes norms_<gpu>.json
   bench --render results/h200.json --plot results/h200.svg
   bench --losses results/h200.json --write jax_cudnn/_core/planning/losses.json
 """
@@ -41,7 +42,12 @@ def add_parser(commands: Any) -> None:
         "gradients"
     )  # fmt: skip
     parser.add_argument(
-        "--tiny", action="store_true", help="with --steps: small shapes, on a CPU, too"
+        "--norms", action="store_true", help="measure normalizations, also against PyTorch if that "
+        "is installed; sets XLA_PYTHON_CLIENT_PREALLOCATE=false, unless it is set, so that both "
+        "find memory"
+    )  # fmt: skip
+    parser.add_argument(
+        "--tiny", action="store_true", help="with --steps or --norms: small shapes, on a CPU, too"
     )
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="with --only: put these cases into this result"
@@ -67,17 +73,18 @@ def bench(options: argparse.Namespace) -> int:
     from . import run
 
     if options.list:
-        print(run.listing(options.steps))
+        print(run.listing(options.steps, options.norms))
         return 0
     if options.write and not options.losses:
         raise GraphError("--write goes with --losses", expected="--losses FILE --write TABLE")
-    if options.tiny and not options.steps:
-        raise GraphError("--tiny goes with --steps", expected="--steps --tiny")
-    if options.steps and (options.function or options.plot):
+    named = [name for name in ("steps", "norms") if getattr(options, name)]
+    if options.tiny and not named:
+        raise GraphError("--tiny goes with --steps or --norms", expected="--steps --tiny")
+    if len(named) > 1 or (named and (options.function or options.plot)):
         raise GraphError(
-            "--steps measures named models alone, and has no picture",
-            expected="--steps with --only, --tiny, --into and --out",
-            got="a function or --plot, too",
+            f"--{named[0]} measures named models alone, and has no picture",
+            expected=f"--{named[0]} with --only, --tiny, --into and --out",
+            got="a function, --plot, or the other of --steps and --norms, too",
         )
     if options.losses:
         return _losses(options.losses, options.write)
@@ -88,6 +95,8 @@ def bench(options: argparse.Namespace) -> int:
         result = _function(options)
     elif options.steps:
         result = run.run_steps(options.out or Path("."), options.only, options.tiny, options.into)
+    elif options.norms:
+        result = run.run_norms(options.out or Path("."), options.only, options.tiny, options.into)
     else:
         result = run.run(options.out or Path("."), options.only, options.into)
     if options.plot:
@@ -95,7 +104,9 @@ def bench(options: argparse.Namespace) -> int:
 
         plot(result, options.plot)
         print(f"drawn in {options.plot}")
-    entries = {**result.get("cases", {}), **result.get("steps", {})}
+    entries = {
+        n: e for kind in ("cases", "steps", "norms") for n, e in result.get(kind, {}).items()
+    }
     bad = [name for name, entry in entries.items() if entry["status"] in ("WRONG", "failed")]
     return 1 if bad and not options.render else 0
 
@@ -123,12 +134,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _tables(result: dict[str, Any], path: Path) -> str:
-    """Both tables; a result without one of them says so. That of training steps is another."""
-    from .run import render, render_cases, render_steps
+    """Both tables; a result without one of them says so. Training steps and normalizations have
+    others."""
+    from .run import render, render_cases, render_norms, render_steps
 
     try:
         if "steps" in result:
             return render_steps(result)
+        if "norms" in result:
+            return render_norms(result)
         return f"{render(result)}\n\n{render_cases(result)}"
     except (AttributeError, KeyError, TypeError) as error:
         raise _no_result(path, repr(error)) from error

@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 
-from .._core import context
 from .._core.errors import JaxCudnnError, UnsupportedGraphError
 from .._core.graph.dtypes import FP8
 from .._core.implementation import CUDNN, implementation
-from .._core.planning import losses, placement
+from .._core.planning import losses
 from .._core.planning.cost import Cost
 from . import programs
 from .comparison import Comparison, Formulation, compare
@@ -132,8 +131,7 @@ def _rate(amount: int, seconds: float, unit: float) -> float:
 def _engines(graphs: list[Any]) -> list[str]:
     """The engines of the graphs' plans, in the order of the graphs; empty without a GPU."""
     try:
-        site = context.site(jax.local_devices(), "bench")
-        plans = [placement.place(spec, site, name) for spec, name, _ in graphs]
+        plans = programs.placed(graphs)
     except JaxCudnnError:  # references ran, not plans
         return []
     return [s.plan.engine for plan in plans for s in plan.segments if s.plan is not None]

@@ -19,30 +19,34 @@ from .comparison import Formulation
 
 @dataclass(frozen=True)
 class Operand:
-    """An array of a case: random normal numbers times ``scale``, or integers up to 127."""
+    """An array of a case: random normal numbers times ``scale`` plus ``offset``, or integers up
+    to 127."""
 
     shape: tuple[int, ...]
     dtype: str = "bfloat16"
     scale: float = 1.0
+    offset: float = 0.0
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
 
     def array(self, key: jax.Array) -> jax.Array:
-        return _random(key, self.shape, jnp.dtype(self.dtype), self.scale)
+        return _random(key, self.shape, jnp.dtype(self.dtype), self.scale, self.offset)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def _draw(key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) -> jax.Array:
+def _draw(
+    key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float, offset: float
+) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.bool_):
         return jax.random.bernoulli(key, 0.5, shape)
     if jnp.issubdtype(dtype, jnp.integer):
         return jax.random.randint(key, shape, -127, 128, jnp.int32).astype(dtype)
     # Drawn in a 16-bit type: the operands of one case take up to a GiB.
-    return (jax.random.normal(key, shape, jnp.bfloat16) * scale).astype(dtype)
+    return (jax.random.normal(key, shape, jnp.bfloat16) * scale + offset).astype(dtype)
 
 
 _random = jax.jit(_draw, static_argnums=(1, 2))

@@ -7,10 +7,13 @@ from typing import Any
 
 import jax
 
+from .._core import context
 from .._core.errors import GraphError
 from .._core.graph.reference import NARROW, evaluate
 from .._core.graph.spec import GraphSpec
+from .._core.planning import placement
 from .._core.planning.cost import Cost, cost
+from .._core.planning.plan import Plan
 
 # Primitives that run an inner program once on the same operands.
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
@@ -32,6 +35,13 @@ def graphs(function: Callable[..., Any], *operands: Any) -> list[tuple[GraphSpec
 def of_jaxpr(jaxpr: Any) -> list[tuple[GraphSpec, str, int]]:
     """The same of a jaxpr."""
     return list(_graphs(jaxpr, 1))
+
+
+def placed(graphs: list[tuple[GraphSpec, str, int]]) -> list[Plan]:
+    """How each graph is cut on this machine's GPU, or for ``jax_cudnn.target``; TargetError without
+    one, where references run."""
+    site = context.site(jax.local_devices(), "bench")
+    return [placement.place(spec, site, name) for spec, name, _ in graphs]
 
 
 def loops(jaxpr: Any) -> int:

@@ -8,19 +8,22 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .._core.cuda import device_nodes
 from .._core.errors import GraphError, TargetError
-from . import step_models
+from . import norm_cases, step_models
 from .comparison import Formulation
 from .models import ModelCase, Operand, model_cases
+from .norm_tables import render_norms as render_norms
 from .step_tables import render_steps as render_steps
 from .tables import RESULTS as RESULTS
 from .tables import render as render
 from .tables import render_cases as render_cases
+
+Named = TypeVar("Named", step_models.StepCase, norm_cases.NormCase)
 
 _MODES = {"command_buffers": "", "no_command_buffers": "--xla_gpu_enable_command_buffer="}
 _SECONDS = 2.0  # of rounds a case: all cases, compilation included, take some minutes
@@ -58,14 +61,8 @@ def run_steps(
     """
     from . import steps, timing
 
-    cases = [*(step_models.tiny_cases() if tiny else step_models.step_cases())]
-    chosen = [case for case in cases if _named(case.name, only)]
-    if not chosen:
-        raise GraphError(
-            "no training step has such a name",
-            expected=", ".join(case.name for case in cases),
-            got=repr(only),
-        )
+    cases = step_models.tiny_cases() if tiny else step_models.step_cases()
+    chosen = _chosen(cases, only, "training step")
     if not tiny:
         _need_a_gpu("`--steps --tiny` runs the same programs with small shapes anywhere")
     entries = steps.measure_steps(chosen, **({"seconds": 0.0, "calls": 1} if tiny else {}))
@@ -77,8 +74,41 @@ def run_steps(
     return result
 
 
+def run_norms(
+    out: Path, only: str | None = None, tiny: bool = False, into: Path | None = None
+) -> dict[str, Any]:
+    """Normalizations, as :func:`run_steps` does training steps; writes ``norms_<model>.json``.
+
+    With PyTorch in this process: JAX then takes GPU memory as it needs it, and not most of it at
+    once (``XLA_PYTHON_CLIENT_PREALLOCATE=false``), unless the variable is set.
+    """
+    from . import norms
+
+    cases = norm_cases.tiny_cases() if tiny else norm_cases.norm_cases()
+    chosen = _chosen(cases, only, "normalization")
+    if not tiny:
+        _need_a_gpu("`--norms --tiny` runs the same programs with small shapes anywhere")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    result = {"environment": norms.environment(), "limit": norms.LIMIT, "norms": {}}
+    name = "norms_" + _model(result) + "-tiny" * tiny + "-partial" * bool(only)
+
+    def keep(entries: dict[str, Any]) -> None:  # a run may be ended early
+        result["norms"] = entries
+        if into is None:
+            _put(result, out, name)
+
+    options = {"seconds": 0.0, "calls": 1} if tiny else {}
+    norms.measure_norms(chosen, done=keep, **options)
+    if into is not None:
+        return merge(result, into)
+    print(render_norms(result))
+    _save(result, out, name)
+    return result
+
+
 def merge(part: dict[str, Any], into: Path) -> dict[str, Any]:
-    """Puts the cases or steps of a result in the place of those of an earlier one, and writes that.
+    """Puts the cases, steps or normalizations of a result in the place of those of an earlier one,
+    and writes that.
 
     GraphError where the two are of another GPU or other versions.
     """
@@ -91,7 +121,7 @@ def merge(part: dict[str, Any], into: Path) -> dict[str, Any]:
             got=str(ours),
             fix="measure all cases anew: leave out --only and --into",
         )
-    kind = "steps" if "steps" in part else "cases"
+    kind = next(kind for kind in ("steps", "norms", "cases") if kind in part)
     if kind not in result:
         raise GraphError(f"{into} holds no {kind}", got=", ".join(result))
     result[kind] |= part[kind]
@@ -136,10 +166,11 @@ def select(only: str | None) -> list[ModelCase]:
     return chosen
 
 
-def listing(steps: bool = False) -> str:
-    """The names of all cases with their operands, or of all training steps."""
-    if steps:
-        return "\n".join(f"{case.name}  {case.what}" for case in step_models.step_cases())
+def listing(steps: bool = False, norms: bool = False) -> str:
+    """The names of all cases with their operands, or of all training steps or normalizations."""
+    if steps or norms:
+        named = step_models.step_cases() if steps else norm_cases.norm_cases()
+        return "\n".join(f"{case.name}  {case.what}" for case in named)
     return "\n".join(f"{c.name}  {' '.join(map(str, c.operands))}" for c in model_cases())
 
 
@@ -161,10 +192,27 @@ def _write(
 
 
 def _save(result: dict[str, Any], out: Path, name: str) -> None:
+    print(f"written to {_put(result, out, name)}")
+
+
+def _put(result: dict[str, Any], out: Path, name: str) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     path = out / (re.sub(r"[^\w.]+", "-", name) + ".json")
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {path}")
+    return path
+
+
+def _chosen(cases: Iterable[Named], only: str | None, kind: str) -> list[Named]:
+    """Those whose names hold ``only``; GraphError where none does."""
+    cases = list(cases)
+    chosen = [case for case in cases if _named(case.name, only)]
+    if not chosen:
+        raise GraphError(
+            f"no {kind} has such a name",
+            expected=", ".join(case.name for case in cases),
+            got=repr(only),
+        )
+    return chosen
 
 
 def _model(result: dict[str, Any]) -> str:

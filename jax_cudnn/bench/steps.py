@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from .._core.errors import GraphError, TargetError
 from .._core.implementation import XLA, implementation
 from .._core.planning import placement
 from . import planning, programs, timing
+from .compiling import compiled, told
 from .step_models import StepCase
 
 OURS, IN_XLA, PLAIN, EXACT = "jax_cudnn", "its graphs in XLA", "XLA", "float32"
@@ -52,7 +52,7 @@ def measure_steps(
         try:
             entry = _entry(case, seconds, calls, rounds)
         except Exception as error:
-            entry = {"status": FAILED, "reason": _told(error), "programs": {}}
+            entry = {"status": FAILED, "reason": told(error), "programs": {}}
         results[case.name] = {"what": case.what, **entry}
         say(f"{case.name}: {entry['status']} ({time.perf_counter() - began:.1f} s)")
     return results
@@ -69,7 +69,7 @@ def _entry(case: StepCase, seconds: float, calls: int, rounds: int) -> dict[str,
             found = _tried(_checked, make(case.plain), ready[name], operands, failed[name])
         entries[name] |= found
     right = {
-        (name, side): partial(function, *operands)
+        (name, side): function
         for name, entry in entries.items()
         for side, function in ready[name].items()
         if entry["status"] == TIMED
@@ -95,7 +95,7 @@ def _tried(function: Function, *arguments: Any) -> dict[str, Any]:
     try:
         return function(*arguments)
     except Exception as error:
-        return {"status": FAILED, "reason": _told(error)}
+        return {"status": FAILED, "reason": told(error)}
 
 
 def _any(entries: Mapping[str, Any], status: str) -> bool:
@@ -155,26 +155,20 @@ def _held(program: Function, operands: Any) -> dict[str, Any]:
 def _compiled(
     sides: Mapping[str, Mapping[str, Function]], operands: Any
 ) -> tuple[dict[str, dict[str, Function]], dict[str, dict[str, str]]]:
-    """The functions of each program by side, compiled and run once; and why some cannot be."""
-    failed: dict[str, dict[str, str]] = {name: {} for name in sides}
-    lowered = {}
-    for name, functions in sides.items():
-        for side, function in functions.items():
-            try:  # here and not in the threads below: JAX's contexts belong to a thread
-                lowered[name, side] = jax.jit(function).lower(*operands)
-            except Exception as error:
-                failed[name][side] = _told(error)
-    ready: dict[str, dict[str, Function]] = {name: {} for name in sides}
-    with ThreadPoolExecutor(max_workers=max(len(lowered), 1)) as pool:
-        futures = {key: pool.submit(program.compile) for key, program in lowered.items()}
-    for (name, side), future in futures.items():
-        try:
-            function = future.result()
-            jax.block_until_ready(function(*operands))
-            ready[name][side] = function
-        except Exception as error:
-            failed[name][side] = _told(error)
-    return ready, failed
+    """The functions of each program by side, compiled, bound to their operands and run once; and
+    why some cannot be."""
+    ready, failed = compiled(
+        {
+            (name, side): (function, operands)
+            for name, functions in sides.items()
+            for side, function in functions.items()
+        }
+    )
+
+    def grouped(found: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
+        return {name: {s: value for (n, s), value in found.items() if n == name} for name in sides}
+
+    return grouped(ready), grouped(failed)
 
 
 def _checked(
@@ -186,14 +180,12 @@ def _checked(
         want, to = jax.jit(plain).lower(*wide).compile(_UNTUNED)(*wide), EXACT
         jax.block_until_ready(want)
     except Exception as error:
-        failed[EXACT] = _told(error)
+        failed[EXACT] = told(error)
         if PLAIN not in functions:
             return {"status": FAILED, "reason": "there is nothing to compare with"}
-        want, to = functions[PLAIN](*operands), PLAIN
+        want, to = functions[PLAIN](), PLAIN
     errors = {
-        side: distance(function(*operands), want)
-        for side, function in functions.items()
-        if side != to
+        side: distance(function(), want) for side, function in functions.items() if side != to
     }
     entry = {"status": TIMED, "errors_against": to, "errors": errors}
     theirs = {figure: error or 0.0 for figure, error in errors.get(PLAIN, {}).items()}
@@ -272,7 +264,3 @@ def _against_first(entries: Mapping[str, dict[str, Any]]) -> None:
             for side in (OURS, PLAIN, IN_XLA)
             if side in sides
         }
-
-
-def _told(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]

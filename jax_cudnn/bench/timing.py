@@ -65,8 +65,9 @@ def summary(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     return {name: round(value, 3) for name, value in figures.items()}
 
 
-def environment() -> dict[str, Any]:
-    """Date, device and versions of a measurement; ``sm_version`` is None without a GPU."""
+def environment(*packages: str) -> dict[str, Any]:
+    """Date, device and versions of a measurement, also of more packages; ``sm_version`` is None
+    without a GPU."""
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", None)  # "9.0"
     return {
@@ -75,7 +76,7 @@ def environment() -> dict[str, Any]:
         "sm_version": capability and int(capability.replace(".", "")),
         "platform": device.client.platform_version.splitlines()[0],
         "cudnn": _cudnn(),
-        **{package: _version(package) for package in _PACKAGES},
+        **{package: _version(package) for package in (*_PACKAGES, *packages)},
     }
 
 

@@ -1,0 +1,194 @@
+"""Normalizations as the Markdown that README.md shows between its ``norms`` marks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .norm_cases import BACKWARD, FORWARD, PROGRAMS, TRAINING
+from .norm_torch import COMPILED, EAGER, MISSING, TUNED
+from .norms import COPY, OURS, TIMED, WHOLE
+from .tables import spread, where
+
+_NEAR, _SLOWER = 0.85, 1.02  # of the limit; and a difference of less is none
+_TITLES = (
+    "normalization",
+    "cuDNN, us",
+    "jax_cudnn, us",
+    "XLA's best, us",
+    "torch, us",
+    "torch.compile, us",
+    "best other / jax_cudnn",
+    "of the limit: cuDNN, jax_cudnn, best other",
+    "x + 1, TB/s",
+    "jax_cudnn runs",
+    "cuDNN's engine",
+    "error: jax_cudnn, best other",
+)
+_BOTH = (*_TITLES[:7], "limit, us")
+
+
+def render_norms(result: dict[str, Any]) -> str:
+    """A table for each program, one for forward and backward together, what of the goals is met,
+    and what did not run."""
+    environment, limit = result["environment"], result["limit"]
+    text = (
+        f"{where(result)}, torch {environment['torch']}, triton {environment['triton']}, driver "
+        f"{environment['driver']}; median (smallest to largest) of rounds in which all sides take "
+        "turns, of the GPU's time alone. The limit is that of the bytes which must move, each "
+        f"array once, at {limit['tbytes_s']:g} TB/s ({limit['of']}, {limit['source']}); what fits "
+        'into the L2 cache can be faster. cuDNN is `implementation="cudnn"`, jax_cudnn the '
+        "default, torch.compile the better of its default and max-autotune, XLA's best that of "
+        "several formulations, by name. Errors are relative to float32."
+    )
+    parts = [text]
+    for program in PROGRAMS:
+        rows = [_row(name, e, program) for name, e in result["norms"].items()]
+        parts += [f"{program.capitalize()}:", _table(_TITLES, rows)]
+    rows = [_both(name, entry, limit) for name, entry in result["norms"].items()]
+    parts += ["Forward that keeps residuals, and backward, added:", _table(_BOTH, rows)]
+    goals = _goals(result) if environment["sm_version"] else []  # which no CPU meets
+    notes = "\n".join(f"- {note}" for note in [*goals, *_notes(result)])
+    return "\n\n".join([*parts, notes] if notes else parts)
+
+
+def _table(titles: tuple[str, ...], rows: list[list[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _row(name: str, entry: dict[str, Any], program: str) -> list[str]:
+    found = entry["programs"].get(program, {"status": entry["status"]})
+    if OURS not in found.get("us", {}):
+        return [name, "", found["status"], *[""] * (len(_TITLES) - 3)]
+    us, other = found["us"], best_other(found)
+    marked = "" if found["status"] == TIMED else f" ({found['status']})"
+    return [
+        name + marked,
+        _spread(us, WHOLE),
+        _spread(us, OURS),
+        _spread(us, found.get("best_xla"), named=True),
+        _spread(us, EAGER),
+        _compiled(us),
+        f"{us[other]['median'] / us[OURS]['median']:.2f} ({other})" if other else "",
+        _figures(found["of_limit"], (WHOLE, OURS, other), "{:.2f}"),
+        _figures(found["tbytes_s"], (COPY,), "{:.2f}"),
+        _runs(found["plans"].get(OURS, {})),
+        ", ".join(found["plans"].get(WHOLE, {}).get("engines", ())),
+        _figures(_errors(found), (OURS, other), "{:.2g}"),
+    ]
+
+
+def _both(name: str, entry: dict[str, Any], limit: dict[str, Any]) -> list[str]:
+    found = entry.get("training_step", {})
+    us = found.get("us", {})
+    if OURS not in us:
+        return [name, "", entry["status"], *[""] * (len(_BOTH) - 3)]
+    other = best_other(found)
+    size = sum(entry["programs"][program]["bytes"] for program in (TRAINING, BACKWARD))
+    compiled = [side for side in (COMPILED, TUNED) if side in us]
+    best = found.get("best_xla")
+    return [
+        name,
+        _number(us, WHOLE),
+        _number(us, OURS),
+        _number(us, best) + (f" {best}" if best else ""),
+        _number(us, EAGER),
+        _number(us, min(compiled, key=us.__getitem__, default=None)),
+        f"{us[other] / us[OURS]:.2f} ({other})" if other else "",
+        f"{size / limit['tbytes_s'] / 1e6:.1f}",
+    ]
+
+
+def best_other(found: dict[str, Any]) -> str | None:
+    """The fastest side that is not ours: XLA's best, torch or torch.compile."""
+    us = found["us"]
+    others = [s for s in (found.get("best_xla"), EAGER, COMPILED, TUNED) if s in us]
+    return min(others, key=lambda s: _median(us[s]), default=None)
+
+
+def _goals(result: dict[str, Any]) -> list[str]:
+    """Which lines are within 15 % of the limit, and which are slower than another side."""
+    lines = [
+        (f"{name}, {program}", program, found)
+        for name, entry in result["norms"].items()
+        for program, found in entry["programs"].items()
+        if OURS in found.get("us", {})
+    ]
+    backward = [(line, found["of_limit"][OURS]) for line, p, found in lines if p == BACKWARD]
+    far = [f"{line} ({share})" for line, share in backward if share is None or share < _NEAR]
+    slower = [
+        f"{line} ({_median(found['us'][OURS]) / _median(found['us'][other]):.2f} times {other})"
+        for line, program, found in lines
+        if program in (FORWARD, TRAINING)
+        for other in [best_other(found)]
+        if other and _median(found["us"][OURS]) > _SLOWER * _median(found["us"][other])
+    ]
+    forwards = sum(program in (FORWARD, TRAINING) for _, program, _ in lines)
+    return [
+        f"backward within 15 % of the limit: {len(backward) - len(far)} of {len(backward)}"
+        + (f"; not: {'; '.join(far)}" if far else ""),
+        f"forward not slower than the best other side: {forwards - len(slower)} of {forwards}"
+        + (f"; not: {'; '.join(slower)}" if slower else ""),
+    ]
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    """What did not run and what was wrong, each said once; and where the host is in the times."""
+    notes: dict[str, list[str]] = {}
+    for name, entry in result["norms"].items():
+        if "reason" in entry:
+            notes.setdefault(f"{entry['status']}: {entry['reason']}", []).append(name)
+        for program, found in entry["programs"].items():
+            line = f"{name} {program}"
+            if "reason" in found:
+                notes.setdefault(f"{found['status']}: {found['reason']}", []).append(line)
+            for side, reason in found.get("not_run", {}).items():
+                how = side if reason == MISSING else f"{side} did not run"
+                notes.setdefault(f"{how}: {reason}", []).append(line)
+            shown = [side for side, hidden in found.get("host_hidden", {}).items() if not hidden]
+            if shown and len(shown) < len(found["us"]):  # on a CPU all are
+                text = f"the host's time may be in that of {', '.join(shown)}"
+                notes.setdefault(text, []).append(line)
+            why = found.get("plans", {}).get(OURS, {}).get("why_xla")
+            if why:
+                notes.setdefault(f"XLA runs it by default: {why}", []).append(line)
+    lines = sum(len(entry["programs"]) for entry in result["norms"].values())
+    return [
+        f"{'all' if len(where) == lines else ', '.join(where)}: {text}"
+        for text, where in notes.items()
+    ]
+
+
+def _runs(plan: dict[str, Any]) -> str:
+    """Who runs the segments of a program, "" where no GPU says."""
+    counts = [(plan.get(who, 0), who) for who in ("cuDNN", "XLA")]
+    return " + ".join(f"{n} {who}" if n > 1 else who for n, who in counts if n)
+
+
+def _compiled(us: dict[str, Any]) -> str:
+    sides = [side for side in (COMPILED, TUNED) if side in us]
+    best = min(sides, key=lambda side: us[side]["median"], default=None)
+    return _spread(us, best) + " max-autotune" * (best == TUNED)
+
+
+def _spread(us: dict[str, Any], side: str | None, named: bool = False) -> str:
+    if side not in us:
+        return ""
+    return spread(us[side]) + (f" {side}" if named else "")
+
+
+def _errors(found: dict[str, Any]) -> dict[str, float | None]:
+    return {side: error["relative"] for side, error in found["errors"].items()}
+
+
+def _figures(figures: dict[str, Any], sides: tuple[str | None, ...], form: str) -> str:
+    values = [figures[side] for side in sides if side in figures]
+    return ", ".join("no number" if value is None else form.format(value) for value in values)
+
+
+def _number(us: dict[str, float], side: str | None) -> str:
+    return f"{us[side]:g}" if side in us else ""
+
+
+def _median(figure: dict[str, float] | float) -> float:
+    return figure["median"] if isinstance(figure, dict) else figure

@@ -1,0 +1,120 @@
+"""The sides of the bench of normalizations that run in PyTorch, in this process and on this GPU.
+
+PyTorch is imported when a side is made, and not needed: without it the sides are not measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .norm_cases import BACKWARD, FORWARD, TRAINING, NormCase
+
+EAGER, COMPILED, TUNED = "torch", "torch.compile", "torch.compile max-autotune"
+_MODES = {EAGER: None, COMPILED: "default", TUNED: "max-autotune-no-cudagraphs"}
+SIDES = tuple(_MODES)
+MISSING = "not measured: torch is not installed"
+
+Call = Callable[[], "Pending"]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Results that are under way, as ``jax.block_until_ready`` waits for them."""
+
+    tensors: dict[str, Any]
+
+    def block_until_ready(self) -> Pending:
+        tensor = next(iter(self.tensors.values()))
+        if tensor.is_cuda:
+            importlib.import_module("torch").cuda.synchronize(tensor.device)
+        return self
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """As JAX's arrays."""
+        self.block_until_ready()
+        return {
+            name: jax.dlpack.from_dlpack(tensor.detach().contiguous())
+            for name, tensor in self.tensors.items()
+        }
+
+
+def installed() -> bool:
+    try:
+        importlib.import_module("torch")
+    except ImportError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def fresh() -> Iterator[None]:
+    """Inside, torch.compile has compiled nothing; behind it, unused memory is given back."""
+    if not installed():
+        yield
+        return
+    torch = importlib.import_module("torch")
+    torch._dynamo.reset()
+    # Else the backward, which overwrites what it does not need again, could run only once.
+    settings: Any = importlib.import_module("torch._functorch.config")
+    settings.donated_buffer = False
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def program(
+    side: str, program: str, case: NormCase, operands: Mapping[str, jax.Array], dy: jax.Array
+) -> Call:
+    """One program of a side. Its backward is autograd's of a forward that has run here."""
+    torch = importlib.import_module("torch")
+    functional = torch.nn.functional
+    shared = {name: torch.from_dlpack(x) for name, x in operands.items()}
+    given = {  # running statistics are written in place
+        name: x.clone() if name.startswith("running_") else x.detach() for name, x in shared.items()
+    }
+    running = {name: x for name, x in given.items() if name.startswith("running_")}
+
+    def normalize(**tensors: Any) -> Any:
+        return case.torch(functional, **tensors)
+
+    mode = _MODES[side]
+    if mode is not None:
+        normalize = torch.compile(normalize, mode=mode, dynamic=False)
+    if program == FORWARD:
+
+        def forward() -> Pending:
+            with torch.no_grad():
+                return Pending({"y": normalize(**given), **running})
+
+        return forward
+    for name in case.learned:
+        given[name] = given[name].requires_grad_()
+    if program == TRAINING:
+        return lambda: Pending({"y": normalize(**given), **running})
+    assert program == BACKWARD
+    y, along = normalize(**given), torch.from_dlpack(dy)
+    learned = [given[name] for name in case.learned]
+
+    def backward() -> Pending:
+        found = torch.autograd.grad(y, learned, along, retain_graph=True)
+        return Pending(dict(zip(case.learned, found, strict=True)))
+
+    return backward
+
+
+def total(x: jax.Array) -> Callable[[], Pending]:
+    """The sum of an array's elements, read where JAX has it."""
+    torch = importlib.import_module("torch")
+    tensor = torch.from_dlpack(x)
+    return lambda: Pending({"sum": tensor.sum()})

@@ -1,0 +1,296 @@
+"""``python -m jax_cudnn bench --norms``: normalizations beside XLA's best and PyTorch.
+
+PyTorch, where it is installed, runs in the same process, on the same arrays and in the same rounds.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core import compat
+from .._core.errors import JaxCudnnError
+from .._core.implementation import CUDNN
+from . import agreement, norm_torch, programs, queued, timing
+from .compiling import compiled, told
+from .halves import Halves, halves
+from .norm_cases import BACKWARD, FORWARD, PROGRAMS, TRAINING, Function, NormCase
+
+WHOLE, OURS, COPY = "cuDNN", "jax_cudnn", "copy"
+"""Ours with ``implementation="cudnn"`` and by default; and x + 1, of the bytes of x twice."""
+TIMED, WRONG, FAILED = "timed", "WRONG", "failed"
+LIMIT = {"tbytes_s": 4.3, "of": "NVIDIA H200", "source": "measured copy bandwidth"}
+
+# 20 calls and what hides them are fewer than the 32 executions that JAX lets be under way.
+_ROUNDS, _LEAST, _CALLS, _SECONDS = 21, 7, 20, 3.0
+_FILLER = 2**30  # elements in float32: a millisecond to read
+
+Call = Callable[[], Any]
+
+
+def measure_norms(
+    cases: Iterable[NormCase],
+    *,
+    seconds: float = _SECONDS,
+    calls: int = _CALLS,
+    rounds: int = _ROUNDS,
+    say: Callable[[str], None] = print,
+    done: Callable[[dict[str, dict[str, Any]]], None] = lambda results: None,
+) -> dict[str, dict[str, Any]]:
+    """Case name -> its JSON entry: of each program the times in us on all sides, the bytes that it
+    must move and how fast each side moves them, and how far its results are from float32.
+
+    What fails is part of the result, with its reason; a side that is wrong is not timed. ``done``
+    gets all results so far after each case.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    fillers = _Fillers.made()
+    for case in cases:
+        began = time.perf_counter()
+        try:
+            with norm_torch.fresh():
+                entry = _Bench(case, fillers, seconds, calls, rounds).entry()
+        except Exception as error:
+            entry = {"status": FAILED, "reason": told(error), "programs": {}}
+        operands = {name: str(operand) for name, operand in case.operands.items()}
+        results[case.name] = {"what": case.what, "operands": operands, **entry}
+        say(f"{case.name}: {entry['status']} ({time.perf_counter() - began:.1f} s)")
+        done(results)
+    return results
+
+
+def environment() -> dict[str, Any]:
+    """Where this was measured, with the versions of PyTorch and of the driver."""
+    return timing.environment("torch", "triton") | {"driver": _driver()}
+
+
+def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    try:
+        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read_text())
+    except OSError:
+        found = None
+    return found[1] if found else "none"
+
+
+@dataclass(frozen=True)
+class _Fillers:
+    """What keeps the GPU busy while calls are issued, of JAX and of PyTorch; None on a CPU."""
+
+    jax: Call | None = None
+    torch: Call | None = None
+
+    @classmethod
+    def made(cls) -> _Fillers:
+        if all(device.platform == "cpu" for device in jnp.zeros(()).devices()):
+            return cls()
+        x = jax.block_until_ready(jax.lax.iota(jnp.float32, _FILLER))
+        read = partial(jax.jit(jnp.sum), x)
+        try:
+            return cls(read, norm_torch.total(x))
+        except Exception:  # without PyTorch, or where it has no such GPU: its sides say why
+            return cls(read)
+
+
+# -- one case --------------------------------------------------------------------------------------
+
+
+class _Bench:
+    """The measurement of one case."""
+
+    def __init__(
+        self, case: NormCase, fillers: _Fillers, seconds: float, calls: int, rounds: int
+    ) -> None:
+        self.case, self.fillers = case, fillers
+        self.timing = {"seconds": seconds, "calls": calls, "rounds": rounds}
+        self.operands, self.dy = jax.block_until_ready(case.arrays(jax.random.key(0)))
+        self.sides: dict[str, Function] = {WHOLE: case.ours(CUDNN), OURS: case.ours(None)}
+        self.sides |= case.xla
+        self.halves: dict[str, Halves] = {}
+        self.saved: dict[str, list[Any]] = {}
+        self.without: dict[str, str] = {}  # sides that have no backward, and why
+
+    def entry(self) -> dict[str, Any]:
+        want = _exact(self.case, self.operands, self.dy)
+        for side, function in self.sides.items():
+            try:
+                self.halves[side] = halves(function, self.operands, self.case.learned)
+            except Exception as error:
+                self.without[side] = told(error)
+        entries = {}
+        for program in PROGRAMS:
+            try:
+                entries[program] = self.program(program, want[program == BACKWARD])
+            except Exception as error:
+                entries[program] = {"status": FAILED, "reason": told(error)}
+        states = [entry["status"] for entry in entries.values()]
+        status = next((state for state in (FAILED, WRONG) if state in states), TIMED)
+        both = _together(entries[TRAINING], entries[BACKWARD], self.case)
+        return {"status": status, "programs": entries, "training_step": both}
+
+    def program(self, program: str, want: dict[str, jax.Array]) -> dict[str, Any]:
+        """One program on all sides: compiled, run once and compared, timed."""
+        given, not_run = self._given(program)
+        copy = (lambda x: x + 1, (self.operands["x"],))
+        ready, failed = compiled({**given, COPY: copy})
+        not_run |= failed
+        theirs, failed = self._torch(program)
+        not_run |= failed
+        entry: dict[str, Any] = {"status": TIMED, "bytes": self.case.bytes(program)}
+        entry["plans"] = {s: _plans(*given[s]) for s in (WHOLE, OURS) if s in given}
+        errors: dict[str, agreement.Difference] = {}
+        for side, call in [*ready.items(), *theirs.items()]:
+            if side != COPY:
+                try:
+                    errors[side] = agreement.difference(self._results(program, side, call()), want)
+                except Exception as error:
+                    not_run[side] = told(error)
+        allowed = agreement.tolerance((self.operands["x"],), self.operands["x"])
+        wrong = [side for side, error in errors.items() if not error.within(allowed)]
+        entry |= {
+            "tolerance": allowed,
+            "errors": {side: error.json() for side, error in errors.items()},
+            "not_run": not_run,
+        }
+        calls = {
+            side: call
+            for side, call in {**ready, **theirs}.items()
+            if side == COPY or (side in errors and side not in wrong)
+        }
+        fillers = {s: self.fillers.torch if s in theirs else self.fillers.jax for s in calls}
+        entry |= self._figures(queued.times(calls, fillers, least=_LEAST, **self.timing), entry)
+        if wrong:
+            told_of = (f"{s}: {errors[s].relative:.2g}, {errors[s].worst:.2g}" for s in wrong)
+            entry["status"] = WRONG
+            entry["reason"] = "errors (norm, worst element) of " + "; ".join(told_of)
+        elif OURS not in calls or "best_xla" not in entry:
+            entry["status"] = FAILED
+            entry["reason"] = not_run.get(OURS, "no formulation of XLA's ran")
+        return entry
+
+    def _given(self, program: str) -> tuple[dict[str, tuple[Any, tuple[Any, ...]]], dict[str, str]]:
+        """The functions of a program in JAX, by side, with their operands; and why some are not."""
+        if program == FORWARD:
+            chosen = {
+                s: f for s, f in self.sides.items() if s in (WHOLE, OURS, *self.case.forwards)
+            }
+            return {s: (_by_name(f), (self.operands,)) for s, f in chosen.items()}, {}
+        if program == TRAINING:
+            found = {s: (half.training, (self.operands,)) for s, half in self.halves.items()}
+            return found, dict(self.without)
+        found = {}
+        for side, half in self.halves.items():
+            if side in self.saved:
+                found[side] = (half.backward, (self.saved[side], self.dy))
+        missing = {s: "its forward did not run" for s in self.halves if s not in found}
+        return found, self.without | missing
+
+    def _results(self, program: str, side: str, found: Any) -> dict[str, jax.Array]:
+        """The results by name; what the backward needs is put aside."""
+        if side in norm_torch.SIDES:
+            return found.arrays()
+        if program == TRAINING:
+            self.saved[side] = self.halves[side].saved(self.operands, found)
+            return found[0]
+        return found
+
+    def _torch(self, program: str) -> tuple[dict[str, Call], dict[str, str]]:
+        if not norm_torch.installed():
+            return {}, dict.fromkeys(norm_torch.SIDES, norm_torch.MISSING)
+        ready, failed = {}, {}
+        for side in norm_torch.SIDES:
+            try:
+                call = norm_torch.program(side, program, self.case, self.operands, self.dy)
+                ready[side] = call
+            except Exception as error:
+                failed[side] = told(error)
+        return ready, failed
+
+    def _figures(
+        self, found: Mapping[str, queued.Queued], entry: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        us = {side: timing.summary(each.seconds, 1e6) for side, each in found.items()}
+        copied = 2 * self.operands["x"].nbytes
+        rates = {
+            side: _rate(copied if side == COPY else entry["bytes"], figures["median"])
+            for side, figures in us.items()
+        }
+        best = _fastest({s: figures["median"] for s, figures in us.items()}, self.case.xla)
+        return {
+            "calls": self.timing["calls"],
+            "rounds": len(next(iter(found.values())).seconds),
+            "us": us,
+            "host_us": {side: round(each.issued * 1e6, 2) for side, each in found.items()},
+            "host_hidden": {side: each.hidden for side, each in found.items()},
+            "tbytes_s": rates,
+            "of_limit": {s: _share(rate) for s, rate in rates.items()},
+            "copy_bytes": copied,
+            **({"best_xla": best} if best else {}),
+        }
+
+
+def _exact(
+    case: NormCase, operands: dict[str, jax.Array], dy: jax.Array
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Results and gradients in float32."""
+    wide, along = jax.tree.map(lambda x: x.astype(jnp.float32), (operands, dy))
+
+    @jax.jit
+    def both(operands: dict[str, Any], dy: Any) -> Any:
+        half = halves(case.exact, operands, case.learned)
+        trained = half.training(operands)
+        return trained[0], half.backward(half.saved(operands, trained), dy)
+
+    return jax.block_until_ready(both(wide, along))
+
+
+def _by_name(function: Function) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda operands: function(**operands)
+
+
+def _plans(function: Callable[..., Any], operands: tuple[Any, ...]) -> dict[str, Any]:
+    """How many graphs a program holds; on a GPU how many segments of them are cuDNN's, on which
+    engines, how many are XLA's, and why."""
+    try:
+        live, _ = compat.live_program(jax.make_jaxpr(function)(*operands))
+        found = programs.of_jaxpr(live)
+    except Exception as error:
+        return {"reason": told(error)}
+    held: dict[str, Any] = {"graphs": len(found)}
+    try:
+        plans = programs.placed(found)
+    except JaxCudnnError as error:  # references run, or nothing does
+        return held | {"reason": told(error)}
+    segments = [segment for plan in plans for segment in plan.segments]
+    engines = [segment.engine for segment in segments if segment.plan is not None]
+    reasons = [s.reason for s in segments if s.plan is None and s.reason]
+    held |= {"cuDNN": len(engines), "XLA": len(segments) - len(engines), "engines": engines}
+    return held | ({"why_xla": " ".join(reasons[0].split())[:300]} if reasons else {})
+
+
+def _together(forward: Any, backward: Any, case: NormCase) -> dict[str, Any]:
+    """Medians of forward and backward added, of the same side or formulation."""
+    a, b = forward.get("us", {}), backward.get("us", {})
+    us = {s: round(a[s]["median"] + b[s]["median"], 3) for s in a if s in b and s != COPY}
+    best = _fastest(us, case.xla)
+    return {"us": us, **({"best_xla": best} if best else {})}
+
+
+def _fastest(us: Mapping[str, float], names: Iterable[str]) -> str | None:
+    return min((name for name in names if name in us), key=us.__getitem__, default=None)
+
+
+def _rate(size: int, us: float) -> float | None:
+    """TB/s; None where the time is below what can be told from nothing."""
+    return float(f"{size / us / 1e6:.4g}") if us > 0 else None
+
+
+def _share(rate: float | None) -> float | None:
+    return None if rate is None else round(rate / LIMIT["tbytes_s"], 4)
