@@ -26,15 +26,15 @@ from jax_cudnn.bench import (
     measure,
     plot,
     programs,
-    step_models,
-    step_tables,
-    steps,
     tables,
     timing,
 )
 from jax_cudnn.bench.avals import load_function, parse_aval
-from jax_cudnn.bench.models import ModelCase, Operand, model_cases
+from jax_cudnn.bench.models.cases import ModelCase, Operand, model_cases
 from jax_cudnn.bench.run import RESULTS, merge, select
+from jax_cudnn.bench.steps import measure as steps
+from jax_cudnn.bench.steps import models as step_models
+from jax_cudnn.bench.steps import tables as step_tables
 
 CASES = {case.name: case for case in model_cases()}
 QUICK = {"calls": 1, "rounds": 1, "seconds": 0.0}

@@ -13,18 +13,16 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
-from jax_cudnn.bench import (
-    norm_cases,
-    norm_formulations,
-    norm_tables,
-    norm_torch,
-    norms,
-    queued,
-    run,
-)
-from jax_cudnn.bench.halves import halves
-from jax_cudnn.bench.norm_cases import BACKWARD, FORWARD, PROGRAMS, TRAINING
-from jax_cudnn.bench.norms import COPY, OURS, WHOLE
+from jax_cudnn.bench import run
+from jax_cudnn.bench.norms import cases as norm_cases
+from jax_cudnn.bench.norms import formulations as norm_formulations
+from jax_cudnn.bench.norms import measure as norms
+from jax_cudnn.bench.norms import queued
+from jax_cudnn.bench.norms import tables as norm_tables
+from jax_cudnn.bench.norms import torch_sides as norm_torch
+from jax_cudnn.bench.norms.cases import BACKWARD, FORWARD, PROGRAMS, TRAINING
+from jax_cudnn.bench.norms.halves import halves
+from jax_cudnn.bench.norms.measure import COPY, OURS, WHOLE
 from jax_cudnn.bench.run import RESULTS
 
 FULL = {case.name: case for case in norm_cases.norm_cases()}

@@ -13,7 +13,7 @@ from jax_cudnn._core.planning import losses
 from jax_cudnn.bench import losses as generation
 from jax_cudnn.bench import programs
 from jax_cudnn.bench.case import node_cases
-from jax_cudnn.bench.models import model_cases
+from jax_cudnn.bench.models.cases import model_cases
 from jax_cudnn.bench.run import RESULTS
 
 ROW, IMAGE = (1, 16, 32), (2, 16, 9, 9)

@@ -16,7 +16,7 @@ from .._core.planning import losses
 from .._core.planning.cost import Cost
 from . import programs
 from .comparison import Comparison, Formulation, compare
-from .models import ModelCase
+from .models.cases import ModelCase
 from .timing import summary
 
 TIMED, WRONG, UNSUPPORTED, FAILED = "timed", "WRONG", "unsupported", "failed"

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 from .._core.cuda import device_nodes
 from .._core.errors import GraphError, TargetError
-from . import norm_cases, step_models
 from .comparison import Formulation
-from .models import ModelCase, Operand, model_cases
-from .norm_tables import render_norms as render_norms
-from .step_tables import render_steps as render_steps
+from .models.cases import ModelCase, Operand, model_cases
+from .norms import cases as norm_cases
+from .norms.tables import render_norms as render_norms
+from .steps import models as step_models
+from .steps.tables import render_steps as render_steps
 from .tables import RESULTS as RESULTS
 from .tables import render as render
 from .tables import render_cases as render_cases
@@ -59,7 +60,8 @@ def run_steps(
     Writes ``steps_<model>.json`` into ``out``, with "-tiny" or "-partial" in its name where it
     holds tiny steps or some; or puts them in the place of those of an earlier result, ``into``.
     """
-    from . import steps, timing
+    from . import timing
+    from .steps import measure as steps
 
     cases = step_models.tiny_cases() if tiny else step_models.step_cases()
     chosen = _chosen(cases, only, "training step")
@@ -82,7 +84,7 @@ def run_norms(
     With PyTorch in this process: JAX then takes GPU memory as it needs it, and not most of it at
     once (``XLA_PYTHON_CLIENT_PREALLOCATE=false``), unless the variable is set.
     """
-    from . import norms
+    from .norms import measure as norms
 
     cases = norm_cases.tiny_cases() if tiny else norm_cases.norm_cases()
     chosen = _chosen(cases, only, "normalization")

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core import compat, context
-from .._core.errors import GraphError, TargetError
-from .._core.implementation import XLA, implementation
-from .._core.planning import placement
-from . import planning, programs, timing
-from .compiling import compiled, told
-from .step_models import StepCase
+from ..._core import compat, context
+from ..._core.errors import GraphError, TargetError
+from ..._core.implementation import XLA, implementation
+from ..._core.planning import placement
+from .. import planning, programs, timing
+from ..compiling import compiled, told
+from .models import StepCase
 
 OURS, IN_XLA, PLAIN, EXACT = "jax_cudnn", "its graphs in XLA", "XLA", "float32"
 TIMED, WRONG, FAILED = "timed", "WRONG", "failed"

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .comparison import Formulation
+from ..comparison import Formulation
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,6 @@ class ModelCase:
 
 def model_cases() -> tuple[ModelCase, ...]:
     """All cases, in the order of the table."""
-    from . import model_convs, model_matmuls, model_streams  # they import ModelCase from here
+    from . import convs, matmuls, streams  # they import ModelCase from here
 
-    return (*model_convs.cases(), *model_matmuls.cases(), *model_streams.cases())
+    return (*convs.cases(), *matmuls.cases(), *streams.cases())

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import ops
-from .models import Operand
-from .norm_formulations import MOMENTUM, Array, Function, Norm, formulations
+from ... import ops
+from ..models.cases import Operand
+from .formulations import MOMENTUM, Array, Function, Norm, formulations
 
 FORWARD, TRAINING, BACKWARD = "forward", "forward that keeps residuals", "backward"
 PROGRAMS = (FORWARD, TRAINING, BACKWARD)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.trace import graph
-from .comparison import Formulation
-from .models import ModelCase, Operand
+from ..._core.graph.trace import graph
+from ..comparison import Formulation
+from .cases import ModelCase, Operand
 
 Array = jax.Array
 F32, BF16 = jnp.float32, jnp.bfloat16

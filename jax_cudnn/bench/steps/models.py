@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import ops
+from ... import ops
 
 Array = jax.Array
 Program = Callable[..., Callable[[tuple[Any, ...], tuple[Any, ...]], Any]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .steps import EXACT, IN_XLA, OURS, PLAIN, TIMED
-from .tables import spread, where
+from ..tables import spread, where
+from .measure import EXACT, IN_XLA, OURS, PLAIN, TIMED
 
 _TITLES = (
     "step",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .norm_cases import BACKWARD, FORWARD, PROGRAMS, TRAINING
-from .norm_torch import COMPILED, EAGER, MISSING, TUNED
-from .norms import COPY, OURS, TIMED, WHOLE
-from .tables import spread, where
+from ..tables import spread, where
+from .cases import BACKWARD, FORWARD, PROGRAMS, TRAINING
+from .measure import COPY, OURS, TIMED, WHOLE
+from .torch_sides import COMPILED, EAGER, MISSING, TUNED
 
 _NEAR, _SLOWER = 0.85, 1.02  # of the limit; and a difference of less is none
 _TITLES = (

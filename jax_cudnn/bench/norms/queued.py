@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from . import timing
+from .. import timing
 
 Call = Callable[[], Any]
 Key = TypeVar("Key", bound=Hashable)

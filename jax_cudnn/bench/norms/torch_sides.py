@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from .norm_cases import BACKWARD, FORWARD, TRAINING, NormCase
+from .cases import BACKWARD, FORWARD, TRAINING, NormCase
 
 EAGER, COMPILED, TUNED = "torch", "torch.compile", "torch.compile max-autotune"
 _MODES = {EAGER: None, COMPILED: "default", TUNED: "max-autotune-no-cudagraphs"}

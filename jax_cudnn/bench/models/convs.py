@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.trace import graph
-from .comparison import Formulation
-from .models import ModelCase, Operand
+from ..._core.graph.trace import graph
+from ..comparison import Formulation
+from .cases import ModelCase, Operand
 
 Array = jax.Array
 

@@ -16,13 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core import compat
-from .._core.errors import JaxCudnnError
-from .._core.implementation import CUDNN
-from . import agreement, norm_torch, programs, queued, timing
-from .compiling import compiled, told
+from ..._core import compat
+from ..._core.errors import JaxCudnnError
+from ..._core.implementation import CUDNN
+from .. import agreement, programs, timing
+from ..compiling import compiled, told
+from . import queued, torch_sides
+from .cases import BACKWARD, FORWARD, PROGRAMS, TRAINING, Function, NormCase
 from .halves import Halves, halves
-from .norm_cases import BACKWARD, FORWARD, PROGRAMS, TRAINING, Function, NormCase
 
 WHOLE, OURS, COPY = "cuDNN", "jax_cudnn", "copy"
 """Ours with ``implementation="cudnn"`` and by default; and x + 1, of the bytes of x twice."""
@@ -56,7 +57,7 @@ def measure_norms(
     for case in cases:
         began = time.perf_counter()
         try:
-            with norm_torch.fresh():
+            with torch_sides.fresh():
                 entry = _Bench(case, fillers, seconds, calls, rounds).entry()
         except Exception as error:
             entry = {"status": FAILED, "reason": told(error), "programs": {}}
@@ -94,7 +95,7 @@ class _Fillers:
         x = jax.block_until_ready(jax.lax.iota(jnp.float32, _FILLER))
         read = partial(jax.jit(jnp.sum), x)
         try:
-            return cls(read, norm_torch.total(x))
+            return cls(read, torch_sides.total(x))
         except Exception:  # without PyTorch, or where it has no such GPU: its sides say why
             return cls(read)
 
@@ -194,7 +195,7 @@ class _Bench:
 
     def _results(self, program: str, side: str, found: Any) -> dict[str, jax.Array]:
         """The results by name; what the backward needs is put aside."""
-        if side in norm_torch.SIDES:
+        if side in torch_sides.SIDES:
             return found.arrays()
         if program == TRAINING:
             self.saved[side] = self.halves[side].saved(self.operands, found)
@@ -202,12 +203,12 @@ class _Bench:
         return found
 
     def _torch(self, program: str) -> tuple[dict[str, Call], dict[str, str]]:
-        if not norm_torch.installed():
-            return {}, dict.fromkeys(norm_torch.SIDES, norm_torch.MISSING)
+        if not torch_sides.installed():
+            return {}, dict.fromkeys(torch_sides.SIDES, torch_sides.MISSING)
         ready, failed = {}, {}
-        for side in norm_torch.SIDES:
+        for side in torch_sides.SIDES:
             try:
-                call = norm_torch.program(side, program, self.case, self.operands, self.dy)
+                call = torch_sides.program(side, program, self.case, self.operands, self.dy)
                 ready[side] = call
             except Exception as error:
                 failed[side] = told(error)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.trace import graph
-from .comparison import Formulation
-from .model_matmuls import BF16, F32, Array, Built, matrix_case
-from .models import ModelCase, Operand
+from ..._core.graph.trace import graph
+from ..comparison import Formulation
+from .cases import ModelCase, Operand
+from .matmuls import BF16, F32, Array, Built, matrix_case
 
 
 def total(m: int, n: int, axis: int, dtype: str = "bfloat16") -> Built:

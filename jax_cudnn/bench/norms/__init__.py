@@ -1,0 +1,1 @@
+"""Normalizations beside XLA's formulations and torch: forward and backward apart."""

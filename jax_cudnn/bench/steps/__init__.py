@@ -1,0 +1,1 @@
+"""Training steps: whole programs with their gradients, beside plain JAX."""
