@@ -596,3 +596,15 @@ def test_no_operation_of_the_table_runs_in_turn():
         for mapped in ({name} for name in spec.inputs):
             batch(spec, 2, frozenset(mapped))
         batch(spec, 2, frozenset(spec.inputs))
+
+
+@pytest.mark.parametrize("method", ["bias", "scale"])
+def test_a_number_takes_the_shape_of_the_operand_beside_it(method):
+    """Also where vmap gives that one a dimension more."""
+    graph = jc.graph(lambda g, b: getattr(g, method)(3.0, b))
+    b = jnp.arange(6.0).reshape(2, 1, 3, 1, 1)
+    want = 3.0 + b if method == "bias" else 3.0 * b
+    np.testing.assert_array_equal(jax.vmap(graph)(b), want)
+    np.testing.assert_array_equal(
+        jax.vmap(jax.vmap(graph, 1, 1), 3, 3)(b[..., None]), want[..., None]
+    )

@@ -57,6 +57,8 @@ class Pointwise(Node):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         # Measured on an H200 with cuDNN 9.19: the backward operations alone in a graph read an
         # operand that broadcasts out of bounds.
+        if self.shaped and tensors[self.shaped].value is not None:
+            return f"{self.shaped} is a number, and the result has the other operand's shape"
         shapes = {tensor.shape for tensor in tensors.values() if tensor.value is None}
         if not self.alike or len(shapes) == 1:
             return None
@@ -70,7 +72,8 @@ class Pointwise(Node):
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         ((output, (shape, dtype)),) = super().infer(inputs).items()
-        if self.shaped and inputs[self.shaped].shape != shape:
+        first = inputs.get(self.shaped)  # a number has every shape
+        if first is not None and first.value is None and first.shape != shape:
             (other,) = (name for name in inputs if name != self.shaped)
             raise GraphError(
                 f"{other} is larger than {self.shaped}",
