@@ -40,7 +40,8 @@ def batchnorm(node, input, scale, bias, in_running_mean, in_running_var, epsilon
     axes = _axes("batchnorm", scale)
     mean, inv_var = _statistics("batchnorm", input, scale, epsilon)
     y = (input - mean) * inv_var * scale + bias
-    unbiased = np.var(input, axes, keepdims=True, ddof=1)
+    count = input.size // scale.size
+    unbiased = np.var(input, axes, keepdims=True) * count / max(count - 1, 1)
     return (
         y,
         mean,

@@ -247,8 +247,8 @@ def _normalized(
 ) -> tuple[jax.Array, Running]:
     """(N, C, ...) normalized, and the new running statistics."""
     shape, out = image.shape, str(image.dtype)
-    # cuDNN has up to three spatial dimensions.
-    wide = shape if image.ndim < 6 else (*shape[:2], math.prod(shape[2:]))
+    # cuDNN has one to three spatial dimensions.
+    wide = shape if image.ndim in (3, 4, 5) else (*shape[:2], math.prod(shape[2:]))
     each = (1, shape[1], *(1,) * (len(wide) - 2))
     given = (image, *per_channel(shape, scale, bias, jnp.float32))
     x, gamma, beta = (v.reshape(s) for v, s in zip(given, (wide, each, each), strict=True))

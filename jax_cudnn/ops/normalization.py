@@ -64,9 +64,10 @@ class OfRows(Normalizing):
         """Into rows, where only what has rows is batched; else in front, with a scale each."""
         of_rows = {"input", "Y", "mean", "inv_var"}
         if batched <= of_rows and not isinstance(self, NormalizationBackward):
-            scale = tensors["scale"].shape
+            shape, scale = tensors["input"].shape, tensors["scale"].shape
             for axis in range(self.extent.first, len(scale)):
-                if scale[axis] == 1:
+                longer = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+                if scale[axis] == 1 and self.extent.fits(longer, scale):
                     yield {port: axis for port in tensors if port in of_rows}
         if "epsilon" not in batched and self.in_front is not None:
             yield dict.fromkeys(tensors, LEAD)

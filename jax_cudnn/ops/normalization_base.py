@@ -188,6 +188,12 @@ class Normalization(Normalizing):
     ) -> dict[str, GraphTensor]:
         if "inv_var" not in outputs or not {*tangents} <= {"input", "scale", "bias"}:
             return super().jvp(g, tangents, inputs, outputs)
+        shape = inputs["input"].shape
+        axes = self.extent.reduced(shape, inputs["scale"].shape)
+        if self.extent.centred and math.prod(shape[axis] for axis in axes) == 1:
+            # The distance from the mean is 0; of an input that is kept rounded it would not be.
+            moved = {"Y": "bias", "mean": "input"}
+            return {out: tangents[port] for out, port in moved.items() if port in tangents}
         from .normalization_tangent import NormalizationTangent  # importing jax_cudnn does without
 
         node = NormalizationTangent(self, tuple(tangents), tuple(outputs))

@@ -292,6 +292,13 @@ def group_norm(
             got=f"num_groups={num_groups}",
         )
     scale, bias = (_parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
+    if 1 < groups == channels and spatial:
+        y, found = instance_norm(
+            moved.x, scale, bias, epsilon=epsilon, return_statistics=True, options=options,
+            implementation=implementation,
+        )  # fmt: skip
+        y, statistics = moved.back(y), tuple(v.reshape(batch, groups) for v in found)
+        return (y, statistics) if return_statistics else y
     # Of (batch, pixels, groups, channels of each) the second and last are a group's.
     inner = channels // groups
     wide = moved.x.reshape(batch, math.prod(spatial), groups, inner)

@@ -85,6 +85,8 @@ def merged(spec: GraphSpec) -> tuple[tuple[int, ...], ...] | None:
             {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}, order
         )
     }
+    if not all(call.node.merges or call.node.ports.is_elementwise for call in spec.calls):
+        begins |= {*order}  # attributes that name dimensions, as a slice's
     groups: list[list[int]] = []
     for axis in order:
         whole = [axis, *(groups[-1] if groups else [])]
