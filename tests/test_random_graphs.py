@@ -127,6 +127,11 @@ def test_attributes_and_dtypes_of_every_kind_occur(many):
     assert max(np.prod(tensor.shape) for tensor in tensors) <= 200_000
 
 
+OF_ROWS = ("rmsnorm", "layernorm", "adalayernorm")
+FORWARDS = (*OF_ROWS, "instancenorm", "batchnorm")
+NORMALIZATIONS = (*FORWARDS, *(f"{kind}_backward" for kind in FORWARDS), "batchnorm_inference")
+
+
 def groups(spec, call):
     """Of a forward convolution; 0 of anything else."""
     if call.node.method != "conv_fprop":
@@ -137,6 +142,37 @@ def groups(spec, call):
 def depth(spec, call):
     """The input channels of a group."""
     return spec.tensor(call.inputs[1][1]).shape[1]
+
+
+def normalizations(spec):
+    return [c for c in spec.calls if c.node.method in NORMALIZATIONS]
+
+
+def forwards(spec):
+    """Those that take the statistics of their operand."""
+    return [c for c in normalizations(spec) if "epsilon" in dict(c.inputs)]
+
+
+def backwards(spec):
+    return [c for c in normalizations(spec) if "grad" in dict(c.inputs)]
+
+
+def at(spec, call, port):
+    """The tensor at an input port."""
+    return spec.tensor(dict(call.inputs)[port])
+
+
+def normalized_axes(spec, call):
+    return call.node.extent.reduced(*(at(spec, call, port).shape for port in ("input", "scale")))
+
+
+def asides(spec):
+    """The results of normalizations beside the first."""
+    return {name for c in normalizations(spec) for _, name in c.outputs if name != first(c)}
+
+
+def first(call):
+    return next((n for port, n in call.outputs if port == call.node.results[0]), "")
 
 
 def methods(graph):
@@ -165,7 +201,65 @@ KINDS = {
         0.02,
         lambda s: {"conv_dgrad", "conv_wgrad"} <= {c.node.method for c in s.calls},
     ),
+    "normalizations": (0.3, normalizations),
+    "several normalizations": (0.1, lambda s: len(normalizations(s)) > 1),
+    "no normalization": (0.3, lambda s: not normalizations(s)),
+    "backwards of normalizations": (0.1, backwards),
+    "of those in the graph": (
+        0.03,
+        lambda s: any(at(s, c, "inv_variance").name in asides(s) for c in backwards(s)),
+    ),
+    "statistics used": (0.1, lambda s: asides(s) & used(s).keys()),
+    "statistics returned": (0.1, lambda s: asides(s) & {*s.outputs}),
+    "no statistics": (
+        0.03,
+        lambda s: any(c.node.results == ("Y",) for c in forwards(s)),
+    ),
+    "normalizations without bias": (
+        0.03,
+        lambda s: any("bias" not in dict(c.inputs) for c in forwards(s)),
+    ),
+    "several normalized dimensions": (
+        0.04,
+        lambda s: any(
+            len(normalized_axes(s, c)) > 1 for c in forwards(s) if c.node.method in OF_ROWS
+        ),
+    ),
+    "rows that are not the last dimensions": (
+        0.005,
+        lambda s: any(
+            len(at(s, c, "input").shape) - 1 not in normalized_axes(s, c)
+            for c in forwards(s)
+            if c.node.method in OF_ROWS
+        ),
+    ),
+    "rows of one element": (0.02, lambda s: any(row(s, c) == 1 for c in forwards(s))),
+    "rows of many elements": (0.2, lambda s: any(row(s, c) >= 16 for c in forwards(s))),
+    "channels not by 8": (
+        0.01,
+        lambda s: any(
+            at(s, c, "input").shape[1] % 8
+            for c in normalizations(s)
+            if c.node.method.startswith("batchnorm")
+        ),
+    ),
+    "scales of another dtype": (
+        0.1,
+        lambda s: any(
+            at(s, c, "scale").dtype != at(s, c, "input").dtype for c in normalizations(s)
+        ),
+    ),
+    "epsilon in an array": (
+        0.003,
+        lambda s: any(at(s, c, "epsilon").value is None for c in forwards(s)),
+    ),
 }  # fmt: skip
+
+
+def row(spec, call):
+    """Over how many elements a normalization goes."""
+    shape = at(spec, call, "input").shape
+    return np.prod([shape[axis] for axis in normalized_axes(spec, call)])
 
 
 def used(spec):
@@ -187,10 +281,15 @@ def parts(spec):
     return sets
 
 
+def test_a_tenth_of_the_operations_normalizes(many):
+    operations = [method for graph in many for method in methods(graph)]
+    assert 0.07 < sum(m in NORMALIZATIONS for m in operations) / len(operations) < 0.13
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_mix_has(kind, many):
     least, has = KINDS[kind]
-    assert sum(has(graph.spec) for graph in many) >= least * len(MANY)
+    assert sum(bool(has(graph.spec)) for graph in many) >= least * len(MANY)
 
 
 # -- their references, and the tolerance -----------------------------------------------------------
@@ -217,6 +316,9 @@ WRONG = {
     "cmp_lt": lambda right: 1 - right,
     "sigmoid": lambda right: right * 1.04,
     "transpose": lambda right: right[::-1],
+    "layernorm": lambda right: (right[0] * 1.05, *right[1:]),
+    "batchnorm": lambda right: (np.roll(right[0], 1, 1), *right[1:]),
+    "rmsnorm_backward": lambda right: (right[0] * 1.1 + 0.01, *right[1:]),
 }
 
 
@@ -544,6 +646,8 @@ WRONG_RULES = {
     **{(method, "transpose"): ("grad", "vmap of grad") for method in ("matmul", "conv_fprop")},
     ("conv_wgrad", "jvp"): ("grad", "jvp", "vmap of grad"),
     ("reduction", "transpose"): ("grad", "vmap of grad"),
+    **{(method, "jvp"): ("grad", "jvp", "vmap of grad") for method in ("layernorm", "rmsnorm")},
+    ("batchnorm", "jvp"): ("grad", "jvp", "vmap of grad"),
 }
 """What is wrong, and which transformations that makes wrong."""
 
@@ -677,6 +781,57 @@ def test_graphs_are_checked_in_processes():
     seeds = range(FRESH, FRESH + 3)
     outcomes = transform_runs.fuzz(seeds, TransformChecks(), 2, told.append)
     assert outcomes == told == [TransformChecks().outcome(seed) for seed in seeds]
+
+
+# -- what they have found --------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+def test_a_part_of_rows_is_normalized():
+    def of_a_part(g, x, scale):
+        part = g.slice(x, slices=[slice(None), slice(None), slice(0, 128)])
+        return g.rmsnorm(part, scale, epsilon=1e-6)[0]
+
+    shapes = (8, 64, 256), (1, 1, 128)
+    with jc.target("H200"):
+        plan = jc.plan(jc.graph(of_a_part), *(jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes))
+    assert any(segment.plan is not None for segment in plan.segments)
+
+
+@pytest.mark.parametrize("method", ["layernorm", "adalayernorm"])
+def test_rows_of_one_element_are_their_bias(method):
+    """Also where what is kept of them for the derivative is rounded, and under vmap."""
+
+    @jc.graph
+    def normalized(g, x, y, scale, bias):
+        return getattr(g, method)(g.matmul(x, y), scale, bias=bias, epsilon=1e-6)[0]
+
+    shapes = (2, 5, 3), (2, 3, 1), (2 if method == "adalayernorm" else 1, 1, 1)
+    x, y, scale = (10 * jax.random.normal(jax.random.key(0), s, "bfloat16") for s in shapes)
+    gradients = jax.grad(lambda *xs: normalized(*xs).sum().astype("float32"), range(4))
+    *others, bias = gradients(x, y, scale, scale)
+    assert not any(np.asarray(g).any() for g in others)
+    np.testing.assert_array_equal(np.asarray(bias, np.float32), 10 / scale.size)
+    stacked = np.stack([x, 2 * x, -x])
+    found = jax.vmap(normalized, in_axes=(0, None, None, None))(stacked, y, scale, scale)
+    np.testing.assert_array_equal(found, np.broadcast_to(scale, found.shape))
+
+
+def test_running_variances_have_gradients_in_float16():
+    """1 - momentum does not cancel, and the cube of inv_var does not overflow."""
+
+    def running_variance(g, *operands):
+        return g.batchnorm(*operands, epsilon=1e-6, momentum=0.999)[4]
+
+    x = np.float32(0.02) * np.random.default_rng(0).standard_normal((4, 8, 5, 5), np.float32)
+    arrays = (x, *[np.ones((1, 8, 1, 1), np.float32)] * 4)
+    graphs = (
+        jc.graph(running_variance, **kind) for kind in ({}, {"intermediate_data_type": "float16"})
+    )
+    sums = (lambda *xs, f=f: f(*xs).sum() for f in graphs)
+    exact, narrow = (jax.grad(total, (0, 4))(*arrays) for total in sums)
+    for a, b in zip(narrow, exact, strict=True):
+        np.testing.assert_allclose(a, b, atol=0.02 * np.abs(b).max())
 
 
 # -- the figures and the command -------------------------------------------------------------------

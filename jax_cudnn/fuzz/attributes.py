@@ -8,11 +8,9 @@ from typing import Any
 
 from .._core.graph.dims import Shape
 from .._core.graph.node import Node
+from . import normalizations
 from .drawing import Drawing, Operand, Value
-from .operands import CHANNELS, new_operand, pick, weight
-
-Proposal = tuple[dict[str, Any], dict[str, Any]]
-"""What stands at the ports, and the attributes."""
+from .operands import CHANNELS, Proposal, new_operand, pick, weight
 
 
 def attribute_values(node: type[Node], name: str) -> list[Any]:
@@ -248,5 +246,6 @@ DRAWS: dict[str, Callable[[Drawing, type[Node]], Proposal]] = {
     "slice": _slice,
     "concatenate": _concatenate,
     "resample": _resample,
+    **normalizations.DRAWS,
 }
 """What may stand at the ports of a method, with attributes; what does not fit the node refuses."""

@@ -13,6 +13,7 @@ those in 16 bits; and operands of its products, which have 16 bits if one of the
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,6 +39,7 @@ from .sensitivity import (
 )
 
 _LEAST = float(jnp.finfo("float16").smallest_subnormal)
+_LOST = 0.1  # of a row's spread, at most
 Named = dict[str, np.ndarray]
 
 
@@ -81,14 +83,40 @@ class Differentiated:
             )
             for name, x in zip(_floats(one, one.inputs), found, strict=True):
                 x = self._kept(one, x, noise)
+                if noise is not None and one.tensor(name).dtype in FP8:  # rounded before the sum
+                    x = moved(x, float(jnp.finfo(one.tensor(name).dtype).eps) / 2, noise)
                 sums[name] = sums[name] + x if name in sums else x
         return sums
 
     @property
     def finite(self) -> bool:
-        """Whether all values are."""
+        """Whether all values are; also their squares, which derivatives take, where float16 keeps
+        what is between the steps."""
         floats = (x for x in self._forward.values().values() if is_floating(str(x.dtype)))
-        return all(bool(np.isfinite(x.astype(np.float32)).all()) for x in floats)
+        wide = [x.astype(np.float32) for x in floats]
+        if self._spec.options.intermediate_data_type == "float16":
+            largest = math.sqrt(float(jnp.finfo("float16").max))
+            return all(bool((np.abs(x) < largest).all()) for x in wide)
+        return all(bool(np.isfinite(x).all()) for x in wide)
+
+    @property
+    def conditioned(self) -> bool:
+        """Whether no normalization is of rows whose spread is lost beside their mean, once that or
+        they are rounded. What goes over one element has no spread to lose."""
+        values = self._forward.values()
+        for one in _steps(self._spec):
+            node: Any = one.calls[0].node
+            ports = dict(one.calls[0].inputs)
+            if not (getattr(node, "extent", None) and node.extent.centred and "epsilon" in ports):
+                continue
+            x = values[ports["input"]].astype(np.float64)
+            axes = node.extent.reduced(x.shape, one.tensor(ports["scale"]).shape)
+            if math.prod(x.shape[axis] for axis in axes) == 1:
+                continue
+            lost = (self._grain or RESULT) * np.abs(x.mean(axes))
+            if np.any(lost > _LOST * x.std(axes)):
+                return False
+        return True
 
     def outputs(self, noise: Noise = None) -> Named:
         """The results by name."""
@@ -115,9 +143,10 @@ class Differentiated:
 
     def _kept(self, one: GraphSpec, x: np.ndarray, noise: Noise) -> np.ndarray:
         """A tangent or cotangent that an operation gave. Its derivative may be computed from its
-        result, as that was rounded."""
+        result, as that was rounded; what only moves elements rounds where it changes their type."""
         x = np.asarray(x)
-        if noise is None or one.calls[0].node.moves:
+        dtypes = {one.tensor(name).dtype for name in (*one.inputs, *one.outputs)}
+        if noise is None or (one.calls[0].node.moves and len(dtypes) == 1):
             return x
         results = [one.tensor(name).dtype for name in _floats(one, one.outputs)]
         coarsest = max(float(jnp.finfo(dtype).eps) for dtype in results)

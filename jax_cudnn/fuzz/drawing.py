@@ -48,13 +48,15 @@ class Operand:
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the graph being drawn; ``operand`` is what it is an argument from."""
+    """A tensor of the graph being drawn; ``operand`` is what it is an argument from. One that is
+    ``aside`` is a further result of an operation: a statistic."""
 
     name: str
     tensor: GraphTensor
     sample: np.ndarray
     operand: Operand | None = None
     uses: int = 0
+    aside: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -137,7 +139,7 @@ class Drawing:
         flat = _by_port(used)
         values = {port: x for port, x in flat.items() if isinstance(x, Value)}
         shapes = {port: value.shape for port, value in values.items()}
-        shapes |= dict(zip(node.ports.output_names, (t.shape for t in tensors), strict=True))
+        shapes |= dict(zip(node.results, (t.shape for t in tensors), strict=True))
         if max(map(math.prod, shapes.values())) > _ELEMENTS or node.flops(shapes) > _FLOPS:
             raise GraphError("larger than the operations of a random graph")
         if min(map(math.prod, shapes.values())) == 0:
@@ -157,8 +159,8 @@ class Drawing:
             found[i] = samples.stored(sample, str(tensor.dtype))
             samples.check(found[i], str(tensor.dtype))
         made = [
-            Value(f"v{len(self.steps)}_{port}", tensor, sample)
-            for port, tensor, sample in zip(node.ports.output_names, tensors, found, strict=True)
+            Value(f"v{len(self.steps)}_{port}", tensor, sample, aside=port != node.results[0])
+            for port, tensor, sample in zip(node.results, tensors, found, strict=True)
         ]
         for value in values.values():
             value.uses += 1

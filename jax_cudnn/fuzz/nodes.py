@@ -6,16 +6,24 @@ each element and has no draw of its own in :mod:`.attributes` comes as an exampl
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.node import REGISTRY, Node
-from .attributes import DRAWS, Proposal
+from . import normalizations
+from .attributes import DRAWS
 from .drawing import Drawing, Operand
-from .operands import beside, broadcast, layout, pick, result_dtype
+from .operands import Proposal, beside, broadcast, layout, pick, result_dtype
 
 # Each kind's share of the operations.
-_SHARES = {"product": 0.24, "each element": 0.48, "movement": 0.14, "other": 0.14}
+_SHARES = {
+    "product": 0.22,
+    "each element": 0.43,
+    "movement": 0.13,
+    "normalization": 0.1,
+    "other": 0.12,
+}
 _TRIES = 6
 
 
@@ -23,6 +31,8 @@ def kind(node: type[Node]) -> str:
     """To which share a node belongs."""
     if node.product:
         return "product"
+    if node.method in normalizations.DRAWS:
+        return "normalization"
     if node.moves or node.leftover:
         return "movement"
     return "other" if node.method in DRAWS else "each element"
@@ -71,12 +81,14 @@ def _elementwise(drawing: Drawing, node: type[Node]) -> Proposal:
 
 
 def _example(drawing: Drawing, node: type[Node]) -> Proposal:
-    """Operands of an example's shapes."""
+    """Operands of an example's shapes, and its numbers."""
     example = drawing.rng.choice(node.examples)
 
     def operand(name: str, of: Any) -> Any:
         if isinstance(of, list):
             return [operand(name, one) for one in of]
+        if isinstance(of, numbers.Number):
+            return of
         dtype = example.dtypes.get(name, example.dtype)
         return Operand(of, dtype, positive=name in example.positive)
 

@@ -12,6 +12,9 @@ from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import Node
 from .drawing import LAYOUTS, Drawing, Operand, Value
 
+Proposal = tuple[dict[str, Any], dict[str, Any]]
+"""What stands at the ports of a method, and its attributes."""
+
 CHANNELS = (8, 8, 16, 16, 24, 32, 32, 64, 3, 5, 7)
 _BATCHES = (1, 2, 2, 4, 8, 3)
 _SPATIAL = {1: (12, 16, 27, 32), 2: (6, 7, 8, 10, 12, 14), 3: (3, 4, 5, 6)}
@@ -94,7 +97,7 @@ def pick(
         and (value.positive or not positive)
     ]
     if found and rng.random() > 0.06:
-        weights = [0.2 if v.operand else 1.0 if v.uses else 5.0 for v in found]
+        weights = [0.2 if v.operand else 1.0 if v.uses or v.aside else 5.0 for v in found]
         return rng.choices(found, weights)[0]
     if drawing.steps and not found and rng.random() < 0.6:
         raise GraphError("no value fits")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._core.graph.node import REGISTRY
+from . import normalizations
 from .attributes import DRAWS, Window
 from .drawing import Drawing, Operand, Value
 from .operands import CHANNELS, new_operand, pick, weight
@@ -22,6 +23,16 @@ def _one(
     """Adds an operation of the operands in the order of its ports; its first result."""
     ports = dict(zip(REGISTRY[method].ports.input_names, operands, strict=True))
     return drawing.add(method, ports, attributes, dtype)[0]
+
+
+def _norm(
+    drawing: Drawing, x: Value, *methods: str, dtype: str | None = None, **attributes: Any
+) -> list[Value]:
+    """Adds a normalization of one of these kinds, mostly layernorm or rmsnorm; its results."""
+    rng = drawing.rng
+    method = rng.choice(methods or ("rmsnorm", "layernorm", "rmsnorm", "layernorm", "adalayernorm"))
+    ports, drawn = normalizations.forward(drawing, REGISTRY[method], x)
+    return drawing.add(method, ports, drawn | attributes, dtype)
 
 
 def _start(drawing: Drawing, method: str, *ranks: int) -> Value:
@@ -51,6 +62,13 @@ _EPILOGUE = (
     *("bias", "scale", "add", "mul", "sub", "max", "relu_backward", "swish_backward"),
     *("relu", "gelu", "gelu_approx_tanh", "swish", "sigmoid", "tanh", "elu", "abs", "identity"),
 )
+
+
+_EACH_BACKWARD = [
+    method
+    for method, node in REGISTRY.items()
+    if method.endswith("_backward") and node.ports.is_elementwise
+]
 
 
 def fusion(size: int) -> Pattern:
@@ -96,7 +114,7 @@ def backward_of_convolution(drawing: Drawing) -> None:
     loss = _start(drawing, "conv_dgrad", 4)
     n, k, *y = loss.shape
     before = new_operand(drawing, loss.shape)
-    method = rng.choice([m for m in REGISTRY if m.endswith("_backward") and "leaky" not in m])
+    method = rng.choice([m for m in _EACH_BACKWARD if "leaky" not in m])
     loss = _one(drawing, method, loss, before, dtype=rng.choice((drawing.dtype, None)))
     window, c = Window(rng, len(y)), rng.choice(CHANNELS)
     image, filter = (n, c, *window.image(tuple(y), rng)), (k, c, *window.sizes)
@@ -157,6 +175,73 @@ def layer_norm(drawing: Drawing) -> None:
     _one(drawing, "bias", x, new_operand(drawing, row), dtype=drawing.dtype)
 
 
+def normalized_sum(drawing: Drawing) -> None:
+    """As in a transformer: a residual is added, and the sum, which goes on, normalized for what
+    follows."""
+    x = _start(drawing, "matmul", 3)
+    x = _one(drawing, "add", x, new_operand(drawing, x.shape), dtype=drawing.dtype)
+    y, *_ = _norm(drawing, x, dtype=drawing.dtype)
+    of = (drawing.rng.choice((1, y.shape[0])), y.shape[2], drawing.rng.choice(CHANNELS))
+    _one(drawing, "matmul", y, weight(drawing, y, of))
+
+
+def normalized_convolution(drawing: Drawing) -> None:
+    """As in a residual network, in training or not."""
+    x = _start(drawing, "conv_fprop", 4)
+    y = _conv(drawing, x, drawing.rng.choice(CHANNELS))
+    y, *_ = _norm(
+        drawing,
+        y,
+        *("batchnorm", "batchnorm", "batchnorm_inference", "instancenorm"),
+        dtype=drawing.rng.choice((drawing.dtype, None)),
+    )
+    y = _one(drawing, "add", y, new_operand(drawing, y.shape))
+    _one(drawing, "relu", y, dtype=drawing.dtype)
+
+
+def normalized_gate(drawing: Drawing) -> None:
+    x = _start(drawing, "swish", 2, 3, 4)
+    y, *_ = _norm(drawing, x)
+    gate = drawing.take(new_operand(drawing, y.shape))
+    _one(drawing, "mul", _one(drawing, "swish", y), gate, dtype=drawing.dtype)
+
+
+def loss_of_statistics(drawing: Drawing) -> None:
+    """Statistics of a normalization are kept near 0 and 1."""
+    x = _start(drawing, "relu", 2, 3, 4, 5)
+    method = drawing.rng.choice(("layernorm", "instancenorm", "batchnorm"))
+    if method == "instancenorm" and len(x.shape) < 3:
+        method = "batchnorm"
+    training = {} if method == "batchnorm" else {"norm_forward_phase": "TRAINING"}
+    _, mean, inv_var, *_ = _norm(drawing, x, method, **training)
+    loss = _one(drawing, "add_square", _one(drawing, "log", inv_var), mean)
+    _one(drawing, "reduction", loss, mode="AVG", out_dims=[1] * len(loss.shape))
+
+
+def backward_of_normalization(drawing: Drawing) -> None:
+    """A normalization, and its gradients for that of its result."""
+    x = _start(drawing, "relu", 3, 4, 5)
+    method = drawing.rng.choice(
+        ("rmsnorm", "layernorm", "adalayernorm", "instancenorm", "batchnorm")
+    )
+    training = {} if method == "batchnorm" else {"norm_forward_phase": "TRAINING"}
+    _norm(drawing, x, method, **training)
+    node = REGISTRY[f"{method}_backward"]
+    drawing.add(node.method, normalizations.of_step(drawing, node, drawing.steps[-1]))
+
+
+def group_norm(drawing: Drawing) -> None:
+    """Groups of channels, normalized as channels; scale and bias are each channel's."""
+    x = _start(drawing, "reshape", 4)
+    n, c, h, w = x.shape
+    groups = drawing.rng.choice([k for k in (1, 2, 4, 8, c) if c % k == 0])
+    y = _one(drawing, "reshape", x, out_dims=[n, groups, c // groups * h, w])
+    y, *_ = _norm(drawing, y, "instancenorm")
+    y = _one(drawing, "reshape", y, out_dims=[n, c, h, w])
+    y = _one(drawing, "scale", y, _per_channel(drawing, y))
+    _one(drawing, "bias", y, _per_channel(drawing, y), dtype=drawing.dtype)
+
+
 def statistics_of_convolution(drawing: Drawing) -> None:
     x = _start(drawing, "conv_fprop", 4)
     _one(drawing, "genstats", _conv(drawing, x, drawing.rng.choice(CHANNELS)))
@@ -213,6 +298,12 @@ PATTERNS: dict[Pattern, int] = {
     softmax: 5,
     attention: 9,
     layer_norm: 9,
+    normalized_sum: 3,
+    normalized_convolution: 4,
+    normalized_gate: 3,
+    loss_of_statistics: 4,
+    backward_of_normalization: 2,
+    group_norm: 5,
     statistics_of_convolution: 2,
     gate_of_channels: 3,
     pixels_as_rows: 3,

@@ -60,11 +60,15 @@ def results(
         noise: where random choices come from.
     """
     arrays = {port: np.broadcast_to(np.float32(x), SIZE) for port, x in inputs.items()}
-    outputs = node.ports.output_names
+    outputs = node.results
     if node.method in _KNOWN:
         (name, array), *_ = arrays.items()
         return _KNOWN[node.method](node, array, shapes[name], shapes[outputs[0]], noise)
-    if node.ports.is_elementwise:
+    if hasattr(node, "extent"):
+        known = _gradients if "grad" in arrays else _normalized
+        found = known(node, arrays, shapes, noise)
+        return [found[port].astype(np.float32) for port in outputs]
+    if node.ports.is_elementwise or node.method in _BY_PLACE:
         compute = jnp.dtype(node.default_compute({}))
         with np.errstate(all="ignore"):
             found = node.reference(**{p: jnp.asarray(a.astype(compute)) for p, a in arrays.items()})
@@ -135,6 +139,67 @@ def _reduced(mode: str, sample: np.ndarray, count: int, noise: np.random.Generat
 
 
 _KNOWN = {"reduction": _reduction, "genstats": _genstats, "gen_index": _gen_index}
+_BY_PLACE = ("batchnorm_inference",)  # its reference takes any shapes
+
+
+# -- normalizations --------------------------------------------------------------------------------
+
+
+def _normalized(
+    node: Any,
+    arrays: Mapping[str, np.ndarray],
+    shapes: Mapping[str, Shape],
+    noise: np.random.Generator,
+) -> dict[str, np.ndarray]:
+    """Results by port: each sample is that of a row of its own."""
+    count = _row(node, shapes)
+    rows = noise.choice(arrays["input"].astype(np.float64), (SIZE, min(count, _TERMS)))
+    mean = rows.mean(-1) if node.extent.centred else np.zeros(SIZE)
+    variance = np.square(rows - mean[:, None]).mean(-1)
+    with np.errstate(divide="ignore"):
+        inv_var = (variance + arrays["epsilon"]) ** -0.5
+    y = (rows[:, 0] - mean) * inv_var * arrays["scale"] + arrays.get("bias", 0)
+    found = {"Y": y, "mean": mean, "inv_var": inv_var}
+    if "momentum" in arrays:
+        unbiased = variance * count / max(count - 1, 1)
+        for name, new in (("mean", mean), ("var", unbiased)):
+            old = arrays[f"in_running_{name}"]
+            found[f"next_running_{name}"] = old + arrays["momentum"] * (new - old)
+    return found
+
+
+def _gradients(
+    node: Any,
+    arrays: Mapping[str, np.ndarray],
+    shapes: Mapping[str, Shape],
+    noise: np.random.Generator,
+) -> dict[str, np.ndarray]:
+    """Those of a backward by port."""
+    count = min(_row(node, shapes), _TERMS)
+    shared = math.prod(shapes["input"]) // math.prod(shapes["scale"])
+    wide = {port: x.astype(np.float64) for port, x in arrays.items()}
+    grad = noise.choice(wide["grad"], (SIZE, max(count, min(shared, _TERMS))))
+    inv_var = wide["inv_variance"][:, None]
+    x = noise.choice(wide["input"], grad.shape)
+    xhat = (x - wide.get("mean", np.zeros(SIZE))[:, None]) * inv_var
+    slope = (grad * noise.choice(wide["scale"], grad.shape))[:, :count]
+    row = xhat[:, :count]
+    dx = slope - (slope * row).mean(-1, keepdims=True) * row
+    dx = dx - slope.mean(-1, keepdims=True) * node.extent.centred
+
+    def total(terms: np.ndarray) -> np.ndarray:
+        terms = terms[:, : min(shared, _TERMS)]
+        unknown = np.std(terms) / math.sqrt(SIZE) * noise.standard_normal(SIZE)
+        return (terms.mean(-1) + unknown) * shared  # the sample's mean is not that of the tensor
+
+    dscale = total(grad * noise.permuted(xhat))
+    return {"DX": (inv_var * dx)[:, 0], "DScale": dscale, "DBias": total(grad)}
+
+
+def _row(node: Any, shapes: Mapping[str, Shape]) -> int:
+    """The elements over which a normalization takes its mean."""
+    shape = shapes["input"]
+    return math.prod(shape[axis] for axis in node.extent.reduced(shape, shapes["scale"]))
 
 
 def draw(

@@ -190,7 +190,7 @@ class Batchnorm(OfChannels, Normalization):
     ``inv_var = (var + epsilon)**-0.5``; mean and (biased) variance are those of each channel, over
     n elements in all images. The running statistics move towards them:
     ``next_running_mean = (1 - momentum) * in_running_mean + momentum * mean``, and so does
-    ``next_running_var``, towards the unbiased variance ``var * n / (n - 1)``.
+    ``next_running_var``, towards the unbiased variance ``var * n / (n - 1)`` (0 for n = 1).
 
     Args:
         input: (N, C, *spatial).
