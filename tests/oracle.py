@@ -46,6 +46,15 @@ def _relu_backward(loss, x, node):
     return loss * np.select([x <= low, (x >= high) & (high < np.inf)], [slope, 0.0], 1.0)
 
 
+def _bits(mask):
+    """Along the channels, the first of eight the lowest bit."""
+    return np.packbits(mask, axis=1, bitorder="little")
+
+
+def _of_bits(mask):
+    return np.unpackbits(mask.astype(np.uint8), axis=1, bitorder="little")
+
+
 def _sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
@@ -149,6 +158,8 @@ OPERATIONS = {
     "binary_select": lambda node, input0, input1, mask: np.where(mask != 0, input0, input1),
     "gen_index": lambda node, input: np.indices(input.shape)[node.axis],
     "relu": lambda node, input: _relu(input, node),
+    "relu_mask": lambda node, input: (np.maximum(input, 0), _bits(input > 0)),
+    "masked": lambda node, input, mask: input * _of_bits(mask),
     "gelu_approx_tanh": lambda node, input: (
         0.5 * input * (1 + np.tanh(np.sqrt(2 / np.pi) * (input + 0.044715 * input**3)))
     ),

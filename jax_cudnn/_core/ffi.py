@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .errors import LibraryError
 from .graph import layout
 from .graph.spec import GraphSpec
-from .graph.wire import wire
+from .graph.wire import stored, wire
 from .package import packaged_library
 from .planning.execution_plan import ExecutionPlan
 
@@ -78,10 +78,13 @@ def call(
     register(target)
     sent = wire(spec)
     operands = tuple(
-        jnp.broadcast_to(x.astype(t.dtype), t.shape)  # booleans, see graph/wire.py
-        for x, t in zip(operands, sent.input_tensors, strict=True)
+        jnp.broadcast_to(x.astype(dtype), shape)  # booleans, see graph/wire.py
+        for x, (shape, dtype) in zip(operands, map(stored, sent.input_tensors), strict=True)
     )
-    results = [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in sent.output_tensors]
+    results = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        for shape, dtype in map(stored, sent.output_tensors)
+    ]
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, _ = jax.ffi.ffi_call(
         target,

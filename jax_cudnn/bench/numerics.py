@@ -89,14 +89,14 @@ def _operands(node: type[Node], dtype: str) -> dict[str, Tensor]:
     """The first example's operands, with masks as they are and all others of this type."""
     example = node.examples[0]
     variadic = {port.name for port in node.ports.inputs if port.variadic}
-    masks = {name for name, given in example.dtypes.items() if given == "bool"}
+    masks = {name: given for name, given in example.dtypes.items() if given in ("bool", "uint8")}
     arrays = {n: given for n, given in example.inputs.items() if not isinstance(given, float)}
     shapes = {
         name: (1,) * len(next(iter(arrays.values()))) if isinstance(given, float) else given
         for name, given in example.inputs.items()
     }
     return {
-        port: Tensor(port, tuple(shape), "bool" if name in masks else dtype)
+        port: Tensor(port, tuple(shape), masks.get(name, dtype))
         for name, given in shapes.items()
         for i, shape in enumerate(given if name in variadic else [given])
         for port in [f"{name}_{i}" if name in variadic else name]
@@ -110,5 +110,5 @@ def _compute(node: Node, operands: dict[str, Tensor]) -> str:
 def _result(node: Node, operands: dict[str, Tensor]) -> str:
     found = {dtype for _, dtype in node.infer(operands).values()}
     given = {tensor.dtype for tensor in operands.values()}
-    same = found == given or found == given - {"bool"}
+    same = found == given or found == given - {"bool", "uint8"}
     return "the operands' dtype" if same else ", ".join(sorted(found))

@@ -6,6 +6,7 @@ from . import batch_normalization as batch_normalization
 from . import convolution as convolution
 from . import convolution_backward as convolution_backward
 from . import logical as logical
+from . import masks as masks
 from . import matrix as matrix
 from . import movement as movement
 from . import normalization as normalization

@@ -162,6 +162,9 @@ class BatchnormBackward(OfChannels, NormalizationBackward):
     """
 
     method = "batchnorm_backward"
+    prologue = "mul"  # with a mask, see masks.py
+    takes_masks = True
+    returns_prologue = True
     dims = BACKWARD_DIMS
     requires = "channels a multiple of 8"
     extent = Spatial(batch=True)
@@ -180,6 +183,11 @@ class BatchnormBackward(OfChannels, NormalizationBackward):
     )
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        for call in graph.calls:
+            made = {name for _, name in call.outputs}
+            dtypes = {graph.tensor(name).dtype for _, name in call.inputs}
+            if tensors["grad"].name in made and "bool" not in dtypes:
+                return f"{call.name} computes its gradient, and is no mask"
         return super().refuses(tensors, graph) or _odd_channels(tensors)
 
 
@@ -215,6 +223,7 @@ class Batchnorm(OfChannels, Normalization):
         "momentum: *e -> Y: *x, mean: *s, inv_var: *s, next_running_mean: *s, next_running_var: *s"
     )
     requires = "channels a multiple of 8; epsilon and momentum Python numbers"
+    takes_masks = True
     extent = Spatial(batch=True)
     backward = BatchnormBackward
     examples = tuple(

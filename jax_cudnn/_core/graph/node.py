@@ -88,6 +88,10 @@ class Node:
     prologue: ClassVar[str] = ""
     """Whether cuDNN computes operands of this anchor in one plan with it: ANY, "" for never, or the
     method of a node that the graph then holds, too."""
+    takes_masks: ClassVar[bool] = False
+    """Whether masks of bits may stand beside this anchor, see ``ops/masks.py``."""
+    returns_prologue: ClassVar[bool] = False
+    """Whether the plan can write what it computes before this anchor, too."""
     least_rank: ClassVar[int] = 0
     """cuDNN sees tensors of lower rank with dimensions of 1 put in after the second."""
     channels_last: ClassVar[bool] = False

@@ -8,14 +8,23 @@ its results gets memory for them, and they are dropped behind the call.
 does: at the edge of a graph booleans are float32 numbers, the only kind that compiles beside
 numbers of any other dtype; inside they are cuDNN's own. XLA broadcasts a smaller mask before the
 call, where cuDNN would read its comparison out of bounds.
+
+**Masks of bits** (``ops/masks.py``) are such booleans on purpose: bytes to XLA, of eight channels
+each. What makes or reads one is asked for as cuDNN's comparison or product with a boolean, and a
+boolean at the edge of a wired graph is one of these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from .dims import Shape
 from .node import Node
 from .spec import Call, GraphSpec, Tensor, intern
+
+BITS = 8  # of a byte, along the channels
 
 _conversions: dict[str, Node] = {}
 
@@ -23,6 +32,20 @@ _conversions: dict[str, Node] = {}
 def register_conversions(to_boolean: Node, from_boolean: Node) -> None:
     """The nodes that compare a number with another, and that pick one of two numbers by a mask."""
     _conversions.update(to_boolean=to_boolean, from_boolean=from_boolean)
+
+
+def register_masks(**nodes: Any) -> None:
+    """``made`` and ``read``: the classes of the nodes that make and read masks; ``relu``,
+    ``compared`` and ``product``: what these are to cuDNN."""
+    _conversions.update(nodes)
+
+
+def stored(tensor: Tensor) -> tuple[Shape, str]:
+    """Shape and dtype of XLA's array for a tensor at the edge of a wired graph."""
+    if tensor.dtype != "bool":
+        return tensor.shape, tensor.dtype
+    n, c, *spatial = tensor.shape
+    return (n, c // BITS, *spatial), "uint8"
 
 
 def wire(spec: GraphSpec) -> GraphSpec:
@@ -33,10 +56,63 @@ def wire(spec: GraphSpec) -> GraphSpec:
         sent = spec
         if any(spec.tensor(name).dtype == "bool" for name in edge):
             sent = _converted(sent)
+        if any(call.node.takes_masks for call in spec.calls):
+            sent = _with_bits(sent)
         if any(call.node.writes_all for call in spec.calls):
             sent = _with_all_results(sent)
         spec._cache["wire"] = sent if sent is spec else intern(sent)
     return spec._cache["wire"]
+
+
+def _made() -> Any:
+    return _conversions["made"]
+
+
+def _read() -> Any:
+    return _conversions["read"]
+
+
+def _with_bits(spec: GraphSpec) -> GraphSpec:
+    """Masks as booleans, where nothing else reads them."""
+    masks: dict[str, Shape] = {}
+    for call in spec.calls:
+        ports = dict((*call.inputs, *call.outputs))
+        if isinstance(call.node, (_made(), _read())):
+            mask = ports.get("MASK", ports.get("mask"))
+            if mask is not None:
+                masks[mask] = spec.tensor(ports["input"]).shape
+    for call in spec.calls:
+        if not isinstance(call.node, _read()):
+            masks = {n: shape for n, shape in masks.items() if n not in dict(call.inputs).values()}
+    used = {*spec.outputs, *(name for call in spec.calls for _, name in call.inputs)}
+    rank = max(map(len, masks.values()), default=0)
+    zero = Tensor("mask::0.0", (1,) * rank, "float32", (0.0).hex())
+    calls: list[Call] = []
+    for call in spec.calls:
+        ports = dict((*call.inputs, *call.outputs))
+        mask = ports.get("MASK", ports.get("mask"))
+        if isinstance(call.node, _made()) and (mask is None or mask in masks):
+            calls.append(_call(_conversions["relu"], call, [ports["input"]], ports["OUT_0"]))
+            if mask in used and mask is not None:
+                operands = [ports["OUT_0"], zero.name]
+                calls.append(_call(_conversions["compared"], call, operands, mask))
+        elif isinstance(call.node, _read()) and mask in masks:
+            operands = [ports["input"], mask]
+            calls.append(_call(_conversions["product"], call, operands, ports["OUT_0"]))
+        else:
+            calls.append(call)
+    tensors = [
+        Tensor(t.name, masks[t.name], "bool") if t.name in masks else t for t in spec.tensors
+    ]
+    used |= {name for call in calls for _, name in (*call.inputs, *call.outputs)}
+    kept = tuple(t for t in (*tensors, zero) if t.name in used)
+    return GraphSpec(kept, tuple(calls), spec.inputs, spec.outputs, spec.options)
+
+
+def _call(node: Node, like: Call, operands: Sequence[str], result: str) -> Call:
+    inputs = zip(node.ports.input_names, operands, strict=True)
+    outputs = zip(node.ports.output_names, [result], strict=True)
+    return Call(node, f"{node.method}.{like.name}", tuple(inputs), tuple(outputs))
 
 
 def _with_all_results(spec: GraphSpec) -> GraphSpec:

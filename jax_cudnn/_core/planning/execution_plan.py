@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import LibraryError
+from ..graph.dtypes import itemsize
 from ..graph.spec import GraphSpec, Tensor
+from ..graph.wire import stored
 
 # Kinds of a binding; csrc/plan.h has the same numbers.
 OPERAND, RESULT, SLOT, CONSTANT, VIEW = range(5)
@@ -164,9 +167,9 @@ def decode(
         return CONSTANT, len(scalars) - _SCALAR_STRIDE, 0
 
     for i, tensor in enumerate(spec.input_tensors):
-        rows[uids.inputs[tensor.name]] = (OPERAND, i, tensor.nbytes)
+        rows[uids.inputs[tensor.name]] = (OPERAND, i, _nbytes(tensor))
     for i, tensor in enumerate(spec.output_tensors):
-        rows[uids.outputs[tensor.name]] = (RESULT, i, tensor.nbytes)
+        rows[uids.outputs[tensor.name]] = (RESULT, i, _nbytes(tensor))
     for tensor in spec.constants:
         rows[uids.constants[tensor.name]] = constant(_packed(tensor))
     for uid, value in blob["pass_by_values"].items():
@@ -207,6 +210,11 @@ def decode(
         engine_id=engine_id,
         knobs=knobs,
     )
+
+
+def _nbytes(tensor: Tensor) -> int:
+    shape, dtype = stored(tensor)
+    return math.prod(shape) * itemsize(dtype)
 
 
 def _packed(tensor: Tensor) -> bytes:

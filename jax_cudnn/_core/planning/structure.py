@@ -78,7 +78,8 @@ def _around(spec: GraphSpec, anchor: Call, sets: CallSets) -> dict[str, str]:
     for i in members(sets.all & ~sets.anchors & ~after):
         users = sets.users(1 << i)
         allowed = before | sets.anchors if before >> i & 1 else ~(before | sets.anchors)
-        if not users or users & ~allowed or sets.is_returned(1 << i):
+        free = anchor.node.returns_prologue and before >> i & 1
+        if not users or users & ~allowed or (sets.is_returned(1 << i) and not free):
             what = "computes an operand of" if before >> i & 1 else "is beside"
             found[spec.calls[i].name] = f"it {what} {anchor.name}, and not for that alone"
     return found

@@ -1,0 +1,138 @@
+"""relu with a mask of bits: values, derivatives, batches, and the plans that write and read it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.graph.wire import wire
+
+ACTIVE = (0, 1, 2, 5)
+
+
+def normalized(relu):
+    def function(g, x, scale, bias, mean, var, residual):
+        y = g.batchnorm(x, scale, bias, mean, var, 1e-5, 0.1)[0]
+        return relu(g, y + residual).set_data_type(x.dtype)
+
+    return jc.graph(function)
+
+
+masked = normalized(lambda g, y: g.relu_mask(y)[0])
+plain = normalized(lambda g, y: g.relu(y))
+
+
+def operands(key, shape=(4, 16, 5, 6), dtype="float32"):
+    keys = jax.random.split(key, 6)
+    channels = (1, shape[1], *(1,) * (len(shape) - 2))
+    shapes = (shape, channels, channels, channels, channels, shape)
+    dtypes = (dtype, *["float32"] * 4, dtype)
+    return [jax.random.normal(k, s).astype(d) for k, s, d in zip(keys, shapes, dtypes, strict=True)]
+
+
+def avals(shape=(32, 64, 56, 56), dtype="bfloat16"):
+    made = jax.eval_shape(lambda: operands(jax.random.key(0), shape, dtype))
+    return tuple(made)
+
+
+def loss(function):
+    return lambda *args: jnp.sum(jnp.sin(function(*args).astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 3), (3, 16, 4, 5), (2, 24, 2, 3, 2)])
+def test_bits_are_those_of_the_channels(shape, key):
+    x = jax.random.normal(key, shape)
+    y, mask = jc.graph(lambda g, x: g.relu_mask(x))(x)
+    np.testing.assert_array_equal(y, np.maximum(x, 0))
+    assert (mask.shape, mask.dtype) == ((shape[0], shape[1] // 8, *shape[2:]), jnp.uint8)
+    bits = np.unpackbits(np.asarray(mask), axis=1, bitorder="little")
+    np.testing.assert_array_equal(bits, np.asarray(x) > 0)
+    t = jax.random.normal(jax.random.key(1), shape)
+    through = jc.graph(lambda g, t, mask: g.masked(t, mask))(t, mask)
+    np.testing.assert_array_equal(through, np.where(np.asarray(x) > 0, t, 0))
+
+
+def test_derivatives_and_batches_are_those_of_relu(key):
+    args = operands(key)
+    for got, want in zip(
+        jax.grad(loss(masked), ACTIVE)(*args),
+        jax.grad(loss(plain), ACTIVE)(*args),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    many = jnp.stack([args[0], 2 * args[0], -args[0]])
+    axes = (0, *[None] * 5)
+    for of in (lambda f: f, lambda f: jax.grad(loss(f), (0, 1))):
+        got, want = (jax.vmap(of(f), axes)(many, *args[1:]) for f in (masked, plain))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    tangents = [jnp.ones_like(x) for x in args]
+    got, want = (jax.jvp(loss(f), args, tangents) for f in (masked, plain))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+    second = [jax.grad(lambda *a, f=f: loss(jax.grad(loss(f), 0))(*a), 1) for f in (masked, plain)]
+    np.testing.assert_allclose(*(f(*args) for f in second), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.deviceless
+def test_the_derivative_keeps_the_mask_and_not_the_result():
+    with jc.target("H200"):
+        plans = jc.plans(jax.grad(loss(masked)), *avals())
+    backward = plans["function (backward)"].spec
+    (kept,) = (str(t) for t in backward.input_tensors if "MASK" in t.name)
+    assert "uint8[32,8,56,56]" in kept
+    assert not any("OUT_0" in t.name and "d(" not in t.name for t in backward.input_tensors)
+
+
+def test_a_mask_that_nothing_reads_is_not_planned():
+    spec = masked.trace(*avals())[1].spec
+    methods = [call.node.method for call in wire(spec).calls]
+    assert methods == ["batchnorm", "add", "relu"]
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_plan_writes_and_reads_bits(dtype):
+    @jc.graph(implementation="cudnn")
+    def forward(g, x, scale, bias, mean, var, residual):
+        y, mean, inv_var, *_ = g.batchnorm(x, scale, bias, mean, var, 1e-5, 0.1)
+        y, mask = g.relu_mask(y + residual)
+        return y.set_data_type(x.dtype), mask, mean, inv_var
+
+    @jc.graph(implementation="cudnn")
+    def backward(g, dy, mask, x, scale, mean, inv_var):
+        dz = g.masked(dy, mask).set_data_type(x.dtype)
+        return dz, g.batchnorm_backward(dz, x, scale, mean, inv_var)
+
+    x, scale, *_ = given = avals(dtype=dtype)
+    mask = jax.ShapeDtypeStruct((32, 8, 56, 56), "uint8")
+    with jc.target("H200"):
+        (plan,) = jc.plan(forward, *given).execution_plans
+        assert (32 * 8 * 56 * 56) in [row[3] for row in plan.bindings]
+        (plan,) = jc.plan(backward, x, mask, x, scale, scale, scale).execution_plans
+        assert (32 * 8 * 56 * 56) in [row[3] for row in plan.bindings]
+        lowered = jax.jit(forward).trace(*given).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("stablehlo.custom_call @jax_cudnn") == 1
+
+
+def test_what_is_no_mask_is_refused_in_words(key):
+    with pytest.raises(jc.GraphError, match="a multiple of 8"):
+        jc.graph(lambda g, x: g.relu_mask(x))(jnp.ones((2, 12, 3, 3)))
+    wrong = jnp.ones((2, 2, 3, 3), jnp.uint8)
+    with pytest.raises(jc.GraphError, match=r"uint8\[2, 1, 3, 3\], as g.relu_mask gives it"):
+        jc.graph(lambda g, x, m: g.masked(x, m))(jnp.ones((2, 8, 3, 3)), wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_the_gpu(dtype, key):
+    args = operands(key, (16, 64, 14, 14), dtype)
+    for of in (lambda f: f, lambda f: jax.grad(loss(f), ACTIVE)):
+        got, want = (jax.jit(of(f))(*args) for f in (masked, plain))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            a, b = (np.asarray(v, np.float64) for v in (a, b))
+            assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)
+    y, mask = jax.jit(jc.graph(lambda g, *a: g.relu_mask(
+        g.batchnorm(*a[:5], 1e-5, 0.1)[0] + a[5]), implementation="cudnn"))(*args)  # fmt: skip
+    bits = np.unpackbits(np.asarray(mask), axis=1, bitorder="little")
+    np.testing.assert_array_equal(bits, np.asarray(y, np.float32) > 0)
