@@ -30,6 +30,8 @@ from transformations import (
 
 import jax_cudnn as jc
 
+pytestmark = pytest.mark.wide
+
 S = jax.ShapeDtypeStruct
 MOMENTUM = np.float32(0.7)
 ACTIVATIONS = sorted(jc.ops.epilogue._ACTIVATIONS)

@@ -25,6 +25,8 @@ from jax_cudnn.bench.norms.halves import halves
 from jax_cudnn.bench.norms.measure import COPY, OURS, WHOLE
 from jax_cudnn.bench.run import RESULTS
 
+pytestmark = pytest.mark.wide
+
 FULL = {case.name: case for case in norm_cases.norm_cases()}
 TINY = {case.name.partition("/")[0]: case for case in norm_cases.tiny_cases()}
 QUICK = {"seconds": 0.0, "calls": 1, "rounds": 1, "say": str}

@@ -805,3 +805,18 @@ def test_a_gradient_reads_the_statistics_of_its_forward():
     assert methods(first)[0] == "layernorm"
     assert methods(second)[-1] == "layernorm_backward"
     assert sum(m.startswith("layernorm") for m in methods(second)) == 1
+
+
+@pytest.mark.deviceless
+def test_adalayernorm_without_a_bias_is_not_asked_for():
+    """nvidia-cudnn-frontend 1.28 reads a null pointer there, which would end the process."""
+    norm = jc.graph(lambda g, x, s: g.adalayernorm(x, s, epsilon=1e-5)[0])
+    x, s = jax.ShapeDtypeStruct((2, 24, 96), "float32"), jax.ShapeDtypeStruct((2, 1, 96), "float32")
+    with jc.target("H200"):
+        with pytest.raises(jc.UnsupportedGraphError, match="give one of zeros"):
+            jc.plan(norm.with_options(implementation="cudnn"), x, s)
+        assert "no bias" in str(jc.plan(norm, x, s).explain())
+        (plan,) = jc.plans(
+            jc.ops.ada_layer_norm, x, jax.ShapeDtypeStruct((2, 96), "float32")
+        ).values()
+        assert len(plan.execution_plans) == 1

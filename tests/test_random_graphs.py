@@ -618,6 +618,7 @@ def disagreements(outcomes):
     return "\n\n".join(f"{command} {o.seed}\n{o.problem}" for o in outcomes if o.problem)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("seeds", chunks(100, 25))
 def test_transformations_agree_with_the_references(seeds):
     outcomes = [TransformChecks().outcome(seed) for seed in seeds]
@@ -721,6 +722,7 @@ def test_values_that_are_not_finite_are_left_out_and_counted():
         assert found["grad"].results == (0 if untame else 2)
 
 
+@pytest.mark.wide
 @pytest.mark.deviceless
 @pytest.mark.parametrize("seed", range(FRESH, FRESH + 4))
 def test_everything_derived_is_planned(seed):

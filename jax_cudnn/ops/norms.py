@@ -179,10 +179,11 @@ def ada_layer_norm(
     wide = x[:, None] if x.ndim == 2 else x  # with two axes each example is one row
     shape = (x.shape[0], *(1,) * (wide.ndim - 2), x.shape[-1])
     wanted = (x.shape[0], x.shape[-1])
-    given = [_parameter(name, p, wanted) for name, p in (("scale", scale), ("bias", bias))]
-    gamma, beta = (None if p is None else p.reshape(shape) for p in given)
+    gamma, beta = (_parameter(name, p, wanted) for name, p in (("scale", scale), ("bias", bias)))
     if gamma is None:
         raise GraphError("scale is missing", expected=f"shape {wanted}", got="None")
+    beta = jnp.zeros(wanted, gamma.dtype) if beta is None else beta
+    gamma, beta = gamma.reshape(shape), beta.reshape(shape)
     found = _applied(
         ADA_LAYER_NORM, "adalayernorm", wide, gamma, beta, epsilon, zero_centered_scale, options,
         implementation,
