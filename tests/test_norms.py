@@ -29,6 +29,8 @@ from transformations import (
 import jax_cudnn as jc
 from jax_cudnn._core.graph.wire import wire
 
+pytestmark = pytest.mark.wide
+
 S = jax.ShapeDtypeStruct
 
 

@@ -604,7 +604,10 @@ def test_cases_of_every_kind_occur():
     assert {0, 1, 2, -1} <= {axis for case in cases for axis in case.out_axes}
     assert {len(case.examples) for case in cases} == {2, 3}
     assert {mapped for case in cases for mapped in case.mapped} == {False, True}
+    of_bytes = jc.graph(lambda g, x: g.cmp_gt(x, 0)).trace(np.ones((2, 3), np.int8))[1].spec
+    cases.append(dataclasses.replace(cases[0], spec=of_bytes))  # rare, since most have floats
     assert {case.transforms for case in cases} == {("vmap",), TRANSFORMS}
+    cases.pop()
     assert any({*case.tangents} < {*case.floats} for case in cases)
     for case in cases:
         assert any(axis is not None for axis in case.axes)
