@@ -90,6 +90,16 @@ def test_a_mask_that_nothing_reads_is_not_planned():
     assert methods == ["batchnorm", "add", "relu"]
 
 
+def test_a_mask_alone_is_compared_with_what_relu_gives():
+    @jc.graph
+    def mask(g, x, scale, bias, mean, var, residual):
+        return g.relu_mask(g.batchnorm(x, scale, bias, mean, var, 1e-5, 0.1)[0] + residual)[1]
+
+    sent = wire(mask.trace(*avals())[1].spec)
+    assert [call.node.method for call in sent.calls] == ["batchnorm", "add", "relu", "cmp_gt"]
+    assert sent.tensor(sent.outputs[0]).dtype == "bool"
+
+
 @pytest.mark.deviceless
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_plan_writes_and_reads_bits(dtype):

@@ -17,7 +17,7 @@ from . import epilogue
 from .arguments import Padding, chosen, transpose
 from .epilogue import Activation
 from .fused_conv import conv, prepared
-from .norms import Scalar, channels_second, floating, per_channel, scalar
+from .norm_arguments import Scalar, channels_second, floating, per_channel, scalar
 
 Running = tuple[jax.Array, jax.Array]
 

@@ -7,7 +7,7 @@ such an array as it is: a sixteenth of what keeping relu's 16-bit result costs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import Example, Node
-from .._core.graph.wire import BITS, register_masks
+from .._core.graph.wire import BITS
 from .activation import Relu
 from .logical import cmp_gt
 from .pointwise import mul
@@ -75,6 +75,7 @@ class ReluMask(Node):
     dims = "input: *x -> OUT_0: *x, MASK: *m"
     dtypes = FLOATS
     requires = "beside batchnorm"
+    masks = ("MASK",)
     examples = (Example({"input": _IMAGES}, alone=False),)
 
     has_mask: bool = True
@@ -82,6 +83,9 @@ class ReluMask(Node):
     @property
     def results(self) -> tuple[str, ...]:
         return ("OUT_0", "MASK") if self.has_mask else ("OUT_0",)
+
+    def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:
+        return (Relu(), ("input",), "OUT_0"), (cmp_gt(), ("OUT_0", 0.0), "MASK")
 
     def without(self, results: Collection[str]) -> Node:
         return replace(self, has_mask=False) if "MASK" in results else self
@@ -126,6 +130,7 @@ class Masked(Node):
     dims = "input: *x, mask: *m -> OUT_0: *x"
     dtypes = FLOATS
     requires = "beside batchnorm_backward"
+    masks = ("mask",)
     examples = (Example({"input": _IMAGES, "mask": _MASK}, dtypes={"mask": "uint8"}, alone=False),)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
@@ -146,6 +151,9 @@ class Masked(Node):
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         return _OTHERWISE.format(self.requires)
+
+    def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:
+        return ((mul(), ("input", "mask"), "OUT_0"),)
 
     def linear_in(self, port: str) -> bool:
         return port == "input"
@@ -171,6 +179,3 @@ def _unpacked(mask: jax.Array) -> jax.Array:
     places = jnp.arange(BITS, dtype=jnp.int32).reshape(BITS, *(1,) * len(spatial))
     bits = (mask.astype(jnp.int32)[:, :, None] >> places) & 1
     return bits.reshape(n, bytes_ * BITS, *spatial) != 0
-
-
-register_masks(made=ReluMask, read=Masked, relu=Relu(), compared=cmp_gt(), product=mul())

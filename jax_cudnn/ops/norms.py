@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-import numbers
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError, GraphTypeError
-from .._core.graph.dtypes import FLOATS
+from .._core.errors import GraphError
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .arguments import chosen
-
-Axes = int | Sequence[int]
-Scalar = float | jax.Array
+from .arguments import chosen, transpose
+from .norm_arguments import (
+    Axes,
+    Scalar,
+    channels_second,
+    floating,
+    normalized_axes,
+    of_rank,
+    parameter,
+    per_channel,
+    scalar,
+)
 
 
 def _norm(g, x, scale, bias, epsilon, *, kind, zero_centered, out):
@@ -44,7 +49,7 @@ class Moved(NamedTuple):
     """Where each axis stood before."""
 
     def back(self, y: jax.Array) -> jax.Array:
-        return _transposed(y, np.argsort(self.order))
+        return transpose(y, np.argsort(self.order))
 
 
 def rms_norm(
@@ -179,7 +184,7 @@ def ada_layer_norm(
     wide = x[:, None] if x.ndim == 2 else x  # with two axes each example is one row
     shape = (x.shape[0], *(1,) * (wide.ndim - 2), x.shape[-1])
     wanted = (x.shape[0], x.shape[-1])
-    gamma, beta = (_parameter(name, p, wanted) for name, p in (("scale", scale), ("bias", bias)))
+    gamma, beta = (parameter(name, p, wanted) for name, p in (("scale", scale), ("bias", bias)))
     if gamma is None:
         raise GraphError("scale is missing", expected=f"shape {wanted}", got="None")
     beta = jnp.zeros(wanted, gamma.dtype) if beta is None else beta
@@ -225,19 +230,19 @@ def instance_norm(
     """
     x = floating("x", x)
     order = channels_second(x, axis, 3, "(batch, *spatial, channels)")
-    image = Moved(_transposed(x, order), order)
+    image = Moved(transpose(x, order), order)
     shape = image.x.shape
     scale, bias = per_channel(shape, scale, bias, x.dtype)
     # cuDNN has up to three spatial dimensions.
     spatial = shape[2:] if len(shape) < 6 else (math.prod(shape[2:]),)
     found = _applied(
         INSTANCE_NORM, "instancenorm", image.x.reshape(*shape[:2], *spatial),
-        _of_rank(scale, 2 + len(spatial)), _of_rank(bias, 2 + len(spatial)), epsilon, False,
+        of_rank(scale, 2 + len(spatial)), of_rank(bias, 2 + len(spatial)), epsilon, False,
         options, implementation,
     )  # fmt: skip
     rank = image.x.ndim
     y = image.back(found[0].reshape(shape))
-    statistics = tuple(image.back(_of_rank(v, rank, lead=2)) for v in found[1:])
+    statistics = tuple(image.back(of_rank(v, rank, lead=2)) for v in found[1:])
     return (y, statistics) if return_statistics else y
 
 
@@ -283,7 +288,7 @@ def group_norm(
     x = floating("x", x)
     second = channels_second(x, axis, 2, "(batch, ..., channels)")
     order = (second[0], *second[2:], second[1])  # channels last
-    moved = Moved(_transposed(x, order), order)
+    moved = Moved(transpose(x, order), order)
     batch, *spatial, channels = moved.x.shape
     groups = operator.index(num_groups)
     if groups < 1 or channels % groups:
@@ -292,7 +297,7 @@ def group_norm(
             expected=f"a divisor of {channels}, the size of axis {axis}",
             got=f"num_groups={num_groups}",
         )
-    scale, bias = (_parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
+    scale, bias = (parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
     if 1 < groups == channels and spatial:
         y, found = instance_norm(
             moved.x, scale, bias, epsilon=epsilon, return_statistics=True, options=options,
@@ -319,77 +324,6 @@ def group_norm(
     return (y, statistics) if return_statistics else y
 
 
-# -- arguments -------------------------------------------------------------------------------------
-
-
-def floating(name: str, x: Any) -> jax.Array:
-    """An array of a float that cuDNN normalizes; GraphTypeError for others."""
-    x = jnp.asarray(x)
-    if str(x.dtype) not in FLOATS:
-        raise GraphTypeError(
-            f"{name} has a dtype that is not normalized",
-            expected=", ".join(FLOATS),
-            got=f"{x.dtype}{list(x.shape)}",
-            fix=f"cast it before the call: {name}.astype(jnp.float32)",
-        )
-    return x
-
-
-def normalized_axes(x: jax.Array, axis: Axes) -> tuple[int, ...]:
-    """The axes as positions, ascending; GraphError for what are none."""
-    try:
-        given = tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
-    except TypeError:
-        given = ()
-    found = sorted({a + x.ndim if a < 0 else a for a in given})
-    if not found or len(found) != len(given) or found[0] < 0 or found[-1] >= x.ndim:
-        raise GraphError(
-            "axis is not valid",
-            expected=f"one or more different axes of an array of rank {x.ndim}",
-            got=f"axis={axis!r}",
-        )
-    return tuple(found)
-
-
-def channels_second(x: jax.Array, axis: int, least: int, expected: str) -> tuple[int, ...]:
-    """The order of axes in which the channels follow the first axis."""
-    (channel,) = normalized_axes(x, axis if isinstance(axis, int) else -1)
-    if x.ndim < least or channel == 0 or not isinstance(axis, int):
-        raise GraphError(
-            "x has no such axes",
-            expected=f"{expected}, with its channels at axis {axis}, which is not the first",
-            got=f"shape {x.shape}, axis={axis!r}",
-        )
-    return (0, channel, *(a for a in range(1, x.ndim) if a != channel))
-
-
-def per_channel(
-    image: tuple[int, ...], scale: Any, bias: Any, default: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Scale and bias as (1, C, 1, ...) beside (N, C, ...); ones and zeros where there is none."""
-    channels, rank = image[1], len(image)
-    scale, bias = (_parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
-    dtype = next((p.dtype for p in (scale, bias) if p is not None), default)
-    scale = jnp.ones(channels, dtype) if scale is None else scale
-    bias = jnp.zeros(channels, dtype) if bias is None else bias
-    shape = (1, channels, *(1,) * (rank - 2))
-    return scale.reshape(shape), bias.reshape(shape)
-
-
-def _parameter(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    if value is None:
-        return None
-    value = floating(name, value)
-    if value.shape != shape:
-        raise GraphError(
-            f"{name} does not fit",
-            expected=f"shape {shape}",
-            got=f"shape {value.shape}",
-            why="it has an element for each of the normalized axes, or for each channel",
-        )
-    return value
-
-
 def _of_rows(
     function: GraphFunction,
     kind: str,
@@ -406,9 +340,9 @@ def _of_rows(
     x = floating("x", x)
     axes = normalized_axes(x, axis)
     order = (*(a for a in range(x.ndim) if a not in axes), *axes)
-    moved = Moved(_transposed(x, order), order)
+    moved = Moved(transpose(x, order), order)
     row = tuple(x.shape[a] for a in axes)
-    scale, bias = (_parameter(n, p, row) for n, p in (("scale", scale), ("bias", bias)))
+    scale, bias = (parameter(n, p, row) for n, p in (("scale", scale), ("bias", bias)))
     zero_centered &= scale is not None
     dtype = next((p.dtype for p in (scale, bias) if p is not None), x.dtype)
     scale = jnp.ones(row, dtype) if scale is None else scale
@@ -444,23 +378,3 @@ def _applied(
         zero_centered=zero_centered,
         out=out or str(x.dtype),
     )
-
-
-def scalar(name: str, value: Any) -> Scalar:
-    """A Python number, or an array of one number in float32; GraphError for others."""
-    if isinstance(value, numbers.Real):
-        return float(value)
-    value = jnp.asarray(value)
-    if value.ndim:
-        raise GraphError(f"{name} is no number", expected="a scalar", got=f"shape {value.shape}")
-    return value.astype(jnp.float32)
-
-
-def _of_rank(x: jax.Array, rank: int, lead: int = 2) -> jax.Array:
-    """The same with its first dimensions, and then as many of 1 as make up a rank."""
-    return x.reshape(*x.shape[:lead], *(1,) * (rank - lead))
-
-
-def _transposed(x: jax.Array, order: Any) -> jax.Array:
-    order = tuple(int(axis) for axis in order)
-    return x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)

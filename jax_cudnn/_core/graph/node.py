@@ -88,6 +88,8 @@ class Node:
     prologue: ClassVar[str] = ""
     """Whether cuDNN computes operands of this anchor in one plan with it: ANY, "" for never, or the
     method of a node that the graph then holds, too."""
+    masks: ClassVar[tuple[str, ...]] = ()
+    """Ports with a mask: bytes to XLA, bits to cuDNN, see ``ops/masks.py``."""
     takes_masks: ClassVar[bool] = False
     """Whether masks of bits may stand beside this anchor, see ``ops/masks.py``."""
     returns_prologue: ClassVar[bool] = False
@@ -166,6 +168,11 @@ class Node:
     def results(self) -> tuple[str, ...]:
         """The output ports that a node with these attributes has."""
         return self.ports.output_names
+
+    def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:
+        """Where the node has ``masks``: the nodes, on operands at these ports or numbers, for the
+        result at a port, as which cuDNN is asked for it with booleans."""
+        return ()
 
     def without(self, results: Collection[str]) -> Node:
         """The node that leaves out these results, which nothing reads; itself where there is

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from .dims import Shape
 from .node import Node
@@ -32,12 +31,6 @@ _conversions: dict[str, Node] = {}
 def register_conversions(to_boolean: Node, from_boolean: Node) -> None:
     """The nodes that compare a number with another, and that pick one of two numbers by a mask."""
     _conversions.update(to_boolean=to_boolean, from_boolean=from_boolean)
-
-
-def register_masks(**nodes: Any) -> None:
-    """``made`` and ``read``: the classes of the nodes that make and read masks; ``relu``,
-    ``compared`` and ``product``: what these are to cuDNN."""
-    _conversions.update(nodes)
 
 
 def stored(tensor: Tensor) -> tuple[Shape, str]:
@@ -64,55 +57,52 @@ def wire(spec: GraphSpec) -> GraphSpec:
     return spec._cache["wire"]
 
 
-def _made() -> Any:
-    return _conversions["made"]
-
-
-def _read() -> Any:
-    return _conversions["read"]
-
-
 def _with_bits(spec: GraphSpec) -> GraphSpec:
-    """Masks as booleans, where nothing else reads them."""
+    """Masks as booleans, where nothing reads them that takes them for bytes."""
     masks: dict[str, Shape] = {}
+    taken: set[str] = set()  # as bytes
     for call in spec.calls:
-        ports = dict((*call.inputs, *call.outputs))
-        if isinstance(call.node, (_made(), _read())):
-            mask = ports.get("MASK", ports.get("mask"))
-            if mask is not None:
-                masks[mask] = spec.tensor(ports["input"]).shape
-    for call in spec.calls:
-        if not isinstance(call.node, _read()):
-            masks = {n: shape for n, shape in masks.items() if n not in dict(call.inputs).values()}
-    used = {*spec.outputs, *(name for call in spec.calls for _, name in call.inputs)}
-    rank = max(map(len, masks.values()), default=0)
-    zero = Tensor("mask::0.0", (1,) * rank, "float32", (0.0).hex())
+        for port, name in (*call.inputs, *call.outputs):
+            if port in call.node.masks:
+                masks[name] = spec.tensor(call.inputs[0][1]).shape
+            elif (port, name) in call.inputs:
+                taken.add(name)
+    read = {*spec.outputs, *(name for call in spec.calls for _, name in call.inputs)}
+    tensors = {t.name: t for t in spec.tensors}
     calls: list[Call] = []
     for call in spec.calls:
         ports = dict((*call.inputs, *call.outputs))
-        mask = ports.get("MASK", ports.get("mask"))
-        if isinstance(call.node, _made()) and (mask is None or mask in masks):
-            calls.append(_call(_conversions["relu"], call, [ports["input"]], ports["OUT_0"]))
-            if mask in used and mask is not None:
-                operands = [ports["OUT_0"], zero.name]
-                calls.append(_call(_conversions["compared"], call, operands, mask))
-        elif isinstance(call.node, _read()) and mask in masks:
-            operands = [ports["input"], mask]
-            calls.append(_call(_conversions["product"], call, operands, ports["OUT_0"]))
-        else:
+        own = {ports[port] for port in call.node.masks if port in ports}
+        if not call.node.masks or own & taken:
             calls.append(call)
-    tensors = [
-        Tensor(t.name, masks[t.name], "bool") if t.name in masks else t for t in spec.tensors
-    ]
-    used |= {name for call in calls for _, name in (*call.inputs, *call.outputs)}
-    kept = tuple(t for t in (*tensors, zero) if t.name in used)
+            continue
+        wanted, made = {*read}, []
+        for node, operands, result in reversed(call.node.in_bits()):
+            if ports.get(result) not in wanted:
+                continue
+            names = []
+            for operand in operands:
+                name = f"{call.name}::{operand}"
+                if isinstance(operand, str):
+                    name = ports[operand]
+                else:
+                    shape = (1,) * len(spec.tensor(ports[result]).shape)
+                    tensors[name] = Tensor(name, shape, "float32", float(operand).hex())
+                names.append(name)
+            wanted.update(names)
+            made.insert(0, _call(node, call.name, names, ports[result]))
+        calls += made
+    used = {name for call in calls for _, name in (*call.inputs, *call.outputs)}
+    for name in masks.keys() - taken:
+        tensors[name] = Tensor(name, masks[name], "bool")
+    kept = tuple(t for t in tensors.values() if t.name in used)
     return GraphSpec(kept, tuple(calls), spec.inputs, spec.outputs, spec.options)
 
 
-def _call(node: Node, like: Call, operands: Sequence[str], result: str) -> Call:
+def _call(node: Node, name: str, operands: Sequence[str], result: str) -> Call:
     inputs = zip(node.ports.input_names, operands, strict=True)
     outputs = zip(node.ports.output_names, [result], strict=True)
-    return Call(node, f"{node.method}.{like.name}", tuple(inputs), tuple(outputs))
+    return Call(node, f"{node.method}.{name}", tuple(inputs), tuple(outputs))
 
 
 def _with_all_results(spec: GraphSpec) -> GraphSpec:
@@ -161,9 +151,7 @@ def _converted(spec: GraphSpec) -> GraphSpec:
         else:
             operands = [constant(1.0, number), constant(0.0, number), name]
             node, result, calls = _conversions["from_boolean"], number.name, after
-        inputs = zip(node.ports.input_names, operands, strict=True)
-        outputs = zip(node.ports.output_names, [result], strict=True)
-        calls.append(Call(node, f"{node.method}.{name}", tuple(inputs), tuple(outputs)))
+        calls.append(_call(node, name, operands, result))
     return GraphSpec(
         tuple(replace(t, order=None) if t.name in numbers else t for t in tensors),
         (*before, *spec.calls, *after),

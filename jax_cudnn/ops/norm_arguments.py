@@ -1,0 +1,100 @@
+"""Arguments of normalizations, checked and brought into the form that graphs take."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dtypes import FLOATS
+
+Axes = int | Sequence[int]
+Scalar = float | jax.Array
+
+
+def floating(name: str, x: Any) -> jax.Array:
+    """An array of a float that cuDNN normalizes; GraphTypeError for others."""
+    x = jnp.asarray(x)
+    if str(x.dtype) not in FLOATS:
+        raise GraphTypeError(
+            f"{name} has a dtype that is not normalized",
+            expected=", ".join(FLOATS),
+            got=f"{x.dtype}{list(x.shape)}",
+            fix=f"cast it before the call: {name}.astype(jnp.float32)",
+        )
+    return x
+
+
+def scalar(name: str, value: Any) -> Scalar:
+    """A Python number, or an array of one number in float32; GraphError for others."""
+    if isinstance(value, numbers.Real):
+        return float(value)
+    value = jnp.asarray(value)
+    if value.ndim:
+        raise GraphError(f"{name} is no number", expected="a scalar", got=f"shape {value.shape}")
+    return value.astype(jnp.float32)
+
+
+def normalized_axes(x: jax.Array, axis: Axes) -> tuple[int, ...]:
+    """The axes as positions, ascending; GraphError for what are none."""
+    try:
+        given = tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
+    except TypeError:
+        given = ()
+    found = sorted({a + x.ndim if a < 0 else a for a in given})
+    if not found or len(found) != len(given) or found[0] < 0 or found[-1] >= x.ndim:
+        raise GraphError(
+            "axis is not valid",
+            expected=f"one or more different axes of an array of rank {x.ndim}",
+            got=f"axis={axis!r}",
+        )
+    return tuple(found)
+
+
+def channels_second(x: jax.Array, axis: int, least: int, expected: str) -> tuple[int, ...]:
+    """The order of axes in which the channels follow the first axis."""
+    (channel,) = normalized_axes(x, axis if isinstance(axis, int) else -1)
+    if x.ndim < least or channel == 0 or not isinstance(axis, int):
+        raise GraphError(
+            "x has no such axes",
+            expected=f"{expected}, with its channels at axis {axis}, which is not the first",
+            got=f"shape {x.shape}, axis={axis!r}",
+        )
+    return (0, channel, *(a for a in range(1, x.ndim) if a != channel))
+
+
+def per_channel(
+    image: tuple[int, ...], scale: Any, bias: Any, default: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Scale and bias as (1, C, 1, ...) beside (N, C, ...); ones and zeros where there is none."""
+    channels, rank = image[1], len(image)
+    scale, bias = (parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
+    dtype = next((p.dtype for p in (scale, bias) if p is not None), default)
+    scale = jnp.ones(channels, dtype) if scale is None else scale
+    bias = jnp.zeros(channels, dtype) if bias is None else bias
+    shape = (1, channels, *(1,) * (rank - 2))
+    return scale.reshape(shape), bias.reshape(shape)
+
+
+def parameter(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    if value is None:
+        return None
+    value = floating(name, value)
+    if value.shape != shape:
+        raise GraphError(
+            f"{name} does not fit",
+            expected=f"shape {shape}",
+            got=f"shape {value.shape}",
+            why="it has an element for each of the normalized axes, or for each channel",
+        )
+    return value
+
+
+def of_rank(x: jax.Array, rank: int, lead: int = 2) -> jax.Array:
+    """The same with its first dimensions, and then as many of 1 as make up a rank."""
+    return x.reshape(*x.shape[:lead], *(1,) * (rank - lead))
