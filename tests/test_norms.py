@@ -374,9 +374,8 @@ def row_norms(kind):
 
     def run(function, x, scale, bias, cotangent):
         given = (x, scale, bias) if kind == "layer" else (x, scale)
-        (y, statistics), pull = jax.vjp(function, *given)
-        zeros = jax.tree.map(jnp.zeros_like, statistics)
-        return {"y": y, "statistics": statistics, "gradients": pull((cotangent, zeros))}
+        y, pull, statistics = jax.vjp(function, *given, has_aux=True)
+        return {"y": y, "statistics": statistics, "gradients": pull(cotangent)}
 
     return run
 

@@ -22,10 +22,10 @@ from .norm_arguments import Scalar, channels_second, floating, per_channel, scal
 Running = tuple[jax.Array, jax.Array]
 
 
-def _training(g, x, scale, bias, zeros, residual, epsilon, *, activation, out):
+def _training(g, x, scale, bias, no_mean, no_var, residual, epsilon, *, activation, out):
     # Running statistics are updated outside, where momentum may be an array: with momentum 1
-    # the next ones are those of the batch.
-    y, mean, _, _, variance = g.batchnorm(x, scale, bias, zeros, zeros, epsilon, 1.0)
+    # the next ones are those of the batch, from which nothing is lost beside zeros.
+    y, mean, _, _, variance = g.batchnorm(x, scale, bias, no_mean, no_var, epsilon, 1.0)
     y = epilogue.apply(g, y, None, None, residual, activation).set_data_type(out)
     return y, mean, variance
 
@@ -264,7 +264,7 @@ def _normalized(
     function = chosen(TRAINING, options, None, implementation)
     zeros = jnp.zeros(each, jnp.float32)
     y, mean, variance = function(
-        x, gamma, beta, zeros, residual, number, activation=activation, out=out
+        x, gamma, beta, zeros, zeros, residual, number, activation=activation, out=out
     )
     count = math.prod((shape[0], *shape[2:]))
     biased = variance * ((count - 1) / count if count else math.nan)

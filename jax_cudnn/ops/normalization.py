@@ -38,7 +38,6 @@ class OfRows(Normalizing):
     """What a normalization of rows and its backward have in common."""
 
     merges = True
-    prologue = ANY
     requires = _REQUIRES
     rounding = _ROUNDING
 
@@ -130,8 +129,15 @@ class AdalayernormBackward(OfRows, NormalizationBackward):
         yield dict.fromkeys(tensors, 0)
 
 
+class ForwardOfRows(OfRows, Phased):
+    """cuDNN computes the rows themselves in the same plan, from whatever is in front."""
+
+    prologue = ANY
+    computed = ("input",)
+
+
 @register
-class Adalayernorm(OfRows, Phased):
+class Adalayernorm(ForwardOfRows):
     """Layer normalization with a scale and bias for each example, the first dimension.
 
     ``Y = (input - mean) * inv_var * scale + bias`` with ``inv_var = (var + epsilon)**-0.5``.
@@ -226,7 +232,7 @@ class LayernormBackward(OfRows, NormalizationBackward):
 
 
 @register
-class Layernorm(OfRows, Phased):
+class Layernorm(ForwardOfRows):
     """Layer normalization: ``Y = (input - mean) * inv_var * scale + bias``.
 
     ``inv_var = (var + epsilon)**-0.5``; mean and (biased) variance are those of each row.
@@ -339,7 +345,7 @@ class RmsnormBackward(OfRows, NormalizationBackward):
 
 
 @register
-class Rmsnorm(OfRows, Phased):
+class Rmsnorm(ForwardOfRows):
     """Root mean square normalization: ``Y = input * inv_var * scale + bias``.
 
     ``inv_var = (mean(input**2) + epsilon)**-0.5``, the mean over each row.

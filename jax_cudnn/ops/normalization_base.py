@@ -103,6 +103,8 @@ class Normalizing(Node):
     dtypes = FLOATS
     prologue = ""
     broadcasts_around = NUMBERS_ONLY
+    computed: ClassVar[tuple[str, ...]] = ()
+    """The operands that may be computed in its plan."""
 
     def checked(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
         """The shapes of input and statistics; GraphError for what does not fit."""
@@ -145,6 +147,22 @@ class Normalizing(Node):
         axes = self.extent.reduced(shape, scale)
         if math.prod(shape[axis] for axis in axes) == 1:
             return "it goes over one element"
+        return self._wrong_in_plan(tensors, graph)
+
+    def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        """What stands in the graph that cuDNN accepts, and then reads or writes something else.
+
+        Measured on an H200 with cuDNN 9.19: engine 1 takes any neighbours and finds no pointer for
+        what is computed, or reads another one; a tensor at two ports ends as CUDNN_STATUS_BAD_PARAM
+        in the execution.
+        """
+        made = {name: call.name for call in graph.calls for _, name in call.outputs}
+        given = {port: tensors[port].name for port in self.ports.input_names if port in tensors}
+        for port, name in given.items():
+            if port not in self.computed and name in made:
+                return f"{made[name]} computes its {port}"
+            if tensors[port].value is None and [*given.values()].count(name) > 1:
+                return f"one tensor is its {' and '.join(p for p in given if given[p] == name)}"
         return None
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
@@ -273,6 +291,12 @@ class NormalizationBackward(Normalizing):
 
     def linear_in(self, port: str) -> bool:
         return port == "grad"
+
+    def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        for call in graph.calls:
+            if tensors["DX"].name in (name for _, name in call.inputs):
+                return f"{call.name} reads its DX"
+        return super()._wrong_in_plan(tensors, graph)
 
 
 def statistics(

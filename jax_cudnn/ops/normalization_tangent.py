@@ -110,6 +110,8 @@ class NormalizationTangent(ByReference):
         if others:  # of the statistics, which only the input moves
             x = linear["input"]
             aval = x, tensors[x].shape, tensors[x].dtype
+            # Wide, it would be none of cuDNN's faster engines', and for channels of none.
+            passed[x] = g.rounded(passed[x], tensors[x].dtype, alone=True)
             fixed = dict(inputs)
             through = Transposed(
                 dataclasses.replace(self, active=("input",)), (aval,), others, tuple(fixed)
