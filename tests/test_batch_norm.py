@@ -315,12 +315,13 @@ def test_activations_are_jax_nns(name):
     ],
 )
 def test_dtypes_of_x_and_of_parameters(dtype, parameters, training):
-    """y has that of x, statistics and gradients those of their operands; y is rounded once."""
+    """y has that of x, statistics and gradients those of their operands; y is rounded once, in
+    training also in front of the residual, and the gradient by x in two parts."""
     case = with_(IMAGE, training=training, residual=True)
-    (got, _), (want, _) = check(case, case.operands(dtype, parameters), slack=1.2)
+    (got, _), (want, _) = check(case, case.operands(dtype, parameters), slack=2.0)
     assert [g.dtype for g in got] == [dtype, parameters, parameters]
     once = {"float32": 1e-6, "bfloat16": 2**-9, "float16": 2**-12}
-    assert relative_error(got[0], want[0]) <= once[dtype]
+    assert relative_error(got[0], want[0]) <= once[dtype] * (1.5 if training else 1)
 
 
 @pytest.mark.parametrize(
@@ -328,10 +329,12 @@ def test_dtypes_of_x_and_of_parameters(dtype, parameters, training):
 )
 @pytest.mark.parametrize("name", ["relu", "gelu"])
 def test_sixteen_bits_with_an_activation(name, dtype, training):
-    """What the activation keeps, and the gradient that leaves it, are rounded, too; y once."""
+    """What the activation keeps, and the gradient that leaves it, are rounded, too; y once, and in
+    training but for relu also in front of residual and activation."""
     case = with_(IMAGE, residual=True, activation=name, training=training)
-    (got, _), (want, _) = check(case, case.operands(dtype), through=dtype)
-    assert relative_error(got[0], want[0]) <= {"bfloat16": 2**-9, "float16": 2**-12}[dtype]
+    (got, _), (want, _) = check(case, case.operands(dtype), through=dtype, slack=2.0)
+    once = {"bfloat16": 2**-9, "float16": 2**-12}[dtype]
+    assert relative_error(got[0], want[0]) <= once * (2 if training else 1)
 
 
 def test_parameters_of_different_dtypes():
@@ -905,11 +908,14 @@ def test_the_forward_keeps_statistics_and_what_the_activation_needs(activation):
     assert methods(forward)[:2] == ["batchnorm", "add"]
     assert "batchnorm_backward" in methods(backward)
     image, each = ((4, 8, 3, 3), "bfloat16"), ((1, 8, 1, 1), "float32")
+    mask = ((4, 1, 3, 3), "uint8")
     kept = [each, each] + ([] if activation in (None, *BY_THE_RESULT) else [image])
+    kept += [mask] * (activation == "relu")
     assert outputs(forward) == sorted([image, *kept])
-    # x, the gradient, and what is kept of the activation: its result or what it is of.
+    # x, the gradient, and what is kept of the activation: a mask, its result or what it is of.
     read = [(t.shape, t.dtype) for t in backward.input_tensors]
-    assert read.count(image) == (2 if activation is None else 3)
+    assert read.count(image) == (2 if activation in (None, "relu") else 3)
+    assert read.count(mask) == (activation == "relu")
 
 
 def test_without_an_activation_the_gradient_of_a_residual_is_that_of_the_result():
@@ -982,12 +988,10 @@ def test_training_is_one_plan_and_its_backward_one(dtype, epilogue):
     activation = "relu" if "relu" in epilogue else None
     case = with_(BIG, residual="add" in epilogue, activation=activation)
     found = planned(jax.value_and_grad(loss(case), moving(case)), *case.avals(dtype))
-    assert found["batch_norm"] == [(True, ["batchnorm", *epilogue])]
-    *before, backward = found["batch_norm (backward)"]
-    assert backward == (True, ["batchnorm_backward"])
-    assert [(by_cudnn, names[0]) for by_cudnn, names in before] == (
-        [] if activation is None else [(False, "relu_backward")]
-    )
+    names = [{"relu": "relu_mask"}.get(name, name) for name in ("batchnorm", *epilogue)]
+    assert found["batch_norm"] == [(True, names)]
+    mask = [] if activation is None else ["masked"]
+    assert found["batch_norm (backward)"] == [(True, [*mask, "batchnorm_backward"])]
     forward = lambda *a: case(*a, implementation="cudnn")  # noqa: E731
     assert planned(forward, *case.avals(dtype)) == {"batch_norm": found["batch_norm"]}
 

@@ -22,7 +22,7 @@ from jax_cudnn.bench.norms import tables as norm_tables
 from jax_cudnn.bench.norms import torch_sides as norm_torch
 from jax_cudnn.bench.norms.cases import BACKWARD, FORWARD, PROGRAMS, TRAINING
 from jax_cudnn.bench.norms.halves import halves
-from jax_cudnn.bench.norms.measure import COPY, OURS, WHOLE
+from jax_cudnn.bench.norms.measure import COPY, OURS, REFERENCE, WHOLE
 from jax_cudnn.bench.run import RESULTS
 
 pytestmark = pytest.mark.wide
@@ -85,7 +85,7 @@ def test_all_sides_agree_and_all_figures_are_there(tiny):
         for program, found in entry["programs"].items():
             assert found["status"] == "timed", (case.name, program, found)
             xla = case.forwards if program == FORWARD else case.xla
-            sides = {WHOLE, OURS, *xla, *(norm_torch.SIDES if installed else ())}
+            sides = {WHOLE, OURS, REFERENCE, *xla, *(norm_torch.SIDES if installed else ())}
             assert found["errors"].keys() == sides
             assert found["us"].keys() == found["host_us"].keys() == sides | {COPY}
             assert found["tbytes_s"].keys() == found["of_limit"].keys() == sides | {COPY}

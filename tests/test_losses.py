@@ -296,23 +296,47 @@ def test_the_architecture_of_older_results_is_that_of_the_devices_profile(result
     assert list(generation.generate(result)) == ["90"]
 
 
-def test_the_committed_table_is_what_the_committed_result_gives():
-    result = json.loads((RESULTS / "h200.json").read_text())
+def test_the_committed_table_is_what_the_committed_results_give():
+    files = [
+        RESULTS / name for name in ("h200.json", "norms_h200.json") if (RESULTS / name).exists()
+    ]
+    results = [json.loads(file.read_text()) for file in files]
     table = losses.TABLE.read_text(encoding="utf-8")
-    assert table == generation.text(generation.generate(result)), (
+    assert table == generation.text(generation.generate(*results)), (
         "python -m jax_cudnn bench --losses jax_cudnn/bench/results/h200.json "
-        "--write jax_cudnn/_core/planning/losses.json"
+        "jax_cudnn/bench/results/norms_h200.json --write jax_cudnn/_core/planning/losses.json"
     )
     assert losses.table() == json.loads(table)
-    if not any("ratio_reference" in case for case in result["cases"].values()):
-        # A result from before references were timed: nothing is known to be lost.
-        assert losses.table()["90"]["patterns"] == {}
+
+
+def test_results_of_different_machines_are_not_mixed(result):
+    other = {"environment": {**result["environment"], "device": "another"}, "cases": {}}
+    with pytest.raises(jc.GraphError, match="not of one machine"):
+        generation.generate(result, other)
+
+
+def norm(reference, whole, **plans):
+    figures = {"median": 0, "q1": 0, "q3": 0}
+    us = {"reference": {**figures, "median": reference, "q3": reference * 1.1}}
+    us["cuDNN"] = {**figures, "median": whole, "q1": whole * 0.9}
+    plans = {"patterns": ["lost"], **plans}
+    return {"programs": {"forward": {"us": us, "plans": {"cuDNN": plans}}}}
+
+
+def test_normalizations_are_filed_under_their_plans(result):
+    """A program of several plans, or of none, says nothing of one."""
+    norms = {"a": norm(50, 100), "b": norm(70, 100), "two": norm(1, 9, patterns=["lost", "lost"])}
+    result = {"environment": result["environment"], "norms": norms}
+    found = generation.generate(result)["91"]["patterns"]
+    assert found == {"lost": {"a, forward": 0.5, "b, forward": 0.7}}
+    norms["b"] = norm(89, 100)  # in some rounds slower
+    assert generation.generate(result)["91"]["patterns"] == {}
 
 
 def test_committed_patterns_are_those_that_their_cases_have_now():
     graphs = {case.name: case for case in model_cases()}
     for part in losses.table().values():
         for name, cases in part["patterns"].items():
-            for case in map(graphs.__getitem__, cases):
+            for case in [graphs[case] for case in cases if case in graphs]:
                 ((spec, _, _),) = programs.graphs(case.ours, *case.avals)
                 assert losses.pattern(spec) == name

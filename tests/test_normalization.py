@@ -582,7 +582,7 @@ TAKEN = {
     **{(kind, what): True for kind in _ROWS for what in (*EPILOGUES, *PROLOGUES)},
     **{("batchnorm", what): what in ("relu", "swish", "add, relu") for what in EPILOGUES},
     **{("instancenorm", what): what in ("relu", "add, relu") for what in EPILOGUES},
-    **{(kind, "1 + scale"): False for kind in _ROWS},  # engine 1 takes it, and reads another
+    **{(kind, "1 + scale"): kind != "adalayernorm" for kind in _ROWS},
 }  # fmt: skip
 
 

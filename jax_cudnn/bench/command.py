@@ -17,7 +17,7 @@ examples:
   bench --steps --out results                 training steps; writes steps_<gpu>.json
   bench --norms --out results                 normalizations; writes norms_<gpu>.json
   bench --render results/h200.json --plot results/h200.svg
-  bench --losses results/h200.json --write jax_cudnn/_core/planning/losses.json
+  bench --losses results/h200.json results/norms_h200.json --write losses.json
 """
 
 
@@ -58,8 +58,8 @@ def add_parser(commands: Any) -> None:
         "--render", type=Path, metavar="FILE", help="print the tables of a result, measure nothing"
     )
     parser.add_argument(
-        "--losses", type=Path, metavar="FILE", help="print which patterns of a result are lost to "
-        "XLA, measure nothing"
+        "--losses", type=Path, nargs="+", metavar="FILE", help="print which patterns of results are "
+        "lost to XLA, measure nothing"
     )  # fmt: skip
     parser.add_argument(
         "--write", type=Path, metavar="TABLE", help="with --losses: put them into this table, from "
@@ -148,17 +148,19 @@ def _tables(result: dict[str, Any], path: Path) -> str:
         raise _no_result(path, repr(error)) from error
 
 
-def _losses(path: Path, table: Path | None) -> int:
+def _losses(paths: list[Path], table: Path | None) -> int:
     from . import losses
 
-    result = _read(path)
-    try:
-        print(losses.render(result))
-        if table is not None:
-            losses.write(result, table)
-            print(f"written to {table}")
-    except (AttributeError, KeyError, TypeError) as error:
-        raise _no_result(path, repr(error)) from error
+    results = []
+    for path in paths:
+        results.append(_read(path))
+        try:
+            print(losses.render(results[-1]))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise _no_result(path, repr(error)) from error
+    if table is not None:
+        losses.write(results, table)
+        print(f"written to {table}")
     return 0
 
 

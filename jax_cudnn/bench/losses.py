@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .._core.errors import GraphError, TargetError
 from ..deviceless import profiles
 from .measure import TIMED
+from .norms.measure import REFERENCE, WHOLE
 
 # A loss is no noise: XLA takes less than this part of cuDNN's time, is faster in every round, and
 # so in every case of the pattern, of which there are at least two.
 _RATIO, _CASES = 0.95, 2
 
 
-def generate(result: dict[str, Any]) -> dict[str, Any]:
-    """The part of the table that a result gives: its SM version with what was measured there.
+def generate(*results: dict[str, Any]) -> dict[str, Any]:
+    """The part of the table that results of one machine give: its SM version with what was
+    measured there. Of what differs between them the first says where and when that was.
 
     A case counts as XLA would run it: its graph's reference (``ratio_reference``), which is what
     "split" leaves to XLA, and not the best formulation that somebody wrote by hand. A case without
     that figure is no loss. Raises GraphError where the SM version is neither in the result nor
     that of a profile.
     """
-    environment = result["environment"]
+    environment = results[0]["environment"]
+    if len(of := {(r["environment"]["device"], r["environment"]["cudnn"]) for r in results}) > 1:
+        raise GraphError(
+            "these results are not of one machine",
+            expected="one device and one version of cuDNN",
+            got="; ".join(f"{device} with cuDNN {cudnn}" for device, cudnn in sorted(of)),
+        )
+    patterns = {p: e for result in results for p, e in _by_pattern(result).items()}
     lost = {
         pattern: {name: entry["ratio_reference"] for name, entry in entries.items()}
-        for pattern, entries in sorted(_by_pattern(result).items())
+        for pattern, entries in sorted(patterns.items())
         if not _why_not(entries)
     }
     where = {key: environment[key] for key in ("device", "date", "cudnn", "jax")}
@@ -49,11 +59,12 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def write(result: dict[str, Any], file: Path) -> None:
-    """Puts what a result gives into a table, beside other architectures' parts."""
+def write(results: Sequence[dict[str, Any]], file: Path) -> None:
+    """Puts what results give into a table, beside other architectures' parts."""
     try:
         table = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        table = dict(sorted({**table, **generate(result)}.items(), key=lambda part: int(part[0])))
+        table = {**table, **generate(*results)}
+        table = dict(sorted(table.items(), key=lambda part: int(part[0])))
         file.write_text(text(table), encoding="utf-8")
     except (OSError, ValueError, TypeError) as error:
         raise GraphError(
@@ -74,7 +85,22 @@ def _by_pattern(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name, entry in result.get("cases", {}).items():
         if entry["status"] == TIMED and "pattern" in entry:
             found.setdefault(entry["pattern"], {})[name] = entry
+    for case, norm in result.get("norms", {}).items():
+        for program, entry in norm["programs"].items():
+            patterns = entry.get("plans", {}).get(WHOLE, {}).get("patterns", ())
+            us = entry.get("us", {})
+            if len(patterns) == 1 and {WHOLE, REFERENCE} <= us.keys():
+                found.setdefault(patterns[0], {})[f"{case}, {program}"] = _compared(us)
     return found
+
+
+def _compared(us: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The ratio of medians, and the largest that half of the rounds leave likely."""
+    reference, whole = us[REFERENCE], us[WHOLE]
+    return {
+        "ratio_reference": round(reference["median"] / whole["median"], 4),
+        "ratio_reference_max": round(reference["q3"] / whole["q1"], 4),
+    }
 
 
 def _why_not(entries: dict[str, Any]) -> str:

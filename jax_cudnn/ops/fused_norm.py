@@ -13,6 +13,7 @@ import numpy as np
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
+from .._core.graph.wire import BITS
 from . import epilogue
 from .arguments import Padding, chosen, transpose
 from .epilogue import Activation
@@ -26,8 +27,13 @@ def _training(g, x, scale, bias, no_mean, no_var, residual, epsilon, *, activati
     # Running statistics are updated outside, where momentum may be an array: with momentum 1
     # the next ones are those of the batch, from which nothing is lost beside zeros.
     y, mean, _, _, variance = g.batchnorm(x, scale, bias, no_mean, no_var, epsilon, 1.0)
-    y = epilogue.apply(g, y, None, None, residual, activation).set_data_type(out)
-    return y, mean, variance
+    masked = activation == "relu" and x.shape[1] % BITS == 0
+    if not masked:  # cuDNN has nothing else behind it, and Y of no other dtype than x
+        y = y.set_data_type(out)
+    y = epilogue.apply(g, y, None, None, residual, None if masked else activation)
+    if masked:
+        y, _ = g.relu_mask(y)
+    return y.set_data_type(out), mean, variance
 
 
 def _inference(g, x, scale, bias, mean, inv_std, residual, *, activation, out):

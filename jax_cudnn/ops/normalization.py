@@ -38,6 +38,7 @@ class OfRows(Normalizing):
     """What a normalization of rows and its backward have in common."""
 
     merges = True
+    prologue = ANY
     requires = _REQUIRES
     rounding = _ROUNDING
 
@@ -132,7 +133,6 @@ class AdalayernormBackward(OfRows, NormalizationBackward):
 class ForwardOfRows(OfRows, Phased):
     """cuDNN computes the rows themselves in the same plan, from whatever is in front."""
 
-    prologue = ANY
     computed = ("input",)
 
 

@@ -23,7 +23,7 @@ from .._core.graph.node import NUMBERS_ONLY, Node
 
 if TYPE_CHECKING:
     from .._core.graph.node import Values
-    from .._core.graph.spec import GraphSpec, Tensor
+    from .._core.graph.spec import Call, GraphSpec, Tensor
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
@@ -104,7 +104,7 @@ class Normalizing(Node):
     prologue = ""
     broadcasts_around = NUMBERS_ONLY
     computed: ClassVar[tuple[str, ...]] = ()
-    """The operands that may be computed in its plan."""
+    """The operands that may be computed in its plan, by anything."""
 
     def checked(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
         """The shapes of input and statistics; GraphError for what does not fit."""
@@ -152,15 +152,20 @@ class Normalizing(Node):
     def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         """What stands in the graph that cuDNN accepts, and then reads or writes something else.
 
-        Measured on an H200 with cuDNN 9.19: engine 1 takes any neighbours and finds no pointer for
-        what is computed, or reads another one; a tensor at two ports ends as CUDNN_STATUS_BAD_PARAM
-        in the execution.
+        Measured on an H200 with cuDNN 9.19: of what is computed in a backward's plan, or for its
+        scale by anything but 1 + scale, it takes the operands' memory or none; a tensor at two
+        ports ends as CUDNN_STATUS_BAD_PARAM in the execution.
         """
-        made = {name: call.name for call in graph.calls for _, name in call.outputs}
+        made = {name: call for call in graph.calls for _, name in call.outputs}
         given = {port: tensors[port].name for port in self.ports.input_names if port in tensors}
         for port, name in given.items():
-            if port not in self.computed and name in made:
-                return f"{made[name]} computes its {port}"
+            maker = made.get(name)
+            if (
+                maker
+                and port not in self.computed
+                and not (port == "scale" and _adds(maker, graph))
+            ):
+                return f"{maker.name} computes its {port}"
             if tensors[port].value is None and [*given.values()].count(name) > 1:
                 return f"one tensor is its {' and '.join(p for p in given if given[p] == name)}"
         return None
@@ -259,6 +264,10 @@ class Phased(Normalization):
     def keywords(self) -> dict[str, Any]:
         return {}
 
+    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+        kept = self.norm_forward_phase == TRAINING
+        return super().pattern(tensors) + ("" if kept else " inference")
+
 
 class NormalizationBackward(Normalizing):
     """Gradients of a normalization by its input, scale and bias."""
@@ -297,6 +306,13 @@ class NormalizationBackward(Normalizing):
             if tensors["DX"].name in (name for _, name in call.inputs):
                 return f"{call.name} reads its DX"
         return super()._wrong_in_plan(tensors, graph)
+
+
+def _adds(call: Call, graph: GraphSpec) -> bool:
+    """Whether a call adds a number to an operand of the graph, as of a scale around 0."""
+    given = [graph.tensor(name) for _, name in call.inputs]
+    arrays = [tensor for tensor in given if tensor.value is None]
+    return call.node.method == "add" and len(arrays) == 1 and arrays[0].name in graph.inputs
 
 
 def statistics(

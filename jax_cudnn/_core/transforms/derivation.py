@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ class Derivation(GraphBuilder):
         self._narrow = floats.pop() if len(floats) == 1 else ""  # what all arrays are of
         self._moved: dict[str, GraphTensor] = {}  # what has the dtype of its operand, and that
         self._constants: dict[tuple[str | None, str, int], GraphTensor] = {}
+        self._casts: dict[tuple[str, str], GraphTensor] = {}  # by what is cast, and to what
 
     def declare(self, tensor: Tensor) -> GraphTensor:
         """An operand like a tensor of another graph (its name may be another)."""
@@ -94,8 +96,10 @@ class Derivation(GraphBuilder):
         wide = self._options.intermediate_data_type
         harmless = alone or dtype == wide or (dtype == self._narrow and itemsize(dtype) == 2)
         if settled or not harmless:
-            copy = self._append(vocabulary().cast, {"input": x._state})
-            return self.fixed(copy, dtype)
+            if (x.name, dtype) not in self._casts:
+                copy = self._append(vocabulary().cast, {"input": x._state})
+                self._casts[x.name, dtype] = self.fixed(copy, dtype)
+            return self._casts[x.name, dtype]
         source: GraphTensor | None = x
         while source is not None and source.name not in self._typed:
             self.fixed(source, dtype)
@@ -148,10 +152,31 @@ class Derivation(GraphBuilder):
         computed = [x for x in outputs if x.name not in self._inputs]
         if not computed:
             return None
+        self._computed_narrow({x.name for x in computed})
         return intern(replace(self.finish(computed), origin=origin, _cache={}))
+
+    def _computed_narrow(self, outputs: Collection[str]) -> None:
+        """Where one cast alone reads an elementwise result: that, computed in the cast's dtype."""
+        readers = Counter(name for call in self._calls for name in {*dict(call.inputs).values()})
+        fixed = {*outputs, *self._typed, *self._inputs}
+        makers = {name: call for call in self._calls for _, name in call.outputs}
+        copies = {
+            name: copy.name
+            for (name, _), copy in self._casts.items()
+            if readers[name] == 1 and name not in fixed and _is_elementwise(makers[name].node)
+        }
+        self._calls = [
+            replace(call, outputs=tuple((port, copies.get(x, x)) for port, x in call.outputs))
+            for call in self._calls
+            if call.outputs[0][1] not in copies.values()
+        ]
 
     def lifted(self, value: Any, rank: int) -> GraphTensor:
         """A tensor, or a Python number as a constant."""
         if isinstance(value, GraphTensor):
             return value
         return self.constant(Tensor("", (), "float32", float(value).hex()), rank)
+
+
+def _is_elementwise(node: Node) -> bool:
+    return (node.ports.is_elementwise or bool(node.masks)) and not (node.moves or node.chooses)

@@ -240,7 +240,7 @@ def norm_cases() -> Iterator[NormCase]:
         yield from (kind(*shape) for shape in _ROWS)
     yield from map(_batch_norm, _IMAGES)
     yield from map(functools.partial(_batch_norm, block=True), _IMAGES)
-    yield _instance_norm((32, 64, 64, 256))
+    yield from map(_instance_norm, ((32, 64, 64, 256), (64, 32, 32, 128)))
 
 
 def tiny_cases() -> Iterator[NormCase]:

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from ..._core import compat
 from ..._core.errors import JaxCudnnError
-from ..._core.implementation import CUDNN
+from ..._core.implementation import CUDNN, XLA
+from ..._core.planning import losses
 from .. import agreement, programs, timing
 from ..compiling import compiled, told
 from . import queued, torch_sides
@@ -27,13 +28,15 @@ from .halves import Halves, halves
 
 WHOLE, OURS, COPY = "cuDNN", "jax_cudnn", "copy"
 """Ours with ``implementation="cudnn"`` and by default; and x + 1, of the bytes of x twice."""
+REFERENCE = "reference"
+"""Ours with ``implementation="xla"``, to which the default may leave it."""
 TIMED, WRONG, FAILED = "timed", "WRONG", "failed"
 LIMIT = {"tbytes_s": 4.3, "of": "NVIDIA H200", "source": "measured copy bandwidth"}
 
 # 20 calls and what hides them are fewer than the 32 executions that JAX lets be under way. The end
 # of a batch is known to some 400 us: of what is short, a program does more than one, one after the
 # other.
-_ROUNDS, _LEAST, _CALLS, _SECONDS = 21, 7, 20, 3.0
+_ROUNDS, _LEAST, _CALLS, _SECONDS = 21, 7, 20, 1.5
 _FILLER = 2**30  # elements in float32: a millisecond to read
 _BYTES, _MOST = 2**30, 32  # that a program of JAX's reads of x, at most so often
 
@@ -115,7 +118,8 @@ class _Bench:
         self.case, self.fillers = case, fillers
         self.timing = {"seconds": seconds, "calls": calls, "rounds": rounds}
         self.operands, self.dy = jax.block_until_ready(case.arrays(jax.random.key(0)))
-        self.sides: dict[str, Function] = {WHOLE: case.ours(CUDNN), OURS: case.ours(None)}
+        ways = {WHOLE: CUDNN, OURS: None, REFERENCE: XLA}
+        self.sides: dict[str, Function] = {side: case.ours(way) for side, way in ways.items()}
         self.sides |= case.xla
         size = self.operands["x"].nbytes
         self.repeats = min(max(_BYTES // max(size, 1), 1), _MOST) if calls > 1 else 1
@@ -186,7 +190,9 @@ class _Bench:
         """The functions of a program in JAX, by side, with their operands; and why some are not."""
         if program == FORWARD:
             chosen = {
-                s: f for s, f in self.sides.items() if s in (WHOLE, OURS, *self.case.forwards)
+                side: function
+                for side, function in self.sides.items()
+                if side in (WHOLE, OURS, REFERENCE, *self.case.forwards)
             }
             return {s: (_by_name(f), (self.operands,)) for s, f in chosen.items()}, {}
         if program == TRAINING:
@@ -294,6 +300,7 @@ def _plans(function: Callable[..., Any], operands: tuple[Any, ...]) -> dict[str,
     engines = [segment.engine for segment in segments if segment.plan is not None]
     reasons = [s.reason for s in segments if s.plan is None and s.reason]
     held |= {"cuDNN": len(engines), "XLA": len(segments) - len(engines), "engines": engines}
+    held["patterns"] = [losses.pattern(s.spec) for s in segments if s.plan is not None]
     return held | ({"why_xla": " ".join(reasons[0].split())[:300]} if reasons else {})
 
 
