@@ -438,7 +438,8 @@ def assert_rows(kind, got, x, scale, bias, cotangent, on_gpu=False):
         assert (distance <= bound + last * np.abs(b) + least).all(), i
     if kind == "layer":
         off = np.abs(np.asarray(got["statistics"][0], np.float64) - mean)
-        assert (off <= 2 * _DIGITS * np.abs(mean) + 1e-6).all()
+        digits = _DIGITS * (2 if on_gpu else 1)
+        assert (off <= 2 * digits * np.abs(mean) + 1e-6).all()
     off = np.abs(np.asarray(got["statistics"][-1], np.float64) / inv - 1)
     # What the mean is off by, squared, is added to the variance.
     of_mean = 2 * _DIGITS * np.abs(mean) * inv
@@ -1096,10 +1097,10 @@ PLANNED = {
     "layer, all": dataclasses.replace(CASES["layer, all"], x=(2, 8, 32)),
     "layer, rank 6": dataclasses.replace(CASES["layer, rank 6"], x=(2, 1, 3, 1, 4, 64)),
     "ada": dataclasses.replace(KINDS["ada"], x=(4, 32, 128)),
-    "instance": dataclasses.replace(KINDS["instance"], x=(4, 8, 10, 32)),
+    "instance": dataclasses.replace(KINDS["instance"], x=(1, 8, 10, 32)),
     "group, one": dataclasses.replace(CASES["group, one"], x=(4, 10, 32)),
     "group, of each channel": dataclasses.replace(
-        CASES["group, of each channel"], x=(4, 30, 16), keywords={"num_groups": 16}, groups=16
+        CASES["group, of each channel"], x=(1, 30, 16), keywords={"num_groups": 16}, groups=16
     ),
 }
 
@@ -1190,7 +1191,7 @@ ON_GPU = {
     "layer, middle": dataclasses.replace(CASES["layer, middle"], x=(4, 64, 6, 10)),
     "layer, neither": dataclasses.replace(CASES["layer, neither"], x=(6, 7, 96)),
     "instance, channels second": dataclasses.replace(
-        CASES["instance, channels second"], x=(4, 32, 8, 10)
+        CASES["instance, channels second"], x=(1, 32, 8, 10)
     ),
 }
 

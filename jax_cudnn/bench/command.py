@@ -58,8 +58,8 @@ def add_parser(commands: Any) -> None:
         "--render", type=Path, metavar="FILE", help="print the tables of a result, measure nothing"
     )
     parser.add_argument(
-        "--losses", type=Path, nargs="+", metavar="FILE", help="print which patterns of results are "
-        "lost to XLA, measure nothing"
+        "--losses", type=Path, nargs="+", metavar="FILE", help="print which patterns of results "
+        "are lost to XLA, measure nothing"
     )  # fmt: skip
     parser.add_argument(
         "--write", type=Path, metavar="TABLE", help="with --losses: put them into this table, from "

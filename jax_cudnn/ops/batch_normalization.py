@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
-_IMAGES, _CHANNELS, _EACH = (8, 64, 14, 14), (1, 64, 1, 1), (8, 64, 1, 1)
+_IMAGES, _IMAGE, _CHANNELS = (8, 64, 14, 14), (1, 64, 14, 14), (1, 64, 1, 1)
 _MULTIPLE = 8
 _ROUNDING = "mean and variance in float32, of distances from the mean"
 
@@ -87,20 +87,29 @@ class InstancenormBackward(BackwardOfChannels):
 
     method = "instancenorm_backward"
     dims = BACKWARD_DIMS
+    requires = "one image: of more cuDNN 9.19 loses some in DScale and DBias, and XLA runs it"
     extent = Spatial(batch=False)
     examples = (
         Example(
             {
-                "grad": _IMAGES,
-                "input": _IMAGES,
+                "grad": _IMAGE,
+                "input": _IMAGE,
                 "scale": _CHANNELS,
-                "mean": _EACH,
-                "inv_variance": _EACH,
+                "mean": _CHANNELS,
+                "inv_variance": _CHANNELS,
             },
             dtypes={"scale": "float32", "mean": "float32", "inv_variance": "float32"},
             positive=("inv_variance",),
         ),
     )
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        # Measured on an H200 with cuDNN 9.19: of 8 images DScale and DBias lack one or more, in
+        # each run others, so that they are off by up to their own size. DX is right.
+        images = tensors["input"].shape[0]
+        if images > 1:
+            return f"of {images} images cuDNN loses some in DScale and DBias"
+        return super().refuses(tensors, graph)
 
 
 class ForwardOfChannels(OfChannels, Normalization):
@@ -114,8 +123,8 @@ class ForwardOfChannels(OfChannels, Normalization):
             names = {name for _, name in call.inputs}
             (_, result), *_ = call.outputs
             if names & after and graph.tensor(result).dtype != "bool":
-                if read := sorted(names & after & {*graph.outputs}):
-                    return f"{call.name} reads {', '.join(read)}, which is a result"
+                if names & after & {*graph.outputs}:
+                    return f"{call.name} reads what the graph returns as well"
                 after.add(result)
         return super()._wrong_in_plan(tensors, graph)
 

@@ -28,7 +28,7 @@ def _training(g, x, scale, bias, no_mean, no_var, residual, epsilon, *, activati
     # the next ones are those of the batch, from which nothing is lost beside zeros.
     y, mean, _, _, variance = g.batchnorm(x, scale, bias, no_mean, no_var, epsilon, 1.0)
     masked = activation == "relu" and x.shape[1] % BITS == 0
-    if not masked:  # cuDNN has nothing else behind it, and Y of no other dtype than x
+    if activation != "relu":  # cuDNN has nothing else behind it, and Y of no other dtype than x
         y = y.set_data_type(out)
     y = epilogue.apply(g, y, None, None, residual, None if masked else activation)
     if masked:

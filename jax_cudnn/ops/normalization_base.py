@@ -160,11 +160,8 @@ class Normalizing(Node):
         given = {port: tensors[port].name for port in self.ports.input_names if port in tensors}
         for port, name in given.items():
             maker = made.get(name)
-            if (
-                maker
-                and port not in self.computed
-                and not (port == "scale" and _adds(maker, graph))
-            ):
+            free = port in self.computed or (port == "scale" and maker and _adds(maker, graph))
+            if maker and not free:
                 return f"{maker.name} computes its {port}"
             if tensors[port].value is None and [*given.values()].count(name) > 1:
                 return f"one tensor is its {' and '.join(p for p in given if given[p] == name)}"

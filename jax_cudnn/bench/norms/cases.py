@@ -51,6 +51,8 @@ class NormCase:
     forwards: tuple[str, ...]
     exact: Function
     torch: Callable[..., Any]
+    rereads: bool = False
+    """Whether statistics are of more than a chip holds, so that their operands are read again."""
 
     def arrays(self, key: Array) -> tuple[dict[str, Array], Array]:
         """Random operands, and a gradient of y.
@@ -65,8 +67,12 @@ class NormCase:
         x = self.operands["x"]
         return drawn, Operand(x.shape, x.dtype).array(next(keys))
 
-    def bytes(self, program: str) -> int:
-        """What a program must read and write, each array once."""
+    def bytes(self, program: str, twice: bool = False) -> int:
+        """What a program must read and write, each array once; or ``twice`` what statistics are
+        of: x, and in the backward the gradient."""
+        if twice:
+            again = _bytes(self.operands["x"]) * (2 if program == BACKWARD else 1)
+            return self.bytes(program) + again
         size = {name: _bytes(operand) for name, operand in self.operands.items()}
         if program == BACKWARD:
             return 2 * size["x"] + size["scale"] + self.kept + sum(size[n] for n in self.learned)
@@ -186,6 +192,7 @@ def _batch_norm(shape: tuple[int, ...], block: bool = False) -> NormCase:
         ours,
         **formulations(norm),
         torch=in_torch,
+        rereads=True,
     )
 
 

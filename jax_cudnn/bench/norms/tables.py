@@ -115,6 +115,11 @@ def _goals(result: dict[str, Any]) -> list[str]:
         if OURS in found.get("us", {})
     ]
     backward = [(line, found["of_limit"][OURS]) for line, p, found in lines if p == BACKWARD]
+    again = {
+        line: found["bytes_read_twice"] / found["bytes"] * found["of_limit"][OURS]
+        for line, _, found in lines
+        if "bytes_read_twice" in found and found["of_limit"][OURS] is not None
+    }
     far = [f"{line} ({share})" for line, share in backward if share is None or share < _NEAR]
     slower = [
         f"{line} ({_median(found['us'][OURS]) / _median(found['us'][other]):.2f} times {other})"
@@ -129,6 +134,15 @@ def _goals(result: dict[str, Any]) -> list[str]:
         + (f"; not: {'; '.join(far)}" if far else ""),
         f"forward not slower than the best other side: {forwards - len(slower)} of {forwards}"
         + (f"; not: {'; '.join(slower)}" if slower else ""),
+        *(
+            [
+                "statistics of a batch are of more than the chip holds, so x, and in the backward "
+                "its gradient, are read twice; of the limit of these bytes jax_cudnn reaches "
+                + ", ".join(f"{share:.2f} ({line})" for line, share in again.items())
+            ]
+            if again
+            else []
+        ),
     ]
 
 
