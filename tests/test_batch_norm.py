@@ -908,14 +908,21 @@ def test_the_forward_keeps_statistics_and_what_the_activation_needs(activation):
     assert methods(forward)[:2] == ["batchnorm", "add"]
     assert "batchnorm_backward" in methods(backward)
     image, each = ((4, 8, 3, 3), "bfloat16"), ((1, 8, 1, 1), "float32")
-    mask = ((4, 1, 3, 3), "uint8")
     kept = [each, each] + ([] if activation in (None, *BY_THE_RESULT) else [image])
-    kept += [mask] * (activation == "relu")
     assert outputs(forward) == sorted([image, *kept])
-    # x, the gradient, and what is kept of the activation: a mask, its result or what it is of.
+    # x, the gradient, and what is kept of the activation: its result or what it is of.
     read = [(t.shape, t.dtype) for t in backward.input_tensors]
-    assert read.count(image) == (2 if activation in (None, "relu") else 3)
-    assert read.count(mask) == (activation == "relu")
+    assert read.count(image) == (2 if activation is None else 3)
+
+
+def test_of_relu_alone_a_mask_is_kept():
+    case = with_(IMAGE, x=(4, 3, 3, 8), activation="relu")
+    forward, backward = graphs_of(jax.value_and_grad(loss(case), moving(case)), *case.avals())
+    image, each = ((4, 8, 3, 3), "bfloat16"), ((1, 8, 1, 1), "float32")
+    mask = ((4, 1, 3, 3), "uint8")
+    assert outputs(forward) == sorted([image, each, each, mask])
+    read = [(t.shape, t.dtype) for t in backward.input_tensors]
+    assert (read.count(image), read.count(mask)) == (2, 1)
 
 
 def test_without_an_activation_the_gradient_of_a_residual_is_that_of_the_result():
@@ -988,10 +995,14 @@ def test_training_is_one_plan_and_its_backward_one(dtype, epilogue):
     activation = "relu" if "relu" in epilogue else None
     case = with_(BIG, residual="add" in epilogue, activation=activation)
     found = planned(jax.value_and_grad(loss(case), moving(case)), *case.avals(dtype))
-    names = [{"relu": "relu_mask"}.get(name, name) for name in ("batchnorm", *epilogue)]
+    alone = epilogue == ("relu",)
+    names = ["batchnorm", "relu_mask"] if alone else ["batchnorm", *epilogue]
     assert found["batch_norm"] == [(True, names)]
-    mask = [] if activation is None else ["masked"]
-    assert found["batch_norm (backward)"] == [(True, [*mask, "batchnorm_backward"])]
+    *before, backward = found["batch_norm (backward)"]
+    assert backward == (True, ["masked"] * alone + ["batchnorm_backward"])
+    assert [(by_cudnn, names[0]) for by_cudnn, names in before] == (
+        [] if activation is None or alone else [(False, "relu_backward")]
+    )
     forward = lambda *a: case(*a, implementation="cudnn")  # noqa: E731
     assert planned(forward, *case.avals(dtype)) == {"batch_norm": found["batch_norm"]}
 

@@ -759,6 +759,8 @@ def test_each_shape_on_the_gpu(kind, name, dtype):
 @each_kind
 def test_backwards_on_the_gpu(kind, dtype):
     grad, x, scale, *_ = given(kind, dtype, extra=1)
+    if kind == "instancenorm":
+        grad, x = grad[:1], x[:1]
     statistics = plain(kind)(x.astype(jnp.float32), scale.astype(jnp.float32))[1:]
     print(on_gpu(backward(kind), [grad, x, scale, *statistics]))
 

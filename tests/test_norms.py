@@ -1242,7 +1242,7 @@ def test_float16s_largest_numbers_on_the_gpu(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["rms", "layer", "ada", "instance"])
 def test_not_finite_rows_stay_apart_on_the_gpu(name):
-    case = PLANNED[name]
+    case = dataclasses.replace(PLANNED[name], x=(4, *PLANNED[name].x[1:]))
     x, *parameters = case.operands("bfloat16")
     run = jax.jit(functools.partial(case.y, implementation="cudnn"))
     clean = np.asarray(run(x, *parameters), np.float32)

@@ -27,7 +27,8 @@ def _training(g, x, scale, bias, no_mean, no_var, residual, epsilon, *, activati
     # Running statistics are updated outside, where momentum may be an array: with momentum 1
     # the next ones are those of the batch, from which nothing is lost beside zeros.
     y, mean, _, _, variance = g.batchnorm(x, scale, bias, no_mean, no_var, epsilon, 1.0)
-    masked = activation == "relu" and x.shape[1] % BITS == 0
+    # Beside a residual XLA's forward and relu's backward, without a mask, are faster on an H200.
+    masked = activation == "relu" and residual is None and x.shape[1] % BITS == 0
     if activation != "relu":  # cuDNN has nothing else behind it, and Y of no other dtype than x
         y = y.set_data_type(out)
     y = epilogue.apply(g, y, None, None, residual, None if masked else activation)

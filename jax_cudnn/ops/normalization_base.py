@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +35,9 @@ BACKWARD_DIMS = (
 )
 
 
+_PARTS = 64
+
+
 class Extent:
     """Over which dimensions a kind of normalization takes its mean and variance."""
 
@@ -52,6 +55,13 @@ class Extent:
     def fits(self, shape: Shape, scale: Shape) -> bool:
         """Whether a scale is one for this input; both have the same rank."""
         raise NotImplementedError
+
+    def moments(self, x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        """Mean (0 unless ``centred``) and variance, right also where the mean is far larger than
+        the distances from it: these are squared."""
+        mean = jnp.mean(x, axis=axes, keepdims=True)
+        mean = mean if self.centred else jnp.zeros_like(mean)
+        return mean, jnp.mean(jnp.square(x - mean), axis=axes, keepdims=True)
 
 
 class Rows(Extent):
@@ -91,6 +101,24 @@ class Spatial(Extent):
 
     def fits(self, shape: Shape, scale: Shape) -> bool:
         return scale == (1, *shape[1:2], *(1,) * (len(shape) - 2))
+
+    def moments(self, x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+        """In one pass over what no chip holds: of distances from the mean of some rows of pixels,
+        a 64th of x or more.
+
+        The mean of a part of 1 / k is at most k**0.5 deviations from that of the whole, so that
+        the difference of the two sums keeps all but a factor of k of float32's digits, and nearly
+        all of them where the part is like the rest.
+        """
+        longest = max(axes[1 if self.batch else 0 :], key=lambda axis: x.shape[axis])
+        if x.shape[longest] < 2:  # no pixels, of which images could be sharded
+            return super().moments(x, axes)
+        part = jax.lax.slice_in_dim(x, 0, -(-x.shape[longest] // _PARTS), axis=longest)
+        pivot = jax.lax.stop_gradient(jnp.mean(part, axis=axes, keepdims=True))
+        away = x - pivot
+        off = jnp.mean(away, axis=axes, keepdims=True)
+        variance = jnp.mean(jnp.square(away), axis=axes, keepdims=True) - jnp.square(off)
+        return pivot + off, jnp.maximum(variance, 0)
 
 
 class Normalizing(Node):
@@ -197,7 +225,8 @@ class Normalization(Normalizing):
         bias: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         axes = self.extent.reduced(input.shape, scale.shape)
-        mean, inv_var = statistics(input, axes, epsilon, self.extent.centred)
+        mean, variance = self.extent.moments(input, axes)
+        inv_var = jax.lax.rsqrt(variance + epsilon)
         y = normalized(input, mean, inv_var) * scale
         y = y if bias is None else y + bias
         found = {"Y": y, "mean": mean, "inv_var": inv_var}
@@ -288,11 +317,14 @@ class NormalizationBackward(Normalizing):
         axes = self.extent.reduced(input.shape, scale.shape)
         shared = tuple(axis for axis, size in enumerate(scale.shape) if size == 1)
         xhat = normalized(input, mean, inv_variance)
-        found = {
-            "DX": inv_variance * projected(grad * scale, xhat, axes, self.extent.centred),
-            "DScale": jnp.sum(grad * xhat, axis=shared, keepdims=True),
-            "DBias": jnp.sum(grad, axis=shared, keepdims=True),
-        }
+        dscale = jnp.sum(grad * xhat, axis=shared, keepdims=True)
+        dbias = jnp.sum(grad, axis=shared, keepdims=True)
+        if axes == shared and self.extent.centred:  # these sums are those that DX needs
+            count = max(grad.size // max(scale.size, 1), 1)
+            dx = inv_variance * scale * (grad - dbias / count - xhat * (dscale / count))
+        else:
+            dx = inv_variance * projected(grad * scale, xhat, axes, self.extent.centred)
+        found = {"DX": dx, "DScale": dscale, "DBias": dbias}
         return tuple(found[port] for port in self.results)
 
     def linear_in(self, port: str) -> bool:
@@ -310,18 +342,6 @@ def _adds(call: Call, graph: GraphSpec) -> bool:
     given = [graph.tensor(name) for _, name in call.inputs]
     arrays = [tensor for tensor in given if tensor.value is None]
     return call.node.method == "add" and len(arrays) == 1 and arrays[0].name in graph.inputs
-
-
-def statistics(
-    x: jax.Array, axes: Iterable[int], epsilon: jax.Array, centred: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Mean (0 unless ``centred``) and ``(variance + epsilon)**-0.5``, of squared distances from the
-    mean: right also where the mean is far larger than they are."""
-    axes = tuple(axes)
-    mean = jnp.mean(x, axis=axes, keepdims=True)
-    mean = mean if centred else jnp.zeros_like(mean)
-    variance = jnp.mean(jnp.square(x - mean), axis=axes, keepdims=True)
-    return mean, jax.lax.rsqrt(variance + epsilon)
 
 
 def normalized(x: jax.Array, mean: jax.Array | None, inv_var: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,8 +111,17 @@ def pattern(spec: GraphSpec) -> str:
         new = _kinds(spec, read.intersection(spec.inputs)) - _kinds(spec, _operands(anchors))
         parts.insert(0, _words(["prologue", *(f"of {kind}" for kind in sorted(new))]))
     if len(before) + len(hearts) < len(spec.calls):
-        parts.append("epilogue")
+        parts.append("epilogue" if anchors[0].node.product else _epilogue(spec, sets))
     return " + ".join(parts)
+
+
+def _epilogue(spec: GraphSpec, sets: CallSets) -> str:
+    """Behind a normalization, which is bound by memory traffic, a further array counts."""
+    read = {name for i in members(sets.after(sets.anchors)) for _, name in spec.calls[i].inputs}
+    largest = max(math.prod(t.shape) for t in spec.tensors)
+    arrays = [spec.tensor(name) for name in read.intersection(spec.inputs)]
+    whole = any(math.prod(t.shape) == largest for t in arrays)
+    return "residual epilogue" if whole else "epilogue"
 
 
 def _of_node(spec: GraphSpec, call: Call) -> str:

@@ -6,6 +6,7 @@ for batch normalization the running statistics. Images are NHWC.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -57,13 +58,15 @@ class NormCase:
     def arrays(self, key: Array) -> tuple[dict[str, Array], Array]:
         """Random operands, and a gradient of y.
 
-        A residual is 8 or -8: what relu gets is then far from 0, and no rounding before it decides
-        whether an element has a gradient.
+        What relu gets is far from 0, so that no rounding before it decides whether an element has
+        a gradient: a residual is 8 or -8, and without one x keeps away from its mean.
         """
         keys = iter(jax.random.split(key, len(self.operands) + 1))
         drawn = {name: operand.array(next(keys)) for name, operand in self.operands.items()}
         if "residual" in drawn:
             drawn["residual"] = _far_from_zero(drawn["residual"])
+        elif "-relu" in self.name:
+            drawn["x"] = _apart(drawn["x"])
         x = self.operands["x"]
         return drawn, Operand(x.shape, x.dtype).array(next(keys))
 
@@ -84,6 +87,11 @@ class NormCase:
 @jax.jit
 def _far_from_zero(x: Array) -> Array:
     return jnp.where(x < 0, -8, 8).astype(x.dtype)
+
+
+@jax.jit
+def _apart(x: Array) -> Array:
+    return jnp.where(x < 0, x - 3, x + 3)
 
 
 def _bytes(operand: Operand) -> int:
@@ -152,8 +160,9 @@ def _layer_norm(rows: int, columns: int) -> NormCase:
     )
 
 
-def _batch_norm(shape: tuple[int, ...], block: bool = False) -> NormCase:
-    """``block``: with a residual and relu behind it, as at the end of a block of a ResNet."""
+def _batch_norm(shape: tuple[int, ...], relu: bool = False, block: bool = False) -> NormCase:
+    """``relu``: with that behind it; ``block``: and a residual in between, as at the end of a block
+    of a ResNet."""
     norm, channels = Norm((0, 1, 2), (0, 1, 2)), shape[-1]
 
     def ours(implementation: str | None) -> Function:
@@ -161,7 +170,7 @@ def _batch_norm(shape: tuple[int, ...], block: bool = False) -> NormCase:
             y, (mean, var) = ops.batch_norm(
                 x, scale, bias, running_mean, running_var, training=True, momentum=MOMENTUM,
                 epsilon=norm.epsilon, implementation=implementation, **residual,
-                activation="relu" if residual else None,
+                activation="relu" if relu else None,
             )  # fmt: skip
             return {"y": y, "running_mean": mean, "running_var": var}
 
@@ -172,7 +181,8 @@ def _batch_norm(shape: tuple[int, ...], block: bool = False) -> NormCase:
             _nchw(x), running_mean, running_var, scale, bias, True, 1 - MOMENTUM, norm.epsilon
         )
         y = _nhwc(y)
-        return y if residual is None else F.relu(y + residual)
+        y = y if residual is None else y + residual
+        return F.relu(y) if relu else y
 
     operands = {
         "x": Operand(shape, offset=0.5),
@@ -183,14 +193,15 @@ def _batch_norm(shape: tuple[int, ...], block: bool = False) -> NormCase:
         "running_var": Operand((channels,), "float32", 0.1, 1.0),
     }
     return NormCase(
-        f"batch_norm{'-residual-relu' * block}/{_shown(shape)}",
+        f"batch_norm{'-residual' * block}{'-relu' * relu}/{_shown(shape)}",
         "training, NHWC, bfloat16; scale, bias and running statistics in float32"
-        + "; relu of it and a residual" * block,
+        + "; relu of it" * relu
+        + " and a residual" * block,
         operands,
         tuple(name for name in operands if not name.startswith("running_")),
-        2 * 4 * channels + block * math.prod(shape) // 8,
+        2 * 4 * channels + relu * math.prod(shape) // 8,
         ours,
-        **formulations(norm),
+        **formulations(dataclasses.replace(norm, relu=relu)),
         torch=in_torch,
         rereads=True,
     )
@@ -246,7 +257,8 @@ def norm_cases() -> Iterator[NormCase]:
     for kind in (_rms_norm, _layer_norm):
         yield from (kind(*shape) for shape in _ROWS)
     yield from map(_batch_norm, _IMAGES)
-    yield from map(functools.partial(_batch_norm, block=True), _IMAGES)
+    yield from map(functools.partial(_batch_norm, relu=True), _IMAGES)
+    yield from map(functools.partial(_batch_norm, relu=True, block=True), _IMAGES)
     yield from map(_instance_norm, ((32, 64, 64, 256), (64, 32, 32, 128)))
 
 
@@ -255,5 +267,6 @@ def tiny_cases() -> Iterator[NormCase]:
     yield _rms_norm(128, 32)
     yield _layer_norm(128, 32)
     yield _batch_norm((4, 6, 6, 16))
-    yield _batch_norm((4, 6, 6, 16), block=True)
+    yield _batch_norm((4, 6, 6, 16), relu=True)
+    yield _batch_norm((4, 6, 6, 16), relu=True, block=True)
     yield _instance_norm((4, 6, 6, 16))

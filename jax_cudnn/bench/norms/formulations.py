@@ -30,12 +30,14 @@ class Norm:
             are not normalized.
         centred: whether the mean is subtracted.
         epsilon: added to the variance.
+        relu: whether that is behind it.
     """
 
     axes: tuple[int, ...]
     shared: tuple[int, ...]
     centred: bool = True
     epsilon: float = 1e-5
+    relu: bool = False
 
 
 def two_passes(norm: Norm, x: Array) -> tuple[Array, Array]:
@@ -68,7 +70,7 @@ def standardized(norm: Norm) -> Function:
     def function(x, scale, bias=None, residual=None, **running):
         y = jax.nn.standardize(x.astype(F32), norm.axes, epsilon=norm.epsilon) * scale
         y = y if bias is None else y + bias
-        y = y if residual is None else jax.nn.relu(y + residual)
+        y = _finished(norm, y, residual)
         moved = _moved(norm, x, *one_pass(norm, x.astype(F32)), **running) if running else {}
         return {"y": y.astype(x.dtype), **moved}
 
@@ -96,10 +98,11 @@ def by_hand(norm: Norm, statistics: Statistics = two_passes, stages: int = 1) ->
     def forward(x, scale, bias, residual):
         mean, var = statistics(norm, x.astype(F32))
         y = _normalized(norm, x, mean, var, scale, bias, residual)
-        return (y, mean, var), (x, scale, bias, mean, var, None if residual is None else y)
+        added = None if residual is None else ()
+        return (y, mean, var), (x, scale, bias, mean, var, y if norm.relu else None, added)
 
     def backward(kept, cotangents):
-        x, scale, bias, mean, var, y = kept
+        x, scale, bias, mean, var, y, added = kept
         dy = cotangents[0].astype(F32)
         dy = dy if y is None else jnp.where(y > 0, dy, 0)
         inv = jax.lax.rsqrt(var + norm.epsilon)
@@ -116,7 +119,7 @@ def by_hand(norm: Norm, statistics: Statistics = two_passes, stages: int = 1) ->
             dx.astype(x.dtype),
             dscale.astype(scale.dtype),
             None if bias is None else dbias.astype(bias.dtype),
-            None if y is None else dy.astype(y.dtype),
+            None if added is None else dy.astype(x.dtype),
         )
 
     inner.defvjp(forward, backward)
@@ -131,8 +134,12 @@ def by_hand(norm: Norm, statistics: Statistics = two_passes, stages: int = 1) ->
 def _normalized(norm, x, mean, var, scale, bias, residual):
     y = (x.astype(F32) - mean) * jax.lax.rsqrt(var + norm.epsilon) * scale
     y = y if bias is None else y + bias
-    y = y if residual is None else jax.nn.relu(y + residual)
-    return y.astype(x.dtype)
+    return _finished(norm, y, residual).astype(x.dtype)
+
+
+def _finished(norm, y, residual):
+    y = y if residual is None else y + residual
+    return jax.nn.relu(y) if norm.relu else y
 
 
 def _moved(norm, x, mean, var, running_mean=None, running_var=None) -> dict[str, Array]:

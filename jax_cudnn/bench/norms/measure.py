@@ -38,7 +38,7 @@ LIMIT = {"tbytes_s": 4.3, "of": "NVIDIA H200", "source": "measured copy bandwidt
 # other.
 _ROUNDS, _LEAST, _CALLS, _SECONDS = 21, 7, 20, 1.5
 _FILLER = 2**30  # elements in float32: a millisecond to read
-_BYTES, _MOST = 2**30, 32  # that a program of JAX's reads of x, at most so often
+_BYTES, _MOST = 2**29, 32  # that a program of JAX's reads of x, at most so often
 
 Call = Callable[[], Any]
 
@@ -236,10 +236,12 @@ class _Bench:
         if not torch_sides.installed():
             return {}, dict.fromkeys(torch_sides.SIDES, torch_sides.MISSING)
         ready, failed = {}, {}
+        operands = (given for (given,) in self._sets((self.operands,)))
+        along = (dy for (dy,) in self._sets((self.dy,)))
+        sets = [*zip(operands, along, strict=True)]
         for side in torch_sides.SIDES:
             try:
-                call = torch_sides.program(side, program, self.case, self.operands, self.dy)
-                ready[side] = call
+                ready[side] = torch_sides.program(side, program, self.case, sets)
             except Exception as error:
                 failed[side] = told(error)
         return ready, failed

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,23 +75,36 @@ def fresh() -> Iterator[None]:
 
 
 def program(
-    side: str, program: str, case: NormCase, operands: Mapping[str, jax.Array], dy: jax.Array
+    side: str,
+    program: str,
+    case: NormCase,
+    sets: Sequence[tuple[Mapping[str, jax.Array], jax.Array]],
 ) -> Call:
-    """One program of a side. Its backward is autograd's of a forward that has run here."""
+    """One program of a side, at each call of other operands and gradient, as JAX's sides are.
+
+    Its backward is autograd's of a forward that has run here.
+    """
     torch = importlib.import_module("torch")
-    functional = torch.nn.functional
+    mode = _MODES[side]
+
+    def normalize(**tensors: Any) -> Any:
+        return case.torch(torch.nn.functional, **tensors)
+
+    if mode is not None:
+        normalize = torch.compile(normalize, mode=mode, dynamic=False)
+    made = [_call(torch, program, case, *given, normalize) for given in sets]
+    turns = itertools.cycle(made)
+    return lambda: next(turns)()
+
+
+def _call(
+    torch: Any, program: str, case: NormCase, operands: Mapping[str, Any], dy: Any, normalize: Any
+) -> Call:
     shared = {name: torch.from_dlpack(x) for name, x in operands.items()}
     given = {  # running statistics are written in place
         name: x.clone() if name.startswith("running_") else x.detach() for name, x in shared.items()
     }
     running = {name: x for name, x in given.items() if name.startswith("running_")}
-
-    def normalize(**tensors: Any) -> Any:
-        return case.torch(functional, **tensors)
-
-    mode = _MODES[side]
-    if mode is not None:
-        normalize = torch.compile(normalize, mode=mode, dynamic=False)
     if program == FORWARD:
 
         def forward() -> Pending:
