@@ -72,7 +72,32 @@ def scaled_by_products(g, x, w):
     return g.mul(g.matmul(x, w), g.mul(2.0, g.reduction(w, mode="ADD")))
 
 
+def of_rows(length, **phase):
+    return traced(
+        lambda g, x, s, b: g.layernorm(x, s, b, 1e-5, **phase),
+        *(((rows, length), "bfloat16") for rows in (8, 1, 1)),
+    )
+
+
+def of_channels(function=lambda g, y, r: y):
+    def normalized(g, x, r, *parameters):
+        return function(g, g.batchnorm(x, *parameters, 1e-5, 0.1)[0], r)
+
+    each = [((1, 16, 1, 1), "float32")] * 4
+    return traced(normalized, (IMAGE, "bfloat16"), (IMAGE, "bfloat16"), *each)
+
+
 PATTERNS = {
+    "layernorm": lambda: of_rows(4096),
+    "layernorm inference of long rows": lambda: of_rows(4097, norm_forward_phase="INFERENCE"),
+    "layernorm of short rows": lambda: of_rows(1024),
+    "batchnorm": of_channels,
+    "batchnorm + epilogue": lambda: of_channels(lambda g, y, r: g.relu(y)),
+    "batchnorm + residual epilogue": lambda: of_channels(lambda g, y, r: g.relu(y + r)),
+    "conv_fprop + epilogue": lambda: traced(
+        lambda g, x, w, r: g.conv_fprop(x, w) + r,
+        *((shape, "bfloat16") for shape in (IMAGE, (16, 16, 1, 1), IMAGE)),
+    ),
     "conv_fprop": lambda: conv(IMAGE, (8, 16, 3, 3), stride=[2, 2]),
     "conv_fprop depthwise": lambda: conv(IMAGE, (16, 1, 3, 3)),
     "conv_fprop depthwise ": lambda: conv(IMAGE, (32, 1, 3, 3)),  # with a multiplier of two

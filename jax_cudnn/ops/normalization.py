@@ -60,6 +60,13 @@ class OfRows(Normalizing):
         rows = [next(axis for axis in order if axis in axes)] if axes else []
         return (*rows, *order[self.extent.first : 2 * self.extent.first])
 
+    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
+        """cuDNN has other kernels for rows that fill a block of threads once, or several times."""
+        x, scale = tensors["input"].shape, tensors["scale"].shape
+        length = math.prod(x[axis] for axis in self.extent.reduced(x, scale))
+        words = " of short rows" if length <= 1024 else " of long rows" if length > 4096 else ""
+        return super().pattern(tensors) + words
+
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """Into rows, where only what has rows is batched; else in front, with a scale each."""
         of_rows = {"input", "Y", "mean", "inv_var"}
