@@ -77,7 +77,7 @@ def _gelu_approx_tanh_backward(x):
 
 
 def _swish_backward(x, beta):
-    return _sigmoid(beta * x) + beta * x * np.exp(-beta * x) / (1 + np.exp(-beta * x)) ** 2
+    return _sigmoid(beta * x) * (1 + beta * x * _sigmoid(-beta * x))
 
 
 REDUCTIONS = {

@@ -533,6 +533,34 @@ def test_flax_has_the_same(axis, dtype, use_scale, use_bias):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_images_that_are_sharded_along_pixels_or_channels(activation):
+    """On a mesh with explicit axes, where JAX slices no sharded axis."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.random.normal(jax.random.key(0), (2, 8, 4, 16)) + 1
+    zeros, ones = jnp.zeros(16), jnp.ones(16)
+
+    def loss(x):
+        y, _ = jc.ops.batch_norm(x, None, None, zeros, ones, training=True, activation=activation)
+        return jnp.sum(y * y)
+
+    want = jax.grad(loss)(x)
+    with jax.set_mesh(mesh):
+        for spec in (P(None, "d"), P(None, None, None, "d")):
+            got = jax.jit(jax.grad(loss))(jax.device_put(x, jax.NamedSharding(mesh, spec)))
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_graphs_without_pixels():
+    x = jax.random.normal(jax.random.key(0), (8, 16)) + 3
+    each = jnp.ones((1, 16))
+    batch = jc.graph(lambda g, x, s: g.batchnorm(x, s, s, s, s, 1e-5, 0.1)[0])
+    got = jax.jit(jax.grad(lambda x: jnp.sum(batch(x, each) ** 3)))(x)
+    plain = lambda x: (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5) + 1  # noqa: E731
+    want = jax.grad(lambda x: jnp.sum(plain(x) ** 3))(x)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+
+
 # -- large means -----------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from transformations import (
     ALL,
@@ -14,6 +16,7 @@ from transformations import (
     tolerance,
 )
 
+import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.transforms import batch, linearize, prune, transpose
 from jax_cudnn.bench.cases import all_cases
@@ -134,3 +137,20 @@ def test_a_wrong_rule_is_noticed(what, fresh_rules, monkeypatch):
     noticed = {*failures(errors, tolerance(spec))}
     assert noticed == differ & {*errors}
     assert noticed
+
+
+def test_a_tangent_without_results_is_no_hindrance():
+    """That of an index, beside one that is read by a cast alone."""
+
+    @jc.graph
+    def function(g, x, scale):
+        return g.mul(g.mul(x, g.gen_index(x, axis=1)), scale)
+
+    x, scale = jnp.ones((2, 8, 4), "bfloat16"), jnp.ones((1, 1, 1), "float32")
+    got = jax.grad(lambda x: function(x, scale).astype("float32").sum())(x)
+    np.testing.assert_array_equal(got[0, :, 0], jnp.arange(8, dtype="bfloat16"))
+
+
+def test_a_cast_of_a_constant_alone_stays():
+    x, scale = jnp.full((3, 4, 1), 2, "bfloat16"), jnp.ones((3, 1), "bfloat16")
+    np.testing.assert_allclose(jax.vmap(jc.ops.rms_norm)(x, scale), 1, rtol=1e-2)

@@ -348,9 +348,23 @@ def norm(reference, whole, **plans):
     return {"programs": {"forward": {"us": us, "plans": {"cuDNN": plans}}}}
 
 
+def test_cases_of_one_pattern_in_several_results_count_together(result):
+    other = {"environment": result["environment"], "cases": {"lost c": entry("lost", 2.0, 2.1)}}
+    for results in ((result, other), (other, result)):
+        assert generation.generate(*results)["91"]["patterns"] == {}
+
+
+def test_what_is_read_decides_whether_a_normalization_is_inference():
+    row = ((8, 2048), "bfloat16")
+    few = traced(lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5)[0], row, ((1, 2048), "bfloat16"))
+    both = traced(lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5), row, ((1, 2048), "bfloat16"))
+    assert [losses.pattern(spec) for spec in (few, both)] == ["rmsnorm inference", "rmsnorm"]
+
+
 def test_normalizations_are_filed_under_their_plans(result):
     """A program of several plans, or of none, says nothing of one."""
     norms = {"a": norm(50, 100), "b": norm(70, 100), "two": norm(1, 9, patterns=["lost", "lost"])}
+    norms["cut"] = norm(900, 100, XLA=1)
     result = {"environment": result["environment"], "norms": norms}
     found = generation.generate(result)["91"]["patterns"]
     assert found == {"lost": {"a, forward": 0.5, "b, forward": 0.7}}

@@ -98,6 +98,26 @@ def test_a_mask_alone_is_compared_with_what_relu_gives():
     sent = wire(mask.trace(*avals())[1].spec)
     assert [call.node.method for call in sent.calls] == ["batchnorm", "add", "relu", "cmp_gt"]
     assert sent.tensor(sent.outputs[0]).dtype == "bool"
+    assert sent.outputs[1] == dict(sent.calls[2].outputs)["OUT_0"]  # written, and dropped
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("way", ["a loss that is linear in y", "remat"])
+def test_where_only_the_mask_is_read_cudnn_runs_it(way):
+    def norm(x, scale, bias):
+        zeros, ones = jnp.zeros(64), jnp.ones(64)
+        y, _ = jc.ops.batch_norm(
+            x, scale, bias, zeros, ones, training=True, activation="relu", implementation="cudnn"
+        )
+        return y
+
+    function = norm if way != "remat" else jax.checkpoint(lambda *a: jnp.sin(norm(*a)))
+    step = jax.grad(lambda *a: jnp.sum(function(*a).astype(jnp.float32)), (0, 1, 2))
+    x, each = jax.ShapeDtypeStruct((8, 14, 14, 64), "bfloat16"), jax.ShapeDtypeStruct((64,), "f4")
+    with jc.target("H200"):
+        found = jc.plans(step, x, each, each)
+    assert found
+    assert all(s.plan is not None for plan in found.values() for s in plan.segments)
 
 
 @pytest.mark.deviceless

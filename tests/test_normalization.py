@@ -581,7 +581,8 @@ _ROWS = ("rmsnorm", "layernorm", "adalayernorm")
 TAKEN = {
     **{(kind, what): True for kind in _ROWS for what in (*EPILOGUES, *PROLOGUES)},
     **{("batchnorm", what): what in ("relu", "swish", "add, relu") for what in EPILOGUES},
-    **{("instancenorm", what): what in ("relu", "add, relu") for what in EPILOGUES},
+    **{("instancenorm", what): what in ("relu", "add, relu")
+       for what in EPILOGUES if what != "swish"},  # which newer versions take
     **{(kind, "1 + scale"): kind != "adalayernorm" for kind in _ROWS},
 }  # fmt: skip
 

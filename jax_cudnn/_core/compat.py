@@ -168,3 +168,10 @@ def distributed_client() -> Any:
     and took and gave 64 MiB in one value.
     """
     return distributed.global_state.client
+
+
+def is_sharded(x: Any, axis: int) -> bool:
+    """Whether a mesh with explicit axes shards an array's axis, which JAX neither slices nor
+    reshapes there."""
+    spec = jax.typeof(x).sharding.spec
+    return axis < len(spec) and spec[axis] not in (None, ())

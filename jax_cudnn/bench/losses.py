@@ -33,7 +33,10 @@ def generate(*results: dict[str, Any]) -> dict[str, Any]:
             expected="one device and one version of cuDNN",
             got="; ".join(f"{device} with cuDNN {cudnn}" for device, cudnn in sorted(of)),
         )
-    patterns = {p: e for result in results for p, e in _by_pattern(result).items()}
+    patterns: dict[str, dict[str, Any]] = {}
+    for result in results:
+        for pattern, entries in _by_pattern(result).items():
+            patterns.setdefault(pattern, {}).update(entries)
     lost = {
         pattern: {name: entry["ratio_reference"] for name, entry in entries.items()}
         for pattern, entries in sorted(patterns.items())
@@ -87,9 +90,10 @@ def _by_pattern(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
             found.setdefault(entry["pattern"], {})[name] = entry
     for case, norm in result.get("norms", {}).items():
         for program, entry in norm["programs"].items():
-            patterns = entry.get("plans", {}).get(WHOLE, {}).get("patterns", ())
-            us = entry.get("us", {})
-            if len(patterns) == 1 and {WHOLE, REFERENCE} <= us.keys():
+            plans, us = entry.get("plans", {}).get(WHOLE, {}), entry.get("us", {})
+            patterns = plans.get("patterns", ())
+            alone = len(patterns) == 1 and not plans.get("XLA")
+            if alone and {WHOLE, REFERENCE} <= us.keys():
                 found.setdefault(patterns[0], {})[f"{case}, {program}"] = _compared(us)
     return found
 
@@ -105,8 +109,9 @@ def _compared(us: dict[str, dict[str, float]]) -> dict[str, float]:
 
 def _why_not(entries: dict[str, Any]) -> str:
     """Why a pattern of these cases stays with cuDNN; empty where XLA is to run it."""
-    if len(entries) < _CASES:
-        return f"only {len(entries)} case"
+    cases = {name.partition(", ")[0] for name in entries}  # of one there may be several programs
+    if len(cases) < _CASES:
+        return f"only {len(cases)} case"
     for name, entry in entries.items():
         ratio, slowest = entry.get("ratio_reference"), entry.get("ratio_reference_max")
         if ratio is None or slowest is None:

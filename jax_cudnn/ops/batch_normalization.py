@@ -44,7 +44,6 @@ class OfChannels(Normalizing):
     least_rank = 4
     channels_last = True
     requires = "epsilon a Python number"
-    rounding = _ROUNDING
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """As further channels, or, where each image is by itself and channels share nothing that
@@ -115,6 +114,8 @@ class InstancenormBackward(BackwardOfChannels):
 
 class ForwardOfChannels(OfChannels, Normalization):
     """Of the operations behind it cuDNN writes the last one's result."""
+
+    rounding = _ROUNDING
 
     def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         # Measured on an H200 with cuDNN 9.19: of relu(Y + residual) the sum, as a further result,
@@ -317,7 +318,7 @@ class Batchnorm(ForwardOfChannels):
         found = super().jvp(g, of_y, inputs, own) if of_y else {}
         # From the tangent of inv_var = (var + epsilon)**-0.5 that of the variance. One division
         # after the other, and 1 - momentum: where float16 is between the steps, no cube of inv_var
-        # overflows, and nothing cancels.
+        # overflows in the tangent, and nothing cancels.
         moved = {"mean": found.get("mean")}
         if "inv_var" in found:
             inv_var, along = outputs["inv_var"], found["inv_var"]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core import compat
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
@@ -23,12 +24,10 @@ from .norm_arguments import Scalar, channels_second, floating, per_channel, scal
 Running = tuple[jax.Array, jax.Array]
 
 
-def _training(g, x, scale, bias, no_mean, no_var, residual, epsilon, *, activation, out):
+def _training(g, x, scale, bias, no_mean, no_var, residual, epsilon, *, activation, masked, out):
     # Running statistics are updated outside, where momentum may be an array: with momentum 1
     # the next ones are those of the batch, from which nothing is lost beside zeros.
     y, mean, _, _, variance = g.batchnorm(x, scale, bias, no_mean, no_var, epsilon, 1.0)
-    # Beside a residual XLA's forward and relu's backward, without a mask, are faster on an H200.
-    masked = activation == "relu" and residual is None and x.shape[1] % BITS == 0
     if activation != "relu":  # cuDNN has nothing else behind it, and Y of no other dtype than x
         y = y.set_data_type(out)
     y = epilogue.apply(g, y, None, None, residual, None if masked else activation)
@@ -105,7 +104,8 @@ def batch_norm(
 
     Returns: (y, (mean, var)), y of the shape and dtype of x, the new running statistics of the
     shapes and dtypes of the old. Everything may be differentiated; the forward keeps the batch's
-    mean and inverse deviation.
+    mean and inverse deviation, and of an activation what its derivative reads: for relu without a
+    residual a bit an element, else its result or what it is of.
 
     Raises:
         GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
@@ -175,7 +175,8 @@ def conv_batch_norm(
             square for each channel, and XLA normalizes: the result is read once instead of twice.
             The sums are of distances from the running mean; where that is far from the batch's
             compared with the deviation, digits of the variance are lost.
-        implementation, options: as in :func:`conv`.
+        implementation, options: as in :func:`conv`. With fused_statistics they are those of the
+            convolution; XLA normalizes.
 
     Returns: (y, (mean, var)), as :func:`batch_norm`, y of the convolution's shape and dtype.
 
@@ -225,9 +226,10 @@ def conv_batch_norm(
         count = math.prod((shape[0], *shape[2:]))
         off = total / count
         variance = jnp.maximum(squares / count - off * off, 0)
+        of_xla = "xla" if implementation == "xla" else "split"
         y, _ = _normalized(
             y, scale, bias, ((pivot + off).ravel(), variance.ravel()), residual, False, momentum,
-            epsilon, activation, options, implementation,
+            epsilon, activation, None, of_xla,
         )  # fmt: skip
         new = _moved(running, ((pivot + off).ravel(), variance.ravel()), momentum)
     else:
@@ -270,9 +272,13 @@ def _normalized(
         return y.reshape(shape), running
     function = chosen(TRAINING, options, None, implementation)
     zeros = jnp.zeros(each, jnp.float32)
+    # Beside a residual XLA's forward and relu's backward, without a mask, are faster on an H200.
+    masked = activation == "relu" and residual is None
+    masked = masked and shape[1] % BITS == 0 and not compat.is_sharded(x, 1)
     y, mean, variance = function(
-        x, gamma, beta, zeros, zeros, residual, number, activation=activation, out=out
-    )
+        x, gamma, beta, zeros, zeros, residual, number, activation=activation, masked=masked,
+        out=out,
+    )  # fmt: skip
     count = math.prod((shape[0], *shape[2:]))
     biased = variance * ((count - 1) / count if count else math.nan)
     return y.reshape(shape), _moved(running, (mean.ravel(), biased.ravel()), momentum)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dtypes import FLOATS
@@ -32,7 +33,7 @@ def floating(name: str, x: Any) -> jax.Array:
 
 def scalar(name: str, value: Any) -> Scalar:
     """A Python number, or an array of one number in float32; GraphError for others."""
-    if isinstance(value, numbers.Real):
+    if isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return float(value)
     value = jnp.asarray(value)
     if value.ndim:
@@ -58,8 +59,9 @@ def normalized_axes(x: jax.Array, axis: Axes) -> tuple[int, ...]:
 
 def channels_second(x: jax.Array, axis: int, least: int, expected: str) -> tuple[int, ...]:
     """The order of axes in which the channels follow the first axis."""
-    (channel,) = normalized_axes(x, axis if isinstance(axis, int) else -1)
-    if x.ndim < least or channel == 0 or not isinstance(axis, int):
+    one = isinstance(axis, (int, np.integer))
+    (channel,) = normalized_axes(x, axis if one else -1)
+    if x.ndim < least or channel == 0 or not one:
         raise GraphError(
             "x has no such axes",
             expected=f"{expected}, with its channels at axis {axis}, which is not the first",

@@ -40,7 +40,6 @@ class OfRows(Normalizing):
     merges = True
     prologue = ANY
     requires = _REQUIRES
-    rounding = _ROUNDING
 
     extent: ClassVar[Rows]
     in_front: ClassVar[type[Normalizing] | None] = None
@@ -140,6 +139,7 @@ class AdalayernormBackward(OfRows, NormalizationBackward):
 class ForwardOfRows(OfRows, Phased):
     """cuDNN computes the rows themselves in the same plan, from whatever is in front."""
 
+    rounding = _ROUNDING
     computed = ("input",)
 
 
@@ -375,6 +375,7 @@ class Rmsnorm(ForwardOfRows):
     dims = "input: *x, scale: *s, ?bias: *b, epsilon: *e -> Y: *x, inv_var: *m"
     extent = Rows(centred=False)
     backward = RmsnormBackward
+    rounding = "the mean square in float32"
     examples = (
         Example({"input": (64, 256), "scale": (1, 256), "epsilon": 1e-5}),
         Example(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from .._core import compat
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
@@ -110,8 +111,9 @@ class Spatial(Extent):
         the difference of the two sums keeps all but a factor of k of float32's digits, and nearly
         all of them where the part is like the rest.
         """
-        longest = max(axes[1 if self.batch else 0 :], key=lambda axis: x.shape[axis])
-        if x.shape[longest] < 2:  # no pixels, of which images could be sharded
+        pixels = [axis for axis in axes if axis > 1 and not compat.is_sharded(x, axis)]
+        longest = max(pixels, key=lambda axis: x.shape[axis], default=0)
+        if longest == 0 or x.shape[longest] == 1:  # images may be on several devices
             return super().moments(x, axes)
         part = jax.lax.slice_in_dim(x, 0, -(-x.shape[longest] // _PARTS), axis=longest)
         pivot = jax.lax.stop_gradient(jnp.mean(part, axis=axes, keepdims=True))
@@ -297,6 +299,8 @@ class Phased(Normalization):
 
 class NormalizationBackward(Normalizing):
     """Gradients of a normalization by its input, scale and bias."""
+
+    rounding = "sums in float32"
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         shape, _ = self.checked(inputs)

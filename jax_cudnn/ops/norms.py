@@ -307,7 +307,8 @@ def group_norm(
         return (y, statistics) if return_statistics else y
     # Of (batch, pixels, groups, channels of each) the second and last are a group's.
     inner = channels // groups
-    wide = moved.x.reshape(batch, math.prod(spatial), groups, inner)
+    wide = moved.x.reshape(batch, math.prod(spatial), channels)  # a mesh takes one step at a time
+    wide = wide.reshape(batch, math.prod(spatial), groups, inner)
     if groups == 1:
         wide = wide.reshape(batch, -1)
     row = (1, *(1 if axis == 2 else size for axis, size in enumerate(wide.shape) if axis))

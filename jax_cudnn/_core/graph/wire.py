@@ -70,6 +70,7 @@ def _with_bits(spec: GraphSpec) -> GraphSpec:
     read = {*spec.outputs, *(name for call in spec.calls for _, name in call.inputs)}
     tensors = {t.name: t for t in spec.tensors}
     calls: list[Call] = []
+    further: dict[str, None] = {}
     for call in spec.calls:
         ports = dict((*call.inputs, *call.outputs))
         own = {ports[port] for port in call.node.masks if port in ports}
@@ -80,6 +81,8 @@ def _with_bits(spec: GraphSpec) -> GraphSpec:
         for node, operands, result in reversed(call.node.in_bits()):
             if ports.get(result) not in wanted:
                 continue
+            if ports[result] not in read:  # cuDNN makes a mask of nothing that it does not write
+                further[ports[result]] = None
             names = []
             for operand in operands:
                 name = f"{call.name}::{operand}"
@@ -96,7 +99,7 @@ def _with_bits(spec: GraphSpec) -> GraphSpec:
     for name in masks.keys() - taken:
         tensors[name] = Tensor(name, masks[name], "bool")
     kept = tuple(t for t in tensors.values() if t.name in used)
-    return GraphSpec(kept, tuple(calls), spec.inputs, spec.outputs, spec.options)
+    return GraphSpec(kept, tuple(calls), spec.inputs, (*spec.outputs, *further), spec.options)
 
 
 def _call(node: Node, name: str, operands: Sequence[str], result: str) -> Call:

@@ -126,7 +126,8 @@ def _epilogue(spec: GraphSpec, sets: CallSets) -> str:
 
 def _of_node(spec: GraphSpec, call: Call) -> str:
     """A node's own words; empty for what only accompanies others."""
-    node = call.node
+    read = {*spec.outputs, *(name for each in spec.calls for _, name in each.inputs)}
+    node = call.node.without([port for port, name in call.outputs if name not in read])
     ports = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
     ports = {port: replace(t, order=major_to_minor(spec, t)) for port, t in ports.items()}
     words = node.pattern(ports)

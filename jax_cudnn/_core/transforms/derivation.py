@@ -156,19 +156,28 @@ class Derivation(GraphBuilder):
         return intern(replace(self.finish(computed), origin=origin, _cache={}))
 
     def _computed_narrow(self, outputs: Collection[str]) -> None:
-        """Where one cast alone reads an elementwise result: that, computed in the cast's dtype."""
+        """Where one cast alone reads an elementwise result: that, computed in the cast's dtype.
+
+        Only if values inside the graph are float32: they have no rounding of their own then.
+        """
+        if self._options.intermediate_data_type != "float32":
+            return
         readers = Counter(name for call in self._calls for name in {*dict(call.inputs).values()})
         fixed = {*outputs, *self._typed, *self._inputs}
-        makers = {name: call for call in self._calls for _, name in call.outputs}
+        makers = {name: call.node for call in self._calls for _, name in call.outputs}
         copies = {
             name: copy.name
             for (name, _), copy in self._casts.items()
-            if readers[name] == 1 and name not in fixed and _is_elementwise(makers[name].node)
+            if readers[name] == 1
+            and name not in fixed
+            and name in makers  # no constant
+            and _is_elementwise(makers[name])
         }
+        made = {*copies.values()}
         self._calls = [
             replace(call, outputs=tuple((port, copies.get(x, x)) for port, x in call.outputs))
             for call in self._calls
-            if call.outputs[0][1] not in copies.values()
+            if not made.intersection(dict(call.outputs).values())
         ]
 
     def lifted(self, value: Any, rank: int) -> GraphTensor:
