@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jax_cudnn as jc
@@ -70,3 +71,29 @@ def two_processes(worker, *options, timeout, **environments):
     for process, (_, errors) in zip(processes, finished, strict=True):
         assert process.returncode == 0, errors[-4000:]
     return [json.loads(output.splitlines()[-1]) for output, _ in finished]
+
+
+def outcome(f, operands, cotangents):
+    """Results, and gradients by all operands; in one program."""
+
+    @jax.jit
+    def run(operands, cotangents):
+        results, pull = jax.vjp(f, *operands)
+        return results, pull(cotangents)
+
+    return run(operands, cotangents)
+
+
+def exactly(f, operands, cotangents):
+    """The same in float64, on the CPU."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(cpu), jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda a: jnp.asarray(np.asarray(a, np.float64)), [operands, cotangents]
+        )
+        return jax.tree.map(np.asarray, outcome(f, *wide))
+
+
+def cotangents_of(results, seed=1):
+    random = np.random.default_rng(seed)
+    return [jnp.asarray(random.standard_normal(r.shape), r.dtype) for r in results]

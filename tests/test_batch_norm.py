@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import cotangents_of, exactly, outcome
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -187,32 +188,6 @@ class Conv(Case):
     def plain(self, *operands):
         (x, w), mean, var, momentum, given = self.split(operands)
         return self.normalized(self.convolved(x, w), mean, var, momentum, **given)
-
-
-def outcome(f, operands, cotangents):
-    """Results, and gradients by all operands; in one program."""
-
-    @jax.jit
-    def run(operands, cotangents):
-        results, pull = jax.vjp(f, *operands)
-        return results, pull(cotangents)
-
-    return run(operands, cotangents)
-
-
-def exactly(f, operands, cotangents):
-    """The same in float64, on the CPU."""
-    cpu = jax.local_devices(backend="cpu")[0]
-    with jax.default_device(cpu), jax.enable_x64(True):
-        wide = jax.tree.map(
-            lambda a: jnp.asarray(np.asarray(a, np.float64)), [operands, cotangents]
-        )
-        return jax.tree.map(np.asarray, outcome(f, *wide))
-
-
-def cotangents_of(results, seed=1):
-    random = np.random.default_rng(seed)
-    return [jnp.asarray(random.standard_normal(r.shape), r.dtype) for r in results]
 
 
 # Relative to an array's norm: of sums in float32, and of what is rounded twice.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import cotangents_of, exactly, outcome
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from transformations import (
@@ -157,31 +158,6 @@ each_kind = pytest.mark.parametrize("name", KINDS)
 # Of one element that is rounded once, relative to it; and of sums in float32.
 ROUNDED = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11}
 IN_FLOAT32 = 4e-6
-
-
-def outcome(f, operands, cotangents):
-    """Results and gradients; in one program."""
-
-    @jax.jit
-    def run(operands, cotangents):
-        results, pull = jax.vjp(f, *operands)
-        return results, pull(cotangents)
-
-    return run(operands, cotangents)
-
-
-def exactly(f, operands, cotangents):
-    """The same in float64."""
-    with jax.enable_x64(True):
-        wide = jax.tree.map(
-            lambda a: jnp.asarray(np.asarray(a, np.float64)), [operands, cotangents]
-        )
-        return jax.tree.map(np.asarray, outcome(f, *wide))
-
-
-def cotangents_of(results, seed=1):
-    random = np.random.default_rng(seed)
-    return [jnp.asarray(random.standard_normal(r.shape), r.dtype) for r in results]
 
 
 IN_TWO_PARTS = 1.6  # each rounded, and their sum

@@ -41,6 +41,31 @@ INSTANCE_NORM = GraphFunction(_norm, name="instance_norm")
 GROUP_NORM = GraphFunction(_norm, name="group_norm")
 
 
+class Asked(NamedTuple):
+    """A node of a graph function, and how it is asked for."""
+
+    function: GraphFunction
+    kind: str
+    epsilon: Scalar
+    options: Options | None
+    implementation: str | None
+    zero_centered: bool = False
+
+    def of(
+        self, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, out: str = ""
+    ) -> tuple[jax.Array, ...]:
+        """Its results, the first in the dtype ``out``, or in that of x."""
+        return chosen(self.function, self.options, None, self.implementation)(
+            x,
+            scale,
+            bias,
+            scalar("epsilon", self.epsilon),
+            kind=self.kind,
+            zero_centered=self.zero_centered,
+            out=out or str(x.dtype),
+        )
+
+
 class Moved(NamedTuple):
     """An array with some of its axes moved to the end."""
 
@@ -96,10 +121,8 @@ def rms_norm(
         >>> jc.ops.rms_norm(jnp.ones((4, 128, 64)), jnp.ones(64)).shape
         (4, 128, 64)
     """
-    y, inv_rms = _of_rows(
-        RMS_NORM, "rmsnorm", x, scale, None, axis, epsilon, zero_centered_scale, options,
-        implementation,
-    )  # fmt: skip
+    asked = Asked(RMS_NORM, "rmsnorm", epsilon, options, implementation, zero_centered_scale)
+    y, inv_rms = _of_rows(asked, x, scale, None, axis)
     return (y, inv_rms) if return_statistics else y
 
 
@@ -138,10 +161,8 @@ def layer_norm(
         >>> jc.ops.layer_norm(jnp.ones((4, 128, 64)), jnp.ones(64), jnp.zeros(64)).shape
         (4, 128, 64)
     """
-    y, *statistics = _of_rows(
-        LAYER_NORM, "layernorm", x, scale, bias, axis, epsilon, zero_centered_scale, options,
-        implementation,
-    )  # fmt: skip
+    asked = Asked(LAYER_NORM, "layernorm", epsilon, options, implementation, zero_centered_scale)
+    y, *statistics = _of_rows(asked, x, scale, bias, axis)
     return (y, tuple(statistics)) if return_statistics else y
 
 
@@ -189,10 +210,9 @@ def ada_layer_norm(
         raise GraphError("scale is missing", expected=f"shape {wanted}", got="None")
     beta = jnp.zeros(wanted, gamma.dtype) if beta is None else beta
     gamma, beta = gamma.reshape(shape), beta.reshape(shape)
-    found = _applied(
-        ADA_LAYER_NORM, "adalayernorm", wide, gamma, beta, epsilon, zero_centered_scale, options,
-        implementation,
-    )  # fmt: skip
+    found = Asked(
+        ADA_LAYER_NORM, "adalayernorm", epsilon, options, implementation, zero_centered_scale
+    ).of(wide, gamma, beta)
     y, *statistics = (v.reshape(*x.shape[:-1], v.shape[-1]) for v in found)
     return (y, tuple(statistics)) if return_statistics else y
 
@@ -235,11 +255,11 @@ def instance_norm(
     scale, bias = per_channel(shape, scale, bias, x.dtype)
     # cuDNN has up to three spatial dimensions.
     spatial = shape[2:] if len(shape) < 6 else (math.prod(shape[2:]),)
-    found = _applied(
-        INSTANCE_NORM, "instancenorm", image.x.reshape(*shape[:2], *spatial),
-        of_rank(scale, 2 + len(spatial)), of_rank(bias, 2 + len(spatial)), epsilon, False,
-        options, implementation,
-    )  # fmt: skip
+    found = Asked(INSTANCE_NORM, "instancenorm", epsilon, options, implementation).of(
+        image.x.reshape(*shape[:2], *spatial),
+        of_rank(scale, 2 + len(spatial)),
+        of_rank(bias, 2 + len(spatial)),
+    )
     rank = image.x.ndim
     y = image.back(found[0].reshape(shape))
     statistics = tuple(image.back(of_rank(v, rank, lead=2)) for v in found[1:])
@@ -312,11 +332,10 @@ def group_norm(
     if groups == 1:
         wide = wide.reshape(batch, -1)
     row = (1, *(1 if axis == 2 else size for axis, size in enumerate(wide.shape) if axis))
-    found = _applied(
-        GROUP_NORM, "layernorm", wide, jnp.ones(row, x.dtype), jnp.zeros(row, x.dtype), epsilon,
-        False, options, implementation, out="float32" if scale is not None or bias is not None
-        else str(x.dtype),
-    )  # fmt: skip
+    plain = scale is None and bias is None
+    found = Asked(GROUP_NORM, "layernorm", epsilon, options, implementation).of(
+        wide, jnp.ones(row, x.dtype), jnp.zeros(row, x.dtype), out="" if plain else "float32"
+    )
     y = found[0].reshape(moved.x.shape)
     y = y if scale is None else y * scale.astype(jnp.float32)
     y = y if bias is None else y + bias.astype(jnp.float32)
@@ -326,16 +345,7 @@ def group_norm(
 
 
 def _of_rows(
-    function: GraphFunction,
-    kind: str,
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    axis: Axes,
-    epsilon: Scalar,
-    zero_centered: bool,
-    options: Options | None,
-    implementation: str | None,
+    asked: Asked, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, axis: Axes
 ) -> list[jax.Array]:
     """A normalization over some axes: they are moved to the end, and back."""
     x = floating("x", x)
@@ -344,38 +354,13 @@ def _of_rows(
     moved = Moved(transpose(x, order), order)
     row = tuple(x.shape[a] for a in axes)
     scale, bias = (parameter(n, p, row) for n, p in (("scale", scale), ("bias", bias)))
-    zero_centered &= scale is not None
+    asked = asked._replace(zero_centered=asked.zero_centered and scale is not None)
     dtype = next((p.dtype for p in (scale, bias) if p is not None), x.dtype)
     scale = jnp.ones(row, dtype) if scale is None else scale
-    if kind == "layernorm":  # it has always one
+    if asked.kind == "layernorm":  # it has always one
         bias = jnp.zeros(row, dtype) if bias is None else bias
     wide = moved.x if len(axes) < x.ndim else moved.x[None]  # one row
     shape = (*(1,) * (wide.ndim - len(row)), *row)
     scale, bias = (None if p is None else p.reshape(shape) for p in (scale, bias))
-    found = _applied(
-        function, kind, wide, scale, bias, epsilon, zero_centered, options, implementation
-    )
+    found = asked.of(wide, scale, bias)
     return [moved.back(v if wide is moved.x else v[0]) for v in found]
-
-
-def _applied(
-    function: GraphFunction,
-    kind: str,
-    x: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    epsilon: Scalar,
-    zero_centered: bool,
-    options: Options | None,
-    implementation: str | None,
-    out: str = "",
-) -> tuple[jax.Array, ...]:
-    return chosen(function, options, None, implementation)(
-        x,
-        scale,
-        bias,
-        scalar("epsilon", epsilon),
-        kind=kind,
-        zero_centered=zero_centered,
-        out=out or str(x.dtype),
-    )
