@@ -1,10 +1,10 @@
-"""Normalizations of channels: each over the images and their elements, or each image by itself."""
+"""Normalizations of channels over all images."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,8 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import Example, Node
-from .normalization_base import (
-    BACKWARD_DIMS,
-    Normalization,
-    NormalizationBackward,
-    Normalizing,
-    Phased,
-    Spatial,
-    normalized,
-)
+from .normalization_base import BACKWARD_DIMS, Spatial, normalized
+from .normalization_of_channels import CHANNELS, IMAGES, BackwardOfChannels, ForwardOfChannels
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -30,146 +23,7 @@ if TYPE_CHECKING:
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
-_IMAGES, _IMAGE, _CHANNELS = (8, 64, 14, 14), (1, 64, 14, 14), (1, 64, 1, 1)
 _MULTIPLE = 8
-_ROUNDING = (
-    "mean and variance in float32, of distances from the mean, in XLA from that of a 64th of x"
-)
-
-
-class OfChannels(Normalizing):
-    """What these normalizations have in common: arrays lie channels-last."""
-
-    extent: ClassVar[Spatial]
-    least_rank = 4
-    channels_last = True
-    requires = "epsilon a Python number"
-
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
-        """As further channels, or, where each image is by itself and channels share nothing that
-        is batched or summed, as further images."""
-        each = {"input", "Y", "mean", "inv_var"}
-        if batched <= each and not (self.extent.batch or isinstance(self, NormalizationBackward)):
-            yield {port: 0 for port in tensors if port in each}
-        if not batched & {"epsilon", "momentum"}:
-            yield {port: 1 for port in tensors if port not in ("epsilon", "momentum")}
-
-
-class BackwardOfChannels(OfChannels, NormalizationBackward):
-    """Takes one dtype for all arrays of x's shape."""
-
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        # Measured on an H200 with cuDNN 9.19: into a DX of float32 it writes input's 16 bits.
-        dtypes = {port: tensors[port].dtype for port in ("grad", "input", "DX")}
-        if len({*dtypes.values()}) > 1:
-            return f"{', '.join(f'{port} is {dtype}' for port, dtype in dtypes.items())}"
-        return super().refuses(tensors, graph)
-
-
-@register
-class InstancenormBackward(BackwardOfChannels):
-    """Gradients of instancenorm.
-
-    With ``xhat = (input - mean) * inv_variance``, ``s = grad * scale`` and m the mean over a
-    channel of an image: ``DX = inv_variance * (s - m(s) - xhat * m(s * xhat))``,
-    ``DScale = sum(grad * xhat)`` and ``DBias = sum(grad)`` over all but the channels.
-
-    Args:
-        grad: the gradient by Y, (N, C, *spatial).
-        input: as in the forward.
-        scale: as in the forward.
-        mean: the forward's.
-        inv_variance: the forward's inv_var.
-
-    Returns: DX, DScale, DBias, of the dtypes of input and scale. Source: cuDNN documentation,
-    ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with ``CUDNN_INSTANCE_NORM``.
-    """
-
-    method = "instancenorm_backward"
-    dims = BACKWARD_DIMS
-    requires = "one image: of more cuDNN 9.19 loses some in DScale and DBias, and XLA runs it"
-    extent = Spatial(batch=False)
-    examples = (
-        Example(
-            {
-                "grad": _IMAGE,
-                "input": _IMAGE,
-                "scale": _CHANNELS,
-                "mean": _CHANNELS,
-                "inv_variance": _CHANNELS,
-            },
-            dtypes={"scale": "float32", "mean": "float32", "inv_variance": "float32"},
-            positive=("inv_variance",),
-        ),
-    )
-
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        # Measured on an H200 with cuDNN 9.19: of 8 images DScale and DBias lack one or more, in
-        # each run others, so that they are off by up to their own size. DX is right.
-        images = tensors["input"].shape[0]
-        if images > 1:
-            return f"of {images} images cuDNN loses some in DScale and DBias"
-        return super().refuses(tensors, graph)
-
-
-class ForwardOfChannels(OfChannels, Normalization):
-    """Of the operations behind it cuDNN writes the last one's result."""
-
-    rounding = _ROUNDING
-
-    def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        # Measured on an H200 with cuDNN 9.19: of relu(Y + residual) the sum, as a further result,
-        # holds other numbers. A mask of that relu is right.
-        after = {tensors["Y"].name}
-        for call in graph.calls:
-            names = {name for _, name in call.inputs}
-            (_, result), *_ = call.outputs
-            if names & after and graph.tensor(result).dtype != "bool":
-                if names & after & {*graph.outputs}:
-                    return f"{call.name} reads what the graph returns as well"
-                after.add(result)
-        return super()._wrong_in_plan(tensors, graph)
-
-
-@register
-class Instancenorm(ForwardOfChannels, Phased):
-    """Instance normalization: ``Y = (input - mean) * inv_var * scale + bias``.
-
-    ``inv_var = (var + epsilon)**-0.5``; mean and (biased) variance are those of each channel of
-    each image.
-
-    Args:
-        input: (N, C, *spatial).
-        scale: (1, C, 1, ...).
-        bias: like scale.
-        epsilon: a Python number, added to the variance.
-        norm_forward_phase: "TRAINING" (the default) or "INFERENCE", or the member of
-            ``cudnn.norm_forward_phase``.
-
-    Returns: Y, of input's dtype; in training also mean and inv_var, (N, C, 1, ...) in float32.
-    Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR`` with
-    ``CUDNN_INSTANCE_NORM``.
-    """
-
-    method = "instancenorm"
-    dims = "input: *x, scale: *s, bias: *b, epsilon: *e -> Y: *x, mean: *m, inv_var: *m"
-    extent = Spatial(batch=False)
-    backward = InstancenormBackward
-    examples = (
-        Example(
-            {"input": _IMAGES, "scale": _CHANNELS, "bias": _CHANNELS, "epsilon": 1e-5},
-            dtypes={"scale": "float32", "bias": "float32"},
-        ),
-        Example(
-            {
-                "input": (2, 16, 4, 6, 5),
-                "scale": (1, 16, 1, 1, 1),
-                "bias": (1, 16, 1, 1, 1),
-                "epsilon": 1e-5,
-            },
-            "float32",
-        ),
-    )
 
 
 def _odd_channels(tensors: Mapping[str, Tensor]) -> str | None:
@@ -211,11 +65,11 @@ class BatchnormBackward(BackwardOfChannels):
     examples = (
         Example(
             {
-                "grad": _IMAGES,
-                "input": _IMAGES,
-                "scale": _CHANNELS,
-                "mean": _CHANNELS,
-                "inv_variance": _CHANNELS,
+                "grad": IMAGES,
+                "input": IMAGES,
+                "scale": CHANNELS,
+                "mean": CHANNELS,
+                "inv_variance": CHANNELS,
             },
             dtypes={"scale": "float32", "mean": "float32", "inv_variance": "float32"},
             positive=("inv_variance",),
@@ -269,8 +123,8 @@ class Batchnorm(ForwardOfChannels):
     examples = tuple(
         Example(
             {
-                "input": _IMAGES,
-                **dict.fromkeys(("scale", "bias", "in_running_mean", "in_running_var"), _CHANNELS),
+                "input": IMAGES,
+                **dict.fromkeys(("scale", "bias", "in_running_mean", "in_running_var"), CHANNELS),
                 "epsilon": 1e-5,
                 "momentum": 0.1,
             },
@@ -363,8 +217,8 @@ class BatchnormInference(Node):
     examples = (
         Example(
             {
-                "input": _IMAGES,
-                **dict.fromkeys(("mean", "inv_variance", "scale", "bias"), _CHANNELS),
+                "input": IMAGES,
+                **dict.fromkeys(("mean", "inv_variance", "scale", "bias"), CHANNELS),
             },
             dtypes=dict.fromkeys(("mean", "inv_variance", "scale", "bias"), "float32"),
             positive=("inv_variance",),
