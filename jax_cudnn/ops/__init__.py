@@ -5,6 +5,7 @@ from . import activation_backward as activation_backward
 from . import batch_normalization as batch_normalization
 from . import convolution as convolution
 from . import convolution_backward as convolution_backward
+from . import elementary as elementary
 from . import instance_normalization as instance_normalization
 from . import logical as logical
 from . import masks as masks

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS
-from .._core.graph.node import Node, product_compute
+from .._core.graph.node import Node
+from .._core.graph.promotion import product_compute
 from .folds import grown
 from .matrix import Matmul, turned
 from .products import alike, product_jvp

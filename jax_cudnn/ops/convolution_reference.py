@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.graph.dtypes import FP8
-from .._core.graph.node import product_operands
+from .._core.graph.promotion import product_operands
 
 _EXACT = 1 << 24  # up to here float32 holds all integers
 _LARGEST, _HALF = 128, 16  # of int8, and of what half its bits count

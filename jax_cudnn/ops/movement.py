@@ -16,8 +16,9 @@ from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import NUMBERS
 from .._core.graph.node import LEAD, Example, Node
 from .._core.graph.vocabulary import Vocabulary, register_vocabulary
+from .elementary import Identity
 from .folds import grown
-from .pointwise import Identity, add
+from .pointwise import add
 from .reduction import Reduction
 
 if TYPE_CHECKING:

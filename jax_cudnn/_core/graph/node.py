@@ -18,7 +18,8 @@ import numpy as np
 
 from ..errors import GraphError, GraphTypeError
 from .dims import Dims, Shape
-from .dtypes import FP8, INTEGERS, NUMBERS, arithmetic
+from .dtypes import NUMBERS, arithmetic
+from .promotion import result_dtype
 
 if TYPE_CHECKING:
     from ..transforms.derivation import Derivation
@@ -357,46 +358,6 @@ def float32_range(name: str, value: Any) -> float:
             got=repr(value),
         )
     return float(value)
-
-
-def result_dtype(inputs: Mapping[str, Tensor]) -> str:
-    """JAX's promotion of the inputs; by-value constants are its weakly typed Python numbers."""
-    arrays = [jax.numpy.dtype(t.dtype) for t in inputs.values() if t.value is None]
-    if not arrays:
-        return "float32"
-    try:
-        dtype = jax.numpy.result_type(*arrays)
-    except ValueError:  # JAX promotes no float8 with another
-        return "float32"
-    if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
-        if any(t.value is not None and t.dtype == "float32" for t in inputs.values()):
-            return "float32"
-    return dtype.name
-
-
-def product_dtype(inputs: Mapping[str, Tensor]) -> str:
-    """The dtype of a product: promoted as JAX does, the accumulator's for 8-bit operands."""
-    dtypes = {t.dtype for t in inputs.values()}
-    if all(dtype in INTEGERS for dtype in dtypes):
-        return "int32"
-    return "float32" if dtypes <= {*FP8} else result_dtype(inputs)
-
-
-def product_compute(inputs: Mapping[str, Tensor]) -> str:
-    """The accumulator of a product: int32 for integers, else float32."""
-    return "int32" if all(t.dtype in INTEGERS for t in inputs.values()) else "float32"
-
-
-def product_operands(*arrays: jax.Array) -> list[jax.Array]:
-    """The operands of a product in one dtype that lax multiplies: 8-bit numbers made wider."""
-    names = {str(array.dtype) for array in arrays}
-    if names <= {*INTEGERS}:
-        dtype = jax.numpy.dtype("int32")
-    elif names & {*FP8}:
-        dtype = jax.numpy.dtype("float32")
-    else:
-        dtype = jax.numpy.result_type(*arrays)
-    return [array.astype(dtype) for array in arrays]
 
 
 REGISTRY: dict[str, type[Node]] = {}
