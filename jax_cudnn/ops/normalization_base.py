@@ -321,13 +321,17 @@ class NormalizationBackward(Normalizing):
         axes = self.extent.reduced(input.shape, scale.shape)
         shared = tuple(axis for axis, size in enumerate(scale.shape) if size == 1)
         xhat = normalized(input, mean, inv_variance)
-        dscale = jnp.sum(grad * xhat, axis=shared, keepdims=True)
-        dbias = jnp.sum(grad, axis=shared, keepdims=True)
-        if axes == shared and self.extent.centred:  # these sums are those that DX needs
-            count = max(grad.size // max(scale.size, 1), 1)
-            dx = inv_variance * scale * (grad - dbias / count - xhat * (dscale / count))
+        if self.extent.centred and {*axes} <= {*shared}:  # DX needs parts of the same sums
+            count = max(math.prod(grad.shape[axis] for axis in axes), 1)
+            along = jnp.sum(grad * xhat, axis=axes, keepdims=True)
+            each = jnp.sum(grad, axis=axes, keepdims=True)
+            dx = inv_variance * scale * (grad - each / count - xhat * (along / count))
+            further = tuple(axis for axis in shared if axis not in axes)
+            dscale, dbias = (jnp.sum(x, axis=further, keepdims=True) for x in (along, each))
         else:
             dx = inv_variance * projected(grad * scale, xhat, axes, self.extent.centred)
+            dscale = jnp.sum(grad * xhat, axis=shared, keepdims=True)
+            dbias = jnp.sum(grad, axis=shared, keepdims=True)
         found = {"DX": dx, "DScale": dscale, "DBias": dbias}
         return tuple(found[port] for port in self.results)
 

@@ -200,6 +200,11 @@ class Node:
         """Numbers of cuDNN's engines that compute this node wrongly for such tensors."""
         return ()
 
+    def slow(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
+        """Numbers of cuDNN's engines that stand too early in what its heuristics propose, as
+        measurements show: they are tried behind all others, in this order."""
+        return ()
+
     def needs_knob(self, graph: GraphSpec) -> str:
         """The knob without which an engine does not compute this node's graph, or ""."""
         return ""

@@ -55,9 +55,10 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> ExecutionPlan:
         graph.build_operation_graph()
         choice.propose(graph, spec, cudnn)
     count = graph.get_execution_plan_count()
-    for index in range(count):
+    candidates = [graph.get_engine_and_knobs_at_index(index) for index in range(count)]
+    for index in choice.order(spec, [int(engine) for engine, _ in candidates]):
         name = graph.get_plan_name_at_index(index)
-        engine, knobs = graph.get_engine_and_knobs_at_index(index)
+        engine, knobs = candidates[index]
         if not choice.is_chosen(spec, engine, knobs):
             continue
         if engine >= _FIRST_PYTHON_ENGINE:

@@ -249,8 +249,8 @@ class _Bench:
     def _figures(
         self, found: Mapping[str, queued.Queued], entry: Mapping[str, Any]
     ) -> dict[str, Any]:
-        parts = {side: 1e6 / (1 if side in torch_sides.SIDES else self.repeats) for side in found}
-        us = {side: timing.summary(each.seconds, parts[side]) for side, each in found.items()}
+        part = 1e6 / self.repeats
+        us = {side: timing.summary(each.seconds, part) for side, each in found.items()}
         copied = 2 * self.operands["x"].nbytes
         rates = {
             side: _rate(copied if side == COPY else entry["bytes"], figures["median"])
@@ -262,7 +262,7 @@ class _Bench:
             "repeats": self.repeats,
             "rounds": len(next(iter(found.values())).seconds),
             "us": us,
-            "host_us": {side: round(each.issued * parts[side], 2) for side, each in found.items()},
+            "host_us": {side: round(each.issued * part, 2) for side, each in found.items()},
             "host_hidden": {side: each.hidden for side, each in found.items()},
             "tbytes_s": rates,
             "of_limit": {s: _share(rate) for s, rate in rates.items()},

@@ -21,6 +21,7 @@ from .. import timing
 Call = Callable[[], Any]
 Key = TypeVar("Key", bound=Hashable)
 
+_AHEAD = 2  # calls that wait when the last one is issued
 _MOST_FILLS = 8  # with the calls no more than the 32 executions that JAX lets be under way
 
 
@@ -31,8 +32,8 @@ class Queued:
     Attributes:
         seconds: of a call, one figure a round.
         issued: seconds that the host takes to issue a call.
-        hidden: whether all calls were issued while the device was busy before them. If not, the
-            times may hold some of the host's.
+        hidden: whether all calls were issued while the device was busy before them, or before it
+            had come to the last two. If not, the times may hold some of the host's.
     """
 
     seconds: list[float]
@@ -81,7 +82,8 @@ def times(
             alone = found[id(batch.filler), batch.fills]
         each = [(a - b) / calls for a, b in zip(whole, alone, strict=True)]
         issued = statistics.median(batch.issued)
-        hidden = batch.fills > 0 and issued < statistics.median(alone)
+        behind = statistics.median(whole) - issued >= _AHEAD * statistics.median(each)
+        hidden = batch.fills > 0 and (issued < statistics.median(alone) or behind)
         results[key] = Queued(each, issued / calls, hidden)
     return results
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,42 +79,96 @@ def program(
     case: NormCase,
     sets: Sequence[tuple[Mapping[str, jax.Array], jax.Array]],
 ) -> Call:
-    """One program of a side, at each call of other operands and gradient, as JAX's sides are.
+    """One program of a side: that of all sets of operands and gradient, one after the other, as
+    JAX's sides are; its results are those of the first.
 
-    Its backward is autograd's of a forward that has run here.
+    Its backward is autograd's of a forward that has run here. On a GPU it is a CUDA graph, so that
+    what PyTorch's interpreter takes for each operation is in no time.
     """
     torch = importlib.import_module("torch")
     mode = _MODES[side]
+    (device,) = sets[0][1].devices()
 
     def normalize(**tensors: Any) -> Any:
         return case.torch(torch.nn.functional, **tensors)
 
     if mode is not None:
         normalize = torch.compile(normalize, mode=mode, dynamic=False)
-    made = [_call(torch, program, case, *given, normalize) for given in sets]
-    turns = itertools.cycle(made)
-    return lambda: next(turns)()
+
+    def made() -> list[_Step]:
+        return [_step(torch, program, case, *given, normalize) for given in sets]
+
+    if device.platform != "cpu":
+        return _captured(torch, made)
+    steps = made()
+
+    def run() -> Pending:
+        first, *_ = [step.run() for step in steps]
+        return first
+
+    return run
 
 
-def _call(
+def _captured(torch: Any, made: Callable[[], list[_Step]]) -> Call:
+    """Steps as one CUDA graph.
+
+    They are made and warmed up on the stream that is captured: a backward runs on that of its
+    forward. Captured is the calling thread alone: JAX has others.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        steps = made()
+        for step in steps:
+            for _ in range(2):
+                step.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        held = [step.run() for step in steps]
+    for step in steps:
+        step.restore()
+    torch.cuda.synchronize()
+
+    def replay(_operands: Any = steps) -> Pending:  # which the graph reads
+        graph.replay()
+        return held[0]
+
+    return replay
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One program of one set of operands; ``restore`` undoes what it wrote into them."""
+
+    run: Call
+    restore: Callable[[], None]
+
+
+def _step(
     torch: Any, program: str, case: NormCase, operands: Mapping[str, Any], dy: Any, normalize: Any
-) -> Call:
+) -> _Step:
     shared = {name: torch.from_dlpack(x) for name, x in operands.items()}
     given = {  # running statistics are written in place
         name: x.clone() if name.startswith("running_") else x.detach() for name, x in shared.items()
     }
     running = {name: x for name, x in given.items() if name.startswith("running_")}
+
+    def restore() -> None:
+        for name, x in running.items():
+            x.copy_(shared[name])
+
     if program == FORWARD:
 
         def forward() -> Pending:
             with torch.no_grad():
                 return Pending({"y": normalize(**given), **running})
 
-        return forward
+        return _Step(forward, restore)
     for name in case.learned:
         given[name] = given[name].requires_grad_()
     if program == TRAINING:
-        return lambda: Pending({"y": normalize(**given), **running})
+        return _Step(lambda: Pending({"y": normalize(**given), **running}), restore)
     assert program == BACKWARD
     y, along = normalize(**given), torch.from_dlpack(dy)
     learned = [given[name] for name in case.learned]
@@ -124,7 +177,7 @@ def _call(
         found = torch.autograd.grad(y, learned, along, retain_graph=True)
         return Pending(dict(zip(case.learned, found, strict=True)))
 
-    return backward
+    return _Step(backward, restore)
 
 
 def total(x: jax.Array) -> Callable[[], Pending]:
