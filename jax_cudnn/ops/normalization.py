@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .._core.graph.builder import register
 from .._core.graph.layout import major_to_minor
-from .._core.graph.node import ANY, LEAD, Example, Node
+from .._core.graph.node import ANY, LEAD, LOSES, Example, Node
 from .._core.graph.spec import Tensor
 from .normalization_base import (
     BACKWARD_DIMS,
@@ -31,6 +31,7 @@ _REQUIRES = (
     "the normalized dimensions are the last in memory; epsilon is a Python number; the fast "
     "engines take input, scale and result of one 16-bit dtype"
 )
+_FOR_ALL_SHAPES = 1
 _ROUNDING = "mean and variance in float32, of distances from the mean"
 
 
@@ -53,10 +54,16 @@ class OfRows(Normalizing):
             return f"the normalized dimensions {list(axes)} are not the last in memory"
         return super().refuses(tensors, graph)
 
-    def slow(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        # Measured on an H200 with cuDNN 9.19: the engine for all shapes, which heuristics without
-        # a GPU propose first for most of them, takes up to ten times as long as the next.
-        return (1,)
+    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
+        # Measured on an H200 with cuDNN 9.19: the engine for all shapes takes three times as long
+        # as XLA in the forward and up to 45 times in the backward. Rows of 1000 elements, for
+        # example, have no other.
+        return LOSES if engine == _FOR_ALL_SHAPES else 0
+
+    def length(self, tensors: Mapping[str, Tensor]) -> int:
+        """Elements of a row."""
+        x, scale = tensors["input"].shape, tensors["scale"].shape
+        return math.prod(x[axis] for axis in self.extent.reduced(x, scale))
 
     def begins(self, tensors: Tensors, order: Sequence[int]) -> Collection[int]:
         """A row, and what follows the examples: with one row each, nothing else parts these."""
@@ -66,8 +73,7 @@ class OfRows(Normalizing):
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         """cuDNN has other kernels for rows that fill a block of threads once, or several times."""
-        x, scale = tensors["input"].shape, tensors["scale"].shape
-        length = math.prod(x[axis] for axis in self.extent.reduced(x, scale))
+        length = self.length(tensors)
         words = " of short rows" if length <= 1024 else " of long rows" if length > 4096 else ""
         return super().pattern(tensors) + words
 
@@ -101,8 +107,20 @@ def _ones(g: Derivation, scale: Tensor) -> GraphTensor:
     return g.rounded(g.broadcast(one, like.shape), like.dtype)
 
 
+class BackwardOfRows(OfRows, NormalizationBackward):
+    """Sums over rows as well, so that few rows leave much of a GPU idle."""
+
+    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
+        # Measured on an H200 with cuDNN 9.19: 1024 rows of 12288 elements take up to twice as long
+        # where a row is not split, as heuristics propose first.
+        length, x = self.length(tensors), tensors["input"].shape
+        few = length > 8192 and math.prod(x) // length <= 2048
+        before = few and engine == 4 and knobs.get("SPLIT_COLS", 0) > 0
+        return -1 if before else super().rank(engine, knobs, tensors)
+
+
 @register
-class AdalayernormBackward(OfRows, NormalizationBackward):
+class AdalayernormBackward(BackwardOfRows):
     """Gradients of adalayernorm.
 
     With ``xhat = (input - mean) * inv_variance``, ``s = grad * scale`` and m the mean over the
@@ -195,7 +213,7 @@ class Adalayernorm(ForwardOfRows):
 
 
 @register
-class LayernormBackward(OfRows, NormalizationBackward):
+class LayernormBackward(BackwardOfRows):
     """Gradients of layernorm.
 
     With ``xhat = (input - mean) * inv_variance``, ``s = grad * scale`` and m the mean over a row:
@@ -241,6 +259,14 @@ class LayernormBackward(OfRows, NormalizationBackward):
             positive=("inv_variance",),
         ),
     )
+
+    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
+        # Measured on an H200 with cuDNN 9.19: these knobs are 1.4 times as fast as those that
+        # heuristics propose first for 4096 and 8192 rows, and as fast for 16384.
+        fast = {"STAGES": 1, "KERNEL_CFG": 2, "OCCUPANCY": 1, "SPLIT_COLS": 0, "TILE_COLS": 3}
+        usual = 2048 < self.length(tensors) <= 4096
+        before = usual and engine == 4 and fast.items() <= knobs.items()
+        return -1 if before else super().rank(engine, knobs, tensors)
 
 
 @register
@@ -289,16 +315,17 @@ class Layernorm(ForwardOfRows):
         ),
     )
 
-    def slow(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        # Measured on an H200 with cuDNN 9.19: heuristics propose the engine that takes neighbours
-        # for rows of 4096 to 8192 elements; that for rows alone is up to 1.4 times as fast.
+    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
+        # Measured on an H200 with cuDNN 9.19: for rows of 4096 to 8192 elements heuristics propose
+        # the engine that takes neighbours; that for rows alone is up to 1.4 times as fast.
         behind = (3, 4) if self.norm_forward_phase == TRAINING else (4, 5)
-        return (*behind, *super().slow(tensors, graph))
+        slow = behind.index(engine) + 1 if engine in behind else 0
+        return super().rank(engine, knobs, tensors) or slow
 
 
 @register
 @dataclass(frozen=True)
-class RmsnormBackward(OfRows, NormalizationBackward):
+class RmsnormBackward(BackwardOfRows):
     """Gradients of rmsnorm.
 
     With ``xhat = input * inv_variance``, ``s = grad * scale`` and m the mean over a row:

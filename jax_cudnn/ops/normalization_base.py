@@ -36,9 +36,6 @@ BACKWARD_DIMS = (
 )
 
 
-_PARTS = 64
-
-
 class Extent:
     """Over which dimensions a kind of normalization takes its mean and variance."""
 
@@ -104,18 +101,21 @@ class Spatial(Extent):
         return scale == (1, *shape[1:2], *(1,) * (len(shape) - 2))
 
     def moments(self, x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-        """In one pass over what no chip holds: of distances from the mean of some rows of pixels,
-        a 64th of x or more.
+        """Of all images together in one pass over what no chip holds: of distances from the mean
+        of the images' middle pixels.
 
-        The mean of a part of 1 / k is at most k**0.5 deviations from that of the whole, so that
-        the difference of the two sums keeps all but a factor of k of float32's digits, and nearly
-        all of them where the part is like the rest.
+        That mean of one in k elements is at most k**0.5 deviations from that of all, so that the
+        difference of the two sums keeps all but a factor of k of float32's digits, and nearly all
+        of them where these pixels are like the others.
         """
-        pixels = [axis for axis in axes if axis > 1 and not compat.is_sharded(x, axis)]
-        longest = max(pixels, key=lambda axis: x.shape[axis], default=0)
-        if longest == 0 or x.shape[longest] == 1:  # images may be on several devices
+        pixels = [axis for axis in axes if axis > 1 and x.shape[axis] > 1]
+        pixels = [axis for axis in pixels if not compat.is_sharded(x, axis)]
+        if not (self.batch and pixels):
             return super().moments(x, axes)
-        part = jax.lax.slice_in_dim(x, 0, -(-x.shape[longest] // _PARTS), axis=longest)
+        part = x
+        for axis in pixels:
+            middle = x.shape[axis] // 2
+            part = jax.lax.slice_in_dim(part, middle, middle + 1, axis=axis)
         pivot = jax.lax.stop_gradient(jnp.mean(part, axis=axes, keepdims=True))
         away = x - pivot
         off = jnp.mean(away, axis=axes, keepdims=True)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 # For the examples of the nodes.
 IMAGES, CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
 _ROUNDING = (
-    "mean and variance in float32, of distances from the mean, in XLA from that of a 64th of x"
+    "mean and variance in float32, of distances from the mean, for all images in XLA from that of "
+    "their middle pixels"
 )
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # Kinds of broadcasts that cuDNN computes rightly, see planning/limits.py.
 ANY, ROWS_AND_CHANNELS, ONE_ELEMENT, NUMBERS_ONLY = "any", "rows, channels", "one", "numbers"
+LOSES = 9
+"""The rank of a candidate that measurements show to be slower than XLA."""
 
 LEAD = -1
 """In :meth:`Node.folds`: a dimension of its own, in front of the others."""
@@ -200,10 +202,13 @@ class Node:
         """Numbers of cuDNN's engines that compute this node wrongly for such tensors."""
         return ()
 
-    def slow(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        """Numbers of cuDNN's engines that stand too early in what its heuristics propose, as
-        measurements show: they are tried behind all others, in this order."""
-        return ()
+    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
+        """Where a candidate is tried among those of cuDNN's heuristics, where measurements show
+        them to be wrong: before those of a higher rank, and else in their order.
+
+        One of rank ``LOSES`` runs under ``implementation="cudnn"`` only: XLA is faster.
+        """
+        return 0
 
     def needs_knob(self, graph: GraphSpec) -> str:
         """The knob without which an engine does not compute this node's graph, or ""."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import GraphError
@@ -39,19 +39,18 @@ def is_chosen(spec: GraphSpec, engine: int, knobs: Mapping[Any, int]) -> bool:
     )
 
 
-def order(spec: GraphSpec, engines: Sequence[int]) -> list[int]:
-    """The positions of candidates with these engines, in the order in which they are tried: that
-    of the heuristics, but for what nodes know to be slow."""
-    slow: list[int] = []
-    for call in spec.calls:
-        tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
-        slow += call.node.slow(tensors, spec)
-
-    def rank(position: int) -> int:
-        engine = engines[position]
-        return slow.index(engine) + 1 if engine in slow else 0
-
-    return sorted(range(len(engines)), key=rank)
+def rank(spec: GraphSpec, engine: int, knobs: Mapping[Any, int]) -> int:
+    """Where a candidate is tried: in the order of this, and then of the heuristics."""
+    named = {getattr(knob, "name", str(knob)): int(value) for knob, value in knobs.items()}
+    ranks = (
+        call.node.rank(
+            engine,
+            named,
+            {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)},
+        )
+        for call in spec.calls
+    )
+    return max(ranks, key=abs, default=0)
 
 
 def _filters(spec: GraphSpec) -> dict[str, tuple[str, ...]]:

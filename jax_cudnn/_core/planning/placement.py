@@ -13,13 +13,14 @@ import jax
 from ...deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import PlanningWorkerError, UnsupportedGraphError
+from ..graph.node import LOSES
 from ..graph.options import Surroundings
 from ..graph.spec import GraphSpec
 from ..implementation import CUDNN, SPLIT, XLA
 from ..job import agreement
 from ..settings import settings
 from ..store import cache
-from . import frontend, losses, planner
+from . import choice, frontend, losses, planner
 from .execution_plan import ExecutionPlan
 from .plan import Plan, PlannedSegment
 from .single_flight import SingleFlight
@@ -217,7 +218,9 @@ def refusal(
         if loss is not None:
             return Refusal(str(loss), final=True)
         try:
-            planner.plan(spec, site, name, advise=False)
+            plan = planner.plan(spec, site, name, advise=False)
+            if not losing and choice.rank(spec, plan.engine_id, dict(plan.knobs)) >= LOSES:
+                return Refusal(f"only {plan.engine} takes it, and XLA is faster than that")
         except UnsupportedGraphError as error:
             return Refusal(most_telling(error.reasons) or error.why or error.summary)
         except PlanningWorkerError as error:  # cuDNN crashed over this part
