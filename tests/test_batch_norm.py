@@ -1000,14 +1000,15 @@ def test_training_is_one_plan_and_its_backward_one(dtype, epilogue):
     found = planned(jax.value_and_grad(loss(case), moving(case)), *case.avals(dtype))
     alone = epilogue == ("relu",)
     names = ["batchnorm", "relu_mask"] if alone else ["batchnorm", *epilogue]
-    assert found["batch_norm"] == [(True, names)]
+    # Behind a residual cuDNN is measured to be slower than XLA.
+    assert found["batch_norm"] == [("add" not in epilogue, names)]
     *before, backward = found["batch_norm (backward)"]
     assert backward == (True, ["masked"] * alone + ["batchnorm_backward"])
     assert [(by_cudnn, names[0]) for by_cudnn, names in before] == (
         [] if activation is None or alone else [(False, "relu_backward")]
     )
     forward = lambda *a: case(*a, implementation="cudnn")  # noqa: E731
-    assert planned(forward, *case.avals(dtype)) == {"batch_norm": found["batch_norm"]}
+    assert planned(forward, *case.avals(dtype)) == {"batch_norm": [(True, names)]}
 
 
 @pytest.mark.deviceless

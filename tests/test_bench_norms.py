@@ -13,6 +13,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
+from jax_cudnn._core.planning import losses as learned
 from jax_cudnn.bench import run
 from jax_cudnn.bench.norms import cases as norm_cases
 from jax_cudnn.bench.norms import formulations as norm_formulations
@@ -125,10 +126,25 @@ def test_all_is_rendered(tiny, capsys):
         for entry, row in zip(result.values(), rows[2:], strict=True):
             us = entry["programs"][program]["us"]
             cells = row.split(" | ")
-            assert cells[1].startswith(f"{us[WHOLE]['median']:g} (")
-            assert cells[2].startswith(f"{us[OURS]['median']:g} (")
-            assert cells[3].endswith(entry["programs"][program]["best_xla"])
+            assert cells[1].startswith(f"{us[OURS]['median']:.4g} (")
+            assert cells[2:4] == [f"{us[side]['median']:.4g}" for side in (WHOLE, REFERENCE)]
+            assert cells[4].endswith(entry["programs"][program]["best_xla"])
     assert (f"- all: torch: {norm_torch.MISSING}" in text) != norm_torch.installed()
+
+
+def test_what_has_been_learned_since_is_told(tiny, monkeypatch):
+    """A graph that cuDNN ran in the measurement, and that the table of losses holds now."""
+    _, path = tiny
+    result = json.loads(path.read_text())
+    ran = {"graphs": 1, "cuDNN": 1, "XLA": 0, "patterns": ["rmsnorm"]}
+    result["environment"]["sm_version"] = 91
+    result["norms"]["rms_norm/128x32"]["programs"][TRAINING]["plans"][OURS] = ran
+    table = {"patterns": {"rmsnorm": {"a": 0.5, "b": 0.6}}}
+    for sm_version, shown in (("91", "cuDNN; now XLA |"), ("92", "cuDNN |")):
+        monkeypatch.setattr(learned, "table", lambda known=sm_version: {known: table})
+        text = norm_tables.render_norms(result)
+        assert [line for line in text.splitlines() if line.endswith(shown)]
+        assert ("now XLA" in text) == (sm_version == "91")
 
 
 def test_without_torch_its_sides_say_so(no_torch):
@@ -264,9 +280,9 @@ def test_what_fails_leaves_the_others(no_torch):
 
 def test_cases_have_the_shapes_that_are_asked_for():
     rows = ("8192x4096", "32768x8192", "16384x4096", "4096x16384", "1024x12288", "8192x128")
-    rows += ("262144x128",)
     images = ("256x56x56x64", "256x14x14x1024")
-    wanted = [f"{kind}/{shape}" for kind in ("rms_norm", "layer_norm") for shape in rows]
+    wanted = [f"rms_norm/{shape}" for shape in (*rows, "262144x128")]
+    wanted += [f"layer_norm/{shape}" for shape in rows]
     kinds = ("batch_norm", "batch_norm-relu", "batch_norm-residual-relu")
     wanted += [f"{kind}/{shape}" for kind in kinds for shape in images]
     wanted += [f"instance_norm/{shape}" for shape in ("32x64x64x256", "64x32x32x128")]

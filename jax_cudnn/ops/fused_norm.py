@@ -174,7 +174,8 @@ def conv_batch_norm(
         fused_statistics: in training the convolution's plan also sums up its result and that's
             square for each channel, and XLA normalizes: the result is read once instead of twice.
             The sums are of distances from the running mean; where that is far from the batch's
-            compared with the deviation, digits of the variance are lost.
+            compared with the deviation, digits of the variance are lost. On an H200 that pays in
+            forwards of images of 7 x 7 pixels, and in no training step that was measured.
         implementation, options: as in :func:`conv`. With fused_statistics they are those of the
             convolution; XLA normalizes.
 

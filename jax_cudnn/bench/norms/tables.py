@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..tables import spread, where
+from ..._core.planning import losses
+from ..tables import where
 from .cases import BACKWARD, FORWARD, PROGRAMS, TRAINING
-from .measure import COPY, OURS, TIMED, WHOLE
+from .measure import OURS, REFERENCE, TIMED, WHOLE
 from .torch_sides import COMPILED, EAGER, MISSING, TUNED
 
 _NEAR, _SLOWER = 0.85, 1.02  # of the limit; and a difference of less is none
 _TITLES = (
     "normalization",
-    "cuDNN, us",
     "jax_cudnn, us",
+    "cuDNN, us",
+    "XLA, us",
     "XLA's best, us",
     "torch, us",
     "torch.compile, us",
+    "limit, us",
     "best other / jax_cudnn",
-    "of the limit: cuDNN, jax_cudnn, best other",
-    "x + 1, TB/s",
+    "of the limit: jax_cudnn, best other",
     "jax_cudnn runs",
-    "cuDNN's engine",
-    "error: jax_cudnn, best other",
 )
-_BOTH = (*_TITLES[:7], "limit, us")
+_BOTH = _TITLES[:9]
 
 
 def render_norms(result: dict[str, Any]) -> str:
@@ -33,16 +33,20 @@ def render_norms(result: dict[str, Any]) -> str:
     environment, limit = result["environment"], result["limit"]
     text = (
         f"{where(result)}, torch {environment['torch']}, triton {environment['triton']}, driver "
-        f"{environment['driver']}; median (smallest to largest) of rounds in which all sides take "
-        "turns, of the GPU's time alone. The limit is that of the bytes which must move, each "
-        f"array once, at {limit['tbytes_s']:g} TB/s ({limit['of']}, {limit['source']}); what fits "
-        'into the L2 cache can be faster. cuDNN is `implementation="cudnn"`, jax_cudnn the '
-        "default, torch.compile the better of its default and max-autotune, XLA's best that of "
-        "several formulations, by name. Errors are relative to float32."
+        f"{environment['driver']}; medians of rounds in which all sides take turns, of the GPU's "
+        "time alone (jax_cudnn with the smallest and largest). The limit is that of the bytes "
+        f"which must move, each array once, at {limit['tbytes_s']:g} TB/s ({limit['of']}, "
+        f"{limit['source']}); what fits into the L2 cache can be faster. jax_cudnn is the default, "
+        'cuDNN `implementation="cudnn"`, XLA `implementation="xla"`, XLA\'s best that of several '
+        "formulations in plain JAX, by name, torch.compile the better of its default and "
+        "max-autotune. Spreads, engines and errors are in the data."
     )
     parts = [text]
     for program in PROGRAMS:
-        rows = [_row(name, e, program) for name, e in result["norms"].items()]
+        rows = [
+            _row(name, entry, program, limit, environment["sm_version"])
+            for name, entry in result["norms"].items()
+        ]
         parts += [f"{program.capitalize()}:", _table(_TITLES, rows)]
     rows = [_both(name, entry, limit) for name, entry in result["norms"].items()]
     parts += ["Forward that keeps residuals, and backward, added:", _table(_BOTH, rows)]
@@ -56,7 +60,9 @@ def _table(titles: tuple[str, ...], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _row(name: str, entry: dict[str, Any], program: str) -> list[str]:
+def _row(
+    name: str, entry: dict[str, Any], program: str, limit: dict[str, Any], sm_version: Any
+) -> list[str]:
     found = entry["programs"].get(program, {"status": entry["status"]})
     if OURS not in found.get("us", {}):
         return [name, "", found["status"], *[""] * (len(_TITLES) - 3)]
@@ -64,17 +70,15 @@ def _row(name: str, entry: dict[str, Any], program: str) -> list[str]:
     marked = "" if found["status"] == TIMED else f" ({found['status']})"
     return [
         name + marked,
-        _spread(us, WHOLE),
         _spread(us, OURS),
-        _spread(us, found.get("best_xla"), named=True),
-        _spread(us, EAGER),
+        *(_median_of(us, side) for side in (WHOLE, REFERENCE)),
+        _median_of(us, found.get("best_xla"), named=True),
+        _median_of(us, EAGER),
         _compiled(us),
+        f"{found['bytes'] / limit['tbytes_s'] / 1e6:.1f}",
         f"{us[other]['median'] / us[OURS]['median']:.2f} ({other})" if other else "",
-        _figures(found["of_limit"], (WHOLE, OURS, other), "{:.2f}"),
-        _figures(found["tbytes_s"], (COPY,), "{:.2f}"),
-        _runs(found["plans"].get(OURS, {})),
-        ", ".join(found["plans"].get(WHOLE, {}).get("engines", ())),
-        _figures(_errors(found), (OURS, other), "{:.2g}"),
+        _figures(found["of_limit"], (OURS, other), "{:.2f}"),
+        _runs(found["plans"], sm_version),
     ]
 
 
@@ -89,13 +93,12 @@ def _both(name: str, entry: dict[str, Any], limit: dict[str, Any]) -> list[str]:
     best = found.get("best_xla")
     return [
         name,
-        _number(us, WHOLE),
-        _number(us, OURS),
+        *(_number(us, side) for side in (OURS, WHOLE, REFERENCE)),
         _number(us, best) + (f" {best}" if best else ""),
         _number(us, EAGER),
         _number(us, min(compiled, key=us.__getitem__, default=None)),
-        f"{us[other] / us[OURS]:.2f} ({other})" if other else "",
         f"{size / limit['tbytes_s'] / 1e6:.1f}",
+        f"{us[other] / us[OURS]:.2f} ({other})" if other else "",
     ]
 
 
@@ -173,26 +176,31 @@ def _notes(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _runs(plan: dict[str, Any]) -> str:
-    """Who runs the segments of a program, "" where no GPU says."""
+def _runs(plans: dict[str, dict[str, Any]], sm_version: Any) -> str:
+    """Who ran the segments of a program by default, "" where no GPU says; and whether it would be
+    XLA now, by what was learned from such figures."""
+    plan = plans.get(OURS, {})
     counts = [(plan.get(who, 0), who) for who in ("cuDNN", "XLA")]
-    return " + ".join(f"{n} {who}" if n > 1 else who for n, who in counts if n)
+    ran = " + ".join(f"{n} {who}" if n > 1 else who for n, who in counts if n)
+    lost = losses.table().get(str(sm_version), {}).get("patterns", {})
+    return f"{ran}; now XLA" if lost.keys() & {*plan.get("patterns", ())} else ran
 
 
 def _compiled(us: dict[str, Any]) -> str:
     sides = [side for side in (COMPILED, TUNED) if side in us]
     best = min(sides, key=lambda side: us[side]["median"], default=None)
-    return _spread(us, best) + " max-autotune" * (best == TUNED)
+    return _median_of(us, best) + " max-autotune" * (best == TUNED)
 
 
-def _spread(us: dict[str, Any], side: str | None, named: bool = False) -> str:
+def _median_of(us: dict[str, Any], side: str | None, named: bool = False) -> str:
     if side not in us:
         return ""
-    return spread(us[side]) + (f" {side}" if named else "")
+    return f"{us[side]['median']:.4g}" + (f" {side}" if named else "")
 
 
-def _errors(found: dict[str, Any]) -> dict[str, float | None]:
-    return {side: error["relative"] for side, error in found["errors"].items()}
+def _spread(us: dict[str, Any], side: str) -> str:
+    figure = us[side]
+    return "{median:.4g} ({min:.4g} to {max:.4g})".format(**figure)
 
 
 def _figures(figures: dict[str, Any], sides: tuple[str | None, ...], form: str) -> str:
@@ -201,7 +209,7 @@ def _figures(figures: dict[str, Any], sides: tuple[str | None, ...], form: str) 
 
 
 def _number(us: dict[str, float], side: str | None) -> str:
-    return f"{us[side]:g}" if side in us else ""
+    return f"{us[side]:.4g}" if side in us else ""
 
 
 def _median(figure: dict[str, float] | float) -> float:
