@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import functools
 import itertools
 import sys
 from collections.abc import Mapping
@@ -554,6 +555,43 @@ def test_large_means_with_small_variances(ratio):
     assert errors[1] <= 1e-6
     assert errors[2] <= 1e-6 + allowed**2  # the square of what the mean is off by
     assert relative_error(got[1][0], want[1][0]) <= 2 * allowed
+
+
+# Images of which one pixel, or two of those that make the guess of the mean, are unlike the others.
+OUTLIERS = {
+    "56 x 56": ((8, 56, 56), [(28, 28)], 2e-6),
+    "56 x 56, two": ((8, 56, 56), [(28, 28), (14, 14)], 2e-3),
+    "64 x 64": ((2, 64, 64), [(32, 32)], 2e-6),
+    "a corner": ((8, 56, 56), [(0, 0)], 2e-6),
+    "256 x 256": ((1, 256, 256), [(128, 128), (64, 64)], 2e-6),
+    "a row": ((4, 100000), [(50000,), (25000,)], 2e-6),
+    "a volume": ((1, 40, 40, 40), [(20, 20, 20), (10, 10, 10)], 2e-6),
+}
+
+
+@pytest.mark.parametrize("mean", [0.0, 1000.0])
+@pytest.mark.parametrize("value", [0.0, 100.0, 1e5])
+@pytest.mark.parametrize("name", OUTLIERS)
+def test_statistics_of_images_with_an_outlier(name, value, mean):
+    """Of up to 4096 pixels one pass takes a guess of the mean; a factor of so many is lost where
+    two of the three that make it are outliers, and else none."""
+    shape, places, allowed = OUTLIERS[name]
+    x = np.random.default_rng(0).normal(mean, 1, (*shape, 2)).astype("float32")
+    for place in places:
+        x[(slice(None), *place)] = value
+    one, zero = jnp.ones(2), jnp.zeros(2)
+    norm = functools.partial(jc.ops.batch_norm, training=True, momentum=0.0)
+    y, (got_mean, got) = jax.jit(norm)(x, one, zero, zero, one)
+    axes = tuple(range(x.ndim - 1))
+    wide = x.astype("float64")
+    assert relative_error(got, wide.var(axes)) <= allowed
+    spread = wide.std(axes)
+    assert (
+        np.abs(got_mean - wide.mean(axes)).max()
+        <= (1e-6 + allowed) * (np.abs(wide.mean(axes)) + spread).max()
+    )
+    want = (wide - wide.mean(axes)) / np.sqrt(wide.var(axes) + 1e-5)
+    assert relative_error(y, want) <= allowed + 1e-6 * np.abs(wide.mean(axes) / spread).max()
 
 
 @pytest.mark.parametrize("ratio", [0, 1, 10, 100, 1000])

@@ -340,12 +340,20 @@ def test_results_of_different_machines_are_not_mixed(result):
         generation.generate(result, other)
 
 
-def norm(reference, whole, **plans):
+def norm(reference, whole, hidden=True, **plans):
     figures = {"median": 0, "q1": 0, "q3": 0}
     us = {"reference": {**figures, "median": reference, "q3": reference * 1.1}}
     us["cuDNN"] = {**figures, "median": whole, "q1": whole * 0.9}
     plans = {"patterns": ["lost"], **plans}
-    return {"programs": {"forward": {"us": us, "plans": {"cuDNN": plans}}}}
+    entry = {"us": us, "plans": {"cuDNN": plans}, "host_hidden": {"cuDNN": hidden}}
+    return {"programs": {"forward": entry}}
+
+
+def test_each_date_is_told(result):
+    other = copy.deepcopy(result)
+    other["environment"]["date"] = "2025-12-31"
+    for results in ((result, other), (other, result)):
+        assert generation.generate(*results)["91"]["date"] == "2025-12-31, 2026-01-02"
 
 
 def test_cases_of_one_pattern_in_several_results_count_together(result):
@@ -365,9 +373,12 @@ def test_normalizations_are_filed_under_their_plans(result):
     """A program of several plans, or of none, says nothing of one."""
     norms = {"a": norm(50, 100), "b": norm(70, 100), "two": norm(1, 9, patterns=["lost", "lost"])}
     norms["cut"] = norm(900, 100, XLA=1)
+    norms["the host's time"] = norm(48, 49, hidden=False)
     result = {"environment": result["environment"], "norms": norms}
     found = generation.generate(result)["91"]["patterns"]
     assert found == {"lost": {"a, forward": 0.5, "b, forward": 0.7}}
+    norms["more than the host's"] = norm(89, 1000, hidden=False)
+    assert len(generation.generate(result)["91"]["patterns"]["lost"]) == 3
     norms["b"] = norm(89, 100)  # in some rounds slower
     assert generation.generate(result)["91"]["patterns"] == {}
 

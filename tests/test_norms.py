@@ -1011,10 +1011,36 @@ WRONG = {
     "epsilons": (
         lambda: rms(X, epsilon=jnp.ones(2)),
         jc.GraphError,
-        ["epsilon is no number", "a scalar", "shape (2,)"],
+        ["epsilon is no number", "a real scalar", "float32[2]"],
     ),
+    "a complex epsilon": (lambda: rms(X, epsilon=1j), jc.GraphError, ["a real scalar"]),
+    "epsilon of a kind": (
+        lambda: rms(X, epsilon="a"),
+        jc.GraphTypeError,
+        ["epsilon is no array", "a number", "str: 'a'"],
+    ),
+    "no epsilon": (
+        lambda: layer(X, epsilon=None),
+        jc.GraphTypeError,
+        ["epsilon is no array", "NoneType: None"],
+    ),
+    "nothing": (lambda: layer(None), jc.GraphTypeError, ["x is no array", "NoneType: None"]),
+    "groups of a kind": (lambda: group(X, num_groups=2.0), jc.GraphError, ["num_groups=2.0"]),
     "implementation": (lambda: rms(X, implementation="cuda"), jc.GraphError, ["cuda", "split"]),
 }
+
+
+def test_axes_may_be_an_array():
+    np.testing.assert_array_equal(layer(X, axis=np.array([1, 2])), layer(X, axis=(1, 2)))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_no_examples(groups):
+    norm = functools.partial(group, num_groups=groups)
+    x = jnp.ones((0, 6, 8))
+    assert norm(x, jnp.ones(8)).shape == x.shape
+    gradient = jax.grad(lambda s: norm(x, s).sum())(jnp.ones(8))
+    np.testing.assert_array_equal(gradient, 0)
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -15,11 +15,12 @@ from .norms.measure import REFERENCE, WHOLE
 # A loss is no noise: XLA takes less than this part of cuDNN's time, is faster in every round, and
 # so in every case of the pattern, of which there are at least two.
 _RATIO, _CASES = 0.95, 2
+_ISSUED = 50  # us; no call of a graph keeps the host for so long
 
 
 def generate(*results: dict[str, Any]) -> dict[str, Any]:
     """The part of the table that results of one machine give: its SM version with what was
-    measured there. Of what differs between them the first says where and when that was.
+    measured there. Of what differs between them the first says how that was.
 
     A case counts as XLA would run it: its graph's reference (``ratio_reference``), which is what
     "split" leaves to XLA, and not the best formulation that somebody wrote by hand. A case without
@@ -43,6 +44,7 @@ def generate(*results: dict[str, Any]) -> dict[str, Any]:
         if not _why_not(entries)
     }
     where = {key: environment[key] for key in ("device", "date", "cudnn", "jax")}
+    where["date"] = ", ".join(sorted({result["environment"]["date"] for result in results}))
     return {str(_sm_version(environment)): {**where, "patterns": lost}}
 
 
@@ -93,9 +95,14 @@ def _by_pattern(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
             plans, us = entry.get("plans", {}).get(WHOLE, {}), entry.get("us", {})
             patterns = plans.get("patterns", ())
             alone = len(patterns) == 1 and not plans.get("XLA")
-            if alone and {WHOLE, REFERENCE} <= us.keys():
+            if alone and {WHOLE, REFERENCE} <= us.keys() and not _of_the_host(entry):
                 found.setdefault(patterns[0], {})[f"{case}, {program}"] = _compared(us)
     return found
+
+
+def _of_the_host(entry: dict[str, Any]) -> bool:
+    """Whether cuDNN's time may be that of the host, which issued its calls too slowly."""
+    return not entry["host_hidden"][WHOLE] and entry["us"][WHOLE]["median"] < _ISSUED
 
 
 def _compared(us: dict[str, dict[str, float]]) -> dict[str, float]:

@@ -15,7 +15,13 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import Example, Node
 from .normalization_base import BACKWARD_DIMS, Spatial, normalized
-from .normalization_of_channels import CHANNELS, IMAGES, BackwardOfChannels, ForwardOfChannels
+from .normalization_of_channels import (
+    CHANNELS,
+    IMAGES,
+    ROUNDING,
+    BackwardOfChannels,
+    ForwardOfChannels,
+)
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -118,6 +124,7 @@ class Batchnorm(ForwardOfChannels):
     )
     requires = "channels a multiple of 8; epsilon and momentum Python numbers"
     takes_masks = True
+    rounding = f"{ROUNDING}, in XLA's one pass over images of up to 4096 pixels from a guess of it"
     extent = Spatial(batch=True)
     backward = BatchnormBackward
     examples = tuple(

@@ -20,7 +20,7 @@ Scalar = float | jax.Array
 
 def floating(name: str, x: Any) -> jax.Array:
     """An array of a float that cuDNN normalizes; GraphTypeError for others."""
-    x = jnp.asarray(x)
+    x = _array(name, x, "an array of floats")
     if str(x.dtype) not in FLOATS:
         raise GraphTypeError(
             f"{name} has a dtype that is not normalized",
@@ -35,16 +35,31 @@ def scalar(name: str, value: Any) -> Scalar:
     """A Python number, or an array of one number in float32; GraphError for others."""
     if isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return float(value)
-    value = jnp.asarray(value)
-    if value.ndim:
-        raise GraphError(f"{name} is no number", expected="a scalar", got=f"shape {value.shape}")
+    value = _array(name, value, "a number, or an array of one")
+    if value.ndim or jnp.issubdtype(value.dtype, jnp.complexfloating):
+        raise GraphError(
+            f"{name} is no number",
+            expected="a real scalar",
+            got=f"{value.dtype}{list(value.shape)}",
+        )
     return value.astype(jnp.float32)
+
+
+def _array(name: str, value: Any, expected: str) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise GraphTypeError(
+            f"{name} is no array", expected=expected, got=f"{type(value).__name__}: {value!r}"[:200]
+        ) from error
 
 
 def normalized_axes(x: jax.Array, axis: Axes) -> tuple[int, ...]:
     """The axes as positions, ascending; GraphError for what are none."""
     try:
-        given = tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
+        several = isinstance(axis, Sequence) or (isinstance(axis, np.ndarray) and axis.ndim > 0)
+        axes: Any = axis if several else (axis,)
+        given = tuple(map(operator.index, axes))
     except TypeError:
         given = ()
     found = sorted({a + x.ndim if a < 0 else a for a in given})
@@ -53,6 +68,7 @@ def normalized_axes(x: jax.Array, axis: Axes) -> tuple[int, ...]:
             "axis is not valid",
             expected=f"one or more different axes of an array of rank {x.ndim}",
             got=f"axis={axis!r}",
+            fix="axis=-1 is the last; a scalar or a row of no axes has nothing to normalize",
         )
     return tuple(found)
 

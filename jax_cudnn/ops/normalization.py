@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .._core.graph.builder import register
 from .._core.graph.layout import major_to_minor
-from .._core.graph.node import ANY, LEAD, LOSES, Example, Node
+from .._core.graph.node import ANY, LEAD, Example, Node
 from .._core.graph.spec import Tensor
 from .normalization_base import (
     BACKWARD_DIMS,
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 _REQUIRES = (
     "the normalized dimensions are the last in memory; epsilon is a Python number; the fast "
-    "engines take input, scale and result of one 16-bit dtype"
+    "engines take input, scale and result of one dtype, and rows of lengths such as 768, 1024 or "
+    "5120 elements, but not of 1000"
 )
-_FOR_ALL_SHAPES = 1
 _ROUNDING = "mean and variance in float32, of distances from the mean"
 
 
@@ -43,6 +43,9 @@ class OfRows(Normalizing):
     requires = _REQUIRES
 
     extent: ClassVar[Rows]
+    # Measured on an H200 with cuDNN 9.19: the engine for all shapes takes three times as long as
+    # XLA in the forward and up to 45 times in the backward. Rows of 1000 elements have no other.
+    slow = (1,)
     in_front: ClassVar[type[Normalizing] | None] = None
     """The class that takes a dimension in front of all operands, each with a scale of its own."""
 
@@ -53,12 +56,6 @@ class OfRows(Normalizing):
         if axes and {*order[-len(axes) :]} != {*axes}:
             return f"the normalized dimensions {list(axes)} are not the last in memory"
         return super().refuses(tensors, graph)
-
-    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
-        # Measured on an H200 with cuDNN 9.19: the engine for all shapes takes three times as long
-        # as XLA in the forward and up to 45 times in the backward. Rows of 1000 elements, for
-        # example, have no other.
-        return LOSES if engine == _FOR_ALL_SHAPES else 0
 
     def length(self, tensors: Mapping[str, Tensor]) -> int:
         """Elements of a row."""
@@ -74,7 +71,7 @@ class OfRows(Normalizing):
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         """cuDNN has other kernels for rows that fill a block of threads once, or several times."""
         length = self.length(tensors)
-        words = " of short rows" if length <= 1024 else " of long rows" if length > 4096 else ""
+        words = " of short rows" if length <= 256 else " of long rows" if length > 4096 else ""
         return super().pattern(tensors) + words
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
@@ -114,9 +111,8 @@ class BackwardOfRows(OfRows, NormalizationBackward):
         # Measured on an H200 with cuDNN 9.19: 1024 rows of 12288 elements take up to twice as long
         # where a row is not split, as heuristics propose first.
         length, x = self.length(tensors), tensors["input"].shape
-        few = length > 8192 and math.prod(x) // length <= 2048
-        before = few and engine == 4 and knobs.get("SPLIT_COLS", 0) > 0
-        return -1 if before else super().rank(engine, knobs, tensors)
+        few_long_rows = length > 8192 and math.prod(x) // length <= 2048
+        return -1 if few_long_rows and engine == 4 and knobs.get("SPLIT_COLS", 0) > 0 else 0
 
 
 @register
@@ -264,9 +260,10 @@ class LayernormBackward(BackwardOfRows):
         # Measured on an H200 with cuDNN 9.19: these knobs are 1.4 times as fast as those that
         # heuristics propose first for 4096 and 8192 rows, and as fast for 16384.
         fast = {"STAGES": 1, "KERNEL_CFG": 2, "OCCUPANCY": 1, "SPLIT_COLS": 0, "TILE_COLS": 3}
-        usual = 2048 < self.length(tensors) <= 4096
-        before = usual and engine == 4 and fast.items() <= knobs.items()
-        return -1 if before else super().rank(engine, knobs, tensors)
+        preferred = engine == 4 and fast.items() <= knobs.items()
+        if preferred and 2048 < self.length(tensors) <= 4096:
+            return -1
+        return super().rank(engine, knobs, tensors)
 
 
 @register
@@ -316,11 +313,10 @@ class Layernorm(ForwardOfRows):
     )
 
     def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
-        # Measured on an H200 with cuDNN 9.19: for rows of 4096 to 8192 elements heuristics propose
+        # Measured on an H200 with cuDNN 9.19: for rows of 768 to 8192 elements heuristics propose
         # the engine that takes neighbours; that for rows alone is up to 1.4 times as fast.
-        behind = (3, 4) if self.norm_forward_phase == TRAINING else (4, 5)
-        slow = behind.index(engine) + 1 if engine in behind else 0
-        return super().rank(engine, knobs, tensors) or slow
+        with_neighbours = (3, 4) if self.norm_forward_phase == TRAINING else (4, 5)
+        return with_neighbours.index(engine) + 1 if engine in with_neighbours else 0
 
 
 @register

@@ -35,6 +35,8 @@ BACKWARD_DIMS = (
     "grad: *x, input: *x, scale: *s, mean: *m, inv_variance: *m -> DX: *x, DScale: *s, DBias: *s"
 )
 
+_PIXELS = 4096  # of an image, of which a guess of the mean is good enough
+
 
 class Extent:
     """Over which dimensions a kind of normalization takes its mean and variance."""
@@ -101,26 +103,31 @@ class Spatial(Extent):
         return scale == (1, *shape[1:2], *(1,) * (len(shape) - 2))
 
     def moments(self, x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-        """Of all images together in one pass over what no chip holds: of distances from the mean
-        of the images' middle pixels.
+        """Of all images together in one pass over what no chip holds: of distances from a guess of
+        the mean, the middle one of the means of three pixels of the images.
 
-        That mean of one in k elements is at most k**0.5 deviations from that of all, so that the
+        Of k pixels the mean of one is at most k**0.5 deviations from that of all, so that the
         difference of the two sums keeps all but a factor of k of float32's digits, and nearly all
-        of them where these pixels are like the others.
+        of them where two of the three are like the others. Of more than ``_PIXELS`` it takes two.
         """
         pixels = [axis for axis in axes if axis > 1 and x.shape[axis] > 1]
         pixels = [axis for axis in pixels if not compat.is_sharded(x, axis)]
-        if not (self.batch and pixels):
+        count = math.prod(x.shape[axis] for axis in pixels)
+        if not (self.batch and 1 < count <= _PIXELS):
             return super().moments(x, axes)
-        part = x
-        for axis in pixels:
-            middle = x.shape[axis] // 2
-            part = jax.lax.slice_in_dim(part, middle, middle + 1, axis=axis)
-        pivot = jax.lax.stop_gradient(jnp.mean(part, axis=axes, keepdims=True))
-        away = x - pivot
+        guesses = []
+        for quarter in (1, 2, 3):
+            part = x
+            for axis in pixels:
+                at = x.shape[axis] * quarter // 4
+                part = jax.lax.slice_in_dim(part, at, at + 1, axis=axis)
+            guesses.append(jnp.mean(part, axis=axes, keepdims=True))
+        low, middle, high = guesses
+        guess = jnp.maximum(jnp.minimum(low, middle), jnp.minimum(jnp.maximum(low, middle), high))
+        away = x - jax.lax.stop_gradient(guess)
         off = jnp.mean(away, axis=axes, keepdims=True)
         variance = jnp.mean(jnp.square(away), axis=axes, keepdims=True) - jnp.square(off)
-        return pivot + off, jnp.maximum(variance, 0)
+        return jax.lax.stop_gradient(guess) + off, jnp.maximum(variance, 0)
 
 
 class Normalizing(Node):

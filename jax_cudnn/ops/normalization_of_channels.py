@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 # For the examples of the nodes.
 IMAGES, CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
-_ROUNDING = (
-    "mean and variance in float32, of distances from the mean, for all images in XLA from that of "
-    "their middle pixels"
-)
+ROUNDING = "mean and variance in float32, of distances from the mean"
 
 
 class OfChannels(Normalizing):
@@ -51,7 +48,7 @@ class BackwardOfChannels(OfChannels, NormalizationBackward):
 class ForwardOfChannels(OfChannels, Normalization):
     """Of the operations behind it cuDNN writes the last one's result."""
 
-    rounding = _ROUNDING
+    rounding = ROUNDING
 
     def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         # Measured on an H200 with cuDNN 9.19: of relu(Y + residual) the sum, as a further result,

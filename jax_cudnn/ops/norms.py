@@ -94,8 +94,8 @@ def rms_norm(
 
     Args:
         x: any shape; float32, bfloat16 or float16.
-        scale: of the shape of the normalized axes, in their order; none is 1. With the dtype of
-            ``x``, if that has 16 bits, cuDNN has its fastest kernels.
+        scale: of the shape of the normalized axes, in the array's order; none is 1. cuDNN's fast
+            kernels take one of ``x``'s dtype.
         axis: the normalized axes. The last ones are read where they lie; others are moved there,
             which costs nothing where they lie last in memory.
         epsilon: added to the mean square. A Python number is part of the plan's call; an array may
@@ -295,7 +295,8 @@ def group_norm(
     in float32 and of shape (batch, num_groups).
 
     cuDNN's graphs have no such operation. One group, and a group for each channel, are rows and
-    instances to it; XLA runs the rest, in the same program.
+    instances to it; XLA runs the rest, in the same program. A scale or bias of several channels in
+    a group is applied in XLA, which keeps the float32 rows before it for the scale's gradient.
 
     Raises: as :func:`layer_norm`. Source: Wu and He 2018, arXiv:1803.08494;
     ``flax.nnx.GroupNorm``.
@@ -310,12 +311,15 @@ def group_norm(
     order = (second[0], *second[2:], second[1])  # channels last
     moved = Moved(transpose(x, order), order)
     batch, *spatial, channels = moved.x.shape
-    groups = operator.index(num_groups)
+    try:
+        groups = operator.index(num_groups)
+    except TypeError:
+        groups = 0
     if groups < 1 or channels % groups:
         raise GraphError(
             "num_groups does not divide the channels",
             expected=f"a divisor of {channels}, the size of axis {axis}",
-            got=f"num_groups={num_groups}",
+            got=f"num_groups={num_groups!r}",
         )
     scale, bias = (parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
     if 1 < groups == channels and spatial:
@@ -330,7 +334,7 @@ def group_norm(
     wide = moved.x.reshape(batch, math.prod(spatial), channels)  # a mesh takes one step at a time
     wide = wide.reshape(batch, math.prod(spatial), groups, inner)
     if groups == 1:
-        wide = wide.reshape(batch, -1)
+        wide = wide.reshape(batch, math.prod(spatial) * channels)
     row = (1, *(1 if axis == 2 else size for axis, size in enumerate(wide.shape) if axis))
     plain = scale is None and bias is None
     found = Asked(GROUP_NORM, "layernorm", epsilon, options, implementation).of(

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 # Kinds of broadcasts that cuDNN computes rightly, see planning/limits.py.
 ANY, ROWS_AND_CHANNELS, ONE_ELEMENT, NUMBERS_ONLY = "any", "rows, channels", "one", "numbers"
-LOSES = 9
-"""The rank of a candidate that measurements show to be slower than XLA."""
-
 LEAD = -1
 """In :meth:`Node.folds`: a dimension of its own, in front of the others."""
 
@@ -79,6 +76,8 @@ class Node:
     """Minimum cuDNN, SM and shape rules, in words a user can read."""
     anchor: ClassVar[bool] = False
     """Whether cuDNN builds an engine around this node (one anchor a graph)."""
+    slow: ClassVar[tuple[int, ...]] = ()
+    """Numbers of cuDNN's engines that are measured to be slower than XLA around this anchor."""
     product: ClassVar[bool] = False
     """Whether this anchor multiplies: its compute type accumulates, float32 may become TF32, and
     the reference takes the operands as they are, with ``precision``."""
@@ -204,9 +203,8 @@ class Node:
 
     def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
         """Where a candidate is tried among those of cuDNN's heuristics, where measurements show
-        them to be wrong: before those of a higher rank, and else in their order.
-
-        One of rank ``LOSES`` runs under ``implementation="cudnn"`` only: XLA is faster.
+        them to be wrong: before those of a higher rank, and else in their order. Asked of the
+        anchor; the ``slow`` ones come last.
         """
         return 0
 

@@ -56,7 +56,7 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> ExecutionPlan:
         choice.propose(graph, spec, cudnn)
     count = graph.get_execution_plan_count()
     candidates = [graph.get_engine_and_knobs_at_index(index) for index in range(count)]
-    for index in sorted(range(count), key=lambda index: choice.rank(spec, *candidates[index])):
+    for index in choice.order(spec, candidates):
         name = graph.get_plan_name_at_index(index)
         engine, knobs = candidates[index]
         if not choice.is_chosen(spec, engine, knobs):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import GraphError
+from ..graph.node import Node
 from ..graph.options import Options
 from ..graph.spec import GraphSpec
 
@@ -39,18 +40,25 @@ def is_chosen(spec: GraphSpec, engine: int, knobs: Mapping[Any, int]) -> bool:
     )
 
 
-def rank(spec: GraphSpec, engine: int, knobs: Mapping[Any, int]) -> int:
-    """Where a candidate is tried: in the order of this, and then of the heuristics."""
-    named = {getattr(knob, "name", str(knob)): int(value) for knob, value in knobs.items()}
-    ranks = (
-        call.node.rank(
-            engine,
-            named,
-            {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)},
-        )
-        for call in spec.calls
-    )
-    return max(ranks, key=abs, default=0)
+def order(spec: GraphSpec, candidates: Sequence[tuple[int, Mapping[Any, int]]]) -> list[int]:
+    """The positions of candidates, engines with knobs, in the order in which they are tried: that
+    of the heuristics, but for what the anchor knows better."""
+    anchor = next((call for call in spec.calls if call.node.anchor), None)
+    if anchor is None:
+        return [*range(len(candidates))]
+    tensors = {port: spec.tensor(name) for port, name in (*anchor.inputs, *anchor.outputs)}
+
+    def rank(position: int) -> tuple[bool, int]:
+        engine, knobs = candidates[position]
+        named = {getattr(knob, "name", str(knob)): int(value) for knob, value in knobs.items()}
+        return int(engine) in anchor.node.slow, anchor.node.rank(int(engine), named, tensors)
+
+    return sorted(range(len(candidates)), key=rank)
+
+
+def slow(spec: GraphSpec, engine: int) -> Node | None:
+    """The anchor for which an engine is measured to be slower than XLA."""
+    return next((c.node for c in spec.calls if c.node.anchor and engine in c.node.slow), None)
 
 
 def _filters(spec: GraphSpec) -> dict[str, tuple[str, ...]]:

@@ -19,7 +19,9 @@ from typing import Any
 from ..graph.dtypes import FP8
 from ..graph.layout import major_to_minor
 from ..graph.spec import Call, GraphSpec
+from . import choice
 from .call_sets import CallSets, members
+from .execution_plan import ExecutionPlan
 
 TABLE = Path(__file__).with_name("losses.json")
 
@@ -73,6 +75,19 @@ def loss(spec: GraphSpec, sm_version: int) -> Loss | None:
         return None
     where = {key: measured[key] for key in ("device", "date", "cudnn")}
     return Loss(filed, max(cases.values()), **where, cases=tuple(cases))
+
+
+def slow(spec: GraphSpec, plan: ExecutionPlan, sm_version: int) -> str:
+    """Why XLA is faster than the best engine that is left for a graph; "" where nothing says so, as
+    where :func:`loss` is None."""
+    measured = table().get(str(sm_version))
+    node = choice.slow(spec, plan.engine_id)
+    if measured is None or node is None or not _may_be_xlas(spec):
+        return ""
+    return (
+        f"of the engines that take it {plan.engine} alone is left, and XLA is faster "
+        f"({measured['device']}, cuDNN {measured['cudnn']}); {node.method}: {node.requires}"
+    )
 
 
 def _may_be_xlas(spec: GraphSpec) -> bool:

@@ -13,14 +13,13 @@ import jax
 from ...deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import PlanningWorkerError, UnsupportedGraphError
-from ..graph.node import LOSES
 from ..graph.options import Surroundings
 from ..graph.spec import GraphSpec
 from ..implementation import CUDNN, SPLIT, XLA
 from ..job import agreement
 from ..settings import settings
 from ..store import cache
-from . import choice, frontend, losses, planner
+from . import frontend, losses, planner
 from .execution_plan import ExecutionPlan
 from .plan import Plan, PlannedSegment
 from .single_flight import SingleFlight
@@ -178,7 +177,7 @@ def _split(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str
     """From the disk, or searched and left there for other processes."""
     lost = {} if asked.losing else losses.table().get(str(_model(site)[1]), {})
     known_losses = sorted(lost.get("patterns", ()))
-    key = f"{planner.key_text('split', spec, site)}\n{known_losses}\n{asked.apart}"
+    key = f"{planner.key_text('split', spec, site)}\n{known_losses}\n{asked}"
 
     def ask(piece: GraphSpec) -> Refusal | None:
         if asked.apart and piece.is_paired:
@@ -219,8 +218,8 @@ def refusal(
             return Refusal(str(loss), final=True)
         try:
             plan = planner.plan(spec, site, name, advise=False)
-            if not losing and choice.rank(spec, plan.engine_id, dict(plan.knobs)) >= LOSES:
-                return Refusal(f"only {plan.engine} takes it, and XLA is faster than that")
+            if not losing and (slow := losses.slow(spec, plan, _model(site)[1])):
+                return Refusal(slow)
         except UnsupportedGraphError as error:
             return Refusal(most_telling(error.reasons) or error.why or error.summary)
         except PlanningWorkerError as error:  # cuDNN crashed over this part

@@ -34,7 +34,7 @@ def render_norms(result: dict[str, Any]) -> str:
     text = (
         f"{where(result)}, torch {environment['torch']}, triton {environment['triton']}, driver "
         f"{environment['driver']}; medians of rounds in which all sides take turns, of the GPU's "
-        "time alone (jax_cudnn with the smallest and largest). The limit is that of the bytes "
+        "time alone (jax_cudnn with the quartiles). The limit is that of the bytes "
         f"which must move, each array once, at {limit['tbytes_s']:g} TB/s ({limit['of']}, "
         f"{limit['source']}); what fits into the L2 cache can be faster. jax_cudnn is the default, "
         'cuDNN `implementation="cudnn"`, XLA `implementation="xla"`, XLA\'s best that of several '
@@ -161,7 +161,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
                 notes.setdefault(f"{found['status']}: {found['reason']}", []).append(line)
             for side, reason in found.get("not_run", {}).items():
                 how = side if reason == MISSING else f"{side} did not run"
-                notes.setdefault(f"{how}: {reason}", []).append(line)
+                notes.setdefault(f"{how}: {reason.partition(' what to do: ')[0]}", []).append(line)
             shown = [side for side, hidden in found.get("host_hidden", {}).items() if not hidden]
             if shown and len(shown) < len(found["us"]):  # on a CPU all are
                 text = f"the host's time may be in that of {', '.join(shown)}"
@@ -200,7 +200,7 @@ def _median_of(us: dict[str, Any], side: str | None, named: bool = False) -> str
 
 def _spread(us: dict[str, Any], side: str) -> str:
     figure = us[side]
-    return "{median:.4g} ({min:.4g} to {max:.4g})".format(**figure)
+    return "{median:.4g} ({q1:.4g} to {q3:.4g})".format(**figure)
 
 
 def _figures(figures: dict[str, Any], sides: tuple[str | None, ...], form: str) -> str:
