@@ -372,7 +372,8 @@ def test_products_of_float32_may_be_cut_to_10_bits_unless_that_is_forbidden(many
                 node, **{port: cut_short(x) for port, x in arrays.items()}
             ),
         )
-    fitting = [g for g in many if g.spec.has_float32_product][:12]
+    cut = [g for g in many if g.spec.has_float32_product]
+    fitting = [g for g in cut if g.spec.options.precision == "default"][:12]
     spec, operands = fitting[0].spec, fitting[0].inputs()
     for graph in fitting:
         cut_results = oracle.rounded(graph.spec, graph.inputs())
@@ -794,10 +795,10 @@ def test_graphs_are_checked_in_processes():
 @pytest.mark.deviceless
 def test_a_part_of_rows_is_normalized():
     def of_a_part(g, x, scale):
-        part = g.slice(x, slices=[slice(None), slice(None), slice(0, 128)])
+        part = g.slice(x, slices=[slice(None), slice(None), slice(0, 512)])
         return g.rmsnorm(part, scale, epsilon=1e-6)[0]
 
-    shapes = (8, 64, 256), (1, 1, 128)
+    shapes = (8, 64, 1024), (1, 1, 512)
     with jc.target("H200"):
         plan = jc.plan(jc.graph(of_a_part), *(jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes))
     assert any(segment.plan is not None for segment in plan.segments)
