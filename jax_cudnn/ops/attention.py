@@ -53,7 +53,7 @@ class Attending(Node):
     row_major = True
     writes_all = True
     broadcasts_around = NUMBERS_ONLY
-    dtypes = (*FLOATS, "int32")
+    dtypes = FLOATS
     requires = _REQUIRES
     rounding = "weights of 16 bits in the second product; sums, maxima and exponentials in float32"
     mirrored: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -66,7 +66,7 @@ class Attending(Node):
 
     @classmethod
     def _made(
-        cls, attn_scale: float, diagonal_alignment: Any, left: Any, right: Any, **others: bool
+        cls, attn_scale: float, diagonal_alignment: Any, left: Any, right: Any, **others: Any
     ) -> Node:
         alignment = getattr(diagonal_alignment, "name", diagonal_alignment)
         if alignment not in (TOP_LEFT, BOTTOM_RIGHT):
@@ -82,29 +82,32 @@ class Attending(Node):
                 got=f"{type(attn_scale).__name__}: {attn_scale!r}"[:200],
                 fix="multiply q by what JAX traces",
             )
-        return cls(
-            float32_range("attn_scale", attn_scale),
-            alignment,
-            _bound("diagonal_band_left_bound", left, 1),
-            _bound("diagonal_band_right_bound", right, 0),
-            **others,
-        )
+        attributes: dict[str, Any] = {
+            "attn_scale": float32_range("attn_scale", attn_scale),
+            "diagonal_alignment": alignment,
+            "diagonal_band_left_bound": _bound("diagonal_band_left_bound", left, 1),
+            "diagonal_band_right_bound": _bound("diagonal_band_right_bound", right, 0),
+        }
+        return cls(**attributes, **others)
 
     @property
     def band(self) -> Band:
         left, right = self.diagonal_band_left_bound, self.diagonal_band_right_bound
         return Band(left, right, self.diagonal_alignment == BOTTOM_RIGHT)
 
+    def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
+        for port in _LENGTHS:
+            if port in inputs and inputs[port].dtype != "int32":
+                raise GraphTypeError(
+                    f"{port!r} has the wrong dtype",
+                    expected="int32",
+                    got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
+                )
+        return super().sizes({port: x for port, x in inputs.items() if port not in _LENGTHS})
+
     def checked(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
         self.sizes(inputs)
-        for port, tensor in inputs.items():
-            if (port in _LENGTHS) != (tensor.dtype == "int32"):
-                raise GraphTypeError(
-                    f"{port!r} has the wrong dtype",
-                    expected="int32" if port in _LENGTHS else ", ".join(FLOATS),
-                    got=f"{tensor.dtype}{list(tensor.shape)}",
-                )
         if self.compute_data_type != "float32":
             raise GraphTypeError(
                 f"compute_data_type {self.compute_data_type} is not for {self.method}",
@@ -345,7 +348,7 @@ class Sdpa(Attending):
                 "q": (2, 4, 128, 64),
                 "k": (2, 4, 128, 64),
                 "v": (2, 4, 128, 64),
-                "bias": (1, 4, 128, 128),
+                "bias": (2, 1, 128, 128),
             },
             attributes={"attn_scale": 0.125},
         ),

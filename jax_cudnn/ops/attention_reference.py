@@ -39,8 +39,8 @@ class Attention:
     precision: Any = None
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-        """O, and the logarithm of each row's sum of exponentials, of q, k, v and, where given, bias,
-        seq_len_q and seq_len_kv."""
+        """O, and the logarithm of each row's sum of exponentials, of q, k and v, and of bias,
+        seq_len_q and seq_len_kv, where they are given."""
 
         k = arrays["k"]
 
@@ -156,8 +156,8 @@ def _summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _over_rows(
     function: Callable[..., Any], rows: dict[str, jax.Array], keys: int, sums: bool = False
 ) -> Any:
-    """The results of all rows of queries, some at a time; with ``sums`` the second of two results is
-    added up."""
+    """The results of all rows of queries, some at a time; with ``sums`` the second of two is added
+    up."""
     *heads, queries, _ = rows["q"].shape
     count = max(1, _SCORES // max(math.prod(heads) * keys, 1))
     if count >= queries:

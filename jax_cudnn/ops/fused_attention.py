@@ -86,8 +86,8 @@ def dot_product_attention(
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
     Returns: (B, T, N, E) or (T, N, E), of query's dtype; with ``return_residual`` also the natural
-    logarithm of the sum of ``exp`` of what softmax gets, (B, T, N) or (T, N) in float32. Both may be
-    differentiated; the forward keeps both for that.
+    logarithm of the sum of ``exp`` of what softmax gets, (B, T, N) or (T, N) in float32. Both may
+    be differentiated; the forward keeps both for that.
 
     Where it differs from ``jax.nn``: a query that sees no key by ``is_causal``, window or lengths
     gives 0 and a residual of -inf, as cuDNN's kernels do (jax.nn's "xla" gives the mean of all
