@@ -8,7 +8,7 @@ from typing import Any
 
 from .._core.graph.dims import Shape
 from .._core.graph.node import Node
-from . import attentions, normalizations
+from . import normalizations
 from .drawing import Drawing, Operand, Value
 from .operands import CHANNELS, Proposal, new_operand, pick, weight
 
@@ -247,6 +247,5 @@ DRAWS: dict[str, Callable[[Drawing, type[Node]], Proposal]] = {
     "concatenate": _concatenate,
     "resample": _resample,
     **normalizations.DRAWS,
-    **attentions.DRAWS,
 }
 """What may stand at the ports of a method, with attributes; what does not fit the node refuses."""

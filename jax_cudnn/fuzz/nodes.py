@@ -11,7 +11,7 @@ from typing import Any
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.node import REGISTRY, Node
-from . import attentions, normalizations
+from . import normalizations
 from .attributes import DRAWS
 from .drawing import Drawing, Operand
 from .operands import Proposal, beside, broadcast, layout, pick, result_dtype
@@ -28,8 +28,10 @@ _TRIES = 6
 
 
 def kind(node: type[Node]) -> str:
-    """To which share a node belongs."""
-    if node.product and node.method not in attentions.DRAWS:
+    """To which share a node belongs; one of no share is not drawn."""
+    if node.row_major:
+        return "attention"
+    if node.product:
         return "product"
     if node.method in normalizations.DRAWS:
         return "normalization"

@@ -64,9 +64,6 @@ def results(
     if node.method in _KNOWN:
         (name, array), *_ = arrays.items()
         return _KNOWN[node.method](node, array, shapes[name], shapes[outputs[0]], noise)
-    if hasattr(node, "band"):
-        found = _attended(arrays, shapes, noise)
-        return [found[port].astype(np.float32) for port in outputs]
     if hasattr(node, "extent"):
         known = _gradients if "grad" in arrays else _normalized
         found = known(node, arrays, shapes, noise)
@@ -197,21 +194,6 @@ def _gradients(
 
     dscale = total(grad * noise.permuted(xhat))
     return {"DX": (inv_var * dx)[:, 0], "DScale": dscale, "DBias": total(grad)}
-
-
-def _attended(
-    arrays: Mapping[str, np.ndarray], shapes: Mapping[str, Shape], noise: np.random.Generator
-) -> dict[str, np.ndarray]:
-    """Results of attention and of its backward by port, as if each key had the same weight."""
-    keys = min(shapes["k"][2], _TERMS)
-    o = noise.choice(arrays["v"].astype(np.float64), (SIZE, keys)).mean(-1)
-    stats = math.log(keys) + 0.5 * np.std(arrays["q"]) * noise.standard_normal(SIZE)
-    if "dO" not in arrays:
-        return {"O": o, "Stats": stats}
-    slope = float(np.std(arrays["dO"]) * np.std(arrays["v"])) / math.sqrt(keys)
-    found = {"dQ": np.std(arrays["k"]), "dK": np.std(arrays["q"]), "dBias": 1.0}
-    made = {port: slope * spread * noise.standard_normal(SIZE) for port, spread in found.items()}
-    return {**made, "dV": np.std(arrays["dO"]) / math.sqrt(keys) * noise.standard_normal(SIZE)}
 
 
 def _row(node: Any, shapes: Mapping[str, Shape]) -> int:

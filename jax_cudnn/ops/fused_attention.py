@@ -169,7 +169,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
     """The bounds of cuDNN's band: its left one is the first key that is not seen."""
     if window is None:
         return None, None
-    both = (window, window) if isinstance(window, (int, np.integer)) else tuple(window)
+    both = window if isinstance(window, (tuple, list)) else (window, window)
     valid = all(isinstance(w, (int, np.integer)) and not isinstance(w, bool) for w in both)
     if len(both) != 2 or not valid or min(both) < 0:
         raise GraphError(
