@@ -4,6 +4,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+import oracle_attention
 import oracle_norms
 import oracle_shapes
 from numpy.lib.stride_tricks import sliding_window_view
@@ -167,6 +168,7 @@ OPERATIONS = {
     "swish": lambda node, input: input * _sigmoid((node.swish_beta or 1.0) * input),
     "reduction": lambda node, input: _reduction(input, node),
     **oracle_norms.OPERATIONS,
+    **oracle_attention.OPERATIONS,
 }
 
 

@@ -102,7 +102,11 @@ def test_graphs_have_3_to_12_operations_and_nothing_in_vain(many):
 
 
 def test_every_node_occurs(many):
-    assert {method for graph in many for method in methods(graph)} == {*REGISTRY}
+    drawn = {method for graph in many for method in methods(graph)}
+    assert drawn == {*REGISTRY} - {
+        "sdpa",
+        "sdpa_backward",
+    }  # tests/test_attention.py alone has these
 
 
 def test_attributes_and_dtypes_of_every_kind_occur(many):

@@ -35,7 +35,8 @@ class Case:
         _, trace = self.function.trace(*self.avals)
         fan_in = {}
         for call in trace.spec.calls:
-            if call.node.product:  # (image, weight) or (A, B): the second is the weight
+            # (image, weight) or (A, B): the second is the weight.
+            if call.node.product and len(call.inputs) == 2:
                 (_, image), (_, weight) = call.inputs
                 shape = trace.spec.tensor(weight).shape
                 contracted = shape[-2] if len(trace.spec.tensor(image).shape) == 3 else None

@@ -28,7 +28,9 @@ _TRIES = 6
 
 
 def kind(node: type[Node]) -> str:
-    """To which share a node belongs."""
+    """To which share a node belongs; one of no share is not drawn."""
+    if node.row_major:
+        return "attention"
     if node.product:
         return "product"
     if node.method in normalizations.DRAWS:

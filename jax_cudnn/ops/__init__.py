@@ -2,6 +2,7 @@
 
 from . import activation as activation
 from . import activation_backward as activation_backward
+from . import attention as attention
 from . import batch_normalization as batch_normalization
 from . import convolution as convolution
 from . import convolution_backward as convolution_backward
@@ -17,6 +18,7 @@ from . import pooling as pooling
 from . import reduction as reduction
 from . import slicing as slicing
 from . import statistics as statistics
+from .fused_attention import dot_product_attention as dot_product_attention
 from .fused_conv import conv as conv
 from .fused_conv import conv_transpose as conv_transpose
 from .fused_matmul import matmul as matmul

@@ -25,7 +25,7 @@ def major_to_minor(spec: GraphSpec, tensor: Tensor) -> tuple[int, ...]:
     """The order of a tensor's dimensions in memory, slowest first."""
     if tensor.order is not None:
         return tensor.order
-    if _merges(spec):
+    if _is_row_major(spec):
         return tuple(range(len(tensor.shape)))
     return _default_order(len(tensor.shape), _is_channels_last(spec))
 
@@ -108,6 +108,10 @@ def merged(spec: GraphSpec) -> tuple[tuple[int, ...], ...] | None:
 
 def _merges(spec: GraphSpec) -> bool:
     return any(call.node.merges for call in spec.calls)
+
+
+def _is_row_major(spec: GraphSpec) -> bool:
+    return any(call.node.merges or call.node.row_major for call in spec.calls)
 
 
 def _default_order(rank: int, channels_last: bool) -> tuple[int, ...]:

@@ -100,6 +100,8 @@ class Node:
     """cuDNN sees tensors of lower rank with dimensions of 1 put in after the second."""
     channels_last: ClassVar[bool] = False
     """Whether tensors of every rank lie channels-last in memory."""
+    row_major: ClassVar[bool] = False
+    """Whether tensors lie row-major in memory."""
     merges: ClassVar[bool] = False
     """Whether tensors lie row-major around this anchor, and cuDNN sees neighbouring dimensions that
     no tensor of the graph tells apart as one."""

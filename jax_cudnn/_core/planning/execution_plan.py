@@ -173,8 +173,7 @@ def decode(
     for tensor in spec.constants:
         rows[uids.constants[tensor.name]] = constant(_packed(tensor))
     for uid, value in blob["pass_by_values"].items():
-        # Serialised as the hexadecimal of the big-endian value; the kernels read little-endian.
-        rows[int(uid)] = constant(_padded(bytes.fromhex(value["value"])[::-1]))
+        rows[int(uid)] = constant(_padded(_by_value(value)))
     fills: list[tuple[int, int, int, int]] = []
     for uid, (kind, offset, floats) in blob["workspace_modifications"].items():
         rows[int(uid)] = (SLOT, offset, 0)
@@ -223,6 +222,23 @@ def _packed(tensor: Tensor) -> bytes:
     if tensor.dtype == "int32":
         return _padded(struct.pack("<i", int(tensor.value)))
     return _padded(struct.pack("<f", tensor.value))
+
+
+def _by_value(given: dict[str, Any]) -> bytes:
+    """A constant of the frontend's own, as the kernels read it. Floats are serialised as the
+    hexadecimal of the big-endian value, integers as themselves; ``index`` is the type's."""
+    value = given["value"]
+    if isinstance(value, str):
+        return bytes.fromhex(value)[::-1]
+    formats = {0: "<q", 1: "<i"}
+    if given["index"] not in formats:
+        raise LibraryError(
+            "the frontend's plan has a constant of an unknown type",
+            got=repr(given),
+            why="this version of nvidia-cudnn-frontend writes plans in a way unknown here",
+            fix="install a tested version (see newest.txt) or a newer jax_cudnn",
+        )
+    return struct.pack(formats[given["index"]], value)
 
 
 def _padded(value: bytes) -> bytes:

@@ -84,6 +84,11 @@ class Derivation(GraphBuilder):
         x._state = self._tensors[x.name] = replace(x._state, order=order)
         return x
 
+    def like(self, x: GraphTensor, tensor: Tensor) -> GraphTensor:
+        """A result of the graph, which lies in memory as another tensor states that it does."""
+        stated = x._state.order is not None or x.name in self._inputs or tensor.order is None
+        return x if stated or x.shape != tensor.shape else self.ordered(x, tensor.order)
+
     def rounded(self, x: GraphTensor, dtype: str, alone: bool = False) -> GraphTensor:
         """The tensor in a dtype: where it is computed, or else by a cast.
 

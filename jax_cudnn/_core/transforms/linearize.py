@@ -46,6 +46,9 @@ def linearize(spec: GraphSpec, active: frozenset[str]) -> Linearized:
     }
     tangents = _pushed(g, spec, values, first)
     outputs = [tangents.get(name) for name in spec.outputs]
+    for name, x in zip(spec.outputs, outputs, strict=True):
+        if x is not None:
+            g.like(x, spec.tensor(name))
     made = [x for x in outputs if x is not None]
     role = spec.origin.role
     origin = Origin(TANGENT_ROLE if role in ("", FORWARD) else f"{TANGENT_ROLE} of {role}")

@@ -73,6 +73,9 @@ def transpose(spec: GraphSpec, linear: tuple[str, ...], given: tuple[str, ...]) 
         )
         for name, x in zip(linear, totals, strict=True)
     ]
+    for name, x in zip(linear, found, strict=True):
+        if x is not None:
+            g.like(x, spec.tensor(name))
     role = BACKWARD if spec.origin.role == TANGENT else f"transpose of {spec.origin.role}"
     origin = Origin(role if spec.origin.role else "transpose", (), spec.origin.family)
     derived = g.finished([x for x in found if x is not None], origin)

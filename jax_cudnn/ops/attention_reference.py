@@ -1,0 +1,192 @@
+"""Attention in jnp, some rows of queries at a time: memory is linear in their number.
+
+Arrays are (B, H, S, D) as cuDNN's; k and v may have fewer heads, each of which serves as many
+neighbouring heads of q.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_SCORES = 2**24  # scores that are in memory at a time, 64 MiB of float32
+
+Arrays = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Which keys a query sees: those at positions ``j`` with ``i - left < j <= i + right``, where
+    ``i`` is its own; without a bound, all on that side. ``bottom_right``: positions are counted
+    from the last query and the last key, which see each other."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention, without its arrays."""
+
+    scale: float
+    band: Band = Band()
+    precision: Any = None
+
+    def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+        """O, and the logarithm of each row's sum of exponentials, of q, k and v, and of bias,
+        seq_len_q and seq_len_kv, where they are given."""
+
+        k = arrays["k"]
+
+        def block(rows: Arrays, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+            weights, total = self._softmax(rows, arrays, first)
+            return self._product("bngst,bnte->bngse", weights, arrays["v"]), total
+
+        o, total = _over_rows(jax.checkpoint(block), _grouped(arrays), k.shape[2])
+        return _heads(o), _heads(total)
+
+    def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
+        """The gradients by q, k, v and bias, by port, of the same operands with O, its gradient dO
+        and the statistic."""
+        k, v, bias = arrays["k"], arrays["v"], arrays.get("bias")
+
+        def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
+            scores = self._scores(rows, arrays, first)
+            some = jnp.isfinite(rows["stats"])
+            weights = jnp.exp(jnp.where(some, scores - rows["stats"], -jnp.inf))
+            grad = rows["dO"].astype(jnp.float32)
+            mean = jnp.sum(grad * rows["o"].astype(jnp.float32), axis=-1, keepdims=True)
+            along = self._product("bngse,bnte->bngst", rows["dO"], v)
+            slope = weights * (along - mean)
+            each = {"dQ": self.scale * self._product("bngst,bntd->bngsd", slope, k)}
+            summed = {
+                "dK": self.scale * self._product("bngst,bngsd->bntd", slope, rows["q"]),
+                "dV": self._product("bngst,bngse->bnte", weights, rows["dO"]),
+            }
+            if bias is not None:
+                (each if bias.shape[2] > 1 else summed)["dBias"] = _summed(slope, bias.shape)
+            return each, summed
+
+        each, summed = _over_rows(block, _grouped(arrays), k.shape[2], sums=True)
+        found = {**each, **summed}
+        found["dQ"] = _heads(found["dQ"])
+        if bias is not None:
+            found["dBias"] = found["dBias"].reshape(bias.shape)
+        return found
+
+    def _softmax(
+        self, rows: Arrays, arrays: Arrays, first: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Weights, and the statistic; of a query that sees no key 0, and -inf."""
+        scores = self._scores(rows, arrays, first)
+        largest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+        largest = jax.lax.stop_gradient(jnp.where(jnp.isneginf(largest), 0, largest))
+        each = jnp.exp(scores - largest)
+        total = jnp.sum(each, axis=-1, keepdims=True)
+        some = total > 0
+        weights = jnp.where(some, each / jnp.where(some, total, 1), 0)
+        return weights, jnp.where(some, largest + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
+
+    def _scores(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array:
+        """Scaled scores in float32, -inf where a key is not seen."""
+        q, k = rows["q"], arrays["k"]
+        scores = self.scale * self._product("bngsd,bntd->bngst", q, k)
+        if "bias" in rows:
+            scores = scores + rows["bias"].astype(jnp.float32)
+        return jnp.where(self._seen(arrays, first, q.shape[3]), scores, -jnp.inf)
+
+    def _seen(self, arrays: Arrays, first: jax.Array, count: int) -> jax.Array:
+        """Whether a query sees a key, for ``count`` queries from ``first`` on: (B, 1, 1, S, T)."""
+        queries, keys = arrays["q"].shape[2], arrays["k"].shape[2]
+        lengths = [
+            _length(arrays.get(name), whole)
+            for name, whole in (("seq_len_q", queries), ("seq_len_kv", keys))
+        ]
+        i = (first + jnp.arange(count))[:, None]
+        j = jnp.arange(keys)[None, :]
+        seen = (i < lengths[0]) & (j < lengths[1])
+        at = i + (lengths[1] - lengths[0] if self.band.bottom_right else 0)
+        if self.band.left is not None:
+            seen &= j > at - self.band.left
+        if self.band.right is not None:
+            seen &= j <= at + self.band.right
+        return seen
+
+    def _product(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        """In the arrays' own 16-bit dtype, as cuDNN does, with sums in float32."""
+        a = a.astype(b.dtype) if b.dtype.itemsize == 2 else a
+        return jnp.einsum(
+            equation, a, b, precision=self.precision, preferred_element_type=jnp.float32
+        )
+
+
+def _length(given: jax.Array | None, whole: int) -> Any:
+    return whole if given is None else given.astype(jnp.int32).reshape(-1, 1, 1, 1, 1)
+
+
+def _grouped(arrays: Arrays) -> dict[str, jax.Array]:
+    """Arrays with rows of queries, with the heads in groups by that of k: (B, N, G, S, ...)."""
+    heads = arrays["k"].shape[1]
+    found = {}
+    for name in ("q", "bias", "o", "dO", "stats"):
+        x = arrays.get(name)
+        if x is not None:
+            groups = (1, 1) if x.shape[1] == 1 else (heads, x.shape[1] // heads)
+            found[name] = x.reshape(x.shape[0], *groups, *x.shape[2:])
+    return found
+
+
+def _heads(x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+
+
+def _summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The sum over what was broadcast, of (B, N, G, S, T) for a bias of this shape."""
+    axes = [axis for axis, size in ((0, shape[0]), (4, shape[3])) if size == 1]
+    axes += [1, 2] * (shape[1] == 1) + [3] * (shape[2] == 1)
+    return jnp.sum(x, axis=tuple(axes), keepdims=True)
+
+
+def _over_rows(
+    function: Callable[..., Any], rows: dict[str, jax.Array], keys: int, sums: bool = False
+) -> Any:
+    """The results of all rows of queries, some at a time; with ``sums`` the second of two is added
+    up."""
+    *heads, queries, _ = rows["q"].shape
+    count = max(1, _SCORES // max(math.prod(heads) * keys, 1))
+    if count >= queries:
+        return function(rows, jnp.zeros((), jnp.int32))
+    blocks = -(-queries // count)
+
+    def cut(name: str, x: jax.Array) -> jax.Array:
+        if x.shape[3] == 1:  # a bias of all queries
+            return jnp.broadcast_to(x, (blocks, *x.shape))
+        behind = [(0, blocks * count - queries if axis == 3 else 0) for axis in range(5)]
+        padded = jnp.pad(x, behind, constant_values=-jnp.inf if name == "stats" else 0)
+        return jnp.moveaxis(padded.reshape(*x.shape[:3], blocks, count, *x.shape[4:]), 3, 0)
+
+    def joined(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 3)
+        return x.reshape(*x.shape[:3], blocks * count, *x.shape[5:])[:, :, :, :queries]
+
+    given = (
+        jnp.arange(blocks, dtype=jnp.int32) * count,
+        {name: cut(name, x) for name, x in rows.items()},
+    )
+    if not sums:
+        return jax.tree.map(joined, jax.lax.map(lambda x: function(x[1], x[0]), given))
+    shapes = jax.eval_shape(lambda x: function(x[1], x[0])[1], jax.tree.map(lambda x: x[0], given))
+
+    def step(total: Any, x: Any) -> tuple[Any, Any]:
+        each, part = function(x[1], x[0])
+        return jax.tree.map(jnp.add, total, part), each
+
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    total, each = jax.lax.scan(step, zeros, given)
+    return jax.tree.map(joined, each), total

@@ -1,0 +1,235 @@
+"""Attention in the conventions of ``jax.nn``."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dims import packed_strides
+from .._core.graph.dtypes import FLOATS
+from .._core.graph.options import Options
+from .._core.graph.trace import GraphFunction
+from .arguments import chosen
+from .attention import BOTTOM_RIGHT, TOP_LEFT
+
+_BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
+_MASKED = -0.7  # of the largest number: softmax of a row with nothing else is uniform
+
+
+def _attention(g, q, k, v, bias, lengths, *, scale, left, right, bottom_right):
+    for x in (q, k, v):
+        x.set_stride(packed_strides(x.shape, _BY_TOKEN))
+    named = {} if bias is None else {"bias": bias}
+    if lengths is not None:
+        named |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
+    out, statistic = g.sdpa(
+        q, k, v, **named,
+        attn_scale=scale,
+        diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
+        diagonal_band_left_bound=left,
+        diagonal_band_right_bound=right,
+    )  # fmt: skip
+    return out.set_stride(packed_strides(out.shape, _BY_TOKEN)), statistic
+
+
+ATTENTION = GraphFunction(_attention, name="dot_product_attention")
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    bottom_right: bool = False,
+    return_residual: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Scaled dot-product attention, with the arguments of :func:`jax.nn.dot_product_attention`.
+
+    ``softmax(scale * query key^T + bias) value`` for each head, over the keys that a query sees.
+    Letters: B examples, T queries, S keys, N heads of queries, K of keys and values, H and E their
+    sizes.
+
+    Args:
+        query: (B, T, N, H) or (T, N, H); bfloat16 or float16 for cuDNN, float32 for XLA.
+        key: (B, S, K, H) or (S, K, H), of query's dtype. Each head serves N / K neighbouring ones
+            of query.
+        value: (B, S, K, E) or (S, K, E), of query's dtype. E may differ from H.
+        bias: added to the scaled scores; of rank 4 or less and broadcast to (B, N, T, S), not
+            copied where cuDNN broadcasts it. Has a gradient.
+        mask: True where a key is seen, broadcast like bias. It becomes a bias of its shape in
+            memory; what can be said by ``is_causal``, ``local_window_size`` or lengths costs
+            nothing, and keys that are not seen are not read.
+        scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
+        is_causal: a query sees keys up to its own position.
+        query_seq_lengths: (B,) in int32, how many queries each example has; the rest give 0.
+        key_value_seq_lengths: (B,) in int32, how many keys.
+        local_window_size: (left, right) or one number for both: a query sees so many keys before
+            and after its own position. With ``is_causal`` none after.
+        bottom_right: positions are counted so that the last query and the last key are at the
+            same, as where keys of earlier tokens are cached.
+        return_residual: also return the logarithm of each row's sum of exponentials.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
+        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+
+    Returns: (B, T, N, E) or (T, N, E), of query's dtype; with ``return_residual`` also the natural
+    logarithm of the sum of ``exp`` of what softmax gets, (B, T, N) or (T, N) in float32. Both may
+    be differentiated; the forward keeps both for that.
+
+    Where it differs from ``jax.nn``: a query that sees no key by ``is_causal``, window or lengths
+    gives 0 and a residual of -inf, as cuDNN's kernels do (jax.nn's "xla" gives the mean of all
+    values); the residual is float32, and differentiated.
+
+    Raises:
+        GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762; Dao 2023, arXiv:2307.08691; cuDNN documentation,
+    "Scaled Dot Product Attention".
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> q, k = jnp.ones((2, 128, 8, 64), "bfloat16"), jnp.ones((2, 128, 2, 64), "bfloat16")
+        >>> jc.ops.dot_product_attention(q, k, k, is_causal=True).shape
+        (2, 128, 8, 64)
+    """
+    rank = jnp.ndim(query)
+    query, key, value = (
+        _operand(name, x, rank) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    _check(query, key, value)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    if not isinstance(scale, numbers.Real):
+        query, scale = (query * jnp.asarray(scale)).astype(query.dtype), 1.0
+    left, right = _window(local_window_size)
+    if is_causal:
+        right = 0
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    lengths = _lengths(query_seq_lengths, key_value_seq_lengths, query, key)
+    out, statistic = chosen(ATTENTION, options, None, implementation)(
+        q, k, v, _bias(bias, mask, query, key), lengths,
+        scale=float(scale), left=left, right=right, bottom_right=bottom_right,
+    )  # fmt: skip
+    out, statistic = jnp.swapaxes(out, 1, 2), jnp.swapaxes(statistic[..., 0], 1, 2)
+    out, statistic = (out, statistic) if rank == 4 else (out[0], statistic[0])
+    return (out, statistic) if return_residual else out
+
+
+def _operand(name: str, x: Any, rank: int) -> jax.Array:
+    x = jnp.asarray(x)
+    if x.ndim != rank or rank not in (3, 4):
+        raise GraphError(
+            f"{name} has the wrong rank",
+            expected="query, key and value all (B, T, N, H) or all (T, N, H)",
+            got=f"{name} of shape {list(x.shape)}",
+        )
+    if str(x.dtype) not in FLOATS:
+        raise GraphTypeError(
+            f"{name} has a dtype that attention does not take",
+            expected=", ".join(FLOATS),
+            got=f"{x.dtype}{list(x.shape)}",
+            fix=f"cast it before the call: {name}.astype(jnp.bfloat16)",
+        )
+    return x if rank == 4 else x[None]
+
+
+def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    (b, _, n, h), (*bs, heads, size) = query.shape, key.shape
+    fits = size == h and bs[0] == b and value.shape[:3] == key.shape[:3]
+    if not fits or heads == 0 or n % heads:
+        raise GraphError(
+            "query, key and value do not fit together",
+            expected="(B, T, N, H), (B, S, K, H) and (B, S, K, E), with N a multiple of K",
+            got=f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}",
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise GraphTypeError(
+            "query, key and value have different dtypes",
+            expected="one dtype",
+            got=f"{query.dtype}, {key.dtype} and {value.dtype}",
+            fix="cast them before the call",
+        )
+
+
+def _window(window: Any) -> tuple[int | None, int | None]:
+    """The bounds of cuDNN's band: its left one is the first key that is not seen."""
+    if window is None:
+        return None, None
+    both = window if isinstance(window, (tuple, list)) else (window, window)
+    valid = all(isinstance(w, (int, np.integer)) and not isinstance(w, bool) for w in both)
+    if len(both) != 2 or not valid or min(both) < 0:
+        raise GraphError(
+            "local_window_size is not valid",
+            expected="(left, right) of integers of at least 0, or one for both",
+            got=repr(window)[:200],
+        )
+    return int(both[0]) + 1, int(both[1])
+
+
+def _lengths(
+    queries: Any, keys: Any, query: jax.Array, key: jax.Array
+) -> tuple[jax.Array, jax.Array] | None:
+    """Both as (B, 1, 1, 1), where there is one."""
+    if queries is None and keys is None:
+        return None
+    found = []
+    for name, given, of in (
+        ("query_seq_lengths", queries, query),
+        ("key_value_seq_lengths", keys, key),
+    ):
+        batch = of.shape[0]
+        given = jnp.full(batch, of.shape[1], jnp.int32) if given is None else jnp.asarray(given)
+        if given.shape != (batch,) or given.dtype != jnp.int32:
+            raise GraphError(
+                f"{name} is not valid",
+                expected=f"int32[{batch}], the length of each example",
+                got=f"{given.dtype}{list(given.shape)}",
+            )
+        found.append(given.reshape(batch, 1, 1, 1))
+    return found[0], found[1]
+
+
+def _bias(bias: Any, mask: Any, query: jax.Array, key: jax.Array) -> jax.Array | None:
+    """What is added to the scores for both, with rank 4."""
+    scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    bias, mask = (_broadcasting(n, x, scores) for n, x in (("bias", bias), ("mask", mask)))
+    if mask is None:
+        return bias if bias is None else bias.astype(query.dtype)
+    if mask.dtype != jnp.bool_:
+        raise GraphTypeError(
+            "mask is not boolean",
+            expected="bool, True where a key is seen",
+            got=f"{mask.dtype}{list(mask.shape)}",
+            fix="give an additive mask as bias",
+        )
+    largest = float(jnp.finfo(query.dtype).max)
+    seen = jnp.zeros((), query.dtype) if bias is None else bias.astype(query.dtype)
+    return jnp.where(mask, seen, jnp.asarray(_MASKED * largest, query.dtype))
+
+
+def _broadcasting(name: str, x: Any, scores: tuple[int, ...]) -> jax.Array | None:
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    shape = (*(1,) * (4 - x.ndim), *x.shape)
+    if x.ndim > 4 or any(a not in (1, b) for a, b in zip(shape, scores, strict=True)):
+        raise GraphError(
+            f"{name} does not fit the scores",
+            expected=f"what broadcasts to (B, N, T, S) = {list(scores)}",
+            got=f"shape {list(x.shape)}",
+        )
+    return x.reshape(shape)

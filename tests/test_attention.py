@@ -1,0 +1,511 @@
+"""Attention: what jax.nn computes, its derivatives, batches and plans."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from transformations import graphs_of, methods, primitives, relative_error
+
+import jax_cudnn as jc
+from jax_cudnn.ops import attention_reference
+
+S = jax.ShapeDtypeStruct
+ours, theirs = jc.ops.dot_product_attention, jax.nn.dot_product_attention
+RNG = np.random.default_rng(0)
+
+
+def normal(shape, dtype="float32"):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+def qkv(b=2, t=24, s=24, n=4, k=4, h=16, e=None, dtype="float32"):
+    return (
+        normal((b, t, n, h), dtype),
+        normal((b, s, k, h), dtype),
+        normal((b, s, k, e or h), dtype),
+    )
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """The reference takes a few rows at a time, with some left over."""
+    monkeypatch.setattr(attention_reference, "_SCORES", 2000)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture(params=["whole", "in blocks"])
+def both_ways(request):
+    """And all rows at once."""
+    if request.param == "in blocks":
+        request.getfixturevalue("blocks")
+
+
+def agree(f, g, operands, limit=3e-5):
+    """Results and gradients of two functions."""
+    want, pull = jax.vjp(g, *operands)
+    got, pull_ours = jax.vjp(f, *operands)
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(got, want, atol=limit)
+    along = normal(want.shape, want.dtype)
+    for a, b in zip(pull_ours(along), pull(along), strict=True):
+        np.testing.assert_allclose(a, b, atol=10 * limit)
+
+
+# -- what jax.nn computes --------------------------------------------------------------------------
+
+SHAPES = {
+    "heads": {},
+    "grouped heads": {"t": 17, "s": 33, "n": 6, "k": 2, "h": 8},
+    "one head of keys": {"b": 1, "t": 32, "s": 16, "k": 1, "h": 8},
+}
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("extra", ["", "bias", "bias of a row", "both"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_results_and_gradients_are_those_of_jax_nn(name, extra, causal):
+    q, k, v = qkv(**SHAPES[name])
+    (b, t, n, _), s = q.shape, k.shape[1]
+    shapes = {"bias": (1, n, t, s), "bias of a row": (b, 1, 1, s), "both": (b, n, t, s)}
+    bias = [normal(shapes[extra])] if extra in shapes else []
+    mask = None
+    if extra == "both":
+        mask = jnp.asarray(RNG.random((b, 1, t, s)) < 0.8).at[..., 0].set(True)
+
+    def function(attention):
+        def call(q, k, v, bias=None):
+            return attention(q, k, v, bias, mask, is_causal=causal)
+
+        return call
+
+    agree(function(ours), function(theirs), (q, k, v, *bias))
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize(
+    ("causal", "window", "queries", "keys"),
+    [*itertools.product([False, True], [None, 5, (3, 2)], [False, True], [False, True])][1:],
+)
+def test_windows_and_lengths_are_those_of_jax_nn(causal, window, queries, keys):
+    q, k, v = qkv(b=3, t=20, s=28)
+    lengths = {}
+    if queries:
+        lengths["query_seq_lengths"] = jnp.array([20, 7, 1], "int32")
+    if keys:
+        lengths["key_value_seq_lengths"] = jnp.array([28, 21, 20], "int32")
+    arguments = {"is_causal": causal, "local_window_size": window, **lengths}
+    agree(functools.partial(ours, **arguments), functools.partial(theirs, **arguments), (q, k, v))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits(dtype):
+    operands = qkv(dtype=dtype)
+    got, want = (f(*operands, is_causal=True) for f in (ours, theirs))
+    assert got.dtype == want.dtype
+    assert relative_error(got.astype("float32"), want.astype("float32")) < 1e-2
+
+
+def test_three_dimensions_scale_and_residual():
+    q, k, v = (x[0] for x in qkv())
+    for scale in (0.3, jnp.float32(0.3)):
+        got = ours(q, k, v, scale=scale, return_residual=True)
+        want = theirs(q, k, v, scale=0.3, return_residual=True)
+        for a, b in zip(got, want, strict=True):
+            assert a.shape == b.shape
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_mask_that_hides_all_keys_gives_the_mean_of_the_values():
+    """As in jax.nn: it is a number to add, the same for all keys."""
+    q, k, v = qkv()
+    mask = jnp.ones((1, 1, 24, 24), bool).at[0, 0, 3].set(False)
+    got, want = (f(q, k, v, None, mask) for f in (ours, theirs))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(got[:, 3], v.mean(1), atol=1e-5)
+
+
+# -- beyond jax.nn ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("blocks")
+def test_values_of_another_size():
+    q, k, v = qkv(h=16, e=24)
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) / 4)
+    np.testing.assert_allclose(ours(q, k, v), jnp.einsum("bnts,bsne->btne", weights, v), atol=1e-5)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("lengths", [False, True])
+def test_the_last_query_and_key_at_the_same_position(lengths):
+    """As where the keys of earlier tokens are cached."""
+    q, k, v = qkv(b=2, t=5, s=21)
+    given, ends = {}, [(5, 21), (5, 21)]
+    if lengths:
+        ends = [(5, 21), (3, 12)]
+        given["query_seq_lengths"] = jnp.array([5, 3], "int32")
+        given["key_value_seq_lengths"] = jnp.array([21, 12], "int32")
+    got = ours(q, k, v, is_causal=True, bottom_right=True, local_window_size=(6, 0), **given)
+    for at, (queries, keys) in enumerate(ends):
+        for i in range(queries):
+            last = i + keys - queries
+            seen = slice(max(last - 6, 0), last + 1)
+            one = theirs(q[at, i : i + 1], k[at, seen], v[at, seen])
+            np.testing.assert_allclose(got[at, i], one[0], atol=1e-5)
+        np.testing.assert_array_equal(got[at, queries:], 0)
+
+
+@pytest.mark.usefixtures("blocks")
+def test_queries_that_see_no_key():
+    q, k, v = qkv(b=2, t=6, s=6)
+    lengths = jnp.array([0, 6], "int32")
+    masked = functools.partial(ours, key_value_seq_lengths=lengths, return_residual=True)
+    out, residual = masked(q, k, v)
+    np.testing.assert_array_equal(out[0], 0)
+    assert np.isneginf(residual[0]).all()
+    gradients = jax.grad(lambda *x: (masked(*x)[0] ** 2).sum(), (0, 1, 2))(q, k, v)
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient[0], 0)
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("which", ["both", "residual"])
+def test_cotangents_of_the_residual(which):
+    q, k, v = qkv(n=4, k=2)
+    bias = normal((1, 4, 24, 24))
+
+    def plain(q, k, v, bias):
+        wide = jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2)
+        scores = jnp.einsum("btnh,bsnh->bnts", q, wide[0]) / 4 + bias
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), wide[1])
+        return out, jnp.moveaxis(jax.nn.logsumexp(scores, axis=-1), 1, 2)
+
+    def total(f):
+        def loss(*operands):
+            out, residual = f(*operands)
+            return jnp.sum(jnp.sin(residual)) + (jnp.sum(out**2) if which == "both" else 0)
+
+        return loss
+
+    got = jax.grad(total(functools.partial(ours, return_residual=True)), (0, 1, 2, 3))(
+        q, k, v, bias
+    )
+    want = jax.grad(total(plain), (0, 1, 2, 3))(q, k, v, bias)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+# -- transformations -------------------------------------------------------------------------------
+
+
+def test_a_gradient_is_one_forward_and_one_backward():
+    operands = qkv(dtype="bfloat16")
+    loss = lambda *x: ours(*x, is_causal=True).astype("float32").sum()  # noqa: E731
+    step = jax.grad(loss, (0, 1, 2))
+    assert primitives(jax.make_jaxpr(step)(*operands)).count("cudnn") == 2
+    forward, backward = graphs_of(step, *operands)
+    assert methods(forward) == ["sdpa"]
+    assert methods(backward) == ["sdpa_backward"]
+    assert [t.dtype for t in forward.output_tensors] == ["bfloat16", "float32"]
+    (alone,) = graphs_of(ours, *operands)
+    assert len(alone.outputs) == 1  # no statistic, where nothing reads it
+
+
+def cubes(f):
+    return lambda *x: jnp.sum(f(*x) ** 3)
+
+
+@pytest.mark.usefixtures("blocks")
+def test_forward_mode_and_second_derivatives():
+    q, k, v = qkv(b=1, t=6, s=7, n=2, k=1, h=4)
+    along = tuple(map(normal, ((1, 6, 2, 4), (1, 7, 1, 4), (1, 7, 1, 4))))
+    for attention in (functools.partial(ours, is_causal=True), ours):
+        plain = functools.partial(theirs, is_causal=attention is not ours)
+        got, want = (jax.jvp(f, (q, k, v), along)[1] for f in (attention, plain))
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        got, want = (
+            jax.jvp(jax.grad(cubes(f), (0, 1, 2)), (q, k, v), along)[1] for f in (attention, plain)
+        )
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+        got, want = (
+            jax.grad(lambda q, f=f: jnp.sum(jax.grad(cubes(f))(q, k, v) ** 2))(q)
+            for f in (attention, plain)
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+BATCHES = {"all": (0, 0, 0, 0), "queries": (0, None, None, None), "bias": (None, None, None, 0)}
+
+
+@pytest.mark.parametrize("examples", [1, 2])
+@pytest.mark.parametrize("name", BATCHES)
+def test_vmap_is_a_dimension_of_examples(name, examples):
+    axes = BATCHES[name]
+    shapes = [(examples, 9, 4, 8), (examples, 11, 2, 8), (examples, 11, 2, 8), (1, 4, 9, 11)]
+    operands = [
+        normal(shape if a is None else (3, *shape)) for shape, a in zip(shapes, axes, strict=True)
+    ]
+    gradient = lambda f: jax.grad(lambda *x: jnp.sum(f(*x) ** 2), (0, 1, 2, 3))  # noqa: E731
+    for transformed in (lambda f: f, gradient):
+        got, want = (jax.vmap(transformed(f), axes)(*operands) for f in (ours, theirs))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4)
+    (spec,) = graphs_of(jax.vmap(ours, axes), *operands)
+    ((_, q), *_) = spec.calls[-1].inputs
+    assert spec.tensor(q).shape[0] == (
+        3 * examples if examples == 1 or axes[3] is None else examples
+    )
+
+
+def test_the_batch_may_be_sharded():
+    if len(jax.devices("cpu")) < 8:
+        pytest.skip("needs 8 (host) devices")
+    operands = qkv(b=8)
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
+    mapped = jax.shard_map(ours, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    np.testing.assert_allclose(jax.jit(mapped)(*operands), theirs(*operands), atol=1e-5)
+
+
+def test_memory_is_linear_in_the_number_of_queries():
+    """Scores of 16k x 16k in float32 would be a gigabyte a head."""
+    x = S((1, 16384, 1, 16), "float32")
+    loss = lambda q, k, v: ours(q, k, v, is_causal=True).sum()  # noqa: E731
+    for function in (loss, jax.grad(loss, (0, 1, 2))):
+        used = jax.jit(function).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+        assert used < 2**29
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+Q = jnp.ones((2, 8, 4, 16), "bfloat16")
+WRONG = {
+    "heads": (lambda: ours(Q, Q[:, :, :3], Q[:, :, :3]), ["do not fit together", "N a multiple"]),
+    "sizes": (lambda: ours(Q, Q[..., :8], Q), ["do not fit together", "[2, 8, 4, 8]"]),
+    "dtypes": (lambda: ours(Q, Q, Q.astype("float16")), ["different dtypes", "float16"]),
+    "integers": (lambda: ours(*[Q.astype("int32")] * 3), ["query has a dtype", "astype"]),
+    "rank": (lambda: ours(Q, Q[0], Q), ["key has the wrong rank", "(B, T, N, H)", "[8, 4, 16]"]),
+    "bias": (lambda: ours(Q, Q, Q, jnp.ones((3, 1, 1, 8))), ["bias does not fit", "[2, 4, 8, 8]"]),
+    "mask": (lambda: ours(Q, Q, Q, None, jnp.ones((8, 8))), ["mask is not boolean", "as bias"]),
+    "window": (lambda: ours(Q, Q, Q, local_window_size=(1, -1)), ["local_window_size", "(1, -1)"]),
+    "window of a kind": (
+        lambda: ours(Q, Q, Q, local_window_size=1.5),
+        ["local_window_size", "1.5"],
+    ),
+    "lengths": (
+        lambda: ours(Q, Q, Q, query_seq_lengths=jnp.ones(2)),
+        ["query_seq_lengths is not valid", "int32[2]", "float32[2]"],
+    ),
+    "implementation": (lambda: ours(Q, Q, Q, implementation="flash"), ["flash", "split"]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_errors_say_what_was_expected_and_given(what):
+    call, parts = WRONG[what]
+    with pytest.raises((jc.GraphError, jc.GraphTypeError)) as caught:
+        call()
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+def lengths_of(batch):
+    return S((batch, 1, 1, 1), "int32")
+
+
+X = S((2, 4, 8, 16), "bfloat16")
+NODES = {
+    "alignment": ({"diagonal_alignment": "LEFT"}, ["unknown diagonal_alignment", "'TOP_LEFT'"]),
+    "left": ({"diagonal_band_left_bound": 0}, ["diagonal_band_left_bound", "at least 1"]),
+    "right": ({"diagonal_band_right_bound": -1}, ["diagonal_band_right_bound", "at least 0"]),
+    "a flag": ({"diagonal_band_right_bound": True}, ["diagonal_band_right_bound", "True"]),
+    "scale": ({"attn_scale": "1"}, ["attn_scale is no number", "multiply q"]),
+    "accumulator": ({"compute_data_type": "float16"}, ["compute_data_type", "float32"]),
+}
+
+
+@pytest.mark.parametrize("what", NODES)
+def test_errors_of_the_node(what):
+    attributes, parts = NODES[what]
+    with pytest.raises((jc.GraphError, jc.GraphTypeError)) as caught:
+        jc.graph(lambda g, q: g.sdpa(q, q, q, **attributes)).trace(X)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+def test_errors_of_the_nodes_operands():
+    wrong = {
+        "one of the lengths": (lambda g, q, n: g.sdpa(q, q, q, seq_len_q=n), X, lengths_of(2)),
+        "expected: [2, 1, 1, 1]": (
+            lambda g, q, n: g.sdpa(q, q, q, seq_len_q=n, seq_len_kv=n), X, lengths_of(3),
+        ),
+        "'bias' does not fit": (
+            lambda g, q, b: g.sdpa(q, q, q, bias=b), X, S((2, 4, 8), "bfloat16"),
+        ),
+        "numbers of heads": (
+            lambda g, q, k: g.sdpa(q, k, k), X, S((2, 3, 8, 16), "bfloat16"),
+        ),
+        "dBias without a bias": (
+            lambda g, q, n: g.sdpa_backward(q, q, q, q, q, n, dBias=True),
+            X, S((2, 4, 8, 1), "float32"),
+        ),
+        "'stats' has the wrong shape": (
+            lambda g, q, n: g.sdpa_backward(q, q, q, q, q, n), X, S((2, 4, 8, 2), "float32"),
+        ),
+    }  # fmt: skip
+    for text, (function, *operands) in wrong.items():
+        with pytest.raises((jc.GraphError, jc.GraphTypeError)) as caught:
+            jc.graph(function).trace(*operands)
+        assert text in str(caught.value), str(caught.value)
+
+
+# -- plans without a GPU ---------------------------------------------------------------------------
+
+PLANNED = {
+    "plain": ({}, {}),
+    "causal": ({}, {"is_causal": True}),
+    "grouped": ({"n": 8, "k": 2}, {"is_causal": True}),
+    "one head of keys": ({"n": 8, "k": 1}, {}),
+    "float16": ({"dtype": "float16"}, {}),
+    "lengths that differ": ({"t": 128, "s": 320}, {}),
+    "odd lengths": ({"t": 100, "s": 77}, {}),
+    "bottom right": ({"t": 128, "s": 256}, {"is_causal": True, "bottom_right": True}),
+    "window": ({}, {"is_causal": True, "local_window_size": (64, 0)}),
+    "small heads": ({"h": 32}, {}),
+    "large heads": ({"h": 128}, {"is_causal": True}),
+    "bias": ({}, {"bias": (1, 4, 256, 256)}),
+    "bias of examples": ({}, {"bias": (2, 1, 256, 256)}),
+    "lengths": ({}, {"lengths": True}),
+    "causal with lengths": ({}, {"lengths": True, "is_causal": True}),
+}
+
+
+def prepared(sizes, options, implementation="cudnn"):
+    """A function of arrays alone, and their avals."""
+    sizes = {"b": 2, "t": 256, "s": 256, "n": 4, "k": 4, "h": 64, "dtype": "bfloat16"} | sizes
+    b, t, s, n, k, h, dtype = sizes.values()
+    avals = [S((b, t, n, h), dtype), *[S((b, s, k, h), dtype)] * 2]
+    options = dict(options)
+    bias, lengths = options.pop("bias", None), options.pop("lengths", False)
+    avals += [S(bias, dtype)] if bias else []
+
+    def function(q, k, v, bias=None):
+        given = {}
+        if lengths:
+            given["query_seq_lengths"] = jnp.full(b, t - 3, jnp.int32)
+            given["key_value_seq_lengths"] = jnp.full(b, s - 5, jnp.int32)
+        return ours(q, k, v, bias, implementation=implementation, **options, **given)
+
+    return function, avals
+
+
+def gradients(function, count):
+    return jax.grad(lambda *x: (function(*x).astype("float32") ** 2).sum(), tuple(range(count)))
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        *((name, "H200") for name in PLANNED),
+        *itertools.product(["grouped", "bias"], ["A100", "B200"]),
+    ],
+)
+def test_forward_and_backward_are_a_plan_each(name, gpu):
+    function, avals = prepared(*PLANNED[name])
+    with jc.target(gpu):
+        plans = jc.plans(gradients(function, len(avals)), *avals)
+    assert [*plans] == ["dot_product_attention", "dot_product_attention (backward)"]
+    for plan in plans.values():
+        (segment,) = plan.segments
+        assert segment.plan is not None
+
+
+@pytest.mark.deviceless
+def test_arrays_of_tokens_are_read_where_they_lie():
+    """(B, T, N, H) in memory is cuDNN's (B, N, T, H) with other strides: nothing is copied."""
+    function, avals = prepared({}, {"is_causal": True})
+    with jc.target("H200"):
+        lowered = jax.jit(gradients(function, 3)).trace(*avals).lower(lowering_platforms=("cuda",))
+    calls = [line for line in lowered.as_text().splitlines() if "@jax_cudnn" in line]
+    assert len(calls) == 2
+    for call in calls:
+        layouts = call.partition("operand_layouts = ")[2]
+        assert "dense<[3, 1, 2, 0]> : tensor<4xindex>" in layouts
+        assert "dense<[3, 1, 2, 0]> : tensor<4xindex>" in call.partition("result_layouts = ")[2]
+
+
+@pytest.mark.deviceless
+def test_a_gradient_in_float32_is_left_to_xla_with_a_reason():
+    q = S((2, 128, 4, 64), "float32")
+    loss = lambda *x: ours(*x).sum()  # noqa: E731
+    with jc.target("H200"):
+        plans = jc.plans(jax.grad(loss, (0, 1, 2)), q, q, q)
+        (segment,) = plans["dot_product_attention (backward)"].segments
+        assert segment.plan is None
+        assert segment.reason
+        with jc.implementation("cudnn"), pytest.raises(jc.UnsupportedGraphError):
+            jc.plans(jax.grad(loss, (0, 1, 2)), q, q, q)
+
+
+# -- on the GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", PLANNED)
+def test_results_and_gradients_on_the_gpu(name, dtype):
+    """Beside the reference in float32."""
+    sizes, options = PLANNED[name]
+    function, avals = prepared({**sizes, "dtype": dtype}, options)
+    operands = [normal(a.shape, a.dtype) for a in avals]
+    wide = [x.astype("float32") for x in operands]
+    exact, _ = prepared({**sizes, "dtype": "float32"}, options, "xla")
+    want = jax.jit(exact)(*wide), *jax.jit(gradients(exact, len(wide)))(*wide)
+    got = jax.jit(function)(*operands), *jax.jit(gradients(function, len(operands)))(*operands)
+    for a, b in zip(got, want, strict=True):
+        a = np.asarray(a, np.float64)
+        assert np.isfinite(a).all()
+        assert relative_error(a, np.asarray(b, np.float64)) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("band", ["none", "causal", "window", "bottom right"])
+def test_statistics_on_the_gpu(band):
+    """Natural logarithms of the sums of exponentials of scaled scores."""
+    bounds = {
+        "causal": {"diagonal_band_right_bound": 0},
+        "window": {"diagonal_band_right_bound": 0, "diagonal_band_left_bound": 16},
+        "bottom right": {"diagonal_band_right_bound": 0, "diagonal_alignment": "BOTTOM_RIGHT"},
+    }.get(band, {})
+    graph = jc.graph(lambda g, q, k, v: g.sdpa(q, k, v, attn_scale=0.125, **bounds))
+    shapes = (2, 4, 64, 64), (2, 2, 96, 64), (2, 2, 96, 64)
+    operands = [normal(shape, "bfloat16") for shape in shapes]
+    got = jax.jit(graph.with_options(implementation="cudnn"))(*operands)
+    oracle.check_outputs(graph.trace(*operands)[1].spec, operands, got, on_gpu=True)
+
+
+@pytest.mark.gpu
+def test_queries_that_see_no_key_on_the_gpu():
+    q, k, v = qkv(b=2, t=64, s=64, h=64, dtype="bfloat16")
+    lengths = {"query_seq_lengths": jnp.array([40, 64], "int32")}
+    lengths["key_value_seq_lengths"] = jnp.array([64, 0], "int32")
+    attention = functools.partial(ours, implementation="cudnn", return_residual=True, **lengths)
+    out, residual = jax.jit(attention)(q, k, v)
+    np.testing.assert_array_equal(out[0, 40:], 0)
+    np.testing.assert_array_equal(out[1], 0)
+    assert np.isneginf(residual[1]).all()
+    loss = lambda *x: (attention(*x)[0].astype("float32") ** 2).sum()  # noqa: E731
+    for gradient in jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v):
+        assert np.isfinite(np.asarray(gradient, np.float32)).all()
+        np.testing.assert_array_equal(gradient[1], 0)
