@@ -416,7 +416,7 @@ def test_without_a_filler_or_with_too_short_a_one_the_host_is_told():
 
 def test_goals_are_those_of_the_figures():
     def program(ours, other, share):
-        us = {s: dict.fromkeys(("median", "min", "max"), t) for s, t in ((OURS, ours), *other)}
+        us = {s: dict.fromkeys(("median", "q1", "q3"), t) for s, t in ((OURS, ours), *other)}
         return {
             "status": "timed", "bytes": 8, "us": us, "best_xla": "one pass", "plans": {},
             "errors": {}, "of_limit": {OURS: share}, "tbytes_s": {},
