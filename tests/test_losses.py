@@ -90,7 +90,8 @@ def of_channels(function=lambda g, y, r: y):
 PATTERNS = {
     "layernorm": lambda: of_rows(4096),
     "layernorm inference of long rows": lambda: of_rows(4097, norm_forward_phase="INFERENCE"),
-    "layernorm of short rows": lambda: of_rows(1024),
+    "layernorm of short rows": lambda: of_rows(256),
+    "layernorm ": lambda: of_rows(257),
     "batchnorm": of_channels,
     "batchnorm + epilogue": lambda: of_channels(lambda g, y, r: g.relu(y)),
     "batchnorm + residual epilogue": lambda: of_channels(lambda g, y, r: g.relu(y + r)),

@@ -10,7 +10,8 @@ import jax
 
 from .._core.graph.by_reference import Tangent, Transposed, derived_ports
 from .._core.graph.dims import Dims, Shape
-from .attention import Attending, Sdpa, SdpaBackward
+from .attention import Sdpa, SdpaBackward
+from .attention_base import Attending
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,7 +15,7 @@ from .._core.graph.dtypes import FLOATS
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .arguments import chosen
-from .attention import BOTTOM_RIGHT, TOP_LEFT
+from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 
 _BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
 _MASKED = -0.7  # of the largest number: softmax of a row with nothing else is uniform

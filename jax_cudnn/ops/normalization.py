@@ -4,115 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from .._core.graph.builder import register
-from .._core.graph.layout import major_to_minor
-from .._core.graph.node import ANY, LEAD, Example, Node
+from .._core.graph.node import Example, Node
 from .._core.graph.spec import Tensor
-from .normalization_base import (
-    BACKWARD_DIMS,
-    TRAINING,
-    NormalizationBackward,
-    Normalizing,
-    Phased,
-    Rows,
-)
+from .normalization_base import BACKWARD_DIMS, TRAINING, Rows
+from .normalization_of_rows import BackwardOfRows, ForwardOfRows, ones
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
     from .._core.graph.spec import GraphSpec
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
-
-_REQUIRES = (
-    "the normalized dimensions are the last in memory; epsilon is a Python number; the fast "
-    "engines take input, scale and result of one dtype, and rows of lengths such as 768, 1024 or "
-    "5120 elements, but not of 1000"
-)
-_ROUNDING = "mean and variance in float32, of distances from the mean"
-
-
-class OfRows(Normalizing):
-    """What a normalization of rows and its backward have in common."""
-
-    merges = True
-    prologue = ANY
-    requires = _REQUIRES
-
-    extent: ClassVar[Rows]
-    # Measured on an H200 with cuDNN 9.19: the engine for all shapes takes three times as long as
-    # XLA in the forward and up to 45 times in the backward. Rows of 1000 elements have no other.
-    slow = (1,)
-    in_front: ClassVar[type[Normalizing] | None] = None
-    """The class that takes a dimension in front of all operands, each with a scale of its own."""
-
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        x = tensors["input"]
-        axes = self.extent.reduced(x.shape, tensors["scale"].shape)
-        order = [axis for axis in major_to_minor(graph, x) if x.shape[axis] > 1]
-        if axes and {*order[-len(axes) :]} != {*axes}:
-            return f"the normalized dimensions {list(axes)} are not the last in memory"
-        return super().refuses(tensors, graph)
-
-    def length(self, tensors: Mapping[str, Tensor]) -> int:
-        """Elements of a row."""
-        x, scale = tensors["input"].shape, tensors["scale"].shape
-        return math.prod(x[axis] for axis in self.extent.reduced(x, scale))
-
-    def begins(self, tensors: Tensors, order: Sequence[int]) -> Collection[int]:
-        """A row, and what follows the examples: with one row each, nothing else parts these."""
-        axes = self.extent.reduced(tensors["input"].shape, tensors["scale"].shape)
-        rows = [next(axis for axis in order if axis in axes)] if axes else []
-        return (*rows, *order[self.extent.first : 2 * self.extent.first])
-
-    def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        """cuDNN has other kernels for rows that fill a block of threads once, or several times."""
-        length = self.length(tensors)
-        words = " of short rows" if length <= 256 else " of long rows" if length > 4096 else ""
-        return super().pattern(tensors) + words
-
-    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
-        """Into rows, where only what has rows is batched; else in front, with a scale each."""
-        of_rows = {"input", "Y", "mean", "inv_var"}
-        if batched <= of_rows and not isinstance(self, NormalizationBackward):
-            shape, scale = tensors["input"].shape, tensors["scale"].shape
-            for axis in range(self.extent.first, len(scale)):
-                longer = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
-                if scale[axis] == 1 and self.extent.fits(longer, scale):
-                    yield {port: axis for port in tensors if port in of_rows}
-        if "epsilon" not in batched and self.in_front is not None:
-            yield dict.fromkeys(tensors, LEAD)
-
-    def broadcasts(self, port: str, axis: int) -> bool:
-        return port == "epsilon"
-
-    def folded(self, fold: dict[str, int], size: int, tensors: Tensors) -> Node:
-        if fold["input"] != LEAD:
-            return self
-        assert self.in_front is not None
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self.in_front)}
-        return self.in_front(**fields)
-
-
-def _ones(g: Derivation, scale: Tensor) -> GraphTensor:
-    """A scale of ones, for rows in front of which a dimension of vmap stands."""
-    like = Tensor("", (1, *scale.shape), scale.dtype)
-    one = g.constant(Tensor("", (), "float32", (1.0).hex()), len(like.shape))
-    return g.rounded(g.broadcast(one, like.shape), like.dtype)
-
-
-class BackwardOfRows(OfRows, NormalizationBackward):
-    """Sums over rows as well, so that few rows leave much of a GPU idle."""
-
-    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
-        # Measured on an H200 with cuDNN 9.19: 1024 rows of 12288 elements take up to twice as long
-        # where a row is not split, as heuristics propose first.
-        length, x = self.length(tensors), tensors["input"].shape
-        few_long_rows = length > 8192 and math.prod(x) // length <= 2048
-        return -1 if few_long_rows and engine == 4 and knobs.get("SPLIT_COLS", 0) > 0 else 0
 
 
 @register
@@ -153,13 +59,6 @@ class AdalayernormBackward(BackwardOfRows):
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         yield dict.fromkeys(tensors, 0)
-
-
-class ForwardOfRows(OfRows, Phased):
-    """cuDNN computes the rows themselves in the same plan, from whatever is in front."""
-
-    rounding = _ROUNDING
-    computed = ("input",)
 
 
 @register
@@ -375,7 +274,7 @@ class RmsnormBackward(BackwardOfRows):
             node,
             grad=g.mul(grad, inputs["scale"]),
             input=x,
-            scale=_ones(g, tensors["scale"]),
+            scale=ones(g, tensors["scale"]),
             inv_variance=inv_variance,
         )
         shape = inputs["scale"].shape
@@ -427,7 +326,7 @@ class Rmsnorm(ForwardOfRows):
             return None
         values = {port: inputs[port] for port in ("input", "epsilon")}
         node = dataclasses.replace(self, norm_forward_phase=TRAINING)
-        y, inv_var = g.apply(node, **values, scale=_ones(g, tensors["scale"]))
+        y, inv_var = g.apply(node, **values, scale=ones(g, tensors["scale"]))
         y = g.mul(y, inputs["scale"])
         y = g.add(y, inputs["bias"]) if "bias" in inputs else y
         return {"Y": y, "inv_var": inv_var}

@@ -1,0 +1,174 @@
+"""What attention and its backward have in common: attributes, shapes, batches."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import FLOATS
+from .._core.graph.node import NUMBERS_ONLY, Node, float32_range
+from .attention_reference import Attention, Band
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Tensors
+    from .._core.graph.spec import Tensor
+
+TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
+_LENGTHS = ("seq_len_q", "seq_len_kv")
+_REQUIRES = (
+    "bfloat16 or float16, sizes of heads multiples of 8, SM 80; seq_len_q and seq_len_kv together"
+)
+
+
+def _bound(name: str, value: Any, least: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise GraphError(
+            f"{name} is not valid",
+            expected=f"an integer of at least {least}, or None",
+            got=repr(value)[:200],
+        )
+    return int(value)
+
+
+@dataclass(frozen=True)
+class Attending(Node):
+    """What the forward and the backward have in common."""
+
+    anchor = True
+    product = True
+    row_major = True
+    writes_all = True
+    broadcasts_around = NUMBERS_ONLY
+    dtypes = FLOATS
+    requires = _REQUIRES
+    rounding = "weights of 16 bits in the second product; sums, maxima and exponentials in float32"
+
+    attn_scale: float = 1.0
+    diagonal_alignment: str = TOP_LEFT
+    diagonal_band_left_bound: int | None = None
+    diagonal_band_right_bound: int | None = None
+
+    @classmethod
+    def made(
+        cls, attn_scale: float, diagonal_alignment: Any, left: Any, right: Any, **others: Any
+    ) -> Node:
+        alignment = getattr(diagonal_alignment, "name", diagonal_alignment)
+        if alignment not in (TOP_LEFT, BOTTOM_RIGHT):
+            raise GraphError(
+                "unknown diagonal_alignment",
+                expected=f"{TOP_LEFT!r} or {BOTTOM_RIGHT!r}",
+                got=repr(diagonal_alignment),
+            )
+        if not isinstance(attn_scale, numbers.Real):
+            raise GraphTypeError(
+                "attn_scale is no number",
+                expected="a Python number: it is static",
+                got=f"{type(attn_scale).__name__}: {attn_scale!r}"[:200],
+                fix="multiply q by what JAX traces",
+            )
+        attributes: dict[str, Any] = {
+            "attn_scale": float32_range("attn_scale", attn_scale),
+            "diagonal_alignment": alignment,
+            "diagonal_band_left_bound": _bound("diagonal_band_left_bound", left, 1),
+            "diagonal_band_right_bound": _bound("diagonal_band_right_bound", right, 0),
+        }
+        return cls(**attributes, **others)
+
+    @property
+    def band(self) -> Band:
+        left, right = self.diagonal_band_left_bound, self.diagonal_band_right_bound
+        return Band(left, right, self.diagonal_alignment == BOTTOM_RIGHT)
+
+    def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
+        for port in _LENGTHS:
+            if port in inputs and inputs[port].dtype != "int32":
+                raise GraphTypeError(
+                    f"{port!r} has the wrong dtype",
+                    expected="int32",
+                    got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
+                )
+        return super().sizes({port: x for port, x in inputs.items() if port not in _LENGTHS})
+
+    def checked(self, inputs: Mapping[str, Tensor]) -> None:
+        """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
+        self.sizes(inputs)
+        if self.compute_data_type != "float32":
+            raise GraphTypeError(
+                f"compute_data_type {self.compute_data_type} is not for {self.method}",
+                expected="float32",
+                got=self.compute_data_type,
+            )
+        q, k, v = (inputs[port].shape for port in ("q", "k", "v"))
+        if k[1] == 0 or q[1] % max(k[1], 1) or v[1] != k[1]:
+            raise GraphError(
+                "the numbers of heads do not fit",
+                expected="as many heads of k and v, and of q a multiple of that",
+                got=f"q has {q[1]} heads, k {k[1]}, v {v[1]}",
+            )
+        scores = (*q[:3], k[2])
+        wanted = dict.fromkeys(_LENGTHS, ((q[0], 1, 1, 1),))
+        wanted |= {"stats": ((*q[:3], 1),), "o": ((*q[:3], v[3]),), "dO": ((*q[:3], v[3]),)}
+        for port, shapes in wanted.items():
+            if port in inputs and inputs[port].shape not in shapes:
+                raise GraphError(
+                    f"{port!r} has the wrong shape",
+                    expected=str(list(shapes[0])),
+                    got=f"{list(inputs[port].shape)}, beside q {list(q)} and k {list(k)}",
+                )
+        bias = inputs["bias"].shape if "bias" in inputs else (1, 1, 1, 1)
+        if len(bias) != 4 or any(a not in (1, b) for a, b in zip(bias, scores, strict=True)):
+            raise GraphError(
+                "'bias' does not fit the scores",
+                expected=f"{list(scores)}, or 1 in any of these",
+                got=str(list(bias)),
+            )
+        if (_LENGTHS[0] in inputs) != (_LENGTHS[1] in inputs):
+            raise GraphError(
+                "one of the lengths is missing",
+                expected="seq_len_q and seq_len_kv, or neither",
+                got=", ".join(inputs),
+            )
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
+        return 2 * b * h * s * t * (d + e)
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        """As further examples; a bias of all examples stays one, unless its gradient is wanted."""
+        whole = {*tensors} - {"bias"}
+        shared = "bias" in tensors and tensors["bias"].shape[0] != tensors["q"].shape[0]
+        if "bias" in tensors and ("bias" in batched or "dBias" in tensors or not shared):
+            if shared:
+                return
+            whole |= {"bias"}
+        yield dict.fromkeys(whole, 0)
+
+    def keywords(self) -> dict[str, Any]:
+        attributes = super().keywords()
+        if self.band == Band(bottom_right=self.band.bottom_right):
+            del attributes["diagonal_alignment"]
+        return attributes
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        import cudnn
+
+        keywords = self.keywords()
+        if alignment := keywords.pop("diagonal_alignment", None):
+            keywords["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, alignment)
+        if _LENGTHS[0] in tensors:
+            keywords["use_padding_mask"] = True
+        made = getattr(pygraph, self.method)(**tensors, **keywords, **common)
+        return tuple(tensor for tensor in made if tensor is not None)
+
+    def attention(self, precision: Any) -> Attention:
+        return Attention(self.attn_scale, self.band, precision)
