@@ -323,7 +323,10 @@ NODES = {
     "left": ({"diagonal_band_left_bound": 0}, ["diagonal_band_left_bound", "at least 1"]),
     "right": ({"diagonal_band_right_bound": -1}, ["diagonal_band_right_bound", "at least 0"]),
     "a flag": ({"diagonal_band_right_bound": True}, ["diagonal_band_right_bound", "True"]),
-    "scale": ({"attn_scale": "1"}, ["attn_scale is no number", "multiply q"]),
+    "scale": (
+        {"attn_scale": "1"},
+        ["'attn_scale' is no number", "attributes are static", "str: '1'"],
+    ),
     "accumulator": ({"compute_data_type": "float16"}, ["compute_data_type", "float32"]),
 }
 

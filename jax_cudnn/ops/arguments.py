@@ -19,6 +19,29 @@ from .._core.graph.trace import GraphFunction
 Padding = str | int | Sequence[int | tuple[int, int]]
 
 
+def array(name: str, x: Any, expected: str) -> jax.Array:
+    """An argument as an array; GraphTypeError for what is none."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise GraphTypeError(
+            f"{name} is no array", expected=expected, got=f"{type(x).__name__}: {x!r}"[:200]
+        ) from error
+
+
+def floating(name: str, x: Any) -> jax.Array:
+    """An argument as an array of floats; GraphTypeError for others."""
+    x = array(name, x, "an array of floats")
+    if str(x.dtype) not in FLOATS:
+        raise GraphTypeError(
+            f"{name} has a dtype that this operation does not take",
+            expected=", ".join(FLOATS),
+            got=f"{x.dtype}{list(x.shape)}",
+            fix=f"cast it before the call: {name}.astype(jnp.float32)",
+        )
+    return x
+
+
 def promoted(x: Any, w: Any) -> tuple[jax.Array, jax.Array]:
     """Both as arrays; floats of different widths as the wider one."""
     x, w = jnp.asarray(x), jnp.asarray(w)

@@ -13,7 +13,7 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.node import Example, Node
-from .attention_base import BOTTOM_RIGHT, TOP_LEFT, Attending
+from .attention_base import BOTTOM_RIGHT, Attending
 
 if TYPE_CHECKING:
     from .._core.graph.node import Values
@@ -76,20 +76,6 @@ class SdpaBackward(Attending):
 
     dBias: bool = False
     use_deterministic_algorithm: bool = False
-
-    @classmethod
-    def create(
-        cls,
-        attn_scale: float = 1.0,
-        diagonal_alignment: Any = TOP_LEFT,
-        diagonal_band_left_bound: int | None = None,
-        diagonal_band_right_bound: int | None = None,
-        dBias: bool = False,
-        use_deterministic_algorithm: bool = False,
-    ) -> Node:
-        band = diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound
-        flags = {"dBias": dBias, "use_deterministic_algorithm": use_deterministic_algorithm}
-        return cls.made(attn_scale, *band, **flags)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -195,18 +181,6 @@ class Sdpa(Attending):
     )
 
     generate_stats: bool = True
-
-    @classmethod
-    def create(
-        cls,
-        attn_scale: float = 1.0,
-        diagonal_alignment: Any = TOP_LEFT,
-        diagonal_band_left_bound: int | None = None,
-        diagonal_band_right_bound: int | None = None,
-        generate_stats: bool = True,
-    ) -> Node:
-        band = diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound
-        return cls.made(attn_scale, *band, generate_stats=generate_stats)
 
     @property
     def results(self) -> tuple[str, ...]:

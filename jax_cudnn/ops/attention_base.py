@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import numpy as np
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
-from .._core.graph.node import NUMBERS_ONLY, Node, float32_range
+from .._core.graph.node import NUMBERS_ONLY, Node
 from .attention_reference import Attention, Band
 
 if TYPE_CHECKING:
@@ -57,30 +56,19 @@ class Attending(Node):
     diagonal_band_right_bound: int | None = None
 
     @classmethod
-    def made(
-        cls, attn_scale: float, diagonal_alignment: Any, left: Any, right: Any, **others: Any
-    ) -> Node:
-        alignment = getattr(diagonal_alignment, "name", diagonal_alignment)
-        if alignment not in (TOP_LEFT, BOTTOM_RIGHT):
+    def create(cls, **attributes: Any) -> Node:
+        alignment = attributes.get("diagonal_alignment", TOP_LEFT)
+        name = getattr(alignment, "name", alignment)
+        if name not in (TOP_LEFT, BOTTOM_RIGHT):
             raise GraphError(
                 "unknown diagonal_alignment",
                 expected=f"{TOP_LEFT!r} or {BOTTOM_RIGHT!r}",
-                got=repr(diagonal_alignment),
+                got=repr(alignment),
             )
-        if not isinstance(attn_scale, numbers.Real):
-            raise GraphTypeError(
-                "attn_scale is no number",
-                expected="a Python number: it is static",
-                got=f"{type(attn_scale).__name__}: {attn_scale!r}"[:200],
-                fix="multiply q by what JAX traces",
-            )
-        attributes: dict[str, Any] = {
-            "attn_scale": float32_range("attn_scale", attn_scale),
-            "diagonal_alignment": alignment,
-            "diagonal_band_left_bound": _bound("diagonal_band_left_bound", left, 1),
-            "diagonal_band_right_bound": _bound("diagonal_band_right_bound", right, 0),
-        }
-        return cls(**attributes, **others)
+        for side, least in (("left", 1), ("right", 0)):
+            bound = f"diagonal_band_{side}_bound"
+            attributes[bound] = _bound(bound, attributes.get(bound), least)
+        return super().create(**{**attributes, "diagonal_alignment": name})
 
     @property
     def band(self) -> Band:
@@ -114,13 +102,12 @@ class Attending(Node):
                 got=f"q has {q[1]} heads, k {k[1]}, v {v[1]}",
             )
         scores = (*q[:3], k[2])
-        wanted = dict.fromkeys(_LENGTHS, ((q[0], 1, 1, 1),))
-        wanted |= {"stats": ((*q[:3], 1),), "o": ((*q[:3], v[3]),), "dO": ((*q[:3], v[3]),)}
-        for port, shapes in wanted.items():
-            if port in inputs and inputs[port].shape not in shapes:
+        wanted = {**dict.fromkeys(_LENGTHS, (q[0], 1, 1, 1)), "stats": (*q[:3], 1)}
+        for port, shape in wanted.items():
+            if port in inputs and inputs[port].shape != shape:
                 raise GraphError(
                     f"{port!r} has the wrong shape",
-                    expected=str(list(shapes[0])),
+                    expected=str(list(shape)),
                     got=f"{list(inputs[port].shape)}, beside q {list(q)} and k {list(k)}",
                 )
         bias = inputs["bias"].shape if "bias" in inputs else (1, 1, 1, 1)
@@ -143,13 +130,10 @@ class Attending(Node):
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """As further examples; a bias of all examples stays one, unless its gradient is wanted."""
-        whole = {*tensors} - {"bias"}
-        shared = "bias" in tensors and tensors["bias"].shape[0] != tensors["q"].shape[0]
-        if "bias" in tensors and ("bias" in batched or "dBias" in tensors or not shared):
-            if shared:
-                return
-            whole |= {"bias"}
-        yield dict.fromkeys(whole, 0)
+        if "bias" not in tensors or tensors["bias"].shape[0] == tensors["q"].shape[0]:
+            yield dict.fromkeys(tensors, 0)
+        elif "bias" not in batched and "dBias" not in tensors:
+            yield dict.fromkeys({*tensors} - {"bias"}, 0)
 
     def keywords(self) -> dict[str, Any]:
         attributes = super().keywords()

@@ -21,6 +21,7 @@ from .normalization_of_channels import (
     ROUNDING,
     BackwardOfChannels,
     ForwardOfChannels,
+    backward_example,
 )
 
 if TYPE_CHECKING:
@@ -68,19 +69,7 @@ class BatchnormBackward(BackwardOfChannels):
     dims = BACKWARD_DIMS
     requires = "channels a multiple of 8"
     extent = Spatial(batch=True)
-    examples = (
-        Example(
-            {
-                "grad": IMAGES,
-                "input": IMAGES,
-                "scale": CHANNELS,
-                "mean": CHANNELS,
-                "inv_variance": CHANNELS,
-            },
-            dtypes={"scale": "float32", "mean": "float32", "inv_variance": "float32"},
-            positive=("inv_variance",),
-        ),
-    )
+    examples = (backward_example(IMAGES),)
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         for call in graph.calls:

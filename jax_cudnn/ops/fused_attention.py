@@ -11,10 +11,9 @@ import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import packed_strides
-from .._core.graph.dtypes import FLOATS
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .arguments import chosen
+from .arguments import chosen, floating
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 
 _BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
@@ -106,7 +105,7 @@ def dot_product_attention(
         >>> jc.ops.dot_product_attention(q, k, k, is_causal=True).shape
         (2, 128, 8, 64)
     """
-    rank = jnp.ndim(query)
+    rank = floating("query", query).ndim
     query, key, value = (
         _operand(name, x, rank) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -130,19 +129,12 @@ def dot_product_attention(
 
 
 def _operand(name: str, x: Any, rank: int) -> jax.Array:
-    x = jnp.asarray(x)
+    x = floating(name, x)
     if x.ndim != rank or rank not in (3, 4):
         raise GraphError(
             f"{name} has the wrong rank",
             expected="query, key and value all (B, T, N, H) or all (T, N, H)",
             got=f"{name} of shape {list(x.shape)}",
-        )
-    if str(x.dtype) not in FLOATS:
-        raise GraphTypeError(
-            f"{name} has a dtype that attention does not take",
-            expected=", ".join(FLOATS),
-            got=f"{x.dtype}{list(x.shape)}",
-            fix=f"cast it before the call: {name}.astype(jnp.bfloat16)",
         )
     return x if rank == 4 else x[None]
 

@@ -16,10 +16,10 @@ from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .._core.graph.wire import BITS
 from . import epilogue
-from .arguments import Padding, chosen, transpose
+from .arguments import Padding, chosen, floating, transpose
 from .epilogue import Activation
 from .fused_conv import conv, prepared
-from .norm_arguments import Scalar, channels_second, floating, per_channel, scalar
+from .norm_arguments import Scalar, channels_second, per_channel, scalar
 
 Running = tuple[jax.Array, jax.Array]
 

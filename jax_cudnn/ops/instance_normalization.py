@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from .._core.graph.builder import register
 from .._core.graph.node import Example
 from .normalization_base import BACKWARD_DIMS, Phased, Spatial
-from .normalization_of_channels import CHANNELS, IMAGES, BackwardOfChannels, ForwardOfChannels
+from .normalization_of_channels import (
+    CHANNELS,
+    IMAGES,
+    BackwardOfChannels,
+    ForwardOfChannels,
+    backward_example,
+)
 
 if TYPE_CHECKING:
     from .._core.graph.spec import GraphSpec, Tensor
@@ -39,19 +45,7 @@ class InstancenormBackward(BackwardOfChannels):
     dims = BACKWARD_DIMS
     requires = "one image: of more cuDNN 9.19 loses some in DScale and DBias, and XLA runs it"
     extent = Spatial(batch=False)
-    examples = (
-        Example(
-            {
-                "grad": _IMAGE,
-                "input": _IMAGE,
-                "scale": CHANNELS,
-                "mean": CHANNELS,
-                "inv_variance": CHANNELS,
-            },
-            dtypes={"scale": "float32", "mean": "float32", "inv_variance": "float32"},
-            positive=("inv_variance",),
-        ),
-    )
+    examples = (backward_example(_IMAGE),)
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         # Measured on an H200 with cuDNN 9.19: of 8 images DScale and DBias lack one or more, in

@@ -11,31 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError, GraphTypeError
-from .._core.graph.dtypes import FLOATS
+from .._core.errors import GraphError
+from .arguments import array, floating
 
 Axes = int | Sequence[int]
 Scalar = float | jax.Array
-
-
-def floating(name: str, x: Any) -> jax.Array:
-    """An array of a float that cuDNN normalizes; GraphTypeError for others."""
-    x = _array(name, x, "an array of floats")
-    if str(x.dtype) not in FLOATS:
-        raise GraphTypeError(
-            f"{name} has a dtype that is not normalized",
-            expected=", ".join(FLOATS),
-            got=f"{x.dtype}{list(x.shape)}",
-            fix=f"cast it before the call: {name}.astype(jnp.float32)",
-        )
-    return x
 
 
 def scalar(name: str, value: Any) -> Scalar:
     """A Python number, or an array of one number in float32; GraphError for others."""
     if isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return float(value)
-    value = _array(name, value, "a number, or an array of one")
+    value = array(name, value, "a number, or an array of one")
     if value.ndim or jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise GraphError(
             f"{name} is no number",
@@ -43,15 +30,6 @@ def scalar(name: str, value: Any) -> Scalar:
             got=f"{value.dtype}{list(value.shape)}",
         )
     return value.astype(jnp.float32)
-
-
-def _array(name: str, value: Any, expected: str) -> jax.Array:
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise GraphTypeError(
-            f"{name} is no array", expected=expected, got=f"{type(value).__name__}: {value!r}"[:200]
-        ) from error
 
 
 def normalized_axes(x: jax.Array, axis: Axes) -> tuple[int, ...]:

@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from .._core.graph.node import Example
 from .normalization_base import Normalization, NormalizationBackward, Normalizing, Spatial
 
 if TYPE_CHECKING:
+    from .._core.graph.dims import Shape
     from .._core.graph.node import Tensors
     from .._core.graph.spec import GraphSpec, Tensor
 
 # For the examples of the nodes.
 IMAGES, CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
 ROUNDING = "mean and variance in float32, of distances from the mean"
+
+
+def backward_example(images: Shape) -> Example:
+    """Of a backward with statistics of channels."""
+    statistics = dict.fromkeys(("scale", "mean", "inv_variance"), CHANNELS)
+    return Example(
+        {"grad": images, "input": images, **statistics},
+        dtypes=dict.fromkeys(statistics, "float32"),
+        positive=("inv_variance",),
+    )
 
 
 class OfChannels(Normalizing):

@@ -13,12 +13,11 @@ import numpy as np
 from .._core.errors import GraphError
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .arguments import chosen, transpose
+from .arguments import chosen, floating, transpose
 from .norm_arguments import (
     Axes,
     Scalar,
     channels_second,
-    floating,
     normalized_axes,
     of_rank,
     parameter,

@@ -67,7 +67,8 @@ def signature(cls: type[Node]) -> inspect.Signature:
         operands.append(inspect.Parameter(port.name, kind, default=default))
         if port.optional:  # what follows is named: it may have no default
             kind = inspect.Parameter.KEYWORD_ONLY
-    generic = cls.create.__func__ is Node.create.__func__  # pyright: ignore[reportFunctionMemberAccess]
+    taken = inspect.signature(cls.create).parameters.values()
+    generic = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken)  # then the fields say it
     create = cls if generic else cls.create
     attributes = [
         p.replace(kind=max(p.kind, kind))
