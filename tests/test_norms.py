@@ -808,6 +808,7 @@ def total(case, **keywords):
     return lambda *o: jnp.sum(jnp.sin(case.y(*o, **keywords).astype(jnp.float32)))
 
 
+IN_ONE = {**KINDS, "group": CASES["group, one"]}
 METHODS = {
     "rms": "rmsnorm", "layer": "layernorm", "ada": "adalayernorm", "instance": "instancenorm",
     "group": "layernorm",
@@ -817,7 +818,7 @@ METHODS = {
 @pytest.mark.parametrize("by", ["x", "all"])
 @each_kind
 def test_a_gradient_is_one_forward_and_one_backward(name, by):
-    case = KINDS[name]
+    case = IN_ONE[name]
     avals = case.avals()
     argnums = tuple(range(len(avals))) if by == "all" else 0
     forward, backward = graphs_of(jax.grad(total(case), argnums), *avals)
@@ -833,7 +834,7 @@ def test_a_gradient_is_one_forward_and_one_backward(name, by):
 
 @each_kind
 def test_a_forward_without_gradient_has_no_statistics(name):
-    case = KINDS[name]
+    case = IN_ONE[name]
     (alone,) = graphs_of(case.y, *case.avals())
     (call,) = wire(alone).calls
     assert (call.node.norm_forward_phase, [port for port, _ in call.outputs]) == (
@@ -1252,3 +1253,14 @@ def test_not_finite_rows_stay_apart_on_the_gpu(name):
         got = np.asarray(run(x.at[1].set(bad), *parameters), np.float32)
         assert not np.isfinite(got[1]).any()
         np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(clean, 1, 0))
+
+
+def test_group_norm_with_a_scale_by_channel_keeps_x_and_statistics_alone():
+    x = jnp.ones((2, 4, 4, 16), jnp.bfloat16)
+    scale = bias = jnp.ones(16, jnp.bfloat16)
+    _, pull = jax.eval_shape(
+        lambda *o: jax.vjp(functools.partial(group, num_groups=4), *o), x, scale, bias
+    )
+    kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.size >= x.size]
+    assert {str(leaf.dtype) for leaf in kept} == {"bfloat16"}
+    assert len(kept) <= 2, "x, and a view of it"

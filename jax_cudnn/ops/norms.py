@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from typing import Any, NamedTuple
@@ -51,9 +52,9 @@ class Asked(NamedTuple):
     zero_centered: bool = False
 
     def of(
-        self, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, out: str = ""
+        self, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
     ) -> tuple[jax.Array, ...]:
-        """Its results, the first in the dtype ``out``, or in that of x."""
+        """Its results, the first in the dtype of x."""
         return chosen(self.function, self.options, None, self.implementation)(
             x,
             scale,
@@ -61,7 +62,7 @@ class Asked(NamedTuple):
             scalar("epsilon", self.epsilon),
             kind=self.kind,
             zero_centered=self.zero_centered,
-            out=out or str(x.dtype),
+            out=str(x.dtype),
         )
 
 
@@ -294,8 +295,8 @@ def group_norm(
     in float32 and of shape (batch, num_groups).
 
     cuDNN's graphs have no such operation. One group, and a group for each channel, are rows and
-    instances to it; XLA runs the rest, in the same program. A scale or bias of several channels in
-    a group is applied in XLA, which keeps the float32 rows before it for the scale's gradient.
+    instances to it; XLA runs the rest, in the same program. Of several groups with a scale or bias
+    XLA normalizes, by the statistics; these and x are kept for the backward.
 
     Raises: as :func:`layer_norm`. Source: Wu and He 2018, arXiv:1803.08494;
     ``flax.nnx.GroupNorm``.
@@ -335,16 +336,38 @@ def group_norm(
     if groups == 1:
         wide = wide.reshape(batch, math.prod(spatial) * channels)
     row = (1, *(1 if axis == 2 else size for axis, size in enumerate(wide.shape) if axis))
-    plain = scale is None and bias is None
-    found = Asked(GROUP_NORM, "layernorm", epsilon, options, implementation).of(
-        wide, jnp.ones(row, x.dtype), jnp.zeros(row, x.dtype), out="" if plain else "float32"
+    apart = groups > 1 and not (scale is None and bias is None)  # no factor is of a group alone
+    within = (
+        jnp.full(row, neutral, x.dtype)
+        if apart or p is None
+        else jnp.broadcast_to(p, moved.x.shape[1:]).reshape(row)
+        for p, neutral in ((scale, 1), (bias, 0))
     )
-    y = found[0].reshape(moved.x.shape)
+    y, *found = Asked(GROUP_NORM, "layernorm", epsilon, options, implementation).of(wide, *within)
+    statistics = tuple(v.reshape(batch, groups) for v in found)
+    if apart:
+        y = _scaled_groups(moved.x, *statistics, scale, bias)
+    y = moved.back(y.reshape(moved.x.shape))
+    return (y, statistics) if return_statistics else y
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _scaled_groups(
+    x: jax.Array,
+    mean: jax.Array,
+    inv_std: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """Groups of the last axis by their statistics, then scale and bias by channel; of x and the
+    statistics nothing more is kept for the backward."""
+    batch, groups = mean.shape
+    each = (batch, *(1,) * (x.ndim - 2), groups, 1)
+    wide = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups).astype(jnp.float32)
+    y = ((wide - mean.reshape(each)) * inv_std.reshape(each)).reshape(x.shape)
     y = y if scale is None else y * scale.astype(jnp.float32)
     y = y if bias is None else y + bias.astype(jnp.float32)
-    statistics = tuple(v.reshape(batch, groups) for v in found[1:])
-    y = moved.back(y.astype(x.dtype))
-    return (y, statistics) if return_statistics else y
+    return y.astype(x.dtype)
 
 
 def _of_rows(
