@@ -281,7 +281,7 @@ def test_what_fails_leaves_the_others(no_torch):
 def test_cases_have_the_shapes_that_are_asked_for():
     rows = ("8192x4096", "32768x8192", "16384x4096", "4096x16384", "1024x12288", "8192x128")
     images = ("256x56x56x64", "256x14x14x1024")
-    rows += ("262144x128", "32768x768", "8192x1000")
+    rows += ("262144x128", "262144x64", "32768x768", "8192x1000")
     wanted = [f"{kind}/{shape}" for kind in ("rms_norm", "layer_norm") for shape in rows]
     kinds = ("batch_norm", "batch_norm-relu", "batch_norm-residual-relu")
     wanted += [f"{kind}/{shape}" for kind in kinds for shape in images]

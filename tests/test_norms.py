@@ -1212,7 +1212,8 @@ def test_values_and_gradients_on_the_gpu(name, dtype):
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         on_host = jax.device_get([operands, cotangent])
         want = exactly(lambda *o: case.plain(*o)[0], *on_host)
-    assert_close(got, want, slack=1.5)
+    # The gradient of one group's scale is summed over pixels after its rounding.
+    assert_close(got, want, slack=3 if name == "group, one" else 1.5)
 
 
 @pytest.mark.gpu
