@@ -135,7 +135,8 @@ class Sdpa(Attending):
         v: (B, N, Skv, E).
         bias: added to the scaled scores, (B, H, Sq, Skv) with any of these 1; optional.
         seq_len_q: how many queries of each example there are, (B, 1, 1, 1) in int32; optional.
-        seq_len_kv: how many keys; together with seq_len_q.
+        seq_len_kv: how many keys; together with seq_len_q. cuDNN leaves results of an example
+            unwritten where this is 0: give it no queries and one key instead, for zeros.
         attn_scale: factor of the scores.
         diagonal_alignment: "TOP_LEFT" or "BOTTOM_RIGHT", or the member of
             ``cudnn.diagonal_alignment``.

@@ -192,7 +192,9 @@ def _lengths(
                 got=f"{given.dtype}{list(given.shape)}",
             )
         found.append(given.reshape(batch, 1, 1, 1))
-    return found[0], found[1]
+    # cuDNN leaves the results of an example without keys unwritten, those without queries not.
+    none = found[1] == 0
+    return jnp.where(none, 0, found[0]), jnp.where(none, 1, found[1])
 
 
 def _bias(bias: Any, mask: Any, query: jax.Array, key: jax.Array) -> jax.Array | None:
