@@ -442,6 +442,28 @@ def test_arrays_of_tokens_are_read_where_they_lie():
         assert "dense<[3, 1, 2, 0]> : tensor<4xindex>" in call.partition("result_layouts = ")[2]
 
 
+def only(plans):
+    (plan,) = plans.values()
+    return plan
+
+
+@pytest.mark.deviceless
+def test_explain_says_what_a_mask_costs_and_what_to_use_instead():
+    with jc.target("H200"):
+        x = S((2, 256, 4, 64), "bfloat16")
+        mask = S((1, 1, 256, 256), "bool")
+        plan, free = (
+            only(jc.plans(functools.partial(ours, **keywords), x, x, x, None, *more))
+            for keywords, more in (({}, [mask]), ({"is_causal": True}, []))
+        )
+    (segment,) = plan.explain().to_json()["segments"]
+    (advice,) = segment["advice"]
+    for words in (f"{2 * 256 * 256:,} bytes", "is_causal", "local_window_size", "lengths"):
+        assert words in advice
+        assert words in " ".join(str(plan.explain()).split())
+    assert [s["advice"] for s in free.explain().to_json()["segments"]] == [[]]
+
+
 @pytest.mark.deviceless
 def test_a_gradient_in_float32_is_left_to_xla_with_a_reason():
     q = S((2, 128, 4, 64), "float32")

@@ -18,6 +18,8 @@ from . import pooling as pooling
 from . import reduction as reduction
 from . import slicing as slicing
 from . import statistics as statistics
+from .bucketing import bucket as bucket
+from .bucketing import pad_to_bucket as pad_to_bucket
 from .fused_attention import dot_product_attention as dot_product_attention
 from .fused_conv import conv as conv
 from .fused_conv import conv_transpose as conv_transpose

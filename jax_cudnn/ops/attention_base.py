@@ -128,6 +128,17 @@ class Attending(Node):
         (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
         return 2 * b * h * s * t * (d + e)
 
+    def advice(self, tensors: Mapping[str, Tensor]) -> str:
+        if "bias" not in tensors:
+            return ""
+        bias = tensors["bias"]
+        return (
+            f"the bias is read in full ({bias.nbytes:,} bytes, again for each head and example "
+            "that shares it), and no score is left out for it; a mask that is causal, a window, "
+            "or by lengths costs nothing as is_causal, local_window_size, query_seq_lengths and "
+            "key_value_seq_lengths, and keys that these hide are not read"
+        )
+
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """As further examples; a bias of all examples stays one, unless its gradient is wanted."""
         if "bias" not in tensors or tensors["bias"].shape[0] == tensors["q"].shape[0]:

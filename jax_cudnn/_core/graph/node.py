@@ -227,6 +227,10 @@ class Node:
         """
         return "" if self.moves else self.method
 
+    def advice(self, tensors: Mapping[str, Tensor]) -> str:
+        """What this node costs by an operand that could be said more cheaply, and how; or ""."""
+        return ""
+
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         """Operations, a multiply-add being two, from the shapes of all ports by name."""
         return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.results)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .cost import cost
 
 if TYPE_CHECKING:
+    from ..graph.spec import Call, GraphSpec
     from .plan import Plan, PlannedSegment
 
 
@@ -23,7 +24,8 @@ class Explanation:
     def to_json(self) -> dict[str, Any]:
         """``{"name", "role", "residuals", "gpu", "implementation", "graph", "cut_bytes",
         "segments": [{"runs_on", "operations", "engine", "workspace_bytes", "candidates",
-        "reads_bytes", "writes_bytes", "flops", "reason"}]}``; a new dictionary each time."""
+        "reads_bytes", "writes_bytes", "flops", "reason", "advice"}]}``; a new dictionary
+        each time."""
         return json.loads(json.dumps(self.data))
 
     def __str__(self) -> str:
@@ -45,6 +47,8 @@ class Explanation:
                 )
             moved = segment["reads_bytes"], segment["writes_bytes"], segment["flops"]
             yield "     reads {:,} bytes, writes {:,}, computes {:,} operations".format(*moved)
+            for advice in segment["advice"]:
+                yield from _wrapped(f"note: {advice}", "     ")
             if segment["reason"] and segment["runs_on"] == "XLA":
                 yield from _wrapped(f"because {segment['reason']}", "     ")
         for kept in data["residuals"]:
@@ -97,4 +101,12 @@ def _segment(segment: PlannedSegment) -> dict[str, Any]:
         "writes_bytes": sum(tensor.nbytes for tensor in spec.output_tensors),
         "flops": cost(spec).flops,
         "reason": segment.reason,
+        "advice": [advice for call in spec.calls if (advice := _advice(spec, call))],
     }
+
+
+def _advice(spec: GraphSpec, call: Call) -> str:
+    found = call.node.advice(
+        {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+    )
+    return found and f"{call.name}: {found}"

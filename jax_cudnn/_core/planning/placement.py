@@ -19,7 +19,7 @@ from ..implementation import CUDNN, SPLIT, XLA
 from ..job import agreement
 from ..settings import settings
 from ..store import cache
-from . import frontend, losses, planner
+from . import frontend, losses, planner, variety
 from .execution_plan import ExecutionPlan
 from .plan import Plan, PlannedSegment
 from .single_flight import SingleFlight
@@ -64,6 +64,7 @@ def place(
     """
     if left_to_xla(spec):
         return by_xla(spec, name)
+    variety.count(spec, name)
     together = agreement.leader(devices) is not None
     segments = (
         _decide_together(spec, site, name, devices) if together else _decide(spec, site, name)

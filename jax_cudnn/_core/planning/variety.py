@@ -1,0 +1,45 @@
+"""Says when a function is planned for ever more shapes, as for sequences of every length."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from ..graph.dims import Shape
+from ..graph.node import Node
+from ..graph.spec import GraphSpec
+
+log = logging.getLogger("jax_cudnn")
+
+_MANY = 64  # shapes of one function; the convolutions of a large model have half as many
+
+_Function = tuple[str, tuple[Node, ...]]
+_shapes: dict[_Function, set[tuple[Shape, ...]]] = {}
+_lock = threading.Lock()
+
+
+def count(spec: GraphSpec, name: str) -> None:
+    """Counts the shapes of a function's operands; a warning at the 64th, and whenever they have
+    doubled."""
+    shapes = tuple(tensor.shape for tensor in spec.input_tensors)
+    with _lock:
+        known = _shapes.setdefault((name, tuple(call.node for call in spec.calls)), set())
+        if shapes in known:
+            return
+        known.add(shapes)
+        found = len(known)
+    if found >= _MANY and found & (found - 1) == 0:
+        log.warning(
+            "%s was planned for %d different shapes, the last one %s: each takes a plan and a "
+            "compilation of its own; give it fewer, as jax_cudnn.ops.pad_to_bucket makes of "
+            "sequences of any length",
+            name,
+            found,
+            ", ".join(map(str, spec.input_tensors)),
+        )
+
+
+def clear() -> None:
+    """Forget all shapes (tests)."""
+    with _lock:
+        _shapes.clear()
