@@ -3,6 +3,7 @@
 from . import activation as activation
 from . import activation_backward as activation_backward
 from . import attention as attention
+from . import attention_fp8 as attention_fp8
 from . import batch_normalization as batch_normalization
 from . import convolution as convolution
 from . import convolution_backward as convolution_backward
@@ -19,6 +20,7 @@ from . import reduction as reduction
 from . import slicing as slicing
 from . import statistics as statistics
 from .fused_attention import dot_product_attention as dot_product_attention
+from .fused_attention_fp8 import dot_product_attention_fp8 as dot_product_attention_fp8
 from .fused_conv import conv as conv
 from .fused_conv import conv_transpose as conv_transpose
 from .fused_matmul import matmul as matmul
@@ -31,3 +33,4 @@ from .norms import group_norm as group_norm
 from .norms import instance_norm as instance_norm
 from .norms import layer_norm as layer_norm
 from .norms import rms_norm as rms_norm
+from .scaling import DelayedScaling as DelayedScaling
