@@ -4,6 +4,7 @@ from . import activation as activation
 from . import activation_backward as activation_backward
 from . import attention as attention
 from . import attention_fp8 as attention_fp8
+from . import attention_mxfp8 as attention_mxfp8
 from . import batch_normalization as batch_normalization
 from . import convolution as convolution
 from . import convolution_backward as convolution_backward
@@ -28,6 +29,8 @@ from .fused_norm import batch_norm as batch_norm
 from .fused_norm import conv_batch_norm as conv_batch_norm
 from .hooks import conv_general_dilated as conv_general_dilated
 from .hooks import dot_general as dot_general
+from .mxfp8 import dequantize_mxfp8 as dequantize_mxfp8
+from .mxfp8 import quantize_mxfp8 as quantize_mxfp8
 from .norms import ada_layer_norm as ada_layer_norm
 from .norms import group_norm as group_norm
 from .norms import instance_norm as instance_norm

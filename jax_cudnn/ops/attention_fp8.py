@@ -35,7 +35,7 @@ def _example(shapes: dict[str, Shape], factors: str, dtype: str = E4M3, **more: 
         dtype,
         dtypes=dict.fromkeys(float32, "float32"),
         positive=tuple(float32),
-        attributes={"attn_scale": 0.125, **more},
+        attributes={"attn_scale": 0.125} | more,
     )
 
 
@@ -61,7 +61,7 @@ class SdpaFp8(Scaled):
         q: (B, H, Sq, D) in fp8.
         k: (B, N, Skv, D) of q's dtype; each head of it serves H / N neighbouring heads of q.
         v: (B, N, Skv, E) of q's dtype.
-        descale_q: (1, 1, 1, 1) in float32 like all factors, or a number.
+        descale_q: (1, 1, 1, 1) in float32 like all factors.
         descale_k: of k.
         descale_v: of v.
         descale_s: of the weights, ``1 / scale_s``.
@@ -162,7 +162,7 @@ class SdpaFp8Backward(Scaled):
         o: the forward's O, (B, H, Sq, E) in fp8.
         dO: the gradient by O, in fp8; float8_e5m2 has more range for it.
         stats: the forward's Stats, (B, H, Sq, 1) in float32.
-        descale_q: (1, 1, 1, 1) in float32 like all factors, or a number.
+        descale_q: (1, 1, 1, 1) in float32 like all factors.
         descale_k: of k.
         descale_v: of v.
         descale_o: of o.
@@ -212,6 +212,7 @@ class SdpaFp8Backward(Scaled):
                 "stats": (2, 4, 128, 1),
             },
             _BACKWARD,
+            attn_scale=0.03,
         ),
     )
 

@@ -111,6 +111,8 @@ class Scaled(Node):
         kinds = {tensors[port].dtype for port in ("q", "k", "v")}
         if len(kinds) > 1:
             return f"cuDNN's fp8 attention takes q, k and v of one dtype, not {', '.join(kinds)}"
+        if any(t.value is not None for t in tensors.values()):
+            return "cuDNN's fp8 attention reads factors from the GPU's memory: give them as arrays"
         return None
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:

@@ -16,6 +16,9 @@ from .._core.graph.dtypes import FP8
 from .._core.graph.reference import rounded
 from .attention_reference import Arrays, Attention, _grouped, _heads, _over_rows
 
+_ONE = (1, 1, 1, 1)
+_WEIGHTS = 256.0  # the scale of softmax's weights beside scales of blocks
+
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def stored(x: jax.Array, dtype: Any) -> jax.Array:
@@ -36,7 +39,10 @@ def _stored_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax
 
 @dataclass(frozen=True)
 class Fp8Attention(Attention):
-    """Attention of fp8 arrays with a scale for each."""
+    """Attention of fp8 arrays with a scale for each. ``weights`` is the dtype that softmax's weights
+    have in the second product, if it is not q's."""
+
+    weights: str = ""
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """O times its scale, Stats, and the largest absolute values of the weights and of O.
@@ -45,7 +51,7 @@ class Fp8Attention(Attention):
         largest one.
         """
         x = _wide(arrays)
-        kind = arrays["q"].dtype
+        kind = self.weights or arrays["q"].dtype
 
         def block(rows: Arrays, first: jax.Array) -> tuple[jax.Array, ...]:
             weights, total = self._softmax(rows, x, first)
@@ -93,6 +99,46 @@ class Fp8Attention(Attention):
         largest = {f"amax_{name}": _amax(value) for name, value in found.items()}
         scaled = {name: value * x[f"scale_{name}"] for name, value in found.items()}
         return {**scaled, **largest, "amax_dP": _amax(each["dP"])}
+
+
+@dataclass(frozen=True)
+class MxAttention(Attention):
+    """Attention of fp8 arrays with scales of their blocks, which are applied already: all operands
+    are float32. ``weights`` is the dtype that softmax's weights have in the second product."""
+
+    weights: str = ""
+
+    def forward(self, arrays: Arrays) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """O, Stats, and the largest absolute value of O."""
+        one = dict.fromkeys(("descale_q", "descale_k", "descale_v", "scale_o"), jnp.ones(_ONE))
+        factors = {**one, "descale_s": jnp.full(_ONE, 1 / _WEIGHTS), "scale_s": jnp.full(_ONE, _WEIGHTS)}
+        attention = Fp8Attention(self.scale, self.band, weights=self.weights)
+        o, total, _, amax = attention.forward({**arrays, **factors})
+        return o, total, amax
+
+    def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
+        """The gradients and their largest absolute values."""
+
+        def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
+            q, turned, grad, grad_turned, o, grad_o = jnp.split(rows["q"], ends, axis=-1)
+            scores = self._scores({**rows, "q": q}, {**arrays, "q": arrays["q"]}, first)
+            some = jnp.isfinite(rows["stats"])
+            weights = jnp.exp(jnp.where(some, scores - rows["stats"], -jnp.inf))
+            mean = jnp.sum(grad_o * o, axis=-1, keepdims=True)
+            slope = weights * (self._product("bngse,bnte->bngst", grad, arrays["v"]) - mean)
+            each = {"dQ": self.scale * self._product("bngst,bntd->bngsd", slope, arrays["k_T"])}
+            return each, {
+                "dK": self.scale * self._product("bngst,bngsd->bntd", slope, turned),
+                "dV": self._product("bngst,bngse->bnte", weights, grad_turned),
+            }
+
+        # What has rows of queries goes through the blocks side by side.
+        sides = [arrays[n] for n in ("q", "q_T", "dO", "dO_T", "o_f16", "dO_f16")]
+        ends = [sum(x.shape[-1] for x in sides[:i]) for i in range(1, len(sides))]
+        rows = {"q": jnp.concatenate(sides, -1), "k": arrays["k"], "stats": arrays["stats"]}
+        each, summed = _over_rows(block, _grouped(rows), arrays["k"].shape[2], sums=True)
+        found = {"dQ": _heads(each["dQ"]), **summed}
+        return found | {f"amax_{name}": _amax(value) for name, value in found.items()}
 
 
 def _wide(arrays: Arrays) -> dict[str, jax.Array]:

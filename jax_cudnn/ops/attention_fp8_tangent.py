@@ -91,7 +91,7 @@ class QuantizeGradient(Node):
     attn_scale: float
     dtype: str = E5M2
     results_ = (
-        "dO", "descale_dO", "scale_dP", "descale_dP",
+        "dO", "descale_dO", "descale_o", "scale_dP", "descale_dP",
         "scale_dQ", "scale_dK", "scale_dV", "unscale_q", "unscale_k", "unscale_v",
     )  # fmt: skip
     ports = derived_ports(
@@ -121,6 +121,7 @@ class QuantizeGradient(Node):
         }
         scales = {name: scale_of(bound, self.dtype) for name, bound in bounds.items()}
         found = {"dO": grad * scales["dO"], "descale_dO": 1 / scales["dO"]}
+        found["descale_o"] = 1 / x["scale_o"]
         found |= {f"scale_{name}": scale for name, scale in scales.items()}
         found["descale_dP"] = 1 / scales["dP"]
         for port in "qkv":  # back to the units of the fp8 operands
@@ -212,11 +213,9 @@ class Fp8Tangent(WideTangent):
         results = g.apply(quantize, dO=grad, **{port: inputs[port] for port in taken})
         made = dict(zip(quantize.results, results, strict=True))
         g.ordered(made["dO"], inputs["O"]._state.order)
-        one = g.apply(Unscale(), input=inputs["descale_s"], descale=inputs["descale_s"])[0]
-        descale_o = g.apply(Unscale(), input=one, descale=inputs["scale_o"])[0]
         values = {port: inputs[port] for port in self.inner if port != "scale_o"}
         values |= {port: x for port, x in made.items() if port in node.ports.input_names}
-        values |= {"o": inputs["O"], "stats": inputs["Stats"], "descale_o": descale_o}
+        values |= {"o": inputs["O"], "stats": inputs["Stats"]}
         found = dict(zip(node.results, g.apply(node, **values), strict=True))
         passed = {}
         for port, name in linear.items():

@@ -19,8 +19,9 @@ from .fused_attention import _BY_TOKEN, _check, _lengths, _operand, _window
 from .scaling import E4M3, DelayedScaling, amax_of, largest, scale_of
 
 _WEIGHTS = largest(E4M3)  # the scale of softmax's weights, which are at most 1
-_FACTORS = ("descale_q", "descale_k", "descale_v", "scale_o")
+_FACTORS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 _GRADIENTS = ("dQ", "dK", "dV")
+_ONE = (1, 1, 1, 1)
 
 
 class _Kind(NamedTuple):
@@ -72,8 +73,6 @@ def _current(g, operands, scales, lengths, *, options, implementation, **kind):
         **{port: scales[port] for port in _FACTORS},
         **_padding(lengths),
         **_attributes(**kind),
-        descale_s=1 / _WEIGHTS,
-        scale_s=_WEIGHTS,
     )
     out = _placed(out.set_data_type(E4M3))
     return quantized(out, scales["descale_o"], operands[0].dtype)
@@ -85,8 +84,6 @@ def _forward(g, operands, factors, lengths, *, options, implementation, **kind):
         **factors,
         **_padding(lengths),
         **_attributes(**kind),
-        descale_s=1 / _WEIGHTS,
-        scale_s=_WEIGHTS,
     )
     return _placed(out), stats, amax
 
@@ -98,8 +95,6 @@ def _backward(g, operands, stats, factors, lengths, *, options, implementation, 
         **factors,
         **_padding(lengths),
         **_attributes(**kind),
-        descale_s=1 / _WEIGHTS,
-        scale_s=_WEIGHTS,
     )
     return (*map(_placed, results[:3]), *results[3:])
 
@@ -212,7 +207,7 @@ def dot_product_attention_fp8(
 
 
 def _factor(x: jax.Array) -> jax.Array:
-    return x.reshape(1, 1, 1, 1)
+    return x.reshape(_ONE)
 
 
 def _current_scales(*operands: jax.Array) -> dict[str, jax.Array]:
@@ -221,7 +216,12 @@ def _current_scales(*operands: jax.Array) -> dict[str, jax.Array]:
     for port, x in zip("qkv", operands, strict=True):
         scale = _factor(scale_of(jax.lax.stop_gradient(amax_of(x)), E4M3))
         found |= {f"scale_{port}": scale, f"descale_{port}": 1 / scale}
-    return {**found, "scale_o": found["scale_v"], "descale_o": found["descale_v"]}
+    return {**found, **_of_weights(), "scale_o": found["scale_v"], "descale_o": found["descale_v"]}
+
+
+def _of_weights() -> dict[str, jax.Array]:
+    """The factors of softmax's weights, as arrays: cuDNN reads them from the GPU's memory."""
+    return {"scale_s": jnp.full(_ONE, _WEIGHTS), "descale_s": jnp.full(_ONE, 1 / _WEIGHTS)}
 
 
 def _quantized(x: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
@@ -241,9 +241,8 @@ def _delayed_forward(
     scales = scaling.scales()
     narrow = [_quantized(x, scales[p], E4M3) for p, x in zip("qkv", operands, strict=True)]
     factors = {f"descale_{port}": _factor(1 / scales[port]) for port in "qkv"}
-    out, stats, amax = kind.run(
-        FORWARD, narrow, {**factors, "scale_o": _factor(scales["o"])}, lengths
-    )
+    factors |= {**_of_weights(), "scale_o": _factor(scales["o"])}
+    out, stats, amax = kind.run(FORWARD, narrow, factors, lengths)
     largest = {port: amax_of(x) for port, x in zip("qkv", operands, strict=True)} | {"o": amax}
     kept = [*narrow, out], stats, lengths, scaling, largest
     wide = out.astype(jnp.float32) / scales["o"]
@@ -255,7 +254,7 @@ def _delayed_backward(kind: _Kind, kept: Any, grad: jax.Array) -> Any:
     narrow, stats, lengths, scaling, largest, like = kept
     scales = scaling.scales()
     factors = {f"descale_{n}": _factor(1 / scales[n]) for n in ("q", "k", "v", "o", "dO", "dP")}
-    factors |= {f"scale_{n}": _factor(scales[n]) for n in (*_GRADIENTS, "dP")}
+    factors |= {f"scale_{n}": _factor(scales[n]) for n in (*_GRADIENTS, "dP")} | _of_weights()
     operands = [*narrow, _quantized(grad, scales["dO"], scaling.grad_dtype)]
     *found, dQ, dK, dV, dP = kind.run(BACKWARD, operands, stats, factors, lengths)
     gradients = tuple(
