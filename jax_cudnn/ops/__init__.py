@@ -3,6 +3,8 @@
 from . import activation as activation
 from . import activation_backward as activation_backward
 from . import attention as attention
+from . import attention_fp8 as attention_fp8
+from . import attention_mxfp8 as attention_mxfp8
 from . import batch_normalization as batch_normalization
 from . import convolution as convolution
 from . import convolution_backward as convolution_backward
@@ -21,6 +23,7 @@ from . import statistics as statistics
 from .bucketing import bucket as bucket
 from .bucketing import pad_to_bucket as pad_to_bucket
 from .fused_attention import dot_product_attention as dot_product_attention
+from .fused_attention_fp8 import dot_product_attention_fp8 as dot_product_attention_fp8
 from .fused_conv import conv as conv
 from .fused_conv import conv_transpose as conv_transpose
 from .fused_matmul import matmul as matmul
@@ -28,8 +31,11 @@ from .fused_norm import batch_norm as batch_norm
 from .fused_norm import conv_batch_norm as conv_batch_norm
 from .hooks import conv_general_dilated as conv_general_dilated
 from .hooks import dot_general as dot_general
+from .mxfp8 import dequantize_mxfp8 as dequantize_mxfp8
+from .mxfp8 import quantize_mxfp8 as quantize_mxfp8
 from .norms import ada_layer_norm as ada_layer_norm
 from .norms import group_norm as group_norm
 from .norms import instance_norm as instance_norm
 from .norms import layer_norm as layer_norm
 from .norms import rms_norm as rms_norm
+from .scaling import DelayedScaling as DelayedScaling

@@ -16,6 +16,7 @@ TO_CUDNN = {
     "float16": "HALF",
     "float8_e4m3fn": "FP8_E4M3",
     "float8_e5m2": "FP8_E5M2",
+    "float8_e8m0fnu": "FP8_E8M0",
     "int8": "INT8",
     "uint8": "UINT8",
     "int32": "INT32",
@@ -26,6 +27,8 @@ FROM_CUDNN = {cudnn: jax for jax, cudnn in TO_CUDNN.items()}
 
 FLOATS = ("float32", "bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
+E8M0 = "float8_e8m0fnu"
+"""Powers of two: the scales of blocks, in no arithmetic."""
 INTEGERS = ("int8", "uint8", "int32", "int64")
 NUMBERS = (*FLOATS, *FP8, *INTEGERS)
 PRODUCTS = (*FLOATS, *FP8, "int8")

@@ -1,0 +1,226 @@
+"""The derivative of fp8 attention: a tangent in float32, whose transpose is cuDNN's backward with
+gradients that are scaled by bounds of their size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from .._core.graph.by_reference import Tangent, Transposed, derived_ports
+from .._core.graph.dims import Dims, Shape
+from .._core.graph.dtypes import FP8
+from .._core.graph.node import Node
+from .attention_fp8 import SdpaFp8, SdpaFp8Backward
+from .scaling import E4M3, E5M2, largest, scale_of
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
+
+
+@dataclass(frozen=True)
+class WideTangent(Tangent):
+    """Tangents from the reference, in float32 where their values are fp8: these have no scale."""
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        found = super().infer({port: inputs[port] for port in self.inner})
+        return {
+            name: (shape, "float32" if dtype in FP8 else dtype)
+            for name, (shape, dtype) in found.items()
+        }
+
+
+@dataclass(frozen=True)
+class Quantize(Node):
+    """``scale * input`` in a dtype, saturated. XLA computes it, and fuses it with its neighbours;
+    its derivative takes the rounding for none and the scale for constant."""
+
+    method = "quantize"
+    requires = "XLA runs it"
+    leftover = True
+    ports = derived_ports(("input", "scale"), ("OUT_0",))
+
+    dtype: str
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        return {"OUT_0": (inputs["input"].shape, self.dtype)}
+
+    def reference(self, *, input: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (input.astype(jnp.float32) * scale.astype(jnp.float32),)
+
+    def linear_in(self, port: str) -> bool:
+        return port == "input"
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        if "input" not in tangents:
+            return {}
+        node = self if self.dtype not in FP8 else dataclasses.replace(self, dtype="float32")
+        return {"OUT_0": g.apply(node, input=tangents["input"], scale=inputs["scale"])[0]}
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        node = dataclasses.replace(self, dtype=tensors["input"].dtype)
+        return {"input": g.apply(node, input=cotangents["OUT_0"], scale=inputs["scale"])[0]}
+
+
+@dataclass(frozen=True)
+class QuantizeGradient(Node):
+    """The gradient by O in fp8, and the scales of what cuDNN's backward computes from it.
+
+    ``scale_dO`` is of the gradient's own largest value. The others are of bounds, with the largest
+    norms |dO| and |v| of a token: ``|dS| <= attn_scale |dO| |v| / 2``, as the difference of dP from
+    its mean is at most (1 - P) times its range; ``|dQ| <= attn_scale |dO| |v| max(k)``;
+    ``|dK| <= n max(dS) max(q)`` and ``|dV| <= n max(dO)`` for n queries of a head of k and v.
+    What a bound takes too much is range, not digits, of which float8_e5m2 has much.
+    """
+
+    method = "quantize_gradient"
+    requires = "XLA runs it"
+    leftover = True
+
+    attn_scale: float
+    dtype: str = E5M2
+    results_ = (
+        "dO", "descale_dO", "descale_o", "scale_dP", "descale_dP",
+        "scale_dQ", "scale_dK", "scale_dV", "unscale_q", "unscale_k", "unscale_v",
+    )  # fmt: skip
+    ports = derived_ports(
+        ("dO", "v", "descale_q", "descale_k", "descale_v", "scale_o", "q"), results_
+    )
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        one = ((1, 1, 1, 1), "float32")
+        return {"dO": (inputs["dO"].shape, self.dtype)} | dict.fromkeys(self.results_[1:], one)
+
+    def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        x = {port: array.astype(jnp.float32) for port, array in arrays.items()}
+        kind = str(arrays["v"].dtype)
+        finite = largest(kind if kind in FP8 else E4M3)
+        most = {port: finite * x[f"descale_{port}"] for port in ("q", "k")}
+        queries = x["q"].shape[1] // x["v"].shape[1] * x["q"].shape[2]
+        grad = x["dO"] * x["scale_o"]
+        size = _largest(jnp.abs(grad))
+        norms = _largest(_norm(grad)) * _largest(_norm(x["v"])) * x["descale_v"]
+        slope = abs(self.attn_scale) * norms
+        bounds = {
+            "dO": size,
+            "dP": slope / 2,
+            "dQ": slope * most["k"],
+            "dK": queries * slope / 2 * most["q"],
+            "dV": queries * size,
+        }
+        scales = {name: scale_of(bound, self.dtype) for name, bound in bounds.items()}
+        found = {"dO": grad * scales["dO"], "descale_dO": 1 / scales["dO"]}
+        found["descale_o"] = 1 / x["scale_o"]
+        found |= {f"scale_{name}": scale for name, scale in scales.items()}
+        found["descale_dP"] = 1 / scales["dP"]
+        for port in "qkv":  # back to the units of the fp8 operands
+            found[f"unscale_{port}"] = x[f"descale_{port}"] / scales[f"d{port.upper()}"]
+        return tuple(found[name] for name in self.results_)
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        """Scales are constants: what they multiply by is divided by, later."""
+        if "dO" not in tangents:
+            return {}
+        to = Quantize("float32")
+        along = g.apply(to, input=tangents["dO"], scale=inputs["scale_o"])[0]
+        return {"dO": g.apply(Unscale(), input=along, descale=outputs["descale_dO"])[0]}
+
+
+@dataclass(frozen=True)
+class Unscale(Node):
+    """``input / descale`` in float32."""
+
+    method = "unscale"
+    requires = "XLA runs it"
+    leftover = True
+    ports = derived_ports(("input", "descale"), ("OUT_0",))
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        return {"OUT_0": (inputs["input"].shape, "float32")}
+
+    def reference(self, *, input: jax.Array, descale: jax.Array) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (input.astype(jnp.float32) / descale.astype(jnp.float32),)
+
+    def linear_in(self, port: str) -> bool:
+        return port == "input"
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    return jnp.max(x, initial=0).reshape(1, 1, 1, 1)
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=-1))
+
+
+@dataclass(frozen=True)
+class Fp8Tangent(WideTangent):
+    """Tangents of O and Stats, in the units of the fp8 arrays; O and Stats are operands for the
+    transpose."""
+
+    @property
+    def _read(self) -> tuple[str, ...]:
+        return (*self.inner, *self.outs)
+
+    @property
+    def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return derived_ports((*self._read, *self.given.values()), self.made.values())
+
+    def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return super().reference(**{p: x for p, x in arrays.items() if p not in self.outs})
+
+    def transpose(
+        self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
+    ) -> dict[str, GraphTensor]:
+        out = self.made["O"]
+        linear = {port: name for port, name in self.given.items() if name not in inputs}
+        if out not in cotangents or not {*inputs} >= {*self._read} or not {*linear} <= {*"qkv"}:
+            return super().transpose(g, cotangents, inputs, tensors)
+        passed = self._backward(g, cotangents[out], inputs, linear)
+        others = tuple(name for name in cotangents if name != out)
+        moved = {port: name for port, name in linear.items() if port != "v"}
+        if others and moved:  # of the statistic, which v does not move
+            avals = tuple((n, tensors[n].shape, tensors[n].dtype) for n in moved.values())
+            plain = dataclasses.replace(self, active=tuple(moved))
+            through = Transposed(plain, avals, others, tuple(inputs))
+            given = {through.given[name]: cotangents[name] for name in others}
+            further = g.apply(through, **inputs, **given)
+            for name, more in zip(moved.values(), further, strict=True):
+                passed[name] = g.sum([passed[name], more])
+        return passed
+
+    def _backward(
+        self, g: Derivation, grad: GraphTensor, inputs: Values, linear: Mapping[str, str]
+    ) -> dict[str, GraphTensor]:
+        assert isinstance(self.base, SdpaFp8)
+        shared = ("attn_scale", "diagonal_alignment", *self.base.bounds)
+        node = SdpaFp8Backward(**{name: getattr(self.base, name) for name in shared})
+        quantize = QuantizeGradient(self.base.attn_scale)
+        taken = quantize.ports.input_names[1:]
+        results = g.apply(quantize, dO=grad, **{port: inputs[port] for port in taken})
+        made = dict(zip(quantize.results, results, strict=True))
+        g.ordered(made["dO"], inputs["O"]._state.order)
+        values = {port: inputs[port] for port in self.inner if port != "scale_o"}
+        values |= {port: x for port, x in made.items() if port in node.ports.input_names}
+        values |= {"o": inputs["O"], "stats": inputs["Stats"]}
+        found = dict(zip(node.results, g.apply(node, **values), strict=True))
+        passed = {}
+        for port, name in linear.items():
+            x = g.fixed(found[f"d{port.upper()}"], quantize.dtype)
+            g.ordered(x, inputs[port]._state.order)
+            factor = made[f"unscale_{port}"]
+            passed[name] = g.apply(Quantize("float32"), input=x, scale=factor)[0]
+        return passed

@@ -1,0 +1,134 @@
+"""MXFP8: fp8 numbers with a power of two for each block of 32, and how cuDNN wants these to lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import E8M0
+from .._core.graph.reference import rounded
+from .arguments import floating
+from .scaling import E4M3, largest
+
+BLOCK = 32
+"""Neighbours that have a scale together."""
+_ROWS, _COLUMNS = 128, 4  # of a tile of scales
+_BIAS = 127  # of the exponents
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def scales_shape(shape: Shape, axis: int) -> Shape:
+    """The shape of the scales of (B, H, S, D), in blocks along D (-1) or S (-2): with the blocks in
+    their place, and both dimensions filled up to whole tiles."""
+    b, h, s, d = shape
+    if axis == -1:
+        return b, h, _up(s, _ROWS), _up(-(-d // BLOCK), _COLUMNS)
+    return b, h, _up(-(-s // BLOCK), _COLUMNS), _up(d, _ROWS)
+
+
+def quantize_mxfp8(
+    x: jax.Array, axis: int = -1, dtype: Any = E4M3
+) -> tuple[jax.Array, jax.Array]:
+    """An array as fp8 numbers and the scales of blocks of 32 of them, as ``sdpa_mxfp8`` takes them.
+
+    A block's scale is the least power of two by which its largest value fits into the dtype's
+    range; values are divided by it and rounded.
+
+    Args:
+        x: (B, H, S, D), of floats.
+        axis: -1 for blocks along D (q, k and dO of a product over D), -2 for blocks along S
+            (v, and q, k and dO of products over tokens).
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Returns: (B, H, S, D) of ``dtype``, and the scales in float8_e8m0fnu, of shape
+    (B, H, S', D'/32) or (B, H, S'/32, D'), where S' and D' are multiples of 128. Of each matrix, of
+    blocks by what they do not go along, tiles of 128 by 4 scales lie one after the other, and in a
+    tile scale (i, j) at ``16 (i % 32) + 4 (i // 32) + j``: so an element's index says nothing about
+    its place, and :func:`dequantize_mxfp8` knows it.
+
+    Raises:
+        GraphError, GraphTypeError: another rank, axis or dtype.
+
+    Source: OCP Microscaling Formats 1.0; cuBLAS documentation, "1D Block Scaling Factors Layout".
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> values, scales = jc.ops.quantize_mxfp8(jnp.ones((1, 2, 200, 64)))
+        >>> scales.shape, scales.dtype.name
+        ((1, 2, 256, 4), 'float8_e8m0fnu')
+    """
+    x = floating("x", x).astype(jnp.float32)
+    name = jnp.dtype(dtype).name
+    if x.ndim != 4 or axis not in (-1, -2):
+        raise GraphError(
+            "the blocks are not valid",
+            expected="an array (B, H, S, D), and axis=-1 or -2",
+            got=f"shape {list(x.shape)}, axis={axis}",
+        )
+    rows = x if axis == -1 else jnp.swapaxes(x, 2, 3)
+    *lead, count, size = rows.shape
+    filled = jnp.pad(rows, [(0, 0)] * 3 + [(0, _up(size, BLOCK) - size)])
+    blocks = filled.reshape(*lead, count, -1, BLOCK)
+    exponent = _exponent(jnp.max(jnp.abs(blocks), axis=-1, initial=0) / largest(name))
+    values = rounded(blocks * jnp.exp2(-exponent.astype(jnp.float32))[..., None], name)
+    values = values.reshape(filled.shape)[..., :size]
+    codes = (exponent + _BIAS).astype(jnp.uint8)
+    values = values if axis == -1 else jnp.swapaxes(values, 2, 3)
+    return values, _swizzled(codes, scales_shape(x.shape, axis))
+
+
+def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> jax.Array:
+    """The float32 numbers that :func:`quantize_mxfp8` has rounded.
+
+    Args:
+        values: (B, H, S, D) in fp8.
+        scales: of ``values``, in float8_e8m0fnu.
+        axis: -1 or -2, along which the blocks lie.
+
+    Returns: (B, H, S, D) in float32. Source: OCP Microscaling Formats 1.0.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> x = jnp.full((1, 1, 4, 32), 3.0)
+        >>> float(jc.ops.dequantize_mxfp8(*jc.ops.quantize_mxfp8(x))[0, 0, 0, 0])
+        3.0
+    """
+    rows = values if axis == -1 else jnp.swapaxes(values, 2, 3)
+    *_, count, size = rows.shape
+    codes = _unswizzled(scales, axis)[:, :, :count, : -(-size // BLOCK)]
+    factor = jnp.exp2(codes.astype(jnp.float32) - _BIAS)
+    found = rows.astype(jnp.float32) * jnp.repeat(factor, BLOCK, axis=-1)[..., :size]
+    return found if axis == -1 else jnp.swapaxes(found, 2, 3)
+
+
+def _exponent(x: jax.Array) -> jax.Array:
+    """The least n with x <= 2**n, of those that the scales have; -127 of 0."""
+    mantissa, exponent = jnp.frexp(x)
+    least = exponent - (mantissa == 0.5)
+    return jnp.clip(jnp.where(x > 0, least, -_BIAS), -_BIAS, _BIAS)
+
+
+def _swizzled(codes: jax.Array, shape: Shape) -> jax.Array:
+    """Codes (B, H, rows, blocks) in the order of tiles, as an array of a shape."""
+    b, h, rows, blocks = codes.shape
+    m, n = _up(rows, _ROWS), _up(blocks, _COLUMNS)
+    filled = jnp.pad(codes, ((0, 0), (0, 0), (0, m - rows), (0, n - blocks)))
+    tiles = filled.reshape(b, h, m // _ROWS, 4, 32, n // _COLUMNS, _COLUMNS)
+    ordered = tiles.transpose(0, 1, 2, 5, 4, 3, 6).reshape(shape)
+    return jax.lax.bitcast_convert_type(ordered, jnp.dtype(E8M0))
+
+
+def _unswizzled(scales: jax.Array, axis: int) -> jax.Array:
+    """(B, H, rows, blocks) in uint8 of scales of blocks along an axis."""
+    codes = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    b, h, *sizes = codes.shape
+    m, n = sizes if axis == -1 else sizes[::-1]
+    tiles = codes.reshape(b, h, m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)
+    return tiles.transpose(0, 1, 2, 5, 4, 3, 6).reshape(b, h, m, n)

@@ -1,0 +1,125 @@
+"""Scales that bring arrays into the range of fp8: of what they hold now, or held before."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dtypes import FP8
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+FORWARD, BACKWARD = ("q", "k", "v", "o"), ("dO", "dP", "dQ", "dK", "dV")
+_LARGEST = 2.0**120  # a scale whose inverse is no float32 would make zeros infinite
+
+
+def largest(dtype: str) -> float:
+    """The largest finite number of an fp8 dtype: 448 or 57344."""
+    return float(jnp.finfo(dtype).max)
+
+
+def amax_of(x: jax.Array) -> jax.Array:
+    """The largest absolute value, in float32."""
+    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+
+
+def scale_of(amax: jax.Array, dtype: str, margin: float = 0.0, otherwise: Any = 1.0) -> jax.Array:
+    """``max / amax / 2**margin`` with the dtype's largest number; ``otherwise`` where amax is 0 or
+    not finite."""
+    usable = (amax > 0) & jnp.isfinite(amax)
+    scale = largest(dtype) / 2.0**margin / jnp.where(usable, amax, 1)
+    return jnp.where(usable, jnp.minimum(scale, _LARGEST), otherwise)
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """Scales of one fp8 attention from the largest values of earlier steps; a pytree.
+
+    A tensor's scale is ``max / amax / 2**margin``, with the largest finite number of its fp8 dtype
+    and the largest value of its ``amax_history``; without one (all 0, or not finite) the scale
+    stays as it was. Softmax's weights, at most 1, have a constant scale instead.
+
+    The backward learns as much as the forward, so the state of the next step is what
+    :func:`jax.grad` returns for this one, as with Flax's ``OVERWRITE_WITH_GRADIENT``: it replaces
+    the state, and no optimizer sees it. So a state belongs to one attention, used once in a step;
+    JAX would add up the new states of several uses. Layers have their own, stacked for
+    :func:`jax.lax.scan`.
+
+    Attributes:
+        scale: (9,) in float32, by which q, k, v, o, dO, dP, dQ, dK, dV are multiplied.
+        amax_history: (length, 9) in float32, the newest first; 0 where there is none yet.
+        margin: powers of 2 that are left free above the largest value.
+        grad_dtype: of dO, dP, dQ, dK and dV; the others are float8_e4m3fn.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433; Transformer Engine's ``DelayedScaling``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jax_cudnn as jc
+        >>> x = jnp.ones((1, 64, 2, 128), "bfloat16")
+        >>> state = jc.ops.DelayedScaling.create(amax_history_length=16)
+        >>> loss = lambda x, state: jc.ops.dot_product_attention_fp8(x, x, x, state).sum()
+        >>> gradient, state = jax.jit(jax.grad(loss, (0, 1)))(x, state)
+        >>> float(state.scale[0])
+        448.0
+    """
+
+    scale: jax.Array
+    amax_history: jax.Array
+    margin: float = 0.0
+    grad_dtype: str = E5M2
+
+    @classmethod
+    def create(
+        cls, amax_history_length: int = 1024, *, margin: float = 0.0, grad_dtype: Any = E5M2
+    ) -> DelayedScaling:
+        """The state before the first step: scales of 1, nothing in the history.
+
+        Raises:
+            GraphError: a length below 1. GraphTypeError: a gradient's dtype that is not fp8.
+        """
+        if isinstance(amax_history_length, bool) or not isinstance(amax_history_length, int):
+            amax_history_length = 0
+        if amax_history_length < 1:
+            raise GraphError("amax_history_length is not valid", expected="an integer of at least 1")
+        name = getattr(grad_dtype, "__name__", str(grad_dtype))
+        if name not in FP8:
+            raise GraphTypeError("grad_dtype is not valid", expected=" or ".join(FP8), got=name)
+        count = len((*FORWARD, *BACKWARD))
+        return cls(
+            jnp.ones(count, jnp.float32),
+            jnp.zeros((amax_history_length, count), jnp.float32),
+            float(margin),
+            name,
+        )
+
+    def dtype_of(self, tensor: str) -> str:
+        return E4M3 if tensor in FORWARD else self.grad_dtype
+
+    def scales(self) -> dict[str, jax.Array]:
+        """Each tensor's scale."""
+        return dict(zip((*FORWARD, *BACKWARD), self.scale, strict=True))
+
+    def updated(self, amax: Mapping[str, jax.Array]) -> DelayedScaling:
+        """The state after a step in which these were the tensors' largest values."""
+        tensors = (*FORWARD, *BACKWARD)
+        newest = jnp.stack([jnp.reshape(amax[name], ()).astype(jnp.float32) for name in tensors])
+        before = jnp.max(self.amax_history, axis=0)
+        newest = jnp.where(jnp.isfinite(newest), newest, before)  # one bad step is no history
+        history = jnp.roll(self.amax_history, 1, axis=0).at[0].set(newest)
+        scale = [
+            scale_of(most, self.dtype_of(name), self.margin, old)
+            for name, most, old in zip(tensors, jnp.max(history, axis=0), self.scale, strict=True)
+        ]
+        return dataclasses.replace(self, scale=jnp.stack(scale), amax_history=history)
+
+
+jax.tree_util.register_dataclass(
+    DelayedScaling,
+    data_fields=["scale", "amax_history"],
+    meta_fields=["margin", "grad_dtype"],
+)
