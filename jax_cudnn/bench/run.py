@@ -84,6 +84,7 @@ def run_norms(
     With PyTorch in this process: JAX then takes GPU memory as it needs it, and not most of it at
     once (``XLA_PYTHON_CLIENT_PREALLOCATE=false``), unless the variable is set.
     """
+    from . import sides
     from .norms import measure as norms
 
     cases = norm_cases.tiny_cases() if tiny else norm_cases.norm_cases()
@@ -91,7 +92,7 @@ def run_norms(
     if not tiny:
         _need_a_gpu("`--norms --tiny` runs the same programs with small shapes anywhere")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    result = {"environment": norms.environment(), "limit": norms.LIMIT, "norms": {}}
+    result = {"environment": sides.environment(), "limit": norms.LIMIT, "norms": {}}
     name = "norms_" + _model(result) + "-tiny" * tiny + "-partial" * bool(only)
 
     def keep(entries: dict[str, Any]) -> None:  # a run may be ended early
