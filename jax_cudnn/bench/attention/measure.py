@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,7 +63,7 @@ def measure_attention(
         results[case.name] = {
             "what": case.what,
             "operands": case.described(),
-            "published": dict(case.published),
+            "published": {**case.published, "side": case.published_side},
             "xla": [*case.xla],
             **entry,
             "seconds": took,
@@ -115,6 +115,7 @@ class _Bench:
         self.halves: dict[str, Halves] = {}
         self.saved: dict[str, list[Any]] = {}
         self.ways: dict[str, Side] = dict(self.sides)  # and of PyTorch those that run
+        self.never = {side: way for side, way in case.torch.items() if isinstance(way, str)}
         self.plain = {REFERENCE, *case.xla}  # which may need much memory, and are not short
 
     def entry(self) -> dict[str, Any]:
@@ -232,28 +233,39 @@ class _Bench:
         return running, failed
 
     def _torch(self, program: str, repeats: int) -> tuple[dict[str, _Running], dict[str, str]]:
-        """PyTorch's sides: of each the first way that runs."""
+        """PyTorch's sides, each in the way that was chosen for all programs."""
         if not torch_graphs.installed():
             return {}, dict.fromkeys(self.case.torch, torch_graphs.MISSING)
         running, failed = {}, {}
         for side, ways in self.case.torch.items():
             if isinstance(ways, str):
-                failed[side] = ways
                 continue
-            reasons = []
+            try:
+                way = self._way(side, ways)
+                call = self._torch_call(program, way, repeats)
+            except Exception as error:
+                failed[side] = told(error)
+                continue
+            take = torch_graphs.Pending.arrays
+            running[side] = _Running(call, take, self.fillers.torch, repeats)
+        return running, failed | self.never
+
+    def _way(self, side: str, ways: Sequence[Side]) -> Side:
+        """The first that runs a backward, or else a forward; what the first of all raises, where
+        none does."""
+        if side in self.ways:
+            return self.ways[side]
+        errors: list[Exception] = []
+        for program in reversed(self.case.programs):
             for way in ways:
                 try:
-                    call = self._torch_call(program, way, repeats)
+                    jax.block_until_ready(self._torch_call(program, way, 1)())
                 except Exception as error:
-                    reasons.append(told(error))
+                    errors.append(error)
                     continue
                 self.ways[side] = way
-                take = torch_graphs.Pending.arrays
-                running[side] = _Running(call, take, self.fillers.torch, repeats)
-                break
-            else:
-                failed[side] = " / ".join(dict.fromkeys(reasons))
-        return running, failed
+                return way
+        raise errors[0]
 
     def _torch_call(self, program: str, way: Side, repeats: int) -> Call:
         given = dict(jax.block_until_ready(way.given(self.operands)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +137,7 @@ class _Line:
             self._time(CUDNN),
             self._time(FLASH),
             ", ".join(f"{us[side]:.4g} {side}" for side in us if side not in known),
-            "" if self.published is None else f"{self.published:g}",
+            self._published(),
             "" if ratio is None else f"{ratio:.2f} ({self.best_other})",
         ]
 
@@ -146,6 +146,14 @@ class _Line:
         if not isinstance(figure, dict):
             return self._time(OURS)
         return "{median:.4g} ({q1:.4g} to {q3:.4g})".format(**figure)
+
+    def _published(self) -> str:
+        if self.published is None:
+            return ""
+        side = self.entry["published"]["side"]
+        ours = self.found["tflops"].get(side)
+        named = f" ({side} {ours:.0f})" if side != OURS and ours is not None else ""
+        return f"{self.published:g}{named}"
 
     def _time(self, side: str) -> str:
         us = self.us
@@ -176,11 +184,15 @@ def _goals(result: dict[str, Any]) -> list[str]:
         for name, line in compared
         if line.ratio and line.ratio * _SLOWER < 1
     ]
-    published = [(name, line, line.published) for name, line in lines if line.published]
+    published = [
+        (name, line.published, line.found["tflops"].get(line.entry["published"]["side"]) or 0)
+        for name, line in lines
+        if line.published
+    ]
     below = [
-        f"{name} ({line.found['tflops'][OURS]:.0f} of {rate:g})"
-        for name, line, rate in published
-        if line.found["tflops"][OURS] * _SLOWER < rate
+        f"{name} ({ours:.0f} of {rate:g})"
+        for name, rate, ours in published
+        if ours * _SLOWER < rate
     ]
     return [
         _met("not slower than the best other side", len(compared), slower),
@@ -196,31 +208,39 @@ def _met(what: str, count: int, missed: list[str]) -> str:
 
 def _notes(result: dict[str, Any]) -> list[str]:
     """What did not run and what was wrong, each said once; and where the host is in the times."""
-    notes: dict[str, list[str]] = {}
-
-    def note(text: str, line: str) -> None:
-        notes.setdefault(" ".join(text.partition(" what to do: ")[0].split())[:400], []).append(
-            line
-        )
-
+    notes: dict[str, dict[str, list[str]]] = {}
     for case, entry in result["attention"].items():
         if "reason" in entry:
-            note(f"{entry['status']}: {entry['reason']}", case)
+            notes.setdefault(f"{entry['status']}: {entry['reason']}", {})[case] = []
         for program, found in entry["programs"].items():
-            line = f"{case} {_NAMES[program]}"
-            if "reason" in found:
-                note(f"{found['status']}: {found['reason']}", line)
-            for side, reason in found.get("not_run", {}).items():
-                note(f"{side}: {reason}", line)
-            hidden = found.get("host_hidden", {})
-            shown = [side for side, each in hidden.items() if not each]
-            if shown and len(shown) < len(hidden):  # on a CPU all are
-                note(f"the host's time may be in that of {', '.join(shown)}", line)
-            why = found.get("plans", {}).get(OURS, {}).get("why_xla")
-            if why:
-                note(f"XLA runs it by default: {why}", line)
-    lines = sum(len(entry["programs"]) for entry in result["attention"].values())
-    return [
-        f"{'all' if len(where) == lines else ', '.join(where)}: {text}"
-        for text, where in notes.items()
-    ]
+            for text in _told(found):
+                notes.setdefault(text, {}).setdefault(case, []).append(_NAMES[program])
+    said = []
+    for text, cases in notes.items():
+        where = [
+            case + "".join(f" {program}" for program in programs if len(programs) == 1)
+            for case, programs in cases.items()
+        ]
+        said.append(
+            f"{'all' if len(where) == len(result['attention']) else ', '.join(where)}: {text}"
+        )
+    return said
+
+
+def _told(found: Mapping[str, Any]) -> Iterator[str]:
+    """What there is to say of a program."""
+    reasons: dict[str, list[str]] = {}
+    for side, reason in found.get("not_run", {}).items():
+        text = reason.partition(" what to do: ")[0][:_MOST]
+        reasons.setdefault(text, []).append(side)
+    if "reason" in found and found["reason"] != found.get("not_run", {}).get(OURS):
+        yield f"{found['status']}: {found['reason']}"
+    for reason, sides in reasons.items():
+        yield f"{', '.join(sides)} did not run: {reason}"
+    hidden = found.get("host_hidden", {})
+    shown = [side for side, each in hidden.items() if not each]
+    if shown and len(shown) < len(hidden):  # on a CPU all are
+        yield f"the host's time may be in that of {', '.join(shown)}"
+    why = found.get("plans", {}).get(OURS, {}).get("why_xla")
+    if why:
+        yield f"XLA runs it by default: {why}"
