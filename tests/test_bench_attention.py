@@ -571,7 +571,7 @@ def test_functions_may_be_called_differently_often():
     assert found["slow"].seconds == pytest.approx([30e-3] * 7)
     assert found["quick"].seconds == pytest.approx([1e-3] * 7)
     assert {name: one.issued for name, one in found.items()} == pytest.approx(
-        {"slow": 5.5e-6, "quick": 5.1e-6}, rel=0.02
+        {"slow": 6e-6, "quick": 5.2e-6}, rel=0.02  # with two fillers of 1 us
     )
 
 
