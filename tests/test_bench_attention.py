@@ -571,7 +571,8 @@ def test_functions_may_be_called_differently_often():
     assert found["slow"].seconds == pytest.approx([30e-3] * 7)
     assert found["quick"].seconds == pytest.approx([1e-3] * 7)
     assert {name: one.issued for name, one in found.items()} == pytest.approx(
-        {"slow": 6e-6, "quick": 5.2e-6}, rel=0.02  # with two fillers of 1 us
+        {"slow": 6e-6, "quick": 5.2e-6},
+        rel=0.02,  # with two fillers of 1 us
     )
 
 
@@ -735,7 +736,8 @@ def test_each_program_is_one_plan_whose_engine_is_told(name):
     with jc.target("H200"):
         for function, operands in programs:
             held = sides.plans(function, operands)
-            assert (held["graphs"], held["cuDNN"], held["XLA"]) == (1, 1, 0), held
+            assert (held["graphs"], held["cuDNN"]) == (1, 1), held
+            assert (held["XLA"] > 0) == name.startswith("float8")  # it casts to and from float8
             assert all(engine.startswith("eng") for engine in held["engines"])
 
 
