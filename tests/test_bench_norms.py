@@ -14,17 +14,17 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn._core.planning import losses as learned
-from jax_cudnn.bench import run
+from jax_cudnn.bench import queued, run, sides, torch_graphs
+from jax_cudnn.bench.halves import halves
 from jax_cudnn.bench.norms import cases as norm_cases
 from jax_cudnn.bench.norms import formulations as norm_formulations
 from jax_cudnn.bench.norms import measure as norms
-from jax_cudnn.bench.norms import queued
 from jax_cudnn.bench.norms import tables as norm_tables
 from jax_cudnn.bench.norms import torch_sides as norm_torch
 from jax_cudnn.bench.norms.cases import BACKWARD, FORWARD, PROGRAMS, TRAINING
-from jax_cudnn.bench.norms.halves import halves
-from jax_cudnn.bench.norms.measure import COPY, OURS, REFERENCE, WHOLE
+from jax_cudnn.bench.norms.measure import COPY
 from jax_cudnn.bench.run import RESULTS
+from jax_cudnn.bench.sides import OURS, REFERENCE, WHOLE
 
 pytestmark = pytest.mark.wide
 
@@ -79,18 +79,18 @@ def test_all_sides_agree_and_all_figures_are_there(tiny):
     assert {"torch", "triton", "driver", "cudnn", "jax", "date"} <= result["environment"].keys()
     assert result["limit"] == norms.LIMIT
     assert [*result["norms"]] == [case.name for case in TINY.values()]
-    installed = norm_torch.installed()
+    installed = torch_graphs.installed()
     for case in TINY.values():
         entry = result["norms"][case.name]
         assert [*entry["programs"]] == [*PROGRAMS]
         for program, found in entry["programs"].items():
             assert found["status"] == "timed", (case.name, program, found)
             xla = case.forwards if program == FORWARD else case.xla
-            sides = {WHOLE, OURS, REFERENCE, *xla, *(norm_torch.SIDES if installed else ())}
-            assert found["errors"].keys() == sides
-            assert found["us"].keys() == found["host_us"].keys() == sides | {COPY}
-            assert found["tbytes_s"].keys() == found["of_limit"].keys() == sides | {COPY}
-            missing = dict.fromkeys(norm_torch.SIDES, norm_torch.MISSING)
+            every = {WHOLE, OURS, REFERENCE, *xla, *(norm_torch.SIDES if installed else ())}
+            assert found["errors"].keys() == every
+            assert found["us"].keys() == found["host_us"].keys() == every | {COPY}
+            assert found["tbytes_s"].keys() == found["of_limit"].keys() == every | {COPY}
+            missing = dict.fromkeys(norm_torch.SIDES, torch_graphs.MISSING)
             assert found["not_run"] == ({} if installed else missing)
             assert all(0 < error["relative"] < 0.01 for error in found["errors"].values())
             assert found["best_xla"] in xla
@@ -129,7 +129,7 @@ def test_all_is_rendered(tiny, capsys):
             assert cells[1].startswith(f"{us[OURS]['median']:.4g} (")
             assert cells[2:4] == [f"{us[side]['median']:.4g}" for side in (WHOLE, REFERENCE)]
             assert cells[4].endswith(entry["programs"][program]["best_xla"])
-    assert (f"- all: torch: {norm_torch.MISSING}" in text) != norm_torch.installed()
+    assert (f"- all: torch: {torch_graphs.MISSING}" in text) != torch_graphs.installed()
 
 
 def test_what_has_been_learned_since_is_told(tiny, monkeypatch):
@@ -152,11 +152,11 @@ def test_without_torch_its_sides_say_so(no_torch):
     entry = norms.measure_norms([case], **QUICK)[case.name]
     assert entry["status"] == "timed"
     for found in entry["programs"].values():
-        assert found["not_run"] == dict.fromkeys(norm_torch.SIDES, norm_torch.MISSING)
+        assert found["not_run"] == dict.fromkeys(norm_torch.SIDES, torch_graphs.MISSING)
 
 
 @pytest.mark.parametrize("name", [*TINY])
-@pytest.mark.skipif(not norm_torch.installed(), reason="torch is not installed")
+@pytest.mark.skipif(not torch_graphs.installed(), reason="torch is not installed")
 def test_torch_sides_run_again_and_again(name):
     """The backward, too; and what a forward writes in place are not JAX's arrays."""
     case = TINY[name]
@@ -472,7 +472,7 @@ def test_options_of_norms_go_together(capsys):
 
 def test_normalizations_measured_anew_take_the_place_of_earlier_ones(tmp_path, no_torch):
     path, entry = tmp_path / "norms.json", {"status": "timed", "programs": {}}
-    environment = norms.environment()
+    environment = sides.environment()
     path.write_text(
         json.dumps({"environment": environment, "limit": norms.LIMIT, "norms": {"a": entry}})
     )
@@ -485,8 +485,8 @@ def test_normalizations_measured_anew_take_the_place_of_earlier_ones(tmp_path, n
 def test_the_drivers_version_is_read(tmp_path):
     file = tmp_path / "version"
     file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb\nGCC 12\n")
-    assert norms._driver(file) == "570.124.06"
-    assert norms._driver(tmp_path / "none") == "none"
+    assert sides.driver(file) == "570.124.06"
+    assert sides.driver(tmp_path / "none") == "none"
 
 
 # -- on a GPU --------------------------------------------------------------------------------------
@@ -502,7 +502,7 @@ def test_each_program_is_one_plan_whose_engine_is_told(name):
     read = (half.saved(avals(case), trained), trained[0]["y"])
     with jc.target("H200"):
         for program, operands in ((half.training, (avals(case),)), (half.backward, read)):
-            held = norms._plans(program, operands)
+            held = sides.plans(program, operands)
             assert (held["graphs"], held["cuDNN"], held["XLA"]) == (1, 1, 0)
             assert all(engine.startswith("eng") for engine in held["engines"])
 

@@ -53,10 +53,10 @@ def difference(got: Any, want: Any) -> Difference:
         )
     figures = [jax.device_get(_of_leaf(a, b)) for a, b in zip(ours, theirs, strict=True) if a.size]
     relative, worst = ([float(pair[i]) for pair in figures] for i in (0, 1))
-    return Difference(_largest(relative), _largest(worst))
+    return Difference(largest(relative), largest(worst))
 
 
-def _largest(values: list[float]) -> float:
+def largest(values: Sequence[float]) -> float:
     """The largest; infinity for NaN, which max would pass over."""
     return max((math.inf if math.isnan(value) else value for value in values), default=0.0)
 

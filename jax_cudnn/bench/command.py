@@ -16,9 +16,13 @@ examples:
   bench mymodel:block "bf16[8,64,28,28]" "bf16[64,64,3,3]" --against mymodel:plain_block
   bench --steps --out results                 training steps; writes steps_<gpu>.json
   bench --norms --out results                 normalizations; writes norms_<gpu>.json
+  bench --attention --out results             attention; writes attention_<gpu>.json
   bench --render results/h200.json --plot results/h200.svg
   bench --losses results/h200.json results/norms_h200.json --write losses.json
 """
+
+_NAMED = ("steps", "norms", "attention")
+"""Benches of named models, of which each has its own file."""
 
 
 def add_parser(commands: Any) -> None:
@@ -47,8 +51,13 @@ def add_parser(commands: Any) -> None:
         "find memory"
     )  # fmt: skip
     parser.add_argument(
-        "--tiny", action="store_true", help="with --steps or --norms: small shapes, on a CPU, too"
-    )
+        "--attention", action="store_true", help="measure attention, as --norms does "
+        "normalizations"
+    )  # fmt: skip
+    parser.add_argument(
+        "--tiny", action="store_true", help="with --steps, --norms or --attention: small shapes, "
+        "on a CPU, too"
+    )  # fmt: skip
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="with --only: put these cases into this result"
     )
@@ -72,19 +81,21 @@ def bench(options: argparse.Namespace) -> int:
     """Runs it; 1 when some result is wrong or failed, so that scripts notice."""
     from . import run
 
+    named = [name for name in _NAMED if getattr(options, name)]
     if options.list:
-        print(run.listing(options.steps, options.norms))
+        print(run.listing(*named[:1]))
         return 0
     if options.write and not options.losses:
         raise GraphError("--write goes with --losses", expected="--losses FILE --write TABLE")
-    named = [name for name in ("steps", "norms") if getattr(options, name)]
     if options.tiny and not named:
-        raise GraphError("--tiny goes with --steps or --norms", expected="--steps --tiny")
+        raise GraphError(
+            "--tiny goes with --steps, --norms or --attention", expected="--steps --tiny"
+        )
     if len(named) > 1 or (named and (options.function or options.plot)):
         raise GraphError(
             f"--{named[0]} measures named models alone, and has no picture",
             expected=f"--{named[0]} with --only, --tiny, --into and --out",
-            got="a function, --plot, or the other of --steps and --norms, too",
+            got="a function, --plot, or another of --steps, --norms and --attention, too",
         )
     if options.losses:
         return _losses(options.losses, options.write)
@@ -93,10 +104,9 @@ def bench(options: argparse.Namespace) -> int:
         print(_tables(result, options.render))
     elif options.function:
         result = _function(options)
-    elif options.steps:
-        result = run.run_steps(options.out or Path("."), options.only, options.tiny, options.into)
-    elif options.norms:
-        result = run.run_norms(options.out or Path("."), options.only, options.tiny, options.into)
+    elif named:
+        measured = getattr(run, f"run_{named[0]}")
+        result = measured(options.out or Path("."), options.only, options.tiny, options.into)
     else:
         result = run.run(options.out or Path("."), options.only, options.into)
     if options.plot:
@@ -104,9 +114,7 @@ def bench(options: argparse.Namespace) -> int:
 
         plot(result, options.plot)
         print(f"drawn in {options.plot}")
-    entries = {
-        n: e for kind in ("cases", "steps", "norms") for n, e in result.get(kind, {}).items()
-    }
+    entries = {n: e for kind in ("cases", *_NAMED) for n, e in result.get(kind, {}).items()}
     bad = [name for name, entry in entries.items() if entry["status"] in ("WRONG", "failed")]
     return 1 if bad and not options.render else 0
 
@@ -134,15 +142,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _tables(result: dict[str, Any], path: Path) -> str:
-    """Both tables; a result without one of them says so. Training steps and normalizations have
-    others."""
-    from .run import render, render_cases, render_norms, render_steps
+    """Both tables; a result without one of them says so. Training steps, normalizations and
+    attention have others."""
+    from .run import render, render_attention, render_cases, render_norms, render_steps
 
     try:
         if "steps" in result:
             return render_steps(result)
         if "norms" in result:
             return render_norms(result)
+        if "attention" in result:
+            return render_attention(result)
         return f"{render(result)}\n\n{render_cases(result)}"
     except (AttributeError, KeyError, TypeError) as error:
         raise _no_result(path, repr(error)) from error

@@ -9,8 +9,7 @@ from typing import Any
 
 from .._core.errors import GraphError, TargetError
 from ..deviceless import profiles
-from .measure import TIMED
-from .norms.measure import REFERENCE, WHOLE
+from .sides import REFERENCE, TIMED, WHOLE
 
 # A loss is no noise: XLA takes less than this part of cuDNN's time, is faster in every round, and
 # so in every case of the pattern, of which there are at least two.
@@ -90,8 +89,9 @@ def _by_pattern(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name, entry in result.get("cases", {}).items():
         if entry["status"] == TIMED and "pattern" in entry:
             found.setdefault(entry["pattern"], {})[name] = entry
-    for case, norm in result.get("norms", {}).items():
-        for program, entry in norm["programs"].items():
+    several = {**result.get("norms", {}), **result.get("attention", {})}
+    for case, measured in several.items():
+        for program, entry in measured["programs"].items():
             plans, us = entry.get("plans", {}).get(WHOLE, {}), entry.get("us", {})
             patterns = plans.get("patterns", ())
             alone = len(patterns) == 1 and not plans.get("XLA")

@@ -9,11 +9,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .._core.cuda import device_nodes
 from .._core.errors import GraphError, TargetError
+from .attention import cases as attention_cases
+from .attention.tables import render_attention as render_attention
 from .comparison import Formulation
 from .models.cases import ModelCase, Operand, model_cases
 from .norms import cases as norm_cases
@@ -24,7 +27,7 @@ from .tables import RESULTS as RESULTS
 from .tables import render as render
 from .tables import render_cases as render_cases
 
-Named = TypeVar("Named", step_models.StepCase, norm_cases.NormCase)
+Named = TypeVar("Named", step_models.StepCase, norm_cases.NormCase, attention_cases.AttentionCase)
 
 _MODES = {"command_buffers": "", "no_command_buffers": "--xla_gpu_enable_command_buffer="}
 _SECONDS = 2.0  # of rounds a case: all cases, compilation included, take some minutes
@@ -88,29 +91,60 @@ def run_norms(
 
     cases = norm_cases.tiny_cases() if tiny else norm_cases.norm_cases()
     chosen = _chosen(cases, only, "normalization")
+    measured = partial(norms.measure_norms, chosen)
+    return _run_sides(
+        "norms", measured, render_norms, {"limit": norms.LIMIT}, out, only, tiny, into
+    )
+
+
+def run_attention(
+    out: Path, only: str | None = None, tiny: bool = False, into: Path | None = None
+) -> dict[str, Any]:
+    """Attention, as :func:`run_norms` does normalizations; writes ``attention_<model>.json``."""
+    from .attention import measure as attention
+
+    cases = attention_cases.tiny_cases() if tiny else attention_cases.attention_cases()
+    chosen = _chosen(cases, only, "attention")
+    measured = partial(attention.measure_attention, chosen)
+    about = {"limit": attention_cases.LIMIT, "published": attention_cases.PUBLISHED}
+    return _run_sides("attention", measured, render_attention, about, out, only, tiny, into)
+
+
+def _run_sides(
+    kind: str,
+    measured: Callable[..., dict[str, Any]],
+    rendered: Callable[[dict[str, Any]], str],
+    about: dict[str, Any],
+    out: Path,
+    only: str | None,
+    tiny: bool,
+    into: Path | None,
+) -> dict[str, Any]:
+    """A bench with PyTorch beside us, which is written after each case."""
+    from . import sides
+
     if not tiny:
-        _need_a_gpu("`--norms --tiny` runs the same programs with small shapes anywhere")
+        _need_a_gpu(f"`--{kind} --tiny` runs the same programs with small shapes anywhere")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    result = {"environment": norms.environment(), "limit": norms.LIMIT, "norms": {}}
-    name = "norms_" + _model(result) + "-tiny" * tiny + "-partial" * bool(only)
+    result = {"environment": sides.environment(), **about, kind: {}}
+    name = f"{kind}_" + _model(result) + "-tiny" * tiny + "-partial" * bool(only)
 
     def keep(entries: dict[str, Any]) -> None:  # a run may be ended early
-        result["norms"] = entries
+        result[kind] = entries
         if into is None:
             _put(result, out, name)
 
-    options = {"seconds": 0.0, "calls": 1} if tiny else {}
-    norms.measure_norms(chosen, done=keep, **options)
+    measured(done=keep, **({"seconds": 0.0, "calls": 1} if tiny else {}))
     if into is not None:
         return merge(result, into)
-    print(render_norms(result))
+    print(rendered(result))
     _save(result, out, name)
     return result
 
 
 def merge(part: dict[str, Any], into: Path) -> dict[str, Any]:
-    """Puts the cases, steps or normalizations of a result in the place of those of an earlier one,
-    and writes that.
+    """Puts the cases, steps, normalizations or attentions of a result in the place of those of an
+    earlier one, and writes that.
 
     GraphError where the two are of another GPU or other versions.
     """
@@ -123,7 +157,7 @@ def merge(part: dict[str, Any], into: Path) -> dict[str, Any]:
             got=str(ours),
             fix="measure all cases anew: leave out --only and --into",
         )
-    kind = next(kind for kind in ("steps", "norms", "cases") if kind in part)
+    kind = next(kind for kind in ("steps", "norms", "attention", "cases") if kind in part)
     if kind not in result:
         raise GraphError(f"{into} holds no {kind}", got=", ".join(result))
     result[kind] |= part[kind]
@@ -168,11 +202,15 @@ def select(only: str | None) -> list[ModelCase]:
     return chosen
 
 
-def listing(steps: bool = False, norms: bool = False) -> str:
-    """The names of all cases with their operands, or of all training steps or normalizations."""
-    if steps or norms:
-        named = step_models.step_cases() if steps else norm_cases.norm_cases()
-        return "\n".join(f"{case.name}  {case.what}" for case in named)
+def listing(kind: str | None = None) -> str:
+    """The names of all cases with their operands, or of all "steps", "norms" or "attention"."""
+    every: dict[str, Callable[[], Iterable[Any]]] = {
+        "steps": step_models.step_cases,
+        "norms": norm_cases.norm_cases,
+        "attention": attention_cases.attention_cases,
+    }
+    if kind is not None:
+        return "\n".join(f"{case.name}  {case.what}" for case in every[kind]())
     return "\n".join(f"{c.name}  {' '.join(map(str, c.operands))}" for c in model_cases())
 
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 
 from ... import ops
 from ..models.cases import Operand
+from ..sides import BACKWARD, FORWARD, TRAINING
 from .formulations import MOMENTUM, Array, Function, Norm, formulations
 
-FORWARD, TRAINING, BACKWARD = "forward", "forward that keeps residuals", "backward"
 PROGRAMS = (FORWARD, TRAINING, BACKWARD)
 
 

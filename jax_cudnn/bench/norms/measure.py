@@ -5,42 +5,43 @@ PyTorch, where it is installed, runs in the same process, on the same arrays and
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..._core import compat
-from ..._core.errors import JaxCudnnError
 from ..._core.implementation import CUDNN, XLA
-from ..._core.planning import losses
-from .. import agreement, programs, timing
+from .. import agreement, queued, timing, torch_graphs
 from ..compiling import compiled, told
-from . import queued, torch_sides
+from ..halves import Halves, halves
+from ..sides import (
+    FAILED,
+    OURS,
+    REFERENCE,
+    TIMED,
+    WHOLE,
+    WRONG,
+    Call,
+    Fillers,
+    by_name,
+    each,
+    fastest,
+    plans,
+)
+from . import torch_sides
 from .cases import BACKWARD, FORWARD, PROGRAMS, TRAINING, Function, NormCase
-from .halves import Halves, halves
 
-WHOLE, OURS, COPY = "cuDNN", "jax_cudnn", "copy"
-"""Ours with ``implementation="cudnn"`` and by default; and x + 1, of the bytes of x twice."""
-REFERENCE = "reference"
-"""Ours with ``implementation="xla"``, to which the default may leave it."""
-TIMED, WRONG, FAILED = "timed", "WRONG", "failed"
+COPY = "copy"
+"""x + 1, of the bytes of x twice."""
 LIMIT = {"tbytes_s": 4.3, "of": "NVIDIA H200", "source": "measured copy bandwidth"}
 
 # 20 calls and what hides them are fewer than the 32 executions that JAX lets be under way. The end
 # of a batch is known to some 400 us: of what is short, a program does more than one, one after the
 # other.
 _ROUNDS, _LEAST, _CALLS, _SECONDS = 21, 7, 20, 1.5
-_FILLER = 2**30  # elements in float32: a millisecond to read
 _BYTES, _MOST = 2**29, 32  # that a program of JAX's reads of x, at most so often
-
-Call = Callable[[], Any]
 
 
 def measure_norms(
@@ -59,11 +60,11 @@ def measure_norms(
     gets all results so far after each case.
     """
     results: dict[str, dict[str, Any]] = {}
-    fillers = _Fillers.made()
+    fillers = Fillers.made()
     for case in cases:
         began = time.perf_counter()
         try:
-            with torch_sides.fresh():
+            with torch_graphs.fresh():
                 entry = _Bench(case, fillers, seconds, calls, rounds).entry()
         except Exception as error:
             entry = {"status": FAILED, "reason": told(error), "programs": {}}
@@ -74,38 +75,6 @@ def measure_norms(
     return results
 
 
-def environment() -> dict[str, Any]:
-    """Where this was measured, with the versions of PyTorch and of the driver."""
-    return timing.environment("torch", "triton") | {"driver": _driver()}
-
-
-def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    try:
-        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read_text())
-    except OSError:
-        found = None
-    return found[1] if found else "none"
-
-
-@dataclass(frozen=True)
-class _Fillers:
-    """What keeps the GPU busy while calls are issued, of JAX and of PyTorch; None on a CPU."""
-
-    jax: Call | None = None
-    torch: Call | None = None
-
-    @classmethod
-    def made(cls) -> _Fillers:
-        if all(device.platform == "cpu" for device in jnp.zeros(()).devices()):
-            return cls()
-        x = jax.block_until_ready(jax.lax.iota(jnp.float32, _FILLER))
-        read = partial(jax.jit(jnp.sum), x)
-        try:
-            return cls(read, torch_sides.total(x))
-        except Exception:  # without PyTorch, or where it has no such GPU: its sides say why
-            return cls(read)
-
-
 # -- one case --------------------------------------------------------------------------------------
 
 
@@ -113,7 +82,7 @@ class _Bench:
     """The measurement of one case."""
 
     def __init__(
-        self, case: NormCase, fillers: _Fillers, seconds: float, calls: int, rounds: int
+        self, case: NormCase, fillers: Fillers, seconds: float, calls: int, rounds: int
     ) -> None:
         self.case, self.fillers = case, fillers
         self.timing = {"seconds": seconds, "calls": calls, "rounds": rounds}
@@ -151,7 +120,7 @@ class _Bench:
         given, not_run = self._given(program)
         copy = (lambda x: x + 1, (self.operands["x"],))
         several = {
-            side: (_each(function), self._sets(operands))
+            side: (each(function), self._sets(operands))
             for side, (function, operands) in {**given, COPY: copy}.items()
         }
         ready, failed = compiled(several)
@@ -161,7 +130,7 @@ class _Bench:
         entry: dict[str, Any] = {"status": TIMED, "bytes": self.case.bytes(program)}
         if self.case.rereads:
             entry["bytes_read_twice"] = self.case.bytes(program, twice=True)
-        entry["plans"] = {s: _plans(*given[s]) for s in (WHOLE, OURS) if s in given}
+        entry["plans"] = {s: plans(*given[s]) for s in (WHOLE, OURS) if s in given}
         errors: dict[str, agreement.Difference] = {}
         for side, call in [*ready.items(), *theirs.items()]:
             if side != COPY:
@@ -201,7 +170,7 @@ class _Bench:
                 for side, function in self.sides.items()
                 if side in (WHOLE, OURS, REFERENCE, *self.case.forwards)
             }
-            return {s: (_by_name(f), (self.operands,)) for s, f in chosen.items()}, {}
+            return {s: (by_name(f), (self.operands,)) for s, f in chosen.items()}, {}
         if program == TRAINING:
             found = {s: (half.training, (self.operands,)) for s, half in self.halves.items()}
             return found, dict(self.without)
@@ -233,8 +202,8 @@ class _Bench:
         return found
 
     def _torch(self, program: str) -> tuple[dict[str, Call], dict[str, str]]:
-        if not torch_sides.installed():
-            return {}, dict.fromkeys(torch_sides.SIDES, torch_sides.MISSING)
+        if not torch_graphs.installed():
+            return {}, dict.fromkeys(torch_sides.SIDES, torch_graphs.MISSING)
         ready, failed = {}, {}
         operands = (given for (given,) in self._sets((self.operands,)))
         along = (dy for (dy,) in self._sets((self.dy,)))
@@ -250,20 +219,20 @@ class _Bench:
         self, found: Mapping[str, queued.Queued], entry: Mapping[str, Any]
     ) -> dict[str, Any]:
         part = 1e6 / self.repeats
-        us = {side: timing.summary(each.seconds, part) for side, each in found.items()}
+        us = {side: timing.summary(one.seconds, part) for side, one in found.items()}
         copied = 2 * self.operands["x"].nbytes
         rates = {
             side: _rate(copied if side == COPY else entry["bytes"], figures["median"])
             for side, figures in us.items()
         }
-        best = _fastest({s: figures["median"] for s, figures in us.items()}, self.case.xla)
+        best = fastest({s: figures["median"] for s, figures in us.items()}, self.case.xla)
         return {
             "calls": self.timing["calls"],
             "repeats": self.repeats,
             "rounds": len(next(iter(found.values())).seconds),
             "us": us,
-            "host_us": {side: round(each.issued * part, 2) for side, each in found.items()},
-            "host_hidden": {side: each.hidden for side, each in found.items()},
+            "host_us": {side: round(one.issued * part, 2) for side, one in found.items()},
+            "host_hidden": {side: one.hidden for side, one in found.items()},
             "tbytes_s": rates,
             "of_limit": {s: _share(rate) for s, rate in rates.items()},
             "copy_bytes": copied,
@@ -286,46 +255,12 @@ def _exact(
     return jax.block_until_ready(both(wide, along))
 
 
-def _each(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of several sets of operands, one after the other; all results."""
-    return lambda *sets: [function(*given) for given in sets]
-
-
-def _by_name(function: Function) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda operands: function(**operands)
-
-
-def _plans(function: Callable[..., Any], operands: tuple[Any, ...]) -> dict[str, Any]:
-    """How many graphs a program holds; on a GPU how many segments of them are cuDNN's, on which
-    engines, how many are XLA's, and why."""
-    try:
-        live, _ = compat.live_program(jax.make_jaxpr(function)(*operands))
-        found = programs.of_jaxpr(live)
-    except Exception as error:
-        return {"reason": told(error)}
-    held: dict[str, Any] = {"graphs": len(found)}
-    try:
-        plans = programs.placed(found)
-    except JaxCudnnError as error:  # references run, or nothing does
-        return held | {"reason": told(error)}
-    segments = [segment for plan in plans for segment in plan.segments]
-    engines = [segment.engine for segment in segments if segment.plan is not None]
-    reasons = [s.reason for s in segments if s.plan is None and s.reason]
-    held |= {"cuDNN": len(engines), "XLA": len(segments) - len(engines), "engines": engines}
-    held["patterns"] = [losses.pattern(s.spec) for s in segments if s.plan is not None]
-    return held | ({"why_xla": " ".join(reasons[0].split())[:300]} if reasons else {})
-
-
 def _together(forward: Any, backward: Any, case: NormCase) -> dict[str, Any]:
     """Medians of forward and backward added, of the same side or formulation."""
     a, b = forward.get("us", {}), backward.get("us", {})
     us = {s: round(a[s]["median"] + b[s]["median"], 3) for s in a if s in b and s != COPY}
-    best = _fastest(us, case.xla)
+    best = fastest(us, case.xla)
     return {"us": us, **({"best_xla": best} if best else {})}
-
-
-def _fastest(us: Mapping[str, float], names: Iterable[str]) -> str | None:
-    return min((name for name in names if name in us), key=us.__getitem__, default=None)
 
 
 def _rate(size: int, us: float) -> float | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..._core.planning import losses
+from ..sides import BACKWARD, FORWARD, OURS, REFERENCE, TIMED, TRAINING, WHOLE
 from ..tables import where
-from .cases import BACKWARD, FORWARD, PROGRAMS, TRAINING
-from .measure import OURS, REFERENCE, TIMED, WHOLE
-from .torch_sides import COMPILED, EAGER, MISSING, TUNED
+from ..torch_graphs import MISSING
+from .cases import PROGRAMS
+from .torch_sides import COMPILED, EAGER, TUNED
 
 _NEAR, _SLOWER = 0.85, 1.02  # of the limit; and a difference of less is none
 _TITLES = (

@@ -1,76 +1,20 @@
-"""The sides of the bench of normalizations that run in PyTorch, in this process and on this GPU.
-
-PyTorch is imported when a side is made, and not needed: without it the sides are not measured.
-"""
+"""The sides of the bench of normalizations that run in PyTorch."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from .. import torch_graphs
+from ..torch_graphs import Call, Pending, Step
 from .cases import BACKWARD, FORWARD, TRAINING, NormCase
 
 EAGER, COMPILED, TUNED = "torch", "torch.compile", "torch.compile max-autotune"
 _MODES = {EAGER: None, COMPILED: "default", TUNED: "max-autotune-no-cudagraphs"}
 SIDES = tuple(_MODES)
-MISSING = "not measured: torch is not installed"
-
-Call = Callable[[], "Pending"]
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Results that are under way, as ``jax.block_until_ready`` waits for them."""
-
-    tensors: dict[str, Any]
-
-    def block_until_ready(self) -> Pending:
-        tensor = next(iter(self.tensors.values()))
-        if tensor.is_cuda:
-            importlib.import_module("torch").cuda.synchronize(tensor.device)
-        return self
-
-    def arrays(self) -> dict[str, jax.Array]:
-        """As JAX's arrays."""
-        self.block_until_ready()
-        return {
-            name: jax.dlpack.from_dlpack(tensor.detach().contiguous())
-            for name, tensor in self.tensors.items()
-        }
-
-
-def installed() -> bool:
-    try:
-        importlib.import_module("torch")
-    except ImportError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def fresh() -> Iterator[None]:
-    """Inside, torch.compile has compiled nothing; behind it, unused memory is given back."""
-    if not installed():
-        yield
-        return
-    torch = importlib.import_module("torch")
-    torch._dynamo.reset()
-    # Else the backward, which overwrites what it does not need again, could run only once.
-    settings: Any = importlib.import_module("torch._functorch.config")
-    settings.donated_buffer = False
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def program(
@@ -82,8 +26,7 @@ def program(
     """One program of a side: that of all sets of operands and gradient, one after the other, as
     JAX's sides are; its results are those of the first.
 
-    Its backward is autograd's of a forward that has run here. On a GPU it is a CUDA graph, so that
-    what PyTorch's interpreter takes for each operation is in no time.
+    Its backward is autograd's of a forward that has run here.
     """
     torch = importlib.import_module("torch")
     mode = _MODES[side]
@@ -95,59 +38,15 @@ def program(
     if mode is not None:
         normalize = torch.compile(normalize, mode=mode, dynamic=False)
 
-    def made() -> list[_Step]:
+    def made() -> list[Step]:
         return [_step(torch, program, case, *given, normalize) for given in sets]
 
-    if device.platform != "cpu":
-        return _captured(torch, made)
-    steps = made()
-
-    def run() -> Pending:
-        first, *_ = [step.run() for step in steps]
-        return first
-
-    return run
-
-
-def _captured(torch: Any, made: Callable[[], list[_Step]]) -> Call:
-    """Steps as one CUDA graph.
-
-    They are made and warmed up on the stream that is captured: a backward runs on that of its
-    forward. Captured is the calling thread alone: JAX has others.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        steps = made()
-        for step in steps:
-            for _ in range(2):
-                step.run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        held = [step.run() for step in steps]
-    for step in steps:
-        step.restore()
-    torch.cuda.synchronize()
-
-    def replay(_operands: Any = steps) -> Pending:  # which the graph reads
-        graph.replay()
-        return held[0]
-
-    return replay
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One program of one set of operands; ``restore`` undoes what it wrote into them."""
-
-    run: Call
-    restore: Callable[[], None]
+    return torch_graphs.program(made, device.platform)
 
 
 def _step(
     torch: Any, program: str, case: NormCase, operands: Mapping[str, Any], dy: Any, normalize: Any
-) -> _Step:
+) -> Step:
     shared = {name: torch.from_dlpack(x) for name, x in operands.items()}
     given = {  # running statistics are written in place
         name: x.clone() if name.startswith("running_") else x.detach() for name, x in shared.items()
@@ -164,11 +63,11 @@ def _step(
             with torch.no_grad():
                 return Pending({"y": normalize(**given), **running})
 
-        return _Step(forward, restore)
+        return Step(forward, restore)
     for name in case.learned:
         given[name] = given[name].requires_grad_()
     if program == TRAINING:
-        return _Step(lambda: Pending({"y": normalize(**given), **running}), restore)
+        return Step(lambda: Pending({"y": normalize(**given), **running}), restore)
     assert program == BACKWARD
     y, along = normalize(**given), torch.from_dlpack(dy)
     learned = [given[name] for name in case.learned]
@@ -177,11 +76,4 @@ def _step(
         found = torch.autograd.grad(y, learned, along, retain_graph=True)
         return Pending(dict(zip(case.learned, found, strict=True)))
 
-    return _Step(backward, restore)
-
-
-def total(x: jax.Array) -> Callable[[], Pending]:
-    """The sum of an array's elements, read where JAX has it."""
-    torch = importlib.import_module("torch")
-    tensor = torch.from_dlpack(x)
-    return lambda: Pending({"sum": tensor.sum()})
+    return Step(backward, restore)

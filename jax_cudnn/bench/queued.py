@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from .. import timing
+from . import timing
 
 Call = Callable[[], Any]
 Key = TypeVar("Key", bound=Hashable)
@@ -45,13 +45,14 @@ def times(
     functions: Mapping[Key, Call],
     fillers: Mapping[Key, Call | None],
     *,
-    calls: int,
+    calls: int | Mapping[Key, int],
     rounds: int,
     seconds: float,
     least: int = 7,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, Queued]:
-    """The functions taking turns, each ``calls`` times in a row behind its filler.
+    """The functions taking turns, each ``calls`` times in a row behind its filler, or as often as
+    ``calls`` says of it.
 
     Args:
         functions: what is timed, each result waited for by its ``block_until_ready``.
@@ -59,6 +60,7 @@ def times(
             with the function; None where nothing hides the host.
         calls, rounds, seconds, least, clock: as for :func:`jax_cudnn.bench.timing.interleaved`.
     """
+    often = calls if isinstance(calls, Mapping) else dict.fromkeys(functions, calls)
     units: dict[int, float] = {}
     batches: dict[Any, _Batch] = {}
     for key, function in functions.items():
@@ -67,10 +69,10 @@ def times(
         if filler is not None:
             if id(filler) not in units:
                 units[id(filler)] = _time_of(filler, clock)
-            issue = _issue(function, calls, clock)
+            issue = _issue(function, often[key], clock)
             fills = min(_MOST_FILLS, 1 + math.ceil(1.5 * issue / units[id(filler)]))
             batches.setdefault((id(filler), fills), _Batch(None, 0, filler, fills, clock))
-        batches[key] = _Batch(function, calls, filler, fills, clock)
+        batches[key] = _Batch(function, often[key], filler, fills, clock)
     found = timing.interleaved(
         batches, (), rounds=rounds, calls=1, seconds=seconds, least=least, clock=clock
     )
@@ -80,11 +82,11 @@ def times(
         alone = [0.0] * len(whole)
         if batch.fills:
             alone = found[id(batch.filler), batch.fills]
-        each = [(a - b) / calls for a, b in zip(whole, alone, strict=True)]
+        each = [(a - b) / often[key] for a, b in zip(whole, alone, strict=True)]
         issued = statistics.median(batch.issued)
         behind = statistics.median(whole) - issued >= _AHEAD * statistics.median(each)
         hidden = batch.fills > 0 and (issued < statistics.median(alone) or behind)
-        results[key] = Queued(each, issued / calls, hidden)
+        results[key] = Queued(each, issued / often[key], hidden)
     return results
 
 

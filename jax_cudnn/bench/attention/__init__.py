@@ -1,0 +1,1 @@
+"""Attention beside jax.nn, XLA's formulations and torch: forward and backward apart."""

@@ -1,0 +1,414 @@
+"""``python -m jax_cudnn bench --attention``: attention beside jax.nn, XLA's best and PyTorch.
+
+PyTorch, where it is installed, runs in the same process, on the same arrays and in the same rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._core.errors import GraphError
+from ..._core.implementation import CUDNN, XLA
+from .. import agreement, queued, sides, timing, torch_graphs
+from ..compiling import compiled, told
+from ..halves import Halves, halves
+from ..sides import BACKWARD, FAILED, OURS, REFERENCE, TIMED, TRAINING, WHOLE, WRONG, Call, Fillers
+from . import torch_sides
+from .cases import AttentionCase, Named, Side
+
+# As for normalizations 20 calls at most, here of a program that takes two milliseconds at the
+# chip's limit, or does its work several times; and fewer where a batch of them takes longer than
+# the end of one is known to.
+_ROUNDS, _LEAST, _CALLS, _SECONDS = 15, 7, 20, 2.0
+_SHORT, _MOST = 2000.0, 16  # us of a program, and how often it does its work for that
+_BATCH = 0.04  # seconds of calls in a row
+# A side that takes longer has rounds of its own, and three of them; one beyond that none.
+_SLOW, _FEW, _TOO_LONG = 0.15, 3, 10.0
+_ROWS = 64  # of a head, that are compared together
+
+
+def measure_attention(
+    cases: Iterable[AttentionCase],
+    *,
+    seconds: float = _SECONDS,
+    calls: int = _CALLS,
+    rounds: int = _ROUNDS,
+    say: Callable[[str], None] = print,
+    done: Callable[[dict[str, dict[str, Any]]], None] = lambda results: None,
+) -> dict[str, dict[str, Any]]:
+    """Case name -> its JSON entry: of each program the times in us and the TFLOP/s on all sides,
+    the chip's limit, and how far its results are from float32.
+
+    What fails is part of the result, with its reason; a side that is wrong is not timed. ``done``
+    gets all results so far after each case.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    fillers = Fillers.made()
+    for case in cases:
+        began = time.perf_counter()
+        try:
+            with torch_graphs.fresh():
+                entry = _Bench(case, fillers, seconds, calls, rounds).entry()
+        except Exception as error:
+            entry = {"status": FAILED, "reason": told(error), "programs": {}}
+        took = round(time.perf_counter() - began, 1)
+        results[case.name] = {
+            "what": case.what,
+            "operands": case.described(),
+            "published": {**case.published, "side": case.published_side},
+            "xla": [*case.xla],
+            **entry,
+            "seconds": took,
+        }
+        say(f"{case.name}: {entry['status']} ({took} s)")
+        done(results)
+    return results
+
+
+@dataclass
+class _Running:
+    """A side that is compiled.
+
+    Attributes:
+        call: its program.
+        first: the results of the first set of operands, of what the program returns.
+        filler: what keeps the device busy before it.
+        repeats: how often the program does its work.
+        calls: how many of them stand in a row.
+        seconds: of one call, the host's with it.
+    """
+
+    call: Call
+    first: Callable[[Any], Any]
+    filler: Call | None
+    repeats: int = 1
+    calls: int = 1
+    seconds: float = 0.0
+
+
+# -- one case --------------------------------------------------------------------------------------
+
+
+class _Bench:
+    """The measurement of one case."""
+
+    def __init__(
+        self, case: AttentionCase, fillers: Fillers, seconds: float, calls: int, rounds: int
+    ) -> None:
+        self.case, self.fillers = case, fillers
+        self.seconds, self.calls, self.rounds = seconds, calls, rounds
+        self.operands = jax.block_until_ready(case.arrays(jax.random.key(0)))
+        ways = {WHOLE: CUDNN, OURS: None, REFERENCE: XLA}
+        every = {side: case.ours(way) for side, way in ways.items()} | {**case.others, **case.xla}
+        self.sides = {side: way for side, way in every.items() if isinstance(way, Side)}
+        self.without = {side: way for side, way in every.items() if isinstance(way, str)}
+        self.given: dict[str, Named] = {}
+        self.dy: dict[str, Any] = {}
+        self.halves: dict[str, Halves] = {}
+        self.saved: dict[str, list[Any]] = {}
+        self.ways: dict[str, Side] = dict(self.sides)  # and of PyTorch those that run
+        self.never = {side: way for side, way in case.torch.items() if isinstance(way, str)}
+        self.plain = {REFERENCE, *case.xla}  # which may need much memory, and are not short
+
+    def entry(self) -> dict[str, Any]:
+        want = _exact(self.case, self.operands)
+        for side, way in self.sides.items():
+            try:
+                self._prepare(side, way)
+            except Exception as error:
+                self.without[side] = told(error)
+        entries = {}
+        for program in self.case.programs:
+            try:
+                entries[program] = self.program(program, want[program])
+            except Exception as error:
+                entries[program] = {"status": FAILED, "reason": told(error)}
+        states = [entry["status"] for entry in entries.values()]
+        status = next((state for state in (FAILED, WRONG) if state in states), TIMED)
+        found = {"status": status, "programs": entries}
+        if self.case.learned:
+            found["training_step"] = self._together(entries[TRAINING], entries[BACKWARD])
+        return found
+
+    def _prepare(self, side: str, way: Side) -> None:
+        given = jax.block_until_ready(way.given(self.operands))
+        self.dy[side] = given.get("dy")
+        self.given[side] = {name: x for name, x in given.items() if name != "dy"}
+        if self.case.learned and way.backward:
+            self.halves[side] = halves(way.function, self.given[side], self.case.learned)
+
+    def program(self, program: str, want: Named) -> dict[str, Any]:
+        """One program on all sides: compiled, run once and compared, timed."""
+        case = self.case
+        limit = case.limit_us(program)
+        repeats = min(max(math.ceil(_SHORT / max(limit, 1e-3)), 1), _MOST) if self.calls > 1 else 1
+        given, not_run = self._given(program)
+        ready, failed = self._compiled(given, repeats)
+        theirs, reasons = self._torch(program, repeats)
+        not_run |= failed | reasons
+        ready |= theirs
+        entry: dict[str, Any] = {
+            "status": TIMED,
+            "flops": case.flops(program),
+            "bytes": case.bytes(program),
+            "limit_us": round(limit, 3),
+            "plans": {s: sides.plans(*given[s]) for s in (WHOLE, OURS) if s in given},
+        }
+        allowed = case.allowed(program)
+        errors: dict[str, agreement.Difference] = {}
+        for side, running in list(ready.items()):
+            try:
+                results, running.seconds = self._results(program, side, running)
+                errors[side] = _difference(case.shown(self.ways[side].common(results)), want)
+            except Exception as error:
+                not_run[side] = told(error)
+        wrong = [side for side, error in errors.items() if not error.within(allowed)]
+        running = {s: run for s, run in ready.items() if s in errors and s not in wrong}
+        for side in [s for s, run in running.items() if run.seconds > _TOO_LONG]:
+            not_run[side] = f"not timed: a call takes {running.pop(side).seconds:.0f} s"
+        entry |= {
+            "tolerance": allowed,
+            "errors": {side: error.json() for side, error in errors.items()},
+            "not_run": not_run,
+        }
+        entry |= self._figures(self._times(running), running, entry)
+        if wrong:
+            told_of = (f"{s}: {errors[s].relative:.2g}, {errors[s].worst:.2g}" for s in wrong)
+            entry["status"] = WRONG
+            entry["reason"] = "errors (norm, worst rows) of " + "; ".join(told_of)
+        elif OURS not in running:
+            entry["status"] = FAILED
+            entry["reason"] = not_run.get(OURS, "it was not timed")
+        return entry
+
+    # -- what runs ---------------------------------------------------------------------------------
+
+    def _given(self, program: str) -> tuple[dict[str, tuple[Any, tuple[Any, ...]]], dict[str, str]]:
+        """The functions of a program in JAX, by side, with their operands; and why some are not."""
+        if program != BACKWARD:
+            found = {
+                side: (
+                    self.halves[side].training
+                    if side in self.halves
+                    else sides.by_name(self.sides[side].function),
+                    (operands,),
+                )
+                for side, operands in self.given.items()
+                if side not in self.without
+            }
+            return found, dict(self.without)
+        found = {}
+        for side, half in self.halves.items():
+            if side in self.saved:
+                found[side] = (half.backward, (self.saved[side], self.dy[side]))
+        missing = {
+            side: "its forward did not run" if way.backward else "it has no backward"
+            for side, way in self.sides.items()
+            if side not in found
+        }
+        return found, missing | self.without
+
+    def _compiled(
+        self, given: Mapping[str, tuple[Any, tuple[Any, ...]]], repeats: int
+    ) -> tuple[dict[str, _Running], dict[str, str]]:
+        """JAX's sides; those that are not plain XLA do their work ``repeats`` times."""
+        often = {side: 1 if side in self.plain else repeats for side in given}
+        several = {
+            side: (sides.each(function), _copies(operands, often[side]))
+            for side, (function, operands) in given.items()
+        }
+        ready, failed = compiled(several)
+        running = {
+            side: _Running(call, lambda found: found[0], self.fillers.jax, often[side])
+            for side, call in ready.items()
+        }
+        return running, failed
+
+    def _torch(self, program: str, repeats: int) -> tuple[dict[str, _Running], dict[str, str]]:
+        """PyTorch's sides, each in the way that was chosen for all programs."""
+        if not torch_graphs.installed():
+            return {}, dict.fromkeys(self.case.torch, torch_graphs.MISSING)
+        running, failed = {}, {}
+        for side, ways in self.case.torch.items():
+            if isinstance(ways, str):
+                continue
+            try:
+                way = self._way(side, ways)
+                call = self._torch_call(program, way, repeats)
+            except Exception as error:
+                failed[side] = told(error)
+                continue
+            take = torch_graphs.Pending.arrays
+            running[side] = _Running(call, take, self.fillers.torch, repeats)
+        return running, failed | self.never
+
+    def _way(self, side: str, ways: Sequence[Side]) -> Side:
+        """The first that runs a backward, or else a forward; what the first of all raises, where
+        none does."""
+        if side in self.ways:
+            return self.ways[side]
+        errors: list[Exception] = []
+        for program in reversed(self.case.programs):
+            for way in ways:
+                try:
+                    jax.block_until_ready(self._torch_call(program, way, 1)())
+                except Exception as error:
+                    errors.append(error)
+                    continue
+                self.ways[side] = way
+                return way
+        raise errors[0]
+
+    def _torch_call(self, program: str, way: Side, repeats: int) -> Call:
+        given = dict(jax.block_until_ready(way.given(self.operands)))
+        dy = given.pop("dy", None)
+        sets = _copies((given, dy), repeats)
+        return torch_sides.program(way.function, program, self.case.learned, sets)
+
+    def _results(self, program: str, side: str, running: _Running) -> tuple[Named, float]:
+        """The results by name, and the seconds of a call; what the backward needs is put aside."""
+        began = time.perf_counter()
+        found = jax.block_until_ready(running.call())
+        took = time.perf_counter() - began
+        found = running.first(found)
+        if side in self.halves and program == TRAINING:
+            self.saved[side] = self.halves[side].saved(self.given[side], found)
+            found = found[0]
+        if program != BACKWARD:
+            found = {"y": found["y"]}
+        return found, took
+
+    # -- times -------------------------------------------------------------------------------------
+
+    def _times(self, running: Mapping[str, _Running]) -> dict[str, queued.Queued]:
+        found: dict[str, queued.Queued] = {}
+        slow = {side for side, run in running.items() if run.seconds > _SLOW}
+        for run in running.values():
+            fits = int(_BATCH / run.seconds) if run.seconds > 0 else self.calls
+            run.calls = min(max(fits, 1), self.calls)
+        for group, least, rounds in (
+            (running.keys() - slow, _LEAST, self.rounds),
+            (slow, _FEW, _FEW),
+        ):
+            chosen = {side: run for side, run in running.items() if side in group}
+            found |= queued.times(
+                {side: run.call for side, run in chosen.items()},
+                {side: run.filler for side, run in chosen.items()},
+                calls={side: run.calls for side, run in chosen.items()},
+                rounds=rounds,
+                seconds=self.seconds,
+                least=least,
+            )
+        return found
+
+    def _figures(
+        self,
+        found: Mapping[str, queued.Queued],
+        running: Mapping[str, _Running],
+        entry: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        part = {side: 1e6 / running[side].repeats for side in found}
+        us = {side: timing.summary(one.seconds, part[side]) for side, one in found.items()}
+        medians = {side: figures["median"] for side, figures in us.items()}
+        best = sides.fastest(medians, [*self.case.xla, REFERENCE])
+        return {
+            "calls": {side: running[side].calls for side in found},
+            "repeats": {side: running[side].repeats for side in found},
+            "rounds": {side: len(one.seconds) for side, one in found.items()},
+            "us": us,
+            "host_us": {side: round(one.issued * part[side], 2) for side, one in found.items()},
+            "host_hidden": {side: one.hidden for side, one in found.items()},
+            "tflops": {side: _rate(entry["flops"], time) for side, time in medians.items()},
+            "of_limit": {side: _share(entry["limit_us"], time) for side, time in medians.items()},
+            **({"best_xla": best} if best else {}),
+        }
+
+    def _together(self, forward: Any, backward: Any) -> dict[str, Any]:
+        """Medians of forward and backward added, of the same side or formulation."""
+        a, b = forward.get("us", {}), backward.get("us", {})
+        us = {s: round(a[s]["median"] + b[s]["median"], 3) for s in a if s in b}
+        best = sides.fastest(us, [*self.case.xla, REFERENCE])
+        flops = sum(self.case.flops(program) for program in self.case.programs)
+        limit = sum(self.case.limit_us(program) for program in self.case.programs)
+        return {
+            "us": us,
+            "tflops": {side: _rate(flops, time) for side, time in us.items()},
+            "of_limit": {side: _share(limit, time) for side, time in us.items()},
+            **({"best_xla": best} if best else {}),
+        }
+
+
+def _exact(case: AttentionCase, operands: Named) -> dict[str, Named]:
+    """Results of each program in float32."""
+    wide = {
+        name: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for name, x in operands.items()
+    }
+    dy = wide.pop("dy", None)
+
+    @jax.jit
+    def results(operands: Named, dy: Any) -> dict[str, Named]:
+        if not case.learned:
+            return {program: case.exact.function(**operands) for program in case.programs}
+        half = halves(case.exact.function, operands, case.learned)
+        trained = half.training(operands)
+        return {
+            TRAINING: {"y": trained[0]["y"]},
+            BACKWARD: half.backward(half.saved(operands, trained), dy),
+        }
+
+    found = jax.block_until_ready(results(wide, dy))
+    return {program: case.shown(result) for program, result in found.items()}
+
+
+def _copies(operands: tuple[Any, ...], often: int) -> tuple[Any, ...]:
+    """The operands as often as a program does its work, in arrays of their own: of the same ones
+    XLA would compute the same once."""
+    copied = jax.jit(partial(jax.tree.map, jnp.copy))
+    return (operands, *(copied(operands) for _ in range(often - 1)))
+
+
+def _difference(got: Named, want: Named) -> agreement.Difference:
+    """In the norm, and the worst of some rows of a head together, next to their own size and that
+    of all: of causal attention the first rows are many times as large as the last ones, whose
+    rounding says nothing of theirs."""
+    figures = []
+    for name, x in want.items():
+        if got[name].shape != x.shape:
+            raise GraphError(
+                f"{name} has another shape", expected=str(x.shape), got=str(got[name].shape)
+            )
+        figures.append(tuple(map(float, _of_rows(got[name], x))))
+    relative, worst = zip(*figures, strict=True)
+    return agreement.Difference(agreement.largest(relative), agreement.largest(worst))
+
+
+@jax.jit
+def _of_rows(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of (B, S, N, H): relative errors of all, and the worst of some rows."""
+    error, size = (_means(x) for x in (got.astype(jnp.float32) - want, want))
+    whole = jnp.sqrt(jnp.mean(size)) + jnp.finfo(jnp.float32).tiny
+    return jnp.sqrt(jnp.mean(error)) / whole, jnp.max(jnp.sqrt(error) / (jnp.sqrt(size) + whole))
+
+
+def _means(x: jax.Array) -> jax.Array:
+    """The mean square of some rows of each head."""
+    rows = math.gcd(x.shape[1], _ROWS)
+    return jnp.mean(jnp.square(x.reshape(x.shape[0], -1, rows, *x.shape[2:])), (2, 4))
+
+
+def _rate(flops: float, us: float) -> float | None:
+    """TFLOP/s; None where the time is below what can be told from nothing."""
+    return float(f"{flops / us / 1e6:.4g}") if us > 0 else None
+
+
+def _share(limit: float, us: float) -> float | None:
+    return round(limit / us, 4) if us > 0 else None
