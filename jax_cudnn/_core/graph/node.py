@@ -183,6 +183,19 @@ class Node:
         none."""
         return self
 
+    def settled(self) -> Node:
+        """The node as it is in a graph that is to be deterministic."""
+        return self
+
+    def needs(self, ports: Collection[str]) -> str:
+        """What a GPU must have for these input ports, where ``requires`` does not say it."""
+        return ""
+
+    def instead(self) -> tuple[Node, int, dict[str, int]] | None:
+        """What is tried where cuDNN has no plan for this anchor, or none in the workspace allowed:
+        a node with its results, and an engine of cuDNN's with knobs that computes them."""
+        return None
+
     @property
     def accumulator(self) -> np.dtype:
         """The dtype in which the reference computes."""
