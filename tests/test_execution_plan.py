@@ -21,6 +21,7 @@ from jax_cudnn._core.planning.execution_plan import (
     SLOT,
     UNBOUND,
     VIEW,
+    ExecutionPlan,
     Uids,
     decode,
 )

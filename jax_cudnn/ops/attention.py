@@ -12,7 +12,7 @@ import jax
 from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
-from .._core.graph.node import Example, Node
+from .._core.graph.node import Example, Node, OtherForm
 from . import attention_extras as extras
 from .attention_base import BOTTOM_RIGHT, Attending
 
@@ -24,18 +24,12 @@ if TYPE_CHECKING:
 
 
 _OPTIONAL = {"dBias": "bias", "dSink_token": "sink_token"}
+# Hopper's engine with the knobs by which dQ is added up in one order, in linear workspace: STAGES.
 _ORDERED = (
     6,
-    {
-        "TILE_M": 2,
-        "TILE_N": 1,
-        "KERNEL_CFG": 2,
-        "STREAM_K": 0,
-        "TILE_CGA_M": 0,
-        "STAGES": 4,
-    },
+    {"TILE_M": 2, "TILE_N": 1, "KERNEL_CFG": 2, "STREAM_K": 0, "TILE_CGA_M": 0, "STAGES": 4},
+    92500,
 )
-"""Hopper's engine of cuDNN 9.25 and newer with the knobs by which dQ is summed in one order."""
 
 
 @register
@@ -161,10 +155,10 @@ class SdpaBackward(Attending):
     def without(self, results: Collection[str]) -> Node:
         return dataclasses.replace(self, **{n: False for n in _OPTIONAL if n in results})
 
-    def instead(self) -> tuple[Node, int, dict[str, int]] | None:
+    def instead(self) -> OtherForm | None:
         if not self.use_deterministic_algorithm or self.dBias:
             return None
-        return dataclasses.replace(self, use_deterministic_algorithm=False), *_ORDERED
+        return OtherForm(dataclasses.replace(self, use_deterministic_algorithm=False), *_ORDERED)
 
     def keywords(self) -> dict[str, Any]:
         attributes = super().keywords()

@@ -47,7 +47,7 @@ def _build(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> Execution
     try:
         return _first(spec, cudnn, limit, **where)
     except UnsupportedGraphError as error:
-        other = workspace.other_form(spec)
+        other = workspace.other_form(spec, cudnn.backend_version())
         if other is None:
             raise
         try:

@@ -16,7 +16,7 @@ from ..graph.spec import GraphSpec
 
 PART = 4  # of the GPU's memory that a plan may take where the options do not say how much
 _BY_DEFAULT = "max_workspace, by default a quarter of the GPU's memory"
-_NEEDS = "needs a workspace of"
+_MORE = "bytes of workspace, more than"
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Limit:
     def refusal(self, needed: int) -> str:
         """Why a plan is not taken."""
         return (
-            f"{_NEEDS} {needed:,} bytes, more than the {self.nbytes:,} of {self.source}: allow "
-            "more there, or compute fewer or shorter examples at a time"
+            f"needs {needed:,} {_MORE} the {self.nbytes:,} of {self.source}: allow more there, or "
+            "compute fewer or shorter examples at a time"
         )
 
 
 def refusals(reasons: Mapping[str, str]) -> dict[str, str]:
     """Those of several reasons that are a limit's."""
-    return {plan: reason for plan, reason in reasons.items() if reason.startswith(_NEEDS)}
+    return {plan: reason for plan, reason in reasons.items() if _MORE in reason}
 
 
 def limit(spec: GraphSpec, properties: str) -> Limit:
@@ -49,20 +49,20 @@ def limit(spec: GraphSpec, properties: str) -> Limit:
     return Limit(part >> 30 << 30 or part, _BY_DEFAULT)  # GPUs of one model differ by less than GiB
 
 
-def other_form(spec: GraphSpec) -> GraphSpec | None:
-    """The same results from the other node that the anchor names, with an engine of its own."""
+def other_form(spec: GraphSpec, cudnn: int) -> GraphSpec | None:
+    """The same results from the other node that the anchor names, with an engine of its own, if a
+    version of cuDNN (``cudnnGetVersion()``) has that."""
     if spec.options.engine is not None:
         return None
     for i, call in enumerate(spec.calls):
         other = call.node.instead()
-        if other is not None:
-            node, engine, knobs = other
+        if other is not None and cudnn >= other.cudnn:
             options = replace(
                 spec.options,
                 deterministic=False,  # the engine is, though no note says so
-                engine=engine,
-                knobs=tuple(sorted(knobs.items())),
+                engine=other.engine,
+                knobs=tuple(sorted(other.knobs.items())),
             )
-            calls = (*spec.calls[:i], replace(call, node=node), *spec.calls[i + 1 :])
+            calls = (*spec.calls[:i], replace(call, node=other.node), *spec.calls[i + 1 :])
             return replace(spec, calls=calls, options=options, _cache={})
     return None
