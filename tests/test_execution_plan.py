@@ -21,6 +21,7 @@ from jax_cudnn._core.planning.execution_plan import (
     SLOT,
     UNBOUND,
     VIEW,
+    ExecutionPlan,
     Uids,
     decode,
 )
@@ -93,11 +94,11 @@ def test_by_value_constants_are_little_endian_in_slots_of_sixteen_bytes():
 @pytest.mark.parametrize(
     ("modification", "fills"),
     [
-        ([0, 64, [1.0, -2.0]], ((64, 4, 1, 0x3F800000), (68, 4, 1, 0xC0000000))),
         ([1, 128, [40.0]], ((128, 1, 40, 0),)),
+        ([1, 128, ["42200000"]], ((128, 1, 40, 0),)),
         ([2, 32, []], ()),
     ],
-    ids=["copy", "zero", "nothing"],
+    ids=["zero", "zero in hexadecimal", "nothing"],
 )
 def test_workspace_modifications_become_memsets(modification, fills):
     plan = made(
@@ -108,6 +109,19 @@ def test_workspace_modifications_become_memsets(modification, fills):
     assert rows(plan)[80] == [SLOT, modification[1], 0]
     assert plan.fills == fills
     assert plan.plan_workspace_offset == 256
+
+
+@pytest.mark.parametrize("floats", [[1.0, -2.0], ["3F800000", "C0000000"]])
+def test_floats_that_the_frontend_copies_become_an_operand(floats):
+    plan = made(
+        variant_pack_uids=[X, B, OUT, 80],
+        workspace_modifications={"80": [0, 64, floats]},
+        fe_workspace_size=256,
+    )
+    inputs = sum(row[0] == OPERAND for uid, row in rows(plan).items() if uid != 80)
+    assert rows(plan)[80] == [OPERAND, inputs, 8]
+    assert (plan.tables, plan.fills) == (((1.0, -2.0),), ())
+    assert ExecutionPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 @pytest.mark.parametrize("as_pairs", [True, False])

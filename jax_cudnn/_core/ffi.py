@@ -85,11 +85,15 @@ def call(
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
         for shape, dtype in map(stored, sent.output_tensors)
     ]
+    operands += tuple(jnp.asarray(table, jnp.float32) for table in plan.tables)
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, _ = jax.ffi.ffi_call(
         target,
         [*results, workspace],
-        input_layouts=[layout.major_to_minor(sent, t) for t in sent.input_tensors],
+        input_layouts=[
+            *(layout.major_to_minor(sent, t) for t in sent.input_tensors),
+            *((0,) for _ in plan.tables),
+        ],
         output_layouts=[*(layout.major_to_minor(sent, t) for t in sent.output_tensors), (0,)],
     )(*operands, **plan.attributes(name))
     own = outputs[: len(spec.outputs)]  # the others nobody asked for

@@ -62,7 +62,8 @@ def _row(method: str, node: type[Node]) -> Iterator[str]:
     yield "nothing: elements are moved" if node.moves else _by_kind(node, _compute)
     yield _by_kind(node, _result)
     yield "yes" if node.product and "float32" in node.dtypes else ""
-    yield "" if node.moves or node.leftover else ("always" if node.deterministic else "on request")
+    settled = node.create(**node.examples[0].attributes).deterministic
+    yield "" if node.moves or node.leftover else ("always" if settled else "on request")
     yield node.rounding
 
 

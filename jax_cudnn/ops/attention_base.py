@@ -12,11 +12,12 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node
+from . import attention_extras as extras
 from .attention_reference import Attention, Band
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors
-    from .._core.graph.spec import Tensor
+    from .._core.graph.spec import GraphSpec, Tensor
 
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
 _LENGTHS = ("seq_len_q", "seq_len_kv")
@@ -54,6 +55,12 @@ class Attending(Node):
     diagonal_alignment: str = TOP_LEFT
     diagonal_band_left_bound: int | None = None
     diagonal_band_right_bound: int | None = None
+    dropout_probability: float | None = None
+    use_alibi_mask: bool = False
+
+    @property
+    def paired(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.dropout_probability is not None
 
     @classmethod
     def create(cls, **attributes: Any) -> Node:
@@ -68,6 +75,9 @@ class Attending(Node):
         for side, least in (("left", 1), ("right", 0)):
             bound = f"diagonal_band_{side}_bound"
             attributes[bound] = _bound(bound, attributes.get(bound), least)
+        attributes["dropout_probability"] = extras.probability(
+            attributes.get("dropout_probability")
+        )
         return super().create(**{**attributes, "diagonal_alignment": name})
 
     @property
@@ -83,7 +93,8 @@ class Attending(Node):
                     expected="int32",
                     got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
                 )
-        return super().sizes({port: x for port, x in inputs.items() if port not in _LENGTHS})
+        other = (*_LENGTHS, *extras.RAW)
+        return super().sizes({port: x for port, x in inputs.items() if port not in other})
 
     def checked(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
@@ -123,6 +134,10 @@ class Attending(Node):
                 expected="seq_len_q and seq_len_kv, or neither",
                 got=", ".join(inputs),
             )
+        extras.check(self, inputs)
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        return extras.refusal(tensors)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
@@ -141,13 +156,18 @@ class Attending(Node):
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """As further examples; a bias of all examples stays one, unless its gradient is wanted."""
+        ports = extras.folds(batched, tensors)
+        if not ports:
+            return
         if "bias" not in tensors or tensors["bias"].shape[0] == tensors["q"].shape[0]:
-            yield dict.fromkeys(tensors, 0)
+            yield dict.fromkeys(ports, 0)
         elif "bias" not in batched and "dBias" not in tensors:
-            yield dict.fromkeys({*tensors} - {"bias"}, 0)
+            yield dict.fromkeys({*ports} - {"bias"}, 0)
 
     def keywords(self) -> dict[str, Any]:
         attributes = super().keywords()
+        if not self.use_alibi_mask:
+            del attributes["use_alibi_mask"]
         if self.band == Band(bottom_right=self.band.bottom_right):
             del attributes["diagonal_alignment"]
         return attributes
@@ -162,8 +182,12 @@ class Attending(Node):
             keywords["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, alignment)
         if _LENGTHS[0] in tensors:
             keywords["use_padding_mask"] = True
+        tensors = dict(tensors)
+        keywords.pop("dropout_probability", None)
+        keywords |= extras.dropout_of(self, tensors)
         made = getattr(pygraph, self.method)(**tensors, **keywords, **common)
         return tuple(tensor for tensor in made if tensor is not None)
 
     def attention(self, precision: Any) -> Attention:
-        return Attention(self.attn_scale, self.band, precision)
+        dropped = {"dropout": self.dropout_probability, "alibi": self.use_alibi_mask}
+        return Attention(self.attn_scale, self.band, precision, **dropped)

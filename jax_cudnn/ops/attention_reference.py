@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from . import attention_extras as extras
+
 _SCORES = 2**24  # scores that are in memory at a time, 64 MiB of float32
 
 Arrays = Mapping[str, jax.Array]
@@ -37,15 +39,19 @@ class Attention:
     scale: float
     band: Band = Band()
     precision: Any = None
+    dropout: float | None = None
+    alibi: bool = False
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         """O, and the logarithm of each row's sum of exponentials, of q, k and v, and of bias,
-        seq_len_q and seq_len_kv, where they are given."""
+        seq_len_q, seq_len_kv and what else there may be, where they are given."""
 
         k = arrays["k"]
 
         def block(rows: Arrays, first: jax.Array) -> tuple[jax.Array, jax.Array]:
             weights, total = self._softmax(rows, arrays, first)
+            if self.dropout is not None:
+                weights = weights * self._kept(rows, arrays, first)
             return self._product("bngst,bnte->bngse", weights, arrays["v"]), total
 
         o, total = _over_rows(jax.checkpoint(block), _grouped(arrays), k.shape[2])
@@ -63,11 +69,15 @@ class Attention:
             grad = rows["dO"].astype(jnp.float32)
             mean = jnp.sum(grad * rows["o"].astype(jnp.float32), axis=-1, keepdims=True)
             along = self._product("bngse,bnte->bngst", rows["dO"], v)
+            used = weights
+            if self.dropout is not None:
+                keep = self._kept(rows, arrays, first)
+                along, used = along * keep, weights * keep
             slope = weights * (along - mean)
             each = {"dQ": self.scale * self._product("bngst,bntd->bngsd", slope, k)}
             summed = {
                 "dK": self.scale * self._product("bngst,bngsd->bntd", slope, rows["q"]),
-                "dV": self._product("bngst,bngse->bnte", weights, rows["dO"]),
+                "dV": self._product("bngst,bngse->bnte", used, rows["dO"]),
             }
             if bias is not None:
                 (each if bias.shape[2] > 1 else summed)["dBias"] = _summed(slope, bias.shape)
@@ -78,7 +88,26 @@ class Attention:
         found["dQ"] = _heads(found["dQ"])
         if bias is not None:
             found["dBias"] = found["dBias"].reshape(bias.shape)
+        if "sink_token" in arrays:
+            of = (arrays[name] for name in ("o", "dO", "stats", "sink_token"))
+            found["dSink_token"] = extras.sink_gradient(*of)
         return found
+
+    def mask(self, arrays: Arrays) -> jax.Array:
+        """1 where dropout keeps a weight, else 0: (B, H, S, T)."""
+        assert self.dropout is not None
+        (b, h, s, _), t = arrays["q"].shape, arrays["k"].shape[2]
+        return extras.kept(arrays, self.dropout, (b, h, s, t), 0)
+
+    def _kept(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array:
+        """What weights are multiplied by: 0, or one over the probability that they are kept."""
+        assert self.dropout is not None
+        b, n, g, s, _ = rows["q"].shape
+        keep = rows.get("dropout_mask")
+        if keep is None:
+            shape = b, n * g, s, arrays["k"].shape[2]
+            keep = extras.kept(arrays, self.dropout, shape, first).reshape(b, n, g, s, -1)
+        return keep.astype(jnp.float32) / (1 - self.dropout)
 
     def _softmax(
         self, rows: Arrays, arrays: Arrays, first: jax.Array
@@ -86,9 +115,14 @@ class Attention:
         """Weights, and the statistic; of a query that sees no key 0, and -inf."""
         scores = self._scores(rows, arrays, first)
         largest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+        sink = self._sink(rows, arrays, first)
+        if sink is not None:
+            largest = jnp.maximum(largest, sink)
         largest = jax.lax.stop_gradient(jnp.where(jnp.isneginf(largest), 0, largest))
         each = jnp.exp(scores - largest)
         total = jnp.sum(each, axis=-1, keepdims=True)
+        if sink is not None:
+            total = total + jnp.exp(sink - largest)
         some = total > 0
         weights = jnp.where(some, each / jnp.where(some, total, 1), 0)
         return weights, jnp.where(some, largest + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
@@ -99,6 +133,10 @@ class Attention:
         scores = self.scale * self._product("bngsd,bntd->bngst", q, k)
         if "bias" in rows:
             scores = scores + rows["bias"].astype(jnp.float32)
+        if self.alibi:
+            of_heads = extras.slopes(q.shape[1] * q.shape[2]).reshape(q.shape[1:3])
+            i, j = self._positions(arrays, first, q.shape[3])
+            scores = scores + of_heads[:, :, None, None] * (j - i).astype(jnp.float32)
         return jnp.where(self._seen(arrays, first, q.shape[3]), scores, -jnp.inf)
 
     def _seen(self, arrays: Arrays, first: jax.Array, count: int) -> jax.Array:
@@ -109,14 +147,37 @@ class Attention:
             for name, whole in (("seq_len_q", queries), ("seq_len_kv", keys))
         ]
         i = (first + jnp.arange(count))[:, None]
-        j = jnp.arange(keys)[None, :]
+        at, j = self._positions(arrays, first, count)
         seen = (i < lengths[0]) & (j < lengths[1])
-        at = i + (lengths[1] - lengths[0] if self.band.bottom_right else 0)
+        if "block_mask" in arrays:
+            tiles = extras.seen_tiles(arrays["block_mask"], i[:, 0], keys)
+            groups = arrays["k"].shape[1], -1
+            seen &= tiles.reshape(tiles.shape[0], *groups, *tiles.shape[2:])
         if self.band.left is not None:
             seen &= j > at - self.band.left
         if self.band.right is not None:
             seen &= j <= at + self.band.right
         return seen
+
+    def _positions(self, arrays: Arrays, first: jax.Array, count: int) -> tuple[Any, jax.Array]:
+        """Those of ``count`` queries from ``first`` on, (B or 1, 1, 1, S, 1), and of all keys."""
+        lengths = [
+            _length(arrays.get(name), arrays[of].shape[2])
+            for name, of in (("seq_len_q", "q"), ("seq_len_kv", "k"))
+        ]
+        i = (first + jnp.arange(count))[:, None]
+        j = jnp.arange(arrays["k"].shape[2])[None, :]
+        return i + (lengths[1] - lengths[0] if self.band.bottom_right else 0), j
+
+    def _sink(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array | None:
+        """The logit that each query has beside its keys, -inf for those that are none."""
+        if "sink_token" not in arrays:
+            return None
+        q = rows["q"]
+        sink = arrays["sink_token"].astype(jnp.float32).reshape(1, *q.shape[1:3], 1, 1)
+        i = (first + jnp.arange(q.shape[3]))[:, None]
+        there = i < _length(arrays.get("seq_len_q"), arrays["q"].shape[2])
+        return jnp.where(there, sink, -jnp.inf)
 
     def _product(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
         """In the arrays' own 16-bit dtype, as cuDNN does, with sums in float32."""
@@ -134,7 +195,7 @@ def _grouped(arrays: Arrays) -> dict[str, jax.Array]:
     """Arrays with rows of queries, with the heads in groups by that of k: (B, N, G, S, ...)."""
     heads = arrays["k"].shape[1]
     found = {}
-    for name in ("q", "bias", "o", "dO", "stats"):
+    for name in ("q", "bias", "o", "dO", "stats", "dropout_mask"):
         x = arrays.get(name)
         if x is not None:
             groups = (1, 1) if x.shape[1] == 1 else (heads, x.shape[1] // heads)

@@ -14,24 +14,30 @@ from .._core.graph.dims import packed_strides
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .arguments import chosen, floating
+from .attention_arguments import further
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 
 _BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
 _MASKED = -0.7  # of the largest number: softmax of a row with nothing else is uniform
 
 
-def _attention(g, q, k, v, bias, lengths, *, scale, left, right, bottom_right):
+def _attention(
+    g, q, k, v, bias, lengths, extras, *, scale, left, right, bottom_right, alibi, dropout
+):
     for x in (q, k, v):
         x.set_stride(packed_strides(x.shape, _BY_TOKEN))
     named = {} if bias is None else {"bias": bias}
     if lengths is not None:
         named |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
+    named |= extras
     out, statistic = g.sdpa(
         q, k, v, **named,
         attn_scale=scale,
         diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
         diagonal_band_left_bound=left,
         diagonal_band_right_bound=right,
+        use_alibi_mask=alibi,
+        dropout_probability=dropout,
     )  # fmt: skip
     return out.set_stride(packed_strides(out.shape, _BY_TOKEN)), statistic
 
@@ -52,6 +58,11 @@ def dot_product_attention(
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     bottom_right: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    sink: jax.Array | None = None,
+    alibi: bool = False,
+    block_mask: jax.Array | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
@@ -80,6 +91,21 @@ def dot_product_attention(
             and after its own position. With ``is_causal`` none after.
         bottom_right: positions are counted so that the last query and the last key are at the
             same, as where keys of earlier tokens are cached.
+        dropout_rate: how probably a weight is dropped, a Python number, at least 0 and below 1; the
+            others are divided by one minus that.
+        dropout_rng: a key of jax.random, typed or raw uint32 data, which dropout_rate needs. A key
+            gives one mask, in the forward and in derivatives; another key is no other program. The
+            mask of an element follows from the key and its place in the arrays of one call: on a
+            mesh fold the device's index into the key. With vmap the calls run in turn. cuDNN's
+            masks are others than XLA's.
+        sink: a logit for each head, (N,) in float32, that is in the sum of softmax and has no
+            value: a query may attend to nothing. Has a gradient.
+        alibi: lower scores by a slope for each head times the distance of the key (Press et al.
+            2022, arXiv:2108.12409): ``2 ** (-8 i / N)``, i = 1 ... N, where N is a power of two,
+            and as in its code else. With ``is_causal`` alone.
+        block_mask: which tiles of 128 queries see which tiles of 128 keys, booleans of shape
+            (B or 1, N or 1, ceil(T / 128), ceil(S / 128)). cuDNN has a forward for Blackwell (from
+            9.26 on); the backward, and all on other GPUs, is XLA's, which computes every tile.
         return_residual: also return the logarithm of each row's sum of exponentials.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
@@ -90,7 +116,13 @@ def dot_product_attention(
 
     Where it differs from ``jax.nn``: a query that sees no key by ``is_causal``, window or lengths
     gives 0 and a residual of -inf, as cuDNN's kernels do (jax.nn's "xla" gives the mean of all
-    values); the residual is float32, and differentiated.
+    values); the residual is float32, and differentiated. With a sink, the residual contains it.
+
+    ``options=Options(deterministic=True)`` gives gradients that are the same in each run. cuDNN's
+    engine for that takes ``2 B N T S`` bytes of workspace on Hopper and older GPUs. Where that is
+    more than ``Options.max_workspace``, by default a quarter of the GPU's memory, cuDNN 9.25 and
+    newer run a slower engine on Hopper whose workspace is linear; else XLA runs the backward.
+    ``jax_cudnn.explain`` says which, and how many bytes.
 
     Raises:
         GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
@@ -119,9 +151,13 @@ def dot_product_attention(
         right = 0
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     lengths = _lengths(query_seq_lengths, key_value_seq_lengths, query, key)
+    rate, extras = further(
+        query, key, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
+    )
     out, statistic = chosen(ATTENTION, options, None, implementation)(
-        q, k, v, _bias(bias, mask, query, key), lengths,
+        q, k, v, _bias(bias, mask, query, key), lengths, extras,
         scale=float(scale), left=left, right=right, bottom_right=bottom_right,
+        alibi=bool(alibi), dropout=rate,
     )  # fmt: skip
     out, statistic = jnp.swapaxes(out, 1, 2), jnp.swapaxes(statistic[..., 0], 1, 2)
     out, statistic = (out, statistic) if rank == 4 else (out[0], statistic[0])

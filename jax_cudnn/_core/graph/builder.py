@@ -83,7 +83,9 @@ class GraphBuilder:
         inputs = tuple(name for name in self._inputs if name in needed)
         spec = GraphSpec(tensors, tuple(calls), inputs, names)
         options = self._options.resolved(self._around, spec.has_float32_product)
-        return intern(replace(spec, options=options, _cache={}))
+        if options.deterministic:
+            calls = [replace(call, node=call.node.settled()) for call in calls]
+        return intern(replace(spec, calls=tuple(calls), options=options, _cache={}))
 
     def _intermediate_dtypes(self, calls: list[Call], fixed: set[str]) -> dict[str, str]:
         dtypes = {tensor.name: tensor.dtype for tensor in self._tensors.values()}

@@ -24,6 +24,9 @@ TO_CUDNN = {
     "bool": "BOOLEAN",
 }
 FROM_CUDNN = {cudnn: jax for jax, cudnn in TO_CUDNN.items()}
+WORDS = "uint32"
+"""Pairs of these along the last dimension, the low word first, are cuDNN's INT64: JAX has 64-bit
+integers only where x64 is enabled."""
 
 FLOATS = ("float32", "bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -89,4 +92,4 @@ def arithmetic(compute: str) -> np.dtype:
 
 def cudnn_name(dtype: str) -> str:
     """The member of cudnn.data_type for a dtype or compute type."""
-    return TO_CUDNN.get(dtype) or dtype.upper()
+    return TO_CUDNN.get("int64" if dtype == WORDS else dtype) or dtype.upper()

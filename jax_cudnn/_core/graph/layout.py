@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 
 from .dims import Shape, packed_strides
+from .dtypes import WORDS
 from .spec import GraphSpec, Tensor
 
 
@@ -37,6 +38,8 @@ def view(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]]:
     and C = c; the images of a one-dimensional convolution have H = 1.
     """
     shape = tensor.shape
+    if tensor.dtype == WORDS:
+        shape = (*shape[:-1], shape[-1] // 2)
     if _has_free_rank(spec):
         if _is_flat(spec):
             shape = (1, math.prod(shape), 1, 1)

@@ -11,7 +11,7 @@ import math
 import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -54,6 +54,16 @@ class Example:
     out: str | None = None
     alone: bool = True
     positive: tuple[str, ...] = ()
+
+
+class OtherForm(NamedTuple):
+    """A node with the results of another one where this very engine of cuDNN's, with these knobs,
+    runs it; from this version of cuDNN on."""
+
+    node: Node
+    engine: int
+    knobs: Mapping[str, int]
+    cudnn: int
 
 
 @dataclass(frozen=True)
@@ -182,6 +192,19 @@ class Node:
         """The node that leaves out these results, which nothing reads; itself where there is
         none."""
         return self
+
+    def settled(self) -> Node:
+        """The node as it is in a graph that is to be deterministic."""
+        return self
+
+    def needs(self, ports: Collection[str]) -> str:
+        """What a GPU must have for these input ports, where ``requires`` does not say it."""
+        return ""
+
+    def instead(self) -> OtherForm | None:
+        """What is tried where cuDNN has no plan for this anchor, or none in the workspace that is
+        allowed."""
+        return None
 
     @property
     def accumulator(self) -> np.dtype:

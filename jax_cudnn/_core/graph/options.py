@@ -73,7 +73,8 @@ class Options:
             one of these notes ("TENSOR_CORE", "NONDETERMINISTIC", "WINOGRAD", ...).
         select_behavior_notes, deselect_behavior_notes: the same for behaviour notes
             ("RUNTIME_COMPILATION", "CUBLASLT_DEPENDENCY", ...).
-        max_workspace: plans that need more bytes of workspace are left out.
+        max_workspace: plans that need more bytes of workspace are left out; by default a quarter of
+            the GPU's memory.
         engine, knobs: this engine, by cuDNN's number, with these knobs
             (``{"TILE_SIZE": 3}``); heuristics are not asked, and the graph is not cut.
         deterministic: leave out engines whose results can differ from run to run. Also so where

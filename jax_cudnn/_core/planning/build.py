@@ -13,9 +13,10 @@ from ..errors import LibraryError, UnsupportedGraphError
 from ..graph import layout
 from ..graph.dtypes import cudnn_name
 from ..graph.spec import GraphSpec
-from . import choice, frontend, ubjson
+from . import choice, frontend, ubjson, workspace
 from .execution_plan import ExecutionPlan, Uids, decode
 from .unsupported import engine_reasons, unsupported
+from .workspace import Limit
 
 _NONE_PROPOSED = "no engine was proposed that is the one asked for and has the notes asked for"
 # Engines of the frontend itself (CuTe DSL): they run in Python only.
@@ -30,17 +31,34 @@ def build_for_profile(spec: GraphSpec, profile: Profile) -> ExecutionPlan:
     """The plan for a GPU that is not here. Runs in the deviceless worker."""
     cudnn = frontend.load()
     properties = cudnn.create_device_properties(profile.properties_json)
-    return _build(spec, cudnn, device_property=properties, sm_version=profile.sm_version)
+    limit = workspace.limit(spec, profile.properties_json)
+    return _build(spec, cudnn, limit, device_property=properties, sm_version=profile.sm_version)
 
 
 def build_for_device(spec: GraphSpec, device: CudaDevice) -> ExecutionPlan:
     """The plan for a GPU of this process, with a real handle."""
     cudnn = frontend.load()
+    limit = workspace.limit(spec, device.properties(cudnn))
     with device.planning_handle(cudnn) as handle:
-        return _build(spec, cudnn, handle=handle)
+        return _build(spec, cudnn, limit, handle=handle)
 
 
-def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> ExecutionPlan:
+def _build(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> ExecutionPlan:
+    try:
+        return _first(spec, cudnn, limit, **where)
+    except UnsupportedGraphError as error:
+        other = workspace.other_form(spec, cudnn.backend_version())
+        if other is None:
+            raise
+        try:
+            return _first(other, cudnn, limit, **where)
+        except UnsupportedGraphError as second:
+            too_large = workspace.refusals(second.reasons)  # else that form has no engine here
+            raise unsupported(spec, {**error.reasons, **too_large}) from error
+
+
+def _first(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> ExecutionPlan:
+    """The first of cuDNN's candidates that is to be taken."""
     graph = cudnn.pygraph(
         name="jax_cudnn",
         io_data_type=cudnn.data_type.FLOAT,
@@ -73,13 +91,13 @@ def _build(spec: GraphSpec, cudnn: Any, **where: Any) -> ExecutionPlan:
         except UnsupportedGraphError as error:
             reasons[name] = next(iter(error.reasons.values()))
             continue
-        workspace = graph.get_workspace_size()
-        if spec.options.max_workspace is not None and workspace > spec.options.max_workspace:
-            reasons[name] = f"needs {workspace} bytes of workspace"
+        needed = graph.get_workspace_size()
+        if needed > limit.nbytes:
+            reasons[name] = limit.refusal(needed)
             continue
         blob = ubjson.decode(bytes(graph.serialize()))
         named = tuple(sorted((getattr(k, "name", str(k)), int(v)) for k, v in knobs.items()))
-        return decode(spec, blob, name, workspace, count, int(engine), named)
+        return decode(spec, blob, name, needed, count, int(engine), named)
     raise unsupported(spec, reasons or {"heuristics": _NONE_PROPOSED})
 
 

@@ -43,6 +43,8 @@ class ExecutionPlan:
         workspace_bytes: device memory the call needs while it runs.
         bindings: rows (uid, kind, value, bytes) that say what each tensor of the plan points to.
         fills: rows (offset, unit bytes, count, word) of workspace to set before each run.
+        tables: constants that the kernels read in device memory, as ALiBi's slopes: float32
+            operands behind those of the graph.
         scalars: the by-value constants, 16 bytes each, those of the graph first.
         candidates: how many plans cuDNN's heuristics proposed.
         engine_id, knobs: the engine by its number and the values of its knobs;
@@ -61,6 +63,7 @@ class ExecutionPlan:
     candidates: int
     engine_id: int = -1
     knobs: tuple[tuple[str, int], ...] = ()
+    tables: tuple[tuple[float, ...], ...] = ()
 
     @property
     def pinned(self) -> dict[str, Any]:
@@ -85,7 +88,9 @@ class ExecutionPlan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ExecutionPlan:
         """The plan that ``to_json`` gave; KeyError, TypeError or ValueError for other data."""
-        rows = {name: tuple(map(tuple, data[name])) for name in ("bindings", "fills", "knobs")}
+        rows = {
+            name: tuple(map(tuple, data[name])) for name in ("bindings", "fills", "knobs", "tables")
+        }
         return cls(**{**data, **rows, "scalars": bytes.fromhex(data["scalars"])})
 
     def attributes(self, name: str) -> dict[str, Any]:
@@ -175,9 +180,16 @@ def decode(
     for uid, value in blob["pass_by_values"].items():
         rows[int(uid)] = constant(_padded(_by_value(value)))
     fills: list[tuple[int, int, int, int]] = []
+    tables: list[tuple[float, ...]] = []
     for uid, (kind, offset, floats) in blob["workspace_modifications"].items():
+        floats = tuple(map(_float, floats))
+        if kind == 0:  # the frontend copies these there
+            rows[int(uid)] = (OPERAND, len(spec.inputs) + len(tables), 4 * len(floats))
+            tables.append(floats)
+            continue
         rows[int(uid)] = (SLOT, offset, 0)
-        fills.extend(_fills(kind, offset, floats))
+        if kind == 1:  # it sets floats[0] bytes to zero
+            fills.append((offset, 1, int(floats[0]), 0))
     used = set(blob["variant_pack_uids"])
     kept = {u: row for u, row in rows.items() if u in used or row[0] in (OPERAND, RESULT)}
     bindings = [(uid if uid in used else UNBOUND, *row) for uid, row in kept.items()]
@@ -208,6 +220,7 @@ def decode(
         candidates=candidates,
         engine_id=engine_id,
         knobs=knobs,
+        tables=tuple(tables),
     )
 
 
@@ -255,14 +268,9 @@ def _views(blob: dict[str, Any]) -> list[tuple[int, tuple[int, int]]]:
     return [(uid, (int(source), offset)) for source, (uid, offset) in pairs]
 
 
-def _fills(kind: int, offset: int, floats: list[float]) -> list[tuple[int, int, int, int]]:
-    """Memsets that do what the frontend does to a slot before each execution."""
-    if kind == 0:  # copy these floats
-        words = [struct.unpack("<I", struct.pack("<f", value))[0] for value in floats]
-        return [(offset + 4 * i, 4, 1, word) for i, word in enumerate(words)]
-    if kind == 1:  # set floats[0] bytes to zero
-        return [(offset, 1, int(floats[0]), 0)]
-    return []
+def _float(given: Any) -> float:
+    """A float32 of the frontend's own: itself, or the hexadecimal of the big-endian value."""
+    return struct.unpack(">f", bytes.fromhex(given))[0] if isinstance(given, str) else float(given)
 
 
 def _field(pattern: str, text: str) -> str:

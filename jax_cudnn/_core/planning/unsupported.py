@@ -59,6 +59,7 @@ _MEANINGS = (
 )
 _LAST = ("not supported", "made for another GPU architecture")
 _LEFT_OUT = "left out by the options"
+_WORKSPACE_ADVICE = "allow more in max_workspace, or run fewer examples, or shorter ones, at a time"
 _BROADCAST_ADVICE = "broadcast that operand before the call: jnp.broadcast_to(x, shape)"
 
 
@@ -110,6 +111,8 @@ def most_telling(reasons: Mapping[str, str]) -> str:
 
 def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphError:
     """The error for a graph that cuDNN has no engine for, from the reasons of the engines."""
+    wants = {c.name: c.node.needs([port for port, _ in c.inputs]) for c in spec.calls}
+    reasons = {**{name: words for name, words in wants.items() if words}, **reasons}
     kept = {engine: reason for engine, reason in reasons.items() if reason != _LEFT_OUT}
     left_out = len(reasons) - len(kept)
     if left_out > 1:

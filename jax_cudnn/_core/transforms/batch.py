@@ -159,6 +159,8 @@ class _Attempt:
 
     def _map(self, call: Call, tensors: Mapping[str, Tensor]) -> bool:
         """Adds the call by other nodes, with the dimension in front; False where it has none."""
+        if type(call.node).vmapped is Node.vmapped:
+            return False
         front = _Form(LEAD)
         price = sum(self._cost(name, front) for _, name in call.inputs)
         inputs = {port: self._get(name, front) for port, name in call.inputs}

@@ -11,6 +11,7 @@ from ..graph.builder import GraphBuilder
 from ..graph.dims import Shape
 from ..graph.dtypes import is_floating, itemsize
 from ..graph.node import Node
+from ..graph.options import Options
 from ..graph.spec import Call, GraphSpec, Origin, Tensor, intern
 from ..graph.tensor import GraphTensor
 from ..graph.vocabulary import vocabulary
@@ -28,6 +29,11 @@ class Derivation(GraphBuilder):
         self._moved: dict[str, GraphTensor] = {}  # what has the dtype of its operand, and that
         self._constants: dict[tuple[str | None, str, int], GraphTensor] = {}
         self._casts: dict[tuple[str, str], GraphTensor] = {}  # by what is cast, and to what
+
+    @property
+    def options(self) -> Options:
+        """Those of the derived graph."""
+        return self._options
 
     def declare(self, tensor: Tensor) -> GraphTensor:
         """An operand like a tensor of another graph (its name may be another)."""

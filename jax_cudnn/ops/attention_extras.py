@@ -1,0 +1,190 @@
+"""What attention may have besides scores and a band: dropout, sinks, ALiBi, masks of tiles.
+
+**Dropout.** cuDNN draws its mask from a seed and an offset, 64-bit integers that a plan reads in
+device memory, and from an element's place: forward and backward draw the same. The reference's
+masks are others (jax.random's), so graphs with dropout are ``Node.paired``. Derivatives that XLA
+computes beside cuDNN's forward do not draw: they read the mask that a forward writes
+(``rng_dump``).
+
+**Masks of tiles** are bits: bit ``j`` of a byte ``i`` says whether queries of a tile see the keys
+of tile ``8 * i + j``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError, GraphTypeError
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import Tensor
+    from .._core.transforms.derivation import Derivation
+    from .attention_base import Attending
+
+TILE = 128
+"""Queries, and keys, of a tile of a block mask."""
+BITS = 8
+CUDNN_OF_TILES = 92600  # before, a first tile of keys that is masked leaves the result undefined
+NEEDS_OF_TILES = "a block mask needs a Blackwell GPU and cuDNN 9.26"
+
+WORDS = ("seed", "offset")
+RAW = (*WORDS, "block_mask")
+"""Ports that take no floats."""
+SHARED = ("sink_token", "dSink_token")
+"""Ports of which all examples have one."""
+
+
+# -- what the nodes check --------------------------------------------------------------------------
+
+
+def probability(value: Any) -> float | None:
+    """A node's dropout_probability; GraphError where it is none."""
+    if value is None:
+        return None
+    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not number or not 0 < value < 1:
+        raise GraphError(
+            "dropout_probability is not valid",
+            expected="a Python number between 0 and 1, or None",
+            got=repr(value)[:200],
+        )
+    return float(value)
+
+
+def check(node: Attending, inputs: Mapping[str, Tensor]) -> None:
+    """GraphError or GraphTypeError where these operands or attributes do not fit."""
+    (b, h, queries, _), keys = inputs["q"].shape, inputs["k"].shape[2]
+    wanted = {
+        **dict.fromkeys(WORDS, ((1, 1, 1, 2), "uint32")),
+        "dropout_mask": ((b, h, queries, keys), "float32"),
+        "sink_token": ((1, h, 1, 1), "float32"),
+        "block_mask": ((b, h, *tiles(queries, keys, packed=True)), "uint8"),
+    }
+    for port, (shape, dtype) in wanted.items():
+        if port not in inputs or (inputs[port].shape, inputs[port].dtype) == (shape, dtype):
+            continue
+        raise (GraphError if inputs[port].dtype == dtype else GraphTypeError)(
+            f"{port!r} has the wrong shape or dtype",
+            expected=f"{dtype}{list(shape)}",
+            got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
+        )
+    drawn = [port for port in WORDS if port in inputs]
+    drops = node.dropout_probability is not None
+    whole = len(drawn) == len(WORDS) or (not drawn and "dropout_mask" in inputs)
+    if drops != whole or (drawn and not whole):
+        raise GraphError(
+            "dropout is not complete",
+            expected="dropout_probability, seed and offset, or none of these",
+            got=", ".join([*drawn, f"dropout_probability={node.dropout_probability}"]),
+        )
+    if node.use_alibi_mask and node.diagonal_band_right_bound != 0:
+        raise GraphError(
+            "use_alibi_mask without causal attention",
+            expected="diagonal_band_right_bound=0",
+            got=f"diagonal_band_right_bound={node.diagonal_band_right_bound}",
+            why="it lowers scores by the distance of earlier keys, and would raise those of later",
+            fix="give a bias for other distances",
+        )
+
+
+def tiles(queries: int, keys: int, packed: bool = False) -> tuple[int, int]:
+    """How many tiles there are; with ``packed`` bytes in place of the second."""
+    columns = -(-keys // TILE)
+    return -(-queries // TILE), -(-columns // BITS) if packed else columns
+
+
+# -- what cuDNN is given ---------------------------------------------------------------------------
+
+
+def dropout_of(node: Attending, tensors: dict[str, Any]) -> dict[str, Any]:
+    """pygraph's keyword for dropout, whose operands are taken out of ``tensors``."""
+    words = [tensors.pop(port) for port in WORDS if port in tensors]
+    return {"dropout": (node.dropout_probability, *words)} if words else {}
+
+
+def refusal(inputs: Collection[str]) -> str | None:
+    """Why cuDNN is not asked with these operands, or None."""
+    if "dropout_mask" in inputs:
+        return "a mask of dropout that is given is XLA's: cuDNN draws it from seed and offset"
+    return None
+
+
+def with_mask(node: Attending, g: Derivation, inputs: Values) -> Values:
+    """The operands with the mask that the forward draws, for derivatives by the reference."""
+    if node.dropout_probability is None or "dropout_mask" in inputs:
+        return inputs
+    from .attention import Sdpa
+
+    forward = Sdpa(dropout_probability=node.dropout_probability, rng_dump=True)
+    operands = {port: inputs[port] for port in ("q", "k", "v", *WORDS)}
+    return {**inputs, "dropout_mask": g.apply(forward, **operands)[-1]}
+
+
+# -- the reference ---------------------------------------------------------------------------------
+
+
+def kept(
+    arrays: Mapping[str, jax.Array], rate: float, shape: tuple[int, ...], first: Any
+) -> jax.Array:
+    """1 where a weight is kept and 0 where it is dropped, (B, H, S, T) for S queries from ``first``
+    on. Each query has numbers of its own, however many are computed at a time."""
+    b, h, queries, keys = shape
+    key = jax.random.wrap_key_data(arrays["seed"].reshape(2), impl="threefry2x32")
+    for word in arrays["offset"].reshape(2):
+        key = jax.random.fold_in(key, word)
+    rows = jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(queries))
+    bits = jax.vmap(lambda row: jax.random.bits(row, (b, h, keys), jnp.uint32))(rows)
+    return (jnp.moveaxis(bits, 0, 2) >= np.uint32(rate * 2**32)).astype(jnp.float32)
+
+
+def slopes(heads: int) -> np.ndarray:
+    """ALiBi's slope of each head: ``2 ** (-8 i / n)`` for i = 1 ... n, where n is the largest power
+    of two that is not above ``heads``; the other heads have those of 2 n at odd i.
+
+    Source: Press et al. 2022, arXiv:2108.12409, and its code for other numbers of heads.
+    """
+    n = 1 << (heads.bit_length() - 1)
+    exponents = [*range(1, n + 1), *(i + 0.5 for i in range(heads - n))]
+    return np.array([2.0 ** (-8.0 * e / n) for e in exponents], np.float32)
+
+
+def seen_tiles(mask: jax.Array, rows: jax.Array, keys: int) -> jax.Array:
+    """Whether queries at positions ``rows`` see keys, by a mask of tiles: (B, H, S, T)."""
+    columns = jnp.arange(keys) // TILE
+    of_rows = jnp.take(mask, rows // TILE, axis=2, mode="clip")
+    return (of_rows[..., columns // BITS] >> (columns % BITS).astype(mask.dtype)) & 1 != 0
+
+
+def packed(mask: jax.Array) -> jax.Array:
+    """Bits in bytes, for booleans (B, N, tiles of queries, tiles of keys)."""
+    columns = mask.shape[-1]
+    padded = jnp.pad(mask, [(0, 0)] * 3 + [(0, -columns % BITS)])
+    bits = padded.reshape(*mask.shape[:3], -1, BITS).astype(jnp.uint8)
+    return jnp.sum(bits << np.arange(BITS, dtype=np.uint8), axis=-1, dtype=jnp.uint8)
+
+
+def sink_gradient(o: jax.Array, grad: jax.Array, stats: jax.Array, sink: jax.Array) -> jax.Array:
+    """The gradient by sinks (1, H, 1, 1): minus each query's weight of its sink times its
+    ``rowsum(dO * o)``."""
+    mean = jnp.sum(grad.astype(jnp.float32) * o.astype(jnp.float32), axis=-1, keepdims=True)
+    some = jnp.isfinite(stats)
+    weight = jnp.exp(jnp.where(some, sink - jnp.where(some, stats, 0), -jnp.inf))
+    return -jnp.sum(weight * mean, axis=(0, 2), keepdims=True)
+
+
+def folds(batched: frozenset[str], tensors: Tensors) -> Collection[str]:
+    """The ports that a dimension of vmap is folded into as further examples; none where it is not.
+
+    A seed is one number for all: examples folded into one call would draw other masks than calls
+    of their own.
+    """
+    shared = {port for port in SHARED if port in tensors}
+    if "seed" in tensors or "dropout_mask" in tensors or batched & shared:
+        return ()
+    return () if "dSink_token" in tensors else tensors.keys() - shared
