@@ -24,6 +24,9 @@ from .fused_conv import conv_transpose as conv_transpose
 from .fused_matmul import matmul as matmul
 from .fused_norm import batch_norm as batch_norm
 from .fused_norm import conv_batch_norm as conv_batch_norm
+from .fused_packed_attention import (
+    packed_dot_product_attention as packed_dot_product_attention,
+)
 from .hooks import conv_general_dilated as conv_general_dilated
 from .hooks import dot_general as dot_general
 from .norms import ada_layer_norm as ada_layer_norm

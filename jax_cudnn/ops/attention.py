@@ -198,6 +198,11 @@ class Sdpa(Attending):
         }
         return {port: found[port] for port in self.results}
 
+    def backward(self, dBias: bool) -> Node:
+        """The node of the gradients."""
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Attending)}
+        return SdpaBackward(**shared, dBias=dBias)
+
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         return self.attention(precision).forward(arrays)[: len(self.results)]
 

@@ -40,7 +40,8 @@ class Attention:
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         """O, and the logarithm of each row's sum of exponentials, of q, k and v, and of bias,
-        seq_len_q and seq_len_kv, where they are given."""
+        seq_len_q and seq_len_kv, where they are given; and of first, the position that the first
+        query of each example has, where that is not 0."""
 
         k = arrays["k"]
 
@@ -108,7 +109,7 @@ class Attention:
             _length(arrays.get(name), whole)
             for name, whole in (("seq_len_q", queries), ("seq_len_kv", keys))
         ]
-        i = (first + jnp.arange(count))[:, None]
+        i = (first + jnp.arange(count))[:, None] + _length(arrays.get("first"), 0)
         j = jnp.arange(keys)[None, :]
         seen = (i < lengths[0]) & (j < lengths[1])
         at = i + (lengths[1] - lengths[0] if self.band.bottom_right else 0)

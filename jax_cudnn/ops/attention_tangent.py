@@ -10,8 +10,8 @@ import jax
 
 from .._core.graph.by_reference import Tangent, Transposed, derived_ports
 from .._core.graph.dims import Dims, Shape
-from .attention import Sdpa, SdpaBackward
-from .attention_base import Attending
+from .attention import Sdpa
+from .attention_arranged import Arranged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,9 +49,8 @@ class AttentionTangent(Tangent):
         linear = {port: name for port, name in self.given.items() if name not in inputs}
         if out not in cotangents or not {*inputs} >= {*self._read}:
             return super().transpose(g, cotangents, inputs, tensors)
-        assert isinstance(self.base, Sdpa)
-        shared = {f.name: getattr(self.base, f.name) for f in dataclasses.fields(Attending)}
-        node = SdpaBackward(**shared, dBias="bias" in linear)
+        assert isinstance(self.base, (Sdpa, Arranged))
+        node = self.base.backward("bias" in linear)
         values = {port: inputs[port] for port in self.inner}
         values |= {"o": inputs["O"], "stats": inputs["Stats"], "dO": cotangents[out]}
         made = g.apply(node, **values)

@@ -110,10 +110,7 @@ def dot_product_attention(
         _operand(name, x, rank) for name, x in (("query", query), ("key", key), ("value", value))
     )
     _check(query, key, value)
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    if not isinstance(scale, numbers.Real):
-        query, scale = (query * jnp.asarray(scale)).astype(query.dtype), 1.0
+    query, scale = _scaled(query, scale)
     left, right = _window(local_window_size)
     if is_causal:
         right = 0
@@ -126,6 +123,15 @@ def dot_product_attention(
     out, statistic = jnp.swapaxes(out, 1, 2), jnp.swapaxes(statistic[..., 0], 1, 2)
     out, statistic = (out, statistic) if rank == 4 else (out[0], statistic[0])
     return (out, statistic) if return_residual else out
+
+
+def _scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
+    """The query and the number that multiplies the scores; an array multiplies the query."""
+    if scale is None:
+        return query, query.shape[-1] ** -0.5
+    if isinstance(scale, numbers.Real):
+        return query, float(scale)
+    return (query * jnp.asarray(scale)).astype(query.dtype), 1.0
 
 
 def _operand(name: str, x: Any, rank: int) -> jax.Array:
