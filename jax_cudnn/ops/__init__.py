@@ -27,6 +27,8 @@ from .fused_norm import conv_batch_norm as conv_batch_norm
 from .fused_packed_attention import (
     packed_dot_product_attention as packed_dot_product_attention,
 )
+from .fused_paged_attention import paged_dot_product_attention as paged_dot_product_attention
+from .fused_paged_attention import write_pages as write_pages
 from .hooks import conv_general_dilated as conv_general_dilated
 from .hooks import dot_general as dot_general
 from .norms import ada_layer_norm as ada_layer_norm

@@ -59,8 +59,8 @@ class _Packed(Arranged):
         batch = inputs["seq_len_q"].shape[0]
         assert (self.max_total_seq_len_q, self.max_total_seq_len_kv) == (sizes["t"], sizes["s"])
         lengths = dict.fromkeys(("seq_len_q", "seq_len_kv"), (batch, 1, 1, 1))
-        wanted = {**lengths, **dict.fromkeys(_OFFSETS, (batch + 1, 1, 1, 1))}
-        wanted["stats"] = (*inputs["q"].shape[:2], 1)
+        offsets = dict.fromkeys(_OFFSETS, (batch + 1, 1, 1, 1))
+        wanted = {**lengths, **offsets, "stats": (*inputs["q"].shape[:2], 1)}
         self.checked_shapes(inputs, wanted)
         self.checked_bias(inputs, (batch, inputs["q"].shape[1], *self.limits))
         if not sizes["n"] or inputs["q"].shape[1] % inputs["k"].shape[1]:

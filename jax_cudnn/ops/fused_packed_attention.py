@@ -22,7 +22,8 @@ def _packed(g, q, k, v, bias, lengths, offsets, *, limits, **attributes):
     ports = {"q": q, "k": k, "v": v, **lengths, **offsets}
     if bias is not None:
         ports["bias"] = bias
-    node = PackedSdpa(Sdpa.create(**attributes), *limits, q.shape[0], k.shape[0])
+    queries, keys = limits
+    node = PackedSdpa(Sdpa.create(**attributes), queries, keys, q.shape[0], k.shape[0])
     return g._append(node, {port: x._state for port, x in ports.items()})
 
 
