@@ -29,6 +29,7 @@ from .fused_packed_attention import (
 )
 from .fused_paged_attention import paged_dot_product_attention as paged_dot_product_attention
 from .fused_paged_attention import write_pages as write_pages
+from .fused_qkv_attention import dot_product_attention_qkv as dot_product_attention_qkv
 from .hooks import conv_general_dilated as conv_general_dilated
 from .hooks import dot_general as dot_general
 from .norms import ada_layer_norm as ada_layer_norm

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
-_GRADIENTS = {"q": "dQ", "k": "dK", "v": "dV", "bias": "dBias"}
+_GRADIENTS = {"q": "dQ", "k": "dK", "v": "dV", "qkv": "dQKV", "bias": "dBias"}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from .arguments import chosen, floating
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 
 _BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
+_Aval = jax.Array | jax.ShapeDtypeStruct
 _MASKED = -0.7  # of the largest number: softmax of a row with nothing else is uniform
 
 
@@ -179,7 +180,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
 
 
 def _lengths(
-    queries: Any, keys: Any, query: jax.Array, key: jax.Array
+    queries: Any, keys: Any, query: _Aval, key: _Aval
 ) -> tuple[jax.Array, jax.Array] | None:
     """Both as (B, 1, 1, 1), where there is one."""
     if queries is None and keys is None:
@@ -201,7 +202,7 @@ def _lengths(
     return found[0], found[1]
 
 
-def _bias(bias: Any, mask: Any, query: jax.Array, key: jax.Array) -> jax.Array | None:
+def _bias(bias: Any, mask: Any, query: _Aval, key: _Aval) -> jax.Array | None:
     """What is added to the scores for both, with rank 4."""
     scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     bias, mask = (_broadcasting(n, x, scores) for n, x in (("bias", bias), ("mask", mask)))

@@ -231,12 +231,10 @@ def _check(query: jax.Array, keys: jax.Array, values: jax.Array, heads_first: bo
     k = keys.shape[head]
     fits = keys.shape[3] == h and keys.shape[1:3] == values.shape[1:3]
     if not fits or k == 0 or n % k or not len(keys) or not len(values) or not keys.shape[token]:
-        pages = (
-            ("(P, K, U, H)", "(P, K, U, E)") if heads_first else ("(P, U, K, H)", "(P, U, K, E)")
-        )
+        lies = "P, K, U" if heads_first else "P, U, K"
         raise GraphError(
             "query and pages do not fit together",
-            expected=f"(B, T, N, H), {pages[0]} and {pages[1]}, with N a multiple of K and at "
+            expected=f"(B, T, N, H), ({lies}, H) and ({lies}, E), with N a multiple of K and at "
             "least one page",
             got=f"{list(query.shape)}, {list(keys.shape)} and {list(values.shape)}",
             fix="say how the pages lie, heads_first=True for (P, K, U, H)",

@@ -50,8 +50,8 @@ def dot_product_attention_qkv(
     ``dot_product_attention(qkv[:, :, :N], qkv[:, :, N : N + K], qkv[:, :, N + K :])``, for which
     XLA would copy the three parts; in the backward the gradients are written as one array, which
     XLA would put together. What a projection of all three computes is
-    ``jnp.einsum("btm,mhd->bthd", x, weights)``, of weights (model, N + 2 K, H). Letters: B examples,
-    T tokens, N heads of queries, K of keys and values, H their size.
+    ``jnp.einsum("btm,mhd->bthd", x, weights)``, of weights (model, N + 2 K, H). Letters: B
+    examples, T tokens, N heads of queries, K of keys and values, H their size.
 
     Args:
         qkv: (B, T, N + 2 K, H), heads of queries first, then those of keys, then of values, with
@@ -92,9 +92,8 @@ def dot_product_attention_qkv(
     qkv, heads, of_keys = _parts(floating("qkv", qkv), num_heads)
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     left, right = _window(local_window_size)
-    query, key = (
-        jax.ShapeDtypeStruct((*qkv.shape[:2], n, qkv.shape[3]), qkv.dtype) for n in (heads, of_keys)
-    )
+    b, t, _, size = qkv.shape
+    query, key = (jax.ShapeDtypeStruct((b, t, n, size), qkv.dtype) for n in (heads, of_keys))
     out, statistic = chosen(QKV, options, None, implementation)(
         qkv, _bias(bias, mask, query, key),
         _lengths(query_seq_lengths, key_value_seq_lengths, query, key),
