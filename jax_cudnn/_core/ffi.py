@@ -86,16 +86,21 @@ def call(
         for shape, dtype in map(stored, sent.output_tensors)
     ]
     operands += tuple(jnp.asarray(table, jnp.float32) for table in plan.tables)
+    begun = {  # results that the plan writes a part of: given as operands behind the others
+        i: jnp.full(result.shape, value, result.dtype)
+        for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
+        if (value := layout.initial(sent, t)) is not None
+    }
+    layouts_in = [layout.major_to_minor(sent, t) for t in sent.input_tensors]
+    layouts_out = [layout.major_to_minor(sent, t) for t in sent.output_tensors]
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, _ = jax.ffi.ffi_call(
         target,
         [*results, workspace],
-        input_layouts=[
-            *(layout.major_to_minor(sent, t) for t in sent.input_tensors),
-            *((0,) for _ in plan.tables),
-        ],
-        output_layouts=[*(layout.major_to_minor(sent, t) for t in sent.output_tensors), (0,)],
-    )(*operands, **plan.attributes(name))
+        input_layouts=[*layouts_in, *((0,) for _ in plan.tables), *(layouts_out[i] for i in begun)],
+        output_layouts=[*layouts_out, (0,)],
+        input_output_aliases={len(operands) + n: i for n, i in enumerate(begun)},
+    )(*operands, *begun.values(), **plan.attributes(name))
     own = outputs[: len(spec.outputs)]  # the others nobody asked for
     return [y.astype(t.dtype) for y, t in zip(own, spec.output_tensors, strict=True)]
 

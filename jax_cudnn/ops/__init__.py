@@ -29,6 +29,12 @@ from .fused_conv import conv_transpose as conv_transpose
 from .fused_matmul import matmul as matmul
 from .fused_norm import batch_norm as batch_norm
 from .fused_norm import conv_batch_norm as conv_batch_norm
+from .fused_packed_attention import (
+    packed_dot_product_attention as packed_dot_product_attention,
+)
+from .fused_paged_attention import paged_dot_product_attention as paged_dot_product_attention
+from .fused_paged_attention import write_pages as write_pages
+from .fused_qkv_attention import dot_product_attention_qkv as dot_product_attention_qkv
 from .hooks import conv_general_dilated as conv_general_dilated
 from .hooks import dot_general as dot_general
 from .mxfp8 import dequantize_mxfp8 as dequantize_mxfp8

@@ -288,6 +288,11 @@ class Sdpa(Attending):
         }
         return {port: found[port] for port in self.results}
 
+    def backward(self, wanted: Collection[str]) -> Node:
+        """The node of the gradients, of bias and sink_token where they are wanted."""
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Attending)}
+        return SdpaBackward(**shared, dBias="bias" in wanted, dSink_token="sink_token" in wanted)
+
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         attention = self.attention(precision)
         results = attention.forward(arrays)[: 1 + self.generate_stats]

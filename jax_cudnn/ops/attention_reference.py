@@ -44,7 +44,8 @@ class Attention:
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         """O, and the logarithm of each row's sum of exponentials, of q, k and v, and of bias,
-        seq_len_q, seq_len_kv and what else there may be, where they are given."""
+        seq_len_q, seq_len_kv and what else there may be, where they are given; and of first, the
+        position that the first query of each example has, where that is not 0."""
 
         k = arrays["k"]
 
@@ -146,7 +147,7 @@ class Attention:
             _length(arrays.get(name), whole)
             for name, whole in (("seq_len_q", queries), ("seq_len_kv", keys))
         ]
-        i = (first + jnp.arange(count))[:, None]
+        i = (first + jnp.arange(count))[:, None] + _length(arrays.get("first"), 0)
         at, j = self._positions(arrays, first, count)
         seen = (i < lengths[0]) & (j < lengths[1])
         if "block_mask" in arrays:
@@ -165,7 +166,7 @@ class Attention:
             _length(arrays.get(name), arrays[of].shape[2])
             for name, of in (("seq_len_q", "q"), ("seq_len_kv", "k"))
         ]
-        i = (first + jnp.arange(count))[:, None]
+        i = (first + jnp.arange(count))[:, None] + _length(arrays.get("first"), 0)
         j = jnp.arange(arrays["k"].shape[2])[None, :]
         return i + (lengths[1] - lengths[0] if self.band.bottom_right else 0), j
 

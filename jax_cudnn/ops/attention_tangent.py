@@ -11,8 +11,8 @@ import jax
 from .._core.graph.by_reference import Tangent, Transposed, derived_ports
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.node import Node
-from .attention import Sdpa, SdpaBackward
-from .attention_base import Attending
+from .attention import Sdpa
+from .attention_arranged import Arranged
 from .attention_extras import sink_gradient
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
-_GRADIENTS = {"q": "dQ", "k": "dK", "v": "dV", "bias": "dBias", "sink_token": "dSink_token"}
+_GRADIENTS = {
+    "q": "dQ", "k": "dK", "v": "dV", "qkv": "dQKV", "bias": "dBias", "sink_token": "dSink_token",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,10 @@ class AttentionTangent(Tangent):
         linear = {port: name for port, name in self.given.items() if name not in inputs}
         if out not in cotangents or not {*inputs} >= {*self._read}:
             return super().transpose(g, cotangents, inputs, tensors)
-        assert isinstance(self.base, Sdpa)
-        shared = {f.name: getattr(self.base, f.name) for f in dataclasses.fields(Attending)}
+        assert isinstance(self.base, (Sdpa, Arranged))
         # Of padding the statistic is -inf, which cuDNN's sum over all queries does not pass over.
         apart = g.options.deterministic or "seq_len_q" in inputs
-        node = SdpaBackward(
-            **shared, dBias="bias" in linear, dSink_token="sink_token" in linear and not apart
-        )
+        node = self.base.backward({*linear} - ({"sink_token"} if apart else set()))
         drawn = "seed" in inputs  # then the mask of weights is drawn again
         inner = [port for port in self.inner if port != "dropout_mask" or not drawn]
         values = {port: inputs[port] for port in inner}

@@ -18,6 +18,7 @@ from .attention_arguments import further
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 
 _BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
+_Aval = jax.Array | jax.ShapeDtypeStruct
 _MASKED = -0.7  # of the largest number: softmax of a row with nothing else is uniform
 
 
@@ -142,10 +143,7 @@ def dot_product_attention(
         _operand(name, x, rank) for name, x in (("query", query), ("key", key), ("value", value))
     )
     _check(query, key, value)
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    if not isinstance(scale, numbers.Real):
-        query, scale = (query * jnp.asarray(scale)).astype(query.dtype), 1.0
+    query, scale = _scaled(query, scale)
     left, right = _window(local_window_size)
     if is_causal:
         right = 0
@@ -162,6 +160,15 @@ def dot_product_attention(
     out, statistic = jnp.swapaxes(out, 1, 2), jnp.swapaxes(statistic[..., 0], 1, 2)
     out, statistic = (out, statistic) if rank == 4 else (out[0], statistic[0])
     return (out, statistic) if return_residual else out
+
+
+def _scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
+    """The query and the number that multiplies the scores; an array multiplies the query."""
+    if scale is None:
+        return query, query.shape[-1] ** -0.5
+    if isinstance(scale, numbers.Real):
+        return query, float(scale)
+    return (query * jnp.asarray(scale)).astype(query.dtype), 1.0
 
 
 def _operand(name: str, x: Any, rank: int) -> jax.Array:
@@ -209,7 +216,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
 
 
 def _lengths(
-    queries: Any, keys: Any, query: jax.Array, key: jax.Array
+    queries: Any, keys: Any, query: _Aval, key: _Aval
 ) -> tuple[jax.Array, jax.Array] | None:
     """Both as (B, 1, 1, 1), where there is one."""
     if queries is None and keys is None:
@@ -233,7 +240,7 @@ def _lengths(
     return jnp.where(none, 0, found[0]), jnp.where(none, 1, found[1])
 
 
-def _bias(bias: Any, mask: Any, query: jax.Array, key: jax.Array) -> jax.Array | None:
+def _bias(bias: Any, mask: Any, query: _Aval, key: _Aval) -> jax.Array | None:
     """What is added to the scores for both, with rank 4."""
     scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     bias, mask = (_broadcasting(n, x, scores) for n, x in (("bias", bias), ("mask", mask)))

@@ -266,4 +266,3 @@ def _delayed_backward(kind: _Kind, kept: Any, grad: jax.Array) -> Any:
 
 
 _delayed.defvjp(_delayed_forward, _delayed_backward)
-

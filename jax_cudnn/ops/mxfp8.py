@@ -33,9 +33,7 @@ def scales_shape(shape: Shape, axis: int) -> Shape:
     return b, h, _up(-(-s // BLOCK), _COLUMNS), _up(d, _ROWS)
 
 
-def quantize_mxfp8(
-    x: jax.Array, axis: int = -1, dtype: Any = E4M3
-) -> tuple[jax.Array, jax.Array]:
+def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax.Array, jax.Array]:
     """An array as fp8 numbers and the scales of blocks of 32 of them, as ``sdpa_mxfp8`` takes them.
 
     A block's scale is the least power of two by which its largest value fits into the dtype's

@@ -19,6 +19,7 @@ import math
 
 from .dims import Shape, packed_strides
 from .dtypes import WORDS
+from .node import View
 from .spec import GraphSpec, Tensor
 
 
@@ -67,6 +68,27 @@ def view_strides(spec: GraphSpec, tensor: Tensor) -> list[int] | None:
     for call in spec.calls:
         if tensor.name == call.outputs[0][1]:
             return call.node.view_strides(*view(spec, spec.tensor(call.inputs[0][1])))
+    return None
+
+
+def views(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
+    """As which tensors cuDNN sees a tensor whose node shows it otherwise than :func:`view` does."""
+    for call in spec.calls:
+        ports = (*call.inputs, *call.outputs)
+        for port, name in ports:
+            if name == tensor.name:
+                shown = call.node.views(port, {port: spec.tensor(name) for port, name in ports})
+                if shown:
+                    return tuple(shown)
+    return ()
+
+
+def initial(spec: GraphSpec, tensor: Tensor) -> float | None:
+    """The number that a result has where a plan does not write it, if there are such parts."""
+    for call in spec.calls:
+        for port, name in call.outputs:
+            if name == tensor.name:
+                return call.node.initial.get(port)
     return None
 
 

@@ -67,6 +67,20 @@ class OtherForm(NamedTuple):
 
 
 @dataclass(frozen=True)
+class View:
+    """A tensor as which cuDNN sees an array at a node's port, or a part of one.
+
+    ``port`` is the one of pygraph's method, ``strides`` are in elements, and ``offset`` is the
+    element of the array with which the tensor begins.
+    """
+
+    port: str
+    dims: Shape
+    strides: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class Node:
     """An operation of ``cudnn.pygraph`` with its attributes. Subclasses are registered."""
 
@@ -124,6 +138,8 @@ class Node:
     """Whether every engine gives equal results in each run (stated on the numerics page)."""
     rounding: ClassVar[str] = ""
     """What the numerics page says about this node besides accumulation and output rounding."""
+    initial: ClassVar[Mapping[str, float]] = {}
+    """Results of which a plan may write a part only, and the number that the rest has."""
     chooses: ClassVar[bool] = False
     """Whether a result is one of its operands' elements, or that without its sign: then their type
     holds it exactly."""
@@ -375,10 +391,16 @@ class Node:
         where it has memory of its own."""
         return None
 
+    def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
+        """As which tensors cuDNN sees the array at a port, the first of them from its first element
+        on; none where it sees the array itself. ``tensors`` are those at all ports."""
+        return ()
+
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """Adds the node to a cudnn.pygraph; returns one pygraph tensor for each output port.
+        """Adds the node to a cudnn.pygraph; returns one pygraph tensor for each output port, of a
+        port with ``views`` one for each of them.
 
         ``common`` holds the keywords that every method takes: ``name``, ``compute_data_type``.
         """

@@ -12,7 +12,8 @@ from ..cuda import CudaDevice
 from ..errors import LibraryError, UnsupportedGraphError
 from ..graph import layout
 from ..graph.dtypes import cudnn_name
-from ..graph.spec import GraphSpec
+from ..graph.node import View
+from ..graph.spec import GraphSpec, Tensor
 from . import choice, frontend, ubjson, workspace
 from .execution_plan import ExecutionPlan, Uids, decode
 from .unsupported import engine_reasons, unsupported
@@ -139,29 +140,41 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
     def data_type(dtype: str) -> Any:
         return getattr(cudnn.data_type, cudnn_name(dtype))
 
-    tensors: dict[str, Any] = {}
+    def shown(tensor: Tensor) -> tuple[View, ...]:
+        dims, strides = layout.view(spec, tensor)
+        return layout.views(spec, tensor) or (View("", dims, tuple(strides)),)
+
+    tensors: dict[str, list[Any]] = {}
     for uid_of, by_value in ((uids.inputs, False), (uids.constants, True)):
         for name, uid in uid_of.items():
             tensor = spec.tensor(name)
-            dims, strides = layout.view(spec, tensor)
-            tensors[name] = graph.tensor(
-                name=name,
-                dim=list(dims),
-                stride=strides,
-                data_type=data_type(tensor.dtype),
-                is_pass_by_value=by_value,
-                uid=uid,
-            )
+            tensors[name] = [
+                graph.tensor(
+                    name=f"{name}.{part.port}" if part.port else name,
+                    dim=list(part.dims),
+                    stride=list(part.strides),
+                    data_type=data_type(tensor.dtype),
+                    is_pass_by_value=by_value,
+                    uid=uids.parts.get((name, i), uid),
+                )
+                for i, part in enumerate(shown(tensor))
+            ]
     for call in spec.calls:
-        inputs = {port: tensors[name] for port, name in call.inputs}
+        inputs = {}
+        for port, name in call.inputs:
+            parts = shown(spec.tensor(name))
+            inputs |= {p.port or port: x for p, x in zip(parts, tensors[name], strict=True)}
         compute = data_type(call.node.compute_data_type)
         common = {"name": call.name, "compute_data_type": compute}
-        made = call.node.emit(graph, inputs, common)
-        for (_, name), out in zip(call.outputs, made, strict=True):
+        made = iter(call.node.emit(graph, inputs, common))
+        for _, name in call.outputs:
             tensor, uid = spec.tensor(name), uids.outputs.get(name)
-            dims, strides = layout.view(spec, tensor)
-            out.set_dim(list(dims)).set_stride(strides)
-            out.set_data_type(data_type(tensor.dtype))
-            if uid is not None:
-                out.set_output(True).set_uid(uid)
-            tensors[name] = out
+            tensors[name] = []
+            for i, part in enumerate(shown(tensor)):
+                out = next(made)
+                out.set_dim(list(part.dims)).set_stride(list(part.strides))
+                out.set_data_type(data_type(tensor.dtype))
+                if uid is not None:
+                    out.set_output(True).set_uid(uids.parts.get((name, i), uid))
+                tensors[name].append(out)
+        assert next(made, None) is None, f"{call.node.method} has more results than ports"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..errors import LibraryError
+from ..graph import layout
 from ..graph.dtypes import itemsize
 from ..graph.spec import GraphSpec, Tensor
 from ..graph.wire import stored
@@ -117,19 +119,26 @@ class ExecutionPlan:
 
 @dataclass(frozen=True)
 class Uids:
-    """The tensor uids that emission gave to a spec's operands, results and constants."""
+    """The tensor uids that emission gave to a spec's operands, results and constants; and to
+    further parts of these, by name and position (the first part has the uid of the whole)."""
 
     inputs: dict[str, int]
     outputs: dict[str, int]
     constants: dict[str, int]
+    parts: dict[tuple[str, int], int]
 
     @classmethod
     def of(cls, spec: GraphSpec) -> Uids:
-        count = iter(range(1, 1 + len(spec.tensors)))
+        count = itertools.count(1)
         return cls(
             {name: next(count) for name in spec.inputs},
             {name: next(count) for name in spec.outputs},
             {constant.name: next(count) for constant in spec.constants},
+            {
+                (name, i): next(count)
+                for name in (*spec.inputs, *spec.outputs)
+                for i in range(1, len(layout.views(spec, spec.tensor(name))))
+            },
         )
 
 
@@ -194,7 +203,8 @@ def decode(
     kept = {u: row for u, row in rows.items() if u in used or row[0] in (OPERAND, RESULT)}
     bindings = [(uid if uid in used else UNBOUND, *row) for uid, row in kept.items()]
     place = {uid: i for i, uid in enumerate(kept)}
-    views = {uid: source for uid, source in _views(blob) if uid in used}
+    views = dict(_parts(spec, uids)) | dict(_views(blob))
+    views = {uid: source for uid, source in views.items() if uid in used}
     for uid, (source, offset) in views.items():
         bindings.append((uid, VIEW, place.get(source, UNBOUND), offset))
     unknown = used - rows.keys() - views.keys()
@@ -256,6 +266,14 @@ def _by_value(given: dict[str, Any]) -> bytes:
 
 def _padded(value: bytes) -> bytes:
     return value.ljust(_SCALAR_STRIDE, b"\0")
+
+
+def _parts(spec: GraphSpec, uids: Uids) -> Iterator[tuple[int, tuple[int, int]]]:
+    """The tensors that are parts of an operand or a result, as :func:`_views`."""
+    for (name, i), uid in uids.parts.items():
+        tensor = spec.tensor(name)
+        offset = layout.views(spec, tensor)[i].offset * itemsize(tensor.dtype)
+        yield uid, ((uids.inputs | uids.outputs)[name], offset)
 
 
 def _views(blob: dict[str, Any]) -> list[tuple[int, tuple[int, int]]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 
+from ..graph import layout
 from ..graph.dims import Shape
 from ..graph.node import ANY
 from ..graph.spec import Call, GraphSpec
@@ -23,7 +24,12 @@ from .call_sets import CallSets, members
 
 def mixed_ranks(spec: GraphSpec) -> dict[str, str]:
     """Why tensors of a graph cannot be shown to cuDNN with one rank, of three or more."""
-    ranks = {len(tensor.shape) for tensor in spec.tensors if tensor.value is None}
+    ranks = {
+        len(shape)
+        for tensor in spec.tensors
+        if tensor.value is None
+        for shape in [v.dims for v in layout.views(spec, tensor)] or [tensor.shape]
+    }
     least = {call.node.least_rank for call in spec.calls if call.node.anchor}
     free = all(call.node.ports.is_elementwise or call.node.merges for call in spec.calls)
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):

@@ -1,0 +1,118 @@
+"""Attention whose arrays lie otherwise than as one array of examples each for q, k and v."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dims import Dims, Shape
+from .._core.graph.dtypes import FLOATS
+from .._core.graph.node import NUMBERS_ONLY, Node
+from .attention_base import Attending
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import GraphSpec, Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
+
+
+@dataclass(frozen=True)
+class Arranged(Node):
+    """``base`` with other ports: the same attention of arrays that lie otherwise.
+
+    Functions of ``jax_cudnn.ops`` make such nodes: what their operands of integers must hold is
+    checked there, and a plan would read foreign memory where they are wrong. So ``g`` has no method
+    for them.
+    """
+
+    base: Any  # Sdpa or SdpaBackward
+
+    anchor = True
+    product = True
+    row_major = True
+    writes_all = True
+    broadcasts_around = NUMBERS_ONLY
+    dtypes = FLOATS
+    deterministic = False
+    integers: ClassVar[tuple[str, ...]] = ()
+    """Ports of int32."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "dims" in cls.__dict__:
+            cls.ports = Dims.parse(cls.dims)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.base.results
+
+    def without(self, results: Collection[str]) -> Node:
+        return dataclasses.replace(self, base=self.base.without(results))
+
+    def linear_in(self, port: str) -> bool:
+        return self.base.linear_in(port)
+
+    def keywords(self) -> dict[str, Any]:
+        return self.base.keywords() | {
+            name: value for name, value in super().keywords().items() if name != "base"
+        }
+
+    def backward(self, wanted: Collection[str]) -> Node:
+        """The node of the gradients by these ports."""
+        raise NotImplementedError
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        if len(graph.calls) > 1:
+            return f"cuDNN is asked for {self.method} by itself: its arrays lie otherwise"
+        return None
+
+    def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
+        for port in self.integers:
+            if port in inputs and inputs[port].dtype != "int32":
+                raise GraphTypeError(
+                    f"{port!r} has the wrong dtype",
+                    expected="int32",
+                    got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
+                )
+        return super().sizes({p: x for p, x in inputs.items() if p not in self.integers})
+
+    def checked_shapes(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Shape]) -> None:
+        """GraphError for operands of other shapes."""
+        for port, shape in wanted.items():
+            if port in inputs and inputs[port].shape != shape:
+                raise GraphError(
+                    f"{port!r} has the wrong shape",
+                    expected=str(list(shape)),
+                    got=str(list(inputs[port].shape)),
+                )
+
+    def checked_bias(self, inputs: Mapping[str, Tensor], scores: Shape) -> None:
+        """GraphError for a bias that does not broadcast to (B, H, Sq, Skv)."""
+        bias = inputs["bias"].shape if "bias" in inputs else (1, 1, 1, 1)
+        if len(bias) != 4 or any(a not in (1, b) for a, b in zip(bias, scores, strict=True)):
+            raise GraphError(
+                "'bias' does not fit the scores",
+                expected=f"{list(scores)}, or 1 in any of these",
+                got=str(list(bias)),
+            )
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        if "Stats" not in outputs:
+            return super().jvp(g, tangents, inputs, outputs)
+        from .attention_tangent import AttentionTangent  # importing jax_cudnn does without
+
+        node = AttentionTangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
+        along = {node.given[port]: tangent for port, tangent in tangents.items()}
+        made = g.apply(node, **inputs, **outputs, **along)
+        return dict(zip(node.outs, made, strict=True))
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
+        return ()
+
+    rounding = Attending.rounding

@@ -1,0 +1,179 @@
+"""Attention of examples of different lengths that lie one behind the other, without padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+
+from .._core.errors import GraphError
+from .._core.graph.dims import Shape
+from .._core.graph.node import Node, View
+from .attention_arranged import Arranged
+from .attention_packed_reference import Packing
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Tensors
+    from .._core.graph.spec import GraphSpec, Tensor
+
+# Port -> which of the offsets it lies by; those of queries and those of keys.
+_QUERIES = {"q": "q", "dQ": "q", "o": "o", "O": "o", "dO": "o", "stats": "stats", "Stats": "stats"}
+_KEYS = {"k": "k", "dK": "k", "v": "v", "dV": "v"}
+_OFFSETS = tuple(f"ragged_offset_{kind}" for kind in ("q", "k", "v", "o", "stats"))
+_INTEGERS = ("seq_len_q", "seq_len_kv", *_OFFSETS)
+_PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
+_MOST = 2**31  # elements that offsets of 32 bits tell apart
+
+
+@dataclass(frozen=True)
+class _Packed(Arranged):
+    """What both directions have in common.
+
+    ``max_seq_len_q`` and ``max_seq_len_kv`` bound the lengths; ``max_total_seq_len_q`` and
+    ``max_total_seq_len_kv`` are T and S, by which cuDNN sizes its workspace. seq_len_q and
+    seq_len_kv are (B, 1, 1, 1), and each ragged_offset (B + 1, 1, 1, 1): the element of its array
+    at which an example begins, behind them the end of the last.
+    """
+
+    max_seq_len_q: int
+    max_seq_len_kv: int
+    max_total_seq_len_q: int
+    max_total_seq_len_kv: int
+
+    integers = _INTEGERS
+    requires = (
+        "bfloat16 or float16, sizes of heads multiples of 8, SM 80, and SM 90 for gradients; "
+        "arrays of less than 2**31 elements"
+    )
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.max_seq_len_q, self.max_seq_len_kv
+
+    def checked(self, inputs: Mapping[str, Tensor]) -> None:
+        """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
+        sizes = self.sizes(inputs)
+        batch = inputs["seq_len_q"].shape[0]
+        assert (self.max_total_seq_len_q, self.max_total_seq_len_kv) == (sizes["t"], sizes["s"])
+        lengths = dict.fromkeys(("seq_len_q", "seq_len_kv"), (batch, 1, 1, 1))
+        offsets = dict.fromkeys(_OFFSETS, (batch + 1, 1, 1, 1))
+        wanted = {**lengths, **offsets, "stats": (*inputs["q"].shape[:2], 1)}
+        self.checked_shapes(inputs, wanted)
+        self.checked_bias(inputs, (batch, inputs["q"].shape[1], *self.limits))
+        if not sizes["n"] or inputs["q"].shape[1] % inputs["k"].shape[1]:
+            raise GraphError(
+                "the numbers of heads do not fit",
+                expected="heads of q a multiple of those of k",
+                got=f"q has {inputs['q'].shape[1]} heads, k {inputs['k'].shape[1]}",
+            )
+        for port in ("q", "k", "v", "o"):
+            if port in inputs and math.prod(inputs[port].shape) >= _MOST:
+                raise GraphError(
+                    f"{port!r} has too many elements",
+                    expected="less than 2**31: offsets are numbers of elements in 32 bits",
+                    got=f"{list(inputs[port].shape)}",
+                    fix="call it on parts of the examples",
+                )
+
+    def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
+        """(tokens, heads, size) as examples of the largest length, each from its offset on."""
+        limit = self.limits[port in _KEYS]
+        if port not in _QUERIES and port not in _KEYS:
+            return ()
+        batch, (_, heads, size) = tensors["seq_len_q"].shape[0], tensors[port].shape
+        strides = (limit * heads * size, size, heads * size, 1)
+        return (View(port, (batch, heads, limit, size), strides),)
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        offsets = {port: tensors[port] for port in _OFFSETS}
+        kinds = _QUERIES | _KEYS
+        arrays = {port: x for port, x in tensors.items() if port not in offsets}
+
+        def placed(port: str, x: Any) -> Any:
+            return x.set_ragged_offset(offsets[f"ragged_offset_{kinds[port]}"])
+
+        for port, x in arrays.items():
+            if port in kinds:
+                placed(port, x)
+        made = self.base.emit(pygraph, arrays, {**common, **self.totals})
+        for port, x in zip(self.results, made, strict=True):
+            if port in kinds:
+                placed(port, x)
+        return made
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """What pygraph's method is told besides."""
+        return {}
+
+    def packing(self, precision: Any) -> Packing:
+        return Packing(self.base.attention(precision), *self.limits)
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        (t, h, d), (*_, e) = shapes["q"], shapes["v"]
+        return 2 * t * h * self.max_seq_len_kv * (d + e)
+
+
+@dataclass(frozen=True)
+class PackedSdpaBackward(_Packed):
+    """Gradients of packed attention, (T, H, D), (S, N, D) and (S, N, E), and dBias; 0 for tokens of
+    no example. Source: cuDNN documentation, "Scaled Dot Product Attention Backward"."""
+
+    method = "packed_sdpa_backward"
+    dims = (
+        "q: t h d, k: s n d, v: s n e, o: t h e, dO: t h e, stats: *l, ?bias: *m, "
+        f"{_PORTS} -> dQ: t h d, dK: s n d, dV: s n e, dBias: *m"
+    )
+    initial: ClassVar = {"dQ": 0.0, "dK": 0.0, "dV": 0.0}
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.checked(inputs)
+        return {
+            name: (inputs[port].shape, inputs[port].dtype)
+            for name, port in zip(self.results, ("q", "k", "v", "bias"), strict=False)
+        }
+
+    def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
+        if self.max_seq_len_q == self.max_seq_len_kv == 1:
+            return "cuDNN has no gradients of one query and one key"
+        return super().refuses(tensors, graph)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        return {
+            "max_total_seq_len_q": self.max_total_seq_len_q,
+            "max_total_seq_len_kv": self.max_total_seq_len_kv,
+        }
+
+    def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        found = self.packing(precision).backward(arrays)
+        return tuple(found[port] for port in self.results)
+
+
+@dataclass(frozen=True)
+class PackedSdpa(_Packed):
+    """Attention of each example's queries (T, H, D) over its keys and values, (S, N, D) and
+    (S, N, E). O is (T, H, E) and Stats (T, H, 1); of tokens of no example 0 and -inf. Source: cuDNN
+    documentation, "Scaled Dot Product Attention Forward"."""
+
+    method = "packed_sdpa"
+    dims = f"q: t h d, k: s n d, v: s n e, ?bias: *m, {_PORTS} -> O: t h e, Stats: *l"
+    initial: ClassVar = {"O": 0.0, "Stats": -math.inf}
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.checked(inputs)
+        (t, h, _), (*_, e) = inputs["q"].shape, inputs["v"].shape
+        found = {"O": ((t, h, e), inputs["q"].dtype), "Stats": ((t, h, 1), "float32")}
+        return {port: found[port] for port in self.results}
+
+    def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return self.packing(precision).forward(arrays)[: len(self.results)]
+
+    def backward(self, wanted: Collection[str]) -> Node:
+        totals = self.max_total_seq_len_q, self.max_total_seq_len_kv
+        return PackedSdpaBackward(self.base.backward(wanted), *self.limits, *totals)

@@ -1,0 +1,183 @@
+"""Packed attention in jnp, a block of one example's queries at a time.
+
+Memory is linear in the numbers of tokens: a block sees a window of keys from its example's first
+one on, as long as an example may be, and nothing is padded to that length.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import attention_reference
+from .attention_reference import Attention
+
+Arrays = Mapping[str, jax.Array]
+_ROWS = {"q": 0.0, "o": 0.0, "dO": 0.0, "stats": -jnp.inf}  # and what stands behind the last
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Which queries each block holds. Arrays of (blocks,), but ``example``'s own."""
+
+    rows: int
+    """Of a block."""
+    example: jax.Array
+    first: jax.Array
+    """Position of its first query in its example."""
+    queries: jax.Array
+    """Queries of its example; 0 in blocks that stand for nothing."""
+    begins: jax.Array
+    """First block of each example."""
+
+    @classmethod
+    def of(cls, lengths: jax.Array, tokens: int, rows: int) -> _Blocks:
+        """As many as each example needs: together at most one each, beside the full ones."""
+        count = -(-lengths // rows)
+        ends = jnp.cumsum(count)
+        block = jnp.arange(tokens // rows + len(lengths), dtype=jnp.int32)
+        example = jnp.minimum(jnp.searchsorted(ends, block, side="right"), len(lengths) - 1)
+        begins = ends - count
+        first = (block - begins[example]) * rows
+        return cls(rows, example, first, jnp.where(block < ends[-1], lengths[example], 0), begins)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """One packed attention, without its arrays: (tokens, heads, size), beside the lengths and the
+    offsets of the examples."""
+
+    attention: Attention
+    max_queries: int
+    max_keys: int
+
+    def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+        """O, and the statistic (tokens, heads, 1); of tokens of no example 0, and -inf."""
+
+        @jax.checkpoint
+        def block(*which: jax.Array) -> tuple[jax.Array, jax.Array]:
+            o, total = self.attention.forward(self._block(given, blocks.rows, *which))
+            return _tokens(o), _tokens(total)
+
+        blocks = self._blocks(arrays)
+        given = self._padded(arrays, blocks.rows)
+        o, total = jax.lax.map(lambda x: block(*x), (blocks.example, blocks.first, blocks.queries))
+        restored = functools.partial(_restored, blocks=blocks, arrays=arrays)
+        return restored(o), restored(total, fill=-jnp.inf)
+
+    def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
+        """The gradients by q, k, v and bias, by port."""
+        blocks = self._blocks(arrays)
+        given = self._padded(arrays, blocks.rows)
+        sums = {"dK": "k", "dV": "v"} | ({"dBias": "bias"} if "bias" in arrays else {})
+
+        def step(totals: Any, which: Any) -> tuple[Any, jax.Array]:
+            found = self.attention.backward(self._block(given, blocks.rows, *which))
+            totals = dict(totals)
+            for name, port in sums.items():
+                part = found[name] if port == "bias" else _tokens(found[name])
+                totals[name] = _added(totals[name], part, self._start(given, port, *which))
+            return totals, _tokens(found["dQ"])
+
+        zeros = {name: (given[port] * 0).astype(jnp.float32) for name, port in sums.items()}
+        which = blocks.example, blocks.first, blocks.queries
+        totals, each = jax.lax.scan(step, zeros, which)
+        found = {"dQ": _restored(each, blocks=blocks, arrays=arrays)}
+        for name, port in sums.items():
+            found[name] = totals[name][tuple(map(slice, arrays[port].shape))]
+        return found
+
+    def _blocks(self, arrays: Arrays) -> _Blocks:
+        (tokens, heads, _), lengths = arrays["q"].shape, arrays["seq_len_q"].reshape(-1)
+        fit = attention_reference._SCORES // max(heads * self.max_keys, 1)
+        mean = -(-tokens // max(len(lengths), 1))
+        rows = max(1, min(fit, mean, self.max_queries))
+        return _Blocks.of(lengths.astype(jnp.int32), tokens, rows)
+
+    def _padded(self, arrays: Arrays, rows: int) -> dict[str, jax.Array]:
+        """The arrays, so that a block's part never ends behind their end; and where examples begin,
+        in tokens."""
+        found = {}
+        for port, x in arrays.items():
+            if port in _ROWS:
+                found[port] = _behind(x, 0, rows, _ROWS[port])
+            elif port in ("k", "v"):
+                found[port] = _behind(x, 0, self.max_keys)
+            elif port == "bias":
+                found[port] = _behind(x, 2, rows) if x.shape[2] > 1 else x
+        starts = {port: _starts(arrays, port) for port in ("q", "k")}
+        lengths = arrays["seq_len_kv"].reshape(-1).astype(jnp.int32)
+        return found | {"starts_q": starts["q"], "starts_kv": starts["k"], "lengths_kv": lengths}
+
+    def _start(
+        self, given: Arrays, port: str, example: jax.Array, first: jax.Array, queries: jax.Array
+    ) -> tuple[Any, ...]:
+        """The place in an array at which a block's part begins."""
+        if port in _ROWS:
+            return given["starts_q"][example] + first, 0, 0
+        if port != "bias":
+            return given["starts_kv"][example], 0, 0
+        batch, _, rows, _ = given["bias"].shape
+        return example if batch > 1 else 0, 0, first if rows > 1 else 0, 0
+
+    def _block(
+        self, given: Arrays, rows: int, example: jax.Array, first: jax.Array, queries: jax.Array
+    ) -> dict[str, jax.Array]:
+        """A block as one example of attention with padding."""
+        found = {}
+        for port in (*_ROWS, "k", "v", "bias"):
+            if port not in given:
+                continue
+            x = given[port]
+            count = rows if port in _ROWS else self.max_keys
+            shape = (count, *x.shape[1:])
+            if port == "bias":
+                shape = (1, x.shape[1], rows if x.shape[2] > 1 else 1, x.shape[3])
+            part = _part(x, self._start(given, port, example, first, queries), shape)
+            found[port] = part if port == "bias" else jnp.swapaxes(part, 0, 1)[None]
+        keys = jnp.where(queries > 0, given["lengths_kv"][example], 0)
+        lengths = {"seq_len_q": queries, "seq_len_kv": keys, "first": first}
+        return found | {name: x.reshape(1, 1, 1, 1) for name, x in lengths.items()}
+
+
+def _starts(arrays: Arrays, port: str) -> jax.Array:
+    """The token with which each example begins in the array at a port."""
+    _, heads, size = arrays[port].shape
+    return arrays[f"ragged_offset_{port}"].reshape(-1)[:-1] // (heads * size)
+
+
+def _restored(each: jax.Array, *, blocks: _Blocks, arrays: Arrays, fill: float = 0.0) -> jax.Array:
+    """The rows of all blocks at the places of their tokens, of (blocks, rows, heads, size)."""
+    starts, lengths = _starts(arrays, "q"), arrays["seq_len_q"].reshape(-1)
+    token = jnp.arange(arrays["q"].shape[0], dtype=jnp.int32)
+    example = jnp.maximum(jnp.searchsorted(starts, token, side="right") - 1, 0)
+    at = token - starts[example]
+    there = (at >= 0) & (at < lengths[example])
+    row = (blocks.begins[example] * blocks.rows + at) * there
+    found = each.reshape(-1, *each.shape[2:])[row]
+    return jnp.where(there[:, None, None], found, fill)
+
+
+def _tokens(x: jax.Array) -> jax.Array:
+    """(1, heads, rows, size) as (rows, heads, size)."""
+    return jnp.swapaxes(x[0], 0, 1)
+
+
+def _behind(x: jax.Array, axis: int, count: int, value: float = 0.0) -> jax.Array:
+    widths = [(0, count if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def _part(x: jax.Array, start: tuple[Any, ...], shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(x, [jnp.asarray(i, jnp.int32) for i in start], shape)
+
+
+def _added(total: jax.Array, part: jax.Array, start: tuple[Any, ...]) -> jax.Array:
+    start = tuple(jnp.asarray(i, jnp.int32) for i in start)
+    there = jax.lax.dynamic_slice(total, start, part.shape)
+    return jax.lax.dynamic_update_slice(total, there + part, start)

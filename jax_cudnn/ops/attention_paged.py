@@ -1,0 +1,101 @@
+"""Attention over keys and values that lie in pages, which a table names for each example."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError
+from .._core.graph.dims import Shape
+from .._core.graph.node import Node
+from . import attention_reference
+from .attention_arranged import Arranged
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import Tensor
+    from .._core.graph.tensor import GraphTensor
+    from .._core.transforms.derivation import Derivation
+
+_TABLES = {"page_table_k": "paged_attention_k_table", "page_table_v": "paged_attention_v_table"}
+_LENGTHS = ("seq_len_q", "seq_len_kv")
+_INTEGERS = (*_TABLES, *_LENGTHS)
+_PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
+
+
+@dataclass(frozen=True)
+class PagedSdpa(Arranged):
+    """Attention of q (B, H, Sq, D) over k (pages, N, tokens, D) and v (pages, N, tokens, E).
+
+    page_table_k and page_table_v, (B, 1, n, 1), name the n pages of each example in their order,
+    seq_len_q and seq_len_kv, (B, 1, 1, 1), say how many queries and keys it has. Source: cuDNN
+    documentation, "Scaled Dot Product Attention Forward", paged attention.
+    """
+
+    method = "paged_sdpa"
+    dims = f"q: b h s d, k: p n u d, v: w n u e, {_PORTS} -> O: b h s e, Stats: *l"
+    integers = _INTEGERS
+    requires = (
+        "bfloat16 or float16, sizes of heads multiples of 8, SM 80; no derivative: cuDNN has none "
+        "of keys in pages"
+    )
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.sizes(inputs)
+        (b, h, s, _), k, v = (inputs[port].shape for port in ("q", "k", "v"))
+        tables = dict.fromkeys(_TABLES, (b, 1, inputs["page_table_k"].shape[2], 1))
+        self.checked_shapes(inputs, {**tables, **dict.fromkeys(_LENGTHS, (b, 1, 1, 1))})
+        if k[1] == 0 or h % k[1]:
+            raise GraphError(
+                "the numbers of heads do not fit",
+                expected="heads of q a multiple of those of k",
+                got=f"q has {h} heads, k {k[1]}",
+            )
+        found = {"O": ((b, h, s, v[3]), inputs["q"].dtype), "Stats": ((b, h, s, 1), "float32")}
+        return {port: found[port] for port in self.results}
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        named = {_TABLES.get(port, port): x for port, x in tensors.items()}
+        most = tensors["page_table_k"].get_dim()[2] * tensors["k"].get_dim()[2]
+        return self.base.emit(pygraph, named, {**common, "paged_attention_max_seq_len_kv": most})
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        (b, h, s, d), (*_, tokens, e) = shapes["q"], shapes["v"]
+        return 2 * b * h * s * shapes["page_table_k"][2] * tokens * (d + e)
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        return Node.jvp(self, g, tangents, inputs, outputs)
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
+        """As further examples, of the same pages."""
+        if not batched & {"k", "v"}:
+            yield dict.fromkeys({*tensors} - {"k", "v"}, 0)
+
+    def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Some examples at a time: only their keys and values are brought together."""
+        attention = self.base.attention(precision)
+
+        @jax.checkpoint
+        def one(each: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            of = {"q": each["q"][None]}
+            for port in ("k", "v"):
+                pages = arrays[port][each[f"page_table_{port}"].reshape(-1)]  # (n, N, tokens, D)
+                heads = jnp.swapaxes(pages, 0, 1)
+                of[port] = heads.reshape(1, len(heads), -1, heads.shape[3])
+            lengths = {port: each[port].reshape(1, 1, 1, 1) for port in _LENGTHS}
+            o, total = attention.forward({**of, **lengths})
+            return o[0], total[0]
+
+        own = {port: x for port, x in arrays.items() if port not in ("k", "v")}
+        pages, (_, *page) = arrays["page_table_k"].shape[2], arrays["k"].shape
+        elements = max(pages * page[0] * page[1] * page[2], 1)
+        count = max(1, min(attention_reference._SCORES // elements, len(own["q"])))
+        return jax.lax.map(one, own, batch_size=count)[: len(self.results)]

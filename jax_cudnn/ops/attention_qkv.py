@@ -1,0 +1,151 @@
+"""Attention of queries, keys and values that lie in one array, as one projection writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError
+from .._core.graph.dims import Shape
+from .._core.graph.node import Node, View
+from .attention_arranged import Arranged
+
+if TYPE_CHECKING:
+    from .._core.graph.node import Tensors
+    from .._core.graph.spec import GraphSpec, Tensor
+
+_LENGTHS = ("seq_len_q", "seq_len_kv")
+_PORTS = "?bias: *bias, ?seq_len_q: *i, ?seq_len_kv: *j"
+
+
+@dataclass(frozen=True)
+class _Qkv(Arranged):
+    """What both directions have in common. ``heads`` are those of the queries: of the M = heads +
+    2 N heads of qkv the first ones, before N of keys and N of values."""
+
+    heads: int
+
+    integers = _LENGTHS
+
+    @property
+    def requires(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.requires
+
+    def checked(self, inputs: Mapping[str, Tensor]) -> None:
+        """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
+        self.sizes(inputs)
+        batch, tokens, heads, _ = inputs["qkv"].shape
+        of_keys = (heads - self.heads) // 2
+        if of_keys < 1 or heads != self.heads + 2 * of_keys or self.heads % of_keys:
+            raise GraphError(
+                "the numbers of heads do not fit",
+                expected="N heads of queries, and K of keys and of values, N a multiple of K",
+                got=f"{heads} heads in all, {self.heads} of queries",
+            )
+        wanted = dict.fromkeys(_LENGTHS, (batch, 1, 1, 1))
+        self.checked_shapes(inputs, {**wanted, "stats": (batch, self.heads, tokens, 1)})
+        self.checked_bias(inputs, (batch, self.heads, tokens, tokens))
+
+    def parts(self, heads: int) -> tuple[tuple[int, int], ...]:
+        """Where queries, keys and values begin and end among the heads."""
+        n = (heads - self.heads) // 2
+        return (0, self.heads), (self.heads, self.heads + n), (self.heads + n, heads)
+
+    def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
+        """Parts of (examples, tokens, heads, size), with heads in front of tokens."""
+        names = {"qkv": ("q", "k", "v"), "dQKV": ("dQ", "dK", "dV")}.get(port, (port,))
+        if port not in ("qkv", "dQKV", "o", "O", "dO"):
+            return ()
+        b, s, m, d = tensors[port].shape
+        strides = (s * m * d, d, m * d, 1)
+        parts = self.parts(m) if len(names) > 1 else ((0, m),)
+        return [
+            View(name, (b, last - first, s, d), strides, first * d)
+            for name, (first, last) in zip(names, parts, strict=True)
+        ]
+
+    def emit(
+        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        return self.base.emit(pygraph, tensors, common)
+
+    def arrays(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """As the reference takes them: q, k and v, and heads in front of tokens."""
+        found = {
+            port: jnp.swapaxes(x, 1, 2) if port in ("qkv", "o", "dO") else x
+            for port, x in arrays.items()
+        }
+        qkv = found.pop("qkv")
+        parts = (qkv[:, first:last] for first, last in self.parts(qkv.shape[1]))
+        return found | dict(zip("qkv", parts, strict=True))
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
+        """As further examples; a bias of all examples stays one, unless its gradient is wanted."""
+        if "bias" not in tensors or tensors["bias"].shape[0] == tensors["qkv"].shape[0]:
+            yield dict.fromkeys(tensors, 0)
+        elif "bias" not in batched and "dBias" not in tensors:
+            yield dict.fromkeys({*tensors} - {"bias"}, 0)
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        b, s, _, d = shapes["qkv"]
+        return 4 * b * self.heads * s * s * d
+
+
+@dataclass(frozen=True)
+class QkvSdpaBackward(_Qkv):
+    """Gradients of attention of one array, as one array, and dBias. Source: cuDNN documentation,
+    "Scaled Dot Product Attention Backward"."""
+
+    method = "qkv_sdpa_backward"
+    dims = f"qkv: b s m d, o: b s h d, dO: b s h d, stats: *l, {_PORTS} -> dQKV: b s m d, dBias: *m"
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ("dQKV", *self.base.results[3:])
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.checked(inputs)
+        return {
+            name: (inputs[port].shape, inputs[port].dtype)
+            for name, port in zip(self.results, ("qkv", "bias"), strict=False)
+        }
+
+    def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
+        if tensors["qkv"].shape[1] == 1:
+            return "cuDNN has no gradients of one query and one key"
+        return super().refuses(tensors, graph)
+
+    def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        found = self.base.attention(precision).backward(self.arrays(arrays))
+        whole = jnp.concatenate([found[port] for port in ("dQ", "dK", "dV")], axis=1)
+        found["dQKV"] = jnp.swapaxes(whole, 1, 2)
+        return tuple(found[port] for port in self.results)
+
+
+@dataclass(frozen=True)
+class QkvSdpa(_Qkv):
+    """Attention of qkv (B, S, M, D): O is (B, S, heads, D), Stats (B, heads, S, 1). Source: cuDNN
+    documentation, "Scaled Dot Product Attention Forward"."""
+
+    method = "qkv_sdpa"
+    dims = f"qkv: b s m d, {_PORTS} -> O: b s h d, Stats: *l"
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        self.checked(inputs)
+        b, s, _, d = inputs["qkv"].shape
+        found = {
+            "O": ((b, s, self.heads, d), inputs["qkv"].dtype),
+            "Stats": ((b, self.heads, s, 1), "float32"),
+        }
+        return {port: found[port] for port in self.results}
+
+    def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        o, total = self.base.attention(precision).forward(self.arrays(arrays))
+        return (jnp.swapaxes(o, 1, 2), total)[: len(self.results)]
+
+    def backward(self, wanted: Collection[str]) -> Node:
+        return QkvSdpaBackward(self.base.backward(wanted), self.heads)

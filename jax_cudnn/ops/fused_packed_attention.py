@@ -1,0 +1,210 @@
+"""Attention of examples that lie one behind the other, in the conventions of ``jax.nn``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError
+from .._core.graph.options import Options
+from .._core.graph.trace import GraphFunction
+from .arguments import chosen, floating
+from .attention import Sdpa
+from .attention_base import BOTTOM_RIGHT, TOP_LEFT
+from .attention_packed import PackedSdpa
+from .fused_attention import _check, _scaled, _window
+
+
+def _packed(g, q, k, v, bias, lengths, offsets, *, limits, **attributes):
+    ports = {"q": q, "k": k, "v": v, **lengths, **offsets}
+    if bias is not None:
+        ports["bias"] = bias
+    queries, keys = limits
+    node = PackedSdpa(Sdpa.create(**attributes), queries, keys, q.shape[0], k.shape[0])
+    return g._append(node, {port: x._state for port, x in ports.items()})
+
+
+PACKED = GraphFunction(_packed, name="packed_dot_product_attention")
+
+
+def packed_dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    query_offsets: jax.Array,
+    max_query_length: int,
+    key_value_offsets: jax.Array | None = None,
+    max_key_value_length: int | None = None,
+    scale: Any = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    bottom_right: bool = False,
+    return_residual: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Scaled dot-product attention of examples of different lengths, packed without padding.
+
+    The tokens of example i are those from ``offsets[i]`` up to ``offsets[i + 1]``; its queries see
+    its own keys alone: ``softmax(scale * query key^T + bias) value`` for each head. Letters: B
+    examples, T queries and S keys of all of them together, N heads of queries, K of keys and
+    values, H and E their sizes. From lengths to offsets:
+    ``jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")``.
+
+    Args:
+        query: (T, N, H); bfloat16 or float16 for cuDNN, float32 for XLA.
+        key: (S, K, H), of query's dtype. Each head serves N / K neighbouring ones of query.
+        value: (S, K, E), of query's dtype. E may differ from H.
+        bias: added to the scaled scores, by position in an example; it broadcasts to (B, N,
+            max_query_length, max_key_value_length). Has a gradient.
+        query_offsets: (B + 1,) in int32, ascending, between 0 and T. Tokens before the first and
+            behind the last one belong to no example.
+        max_query_length: at least the largest number of queries of an example; of more the rest
+            is left out. Plans are made for it: a few values of it are a few plans.
+        key_value_offsets: (B + 1,) in int32, between 0 and S; by default ``query_offsets``.
+        max_key_value_length: as max_query_length, of keys; by default that for self-attention,
+            and S else.
+        scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
+        is_causal: a query sees keys up to its own position in the example.
+        local_window_size: (left, right) or one number for both: a query sees so many keys before
+            and after its own position. With ``is_causal`` none after.
+        bottom_right: positions are counted so that the last query and the last key of an example
+            are at the same.
+        return_residual: also return the logarithm of each row's sum of exponentials.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
+        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+
+    Returns: (T, N, E) of query's dtype, 0 for queries that see no key and for tokens of no example,
+    whose gradients are 0, too; with ``return_residual`` also the natural logarithm of the sum of
+    ``exp`` of what softmax gets, (T, N) in float32, which is -inf for these. Both may be
+    differentiated.
+
+    Memory: that of the arrays, and in the backward cuDNN's workspace, which holds the gradient of
+    the queries in float32. Offsets out of range are brought into it, so nothing else is read.
+
+    Under vmap it runs once for each element; rather give all examples in one call.
+
+    Raises:
+        GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it.
+
+    Source: cuDNN documentation, "Scaled Dot Product Attention", ragged tensors.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> q, k = jnp.ones((100, 8, 64), "bfloat16"), jnp.ones((100, 2, 64), "bfloat16")
+        >>> offsets = jnp.array([0, 30, 90], "int32")  # examples of 30 and 60 tokens
+        >>> jc.ops.packed_dot_product_attention(
+        ...     q, k, k, query_offsets=offsets, max_query_length=64, is_causal=True
+        ... ).shape
+        (100, 8, 64)
+    """
+    query, key, value = (
+        _tokens(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    _check(query[None], key[None], value[None])
+    query, scale = _scaled(query, scale)
+    left, right = _window(local_window_size)
+    queries = _offsets("query_offsets", query_offsets)
+    if key_value_offsets is None:
+        keys, longest = queries, max_query_length
+    else:
+        keys, longest = _offsets("key_value_offsets", key_value_offsets), len(key)
+    if keys.shape != queries.shape:
+        raise GraphError(
+            "key_value_offsets is not of the same examples",
+            expected=f"int32{list(queries.shape)}, as query_offsets",
+            got=f"int32{list(keys.shape)}",
+        )
+    longest = longest if max_key_value_length is None else max_key_value_length
+    limits = (
+        _limit("max_query_length", max_query_length, len(query)),
+        _limit("max_key_value_length", longest, len(key)),
+    )
+    batch, heads = len(queries) - 1, query.shape[1]
+    scores = (batch, heads, *limits)
+    if 0 in (batch, *query.shape, *key.shape, *value.shape):
+        out = jnp.zeros((*query.shape[:2], value.shape[2]), query.dtype)
+        statistic = jnp.full(query.shape[:2], -jnp.inf)
+        return (out, statistic) if return_residual else out
+    queries, keys = jnp.clip(queries, 0, len(query)), jnp.clip(keys, 0, len(key))
+    out, statistic = chosen(PACKED, options, None, implementation)(
+        query, key, value, _bias(bias, scores, query),
+        {"seq_len_q": _lengths(queries, limits[0]), "seq_len_kv": _lengths(keys, limits[1])},
+        _in_elements(queries, keys, query, key, value),
+        limits=limits,
+        attn_scale=float(scale),
+        diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
+        diagonal_band_left_bound=left,
+        diagonal_band_right_bound=0 if is_causal else right,
+    )  # fmt: skip
+    return (out, statistic[..., 0]) if return_residual else out
+
+
+def _tokens(name: str, x: Any) -> jax.Array:
+    x = floating(name, x)
+    if x.ndim != 3:
+        raise GraphError(
+            f"{name} has the wrong rank",
+            expected="tokens, heads and size: (T, N, H), (S, K, H) and (S, K, E)",
+            got=f"{name} of shape {list(x.shape)}",
+        )
+    return x
+
+
+def _offsets(name: str, x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    if x.ndim != 1 or len(x) < 1 or x.dtype != jnp.int32:
+        raise GraphError(
+            f"{name} is not valid",
+            expected="int32[B + 1], where each example begins and the last one ends",
+            got=f"{x.dtype}{list(x.shape)}",
+            fix='of lengths: jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")',
+        )
+    return x
+
+
+def _limit(name: str, x: Any, tokens: int) -> int:
+    if not isinstance(x, (int, np.integer)) or isinstance(x, bool) or x < 1:
+        raise GraphError(
+            f"{name} is not valid",
+            expected="an integer of at least 1: plans are made for it, so it is static",
+            got=repr(x)[:200],
+        )
+    return max(1, min(int(x), tokens))
+
+
+def _lengths(offsets: jax.Array, limit: int) -> jax.Array:
+    return jnp.clip(jnp.diff(offsets), 0, limit).reshape(-1, 1, 1, 1)
+
+
+def _in_elements(
+    queries: jax.Array, keys: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array
+) -> dict[str, jax.Array]:
+    """Offsets in each array, in its elements: of as many where sizes are equal."""
+    n, h = query.shape[1:]
+    k, e = value.shape[1:]
+    per_token = {"q": n * h, "o": n * e, "stats": n}
+    found = {kind: queries * size for kind, size in per_token.items()}
+    found |= {"k": keys * (k * h), "v": keys * (k * e)}
+    return {f"ragged_offset_{kind}": x.reshape(-1, 1, 1, 1) for kind, x in found.items()}
+
+
+def _bias(bias: Any, scores: tuple[int, ...], query: jax.Array) -> jax.Array | None:
+    if bias is None:
+        return None
+    bias = floating("bias", bias)
+    shape = (*(1,) * (4 - bias.ndim), *bias.shape)
+    if bias.ndim > 4 or any(a not in (1, b) for a, b in zip(shape, scores, strict=True)):
+        raise GraphError(
+            "bias does not fit the scores",
+            expected="what broadcasts to (B, N, max_query_length, max_key_value_length) = "
+            f"{list(scores)}",
+            got=f"shape {list(bias.shape)}",
+        )
+    return bias.astype(query.dtype).reshape(shape)

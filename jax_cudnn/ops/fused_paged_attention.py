@@ -1,0 +1,271 @@
+"""Attention over a cache of keys and values in pages, and how tokens get there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dims import packed_strides
+from .._core.graph.options import Options
+from .._core.graph.trace import GraphFunction
+from .arguments import chosen, floating
+from .attention import Sdpa
+from .attention_base import BOTTOM_RIGHT, TOP_LEFT
+from .attention_paged import PagedSdpa
+from .fused_attention import _BY_TOKEN, _scaled, _window
+
+
+def _paged(g, q, k, v, integers, *, heads_first, **attributes):
+    for x in (q,) if heads_first else (q, k, v):
+        x.set_stride(packed_strides(x.shape, _BY_TOKEN))
+    ports = {"q": q, "k": k, "v": v, **integers}
+    node = PagedSdpa(Sdpa.create(**attributes))
+    out, statistic = g._append(node, {port: x._state for port, x in ports.items()})
+    return out.set_stride(packed_strides(out.shape, _BY_TOKEN)), statistic
+
+
+PAGED = GraphFunction(_paged, name="paged_dot_product_attention")
+
+
+def paged_dot_product_attention(
+    query: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    page_table: jax.Array,
+    *,
+    key_value_seq_lengths: jax.Array,
+    query_seq_lengths: jax.Array | None = None,
+    value_page_table: jax.Array | None = None,
+    heads_first: bool = False,
+    scale: Any = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    bottom_right: bool = True,
+    return_residual: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Scaled dot-product attention over keys and values in pages, as a server caches them.
+
+    Token t of example b is the one at ``t % U`` of page ``page_table[b, t // U]``; over these
+    ``softmax(scale * query key^T) value`` for each head, without bringing them together in memory.
+    One query an example is decoding, several with ``is_causal`` are a prefill (the last part of a
+    prompt, whose keys are in the pages already). Letters: B examples, T queries, n pages an
+    example, P pages of U tokens in all, N heads of queries, K of keys and values, H and E their
+    sizes.
+
+    Args:
+        query: (B, T, N, H); bfloat16 or float16 for cuDNN, float32 for XLA.
+        key_pages: (P, U, K, H), of query's dtype. Each head serves N / K neighbouring ones of
+            query.
+        value_pages: (P, U, K, E), of query's dtype.
+        page_table: (B, n) in int32, from 0 up to P - 1. Entries behind an example's length are not
+            read. Numbers out of range are brought into it: cuDNN would read foreign memory.
+        key_value_seq_lengths: (B,) in int32, how many keys each example has, at most n * U.
+        query_seq_lengths: (B,) in int32, how many queries; the rest give 0. By default T.
+        value_page_table: the same for value_pages, by default page_table. A cache that holds keys
+            in its even pages and values in its odd ones is given for both, with tables ``2 * t``
+            and ``2 * t + 1``.
+        heads_first: whether pages are (P, K, U, H) and (P, K, U, E). Either is read as it lies.
+        scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
+        is_causal: a query sees keys up to its own position.
+        local_window_size: (left, right) or one number for both: a query sees so many keys before
+            and after its own position. With ``is_causal`` none after.
+        bottom_right: positions are counted so that the last query and the last key of an example
+            are at the same; otherwise so that the first ones are.
+        return_residual: also return the logarithm of each row's sum of exponentials.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
+        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+
+    Returns: (B, T, N, E) of query's dtype, 0 for queries that see no key; with ``return_residual``
+    also the natural logarithm of the sum of ``exp`` of what softmax gets, (B, T, N) in float32.
+
+    Derivatives are XLA's, which brings together some examples' keys at a time: cuDNN has none of
+    keys in pages. Under vmap of all but the pages, elements are further examples.
+
+    Raises:
+        GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180; cuDNN documentation, "Scaled Dot Product Attention",
+    paged attention.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> query, pages = jnp.ones((2, 1, 8, 64), "bfloat16"), jnp.ones((9, 16, 2, 64), "bfloat16")
+        >>> table, lengths = jnp.array([[3, 1], [0, 8]], "int32"), jnp.array([20, 7], "int32")
+        >>> jc.ops.paged_dot_product_attention(
+        ...     query, pages, pages, table, key_value_seq_lengths=lengths
+        ... ).shape
+        (2, 1, 8, 64)
+    """
+    query, keys, values = (
+        _rank_four(name, x)
+        for name, x in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages))
+    )
+    _check(query, keys, values, heads_first)
+    tokens, heads = (2, 1) if heads_first else (1, 2)
+    query, scale = _scaled(query, scale)
+    left, right = _window(local_window_size)
+    right = 0 if is_causal else right
+    batch, count = query.shape[:2]
+    if count == 1 and bottom_right:
+        right = None  # the last query sees all keys anyway, and cuDNN has faster engines then
+    tables = {
+        "page_table_k": _table("page_table", page_table, batch, len(keys)),
+        "page_table_v": _table(
+            "value_page_table",
+            page_table if value_page_table is None else value_page_table,
+            batch,
+            len(values),
+        ),
+    }
+    pages = {x.shape[2] for x in tables.values()}
+    if len(pages) > 1:
+        raise GraphError(
+            "page_table and value_page_table have different shapes",
+            expected="as many pages of values as of keys",
+            got=" and ".join(map(str, sorted(pages))),
+        )
+    if query_seq_lengths is None:
+        query_seq_lengths = jnp.full(batch, count, jnp.int32)
+    most = pages.pop() * keys.shape[tokens]
+    lengths = {
+        "seq_len_q": _lengths("query_seq_lengths", query_seq_lengths, batch, count),
+        "seq_len_kv": _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
+    }
+    if not heads_first:
+        keys, values = jnp.swapaxes(keys, tokens, heads), jnp.swapaxes(values, tokens, heads)
+    out, statistic = chosen(PAGED, options, None, implementation)(
+        jnp.swapaxes(query, 1, 2), keys, values, tables | lengths,
+        heads_first=heads_first,
+        attn_scale=float(scale),
+        diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
+        diagonal_band_left_bound=left,
+        diagonal_band_right_bound=right,
+    )  # fmt: skip
+    out, statistic = jnp.swapaxes(out, 1, 2), jnp.swapaxes(statistic[..., 0], 1, 2)
+    return (out, statistic) if return_residual else out
+
+
+def write_pages(
+    pages: jax.Array,
+    new: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    seq_lengths: jax.Array | None = None,
+    heads_first: bool = False,
+) -> jax.Array:
+    """The pages with new tokens in them, as :func:`paged_dot_product_attention` reads them.
+
+    Token t of ``new[b]`` goes to position ``positions[b] + t`` of example b. Under ``jax.jit`` with
+    the pages donated (``donate_argnums``) they are written where they lie.
+
+    Args:
+        pages: (P, U, K, H), or (P, K, U, H) with ``heads_first``.
+        new: (B, T, K, H); cast to the dtype of pages.
+        page_table: (B, n) in int32. What would go to a page out of range, or behind the last one
+            of an example, is left out.
+        positions: (B,) in int32, the number of tokens that each example has already.
+        seq_lengths: (B,) in int32, how many of the T tokens there are; by default all.
+        heads_first: how the pages lie.
+
+    Returns: the shape and dtype of pages.
+
+    Raises:
+        GraphError: shapes or dtypes do not fit.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> pages, new = jnp.zeros((9, 16, 2, 64)), jnp.ones((2, 1, 2, 64))
+        >>> table, lengths = jnp.array([[3, 1], [0, 8]], "int32"), jnp.array([20, 7], "int32")
+        >>> pages = jc.ops.write_pages(pages, new, table, lengths)
+        >>> bool((pages[1, 4] == 1).all() and (pages[0, 7] == 1).all())
+        True
+    """
+    pages, new = _rank_four("pages", pages), _rank_four("new", new)
+    count, tokens = len(pages), pages.shape[2 if heads_first else 1]
+    sizes = (pages.shape[1 if heads_first else 2], pages.shape[3])
+    batch, length = new.shape[:2]
+    if new.shape[2:] != sizes:
+        raise GraphError(
+            "new does not fit the pages",
+            expected=f"(B, T, K, H) with K, H = {list(sizes)}",
+            got=str(list(new.shape)),
+        )
+    table = _integers("page_table", page_table, (batch, None))
+    first = _integers("positions", positions, (batch,))
+    step = jnp.arange(length, dtype=jnp.int32)
+    at = first[:, None] + step
+    page = jnp.take_along_axis(table, at // tokens, axis=1, mode="fill", fill_value=count)
+    there = (at >= 0) & (page >= 0)
+    if seq_lengths is not None:
+        there &= step < _integers("seq_lengths", seq_lengths, (batch,))[:, None]
+    page, slot = jnp.where(there, page, count), at % tokens  # page ``count`` is dropped
+    new = new.astype(pages.dtype)
+    if heads_first:
+        return pages.at[page, :, slot].set(new, mode="drop")
+    return pages.at[page, slot].set(new, mode="drop")
+
+
+def _rank_four(name: str, x: Any) -> jax.Array:
+    x = floating(name, x)
+    if x.ndim != 4:
+        raise GraphError(
+            f"{name} has the wrong rank",
+            expected="query and new (B, T, N, H), pages (P, U, K, H)",
+            got=f"{name} of shape {list(x.shape)}",
+        )
+    return x
+
+
+def _check(query: jax.Array, keys: jax.Array, values: jax.Array, heads_first: bool) -> None:
+    token, head = (2, 1) if heads_first else (1, 2)
+    n, h = query.shape[2:]
+    k = keys.shape[head]
+    fits = keys.shape[3] == h and keys.shape[1:3] == values.shape[1:3]
+    if not fits or k == 0 or n % k or not len(keys) or not len(values) or not keys.shape[token]:
+        lies = "P, K, U" if heads_first else "P, U, K"
+        raise GraphError(
+            "query and pages do not fit together",
+            expected=f"(B, T, N, H), ({lies}, H) and ({lies}, E), with N a multiple of K and at "
+            "least one page",
+            got=f"{list(query.shape)}, {list(keys.shape)} and {list(values.shape)}",
+            fix="say how the pages lie, heads_first=True for (P, K, U, H)",
+        )
+    if not query.dtype == keys.dtype == values.dtype:
+        raise GraphTypeError(
+            "query and pages have different dtypes",
+            expected="one dtype",
+            got=f"{query.dtype}, {keys.dtype} and {values.dtype}",
+            fix="cast them before the call",
+        )
+
+
+def _integers(name: str, x: Any, shape: tuple[int | None, ...]) -> jax.Array:
+    x = jnp.asarray(x)
+    fits = x.ndim == len(shape) and all(
+        size in (None, own) for size, own in zip(shape, x.shape, strict=True)
+    )
+    if not fits or x.dtype != jnp.int32 or 0 in x.shape[1:]:
+        wanted = ", ".join("n" if size is None else str(size) for size in shape)
+        raise GraphError(
+            f"{name} is not valid", expected=f"int32[{wanted}]", got=f"{x.dtype}{list(x.shape)}"
+        )
+    return x
+
+
+def _table(name: str, x: Any, batch: int, count: int) -> jax.Array:
+    """(B, 1, n, 1), with numbers of pages that there are."""
+    table = jnp.clip(_integers(name, x, (batch, None)), 0, count - 1)
+    return table.reshape(batch, 1, -1, 1)
+
+
+def _lengths(name: str, x: Any, batch: int, most: int) -> jax.Array:
+    return jnp.clip(_integers(name, x, (batch,)), 0, most).reshape(batch, 1, 1, 1)

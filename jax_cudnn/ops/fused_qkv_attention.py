@@ -1,0 +1,122 @@
+"""Attention of one array of queries, keys and values, in the conventions of ``jax.nn``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError
+from .._core.graph.options import Options
+from .._core.graph.trace import GraphFunction
+from .arguments import chosen, floating
+from .attention import Sdpa
+from .attention_base import BOTTOM_RIGHT, TOP_LEFT
+from .attention_qkv import QkvSdpa
+from .fused_attention import _bias, _lengths, _window
+
+
+def _qkv(g, qkv, bias, lengths, *, heads, **attributes):
+    ports = {"qkv": qkv} if bias is None else {"qkv": qkv, "bias": bias}
+    if lengths is not None:
+        ports |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
+    node = QkvSdpa(Sdpa.create(**attributes), heads)
+    return g._append(node, {port: x._state for port, x in ports.items()})
+
+
+QKV = GraphFunction(_qkv, name="dot_product_attention_qkv")
+
+
+def dot_product_attention_qkv(
+    qkv: jax.Array,
+    num_heads: int | None = None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    bottom_right: bool = False,
+    return_residual: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Self-attention of queries, keys and values in one array, read where they lie.
+
+    ``dot_product_attention(qkv[:, :, :N], qkv[:, :, N : N + K], qkv[:, :, N + K :])``, for which
+    XLA would copy the three parts; in the backward the gradients are written as one array, which
+    XLA would put together. What a projection of all three computes is
+    ``jnp.einsum("btm,mhd->bthd", x, weights)``, of weights (model, N + 2 K, H). Letters: B
+    examples, T tokens, N heads of queries, K of keys and values, H their size.
+
+    Args:
+        qkv: (B, T, N + 2 K, H), heads of queries first, then those of keys, then of values, with
+            ``num_heads``; or (B, T, 3, N, H). bfloat16 or float16 for cuDNN, float32 for XLA.
+        num_heads: N, the heads of queries. Each head of keys serves N / K neighbouring ones.
+        bias: added to the scaled scores; of rank 4 or less and broadcast to (B, N, T, T). Has a
+            gradient.
+        mask: True where a key is seen, broadcast like bias; it becomes a bias in memory.
+        scale: factor of the scores, a Python number, by default ``H**-0.5``.
+        is_causal: a query sees keys up to its own position.
+        query_seq_lengths: (B,) in int32, how many queries each example has; the rest give 0.
+        key_value_seq_lengths: (B,) in int32, how many keys.
+        local_window_size: (left, right) or one number for both: a query sees so many keys before
+            and after its own position. With ``is_causal`` none after.
+        bottom_right: positions are counted from the last query and the last key.
+        return_residual: also return the logarithm of each row's sum of exponentials.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
+        options: how to choose the plan, see :class:`jax_cudnn.Options`.
+
+    Returns: (B, T, N, H), and with ``return_residual`` (B, T, N) in float32, both as those of
+    :func:`dot_product_attention`.
+
+    Parts that are not side by side in these orders (heads of queries, keys and values in turn) are
+    no array that cuDNN reads: give them to :func:`dot_product_attention`, which costs a copy.
+
+    Raises:
+        GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it.
+
+    Source: cuDNN documentation, "Scaled Dot Product Attention", strides.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> qkv = jnp.ones((2, 128, 8 + 2 * 2, 64), "bfloat16")
+        >>> jc.ops.dot_product_attention_qkv(qkv, 8, is_causal=True).shape
+        (2, 128, 8, 64)
+    """
+    qkv, heads, of_keys = _parts(floating("qkv", qkv), num_heads)
+    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    left, right = _window(local_window_size)
+    b, t, _, size = qkv.shape
+    query, key = (jax.ShapeDtypeStruct((b, t, n, size), qkv.dtype) for n in (heads, of_keys))
+    out, statistic = chosen(QKV, options, None, implementation)(
+        qkv, _bias(bias, mask, query, key),
+        _lengths(query_seq_lengths, key_value_seq_lengths, query, key),
+        heads=heads,
+        attn_scale=scale,
+        diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
+        diagonal_band_left_bound=left,
+        diagonal_band_right_bound=0 if is_causal else right,
+    )  # fmt: skip
+    return (out, jnp.swapaxes(statistic[..., 0], 1, 2)) if return_residual else out
+
+
+def _parts(qkv: jax.Array, heads: Any) -> tuple[jax.Array, int, int]:
+    """The array with rank 4, and the heads of its queries and of its keys."""
+    if qkv.ndim == 5 and qkv.shape[2] == 3 and heads in (None, qkv.shape[3]):
+        b, t, _, n, h = qkv.shape
+        return qkv.reshape(b, t, 3 * n, h), n, n
+    valid = isinstance(heads, (int, np.integer)) and not isinstance(heads, bool) and heads > 0
+    of_keys = (qkv.shape[2] - heads) // 2 if qkv.ndim == 4 and valid else 0
+    if of_keys < 1 or qkv.shape[2] != heads + 2 * of_keys or heads % of_keys:
+        raise GraphError(
+            "qkv and num_heads do not fit together",
+            expected="(B, T, 3, N, H), or (B, T, N + 2 K, H) with num_heads=N, a multiple of K",
+            got=f"{list(qkv.shape)}, num_heads={heads!r}",
+        )
+    return qkv, int(heads), of_keys
