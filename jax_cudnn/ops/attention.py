@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .._core.graph.spec import Tensor
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
+    from .score_mod import ScoreMod
 
 
 @register
@@ -41,10 +42,12 @@ class SdpaBackward(Attending):
         bias: as in the forward.
         seq_len_q: as in the forward.
         seq_len_kv: as in the forward.
+        score_mod_operands: as in the forward.
         attn_scale: as in the forward.
         diagonal_alignment: as in the forward.
         diagonal_band_left_bound: as in the forward.
         diagonal_band_right_bound: as in the forward.
+        score_mod: as in the forward.
         dBias: whether that is computed, too.
         use_deterministic_algorithm: an engine whose sums have one order.
 
@@ -55,7 +58,8 @@ class SdpaBackward(Attending):
     method = "sdpa_backward"
     dims = (
         "q: b h s d, k: b n t d, v: b n t e, o: b h s e, dO: b h s e, stats: *l, ?bias: *m, "
-        "?seq_len_q: *i, ?seq_len_kv: *j -> dQ: b h s d, dK: b n t d, dV: b n t e, dBias: *m"
+        "?seq_len_q: *i, ?seq_len_kv: *j, ?*score_mod_operands: *o "
+        "-> dQ: b h s d, dK: b n t d, dV: b n t e, dBias: *m"
     )
     deterministic = False
     examples = (
@@ -105,6 +109,12 @@ class SdpaBackward(Attending):
         attributes = super().keywords()
         return {name: value for name, value in attributes.items() if value is not False}
 
+    def callbacks(self, mod: ScoreMod, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        from .score_mod_emission import Emission
+
+        both = Emission(mod, tensors).with_derivative()
+        return {"score_mod": both.forward, "score_mod_bprop": both.backward}
+
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
     ) -> tuple[Any, ...]:
@@ -136,11 +146,16 @@ class Sdpa(Attending):
         bias: added to the scaled scores, (B, H, Sq, Skv) with any of these 1; optional.
         seq_len_q: how many queries of each example there are, (B, 1, 1, 1) in int32; optional.
         seq_len_kv: how many keys; together with seq_len_q.
+        score_mod_operands: a list of what score_mod reads, each of the scores' shape
+            (B, H, Sq, Skv), with any of these 1; floats, or int32; optional.
         attn_scale: factor of the scores.
         diagonal_alignment: "TOP_LEFT" or "BOTTOM_RIGHT", or the member of
             ``cudnn.diagonal_alignment``.
         diagonal_band_left_bound: left, at least 1; None for all keys on that side.
         diagonal_band_right_bound: right, at least 0, which is causal attention; None for all.
+        score_mod: ``f(score, b, h, q, kv, *score_mod_operands)``, a function in jnp of the scaled
+            scores, which gives those that bias, band and lengths are applied to; see
+            :func:`jax_cudnn.ops.dot_product_attention`.
         generate_stats: whether Stats is a result.
 
     Returns: O, (B, H, Sq, E) of q's dtype, and Stats, (B, H, Sq, 1) in float32: the natural
@@ -150,7 +165,8 @@ class Sdpa(Attending):
 
     method = "sdpa"
     dims = (
-        "q: b h s d, k: b n t d, v: b n t e, ?bias: *m, ?seq_len_q: *i, ?seq_len_kv: *j "
+        "q: b h s d, k: b n t d, v: b n t e, ?bias: *m, ?seq_len_q: *i, ?seq_len_kv: *j, "
+        "?*score_mod_operands: *o "
         "-> O: b h s e, Stats: *l"
     )
     examples = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node
 from .attention_reference import Attention, Band
+from .score_mod import ScoreMod, folds, is_operand, prepared
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors
@@ -54,6 +56,18 @@ class Attending(Node):
     diagonal_alignment: str = TOP_LEFT
     diagonal_band_left_bound: int | None = None
     diagonal_band_right_bound: int | None = None
+    score_mod: Any = None
+
+    @classmethod
+    def prepared(cls, given: dict[str, Any]) -> dict[str, Any]:
+        names = ("diagonal_alignment", "diagonal_band_left_bound", "diagonal_band_right_bound")
+
+        def band(given: dict[str, Any]) -> Band:
+            plain = Attending.create(**{name: given[name] for name in names if name in given})
+            assert isinstance(plain, Attending)
+            return plain.band
+
+        return prepared(given, band)
 
     @classmethod
     def create(cls, **attributes: Any) -> Node:
@@ -83,7 +97,9 @@ class Attending(Node):
                     expected="int32",
                     got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
                 )
-        return super().sizes({port: x for port, x in inputs.items() if port not in _LENGTHS})
+        return super().sizes(
+            {p: x for p, x in inputs.items() if p not in _LENGTHS and not is_operand(p)}
+        )
 
     def checked(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
@@ -130,10 +146,18 @@ class Attending(Node):
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """As further examples; a bias of all examples stays one, unless its gradient is wanted."""
+        if self.score_mod is not None:
+            yield from folds(self.score_mod, batched, tensors, ["bias"] * ("dBias" in tensors))
+            return
         if "bias" not in tensors or tensors["bias"].shape[0] == tensors["q"].shape[0]:
             yield dict.fromkeys(tensors, 0)
         elif "bias" not in batched and "dBias" not in tensors:
             yield dict.fromkeys({*tensors} - {"bias"}, 0)
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
+        if self.score_mod is None:
+            return self
+        return dataclasses.replace(self, score_mod=self.score_mod.folded(size, fold))
 
     def keywords(self) -> dict[str, Any]:
         attributes = super().keywords()
@@ -151,8 +175,17 @@ class Attending(Node):
             keywords["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, alignment)
         if _LENGTHS[0] in tensors:
             keywords["use_padding_mask"] = True
+        if self.score_mod is not None:
+            keywords |= self.callbacks(self.score_mod, tensors)
+            tensors = {port: x for port, x in tensors.items() if not is_operand(port)}
         made = getattr(pygraph, self.method)(**tensors, **keywords, **common)
         return tuple(tensor for tensor in made if tensor is not None)
 
+    def callbacks(self, mod: ScoreMod, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by which cuDNN is given a function of the scores."""
+        from .score_mod_emission import Emission  # for planning alone
+
+        return {"score_mod": Emission(mod, tensors).forward}
+
     def attention(self, precision: Any) -> Attention:
-        return Attention(self.attn_scale, self.band, precision)
+        return Attention(self.attn_scale, self.band, precision, self.score_mod)
