@@ -157,8 +157,10 @@ class _Seen:
 
     def __call__(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
         lengths = operands[self.count :]
-        seen = [position < n for position, n in zip((q, kv), lengths, strict=False)]
         left, right, bottom_right = self.band.left, self.band.right, self.band.bottom_right
+        seen = [position < n for position, n in zip((q, kv), lengths, strict=False)]
+        if lengths and bottom_right and right == 0:
+            del seen[1]  # the last query sees the last key, and none behind it
         queries, keys = lengths if lengths else self.sizes
         at, position = q, kv
         if bottom_right and lengths:  # cuDNN broadcasts a length beside an index, and no other

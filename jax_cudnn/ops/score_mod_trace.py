@@ -58,10 +58,9 @@ class Traced(GraphBuilder):
         closed = jax.make_jaxpr(function, return_shape=True)
         jaxpr, result = closed(*given)
         self._check(function, result)
-        consts = [self._closed_over(x) for x in jaxpr.consts]
         indices = [functools.partial(self._index, axis) for axis in range(4)]
         values = [self.score, *indices, *self.operands]
-        (out,) = self._run(jaxpr.jaxpr, consts, values)
+        (out,) = self._run(jaxpr.jaxpr, [self._closed_over(x) for x in jaxpr.consts], values)
         out = self._full(out)
         if out.name in self._inputs:
             out = self._made("identity", out)
@@ -242,10 +241,13 @@ def _stretched(x: Any, eqn: Any) -> Any:
 
 def _folded(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """An operation on what is known while tracing."""
-    shapes = {np.shape(x) for x in operands}
     arrays = [np.asarray(x) for x in operands]
-    if len(shapes) > 1 and eqn.primitive.name in _PRIMITIVES:
+    if eqn.primitive.name in _PRIMITIVES:  # small arrays stay so
         arrays = np.broadcast_arrays(*arrays)
+    else:
+        arrays = [np.broadcast_to(x, v.aval.shape) for x, v in zip(arrays, eqn.invars, strict=True)]
+    if not all(isinstance(v.aval.dtype, np.dtype) for v in eqn.outvars):  # keys of random numbers
+        raise GraphError(f"score_mod: it uses {eqn.primitive.name}", expected=_TAKEN)
     with jax.ensure_compile_time_eval():
         given = [jnp.asarray(x, y.aval.dtype) for x, y in zip(arrays, eqn.invars, strict=True)]
         made = eqn.primitive.bind(*given, **eqn.params)
@@ -369,6 +371,7 @@ _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "sign": _sign,
     "square": lambda g, eqn, x: g._made("mul", x, x),
     "integer_pow": _power,
+    "erfc": lambda g, eqn, x: g._made("add", g._made("neg", g._made("erf", x)), 1.0),
     "exp2": lambda g, eqn, x: g._made("exp", g._made("mul", x, math.log(2))),
     "expm1": lambda g, eqn, x: g._made("sub", g._made("exp", x), 1.0),
     "log1p": lambda g, eqn, x: g._made("log", g._made("add", x, 1.0)),
