@@ -18,6 +18,7 @@ from . import normalization as normalization
 from . import pointwise as pointwise
 from . import pooling as pooling
 from . import reduction as reduction
+from . import score_mods as score_mods
 from . import slicing as slicing
 from . import statistics as statistics
 from .bucketing import bucket as bucket

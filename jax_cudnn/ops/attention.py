@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .._core.graph.spec import GraphSpec, Tensor
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
+    from .score_mod import ScoreMod
 
 
 _OPTIONAL = {"dBias": "bias", "dSink_token": "sink_token"}
@@ -58,12 +59,14 @@ class SdpaBackward(Attending):
         dropout_mask: as in the forward.
         sink_token: as in the forward.
         block_mask: as in the forward; then XLA runs it.
+        score_mod_operands: as in the forward.
         attn_scale: as in the forward.
         diagonal_alignment: as in the forward.
         diagonal_band_left_bound: as in the forward.
         diagonal_band_right_bound: as in the forward.
         dropout_probability: as in the forward.
         use_alibi_mask: as in the forward.
+        score_mod: as in the forward.
         dBias: whether that is computed, too.
         dSink_token: whether that is; cuDNN adds it up in no fixed order.
         use_deterministic_algorithm: sums have one order. Set by ``Options(deterministic=True)``.
@@ -80,7 +83,7 @@ class SdpaBackward(Attending):
     dims = (
         "q: b h s d, k: b n t d, v: b n t e, o: b h s e, dO: b h s e, stats: *l, ?bias: *m, "
         "?seq_len_q: *i, ?seq_len_kv: *j, ?seed: *w, ?offset: *x, ?dropout_mask: *y, "
-        "?sink_token: *z, ?block_mask: *a "
+        "?sink_token: *z, ?block_mask: *a, ?*score_mod_operands: *s "
         "-> dQ: b h s d, dK: b n t d, dV: b n t e, dBias: *m, dSink_token: *z"
     )
     examples = (
@@ -164,6 +167,12 @@ class SdpaBackward(Attending):
         attributes = super().keywords()
         return {name: value for name, value in attributes.items() if value is not False}
 
+    def callbacks(self, mod: ScoreMod, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        from .score_mod_emission import Emission
+
+        both = Emission(mod, tensors).with_derivative()
+        return {"score_mod": both.forward, "score_mod_bprop": both.backward}
+
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
     ) -> tuple[Any, ...]:
@@ -210,6 +219,8 @@ class Sdpa(Attending):
         block_mask: which tiles of 128 queries see which tiles of 128 keys, in bits:
             (B, H, ceil(Sq / 128), ceil(ceil(Skv / 128) / 8)) in uint8, bit ``j`` of byte ``i`` for
             tile ``8 i + j``. cuDNN has an engine for Blackwell, from 9.26 on.
+        score_mod_operands: a list of what score_mod reads, each of the scores' shape
+            (B, H, Sq, Skv), with any of these 1; floats, or int32; optional.
         attn_scale: factor of the scores.
         diagonal_alignment: "TOP_LEFT" or "BOTTOM_RIGHT", or the member of
             ``cudnn.diagonal_alignment``.
@@ -219,6 +230,9 @@ class Sdpa(Attending):
             divided by one minus that.
         use_alibi_mask: add ``slope * (j - i)`` to the scores, a slope for each head (Press et al.
             2022, arXiv:2108.12409); with diagonal_band_right_bound=0 alone.
+        score_mod: ``f(score, b, h, q, kv, *score_mod_operands)``, a function in jnp of the scaled
+            scores, which gives those that bias, band and lengths are applied to; see
+            :func:`jax_cudnn.ops.dot_product_attention`.
         generate_stats: whether Stats is a result.
         rng_dump: whether RNG_DUMP is.
 
@@ -231,8 +245,8 @@ class Sdpa(Attending):
     method = "sdpa"
     dims = (
         "q: b h s d, k: b n t d, v: b n t e, ?bias: *m, ?seq_len_q: *i, ?seq_len_kv: *j, "
-        "?seed: *w, ?offset: *x, ?dropout_mask: *y, ?sink_token: *z, ?block_mask: *a "
-        "-> O: b h s e, Stats: *l, RNG_DUMP: *r"
+        "?seed: *w, ?offset: *x, ?dropout_mask: *y, ?sink_token: *z, ?block_mask: *a, "
+        "?*score_mod_operands: *s -> O: b h s e, Stats: *l, RNG_DUMP: *r"
     )
     examples = (
         Example(

@@ -56,6 +56,10 @@ class Arranged(Node):
     def linear_in(self, port: str) -> bool:
         return self.base.linear_in(port)
 
+    @property
+    def score_mod(self) -> Any:
+        return self.base.score_mod
+
     def keywords(self) -> dict[str, Any]:
         return self.base.keywords() | {
             name: value for name, value in super().keywords().items() if name != "base"

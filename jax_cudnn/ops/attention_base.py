@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node
 from . import attention_extras as extras
 from .attention_reference import Attention, Band
+from .score_mod import ScoreMod, folds, is_operand, prepared
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors
@@ -57,10 +59,22 @@ class Attending(Node):
     diagonal_band_right_bound: int | None = None
     dropout_probability: float | None = None
     use_alibi_mask: bool = False
+    score_mod: Any = None
 
     @property
     def paired(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.dropout_probability is not None
+
+    @classmethod
+    def prepared(cls, given: dict[str, Any]) -> dict[str, Any]:
+        names = ("diagonal_alignment", "diagonal_band_left_bound", "diagonal_band_right_bound")
+
+        def band(given: dict[str, Any]) -> Band:
+            plain = Attending.create(**{name: given[name] for name in names if name in given})
+            assert isinstance(plain, Attending)
+            return plain.band
+
+        return prepared(given, band)
 
     @classmethod
     def create(cls, **attributes: Any) -> Node:
@@ -94,7 +108,9 @@ class Attending(Node):
                     got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
                 )
         other = (*_LENGTHS, *extras.RAW)
-        return super().sizes({port: x for port, x in inputs.items() if port not in other})
+        return super().sizes(
+            {p: x for p, x in inputs.items() if p not in other and not is_operand(p)}
+        )
 
     def checked(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
@@ -157,12 +173,19 @@ class Attending(Node):
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """As further examples; a bias of all examples stays one, unless its gradient is wanted."""
         ports = extras.folds(batched, tensors)
-        if not ports:
+        if self.score_mod is not None and ports:
+            yield from folds(self.score_mod, batched, ports, ["bias"] * ("dBias" in tensors))
+        if self.score_mod is not None or not ports:
             return
         if "bias" not in tensors or tensors["bias"].shape[0] == tensors["q"].shape[0]:
             yield dict.fromkeys(ports, 0)
         elif "bias" not in batched and "dBias" not in tensors:
             yield dict.fromkeys({*ports} - {"bias"}, 0)
+
+    def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
+        if self.score_mod is None:
+            return self
+        return dataclasses.replace(self, score_mod=self.score_mod.folded(size, fold))
 
     def keywords(self) -> dict[str, Any]:
         attributes = super().keywords()
@@ -185,9 +208,18 @@ class Attending(Node):
         tensors = dict(tensors)
         keywords.pop("dropout_probability", None)
         keywords |= extras.dropout_of(self, tensors)
+        if self.score_mod is not None:
+            keywords |= self.callbacks(self.score_mod, tensors)
+            tensors = {port: x for port, x in tensors.items() if not is_operand(port)}
         made = getattr(pygraph, self.method)(**tensors, **keywords, **common)
         return tuple(tensor for tensor in made if tensor is not None)
 
+    def callbacks(self, mod: ScoreMod, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by which cuDNN is given a function of the scores."""
+        from .score_mod_emission import Emission  # for planning alone
+
+        return {"score_mod": Emission(mod, tensors).forward}
+
     def attention(self, precision: Any) -> Attention:
-        dropped = {"dropout": self.dropout_probability, "alibi": self.use_alibi_mask}
-        return Attention(self.attn_scale, self.band, precision, **dropped)
+        further = {"dropout": self.dropout_probability, "alibi": self.use_alibi_mask}
+        return Attention(self.attn_scale, self.band, precision, **further, score_mod=self.score_mod)

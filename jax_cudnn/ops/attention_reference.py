@@ -9,16 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from . import attention_extras as extras
 
+if TYPE_CHECKING:
+    from .score_mod import ScoreMod
+
 _SCORES = 2**24  # scores that are in memory at a time, 64 MiB of float32
 
 Arrays = Mapping[str, jax.Array]
+OPERANDS = "score_mod_operands"
+"""How the names of those arrays begin that a function of the scores reads."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Attention:
     precision: Any = None
     dropout: float | None = None
     alibi: bool = False
+    score_mod: ScoreMod | None = None
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         """O, and the logarithm of each row's sum of exponentials, of q, k and v, and of bias,
@@ -75,13 +81,16 @@ class Attention:
                 keep = self._kept(rows, arrays, first)
                 along, used = along * keep, weights * keep
             slope = weights * (along - mean)
-            each = {"dQ": self.scale * self._product("bngst,bntd->bngsd", slope, k)}
-            summed = {
-                "dK": self.scale * self._product("bngst,bngsd->bntd", slope, rows["q"]),
-                "dV": self._product("bngst,bngse->bnte", used, rows["dO"]),
-            }
+            each: dict[str, jax.Array] = {}
+            summed = {"dV": self._product("bngst,bngse->bnte", used, rows["dO"])}
             if bias is not None:
                 (each if bias.shape[2] > 1 else summed)["dBias"] = _summed(slope, bias.shape)
+            if self.score_mod is not None:
+                raw = self._products(rows, arrays)
+                _, pull = jax.vjp(lambda scores: self._modified(scores, rows, first), raw)
+                (slope,) = pull(slope)
+            each["dQ"] = self.scale * self._product("bngst,bntd->bngsd", slope, k)
+            summed["dK"] = self.scale * self._product("bngst,bngsd->bntd", slope, rows["q"])
             return each, summed
 
         each, summed = _over_rows(block, _grouped(arrays), k.shape[2], sums=True)
@@ -130,15 +139,24 @@ class Attention:
 
     def _scores(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array:
         """Scaled scores in float32, -inf where a key is not seen."""
-        q, k = rows["q"], arrays["k"]
-        scores = self.scale * self._product("bngsd,bntd->bngst", q, k)
+        scores = self._modified(self._products(rows, arrays), rows, first)
         if "bias" in rows:
             scores = scores + rows["bias"].astype(jnp.float32)
         if self.alibi:
-            of_heads = extras.slopes(q.shape[1] * q.shape[2]).reshape(q.shape[1:3])
-            i, j = self._positions(arrays, first, q.shape[3])
+            n, g = scores.shape[1:3]
+            of_heads = extras.slopes(n * g).reshape(n, g)
+            i, j = self._positions(arrays, first, scores.shape[3])
             scores = scores + of_heads[:, :, None, None] * (j - i).astype(jnp.float32)
-        return jnp.where(self._seen(arrays, first, q.shape[3]), scores, -jnp.inf)
+        return jnp.where(self._seen(arrays, first, scores.shape[3]), scores, -jnp.inf)
+
+    def _products(self, rows: Arrays, arrays: Arrays) -> jax.Array:
+        return self.scale * self._product("bngsd,bntd->bngst", rows["q"], arrays["k"])
+
+    def _modified(self, scores: jax.Array, rows: Arrays, first: jax.Array) -> jax.Array:
+        if self.score_mod is None:
+            return scores
+        operands = {port: _heads(rows[port]) for port in self.score_mod.ports}
+        return self.score_mod(_heads(scores), first, operands).reshape(scores.shape)
 
     def _seen(self, arrays: Arrays, first: jax.Array, count: int) -> jax.Array:
         """Whether a query sees a key, for ``count`` queries from ``first`` on: (B, 1, 1, S, T)."""
@@ -196,7 +214,8 @@ def _grouped(arrays: Arrays) -> dict[str, jax.Array]:
     """Arrays with rows of queries, with the heads in groups by that of k: (B, N, G, S, ...)."""
     heads = arrays["k"].shape[1]
     found = {}
-    for name in ("q", "bias", "o", "dO", "stats", "dropout_mask"):
+    operands = (name for name in arrays if name.startswith(OPERANDS))
+    for name in ("q", "bias", "o", "dO", "stats", "dropout_mask", *operands):
         x = arrays.get(name)
         if x is not None:
             groups = (1, 1) if x.shape[1] == 1 else (heads, x.shape[1] // heads)
@@ -230,7 +249,10 @@ def _over_rows(
         if x.shape[3] == 1:  # a bias of all queries
             return jnp.broadcast_to(x, (blocks, *x.shape))
         behind = [(0, blocks * count - queries if axis == 3 else 0) for axis in range(5)]
-        padded = jnp.pad(x, behind, constant_values=-jnp.inf if name == "stats" else 0)
+        if name.startswith(OPERANDS):  # no function meets a value that it does not know
+            padded = jnp.pad(x, behind, mode="edge")
+        else:
+            padded = jnp.pad(x, behind, constant_values=-jnp.inf if name == "stats" else 0)
         return jnp.moveaxis(padded.reshape(*x.shape[:3], blocks, count, *x.shape[4:]), 3, 0)
 
     def joined(x: jax.Array) -> jax.Array:

@@ -14,9 +14,10 @@ from .._core.graph.node import Node
 from .attention import Sdpa
 from .attention_arranged import Arranged
 from .attention_extras import sink_gradient
+from .score_mod import is_operand
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from .._core.graph.node import Tensors, Values
     from .._core.graph.spec import Tensor
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _GRADIENTS = {
     "q": "dQ", "k": "dK", "v": "dV", "qkv": "dQKV", "bias": "dBias", "sink_token": "dSink_token",
 }  # fmt: skip
+_LARGEST = 3e38  # of float32, nearly
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class AttentionTangent(Tangent):
     ) -> dict[str, GraphTensor]:
         out = self.made["O"]
         linear = {port: name for port, name in self.given.items() if name not in inputs}
+        of_mod = {port: name for port, name in linear.items() if is_operand(port)}
         if out not in cotangents or not {*inputs} >= {*self._read}:
             return super().transpose(g, cotangents, inputs, tensors)
         assert isinstance(self.base, (Sdpa, Arranged))
@@ -80,22 +83,46 @@ class AttentionTangent(Tangent):
         inner = [port for port in self.inner if port != "dropout_mask" or not drawn]
         values = {port: inputs[port] for port in inner}
         values |= {"o": inputs["O"], "stats": inputs["Stats"], "dO": cotangents[out]}
+        if self.base.score_mod is not None and self.base.score_mod.hides:
+            values["stats"] = _finite(g, inputs["Stats"])
         made = g.apply(node, **values)
         found = dict(zip(node.results, made, strict=True))
         if "sink_token" in linear and apart:
             read = {port: values[port] for port in ("o", "dO", "stats", "sink_token")}
             (found["dSink_token"],) = g.apply(SinkGradient(), **read)
-        passed = {name: found[_GRADIENTS[port]] for port, name in linear.items()}
+        passed = {name: found[_GRADIENTS[p]] for p, name in linear.items() if p not in of_mod}
+        if of_mod:
+            passed |= self._by_reference(g, of_mod, cotangents, inner, inputs, tensors)
         others = tuple(name for name in cotangents if name != out)
         if others:  # of the statistic, which v does not move
-            moved = {port: name for port, name in linear.items() if port != "v"}
-            avals = tuple((n, tensors[n].shape, tensors[n].dtype) for n in moved.values())
-            if moved:
-                plain = dataclasses.replace(self, active=tuple(moved), inner=tuple(inner))
-                read = {port: inputs[port] for port in plain._read}
-                through = Transposed(plain, avals, others, tuple(read))
-                given = {through.given[name]: cotangents[name] for name in others}
-                further = g.apply(through, **read, **given)
-                for name, more in zip(moved.values(), further, strict=True):
-                    passed[name] = g.sum([passed[name], more])
+            moved = {p: name for p, name in linear.items() if p != "v" and p not in of_mod}
+            of_others = {name: cotangents[name] for name in others}
+            further = self._by_reference(g, moved, of_others, inner, inputs, tensors)
+            for name, more in further.items():
+                passed[name] = g.sum([passed[name], more])
         return passed
+
+    def _by_reference(
+        self,
+        g: Derivation,
+        moved: Mapping[str, str],
+        cotangents: Values,
+        inner: Sequence[str],
+        inputs: Values,
+        tensors: Tensors,
+    ) -> dict[str, GraphTensor]:
+        """What reaches the tangents ``moved`` from some cotangents, from the reference."""
+        if not moved:
+            return {}
+        avals = tuple((n, tensors[n].shape, tensors[n].dtype) for n in moved.values())
+        plain = dataclasses.replace(self, active=tuple(moved), inner=tuple(inner))
+        read = {port: inputs[port] for port in plain._read}
+        through = Transposed(plain, avals, tuple(cotangents), tuple(read))
+        given = {through.given[name]: x for name, x in cotangents.items()}
+        return dict(zip(moved.values(), g.apply(through, **read, **given), strict=True))
+
+
+def _finite(g: Derivation, stats: GraphTensor) -> GraphTensor:
+    """The statistic, so large where a query sees no key that the weights of all are 0: with -inf
+    cuDNN's backward computes no number."""
+    return g.binary_select(stats, _LARGEST, g.cmp_gt(stats, -_LARGEST))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,7 +25,22 @@ _MASKED = -0.7  # of the largest number: softmax of a row with nothing else is u
 
 
 def _attention(
-    g, q, k, v, bias, lengths, extras, *, scale, left, right, bottom_right, alibi, dropout
+    g,
+    q,
+    k,
+    v,
+    bias,
+    lengths,
+    extras,
+    operands=(),
+    *,
+    scale,
+    left,
+    right,
+    bottom_right,
+    alibi,
+    dropout,
+    score_mod=None,
 ):
     for x in (q, k, v):
         x.set_stride(packed_strides(x.shape, _BY_TOKEN))
@@ -31,6 +48,8 @@ def _attention(
     if lengths is not None:
         named |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
     named |= extras
+    if score_mod is not None:
+        named |= {"score_mod": score_mod, "score_mod_operands": operands}
     out, statistic = g.sdpa(
         q, k, v, **named,
         attn_scale=scale,
@@ -64,6 +83,8 @@ def dot_product_attention(
     sink: jax.Array | None = None,
     alibi: bool = False,
     block_mask: jax.Array | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_operands: Sequence[Any] = (),
     return_residual: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
@@ -107,6 +128,17 @@ def dot_product_attention(
         block_mask: which tiles of 128 queries see which tiles of 128 keys, booleans of shape
             (B or 1, N or 1, ceil(T / 128), ceil(S / 128)). cuDNN has a forward for Blackwell (from
             9.26 on); the backward, and all on other GPUs, is XLA's, which computes every tile.
+        score_mod: ``f(score, b, h, q, kv, *score_mod_operands)``, a function in jnp that gives what
+            stands for the scaled scores: ``score`` is (B, N, T, S) in float32, and the indices of
+            example, head, query and key are int32 and broadcast with it. Operators, comparisons,
+            ``jnp.where``, and functions of each element become part of cuDNN's kernel, and so does
+            their derivative; nothing may look at other scores. ``bias`` is added to its result, and
+            ``is_causal``, window and lengths hide keys of it. Ready ones are in
+            ``jax_cudnn.ops.score_mods``. A function that is equal to an earlier one is not traced
+            again; what it closes over is as under ``jax.jit``, arrays are traced at each call.
+        score_mod_operands: arrays that it reads, broadcast like bias; floats come to it as float32,
+            integers as int32 and booleans as such. Those of floats have gradients, which XLA
+            computes.
         return_residual: also return the logarithm of each row's sum of exponentials.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
@@ -147,15 +179,16 @@ def dot_product_attention(
     left, right = _window(local_window_size)
     if is_causal:
         right = 0
+    score_mod, operands = _modification(score_mod, score_mod_operands, query, key)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     lengths = _lengths(query_seq_lengths, key_value_seq_lengths, query, key)
     rate, extras = further(
         query, key, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
     )
     out, statistic = chosen(ATTENTION, options, None, implementation)(
-        q, k, v, _bias(bias, mask, query, key), lengths, extras,
+        q, k, v, _bias(bias, mask, query, key), lengths, extras, operands,
         scale=float(scale), left=left, right=right, bottom_right=bottom_right,
-        alibi=bool(alibi), dropout=rate,
+        alibi=bool(alibi), dropout=rate, score_mod=score_mod,
     )  # fmt: skip
     out, statistic = jnp.swapaxes(out, 1, 2), jnp.swapaxes(statistic[..., 0], 1, 2)
     out, statistic = (out, statistic) if rank == 4 else (out[0], statistic[0])
@@ -242,7 +275,7 @@ def _lengths(
 
 def _bias(bias: Any, mask: Any, query: _Aval, key: _Aval) -> jax.Array | None:
     """What is added to the scores for both, with rank 4."""
-    scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    scores = _scores(query, key)
     bias, mask = (_broadcasting(n, x, scores) for n, x in (("bias", bias), ("mask", mask)))
     if mask is None:
         return bias if bias is None else bias.astype(query.dtype)
@@ -256,6 +289,61 @@ def _bias(bias: Any, mask: Any, query: _Aval, key: _Aval) -> jax.Array | None:
     largest = float(jnp.finfo(query.dtype).max)
     seen = jnp.zeros((), query.dtype) if bias is None else bias.astype(query.dtype)
     return jnp.where(mask, seen, jnp.asarray(_MASKED * largest, query.dtype))
+
+
+@dataclass(frozen=True)
+class _Truths:
+    """A function of the scores some of whose operands are booleans, which graphs hold as 1 and 0."""
+
+    function: Callable[..., Any]
+    places: tuple[int, ...]
+
+    @property
+    def hides_queries(self) -> bool | None:
+        return getattr(self.function, "hides_queries", None)
+
+    @property
+    def __code__(self) -> Any:  # errors name the user's function
+        return getattr(self.function, "__code__", None)
+
+    def __call__(self, *arguments: Any) -> Any:
+        given, operands = arguments[:5], arguments[5:]
+        return self.function(
+            *given, *(x != 0 if i in self.places else x for i, x in enumerate(operands))
+        )
+
+
+def _modification(
+    function: Any, operands: Any, query: jax.Array, key: jax.Array
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """The function of the scores, and its operands as a graph takes them."""
+    if function is None and not operands:
+        return None, ()
+    if not callable(function):
+        raise GraphTypeError(
+            "score_mod is no function",
+            expected="f(score, b, h, q, kv, *score_mod_operands)",
+            got=f"{type(function).__name__}: {function!r}"[:200],
+        )
+    scores, found, truths = _scores(query, key), [], []
+    for i, given in enumerate(operands):
+        x = _broadcasting(f"score_mod_operands[{i}]", given, scores)
+        if x is None or jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise GraphTypeError(
+                f"score_mod_operands[{i}] is no array of numbers", got=repr(given)[:200]
+            )
+        if x.dtype == jnp.bool_:
+            truths.append(i)
+            x = x.astype(query.dtype)
+        elif jnp.issubdtype(x.dtype, jnp.integer):
+            x = x.astype(jnp.int32)
+        found.append(x.astype(jnp.float32) if x.dtype.itemsize == 8 else x)
+    return (_Truths(function, tuple(truths)) if truths else function), tuple(found)
+
+
+def _scores(query: jax.Array, key: jax.Array) -> tuple[int, ...]:
+    """The scores' shape."""
+    return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
 
 
 def _broadcasting(name: str, x: Any, scores: tuple[int, ...]) -> jax.Array | None:

@@ -117,6 +117,7 @@ class GraphBuilder:
             if compute is None and cls.product:
                 compute = self._options.compute_data_type
             given.pop("name", None)
+            given = cls.prepared(dict(given))
             ports = dict(ports_of(cls, given))
             node = static(cls.create(**given))
             if all(isinstance(value, numbers.Number) for value in ports.values()):

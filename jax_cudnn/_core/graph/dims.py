@@ -3,7 +3,7 @@
 ``"image: n c *x, weight: k i *r -> Y: n k *y"`` names two input ports and one output port.
 A letter is one dimension and has one size everywhere; ``*x`` is any number of dimensions;
 ``...`` is a shape that broadcasts with every other ``...`` (NumPy's rule at equal rank). A port
-written ``?name`` may be left out, one written ``*name`` takes a list of tensors.
+written ``?name`` may be left out, one written ``*name`` takes a list of tensors, ``?*name`` both.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ class Dims:
         def ports(side: str) -> tuple[Port, ...]:
             named = (part.split(":") for part in side.split(",") if part.strip())
             pairs = ((name.strip(), tuple(axes.split())) for name, axes in named)
-            return tuple(
-                Port(n.lstrip("*?"), axes, n.startswith("*"), n.startswith("?"))
-                for n, axes in pairs
-            )
+            return tuple(Port(n.lstrip("*?"), axes, "*" in n, "?" in n) for n, axes in pairs)
 
         left, arrow, right = text.partition("->")
         parsed = cls(ports(left), ports(right), frozenset(broadcast.split()))

@@ -172,6 +172,11 @@ class Node:
                 attributes[field.name] = float32_range(field.name, value)
         return cls(**attributes)
 
+    @classmethod
+    def prepared(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of pygraph's method, where some of them make others of its ports."""
+        return given
+
     def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
         """The letters of ``dims`` matched against the inputs; checks ranks, sizes and dtypes."""
         for port, tensor in inputs.items():

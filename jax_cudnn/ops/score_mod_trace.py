@@ -1,0 +1,390 @@
+"""A function of attention's scores in jnp, as the graph of operations on each element that it is.
+
+It is traced by ``jax.make_jaxpr`` and written down anew, operation by operation: so users write
+``jnp.where``, ``jnp.tanh`` and operators, and cuDNN gets its own pointwise operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
+from .._core.graph.builder import GraphBuilder
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import is_floating
+from .._core.compat import user_frames
+from .._core.graph.source import defined_at
+from .._core.graph.spec import GraphSpec
+from .._core.graph.tensor import GraphTensor
+
+INDICES = ("b", "h", "q", "kv")
+"""The indices that the function is given, by the axis of the scores that each counts."""
+
+_TAKEN = (
+    "operations on each element: operators, comparisons, jnp.where, minimum, maximum, clip, abs, "
+    "exp, log, tanh, sigmoid, sqrt, power, sin, cos, floor, and what is made of them"
+)
+
+
+class Traced(GraphBuilder):
+    """Writes down one function; ``arrays`` are those that it closes over, as further operands."""
+
+    def __init__(self, scores: Shape, operands: Sequence[tuple[Shape, str]]) -> None:
+        super().__init__()
+        self.scores = scores
+        self.score = self.input("score", scores, "float32")
+        self.operands = [self._operand(shape, dtype) for shape, dtype in operands]
+        self.arrays: list[Any] = []
+
+    def _operand(self, shape: Shape, dtype: str) -> GraphTensor:
+        name = f"operand{len(self._inputs) - 1}"
+        return self.input(name, ones_in_front(shape), "float32" if is_floating(dtype) else dtype)
+
+    def write(self, function: Callable[..., Any]) -> tuple[GraphSpec, tuple[int, ...]]:
+        """The graph, and which of the operands, followed by ``arrays``, are its own behind the
+        scores, which it always has."""
+        shaped = jax.ShapeDtypeStruct
+        given = [shaped(self.scores, "float32")]
+        for axis, size in enumerate(self.scores):
+            given.append(shaped(tuple(size if i == axis else 1 for i in range(4)), "int32"))
+        given += [shaped(x.shape, x.dtype) for x in self.operands]
+        closed = jax.make_jaxpr(function, return_shape=True)
+        jaxpr, result = closed(*given)
+        self._check(function, result)
+        indices = [functools.partial(self._index, axis) for axis in range(4)]
+        values = [self.score, *indices, *self.operands]
+        (out,) = self._run(jaxpr.jaxpr, [self._closed_over(x) for x in jaxpr.consts], values)
+        out = self._full(out)
+        if out.name in self._inputs:
+            out = self._made("identity", out)
+        spec = self.finish([out])
+        ours = [x.name for x in self.operands]
+        return spec, tuple(ours.index(name) for name in spec.inputs if name != self.score.name)
+
+    def _check(self, function: Callable[..., Any], result: Any) -> None:
+        where = defined_at(function)
+        if not hasattr(result, "shape") or not hasattr(result, "dtype"):
+            raise GraphTypeError(
+                "score_mod returned something that is no array",
+                expected="the changed score",
+                got=repr(result)[:200],
+                where=where,
+            )
+        if tuple(result.shape) != self.scores:
+            raise GraphError(
+                "score_mod changes the shape of the score",
+                expected=str(list(self.scores)),
+                got=str(list(result.shape)),
+                why="it is given all scores, (B, N, T, S), and indices that broadcast with them",
+                where=where,
+            )
+        if str(result.dtype) not in ("float32", "float64"):
+            raise GraphTypeError(
+                "score_mod returned no floats of 32 bits",
+                expected="float32, which the score is",
+                got=str(result.dtype),
+                why="a mask is put into the score: jnp.where(seen, score, -jnp.inf)",
+                where=where,
+            )
+
+    def _closed_over(self, value: Any) -> Any:
+        """A number or an array that is known now, else a further operand."""
+        if not isinstance(value, jax.core.Tracer):
+            return np.asarray(value)
+        self.arrays.append(value.reshape(ones_in_front(value.shape)))
+        self.operands.append(self._operand(value.shape, str(value.dtype)))
+        return self.operands[-1]
+
+    @functools.cache  # noqa: B019 (a builder lives as long as one trace)
+    def _index(self, axis: int) -> GraphTensor:
+        return self.gen_index(self.score, axis=axis)
+
+    # -- from jaxpr to nodes ---------------------------------------------------------------------
+
+    def _run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+        def read(x: Any) -> Any:
+            value = np.asarray(x.val, x.aval.dtype) if hasattr(x, "val") else values[x]
+            if isinstance(value, functools.partial):
+                values[x] = value = value()
+            return value
+
+        for eqn in jaxpr.eqns:
+            operands = [read(x) for x in eqn.invars]
+            results = self._equation(eqn, operands)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        name, inner = eqn.primitive.name, _inner(eqn)
+        if inner is not None:
+            short = _SHORT.get(eqn.params.get("name", ""))
+            whole = all(not is_floating(str(x.aval.dtype)) for x in eqn.invars)
+            if short is not None and whole and _is_graph(operands):
+                return [short(self, *operands)]
+            closed = getattr(inner, "jaxpr", inner)
+            return self._run(closed, getattr(inner, "consts", ()), operands)
+        if name == "broadcast_in_dim":
+            return [_stretched(operands[0], eqn)]
+        if not _is_graph(operands):
+            return _folded(eqn, operands)
+        write = _PRIMITIVES.get(name)
+        try:
+            if write is None:
+                raise GraphError(f"it uses {name}", expected=_TAKEN)
+            return [write(self, eqn, *operands)]
+        except JaxCudnnError as error:
+            error.summary = f"score_mod: {error.summary}"
+            error.why = error.why or (
+                "cuDNN computes it on tiles of the scores, which no operation can look beyond"
+            )
+            error.fix = error.fix or (
+                "compute it before the call, and give it as an array of score_mod_operands"
+            )
+            error.where = _line(eqn) or error.where
+            raise
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def _made(self, method: str, *operands: Any) -> GraphTensor:
+        """An operation's result: numbers are float32, and so are truths, 1 and 0."""
+        first, *others = operands
+        if len(operands) > 1 and not any(self._is_full(x) for x in operands):
+            at = next(i for i, x in enumerate(operands) if isinstance(x, GraphTensor))
+            operands = (*operands[:at], self._full(operands[at]), *operands[at + 1 :])
+        elif not others:
+            operands = (self._full(first),)
+        made = self._apply(method, *(self._plain(x) for x in operands))
+        return made.set_data_type("float32")
+
+    def _is_full(self, x: Any) -> bool:
+        return isinstance(x, GraphTensor) and x.shape == self.scores
+
+    def _plain(self, x: Any) -> Any:
+        if isinstance(x, GraphTensor):
+            return x
+        if np.ndim(x) == 0 or np.size(x) == 1:
+            return float(np.asarray(x).reshape(()))
+        return self._array(np.asarray(x))
+
+    def _array(self, x: np.ndarray) -> GraphTensor:
+        """An array that the function has made, as an operand."""
+        dtype = "int32" if np.issubdtype(x.dtype, np.integer) else "float32"
+        x = x.astype(dtype).reshape(ones_in_front(x.shape))
+        same = (i for i, y in enumerate(self.arrays) if y is x)
+        at = next(same, None)
+        if at is None:
+            self.arrays.append(x)
+            self.operands.append(self._operand(x.shape, dtype))
+            return self.operands[-1]
+        return self.operands[len(self.operands) - len(self.arrays) + at]
+
+    def _full(self, x: Any) -> GraphTensor:
+        """A value at every score: cuDNN computes nothing smaller, to be broadcast later."""
+        if self._is_full(x):
+            return x
+        nothing = self.mul(self._index(3), 0.0).set_data_type("float32")
+        return self.add(nothing, self._plain(x)).set_data_type("float32")
+
+
+def ones_in_front(shape: Shape) -> Shape:
+    """With rank 4, as jnp broadcasts."""
+    if len(shape) > 4:
+        raise GraphError(
+            "score_mod has an operand of too high a rank",
+            expected="what broadcasts to the scores, (B, N, T, S)",
+            got=f"shape {list(shape)}",
+        )
+    return (*(1,) * (4 - len(shape)), *shape)
+
+
+def _inner(eqn: Any) -> Any:
+    """The jaxpr of a function that is called (jit, custom derivatives), or None."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if name in eqn.params:
+            return eqn.params[name]
+    return None
+
+
+def _is_graph(operands: Sequence[Any]) -> bool:
+    return any(isinstance(x, GraphTensor) for x in operands)
+
+
+def _line(eqn: Any) -> str:
+    """Where the user wrote an operation."""
+    for file, line, function in user_frames(eqn):
+        return f"{file}:{line}, in {function}"
+    return ""
+
+
+def _stretched(x: Any, eqn: Any) -> Any:
+    """What is broadcast stays as small as it is, with rank 4."""
+    if isinstance(x, GraphTensor):
+        axes = eqn.params["broadcast_dimensions"]
+        if axes != tuple(range(4 - len(axes), 4)):
+            raise GraphError("score_mod: it moves the dimensions of an operand")
+        return x
+    x = np.asarray(x)
+    shape = [1] * len(eqn.params["shape"])
+    for size, axis in zip(x.shape, eqn.params["broadcast_dimensions"], strict=True):
+        shape[axis] = size
+    return x.reshape(shape) if x.ndim else x
+
+
+def _folded(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """An operation on what is known while tracing."""
+    arrays = [np.asarray(x) for x in operands]
+    if eqn.primitive.name in _PRIMITIVES:  # small arrays stay so
+        arrays = np.broadcast_arrays(*arrays)
+    else:
+        arrays = [np.broadcast_to(x, v.aval.shape) for x, v in zip(arrays, eqn.invars, strict=True)]
+    if not all(isinstance(v.aval.dtype, np.dtype) for v in eqn.outvars):  # keys of random numbers
+        raise GraphError(f"score_mod: it uses {eqn.primitive.name}", expected=_TAKEN)
+    with jax.ensure_compile_time_eval():
+        given = [jnp.asarray(x, y.aval.dtype) for x, y in zip(arrays, eqn.invars, strict=True)]
+        made = eqn.primitive.bind(*given, **eqn.params)
+    results = made if eqn.primitive.multiple_results else [made]
+    return [np.asarray(x) for x in results]
+
+
+# -- how each of JAX's operations is written -------------------------------------------------------
+
+
+def _as(method: str) -> Callable[..., GraphTensor]:
+    return lambda g, eqn, *operands: g._made(method, *operands)
+
+
+def _of_truths(method: str) -> Callable[..., GraphTensor]:
+    def write(g: Traced, eqn: Any, *operands: Any) -> GraphTensor:
+        if any(str(x.aval.dtype) != "bool" for x in eqn.invars):
+            raise GraphError("it combines the bits of integers", expected=_TAKEN)
+        return g._made(method, *operands)
+
+    return write
+
+
+def _not(g: Traced, eqn: Any, x: Any) -> GraphTensor:
+    return _of_truths("cmp_eq")(g, eqn, x, 0.0)
+
+
+def _is_whole(eqn: Any) -> bool:
+    return not is_floating(str(eqn.invars[0].aval.dtype))
+
+
+def _sign(g: Traced, eqn: Any, x: Any) -> Any:
+    if not isinstance(x, GraphTensor):
+        return np.sign(x)
+    return g._made("sub", g._made("cmp_gt", x, 0.0), g._made("cmp_lt", x, 0.0))
+
+
+def _towards_zero(g: Traced, x: Any) -> GraphTensor:
+    lower, higher = g._made("floor", x), g._made("ceil", x)
+    return g._made("binary_select", higher, lower, g._made("cmp_lt", x, 0.0))
+
+
+def _quotient(g: Traced, eqn: Any, a: Any, b: Any) -> GraphTensor:
+    if not _is_whole(eqn):
+        return g._made("div", a, b)
+    away = g._made("mul", _sign(g, eqn, a), 0.5)  # no rounding crosses an integer
+    return _towards_zero(g, g._made("div", g._made("add", a, away), b))
+
+
+def _floor_divided(g: Traced, a: Any, b: Any) -> GraphTensor:
+    """Of integers; of a positive divisor exactly."""
+    sign = _sign(g, None, b)
+    half = g._made("mul", sign, 0.5) if isinstance(sign, GraphTensor) else 0.5 * sign
+    return g._made("floor", g._made("div", g._made("add", a, half), b))
+
+
+def _modulo(g: Traced, a: Any, b: Any) -> GraphTensor:
+    return g._made("sub", a, g._made("mul", _floor_divided(g, a, b), b))
+
+
+def _remainder(g: Traced, eqn: Any, a: Any, b: Any) -> GraphTensor:
+    return g._made("mod", a, b)
+
+
+def _converted(g: Traced, eqn: Any, x: Any) -> Any:
+    old, new = str(eqn.invars[0].aval.dtype), str(eqn.params["new_dtype"])
+    if new == "bool":
+        return x if old == "bool" else g._made("cmp_neq", x, 0.0)
+    if new in ("float32", "float64"):
+        return x
+    if is_floating(new):
+        raise GraphError(
+            f"it rounds to {new}",
+            expected="float32 throughout",
+            why="scores and all that is computed of them stay in float32",
+            fix="leave the cast out",
+        )
+    return _towards_zero(g, x) if is_floating(old) else x
+
+
+def _power(g: Traced, eqn: Any, x: Any) -> GraphTensor:
+    exponent = eqn.params["y"]
+    if exponent == 0:
+        return g._made("add", g._made("mul", x, 0.0), 1.0)
+    power = x
+    for _ in range(abs(exponent) - 1):
+        power = g._made("mul", power, x)
+    return power if exponent > 0 else g._made("reciprocal", power)
+
+
+def _picked(g: Traced, eqn: Any, which: Any, *cases: Any) -> Any:
+    if len(cases) != 2:
+        raise GraphError(f"it selects from {len(cases)} cases", expected="two, as jnp.where")
+    return g._made("binary_select", cases[1], cases[0], which)
+
+
+def _between(g: Traced, eqn: Any, low: Any, x: Any, high: Any) -> GraphTensor:
+    return g._made("min", g._made("max", x, low), high)
+
+
+_PRIMITIVES: dict[str, Callable[..., Any]] = {
+    **{
+        name: _as(name)
+        for name in ("add", "sub", "mul", "max", "min", "pow", "neg", "abs", "exp", "log", "tanh")
+    },
+    **{name: _as(name) for name in ("erf", "sqrt", "rsqrt", "sin", "cos", "tan", "floor", "ceil")},
+    **{
+        name: _as(f"cmp_{method}")
+        for name, method in {
+            "eq": "eq", "ne": "neq", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
+        }.items()
+    },
+    "add_any": _as("add"),
+    "logistic": _as("sigmoid"),
+    "and": _of_truths("mul"),
+    "or": _of_truths("max"),
+    "xor": _of_truths("cmp_neq"),
+    "not": _not,
+    "div": _quotient,
+    "rem": _remainder,
+    "sign": _sign,
+    "square": lambda g, eqn, x: g._made("mul", x, x),
+    "integer_pow": _power,
+    "erfc": lambda g, eqn, x: g._made("add", g._made("neg", g._made("erf", x)), 1.0),
+    "exp2": lambda g, eqn, x: g._made("exp", g._made("mul", x, math.log(2))),
+    "expm1": lambda g, eqn, x: g._made("sub", g._made("exp", x), 1.0),
+    "log1p": lambda g, eqn, x: g._made("log", g._made("add", x, 1.0)),
+    "select_n": _picked,
+    "clamp": _between,
+    "is_finite": lambda g, eqn, x: g._made("cmp_lt", g._made("abs", x), math.inf),
+    "convert_element_type": _converted,
+    "copy": lambda g, eqn, x: x,
+    "copy_p": lambda g, eqn, x: x,
+}  # fmt: skip
+
+# What jnp writes of several operations, of integers.
+_SHORT: dict[str, Callable[..., GraphTensor]] = {
+    "floor_divide": _floor_divided,
+    "remainder": _modulo,
+}
