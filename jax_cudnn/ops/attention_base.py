@@ -174,7 +174,8 @@ class Attending(Node):
         """As further examples; a bias of all examples stays one, unless its gradient is wanted."""
         ports = extras.folds(batched, tensors)
         if self.score_mod is not None and ports:
-            yield from folds(self.score_mod, batched, ports, ["bias"] * ("dBias" in tensors))
+            further = {port: tensors[port] for port in ports}
+            yield from folds(self.score_mod, batched, further, ["bias"] * ("dBias" in tensors))
         if self.score_mod is not None or not ports:
             return
         if "bias" not in tensors or tensors["bias"].shape[0] == tensors["q"].shape[0]:
