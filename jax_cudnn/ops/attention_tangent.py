@@ -89,6 +89,8 @@ class AttentionTangent(Tangent):
         passed = {name: found[_GRADIENTS[port]] for port, name in linear.items()}
         others = tuple(name for name in cotangents if name != out)
         if others:  # of the statistic, which v does not move
+            for x in made:  # cuDNN writes no wider ones
+                g.fixed(x, x._state.dtype)
             moved = {port: name for port, name in linear.items() if port != "v"}
             avals = tuple((n, tensors[n].shape, tensors[n].dtype) for n in moved.values())
             if moved:
