@@ -136,9 +136,7 @@ def check(function, operands, exact, limit, implementation=None):
         assert relative_error(got, right) < limit
     there = np.isfinite(oracle.residual)
     assert (np.isneginf(residual) == ~there).all()
-    np.testing.assert_allclose(
-        residual[there], oracle.residual[there], atol=300 * limit, rtol=limit
-    )
+    np.testing.assert_allclose(residual[there], oracle.residual[there], atol=limit, rtol=limit)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -519,11 +517,11 @@ def engines(plans):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("gpu", ["H200", "A100"])
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [*((name, "H200") for name in PLANNED), ("dropout, all", "A100"), ("sink", "A100")],
+)
 def test_forward_and_backward_are_planned(name, gpu):
-    if gpu == "A100" and name not in ("dropout, all", "sink"):
-        pytest.skip("one of each kind")
     found = engines(plans_of(*PLANNED[name], gpu))
     # With lengths XLA adds up the gradient of sinks.
     assert found.count(None) == ("lengths" in PLANNED[name][1])
@@ -627,8 +625,7 @@ def test_no_workspace_is_larger_than_a_quarter_of_the_gpu_by_default():
 @pytest.mark.parametrize("name", PLANNED)
 def test_results_and_gradients_on_the_gpu(name, dtype):
     sizes, has = PLANNED[name]
-    implementation = None if "lengths" in has else "cudnn"
-    check(*made({**LARGE, **sizes}, has, dtype, implementation), 2e-2, implementation)
+    check(*made({**LARGE, **sizes}, has, dtype, "cudnn"), 2e-2, "cudnn")
 
 
 @pytest.mark.gpu
@@ -659,7 +656,7 @@ def test_a_deterministic_backward_repeats_on_the_gpu(lengths):
     operands = (*qkv(b=2, t=1024, s=1024, n=8, k=2, h=128, dtype="bfloat16"), normal((8,)))
     given = {"key_value_seq_lengths": jnp.array([700, 1024], "int32")} if lengths else {}
     found = []
-    for chosen in (Options(deterministic=True), Options()):
+    for chosen in (Options(deterministic=True, implementation="cudnn"), Options()):
         step = jax.jit(jax.grad(functools.partial(
             loss, is_causal=True, options=chosen, **given), (0, 1, 2, 3)))  # fmt: skip
         found.append([np.asarray(x, np.float32) for x in step(*operands)])

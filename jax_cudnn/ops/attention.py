@@ -41,8 +41,9 @@ class SdpaBackward(Attending):
     With ``P = exp(scores - stats)`` and ``dP = dO v^T``: ``dS = P * (dP - rowsum(dO * o))``,
     ``dQ = attn_scale * dS k``, ``dK = attn_scale * dS^T q``, ``dV = P^T dO``, and dBias the sum of
     dS over what bias broadcasts. Heads of k and v get the sum over the heads of q that they serve.
-    With dropout ``P`` is what it is multiplied by in dV, and so is dP. dSink_token is minus the sum
-    of ``exp(sink_token - stats) * rowsum(dO * o)``.
+    With dropout, P in dV and dP are 0 where a weight was dropped, and else divided by one minus
+    dropout_probability. dSink_token is minus the sum of
+    ``exp(sink_token - stats) * rowsum(dO * o)``.
 
     Args:
         q: (B, H, Sq, D).

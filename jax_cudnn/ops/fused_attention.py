@@ -16,7 +16,6 @@ from .._core.graph.dims import packed_strides
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .arguments import chosen, floating
-from .attention_arguments import further
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 
 _BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
@@ -170,6 +169,8 @@ def dot_product_attention(
         >>> jc.ops.dot_product_attention(q, k, k, is_causal=True).shape
         (2, 128, 8, 64)
     """
+    from .attention_arguments import further  # importing jax_cudnn does without
+
     rank = floating("query", query).ndim
     query, key, value = (
         _operand(name, x, rank) for name, x in (("query", query), ("key", key), ("value", value))
