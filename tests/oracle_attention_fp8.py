@@ -58,9 +58,7 @@ def sdpa_fp8(node, q, k, v, descale_s, scale_s, scale_o, **more):
 
 def sdpa_fp8_backward(node, q, k, v, o, dO, stats, descale_s, scale_s, **more):
     lengths = {name: more[name] for name in more if name.startswith("seq_len")}
-    q, k, v, o = (
-        x * more[f"descale_{n}"] for n, x in zip("qkvo", (q, k, v, o), strict=True)
-    )
+    q, k, v, o = (x * more[f"descale_{n}"] for n, x in zip("qkvo", (q, k, v, o), strict=True))
     dO = dO * more["descale_dO"]
     plain = _plain(node, SdpaBackward)
     dQ, dK, dV = oracle_attention.backward(plain, q, k, v, o, dO, stats, None, *_both(lengths))

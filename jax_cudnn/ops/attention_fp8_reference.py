@@ -39,8 +39,8 @@ def _stored_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax
 
 @dataclass(frozen=True)
 class Fp8Attention(Attention):
-    """Attention of fp8 arrays with a scale for each. ``weights`` is the dtype that softmax's weights
-    have in the second product, if it is not q's."""
+    """Attention of fp8 arrays with a scale for each. ``weights`` is the dtype that softmax's
+    weights have in the second product, if it is not q's."""
 
     weights: str = ""
 
@@ -111,7 +111,11 @@ class MxAttention(Attention):
     def forward(self, arrays: Arrays) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """O, Stats, and the largest absolute value of O."""
         one = dict.fromkeys(("descale_q", "descale_k", "descale_v", "scale_o"), jnp.ones(_ONE))
-        factors = {**one, "descale_s": jnp.full(_ONE, 1 / _WEIGHTS), "scale_s": jnp.full(_ONE, _WEIGHTS)}
+        factors = {
+            **one,
+            "descale_s": jnp.full(_ONE, 1 / _WEIGHTS),
+            "scale_s": jnp.full(_ONE, _WEIGHTS),
+        }
         attention = Fp8Attention(self.scale, self.band, weights=self.weights)
         o, total, _, amax = attention.forward({**arrays, **factors})
         return o, total, amax

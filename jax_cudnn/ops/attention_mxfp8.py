@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .._core.graph.spec import GraphSpec, Tensor
 
 _ONE = (1, 1, 1, 1)
+_OTHERS = {"stats": "float32", "o_f16": "bfloat16", "dO_f16": "bfloat16"}
 _DIMS = "16 up to 128 (or 192 beside 128)"
 
 
@@ -35,11 +36,10 @@ def _example(shapes: dict[str, Shape], backward: bool, scaled: str, **more: Any)
         f"descale_{port}": scales_shape(shapes[port], _along(port, backward))
         for port in scaled.split()
     }
-    others = {"stats": "float32", "o_f16": "bfloat16", "dO_f16": "bfloat16"}
     return Example(
         {**shapes, **factors},
         "float8_e4m3fn",
-        dtypes={port: d for port, d in others.items() if port in shapes}
+        dtypes={port: d for port, d in _OTHERS.items() if port in shapes}
         | dict.fromkeys(factors, E8M0),
         attributes={"attn_scale": 0.03, **more},
         positive=(*factors, "stats") if backward else tuple(factors),
@@ -212,7 +212,7 @@ class SdpaMxfp8Backward(BlockScaled):
     requires = "cuDNN 9.21, SM 100, float8_e4m3fn, sizes of heads multiples of 16 up to 128"
     rounding = "gradients of the scores in blocks of fp8, too, in their products"
     deterministic = False
-    others = {"stats": "float32", "o_f16": "bfloat16", "dO_f16": "bfloat16"}
+    others: ClassVar[Mapping[str, str]] = _OTHERS
     examples = (
         _example(
             dict.fromkeys(("q", "q_T", "o_f16", "dO_f16", "dO", "dO_T"), (2, 4, 128, 128))

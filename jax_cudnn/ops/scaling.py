@@ -85,7 +85,9 @@ class DelayedScaling:
         if isinstance(amax_history_length, bool) or not isinstance(amax_history_length, int):
             amax_history_length = 0
         if amax_history_length < 1:
-            raise GraphError("amax_history_length is not valid", expected="an integer of at least 1")
+            raise GraphError(
+                "amax_history_length is not valid", expected="an integer of at least 1"
+            )
         name = getattr(grad_dtype, "__name__", str(grad_dtype))
         if name not in FP8:
             raise GraphTypeError("grad_dtype is not valid", expected=" or ".join(FP8), got=name)
