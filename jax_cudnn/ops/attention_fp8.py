@@ -13,7 +13,6 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.node import Example, Node
 from .attention_fp8_base import Scaled
-from .attention_fp8_reference import Fp8Attention
 from .scaling import E4M3, E5M2
 
 if TYPE_CHECKING:
@@ -127,6 +126,8 @@ class SdpaFp8(Scaled):
         return {port: found.get(port, (_ONE, "float32")) for port in self.results}
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .attention_fp8_reference import Fp8Attention  # importing jax_cudnn does without
+
         made = Fp8Attention(self.attn_scale, self.band).forward(arrays)
         found = dict(zip(self.ports.output_names, made, strict=True))
         return tuple(found[port] for port in self.results)
@@ -230,6 +231,8 @@ class SdpaFp8Backward(Scaled):
         }
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .attention_fp8_reference import Fp8Attention
+
         found = Fp8Attention(self.attn_scale, self.band).backward(arrays)
         return tuple(found[port] for port in self.results)
 

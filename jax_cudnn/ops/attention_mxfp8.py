@@ -15,7 +15,6 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import E8M0
 from .._core.graph.node import Example, Node
 from .attention_fp8_base import Scaled
-from .attention_fp8_reference import MxAttention
 from .mxfp8 import dequantize_mxfp8, scales_shape
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ def _example(shapes: dict[str, Shape], backward: bool, scaled: str, **more: Any)
     )
 
 
-@dataclass(frozen=True)
 class BlockScaled(Scaled):
     """What the forward and the backward have in common."""
 
@@ -154,6 +152,8 @@ class SdpaMxfp8(BlockScaled):
         return {port: found[port] for port in self.results}
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .attention_fp8_reference import MxAttention  # importing jax_cudnn does without
+
         attention = MxAttention(self.attn_scale, self.band, weights=str(arrays["q"].dtype))
         made = attention.forward(self.dequantized(arrays))
         found = dict(zip(self.ports.output_names, made, strict=True))
@@ -243,6 +243,8 @@ class SdpaMxfp8Backward(BlockScaled):
         return super().refuses(tensors, graph)
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .attention_fp8_reference import MxAttention
+
         found = MxAttention(self.attn_scale, self.band).backward(self.dequantized(arrays))
         return tuple(found[port] for port in self.results)
 
