@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
-_ROUNDING = "weights (and their gradients) in fp8 in the second product, saturated"
+_ROUNDING = "{} in fp8 in the second product, saturated; sums and exponentials in float32"
 _ONE = (1, 1, 1, 1)
 
 
@@ -91,7 +91,7 @@ class SdpaFp8(Scaled):
         "fp8 of one dtype, SM 90, sizes of heads multiples of 16 up to 256 (SM 100: 128, or 192 "
         "beside 128), more than one query; seq_len_q and seq_len_kv together"
     )
-    rounding = _ROUNDING
+    rounding = _ROUNDING.format("weights")
     examples = (
         _example({"q": (2, 4, 128, 64), "k": (2, 2, 128, 64), "v": (2, 2, 128, 64)}, _FORWARD),
         _example(
@@ -200,7 +200,7 @@ class SdpaFp8Backward(Scaled):
         "fp8, SM 90 with sizes of heads 128, or SM 100 with multiples of 16 up to 128 (or 192 "
         "beside 128); seq_len_q and seq_len_kv together"
     )
-    rounding = _ROUNDING
+    rounding = _ROUNDING.format("weights and their gradients")
     deterministic = False
     examples = (
         _example(
