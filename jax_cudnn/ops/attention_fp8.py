@@ -13,7 +13,6 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.node import Example, Node
 from .attention_fp8_base import Scaled
-from .attention_fp8_reference import Fp8Attention
 from .scaling import E4M3, E5M2
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
-_ROUNDING = "weights (and their gradients) in fp8 in the second product, saturated"
+_ROUNDING = "{} in fp8 in the second product, saturated; sums and exponentials in float32"
 _ONE = (1, 1, 1, 1)
 
 
@@ -92,7 +91,7 @@ class SdpaFp8(Scaled):
         "fp8 of one dtype, SM 90, sizes of heads multiples of 16 up to 256 (SM 100: 128, or 192 "
         "beside 128), more than one query; seq_len_q and seq_len_kv together"
     )
-    rounding = _ROUNDING
+    rounding = _ROUNDING.format("weights")
     examples = (
         _example({"q": (2, 4, 128, 64), "k": (2, 2, 128, 64), "v": (2, 2, 128, 64)}, _FORWARD),
         _example(
@@ -127,6 +126,8 @@ class SdpaFp8(Scaled):
         return {port: found.get(port, (_ONE, "float32")) for port in self.results}
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .attention_fp8_reference import Fp8Attention  # importing jax_cudnn does without
+
         made = Fp8Attention(self.attn_scale, self.band).forward(arrays)
         found = dict(zip(self.ports.output_names, made, strict=True))
         return tuple(found[port] for port in self.results)
@@ -199,7 +200,7 @@ class SdpaFp8Backward(Scaled):
         "fp8, SM 90 with sizes of heads 128, or SM 100 with multiples of 16 up to 128 (or 192 "
         "beside 128); seq_len_q and seq_len_kv together"
     )
-    rounding = _ROUNDING
+    rounding = _ROUNDING.format("weights and their gradients")
     deterministic = False
     examples = (
         _example(
@@ -230,6 +231,8 @@ class SdpaFp8Backward(Scaled):
         }
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .attention_fp8_reference import Fp8Attention
+
         found = Fp8Attention(self.attn_scale, self.band).backward(arrays)
         return tuple(found[port] for port in self.results)
 

@@ -14,7 +14,7 @@ from .attention_base import _LENGTHS, BOTTOM_RIGHT, TOP_LEFT, _bound
 from .attention_reference import Band
 
 if TYPE_CHECKING:
-    from .._core.graph.node import Tensors, Values
+    from .._core.graph.node import Values
     from .._core.graph.spec import GraphSpec, Tensor
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
@@ -66,7 +66,7 @@ class Scaled(Node):
 
     def checked(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
-        lengths = {port: "int32" for port in _LENGTHS}
+        lengths = dict.fromkeys(_LENGTHS, "int32")
         factors = [port for port in inputs if port.startswith(("scale_", "descale_"))]
         wanted = {**lengths, **self.others, **dict.fromkeys(factors, self.factor_dtype())}
         for port, tensor in inputs.items():

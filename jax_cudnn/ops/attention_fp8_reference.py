@@ -39,8 +39,8 @@ def _stored_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax
 
 @dataclass(frozen=True)
 class Fp8Attention(Attention):
-    """Attention of fp8 arrays with a scale for each. ``weights`` is the dtype that softmax's weights
-    have in the second product, if it is not q's."""
+    """Attention of fp8 arrays with a scale for each. ``weights`` is the dtype that softmax's
+    weights have in the second product, if it is not q's."""
 
     weights: str = ""
 

@@ -43,8 +43,9 @@ class Quantize(Node):
     its derivative takes the rounding for none and the scale for constant."""
 
     method = "quantize"
-    requires = "XLA runs it"
+    requires = "XLA runs it: no part of a cuDNN graph"
     leftover = True
+    outside = True
     ports = derived_ports(("input", "scale"), ("OUT_0",))
 
     dtype: str
@@ -85,8 +86,9 @@ class QuantizeGradient(Node):
     """
 
     method = "quantize_gradient"
-    requires = "XLA runs it"
+    requires = "XLA runs it: no part of a cuDNN graph"
     leftover = True
+    outside = True
 
     attn_scale: float
     dtype: str = E5M2
@@ -144,8 +146,9 @@ class Unscale(Node):
     """``input / descale`` in float32."""
 
     method = "unscale"
-    requires = "XLA runs it"
+    requires = "XLA runs it: no part of a cuDNN graph"
     leftover = True
+    outside = True
     ports = derived_ports(("input", "descale"), ("OUT_0",))
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import E8M0
 from .._core.graph.node import Example, Node
 from .attention_fp8_base import Scaled
-from .attention_fp8_reference import MxAttention
 from .mxfp8 import dequantize_mxfp8, scales_shape
 
 if TYPE_CHECKING:
     from .._core.graph.spec import GraphSpec, Tensor
 
 _ONE = (1, 1, 1, 1)
+_OTHERS = {"stats": "float32", "o_f16": "bfloat16", "dO_f16": "bfloat16"}
 _DIMS = "16 up to 128 (or 192 beside 128)"
 
 
@@ -35,11 +35,10 @@ def _example(shapes: dict[str, Shape], backward: bool, scaled: str, **more: Any)
         f"descale_{port}": scales_shape(shapes[port], _along(port, backward))
         for port in scaled.split()
     }
-    others = {"stats": "float32", "o_f16": "bfloat16", "dO_f16": "bfloat16"}
     return Example(
         {**shapes, **factors},
         "float8_e4m3fn",
-        dtypes={port: d for port, d in others.items() if port in shapes}
+        dtypes={port: d for port, d in _OTHERS.items() if port in shapes}
         | dict.fromkeys(factors, E8M0),
         attributes={"attn_scale": 0.03, **more},
         positive=(*factors, "stats") if backward else tuple(factors),
@@ -47,7 +46,6 @@ def _example(shapes: dict[str, Shape], backward: bool, scaled: str, **more: Any)
     )
 
 
-@dataclass(frozen=True)
 class BlockScaled(Scaled):
     """What the forward and the backward have in common."""
 
@@ -154,6 +152,8 @@ class SdpaMxfp8(BlockScaled):
         return {port: found[port] for port in self.results}
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .attention_fp8_reference import MxAttention  # importing jax_cudnn does without
+
         attention = MxAttention(self.attn_scale, self.band, weights=str(arrays["q"].dtype))
         made = attention.forward(self.dequantized(arrays))
         found = dict(zip(self.ports.output_names, made, strict=True))
@@ -212,7 +212,7 @@ class SdpaMxfp8Backward(BlockScaled):
     requires = "cuDNN 9.21, SM 100, float8_e4m3fn, sizes of heads multiples of 16 up to 128"
     rounding = "gradients of the scores in blocks of fp8, too, in their products"
     deterministic = False
-    others = {"stats": "float32", "o_f16": "bfloat16", "dO_f16": "bfloat16"}
+    others: ClassVar[Mapping[str, str]] = _OTHERS
     examples = (
         _example(
             dict.fromkeys(("q", "q_T", "o_f16", "dO_f16", "dO", "dO_T"), (2, 4, 128, 128))
@@ -243,6 +243,8 @@ class SdpaMxfp8Backward(BlockScaled):
         return super().refuses(tensors, graph)
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
+        from .attention_fp8_reference import MxAttention
+
         found = MxAttention(self.attn_scale, self.band).backward(self.dequantized(arrays))
         return tuple(found[port] for port in self.results)
 

@@ -221,7 +221,8 @@ def _current_scales(*operands: jax.Array) -> dict[str, jax.Array]:
 
 def _of_weights() -> dict[str, jax.Array]:
     """The factors of softmax's weights, as arrays: cuDNN reads them from the GPU's memory."""
-    return {"scale_s": jnp.full(_ONE, _WEIGHTS), "descale_s": jnp.full(_ONE, 1 / _WEIGHTS)}
+    factors = {"scale_s": _WEIGHTS, "descale_s": 1 / _WEIGHTS}
+    return {name: jnp.full(_ONE, factor, jnp.float32) for name, factor in factors.items()}
 
 
 def _quantized(x: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:

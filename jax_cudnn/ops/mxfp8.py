@@ -75,7 +75,7 @@ def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax
     filled = jnp.pad(rows, [(0, 0)] * 3 + [(0, _up(size, BLOCK) - size)])
     blocks = filled.reshape(*lead, count, -1, BLOCK)
     exponent = _exponent(jnp.max(jnp.abs(blocks), axis=-1, initial=0) / largest(name))
-    values = rounded(blocks * jnp.exp2(-exponent.astype(jnp.float32))[..., None], name)
+    values = rounded(blocks * _power(-exponent)[..., None], name)
     values = values.reshape(filled.shape)[..., :size]
     codes = (exponent + _BIAS).astype(jnp.uint8)
     values = values if axis == -1 else jnp.swapaxes(values, 2, 3)
@@ -101,7 +101,7 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
     rows = values if axis == -1 else jnp.swapaxes(values, 2, 3)
     *_, count, size = rows.shape
     codes = _unswizzled(scales, axis)[:, :, :count, : -(-size // BLOCK)]
-    factor = jnp.exp2(codes.astype(jnp.float32) - _BIAS)
+    factor = _power(codes.astype(jnp.int32) - _BIAS)
     found = rows.astype(jnp.float32) * jnp.repeat(factor, BLOCK, axis=-1)[..., :size]
     return found if axis == -1 else jnp.swapaxes(found, 2, 3)
 
@@ -111,6 +111,11 @@ def _exponent(x: jax.Array) -> jax.Array:
     mantissa, exponent = jnp.frexp(x)
     least = exponent - (mantissa == 0.5)
     return jnp.clip(jnp.where(x > 0, least, -_BIAS), -_BIAS, _BIAS)
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    """2**exponent, exactly; 0 where that is no normal float32."""
+    return jax.lax.bitcast_convert_type((exponent + _BIAS) << 23, jnp.float32)
 
 
 def _swizzled(codes: jax.Array, shape: Shape) -> jax.Array:

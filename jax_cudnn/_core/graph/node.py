@@ -134,6 +134,9 @@ class Node:
     leftover: ClassVar[bool] = False
     """Whether XLA runs this node, because cuDNN's graphs have none of its kind. Its results are
     arrays in memory and keep their inferred dtype."""
+    outside: ClassVar[bool] = False
+    """Whether XLA may run this ``leftover`` also where implementation="cudnn" asks cuDNN for the
+    whole of a user's graph."""
     deterministic: ClassVar[bool] = True
     """Whether every engine gives equal results in each run (stated on the numerics page)."""
     rounding: ClassVar[str] = ""

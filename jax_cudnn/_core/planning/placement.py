@@ -95,7 +95,8 @@ def by_xla(spec: GraphSpec, name: str) -> Plan:
 def _decide(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[PlannedSegment, ...]:
     strict = spec.options.implementation == CUDNN
     # An engine is one of the whole graph: of a part it would be another.
-    if spec.options.engine is not None or (strict and not spec.origin.role):
+    whole_graph = not spec.origin.role and not any(call.node.outside for call in spec.calls)
+    if spec.options.engine is not None or (strict and whole_graph):
         try:
             return (*_planned(whole(spec, False), site, name),)
         except UnsupportedGraphError as error:

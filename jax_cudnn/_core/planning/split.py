@@ -196,15 +196,16 @@ class _Search:
         """Why XLA runs these calls: a final answer, or cuDNN's for the smallest part that it was
         asked for with some of them."""
         own = [self._spec.calls[i] for i in members(group & self._sets.leftover)]
-        if own:
-            return "; ".join(dict.fromkeys(f"{call.name}: {call.node.requires}" for call in own))
+        said = [*dict.fromkeys(f"{call.name}: {call.node.requires}" for call in own)]
         near = [
             (not answer.final, calls.bit_count(), calls, answer.reason)
             for calls, answer in self._answers.items()
-            if answer is not None and calls & group
+            if answer is not None and calls & group & ~self._sets.leftover
         ]
+        if own and not (near and group & self._sets.anchors):
+            return "; ".join(said)
         if not near:
             return _NOT_ASKED
         *_, calls, reason = min(near)
         names = ", ".join(self._spec.calls[i].name for i in members(calls))
-        return f"{names}: {reason}"
+        return "; ".join([f"{names}: {reason}", *said])
