@@ -14,11 +14,12 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, floating
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .attention_paged import PagedSdpa
 from .fused_attention import _BY_TOKEN, _scaled, _window
 
 
 def _paged(g, q, k, v, integers, *, heads_first, **attributes):
+    from .attention_paged import PagedSdpa  # importing jax_cudnn does without
+
     for x in (q,) if heads_first else (q, k, v):
         x.set_stride(packed_strides(x.shape, _BY_TOKEN))
     ports = {"q": q, "k": k, "v": v, **integers}
