@@ -128,7 +128,7 @@ def test_what_is_longer_than_said_is_left_out():
     want = jnp.zeros(got.shape)
     for first in (0, 12):
         part = slice(first, first + 6)
-        each = plain_attention.attention(q[part], k[part], v[part], np.ones((6, 6), bool))[0]
+        each = plain_attention.attention(q[part], k[part], v[part], np.ones((6, 6), bool))
         want = want.at[part].set(each)
     np.testing.assert_allclose(got, want, atol=1e-5)
     backwards = ours(q, k, v, query_offsets=offsets(15, 3, -4), max_query_length=6)
@@ -176,7 +176,7 @@ def attend(q, k, v, ends=ENDS):
 
 def plain_attend(q, k, v):
     out = jnp.zeros((*q.shape[:2], v.shape[2]))
-    for first, last in zip(ENDS.tolist(), ENDS[1:].tolist(), strict=False):
+    for first, last in ((0, 7), (7, 20), (20, 31)):
         part, sees = slice(first, last), plain_attention.seen(last - first, last - first, True)
         out = out.at[part].set(plain_attention.attention(q[part], k[part], v[part], sees))
     return out
@@ -391,26 +391,31 @@ def test_what_a_plan_leaves_unwritten_is_zero_beforehand():
 @pytest.mark.deviceless
 def test_other_operations_are_no_part_of_the_plan():
     """They would see the packed array otherwise than attention does."""
-    from jax_cudnn.ops.attention import Sdpa
-    from jax_cudnn.ops.attention_packed import PackedSdpa
 
-    names = ("seq_len_q", "seq_len_kv")
-    kinds = [f"ragged_offset_{kind}" for kind in ("q", "k", "v", "o", "stats")]
+    def attend(*operands):
+        ends = offsets(0, 100, 300)
+        return ours(*operands, query_offsets=ends, max_query_length=200)
+
+    q = S((300, 8, 64), "bfloat16")
+    (spec,) = graphs_of(attend, q, q, q)
 
     @jc.graph
-    def scaled(g, q, integers):
-        ports = {"q": q, "k": q, "v": q, **integers}
-        node = PackedSdpa(Sdpa(generate_stats=False), 64, 64, 300, 300)
-        return g.mul(g._append(node, {port: x._state for port, x in ports.items()}), 2.0)
+    def scaled(g, *operands):
+        names = spec.inputs
+        ports = {port: operands[names.index(name)]._state for port, name in spec.calls[0].inputs}
+        return g.mul(g._append(spec.calls[0].node, ports)[0], 2.0)
 
-    shapes = {**dict.fromkeys(names, (5, 1, 1, 1)), **dict.fromkeys(kinds, (6, 1, 1, 1))}
-    avals = S((300, 8, 64), "bfloat16"), {name: S(x, "int32") for name, x in shapes.items()}
+    avals = [S(t.shape, t.dtype) for t in spec.input_tensors]
     with jc.target("H200"):
-        strict = scaled.with_options(implementation="cudnn")
-        with pytest.raises(jc.UnsupportedGraphError, match="by itself"):
-            jc.plan(strict, *avals)
+        with pytest.raises(jc.UnsupportedGraphError, match="ranks 3, 4"):
+            jc.plan(scaled.with_options(implementation="cudnn"), *avals)
         first, second = jc.plan(scaled, *avals).segments
     assert (first.plan is None, second.plan is None) == (False, True)
+    (call,) = spec.calls
+    tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+    two = jc.graph(lambda g, q: g.relu(g.relu(q))).trace(q)[1].spec
+    assert call.node.refuses(tensors, spec) is None
+    assert "by itself" in call.node.refuses(tensors, two)
 
 
 # -- on the GPU ------------------------------------------------------------------------------------

@@ -370,11 +370,10 @@ def test_pages_are_read_where_they_lie(heads_first):
     function, operands, *_ = prepared("decode", heads_first)
     with jc.target("H200"):
         lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
-    (line,) = (line for line in lowered.as_text().splitlines() if "@jax_cudnn" in line)
-    layouts = line.partition("operand_layouts = [")[2].split(" : ")[:3]
-    assert [x.rpartition("dense<")[2] for x in layouts] == [
-        "[3, 1, 2, 0]>", *["[3, 2, 1, 0]>" if heads_first else "[3, 1, 2, 0]>"] * 2,
-    ]  # fmt: skip
+    text = lowered.as_text()
+    (line,) = (line for line in text.splitlines() if "@jax_cudnn" in line)
+    assert "dense<[3, 1, 2, 0]>" not in line.partition("operand_layouts = ")[2]
+    assert "stablehlo.transpose" not in text.partition("@jax_cudnn")[0]
 
 
 @pytest.mark.deviceless
@@ -392,8 +391,8 @@ def test_derivatives_are_xlas_with_a_reason():
         assert segment.plan is None
         assert "reference" in segment.reason
         strict = functools.partial(loss, implementation="cudnn")
-        with pytest.raises(jc.UnsupportedGraphError):
-            jc.plans(jax.grad(strict, (0, 1, 2)), q, pages, pages)
+        forward, *_ = jc.plans(jax.grad(strict, (0, 1, 2)), q, pages, pages).values()
+    assert forward.segments[0].plan is not None
 
 
 def test_decoding_has_no_mask():
