@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape
-from .._core.graph.node import Node
+from .._core.graph.node import Node, View
 from . import attention_reference
 from .attention_arranged import Arranged
 
@@ -29,34 +29,46 @@ _PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
 
 @dataclass(frozen=True)
 class PagedSdpa(Arranged):
-    """Attention of q (B, H, Sq, D) over k (pages, N, tokens, D) and v (pages, N, tokens, E).
+    """Attention of q (B, Sq, H, D) over k (pages, tokens, N, D) and v (pages, tokens, N, E), or
+    with ``heads_first`` (pages, N, tokens, D) and (pages, N, tokens, E).
 
     page_table_k and page_table_v, (B, 1, n, 1), name the n pages of each example in their order,
-    seq_len_q and seq_len_kv, (B, 1, 1, 1), say how many queries and keys it has. Source: cuDNN
-    documentation, "Scaled Dot Product Attention Forward", paged attention.
+    seq_len_q and seq_len_kv, (B, 1, 1, 1), say how many queries and keys it has. O is (B, Sq, H, E)
+    and Stats (B, H, Sq, 1). Source: cuDNN documentation, "Scaled Dot Product Attention Forward",
+    paged attention.
     """
 
     method = "paged_sdpa"
-    dims = f"q: b h s d, k: p n u d, v: w n u e, {_PORTS} -> O: b h s e, Stats: *l"
+    dims = f"q: b s h d, k: p *k d, v: w *k e, {_PORTS} -> O: b s h e, Stats: *l"
     integers = _INTEGERS
     requires = (
         "bfloat16 or float16, sizes of heads multiples of 8, SM 80; no derivative: cuDNN has none "
         "of keys in pages"
     )
 
+    heads_first: bool = False
+
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         self.sizes(inputs)
-        (b, h, s, _), k, v = (inputs[port].shape for port in ("q", "k", "v"))
+        (b, s, h, _), k, v = (inputs[port].shape for port in ("q", "k", "v"))
         tables = dict.fromkeys(_TABLES, (b, 1, inputs["page_table_k"].shape[2], 1))
         self.checked_shapes(inputs, {**tables, **dict.fromkeys(_LENGTHS, (b, 1, 1, 1))})
-        if k[1] == 0 or h % k[1]:
+        heads = k[1 if self.heads_first else 2]
+        if heads == 0 or h % heads:
             raise GraphError(
                 "the numbers of heads do not fit",
                 expected="heads of q a multiple of those of k",
-                got=f"q has {h} heads, k {k[1]}",
+                got=f"q has {h} heads, k {heads}",
             )
-        found = {"O": ((b, h, s, v[3]), inputs["q"].dtype), "Stats": ((b, h, s, 1), "float32")}
+        found = {"O": ((b, s, h, v[3]), inputs["q"].dtype), "Stats": ((b, h, s, 1), "float32")}
         return {port: found[port] for port in self.results}
+
+    def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
+        """With heads in front of tokens."""
+        if port not in ("q", "O") and (port not in ("k", "v") or self.heads_first):
+            return ()
+        b, s, h, d = tensors[port].shape
+        return (View(port, (b, h, s, d), (s * h * d, d, h * d, 1)),)
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
@@ -66,8 +78,9 @@ class PagedSdpa(Arranged):
         return self.base.emit(pygraph, named, {**common, "paged_attention_max_seq_len_kv": most})
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
-        (b, h, s, d), (*_, tokens, e) = shapes["q"], shapes["v"]
-        return 2 * b * h * s * shapes["page_table_k"][2] * tokens * (d + e)
+        (b, s, h, d), v = shapes["q"], shapes["v"]
+        keys = shapes["page_table_k"][2] * v[2 if self.heads_first else 1]
+        return 2 * b * h * s * keys * (d + v[3])
 
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
@@ -85,14 +98,14 @@ class PagedSdpa(Arranged):
 
         @jax.checkpoint
         def one(each: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            of = {"q": each["q"][None]}
+            of = {"q": jnp.swapaxes(each["q"], 0, 1)[None]}
             for port in ("k", "v"):
-                pages = arrays[port][each[f"page_table_{port}"].reshape(-1)]  # (n, N, tokens, D)
-                heads = jnp.swapaxes(pages, 0, 1)
+                pages = arrays[port][each[f"page_table_{port}"].reshape(-1)]
+                heads = jnp.moveaxis(pages, 1 if self.heads_first else 2, 0)
                 of[port] = heads.reshape(1, len(heads), -1, heads.shape[3])
             lengths = {port: each[port].reshape(1, 1, 1, 1) for port in _LENGTHS}
             o, total = attention.forward({**of, **lengths})
-            return o[0], total[0]
+            return jnp.swapaxes(o[0], 0, 1), total[0]
 
         own = {port: x for port, x in arrays.items() if port not in ("k", "v")}
         pages, (_, *page) = arrays["page_table_k"].shape[2], arrays["k"].shape

@@ -14,11 +14,12 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, floating
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .attention_packed import PackedSdpa
 from .fused_attention import _check, _scaled, _window
 
 
 def _packed(g, q, k, v, bias, lengths, offsets, *, limits, **attributes):
+    from .attention_packed import PackedSdpa  # importing jax_cudnn does without
+
     ports = {"q": q, "k": k, "v": v, **lengths, **offsets}
     if bias is not None:
         ports["bias"] = bias

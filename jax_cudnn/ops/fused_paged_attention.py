@@ -8,23 +8,20 @@ import jax
 import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
-from .._core.graph.dims import packed_strides
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .arguments import chosen, floating
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .attention_paged import PagedSdpa
-from .fused_attention import _BY_TOKEN, _scaled, _window
+from .fused_attention import _scaled, _window
 
 
 def _paged(g, q, k, v, integers, *, heads_first, **attributes):
-    for x in (q,) if heads_first else (q, k, v):
-        x.set_stride(packed_strides(x.shape, _BY_TOKEN))
+    from .attention_paged import PagedSdpa  # importing jax_cudnn does without
+
     ports = {"q": q, "k": k, "v": v, **integers}
-    node = PagedSdpa(Sdpa.create(**attributes))
-    out, statistic = g._append(node, {port: x._state for port, x in ports.items()})
-    return out.set_stride(packed_strides(out.shape, _BY_TOKEN)), statistic
+    node = PagedSdpa(Sdpa.create(**attributes), heads_first)
+    return g._append(node, {port: x._state for port, x in ports.items()})
 
 
 PAGED = GraphFunction(_paged, name="paged_dot_product_attention")
@@ -107,7 +104,6 @@ def paged_dot_product_attention(
         for name, x in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages))
     )
     _check(query, keys, values, heads_first)
-    tokens, heads = (2, 1) if heads_first else (1, 2)
     query, scale = _scaled(query, scale)
     left, right = _window(local_window_size)
     right = 0 if is_causal else right
@@ -132,23 +128,20 @@ def paged_dot_product_attention(
         )
     if query_seq_lengths is None:
         query_seq_lengths = jnp.full(batch, count, jnp.int32)
-    most = pages.pop() * keys.shape[tokens]
+    most = pages.pop() * keys.shape[2 if heads_first else 1]
     lengths = {
         "seq_len_q": _lengths("query_seq_lengths", query_seq_lengths, batch, count),
         "seq_len_kv": _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
     }
-    if not heads_first:
-        keys, values = jnp.swapaxes(keys, tokens, heads), jnp.swapaxes(values, tokens, heads)
     out, statistic = chosen(PAGED, options, None, implementation)(
-        jnp.swapaxes(query, 1, 2), keys, values, tables | lengths,
+        query, keys, values, tables | lengths,
         heads_first=heads_first,
         attn_scale=float(scale),
         diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
         diagonal_band_left_bound=left,
         diagonal_band_right_bound=right,
     )  # fmt: skip
-    out, statistic = jnp.swapaxes(out, 1, 2), jnp.swapaxes(statistic[..., 0], 1, 2)
-    return (out, statistic) if return_residual else out
+    return (out, jnp.swapaxes(statistic[..., 0], 1, 2)) if return_residual else out
 
 
 def write_pages(

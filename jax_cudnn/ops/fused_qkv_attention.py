@@ -14,11 +14,12 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, floating
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .attention_qkv import QkvSdpa
 from .fused_attention import _bias, _lengths, _window
 
 
 def _qkv(g, qkv, bias, lengths, *, heads, **attributes):
+    from .attention_qkv import QkvSdpa  # importing jax_cudnn does without
+
     ports = {"qkv": qkv} if bias is None else {"qkv": qkv, "bias": bias}
     if lengths is not None:
         ports |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
