@@ -205,6 +205,27 @@ def test_a_formulation_that_is_wrong_is_noticed_and_not_timed():
     assert "WRONG: errors (norm, worst rows) of off" in rendered({case.name: entry})
 
 
+def test_another_library_that_is_wrong_is_not_timed():
+    """Which makes nothing of ours wrong."""
+    case = few(TINY["causal"], others={JAX_NN: Side(plain(Attended(causal=False)))})
+    entry = attention.measure_attention([case], **QUICK)[case.name]
+    assert entry["status"] == "timed"
+    for found in entry["programs"].values():
+        assert JAX_NN not in found["us"]
+        assert "errors (norm, worst rows) are" in found["not_run"][JAX_NN]
+
+
+def test_copies_are_shared_and_arrays_of_their_own(key):
+    bench = attention._Bench(few(TINY["causal"]), sides.Fillers(), 0.0, 1, 1)
+    x, y = jax.random.normal(key, (2, 3)), jnp.ones(3)
+    first, second = bench._copies(({"x": x},), 2), bench._copies((y, [x], None), 3)
+    assert first[0][0]["x"] is second[0][1][0] is x
+    assert first[1][0]["x"] is second[1][1][0]
+    pointers = {given[1][0].unsafe_buffer_pointer() for given in second}
+    assert len(pointers) == 3
+    np.testing.assert_array_equal(second[2][1][0], x)
+
+
 def test_some_rows_that_are_wrong_are_noticed():
     """Those of one head at the end, which are a hundredth of all in the norm."""
     case = few(TINY["causal"])

@@ -498,26 +498,28 @@ def _float8(size: int, heads: int, served: int, width: int) -> AttentionCase:
 def _narrow(width: int) -> Side:
     """cuDNN's kernel alone, which is what is published: of float8 arrays, heads before tokens."""
     largest, scale = 448.0, 64.0  # normal numbers are below 7
+    factors = {f"descale_{name}": 1 / scale for name in "qkv"} | {"scale_o": scale}
+    factors |= {"descale_s": 1 / largest, "scale_s": largest}
 
     @graph
-    def attend(g, q, k, v):
-        out, *_ = g.sdpa_fp8(
-            q, k, v,
-            **{f"descale_{name}": 1 / scale for name in "qkv"},
-            descale_s=1 / largest, scale_s=largest, scale_o=scale,
-            attn_scale=width**-0.5, right_bound=0,
-        )  # fmt: skip
+    def attend(g, q, k, v, factors):
+        out, *_ = g.sdpa_fp8(q, k, v, **factors, attn_scale=width**-0.5, right_bound=0)
         return out
 
     def narrow(operands: Named) -> Named:
+        given = {n: jnp.swapaxes(operands[n], 1, 2) * scale for n in "qkv"}
         return {
-            n: (jnp.swapaxes(operands[n], 1, 2) * scale).astype(jnp.float8_e4m3fn) for n in "qkv"
+            **{n: x.astype(jnp.float8_e4m3fn) for n, x in given.items()},
+            "factors": {n: jnp.full((1, 1, 1, 1), x, jnp.float32) for n, x in factors.items()},
         }
 
     def wide(results: Named) -> Named:
         return {n: jnp.swapaxes(x, 1, 2).astype(jnp.float32) / scale for n, x in results.items()}
 
-    return Side(lambda q, k, v: {"y": attend(q, k, v)}, narrow, wide, backward=False)
+    def function(q, k, v, factors):
+        return {"y": attend(q, k, v, factors)}
+
+    return Side(function, narrow, wide, backward=False)
 
 
 def _paged(lengths: Sequence[int], pages: int, page: int, heads: int, served: int) -> AttentionCase:

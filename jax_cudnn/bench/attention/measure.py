@@ -22,7 +22,7 @@ from ..compiling import compiled, told
 from ..halves import Halves, halves
 from ..sides import BACKWARD, FAILED, OURS, REFERENCE, TIMED, TRAINING, WHOLE, WRONG, Call, Fillers
 from . import torch_sides
-from .cases import AttentionCase, Named, Side
+from .cases import JAX_NN, AttentionCase, Named, Side
 
 # As for normalizations 20 calls at most, here of a program that takes two milliseconds at the
 # chip's limit, or does its work several times; and fewer where a batch of them takes longer than
@@ -47,8 +47,9 @@ def measure_attention(
     """Case name -> its JSON entry: of each program the times in us and the TFLOP/s on all sides,
     the chip's limit, and how far its results are from float32.
 
-    What fails is part of the result, with its reason; a side that is wrong is not timed. ``done``
-    gets all results so far after each case.
+    What fails is part of the result, with its reason; a side that is wrong is not timed, and if it
+    is none of jax.nn's cuDNN or PyTorch the case is wrong. ``done`` gets all results so far after
+    each case.
     """
     results: dict[str, dict[str, Any]] = {}
     fillers = Fillers.made()
@@ -114,6 +115,7 @@ class _Bench:
         self.dy: dict[str, Any] = {}
         self.halves: dict[str, Halves] = {}
         self.saved: dict[str, list[Any]] = {}
+        self.copied: dict[int, list[jax.Array]] = {}  # of an array by its id, itself the first
         self.ways: dict[str, Side] = dict(self.sides)  # and of PyTorch those that run
         self.never = {side: way for side, way in case.torch.items() if isinstance(way, str)}
         self.plain = {REFERENCE, *case.xla}  # which may need much memory, and are not short
@@ -170,8 +172,19 @@ class _Bench:
                 errors[side] = _difference(case.shown(self.ways[side].common(results)), want)
             except Exception as error:
                 not_run[side] = told(error)
-        wrong = [side for side, error in errors.items() if not error.within(allowed)]
-        running = {s: run for s, run in ready.items() if s in errors and s not in wrong}
+        off = {
+            side: f"{error.relative:.2g}, {error.worst:.2g}"
+            for side, error in errors.items()
+            if not error.within(allowed)
+        }
+        foreign = {JAX_NN, *case.torch}
+        wrong = [f"{side}: {error}" for side, error in off.items() if side not in foreign]
+        not_run |= {
+            side: f"not timed: errors (norm, worst rows) are {error}"
+            for side, error in off.items()
+            if side in foreign
+        }
+        running = {s: run for s, run in ready.items() if s in errors and s not in off}
         for side in [s for s, run in running.items() if run.seconds > _TOO_LONG]:
             not_run[side] = f"not timed: a call takes {running.pop(side).seconds:.0f} s"
         entry |= {
@@ -181,9 +194,8 @@ class _Bench:
         }
         entry |= self._figures(self._times(running), running, entry)
         if wrong:
-            told_of = (f"{s}: {errors[s].relative:.2g}, {errors[s].worst:.2g}" for s in wrong)
             entry["status"] = WRONG
-            entry["reason"] = "errors (norm, worst rows) of " + "; ".join(told_of)
+            entry["reason"] = "errors (norm, worst rows) of " + "; ".join(wrong)
         elif OURS not in running:
             entry["status"] = FAILED
             entry["reason"] = not_run.get(OURS, "it was not timed")
@@ -222,7 +234,7 @@ class _Bench:
         """JAX's sides; those that are not plain XLA do their work ``repeats`` times."""
         often = {side: 1 if side in self.plain else repeats for side in given}
         several = {
-            side: (sides.each(function), _copies(operands, often[side]))
+            side: (sides.each(function), self._copies(operands, often[side]))
             for side, (function, operands) in given.items()
         }
         ready, failed = compiled(several)
@@ -231,6 +243,20 @@ class _Bench:
             for side, call in ready.items()
         }
         return running, failed
+
+    def _copies(self, operands: tuple[Any, ...], often: int) -> tuple[Any, ...]:
+        """The operands as often as a program does its work, in arrays of their own: of the same
+        ones XLA would compute the same once. All sides share them."""
+
+        def one(x: jax.Array, position: int) -> jax.Array:
+            known = self.copied.setdefault(id(x), [x])
+            while len(known) <= position:
+                known.append(jax.block_until_ready(_copy(x)))
+            return known[position]
+
+        return tuple(
+            jax.tree.map(partial(one, position=position), operands) for position in range(often)
+        )
 
     def _torch(self, program: str, repeats: int) -> tuple[dict[str, _Running], dict[str, str]]:
         """PyTorch's sides, each in the way that was chosen for all programs."""
@@ -270,7 +296,7 @@ class _Bench:
     def _torch_call(self, program: str, way: Side, repeats: int) -> Call:
         given = dict(jax.block_until_ready(way.given(self.operands)))
         dy = given.pop("dy", None)
-        sets = _copies((given, dy), repeats)
+        sets = self._copies((given, dy), repeats)
         return torch_sides.program(way.function, program, self.case.learned, sets)
 
     def _results(self, program: str, side: str, running: _Running) -> tuple[Named, float]:
@@ -346,6 +372,9 @@ class _Bench:
         }
 
 
+_copy = jax.jit(jnp.copy)
+
+
 def _exact(case: AttentionCase, operands: Named) -> dict[str, Named]:
     """Results of each program in float32."""
     wide = {
@@ -365,15 +394,9 @@ def _exact(case: AttentionCase, operands: Named) -> dict[str, Named]:
             BACKWARD: half.backward(half.saved(operands, trained), dy),
         }
 
-    found = jax.block_until_ready(results(wide, dy))
+    with jax.default_matmul_precision("highest"):
+        found = jax.block_until_ready(results(wide, dy))
     return {program: case.shown(result) for program, result in found.items()}
-
-
-def _copies(operands: tuple[Any, ...], often: int) -> tuple[Any, ...]:
-    """The operands as often as a program does its work, in arrays of their own: of the same ones
-    XLA would compute the same once."""
-    copied = jax.jit(partial(jax.tree.map, jnp.copy))
-    return (operands, *(copied(operands) for _ in range(often - 1)))
 
 
 def _difference(got: Named, want: Named) -> agreement.Difference:
