@@ -235,7 +235,7 @@ def _bias(bias: Any, mask: Any, query: jax.Array, key: jax.Array) -> jax.Array |
 
 @dataclass(frozen=True)
 class _Truths:
-    """A function of the scores some of whose operands are booleans, which graphs hold as 1 and 0."""
+    """A function of the scores with booleans among its operands, which graphs hold as 1 and 0."""
 
     function: Callable[..., Any]
     places: tuple[int, ...]

@@ -147,7 +147,7 @@ class _Seen:
     operands behind the first ``count``."""
 
     function: Function
-    sizes: tuple[int, int]
+    sizes: tuple[int, ...]
     band: Band
     count: int
 
@@ -201,8 +201,10 @@ def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> d
             expected="f(score, b, h, q, kv, *score_mod_operands)",
             got=f"{type(function).__name__}: {function!r}"[:200],
         )
-    q, k = (np.shape(given[name]) if not hasattr(given[name], "shape") else given[name].shape
-            for name in ("q", "k"))
+    q, k = (
+        np.shape(given[name]) if not hasattr(given[name], "shape") else given[name].shape
+        for name in ("q", "k")
+    )
     if len(q) != 4 or len(k) != 4:
         raise GraphError("score_mod needs q and k of rank 4", got=f"{list(q)} and {list(k)}")
     scores = (*q[:3], k[2])

@@ -14,18 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from .._core.compat import user_frames
 from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import is_floating
-from .._core.compat import user_frames
 from .._core.graph.source import defined_at
 from .._core.graph.spec import GraphSpec
 from .._core.graph.tensor import GraphTensor
-
-INDICES = ("b", "h", "q", "kv")
-"""The indices that the function is given, by the axis of the scores that each counts."""
 
 _TAKEN = (
     "operations on each element: operators, comparisons, jnp.where, minimum, maximum, clip, abs, "
@@ -96,7 +94,7 @@ class Traced(GraphBuilder):
 
     def _closed_over(self, value: Any) -> Any:
         """A number or an array that is known now, else a further operand."""
-        if not isinstance(value, jax.core.Tracer):
+        if not isinstance(value, Tracer):
             return np.asarray(value)
         self.arrays.append(value.reshape(ones_in_front(value.shape)))
         self.operands.append(self._operand(value.shape, str(value.dtype)))

@@ -16,7 +16,7 @@ from .._core.graph.node import float32_range
 
 
 @dataclass(frozen=True)
-class softcap:  # noqa: N801 (to its users it is a function)
+class softcap:
     """Bounds the scores: ``cap * tanh(score / cap)``.
 
     Args:
@@ -43,9 +43,7 @@ class softcap:  # noqa: N801 (to its users it is a function)
         return self.cap * jnp.tanh(score * (1 / self.cap))
 
 
-def documents(
-    score: Any, b: Any, h: Any, q: Any, kv: Any, of_queries: Any, of_keys: Any
-) -> Any:
+def documents(score: Any, b: Any, h: Any, q: Any, kv: Any, of_queries: Any, of_keys: Any) -> Any:
     """Hides the keys of other documents than the query's, where several are one sequence.
 
     Give ``score_mod_operands=(of_queries, of_keys)`` in int32, (B, 1, T, 1) and (B, 1, 1, S): the
@@ -65,7 +63,7 @@ def documents(
 
 
 @dataclass(frozen=True)
-class prefix:  # noqa: N801
+class prefix:
     """Causal attention, but for the first keys, which all queries see (a prefix language model).
 
     Args:

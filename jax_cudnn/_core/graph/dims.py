@@ -45,10 +45,7 @@ class Dims:
         def ports(side: str) -> tuple[Port, ...]:
             named = (part.split(":") for part in side.split(",") if part.strip())
             pairs = ((name.strip(), tuple(axes.split())) for name, axes in named)
-            return tuple(
-                Port(n.lstrip("*?"), axes, "*" in n, "?" in n)
-                for n, axes in pairs
-            )
+            return tuple(Port(n.lstrip("*?"), axes, "*" in n, "?" in n) for n, axes in pairs)
 
         left, arrow, right = text.partition("->")
         parsed = cls(ports(left), ports(right), frozenset(broadcast.split()))
