@@ -14,7 +14,7 @@ from transformations import graphs_of, methods, primitives, relative_error
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn.ops import attention_reference, score_mod, score_mod_emission, score_mods
+from jax_cudnn.ops import attention_reference, score_mod_emission, score_mod_trace, score_mods
 
 S = jax.ShapeDtypeStruct
 ours = jc.ops.dot_product_attention
@@ -550,7 +550,7 @@ def test_cudnn_is_given_the_function_and_its_derivative(name, monkeypatch):
         change = of_score(ELEMENTWISE[name])
     scores, gradient = normal((B, N, T, K)), normal((B, N, T, K))
     band = attention_reference.Band()
-    mod, read = score_mod.written(change, operands, scores.shape, band, [])
+    mod, read = score_mod_trace.written(change, operands, scores.shape, band, [])
     given = dict(zip(mod.ports, read, strict=True))
     tensors = {port: Computed(x) for port, x in given.items()}
     emission = score_mod_emission.Emission.with_derivative(mod, tensors)
@@ -567,7 +567,7 @@ def test_cudnn_is_given_the_function_and_its_derivative(name, monkeypatch):
 
 def test_the_derivative_of_what_does_not_read_the_scores_is_zero():
     change = lambda s, b, h, q, kv: jnp.where(s == s, q - kv, 0) * 1.0  # noqa: E731
-    mod, _ = score_mod.written(change, [], (B, N, T, K), attention_reference.Band(), [])
+    mod, _ = score_mod_trace.written(change, [], (B, N, T, K), attention_reference.Band(), [])
     assert score_mod_emission.derivative(mod.spec).is_zero
     inputs = qkv()
     gradients = jax.grad(lambda *x: ours(*x, score_mod=change).sum(), (0, 1))(*inputs)
