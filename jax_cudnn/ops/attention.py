@@ -171,7 +171,7 @@ class SdpaBackward(Attending):
     def callbacks(self, mod: ScoreMod, tensors: Mapping[str, Any]) -> dict[str, Any]:
         from .score_mod_emission import Emission
 
-        both = Emission(mod, tensors).with_derivative()
+        both = Emission.with_derivative(mod, tensors)
         return {"score_mod": both.forward, "score_mod_bprop": both.backward}
 
     def emit(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -292,28 +291,6 @@ def _bias(bias: Any, mask: Any, query: _Aval, key: _Aval) -> jax.Array | None:
     return jnp.where(mask, seen, jnp.asarray(_MASKED * largest, query.dtype))
 
 
-@dataclass(frozen=True)
-class _Truths:
-    """A function of the scores some of whose operands are booleans, which graphs hold as 1 and 0."""
-
-    function: Callable[..., Any]
-    places: tuple[int, ...]
-
-    @property
-    def hides_queries(self) -> bool | None:
-        return getattr(self.function, "hides_queries", None)
-
-    @property
-    def __code__(self) -> Any:  # errors name the user's function
-        return getattr(self.function, "__code__", None)
-
-    def __call__(self, *arguments: Any) -> Any:
-        given, operands = arguments[:5], arguments[5:]
-        return self.function(
-            *given, *(x != 0 if i in self.places else x for i, x in enumerate(operands))
-        )
-
-
 def _modification(
     function: Any, operands: Any, query: jax.Array, key: jax.Array
 ) -> tuple[Any, tuple[jax.Array, ...]]:
@@ -339,7 +316,11 @@ def _modification(
         elif jnp.issubdtype(x.dtype, jnp.integer):
             x = x.astype(jnp.int32)
         found.append(x.astype(jnp.float32) if x.dtype.itemsize == 8 else x)
-    return (_Truths(function, tuple(truths)) if truths else function), tuple(found)
+    if truths:
+        from .score_mod_trace import Truths  # importing jax_cudnn does without
+
+        function = Truths(function, tuple(truths))
+    return function, tuple(found)
 
 
 def _scores(query: jax.Array, key: jax.Array) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 PORT = OPERANDS
 """The list of a node's operands that its function of the scores reads."""
-
-Function = Callable[..., Any]
 
 
 def is_operand(port: str) -> bool:
@@ -115,75 +112,6 @@ def folds(
         yield dict.fromkeys(whole, 0)
 
 
-def written(
-    function: Function, operands: list[Any], scores: Shape, band: Band, lengths: list[Any]
-) -> tuple[ScoreMod, list[Any]]:
-    """A user's function, and then the band and the lengths, as one; with the operands that it
-    reads, of those given and those closed over."""
-    from .score_mod_trace import Traced  # importing jax_cudnn does without
-
-    def trace(function: Function, operands: list[Any]) -> tuple[GraphSpec, list[Any]]:
-        traced = Traced(scores, [(tuple(x.shape), str(x.dtype)) for x in operands])
-        spec, read = traced.write(function)
-        everything = [*operands, *traced.arrays]
-        return spec, [everything[i] for i in read]
-
-    spec, read = trace(function, operands)
-    hides = getattr(function, "hides_queries", None)
-    if hides is None:
-        floats = [x for x in read if str(x.dtype) in FLOATS]
-        hides = bool(floats) or any(math.isinf(t.value or 0) for t in spec.constants)
-    if lengths or band != Band(bottom_right=band.bottom_right):
-        hides = hides or bool(lengths) or _hides(band, *scores[2:])
-        whole = [*operands, *lengths]
-        spec, read = trace(_Seen(function, scores[2:], band, len(operands)), whole)
-    ports = tuple(f"{PORT}_{i}" for i in range(len(read)))
-    return ScoreMod(spec.canonical(), ports, hides), read
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """A function of the scores, and -inf outside of a band and of the lengths, which are the
-    operands behind the first ``count``."""
-
-    function: Function
-    sizes: tuple[int, int]
-    band: Band
-    count: int
-
-    @property
-    def __code__(self) -> Any:  # errors name the user's function
-        return getattr(self.function, "__code__", None)
-
-    def __call__(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
-        lengths = operands[self.count :]
-        left, right, bottom_right = self.band.left, self.band.right, self.band.bottom_right
-        seen = [position < n for position, n in zip((q, kv), lengths, strict=False)]
-        if lengths and bottom_right and right == 0:
-            del seen[1]  # the last query sees the last key, and none behind it
-        queries, keys = lengths if lengths else self.sizes
-        at, position = q, kv
-        if bottom_right and lengths:  # cuDNN broadcasts a length beside an index, and no other
-            at, position = q + keys, kv + queries
-        elif bottom_right and keys != queries:
-            at = q + (keys - queries)
-        if right is not None:
-            seen.append(position <= (at + right if right else at))
-        if left is not None:
-            seen.append(position + left > at)
-        changed = self.function(score, b, h, q, kv, *operands[: self.count])
-        for one in seen[1:]:
-            seen[0] = seen[0] & one
-        return jnp.where(seen[0], changed, -jnp.inf) if seen else changed
-
-
-def _hides(band: Band, queries: int, keys: int) -> bool:
-    """Whether some query sees no key, where there are so many."""
-    shift = keys - queries if band.bottom_right else 0
-    before = band.right is not None and shift + band.right < 0
-    return before or (band.left is not None and queries + shift - band.left > keys - 1)
-
-
 def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> dict[str, Any]:
     """The arguments of ``g.sdpa`` with the function as a value, into which band and lengths have
     gone."""
@@ -213,6 +141,8 @@ def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> d
     lengths = [x for x in lengths if x is not None]
     if len(lengths) == 1:
         raise GraphError("one of the lengths is missing", expected="both, or neither")
+    from .score_mod_trace import written  # importing jax_cudnn does without
+
     mod, read = written(function, operands, scores, band(given), lengths)
     left = {name: value for name, value in given.items() if not name.startswith("diagonal_")}
     return {**left, "score_mod": mod, **({PORT: read} if read else {})}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +46,8 @@ def derivative(spec: GraphSpec) -> Derivative:
         return Derivative(spec, is_zero=True)
     if tangent.spec is None:
         return Derivative(spec)
-    own = {
-        name: source.of for name, source in zip(tangent.spec.inputs, tangent.inputs, strict=True)
-    }
+    sources = zip(tangent.spec.inputs, tangent.inputs, strict=True)
+    own = {name: source.of for name, source in sources}
     (moving,) = (name for name, key in own.items() if key == (TANGENT, spec.inputs[0]))
     backward = transpose(tangent.spec, (moving,), tangent.spec.outputs)
     (result,) = backward.results
@@ -71,110 +70,89 @@ class Emission:
     they select: there a comparison is one, elsewhere 1 or 0.
     """
 
-    def __init__(self, mod: ScoreMod, operands: Mapping[str, Any]) -> None:
-        self.mod = mod
-        self.derivative: Derivative | None = None
+    def __init__(
+        self, mod: ScoreMod, operands: Mapping[str, Any], found: Derivative | None = None
+    ) -> None:
+        self._mod, self._found = mod, found
         self._operands = {name: operands[port] for name, port in mod.named.items()}
         self._tensors: dict[str, Any] = {}
         self._numbers: dict[tuple[int, str], Any] = {}
         self._score: Any = None
 
-    def with_derivative(self) -> Emission:
-        self.derivative = derivative(self.mod.spec)
-        return self
+    @classmethod
+    def with_derivative(cls, mod: ScoreMod, operands: Mapping[str, Any]) -> Emission:
+        return cls(mod, operands, derivative(mod.spec))
 
     def forward(self, graph: Any, score: Any) -> Any:
         """The callback ``score_mod``."""
-        spec = self.derivative.forward if self.derivative else self.mod.spec
+        spec, (result,), found = self._mod.spec, self._mod.spec.outputs, self._found
+        read = {result, *_numbers_in(spec)}
+        if found is not None:
+            spec = found.forward
+            behind = _numbers_in(found.backward) if found.backward else set()
+            read = {result, *_numbers_in(spec), *(of for n, of in found.values if n in behind)}
         self._score = score
         self._tensors = {spec.inputs[0]: score, **self._operands}
-        self._add(graph, spec, "score_mod")
-        return self._tensors[self.mod.spec.outputs[0]]
+        self._add(graph, spec, read, "score_mod")
+        return self._tensors[result]
 
     def backward(self, graph: Any, gradient: Any) -> Any:
-        """The callback ``score_mod_bprop``, after the other."""
-        found = self.derivative
+        """The callback ``score_mod_bprop``, behind the other."""
+        found = self._found
         assert found is not None
         if found.is_zero:
             return graph.mul(a=gradient, b=self._number(graph, 0.0))
         if found.backward is None:
             return gradient
-        ours = {name: self._tensors[of] for name, of in found.values}
-        self._tensors = {found.gradient: gradient, **ours}
-        self._add(graph, found.backward, "score_mod_bprop")
+        values = {name: self._tensors[of] for name, of in found.values}
+        self._tensors = {found.gradient: gradient, **values}
+        self._add(
+            graph, found.backward, {found.result, *_numbers_in(found.backward)}, "score_mod_bprop"
+        )
         return self._tensors[found.result]
 
-    def _add(self, graph: Any, spec: GraphSpec, title: str) -> None:
-        selecting = self._selecting(spec)
+    def _add(self, graph: Any, spec: GraphSpec, read: Collection[str], title: str) -> None:
+        """All calls of a graph; comparisons that are ``read`` are numbers."""
         for call in spec.calls:
             ((_, name),) = call.outputs
-            common = {"name": f"{title}::{call.name}"}
+            title_of = f"{title}::{call.name}"
             if isinstance(call.node, GenIndex):
-                self._tensors[name] = self._index(graph, call.node.axis, **common)
+                self._tensors[name] = self._index(graph, call.node.axis, name=title_of)
                 continue
-            made = self._made(graph, spec, call, common)
-            kind = _kinds().BOOLEAN if name in selecting else _kinds().FLOAT
-            self._tensors[name] = made.set_data_type(kind)
+            made = self._made(graph, spec, call, title_of)
+            compares = call.node.method.startswith("cmp_") and name not in read
+            kinds = _kinds()
+            self._tensors[name] = made.set_data_type(kinds.BOOLEAN if compares else kinds.FLOAT)
 
-    def _made(self, graph: Any, spec: GraphSpec, call: Call, common: dict[str, Any]) -> Any:
-        node, common = call.node, {**common, "compute_data_type": _kinds().FLOAT}
-        values = {port: spec.tensor(name).value for port, name in call.inputs}
-        given = {
-            port: self._tensors[name] if values[port] is None else values[port]
-            for port, name in call.inputs
-        }
+    def _made(self, graph: Any, spec: GraphSpec, call: Call, title: str) -> Any:
+        method = call.node.method
+        common = {"name": title, "compute_data_type": _kinds().FLOAT}
+        numbers = {p: v for p, n in call.inputs if (v := spec.tensor(n).value) is not None}
+        given = {port: self._tensors.get(name) for port, name in call.inputs}
         first, *others = given
-        if values[first] is not None:
-            (second,) = others if len(others) == 1 else [""]
-            if node.method in _SWAPPED and values[second] is None:
-                swapped = getattr(graph, _SWAPPED[node.method])
-                number = self._number(graph, values[first])
-                return swapped(given[second], number, **common)
-            if node.method == "sub" and values[second] is None:
-                negative = graph.neg(given[second], compute_data_type=_kinds().FLOAT)
-                negative.set_data_type(_kinds().FLOAT)
-                return graph.add(negative, self._number(graph, values[first]), **common)
-            given[first] = self._everywhere(graph, values[first])
-        for port in others:
-            if values[port] is not None:
-                given[port] = self._number(graph, values[port])
-        (made,) = node.emit(graph, given, common)
+        given |= {port: self._number(graph, numbers[port]) for port in others if port in numbers}
+        if first not in numbers:
+            (made,) = call.node.emit(graph, given, common)
+        elif method in _SWAPPED and not {*others} & {*numbers}:
+            swapped, number = getattr(graph, _SWAPPED[method]), self._number(graph, numbers[first])
+            made = swapped(*(given[port] for port in others), number, **common)
+        else:
+            given[first] = self._everywhere(graph, numbers[first])
+            (made,) = call.node.emit(graph, given, common)
         return made
 
-    def _selecting(self, spec: GraphSpec) -> set[str]:
-        """Comparisons that are read as masks of selections only, here and in the derivative."""
-        graphs = [spec]
-        found = self.derivative
-        renamed: dict[str, str] = {}
-        if found is not None and found.backward is not None:
-            graphs = [found.forward, found.backward]
-            renamed = dict(found.values)
-        others = {self.mod.spec.outputs[0]}
-        for graph in graphs:
-            for call in graph.calls:
-                for port, name in call.inputs:
-                    if port != "mask":
-                        others.add(renamed.get(name, name) if graph is not graphs[0] else name)
-        own = spec is graphs[0]
-        return {
-            name
-            for call in spec.calls
-            if call.node.method.startswith("cmp_")
-            for _, name in call.outputs
-            if name not in others or (not own and name not in spec.outputs)
-        }
-
     def _index(self, graph: Any, axis: int, **common: Any) -> Any:
-        made = graph.gen_index(self._score, axis=axis, compute_data_type=_kinds().INT32, **common)
-        return made.set_data_type(_kinds().INT32)
+        kind = _kinds().INT32
+        made = graph.gen_index(self._score, axis=axis, compute_data_type=kind, **common)
+        return made.set_data_type(kind)
 
     def _everywhere(self, graph: Any, value: float) -> Any:
         """A number as a tensor of the scores' shape."""
-        common = {"compute_data_type": _kinds().FLOAT}
-        nothing = graph.mul(self._index(graph, 3), self._number(graph, 0.0), **common)
-        nothing.set_data_type(_kinds().FLOAT)
-        made = graph.add(nothing, self._number(graph, value), **common)
-        return made.set_data_type(_kinds().FLOAT)
+        kind = _kinds().FLOAT
+        number = self._number(graph, 0.0)
+        made = graph.mul(self._index(graph, 3), number, compute_data_type=kind).set_data_type(kind)
+        made = graph.add(made, self._number(graph, value), compute_data_type=kind)
+        return made.set_data_type(kind)
 
     def _number(self, graph: Any, value: float) -> Any:
         import cudnn
@@ -183,10 +161,15 @@ class Emission:
         value = float(np.float32(value))
         key = id(graph), value.hex()
         if key not in self._numbers:
-            # A parameter; older versions of cuDNN have no constants.
+            # A parameter: versions of cuDNN before 9.22 have no constants.
             kind = cudnn._pybind_module.scalar_type.RUNTIME_PARAM
             self._numbers[key] = graph.tensor_scalar(value, kind)
         return self._numbers[key]
+
+
+def _numbers_in(spec: GraphSpec) -> set[str]:
+    """What a graph reads otherwise than to select by it."""
+    return {name for call in spec.calls for port, name in call.inputs if port != "mask"}
 
 
 def _kinds() -> Any:

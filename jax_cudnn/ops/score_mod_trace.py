@@ -9,28 +9,119 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from .._core.compat import user_frames
 from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.dims import Shape
-from .._core.graph.dtypes import is_floating
-from .._core.compat import user_frames
+from .._core.graph.dtypes import FLOATS, is_floating
 from .._core.graph.source import defined_at
 from .._core.graph.spec import GraphSpec
 from .._core.graph.tensor import GraphTensor
-
-INDICES = ("b", "h", "q", "kv")
-"""The indices that the function is given, by the axis of the scores that each counts."""
+from .attention_reference import Band
+from .score_mod import PORT, ScoreMod
 
 _TAKEN = (
     "operations on each element: operators, comparisons, jnp.where, minimum, maximum, clip, abs, "
     "exp, log, tanh, sigmoid, sqrt, power, sin, cos, floor, and what is made of them"
 )
+
+
+def written(
+    function: Callable[..., Any], operands: list[Any], scores: Shape, band: Band, lengths: list[Any]
+) -> tuple[ScoreMod, list[Any]]:
+    """A user's function, and then the band and the lengths, as one; with the operands that it
+    reads, of those given and those closed over."""
+
+    def trace(function: Callable[..., Any], operands: list[Any]) -> tuple[GraphSpec, list[Any]]:
+        traced = Traced(scores, [(tuple(x.shape), str(x.dtype)) for x in operands])
+        spec, read = traced.write(function)
+        everything = [*operands, *traced.arrays]
+        return spec, [everything[i] for i in read]
+
+    spec, read = trace(function, operands)
+    hides = getattr(function, "hides_queries", None)
+    if hides is None:
+        floats = [x for x in read if str(x.dtype) in FLOATS]
+        hides = bool(floats) or any(math.isinf(t.value or 0) for t in spec.constants)
+    if lengths or band != Band(bottom_right=band.bottom_right):
+        hides = hides or bool(lengths) or _hides(band, *scores[2:])
+        whole = [*operands, *lengths]
+        spec, read = trace(_Seen(function, scores[2:], band, len(operands)), whole)
+    ports = tuple(f"{PORT}_{i}" for i in range(len(read)))
+    return ScoreMod(spec.canonical(), ports, hides), read
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A function of the scores, and -inf outside of a band and of the lengths, which are the
+    operands behind the first ``count``."""
+
+    function: Callable[..., Any]
+    sizes: tuple[int, ...]
+    band: Band
+    count: int
+
+    @property
+    def __code__(self) -> Any:  # errors name the user's function
+        return getattr(self.function, "__code__", None)
+
+    def __call__(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
+        lengths = operands[self.count :]
+        left, right, bottom_right = self.band.left, self.band.right, self.band.bottom_right
+        seen = [position < n for position, n in zip((q, kv), lengths, strict=False)]
+        if lengths and bottom_right and right == 0:
+            del seen[1]  # the last query sees the last key, and none behind it
+        queries, keys = lengths if lengths else self.sizes
+        at, position = q, kv
+        if bottom_right and lengths:  # cuDNN broadcasts a length beside an index, and no other
+            at, position = q + keys, kv + queries
+        elif bottom_right and keys != queries:
+            at = q + (keys - queries)
+        if right is not None:
+            seen.append(position <= (at + right if right else at))
+        if left is not None:
+            seen.append(position + left > at)
+        changed = self.function(score, b, h, q, kv, *operands[: self.count])
+        for one in seen[1:]:
+            seen[0] = seen[0] & one
+        return jnp.where(seen[0], changed, -jnp.inf) if seen else changed
+
+
+def _hides(band: Band, queries: int, keys: int) -> bool:
+    """Whether some query sees no key, where there are so many."""
+    shift = keys - queries if band.bottom_right else 0
+    before = band.right is not None and shift + band.right < 0
+    return before or (band.left is not None and queries + shift - band.left > keys - 1)
+
+
+@dataclass(frozen=True)
+class Truths:
+    """A function of the scores with booleans among its operands, which graphs hold as 1 and 0."""
+
+    function: Callable[..., Any]
+    places: tuple[int, ...]
+
+    @property
+    def hides_queries(self) -> bool | None:
+        return getattr(self.function, "hides_queries", None)
+
+    @property
+    def __code__(self) -> Any:  # errors name the user's function
+        return getattr(self.function, "__code__", None)
+
+    def __call__(self, *arguments: Any) -> Any:
+        given, operands = arguments[:5], arguments[5:]
+        return self.function(
+            *given, *(x != 0 if i in self.places else x for i, x in enumerate(operands))
+        )
 
 
 class Traced(GraphBuilder):
@@ -96,7 +187,7 @@ class Traced(GraphBuilder):
 
     def _closed_over(self, value: Any) -> Any:
         """A number or an array that is known now, else a further operand."""
-        if not isinstance(value, jax.core.Tracer):
+        if not isinstance(value, Tracer):
             return np.asarray(value)
         self.arrays.append(value.reshape(ones_in_front(value.shape)))
         self.operands.append(self._operand(value.shape, str(value.dtype)))

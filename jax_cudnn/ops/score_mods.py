@@ -1,13 +1,15 @@
 """Functions of attention's scores, ready for ``score_mod=``.
 
-Each is a function ``f(score, b, h, q, kv, *operands)`` as users write them, see
-:func:`jax_cudnn.ops.dot_product_attention`. Equal ones are traced once: they are values.
+Each is, or makes, a function ``f(score, b, h, q, kv, *operands)`` as users write them, see
+:func:`jax_cudnn.ops.dot_product_attention`. For equal arguments it is the same one, which is traced
+once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -15,8 +17,8 @@ from .._core.errors import GraphError
 from .._core.graph.node import float32_range
 
 
-@dataclass(frozen=True)
-class softcap:  # noqa: N801 (to its users it is a function)
+@functools.lru_cache(maxsize=256)
+def softcap(cap: float) -> Callable[..., Any]:
     """Bounds the scores: ``cap * tanh(score / cap)``.
 
     Args:
@@ -31,16 +33,40 @@ class softcap:  # noqa: N801 (to its users it is a function)
         >>> jc.ops.dot_product_attention(q, q, q, is_causal=True, score_mod=capped).shape
         (2, 128, 8, 64)
     """
+    if not float32_range("cap", cap) > 0:
+        raise GraphError("cap is not valid", expected="a number above 0", got=repr(cap))
 
-    cap: float
-    hides_queries: ClassVar[bool] = False
+    def capped(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return cap * jnp.tanh(score * (1 / cap))
 
-    def __post_init__(self) -> None:
-        if not float32_range("cap", self.cap) > 0:
-            raise GraphError("cap is not valid", expected="a number above 0", got=repr(self.cap))
+    return _showing(capped)
 
-    def __call__(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return self.cap * jnp.tanh(score * (1 / self.cap))
+
+@functools.lru_cache(maxsize=256)
+def prefix(length: int) -> Callable[..., Any]:
+    """Causal attention, but for the first keys, which all queries see (a prefix language model).
+
+    Args:
+        length: how many keys these are, at least 0.
+
+    Raises GraphError for others. Source: Raffel et al. 2020, arXiv:1910.10683.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> q = jnp.ones((2, 128, 8, 64), "bfloat16")
+        >>> seen = jc.ops.score_mods.prefix(16)
+        >>> jc.ops.dot_product_attention(q, q, q, score_mod=seen).shape
+        (2, 128, 8, 64)
+    """
+    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+        raise GraphError(
+            "length is not valid", expected="an integer of at least 0", got=repr(length)
+        )
+
+    def seen(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return jnp.where((kv <= q) | (kv < length), score, -jnp.inf)
+
+    return _showing(seen)  # the first key, if no other
 
 
 def documents(score: Any, b: Any, h: Any, q: Any, kv: Any, of_queries: Any, of_keys: Any) -> Any:
@@ -62,31 +88,7 @@ def documents(score: Any, b: Any, h: Any, q: Any, kv: Any, of_queries: Any, of_k
     return jnp.where(of_queries == of_keys, score, -jnp.inf)
 
 
-@dataclass(frozen=True)
-class prefix:  # noqa: N801
-    """Causal attention, but for the first keys, which all queries see (a prefix language model).
-
-    Args:
-        length: how many keys these are, at least 0.
-
-    Raises GraphError for others. Source: Raffel et al. 2020, arXiv:1910.10683.
-
-    Example:
-        >>> import jax.numpy as jnp, jax_cudnn as jc
-        >>> q = jnp.ones((2, 128, 8, 64), "bfloat16")
-        >>> seen = jc.ops.score_mods.prefix(16)
-        >>> jc.ops.dot_product_attention(q, q, q, score_mod=seen).shape
-        (2, 128, 8, 64)
-    """
-
-    length: int
-    hides_queries: ClassVar[bool] = False  # all see the first key
-
-    def __post_init__(self) -> None:
-        if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 0:
-            raise GraphError(
-                "length is not valid", expected="an integer of at least 0", got=repr(self.length)
-            )
-
-    def __call__(self, score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return jnp.where((kv <= q) | (kv < self.length), score, -jnp.inf)
+def _showing(function: Any) -> Callable[..., Any]:
+    """A function that leaves each query some key, so that no statistic is to be looked at."""
+    function.hides_queries = False
+    return function
