@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +14,7 @@ from .attention_base import _LENGTHS, BOTTOM_RIGHT, TOP_LEFT, _bound
 from .attention_reference import Band
 
 if TYPE_CHECKING:
-    from .._core.graph.node import Values
+    from .._core.graph.node import Tensors, Values
     from .._core.graph.spec import GraphSpec, Tensor
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
@@ -31,6 +31,9 @@ class Scaled(Node):
     writes_all = True
     broadcasts_around = NUMBERS_ONLY
     dtypes = FP8
+    of_all_examples = (
+        "Amax_S", "Amax_O", "amax_dQ", "amax_dK", "amax_dV", "amax_dP",
+    )  # fmt: skip
     bounds: ClassVar[tuple[str, str]] = ("left_bound", "right_bound")
     others: ClassVar[Mapping[str, str]] = {"stats": "float32"}
     """Ports that are neither fp8 nor factors, with their dtypes."""
@@ -118,6 +121,16 @@ class Scaled(Node):
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
         return 2 * b * h * s * t * (d + e)
+
+    def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
+        """As further examples, where these have their factors in common."""
+        common = {*self.of_all_examples, *filter(self.is_common, tensors)}
+        if not batched & common:
+            yield dict.fromkeys({*tensors} - common, 0)
+
+    def is_common(self, port: str) -> bool:
+        """Whether an operand is one for all examples."""
+        return port.startswith(("scale_", "descale_"))
 
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values

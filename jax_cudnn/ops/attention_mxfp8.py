@@ -56,6 +56,9 @@ class BlockScaled(Scaled):
         operand = port.removeprefix("descale_")
         return scales_shape(inputs[operand].shape, _along(operand, "stats" in inputs))
 
+    def is_common(self, port: str) -> bool:
+        return False
+
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
     ) -> tuple[Any, ...]:

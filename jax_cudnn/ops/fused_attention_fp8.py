@@ -34,9 +34,10 @@ class _Kind(NamedTuple):
     options: Options | None
     implementation: str | None
 
-    def run(self, function: GraphFunction, *arrays: Any) -> Any:
+    def run(self, function: GraphFunction, *arrays: Any, **static: Any) -> Any:
         graph = chosen(function, self.options, None, self.implementation)
-        return graph(*arrays, **self._replace(options=None, implementation=None)._asdict())
+        kind = self._replace(options=None, implementation=None)._asdict()
+        return graph(*arrays, **kind, **static)
 
 
 def _placed(x):
@@ -78,14 +79,14 @@ def _current(g, operands, scales, lengths, *, options, implementation, **kind):
     return quantized(out, scales["descale_o"], operands[0].dtype)
 
 
-def _forward(g, operands, factors, lengths, *, options, implementation, **kind):
+def _forward(g, operands, factors, lengths, *, keep, options, implementation, **kind):
     out, stats, _, amax = g.sdpa_fp8(
         *map(_placed, operands),
         **factors,
         **_padding(lengths),
         **_attributes(**kind),
     )
-    return _placed(out), stats, amax
+    return (_placed(out), stats, amax) if keep else (_placed(out),)
 
 
 def _backward(g, operands, stats, factors, lengths, *, options, implementation, **kind):
@@ -154,8 +155,8 @@ def dot_product_attention_fp8(
 
     Returns: (B, T, N, E) or (T, N, E), of query's dtype. The gradient is cuDNN's backward in fp8;
     of random numbers results are about 4 %, gradients about 10 % (relative, in the norm) from those
-    in float32. Under ``vmap`` each example has scales of its own, so they run in turn: a batch
-    belongs in B.
+    in float32. Under ``vmap`` each example has largest values of its own, so examples run in turn
+    (a batch belongs in B), but for results alone with one state of delayed scaling.
 
     Raises:
         GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
@@ -233,22 +234,34 @@ def _quantized(x: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
 def _delayed(
     kind: _Kind, operands: tuple[jax.Array, ...], lengths: Any, scaling: DelayedScaling
 ) -> jax.Array:
-    return _delayed_forward(kind, operands, lengths, scaling)[0]
+    narrow, factors = _narrow(operands, scaling)
+    (out,) = kind.run(FORWARD, narrow, factors, lengths, keep=False)
+    return _wide(out, scaling, operands[0].dtype)
+
+
+def _narrow(
+    operands: tuple[jax.Array, ...], scaling: DelayedScaling
+) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+    """The operands in fp8, and the forward's factors."""
+    scales = scaling.scales()
+    narrow = [_quantized(x, scales[p], E4M3) for p, x in zip("qkv", operands, strict=True)]
+    factors = {f"descale_{port}": _factor(1 / scales[port]) for port in "qkv"}
+    return narrow, {**factors, **_of_weights(), "scale_o": _factor(scales["o"])}
+
+
+def _wide(out: jax.Array, scaling: DelayedScaling, dtype: Any) -> jax.Array:
+    return (out.astype(jnp.float32) / scaling.scales()["o"]).astype(dtype)
 
 
 def _delayed_forward(
     kind: _Kind, operands: tuple[jax.Array, ...], lengths: Any, scaling: DelayedScaling
 ) -> tuple[jax.Array, Any]:
-    scales = scaling.scales()
-    narrow = [_quantized(x, scales[p], E4M3) for p, x in zip("qkv", operands, strict=True)]
-    factors = {f"descale_{port}": _factor(1 / scales[port]) for port in "qkv"}
-    factors |= {**_of_weights(), "scale_o": _factor(scales["o"])}
-    out, stats, amax = kind.run(FORWARD, narrow, factors, lengths)
+    narrow, factors = _narrow(operands, scaling)
+    out, stats, amax = kind.run(FORWARD, narrow, factors, lengths, keep=True)
     largest = {port: amax_of(x) for port, x in zip("qkv", operands, strict=True)} | {"o": amax}
-    kept = [*narrow, out], stats, lengths, scaling, largest
-    wide = out.astype(jnp.float32) / scales["o"]
-    # An empty array says the dtype of the operands.
-    return wide.astype(operands[0].dtype), (*kept, jnp.zeros(0, operands[0].dtype))
+    like = jnp.zeros(0, operands[0].dtype)  # says the dtype of the operands
+    kept = [*narrow, out], stats, lengths, scaling, largest, like
+    return _wide(out, scaling, operands[0].dtype), kept
 
 
 def _delayed_backward(kind: _Kind, kept: Any, grad: jax.Array) -> Any:

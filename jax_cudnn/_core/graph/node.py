@@ -107,6 +107,8 @@ class Node:
     the reference takes the operands as they are, with ``precision``."""
     writes_all: ClassVar[bool] = False
     """Whether a plan writes every result of this node, also one that nothing reads."""
+    of_all_examples: ClassVar[tuple[str, ...]] = ()
+    """Results of all examples together: vmap folds into the node only where nothing reads them."""
     vmaps_by_reference: ClassVar[bool] = False
     """Whether XLA computes the node under vmap from its reference, where no fold is right."""
     broadcasts_around: ClassVar[str] = ROWS_AND_CHANNELS

@@ -80,6 +80,7 @@ class _Attempt:
         self.g = g = Derivation(spec)
         self._forms: dict[str, dict[_Form, GraphTensor]] = {}
         self._computed: set[str] = set()
+        self._read = {*spec.outputs, *(name for c in spec.calls for _, name in c.inputs)}
         self._keys = {}
         for t in spec.tensors:
             if t.value is not None:
@@ -126,7 +127,8 @@ class _Attempt:
                 self._forms[name] = {_Form(): x}
             self._computed |= {name for _, name in call.outputs}
             return
-        folds = self._folds(call, ports, tensors)
+        together = {name for port, name in call.outputs if port in call.node.of_all_examples}
+        folds = [] if together & self._read else self._folds(call, ports, tensors)
         movable = [port for port, name in call.inputs if self.spec.tensor(name).value is None]
         if len(ports) == len(movable) or not folds:
             front = sum(self._cost(name, _Form(LEAD)) for _, name in call.inputs)
@@ -151,7 +153,7 @@ class _Attempt:
         self.price += sum(self._cost(name, forms[port]) for port, name in call.inputs)
         values = {port: self._get(name, forms[port]) for port, name in call.inputs}
         for (port, name), x in zip(call.outputs, self.g.apply(node, **values), strict=True):
-            form = _Form(LEAD if fold is None else fold[port])
+            form = _Form(LEAD if fold is None else fold.get(port))
             shaped = self._shaped(tensors[port], form)
             self._forms[name] = {form: self.g.fixed(self.g.ordered(x, shaped.order), shaped.dtype)}
             self.batched.add(name)
