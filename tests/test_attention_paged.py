@@ -133,6 +133,15 @@ def test_numbers_out_of_range_are_brought_into_it():
     agree(got, map(np.asarray, want))
 
 
+@pytest.mark.parametrize(("b", "t"), [(0, 1), (2, 0)])
+def test_without_examples_or_queries(b, t):
+    _, k, v, _ = cache()
+    table, lengths = jnp.zeros((b, 6), "int32"), jnp.zeros(b, "int32")
+    out, logs = call(table, lengths, {})(jnp.ones((b, t, 4, 8)), k, v)
+    assert (out.shape, logs.shape) == ((b, t, 4, 8), (b, t, 4))
+    assert write(k, jnp.ones((b, t, 2, 8)), table, lengths).shape == k.shape
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_16_bits(dtype):
     *operands, table = cache(dtype=dtype)
@@ -407,9 +416,13 @@ def test_decoding_has_no_mask():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize(
+    ("name", "dtype", "heads_first"),
+    [
+        *((name, dtype, False) for name in PLANNED for dtype in ("bfloat16", "float16")),
+        *((name, "bfloat16", True) for name in ("decode", "prefill")),
+    ],
+)
 def test_results_on_the_gpu(name, dtype, heads_first):
     """Of four examples one has no keys, and one a single one."""
     function, operands, table, lengths, band = prepared(name, heads_first, dtype)
