@@ -37,7 +37,7 @@ class Arranged(Node):
     writes_all = True
     broadcasts_around = NUMBERS_ONLY
     dtypes = FLOATS
-    deterministic = False
+    rounding = Attending.rounding
     integers: ClassVar[tuple[str, ...]] = ()
     """Ports of int32."""
 
@@ -45,6 +45,10 @@ class Arranged(Node):
         super().__init_subclass__(**keywords)
         if "dims" in cls.__dict__:
             cls.ports = Dims.parse(cls.dims)
+
+    @property
+    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.deterministic
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -118,5 +122,3 @@ class Arranged(Node):
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
         return ()
-
-    rounding = Attending.rounding

@@ -133,6 +133,9 @@ def paged_dot_product_attention(
         "seq_len_q": _lengths("query_seq_lengths", query_seq_lengths, batch, count),
         "seq_len_kv": _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
     }
+    if 0 in query.shape:
+        out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
+        return (out, jnp.full(query.shape[:3], -jnp.inf)) if return_residual else out
     out, statistic = chosen(PAGED, options, None, implementation)(
         query, keys, values, tables | lengths,
         heads_first=heads_first,
@@ -256,8 +259,7 @@ def _integers(name: str, x: Any, shape: tuple[int | None, ...]) -> jax.Array:
 
 def _table(name: str, x: Any, batch: int, count: int) -> jax.Array:
     """(B, 1, n, 1), with numbers of pages that there are."""
-    table = jnp.clip(_integers(name, x, (batch, None)), 0, count - 1)
-    return table.reshape(batch, 1, -1, 1)
+    return jnp.clip(_integers(name, x, (batch, None)), 0, count - 1)[:, None, :, None]
 
 
 def _lengths(name: str, x: Any, batch: int, most: int) -> jax.Array:
