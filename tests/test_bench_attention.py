@@ -19,7 +19,9 @@ from jax_cudnn.bench.attention import cases as attention_cases
 from jax_cudnn.bench.attention import measure as attention
 from jax_cudnn.bench.attention import tables as attention_tables
 from jax_cudnn.bench.attention import torch_sides
-from jax_cudnn.bench.attention.cases import JAX_NN, NARROW, PADDED, Side
+from jax_cudnn.bench.attention.case import LIMIT, Side
+from jax_cudnn.bench.attention.cases import JAX_NN, NARROW, PADDED
+from jax_cudnn.bench.attention.checks import difference
 from jax_cudnn.bench.attention.formulations import (
     Attended,
     by_blocks,
@@ -77,7 +79,7 @@ def few(case, **changes):
 def document(entries, **environment):
     return {
         "environment": ENVIRONMENT | environment,
-        "limit": attention_cases.LIMIT,
+        "limit": LIMIT,
         "published": attention_cases.PUBLISHED,
         "attention": entries,
     }
@@ -95,7 +97,7 @@ def test_all_sides_agree_and_all_figures_are_there(tiny):
     result = json.loads(path.read_text())
     assert status == 0
     assert {"torch", "triton", "driver", "cudnn", "jax", "date"} <= result["environment"].keys()
-    assert result["limit"] == attention_cases.LIMIT
+    assert result["limit"] == LIMIT
     assert [*result["attention"]] == [case.name for case in TINY.values()]
     for case in TINY.values():
         entry = result["attention"][case.name]
@@ -547,9 +549,7 @@ def test_keys_of_all_heads_give_the_gradients_of_those_there_are(key):
         found.append(side.common(call().arrays()))
     for name, x in found[0].items():
         assert x.shape == operands[name].shape
-        assert attention._difference({name: found[1][name]}, {name: x.astype("float32")}).within(
-            0.01
-        )
+        assert difference({name: found[1][name]}, {name: x.astype("float32")}).within(0.01)
 
 
 @needs_torch
