@@ -229,9 +229,8 @@ def test_copies_are_shared_and_arrays_of_their_own(key):
 
 
 def test_some_rows_that_are_wrong_are_noticed():
-    """Those of one head at the end, which are a hundredth of all in the norm."""
-    case = few(TINY["causal"])
-    size = 2048
+    """Those of one head at the end, which are a twentieth of all in the norm."""
+    case, size = few(TINY["causal"]), 512
 
     def half(q, k, v):
         y = case.xla["by blocks"].function(q, k, v)["y"]
@@ -244,7 +243,8 @@ def test_some_rows_that_are_wrong_are_noticed():
     found = attention.measure_attention([long], **QUICK)[long.name]["programs"][TRAINING]
     assert found["status"] == "WRONG"
     errors = found["errors"]["off"]
-    assert errors["relative"] < 0.05 < 4 * found["tolerance"] < errors["worst"]
+    assert errors["relative"] < 0.1
+    assert errors["worst"] > 4 * found["tolerance"]
 
 
 @pytest.mark.parametrize("side", [WHOLE, OURS])
