@@ -19,7 +19,9 @@ from jax_cudnn.bench.attention import cases as attention_cases
 from jax_cudnn.bench.attention import measure as attention
 from jax_cudnn.bench.attention import tables as attention_tables
 from jax_cudnn.bench.attention import torch_sides
-from jax_cudnn.bench.attention.cases import JAX_NN, NARROW, PADDED, Side
+from jax_cudnn.bench.attention.case import LIMIT, Side
+from jax_cudnn.bench.attention.cases import JAX_NN, NARROW, PADDED
+from jax_cudnn.bench.attention.checks import difference
 from jax_cudnn.bench.attention.formulations import (
     Attended,
     by_blocks,
@@ -77,7 +79,7 @@ def few(case, **changes):
 def document(entries, **environment):
     return {
         "environment": ENVIRONMENT | environment,
-        "limit": attention_cases.LIMIT,
+        "limit": LIMIT,
         "published": attention_cases.PUBLISHED,
         "attention": entries,
     }
@@ -95,7 +97,7 @@ def test_all_sides_agree_and_all_figures_are_there(tiny):
     result = json.loads(path.read_text())
     assert status == 0
     assert {"torch", "triton", "driver", "cudnn", "jax", "date"} <= result["environment"].keys()
-    assert result["limit"] == attention_cases.LIMIT
+    assert result["limit"] == LIMIT
     assert [*result["attention"]] == [case.name for case in TINY.values()]
     for case in TINY.values():
         entry = result["attention"][case.name]
@@ -227,9 +229,8 @@ def test_copies_are_shared_and_arrays_of_their_own(key):
 
 
 def test_some_rows_that_are_wrong_are_noticed():
-    """Those of one head at the end, which are a hundredth of all in the norm."""
-    case = few(TINY["causal"])
-    size = 2048
+    """Those of one head at the end, which are a twentieth of all in the norm."""
+    case, size = few(TINY["causal"]), 512
 
     def half(q, k, v):
         y = case.xla["by blocks"].function(q, k, v)["y"]
@@ -242,7 +243,8 @@ def test_some_rows_that_are_wrong_are_noticed():
     found = attention.measure_attention([long], **QUICK)[long.name]["programs"][TRAINING]
     assert found["status"] == "WRONG"
     errors = found["errors"]["off"]
-    assert errors["relative"] < 0.05 < 4 * found["tolerance"] < errors["worst"]
+    assert errors["relative"] < 0.1
+    assert errors["worst"] > 4 * found["tolerance"]
 
 
 @pytest.mark.parametrize("side", [WHOLE, OURS])
@@ -547,9 +549,7 @@ def test_keys_of_all_heads_give_the_gradients_of_those_there_are(key):
         found.append(side.common(call().arrays()))
     for name, x in found[0].items():
         assert x.shape == operands[name].shape
-        assert attention._difference({name: found[1][name]}, {name: x.astype("float32")}).within(
-            0.01
-        )
+        assert difference({name: found[1][name]}, {name: x.astype("float32")}).within(0.01)
 
 
 @needs_torch

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from .._core.cuda import device_nodes
 from .._core.errors import GraphError, TargetError
 from .attention import cases as attention_cases
+from .attention.case import LIMIT, AttentionCase
 from .attention.tables import render_attention as render_attention
 from .comparison import Formulation
 from .models.cases import ModelCase, Operand, model_cases
@@ -27,7 +28,7 @@ from .tables import RESULTS as RESULTS
 from .tables import render as render
 from .tables import render_cases as render_cases
 
-Named = TypeVar("Named", step_models.StepCase, norm_cases.NormCase, attention_cases.AttentionCase)
+Named = TypeVar("Named", step_models.StepCase, norm_cases.NormCase, AttentionCase)
 
 _MODES = {"command_buffers": "", "no_command_buffers": "--xla_gpu_enable_command_buffer="}
 _SECONDS = 2.0  # of rounds a case: all cases, compilation included, take some minutes
@@ -106,7 +107,7 @@ def run_attention(
     cases = attention_cases.tiny_cases() if tiny else attention_cases.attention_cases()
     chosen = _chosen(cases, only, "attention")
     measured = partial(attention.measure_attention, chosen)
-    about = {"limit": attention_cases.LIMIT, "published": attention_cases.PUBLISHED}
+    about = {"limit": LIMIT, "published": attention_cases.PUBLISHED}
     return _run_sides("attention", measured, render_attention, about, out, only, tiny, into)
 
 

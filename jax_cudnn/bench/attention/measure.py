@@ -15,14 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._core.errors import GraphError
 from ..._core.implementation import CUDNN, XLA
 from .. import agreement, queued, sides, timing, torch_graphs
 from ..compiling import compiled, told
 from ..halves import Halves, halves
 from ..sides import BACKWARD, FAILED, OURS, REFERENCE, TIMED, TRAINING, WHOLE, WRONG, Call, Fillers
 from . import torch_sides
-from .cases import JAX_NN, AttentionCase, Named, Side
+from .case import AttentionCase, Named, Side
+from .cases import JAX_NN
+from .checks import difference, exact
 
 # As for normalizations 20 calls at most, here of a program that takes two milliseconds at the
 # chip's limit, or does its work several times; and fewer where a batch of them takes longer than
@@ -32,7 +33,6 @@ _SHORT, _MOST = 2000.0, 16  # us of a program, and how often it does its work fo
 _BATCH = 0.04  # seconds of calls in a row
 # A side that takes longer has rounds of its own, and three of them; one beyond that none.
 _SLOW, _FEW, _TOO_LONG = 0.15, 3, 10.0
-_ROWS = 64  # of a head, that are compared together
 
 
 def measure_attention(
@@ -121,7 +121,7 @@ class _Bench:
         self.plain = {REFERENCE, *case.xla}  # which may need much memory, and are not short
 
     def entry(self) -> dict[str, Any]:
-        want = _exact(self.case, self.operands)
+        want = exact(self.case, self.operands)
         for side, way in self.sides.items():
             try:
                 self._prepare(side, way)
@@ -169,7 +169,7 @@ class _Bench:
         for side, running in list(ready.items()):
             try:
                 results, running.seconds = self._results(program, side, running)
-                errors[side] = _difference(case.shown(self.ways[side].common(results)), want)
+                errors[side] = difference(case.shown(self.ways[side].common(results)), want)
             except Exception as error:
                 not_run[side] = told(error)
         off = {
@@ -373,59 +373,6 @@ class _Bench:
 
 
 _copy = jax.jit(jnp.copy)
-
-
-def _exact(case: AttentionCase, operands: Named) -> dict[str, Named]:
-    """Results of each program in float32."""
-    wide = {
-        name: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        for name, x in operands.items()
-    }
-    dy = wide.pop("dy", None)
-
-    @jax.jit
-    def results(operands: Named, dy: Any) -> dict[str, Named]:
-        if not case.learned:
-            return {program: case.exact.function(**operands) for program in case.programs}
-        half = halves(case.exact.function, operands, case.learned)
-        trained = half.training(operands)
-        return {
-            TRAINING: {"y": trained[0]["y"]},
-            BACKWARD: half.backward(half.saved(operands, trained), dy),
-        }
-
-    with jax.default_matmul_precision("highest"):
-        found = jax.block_until_ready(results(wide, dy))
-    return {program: case.shown(result) for program, result in found.items()}
-
-
-def _difference(got: Named, want: Named) -> agreement.Difference:
-    """In the norm, and the worst of some rows of a head together, next to their own size and that
-    of all: of causal attention the first rows are many times as large as the last ones, whose
-    rounding says nothing of theirs."""
-    figures = []
-    for name, x in want.items():
-        if got[name].shape != x.shape:
-            raise GraphError(
-                f"{name} has another shape", expected=str(x.shape), got=str(got[name].shape)
-            )
-        figures.append(tuple(map(float, _of_rows(got[name], x))))
-    relative, worst = zip(*figures, strict=True)
-    return agreement.Difference(agreement.largest(relative), agreement.largest(worst))
-
-
-@jax.jit
-def _of_rows(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of (B, S, N, H): relative errors of all, and the worst of some rows."""
-    error, size = (_means(x) for x in (got.astype(jnp.float32) - want, want))
-    whole = jnp.sqrt(jnp.mean(size)) + jnp.finfo(jnp.float32).tiny
-    return jnp.sqrt(jnp.mean(error)) / whole, jnp.max(jnp.sqrt(error) / (jnp.sqrt(size) + whole))
-
-
-def _means(x: jax.Array) -> jax.Array:
-    """The mean square of some rows of each head."""
-    rows = math.gcd(x.shape[1], _ROWS)
-    return jnp.mean(jnp.square(x.reshape(x.shape[0], -1, rows, *x.shape[2:])), (2, 4))
 
 
 def _rate(flops: float, us: float) -> float | None:
