@@ -272,6 +272,8 @@ def tolerance(spec, on_gpu=False):
     """The largest relative error that a transformation of a graph may have, by its dtypes."""
     dtypes = {"float32"} | {t.dtype for t in spec.tensors if is_floating(t.dtype)}
     found = [TOLERANCES[dtype] for dtype in dtypes]
+    if any("fp8" in method for method in methods(spec)):  # of attention, rounded inside as well
+        found.append(0.25)
     if on_gpu:
         found += [FLOAT32_ON_GPU]
         found += [TF32_ON_GPU] if spec.has_float32_product else []

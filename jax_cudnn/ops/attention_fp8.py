@@ -139,9 +139,9 @@ class SdpaFp8(Scaled):
             return super().jvp(g, tangents, inputs, outputs)
         from .attention_fp8_tangent import Fp8Tangent
 
-        node = Fp8Tangent(self, tuple(tangents), ("O", "Stats"), tuple(inputs))
+        node = Fp8Tangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
         along = {node.given[port]: tangent for port, tangent in tangents.items()}
-        read = {port: outputs[port] for port in node.outs}
+        read = {port: outputs[port] for port in node.read}
         made = g.apply(node, **inputs, **read, **along)
         return dict(zip(node.outs, made, strict=True))
 

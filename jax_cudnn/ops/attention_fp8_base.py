@@ -137,8 +137,7 @@ class Scaled(Node):
     ) -> dict[str, GraphTensor]:
         from .attention_fp8_tangent import WideTangent
 
-        outs = tuple(port for port in outputs if not port.lower().startswith("amax"))
-        node = WideTangent(self, tuple(tangents), outs, tuple(inputs))
+        node = WideTangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
         along = {node.given[port]: tangent for port, tangent in tangents.items()}
         return dict(zip(node.outs, g.apply(node, **inputs, **along), strict=True))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -174,28 +174,28 @@ class Fp8Tangent(WideTangent):
     """Tangents of O and Stats, in the units of the fp8 arrays; O and Stats are operands for the
     transpose."""
 
-    @property
-    def _read(self) -> tuple[str, ...]:
-        return (*self.inner, *self.outs)
+    read: ClassVar[tuple[str, str]] = ("O", "Stats")
 
     @property
     def ports(self) -> Dims:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return derived_ports((*self._read, *self.given.values()), self.made.values())
+        return derived_ports((*self.inner, *self.read, *self.given.values()), self.made.values())
 
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return super().reference(**{p: x for p, x in arrays.items() if p not in self.outs})
+        return super().reference(**{p: x for p, x in arrays.items() if p not in self.read})
 
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor]:
         out = self.made["O"]
         linear = {port: name for port, name in self.given.items() if name not in inputs}
-        if out not in cotangents or not {*inputs} >= {*self._read} or not {*linear} <= {*"qkv"}:
+        known = {*inputs} >= {*self.inner, *self.read}
+        if out not in cotangents or not known or not {*linear} <= {*"qkv"}:
             return super().transpose(g, cotangents, inputs, tensors)
         passed = self._backward(g, cotangents[out], inputs, linear)
         others = tuple(name for name in cotangents if name != out)
-        moved = {port: name for port, name in linear.items() if port != "v"}
-        if others and moved:  # of the statistic, which v does not move
+        alone = {*others} == {self.made["Stats"]}  # which v does not move
+        moved = {port: name for port, name in linear.items() if port != "v" or not alone}
+        if others and moved:
             avals = tuple((n, tensors[n].shape, tensors[n].dtype) for n in moved.values())
             plain = dataclasses.replace(self, active=tuple(moved))
             through = Transposed(plain, avals, others, tuple(inputs))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
-from .._core.graph.dtypes import NUMBERS
+from .._core.graph.dtypes import E8M0, NUMBERS
 from .._core.graph.node import LEAD, Example, Node
 from .._core.graph.vocabulary import Vocabulary, register_vocabulary
 from .elementary import Identity
@@ -33,7 +33,7 @@ class Movement(Node):
 
     moves = True
     leftover = True
-    dtypes = (*NUMBERS, "bool")
+    dtypes = (*NUMBERS, E8M0, "bool")
     requires = (
         "XLA runs it in the same program: no graph with it has an engine on Hopper (cuDNN 9.22 to "
         "9.28; older versions have no such operation)"

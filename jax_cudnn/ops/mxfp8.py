@@ -100,8 +100,7 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
     """
     rows = values if axis == -1 else jnp.swapaxes(values, 2, 3)
     *_, count, size = rows.shape
-    codes = _unswizzled(scales, axis)[:, :, :count, : -(-size // BLOCK)]
-    factor = _power(codes.astype(jnp.int32) - _BIAS)
+    factor = _unswizzled(scales.astype(jnp.float32), axis)[:, :, :count, : -(-size // BLOCK)]
     found = rows.astype(jnp.float32) * jnp.repeat(factor, BLOCK, axis=-1)[..., :size]
     return found if axis == -1 else jnp.swapaxes(found, 2, 3)
 
@@ -129,9 +128,8 @@ def _swizzled(codes: jax.Array, shape: Shape) -> jax.Array:
 
 
 def _unswizzled(scales: jax.Array, axis: int) -> jax.Array:
-    """(B, H, rows, blocks) in uint8 of scales of blocks along an axis."""
-    codes = jax.lax.bitcast_convert_type(scales, jnp.uint8)
-    b, h, *sizes = codes.shape
+    """(B, H, rows, blocks) of scales of blocks along an axis."""
+    b, h, *sizes = scales.shape
     m, n = sizes if axis == -1 else sizes[::-1]
-    tiles = codes.reshape(b, h, m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)
+    tiles = scales.reshape(b, h, m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)
     return tiles.transpose(0, 1, 2, 5, 4, 3, 6).reshape(b, h, m, n)
