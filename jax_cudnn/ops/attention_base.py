@@ -18,7 +18,7 @@ from .score_mod import ScoreMod, folds, is_operand, prepared
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors
-    from .._core.graph.spec import Tensor
+    from .._core.graph.spec import GraphSpec, Tensor
 
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
 _LENGTHS = ("seq_len_q", "seq_len_kv")
@@ -153,6 +153,9 @@ class Attending(Node):
             yield dict.fromkeys(tensors, 0)
         elif "bias" not in batched and "dBias" not in tensors:
             yield dict.fromkeys({*tensors} - {"bias"}, 0)
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        return None if self.score_mod is None else self.score_mod.refused()
 
     def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
         if self.score_mod is None:
