@@ -702,6 +702,21 @@ def test_what_cudnn_does_not_plan_is_left_to_xla_with_a_reason():
             jc.plans(gradients(call, (0, 1, 2)), *avals)
 
 
+@pytest.mark.deviceless
+def test_what_cudnn_fails_to_plan_is_not_asked_of_it():
+    """Two selections by comparisons with operands: cuDNN 9.19 ends the process."""
+
+    def change(score, b, h, q, kv, a, c):
+        return jnp.where(q < a, jnp.where(kv < c, score, -jnp.inf), -jnp.inf)
+
+    x, n = S((2, 128, 4, 64), "bfloat16"), S((2, 1, 1, 1), "int32")
+    call = lambda q, *of: ours(q, q, q, score_mod=change, score_mod_operands=of)  # noqa: E731
+    with jc.target("H200"):
+        (segment,) = jc.plan(call, x, n, n).segments
+    assert segment.plan is None
+    assert "combine the conditions with &" in segment.reason
+
+
 # -- on the GPU ------------------------------------------------------------------------------------
 
 

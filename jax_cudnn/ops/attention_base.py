@@ -183,6 +183,9 @@ class Attending(Node):
         elif "bias" not in batched and "dBias" not in tensors:
             yield dict.fromkeys({*ports} - {"bias"}, 0)
 
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        return None if self.score_mod is None else self.score_mod.refused()
+
     def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
         if self.score_mod is None:
             return self

@@ -80,6 +80,24 @@ class ScoreMod:
         """Whether it reads the index of the example."""
         return any(isinstance(c.node, GenIndex) and c.node.axis == 0 for c in self.spec.calls)
 
+    def refused(self) -> str | None:
+        """Why cuDNN is not to be asked for it, or None."""
+        # Planning ends the process (SIGSEGV in cuDNN 9.19; 9.28 plans some of them).
+        operands = {*self.spec.inputs[1:]}
+        compared = {
+            name
+            for call in self.spec.calls
+            if call.node.method.startswith("cmp_") and operands & {n for _, n in call.inputs}
+            for _, name in call.outputs
+        }
+        masks = [n for c in self.spec.calls for p, n in c.inputs if p == "mask" and n in compared]
+        if len(masks) < 2:
+            return None
+        return (
+            "score_mod selects twice by comparisons with operands, on which cuDNN's planner fails: "
+            "combine the conditions with &, in one jnp.where"
+        )
+
     def folded(self, size: int, mapped: Iterable[str]) -> ScoreMod:
         """For ``size`` times as many examples, of which the operands ``mapped`` have as many."""
         named, mapped = self.named, {*mapped}

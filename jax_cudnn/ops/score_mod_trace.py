@@ -27,11 +27,7 @@ from .._core.graph.spec import GraphSpec
 from .._core.graph.tensor import GraphTensor
 from .attention_reference import Band
 from .score_mod import PORT, ScoreMod
-
-_TAKEN = (
-    "operations on each element: operators, comparisons, jnp.where, minimum, maximum, clip, abs, "
-    "exp, log, tanh, sigmoid, sqrt, power, sin, cos, floor, and what is made of them"
-)
+from .score_mod_primitives import PRIMITIVES, SHORT, TAKEN
 
 
 def written(
@@ -154,7 +150,7 @@ class Traced(GraphBuilder):
         (out,) = self._run(jaxpr.jaxpr, [self._closed_over(x) for x in jaxpr.consts], values)
         out = self._full(out)
         if out.name in self._inputs:
-            out = self._made("identity", out)
+            out = self.made("identity", out)
         spec = self.finish([out])
         ours = [x.name for x in self.operands]
         return spec, tuple(ours.index(name) for name in spec.inputs if name != self.score.name)
@@ -217,7 +213,7 @@ class Traced(GraphBuilder):
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         name, inner = eqn.primitive.name, _inner(eqn)
         if inner is not None:
-            short = _SHORT.get(eqn.params.get("name", ""))
+            short = SHORT.get(eqn.params.get("name", ""))
             whole = all(not is_floating(str(x.aval.dtype)) for x in eqn.invars)
             if short is not None and whole and _is_graph(operands):
                 return [short(self, *operands)]
@@ -227,10 +223,10 @@ class Traced(GraphBuilder):
             return [_stretched(operands[0], eqn)]
         if not _is_graph(operands):
             return _folded(eqn, operands)
-        write = _PRIMITIVES.get(name)
+        write = PRIMITIVES.get(name)
         try:
             if write is None:
-                raise GraphError(f"it uses {name}", expected=_TAKEN)
+                raise GraphError(f"it uses {name}", expected=TAKEN)
             return [write(self, eqn, *operands)]
         except JaxCudnnError as error:
             error.summary = f"score_mod: {error.summary}"
@@ -245,7 +241,7 @@ class Traced(GraphBuilder):
 
     # -- values ----------------------------------------------------------------------------------
 
-    def _made(self, method: str, *operands: Any) -> GraphTensor:
+    def made(self, method: str, *operands: Any) -> GraphTensor:
         """An operation's result: numbers are float32, and so are truths, 1 and 0."""
         first, *others = operands
         if len(operands) > 1 and not any(self._is_full(x) for x in operands):
@@ -333,149 +329,14 @@ def _stretched(x: Any, eqn: Any) -> Any:
 def _folded(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """An operation on what is known while tracing."""
     arrays = [np.asarray(x) for x in operands]
-    if eqn.primitive.name in _PRIMITIVES:  # small arrays stay so
+    if eqn.primitive.name in PRIMITIVES:  # small arrays stay so
         arrays = np.broadcast_arrays(*arrays)
     else:
         arrays = [np.broadcast_to(x, v.aval.shape) for x, v in zip(arrays, eqn.invars, strict=True)]
     if not all(isinstance(v.aval.dtype, np.dtype) for v in eqn.outvars):  # keys of random numbers
-        raise GraphError(f"score_mod: it uses {eqn.primitive.name}", expected=_TAKEN)
+        raise GraphError(f"score_mod: it uses {eqn.primitive.name}", expected=TAKEN)
     with jax.ensure_compile_time_eval():
         given = [jnp.asarray(x, y.aval.dtype) for x, y in zip(arrays, eqn.invars, strict=True)]
         made = eqn.primitive.bind(*given, **eqn.params)
     results = made if eqn.primitive.multiple_results else [made]
     return [np.asarray(x) for x in results]
-
-
-# -- how each of JAX's operations is written -------------------------------------------------------
-
-
-def _as(method: str) -> Callable[..., GraphTensor]:
-    return lambda g, eqn, *operands: g._made(method, *operands)
-
-
-def _of_truths(method: str) -> Callable[..., GraphTensor]:
-    def write(g: Traced, eqn: Any, *operands: Any) -> GraphTensor:
-        if any(str(x.aval.dtype) != "bool" for x in eqn.invars):
-            raise GraphError("it combines the bits of integers", expected=_TAKEN)
-        return g._made(method, *operands)
-
-    return write
-
-
-def _not(g: Traced, eqn: Any, x: Any) -> GraphTensor:
-    return _of_truths("cmp_eq")(g, eqn, x, 0.0)
-
-
-def _is_whole(eqn: Any) -> bool:
-    return not is_floating(str(eqn.invars[0].aval.dtype))
-
-
-def _sign(g: Traced, eqn: Any, x: Any) -> Any:
-    if not isinstance(x, GraphTensor):
-        return np.sign(x)
-    return g._made("sub", g._made("cmp_gt", x, 0.0), g._made("cmp_lt", x, 0.0))
-
-
-def _towards_zero(g: Traced, x: Any) -> GraphTensor:
-    lower, higher = g._made("floor", x), g._made("ceil", x)
-    return g._made("binary_select", higher, lower, g._made("cmp_lt", x, 0.0))
-
-
-def _quotient(g: Traced, eqn: Any, a: Any, b: Any) -> GraphTensor:
-    if not _is_whole(eqn):
-        return g._made("div", a, b)
-    away = g._made("mul", _sign(g, eqn, a), 0.5)  # no rounding crosses an integer
-    return _towards_zero(g, g._made("div", g._made("add", a, away), b))
-
-
-def _floor_divided(g: Traced, a: Any, b: Any) -> GraphTensor:
-    """Of integers; of a positive divisor exactly."""
-    sign = _sign(g, None, b)
-    half = g._made("mul", sign, 0.5) if isinstance(sign, GraphTensor) else 0.5 * sign
-    return g._made("floor", g._made("div", g._made("add", a, half), b))
-
-
-def _modulo(g: Traced, a: Any, b: Any) -> GraphTensor:
-    return g._made("sub", a, g._made("mul", _floor_divided(g, a, b), b))
-
-
-def _remainder(g: Traced, eqn: Any, a: Any, b: Any) -> GraphTensor:
-    return g._made("mod", a, b)
-
-
-def _converted(g: Traced, eqn: Any, x: Any) -> Any:
-    old, new = str(eqn.invars[0].aval.dtype), str(eqn.params["new_dtype"])
-    if new == "bool":
-        return x if old == "bool" else g._made("cmp_neq", x, 0.0)
-    if new in ("float32", "float64"):
-        return x
-    if is_floating(new):
-        raise GraphError(
-            f"it rounds to {new}",
-            expected="float32 throughout",
-            why="scores and all that is computed of them stay in float32",
-            fix="leave the cast out",
-        )
-    return _towards_zero(g, x) if is_floating(old) else x
-
-
-def _power(g: Traced, eqn: Any, x: Any) -> GraphTensor:
-    exponent = eqn.params["y"]
-    if exponent == 0:
-        return g._made("add", g._made("mul", x, 0.0), 1.0)
-    power = x
-    for _ in range(abs(exponent) - 1):
-        power = g._made("mul", power, x)
-    return power if exponent > 0 else g._made("reciprocal", power)
-
-
-def _picked(g: Traced, eqn: Any, which: Any, *cases: Any) -> Any:
-    if len(cases) != 2:
-        raise GraphError(f"it selects from {len(cases)} cases", expected="two, as jnp.where")
-    return g._made("binary_select", cases[1], cases[0], which)
-
-
-def _between(g: Traced, eqn: Any, low: Any, x: Any, high: Any) -> GraphTensor:
-    return g._made("min", g._made("max", x, low), high)
-
-
-_PRIMITIVES: dict[str, Callable[..., Any]] = {
-    **{
-        name: _as(name)
-        for name in ("add", "sub", "mul", "max", "min", "pow", "neg", "abs", "exp", "log", "tanh")
-    },
-    **{name: _as(name) for name in ("erf", "sqrt", "rsqrt", "sin", "cos", "tan", "floor", "ceil")},
-    **{
-        name: _as(f"cmp_{method}")
-        for name, method in {
-            "eq": "eq", "ne": "neq", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
-        }.items()
-    },
-    "add_any": _as("add"),
-    "logistic": _as("sigmoid"),
-    "and": _of_truths("mul"),
-    "or": _of_truths("max"),
-    "xor": _of_truths("cmp_neq"),
-    "not": _not,
-    "div": _quotient,
-    "rem": _remainder,
-    "sign": _sign,
-    "square": lambda g, eqn, x: g._made("mul", x, x),
-    "integer_pow": _power,
-    "erfc": lambda g, eqn, x: g._made("add", g._made("neg", g._made("erf", x)), 1.0),
-    "exp2": lambda g, eqn, x: g._made("exp", g._made("mul", x, math.log(2))),
-    "expm1": lambda g, eqn, x: g._made("sub", g._made("exp", x), 1.0),
-    "log1p": lambda g, eqn, x: g._made("log", g._made("add", x, 1.0)),
-    "select_n": _picked,
-    "clamp": _between,
-    "is_finite": lambda g, eqn, x: g._made("cmp_lt", g._made("abs", x), math.inf),
-    "convert_element_type": _converted,
-    "copy": lambda g, eqn, x: x,
-    "copy_p": lambda g, eqn, x: x,
-}  # fmt: skip
-
-# What jnp writes of several operations, of integers.
-_SHORT: dict[str, Callable[..., GraphTensor]] = {
-    "floor_divide": _floor_divided,
-    "remainder": _modulo,
-}

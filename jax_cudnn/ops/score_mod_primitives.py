@@ -1,0 +1,156 @@
+"""JAX's operations on each element as cuDNN's, for functions of attention's scores.
+
+Numbers are float32 here, integers, too, and truths are 1 and 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._core.errors import GraphError
+from .._core.graph.dtypes import is_floating
+from .._core.graph.tensor import GraphTensor
+
+if TYPE_CHECKING:
+    from .score_mod_trace import Traced
+
+TAKEN = (
+    "operations on each element: operators, comparisons, jnp.where, minimum, maximum, clip, abs, "
+    "exp, log, tanh, sigmoid, sqrt, power, sin, cos, floor, and what is made of them"
+)
+
+
+def _as(method: str) -> Callable[..., GraphTensor]:
+    return lambda g, eqn, *operands: g.made(method, *operands)
+
+
+def _of_truths(method: str) -> Callable[..., GraphTensor]:
+    def write(g: Traced, eqn: Any, *operands: Any) -> GraphTensor:
+        if any(str(x.aval.dtype) != "bool" for x in eqn.invars):
+            raise GraphError("it combines the bits of integers", expected=TAKEN)
+        return g.made(method, *operands)
+
+    return write
+
+
+def _not(g: Traced, eqn: Any, x: Any) -> GraphTensor:
+    return _of_truths("cmp_eq")(g, eqn, x, 0.0)
+
+
+def _is_whole(eqn: Any) -> bool:
+    return not is_floating(str(eqn.invars[0].aval.dtype))
+
+
+def _sign(g: Traced, eqn: Any, x: Any) -> Any:
+    if not isinstance(x, GraphTensor):
+        return np.sign(x)
+    return g.made("sub", g.made("cmp_gt", x, 0.0), g.made("cmp_lt", x, 0.0))
+
+
+def _towards_zero(g: Traced, x: Any) -> GraphTensor:
+    lower, higher = g.made("floor", x), g.made("ceil", x)
+    return g.made("binary_select", higher, lower, g.made("cmp_lt", x, 0.0))
+
+
+def _quotient(g: Traced, eqn: Any, a: Any, b: Any) -> GraphTensor:
+    if not _is_whole(eqn):
+        return g.made("div", a, b)
+    away = g.made("mul", _sign(g, eqn, a), 0.5)  # no rounding crosses an integer
+    return _towards_zero(g, g.made("div", g.made("add", a, away), b))
+
+
+def _floor_divided(g: Traced, a: Any, b: Any) -> GraphTensor:
+    """Of integers; of a positive divisor exactly."""
+    sign = _sign(g, None, b)
+    half = g.made("mul", sign, 0.5) if isinstance(sign, GraphTensor) else 0.5 * sign
+    return g.made("floor", g.made("div", g.made("add", a, half), b))
+
+
+def _modulo(g: Traced, a: Any, b: Any) -> GraphTensor:
+    return g.made("sub", a, g.made("mul", _floor_divided(g, a, b), b))
+
+
+def _remainder(g: Traced, eqn: Any, a: Any, b: Any) -> GraphTensor:
+    return g.made("mod", a, b)
+
+
+def _converted(g: Traced, eqn: Any, x: Any) -> Any:
+    old, new = str(eqn.invars[0].aval.dtype), str(eqn.params["new_dtype"])
+    if new == "bool":
+        return x if old == "bool" else g.made("cmp_neq", x, 0.0)
+    if new in ("float32", "float64"):
+        return x
+    if is_floating(new):
+        raise GraphError(
+            f"it rounds to {new}",
+            expected="float32 throughout",
+            why="scores and all that is computed of them stay in float32",
+            fix="leave the cast out",
+        )
+    return _towards_zero(g, x) if is_floating(old) else x
+
+
+def _power(g: Traced, eqn: Any, x: Any) -> GraphTensor:
+    exponent = eqn.params["y"]
+    if exponent == 0:
+        return g.made("add", g.made("mul", x, 0.0), 1.0)
+    power = x
+    for _ in range(abs(exponent) - 1):
+        power = g.made("mul", power, x)
+    return power if exponent > 0 else g.made("reciprocal", power)
+
+
+def _picked(g: Traced, eqn: Any, which: Any, *cases: Any) -> Any:
+    if len(cases) != 2:
+        raise GraphError(f"it selects from {len(cases)} cases", expected="two, as jnp.where")
+    return g.made("binary_select", cases[1], cases[0], which)
+
+
+def _between(g: Traced, eqn: Any, low: Any, x: Any, high: Any) -> GraphTensor:
+    return g.made("min", g.made("max", x, low), high)
+
+
+PRIMITIVES: dict[str, Callable[..., Any]] = {
+    **{
+        name: _as(name)
+        for name in ("add", "sub", "mul", "max", "min", "pow", "neg", "abs", "exp", "log", "tanh")
+    },
+    **{name: _as(name) for name in ("erf", "sqrt", "rsqrt", "sin", "cos", "tan", "floor", "ceil")},
+    **{
+        name: _as(f"cmp_{method}")
+        for name, method in {
+            "eq": "eq", "ne": "neq", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
+        }.items()
+    },
+    "add_any": _as("add"),
+    "logistic": _as("sigmoid"),
+    "and": _of_truths("mul"),
+    "or": _of_truths("max"),
+    "xor": _of_truths("cmp_neq"),
+    "not": _not,
+    "div": _quotient,
+    "rem": _remainder,
+    "sign": _sign,
+    "square": lambda g, eqn, x: g.made("mul", x, x),
+    "integer_pow": _power,
+    "erfc": lambda g, eqn, x: g.made("add", g.made("neg", g.made("erf", x)), 1.0),
+    "exp2": lambda g, eqn, x: g.made("exp", g.made("mul", x, math.log(2))),
+    "expm1": lambda g, eqn, x: g.made("sub", g.made("exp", x), 1.0),
+    "log1p": lambda g, eqn, x: g.made("log", g.made("add", x, 1.0)),
+    "select_n": _picked,
+    "clamp": _between,
+    "is_finite": lambda g, eqn, x: g.made("cmp_lt", g.made("abs", x), math.inf),
+    "convert_element_type": _converted,
+    "copy": lambda g, eqn, x: x,
+    "copy_p": lambda g, eqn, x: x,
+}  # fmt: skip
+
+# What jnp writes of several operations, of integers.
+SHORT: dict[str, Callable[..., GraphTensor]] = {
+    "floor_divide": _floor_divided,
+    "remainder": _modulo,
+}
