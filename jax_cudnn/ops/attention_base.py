@@ -153,7 +153,12 @@ class Attending(Node):
         extras.check(self, inputs)
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        return extras.refusal(tensors)
+        if self.score_mod is None:
+            return extras.refusal(tensors)
+        others = {"seed", "dropout_mask", "sink_token", "block_mask"}
+        if self.use_alibi_mask or others & {*tensors}:
+            return "cuDNN is not asked for a score_mod beside dropout, sinks, ALiBi or block masks"
+        return self.score_mod.refused()
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
@@ -182,9 +187,6 @@ class Attending(Node):
             yield dict.fromkeys(ports, 0)
         elif "bias" not in batched and "dBias" not in tensors:
             yield dict.fromkeys({*ports} - {"bias"}, 0)
-
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        return None if self.score_mod is None else self.score_mod.refused()
 
     def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
         if self.score_mod is None:

@@ -16,6 +16,7 @@ from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .arguments import chosen, floating
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
+from .score_mod import stretched
 
 _BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
 _Aval = jax.Array | jax.ShapeDtypeStruct
@@ -182,6 +183,9 @@ def dot_product_attention(
     score_mod, operands = _modification(score_mod, score_mod_operands, query, key)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     lengths = _lengths(query_seq_lengths, key_value_seq_lengths, query, key)
+    if score_mod is not None and lengths is not None:  # they become its operands
+        rows = (query.shape[0], 1, query.shape[1], 1)
+        lengths = tuple(jnp.broadcast_to(x, rows) for x in lengths)
     rate, extras = further(
         query, key, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
     )
@@ -315,7 +319,8 @@ def _modification(
             x = x.astype(query.dtype)
         elif jnp.issubdtype(x.dtype, jnp.integer):
             x = x.astype(jnp.int32)
-        found.append(x.astype(jnp.float32) if x.dtype.itemsize == 8 else x)
+        x = x.astype(jnp.float32) if x.dtype.itemsize == 8 else x
+        found.append(jnp.broadcast_to(x, stretched(x.shape, scores)))
     if truths:
         from .score_mod_trace import Truths  # importing jax_cudnn does without
 
@@ -323,7 +328,7 @@ def _modification(
     return function, tuple(found)
 
 
-def _scores(query: jax.Array, key: jax.Array) -> tuple[int, ...]:
+def _scores(query: _Aval, key: _Aval) -> tuple[int, ...]:
     """The scores' shape."""
     return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
 

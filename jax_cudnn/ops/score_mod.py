@@ -38,12 +38,14 @@ class ScoreMod:
 
     ``spec`` has the scores as its first operand, (B, H, Sq, Skv), behind them those at the node's
     ``ports``, and one result. All that it computes has the scores' shape. Numbers are float32 in
-    it, and so are truths, 1 and 0. ``hides``: some query may see no key by it.
+    it, and so are truths, 1 and 0. ``hides``: some query may see no key by it. ``masks_first``: it
+    is a causal mask of a function of the score alone, which may be applied to hidden scores, too.
     """
 
     spec: GraphSpec
     ports: tuple[str, ...]
     hides: bool
+    masks_first: bool = False
 
     @property
     def named(self) -> dict[str, str]:
@@ -51,7 +53,8 @@ class ScoreMod:
         return dict(zip(self.spec.inputs[1:], self.ports, strict=True))
 
     def __repr__(self) -> str:  # by which specs are told apart
-        return f"ScoreMod({self.ports}, {self.hides}, {str(self.spec)!r})"
+        flags = self.hides, self.masks_first
+        return f"ScoreMod({self.ports}, {flags}, {str(self.spec)!r})"
 
     def __str__(self) -> str:
         return f"<{' '.join(call.node.method for call in self.spec.calls)}>"
@@ -82,6 +85,14 @@ class ScoreMod:
 
     def refused(self) -> str | None:
         """Why cuDNN is not to be asked for it, or None."""
+        scores = self.spec.tensor(self.spec.inputs[0]).shape
+        for name, port in self.named.items():
+            shape = self.spec.tensor(name).shape
+            if stretched(shape, scores) != shape:
+                return (
+                    f"cuDNN reads {port} of shape {list(shape)} wrongly, of which rows of queries "
+                    f"share an element: broadcast it to {list(stretched(shape, scores))}"
+                )
         # Planning ends the process (SIGSEGV in cuDNN 9.19; 9.28 plans some of them).
         operands = {*self.spec.inputs[1:]}
         compared = {
@@ -109,6 +120,14 @@ class ScoreMod:
         )
         spec = intern(dataclasses.replace(self.spec, tensors=tensors, _cache={}))
         return dataclasses.replace(self, spec=spec)
+
+
+def stretched(shape: Shape, scores: Shape) -> Shape:
+    """The smallest shape to which an operand is broadcast that cuDNN reads rightly beside scores
+    (B, H, Sq, Skv): with an element for each query, or one for each head alone."""
+    if shape[2] == scores[2] or (shape[0] == 1 and shape[2:] == (1, 1)):
+        return shape
+    return (*shape[:2], scores[2], shape[3])
 
 
 def folds(

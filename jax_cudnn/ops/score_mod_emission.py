@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._core.graph.spec import Call, GraphSpec
+from .._core.graph.spec import Call, GraphSpec, intern
 from .._core.transforms.linearize import TANGENT, linearize
 from .._core.transforms.transpose import COTANGENT, transpose
 from .logical import GenIndex
@@ -17,6 +19,8 @@ from .logical import GenIndex
 if TYPE_CHECKING:
     from .score_mod import ScoreMod
 
+_LARGEST = 3e38  # of float32, nearly
+_COMPARED = {"cmp_le": [3, 2], "cmp_ge": [2, 3]}  # the indices of causal masks
 _SWAPPED = {method: method for method in ("add", "mul", "min", "max", "cmp_eq", "cmp_neq")}
 _SWAPPED |= {"cmp_lt": "cmp_gt", "cmp_gt": "cmp_lt", "cmp_le": "cmp_ge", "cmp_ge": "cmp_le"}
 
@@ -68,33 +72,62 @@ class Emission:
 
     cuDNN's engines for attention read a number only as the second operand, and booleans only where
     they select: there a comparison is one, elsewhere 1 or 0.
+
+    Of causal attention they pass over what is hidden only if the mask comes first. Then the
+    function gets -inf for hidden scores, and of what it makes of these the sum with -inf is taken;
+    the derivative needs no mask, because it multiplies weights of 0.
     """
 
     def __init__(
         self, mod: ScoreMod, operands: Mapping[str, Any], found: Derivative | None = None
     ) -> None:
-        self._mod, self._found = mod, found
+        self._mod, self._found, self._spec = mod, found, _emitted(mod)
         self._operands = {name: operands[port] for name, port in mod.named.items()}
         self._tensors: dict[str, Any] = {}
         self._numbers: dict[tuple[int, str], Any] = {}
+        self._tensors_of: dict[tuple[int, str], Any] = {}  # numbers at every score
         self._score: Any = None
 
     @classmethod
     def with_derivative(cls, mod: ScoreMod, operands: Mapping[str, Any]) -> Emission:
-        return cls(mod, operands, derivative(mod.spec))
+        return cls(mod, operands, derivative(_emitted(mod)))
 
     def forward(self, graph: Any, score: Any) -> Any:
         """The callback ``score_mod``."""
-        spec, (result,), found = self._mod.spec, self._mod.spec.outputs, self._found
+        spec, (result,), found = self._spec, self._spec.outputs, self._found
         read = {result, *_numbers_in(spec)}
         if found is not None:
             spec = found.forward
             behind = _numbers_in(found.backward) if found.backward else set()
             read = {result, *_numbers_in(spec), *(of for n, of in found.values if n in behind)}
         self._score = score
-        self._tensors = {spec.inputs[0]: score, **self._operands}
+        seen = self._causal(graph) if self._mod.masks_first else score
+        self._tensors = {spec.inputs[0]: seen, **self._operands}
         self._add(graph, spec, read, "score_mod")
-        return self._tensors[result]
+        if found is not None and found.backward is not None:
+            for call in found.backward.calls:  # there no index is right that is made behind this
+                if (number := _leading_number(found.backward, call)) is not None:
+                    self._everywhere(graph, number)
+        made = self._tensors[result]
+        return self._hidden(graph, made, seen) if self._mod.masks_first else made
+
+    def _causal(self, graph: Any) -> Any:
+        """The scores, -inf where the key comes after the query."""
+        kinds = _kinds()
+        seen = graph.cmp_ge(
+            self._index(graph, 2), self._index(graph, 3), compute_data_type=kinds.FLOAT
+        ).set_data_type(kinds.BOOLEAN)
+        made = graph.binary_select(self._score, self._number(graph, -math.inf), seen)
+        return made.set_data_type(kinds.FLOAT)
+
+    def _hidden(self, graph: Any, made: Any, seen: Any) -> Any:
+        """What is made of the scores, and -inf where these are that."""
+        kind = _kinds().FLOAT
+        far = graph.add(seen, self._number(graph, _LARGEST), compute_data_type=kind)
+        least = graph.min(far.set_data_type(kind), self._number(graph, 0.0), compute_data_type=kind)
+        return graph.add(made, least.set_data_type(kind), compute_data_type=kind).set_data_type(
+            kind
+        )
 
     def backward(self, graph: Any, gradient: Any) -> Any:
         """The callback ``score_mod_bprop``, behind the other."""
@@ -126,19 +159,18 @@ class Emission:
 
     def _made(self, graph: Any, spec: GraphSpec, call: Call, title: str) -> Any:
         method = call.node.method
+        leading = _leading_number(spec, call)
         common = {"name": title, "compute_data_type": _kinds().FLOAT}
         numbers = {p: v for p, n in call.inputs if (v := spec.tensor(n).value) is not None}
         given = {port: self._tensors.get(name) for port, name in call.inputs}
         first, *others = given
         given |= {port: self._number(graph, numbers[port]) for port in others if port in numbers}
-        if first not in numbers:
-            (made,) = call.node.emit(graph, given, common)
-        elif method in _SWAPPED and not {*others} & {*numbers}:
+        if first in numbers and leading is None:
             swapped, number = getattr(graph, _SWAPPED[method]), self._number(graph, numbers[first])
-            made = swapped(*(given[port] for port in others), number, **common)
-        else:
-            given[first] = self._everywhere(graph, numbers[first])
-            (made,) = call.node.emit(graph, given, common)
+            return swapped(*(given[port] for port in others), number, **common)
+        if leading is not None:
+            given[first] = self._everywhere(graph, leading)
+        (made,) = call.node.emit(graph, given, common)
         return made
 
     def _index(self, graph: Any, axis: int, **common: Any) -> Any:
@@ -148,11 +180,15 @@ class Emission:
 
     def _everywhere(self, graph: Any, value: float) -> Any:
         """A number as a tensor of the scores' shape."""
-        kind = _kinds().FLOAT
-        number = self._number(graph, 0.0)
-        made = graph.mul(self._index(graph, 3), number, compute_data_type=kind).set_data_type(kind)
-        made = graph.add(made, self._number(graph, value), compute_data_type=kind)
-        return made.set_data_type(kind)
+        key = id(graph), value.hex()
+        if key not in self._tensors_of:
+            kind = _kinds().FLOAT
+            number = self._number(graph, 0.0)
+            made = graph.mul(self._index(graph, 3), number, compute_data_type=kind)
+            made = made.set_data_type(kind)
+            made = graph.add(made, self._number(graph, value), compute_data_type=kind)
+            self._tensors_of[key] = made.set_data_type(kind)
+        return self._tensors_of[key]
 
     def _number(self, graph: Any, value: float) -> Any:
         import cudnn
@@ -165,6 +201,55 @@ class Emission:
             kind = cudnn._pybind_module.scalar_type.RUNTIME_PARAM
             self._numbers[key] = graph.tensor_scalar(value, kind)
         return self._numbers[key]
+
+
+def _emitted(mod: ScoreMod) -> GraphSpec:
+    """What is added operation by operation."""
+    inner = before_causal_mask(mod.spec) if mod.masks_first else None
+    return inner or mod.spec
+
+
+def _leading_number(spec: GraphSpec, call: Call) -> float | None:
+    """The number that is a call's first operand, where it cannot be the second."""
+    (_, first), *others = call.inputs
+    value = spec.tensor(first).value
+    alone = all(spec.tensor(name).value is None for _, name in others)
+    return None if alone and call.node.method in _SWAPPED else value
+
+
+@functools.lru_cache(maxsize=1024)
+def before_causal_mask(spec: GraphSpec) -> GraphSpec | None:
+    """The graph without its last operation, where that is a causal mask and the rest a function of
+    the score alone."""
+    made = {name: call for call in spec.calls for _, name in call.outputs}
+    last = made[spec.outputs[0]]
+    if last.node.method != "binary_select" or len(spec.inputs) > 1:
+        return None
+    (_, changed), (_, hidden), (_, mask) = last.inputs
+    if spec.tensor(hidden).value != -math.inf or changed not in {*made, *spec.inputs}:
+        return None
+    compares = made.get(mask)
+    if compares is None or _COMPARED.get(compares.node.method) != [
+        made[name].node.axis  # pyright: ignore[reportAttributeAccessIssue]
+        if name in made and isinstance(made[name].node, GenIndex)
+        else None
+        for _, name in compares.inputs
+    ]:
+        return None
+    needed, calls = {changed}, []
+    for call in reversed(spec.calls):
+        if {name for _, name in call.outputs} & needed:
+            calls.insert(0, call)
+            needed |= {name for _, name in call.inputs}
+    if not calls or any(isinstance(call.node, GenIndex) for call in calls):
+        return None
+    tensors = tuple(t for t in spec.tensors if t.name in needed)
+    inner = intern(
+        dataclasses.replace(
+            spec, tensors=tensors, calls=tuple(calls), outputs=(changed,), _cache={}
+        )
+    )
+    return inner
 
 
 def _numbers_in(spec: GraphSpec) -> set[str]:

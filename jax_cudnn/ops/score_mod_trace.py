@@ -26,7 +26,8 @@ from .._core.graph.source import defined_at
 from .._core.graph.spec import GraphSpec
 from .._core.graph.tensor import GraphTensor
 from .attention_reference import Band
-from .score_mod import PORT, ScoreMod
+from .score_mod import PORT, ScoreMod, stretched
+from .score_mod_emission import before_causal_mask
 from .score_mod_primitives import PRIMITIVES, SHORT, TAKEN
 
 
@@ -52,7 +53,19 @@ def written(
         whole = [*operands, *lengths]
         spec, read = trace(_Seen(function, scores[2:], band, len(operands)), whole)
     ports = tuple(f"{PORT}_{i}" for i in range(len(read)))
-    return ScoreMod(spec.canonical(), ports, hides), read
+    spec = spec.canonical()
+    inner = before_causal_mask(spec)
+    first = inner is not None and _takes_infinity(ScoreMod(inner, (), hides))
+    return ScoreMod(spec, ports, hides, first), read
+
+
+def _takes_infinity(mod: ScoreMod) -> bool:
+    """Whether a function of the score gives of -inf neither NaN nor infinity, and has a finite
+    derivative there."""
+    with jax.ensure_compile_time_eval():
+        hidden = jnp.full((1, 1, 1, 1), -jnp.inf, jnp.float32)
+        value, slope = jax.jvp(lambda x: mod(x, 0, {}), (hidden,), (jnp.ones_like(hidden),))
+        return bool(jnp.all(value < jnp.inf) & jnp.all(jnp.isfinite(slope)))
 
 
 @dataclass(frozen=True)
@@ -185,9 +198,15 @@ class Traced(GraphBuilder):
         """A number or an array that is known now, else a further operand."""
         if not isinstance(value, Tracer):
             return np.asarray(value)
-        self.arrays.append(value.reshape(ones_in_front(value.shape)))
-        self.operands.append(self._operand(value.shape, str(value.dtype)))
+        self.arrays.append(self._stretched(value))
+        self.operands.append(self._operand(self.arrays[-1].shape, str(value.dtype)))
         return self.operands[-1]
+
+    def _stretched(self, x: Any) -> Any:
+        """An array of rank 4 that cuDNN reads rightly."""
+        x = x.reshape(ones_in_front(x.shape))
+        wanted = stretched(x.shape, self.scores)
+        return x if x.shape == wanted else jnp.broadcast_to(x, wanted)
 
     @functools.cache  # noqa: B019 (a builder lives as long as one trace)
     def _index(self, axis: int) -> GraphTensor:
@@ -265,14 +284,9 @@ class Traced(GraphBuilder):
     def _array(self, x: np.ndarray) -> GraphTensor:
         """An array that the function has made, as an operand."""
         dtype = "int32" if np.issubdtype(x.dtype, np.integer) else "float32"
-        x = x.astype(dtype).reshape(ones_in_front(x.shape))
-        same = (i for i, y in enumerate(self.arrays) if y is x)
-        at = next(same, None)
-        if at is None:
-            self.arrays.append(x)
-            self.operands.append(self._operand(x.shape, dtype))
-            return self.operands[-1]
-        return self.operands[len(self.operands) - len(self.arrays) + at]
+        self.arrays.append(self._stretched(x.astype(dtype)))
+        self.operands.append(self._operand(self.arrays[-1].shape, dtype))
+        return self.operands[-1]
 
     def _full(self, x: Any) -> GraphTensor:
         """A value at every score: cuDNN computes nothing smaller, to be broadcast later."""
