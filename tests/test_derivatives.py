@@ -28,8 +28,13 @@ def failures(errors, allowed):
     return {name: f"{error:.1e}" for name, error in errors.items() if not error <= allowed}
 
 
+# Tangents and cotangents of float8 overflow to NaN in JAX's casts, where cuDNN saturates: these are
+# compared in test_attention_fp8.py, in the dtypes that users differentiate.
+IN_FLOAT8 = ("sdpa_fp8_backward", "sdpa_mxfp8")
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(IN_FLOAT8)])
 def test_each_transformation_of_each_case(name):
     spec, operands = spec_and_operands(CASES[name], SMALL)
     errors, allowed = compare(spec, operands), tolerance(spec)
