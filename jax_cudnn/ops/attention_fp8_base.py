@@ -28,6 +28,7 @@ class Scaled(Node):
     anchor = True
     product = True
     row_major = True
+    apart = True
     writes_all = True
     broadcasts_around = NUMBERS_ONLY
     dtypes = FP8
