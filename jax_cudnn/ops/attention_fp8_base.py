@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
+TILE = 128
+"""Queries and keys of a tile of cuDNN's: of whole ones it needs no lengths."""
+
 
 @dataclass(frozen=True)
 class Scaled(Node):

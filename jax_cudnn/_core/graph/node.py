@@ -129,8 +129,8 @@ class Node:
     row_major: ClassVar[bool] = False
     """Whether tensors lie row-major in memory."""
     apart: ClassVar[bool] = False
-    """Whether cuDNN sees an operand that is at several ports as several tensors: pygraph's attention
-    turns the dims of those that it reads transposed, and would turn them for the others, too."""
+    """Whether an operand at several ports is several tensors to cuDNN: pygraph's attention turns
+    the dims of those that it reads transposed, and would for its other ports, too."""
     merges: ClassVar[bool] = False
     """Whether tensors lie row-major around this anchor, and cuDNN sees neighbouring dimensions that
     no tensor of the graph tells apart as one."""
