@@ -498,6 +498,49 @@ def test_results_and_gradients_on_the_gpu(name, dtype):
         assert relative_error(a, np.asarray(b, np.float64)) < 2e-2
 
 
+ONE_ARRAY = {
+    "keys and values": lambda g, q, k, *bias: g.sdpa(q, k, k, *bias)[0],
+    "queries and keys": lambda g, q, k, *bias: g.sdpa(q, q, k, *bias)[0],
+    "all": lambda g, q, k, *bias: g.sdpa(k, k, k, *bias)[0],
+}
+
+
+def of_one_array(name, implementation):
+    """Results and gradients as a function; the engines with and without a bias differ."""
+    graph = jc.graph(ONE_ARRAY[name]).with_options(implementation=implementation)
+
+    def run(along, *operands):
+        out, pull = jax.vjp(graph, *operands)
+        return out, *pull(along)
+
+    return run
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", ONE_ARRAY)
+def test_one_array_at_several_ports_is_planned(name):
+    """The frontend turns the dims of keys and values, which would be turned twice."""
+    x = S((2, 4, 128, 64), "bfloat16")
+    for bias in ((), (S((1, 4, 128, 128), "bfloat16"),)):
+        with jc.target("H200"):
+            plans = jc.plans(of_one_array(name, "cudnn"), x, x, x, *bias)
+        assert len(plans) == 2
+        for plan in plans.values():
+            assert len(plan.execution_plans) == 1  # XLA adds up what has several gradients
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ONE_ARRAY)
+def test_one_array_at_several_ports_on_the_gpu(name):
+    operands = [normal((2, 4, 128, 64), "bfloat16") for _ in range(3)]
+    for bias in ((), (normal((1, 4, 128, 128), "bfloat16"),)):
+        got, want = (jax.jit(of_one_array(name, i))(*operands, *bias) for i in ("cudnn", "xla"))
+        for a, b in zip(got, want, strict=True):
+            a, b = (np.asarray(x, np.float64) for x in (a, b))
+            assert np.isfinite(a).all()
+            np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("band", ["none", "causal", "window", "bottom right"])
 def test_statistics_on_the_gpu(band):

@@ -156,6 +156,8 @@ def test_a_row_that_sees_no_key_sees_its_sink():
     np.testing.assert_array_equal(out[0], 0)
     np.testing.assert_allclose(residual[0], jnp.broadcast_to(operands["sink"], (24, 4)), rtol=1e-6)
     assert np.isneginf(residual[1, 12:]).all()  # padding
+    total = lambda sink: function(**operands | {"sink": sink}, return_residual=True)[1][0].sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(total)(operands["sink"]), 24, rtol=1e-6)
 
 
 def test_cotangents_of_the_residual_reach_sinks():
@@ -685,8 +687,23 @@ def test_a_deterministic_backward_in_little_workspace_repeats_on_the_gpu():
         assert relative_error(a, np.asarray(b, np.float32)) < 1e-2
 
 
+UNSEEING = {
+    "lengths": {"lengths": "none"},
+    "window": {"lengths": True, "causal": True, "window": (1, 0)},  # the last queries of the first
+}
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", UNSEEING)
+def test_rows_without_keys_beside_sinks_are_planned(name):
+    has = {"sink": True, **UNSEEING[name]}
+    forward, *_ = plans_of({"b": 3 if name == "lengths" else 2}, has, "H200").values()
+    assert forward.segments[0].plan is not None
+
+
 @pytest.mark.gpu
-def test_padding_and_rows_without_keys_beside_sinks_on_the_gpu():
-    function, operands, exact = made({"b": 3, "t": 64, "s": 64, "h": 64},
-                                     {"sink": True, "lengths": "none"}, "bfloat16")  # fmt: skip
+@pytest.mark.parametrize("name", UNSEEING)
+def test_padding_and_rows_without_keys_beside_sinks_on_the_gpu(name):
+    sizes = {"b": 3 if name == "lengths" else 2, "t": 64, "s": 64, "h": 64}
+    function, operands, exact = made(sizes, {"sink": True, **UNSEEING[name]}, "bfloat16")
     check(function, operands, exact, 2e-2)

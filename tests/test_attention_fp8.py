@@ -781,6 +781,25 @@ def test_cudnn_is_not_asked_for_what_is_not_known_to_be_right():
 
 
 @pytest.mark.deviceless
+def test_the_backward_of_a_part_of_a_tile_needs_lengths():
+    """The function gives them; cuDNN takes a part of dQ for zero where they are left out."""
+
+    def reason(length, **lengths):
+        x, given = (
+            S((2, 4, length, 128), E4M3),
+            jax.eval_shape(lambda: factors("sdpa_fp8_backward")),
+        )
+        operands = [x] * 4 + [S(x.shape, E5M2)], S((*x.shape[:3], 1), "float32"), given | lengths
+        with jc.target("H200"):
+            (segment,) = jc.plan(backward, *operands).segments
+        return segment.reason
+
+    assert not reason(256)
+    assert "not multiples of 128" in reason(100)
+    assert not reason(100, **dict.fromkeys(("seq_len_q", "seq_len_kv"), S((2, 1, 1, 1), "int32")))
+
+
+@pytest.mark.deviceless
 def test_precision_is_of_float32_products():
     """Factors and statistics are float32, and no operands of a product."""
     with jc.target("H200"), jax.default_matmul_precision("highest"):

@@ -43,6 +43,17 @@ def further(
     return rate, operands
 
 
+def with_sinks_alone(
+    residual: jax.Array, sink: jax.Array, queries: jax.Array | None, keys: jax.Array
+) -> jax.Array:
+    """The residual (B, T, N), whose queries see their sinks also in an example without keys: that
+    has gone through the graph as one without queries."""
+    i, (count, heads) = jnp.arange(residual.shape[1])[:, None], residual.shape[1:]
+    there = i < (count if queries is None else queries[:, None, None])
+    alone = there & (keys[:, None, None] == 0)
+    return jnp.where(alone, sink.astype(residual.dtype).reshape(heads), residual)
+
+
 def _rate(rate: Any) -> float | None:
     number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
     if not number or not 0 <= float(rate) < 1:

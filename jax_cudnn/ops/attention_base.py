@@ -47,6 +47,7 @@ class Attending(Node):
     anchor = True
     product = True
     row_major = True
+    apart = True
     writes_all = True
     broadcasts_around = NUMBERS_ONLY
     dtypes = FLOATS

@@ -12,12 +12,12 @@ import jax
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.node import Example, Node
-from .attention_fp8_base import Scaled
+from .attention_fp8_base import TILE, Scaled
 from .scaling import E4M3, E5M2
 
 if TYPE_CHECKING:
-    from .._core.graph.node import Values
-    from .._core.graph.spec import Tensor
+    from .._core.graph.node import Tensors, Values
+    from .._core.graph.spec import GraphSpec, Tensor
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
@@ -229,6 +229,15 @@ class SdpaFp8Backward(Scaled):
             port: (inputs[sources[port]].shape, kind) if port in sources else (_ONE, "float32")
             for port in self.results
         }
+
+    def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
+        full = not any(tensors[port].shape[2] % TILE for port in ("q", "k"))
+        if not full and "seq_len_q" not in tensors:
+            return (
+                f"of q and k whose lengths are not multiples of {TILE} cuDNN's fp8 backward takes "
+                "part of dQ for zero: give it these lengths as seq_len_q and seq_len_kv"
+            )
+        return super().refuses(tensors, graph)
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         from .attention_fp8_reference import Fp8Attention

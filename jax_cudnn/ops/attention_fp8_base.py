@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
+TILE = 128
+"""Queries and keys of a tile of cuDNN's: of whole ones it needs no lengths."""
+
 
 @dataclass(frozen=True)
 class Scaled(Node):
@@ -28,6 +31,7 @@ class Scaled(Node):
     anchor = True
     product = True
     row_major = True
+    apart = True
     writes_all = True
     broadcasts_around = NUMBERS_ONLY
     dtypes = FP8

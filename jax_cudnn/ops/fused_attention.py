@@ -148,7 +148,8 @@ def dot_product_attention(
 
     Where it differs from ``jax.nn``: a query that sees no key by ``is_causal``, window or lengths
     gives 0 and a residual of -inf, as cuDNN's kernels do (jax.nn's "xla" gives the mean of all
-    values); the residual is float32, and differentiated. With a sink, the residual contains it.
+    values); the residual is float32, and differentiated. With a sink, the residual contains it, and
+    is the sink where a query sees no key.
 
     ``options=Options(deterministic=True)`` gives gradients that are the same in each run. cuDNN's
     engine for that takes ``2 B N T S`` bytes of workspace on Hopper and older GPUs. Where that is
@@ -169,7 +170,7 @@ def dot_product_attention(
         >>> jc.ops.dot_product_attention(q, k, k, is_causal=True).shape
         (2, 128, 8, 64)
     """
-    from .attention_arguments import further  # importing jax_cudnn does without
+    from .attention_arguments import further, with_sinks_alone  # importing jax_cudnn does without
 
     rank = floating("query", query).ndim
     query, key, value = (
@@ -194,9 +195,13 @@ def dot_product_attention(
         scale=float(scale), left=left, right=right, bottom_right=bottom_right,
         alibi=bool(alibi), dropout=rate, score_mod=score_mod,
     )  # fmt: skip
-    out, statistic = jnp.swapaxes(out, 1, 2), jnp.swapaxes(statistic[..., 0], 1, 2)
-    out, statistic = (out, statistic) if rank == 4 else (out[0], statistic[0])
-    return (out, statistic) if return_residual else out
+    out = jnp.swapaxes(out, 1, 2)
+    if not return_residual:
+        return out if rank == 4 else out[0]
+    statistic = jnp.swapaxes(statistic[..., 0], 1, 2)
+    if sink is not None and key_value_seq_lengths is not None:
+        statistic = with_sinks_alone(statistic, sink, query_seq_lengths, key_value_seq_lengths)
+    return (out, statistic) if rank == 4 else (out[0], statistic[0])
 
 
 def _scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
@@ -272,9 +277,14 @@ def _lengths(
                 got=f"{given.dtype}{list(given.shape)}",
             )
         found.append(given.reshape(batch, 1, 1, 1))
-    # cuDNN leaves the results of an example without keys unwritten, those without queries not.
-    none = found[1] == 0
-    return jnp.where(none, 0, found[0]), jnp.where(none, 1, found[1])
+    return _without_keys(*found)
+
+
+def _without_keys(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both lengths so that cuDNN writes all results: of an example without keys it leaves them
+    unwritten, of one without queries not."""
+    none = keys == 0
+    return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
 
 
 def _bias(bias: Any, mask: Any, query: _Aval, key: _Aval) -> jax.Array | None:

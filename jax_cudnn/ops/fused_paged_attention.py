@@ -13,7 +13,7 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, floating
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .fused_attention import _scaled, _window
+from .fused_attention import _scaled, _window, _without_keys
 
 
 def _paged(g, q, k, v, integers, *, heads_first, **attributes):
@@ -129,15 +129,18 @@ def paged_dot_product_attention(
     if query_seq_lengths is None:
         query_seq_lengths = jnp.full(batch, count, jnp.int32)
     most = pages.pop() * keys.shape[2 if heads_first else 1]
-    lengths = {
-        "seq_len_q": _lengths("query_seq_lengths", query_seq_lengths, batch, count),
-        "seq_len_kv": _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
-    }
+    lengths = (
+        _lengths("query_seq_lengths", query_seq_lengths, batch, count),
+        _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
+    )
+    if count > 1:  # the engines of a single query write zeros themselves
+        lengths = _without_keys(*lengths)
     if 0 in query.shape:
         out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
         return (out, jnp.full(query.shape[:3], -jnp.inf)) if return_residual else out
     out, statistic = chosen(PAGED, options, None, implementation)(
-        query, keys, values, tables | lengths,
+        query, keys, values,
+        tables | dict(zip(("seq_len_q", "seq_len_kv"), lengths, strict=True)),
         heads_first=heads_first,
         attn_scale=float(scale),
         diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,

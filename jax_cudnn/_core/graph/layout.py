@@ -80,7 +80,17 @@ def views(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
                 shown = call.node.views(port, {port: spec.tensor(name) for port, name in ports})
                 if shown:
                     return tuple(shown)
-    return ()
+    return _apart(spec, tensor)
+
+
+def _apart(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
+    """One for each port of an operand that a single call reads at several."""
+    readers = [c for c in spec.calls if any(name == tensor.name for _, name in c.inputs)]
+    if tensor.name not in spec.inputs or len(readers) != 1 or not readers[0].node.apart:
+        return ()
+    ports = [port for port, name in readers[0].inputs if name == tensor.name]
+    dims, strides = view(spec, tensor)
+    return tuple(View(port, dims, tuple(strides)) for port in ports) if len(ports) > 1 else ()
 
 
 def initial(spec: GraphSpec, tensor: Tensor) -> float | None:

@@ -128,6 +128,9 @@ class Node:
     """Whether tensors of every rank lie channels-last in memory."""
     row_major: ClassVar[bool] = False
     """Whether tensors lie row-major in memory."""
+    apart: ClassVar[bool] = False
+    """Whether an operand at several ports is several tensors to cuDNN: pygraph's attention turns
+    the dims of those that it reads transposed, and would for its other ports, too."""
     merges: ClassVar[bool] = False
     """Whether tensors lie row-major around this anchor, and cuDNN sees neighbouring dimensions that
     no tensor of the graph tells apart as one."""
