@@ -59,7 +59,8 @@ def times(
         functions: what is timed, each result waited for by its ``block_until_ready``.
         fillers: by the same keys work of some hundred microseconds or more, that runs in order
             with the function; None where nothing hides the host.
-        calls, rounds, seconds, least, warm, clock: as for :func:`jax_cudnn.bench.timing.interleaved`.
+        calls, rounds, seconds, least, warm, clock: as for
+            :func:`jax_cudnn.bench.timing.interleaved`.
     """
     often = calls if isinstance(calls, Mapping) else dict.fromkeys(functions, calls)
     units: dict[int, float] = {}

@@ -31,9 +31,9 @@ def interleaved(
     """Seconds a call of each function, one figure a round, the functions taking turns.
 
     Each round dispatches ``calls`` executions of each function and waits for the last, after as
-    many as are to ``warm`` up. Rounds end early, but not before ``least`` of them, once ``seconds`` have passed. Where
-    they are ``mixed``, each has an order of its own: what runs behind a long load finds the device
-    hot and its clock low, which should be none of them always.
+    many as are to ``warm`` up. Rounds end early, but not before ``least`` of them, once ``seconds``
+    have passed. Where they are ``mixed``, each has an order of its own: what runs behind a long
+    load finds the device hot and its clock low, which should not always be the same function.
     """
     names = list(functions)
     for function in functions.values():

@@ -267,8 +267,8 @@ def _packed(
 
     def plain_sides(backend: str) -> list[Side]:
         varied = Side(torch_sides.varlen(backend, size), packed, padded, captured=False)
-        whole = _sdpa(backend, True, served)
-        return [varied, Side(whole[0].function, alone)]
+        whole, _ = _sdpa(backend, True, served)
+        return [varied, Side(whole.function, alone, captured=False)]
 
     return AttentionCase(
         f"packed/{len(lengths)}x{size}x{heads}-{served}x{width}",
