@@ -660,14 +660,13 @@ def test_what_runs_before_a_function_changes_from_round_to_round():
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 9])
-def test_no_two_follow_each_other_twice(count):
+def test_each_follows_each_other_equally_often(count):
     rounds = [timing.balanced(count, number) for number in range(count + count % 2)]
     assert all(sorted(each) == [*range(count)] for each in rounds)
     assert timing.balanced(count, len(rounds)) == rounds[0]
     pairs = [pair for each in rounds for pair in itertools.pairwise(each)]
-    assert len(set(pairs)) == len(pairs)
-    if count % 2 == 0:
-        assert {*pairs} == {*itertools.permutations(range(count), 2)}
+    assert {*pairs} == {*itertools.permutations(range(count), 2)}
+    assert all(pairs.count(pair) <= 1 + count % 2 for pair in pairs)
 
 
 def test_formulations_that_are_far_behind_have_few_rounds():

@@ -59,8 +59,8 @@ def interleaved(
 def balanced(count: int, number: int) -> list[int]:
     """The order of so many in a round.
 
-    In ``count`` rounds, or one more of an odd count, no two follow each other twice in the same
-    order (E. J. Williams, "Experimental designs balanced for the estimation of residual effects of
+    In ``count`` rounds each follows each other once; of an odd count in one more, and some twice
+    (E. J. Williams, "Experimental designs balanced for the estimation of residual effects of
     treatments", 1949).
     """
     size = count + count % 2
