@@ -153,7 +153,7 @@ class _Bench:
 
     def program(self, program: str, want: Named) -> dict[str, Any]:
         """One program on all sides: compiled, run once and compared, timed."""
-        case = self.case
+        case, began = self.case, time.perf_counter()
         limit = case.limit_us(program)
         repeats = min(max(math.ceil(_SHORT / max(limit, 1e-3)), 1), _MOST) if self.calls > 1 else 1
         given, not_run = self._given(program)
@@ -196,7 +196,10 @@ class _Bench:
             "errors": {side: error.json() for side, error in errors.items()},
             "not_run": not_run,
         }
+        ready_at = time.perf_counter()
         entry |= self._figures(self._times(running), running, entry)
+        took = {"ready": ready_at - began, "timed": time.perf_counter() - ready_at}
+        entry["seconds"] = {stage: round(seconds, 1) for stage, seconds in took.items()}
         if wrong:
             entry["status"] = WRONG
             entry["reason"] = "errors (norm, worst rows) of " + "; ".join(wrong)
