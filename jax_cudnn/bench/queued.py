@@ -49,16 +49,18 @@ def times(
     rounds: int,
     seconds: float,
     least: int = 7,
+    warm: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, Queued]:
-    """The functions taking turns, each ``calls`` times in a row behind its filler, or as often as
-    ``calls`` says of it.
+    """The functions taking turns, in each round in another order, each ``calls`` times in a row
+    behind its filler, or as often as ``calls`` says of it.
 
     Args:
         functions: what is timed, each result waited for by its ``block_until_ready``.
         fillers: by the same keys work of some hundred microseconds or more, that runs in order
             with the function; None where nothing hides the host.
-        calls, rounds, seconds, least, clock: as for :func:`jax_cudnn.bench.timing.interleaved`.
+        calls, rounds, seconds, least, warm, clock: as for
+            :func:`jax_cudnn.bench.timing.interleaved`.
     """
     often = calls if isinstance(calls, Mapping) else dict.fromkeys(functions, calls)
     units: dict[int, float] = {}
@@ -74,7 +76,15 @@ def times(
             batches.setdefault((id(filler), fills), _Batch(None, 0, filler, fills, clock))
         batches[key] = _Batch(function, often[key], filler, fills, clock)
     found = timing.interleaved(
-        batches, (), rounds=rounds, calls=1, seconds=seconds, least=least, clock=clock
+        batches,
+        (),
+        rounds=rounds,
+        calls=1,
+        seconds=seconds,
+        least=least,
+        warm=warm,
+        clock=clock,
+        mixed=True,
     )
     results = {}
     for key in functions:

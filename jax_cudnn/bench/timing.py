@@ -25,21 +25,28 @@ def interleaved(
     seconds: float = math.inf,
     least: int = 7,
     clock: Callable[[], float] = time.perf_counter,
+    warm: int = 3,
+    mixed: bool = False,
 ) -> dict[Any, list[float]]:
     """Seconds a call of each function, one figure a round, the functions taking turns.
 
-    Each round dispatches ``calls`` executions of each function and waits for the last, after a
-    warm-up. Rounds end early, but not before ``least`` of them, once ``seconds`` have passed.
+    Each round dispatches ``calls`` executions of each function and waits for the last, after as
+    many as are to ``warm`` up. Rounds end early, but not before ``least`` of them, once ``seconds``
+    have passed. Where they are ``mixed``, each has an order of its own: what runs behind a long
+    load finds the device hot and its clock low, which should not always be the same function.
     """
+    names = list(functions)
     for function in functions.values():
-        for _ in range(3):
+        for _ in range(warm):
             jax.block_until_ready(function(*operands))
     times: dict[Any, list[float]] = {name: [] for name in functions}
     began = clock()
     for number in range(rounds):
         if number >= least and clock() - began > seconds:
             break
-        for name, function in functions.items():
+        for position in balanced(len(names), number) if mixed else range(len(names)):
+            name = names[position]
+            function = functions[name]
             start = clock()
             result = None
             for _ in range(calls):
@@ -47,6 +54,19 @@ def interleaved(
             jax.block_until_ready(result)
             times[name].append((clock() - start) / calls)
     return times
+
+
+def balanced(count: int, number: int) -> list[int]:
+    """The order of so many in a round.
+
+    In ``count`` rounds each follows each other once; of an odd count in one more, and some twice
+    (E. J. Williams, "Experimental designs balanced for the estimation of residual effects of
+    treatments", 1949).
+    """
+    size = count + count % 2
+    apart = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(size)]  # 0, 1, -1, 2, -2, ...
+    every = [(number + step) % size for step in apart]
+    return [position for position in every if position < count]
 
 
 def summary(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""What runs in PyTorch, in this process and on this GPU: its programs as CUDA graphs.
+"""What runs in PyTorch, in this process and on this GPU: its programs, as CUDA graphs where they
+can be.
 
 PyTorch is imported when a side is made, and not needed: without it the sides are not measured.
 """
@@ -76,13 +77,14 @@ class Step:
     restore: Callable[[], None] = lambda: None
 
 
-def program(made: Callable[[], list[Step]], platform: str) -> Call:
+def program(made: Callable[[], list[Step]], platform: str, captured: bool = True) -> Call:
     """Steps one after the other; the results are those of the first.
 
     On a GPU they are a CUDA graph, so that what PyTorch's interpreter takes for each operation is
-    in no time.
+    in no time. Where they are not ``captured``, because it ends the process, they are issued one by
+    one; then it is the work before them that hides it.
     """
-    if platform != "cpu":
+    if captured and platform != "cpu":
         return _captured(importlib.import_module("torch"), made)
     steps = made()
 

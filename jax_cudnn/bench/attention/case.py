@@ -37,12 +37,15 @@ class Side:
         prepare: operands of the case with "dy", where there is one, as this side takes them.
         finish: results or gradients by name, as all others give them.
         backward: whether there is one.
+        captured: whether PyTorch can make a CUDA graph of it. Of its operators for examples of
+            several lengths it cannot: it ends the process.
     """
 
     function: Callable[..., Any]
     prepare: Callable[[Named], Named] | None = None
     finish: Callable[[Named], Named] | None = None
     backward: bool = True
+    captured: bool = True
 
     def given(self, operands: Named) -> Named:
         return operands if self.prepare is None else self.prepare(operands)

@@ -37,7 +37,7 @@ _PUBLISHED = {
 }
 # Weights and results have 3 bits behind the first, gradients 2: each rounding is 0.03 and 0.05.
 _FLOAT8 = {TRAINING: 0.1, BACKWARD: 0.2}
-_IN_MEMORY = 2**34  # bytes of scores in float32 that XLA is let have
+_IN_MEMORY = 2**32  # bytes of all scores in float32; with more, going by blocks is faster
 
 
 # -- sides -----------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def _qkv(batch: int, size: int, heads: int, served: int, width: int) -> dict[str
 
 
 def _xla(of: Attended, q: Operand) -> dict[str, Side]:
-    """Formulations: those that hold all scores where there is memory for them."""
+    """Formulations: those that hold all scores where they might be faster."""
     batch, size, heads, _ = q.shape
     found = {"by blocks": Side(by_blocks(of))}
     if 4 * batch * heads * size**2 <= _IN_MEMORY:
@@ -66,9 +66,10 @@ def _exact(of: Attended) -> Side:
     return Side(by_blocks(of, precision="highest"))
 
 
-def _sdpa(backend: str, causal: bool, served: int) -> list[Side]:
-    """With K heads of keys and values, or, where a backend takes no such, with all N."""
-    function = torch_sides.sdpa(backend, causal)
+def _sdpa(backend: str, causal: bool, served: int, learned: bool = True) -> list[Side]:
+    """With K heads of keys and values, or, where a backend takes no such, with all N. Of a bias
+    that is not ``learned`` there is no gradient, and so no backward of all operands."""
+    function = torch_sides.sdpa(backend, causal, learned)
 
     def repeated(operands: Named) -> Named:
         heads = operands["q"].shape[2]
@@ -78,16 +79,12 @@ def _sdpa(backend: str, causal: bool, served: int) -> list[Side]:
     def summed(results: Named) -> Named:
         return {n: _summed(x, served) if n in ("k", "v") else x for n, x in results.items()}
 
-    return [Side(function), Side(function, repeated, summed)]
+    return [Side(function, backward=learned), Side(function, repeated, summed, backward=learned)]
 
 
 def _summed(x: Array, served: int) -> Array:
     grouped = x.reshape(*x.shape[:2], served, -1, x.shape[3])
     return jnp.sum(grouped.astype(jnp.float32), 3)
-
-
-def _torch(causal: bool, served: int, *sides: str) -> dict[str, Sequence[Side] | str]:
-    return {side: _sdpa(side, causal, served) for side in (*sides, CUDNN, FLASH)}
 
 
 # -- cases -----------------------------------------------------------------------------------------
@@ -113,7 +110,7 @@ def _causal(batch: int, size: int, heads: int, served: int, width: int) -> Atten
         ours,
         _xla(of, operands["q"]),
         _exact(of),
-        _torch(True, served),
+        {side: _sdpa(side, True, served) for side in (CUDNN, FLASH)},
         {JAX_NN: Side(in_jax_nn(of, "cudnn"))},
         published=_PUBLISHED.get(("bfloat16", size), {}) if marked else {},
     )
@@ -137,6 +134,9 @@ def _window(size: int, heads: int, served: int, width: int, window: int) -> Atte
     def packed(operands: Named) -> Named:
         return {**{n: x[0] for n, x in operands.items()}, "offsets": jnp.asarray(one)}
 
+    def whole(results: Named) -> Named:
+        return {n: x[None] for n, x in results.items()}
+
     return AttentionCase(
         f"window/1x{size}x{heads}-{served}x{width}-{window}",
         f"causal, of the last {window} keys; bfloat16",
@@ -148,7 +148,7 @@ def _window(size: int, heads: int, served: int, width: int, window: int) -> Atte
         _exact(of),
         {
             CUDNN: "scaled_dot_product_attention takes no window",
-            FLASH: [Side(flash, packed, lambda found: {n: x[None] for n, x in found.items()})],
+            FLASH: [Side(flash, packed, whole, captured=False)],
             FLEX: [Side(_flex(of))],
         },
         {JAX_NN: Side(in_jax_nn(of, "cudnn"))},
@@ -174,7 +174,11 @@ def _bias(size: int, heads: int, served: int, width: int) -> AttentionCase:
         ours,
         _xla(of, operands["q"]),
         _exact(of),
-        _torch(False, served, EFFICIENT),
+        {
+            CUDNN: [*_sdpa(CUDNN, False, served), *_sdpa(CUDNN, False, served, learned=False)],
+            FLASH: "scaled_dot_product_attention by flash attention takes no bias",
+            EFFICIENT: _sdpa(EFFICIENT, False, served),
+        },
         {JAX_NN: Side(in_jax_nn(of, "cudnn"))},
     )
 
@@ -262,9 +266,9 @@ def _packed(
         return {"y": y}
 
     def plain_sides(backend: str) -> list[Side]:
-        varied = Side(torch_sides.varlen(backend, size), packed, padded)
-        whole = _sdpa(backend, True, served)
-        return [varied, Side(whole[0].function, alone)]
+        varied = Side(torch_sides.varlen(backend, size), packed, padded, captured=False)
+        whole, _ = _sdpa(backend, True, served)
+        return [varied, Side(whole.function, alone, captured=False)]
 
     return AttentionCase(
         f"packed/{len(lengths)}x{size}x{heads}-{served}x{width}",
@@ -327,6 +331,7 @@ def _float8(size: int, heads: int, served: int, width: int) -> AttentionCase:
             WIDE: wide.ours(None),
             **wide.others,
         },
+        xla={"by blocks": wide.xla["by blocks"]},  # the others are with the same in bfloat16
         dtype=dtype,
         tolerance=_FLOAT8,
         published=_PUBLISHED.get((dtype, size), {}) if marked else {},
@@ -406,7 +411,10 @@ def _paged(lengths: Sequence[int], pages: int, page: int, heads: int, served: in
         ours,
         {"gathered, jax.nn xla": from_pages("xla"), "in pages": Side(in_pages)},
         Side(in_pages),
-        {side: [Side(torch_sides.paged(side))] for side in (CUDNN, FLASH)},
+        {
+            CUDNN: [Side(torch_sides.paged(CUDNN))],
+            FLASH: [Side(torch_sides.paged(FLASH), captured=False)],
+        },
         {JAX_NN: from_pages("cudnn")},
     )
 

@@ -45,7 +45,8 @@ def render_attention(result: dict[str, Any]) -> str:
         f"at {peaks}, or of the bytes that must move at {limit['tbytes_s']:g} TB/s "
         f"({limit['of']}, {limit['source']}). jax_cudnn is the default; cuDNN "
         '`implementation="cudnn"`, where that ran another plan; XLA\'s best that of several '
-        "formulations in plain JAX, by name, with the reference; torch runs as CUDA graphs. "
+        "formulations in plain JAX, by name, with the reference; torch runs as CUDA graphs, "
+        "but for packed examples, windows and, by flash attention, pages. "
         f"Published: {result['published']['source']}. Spreads, engines and errors are in the data."
     )
     parts = [text]

@@ -28,12 +28,17 @@ Named = Mapping[str, jax.Array]
 
 
 def program(
-    function: Function, program: str, learned: Sequence[str], sets: Sequence[tuple[Named, Any]]
+    function: Function,
+    program: str,
+    learned: Sequence[str],
+    sets: Sequence[tuple[Named, Any]],
+    captured: bool = True,
 ) -> Call:
     """One program of a function: that of all sets of operands and gradient of y, one after the
     other; its results are those of the first.
 
-    Its backward is autograd's of a forward that has run here.
+    Its backward is autograd's of a forward that has run here. It is a CUDA graph, if it can be
+    ``captured``.
     """
     torch = importlib.import_module("torch")
     (device,) = next(iter(sets[0][0].values())).devices()
@@ -41,7 +46,7 @@ def program(
     def made() -> list[Step]:
         return [_step(torch, function, program, learned, *given) for given in sets]
 
-    return torch_graphs.program(made, device.platform)
+    return torch_graphs.program(made, device.platform, captured)
 
 
 def _step(
@@ -78,12 +83,14 @@ def _step(
 # -- functions -------------------------------------------------------------------------------------
 
 
-def sdpa(side: str, causal: bool) -> Function:
-    """``scaled_dot_product_attention`` with one backend; with a bias, or with lengths as a mask of
-    keys."""
+def sdpa(side: str, causal: bool, learned: bool = True) -> Function:
+    """``scaled_dot_product_attention`` with one backend; with a bias, ``learned`` or constant, or
+    with lengths as a mask of keys."""
 
     def function(q: Any, k: Any, v: Any, bias: Any = None, lengths: Any = None) -> Any:
         torch, attention = _imported()
+        if bias is not None and not learned:
+            bias = bias.detach()
         if lengths is not None:
             at = torch.arange(k.shape[1], device=k.device, dtype=lengths.dtype)
             bias = (at < lengths[:, None])[:, None, None, :]
