@@ -333,7 +333,7 @@ def _modification(
     return function, tuple(found)
 
 
-def _scores(query: jax.Array, key: jax.Array) -> tuple[int, ...]:
+def _scores(query: _Aval, key: _Aval) -> tuple[int, ...]:
     """The scores' shape."""
     return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
 
