@@ -133,8 +133,11 @@ class SdpaBackward(Attending):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         if "block_mask" in tensors:
             return "cuDNN's backward of attention takes no block mask"
-        if self.dBias and self.score_mod is not None:
-            return "cuDNN's dBias is wrong beside a score_mod"
+        if self.score_mod is not None:
+            if self.dBias:
+                return "cuDNN's dBias is wrong beside a score_mod"
+            if reason := self.score_mod.refused_backward():
+                return reason
         if self.dSink_token and graph.options.deterministic:
             return "cuDNN adds up dSink_token in no fixed order"
         return super().refuses(tensors, graph)

@@ -231,11 +231,11 @@ class SdpaFp8Backward(Scaled):
         }
 
     def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
-        full = not any(tensors[port].shape[2] % TILE for port in ("q", "k"))
-        if not full and "seq_len_q" not in tensors:
+        if tensors["q"].shape[2] % TILE or tensors["k"].shape[2] % (TILE // 2):
             return (
-                f"of q and k whose lengths are not multiples of {TILE} cuDNN's fp8 backward takes "
-                "part of dQ for zero: give it these lengths as seq_len_q and seq_len_kv"
+                f"of {tensors['q'].shape[2]} queries and {tensors['k'].shape[2]} keys cuDNN's fp8 "
+                f"backward takes a part of dQ for zero: pad them to multiples of {TILE}, with "
+                "their lengths as seq_len_q and seq_len_kv"
             )
         return super().refuses(tensors, graph)
 

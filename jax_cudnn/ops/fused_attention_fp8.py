@@ -15,7 +15,6 @@ from .._core.graph.reference import rounded
 from .._core.graph.trace import GraphFunction
 from .arguments import chosen, floating
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .attention_fp8_base import TILE
 from .fused_attention import _BY_TOKEN, _check, _lengths, _operand, _window
 from .scaling import E4M3, DelayedScaling, amax_of, largest, scale_of
 
@@ -198,9 +197,6 @@ def dot_product_attention_fp8(
         options,
         implementation,
     )
-    if query.shape[1] % TILE or key.shape[1] % TILE:  # else cuDNN leaves out part of a gradient
-        if query_seq_lengths is None:
-            query_seq_lengths = jnp.full(query.shape[0], query.shape[1], jnp.int32)
     lengths = _lengths(query_seq_lengths, key_value_seq_lengths, query, key)
     operands = tuple(jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     if scaling is None:

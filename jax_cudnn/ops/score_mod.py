@@ -109,6 +109,17 @@ class ScoreMod:
             "combine the conditions with &, in one jnp.where"
         )
 
+    def refused_backward(self) -> str | None:
+        """Why cuDNN is not to be asked for its derivative, or None."""
+        from .score_mod_emission import reads_leading_numbers  # for planning alone
+
+        if not reads_leading_numbers(self):
+            return None
+        return (
+            "cuDNN's backward is wrong where the derivative of score_mod has a number as first "
+            "operand: select by jnp.where(seen, score, -jnp.inf), with the number behind"
+        )
+
     def folded(self, size: int, mapped: Iterable[str]) -> ScoreMod:
         """For ``size`` times as many examples, of which the operands ``mapped`` have as many."""
         named, mapped = self.named, {*mapped}

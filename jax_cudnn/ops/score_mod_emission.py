@@ -104,10 +104,6 @@ class Emission:
         seen = self._causal(graph) if self._mod.masks_first else score
         self._tensors = {spec.inputs[0]: seen, **self._operands}
         self._add(graph, spec, read, "score_mod")
-        if found is not None and found.backward is not None:
-            for call in found.backward.calls:  # there no index is right that is made behind this
-                if (number := _leading_number(found.backward, call)) is not None:
-                    self._everywhere(graph, number)
         made = self._tensors[result]
         return self._hidden(graph, made, seen) if self._mod.masks_first else made
 
@@ -201,6 +197,14 @@ class Emission:
             kind = cudnn._pybind_module.scalar_type.RUNTIME_PARAM
             self._numbers[key] = graph.tensor_scalar(value, kind)
         return self._numbers[key]
+
+
+def reads_leading_numbers(mod: ScoreMod) -> bool:
+    """Whether the derivative has operations on a number that cannot be their second operand."""
+    behind = derivative(_emitted(mod)).backward
+    return behind is not None and any(
+        _leading_number(behind, call) is not None for call in behind.calls
+    )
 
 
 def _emitted(mod: ScoreMod) -> GraphSpec:
