@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import graph, ops
+from ... import ops
+from ..._core.graph.trace import graph
 from ..models.cases import Operand
 from ..sides import BACKWARD, TRAINING
 from . import torch_sides
