@@ -18,8 +18,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # -- import ----------------------------------------------------------------------------------------
 
 
-def test_import_adds_at_most_an_eighth_to_importing_jax():
-    """50 ms where that takes 0.4 s; as a share, since both take longer on a busy machine. Without
+def test_import_adds_at_most_a_sixth_to_importing_jax():
+    """65 ms where that takes 0.4 s; as a share, since both take longer on a busy machine. Without
     what compiling the sources costs once."""
     compileall.compile_dir(PACKAGE, quiet=2)
     code = """
@@ -31,7 +31,7 @@ def test_import_adds_at_most_an_eighth_to_importing_jax():
         print((time.process_time() - middle) / (middle - start))
     """
     shares = [float(python(code).stdout) for _ in range(5)]
-    assert statistics.median(shares) < 1 / 8, shares
+    assert statistics.median(shares) < 1 / 6, shares
 
 
 def test_import_loads_no_backend_no_cudnn_and_nothing_optional():

@@ -13,7 +13,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.dims import packed_strides
-from jax_cudnn._core.planning import build, choice, planner
+from jax_cudnn._core.planning import build, choice, planner, workspace
 from jax_cudnn._core.planning.limits import known_reasons
 
 pytestmark = pytest.mark.usefixtures("by_cudnn")
@@ -352,8 +352,9 @@ def built_from(monkeypatch):
             pygraph=lambda **_: graph,
             data_type=types.SimpleNamespace(FLOAT=0),
             cudnnGraphNotSupportedError=NotImplementedError,
+            backend_version=lambda: 91900,
         )
-        return build._build(spec, fake), graph.built
+        return build._build(spec, fake, workspace.Limit(2**30)), graph.built
 
     return from_engines
 

@@ -615,6 +615,9 @@ PLANNED = {
 }  # fmt: skip
 
 
+BEGUN_WITH_NUMBERS = ("cases", "bounds")  # their derivatives
+
+
 def drawn(aval):
     if aval.dtype == "bool":
         return jnp.asarray(RNG.random(aval.shape) < 0.8)
@@ -669,7 +672,7 @@ def test_causal_softcap_is_one_plan_forward_and_one_backward():
 @pytest.mark.parametrize(
     ("name", "gpu"),
     [
-        *((name, "H200") for name in PLANNED if name != "softcap causal"),
+        *((n, "H200") for n in PLANNED if n not in ("softcap causal", *BEGUN_WITH_NUMBERS)),
         ("softcap causal", "B200"),
         ("documents", "B200"),
     ],
@@ -682,6 +685,14 @@ def test_cudnn_plans_it(name, gpu):
     *before, last = backward.segments
     assert last.plan is not None
     assert [s.spec.calls[-1].node.method for s in before] in ([], ["binary_select"])
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", BEGUN_WITH_NUMBERS)
+def test_backwards_that_begin_with_a_number_are_left_to_xla(name):
+    forward, backward = plans_of(name, "H200").values()
+    assert [segment.plan is not None for segment in forward.segments] == [True]
+    assert not backward.execution_plans
 
 
 @pytest.mark.deviceless

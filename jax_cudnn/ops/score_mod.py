@@ -19,13 +19,17 @@ from .._core.graph.spec import GraphSpec, intern
 from .._core.graph.tensor import GraphTensor
 from .attention_reference import OPERANDS, Band
 from .folds import grown
-from .logical import GenIndex
 
 if TYPE_CHECKING:
-    from .._core.graph.node import Tensors
+    from .._core.graph.node import Node, Tensors
 
 PORT = OPERANDS
 """The list of a node's operands that its function of the scores reads."""
+
+
+def axis_of(node: Node) -> int | None:
+    """Of an index, the axis that it counts; else None."""
+    return getattr(node, "axis", None) if node.method == "gen_index" else None
 
 
 def is_operand(port: str) -> bool:
@@ -69,9 +73,9 @@ class ScoreMod:
             values[name] = operands[port].astype(self.spec.tensor(name).dtype)
         for call in self.spec.calls:
             ((_, name),) = call.outputs
-            if isinstance(call.node, GenIndex):
-                result = jax.lax.broadcasted_iota(jnp.int32, score.shape, call.node.axis)
-                result = result + first if call.node.axis == 2 else result
+            if (axis := axis_of(call.node)) is not None:
+                result = jax.lax.broadcasted_iota(jnp.int32, score.shape, axis)
+                result = result + first if axis == 2 else result
             else:
                 inputs = {port: jnp.asarray(values[n]) for port, n in call.inputs}
                 (result,) = applied(call.node, inputs)
@@ -81,7 +85,7 @@ class ScoreMod:
     @property
     def counts_examples(self) -> bool:
         """Whether it reads the index of the example."""
-        return any(isinstance(c.node, GenIndex) and c.node.axis == 0 for c in self.spec.calls)
+        return any(axis_of(call.node) == 0 for call in self.spec.calls)
 
     def refused(self) -> str | None:
         """Why cuDNN is not to be asked for it, or None."""

@@ -14,7 +14,7 @@ import numpy as np
 from .._core.graph.spec import Call, GraphSpec, intern
 from .._core.transforms.linearize import TANGENT, linearize
 from .._core.transforms.transpose import COTANGENT, transpose
-from .logical import GenIndex
+from .score_mod import axis_of
 
 if TYPE_CHECKING:
     from .score_mod import ScoreMod
@@ -145,8 +145,8 @@ class Emission:
         for call in spec.calls:
             ((_, name),) = call.outputs
             title_of = f"{title}::{call.name}"
-            if isinstance(call.node, GenIndex):
-                self._tensors[name] = self._index(graph, call.node.axis, name=title_of)
+            if (axis := axis_of(call.node)) is not None:
+                self._tensors[name] = self._index(graph, axis, name=title_of)
                 continue
             made = self._made(graph, spec, call, title_of)
             compares = call.node.method.startswith("cmp_") and name not in read
@@ -234,10 +234,7 @@ def before_causal_mask(spec: GraphSpec) -> GraphSpec | None:
         return None
     compares = made.get(mask)
     if compares is None or _COMPARED.get(compares.node.method) != [
-        made[name].node.axis  # pyright: ignore[reportAttributeAccessIssue]
-        if name in made and isinstance(made[name].node, GenIndex)
-        else None
-        for _, name in compares.inputs
+        axis_of(made[name].node) if name in made else None for _, name in compares.inputs
     ]:
         return None
     needed, calls = {changed}, []
@@ -245,7 +242,7 @@ def before_causal_mask(spec: GraphSpec) -> GraphSpec | None:
         if {name for _, name in call.outputs} & needed:
             calls.insert(0, call)
             needed |= {name for _, name in call.inputs}
-    if not calls or any(isinstance(call.node, GenIndex) for call in calls):
+    if not calls or any(axis_of(call.node) is not None for call in calls):
         return None
     tensors = tuple(t for t in spec.tensors if t.name in needed)
     inner = intern(
