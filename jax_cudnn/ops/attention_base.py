@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,28 @@ if TYPE_CHECKING:
     from .._core.graph.spec import GraphSpec, Tensor
 
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
-_LENGTHS = ("seq_len_q", "seq_len_kv")
+LENGTHS = ("seq_len_q", "seq_len_kv")
 _REQUIRES = (
     "bfloat16 or float16, sizes of heads multiples of 8, SM 80; seq_len_q and seq_len_kv together"
 )
+
+
+def checked_band(attributes: dict[str, Any], bounds: Sequence[str]) -> dict[str, Any]:
+    """The attributes with the alignment by name and both bounds, left and right, as integers;
+    GraphError where they are none."""
+    alignment = attributes.get("diagonal_alignment", TOP_LEFT)
+    name = getattr(alignment, "name", alignment)
+    if name not in (TOP_LEFT, BOTTOM_RIGHT):
+        raise GraphError(
+            "unknown diagonal_alignment",
+            expected=f"{TOP_LEFT!r} or {BOTTOM_RIGHT!r}",
+            got=repr(alignment),
+        )
+    checked = {
+        bound: _bound(bound, attributes.get(bound), least)
+        for bound, least in zip(bounds, (1, 0), strict=True)
+    }
+    return {**attributes, **checked, "diagonal_alignment": name}
 
 
 def _bound(name: str, value: Any, least: int) -> int | None:
@@ -38,6 +56,41 @@ def _bound(name: str, value: Any, least: int) -> int | None:
             got=repr(value)[:200],
         )
     return int(value)
+
+
+def check_shapes(inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> None:
+    """GraphError where numbers of heads, lengths, the statistic or operands that must have a shape
+    of ``further`` do not fit q, k and v."""
+    q, k, v = (inputs[port].shape for port in ("q", "k", "v"))
+    if k[1] == 0 or q[1] % max(k[1], 1) or v[1] != k[1]:
+        raise GraphError(
+            "the numbers of heads do not fit",
+            expected="as many heads of k and v, and of q a multiple of that",
+            got=f"q has {q[1]} heads, k {k[1]}, v {v[1]}",
+        )
+    wanted = {**further, **dict.fromkeys(LENGTHS, (q[0], 1, 1, 1)), "stats": (*q[:3], 1)}
+    for port, shape in wanted.items():
+        if port in inputs and inputs[port].shape != shape:
+            raise GraphError(
+                f"{port!r} has the wrong shape",
+                expected=str(list(shape)),
+                got=f"{list(inputs[port].shape)}, beside q {list(q)} and k {list(k)}",
+            )
+    if (LENGTHS[0] in inputs) != (LENGTHS[1] in inputs):
+        raise GraphError(
+            "one of the lengths is missing",
+            expected="seq_len_q and seq_len_kv, or neither",
+            got=", ".join(inputs),
+        )
+
+
+def structure(keywords: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """A node's keywords, with the alignment and the lengths said as pygraph wants it."""
+    import cudnn
+
+    if alignment := keywords.pop("diagonal_alignment", None):
+        keywords["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, alignment)
+    return {**keywords, "use_padding_mask": True} if LENGTHS[0] in tensors else keywords
 
 
 @dataclass(frozen=True)
@@ -79,21 +132,12 @@ class Attending(Node):
 
     @classmethod
     def create(cls, **attributes: Any) -> Node:
-        alignment = attributes.get("diagonal_alignment", TOP_LEFT)
-        name = getattr(alignment, "name", alignment)
-        if name not in (TOP_LEFT, BOTTOM_RIGHT):
-            raise GraphError(
-                "unknown diagonal_alignment",
-                expected=f"{TOP_LEFT!r} or {BOTTOM_RIGHT!r}",
-                got=repr(alignment),
-            )
-        for side, least in (("left", 1), ("right", 0)):
-            bound = f"diagonal_band_{side}_bound"
-            attributes[bound] = _bound(bound, attributes.get(bound), least)
+        bounds = ("diagonal_band_left_bound", "diagonal_band_right_bound")
+        attributes = checked_band(attributes, bounds)
         attributes["dropout_probability"] = extras.probability(
             attributes.get("dropout_probability")
         )
-        return super().create(**{**attributes, "diagonal_alignment": name})
+        return super().create(**attributes)
 
     @property
     def band(self) -> Band:
@@ -101,14 +145,14 @@ class Attending(Node):
         return Band(left, right, self.diagonal_alignment == BOTTOM_RIGHT)
 
     def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
-        for port in _LENGTHS:
+        for port in LENGTHS:
             if port in inputs and inputs[port].dtype != "int32":
                 raise GraphTypeError(
                     f"{port!r} has the wrong dtype",
                     expected="int32",
                     got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
                 )
-        other = (*_LENGTHS, *extras.RAW)
+        other = (*LENGTHS, *extras.RAW)
         return super().sizes(
             {p: x for p, x in inputs.items() if p not in other and not is_operand(p)}
         )
@@ -122,34 +166,14 @@ class Attending(Node):
                 expected="float32",
                 got=self.compute_data_type,
             )
-        q, k, v = (inputs[port].shape for port in ("q", "k", "v"))
-        if k[1] == 0 or q[1] % max(k[1], 1) or v[1] != k[1]:
-            raise GraphError(
-                "the numbers of heads do not fit",
-                expected="as many heads of k and v, and of q a multiple of that",
-                got=f"q has {q[1]} heads, k {k[1]}, v {v[1]}",
-            )
-        scores = (*q[:3], k[2])
-        wanted = {**dict.fromkeys(_LENGTHS, (q[0], 1, 1, 1)), "stats": (*q[:3], 1)}
-        for port, shape in wanted.items():
-            if port in inputs and inputs[port].shape != shape:
-                raise GraphError(
-                    f"{port!r} has the wrong shape",
-                    expected=str(list(shape)),
-                    got=f"{list(inputs[port].shape)}, beside q {list(q)} and k {list(k)}",
-                )
+        check_shapes(inputs, {})
+        scores = (*inputs["q"].shape[:3], inputs["k"].shape[2])
         bias = inputs["bias"].shape if "bias" in inputs else (1, 1, 1, 1)
         if len(bias) != 4 or any(a not in (1, b) for a, b in zip(bias, scores, strict=True)):
             raise GraphError(
                 "'bias' does not fit the scores",
                 expected=f"{list(scores)}, or 1 in any of these",
                 got=str(list(bias)),
-            )
-        if (_LENGTHS[0] in inputs) != (_LENGTHS[1] in inputs):
-            raise GraphError(
-                "one of the lengths is missing",
-                expected="seq_len_q and seq_len_kv, or neither",
-                got=", ".join(inputs),
             )
         extras.check(self, inputs)
 
@@ -205,13 +229,7 @@ class Attending(Node):
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        import cudnn
-
-        keywords = self.keywords()
-        if alignment := keywords.pop("diagonal_alignment", None):
-            keywords["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, alignment)
-        if _LENGTHS[0] in tensors:
-            keywords["use_padding_mask"] = True
+        keywords = structure(self.keywords(), tensors)
         tensors = dict(tensors)
         keywords.pop("dropout_probability", None)
         keywords |= extras.dropout_of(self, tensors)

@@ -6,11 +6,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphTypeError
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FP8
 from .._core.graph.node import NUMBERS_ONLY, Node
-from .attention_base import _LENGTHS, BOTTOM_RIGHT, TOP_LEFT, _bound
+from .attention_base import (
+    BOTTOM_RIGHT,
+    LENGTHS,
+    TOP_LEFT,
+    check_shapes,
+    checked_band,
+    structure,
+)
 from .attention_reference import Band
 
 if TYPE_CHECKING:
@@ -20,7 +27,7 @@ if TYPE_CHECKING:
     from .._core.transforms.derivation import Derivation
 
 TILE = 128
-"""Queries and keys of a tile of cuDNN's: of whole ones it needs no lengths."""
+"""Queries and keys of a tile of cuDNN's, of whole ones of which its backward is right."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +54,7 @@ class Scaled(Node):
 
     @classmethod
     def create(cls, **attributes: Any) -> Node:
-        alignment = attributes.get("diagonal_alignment", TOP_LEFT)
-        name = getattr(alignment, "name", alignment)
-        if name not in (TOP_LEFT, BOTTOM_RIGHT):
-            raise GraphError(
-                "unknown diagonal_alignment",
-                expected=f"{TOP_LEFT!r} or {BOTTOM_RIGHT!r}",
-                got=repr(alignment),
-            )
-        for bound, least in zip(cls.bounds, (1, 0), strict=True):
-            attributes[bound] = _bound(bound, attributes.get(bound), least)
-        return super().create(**{**attributes, "diagonal_alignment": name})
+        return super().create(**checked_band(attributes, cls.bounds))
 
     @property
     def band(self) -> Band:
@@ -73,7 +70,7 @@ class Scaled(Node):
 
     def checked(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
-        lengths = dict.fromkeys(_LENGTHS, "int32")
+        lengths = dict.fromkeys(LENGTHS, "int32")
         factors = [port for port in inputs if port.startswith(("scale_", "descale_"))]
         wanted = {**lengths, **self.others, **dict.fromkeys(factors, self.factor_dtype())}
         for port, tensor in inputs.items():
@@ -91,28 +88,7 @@ class Scaled(Node):
                 expected="float32",
                 got=self.compute_data_type,
             )
-        q, k, v = (inputs[port].shape for port in ("q", "k", "v"))
-        if k[1] == 0 or q[1] % max(k[1], 1) or v[1] != k[1]:
-            raise GraphError(
-                "the numbers of heads do not fit",
-                expected="as many heads of k and v, and of q a multiple of that",
-                got=f"q has {q[1]} heads, k {k[1]}, v {v[1]}",
-            )
-        shapes = {port: self.factor_shape(port, inputs) for port in factors}
-        shapes |= {**dict.fromkeys(_LENGTHS, (q[0], 1, 1, 1)), "stats": (*q[:3], 1)}
-        for port, shape in shapes.items():
-            if port in inputs and inputs[port].shape != shape:
-                raise GraphError(
-                    f"{port!r} has the wrong shape",
-                    expected=str(list(shape)),
-                    got=f"{list(inputs[port].shape)}, beside q {list(q)} and v {list(v)}",
-                )
-        if (_LENGTHS[0] in inputs) != (_LENGTHS[1] in inputs):
-            raise GraphError(
-                "one of the lengths is missing",
-                expected="seq_len_q and seq_len_kv, or neither",
-                got=", ".join(inputs),
-            )
+        check_shapes(inputs, {port: self.factor_shape(port, inputs) for port in factors})
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         kinds = {tensors[port].dtype for port in ("q", "k", "v")}
@@ -154,12 +130,6 @@ class Scaled(Node):
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        import cudnn
-
-        keywords = self.keywords()
-        if alignment := keywords.pop("diagonal_alignment", None):
-            keywords["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, alignment)
-        if _LENGTHS[0] in tensors:
-            keywords["use_padding_mask"] = True
+        keywords = structure(self.keywords(), tensors)
         made = getattr(pygraph, self.method)(**tensors, **keywords, **common)
         return tuple(tensor for tensor in made if tensor is not None)
