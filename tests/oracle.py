@@ -224,7 +224,7 @@ def tolerance(spec, operands, on_gpu):
         TF32 if "float32" in dtypes and spec.options.precision == "default" else 0,
         FLOAT8 if any(dtype.startswith("float8") for dtype in dtypes) else 0,
         TAN if on_gpu and any(c.node.method == "tan" for c in spec.calls) else 0,
-        max(oracle_attention_fp8.WEIGHTS.get(c.node.method, 0) for c in spec.calls),
+        oracle_attention_fp8.second_product(spec),
         HALF_ACCUMULATOR if any(c.node.compute_data_type == "float16" for c in spec.calls) else 0,
     )
     exact = evaluate(spec, operands)

@@ -5,10 +5,24 @@ import oracle_attention
 
 from jax_cudnn.ops.attention import Sdpa, SdpaBackward
 
-# What weights and their gradients lose as fp8 in the second product (relative, in the norm): half a
-# unit of three digits, or two, and more of those that are below what a dtype resolves.
-WEIGHTS = {"sdpa_fp8": 0.06, "sdpa_fp8_backward": 0.12, "sdpa_mxfp8": 0.06}
-WEIGHTS["sdpa_mxfp8_backward"] = 0.06
+# What one number may lose as fp8, relative: half a unit of three digits after the point, or two.
+HALF_UNIT = {"float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}
+
+
+def second_product(spec):
+    """What weights and their gradients lose as fp8 there: half a unit, which a largest value may
+    well have lost whole; in the backward twice that, as its differences cancel."""
+    return max(
+        (
+            HALF_UNIT[spec.tensor(dict(call.inputs)["q"]).dtype] * (1 + (method in _DIFFERENCES))
+            for call in spec.calls
+            if (method := call.node.method) in OPERATIONS
+        ),
+        default=0.0,
+    )
+
+
+_DIFFERENCES = {"sdpa_fp8_backward"}
 
 
 def _plain(node, kind, **more):
