@@ -15,7 +15,8 @@ from transformations import equations, graphs, methods, primitives, shapes_of
 import jax_cudnn as jc
 from jax_cudnn._core.graph import builder
 from jax_cudnn._core.graph.builder import register
-from jax_cudnn._core.graph.node import REGISTRY, Example, Node
+from jax_cudnn._core.graph.example import Example
+from jax_cudnn._core.graph.node import REGISTRY, Node
 from jax_cudnn._core.planning import collect
 from jax_cudnn._core.transforms.batch import NoFold, batch
 from jax_cudnn.bench.cases import all_cases

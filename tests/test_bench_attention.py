@@ -17,12 +17,13 @@ import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn.bench import losses, queued, run, sides, timing, torch_graphs
 from jax_cudnn.bench.attention import cases as attention_cases
+from jax_cudnn.bench.attention import figures, torch_sides
 from jax_cudnn.bench.attention import measure as attention
 from jax_cudnn.bench.attention import tables as attention_tables
-from jax_cudnn.bench.attention import torch_sides
 from jax_cudnn.bench.attention.case import LIMIT, Side
-from jax_cudnn.bench.attention.cases import JAX_NN, NARROW, PADDED
 from jax_cudnn.bench.attention.checks import difference
+from jax_cudnn.bench.attention.figures import Effort, Running, times
+from jax_cudnn.bench.attention.float8 import NARROW
 from jax_cudnn.bench.attention.formulations import (
     Attended,
     by_blocks,
@@ -32,6 +33,9 @@ from jax_cudnn.bench.attention.formulations import (
     plain,
     recomputed,
 )
+from jax_cudnn.bench.attention.parts import JAX_NN, qkv
+from jax_cudnn.bench.attention.published import PUBLISHED
+from jax_cudnn.bench.attention.ragged import PADDED
 from jax_cudnn.bench.attention.torch_sides import CUDNN, EFFICIENT, FLASH, FLEX
 from jax_cudnn.bench.halves import halves
 from jax_cudnn.bench.run import RESULTS
@@ -81,7 +85,7 @@ def document(entries, **environment):
     return {
         "environment": ENVIRONMENT | environment,
         "limit": LIMIT,
-        "published": attention_cases.PUBLISHED,
+        "published": PUBLISHED,
         "attention": entries,
     }
 
@@ -220,7 +224,7 @@ def test_another_library_that_is_wrong_is_not_timed():
 
 
 def test_copies_are_shared_and_arrays_of_their_own(key):
-    bench = attention._Bench(few(TINY["causal"]), sides.Fillers(), 0.0, 1, 1)
+    bench = attention._Bench(few(TINY["causal"]), sides.Fillers(), Effort(0.0, 1, 1))
     x, y = jax.random.normal(key, (2, 3)), jnp.ones(3)
     first, second = bench._copies(({"x": x},), 2), bench._copies((y, [x], None), 3)
     assert first[0][0]["x"] is second[0][1][0] is x
@@ -240,7 +244,7 @@ def test_some_rows_that_are_wrong_are_noticed():
 
     long = dataclasses.replace(
         few(FULL["causal/1x2048x64-8x128"], xla={"off": Side(half)}),
-        operands=attention_cases._qkv(1, size, 4, 2, 16),
+        operands=qkv(1, size, 4, 2, 16),
     )
     found = attention.measure_attention([long], **QUICK)[long.name]["programs"][TRAINING]
     assert found["status"] == "WRONG"
@@ -671,13 +675,11 @@ def test_each_follows_each_other_equally_often(count):
 
 
 def test_formulations_that_are_far_behind_have_few_rounds():
-    case = few(TINY["causal"])
-    bench = attention._Bench(case, sides.Fillers(), 0.0, 1, 9)
     running = {
-        side: attention._Running(lambda: jnp.zeros(()), lambda found: found, None, 1, 1, seconds)
+        side: Running(lambda: jnp.zeros(()), lambda found: found, None, 1, 1, seconds)
         for side, seconds in {OURS: 1e-3, WHOLE: 5e-3, REFERENCE: 5e-3, "by blocks": 3e-3}.items()
     }
-    found = bench._times(running)
+    found = times(running, {REFERENCE, "by blocks"}, Effort(0.0, 1, 9))
     assert {side: len(one.seconds) for side, one in found.items()} == {
         OURS: 7, WHOLE: 7, REFERENCE: 3, "by blocks": 7,
     }  # fmt: skip
@@ -713,7 +715,7 @@ def test_what_is_short_does_its_work_several_times():
 
 def test_what_is_slow_has_few_rounds_and_what_is_too_slow_none(monkeypatch):
     case = few(TINY["causal"])
-    monkeypatch.setattr(attention, "_SLOW", 0.0)
+    monkeypatch.setattr(figures, "_SLOW", 0.0)
     found = attention.measure_attention([case], **QUICK)[case.name]["programs"][TRAINING]
     assert {*found["rounds"].values()} == {3}
     monkeypatch.setattr(attention, "_TOO_LONG", 0.0)
@@ -875,13 +877,13 @@ def test_a_case_on_the_gpu_has_all_figures(kind):
     found = attention.measure_attention([case], **QUICK | {"calls": 20})[case.name]
     assert found["status"] == "timed", found
     torch = {CUDNN, FLASH} if torch_graphs.installed() else set()
-    for figures in found["programs"].values():
-        assert {WHOLE, OURS, REFERENCE, *case.xla} <= figures["us"].keys(), figures["not_run"]
-        assert torch - {CUDNN if kind == "window" else ""} <= figures["us"].keys()
-        assert (PADDED in figures["us"]) == (kind == "packed")
-        assert figures["plans"][WHOLE]["cuDNN"] >= 1
-        assert figures["host_hidden"][OURS]
-        assert 0 < figures["us"][OURS]["median"] < 1000
+    for one in found["programs"].values():
+        assert {WHOLE, OURS, REFERENCE, *case.xla} <= one["us"].keys(), one["not_run"]
+        assert torch - {CUDNN if kind == "window" else ""} <= one["us"].keys()
+        assert (PADDED in one["us"]) == (kind == "packed")
+        assert one["plans"][WHOLE]["cuDNN"] >= 1
+        assert one["host_hidden"][OURS]
+        assert 0 < one["us"][OURS]["median"] < 1000
 
 
 def test_shown_attention_is_the_committed_one():

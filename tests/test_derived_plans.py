@@ -10,7 +10,8 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph import builder
-from jax_cudnn._core.graph.node import REGISTRY, Example, Node
+from jax_cudnn._core.graph.example import Example
+from jax_cudnn._core.graph.node import REGISTRY, Node
 from jax_cudnn._core.planning import losses, placement, planner
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 

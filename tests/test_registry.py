@@ -10,7 +10,8 @@ from helpers import python
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph import builder
-from jax_cudnn._core.graph.node import REGISTRY, Example, Node
+from jax_cudnn._core.graph.example import Example
+from jax_cudnn._core.graph.node import REGISTRY, Node
 
 
 def node(**changes):

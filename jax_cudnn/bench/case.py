@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.graph.node import REGISTRY, Example, Node
+from .._core.graph.example import Example
+from .._core.graph.node import REGISTRY, Node
 from .._core.graph.trace import GraphFunction, graph
 
 

@@ -17,6 +17,7 @@ from .._core.cuda import device_nodes
 from .._core.errors import GraphError, TargetError
 from .attention import cases as attention_cases
 from .attention.case import LIMIT, AttentionCase
+from .attention.published import PUBLISHED
 from .attention.tables import render_attention as render_attention
 from .comparison import Formulation
 from .models.cases import ModelCase, Operand, model_cases
@@ -107,7 +108,7 @@ def run_attention(
     cases = attention_cases.tiny_cases() if tiny else attention_cases.attention_cases()
     chosen = _chosen(cases, only, "attention")
     measured = partial(attention.measure_attention, chosen)
-    about = {"limit": LIMIT, "published": attention_cases.PUBLISHED}
+    about = {"limit": LIMIT, "published": PUBLISHED}
     return _run_sides("attention", measured, render_attention, about, out, only, tiny, into)
 
 

@@ -12,7 +12,8 @@ import jax
 from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
-from .._core.graph.node import Example, Node, OtherForm
+from .._core.graph.example import Example
+from .._core.graph.node import Node, OtherForm
 from . import attention_extras as extras
 from .attention_base import BOTTOM_RIGHT, Attending
 

@@ -11,7 +11,8 @@ import jax
 
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
-from .._core.graph.node import Example, Node
+from .._core.graph.example import Example
+from .._core.graph.node import Node
 from .attention_fp8_base import TILE, Scaled
 from .scaling import E4M3, E5M2
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import E8M0
-from .._core.graph.node import Example, Node
+from .._core.graph.example import Example
+from .._core.graph.node import Node
 from .attention_fp8_base import Scaled
 from .mxfp8 import dequantize_mxfp8, scales_shape
 

@@ -13,7 +13,8 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
-from .._core.graph.node import Example, Node
+from .._core.graph.example import Example
+from .._core.graph.node import Node
 from .normalization_base import BACKWARD_DIMS, Spatial, normalized
 from .normalization_of_channels import (
     CHANNELS,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
-from .._core.graph.node import Example
+from .._core.graph.example import Example
 from .._core.graph.promotion import product_dtype
 from .convolution_base import SOLVERS, Convolution, Roles
 from .convolution_reference import convolved

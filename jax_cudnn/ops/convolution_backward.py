@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
-from .._core.graph.node import ONE_ELEMENT, Example
+from .._core.graph.example import Example
+from .._core.graph.node import ONE_ELEMENT
 from .._core.graph.promotion import product_dtype
 from .convolution_base import SOLVERS, ConvolutionGradient, Roles, cropped
 from .convolution_reference import convolved

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .._core.graph.builder import register
-from .._core.graph.node import Example
+from .._core.graph.example import Example
 from .normalization_base import BACKWARD_DIMS, Phased, Spatial
 from .normalization_of_channels import (
     CHANNELS,

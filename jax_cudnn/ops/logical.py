@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
-from .._core.graph.node import LEAD, Example
+from .._core.graph.example import Example
+from .._core.graph.node import LEAD
 from .._core.graph.promotion import result_dtype
 from .._core.graph.wire import register_conversions
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual

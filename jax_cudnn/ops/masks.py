@@ -19,7 +19,8 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
-from .._core.graph.node import Example, Node
+from .._core.graph.example import Example
+from .._core.graph.node import Node
 from .._core.graph.wire import BITS
 from .activation import Relu
 from .logical import cmp_gt

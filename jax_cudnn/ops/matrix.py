@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import PRODUCTS, itemsize
-from .._core.graph.node import ANY, Example, Node
+from .._core.graph.example import Example
+from .._core.graph.node import ANY, Node
 from .._core.graph.promotion import product_compute, product_dtype, product_operands
 from .products import alike, product_jvp
 

@@ -14,7 +14,8 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
-from .._core.graph.node import LEAD, Example, Node
+from .._core.graph.example import Example
+from .._core.graph.node import LEAD, Node
 from .._core.graph.vocabulary import Vocabulary, register_vocabulary
 from .elementary import Identity
 from .folds import grown

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .._core.graph.builder import register
-from .._core.graph.node import Example, Node
+from .._core.graph.example import Example
+from .._core.graph.node import Node
 from .._core.graph.spec import Tensor
 from .normalization_base import BACKWARD_DIMS, TRAINING, Rows
 from .normalization_of_rows import BackwardOfRows, ForwardOfRows, ones

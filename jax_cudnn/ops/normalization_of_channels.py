@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from .._core.graph.node import Example
+from .._core.graph.example import Example
 from .normalization_base import Normalization, NormalizationBackward, Normalizing, Spatial
 
 if TYPE_CHECKING:

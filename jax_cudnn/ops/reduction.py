@@ -15,7 +15,8 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8
-from .._core.graph.node import Example, Node
+from .._core.graph.example import Example
+from .._core.graph.node import Node
 from .folds import anywhere, grown
 
 if TYPE_CHECKING:

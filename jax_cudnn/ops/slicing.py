@@ -14,7 +14,8 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import NUMBERS
-from .._core.graph.node import LEAD, Example, Node
+from .._core.graph.example import Example
+from .._core.graph.node import LEAD, Node
 from .folds import anywhere
 
 if TYPE_CHECKING:

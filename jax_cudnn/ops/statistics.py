@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
-from .._core.graph.node import Example, Node
+from .._core.graph.example import Example
+from .._core.graph.node import Node
 
 if TYPE_CHECKING:
     from .._core.graph.node import Values

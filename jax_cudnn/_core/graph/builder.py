@@ -15,9 +15,10 @@ import numpy as np
 
 from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
 from .calls import ports_of, signature, static
+from .contract import check_contract
 from .dims import Shape, integers
 from .dtypes import FP8, INTEGERS, canonical_compute, is_floating
-from .node import REGISTRY, Node, check_contract, float32_range
+from .node import REGISTRY, Node, float32_range
 from .options import DEFAULTS, NOWHERE, Options, Surroundings
 from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern

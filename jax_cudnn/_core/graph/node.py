@@ -1,7 +1,7 @@
 """The Node contract: the one place where an operation is added, and the registry of all nodes.
 
 A node is a frozen dataclass whose fields are the operation's attributes under pygraph's names.
-``builder.register`` checks the contract, so a wrong node fails at import.
+``builder.register`` checks the contract (contract.py), so a wrong node fails at import.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from ..errors import GraphError, GraphTypeError
 from .dims import Dims, Shape
 from .dtypes import NUMBERS, arithmetic
+from .example import Example
 from .promotion import result_dtype
 
 if TYPE_CHECKING:
@@ -34,26 +35,6 @@ if TYPE_CHECKING:
 ANY, ROWS_AND_CHANNELS, ONE_ELEMENT, NUMBERS_ONLY = "any", "rows, channels", "one", "numbers"
 LEAD = -1
 """In :meth:`Node.folds`: a dimension of its own, in front of the others."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """Shapes and dtypes that tests, benchmarks and the support table share.
-
-    ``dtypes`` names the ports whose dtype is not ``dtype``; for a variadic port ``inputs`` holds
-    a list of shapes, for a number (an epsilon) that. ``out`` is the dtype of the result, where it
-    is not the inferred one.
-    ``positive`` names ports whose operands are at least 0.25 (for logarithms and divisors).
-    ``alone`` is False where cuDNN has no engine for this node by itself, only beside others.
-    """
-
-    inputs: Mapping[str, Any]
-    dtype: str = "bfloat16"
-    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    out: str | None = None
-    alone: bool = True
-    positive: tuple[str, ...] = ()
 
 
 class OtherForm(NamedTuple):
@@ -434,28 +415,3 @@ def float32_range(name: str, value: Any) -> float:
 
 REGISTRY: dict[str, type[Node]] = {}
 """pygraph's method -> node class."""
-
-
-def check_contract(cls: type[Node]) -> None:
-    """TypeError when a node class does not keep the contract; fills in ``cls.ports``."""
-
-    def check(condition: object, problem: str) -> None:
-        if not condition:
-            raise TypeError(f"node {cls.__name__}: {problem}")
-
-    check(isinstance(getattr(cls, "method", None), str), "method must name pygraph's method")
-    check(cls.method not in REGISTRY, f"{cls.method!r} is registered twice")
-    check(dataclasses.is_dataclass(cls) and cls.__hash__, "must be a frozen dataclass")
-    check(cls.reference is not Node.reference, "reference is missing")
-    own = (cls.__dict__.get("__doc__") or "").strip()
-    generated = f"{cls.__name__}("  # what dataclass writes where there is none
-    check(own and not own.startswith(generated), "docstring is missing")
-    check(cls.examples, "at least one example is needed")
-    cls.ports = Dims.parse(cls.dims, cls.broadcast)
-    letters = {axis for port in cls.ports.inputs for axis in port.axes}
-    check(set(cls.batch.split()) <= letters, f"batch letters {cls.batch!r} are not in dims")
-    for example in cls.examples:
-        required = {port.name for port in cls.ports.inputs if not port.optional}
-        fits = required <= {*example.inputs} <= {*cls.ports.input_names}
-        check(fits, "an example's ports are wrong")
-    check(cls.anchor or not cls.product, "a product is an anchor")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,25 +15,17 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.implementation import CUDNN, XLA
-from .. import agreement, queued, sides, timing, torch_graphs
+from .. import agreement, sides, torch_graphs
 from ..compiling import compiled, told
 from ..halves import Halves, halves
 from ..sides import BACKWARD, FAILED, OURS, REFERENCE, TIMED, TRAINING, WHOLE, WRONG, Call, Fillers
 from . import torch_sides
 from .case import AttentionCase, Named, Side
-from .cases import JAX_NN
 from .checks import difference, exact
+from .figures import Effort, Running, figures, times, together
+from .parts import JAX_NN
 
-# As for normalizations 20 calls at most, here of a program that takes two milliseconds at the
-# chip's limit, or does its work several times; and fewer where a batch of them takes longer than
-# the end of one is known to.
-_ROUNDS, _LEAST, _CALLS, _SECONDS = 15, 7, 20, 2.0
-_SHORT, _MOST = 2000.0, 16  # us of a program, and how often it does its work for that
-_BATCH = 0.04  # seconds of calls in a row
-# A side that takes longer has rounds of its own, and three of them; one beyond that none. So what
-# stands close together takes turns alone.
-_SLOW, _FEW, _TOO_LONG = 0.15, 3, 10.0
-_FAR = 4.0  # times the fastest: a formulation of XLA's that takes longer is slow, too
+_TOO_LONG = 10.0  # seconds of a call; such a side is not timed
 _AGAIN = 1.0  # seconds: of a call that takes less there is a second one, which may be quicker
 _NO_BACKWARD = "it has no backward"
 
@@ -42,9 +33,9 @@ _NO_BACKWARD = "it has no backward"
 def measure_attention(
     cases: Iterable[AttentionCase],
     *,
-    seconds: float = _SECONDS,
-    calls: int = _CALLS,
-    rounds: int = _ROUNDS,
+    seconds: float = Effort.seconds,
+    calls: int = Effort.calls,
+    rounds: int = Effort.rounds,
     say: Callable[[str], None] = print,
     done: Callable[[dict[str, dict[str, Any]]], None] = lambda results: None,
 ) -> dict[str, dict[str, Any]]:
@@ -61,7 +52,7 @@ def measure_attention(
         began = time.perf_counter()
         try:
             with torch_graphs.fresh():
-                entry = _Bench(case, fillers, seconds, calls, rounds).entry()
+                entry = _Bench(case, fillers, Effort(seconds, calls, rounds)).entry()
         except Exception as error:
             entry = {"status": FAILED, "reason": told(error), "programs": {}}
         took = round(time.perf_counter() - began, 1)
@@ -78,38 +69,14 @@ def measure_attention(
     return results
 
 
-@dataclass
-class _Running:
-    """A side that is compiled.
-
-    Attributes:
-        call: its program.
-        first: the results of the first set of operands, of what the program returns.
-        filler: what keeps the device busy before it.
-        repeats: how often the program does its work.
-        calls: how many of them stand in a row.
-        seconds: of one call, the host's with it.
-    """
-
-    call: Call
-    first: Callable[[Any], Any]
-    filler: Call | None
-    repeats: int = 1
-    calls: int = 1
-    seconds: float = 0.0
-
-
 # -- one case --------------------------------------------------------------------------------------
 
 
 class _Bench:
     """The measurement of one case."""
 
-    def __init__(
-        self, case: AttentionCase, fillers: Fillers, seconds: float, calls: int, rounds: int
-    ) -> None:
-        self.case, self.fillers = case, fillers
-        self.seconds, self.calls, self.rounds = seconds, calls, rounds
+    def __init__(self, case: AttentionCase, fillers: Fillers, effort: Effort) -> None:
+        self.case, self.fillers, self.effort = case, fillers, effort
         self.operands = jax.block_until_ready(case.arrays(jax.random.key(0)))
         ways = {WHOLE: CUDNN, OURS: None, REFERENCE: XLA}
         every = {side: case.ours(way) for side, way in ways.items()} | {**case.others, **case.xla}
@@ -141,7 +108,7 @@ class _Bench:
         status = next((state for state in (FAILED, WRONG) if state in states), TIMED)
         found = {"status": status, "programs": entries}
         if self.case.learned:
-            found["training_step"] = self._together(entries[TRAINING], entries[BACKWARD])
+            found["training_step"] = together(self.case, entries[TRAINING], entries[BACKWARD])
         return found
 
     def _prepare(self, side: str, way: Side) -> None:
@@ -155,7 +122,7 @@ class _Bench:
         """One program on all sides: compiled, run once and compared, timed."""
         case, began = self.case, time.perf_counter()
         limit = case.limit_us(program)
-        repeats = min(max(math.ceil(_SHORT / max(limit, 1e-3)), 1), _MOST) if self.calls > 1 else 1
+        repeats = self.effort.repeats(limit)
         given, not_run = self._given(program)
         ready, failed = self._compiled(given, repeats)
         theirs, reasons = self._torch(program, repeats)
@@ -197,7 +164,8 @@ class _Bench:
             "not_run": not_run,
         }
         ready_at = time.perf_counter()
-        entry |= self._figures(self._times(running), running, entry)
+        found = times(running, self.plain, self.effort)
+        entry |= figures(found, running, case, program)
         took = {"ready": ready_at - began, "timed": time.perf_counter() - ready_at}
         entry["seconds"] = {stage: round(seconds, 1) for stage, seconds in took.items()}
         if wrong:
@@ -237,7 +205,7 @@ class _Bench:
 
     def _compiled(
         self, given: Mapping[str, tuple[Any, tuple[Any, ...]]], repeats: int
-    ) -> tuple[dict[str, _Running], dict[str, str]]:
+    ) -> tuple[dict[str, Running], dict[str, str]]:
         """JAX's sides; those that are not plain XLA do their work ``repeats`` times."""
         often = {side: 1 if side in self.plain else repeats for side in given}
         several = {
@@ -246,7 +214,7 @@ class _Bench:
         }
         ready, failed = compiled(several)
         running = {
-            side: _Running(call, lambda found: found[0], self.fillers.jax, often[side])
+            side: Running(call, lambda found: found[0], self.fillers.jax, often[side])
             for side, call in ready.items()
         }
         return running, failed
@@ -265,7 +233,7 @@ class _Bench:
             jax.tree.map(partial(one, position=position), operands) for position in range(often)
         )
 
-    def _torch(self, program: str, repeats: int) -> tuple[dict[str, _Running], dict[str, str]]:
+    def _torch(self, program: str, repeats: int) -> tuple[dict[str, Running], dict[str, str]]:
         """PyTorch's sides, each in the way that was chosen for all programs."""
         if not torch_graphs.installed():
             return {}, dict.fromkeys(self.case.torch, torch_graphs.MISSING)
@@ -283,7 +251,7 @@ class _Bench:
                 failed[side] = told(error)
                 continue
             take = torch_graphs.Pending.arrays
-            running[side] = _Running(call, take, self.fillers.torch, repeats)
+            running[side] = Running(call, take, self.fillers.torch, repeats)
         return running, failed | self.never
 
     def _way(self, side: str, ways: Sequence[Side]) -> Side:
@@ -312,7 +280,7 @@ class _Bench:
         learned = self.case.learned
         return torch_sides.program(way.function, program, learned, sets, way.captured)
 
-    def _results(self, program: str, side: str, running: _Running) -> tuple[Named, float]:
+    def _results(self, program: str, side: str, running: Running) -> tuple[Named, float]:
         """The results by name, and the seconds of a call; what the backward needs is put aside."""
         found, took = None, math.inf
         for _ in range(2):
@@ -330,80 +298,5 @@ class _Bench:
             found = {"y": found["y"]}
         return found, took
 
-    # -- times -------------------------------------------------------------------------------------
-
-    def _times(self, running: Mapping[str, _Running]) -> dict[str, queued.Queued]:
-        found: dict[str, queued.Queued] = {}
-        each = {side: run.seconds / run.repeats for side, run in running.items()}
-        far = _FAR * min(each.values(), default=0.0)
-        slow = {
-            side
-            for side, run in running.items()
-            if run.seconds > _SLOW or (side in self.plain and each[side] > far)
-        }
-        for run in running.values():
-            fits = int(_BATCH / run.seconds) if run.seconds > 0 else self.calls
-            run.calls = min(max(fits, 1), self.calls)
-        for group, least, rounds, warm in (
-            (running.keys() - slow, _LEAST, self.rounds, 3),
-            (slow, _FEW, _FEW, 1),
-        ):
-            chosen = {side: run for side, run in running.items() if side in group}
-            found |= queued.times(
-                {side: run.call for side, run in chosen.items()},
-                {side: run.filler for side, run in chosen.items()},
-                calls={side: run.calls for side, run in chosen.items()},
-                rounds=rounds,
-                seconds=self.seconds,
-                least=least,
-                warm=warm,
-            )
-        return found
-
-    def _figures(
-        self,
-        found: Mapping[str, queued.Queued],
-        running: Mapping[str, _Running],
-        entry: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        part = {side: 1e6 / running[side].repeats for side in found}
-        us = {side: timing.summary(one.seconds, part[side]) for side, one in found.items()}
-        medians = {side: figures["median"] for side, figures in us.items()}
-        best = sides.fastest(medians, [*self.case.xla, REFERENCE])
-        return {
-            "calls": {side: running[side].calls for side in found},
-            "repeats": {side: running[side].repeats for side in found},
-            "rounds": {side: len(one.seconds) for side, one in found.items()},
-            "us": us,
-            "host_us": {side: round(one.issued * part[side], 2) for side, one in found.items()},
-            "host_hidden": {side: one.hidden for side, one in found.items()},
-            "tflops": {side: _rate(entry["flops"], time) for side, time in medians.items()},
-            "of_limit": {side: _share(entry["limit_us"], time) for side, time in medians.items()},
-            **({"best_xla": best} if best else {}),
-        }
-
-    def _together(self, forward: Any, backward: Any) -> dict[str, Any]:
-        """Medians of forward and backward added, of the same side or formulation."""
-        a, b = forward.get("us", {}), backward.get("us", {})
-        us = {s: round(a[s]["median"] + b[s]["median"], 3) for s in a if s in b}
-        best = sides.fastest(us, [*self.case.xla, REFERENCE])
-        flops = sum(self.case.flops(program) for program in self.case.programs)
-        limit = sum(self.case.limit_us(program) for program in self.case.programs)
-        return {
-            "us": us,
-            "tflops": {side: _rate(flops, time) for side, time in us.items()},
-            "of_limit": {side: _share(limit, time) for side, time in us.items()},
-            **({"best_xla": best} if best else {}),
-        }
-
 
 _copy = jax.jit(jnp.copy)
-
-
-def _rate(flops: float, us: float) -> float | None:
-    """TFLOP/s; None where the time is below what can be told from nothing."""
-    return float(f"{flops / us / 1e6:.4g}") if us > 0 else None
-
-
-def _share(limit: float, us: float) -> float | None:
-    return round(limit / us, 4) if us > 0 else None

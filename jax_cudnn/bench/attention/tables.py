@@ -8,7 +8,7 @@ from typing import Any
 
 from ..sides import BACKWARD, FORWARD, OURS, REFERENCE, TIMED, TRAINING, WHOLE
 from ..tables import where
-from .cases import JAX_NN
+from .parts import JAX_NN
 from .torch_sides import CUDNN, FLASH
 
 _NAMES = {FORWARD: FORWARD, TRAINING: FORWARD, BACKWARD: BACKWARD}

@@ -1,0 +1,33 @@
+"""What a node class must keep, checked when it is registered."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .dims import Dims
+from .node import REGISTRY, Node
+
+
+def check_contract(cls: type[Node]) -> None:
+    """TypeError when a node class does not keep the contract; fills in ``cls.ports``."""
+
+    def check(condition: object, problem: str) -> None:
+        if not condition:
+            raise TypeError(f"node {cls.__name__}: {problem}")
+
+    check(isinstance(getattr(cls, "method", None), str), "method must name pygraph's method")
+    check(cls.method not in REGISTRY, f"{cls.method!r} is registered twice")
+    check(dataclasses.is_dataclass(cls) and cls.__hash__, "must be a frozen dataclass")
+    check(cls.reference is not Node.reference, "reference is missing")
+    own = (cls.__dict__.get("__doc__") or "").strip()
+    generated = f"{cls.__name__}("  # what dataclass writes where there is none
+    check(own and not own.startswith(generated), "docstring is missing")
+    check(cls.examples, "at least one example is needed")
+    cls.ports = Dims.parse(cls.dims, cls.broadcast)
+    letters = {axis for port in cls.ports.inputs for axis in port.axes}
+    check(set(cls.batch.split()) <= letters, f"batch letters {cls.batch!r} are not in dims")
+    for example in cls.examples:
+        required = {port.name for port in cls.ports.inputs if not port.optional}
+        fits = required <= {*example.inputs} <= {*cls.ports.input_names}
+        check(fits, "an example's ports are wrong")
+    check(cls.anchor or not cls.product, "a product is an anchor")

@@ -1,0 +1,28 @@
+"""Examples of nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Example:
+    """Shapes and dtypes that tests, benchmarks and the support table share.
+
+    ``dtypes`` names the ports whose dtype is not ``dtype``; for a variadic port ``inputs`` holds
+    a list of shapes, for a number (an epsilon) that. ``out`` is the dtype of the result, where it
+    is not the inferred one.
+    ``positive`` names ports whose operands are at least 0.25 (for logarithms and divisors).
+    ``alone`` is False where cuDNN has no engine for this node by itself, only beside others.
+    """
+
+    inputs: Mapping[str, Any]
+    dtype: str = "bfloat16"
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    out: str | None = None
+    alone: bool = True
+    positive: tuple[str, ...] = ()
