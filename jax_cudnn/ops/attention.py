@@ -16,6 +16,7 @@ from .._core.graph.example import Example
 from .._core.graph.node import Node, OtherForm
 from . import attention_extras as extras
 from .attention_base import BOTTOM_RIGHT, Attending
+from .ordered import Ordered
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -36,7 +37,7 @@ _ORDERED = (
 
 @register
 @dataclass(frozen=True)
-class SdpaBackward(Attending):
+class SdpaBackward(Ordered, Attending):
     """Gradients of sdpa.
 
     With ``P = exp(scores - stats)`` and ``dP = dO v^T``: ``dS = P * (dP - rowsum(dO * o))``,
@@ -106,19 +107,11 @@ class SdpaBackward(Attending):
 
     dBias: bool = False
     dSink_token: bool = False
-    use_deterministic_algorithm: bool = False
-
-    @property
-    def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.use_deterministic_algorithm
 
     @property
     def results(self) -> tuple[str, ...]:
         left_out = [name for name in _OPTIONAL if not getattr(self, name)]
         return tuple(name for name in self.ports.output_names if name not in left_out)
-
-    def settled(self) -> Node:
-        return dataclasses.replace(self, use_deterministic_algorithm=True)
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         self.checked(inputs)
@@ -169,10 +162,6 @@ class SdpaBackward(Attending):
         if not self.use_deterministic_algorithm or self.dBias:
             return None
         return OtherForm(dataclasses.replace(self, use_deterministic_algorithm=False), *_ORDERED)
-
-    def keywords(self) -> dict[str, Any]:
-        attributes = super().keywords()
-        return {name: value for name, value in attributes.items() if value is not False}
 
     def callbacks(self, mod: ScoreMod, tensors: Mapping[str, Any]) -> dict[str, Any]:
         from .score_mod_emission import Emission

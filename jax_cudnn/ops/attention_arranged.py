@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS
-from .._core.graph.node import NUMBERS_ONLY, Node
+from .._core.graph.node import NUMBERS_ONLY, Node, OtherForm
 from .attention_base import Attending
 
 if TYPE_CHECKING:
@@ -49,6 +49,13 @@ class Arranged(Node):
     @property
     def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.base.deterministic
+
+    def settled(self) -> Node:
+        return dataclasses.replace(self, base=self.base.settled())
+
+    def instead(self) -> OtherForm | None:
+        other = self.base.instead()
+        return other and other._replace(node=dataclasses.replace(self, base=other.node))
 
     @property
     def results(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.example import Example
 from .._core.graph.node import Node
 from .attention_fp8_base import TILE, Scaled
+from .ordered import Ordered
 from .scaling import E4M3, E5M2
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class SdpaFp8(Scaled):
 
 @register
 @dataclass(frozen=True)
-class SdpaFp8Backward(Scaled):
+class SdpaFp8Backward(Ordered, Scaled):
     """Gradients of sdpa_fp8, by q, k, v as they were before their scales.
 
     With all fp8 operands times their descales, ``P = exp(scores - stats)`` and ``dP = dO v^T``:
@@ -182,7 +183,8 @@ class SdpaFp8Backward(Scaled):
         diagonal_alignment: as in the forward.
         left_bound: as in the forward.
         right_bound: as in the forward.
-        use_deterministic_algorithm: an engine whose sums have one order.
+        use_deterministic_algorithm: an engine whose sums have one order. Set by
+            ``Options(deterministic=True)``.
 
     Returns: dQ, dK, dV of dO's dtype (another by ``set_data_type``), and the largest absolute
     values before the scales, amax_dQ, amax_dK, amax_dV and amax_dP (of dS), (1, 1, 1, 1) in
@@ -202,7 +204,6 @@ class SdpaFp8Backward(Scaled):
         "beside 128); seq_len_q and seq_len_kv together"
     )
     rounding = _ROUNDING.format("weights and their gradients")
-    deterministic = False
     examples = (
         _example(
             {
@@ -220,7 +221,6 @@ class SdpaFp8Backward(Scaled):
 
     left_bound: int | None = None
     right_bound: int | None = None
-    use_deterministic_algorithm: bool = False
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         self.checked(inputs)
@@ -245,7 +245,3 @@ class SdpaFp8Backward(Scaled):
 
         found = Fp8Attention(self.attn_scale, self.band).backward(arrays)
         return tuple(found[port] for port in self.results)
-
-    def keywords(self) -> dict[str, object]:
-        attributes = super().keywords()
-        return {name: value for name, value in attributes.items() if value is not False}

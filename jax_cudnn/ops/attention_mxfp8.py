@@ -17,6 +17,7 @@ from .._core.graph.example import Example
 from .._core.graph.node import Node
 from .attention_fp8_base import Scaled
 from .mxfp8 import dequantize_mxfp8, scales_shape
+from .ordered import Ordered
 
 if TYPE_CHECKING:
     from .._core.graph.spec import GraphSpec, Tensor
@@ -166,7 +167,7 @@ class SdpaMxfp8(BlockScaled):
 
 @register
 @dataclass(frozen=True)
-class SdpaMxfp8Backward(BlockScaled):
+class SdpaMxfp8Backward(Ordered, BlockScaled):
     """Gradients of sdpa_mxfp8.
 
     With ``P = exp(scores - stats)`` and ``dP = dO v^T``:
@@ -198,7 +199,8 @@ class SdpaMxfp8Backward(BlockScaled):
         diagonal_alignment: as in the forward.
         left_bound: the forward's ``diagonal_band_left_bound``.
         right_bound: the forward's ``diagonal_band_right_bound``.
-        use_deterministic_algorithm: an engine whose sums have one order.
+        use_deterministic_algorithm: an engine whose sums have one order. Set by
+            ``Options(deterministic=True)``.
 
     Returns: dQ, dK, dV in bfloat16, and their largest absolute values, amax_dQ, amax_dK and
     amax_dV, (1, 1, 1, 1) in float32. Source: cuDNN documentation, "Scaled Dot Product Attention FP8
@@ -215,7 +217,6 @@ class SdpaMxfp8Backward(BlockScaled):
     )
     requires = "cuDNN 9.21, SM 100, float8_e4m3fn, sizes of heads multiples of 16 up to 128"
     rounding = "gradients of the scores in blocks of fp8, too, in their products"
-    deterministic = False
     others: ClassVar[Mapping[str, str]] = _OTHERS
     examples = (
         _example(
@@ -229,7 +230,6 @@ class SdpaMxfp8Backward(BlockScaled):
 
     left_bound: int | None = None
     right_bound: int | None = None
-    use_deterministic_algorithm: bool = False
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         self.checked(inputs)
@@ -251,7 +251,3 @@ class SdpaMxfp8Backward(BlockScaled):
 
         found = MxAttention(self.attn_scale, self.band).backward(self.dequantized(arrays))
         return tuple(found[port] for port in self.results)
-
-    def keywords(self) -> dict[str, object]:
-        attributes = super().keywords()
-        return {name: value for name, value in attributes.items() if value is not False}
