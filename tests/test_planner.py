@@ -85,6 +85,10 @@ def test_names_do_not_matter_but_attributes_and_profiles_do(monkeypatch):
 def test_what_a_plan_depends_on_is_the_gpu_and_the_libraries_and_no_name():
     assert identity(dataclasses.replace(H200, name="mine", measured=False)) == identity(H200)
     assert identity(profiles.get("H100")) != identity(H200)
+    memory = json.loads(H200.properties_json)["totalGlobalMem"]
+    for other, same in ((memory - 2**20, True), (2**31, False)):  # a part of it limits workspaces
+        like = H200.properties_json.replace(str(memory), str(other))
+        assert (identity(dataclasses.replace(H200, properties_json=like)) == identity(H200)) == same
     for version in client.call("jax_cudnn._core.planning.frontend:versions"):
         assert f'"{version}"' in identity(H200)
 
@@ -230,7 +234,7 @@ def test_what_another_version_of_the_rules_decided_is_not_used(monkeypatch):
     texts = set()
     for code in ("one", "one", "another"):
         monkeypatch.setattr(planner, "fingerprint", lambda code=code: code)
-        texts.add(planner._text({"GPU": "x"}, {"cuDNN": "9"}))
+        texts.add(planner._text("by handle", "{}", {"cuDNN": "9"}))
     assert len(texts) == 2
     assert len(package.fingerprint()) == 16
 

@@ -18,7 +18,7 @@ from ..graph.spec import GraphSpec
 from ..graph.wire import wire
 from ..package import fingerprint
 from ..store import cache
-from . import alternatives, build, frontend, progress
+from . import alternatives, build, frontend, progress, workspace
 from .execution_plan import ExecutionPlan, canonical_properties
 from .limits import known_reasons
 from .single_flight import SingleFlight
@@ -126,16 +126,20 @@ def identity(site: Profile | CudaDevice) -> str:
     """What a plan depends on besides its graph: equal for equal GPUs and equal libraries, this
     package's code among them."""
     if isinstance(site, CudaDevice):
-        properties = canonical_properties(site.properties(frontend.load()))
-        return _text({"planned": "by handle", "GPU": properties}, frontend.identity())
+        return _text("by handle", site.properties(frontend.load()), frontend.identity())
     # The profile's name and source make no difference to cuDNN.
     libraries = client.call("jax_cudnn._core.planning.frontend:identity")
-    given = {"GPU": canonical_properties(site.properties_json), "SM": site.sm_version}
-    return _text({"planned": "without the GPU", **given}, libraries)
+    return _text("without the GPU", site.properties_json, libraries, SM=site.sm_version)
 
 
-def _text(planned: dict[str, Any], libraries: dict[str, str]) -> str:
-    return json.dumps({**planned, **libraries, "jax_cudnn": fingerprint()}, sort_keys=True)
+def _text(planned: str, properties: str, libraries: dict[str, str], **more: int) -> str:
+    given = {
+        "planned": planned,
+        "GPU": canonical_properties(properties),
+        "workspace": workspace.default(properties),
+        **more,
+    }
+    return json.dumps({**given, **libraries, "jax_cudnn": fingerprint()}, sort_keys=True)
 
 
 def clear() -> None:

@@ -43,10 +43,14 @@ def limit(spec: GraphSpec, properties: str) -> Limit:
     """The limit for a graph on a GPU, by its properties as cuDNN writes them (JSON)."""
     if spec.options.max_workspace is not None:
         return Limit(spec.options.max_workspace)
+    return Limit(default(properties), _BY_DEFAULT)
+
+
+def default(properties: str) -> int:
+    """The bytes where options name none, the same for all GPUs of a model: these differ by less
+    than a GiB. A plan depends on it, and so do the keys of what is known of a graph."""
     part = int(json.loads(properties).get("totalGlobalMem", 0)) // PART
-    if not part:
-        return Limit(sys.maxsize, _BY_DEFAULT)
-    return Limit(part >> 30 << 30 or part, _BY_DEFAULT)  # GPUs of one model differ by less than GiB
+    return part >> 30 << 30 or part or sys.maxsize
 
 
 def other_form(spec: GraphSpec, cudnn: int) -> GraphSpec | None:
