@@ -470,6 +470,35 @@ def test_the_batch_may_be_sharded():
     assert relative_error(np.asarray(jax.jit(gradient)(*operands), np.float64), want) < GRADIENTS
 
 
+def test_devices_with_one_state_learn_the_largest_values_of_all():
+    if len(jax.devices("cpu")) < 8:
+        pytest.skip("needs 8 (host) devices")
+    q, k, v = qkv(b=8)
+    operands = q * jnp.arange(1, 9, dtype="float32")[:, None, None, None].astype(q.dtype), k, v
+    state = jc.ops.DelayedScaling.create(2)
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
+    specs = (P("data"), P("data"), P("data"), P())
+    sharded = jax.shard_map(ours, mesh=mesh, in_specs=specs, out_specs=P("data"))
+    got, want = (jax.jit(jax.grad(loss(f, 1.0), (0, 3)))(*operands, state) for f in (sharded, ours))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert relative_error(a, b) < 1e-2
+
+
+def test_a_step_without_the_attention_leaves_a_state_to_begin_with():
+    operands = qkv()
+
+    @jax.jit
+    def step(taken, state):
+        run = lambda s: loss(ours, 1.0)(*operands, s)  # noqa: E731
+        return jax.grad(lambda s: jax.lax.cond(taken, run, lambda s: 0.0, s))(state)
+
+    skipped = step(False, jc.ops.DelayedScaling.create(2))
+    after = step(True, skipped)
+    for a, b in zip(after.scale, step(True, jc.ops.DelayedScaling.create(2)).scale, strict=True):
+        assert a == b > 0
+
+
 def test_memory_is_linear_in_the_number_of_queries():
     x = S((1, 16384, 1, 16), "bfloat16")
     for function in (causal, jax.grad(loss(causal, 1.0), (0, 1, 2))):

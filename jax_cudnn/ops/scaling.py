@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._core.compat import varying_axes
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dtypes import FP8
 
@@ -47,8 +48,10 @@ class DelayedScaling:
     The backward learns as much as the forward, so the state of the next step is what
     :func:`jax.grad` returns for this one, as with Flax's ``OVERWRITE_WITH_GRADIENT``: it replaces
     the state, and no optimizer sees it. So a state belongs to one attention, used once in a step;
-    JAX would add up the new states of several uses. Layers have their own, stacked for
-    :func:`jax.lax.scan`.
+    JAX would add up the new states of several uses, of the examples of :func:`jax.vmap` and of the
+    parts of an accumulated gradient. Layers have their own, stacked for :func:`jax.lax.scan`.
+    Devices of :func:`jax.shard_map` that share a state (``P()``) learn the largest values of all of
+    them; that needs its ``check_vma=True``, the default.
 
     Attributes:
         scale: (9,) in float32, by which q, k, v, o, dO, dP, dQ, dK, dV are multiplied.
@@ -103,21 +106,32 @@ class DelayedScaling:
         return E4M3 if tensor in FORWARD else self.grad_dtype
 
     def scales(self) -> dict[str, jax.Array]:
-        """Each tensor's scale."""
-        return dict(zip((*FORWARD, *BACKWARD), self.scale, strict=True))
+        """Each tensor's scale; 1 where it is 0, as after a step without the attention, whose
+        gradient says nothing (a branch of :func:`jax.lax.cond` that was not taken)."""
+        scale = jnp.where(self.scale > 0, self.scale, 1)
+        return dict(zip((*FORWARD, *BACKWARD), scale, strict=True))
 
     def updated(self, amax: Mapping[str, jax.Array]) -> DelayedScaling:
         """The state after a step in which these were the tensors' largest values."""
         tensors = (*FORWARD, *BACKWARD)
         newest = jnp.stack([jnp.reshape(amax[name], ()).astype(jnp.float32) for name in tensors])
+        newest = _of_all_devices(newest, self.scale)
         before = jnp.max(self.amax_history, axis=0)
         newest = jnp.where(jnp.isfinite(newest), newest, before)  # one bad step is no history
         history = jnp.roll(self.amax_history, 1, axis=0).at[0].set(newest)
         scale = [
             scale_of(most, self.dtype_of(name), self.margin, old)
-            for name, most, old in zip(tensors, jnp.max(history, axis=0), self.scale, strict=True)
+            for (name, old), most in zip(
+                self.scales().items(), jnp.max(history, axis=0), strict=True
+            )
         ]
         return dataclasses.replace(self, scale=jnp.stack(scale), amax_history=history)
+
+
+def _of_all_devices(amax: jax.Array, state: jax.Array) -> jax.Array:
+    """Under :func:`jax.shard_map`, of the devices that have this state in common."""
+    apart = varying_axes(jax.typeof(amax)) - varying_axes(jax.typeof(state))
+    return jax.lax.pmax(amax, tuple(apart)) if apart else amax
 
 
 jax.tree_util.register_dataclass(
