@@ -21,9 +21,8 @@ def _scores(node, q, k, bias, seq_len_q, seq_len_kv):
     """(B, H, Sq, Skv), -inf where a key is not seen."""
     (b, h, s, _), (_, n, t, _) = q.shape, k.shape
     bias = np.broadcast_to(0.0 if bias is None else bias, (b, h, s, t))
-    slopes = (
-        oracle_attention_extras.slopes(h) if getattr(node, "use_alibi_mask", False) else [0] * h
-    )
+    alibi = getattr(node, "use_alibi_mask", False)  # fp8's nodes have none
+    slopes = oracle_attention_extras.slopes(h) if alibi else [0] * h
     found = np.full((b, h, s, t), -np.inf)
     for at in np.ndindex(b, h, s):
         queries = s if seq_len_q is None else int(seq_len_q[at[0], 0, 0, 0])

@@ -103,8 +103,8 @@ def test_graphs_have_3_to_12_operations_and_nothing_in_vain(many):
 
 def test_every_node_occurs(many):
     drawn = {method for graph in many for method in methods(graph)}
-    # Tests of their own have attention's.
-    assert drawn == {method for method in REGISTRY if not method.startswith("sdpa")}
+    # Tests of their own have attention of float8's.
+    assert drawn == {method for method in REGISTRY if "fp8" not in method}
 
 
 def test_attributes_and_dtypes_of_every_kind_occur(many):
@@ -181,6 +181,34 @@ def methods(graph):
     return [call.node.method for call in graph.spec.calls]
 
 
+def attentions(spec):
+    return [c for c in spec.calls if c.node.method in ("sdpa", "sdpa_backward")]
+
+
+def forward_attentions(spec):
+    return [c for c in attentions(spec) if c.node.method == "sdpa"]
+
+
+def statistics(spec):
+    """Of attention, by name."""
+    return {name for c in forward_attentions(spec) for port, name in c.outputs if port == "Stats"}
+
+
+def band(call):
+    return call.node.diagonal_band_left_bound, call.node.diagonal_band_right_bound
+
+
+def of_a_result(spec, call, port):
+    """Whether the graph computes what stands at a port."""
+    return at(spec, call, port).name in made(spec)
+
+
+def for_cudnn(spec, call):
+    """Whether attention is of 16 bits throughout, and of one dtype."""
+    dtypes = {at(spec, call, port).dtype for port in "qkv"} | {spec.tensor(first(call)).dtype}
+    return len(dtypes) == 1 and dtypes < {"bfloat16", "float16"}
+
+
 # What graphs have, and at least which share of them.
 KINDS = {
     "several products": (0.25, lambda s: sum(c.node.anchor for c in s.calls) >= 2),
@@ -255,6 +283,58 @@ KINDS = {
         0.003,
         lambda s: any(at(s, c, "epsilon").value is None for c in forwards(s)),
     ),
+    "attention": (0.15, attentions),
+    "no attention": (0.5, lambda s: not attentions(s)),
+    "attention that cuDNN may run": (
+        0.05,
+        lambda s: any(for_cudnn(s, c) for c in forward_attentions(s)),
+    ),
+    "attention of results": (
+        0.05,
+        lambda s: any(of_a_result(s, c, "q") for c in forward_attentions(s)),
+    ),
+    "results of attention used": (
+        0.05,
+        lambda s: {first(c) for c in forward_attentions(s)} & used(s).keys(),
+    ),
+    "statistics of attention used": (0.02, lambda s: statistics(s) & used(s).keys()),
+    "statistics of attention returned": (0.02, lambda s: statistics(s) & {*s.outputs}),
+    "attention without statistics": (
+        0.02,
+        lambda s: any("Stats" not in c.node.results for c in forward_attentions(s)),
+    ),
+    "backwards of attention": (0.03, lambda s: len(attentions(s)) > len(forward_attentions(s))),
+    "backwards of attention in the graph": (
+        0.02,
+        lambda s: any(
+            of_a_result(s, c, "stats") for c in attentions(s) if c.node.method != "sdpa"
+        ),
+    ),
+    "heads that share keys": (
+        0.03,
+        lambda s: any(
+            at(s, c, "q").shape[1] > at(s, c, "k").shape[1] for c in attentions(s)
+        ),
+    ),
+    "values of another size than keys": (
+        0.02,
+        lambda s: any(
+            at(s, c, "v").shape[3] != at(s, c, "k").shape[3] for c in attentions(s)
+        ),
+    ),
+    "causal attention": (0.05, lambda s: any(band(c) == (None, 0) for c in attentions(s))),
+    "windows of attention": (0.02, lambda s: any(None not in band(c) for c in attentions(s))),
+    "positions from the last": (
+        0.01,
+        lambda s: any(c.node.diagonal_alignment == "BOTTOM_RIGHT" for c in attentions(s)),
+    ),
+    **{
+        f"attention with {port}": (
+            least,
+            lambda s, port=port: any(port in dict(c.inputs) for c in attentions(s)),
+        )
+        for port, least in (("bias", 0.04), ("seq_len_kv", 0.02), ("sink_token", 0.005))
+    },
 }  # fmt: skip
 
 
@@ -321,6 +401,8 @@ WRONG = {
     "layernorm": lambda right: (right[0] * 1.05, *right[1:]),
     "batchnorm": lambda right: (np.roll(right[0], 1, 1), *right[1:]),
     "rmsnorm_backward": lambda right: (right[0] * 1.1 + 0.01, *right[1:]),
+    "sdpa": lambda right: (np.roll(right[0], 1, 2), *right[1:]),
+    "sdpa_backward": lambda right: (right[0] * 1.1, *right[1:]),
 }
 
 
@@ -654,7 +736,7 @@ WRONG_RULES = {
     ("conv_wgrad", "jvp"): ("grad", "jvp", "vmap of grad"),
     ("reduction", "transpose"): ("grad", "vmap of grad"),
     **{(method, "jvp"): ("grad", "jvp", "vmap of grad") for method in ("layernorm", "rmsnorm")},
-    ("batchnorm", "jvp"): ("grad", "jvp", "vmap of grad"),
+    **{(method, "jvp"): ("grad", "jvp", "vmap of grad") for method in ("batchnorm", "sdpa")},
 }
 """What is wrong, and which transformations that makes wrong."""
 

@@ -168,7 +168,7 @@ class Differentiated:
         """The cotangent of attention's statistic, moved as far as rounding O moves each row's
         product of it and its cotangent, which the backward subtracts: it reaches as much."""
         ports = dict(one.calls[0].outputs)
-        if "Stats" not in ports or ports.get("O") not in arrived:
+        if "Stats" not in ports or not values.keys() & arrived.keys() & {ports.get("O")}:
             return {}
         o, grad = values[ports["O"]].astype(np.float32), arrived[ports["O"]]
         spread = np.sqrt(np.sum(np.square(o * grad), axis=-1, keepdims=True))

@@ -81,15 +81,7 @@ def _results(equation: Any, inputs: list[Array]) -> Sequence[Array]:
     return results if equation.primitive.multiple_results else [results]
 
 
-_CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "remat2",
-    "checkpoint",
-)
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 
 
 def _scan(params: Any, inputs: list[Array]) -> list[Array]:

@@ -93,7 +93,7 @@ def attends(node: Node) -> bool:
 
 
 def is_hidden(node: Node, sample: np.ndarray) -> bool:
-    """Whether a result is a statistic of attention with queries that see no key: it is -inf there."""
+    """Whether a result is a statistic of attention that is -inf, for queries that see no key."""
     return attends(node) and bool(np.isneginf(sample).any())
 
 
