@@ -907,6 +907,18 @@ def test_rows_of_one_element_are_their_bias(method):
     np.testing.assert_array_equal(found, np.broadcast_to(scale, found.shape))
 
 
+@pytest.mark.deviceless
+def test_attention_beside_a_normalization_of_another_rank_is_planned():
+    def both(g, q, x, scale):
+        o, _ = g.sdpa(q, q, q, attn_scale=0.125)
+        return o, g.rmsnorm(x, scale, epsilon=1e-6)[0]
+
+    shapes = (2, 4, 128, 64), (2, 128, 256), (1, 1, 256)
+    with jc.target("H200"):
+        plan = jc.plan(jc.graph(both), *(jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes))
+    assert any(segment.plan is not None for segment in plan.segments)
+
+
 def test_running_variances_have_gradients_in_float16():
     """1 - momentum does not cancel, and the cube of inv_var does not overflow."""
 

@@ -25,7 +25,7 @@ _CAP = 4.0  # of a bias, at most
 def forward(drawing: Drawing, node: type[Node], q: Value | Operand | None = None) -> Proposal:
     """Attention of ``q``, or of any queries; to keys and values of which some are in the graph."""
     rng = drawing.rng
-    q = q or _queries(drawing)
+    q = q or queries(drawing)
     k = _keys(drawing, q)
     v = _values(drawing, q, k)
     ports: dict[str, Any] = {"q": q, "k": k, "v": v}
@@ -79,10 +79,13 @@ def _wanted(rng: random.Random, ports: dict[str, Any], attributes: Any) -> dict[
 # -- operands --------------------------------------------------------------------------------------
 
 
-def _queries(drawing: Drawing) -> Value | Operand:
-    """A value of rank four, rather one that nothing uses yet; or a new one."""
+def queries(drawing: Drawing) -> Value | Operand:
+    """A value of rank four, rather one that nothing uses yet; or a new one. Sizes of heads are
+    mostly multiples of 8, which cuDNN takes."""
     rng = drawing.rng
-    known = [v for v in _known(drawing) if v.shape[0] * v.shape[1] * v.shape[2] ** 2 <= _SCORES]
+    step = 8 if rng.random() < 0.8 else 1
+    known = [v for v in _known(drawing) if v.shape[3] % step == 0]
+    known = [v for v in known if v.shape[0] * v.shape[1] * v.shape[2] ** 2 <= _SCORES]
     if known and rng.random() < 0.7:
         weights = [0.2 if v.operand else 1.0 if v.uses or v.aside else 5.0 for v in known]
         return rng.choices(known, weights)[0]

@@ -45,7 +45,15 @@ def _attend(drawing: Drawing, q: Value, **attributes: Any) -> list[Value]:
 
 def _start(drawing: Drawing, method: str, *ranks: int) -> Value:
     """A value that the method takes, of one of these ranks."""
-    found = pick(drawing, REGISTRY[method], lambda rank: rank in ranks)
+    return _taken(drawing, pick(drawing, REGISTRY[method], lambda rank: rank in ranks))
+
+
+def _queries(drawing: Drawing) -> Value:
+    """A value with heads."""
+    return _taken(drawing, attentions.queries(drawing))
+
+
+def _taken(drawing: Drawing, found: Value | Operand) -> Value:
     return drawing.take(found) if isinstance(found, Operand) else found
 
 
@@ -189,7 +197,7 @@ def attention_of_projections(drawing: Drawing) -> None:
 
 def gated_attention(drawing: Drawing) -> None:
     """Normalized queries; what they give is gated."""
-    q, *_ = _norm(drawing, _start(drawing, "sdpa", 4), "rmsnorm", dtype=drawing.dtype)
+    q, *_ = _norm(drawing, _queries(drawing), "rmsnorm", dtype=drawing.dtype)
     o, *_ = _attend(drawing, q)
     gate = _one(drawing, "sigmoid", new_operand(drawing, o.shape))
     _one(drawing, "mul", o, gate, dtype=drawing.dtype)
@@ -198,7 +206,7 @@ def gated_attention(drawing: Drawing) -> None:
 def attention_of_two_parts(drawing: Drawing) -> None:
     """Of keys that lie in two arrays, put together by the statistics, as where a ring of GPUs has
     parts of the keys."""
-    q = _start(drawing, "sdpa", 4)
+    q = _queries(drawing)
     parts = [_attend(drawing, q, generate_stats=True) for _ in range(2)]
     if any(len(results) < 2 for results in parts):
         raise GraphError("a query sees no key of a part")
@@ -211,7 +219,7 @@ def attention_of_two_parts(drawing: Drawing) -> None:
 
 def backward_of_attention(drawing: Drawing) -> None:
     """Attention, and its gradients for a loss of its result."""
-    o, *_ = _attend(drawing, _start(drawing, "sdpa", 4), generate_stats=True)
+    o, *_ = _attend(drawing, _queries(drawing), generate_stats=True)
     step = drawing.steps[-1]
     loss = _one(drawing, "sub", o, new_operand(drawing, o.shape), dtype=drawing.dtype)
     ports, attributes = attentions.of_step(drawing, step)
