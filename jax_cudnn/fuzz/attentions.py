@@ -165,9 +165,10 @@ def _new(drawing: Drawing, beside: Value | Operand, of: Shape) -> Operand:
 
 
 def _scale(rng: random.Random, q: Value | Operand, k: Value | Operand) -> float:
-    """What gives scores a deviation of about 1: softmax of much larger ones is a choice of one."""
+    """What gives scores a deviation of about 1, and those of equal queries and keys about that
+    size: softmax of much larger ones is a choice of one."""
     sizes = [root_mean_square(x.sample) for x in (q, k) if isinstance(x, Value)]
-    scale = rng.choice((0.5, 1.0, 1.0, 2.0)) * q.shape[3] ** -0.5
+    scale = rng.choice((0.5, 1.0, 1.0, 2.0)) / q.shape[3] ** (1.0 if q is k else 0.5)
     for size in sizes:
         scale /= max(size, 1e-3)
     return float(f"{scale:.3g}")
