@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -668,6 +669,24 @@ def test_the_interpreter_computes_what_xla_does(seed):
         assert np.linalg.norm((a - b)[finite]) <= 0.02 * np.linalg.norm(b[finite]) + 1e-6
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_interpreter_runs_loops_and_what_is_computed_again(reverse):
+    def function(x, y):
+        def step(total, row):
+            return total + row, jnp.sin(total) * y
+
+        return jax.lax.scan(jax.checkpoint(step), y, x, reverse=reverse)
+
+    def gradients(x, y):
+        results, pull = jax.vjp(function, x, y)
+        return pull(results)
+
+    x = np.random.default_rng(0).standard_normal((5, 3), np.float32)
+    got, want = interpreted(gradients)(x, x[0]), jax.jit(gradients)(x, x[0])
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def test_the_reference_of_derivatives_is_jaxs_derivative_of_the_whole(many):
     """Where nothing is rounded inside: else the latter rounds, too."""
     fitting = [g for g in many if not narrowest(g.spec) and "int" not in str(g.spec)]
@@ -812,6 +831,36 @@ def test_values_that_are_not_finite_are_left_out_and_counted():
         found = agreements.check(case, TransformChecks().results(case))
         assert (found["grad"].untame, found["vmap"].untame) == (untame, 0)
         assert found["grad"].results == (0 if untame else 2)
+
+
+FEW_KEYS = {
+    "none": {"diagonal_band_right_bound": 0, "diagonal_alignment": "BOTTOM_RIGHT"},
+    "one": {"diagonal_band_right_bound": 0, "diagonal_band_left_bound": 1},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("keys", FEW_KEYS)
+def test_attention_of_queries_that_see_few_keys_is_compared(keys, dtype):
+    """Also where statistics are -inf, and where gradients cancel."""
+
+    def attention(g, q, k, v):
+        o, stats = g.sdpa(q, k, v, attn_scale=0.25, **FEW_KEYS[keys])
+        gradients = g.sdpa_backward(q, k, v, o, q, stats, attn_scale=0.25, **FEW_KEYS[keys])
+        return [o, *gradients]
+
+    shapes = (2, 2, 24, 16), (2, 1, 20, 16), (2, 1, 20, 16)
+    avals = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
+    spec = jc.graph(attention).trace(*avals)[1].spec
+
+    def operands(number):
+        noise = np.random.default_rng(number)
+        return [noise.standard_normal(s, np.float32).astype(dtype) for s in shapes]
+
+    case = draw(spec, operands, 0)
+    found = agreements.check(case, TransformChecks().results(case))
+    assert {*found} == {*TRANSFORMS}
+    assert not any(agreement.untame for agreement in found.values())
 
 
 @pytest.mark.wide

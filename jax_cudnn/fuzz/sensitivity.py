@@ -156,16 +156,22 @@ def _with_moved_terms(
 ) -> dict[str, np.ndarray]:
     """The operands of an operation, moved where it adds up products or other terms of them: each
     element by itself, and all together, as bits that are cut off make all of them smaller."""
-    node, ports = one.calls[0].node, one.calls[0].inputs
+    node = one.calls[0].node
     if node.moves or _each_element(one, inputs):
         return inputs
     amount = CUT if node.product and products_are_cut(one) else TERM
     terms = {name: moved(x, amount, noise, together=True) for name, x in inputs.items()}
     if attends(node):
-        beside = {name for port, name in ports if port in _BESIDE_WEIGHTS}
-        rounding = max(_rounding(one.tensor(name).dtype) for name in beside)
-        terms |= {name: moved(terms[name], rounding, noise) for name in beside}
+        rounding = max(_rounding(one.tensor(name).dtype) for name in _multiplied(one))
+        terms |= {name: moved(terms[name], rounding, noise) for name in _multiplied(one)}
     return terms
+
+
+def _multiplied(one: GraphSpec) -> set[str]:
+    """The operands of an operation that are those of products, if it has products."""
+    call = one.calls[0]
+    every = not attends(call.node)
+    return {name for port, name in call.inputs if every or port in _BESIDE_WEIGHTS}
 
 
 def _rounding(dtype: str) -> float:
@@ -176,7 +182,7 @@ def _rounding(dtype: str) -> float:
 def products_are_cut(one: GraphSpec) -> bool:
     """Whether a GPU may cut an operand of a product to fewer bits, or keep fewer of its sums."""
     coarse = FP8 if one.options.precision in ("high", "highest") else ("float32", *FP8)
-    return any(tensor.dtype in coarse for tensor in one.input_tensors)
+    return any(one.tensor(name).dtype in coarse for name in _multiplied(one))
 
 
 def _moved_result(
