@@ -243,7 +243,9 @@ def _attended(
     each = np.exp(_scores(node, arrays, shapes, noise))
     total = each.sum(-1)
     o = (each * noise.choice(arrays["v"], each.shape)).sum(-1)
-    total = total + np.exp(arrays["sink_token"]) if "sink_token" in arrays else total
+    if "sink_token" in arrays:  # padding sees none
+        there = (total > 0) | ("seq_len_q" not in arrays)
+        total = total + there * np.exp(arrays["sink_token"])
     with np.errstate(divide="ignore"):
         return {"O": o / np.where(total > 0, total, 1), "Stats": np.log(total)}
 
