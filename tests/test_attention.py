@@ -221,6 +221,24 @@ def cubes(f):
     return lambda *x: jnp.sum(f(*x) ** 3)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_gradients_of_a_result_in_float8_do_not_go_on_from_it(dtype):
+    """The result is rounded, its derivative is not."""
+
+    def attention(g, q, k, v):
+        return g.sdpa(q, k, v, attn_scale=0.25)[0].set_data_type(dtype)
+
+    def exact(q, k, v):
+        return jax.nn.softmax(0.25 * q @ jnp.swapaxes(k, 2, 3)) @ v
+
+    q, k, v, along = np.random.default_rng(0).standard_normal((4, 2, 2, 24, 16), np.float32)
+    along = along.astype(dtype)
+    got = jax.vjp(jc.graph(attention), q, k, v)[1](along)
+    want = jax.vjp(exact, q, k, v)[1](along.astype(np.float32))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(b).max())
+
+
 @pytest.mark.usefixtures("blocks")
 def test_forward_mode_and_second_derivatives():
     q, k, v = qkv(b=1, t=6, s=7, n=2, k=1, h=4)

@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -103,8 +104,8 @@ def test_graphs_have_3_to_12_operations_and_nothing_in_vain(many):
 
 def test_every_node_occurs(many):
     drawn = {method for graph in many for method in methods(graph)}
-    # Tests of their own have attention's.
-    assert drawn == {method for method in REGISTRY if not method.startswith("sdpa")}
+    # Tests of their own have attention of float8's.
+    assert drawn == {method for method in REGISTRY if "fp8" not in method}
 
 
 def test_attributes_and_dtypes_of_every_kind_occur(many):
@@ -181,6 +182,34 @@ def methods(graph):
     return [call.node.method for call in graph.spec.calls]
 
 
+def attentions(spec):
+    return [c for c in spec.calls if c.node.method in ("sdpa", "sdpa_backward")]
+
+
+def forward_attentions(spec):
+    return [c for c in attentions(spec) if c.node.method == "sdpa"]
+
+
+def statistics(spec):
+    """Of attention, by name."""
+    return {name for c in forward_attentions(spec) for port, name in c.outputs if port == "Stats"}
+
+
+def band(call):
+    return call.node.diagonal_band_left_bound, call.node.diagonal_band_right_bound
+
+
+def of_a_result(spec, call, port):
+    """Whether the graph computes what stands at a port."""
+    return at(spec, call, port).name in made(spec)
+
+
+def for_cudnn(spec, call):
+    """Whether attention is of 16 bits throughout, and of one dtype."""
+    dtypes = {at(spec, call, port).dtype for port in "qkv"} | {spec.tensor(first(call)).dtype}
+    return len(dtypes) == 1 and dtypes < {"bfloat16", "float16"}
+
+
 # What graphs have, and at least which share of them.
 KINDS = {
     "several products": (0.25, lambda s: sum(c.node.anchor for c in s.calls) >= 2),
@@ -255,6 +284,58 @@ KINDS = {
         0.003,
         lambda s: any(at(s, c, "epsilon").value is None for c in forwards(s)),
     ),
+    "attention": (0.15, attentions),
+    "no attention": (0.5, lambda s: not attentions(s)),
+    "attention that cuDNN may run": (
+        0.05,
+        lambda s: any(for_cudnn(s, c) for c in forward_attentions(s)),
+    ),
+    "attention of results": (
+        0.05,
+        lambda s: any(of_a_result(s, c, "q") for c in forward_attentions(s)),
+    ),
+    "results of attention used": (
+        0.05,
+        lambda s: {first(c) for c in forward_attentions(s)} & used(s).keys(),
+    ),
+    "statistics of attention used": (0.02, lambda s: statistics(s) & used(s).keys()),
+    "statistics of attention returned": (0.02, lambda s: statistics(s) & {*s.outputs}),
+    "attention without statistics": (
+        0.02,
+        lambda s: any("Stats" not in c.node.results for c in forward_attentions(s)),
+    ),
+    "backwards of attention": (0.03, lambda s: len(attentions(s)) > len(forward_attentions(s))),
+    "backwards of attention in the graph": (
+        0.02,
+        lambda s: any(
+            of_a_result(s, c, "stats") for c in attentions(s) if c.node.method != "sdpa"
+        ),
+    ),
+    "heads that share keys": (
+        0.03,
+        lambda s: any(
+            at(s, c, "q").shape[1] > at(s, c, "k").shape[1] for c in attentions(s)
+        ),
+    ),
+    "values of another size than keys": (
+        0.02,
+        lambda s: any(
+            at(s, c, "v").shape[3] != at(s, c, "k").shape[3] for c in attentions(s)
+        ),
+    ),
+    "causal attention": (0.05, lambda s: any(band(c) == (None, 0) for c in attentions(s))),
+    "windows of attention": (0.02, lambda s: any(None not in band(c) for c in attentions(s))),
+    "positions from the last": (
+        0.01,
+        lambda s: any(c.node.diagonal_alignment == "BOTTOM_RIGHT" for c in attentions(s)),
+    ),
+    **{
+        f"attention with {port}": (
+            least,
+            lambda s, port=port: any(port in dict(c.inputs) for c in attentions(s)),
+        )
+        for port, least in (("bias", 0.04), ("seq_len_kv", 0.02), ("sink_token", 0.005))
+    },
 }  # fmt: skip
 
 
@@ -311,6 +392,10 @@ def test_references_are_tame_and_agree_with_float64(seeds):
             assert comparison.right, (seed, comparison)
 
 
+def by_size(graphs):
+    return sorted(graphs, key=lambda graph: len(graph.spec.calls))
+
+
 WRONG = {
     "conv_fprop": lambda right: np.roll(right, 1, 1),
     "matmul": lambda right: np.where(np.arange(right.size).reshape(right.shape) == 5, 99, right),
@@ -321,18 +406,20 @@ WRONG = {
     "layernorm": lambda right: (right[0] * 1.05, *right[1:]),
     "batchnorm": lambda right: (np.roll(right[0], 1, 1), *right[1:]),
     "rmsnorm_backward": lambda right: (right[0] * 1.1 + 0.01, *right[1:]),
+    "sdpa": lambda right: (np.roll(right[0], 1, 2), *right[1:]),
+    "sdpa_backward": lambda right: (0.0 - right[0], *right[1:]),
 }
 
 
 @pytest.mark.parametrize("method", WRONG)
 def test_a_wrong_operation_is_noticed(method, many, monkeypatch):
-    """In graphs that return its result: what follows may hide it."""
+    """In small graphs that return its result: what follows may hide it."""
     right, tried, noticed = oracle.OPERATIONS[method], 0, 0
 
     def wrong(node, **arrays):
         return WRONG[method](right(node, **arrays))
 
-    for graph in many:
+    for graph in by_size(many):
         returned = [c for c in graph.spec.calls if c.outputs[0][1] in graph.spec.outputs]
         if tried == 4 or method not in [call.node.method for call in returned]:
             continue
@@ -582,6 +669,24 @@ def test_the_interpreter_computes_what_xla_does(seed):
         assert np.linalg.norm((a - b)[finite]) <= 0.02 * np.linalg.norm(b[finite]) + 1e-6
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_interpreter_runs_loops_and_what_is_computed_again(reverse):
+    def function(x, y):
+        def step(total, row):
+            return total + row, jnp.sin(total) * y
+
+        return jax.lax.scan(jax.checkpoint(step), y, x, reverse=reverse)
+
+    def gradients(x, y):
+        results, pull = jax.vjp(function, x, y)
+        return pull(results)
+
+    x = np.random.default_rng(0).standard_normal((5, 3), np.float32)
+    got, want = interpreted(gradients)(x, x[0]), jax.jit(gradients)(x, x[0])
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def test_the_reference_of_derivatives_is_jaxs_derivative_of_the_whole(many):
     """Where nothing is rounded inside: else the latter rounds, too."""
     fitting = [g for g in many if not narrowest(g.spec) and "int" not in str(g.spec)]
@@ -654,7 +759,7 @@ WRONG_RULES = {
     ("conv_wgrad", "jvp"): ("grad", "jvp", "vmap of grad"),
     ("reduction", "transpose"): ("grad", "vmap of grad"),
     **{(method, "jvp"): ("grad", "jvp", "vmap of grad") for method in ("layernorm", "rmsnorm")},
-    ("batchnorm", "jvp"): ("grad", "jvp", "vmap of grad"),
+    **{(method, "jvp"): ("grad", "jvp", "vmap of grad") for method in ("batchnorm", "sdpa")},
 }
 """What is wrong, and which transformations that makes wrong."""
 
@@ -673,8 +778,8 @@ def nothing_derived():
 
 
 def fitting_cases(many, method, count):
-    """Cases of graphs that return results of a method, whose derivatives are tame."""
-    for graph in many:
+    """Cases of small graphs that return results of a method, whose derivatives are tame."""
+    for graph in by_size(many):
         returned = [c for c in graph.spec.calls if c.outputs[0][1] in graph.spec.outputs]
         if method not in [call.node.method for call in returned]:
             continue
@@ -726,6 +831,36 @@ def test_values_that_are_not_finite_are_left_out_and_counted():
         found = agreements.check(case, TransformChecks().results(case))
         assert (found["grad"].untame, found["vmap"].untame) == (untame, 0)
         assert found["grad"].results == (0 if untame else 2)
+
+
+FEW_KEYS = {
+    "none": {"diagonal_band_right_bound": 0, "diagonal_alignment": "BOTTOM_RIGHT"},
+    "one": {"diagonal_band_right_bound": 0, "diagonal_band_left_bound": 1},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("keys", FEW_KEYS)
+def test_attention_of_queries_that_see_few_keys_is_compared(keys, dtype):
+    """Also where statistics are -inf, and where gradients cancel."""
+
+    def attention(g, q, k, v):
+        o, stats = g.sdpa(q, k, v, attn_scale=0.25, **FEW_KEYS[keys])
+        gradients = g.sdpa_backward(q, k, v, o, q, stats, attn_scale=0.25, **FEW_KEYS[keys])
+        return [o, *gradients]
+
+    shapes = (2, 2, 24, 16), (2, 1, 20, 16), (2, 1, 20, 16)
+    avals = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
+    spec = jc.graph(attention).trace(*avals)[1].spec
+
+    def operands(number):
+        noise = np.random.default_rng(number)
+        return [noise.standard_normal(s, np.float32).astype(dtype) for s in shapes]
+
+    case = draw(spec, operands, 0)
+    found = agreements.check(case, TransformChecks().results(case))
+    assert {*found} == {*TRANSFORMS}
+    assert not any(agreement.untame for agreement in found.values())
 
 
 @pytest.mark.wide
@@ -823,6 +958,18 @@ def test_rows_of_one_element_are_their_bias(method):
     stacked = np.stack([x, 2 * x, -x])
     found = jax.vmap(normalized, in_axes=(0, None, None, None))(stacked, y, scale, scale)
     np.testing.assert_array_equal(found, np.broadcast_to(scale, found.shape))
+
+
+@pytest.mark.deviceless
+def test_attention_beside_a_normalization_of_another_rank_is_planned():
+    def both(g, q, x, scale):
+        o, _ = g.sdpa(q, q, q, attn_scale=0.125)
+        return o, g.rmsnorm(x, scale, epsilon=1e-6)[0]
+
+    shapes = (2, 4, 128, 64), (2, 128, 256), (1, 1, 256)
+    with jc.target("H200"):
+        plan = jc.plan(jc.graph(both), *(jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes))
+    assert any(segment.plan is not None for segment in plan.segments)
 
 
 def test_running_variances_have_gradients_in_float16():

@@ -129,10 +129,10 @@ def without_dead_code(jaxpr: Any) -> Any:
 
 
 def live_program(closed: Any) -> tuple[Any, list[Any]]:
-    """The jaxpr of ``jax.make_jaxpr`` without what no result needs, as jit compiles it, and its
-    constants, which are its first inputs."""
+    """The jaxpr of ``jax.make_jaxpr``, or one inside of it, without what no result needs, as jit
+    compiles it, and its constants, which are its first inputs."""
     jaxpr = _partial_eval.convert_constvars_jaxpr(getattr(closed, "jaxpr", closed))
-    return without_dead_code(jaxpr), list(closed.consts)
+    return without_dead_code(jaxpr), list(getattr(closed, "consts", ()))
 
 
 def scan_sizes(params: Any) -> tuple[int, int]:

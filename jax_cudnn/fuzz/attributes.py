@@ -8,7 +8,7 @@ from typing import Any
 
 from .._core.graph.dims import Shape
 from .._core.graph.node import Node
-from . import normalizations
+from . import attentions, normalizations
 from .drawing import Drawing, Operand, Value
 from .operands import CHANNELS, Proposal, new_operand, pick, weight
 
@@ -246,6 +246,7 @@ DRAWS: dict[str, Callable[[Drawing, type[Node]], Proposal]] = {
     "slice": _slice,
     "concatenate": _concatenate,
     "resample": _resample,
+    **attentions.DRAWS,
     **normalizations.DRAWS,
 }
 """What may stand at the ports of a method, with attributes; what does not fit the node refuses."""

@@ -27,6 +27,7 @@ from .._core.graph.reference import evaluate
 from .._core.graph.spec import GraphSpec
 from .._core.planning.split import part
 from .interpreter import interpreted
+from .samples import attends
 from .sensitivity import (
     CUT,
     RESULT,
@@ -39,7 +40,7 @@ from .sensitivity import (
 )
 
 _LEAST = float(jnp.finfo("float16").smallest_subnormal)
-_LOST = 0.1  # of a row's spread, at most
+_LOST = 0.1  # of a row's spread, or of a weight, at most
 Named = dict[str, np.ndarray]
 
 
@@ -78,6 +79,8 @@ class Differentiated:
             for name in _floats(one, one.outputs):
                 zeros = np.zeros(self._spec.tensor(name).shape, np.float32)
                 arrived[name] = self._kept(one, sums.get(name, zeros), noise)
+            if noise is not None and attends(one.calls[0].node):
+                arrived |= self._with_moved_means(one, arrived, values, noise)
             found = _pulled(one.canonical())(
                 [*at.values()], [*self._through(one, arrived, noise).values()]
             )
@@ -91,9 +94,12 @@ class Differentiated:
     @property
     def finite(self) -> bool:
         """Whether all values are; also their squares, which derivatives take, where float16 keeps
-        what is between the steps."""
-        floats = (x for x in self._forward.values().values() if is_floating(str(x.dtype)))
-        wide = [x.astype(np.float32) for x in floats]
+        what is between the steps. A statistic that attention alone reads may be -inf."""
+        calls = self._spec.calls
+        read = {name for call in calls for port, name in call.inputs if port != "stats"}
+        read |= {*self._spec.outputs}
+        values = (x for name, x in self._forward.values().items() if name in read)
+        wide = [x.astype(np.float32) for x in values if is_floating(str(x.dtype))]
         if self._spec.options.intermediate_data_type == "float16":
             largest = math.sqrt(float(jnp.finfo("float16").max))
             return all(bool((np.abs(x) < largest).all()) for x in wide)
@@ -102,21 +108,36 @@ class Differentiated:
     @property
     def conditioned(self) -> bool:
         """Whether no normalization is of rows whose spread is lost beside their mean, once that or
-        they are rounded. What goes over one element has no spread to lose."""
-        values = self._forward.values()
-        for one in _steps(self._spec):
-            node: Any = one.calls[0].node
-            ports = dict(one.calls[0].inputs)
-            if not (getattr(node, "extent", None) and node.extent.centred and "epsilon" in ports):
-                continue
-            x = values[ports["input"]].astype(np.float64)
-            axes = node.extent.reduced(x.shape, one.tensor(ports["scale"]).shape)
-            if math.prod(x.shape[axis] for axis in axes) == 1:
-                continue
-            lost = (self._grain or RESULT) * np.abs(x.mean(axes))
-            if np.any(lost > _LOST * x.std(axes)):
-                return False
-        return True
+        they are rounded, and no weight of attention is lost, once queries and keys are."""
+        steps = _steps(self._spec)
+        return all(self._keeps_spread(one) and self._keeps_weights(one) for one in steps)
+
+    def _keeps_spread(self, one: GraphSpec) -> bool:
+        """What goes over one element has no spread to lose."""
+        values, ports = self._forward.values(), dict(one.calls[0].inputs)
+        node: Any = one.calls[0].node
+        if not (getattr(node, "extent", None) and node.extent.centred and "epsilon" in ports):
+            return True
+        x = values[ports["input"]].astype(np.float64)
+        axes = node.extent.reduced(x.shape, one.tensor(ports["scale"]).shape)
+        if math.prod(x.shape[axis] for axis in axes) == 1:
+            return True
+        lost = (self._grain or RESULT) * np.abs(x.mean(axes))
+        return not np.any(lost > _LOST * x.std(axes))
+
+    def _keeps_weights(self, one: GraphSpec) -> bool:
+        """A derivative finds the weights again from the statistic, and may have kept float32
+        queries and keys in 16 bits, which moves large scores by more than the weights bear."""
+        values, ports = self._forward.values(), dict(one.calls[0].inputs)
+        node: Any = one.calls[0].node
+        if not attends(node):
+            return True
+        q, k = (values[ports[port]] for port in ("q", "k"))
+        if q.dtype != np.float32 and k.dtype != np.float32:
+            return True
+        k = np.repeat(k.astype(np.float32), q.shape[1] // k.shape[1], axis=1)
+        scores = node.attn_scale * (q.astype(np.float32) @ np.swapaxes(k, 2, 3))
+        return bool(np.max(np.abs(scores)) * self._grain < 2 * _LOST)
 
     def outputs(self, noise: Noise = None) -> Named:
         """The results by name."""
@@ -140,6 +161,20 @@ class Differentiated:
         if node.product:
             amount = max(self._grain, CUT if products_are_cut(one) else TERM)
         return {name: self._moved(x, amount, noise, together=True) for name, x in arrays.items()}
+
+    def _with_moved_means(
+        self, one: GraphSpec, arrived: Named, values: Named, noise: np.random.Generator
+    ) -> Named:
+        """The cotangent of attention's statistic, moved as far as rounding O moves each row's
+        product of it and its cotangent, which the backward subtracts: it reaches as much."""
+        ports = dict(one.calls[0].outputs)
+        if "Stats" not in ports or not values.keys() & arrived.keys() & {ports.get("O")}:
+            return {}
+        o, grad = values[ports["O"]].astype(np.float32), arrived[ports["O"]]
+        spread = np.sqrt(np.sum(np.square(o * grad), axis=-1, keepdims=True))
+        amount = max(self._grain, RESULT, float(jnp.finfo(values[ports["O"]].dtype).eps))
+        moves = noise.uniform(-amount, amount, spread.shape).astype(np.float32)
+        return {ports["Stats"]: arrived[ports["Stats"]] + moves * spread}
 
     def _kept(self, one: GraphSpec, x: np.ndarray, noise: Noise) -> np.ndarray:
         """A tangent or cotangent that an operation gave. Its derivative may be computed from its
@@ -192,7 +227,14 @@ def _in_float32(arrays: Mapping[str, np.ndarray]) -> Named:
 
 @functools.lru_cache(maxsize=512)
 def _steps(spec: GraphSpec) -> tuple[GraphSpec, ...]:
-    return tuple(part(spec, (position,)) for position in range(len(spec.calls)))
+    """The graph of each operation; attention's has its statistic also where nothing reads it."""
+    steps = (part(spec, (position,)) for position in range(len(spec.calls)))
+    return tuple(_with_statistic(one) if attends(one.calls[0].node) else one for one in steps)
+
+
+def _with_statistic(one: GraphSpec) -> GraphSpec:
+    outputs = tuple(name for port, name in one.calls[0].outputs if port in ("O", "Stats"))
+    return replace(one, outputs=outputs or one.outputs, _cache={})
 
 
 def _floats(spec: GraphSpec, names: Iterable[str]) -> list[str]:

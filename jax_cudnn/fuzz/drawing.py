@@ -27,7 +27,8 @@ class Operand:
     """An array argument of the graph function, and how its elements are drawn.
 
     Floats are normal, times ``scale``; ``positive`` ones are magnitudes of at least 0.25.
-    ``layout`` is how it lies in memory, where the function states it.
+    ``layout`` is how it lies in memory, where the function states it. Integers are at most
+    ``largest`` (``positive`` ones, 1 more).
     """
 
     shape: Shape
@@ -35,6 +36,7 @@ class Operand:
     scale: float = 1.0
     positive: bool = False
     layout: str | None = None
+    largest: int = 4
 
     @property
     def strides(self) -> tuple[int, ...] | None:
@@ -43,7 +45,7 @@ class Operand:
     def draw(self, noise: np.random.Generator, shape: Shape | None = None) -> np.ndarray:
         """Random elements, of the operand's shape or another."""
         shape = self.shape if shape is None else shape
-        return samples.draw(noise, shape, self.dtype, self.scale, self.positive)
+        return samples.draw(noise, shape, self.dtype, self.scale, self.positive, self.largest)
 
 
 @dataclass(eq=False)
@@ -85,12 +87,14 @@ class Step:
 
 @dataclass
 class Drawing:
-    """What has been drawn; ``dtype`` and ``shape`` are those of many operands."""
+    """What has been drawn; ``dtype`` and ``shape`` are those of many operands. What is ``hidden``
+    is -inf in places, as statistics of attention are: for its backward alone."""
 
     rng: random.Random
     dtype: str
     shape: Shape
     values: list[Value] = field(default_factory=list)
+    hidden: list[Value] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -144,7 +148,7 @@ class Drawing:
             raise GraphError("larger than the operations of a random graph")
         if min(map(math.prod, shapes.values())) == 0:
             raise GraphError("a tensor without elements")
-        if node.product and new:
+        if node.product and not samples.attends(node) and new:
             *_, last = new.values()
             _rescale(last, node, shapes, [v.sample for v in values.values() if v is not last])
         inputs = {port: x.sample if isinstance(x, Value) else x for port, x in flat.items()}
@@ -157,14 +161,18 @@ class Drawing:
             tensors[0].set_stride(strides)
         for i, (tensor, sample) in enumerate(zip(tensors, found, strict=True)):
             found[i] = samples.stored(sample, str(tensor.dtype))
-            samples.check(found[i], str(tensor.dtype))
+            if not samples.is_hidden(node, found[i]):
+                samples.check(found[i], str(tensor.dtype))
         made = [
             Value(f"v{len(self.steps)}_{port}", tensor, sample, aside=port != node.results[0])
             for port, tensor, sample in zip(node.results, tensors, found, strict=True)
         ]
         for value in values.values():
             value.uses += 1
-        self.values += [*new.values(), *made]
+        self.values += new.values()
+        for value in made:
+            hidden = samples.is_hidden(node, value.sample)
+            (self.hidden if hidden else self.values).append(value)
         names = {port: _mapped(x, lambda x: getattr(x, "name", x)) for port, x in used.items()}
         results = tuple(value.name for value in made)
         self.steps.append(Step(method, names, attributes, results, dtype, strides))

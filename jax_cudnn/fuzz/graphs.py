@@ -102,11 +102,13 @@ def _draw(rng: random.Random) -> Drawing:
 
 def _outputs(rng: random.Random, drawing: Drawing) -> list[str]:
     """Names of what is returned: all that nothing uses, and some of the rest."""
-    uses = {value.name: value.uses for value in drawing.values}
+    uses = {value.name: value.uses for value in (*drawing.values, *drawing.hidden)}
+    hidden = {value.name for value in drawing.hidden}
     outputs = []
     for step in drawing.steps:
         ends = not any(uses[name] for name in step.results)
-        returned = [name for name in step.results if rng.random() < (0.6 if ends else 0.2)]
+        shown = [name for name in step.results if name not in hidden]
+        returned = [name for name in shown if rng.random() < (0.6 if ends else 0.2)]
         outputs += returned or ([step.results[0]] if ends else [])
     rng.shuffle(outputs)
     return outputs

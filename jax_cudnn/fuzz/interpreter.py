@@ -67,6 +67,8 @@ def _results(equation: Any, inputs: list[Array]) -> Sequence[Array]:
     if name in _CALLS and inner is not None:
         jaxpr, constants = compat.live_program(inner)
         return _run(jaxpr, [*constants, *inputs])
+    if name == "scan":
+        return _scan(params, inputs)
     if name == "optimization_barrier":
         return inputs
     if equation.primitive is cudnn_p:
@@ -79,7 +81,22 @@ def _results(equation: Any, inputs: list[Array]) -> Sequence[Array]:
     return results if equation.primitive.multiple_results else [results]
 
 
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
+
+
+def _scan(params: Any, inputs: list[Array]) -> list[Array]:
+    fixed, carried = compat.scan_sizes(params)
+    jaxpr, constants = compat.live_program(params["jaxpr"])
+    constants += inputs[:fixed]
+    state, rows = inputs[fixed : fixed + carried], inputs[fixed + carried :]
+    steps = range(params["length"])
+    each = []
+    for i in reversed(steps) if params["reverse"] else steps:
+        results = _run(jaxpr, [*constants, *state, *(x[i] for x in rows)])
+        state = results[:carried]
+        each.append(results[carried:])
+    stacks = each[::-1] if params["reverse"] else each
+    return [*state, *map(np.stack, zip(*stacks, strict=True))]
 
 
 _FUNCTIONS: dict[str, Function] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.node import REGISTRY, Node
-from . import normalizations
+from . import attentions, normalizations
 from .attributes import DRAWS
 from .drawing import Drawing, Operand
 from .operands import Proposal, beside, broadcast, layout, pick, result_dtype
@@ -22,6 +22,7 @@ _SHARES = {
     "each element": 0.43,
     "movement": 0.13,
     "normalization": 0.1,
+    "attention": 0.04,
     "other": 0.12,
 }
 _TRIES = 6
@@ -30,7 +31,7 @@ _TRIES = 6
 def kind(node: type[Node]) -> str:
     """To which share a node belongs; one of no share is not drawn."""
     if node.row_major:
-        return "attention"
+        return "attention" if node.method in attentions.DRAWS else ""
     if node.product:
         return "product"
     if node.method in normalizations.DRAWS:
@@ -50,7 +51,10 @@ def add_node(drawing: Drawing) -> None:
         for _ in range(_TRIES):  # then another node: this one may be impossible here
             try:
                 ports, attributes = _proposal(drawing, node)
-                drawing.add(node.method, ports, attributes, result_dtype(drawing), layout(rng))
+                dtype = result_dtype(drawing)
+                if share == "attention" and rng.random() < 0.6:  # cuDNN writes no other
+                    dtype = ports["q"].dtype
+                drawing.add(node.method, ports, attributes, dtype, layout(rng))
                 return
             except (GraphError, GraphTypeError):
                 continue

@@ -19,6 +19,8 @@ CHANNELS = (8, 8, 16, 16, 24, 32, 32, 64, 3, 5, 7)
 _BATCHES = (1, 2, 2, 4, 8, 3)
 _SPATIAL = {1: (12, 16, 27, 32), 2: (6, 7, 8, 10, 12, 14), 3: (3, 4, 5, 6)}
 _COLUMNS = (16, 32, 40, 64, 96, 33)
+HEADS = (1, 2, 3), (1, 2, 4, 6), (16, 24, 32, 48, 33), (8, 16, 32, 64)
+"""Of arrays with heads: examples, heads, tokens, and sizes of a head."""
 _NUMBERS = (0.5, 2.0, -1.0, 0.125, 3, 1, 1.5, -0.25)
 _RESULTS = (None, *FLOATS, "int8", "float8_e4m3fn", "float8_e5m2")
 
@@ -28,14 +30,22 @@ def any_rank(rank: int) -> bool:
 
 
 def shape(rng: random.Random) -> Shape:
-    """An image's of one to three spatial dimensions, a batch of matrices', a matrix's, a row's."""
+    """An image's of one to three spatial dimensions, a batch of matrices', a matrix's, a row's; one
+    with heads."""
     rank = rng.choice((4, 4, 4, 4, 3, 3, 3, 5, 2, 1))
+    if rank == 4 and rng.random() < 0.2:
+        return heads(rng)
     if rank < 3:
         return tuple(rng.choice(_COLUMNS) for _ in range(rank))
     if rank == 3 and rng.random() < 0.7:
         return rng.choice(_BATCHES), rng.choice(_COLUMNS), rng.choice(_COLUMNS)
     spatial = [rng.choice(_SPATIAL[rank - 2]) for _ in range(rank - 2)]
     return rng.choice(_BATCHES), rng.choice(CHANNELS), *spatial
+
+
+def heads(rng: random.Random) -> Shape:
+    """Tokens by head: (B, H, S, D)."""
+    return tuple(map(rng.choice, HEADS))
 
 
 def broadcast(rng: random.Random, full: Shape) -> Shape:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .._core.errors import GraphError
 from .._core.graph.node import REGISTRY
-from . import normalizations
+from . import attentions, normalizations
 from .attributes import DRAWS, Window
 from .drawing import Drawing, Operand, Value
-from .operands import CHANNELS, new_operand, pick, weight
+from .operands import CHANNELS, heads, new_operand, pick, weight
 
 Pattern = Callable[[Drawing], object]
 
@@ -35,9 +36,24 @@ def _norm(
     return drawing.add(method, ports, drawn | attributes, dtype)
 
 
+def _attend(drawing: Drawing, q: Value, **attributes: Any) -> list[Value]:
+    """Adds attention of these queries, rounded to their dtype; its results that may be read."""
+    ports, drawn = attentions.forward(drawing, REGISTRY["sdpa"], q)
+    found = drawing.add("sdpa", ports, drawn | attributes, q.dtype)
+    return [value for value in found if value not in drawing.hidden]
+
+
 def _start(drawing: Drawing, method: str, *ranks: int) -> Value:
     """A value that the method takes, of one of these ranks."""
-    found = pick(drawing, REGISTRY[method], lambda rank: rank in ranks)
+    return _taken(drawing, pick(drawing, REGISTRY[method], lambda rank: rank in ranks))
+
+
+def _queries(drawing: Drawing) -> Value:
+    """A value with heads."""
+    return _taken(drawing, attentions.queries(drawing))
+
+
+def _taken(drawing: Drawing, found: Value | Operand) -> Value:
     return drawing.take(found) if isinstance(found, Operand) else found
 
 
@@ -148,7 +164,7 @@ def _softmax(drawing: Drawing, x: Value) -> Value:
     return _one(drawing, "div", raised, total, dtype=drawing.dtype)
 
 
-def attention(drawing: Drawing) -> None:
+def attention_of_matmuls(drawing: Drawing) -> None:
     """Scaled, masked, normalised and applied; queries, keys and values are matrices by head."""
     rng = drawing.rng
     q = _start(drawing, "matmul", 3)
@@ -161,6 +177,53 @@ def attention(drawing: Drawing) -> None:
     _one(
         drawing, "matmul", _softmax(drawing, scores), Operand((heads, length, size), drawing.dtype)
     )
+
+
+def attention_of_projections(drawing: Drawing) -> None:
+    """As in a transformer: queries are projected, and heads are put together again."""
+    rng = drawing.rng
+    x = _start(drawing, "matmul", 3)
+    b, s, c = x.shape
+    _, h, _, d = heads(rng)
+    q = _one(drawing, "matmul", x, weight(drawing, x, (1, c, h * d)), dtype=drawing.dtype)
+    q = _one(drawing, "reshape", q, out_dims=[b, s, h, d])
+    q = _one(drawing, "transpose", q, permutation=[0, 2, 1, 3])
+    o, *_ = _attend(drawing, q)
+    o = _one(drawing, "transpose", o, permutation=[0, 2, 1, 3])
+    o = _one(drawing, "reshape", o, out_dims=[b, s, h * o.shape[3]])
+    of = (1, o.shape[2], rng.choice(CHANNELS))
+    _one(drawing, "matmul", o, weight(drawing, o, of), dtype=drawing.dtype)
+
+
+def gated_attention(drawing: Drawing) -> None:
+    """Normalized queries; what they give is gated."""
+    q, *_ = _norm(drawing, _queries(drawing), "rmsnorm", dtype=drawing.dtype)
+    o, *_ = _attend(drawing, q)
+    gate = _one(drawing, "sigmoid", new_operand(drawing, o.shape))
+    _one(drawing, "mul", o, gate, dtype=drawing.dtype)
+
+
+def attention_of_two_parts(drawing: Drawing) -> None:
+    """Of keys that lie in two arrays, put together by the statistics, as where a ring of GPUs has
+    parts of the keys."""
+    q = _queries(drawing)
+    parts = [_attend(drawing, q, generate_stats=True) for _ in range(2)]
+    if any(len(results) < 2 for results in parts):
+        raise GraphError("a query sees no key of a part")
+    (first, total), (second, other) = parts
+    share = _one(drawing, "sigmoid", _one(drawing, "sub", total, other))
+    difference = _one(drawing, "sub", first, second)
+    more = _one(drawing, "mul", difference, share)
+    _one(drawing, "add", second, more, dtype=drawing.dtype)
+
+
+def backward_of_attention(drawing: Drawing) -> None:
+    """Attention, and its gradients for a loss of its result."""
+    o, *_ = _attend(drawing, _queries(drawing), generate_stats=True)
+    step = drawing.steps[-1]
+    loss = _one(drawing, "sub", o, new_operand(drawing, o.shape), dtype=drawing.dtype)
+    ports, attributes = attentions.of_step(drawing, step)
+    drawing.add("sdpa_backward", ports | {"dO": loss}, attributes)
 
 
 def layer_norm(drawing: Drawing) -> None:
@@ -296,7 +359,11 @@ PATTERNS: dict[Pattern, int] = {
     backward_of_convolution: 4,
     backward_of_matmul: 5,
     softmax: 5,
-    attention: 9,
+    attention_of_matmuls: 9,
+    attention_of_projections: 7,
+    gated_attention: 4,
+    attention_of_two_parts: 7,
+    backward_of_attention: 3,
     layer_norm: 9,
     normalized_sum: 3,
     normalized_convolution: 4,

@@ -34,10 +34,14 @@ def check(sample: np.ndarray, dtype: str) -> None:
     if dtype == "bool":
         return
     with np.errstate(all="ignore"):
-        largest, rms = np.max(np.abs(sample)), np.sqrt(np.mean(sample * sample))
+        largest, rms = np.max(np.abs(sample)), root_mean_square(sample)
     limit = 2.0**20 if dtype == "int32" else _LARGEST
     if not largest <= limit or (is_floating(dtype) and rms < _LEAST_RMS):
         raise Untamed("the values are not tame", got=f"largest {largest:g}, mean square {rms:g}")
+
+
+def root_mean_square(sample: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(sample * sample)))
 
 
 def stored(sample: np.ndarray, dtype: str) -> np.ndarray:
@@ -64,6 +68,10 @@ def results(
     if node.method in _KNOWN:
         (name, array), *_ = arrays.items()
         return _KNOWN[node.method](node, array, shapes[name], shapes[outputs[0]], noise)
+    if attends(node):
+        known = _attention_gradients if "dO" in arrays else _attended
+        found = known(node, arrays, shapes, noise)
+        return [found[port].astype(np.float32) for port in outputs]
     if hasattr(node, "extent"):
         known = _gradients if "grad" in arrays else _normalized
         found = known(node, arrays, shapes, noise)
@@ -74,11 +82,19 @@ def results(
             found = node.reference(**{p: jnp.asarray(a.astype(compute)) for p, a in arrays.items()})
         return [np.asarray(x).astype(np.float32) for x in found]
     if node.product:
-        scale = math.sqrt(terms(node, shapes) * math.prod(_square(a) for a in arrays.values()))
-        mean = terms(node, shapes) * math.prod(float(np.mean(a)) for a in arrays.values())
-        spread = math.sqrt(max(scale * scale - mean * mean / terms(node, shapes), 0.0))
-        return [(mean + spread * noise.standard_normal(SIZE)).astype(np.float32)]
+        found = _products(noise, terms(node, shapes), (SIZE,), *arrays.values())
+        return [found.astype(np.float32)]
     return [noise.choice(np.concatenate(list(arrays.values())), SIZE) for _ in outputs]
+
+
+def attends(node: Node) -> bool:
+    """Whether a node is attention or its backward."""
+    return hasattr(node, "band")
+
+
+def is_hidden(node: Node, sample: np.ndarray) -> bool:
+    """Whether a result is a statistic of attention that is -inf, for queries that see no key."""
+    return attends(node) and bool(np.isneginf(sample).any())
 
 
 def terms(node: Node, shapes: Mapping[str, Shape]) -> int:
@@ -90,6 +106,16 @@ def weight_scale(node: Node, shapes: Mapping[str, Shape], others: list[np.ndarra
     """What normal elements of an anchor's operand are to be multiplied by, beside the others, so
     that its result has about unit variance."""
     return (terms(node, shapes) * math.prod(map(_square, others))) ** -0.5
+
+
+def _products(
+    noise: np.random.Generator, count: int, shape: Shape, *samples: np.ndarray
+) -> np.ndarray:
+    """Sums of so many products, of elements of each sample."""
+    scale = math.sqrt(count * math.prod(map(_square, samples)))
+    mean = count * math.prod(float(np.mean(sample)) for sample in samples)
+    spread = math.sqrt(max(scale * scale - mean * mean / count, 0.0))
+    return mean + spread * noise.standard_normal(shape)
 
 
 def _square(sample: np.ndarray) -> float:
@@ -127,7 +153,9 @@ def _genstats(
 def _gen_index(
     node: Any, sample: np.ndarray, shape: Shape, out: Shape, noise: np.random.Generator
 ) -> list[np.ndarray]:
-    return [noise.integers(0, shape[node.axis], SIZE).astype(np.float32)]
+    found = noise.integers(0, shape[node.axis], SIZE).astype(np.float32)
+    found[0] = 0  # what follows may be finite of all others alone
+    return [found]
 
 
 def _reduced(mode: str, sample: np.ndarray, count: int, noise: np.random.Generator) -> np.ndarray:
@@ -202,15 +230,100 @@ def _row(node: Any, shapes: Mapping[str, Shape]) -> int:
     return math.prod(shape[axis] for axis in node.extent.reduced(shape, shapes["scale"]))
 
 
-def draw(
-    noise: np.random.Generator, shape: Shape, dtype: str, scale: float = 1.0, positive: bool = False
+# -- attention -------------------------------------------------------------------------------------
+
+
+def _attended(
+    node: Any,
+    arrays: Mapping[str, np.ndarray],
+    shapes: Mapping[str, Shape],
+    noise: np.random.Generator,
+) -> dict[str, np.ndarray]:
+    """Results by port: each sample is that of a query of its own."""
+    each = np.exp(_scores(node, arrays, shapes, noise))
+    total = each.sum(-1)
+    o = (each * noise.choice(arrays["v"], each.shape)).sum(-1)
+    if "sink_token" in arrays:  # padding sees none
+        there = (total > 0) | ("seq_len_q" not in arrays)
+        total = total + there * np.exp(arrays["sink_token"])
+    with np.errstate(divide="ignore"):
+        return {"O": o / np.where(total > 0, total, 1), "Stats": np.log(total)}
+
+
+def _attention_gradients(
+    node: Any,
+    arrays: Mapping[str, np.ndarray],
+    shapes: Mapping[str, Shape],
+    noise: np.random.Generator,
+) -> dict[str, np.ndarray]:
+    """Those of a backward by port."""
+    scores, (*_, size) = _scores(node, arrays, shapes, noise), shapes["v"]
+    stats = np.where(np.isneginf(arrays["stats"]), np.inf, arrays["stats"])
+    weights = np.exp(scores - stats[:, None])
+    mean = _products(noise, size, (SIZE, 1), arrays["dO"], arrays["o"])
+    slope = weights * (_products(noise, size, scores.shape, arrays["dO"], arrays["v"]) - mean)
+    queries = math.prod(shapes["q"][1:3]) // shapes["k"][1]
+
+    def total(terms: np.ndarray, count: int, *others: np.ndarray) -> np.ndarray:
+        of = (SIZE, min(count, _TERMS))
+        found = noise.choice(terms.ravel(), of)
+        for other in others:
+            found = found * noise.choice(other, of)
+        return found.sum(-1)
+
+    found = {
+        "dQ": node.attn_scale * (slope * noise.choice(arrays["k"], slope.shape)).sum(-1),
+        "dK": node.attn_scale * total(slope, queries, arrays["q"]),
+        "dV": total(weights, queries, arrays["dO"]),
+    }
+    if "bias" in arrays:
+        scores_of_all = math.prod(shapes["q"][:3]) * shapes["k"][2]
+        found["dBias"] = total(slope, scores_of_all // math.prod(shapes["bias"]))
+    if "sink_token" in arrays:
+        of_sink = np.exp(arrays["sink_token"] - stats)
+        found["dSink_token"] = -total(of_sink * mean[:, 0], math.prod(shapes["q"][::2]))
+    return found
+
+
+def _scores(
+    node: Any,
+    arrays: Mapping[str, np.ndarray],
+    shapes: Mapping[str, Shape],
+    noise: np.random.Generator,
 ) -> np.ndarray:
-    """An operand: normal floats times ``scale``, small integers, or fair booleans; magnitudes of
-    at least 0.25 (of integers, 1) where ``positive``."""
+    """Those of some queries, from the first to the last, -inf where a key is not seen."""
+    (*_, queries, size), keys = shapes["q"], shapes["k"][2]
+    i, j = np.linspace(0, queries - 1, SIZE).round()[:, None], np.arange(keys)
+    lengths = [
+        arrays.get(name, np.full(SIZE, whole))[:, None]
+        for name, whole in (("seq_len_q", queries), ("seq_len_kv", keys))
+    ]
+    scores = node.attn_scale * _products(noise, size, (SIZE, keys), arrays["q"], arrays["k"])
+    if "bias" in arrays:
+        scores = scores + noise.choice(arrays["bias"], scores.shape)
+    seen = (i < lengths[0]) & (j < lengths[1])
+    at, band = i + (lengths[1] - lengths[0]) * node.band.bottom_right, node.band
+    if band.left is not None:
+        seen &= j > at - band.left
+    if band.right is not None:
+        seen &= j <= at + band.right
+    return np.where(seen, scores, -np.inf)
+
+
+def draw(
+    noise: np.random.Generator,
+    shape: Shape,
+    dtype: str,
+    scale: float = 1.0,
+    positive: bool = False,
+    largest: int = 4,
+) -> np.ndarray:
+    """An operand: normal floats times ``scale``, integers up to ``largest``, or fair booleans;
+    magnitudes of at least 0.25 (of integers, 1) where ``positive``."""
     if dtype == "bool":
         return noise.random(shape) < 0.5
     if dtype in INTEGERS:
-        values = noise.integers(0 if dtype.startswith("u") else -4, 5, shape)
+        values = noise.integers(0 if dtype.startswith("u") else -largest, largest + 1, shape)
     else:
         values = noise.standard_normal(shape, np.float32) * np.float32(scale)
     if positive:

@@ -23,12 +23,15 @@ from .._core.graph.reference import evaluate
 from .._core.graph.spec import GraphSpec
 from .._core.planning.split import part
 from .interpreter import interpreted
+from .samples import attends
 
 _RUNS, _MORE_RUNS = 6, 48
 _EDGES = 500
 # Relative moves: of results that functions like exp give on a GPU, of the terms of a sum, and of
 # the operands of products that may be cut to TF32 or keep few bits between the steps.
 RESULT, TERM, CUT = 2.0**-16, 2.0**-18, 2.0**-10
+# Operands of attention's products, which round what they are multiplied by to their 16 bits.
+_BESIDE_WEIGHTS = ("q", "k", "v", "dO")
 
 Arrays = list[np.ndarray]
 Noise = np.random.Generator | None
@@ -157,13 +160,29 @@ def _with_moved_terms(
     if node.moves or _each_element(one, inputs):
         return inputs
     amount = CUT if node.product and products_are_cut(one) else TERM
-    return {name: moved(x, amount, noise, together=True) for name, x in inputs.items()}
+    terms = {name: moved(x, amount, noise, together=True) for name, x in inputs.items()}
+    if attends(node):
+        rounding = max(_rounding(one.tensor(name).dtype) for name in _multiplied(one))
+        terms |= {name: moved(terms[name], rounding, noise) for name in _multiplied(one)}
+    return terms
+
+
+def _multiplied(one: GraphSpec) -> set[str]:
+    """The operands of an operation that are those of products, if it has products."""
+    call = one.calls[0]
+    every = not attends(call.node)
+    return {name for port, name in call.inputs if every or port in _BESIDE_WEIGHTS}
+
+
+def _rounding(dtype: str) -> float:
+    """Half a unit of a float of 16 bits; nothing of float32."""
+    return 0.0 if dtype == "float32" else float(jnp.finfo(dtype).eps) / 2
 
 
 def products_are_cut(one: GraphSpec) -> bool:
     """Whether a GPU may cut an operand of a product to fewer bits, or keep fewer of its sums."""
     coarse = FP8 if one.options.precision in ("high", "highest") else ("float32", *FP8)
-    return any(tensor.dtype in coarse for tensor in one.input_tensors)
+    return any(one.tensor(name).dtype in coarse for name in _multiplied(one))
 
 
 def _moved_result(

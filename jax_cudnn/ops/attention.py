@@ -343,7 +343,8 @@ class Sdpa(Attending):
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
         inputs = extras.with_mask(self, g, inputs)
-        if "Stats" not in outputs:
+        # Of eight bits O is too coarse for the backward, which subtracts its products with dO.
+        if "Stats" not in outputs or outputs["O"].dtype.itemsize == 1:
             return super().jvp(g, tangents, inputs, outputs)
         from .attention_tangent import AttentionTangent  # importing jax_cudnn does without
 

@@ -104,8 +104,10 @@ def initial(spec: GraphSpec, tensor: Tensor) -> float | None:
 
 def merged(spec: GraphSpec) -> tuple[tuple[int, ...], ...] | None:
     """The dimensions that each of cuDNN's stands for, slowest first, in a graph whose anchor merges
-    them; None where its tensors lie in different orders."""
+    them; None where its tensors lie in different orders, or are of different ranks."""
     arrays = [t for t in spec.tensors if t.value is None]
+    if len({len(t.shape) for t in arrays}) > 1:
+        return None
     largest = max(arrays, key=lambda t: math.prod(t.shape))
     order = major_to_minor(spec, largest)
     for t in arrays:
