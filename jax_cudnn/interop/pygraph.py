@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from .._core.errors import GraphError, GraphTypeError
-from .._core.graph.dims import order_of_strides
+from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
+from .._core.graph.dtypes import WORDS
 from .._core.graph.node import REGISTRY
 from .._core.graph.source import user_line
+from .checks import refuse_ragged
 from .recorder import Recorder
+from .spellings import ASKED_FOR
 from .tensors import NamedTensor
 from .wrapper import Graph
 
@@ -67,7 +69,7 @@ def from_pygraph(
         **options,
     )
     with made:
-        copied = _Copy(made)
+        copied = _Copy(made, context.intermediate_data_type)
         for node in nodes:
             copied.add(node)
         made._io = copied.references(inputs), copied.references(outputs)
@@ -77,8 +79,8 @@ def from_pygraph(
 class _Copy:
     """Carries nodes over, and knows what became of each tensor."""
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: Graph, intermediate: Any) -> None:
+        self._graph, self._intermediate = graph, intermediate
         self._made: dict[int, Any] = {}
 
     @property
@@ -96,52 +98,87 @@ class _Copy:
     def add(self, node: Any) -> None:
         """Adds a node; GraphError that names it where there is no counterpart."""
         method = _method(node)
+        try:
+            arguments = self._arguments(method, node)
+            name = None if node.name in self._recorder.nodes else node.name  # it need be no other's
+            getattr(self._graph, method)(**arguments, name=name)
+        except JaxCudnnError as error:
+            error.summary = f"from_pygraph: node {node.name!r}: {error.summary}"
+            raise
+        call = [*self._recorder.nodes.values()][-1]
+        made = {port: self._recorder.handles[result] for port, result in call.outputs}
+        for port, tensor in dict(node.outputs).items():
+            if len(made) == 1:  # which may have another name there
+                (port,) = made
+            self._describe(made[ASKED_FOR.get(port, port)], tensor)
+
+    def _arguments(self, method: str, node: Any) -> dict[str, Any]:
+        """The keywords of pygraph's method, from a node's ports and parameters."""
         if method not in REGISTRY:
             raise GraphError(
-                f"from_pygraph: node {node.name!r} has no counterpart",
-                expected=", ".join(REGISTRY),
-                got=method,
-                where=user_line(),
+                "no operation here is its counterpart", expected=", ".join(REGISTRY), got=method
             )
-        operands = {port: self._operand(tensor) for port, tensor in node.inputs.items()}
-        arguments = _arguments(method, operands, dict(node.params))
+        cls, params = REGISTRY[method], dict(node.params)
+        operands = {
+            port: self._operand(tensor, method, port) for port, tensor in node.inputs.items()
+        }
+        if cls.ports.is_elementwise:
+            params.pop("mode", None)
+            operands = dict(zip(cls.ports.input_names, operands.values(), strict=True))
+        given = {**operands, **params}
+        given |= {port: True for port in node.outputs if port in ASKED_FOR}
+        for count in [key for key in given if key.startswith("_n_")]:
+            port = count.removeprefix("_n_")
+            given[port] = [given.pop(f"{port}_{i}") for i in range(given.pop(count))]
+        if parts := given.pop("_dropout_n", None):
+            given["dropout"] = tuple(given.pop(f"dropout_{i}") for i in range(parts))
+        functions = [name for name, value in given.items() if callable(value)]
+        if functions:
+            raise GraphError(
+                f"{functions[0]} is a function of cuDNN's graphs",
+                why="it adds to a graph of the frontend's, which JAX does not see",
+                fix="jax_cudnn.ops.dot_product_attention(score_mod=...) takes a function of arrays",
+            )
         compute = _known(node.compute_data_type)
-        if compute is not None and REGISTRY[method].product and not method.startswith("sdpa"):
-            arguments["compute_data_type"] = compute
-        results = getattr(self._graph, method)(**arguments, name=node.name)
-        if not isinstance(results, list):
-            results = [results]
-        present = [r for r in results if r is not None]
-        for (port, tensor), result in zip(node.outputs.items(), present, strict=True):
-            self._describe(result, tensor)
+        if compute is not None and cls.product and not method.startswith("sdpa"):
+            given["compute_data_type"] = compute
+        return given
 
-    def _operand(self, tensor: Any) -> Any:
+    def _operand(self, tensor: Any, method: str, port: str) -> Any:
         if tensor.uid in self._made:
             return self._made[tensor.uid]
+        if tensor.reordering_type is not None and "mxfp8" not in method:
+            raise GraphError(
+                f"the elements of {port!r} are reordered", got=str(tensor.reordering_type)
+            )
         if tensor.pass_by_value is not None:
             return tensor.pass_by_value
+        words = port in ("dropout_1", "dropout_2")
         made = self._graph.tensor(
-            dim=tensor.dim,
-            data_type=tensor.get_data_type(),
+            dim=(1, 1, 1, 2) if words else tensor.dim,
+            data_type=WORDS if words else tensor.get_data_type(),
             is_pass_by_value=tensor.is_pass_by_value,
             ragged_offset=tensor.ragged_offset,
             name=tensor.name,
             uid=tensor.uid,
         )
-        if tensor.stride_assigned:
+        if tensor.stride_assigned and not words:
             made.set_stride(tensor.stride)
         self._made[tensor.uid] = made
         return made
 
     def _describe(self, result: NamedTensor, tensor: Any) -> None:
         """What was said of a result."""
+        if tensor.ragged_offset is not None:
+            refuse_ragged(tensor.ragged_offset)
         self._made[tensor.uid] = result
         result.set_name(tensor.name).set_uid(tensor.uid)
-        if tensor.dim:
+        if tensor.dim and (tensor.dim_assigned or self._recorder.is_open_in_shape(result)):
             result.set_dim(tensor.dim)
         if tensor.stride_assigned and tensor.stride:
             result.set_stride(tensor.stride)
-        if _known(tensor.data_type) is not None:
+        usual = self._intermediate if tensor.is_virtual else None
+        if _known(tensor.data_type) not in (None, usual):
             result.set_data_type(tensor.get_data_type())
         if not tensor.is_virtual:
             result.set_output(True)
@@ -149,41 +186,16 @@ class _Copy:
 
 def _method(node: Any) -> str:
     """pygraph's method by which a node was made."""
-    kind = node.node_type.name
+    kind: str = node.node_type.name
     return node.params["mode"] if kind == "POINTWISE" else _METHODS.get(kind, kind.lower())
 
 
 # Where the kind of a node is not its method's name.
-_METHODS = {
-    f"{name.upper()}_BWD": f"{name}_backward"
-    for name in (
-        "rmsnorm",
-        "layernorm",
-        "adalayernorm",
-        "instancenorm",
-        "batchnorm",
-        "sdpa",
-        "sdpa_fp8",
-        "sdpa_mxfp8",
-    )
+_METHODS: dict[str, str] = {
+    f"{method.removesuffix('_backward').upper()}_BWD": method
+    for method in REGISTRY
+    if method.endswith("_backward")
 }
-
-
-def _arguments(method: str, operands: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of pygraph's method, from a node's ports and parameters."""
-    if REGISTRY[method].ports.is_elementwise:
-        params.pop("mode", None)
-        operands = dict(zip(REGISTRY[method].ports.input_names, operands.values(), strict=True))
-    for count in [key for key in params if key.startswith("_n_")]:
-        port = count.removeprefix("_n_")
-        operands[port] = [operands.pop(f"{port}_{i}") for i in range(params.pop(count))]
-    if size := params.pop("_dropout_n", None):
-        both = {**operands, **params}
-        params["dropout"] = tuple(both[f"dropout_{i}"] for i in range(size))
-        for i in range(size):
-            operands.pop(f"dropout_{i}", None)
-            params.pop(f"dropout_{i}", None)
-    return {**operands, **params}
 
 
 def _known(data_type: Any) -> Any:

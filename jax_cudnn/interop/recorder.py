@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,11 @@ class Recorder(GraphBuilder):
     def is_result(self, tensor: GraphTensor) -> bool:
         """Whether an operation computes the tensor."""
         return any(tensor.name in dict(call.outputs).values() for call in self._calls)
+
+    def is_open_in_shape(self, tensor: GraphTensor) -> bool:
+        """Whether the operation that computes the tensor leaves its shape to the user."""
+        makers = (c for c in self._calls if tensor.name in dict(c.outputs).values())
+        return any(field.name == "out_dims" for c in makers for field in fields(c.node))
 
     def check_result(self, tensor: GraphTensor, method: str) -> None:
         """GraphError for an input or a constant."""

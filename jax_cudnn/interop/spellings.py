@@ -13,7 +13,7 @@ from .._core.graph.source import user_line
 _WITHOUT_MEANING = ("implementation", "use_padding_mask", "unfuse_fma")
 _CAUSAL = {"use_causal_mask": "TOP_LEFT", "use_causal_mask_bottom_right": "BOTTOM_RIGHT"}
 _WINDOWS = ("sliding_window_length", "sliding_window")
-_ASKED_FOR = {"rng_dump": "RNG_DUMP", "dBias": "dBias", "dSink_token": "dSink_token"}
+ASKED_FOR = {"rng_dump": "RNG_DUMP", "dBias": "dBias", "dSink_token": "dSink_token"}
 """Results of attention that are asked for; in the frontend by the tensor that is to be them."""
 
 
@@ -31,7 +31,7 @@ def spelled(method: str, keywords: dict[str, Any]) -> dict[str, Any]:
         given.setdefault("generate_stats", not inference)
     if "dropout" in given:
         given |= _dropout(given.pop("dropout"))
-    for name in _ASKED_FOR:
+    for name in ASKED_FOR:
         if name in given and not isinstance(given[name], bool):
             raise GraphTypeError(
                 f"{method}: {name} is a result",
@@ -45,7 +45,7 @@ def spelled(method: str, keywords: dict[str, Any]) -> dict[str, Any]:
 
 def always_returned(port: str) -> bool:
     """Whether the frontend's method has a place for a result also where there is none: None."""
-    return port not in (*_ASKED_FOR.values(), "MASK")
+    return port not in (*ASKED_FOR.values(), "MASK")
 
 
 def _say_band(given: dict[str, Any], prefix: str) -> None:

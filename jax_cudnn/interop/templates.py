@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Shape, order_of_strides
-from .._core.graph.dtypes import canonical, canonical_compute, itemsize
+from .._core.graph.dtypes import WORDS, canonical, canonical_compute, itemsize
 from .._core.graph.spec import Tensor
 from .._core.graph.tensor import GraphTensor
 
@@ -36,9 +36,8 @@ class Template:
         """The template that an array of any library is; GraphTypeError for a dtype without cuDNN
         data type."""
         shape = tuple(array.shape)
-        dtype = dtype_name(array.dtype)
-        if isinstance(array, (np.ndarray, np.generic)):
-            dtype = canonical(jnp.zeros((), array.dtype).dtype)  # as JAX will take it
+        from_numpy = isinstance(array, (np.ndarray, np.generic))
+        dtype = dtype_name(jnp.zeros((), array.dtype).dtype if from_numpy else array.dtype)
         by_value = _in_host_memory(array) and math.prod(shape) == 1
         return cls(shape, dtype, _order(array, shape, dtype), by_value)
 
@@ -50,8 +49,9 @@ def is_array(value: Any) -> bool:
 
 
 def dtype_name(dtype: Any) -> str:
-    """JAX's name of a dtype of JAX, NumPy, torch or cuDNN."""
-    return canonical(_without_torch(dtype))
+    """JAX's name of a dtype of JAX, NumPy, torch or cuDNN; pairs of uint32 are cuDNN's INT64."""
+    dtype = _without_torch(dtype)
+    return WORDS if getattr(dtype, "name", dtype) == WORDS else canonical(dtype)
 
 
 def compute_name(dtype: Any) -> str:
@@ -124,8 +124,8 @@ def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
 
 def _element_strides(array: Any, dtype: str) -> list[int] | None:
     """torch's ``stride()`` counts elements, the ``strides`` of NumPy and CuPy bytes."""
-    if callable(stride := getattr(array, "stride", None)):
-        return [int(step) for step in stride()]
+    if callable(getattr(array, "stride", None)):
+        return [int(step) for step in array.stride()]
     strides = getattr(array, "strides", None)
     if strides is None:
         return None
