@@ -213,7 +213,7 @@ class Recorder(GraphBuilder):
         constants: Constants = (),
     ) -> GraphSpec:
         """The spec for these outputs; inputs that are numbers become constants of it."""
-        spec = _with_usual_orders(self.finish(outputs, options, around))
+        spec = _with_usual_orders(_inputs_first(self.finish(outputs, options, around)))
         if not constants:
             return spec
         literal = dict(constants)
@@ -239,6 +239,12 @@ _IN_DROPOUT = {"seed": 1, "offset": 2}
 @functools.cache
 def _signature(method: str) -> inspect.Signature:
     return signature(REGISTRY[method])
+
+
+def _inputs_first(spec: GraphSpec) -> GraphSpec:
+    """The same graph with its tensors in a graph function's order: equal graphs share plans."""
+    ordered = sorted(spec.tensors, key=lambda tensor: tensor.name not in spec.inputs)
+    return intern(replace(spec, tensors=tuple(ordered), _cache={}))
 
 
 def _with_usual_orders(spec: GraphSpec) -> GraphSpec:

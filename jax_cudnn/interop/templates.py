@@ -37,7 +37,9 @@ class Template:
         data type."""
         shape = tuple(array.shape)
         from_numpy = isinstance(array, (np.ndarray, np.generic))
-        dtype = dtype_name(jnp.zeros((), array.dtype).dtype if from_numpy else array.dtype)
+        dtype = dtype_name(
+            jax.dtypes.canonicalize_dtype(array.dtype) if from_numpy else array.dtype
+        )
         by_value = _in_host_memory(array) and math.prod(shape) == 1
         return cls(shape, dtype, _order(array, shape, dtype), by_value)
 
