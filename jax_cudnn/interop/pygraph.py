@@ -122,8 +122,8 @@ class _Copy:
         operands = {
             port: self._operand(tensor, method, port) for port, tensor in node.inputs.items()
         }
-        if cls.ports.is_elementwise:
-            params.pop("mode", None)
+        if params.get("mode") == method:  # an operation on each element: its ports are numbered
+            del params["mode"]
             operands = dict(zip(cls.ports.input_names, operands.values(), strict=True))
         given = {**operands, **params}
         given |= {port: True for port in node.outputs if port in ASKED_FOR}
