@@ -103,3 +103,15 @@ def refuse_ragged(ragged_offset: Any) -> None:
             fix="packed tokens are jax_cudnn.ops.packed_dot_product_attention's",
             where=user_line(),
         )
+
+
+def refuse_reordered(reordering_type: Any) -> None:
+    """GraphError for elements that lie in another order than strides can say."""
+    if getattr(reordering_type, "name", reordering_type) not in (None, "NONE"):
+        raise GraphError(
+            "reordering_type is not for tensors of a Graph",
+            got=str(reordering_type),
+            why="XLA's arrays are ordered by strides",
+            fix="scales of blocks are ordered by jax_cudnn.ops.quantize_mxfp8",
+            where=user_line(),
+        )

@@ -14,7 +14,7 @@ from .._core.graph.options import DEFAULTS, Options, Surroundings
 from .._core.graph.source import user_line
 from .._core.graph.spec import GraphSpec
 from .._core.primitive import bind
-from .checks import is_unset, names, refuse_ragged, refuse_virtual
+from .checks import is_unset, names, refuse_ragged, refuse_reordered, refuse_virtual
 from .json_text import as_json
 from .recorder import Constants, Recorder
 from .templates import Template, dtype_name, number, operand
@@ -28,6 +28,7 @@ class Declaring:
         self.name = self.__name__ = name  # the latter names jitted programs
         self._io_data_type, self._options = io_data_type, options
         self._recorder: Recorder | None = None
+        self._inputs: tuple[NamedTensor, ...] = ()  # those that the outputs need
         self._outputs: tuple[NamedTensor, ...] = ()
         self._keep_specs()
 
@@ -66,6 +67,7 @@ class Declaring:
         recorder = self._building("tensor")
         refuse_virtual(is_virtual)
         refuse_ragged(ragged_offset)
+        refuse_reordered(reordering_type)
         dtype = self._io_data_type if is_unset(data_type) else dtype_name(data_type)
         if dtype is None:
             raise GraphError(
@@ -81,24 +83,27 @@ class Declaring:
             made.set_stride(stride)
         if uid not in (None, -1):
             made.set_uid(uid)
-        recorder.references.name(made.name, made)
-        return made.set_name(name)
+        return self._called(made, name)
 
     def tensor_like(self, template: Any, name: str = "", is_virtual: bool = False) -> NamedTensor:
         """Declare an input with the shape, dtype and memory order of an array or a tensor."""
         recorder = self._building("tensor_like")
         refuse_virtual(is_virtual)
-        name = name or f"tensor_{len(recorder.handles)}"
         if isinstance(template, NamedTensor):
             like = template._state
-            made = recorder.declare(
-                name, Template(like.shape, like.dtype, like.order, template.by_value)
-            )
+            known = Template(like.shape, like.dtype, like.order, template.by_value)
         else:
-            made = recorder.declare(name, Template.of(template))
+            known = Template.of(template)
+        made = recorder.declare(name or f"tensor_{len(recorder.handles)}", known)
+        if not isinstance(template, NamedTensor):
             recorder.references.remember(template, made)
-        recorder.references.name(made.name, made)
-        return made.set_name(name)
+        return self._called(made, name)
+
+    def _called(self, tensor: NamedTensor, name: str) -> NamedTensor:
+        """A declared tensor that can be referred to by the name it was given, or by its own."""
+        if not name:
+            self._built.references.name(tensor.name, tensor)
+        return tensor.set_name(name)
 
     def tensor_scalar(self, value: float, scalar_type: Any = None, name: str = "") -> float:
         """A constant of the graph: a Python number is one wherever an operation takes a tensor."""
@@ -116,7 +121,8 @@ class Declaring:
         return sorted({*super().__dir__(), *REGISTRY})
 
     def _conclude(self, outputs: tuple[NamedTensor, ...]) -> None:
-        self._built.conclude(outputs)
+        spec = self._built.conclude(outputs)
+        self._inputs = tuple(self._built.handles[name] for name in spec.inputs)
         self._outputs = outputs
         self._spec.cache_clear()
 
@@ -178,12 +184,6 @@ class Declaring:
                 where=user_line(),
             )
         return self._recorder
-
-    @property
-    def _inputs(self) -> list[NamedTensor]:
-        """The inputs that the outputs need, in the order in which they were declared."""
-        assert self._built.spec is not None
-        return [self._built.handles[name] for name in self._built.spec.inputs]
 
     def _building(self, what: str) -> Recorder:
         self._built.check_open(what)

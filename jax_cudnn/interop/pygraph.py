@@ -9,7 +9,7 @@ from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
 from .._core.graph.dtypes import WORDS
 from .._core.graph.node import REGISTRY
 from .._core.graph.source import user_line
-from .checks import refuse_ragged
+from .checks import refuse_ragged, refuse_reordered
 from .recorder import Recorder
 from .spellings import ASKED_FOR
 from .tensors import NamedTensor
@@ -63,7 +63,7 @@ def from_pygraph(
         )
     context = graph.context
     made = Graph(
-        name=graph._cpp_graph_kwargs.get("name", "pygraph"),
+        name=getattr(graph, "_cpp_graph_kwargs", {}).get("name", "pygraph"),
         io_data_type=context.io_data_type,
         intermediate_data_type=_known(context.intermediate_data_type),
         **options,
@@ -147,10 +147,8 @@ class _Copy:
     def _operand(self, tensor: Any, method: str, port: str) -> Any:
         if tensor.uid in self._made:
             return self._made[tensor.uid]
-        if tensor.reordering_type is not None and "mxfp8" not in method:
-            raise GraphError(
-                f"the elements of {port!r} are reordered", got=str(tensor.reordering_type)
-            )
+        if "mxfp8" not in method:  # which orders its scales itself
+            refuse_reordered(tensor.reordering_type)
         if tensor.pass_by_value is not None:
             return tensor.pass_by_value
         words = port in ("dropout_1", "dropout_2")

@@ -41,13 +41,18 @@ class Recorder(GraphBuilder):
 
     def __init__(self, options: Options, io_data_type: str | None) -> None:
         super().__init__(options)
-        self.nodes: dict[str, Call] = {}
+        self._positions: dict[str, int] = {}
         self.handles: dict[str, NamedTensor] = {}
         self.references = References(self.handles)
         self.spec: GraphSpec | None = None
         self._io_data_type = io_data_type
         self._uids: dict[int, NamedTensor] = {}
         self._chosen_uids: set[int] = set()
+
+    @property
+    def nodes(self) -> dict[str, Call]:
+        """The operations by the names of their nodes."""
+        return {name: self._calls[at] for name, at in self._positions.items()}
 
     # -- tensors --------------------------------------------------------------------------------
 
@@ -137,7 +142,7 @@ class Recorder(GraphBuilder):
 
     def _node_name(self, method: str, name: str | None) -> str:
         name = name or f"{method}.{self._counts[method]}"
-        if name in self.nodes:
+        if name in self._positions:
             raise GraphError(
                 f"two nodes are called {name!r}",
                 fix="give one another name, or none",
@@ -167,7 +172,7 @@ class Recorder(GraphBuilder):
     def _results(self, node: str, call: Call) -> Any:
         """What the frontend's method returns: a tensor, or a list that has None for those that a
         node with these attributes has not."""
-        self.nodes[node] = call
+        self._positions[node] = len(self._calls) - 1
         made = {port: self.handles[name] for port, name in call.outputs}
         for port, tensor in made.items():
             self.references.result(node, call.node.method, port, tensor)
@@ -181,7 +186,7 @@ class Recorder(GraphBuilder):
 
     # -- the graph ------------------------------------------------------------------------------
 
-    def conclude(self, outputs: Sequence[NamedTensor]) -> None:
+    def conclude(self, outputs: Sequence[NamedTensor]) -> GraphSpec:
         """End the building of a graph with these outputs: every shape and dtype is final.
 
         A floating output without a dtype of its own has the graph's ``io_data_type``, unless the
@@ -204,6 +209,7 @@ class Recorder(GraphBuilder):
                     dtype = self._io_data_type if free else dtype
                 self._put(replace(self._tensors[name], shape=shape, dtype=dtype))
         self.spec = self.finished(outputs, self._options, Surroundings.now())
+        return self.spec
 
     def finished(
         self,
@@ -213,20 +219,8 @@ class Recorder(GraphBuilder):
         constants: Constants = (),
     ) -> GraphSpec:
         """The spec for these outputs; inputs that are numbers become constants of it."""
-        spec = _with_usual_orders(_inputs_first(self.finish(outputs, options, around)))
-        if not constants:
-            return spec
-        literal = dict(constants)
-        tensors = (
-            replace(
-                t, literal=literal[t.name], dtype="float32" if is_floating(t.dtype) else "int32"
-            )
-            if t.name in literal
-            else t
-            for t in spec.tensors
-        )
-        inputs = tuple(name for name in spec.inputs if name not in literal)
-        return intern(replace(spec, tensors=tuple(tensors), inputs=inputs, _cache={}))
+        spec = self.finish(outputs, options, around)
+        return _with_usual_orders(_inputs_first(_with_constants(spec, dict(constants))))
 
     def _put(self, state: Tensor) -> None:
         self._tensors[state.name] = self.handles[state.name]._state = state
@@ -239,6 +233,20 @@ _IN_DROPOUT = {"seed": 1, "offset": 2}
 @functools.cache
 def _signature(method: str) -> inspect.Signature:
     return signature(REGISTRY[method])
+
+
+def _with_constants(spec: GraphSpec, literals: dict[str, str]) -> GraphSpec:
+    """The same graph where inputs are numbers; in it those are float32 or int32."""
+    if not literals:
+        return spec
+
+    def known(tensor: Tensor) -> Tensor:
+        dtype = "float32" if is_floating(tensor.dtype) else "int32"
+        return replace(tensor, literal=literals[tensor.name], dtype=dtype)
+
+    tensors = tuple(known(t) if t.name in literals else t for t in spec.tensors)
+    inputs = tuple(name for name in spec.inputs if name not in literals)
+    return intern(replace(spec, tensors=tensors, inputs=inputs, _cache={}))
 
 
 def _inputs_first(spec: GraphSpec) -> GraphSpec:

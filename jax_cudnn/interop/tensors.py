@@ -60,7 +60,7 @@ class NamedTensor(GraphTensor):
     def set_uid(self, uid: int) -> NamedTensor:
         """Give the tensor a number by which it can be referred to."""
         self._builder.check_open("set_uid")
-        self._builder.give_uid(self, uid)
+        self._builder.give_uid(self, int(uid))
         return self
 
     def set_is_pass_by_value(self, value: bool) -> NamedTensor:

@@ -235,7 +235,7 @@ class Graph(Choosing):
     def _ordered(self, references: Sequence[Any] | None) -> tuple[NamedTensor, ...]:
         """The inputs as positional calls take them; GraphError where one is missing."""
         if references is None:
-            return tuple(self._inputs)
+            return self._inputs
         recorder = self._built
         inputs = distinct("inputs", [recorder.references.find(ref) for ref in references])
         known = {tensor.name for tensor in inputs}
