@@ -169,6 +169,25 @@ class Foreign:
             self.strides = array.strides
 
 
+class Exported:
+    """An array that speaks DLPack alone."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_arrays_of_other_libraries_are_taken():
+    x, w, b = (Exported(np.array(a)) for a in (X, W, B))
+    graph = built(x, w, b, inputs=[x, w, b], outputs=["out"])
+    same(graph(x, w, b), conv_bias_relu(X, W, B))
+
+
 ROWS = np.ones((2, 6, 8), np.float32)
 COLUMNS = np.ones((2, 8, 6), np.float32).transpose(0, 2, 1)
 
@@ -291,7 +310,10 @@ def test_normalization_under_the_frontends_names(epsilon):
         same(graph(x, scale, bias, jnp.full((1, 1, 1, 1), 1e-3))[0], y)
         numbers = jax.make_jaxpr(lambda *args: graph(*args, 1e-3))(x, scale, bias)
         arrays = jax.make_jaxpr(graph)(x, scale, bias, jnp.float32(1e-3))
-        assert [len(j.eqns[-1].params["spec"].inputs) for j in (numbers, arrays)] == [3, 4]
+        specs = [jaxpr.eqns[-1].params["spec"] for jaxpr in (numbers, arrays)]
+        assert [len(spec.inputs) for spec in specs] == [3, 4]
+        function = jc.graph(lambda g, x, s, b: g.layernorm(x, s, b, 1e-3))
+        assert specs[0].canonical() is spec_of(function, x, scale, bias)
 
 
 def test_results_that_a_node_has_not_are_none():
@@ -353,6 +375,17 @@ def test_options_under_the_frontends_names():
     assert (options.max_workspace, options.heuristics) == (2**10, ("A", "FALLBACK"))
     other = graph.with_options(engine=3, implementation="xla")
     assert (other.spec.options.engine, graph.spec.options.engine) == (3, None)
+
+
+def test_other_options_leave_the_graph_as_it_is():
+    with jc.Graph(inputs=[X], outputs=["exp.0::OUT_0"]) as graph:
+        y = graph.exp(X)
+        z = graph.log(graph.add(y, B.reshape(1, 1, 8, 1)[:, :, :1]))
+    other = graph.with_options(deterministic=True)
+    other.set_io_tuples([X, "add.0::b"], [y, z])
+    assert len(other(X, jnp.ones((1, 1, 1, 1)))) == 2
+    same(graph(X), jnp.exp(X))
+    assert len(graph.spec.calls) == 1
 
 
 def test_contexts_at_the_call_decide():
@@ -418,6 +451,16 @@ def test_it_prints_as_json():
     assert "jit_block" in jax.jit(graph).lower(arrays).as_text()
 
 
+def test_json_has_numbers_and_shapes_that_were_given_late():
+    with jc.Graph() as graph:
+        total = graph.reduction(X)
+        graph.mul(total, 0.5).set_output(True)
+        total.set_dim([2, 1, 1, 1])
+    reduction, product = json.loads(graph.to_json())["nodes"]
+    assert reduction["out_dims"] == [2, 1, 1, 1]
+    assert product["inputs"] == {"a": "reduction.0::OUT_0", "b": 0.5}
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 
@@ -433,6 +476,12 @@ def unlisted(graph):
 def unknown(graph):
     graph.exp(X, name="exp").set_output(True)
     graph.set_io_tuples(["exp::inptu"], ["exp::OUT_0"])
+
+
+def ambiguous(graph):
+    graph.add(graph.tensor(name="x", dim=[4], data_type="FLOAT"), 1.0).set_name("x")
+    graph.exp(X).set_output(True)
+    graph.set_io_tuples(["x"], ["exp.0::OUT_0"])
 
 
 def twice(graph):
@@ -455,6 +504,7 @@ BUILDING = {
     "no output": (no_output, jc.GraphError, "set_output"),
     "unlisted output": (unlisted, jc.GraphError, "not listed"),
     "unknown reference": (unknown, jc.GraphError, "did you mean 'exp::input'"),
+    "two names": (ambiguous, jc.GraphError, "name of several tensors"),
     "duplicate": (twice, jc.GraphError, "twice"),
     "missing input": (missing, jc.GraphError, "not the inputs"),
     "a result as input": (no_input, jc.GraphError, "the graph computes"),
