@@ -607,8 +607,9 @@ def test_positional_calls_need_an_order_and_a_graph_its_end():
         jc.Graph()(X)
     with jc.Graph() as graph:
         graph.exp(X).set_output(True)
-        with pytest.raises(jc.GraphError, match="being built"):
-            graph(X)
+        for early in (lambda: graph(X), graph.plan, lambda: graph.spec):
+            with pytest.raises(jc.GraphError, match="being built"):
+                early()
 
 
 @pytest.mark.parametrize("name", ["sm_count", "sm_version", "device_property"])

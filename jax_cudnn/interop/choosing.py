@@ -161,6 +161,7 @@ class Choosing(Declaring):
     def _of_operands(self) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
         """A function of the arrays among the inputs, and their shapes: numbers in the host's memory
         are constants, whatever their value."""
+        self._check_complete()
         arrays = [tensor for tensor in self._inputs if not tensor.by_value]
         numbers = {tensor.name: 1.0 for tensor in self._inputs if tensor.by_value}
 

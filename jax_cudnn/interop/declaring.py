@@ -156,6 +156,7 @@ class Declaring:
     @property
     def spec(self) -> GraphSpec:
         """The graph as a value; prints as text."""
+        self._check_complete()
         return self._spec(Surroundings.now(), ())
 
     def to_json(self) -> str:
@@ -184,6 +185,14 @@ class Declaring:
                 where=user_line(),
             )
         return self._recorder
+
+    def _check_complete(self) -> None:
+        if self._built.spec is None:
+            raise GraphError(
+                f"{self.name} is still being built",
+                fix="run or plan it after its `with`",
+                where=user_line(),
+            )
 
     def _building(self, what: str) -> Recorder:
         self._built.check_open(what)

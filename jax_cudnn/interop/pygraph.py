@@ -65,7 +65,7 @@ def from_pygraph(
     made = Graph(
         name=getattr(graph, "_cpp_graph_kwargs", {}).get("name", "pygraph"),
         io_data_type=context.io_data_type,
-        intermediate_data_type=_known(context.intermediate_data_type),
+        intermediate_data_type=context.intermediate_data_type,
         **options,
     )
     with made:

@@ -89,12 +89,12 @@ def number(value: Any) -> float | None:
 
 
 def _as_jax(value: Any, name: str) -> jax.Array:
-    if hasattr(value, "detach"):  # torch exports no tensor that records gradients
-        value = value.detach()
-    known = (jax.Array, np.ndarray, np.generic, int, float)
     try:
-        if hasattr(value, "__dlpack__") and not isinstance(value, known):
-            return jax.dlpack.from_dlpack(value)
+        if isinstance(value, (jax.Array, np.ndarray)) or hasattr(value, "__jax_array__"):
+            return jnp.asarray(value)
+        if hasattr(value, "__dlpack__"):
+            # torch exports no tensor that records gradients.
+            return jax.dlpack.from_dlpack(value.detach() if hasattr(value, "detach") else value)
         return jnp.asarray(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise GraphTypeError(

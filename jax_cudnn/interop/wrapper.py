@@ -8,7 +8,7 @@ from typing import Any
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import DEFAULTS, replaced
 from .._core.graph.source import user_line
-from .checks import distinct, like, listed, names, refuse_devices
+from .checks import distinct, is_unset, like, listed, names, refuse_devices
 from .choosing import Choosing
 from .json_text import canonical_name
 from .recorder import Recorder
@@ -91,13 +91,13 @@ class Graph(Choosing):
         **options: Any,
     ) -> None:
         refuse_devices(sm_count=sm_count, sm_version=sm_version, device_property=device_property)
-        if intermediate_data_type is not None:
+        if not is_unset(intermediate_data_type):
             options["intermediate_data_type"] = dtype_name(intermediate_data_type)
-        if compute_data_type is not None:
+        if not is_unset(compute_data_type):
             options["compute_data_type"] = compute_name(compute_data_type)
         if heuristics:
             options["heuristics"] = listed("heuristics", heuristics)
-        io_data_type = None if io_data_type is None else dtype_name(io_data_type)
+        io_data_type = None if is_unset(io_data_type) else dtype_name(io_data_type)
         super().__init__(name, io_data_type, replaced(DEFAULTS, options))
         self._order: tuple[NamedTensor, ...] | None = None
         self._io = inputs and listed("inputs", inputs), outputs and listed("outputs", outputs)
@@ -160,12 +160,7 @@ class Graph(Choosing):
         Raises: GraphError, GraphTypeError for arrays of other shapes or dtypes than the graph was
         built for, and for missing inputs.
         """
-        if self._built.spec is None:
-            raise GraphError(
-                f"{self.name} was called while it is being built",
-                fix="call it after its `with`",
-                where=user_line(),
-            )
+        self._check_complete()
         if len(args) == 1 and isinstance(args[0], Mapping):
             return self._call_by_name(args[0])
         if self._order is None:
