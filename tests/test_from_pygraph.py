@@ -1,5 +1,6 @@
 """``jc.from_pygraph``: graphs built with cuDNN's frontend, as JAX functions."""
 
+import doctest
 import importlib.util
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core.planning import build, frontend
 from jax_cudnn.bench.cases import all_cases
+from jax_cudnn.interop import pygraph as pygraph_module
 
 if importlib.util.find_spec("cudnn") is None:
     pytest.skip("nvidia-cudnn-frontend is not installed", allow_module_level=True)
@@ -83,8 +85,8 @@ def test_orders_that_are_left_out(cudnn):
     arrays = operands("float16")
     result = function(dict(zip("XWB", arrays, strict=True)))
     assert result["relu.0::OUT_0"].dtype == jnp.float16
-    given = jc.from_pygraph(g, inputs=["X", "W", "B"])
-    np.testing.assert_array_equal(given(*arrays), result["relu.0::OUT_0"])
+    for given in (function, jc.from_pygraph(g, inputs=["X", "W", "B"])):
+        np.testing.assert_array_equal(given(*arrays), result["relu.0::OUT_0"])
 
 
 SPECS = {case.name: case.function.trace(*case.avals)[1].spec for case in all_cases()}
@@ -202,6 +204,12 @@ def test_types_of_the_graph_and_shapes_that_are_given(cudnn):
     np.testing.assert_array_equal(top, rounded.max(1, keepdims=True).astype(jnp.float32))
     want = rounded.transpose(0, 2, 1).reshape(64, 8).astype(jnp.float16)
     np.testing.assert_array_equal(flat, want)
+
+
+def test_the_example_runs():
+    result = doctest.testmod(pygraph_module)
+    assert result.attempted
+    assert not result.failed
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -78,6 +78,15 @@ def test_tensors_refer_to_themselves_and_order_is_free():
     assert [t.get_is_virtual() for t in (x, y, both)] == [False] * 3
 
 
+def test_operators_take_arrays_and_numbers():
+    x = jnp.arange(1.0, 5.0).reshape(2, 2)
+    left, right = jnp.full((2, 2), 3.0), np.full((2, 2), 5.0, np.float32)
+    with jc.Graph(inputs=[x, left, right], outputs=["out"]) as graph:
+        y = right - left * graph.sqrt(x) / 2
+        y.set_output(True).set_name("out")
+    same(graph(x, left, right), right - left * jnp.sqrt(x) / 2)
+
+
 def test_a_dictionary_gives_a_new_one_and_changes_nothing():
     graph = built()
     given = {"conv2d::image": X, 2: W, "bias.0::bias": B}
@@ -411,6 +420,8 @@ def test_it_is_planned_as_a_graph_function():
     assert own.engine == theirs.engine
     assert jc.plan(graph, x, w, b, gpus=["H200"])["H200"].engine == own.engine
     assert graph.support(gpus=["H200"])
+    pinned = graph.with_options(**own.pinned)
+    assert pinned.plan(gpus=["H200"])["H200"].engine == own.engine
     with jc.target("H200"):
         graph.check_support()
         assert graph.get_workspace_size() == own.workspace_bytes

@@ -81,6 +81,9 @@ class Choosing(Declaring):
     def with_options(self, **options: Any) -> Self:
         """The same graph with other plan options, see :class:`jax_cudnn.Options`.
 
+        ``graph.with_options(**plan.pinned)`` is the graph with the very engine and knobs of a
+        :class:`jax_cudnn.Plan`.
+
         Raises: GraphError for ``intermediate_data_type`` and ``compute_data_type``, which are part
         of the graph.
         """

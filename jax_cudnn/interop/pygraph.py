@@ -44,7 +44,7 @@ def from_pygraph(
         GraphError: an operation or attribute has no counterpart here; the node is named.
 
     Example:
-        >>> import cudnn, jax, jax.numpy as jnp, jax_cudnn as jc              # doctest: +SKIP
+        >>> import cudnn, jax, jax.numpy as jnp, jax_cudnn as jc
         >>> g = cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT)
         >>> x = g.tensor(name="x", dim=[4, 8, 16])
         >>> y = g.relu(input=x, name="relu").set_output(True)
@@ -72,7 +72,8 @@ def from_pygraph(
         copied = _Copy(made, context.intermediate_data_type)
         for node in nodes:
             copied.add(node)
-        made._io = copied.references(inputs), copied.references(outputs)
+        marked = tuple(tensor for tensor in made._built.handles.values() if tensor.is_output)
+        made._io = copied.references(inputs), copied.references(outputs) or marked
     return made
 
 
