@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn.fuzz.graphs import random_graph
+from jax_cudnn.interop.recorder import with_usual_orders
 
 SPATIAL = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
 X = jax.random.normal(jax.random.key(0), (2, 16, 6, 5))
@@ -137,6 +139,31 @@ def spec_of(function, *avals):
 
 def test_the_spec_is_that_of_a_graph_function():
     assert built().spec.canonical() is spec_of(conv_bias_relu, X, W, B)
+
+
+class Alike:
+    """A Graph with the results of a graph function's g: tuples without None."""
+
+    def __init__(self, graph):
+        self.graph = graph
+
+    def __getattr__(self, method):
+        def call(*args, **kwargs):
+            made = getattr(self.graph, method)(*args, **kwargs)
+            return tuple(x for x in made if x is not None) if isinstance(made, list) else made
+
+        return call
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_graphs_are_those_of_graph_functions(seed):
+    """But for memory orders that only say what is so anyway."""
+    drawn = random_graph(seed)
+    with jc.Graph(options=drawn.function.options) as graph:
+        inputs = [graph.tensor_like(aval) for aval in drawn.avals]
+        outputs = drawn.function.fn(Alike(graph), *inputs)
+        graph.set_io_tuples(inputs, outputs)
+    assert graph.spec.canonical() is with_usual_orders(drawn.spec).canonical()
 
 
 def test_strides_that_say_the_usual_are_not_stated():

@@ -220,7 +220,7 @@ class Recorder(GraphBuilder):
     ) -> GraphSpec:
         """The spec for these outputs; inputs that are numbers become constants of it."""
         spec = self.finish(outputs, options, around)
-        return _with_usual_orders(_inputs_first(_with_constants(spec, dict(constants))))
+        return with_usual_orders(_inputs_first(_with_constants(spec, dict(constants))))
 
     def _put(self, state: Tensor) -> None:
         self._tensors[state.name] = self.handles[state.name]._state = state
@@ -255,7 +255,7 @@ def _inputs_first(spec: GraphSpec) -> GraphSpec:
     return intern(replace(spec, tensors=tuple(ordered), _cache={}))
 
 
-def _with_usual_orders(spec: GraphSpec) -> GraphSpec:
+def with_usual_orders(spec: GraphSpec) -> GraphSpec:
     """The same graph where tensors state no memory order that they have anyway: such a graph is the
     same value as one that states none, and may be shown to cuDNN under other dims."""
     if all(tensor.order is None for tensor in spec.tensors):
