@@ -212,6 +212,17 @@ def test_the_example_runs():
     assert not result.failed
 
 
+def test_integers_inside_are_of_the_intermediate_type(cudnn):
+    g = pygraph(cudnn)
+    a = g.tensor(name="a", dim=[4, 8], data_type=cudnn.data_type.INT32)
+    b = g.tensor(name="b", dim=[4, 8], data_type=cudnn.data_type.INT32)
+    half = g.div(a, b)
+    y = g.add(half, half).set_output(True).set_data_type(cudnn.data_type.FLOAT)
+    function = jc.from_pygraph(g, inputs=[a, b], outputs=[y])
+    ones = jnp.ones((4, 8), jnp.int32)
+    np.testing.assert_array_equal(function(ones, 2 * ones), np.ones((4, 8), np.float32))
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 

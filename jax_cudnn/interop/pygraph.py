@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
-from .._core.graph.dtypes import WORDS
+from .._core.graph.dtypes import INTEGERS, WORDS
 from .._core.graph.node import REGISTRY
 from .._core.graph.source import user_line
 from .checks import refuse_ragged, refuse_reordered
@@ -69,7 +69,7 @@ def from_pygraph(
         **options,
     )
     with made:
-        copied = _Copy(made, context.intermediate_data_type)
+        copied = _Copy(made, context.intermediate_data_type or "float32")
         for node in nodes:
             copied.add(node)
         marked = tuple(tensor for tensor in made._built.handles.values() if tensor.is_output)
@@ -176,11 +176,14 @@ class _Copy:
             result.set_dim(tensor.dim)
         if tensor.stride_assigned and tensor.stride:
             result.set_stride(tensor.stride)
-        usual = self._intermediate if tensor.is_virtual else None
-        if _known(tensor.data_type) not in (None, usual):
-            result.set_data_type(tensor.get_data_type())
+        data_type = _known(tensor.get_data_type())
         if not tensor.is_virtual:
             result.set_output(True)
+        elif data_type in (None, self._intermediate):
+            # What floats have anyway; here integers would keep their own, and truths are truths.
+            data_type = self._intermediate if result._state.dtype in INTEGERS else None
+        if data_type is not None:
+            result.set_data_type(data_type)
 
 
 def _method(node: Any) -> str:
