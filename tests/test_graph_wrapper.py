@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn.fuzz.graphs import random_graph
 from jax_cudnn.interop.recorder import with_usual_orders
 
@@ -78,6 +79,25 @@ def test_tensors_refer_to_themselves_and_order_is_free():
     same(first, b + jnp.exp(b) - a)
     same(second, jnp.exp(b) - a)
     assert [t.get_is_virtual() for t in (x, y, both)] == [False] * 3
+
+
+def test_tensors_are_found():
+    graph = built(io_data_type="FLOAT")
+    out = graph.find_tensor("out")
+    assert out is graph.query_tensor_attributes_of_uid(77) is graph.get_outputs()[0]
+    assert (out.get_name(), out.get_uid(), out.get_dim()) == ("out", 77, [2, 8, 6, 5])
+    assert (out.get_data_type(), out.get_is_pass_by_value()) == (np.float32, False)
+    assert [t.get_name() for t in graph.get_inputs()] == [
+        "conv2d::image",
+        "conv2d::weight",
+        "bias.0::bias",
+    ]
+
+
+def test_no_operation_is_hidden_by_a_method():
+    own = {name for kind in jc.Graph.__mro__[:-1] for name in vars(kind)}
+    assert not own & {*REGISTRY}
+    assert {*REGISTRY} <= {*dir(jc.Graph())}
 
 
 def test_operators_take_arrays_and_numbers():

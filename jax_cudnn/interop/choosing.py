@@ -31,7 +31,10 @@ _OF_PLANS = (
     "get_plan_name_at_index",
     "get_workspace_size_plan_at_index",
     "key",
+    "plans",
     "populate_cuda_graph",
+    "select_plan",
+    "selected_engine",
     "serialize",
     "update_cuda_graph",
 )

@@ -99,6 +99,22 @@ class Declaring:
             recorder.references.remember(template, made)
         return self._called(made, name)
 
+    def find_tensor(self, reference: Any) -> NamedTensor:
+        """The tensor that a reference means; GraphError where there is none."""
+        return self._built.references.find(reference)
+
+    query_tensor_attributes_of_uid = find_tensor
+
+    def get_inputs(self) -> list[NamedTensor]:
+        """The inputs that the outputs need, in the order in which they were declared."""
+        self._check_complete()
+        return [*self._inputs]
+
+    def get_outputs(self) -> list[NamedTensor]:
+        """The outputs, in the order of results."""
+        self._check_complete()
+        return [*self._outputs]
+
     def _called(self, tensor: NamedTensor, name: str) -> NamedTensor:
         """A declared tensor that can be referred to by the name it was given, or by its own."""
         if not name:

@@ -29,6 +29,11 @@ class Graph(Choosing):
     a name are ``"conv_fprop.0"``, positional arguments ``"conv2d::0"``), by the name or uid they
     were given, by themselves, or by the array they stand for.
 
+    A NumPy array of one element, an epsilon say, is a number in the host's memory: where a call
+    gives it as a Python number or NumPy array it is a constant of cuDNN's plan, as a number given
+    to the operation is. A JAX array in its place is an operand, and XLA runs the operation where
+    cuDNN wants a number.
+
     Args:
         name: of the graph, in profiles and errors.
         io_data_type: the dtype of tensors for which none is named and that are no intermediates;
