@@ -72,7 +72,7 @@ def attention():
 
 
 def of_the_frontend(built=False):
-    """The same convolution by cudnn.pygraph, with an epilogue; ``built`` plans it there, too."""
+    """The same convolution by cudnn.pygraph, with an epilogue; ``built`` has it planned there."""
     cudnn = frontend.load()
     types = cudnn.data_type
     where = {"handle": cudnn.create_handle()} if built else {}
@@ -90,7 +90,9 @@ def of_the_frontend(built=False):
     y = g.relu(g.bias(input=g.conv_fprop(*tensors[:2], **SPATIAL), bias=tensors[2]))
     y.set_output(True)
     if built:
-        g.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        g.validate()
+        g.build_operation_graph()
+        g.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     return jc.from_pygraph(g, inputs=tensors, outputs=[y])
 
 
@@ -152,4 +154,4 @@ def test_channels_last_arrays_are_not_copied():
     avals = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in shapes]
     compiled = jax.jit(of_channels_last).lower(*avals).compile().as_text()
     kinds = re.findall(r"= [^=]*?\b(copy|transpose|copy-start|fusion|custom-call)\(", compiled)
-    assert kinds == ["custom-call"]
+    assert set(kinds) == {"custom-call"}

@@ -53,33 +53,33 @@ class Choosing(Declaring):
             where=user_line(),
         )
 
-    def create_execution_plans(self, heuristics: Sequence[Any]) -> None:
+    def create_execution_plans(self, heuristics: Sequence[Any]) -> Self:
         """Choose among what these modes of heuristics propose: "A", "B", "FALLBACK"."""
-        self._choose("create_execution_plans", heuristics=listed("heuristics", heuristics))
+        return self._choose("create_execution_plans", heuristics=listed("heuristics", heuristics))
 
-    def create_execution_plan(self, engine_id: int, knobs: Any = None) -> None:
+    def create_execution_plan(self, engine_id: int, knobs: Any = None) -> Self:
         """Take this engine, with these knobs."""
-        self._choose("create_execution_plan", engine=engine_id, knobs=knobs or {})
+        return self._choose("create_execution_plan", engine=engine_id, knobs=knobs or {})
 
-    def select_numeric_notes(self, notes: Sequence[Any]) -> None:
+    def select_numeric_notes(self, notes: Sequence[Any]) -> Self:
         """Take an engine that carries one of these notes."""
-        self._note("select_numeric_notes", notes)
+        return self._note("select_numeric_notes", notes)
 
-    def deselect_numeric_notes(self, notes: Sequence[Any]) -> None:
+    def deselect_numeric_notes(self, notes: Sequence[Any]) -> Self:
         """Take no engine that carries one of these notes."""
-        self._note("deselect_numeric_notes", notes)
+        return self._note("deselect_numeric_notes", notes)
 
-    def select_behavior_notes(self, notes: Sequence[Any]) -> None:
+    def select_behavior_notes(self, notes: Sequence[Any]) -> Self:
         """Take an engine that carries one of these notes."""
-        self._note("select_behavior_notes", notes)
+        return self._note("select_behavior_notes", notes)
 
-    def deselect_behavior_notes(self, notes: Sequence[Any]) -> None:
+    def deselect_behavior_notes(self, notes: Sequence[Any]) -> Self:
         """Take no engine that carries one of these notes."""
-        self._note("deselect_behavior_notes", notes)
+        return self._note("deselect_behavior_notes", notes)
 
-    def deselect_workspace_greater_than(self, workspace: int) -> None:
+    def deselect_workspace_greater_than(self, workspace: int) -> Self:
         """Take no plan that needs more bytes of workspace."""
-        self._choose("deselect_workspace_greater_than", max_workspace=workspace)
+        return self._choose("deselect_workspace_greater_than", max_workspace=workspace)
 
     def with_options(self, **options: Any) -> Self:
         """The same graph with other plan options, see :class:`jax_cudnn.Options`.
@@ -90,16 +90,19 @@ class Choosing(Declaring):
         Raises: GraphError for ``intermediate_data_type`` and ``compute_data_type``, which are part
         of the graph.
         """
-        changed = {"intermediate_data_type", "compute_data_type"} & {*options}
-        if changed:
-            raise GraphError(
-                f"with_options({', '.join(sorted(changed))}) of a graph that is built",
-                why="its operations were checked with these dtypes",
-                fix="give them to jax_cudnn.Graph(...)",
-                where=user_line(),
-            )
         made = copy.copy(self)
         made._options = replaced(self._options, options)
+        for name in ("intermediate_data_type", "compute_data_type"):
+            had, has = getattr(self._options, name), getattr(made._options, name)
+            if had != has:
+                raise GraphError(
+                    f"with_options of another {name}",
+                    expected=f"{name}={had!r}",
+                    got=f"{name}={has!r}",
+                    why="the graph's operations were checked with it",
+                    fix="give it to jax_cudnn.Graph(...)",
+                    where=user_line(),
+                )
         made._keep_specs()
         return made
 
@@ -155,14 +158,15 @@ class Choosing(Declaring):
         """How many plans cuDNN's heuristics propose."""
         return self.plan().candidates
 
-    def _choose(self, method: str, **options: Any) -> None:
+    def _choose(self, method: str, **options: Any) -> Self:
         self._building(method)
         self._options = replaced(self._options, options)
+        return self
 
-    def _note(self, method: str, notes: Sequence[Any]) -> None:
+    def _note(self, method: str, notes: Sequence[Any]) -> Self:
         """Notes of the kind of a method, beside those that were given before."""
         before = getattr(self._options, method)
-        self._choose(method, **{method: (*before, *listed("notes", notes))})
+        return self._choose(method, **{method: (*before, *listed("notes", notes))})
 
     def _of_operands(self) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
         """A function of the arrays among the inputs, and their shapes: numbers in the host's memory
