@@ -284,6 +284,7 @@ def test_tracers_are_templates_and_arrays_are_not_kept():
     with jax.checking_leaks():
         same(f(X, W, B), conv_bias_relu(X, W, B))
     assert graphs[0].spec.canonical() is spec_of(conv_bias_relu, X, W, B)
+    jax.vmap(jax.grad(lambda x, w, b: f(x, w, b).sum()), (None, None, 0))(X, W, jnp.stack([B, B]))
     x = X + 1
     graph, alive = built(x, inputs=[x, W, B], outputs=["out"]), weakref.ref(x)
     del x

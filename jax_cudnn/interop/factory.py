@@ -41,7 +41,8 @@ def graph_cache(
     Args:
         fn: the function; left out in ``@graph_cache(maxsize=...)``.
         maxsize: how many graphs are kept.
-        key_fn: what makes the key of the arguments instead.
+        key_fn: what makes the key of the arguments instead; by keyword, unlike in
+            ``cudnn.graph_cache``.
 
     Returns: the function, with ``cache_info()`` and ``cache_clear()``.
 

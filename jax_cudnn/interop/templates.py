@@ -112,6 +112,8 @@ def _without_torch(dtype: Any) -> Any:
 
 
 def _in_host_memory(array: Any) -> bool:
+    if isinstance(array, jax.Array):  # tracers, too, have no device to be asked for
+        return False
     on = getattr(getattr(array, "device", None), "type", None)  # torch's
     return isinstance(array, (np.ndarray, np.generic)) or on == "cpu"
 
