@@ -206,6 +206,26 @@ def test_types_of_the_graph_and_shapes_that_are_given(cudnn):
     np.testing.assert_array_equal(flat, want)
 
 
+def test_the_wrapper_takes_the_frontends_enumerations(cudnn):
+    types = cudnn.data_type
+    with jc.Graph(
+        io_data_type=types.HALF,
+        intermediate_data_type=types.FLOAT,
+        compute_data_type=types.FLOAT,
+        heuristics=[cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK],
+    ) as graph:
+        a = graph.tensor(name="a", dim=[2, 4, 8], data_type=types.NOT_SET)
+        c = graph.matmul(a, graph.tensor(dim=[2, 8, 4]), compute_data_type=types.FLOAT)
+        top = graph.reduction(c, mode=cudnn.reduction_mode.MAX).set_dim([2, 1, 4])
+        top.set_output(True).set_data_type(types.FLOAT)
+        c.set_output(True)
+        graph.deselect_numeric_notes([cudnn.numerical_note.NONDETERMINISTIC])
+    dtypes = {graph.spec.tensor(name).dtype for name in graph.spec.outputs}
+    assert (a.dtype, dtypes) == (jnp.float16, {"float16", "float32"})
+    assert graph.spec.options.heuristics == ("A", "FALLBACK")
+    assert graph.spec.options.deselect_numeric_notes == ("NONDETERMINISTIC",)
+
+
 def test_the_example_runs():
     result = doctest.testmod(pygraph_module)
     assert result.attempted
