@@ -1,5 +1,7 @@
 """jax_cudnn: any cuDNN graph as a JAX function."""
 
+from typing import TYPE_CHECKING as TYPE_CHECKING
+
 from . import ops as ops
 from ._core.context import target as target
 from ._core.errors import GraphAttributeError as GraphAttributeError
@@ -16,6 +18,8 @@ from ._core.graph.trace import GraphFunction as GraphFunction
 from ._core.graph.trace import graph as graph
 from ._core.implementation import implementation as implementation
 from ._core.inspection.bisect import bisect as bisect
+from ._core.later import __dir__ as __dir__
+from ._core.later import __getattr__ as __getattr__
 from ._core.planning.execution_plan import ExecutionPlan as ExecutionPlan
 from ._core.planning.explanation import Explanation as Explanation
 from ._core.planning.plan import Plan as Plan
@@ -28,3 +32,8 @@ from ._core.planning.warmup import warmup as warmup
 from ._core.settings import configure as configure
 from ._core.transforms.policy import save_cudnn as save_cudnn
 from .deviceless.profiles import Profile as Profile
+
+if TYPE_CHECKING:  # see _core/later.py
+    from .interop import Graph as Graph
+    from .interop import from_pygraph as from_pygraph
+    from .interop import graph_cache as graph_cache

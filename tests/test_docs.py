@@ -15,6 +15,7 @@ from jax_cudnn.bench import numerics
 from jax_cudnn.bench.run import RESULTS, render
 from jax_cudnn.deviceless import profiles
 from jax_cudnn.fuzz import runs as fuzz
+from jax_cudnn.interop import factory, wrapper
 
 ROOT = Path(__file__).parent.parent
 # Seeds of the committed figures that failed, which README tells of.
@@ -132,8 +133,9 @@ def test_readme_leads_to_the_numerics_page():
     assert "(docs/numerics.md)" in (ROOT / "README.md").read_text()
 
 
-def test_docstring_examples_run():
-    result = doctest.testmod(trace)
+@pytest.mark.parametrize("module", [trace, factory, wrapper], ids=lambda module: module.__name__)
+def test_docstring_examples_run(module):
+    result = doctest.testmod(module)
     assert result.attempted >= 3
     assert result.failed == 0
 

@@ -10,6 +10,7 @@ import pytest
 from helpers import python
 
 import jax_cudnn as jc
+from jax_cudnn._core import later
 
 PACKAGE = Path(jc.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -186,8 +187,32 @@ def test_core_is_seen_to_use_internals_where_it_may():
 
 def test_public_names_are_exports_without_logic():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    assert all(isinstance(node, ast.ImportFrom | ast.Expr) for node in tree.body)
+    *body, last = tree.body
+    assert isinstance(last, ast.If)
+    assert ast.unparse(last.test) == "TYPE_CHECKING"
+    assert all(isinstance(node, ast.ImportFrom | ast.Expr) for node in (*body, *last.body))
     names = [
-        alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+        alias
+        for node in (*body, *last.body)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     ]
     assert all(alias.asname == alias.name for alias in names)
+    assert {alias.name for node in last.body for alias in node.names} == {*later.HOMES}
+
+
+def test_names_that_are_loaded_when_asked_for():
+    python("""
+        import sys
+        import jax_cudnn as jc
+        from jax_cudnn._core import later
+        assert not any(name.startswith("jax_cudnn.interop") for name in sys.modules)
+        assert {*later.HOMES} <= {*dir(jc)}
+        assert all(getattr(jc, name).__name__ == name for name in later.HOMES)
+        try:
+            jc.nothing
+        except AttributeError as error:
+            assert "jax_cudnn" in str(error)
+        else:
+            raise AssertionError
+    """)

@@ -63,11 +63,18 @@ class GraphBuilder:
             where=user_line(),
         )
 
-    def finish(self, outputs: Sequence[GraphTensor]) -> GraphSpec:
+    def finish(
+        self,
+        outputs: Sequence[GraphTensor],
+        options: Options | None = None,
+        around: Surroundings | None = None,
+    ) -> GraphSpec:
         """The spec that computes ``outputs``; operations and inputs they don't need are left out.
 
         The dtype an intermediate was given by inference is that of an output; inside the graph
         floats have the options' intermediate type (float32), integers and booleans their own.
+        ``options`` and ``around`` stand for the builder's own: a graph may be finished several
+        times.
         """
         names = tuple(dict.fromkeys(tensor.name for tensor in outputs))
         needed, calls = set(names), []
@@ -83,7 +90,8 @@ class GraphBuilder:
         )
         inputs = tuple(name for name in self._inputs if name in needed)
         spec = GraphSpec(tensors, tuple(calls), inputs, names)
-        options = self._options.resolved(self._around, spec.has_float32_product)
+        given, around = options or self._options, around or self._around
+        options = given.resolved(around, spec.has_float32_product)
         if options.deterministic:
             calls = [replace(call, node=call.node.settled()) for call in calls]
         return intern(replace(spec, calls=tuple(calls), options=options, _cache={}))

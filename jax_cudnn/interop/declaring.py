@@ -1,0 +1,215 @@
+"""Declaring: what a Graph is made of, its tensors and operations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._core.errors import GraphError
+from .._core.graph.node import REGISTRY
+from .._core.graph.options import DEFAULTS, Options, Surroundings
+from .._core.graph.source import user_line
+from .._core.graph.spec import GraphSpec
+from .._core.primitive import bind
+from .checks import is_unset, names, refuse_ragged, refuse_reordered, refuse_virtual
+from .json_text import as_json
+from .recorder import Constants, Recorder
+from .templates import Template, dtype_name, number, operand
+from .tensors import NamedTensor
+
+
+class Declaring:
+    """The part of a Graph that concerns tensors and operations."""
+
+    def __init__(self, name: str, io_data_type: str | None, options: Options) -> None:
+        self.name = self.__name__ = name  # the latter names jitted programs
+        self._io_data_type, self._options = io_data_type, options
+        self._recorder: Recorder | None = None
+        self._inputs: tuple[NamedTensor, ...] = ()  # those that the outputs need
+        self._outputs: tuple[NamedTensor, ...] = ()
+        self._keep_specs()
+
+    def _keep_specs(self) -> None:
+        self._spec = functools.lru_cache(maxsize=64)(self._finished)
+
+    def tensor(
+        self,
+        dim: Sequence[int],
+        stride: Sequence[int] | None = None,
+        data_type: Any = None,
+        is_virtual: bool = False,
+        is_pass_by_value: bool = False,
+        ragged_offset: Any = None,
+        reordering_type: Any = None,
+        name: str = "",
+        uid: int | None = None,
+    ) -> NamedTensor:
+        """Declare an input by its shape.
+
+        Args:
+            dim: its shape.
+            stride: packed element strides, in any order: its memory order. Left out, that is what
+                the operations prefer.
+            data_type: its dtype; the graph's ``io_data_type`` if left out.
+            is_virtual: False: intermediates are made by operations.
+            is_pass_by_value: whether it is one number in the host's memory. Given as a Python
+                number or NumPy array, it then is a constant of the plan; given as a JAX array it
+                is an operand.
+            ragged_offset, reordering_type: None.
+            name: by which it can be referred to.
+            uid: a number for the same.
+
+        Raises: GraphError without a dtype, or for strides with gaps or overlaps.
+        """
+        recorder = self._building("tensor")
+        refuse_virtual(is_virtual)
+        refuse_ragged(ragged_offset)
+        refuse_reordered(reordering_type)
+        dtype = self._io_data_type if is_unset(data_type) else dtype_name(data_type)
+        if dtype is None:
+            raise GraphError(
+                "tensor without a data type",
+                fix="graph.tensor(..., data_type=...), or Graph(io_data_type=...)",
+                where=user_line(),
+            )
+        made = recorder.declare(
+            name or f"tensor_{len(recorder.handles)}", Template(tuple(dim), dtype)
+        )
+        made.by_value = is_pass_by_value
+        if stride:
+            made.set_stride(stride)
+        if uid not in (None, -1):
+            made.set_uid(uid)
+        return self._called(made, name)
+
+    def tensor_like(self, template: Any, name: str = "", is_virtual: bool = False) -> NamedTensor:
+        """Declare an input with the shape, dtype and memory order of an array or a tensor."""
+        recorder = self._building("tensor_like")
+        refuse_virtual(is_virtual)
+        if isinstance(template, NamedTensor):
+            like = template._state
+            known = Template(like.shape, like.dtype, like.order, template.by_value)
+        else:
+            known = Template.of(template)
+        made = recorder.declare(name or f"tensor_{len(recorder.handles)}", known)
+        if not isinstance(template, NamedTensor):
+            recorder.references.remember(template, made)
+        return self._called(made, name)
+
+    def find_tensor(self, reference: Any) -> NamedTensor:
+        """The tensor that a reference means; GraphError where there is none."""
+        return self._built.references.find(reference)
+
+    query_tensor_attributes_of_uid = find_tensor
+
+    def get_inputs(self) -> list[NamedTensor]:
+        """The inputs that the outputs need, in the order in which they were declared."""
+        self._check_complete()
+        return [*self._inputs]
+
+    def get_outputs(self) -> list[NamedTensor]:
+        """The outputs, in the order of results."""
+        self._check_complete()
+        return [*self._outputs]
+
+    def _called(self, tensor: NamedTensor, name: str) -> NamedTensor:
+        """A declared tensor that can be referred to by the name it was given, or by its own."""
+        if not name:
+            self._built.references.name(tensor.name, tensor)
+        return tensor.set_name(name)
+
+    def tensor_scalar(self, value: float, scalar_type: Any = None, name: str = "") -> float:
+        """A constant of the graph: a Python number is one wherever an operation takes a tensor."""
+        self._building("tensor_scalar")
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in REGISTRY:
+            return getattr(self._building(name), name)
+        return getattr(self._recorder or Recorder(DEFAULTS, None), name)  # raises, in words
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *REGISTRY})
+
+    def _conclude(self, outputs: tuple[NamedTensor, ...]) -> None:
+        spec = self._built.conclude(outputs)
+        self._inputs = tuple(self._built.handles[name] for name in spec.inputs)
+        self._outputs = outputs
+        self._spec.cache_clear()
+
+    def _run(self, values: Mapping[str, Any]) -> list[jax.Array]:
+        """The outputs, for values of the inputs by the tensors' names."""
+        missing = [tensor for tensor in self._inputs if tensor.name not in values]
+        if missing:
+            raise GraphError(
+                f"{self.name}: inputs are missing",
+                expected=names(self._inputs),
+                got=f"none for {names(missing)}",
+                where=user_line(),
+            )
+        constants = tuple(
+            (tensor.name, value.hex())
+            for tensor in self._inputs
+            if tensor.by_value and (value := number(values[tensor.name])) is not None
+        )
+        spec = self._spec(Surroundings.now(), constants)
+        operands = [
+            operand(tensor, values[tensor.name], f"{self.name}: input {tensor.name!r}")
+            for tensor in spec.input_tensors
+        ]
+        return bind(spec, self.name, *operands)
+
+    def _finished(self, around: Surroundings, constants: Constants) -> GraphSpec:
+        return self._built.finished(self._outputs, self._options, around, constants)
+
+    # -- what it holds --------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> GraphSpec:
+        """The graph as a value; prints as text."""
+        self._check_complete()
+        return self._spec(Surroundings.now(), ())
+
+    def to_json(self) -> str:
+        """The graph's context, nodes and tensors as JSON, under the frontend's keys."""
+        context = {
+            "name": self.name,
+            "io_data_type": self._io_data_type,
+            "intermediate_data_type": self._options.intermediate_data_type,
+            "compute_data_type": self._options.compute_data_type or "float32",
+        }
+        return as_json(self._built, context)
+
+    def __str__(self) -> str:
+        return repr(self) if self._recorder is None else self.to_json()
+
+    def __repr__(self) -> str:
+        nodes = [] if self._recorder is None else self._recorder.nodes
+        return f"<jax_cudnn.Graph {self.name}: {' '.join(nodes) or 'not built'}>"
+
+    @property
+    def _built(self) -> Recorder:
+        if self._recorder is None:
+            raise GraphError(
+                f"{self.name} is not built",
+                fix=f"with jax_cudnn.Graph(...) as {self.name}: ... adds its operations",
+                where=user_line(),
+            )
+        return self._recorder
+
+    def _check_complete(self) -> None:
+        if self._built.spec is None:
+            raise GraphError(
+                f"{self.name} is still being built",
+                fix="run or plan it after its `with`",
+                where=user_line(),
+            )
+
+    def _building(self, what: str) -> Recorder:
+        self._built.check_open(what)
+        return self._built

@@ -1,0 +1,75 @@
+"""A Graph as JSON: context, nodes and tensors, under the keys of cuDNN's frontend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .._core.graph.dtypes import cudnn_name
+from .recorder import Recorder
+from .references import result_name
+from .tensors import NamedTensor
+
+
+def as_json(recorder: Recorder, context: Mapping[str, Any]) -> str:
+    """The text, indented, with tensors and nodes in the order in which they were made."""
+    nodes = [_node(recorder, name) for name in recorder.nodes]
+    tensors = {
+        _label(recorder, tensor): _tensor(recorder, tensor)
+        for tensor in recorder.handles.values()
+        if tensor._state.value is None
+    }
+    return json.dumps({"context": context, "nodes": nodes, "tensors": tensors}, indent=2)
+
+
+def _node(recorder: Recorder, name: str) -> dict[str, Any]:
+    call = recorder.nodes[name]
+
+    def operand(tensor: str) -> Any:
+        handle = recorder.handles[tensor]
+        number = handle._state.value
+        return _label(recorder, handle) if number is None else number
+
+    return {
+        "name": name,
+        "tag": call.node.method.upper(),
+        "compute_data_type": cudnn_name(call.node.compute_data_type),
+        **{key: _plain(value) for key, value in call.node.keywords().items()},
+        "inputs": {port: operand(tensor) for port, tensor in call.inputs},
+        "outputs": {
+            result_name(call.node.method, port): operand(tensor) for port, tensor in call.outputs
+        },
+    }
+
+
+def _tensor(recorder: Recorder, tensor: NamedTensor) -> dict[str, Any]:
+    return {
+        "data_type": cudnn_name(tensor._state.dtype),
+        "dim": tensor.get_dim(),
+        "stride": tensor.get_stride(),
+        "is_pass_by_value": tensor.get_is_pass_by_value(),
+        "is_virtual": tensor.get_is_virtual(),
+        "uid": tensor.uid,
+    }
+
+
+def _label(recorder: Recorder, tensor: NamedTensor) -> str:
+    """The tensor's name, if it has one that no other has; else the graph's for it."""
+    same = [t for t in recorder.handles.values() if t.label == tensor.label]
+    return tensor.label if tensor.label and len(same) == 1 else canonical_name(recorder, tensor)
+
+
+def canonical_name(recorder: Recorder, tensor: NamedTensor) -> str:
+    """``node::port`` of the node that computes a tensor; an input's is that of its declaration."""
+    for node, call in recorder.nodes.items():
+        for port, name in call.outputs:
+            if name == tensor.name:
+                return f"{node}::{result_name(call.node.method, port)}"
+    return tensor.name
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (int, float, str, bool)) else str(value)

@@ -1,0 +1,204 @@
+"""from_pygraph: a graph that was built with cuDNN's frontend, as a JAX function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
+from .._core.graph.dtypes import INTEGERS, WORDS
+from .._core.graph.node import REGISTRY
+from .._core.graph.source import user_line
+from .checks import refuse_ragged, refuse_reordered
+from .recorder import Recorder
+from .spellings import ASKED_FOR
+from .tensors import NamedTensor
+from .wrapper import Graph
+
+
+def from_pygraph(
+    graph: Any,
+    inputs: Sequence[Any] | None = None,
+    outputs: Sequence[Any] | None = None,
+    **options: Any,
+) -> Graph:
+    """Make a JAX function of a ``cudnn.pygraph``, by its nodes; it need not be built or planned.
+
+    Tensors keep their names and uids, nodes their names, so that all references of
+    :class:`jax_cudnn.Graph` work, pygraph's own tensors among them. A tensor that is passed by
+    value and has a value is a constant; one without is an input, which a Python number or NumPy
+    array makes a constant of the plan. A seed or offset of dropout, one INT64 in cuDNN, is two
+    uint32 here, (1, 1, 1, 2): the low and the high word.
+
+    Args:
+        graph: a ``cudnn.pygraph`` of nvidia-cudnn-frontend 1.28 or newer.
+        inputs: references in the order of positional calls; in the order of use if left out.
+        outputs: references in the order of results; all non-virtual results if left out.
+        **options: fields of :class:`jax_cudnn.Options`.
+
+    Returns: a :class:`jax_cudnn.Graph`: callable with arrays or with a dictionary, with all
+    transformations.
+
+    Raises:
+        GraphTypeError: it is no pygraph that keeps its nodes in Python.
+        GraphError: an operation or attribute has no counterpart here; the node is named.
+
+    Example:
+        >>> import cudnn, jax, jax.numpy as jnp, jax_cudnn as jc
+        >>> g = cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT)
+        >>> x = g.tensor(name="x", dim=[4, 8, 16])
+        >>> y = g.relu(input=x, name="relu").set_output(True)
+        >>> relu = jc.from_pygraph(g, inputs=[x], outputs=[y])
+        >>> jax.grad(lambda x: relu(x).sum())(jnp.ones((4, 8, 16))).shape
+        (4, 8, 16)
+    """
+    nodes = getattr(graph, "nodes", None)
+    if not isinstance(nodes, list) or not hasattr(graph, "context"):
+        raise GraphTypeError(
+            "from_pygraph got no pygraph that keeps its nodes",
+            expected="a cudnn.pygraph of nvidia-cudnn-frontend 1.28 or newer",
+            got=f"{type(graph).__name__}",
+            fix="upgrade the frontend; a deserialised graph has plans, but no nodes",
+            where=user_line(),
+        )
+    context = graph.context
+    made = Graph(
+        name=getattr(graph, "_cpp_graph_kwargs", {}).get("name", "pygraph"),
+        io_data_type=context.io_data_type,
+        intermediate_data_type=context.intermediate_data_type,
+        **options,
+    )
+    with made:
+        copied = _Copy(made, context.intermediate_data_type or "float32")
+        for node in nodes:
+            copied.add(node)
+        marked = tuple(tensor for tensor in made._built.handles.values() if tensor.is_output)
+        made._io = copied.references(inputs), copied.references(outputs) or marked
+    return made
+
+
+class _Copy:
+    """Carries nodes over, and knows what became of each tensor."""
+
+    def __init__(self, graph: Graph, intermediate: Any) -> None:
+        self._graph, self._intermediate = graph, intermediate
+        self._made: dict[int, Any] = {}
+
+    @property
+    def _recorder(self) -> Recorder:
+        return self._graph._built
+
+    def references(self, given: Sequence[Any] | None) -> tuple[Any, ...] | None:
+        """References with pygraph's tensors replaced by those that they became."""
+        if given is None:
+            return None
+        return tuple(
+            self._made.get(ref.uid, ref) if hasattr(ref, "get_uid") else ref for ref in given
+        )
+
+    def add(self, node: Any) -> None:
+        """Adds a node; GraphError that names it where there is no counterpart."""
+        method = _method(node)
+        try:
+            arguments = self._arguments(method, node)
+            name = None if node.name in self._recorder.nodes else node.name  # it need be no other's
+            getattr(self._graph, method)(**arguments, name=name)
+        except JaxCudnnError as error:
+            error.summary = f"from_pygraph: node {node.name!r}: {error.summary}"
+            raise
+        call = [*self._recorder.nodes.values()][-1]
+        made = {port: self._recorder.handles[result] for port, result in call.outputs}
+        for port, tensor in dict(node.outputs).items():
+            if len(made) == 1:  # which may have another name there
+                (port,) = made
+            self._describe(made[ASKED_FOR.get(port, port)], tensor)
+
+    def _arguments(self, method: str, node: Any) -> dict[str, Any]:
+        """The keywords of pygraph's method, from a node's ports and parameters."""
+        if method not in REGISTRY:
+            raise GraphError(
+                "no operation here is its counterpart", expected=", ".join(REGISTRY), got=method
+            )
+        cls, params = REGISTRY[method], dict(node.params)
+        operands = {
+            port: self._operand(tensor, method, port) for port, tensor in node.inputs.items()
+        }
+        if params.get("mode") == method:  # an operation on each element: its ports are numbered
+            del params["mode"]
+            operands = dict(zip(cls.ports.input_names, operands.values(), strict=True))
+        given = {**operands, **params}
+        given |= {port: True for port in node.outputs if port in ASKED_FOR}
+        for count in [key for key in given if key.startswith("_n_")]:
+            port = count.removeprefix("_n_")
+            given[port] = [given.pop(f"{port}_{i}") for i in range(given.pop(count))]
+        if parts := given.pop("_dropout_n", None):
+            given["dropout"] = tuple(given.pop(f"dropout_{i}") for i in range(parts))
+        functions = [name for name, value in given.items() if callable(value)]
+        if functions:
+            raise GraphError(
+                f"{functions[0]} is a function of cuDNN's graphs",
+                why="it adds to a graph of the frontend's, which JAX does not see",
+                fix="jax_cudnn.ops.dot_product_attention(score_mod=...) takes a function of arrays",
+            )
+        compute = _known(node.compute_data_type)
+        if compute is not None and cls.product and not method.startswith("sdpa"):
+            given["compute_data_type"] = compute
+        return given
+
+    def _operand(self, tensor: Any, method: str, port: str) -> Any:
+        if tensor.uid in self._made:
+            return self._made[tensor.uid]
+        if "mxfp8" not in method:  # which orders its scales itself
+            refuse_reordered(tensor.reordering_type)
+        if tensor.pass_by_value is not None:
+            return tensor.pass_by_value
+        words = port in ("dropout_1", "dropout_2")
+        made = self._graph.tensor(
+            dim=(1, 1, 1, 2) if words else tensor.dim,
+            data_type=WORDS if words else tensor.get_data_type(),
+            is_pass_by_value=tensor.is_pass_by_value,
+            ragged_offset=tensor.ragged_offset,
+            name=tensor.name,
+            uid=tensor.uid,
+        )
+        if tensor.stride_assigned and not words:
+            made.set_stride(tensor.stride)
+        self._made[tensor.uid] = made
+        return made
+
+    def _describe(self, result: NamedTensor, tensor: Any) -> None:
+        """What was said of a result."""
+        if tensor.ragged_offset is not None:
+            refuse_ragged(tensor.ragged_offset)
+        self._made[tensor.uid] = result
+        result.set_name(tensor.name).set_uid(tensor.uid)
+        if tensor.dim and (tensor.dim_assigned or self._recorder.is_open_in_shape(result)):
+            result.set_dim(tensor.dim)
+        if tensor.stride_assigned and tensor.stride:
+            result.set_stride(tensor.stride)
+        data_type = _known(tensor.get_data_type())
+        if not tensor.is_virtual:
+            result.set_output(True)
+        elif data_type in (None, self._intermediate):
+            # What floats have anyway; here integers would keep their own, and truths are truths.
+            data_type = self._intermediate if result._state.dtype in INTEGERS else None
+        if data_type is not None:
+            result.set_data_type(data_type)
+
+
+def _method(node: Any) -> str:
+    """pygraph's method by which a node was made."""
+    kind: str = node.node_type.name
+    return node.params["mode"] if kind == "POINTWISE" else _METHODS.get(kind, kind.lower())
+
+
+# Where the kind of a node is not its method's name.
+_METHODS: dict[str, str] = {
+    f"{method.removesuffix('_backward').upper()}_BWD": method
+    for method in REGISTRY
+    if method.endswith("_backward")
+}
+
+
+def _known(data_type: Any) -> Any:
+    return None if getattr(data_type, "name", None) == "NOT_SET" else data_type

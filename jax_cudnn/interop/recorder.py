@@ -1,0 +1,278 @@
+"""Recorder: the graph builder behind a Graph, with names for nodes and tensors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from .._core.errors import GraphError, JaxCudnnError
+from .._core.graph import layout
+from .._core.graph.builder import GraphBuilder
+from .._core.graph.calls import signature
+from .._core.graph.dims import Shape, packed_strides
+from .._core.graph.dtypes import is_floating
+from .._core.graph.node import REGISTRY
+from .._core.graph.options import Options, Surroundings
+from .._core.graph.promotion import result_dtype
+from .._core.graph.source import user_line
+from .._core.graph.spec import Call, GraphSpec, Tensor, intern
+from .._core.graph.tensor import GraphTensor
+from .references import References
+from .spellings import always_returned, spelled
+from .templates import Template, compute_name, is_array
+from .tensors import NamedTensor
+
+Constants = tuple[tuple[str, str], ...]
+"""Inputs that are numbers, each with ``float.hex`` of its value."""
+
+
+class Recorder(GraphBuilder):
+    """Collects operations as a graph function's ``g`` does, from pygraph's calls.
+
+    Arrays become inputs. Nodes have names; shapes and dtypes that the user changes after a tensor
+    was used are inferred anew when the graph is concluded.
+    """
+
+    def __init__(self, options: Options, io_data_type: str | None) -> None:
+        super().__init__(options)
+        self._positions: dict[str, int] = {}
+        self.handles: dict[str, NamedTensor] = {}
+        self.references = References(self.handles)
+        self.spec: GraphSpec | None = None
+        self._io_data_type = io_data_type
+        self._uids: dict[int, NamedTensor] = {}
+        self._chosen_uids: set[int] = set()
+
+    @property
+    def nodes(self) -> dict[str, Call]:
+        """The operations by the names of their nodes."""
+        return {name: self._calls[at] for name, at in self._positions.items()}
+
+    # -- tensors --------------------------------------------------------------------------------
+
+    def declare(self, name: str, template: Template) -> NamedTensor:
+        """An input of the graph."""
+        tensor = self.handles[self.input(name, template.shape, template.dtype).name]
+        tensor.by_value = template.by_value
+        if template.order is not None:
+            self._set_order(tensor, template.order)
+        return tensor
+
+    def _add(self, state: Tensor) -> NamedTensor:
+        name = super()._add(state).name
+        uid = next(uid for uid in itertools.count(1) if uid not in self._uids)
+        self.handles[name] = self._uids[uid] = NamedTensor(self, self._tensors[name], uid)
+        return self.handles[name]
+
+    def is_result(self, tensor: GraphTensor) -> bool:
+        """Whether an operation computes the tensor."""
+        return any(tensor.name in dict(call.outputs).values() for call in self._calls)
+
+    def is_open_in_shape(self, tensor: GraphTensor) -> bool:
+        """Whether the operation that computes the tensor leaves its shape to the user."""
+        makers = (c for c in self._calls if tensor.name in dict(c.outputs).values())
+        return any(field.name == "out_dims" for c in makers for field in fields(c.node))
+
+    def check_result(self, tensor: GraphTensor, method: str) -> None:
+        """GraphError for an input or a constant."""
+        if not self.is_result(tensor):
+            raise GraphError(
+                f"{method} of the input {tensor.name}",
+                expected="a result of an operation",
+                fix="pass it through g.identity to return it",
+                where=user_line(),
+            )
+
+    def give_uid(self, tensor: NamedTensor, uid: int) -> None:
+        """The tensor's number is ``uid``; a tensor that has it by itself gets another one."""
+        holder = self._uids.get(uid, tensor)
+        if holder is not tensor and uid in self._chosen_uids:
+            raise GraphError(
+                f"set_uid({uid}): two tensors would have this uid",
+                got=f"{holder.name} and {tensor.name}",
+                where=user_line(),
+            )
+        holder.uid, tensor.uid = tensor.uid, uid
+        self._uids[holder.uid], self._uids[uid] = holder, tensor
+        self._chosen_uids.add(uid)
+
+    def strides(self, tensor: NamedTensor) -> list[int]:
+        """Of a concluded graph's tensor as cuDNN sees it, else as far as they are known."""
+        order = tensor._state.order
+        if self.spec is not None and tensor.name in {t.name for t in self.spec.tensors}:
+            order = layout.major_to_minor(self.spec, self.spec.tensor(tensor.name))
+        return packed_strides(tensor.shape, order or tuple(range(tensor.ndim)))
+
+    # -- operations -----------------------------------------------------------------------------
+
+    def check_open(self, what: str) -> None:
+        """GraphError when the graph is concluded."""
+        if self.spec is not None:
+            raise GraphError(
+                f"{what} after the graph was built",
+                why="a graph is fixed when its `with` ends",
+                fix="do it inside, or build another graph",
+                where=user_line(),
+            )
+
+    def _apply(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.check_open(f"g.{method}")
+        node = self._node_name(method, kwargs.pop("name", None))
+        kwargs = spelled(method, kwargs)
+        if kwargs.get("compute_data_type") is not None:
+            kwargs["compute_data_type"] = compute_name(kwargs["compute_data_type"])
+        try:
+            bound = _signature(method).bind(*args, **kwargs)
+        except TypeError:
+            super()._apply(method, *args, **kwargs)  # which says it in words
+            raise
+        ports = {port.name for port in REGISTRY[method].ports.inputs}
+        for position, name in enumerate(_signature(method).parameters):
+            if name in ports and name in bound.arguments:
+                value = bound.arguments[name]
+                bound.arguments[name] = self._operand(value, node, name, position)
+        super()._apply(method, *bound.args, **bound.kwargs)
+        return self._results(node, self._calls[-1])
+
+    def _node_name(self, method: str, name: str | None) -> str:
+        name = name or f"{method}.{self._counts[method]}"
+        if name in self._positions:
+            raise GraphError(
+                f"two nodes are called {name!r}",
+                fix="give one another name, or none",
+                where=user_line(),
+            )
+        return name
+
+    def _operand(self, value: Any, node: str, port: str, position: int) -> Any:
+        """What a port is given, arrays as inputs of the graph; references to it are noted."""
+        if isinstance(value, (list, tuple)):
+            return [self._operand(x, f"{node}::{port}", str(i), i) for i, x in enumerate(value)]
+        if isinstance(value, np.generic):
+            return value.item()
+        if is_array(value):
+            tensor = self.references.recall(value)
+            if tensor is None:
+                tensor = self.declare(f"{node}::{port}", Template.of(value))
+                self.references.remember(value, tensor)
+            value = tensor
+        if isinstance(value, NamedTensor):
+            self.references.name(f"{node}::{port}", value)
+            self.references.alias(f"{node}::{position}", value)
+            if port in _IN_DROPOUT:
+                self.references.alias(f"{node}::dropout::{_IN_DROPOUT[port]}", value)
+        return value
+
+    def _results(self, node: str, call: Call) -> Any:
+        """What the frontend's method returns: a tensor, or a list that has None for those that a
+        node with these attributes has not."""
+        self._positions[node] = len(self._calls) - 1
+        made = {port: self.handles[name] for port, name in call.outputs}
+        for port, tensor in made.items():
+            self.references.result(node, call.node.method, port, tensor)
+        ports = call.node.ports.output_names
+        if len(ports) == 1:
+            return made[ports[0]]
+        return [made.get(port) for port in ports if port in made or always_returned(port)]
+
+    def _unused(self, tensor: GraphTensor, method: str) -> None:
+        """Tensors may be changed after they were used: see :meth:`conclude`."""
+
+    # -- the graph ------------------------------------------------------------------------------
+
+    def conclude(self, outputs: Sequence[NamedTensor]) -> GraphSpec:
+        """End the building of a graph with these outputs: every shape and dtype is final.
+
+        A floating output without a dtype of its own has the graph's ``io_data_type``, unless the
+        operation fixes it (statistics of a normalization are float32).
+        """
+        names = {tensor.name for tensor in outputs}
+        for call in self._calls:
+            inputs = {port: self._tensors[name] for port, name in call.inputs}
+            try:
+                inferred = call.node.infer(inputs)
+            except JaxCudnnError as error:
+                error.summary = f"{call.name}, after tensors were changed: {error.summary}"
+                raise
+            for port, name in call.outputs:
+                shape, dtype = inferred[port]
+                if name in self._typed:
+                    dtype = self._tensors[name].dtype
+                elif name in names and self._io_data_type and is_floating(dtype):
+                    free = dtype == result_dtype(inputs) or call.node.ports.output_names == (port,)
+                    dtype = self._io_data_type if free else dtype
+                self._put(replace(self._tensors[name], shape=shape, dtype=dtype))
+        self.spec = self.finished(outputs, self._options, Surroundings.now())
+        return self.spec
+
+    def finished(
+        self,
+        outputs: Sequence[NamedTensor],
+        options: Options,
+        around: Surroundings,
+        constants: Constants = (),
+    ) -> GraphSpec:
+        """The spec for these outputs; inputs that are numbers become constants of it."""
+        spec = self.finish(outputs, options, around)
+        return with_usual_orders(_inputs_first(_with_constants(spec, dict(constants))))
+
+    def _put(self, state: Tensor) -> None:
+        self._tensors[state.name] = self.handles[state.name]._state = state
+
+
+_IN_DROPOUT = {"seed": 1, "offset": 2}
+"""Where these stand in the frontend's argument ``dropout``."""
+
+
+@functools.cache
+def _signature(method: str) -> inspect.Signature:
+    return signature(REGISTRY[method])
+
+
+def _with_constants(spec: GraphSpec, literals: dict[str, str]) -> GraphSpec:
+    """The same graph where inputs are numbers; in it those are float32 or int32."""
+    if not literals:
+        return spec
+
+    def known(tensor: Tensor) -> Tensor:
+        dtype = "float32" if is_floating(tensor.dtype) else "int32"
+        return replace(tensor, literal=literals[tensor.name], dtype=dtype)
+
+    tensors = tuple(known(t) if t.name in literals else t for t in spec.tensors)
+    inputs = tuple(name for name in spec.inputs if name not in literals)
+    return intern(replace(spec, tensors=tensors, inputs=inputs, _cache={}))
+
+
+def _inputs_first(spec: GraphSpec) -> GraphSpec:
+    """The same graph with its tensors in a graph function's order: equal graphs share plans."""
+    ordered = sorted(spec.tensors, key=lambda tensor: tensor.name not in spec.inputs)
+    return intern(replace(spec, tensors=tuple(ordered), _cache={}))
+
+
+def with_usual_orders(spec: GraphSpec) -> GraphSpec:
+    """The same graph where tensors state no memory order that they have anyway: such a graph is the
+    same value as one that states none, and may be shown to cuDNN under other dims."""
+    if all(tensor.order is None for tensor in spec.tensors):
+        return spec
+    silent = tuple(replace(tensor, order=None) for tensor in spec.tensors)
+    usual = replace(spec, tensors=silent, _cache={})
+
+    def said(tensor: Tensor) -> tuple[int, ...] | None:
+        same = tensor.order is None or _apparent(tensor.shape, tensor.order) == _apparent(
+            tensor.shape, layout.major_to_minor(usual, replace(tensor, order=None))
+        )
+        return None if same else tensor.order
+
+    tensors = tuple(replace(tensor, order=said(tensor)) for tensor in spec.tensors)
+    return intern(replace(spec, tensors=tensors, _cache={}))
+
+
+def _apparent(shape: Shape, order: tuple[int, ...]) -> list[int]:
+    """The order of those dimensions that have more than one element."""
+    return [axis for axis in order if shape[axis] != 1]

@@ -1,0 +1,116 @@
+"""References to the tensors of a Graph: by node and port, name, uid, tensor, or array."""
+
+from __future__ import annotations
+
+import difflib
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from .._core.errors import GraphError
+from .._core.graph.source import user_line
+from .templates import is_array
+from .tensors import NamedTensor
+
+# Names of results in cuDNN's frontend, where they are not the ports' own.
+_PYGRAPH = {
+    "inv_var": "INV_VARIANCE",
+    "mean": "MEAN",
+    "next_running_mean": "NEXT_RUNNING_MEAN",
+    "next_running_var": "NEXT_RUNNING_VAR",
+    "DScale": "DSCALE",
+    "DBias": "DBIAS",
+}
+
+
+def result_name(method: str, port: str) -> str:
+    """What cuDNN's frontend calls a result of an operation."""
+    if method == "reduction":
+        return "OUT_0"
+    if method == "rmsnorm_backward":
+        return {"DScale": "Dscale", "DBias": "Dbias"}.get(port, port)
+    return _PYGRAPH.get(port, port)
+
+
+class References:
+    """Finds the tensor that a reference means.
+
+    Arrays are known by identity and are not kept alive: a graph needs their shapes alone.
+    """
+
+    def __init__(self, tensors: Mapping[str, NamedTensor]) -> None:
+        self._tensors = tensors
+        self._named: dict[str, NamedTensor] = {}
+        self._aliases: dict[str, NamedTensor] = {}
+        self._arrays: dict[int, tuple[Any, NamedTensor]] = {}
+
+    def name(self, name: str, tensor: NamedTensor) -> None:
+        """Have a name like ``conv2d::image`` mean a tensor."""
+        self._named.setdefault(name, tensor)
+
+    def alias(self, name: str, tensor: NamedTensor) -> None:
+        """Have a name that error messages do not list mean a tensor."""
+        self._aliases.setdefault(name.lower(), tensor)
+
+    def result(self, node: str, method: str, port: str, tensor: NamedTensor) -> None:
+        """Have a node's result be found by cuDNN's name and by the port's, in any case."""
+        self.name(f"{node}::{result_name(method, port)}", tensor)
+        self.alias(f"{node}::{result_name(method, port)}", tensor)
+        self.alias(f"{node}::{port}", tensor)
+
+    def remember(self, array: Any, tensor: NamedTensor) -> None:
+        """Have an array mean a tensor, as long as it lives."""
+        self._arrays[id(array)] = _weakly(array), tensor
+
+    def recall(self, array: Any) -> NamedTensor | None:
+        """The tensor that an array was given for, if it was."""
+        alive, tensor = self._arrays.get(id(array), (None, None))
+        return tensor if alive is not None and alive() is array else None
+
+    def find(self, reference: Any) -> NamedTensor:
+        """The tensor; GraphError that lists the known references where there is none."""
+        if isinstance(reference, NamedTensor):
+            found = self._tensors.get(reference.name)
+            found = found if found is reference else None
+        elif isinstance(reference, str):
+            found = self._by_text(reference)
+        elif isinstance(reference, int):
+            found = next((t for t in self._tensors.values() if t.uid == reference), None)
+        else:
+            found = self.recall(reference) if is_array(reference) else None
+        if found is None:
+            raise self._unknown(reference)
+        return found
+
+    def _by_text(self, text: str) -> NamedTensor | None:
+        labelled = [t for t in self._tensors.values() if t.label == text]
+        if text in self._named:
+            return self._named[text]
+        if len(labelled) > 1:
+            raise GraphError(
+                f"{text!r} is the name of several tensors",
+                got=", ".join(tensor.name for tensor in labelled),
+                fix="refer to them by node and port, by uid, or by the tensors",
+                where=user_line(),
+            )
+        return labelled[0] if labelled else self._aliases.get(text.lower())
+
+    def _unknown(self, reference: Any) -> GraphError:
+        labels = [tensor.label for tensor in self._tensors.values() if tensor.label]
+        known = [*dict.fromkeys((*labels, *self._named))]
+        got = reference if isinstance(reference, (str, int)) else f"a {type(reference).__name__}"
+        near = difflib.get_close_matches(str(reference), known, n=2, cutoff=0.5)
+        return GraphError(
+            f"the graph has no tensor {got!r}",
+            expected=f"one of {', '.join(known)}; a uid, a tensor of this graph, or an array that "
+            "was given while building it",
+            fix=f"did you mean {' or '.join(map(repr, near))}?" if near else None,
+            where=user_line(),
+        )
+
+
+def _weakly(array: Any) -> Any:
+    try:
+        return weakref.ref(array)
+    except TypeError:  # a few types, none of which holds memory
+        return lambda: array

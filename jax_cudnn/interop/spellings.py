@@ -1,0 +1,71 @@
+"""How cuDNN's frontend spells what a graph function's ``g`` spells otherwise: its attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.calls import signature
+from .._core.graph.node import REGISTRY
+from .._core.graph.source import user_line
+
+# What says how cuDNN is to run attention, or what the operands say anyway.
+_WITHOUT_MEANING = ("implementation", "use_padding_mask", "unfuse_fma")
+_CAUSAL = {"use_causal_mask": "TOP_LEFT", "use_causal_mask_bottom_right": "BOTTOM_RIGHT"}
+_WINDOWS = ("sliding_window_length", "sliding_window")
+ASKED_FOR = {"rng_dump": "RNG_DUMP", "dBias": "dBias", "dSink_token": "dSink_token"}
+"""Results of attention that are asked for; in the frontend by the tensor that is to be them."""
+
+
+def spelled(method: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a method of ``g`` for those of pygraph's method."""
+    if not method.startswith("sdpa") or method not in REGISTRY:
+        return keywords
+    names = signature(REGISTRY[method]).parameters
+    given = {name: value for name, value in keywords.items() if value is not None}
+    for name in _WITHOUT_MEANING:
+        given.pop(name, None)
+    _say_band(given, "diagonal_band_" if "diagonal_band_left_bound" in names else "")
+    if "generate_stats" in names:
+        inference = given.pop("is_inference", True)
+        given.setdefault("generate_stats", not inference)
+    if "dropout" in given:
+        given |= _dropout(given.pop("dropout"))
+    for name in ASKED_FOR:
+        if name in given and not isinstance(given[name], bool):
+            raise GraphTypeError(
+                f"{method}: {name} is a result",
+                expected=f"{name}=True",
+                got=f"{type(given[name]).__name__}: {given[name]!r}"[:200],
+                fix=f"take it from what {method} returns, behind the other results",
+                where=user_line(),
+            )
+    return given
+
+
+def always_returned(port: str) -> bool:
+    """Whether the frontend's method has a place for a result also where there is none: None."""
+    return port not in (*ASKED_FOR.values(), "MASK")
+
+
+def _say_band(given: dict[str, Any], prefix: str) -> None:
+    """Causal masks and windows as bounds of a band of diagonals."""
+    for name, alignment in _CAUSAL.items():
+        if given.pop(name, False):
+            given[f"{prefix}right_bound"] = 0
+            given["diagonal_alignment"] = alignment
+    for name in _WINDOWS:
+        if name in given:
+            given[f"{prefix}left_bound"] = given.pop(name)
+
+
+def _dropout(dropout: Any) -> dict[str, Any]:
+    if not isinstance(dropout, (tuple, list)) or len(dropout) != 3:
+        raise GraphError(
+            "dropout is not valid",
+            expected="(probability, seed, offset)",
+            got=repr(dropout)[:200],
+            fix="a mask that is given is dropout_mask=, with dropout_probability=",
+            where=user_line(),
+        )
+    return dict(zip(("dropout_probability", "seed", "offset"), dropout, strict=True))

@@ -1,0 +1,137 @@
+"""What an array tells a graph: its shape, its dtype and how it lies in memory, but no values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dims import Shape, order_of_strides
+from .._core.graph.dtypes import WORDS, canonical, canonical_compute, itemsize
+from .._core.graph.spec import Tensor
+from .._core.graph.tensor import GraphTensor
+
+
+@dataclass(frozen=True)
+class Template:
+    """What a graph takes over from an array.
+
+    ``order`` lists the dimensions from the slowest in memory to the fastest; None where the array
+    is row-major, or has no strides: then the graph lies as it would without a template.
+    ``by_value`` says that it is one number in the host's memory, as cuDNN's epsilons are.
+    """
+
+    shape: Shape
+    dtype: str
+    order: tuple[int, ...] | None = None
+    by_value: bool = False
+
+    @classmethod
+    def of(cls, array: Any) -> Template:
+        """The template that an array of any library is; GraphTypeError for a dtype without cuDNN
+        data type."""
+        shape = tuple(array.shape)
+        from_numpy = isinstance(array, (np.ndarray, np.generic))
+        dtype = dtype_name(
+            jax.dtypes.canonicalize_dtype(array.dtype) if from_numpy else array.dtype
+        )
+        by_value = _in_host_memory(array) and math.prod(shape) == 1
+        return cls(shape, dtype, _order(array, shape, dtype), by_value)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of some library, a tracer, or a ShapeDtypeStruct."""
+    has_type = hasattr(value, "shape") and hasattr(value, "dtype")
+    return has_type and not isinstance(value, GraphTensor)
+
+
+def dtype_name(dtype: Any) -> str:
+    """JAX's name of a dtype of JAX, NumPy, torch or cuDNN; pairs of uint32 are cuDNN's INT64."""
+    dtype = _without_torch(dtype)
+    return WORDS if getattr(dtype, "name", dtype) == WORDS else canonical(dtype)
+
+
+def compute_name(dtype: Any) -> str:
+    """The same for a type in which operations compute."""
+    return canonical_compute(_without_torch(dtype))
+
+
+def operand(tensor: Tensor, value: Any, name: str) -> jax.Array:
+    """The JAX array for an input of a graph; GraphError or GraphTypeError where it does not fit."""
+    array = _as_jax(value, name)
+    if math.prod(array.shape) == 1 == math.prod(tensor.shape):
+        array = array.reshape(tensor.shape)  # a scalar beside tensors has one of their rank
+    if getattr(array, "weak_type", False):
+        array = array.astype(tensor.dtype)
+    if (array.shape, array.dtype.name) == (tensor.shape, tensor.dtype):
+        return array
+    raise (GraphError if array.dtype.name == tensor.dtype else GraphTypeError)(
+        f"{name} is not as the graph was built for it",
+        expected=f"{tensor.dtype}{list(tensor.shape)}",
+        got=f"{array.dtype.name}{list(array.shape)}",
+        why="a cuDNN graph has fixed shapes and dtypes",
+        fix="cast or reshape the array, or build a graph for each kind of arrays: "
+        "@jax_cudnn.graph_cache keeps them",
+    )
+
+
+def number(value: Any) -> float | None:
+    """The number that a value is without reading a device: a Python number or one of NumPy."""
+    if isinstance(value, (np.ndarray, np.generic)) and value.size == 1:
+        return float(value.reshape(()))
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
+
+def _as_jax(value: Any, name: str) -> jax.Array:
+    try:
+        if isinstance(value, (jax.Array, np.ndarray)) or hasattr(value, "__jax_array__"):
+            return jnp.asarray(value)
+        if hasattr(value, "__dlpack__"):
+            # torch exports no tensor that records gradients.
+            return jax.dlpack.from_dlpack(value.detach() if hasattr(value, "detach") else value)
+        return jnp.asarray(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise GraphTypeError(
+            f"{name} got a value that is no array",
+            expected="an array of JAX, NumPy or a library that speaks DLPack",
+            got=f"{type(value).__name__}: {value!r}"[:200],
+            why=f"{type(error).__name__}: {error}"[:200],
+        ) from error
+
+
+def _without_torch(dtype: Any) -> Any:
+    """torch's dtypes have the names of JAX's behind ``torch.``."""
+    text = str(dtype)
+    return text.removeprefix("torch.") if text.startswith("torch.") else dtype
+
+
+def _in_host_memory(array: Any) -> bool:
+    if isinstance(array, jax.Array):  # tracers, too, have no device to be asked for
+        return False
+    on = getattr(getattr(array, "device", None), "type", None)  # torch's
+    return isinstance(array, (np.ndarray, np.generic)) or on == "cpu"
+
+
+def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
+    strides = _element_strides(array, dtype)
+    if strides is None or len(strides) != len(shape):
+        return None
+    order = order_of_strides(shape, strides)
+    return None if order == tuple(range(len(shape))) else order
+
+
+def _element_strides(array: Any, dtype: str) -> list[int] | None:
+    """torch's ``stride()`` counts elements, the ``strides`` of NumPy and CuPy bytes."""
+    if callable(getattr(array, "stride", None)):
+        return [int(step) for step in array.stride()]
+    strides = getattr(array, "strides", None)
+    if strides is None:
+        return None
+    size = getattr(array, "itemsize", itemsize(dtype))
+    return [int(step) // size for step in strides]

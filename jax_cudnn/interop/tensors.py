@@ -1,0 +1,120 @@
+"""The tensors of a Graph: graph tensors with pygraph's names, uids and marks of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .._core.errors import GraphAttributeError
+from .._core.graph.source import user_line
+from .._core.graph.spec import Tensor
+from .._core.graph.tensor import GraphTensor
+from .templates import dtype_name
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+# Setters of pygraph's tensors that say what XLA's arrays are not, and what to do instead.
+_NOT_HERE = {
+    "set_ragged_offset": "packed tokens are jax_cudnn.ops.packed_dot_product_attention's",
+    "set_ragged_offset_multiplier": "packed tokens are "
+    "jax_cudnn.ops.packed_dot_product_attention's",
+    "set_reordering_type": "scales of blocks are ordered by jax_cudnn.ops.quantize_mxfp8",
+}
+
+
+class NamedTensor(GraphTensor):
+    """A tensor of a :class:`jax_cudnn.Graph`.
+
+    Beside a graph tensor's own, it has the setters of ``cudnn.tensor``, which return the tensor:
+    ``set_output``, ``set_name``, ``set_uid``, ``set_data_type``, ``set_dim``, ``set_stride``; each
+    may be called until the graph's ``with`` ends, whether the tensor was used or not.
+    """
+
+    __slots__ = ("by_value", "is_output", "label", "uid")
+
+    _builder: Recorder
+
+    def __init__(self, recorder: Recorder, state: Tensor, uid: int):
+        super().__init__(recorder, state)
+        self.uid, self.label = uid, ""
+        self.is_output = self.by_value = False
+
+    def set_output(self, is_output: bool = True) -> NamedTensor:
+        """Have the graph return the tensor."""
+        self._builder.check_open("set_output")
+        self._builder.check_result(self, "set_output")
+        self.is_output = is_output
+        return self
+
+    def set_is_virtual(self, value: bool) -> NamedTensor:
+        """The opposite of :meth:`set_output`."""
+        return self.set_output(not value)
+
+    def set_name(self, name: str) -> NamedTensor:
+        """Give the tensor a name by which it can be referred to."""
+        self._builder.check_open("set_name")
+        self.label = str(name)
+        return self
+
+    def set_uid(self, uid: int) -> NamedTensor:
+        """Give the tensor a number by which it can be referred to."""
+        self._builder.check_open("set_uid")
+        self._builder.give_uid(self, int(uid))
+        return self
+
+    def set_is_pass_by_value(self, value: bool) -> NamedTensor:
+        """Say that the tensor is one number in the host's memory: given as a Python number or as
+        a NumPy array, it is a constant of the plan."""
+        self._builder.check_open("set_is_pass_by_value")
+        self.by_value = value
+        return self
+
+    def set_data_type(self, data_type: Any) -> NamedTensor:
+        """Round the tensor to this dtype: one of JAX, NumPy, torch or cuDNN, or its name."""
+        self._builder.check_open("set_data_type")
+        super().set_data_type(dtype_name(data_type))
+        return self
+
+    def set_dim(self, dim: Sequence[int]) -> NamedTensor:
+        """Give the output's shape to an operation that leaves it open (a reduction, a reshape)."""
+        self._builder.check_open("set_dim")
+        super().set_dim(dim)
+        return self
+
+    def set_stride(self, stride: Sequence[int]) -> NamedTensor:
+        """State how the tensor lies in memory, by packed element strides in any order."""
+        self._builder.check_open("set_stride")
+        super().set_stride(stride)
+        return self
+
+    def get_name(self) -> str:
+        return self.label or self.name
+
+    def get_uid(self) -> int:
+        return self.uid
+
+    def get_stride(self) -> list[int]:
+        """Element strides as cuDNN is given them; before the graph's ``with`` has ended those that
+        were stated, else those of a row-major array."""
+        return self._builder.strides(self)
+
+    def get_data_type(self) -> Any:
+        """The dtype, as JAX has it."""
+        return self.dtype
+
+    def get_is_virtual(self) -> bool:
+        return not self.is_output and self._builder.is_result(self)
+
+    def get_is_pass_by_value(self) -> bool:
+        return self.by_value or self._state.value is not None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_HERE:
+            raise GraphAttributeError(
+                f".{name} is not for tensors of a Graph",
+                got=str(self._state),
+                fix=_NOT_HERE[name],
+                where=user_line(),
+            )
+        return super().__getattr__(name)

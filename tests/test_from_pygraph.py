@@ -1,0 +1,303 @@
+"""``jc.from_pygraph``: graphs built with cuDNN's frontend, as JAX functions."""
+
+import doctest
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.planning import build, frontend
+from jax_cudnn.bench.cases import all_cases
+from jax_cudnn.interop import pygraph as pygraph_module
+
+if importlib.util.find_spec("cudnn") is None:
+    pytest.skip("nvidia-cudnn-frontend is not installed", allow_module_level=True)
+
+SPATIAL = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
+
+
+@pytest.fixture(scope="module")
+def cudnn():
+    return frontend.load()
+
+
+def pygraph(cudnn, **kwargs):
+    types = {"intermediate_data_type": "FLOAT", "compute_data_type": "FLOAT", **kwargs}
+    return cudnn.pygraph(**{key: getattr(cudnn.data_type, name) for key, name in types.items()})
+
+
+def conv_bias_relu(cudnn, io="FLOAT"):
+    g = pygraph(cudnn, io_data_type=io)
+    x = g.tensor(name="X", dim=[2, 16, 6, 5], stride=[480, 1, 80, 16])
+    w = g.tensor(name="W", dim=[8, 16, 3, 3], stride=[144, 1, 48, 16])
+    b = g.tensor(name="B", dim=[1, 8, 1, 1], stride=[8, 1, 8, 8])
+    y = g.conv_fprop(x, w, **SPATIAL, name="conv")
+    y = g.relu(g.bias(input=y, bias=b))
+    return g, (x, w, b), y.set_output(True).set_name("Y").set_uid(90)
+
+
+@jc.graph
+def plain(g, x, w, b):
+    return g.relu(g.bias(g.conv_fprop(x, w, **SPATIAL), b))
+
+
+def operands(dtype="float32"):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (2, 16, 6, 5), (8, 16, 3, 3), (1, 8, 1, 1)
+    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+
+
+# -- what it is ------------------------------------------------------------------------------------
+
+
+def test_it_is_the_graph_function_with_all_references_and_transformations(cudnn):
+    g, inputs, y = conv_bias_relu(cudnn)
+    function = jc.from_pygraph(g, inputs=inputs, outputs=[y])
+    arrays = operands()
+    assert function.spec.canonical() is plain.trace(*arrays)[1].spec.canonical()
+    want = plain(*arrays)
+    np.testing.assert_array_equal(jax.jit(function)(*arrays), want)
+    by_name = function({"X": arrays[0], inputs[1].get_uid(): arrays[1], "bias.0::bias": arrays[2]})
+    np.testing.assert_array_equal(by_name["relu.0::OUT_0"], want)
+    other = jc.from_pygraph(g, inputs=["B", "conv::image", "W"], outputs=[90])
+    np.testing.assert_array_equal(other(arrays[2], *arrays[:2]), want)
+
+    def loss(function):
+        return lambda *args: (function(*args) ** 2).sum()
+
+    for got, expected in zip(
+        jax.grad(loss(function), (0, 1, 2))(*arrays),
+        jax.grad(loss(plain), (0, 1, 2))(*arrays),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    stacked = [jnp.stack([x, x]) for x in arrays]
+    np.testing.assert_allclose(jax.vmap(function)(*stacked)[1], want, rtol=1e-5, atol=1e-5)
+
+
+def test_orders_that_are_left_out(cudnn):
+    g, _, _ = conv_bias_relu(cudnn, "HALF")
+    function = jc.from_pygraph(g, implementation="xla")
+    assert function.spec.options.implementation == "xla"
+    arrays = operands("float16")
+    result = function(dict(zip("XWB", arrays, strict=True)))
+    assert result["relu.0::OUT_0"].dtype == jnp.float16
+    for given in (function, jc.from_pygraph(g, inputs=["X", "W", "B"])):
+        np.testing.assert_array_equal(given(*arrays), result["relu.0::OUT_0"])
+
+
+SPECS = {case.name: case.function.trace(*case.avals)[1].spec for case in all_cases()}
+EMITTED = [name for name, spec in SPECS.items() if not any(c.node.leftover for c in spec.calls)]
+
+
+@pytest.mark.parametrize("name", EMITTED)
+def test_nothing_of_a_node_is_lost(cudnn, name):
+    """What the package emits for planning, carried over and emitted again, is the same."""
+    if not all(hasattr(cudnn.pygraph, call.node.method) for call in SPECS[name].calls):
+        pytest.skip("cudnn.pygraph has no such operation")
+    graph = emitted(cudnn, SPECS[name])
+    assert described(emitted(cudnn, jc.from_pygraph(graph).spec)) == described(graph)
+
+
+def emitted(cudnn, spec):
+    graph = pygraph(cudnn, io_data_type="FLOAT")
+    build._emit(spec, graph, cudnn)
+    return graph
+
+
+def described(graph):
+    def tensors(ports):
+        return {port: (list(t.dim), list(t.stride), t.data_type) for port, t in ports.items()}
+
+    return [
+        (n.node_type, tensors(n.inputs), tensors(n.outputs), str(n.params), n.compute_data_type)
+        for n in graph.nodes
+    ]
+
+
+def test_operations_that_are_not_emitted(cudnn):
+    """Those of the frontend that XLA runs anyway."""
+    g = pygraph(cudnn, io_data_type="FLOAT")
+    x, shift = g.tensor(name="x", dim=[2, 8, 4, 4]), g.tensor(name="s", dim=[1, 8, 1, 1])
+    y = g.batchnorm_inference(input=x, mean=shift, inv_variance=shift, scale=shift, bias=shift)
+    both = g.concatenate(inputs=[x, y], axis=1).set_dim([2, 16, 4, 4])
+    part = g.slice(g.transpose(both, permutation=[0, 2, 3, 1]), slices=[slice(0, 2)] * 4)
+    g.reshape(part).set_dim([4, 4]).set_output(True)
+    function = jc.from_pygraph(g, inputs=[x, shift])
+    a, b = jax.random.normal(jax.random.key(3), (2, 8, 4, 4)), jnp.full((1, 8, 1, 1), 0.5)
+    want = jnp.concatenate([a, (a - b) * b * b + b], 1).transpose(0, 2, 3, 1)[:2, :2, :2, :2]
+    np.testing.assert_allclose(function(a, b), want.reshape(4, 4), rtol=1e-6)
+
+
+# -- attributes ------------------------------------------------------------------------------------
+
+
+def test_numbers_passed_by_value(cudnn):
+    g = pygraph(cudnn, io_data_type="FLOAT")
+    x = g.tensor(name="x", dim=[6, 32])
+    scale = g.tensor(name="scale", dim=[1, 32])
+    epsilon = g.tensor(
+        name="epsilon", dim=[1, 1], is_pass_by_value=True, data_type=cudnn.data_type.FLOAT
+    )
+    half = g.tensor_scalar(0.5, cudnn.scalar_type.COMPILE_TIME_CONST)
+    phase = cudnn.norm_forward_phase.INFERENCE
+    y, nothing = g.rmsnorm(input=x, scale=scale, epsilon=epsilon, norm_forward_phase=phase)
+    assert nothing is None
+    g.mul(y, half).set_output(True).set_name("y")
+    function = jc.from_pygraph(g, inputs=["x", "scale", "epsilon"], outputs=["y"])
+    a, s = jnp.arange(192.0).reshape(6, 32), jnp.full((1, 32), 2.0)
+    want = a * jax.lax.rsqrt((a * a).mean(1, keepdims=True) + 0.1)
+    for given in (0.1, np.full((1, 1), 0.1, np.float32), jnp.float32(0.1)):
+        np.testing.assert_allclose(function(a, s, given), want, rtol=1e-5)
+
+
+def test_attention_in_the_layout_of_tokens(cudnn):
+    g = pygraph(cudnn, io_data_type="FLOAT")
+    tokens = [1024, 8, 32, 1]
+    q, k, v = (g.tensor(name=name, dim=[2, 4, 32, 8], stride=tokens) for name in "qkv")
+    o, stats = g.sdpa(q=q, k=k, v=v, attn_scale=8**-0.5, is_inference=False, use_causal_mask=True)
+    o.set_output(True).set_dim([2, 4, 32, 8]).set_stride(tokens)
+    stats.set_output(True).set_data_type(cudnn.data_type.FLOAT)
+    function = jc.from_pygraph(g, inputs=[q, k, v])
+    arrays = jax.random.normal(jax.random.key(1), (3, 2, 32, 4, 8))
+    got, _ = function(*arrays.transpose(0, 1, 3, 2, 4))
+    want = jax.nn.dot_product_attention(*arrays, is_causal=True)
+    np.testing.assert_allclose(got.transpose(0, 2, 1, 3), want, rtol=1e-4, atol=1e-5)
+    assert all(t.order == (0, 2, 1, 3) for t in function.spec.tensors if t.shape[-1] == 8)
+
+
+def test_dropout_and_gradients_that_are_asked_for(cudnn):
+    g = pygraph(cudnn, io_data_type="BFLOAT16")
+    shapes = {"q": 8, "k": 8, "v": 8, "o": 8, "dO": 8}
+    tensors = {name: g.tensor(name=name, dim=[2, 4, 32, d]) for name, d in shapes.items()}
+    stats = g.tensor(name="stats", dim=[2, 4, 32, 1], data_type=cudnn.data_type.FLOAT)
+    words = [g.tensor(name=n, dim=[1, 1, 1, 1], data_type=cudnn.data_type.INT64) for n in "st"]
+    bias, d_bias = (g.tensor(name=n, dim=[1, 4, 32, 32]) for n in ("bias", "d_bias"))
+    results = g.sdpa_backward(
+        **tensors, stats=stats, bias=bias, dBias=d_bias, dropout=(0.1, *words), use_causal_mask=True
+    )
+    for result in (*results, d_bias):
+        result.set_output(True)
+    spec = jc.from_pygraph(g, outputs=[*results, d_bias]).spec
+    assert [spec.tensor(name).shape for name in spec.outputs] == [(2, 4, 32, 8)] * 3 + [
+        (1, 4, 32, 32)
+    ]
+    assert {spec.tensor(n).dtype for n in spec.inputs} == {"bfloat16", "float32", "uint32"}
+    (call,) = spec.calls
+    assert (call.node.dropout_probability, call.node.diagonal_band_right_bound) == (0.1, 0)
+
+
+def test_types_of_the_graph_and_shapes_that_are_given(cudnn):
+    g = pygraph(cudnn, io_data_type="HALF", intermediate_data_type="BFLOAT16")
+    x = g.tensor(name="x", dim=[4, 8, 16])
+    y = g.reshape(g.transpose(g.exp(x), permutation=[0, 2, 1]))
+    y.set_dim([64, 8]).set_output(True)
+    largest = g.reduction(g.exp(x), mode=cudnn.reduction_mode.MAX)
+    largest.set_dim([4, 1, 16]).set_output(True).set_data_type(cudnn.data_type.FLOAT)
+    function = jc.from_pygraph(g, inputs=[x], outputs=[largest, y])
+    a = jax.random.normal(jax.random.key(2), (4, 8, 16), jnp.float16)
+    top, flat = function(a)
+    rounded = jnp.exp(a.astype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(top, rounded.max(1, keepdims=True).astype(jnp.float32))
+    want = rounded.transpose(0, 2, 1).reshape(64, 8).astype(jnp.float16)
+    np.testing.assert_array_equal(flat, want)
+
+
+def test_the_wrapper_takes_the_frontends_enumerations(cudnn):
+    types = cudnn.data_type
+    with jc.Graph(
+        io_data_type=types.HALF,
+        intermediate_data_type=types.FLOAT,
+        compute_data_type=types.FLOAT,
+        heuristics=[cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK],
+    ) as graph:
+        a = graph.tensor(name="a", dim=[2, 4, 8], data_type=types.NOT_SET)
+        c = graph.matmul(a, graph.tensor(dim=[2, 8, 4]), compute_data_type=types.FLOAT)
+        top = graph.reduction(c, mode=cudnn.reduction_mode.MAX).set_dim([2, 1, 4])
+        top.set_output(True).set_data_type(types.FLOAT)
+        c.set_output(True)
+        graph.deselect_numeric_notes([cudnn.numerical_note.NONDETERMINISTIC])
+    dtypes = {graph.spec.tensor(name).dtype for name in graph.spec.outputs}
+    assert (a.dtype, dtypes) == (jnp.float16, {"float16", "float32"})
+    assert graph.spec.options.heuristics == ("A", "FALLBACK")
+    assert graph.spec.options.deselect_numeric_notes == ("NONDETERMINISTIC",)
+
+
+def test_the_example_runs():
+    result = doctest.testmod(pygraph_module)
+    assert result.attempted
+    assert not result.failed
+
+
+def test_integers_inside_are_of_the_intermediate_type(cudnn):
+    g = pygraph(cudnn)
+    a = g.tensor(name="a", dim=[4, 8], data_type=cudnn.data_type.INT32)
+    b = g.tensor(name="b", dim=[4, 8], data_type=cudnn.data_type.INT32)
+    half = g.div(a, b)
+    y = g.add(half, half).set_output(True).set_data_type(cudnn.data_type.FLOAT)
+    function = jc.from_pygraph(g, inputs=[a, b], outputs=[y])
+    ones = jnp.ones((4, 8), jnp.int32)
+    np.testing.assert_array_equal(function(ones, 2 * ones), np.ones((4, 8), np.float32))
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def ragged(cudnn, g):
+    x = g.tensor(name="x", dim=[4, 8], ragged_offset=g.tensor(name="r", dim=[5, 1]))
+    g.relu(x).set_output(True)
+
+
+def score_mod(cudnn, g):
+    x = g.tensor(name="x", dim=[1, 1, 8, 8])
+    g.sdpa(q=x, k=x, v=x, is_inference=True, score_mod=lambda graph, s: s)[0].set_output(True)
+
+
+def no_counterpart(cudnn, g):
+    x, r = g.tensor(name="x", dim=[1, 1, 8, 8]), g.tensor(name="r", dim=[1, 1, 8, 8])
+    g.rope(x, r, name="turn").set_output(True)
+
+
+def reordered(cudnn, g):
+    x = g.tensor(name="x", dim=[4, 8], reordering_type=cudnn.tensor_reordering.F8_128x4)
+    g.relu(x).set_output(True)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (ragged, "packed_dot_product_attention"),
+        (score_mod, "score_mod is a function"),
+        (no_counterpart, "node 'turn': no operation"),
+        (reordered, "quantize_mxfp8"),
+        (lambda cudnn, g: g.relu(g.tensor(name="x", dim=[4])), "no output"),
+    ],
+)
+def test_what_cannot_be_carried_over_is_named(cudnn, make, words):
+    if make is no_counterpart and not hasattr(cudnn.pygraph, "rope"):
+        pytest.skip("this frontend has it not either")
+    g = pygraph(cudnn, io_data_type="FLOAT")
+    make(cudnn, g)
+    with pytest.raises(jc.GraphError) as caught:
+        jc.from_pygraph(g)
+    assert words in str(caught.value)
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(jc.GraphTypeError, match="or newer"):
+        jc.from_pygraph(object())
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+def test_it_is_planned_for_a_gpu_that_is_not_here(cudnn):
+    g = pygraph(cudnn, io_data_type="BFLOAT16")
+    a, b = g.tensor(name="a", dim=[4, 128, 256]), g.tensor(name="b", dim=[4, 256, 128])
+    g.gelu(g.matmul(a, b, name="mm")).set_output(True)
+    function = jc.from_pygraph(g, inputs=[a, b], implementation="cudnn")
+    assert len(function.plan(gpus=["H200"])["H200"].segments) == 1

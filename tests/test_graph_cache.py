@@ -1,0 +1,151 @@
+"""``@jc.graph_cache``: a function that builds a graph is called once for each kind of arguments."""
+
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+
+
+def factory(**options):
+    """A factory of elementwise graphs, with the arguments of each call that built one."""
+    calls = []
+
+    @jc.graph_cache(**options)
+    def scaled(x, factor=1.0, *, name="scale"):
+        """Times a factor."""
+        calls.append((x.shape, factor))
+        with jc.Graph(inputs=[x], outputs=["out::OUT_0"], name=name) as graph:
+            graph.mul(x, factor, name="out").set_output(True)
+        return graph
+
+    return scaled, calls
+
+
+def test_equal_kinds_give_the_same_graph():
+    scaled, calls = factory()
+    x = jnp.ones((2, 3))
+    graph = scaled(x, 2.0)
+    assert scaled(x + 1, 2.0) is graph
+    assert scaled(jax.ShapeDtypeStruct((2, 3), "float32"), 2.0) is graph
+    assert scaled(np.ones((2, 3)), 2.0) is graph
+    np.testing.assert_array_equal(jax.jit(lambda x: scaled(x, 2.0)(x))(x), 2 * x)
+    assert len(calls) == 1
+    assert scaled.cache_info() == (4, 1, 256, 1)
+    assert scaled.__doc__ == "Times a factor."
+
+
+def test_other_kinds_give_others():
+    scaled, calls = factory()
+    x = jnp.ones((2, 3))
+    columns = np.ones((3, 2), np.float32).T
+    kinds = [(x,), (x.astype("bfloat16"),), (jnp.ones(6),), (columns,), (x, 2.0), (x, 2), (x, True)]
+    graphs = [scaled(*kind) for kind in kinds]
+    graphs.append(scaled(x, name="other"))
+    assert len({*map(id, graphs)}) == len(graphs) == len(calls)
+
+
+def test_the_one_unused_for_longest_goes():
+    scaled, calls = factory(maxsize=2)
+    arrays = [jnp.ones(n) for n in (1, 2, 3)]
+    first = scaled(arrays[0])
+    scaled(arrays[1])
+    assert scaled(arrays[0]) is first
+    scaled(arrays[2])
+    assert scaled(arrays[0]) is first
+    assert scaled.cache_info().currsize == 2
+    scaled(arrays[1])
+    assert [shape for shape, _ in calls] == [(1,), (2,), (3,), (2,)]
+    scaled.cache_clear()
+    assert scaled(arrays[0]) is not first
+
+
+def test_threads_build_a_graph_once():
+    started, calls = threading.Barrier(4), []
+
+    @jc.graph_cache
+    def slow(x):
+        calls.append(threading.get_ident())
+        threading.Event().wait(0.05)
+        return object()
+
+    found = []
+
+    def ask():
+        started.wait()
+        found.append(slow(jnp.ones(3)))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == len({*map(id, found)}) == 1
+
+
+def test_a_failure_is_not_kept():
+    fails = [True]
+
+    @jc.graph_cache
+    def once(x):
+        if fails.pop():
+            raise ValueError("not yet")
+
+    with pytest.raises(ValueError, match="not yet"):
+        once(jnp.ones(2))
+    assert once.cache_info().currsize == 0
+
+
+def test_shards_have_graphs_of_their_own_shapes():
+    scaled, calls = factory()
+    mesh = jax.make_mesh((4,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+    parts = jax.P("b")
+    sharded = jax.shard_map(lambda x: scaled(x, 2.0)(x), mesh=mesh, in_specs=parts, out_specs=parts)
+    x = jnp.arange(24.0).reshape(8, 3)
+    np.testing.assert_array_equal(jax.jit(sharded)(x), 2 * x)
+    np.testing.assert_array_equal(jax.jit(lambda x: scaled(x, 2.0)(x))(x), 2 * x)
+    assert calls == [((2, 3), 2.0), ((8, 3), 2.0)]
+
+
+def test_no_array_is_kept():
+    scaled, _ = factory()
+    x = jnp.ones(7)
+    alive = weakref.ref(x)
+    with jax.checking_leaks():
+        jax.jit(lambda x: scaled(x, 3.0)(x))(x)
+    scaled(x)
+    del x
+    gc.collect()
+    assert alive() is None
+
+
+def test_keys_of_ones_own_and_methods():
+    class Model:
+        @jc.graph_cache(key_fn=lambda self, x: x.ndim)
+        def graph(self, x):
+            return object()
+
+    model = Model()
+    assert model.graph(jnp.ones(2)) is model.graph(jnp.ones(3)) is not model.graph(jnp.ones((2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: jc.graph_cache(3), "a function that builds a graph"),
+        (lambda: jc.graph_cache(maxsize=0)(len), "at least 1"),
+        (
+            lambda: factory()[0](jnp.ones(2), object.__new__(type("", (), {"__hash__": None}))),
+            "key_fn",
+        ),
+    ],
+)
+def test_errors(wrong, words):
+    with pytest.raises(jc.JaxCudnnError) as caught:
+        wrong()
+    assert words in str(caught.value)
