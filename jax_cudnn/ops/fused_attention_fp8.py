@@ -155,8 +155,9 @@ def dot_product_attention_fp8(
 
     Returns: (B, T, N, E) or (T, N, E), of query's dtype. The gradient is cuDNN's backward in fp8;
     of random numbers results are about 6 %, gradients about 10 % (relative, in the norm) from those
-    in float32. Under ``vmap`` each example has largest values of its own, so examples run in turn
-    (a batch belongs in B), but for results alone with one state of delayed scaling.
+    in float32; over thousands of keys, where gradients are small sums of large terms, more (21 % at
+    8192, causal). Under ``vmap`` each example has largest values of its own, so examples run in
+    turn (a batch belongs in B), but for results alone with one state of delayed scaling.
 
     Raises:
         GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
