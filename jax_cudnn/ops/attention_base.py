@@ -183,22 +183,34 @@ class Attending(Node):
         others = {"seed", "dropout_mask", "sink_token", "block_mask"}
         if self.use_alibi_mask or others & {*tensors}:
             return "cuDNN is not asked for a score_mod beside dropout, sinks, ALiBi or block masks"
-        return self.score_mod.refused()
+        return self.score_mod.refused(tensors)
+
+    def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
+        return {} if self.score_mod is None else self.score_mod.stretches(tensors)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
         return 2 * b * h * s * t * (d + e)
 
     def advice(self, tensors: Mapping[str, Tensor]) -> str:
-        if "bias" not in tensors:
-            return ""
-        bias = tensors["bias"]
-        return (
-            f"the bias is read in full ({bias.nbytes:,} bytes, again for each head and example "
-            "that shares it), and no score is left out for it; a mask that is causal, a window, "
-            "or by lengths costs nothing as is_causal, local_window_size, query_seq_lengths and "
-            "key_value_seq_lengths, and keys that these hide are not read"
-        )
+        said = []
+        if "bias" in tensors:
+            said.append(
+                f"the bias is read in full ({tensors['bias'].nbytes:,} bytes, again for each head "
+                "and example that shares it), and no score is left out for it; a mask that is "
+                "causal, a window, or by lengths costs nothing as is_causal, local_window_size, "
+                "query_seq_lengths and key_value_seq_lengths, and keys that these hide are not read"
+            )
+        for port, shape in self.broadcast_to(tensors).items():
+            nbytes = dataclasses.replace(tensors[port], shape=shape).nbytes
+            said.append(
+                f"before cuDNN's kernel XLA broadcasts {port} of shape {list(tensors[port].shape)} "
+                f"to {list(shape)}, {nbytes:,} bytes in memory: cuDNN reads an operand wrongly of "
+                "which rows of queries share an element; what is added costs none as bias, "
+                "documents as packed_dot_product_attention, and numbers of heads alone as "
+                "(1, N, 1, 1)"
+            )
+        return "; ".join(said)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """As further examples; a bias of all examples stays one, unless its gradient is wanted."""

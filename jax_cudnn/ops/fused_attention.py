@@ -16,7 +16,8 @@ from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .arguments import chosen, floating
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .score_mod import stretched
+from .attention_reference import Band
+from .score_mod import ScoreMod, check_function, listed
 
 _BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
 _Aval = jax.Array | jax.ShapeDtypeStruct
@@ -181,15 +182,20 @@ def dot_product_attention(
     left, right = _window(local_window_size)
     if is_causal:
         right = 0
-    score_mod, operands = _modification(score_mod, score_mod_operands, query, key)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     lengths = _lengths(query_seq_lengths, key_value_seq_lengths, query, key)
-    if score_mod is not None and lengths is not None:  # they become its operands
-        rows = (query.shape[0], 1, query.shape[1], 1)
-        lengths = tuple(jnp.broadcast_to(x, rows) for x in lengths)
     rate, extras = further(
         query, key, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
     )
+    operands = listed(score_mod_operands)
+    if score_mod is not None or operands:
+        band = Band(left, right, bottom_right)
+        if alibi:  # XLA runs it, with a band and lengths of its own
+            hidden = Band(), ()
+        else:  # they become a part of the function
+            hidden, lengths = (band, lengths or ()), None
+            left, right, bottom_right = None, None, False
+        score_mod, operands = _modification(score_mod, operands, query, key, *hidden)
     out, statistic = chosen(ATTENTION, options, None, implementation)(
         q, k, v, _bias(bias, mask, query, key), lengths, extras, operands,
         scale=float(scale), left=left, right=right, bottom_right=bottom_right,
@@ -306,17 +312,18 @@ def _bias(bias: Any, mask: Any, query: _Aval, key: _Aval) -> jax.Array | None:
 
 
 def _modification(
-    function: Any, operands: Any, query: jax.Array, key: jax.Array
-) -> tuple[Any, tuple[jax.Array, ...]]:
-    """The function of the scores, and its operands as a graph takes them."""
-    if function is None and not operands:
-        return None, ()
-    if not callable(function):
-        raise GraphTypeError(
-            "score_mod is no function",
-            expected="f(score, b, h, q, kv, *score_mod_operands)",
-            got=f"{type(function).__name__}: {function!r}"[:200],
-        )
+    function: Any,
+    operands: Sequence[Any],
+    query: jax.Array,
+    key: jax.Array,
+    band: Band,
+    lengths: Sequence[jax.Array],
+) -> tuple[ScoreMod, tuple[jax.Array, ...]]:
+    """The function of the scores, with the band and the lengths, as a value, and its operands as a
+    graph takes them."""
+    from .score_mod_trace import written  # importing jax_cudnn does without
+
+    check_function(function)
     scores, found, truths = _scores(query, key), [], []
     for i, given in enumerate(operands):
         x = _broadcasting(f"score_mod_operands[{i}]", given, scores)
@@ -329,13 +336,9 @@ def _modification(
             x = x.astype(query.dtype)
         elif jnp.issubdtype(x.dtype, jnp.integer):
             x = x.astype(jnp.int32)
-        x = x.astype(jnp.float32) if x.dtype.itemsize == 8 else x
-        found.append(jnp.broadcast_to(x, stretched(x.shape, scores)))
-    if truths:
-        from .score_mod_trace import Truths  # importing jax_cudnn does without
-
-        function = Truths(function, tuple(truths))
-    return function, tuple(found)
+        found.append(x.astype(jnp.float32) if x.dtype.itemsize == 8 else x)
+    mod, read = written(function, found, scores, band, lengths, tuple(truths))
+    return mod, tuple(read)
 
 
 def _scores(query: _Aval, key: _Aval) -> tuple[int, ...]:

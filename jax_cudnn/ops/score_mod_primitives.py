@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._core.compat import PLACING
 from .._core.errors import GraphError
 from .._core.graph.dtypes import is_floating
 from .._core.graph.tensor import GraphTensor
@@ -104,6 +105,21 @@ def _power(g: Traced, eqn: Any, x: Any) -> GraphTensor:
     return power if exponent > 0 else g.made("reciprocal", power)
 
 
+def _exponential_less_one(g: Traced, eqn: Any, x: Any) -> GraphTensor:
+    """``tanh(x / 2) (exp(x) + 1)``: near 0 a difference would lose digits."""
+    half = g.made("tanh", g.made("mul", x, 0.5))
+    return g.made("mul", half, g.made("add", g.made("exp", x), 1.0))
+
+
+def _logarithm_of_more_than_one(g: Traced, eqn: Any, x: Any) -> GraphTensor:
+    """``x log(u) / (u - 1)`` with ``u = 1 + x`` as it is rounded, and x where u is 1 (Kahan)."""
+    above = g.made("add", x, 1.0)
+    along = g.made("sub", above, 1.0)
+    none = g.made("cmp_eq", along, 0.0)
+    slope = g.made("div", g.made("add", g.made("log", above), none), g.made("add", along, none))
+    return g.made("mul", x, slope)
+
+
 def _picked(g: Traced, eqn: Any, which: Any, *cases: Any) -> Any:
     if len(cases) != 2:
         raise GraphError(f"it selects from {len(cases)} cases", expected="two, as jnp.where")
@@ -139,14 +155,13 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "integer_pow": _power,
     "erfc": lambda g, eqn, x: g.made("add", g.made("neg", g.made("erf", x)), 1.0),
     "exp2": lambda g, eqn, x: g.made("exp", g.made("mul", x, math.log(2))),
-    "expm1": lambda g, eqn, x: g.made("sub", g.made("exp", x), 1.0),
-    "log1p": lambda g, eqn, x: g.made("log", g.made("add", x, 1.0)),
+    "expm1": _exponential_less_one,
+    "log1p": _logarithm_of_more_than_one,
     "select_n": _picked,
     "clamp": _between,
     "is_finite": lambda g, eqn, x: g.made("cmp_lt", g.made("abs", x), math.inf),
     "convert_element_type": _converted,
-    "copy": lambda g, eqn, x: x,
-    "copy_p": lambda g, eqn, x: x,
+    **{name: lambda g, eqn, x: x for name in ("copy", "copy_p", *PLACING)},
 }  # fmt: skip
 
 # What jnp writes of several operations, of integers.
