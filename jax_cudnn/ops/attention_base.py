@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
 LENGTHS = ("seq_len_q", "seq_len_kv")
-_REQUIRES = (
-    "bfloat16 or float16, sizes of heads multiples of 8, SM 80; seq_len_q and seq_len_kv together"
-)
+_OF_HEADS = 8  # their sizes are multiples
+_REQUIRES = f"bfloat16 or float16, sizes of heads multiples of {_OF_HEADS}, SM 80; seq_len_q and seq_len_kv together"
 
 
 def checked_band(attributes: dict[str, Any], bounds: Sequence[str]) -> dict[str, Any]:
@@ -82,6 +81,18 @@ def check_shapes(inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> 
             expected="seq_len_q and seq_len_kv, or neither",
             got=", ".join(inputs),
         )
+
+
+def odd_heads(tensors: Mapping[str, Tensor]) -> str | None:
+    """Why cuDNN takes no heads of these sizes, or None."""
+    for size in (tensors[port].shape[3] for port in ("q", "v")):
+        if size % _OF_HEADS:
+            return (
+                f"heads of {size} elements, where cuDNN takes multiples of {_OF_HEADS}: pad query, "
+                f"key and value with zeros to {size + -size % _OF_HEADS}, give scale={size}**-0.5, "
+                "and cut the result"
+            )
+    return None
 
 
 def structure(keywords: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
@@ -178,6 +189,8 @@ class Attending(Node):
         extras.check(self, inputs)
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        if reason := odd_heads(tensors):
+            return reason
         if self.score_mod is None:
             return extras.refusal(tensors)
         others = {"seed", "dropout_mask", "sink_token", "block_mask"}

@@ -14,7 +14,7 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import packed_strides
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .arguments import chosen, floating
+from .arguments import chosen, flags, floating
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 from .attention_reference import Band
 from .score_mod import ScoreMod, check_function, listed
@@ -173,6 +173,12 @@ def dot_product_attention(
     """
     from .attention_arguments import further, with_sinks_alone  # importing jax_cudnn does without
 
+    is_causal, bottom_right, alibi, return_residual = flags(
+        is_causal=is_causal,
+        bottom_right=bottom_right,
+        alibi=alibi,
+        return_residual=return_residual,
+    )
     rank = floating("query", query).ndim
     query, key, value = (
         _operand(name, x, rank) for name, x in (("query", query), ("key", key), ("value", value))
@@ -199,7 +205,7 @@ def dot_product_attention(
     out, statistic = chosen(ATTENTION, options, None, implementation)(
         q, k, v, _bias(bias, mask, query, key), lengths, extras, operands,
         scale=float(scale), left=left, right=right, bottom_right=bottom_right,
-        alibi=bool(alibi), dropout=rate, score_mod=score_mod,
+        alibi=alibi, dropout=rate, score_mod=score_mod,
     )  # fmt: skip
     out = jnp.swapaxes(out, 1, 2)
     if not return_residual:

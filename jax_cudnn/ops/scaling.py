@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dtypes import FP8
@@ -82,11 +83,12 @@ class DelayedScaling:
         Raises:
             GraphError: a length below 1. GraphTypeError: a gradient's dtype that is not fp8.
         """
-        if isinstance(amax_history_length, bool) or not isinstance(amax_history_length, int):
-            amax_history_length = 0
-        if amax_history_length < 1:
+        length = amax_history_length
+        if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 1:
             raise GraphError(
-                "amax_history_length is not valid", expected="an integer of at least 1"
+                "amax_history_length is not valid",
+                expected="an integer of at least 1",
+                got=repr(length)[:200],
             )
         name = getattr(grad_dtype, "__name__", str(grad_dtype))
         if name not in FP8:

@@ -31,7 +31,6 @@ from .score_mod import PORT, ScoreMod
 from .score_mod_emission import before_causal_mask
 from .score_mod_primitives import PRIMITIVES, SHORT, TAKEN
 
-
 _ALL = Band()
 _MANY = 256  # shapes of one function
 
@@ -70,8 +69,7 @@ def written(
 
 
 def _known_of(function: Any) -> _Known:
-    """What is known of a function; nothing of one that is not hashable, or has no weak references.
-    """
+    """What is known of a function; nothing of one that is not hashable, or has no weak references."""
     try:
         return _known.setdefault(function, {})
     except TypeError:
