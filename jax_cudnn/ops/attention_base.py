@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
 LENGTHS = ("seq_len_q", "seq_len_kv")
-_OF_HEADS = 8  # their sizes are multiples
-_REQUIRES = f"bfloat16 or float16, sizes of heads multiples of {_OF_HEADS}, SM 80; seq_len_q and seq_len_kv together"
+_OF_HEADS = 8  # of which their sizes are multiples
+_REQUIRES = (
+    "bfloat16 or float16, sizes of heads multiples of 8, SM 80; seq_len_q and seq_len_kv together"
+)
 
 
 def checked_band(attributes: dict[str, Any], bounds: Sequence[str]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
             "the scales do not fit the values",
             expected=f"{E8M0}{list(wanted)}, of blocks along axis {axis}",
             got=f"{scales.dtype}{list(scales.shape)}",
-            fix="give the axis along which quantize_mxfp8 made them",
+            fix="give what quantize_mxfp8 has returned, and its axis",
         )
     rows = values if axis == -1 else jnp.swapaxes(values, 2, 3)
     *_, count, size = rows.shape

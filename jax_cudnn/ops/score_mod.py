@@ -191,13 +191,13 @@ def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> d
     from .score_mod_trace import written  # importing jax_cudnn does without
 
     if given.get("use_alibi_mask"):  # XLA runs it, with a band and lengths of its own
-        mod, read = written(function, operands, scores)
+        mod, read = written(function, operands, scores, numbers=False)
         return {**given, "score_mod": mod, **({PORT: read} if read else {})}
     lengths = [given.pop(name, None) for name in ("seq_len_q", "seq_len_kv")]
     lengths = [x for x in lengths if x is not None]
     if len(lengths) == 1:
         raise GraphError("one of the lengths is missing", expected="both, or neither")
-    mod, read = written(function, operands, scores, band(given), lengths)
+    mod, read = written(function, operands, scores, band(given), lengths, numbers=False)
     left = {name: value for name, value in given.items() if not name.startswith("diagonal_")}
     return {**left, "score_mod": mod, **({PORT: read} if read else {})}
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._core.compat import PLACING
 from .._core.errors import GraphError
 from .._core.graph.dtypes import is_floating
 from .._core.graph.tensor import GraphTensor
@@ -161,7 +160,8 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "clamp": _between,
     "is_finite": lambda g, eqn, x: g.made("cmp_lt", g.made("abs", x), math.inf),
     "convert_element_type": _converted,
-    **{name: lambda g, eqn, x: x for name in ("copy", "copy_p", *PLACING)},
+    "copy": lambda g, eqn, x: x,
+    "copy_p": lambda g, eqn, x: x,
 }  # fmt: skip
 
 # What jnp writes of several operations, of integers.

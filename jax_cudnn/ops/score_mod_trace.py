@@ -7,6 +7,7 @@ It is traced by ``jax.make_jaxpr`` and written down anew, operation by operation
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._core.compat import user_frames
+from .._core.compat import PLACING, user_frames
 from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.dims import Shape
@@ -45,31 +46,34 @@ def written(
     band: Band = _ALL,
     lengths: Sequence[Any] = (),
     truths: tuple[int, ...] = (),
+    numbers: bool = True,
 ) -> tuple[ScoreMod, list[Any]]:
     """A user's function, and then the band and the lengths, as one; with the operands that it
     reads, of those given and those closed over. Operands at ``truths`` come to it as booleans.
 
     It is traced once for equal functions and shapes, while such a function lives; at each call
-    where it closes over arrays, which may be others by then.
+    where it closes over arrays, which may be others by then. With ``numbers`` those of one element
+    that are known are numbers of the graph, else operands.
     """
     everything = [*operands, *lengths]
     avals = tuple((tuple(x.shape), str(x.dtype)) for x in everything)
     known, key = _known_of(function), (scores, avals, len(lengths), band, truths)
-    if key not in known:
+    found = known.get(key)
+    if found is None:
+        _check_parameters(function, len(operands))
         user = _Truths(function, truths) if truths else function
-        mod, read, traced = _written(user, avals, scores, band, len(operands))
-        if traced.closes_over or traced.arrays:
-            everything += traced.arrays
-            return mod, [everything[i] for i in read]
+        *found, traced = _written(user, avals, scores, band, len(operands), numbers)
+        everything += traced.arrays
         if len(known) >= _MANY:
             known.clear()
-        known[key] = mod, read
-    mod, read = known[key]
+        if not (traced.closes_over or traced.arrays):
+            known[key] = tuple(found)
+    mod, read = found
     return mod, [everything[i] for i in read]
 
 
 def _known_of(function: Any) -> _Known:
-    """What is known of a function; nothing of one that is not hashable, or has no weak references."""
+    """What is known of a function; nothing where it is not hashable or has no weak references."""
     try:
         return _known.setdefault(function, {})
     except TypeError:
@@ -82,18 +86,19 @@ def _written(
     scores: Shape,
     band: Band,
     count: int,
+    numbers: bool,
 ) -> tuple[ScoreMod, tuple[int, ...], Traced]:
     """The function of ``count`` operands, behind which the lengths stand; which of its operands,
     followed by the arrays closed over, it reads."""
     lengths = len(avals) > count
-    traced = Traced(scores, avals[:count])
+    traced = Traced(scores, avals[:count], numbers)
     spec, read = traced.write(function)
     hides = getattr(function, "hides_queries", None)
     if hides is None:
         hides = not _is_finite(spec)
     if lengths or band != Band(bottom_right=band.bottom_right):
         hides = hides or lengths or _hides(band, *scores[2:])
-        traced = Traced(scores, avals)
+        traced = Traced(scores, avals, numbers)
         spec, read = traced.write(_Seen(function, scores[2:], band, count))
     ports = tuple(f"{PORT}_{i}" for i in range(len(read)))
     spec = spec.canonical()
@@ -201,9 +206,11 @@ class _Truths:
 class Traced(GraphBuilder):
     """Writes down one function; ``arrays`` are those that it closes over, as further operands."""
 
-    def __init__(self, scores: Shape, operands: Sequence[tuple[Shape, str]]) -> None:
+    def __init__(
+        self, scores: Shape, operands: Sequence[tuple[Shape, str]], numbers: bool = True
+    ) -> None:
         super().__init__()
-        self.scores = scores
+        self.scores, self.numbers = scores, numbers
         self.score = self.input("score", scores, "float32")
         self.operands = [self._operand(shape, dtype) for shape, dtype in operands]
         self.arrays: list[Any] = []
@@ -264,7 +271,9 @@ class Traced(GraphBuilder):
     def _closed_over(self, value: Any) -> Any:
         """A number or an array that is known now, else a further operand."""
         self.closes_over = True
-        return self._further(value) if isinstance(value, Tracer) else np.asarray(value)
+        if isinstance(value, Tracer) or (isinstance(value, jax.Array) and not self.numbers):
+            return self._further(value)
+        return np.asarray(value)
 
     def _further(self, x: Any) -> GraphTensor:
         self.arrays.append(x.reshape(ones_in_front(x.shape)))
@@ -302,6 +311,8 @@ class Traced(GraphBuilder):
                 return [short(self, *operands)]
             closed = getattr(inner, "jaxpr", inner)
             return self._run(closed, getattr(inner, "consts", ()), operands)
+        if name in PLACING:
+            return operands
         if name == "broadcast_in_dim":
             return [_stretched(operands[0], eqn)]
         if not _is_graph(operands):
@@ -356,6 +367,21 @@ class Traced(GraphBuilder):
             return x
         nothing = self.mul(self._index(3), 0.0).set_data_type("float32")
         return self.add(nothing, self._plain(x)).set_data_type("float32")
+
+
+def _check_parameters(function: Callable[..., Any], operands: int) -> None:
+    """GraphTypeError where a function takes another number of arguments."""
+    try:
+        inspect.signature(function).bind(*range(5 + operands))
+    except ValueError:  # it has no signature
+        return
+    except TypeError as error:
+        raise GraphTypeError(
+            f"score_mod takes other arguments: {error}",
+            expected="f(score, b, h, q, kv, *score_mod_operands)",
+            got=f"{operands} operands",
+            where=defined_at(function),
+        ) from None
 
 
 def ones_in_front(shape: Shape) -> Shape:
