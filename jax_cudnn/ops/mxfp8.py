@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Shape
-from .._core.graph.dtypes import E8M0, FP8, canonical
+from .._core.graph.dtypes import E8M0
 from .._core.graph.reference import rounded
 from .arguments import floating
-from .scaling import E4M3, largest
+from .scaling import E4M3, fp8_name, largest
 
 BLOCK = 32
 """Neighbours that have a scale together."""
@@ -63,9 +63,7 @@ def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax
         ((1, 2, 256, 4), 'float8_e8m0fnu')
     """
     x = floating("x", x).astype(jnp.float32)
-    name = canonical(dtype)
-    if name not in FP8:
-        raise GraphTypeError("dtype is not valid", expected=" or ".join(FP8), got=name)
+    name = fp8_name("dtype", dtype)
     _check_blocks(x, axis)
     rows = x if axis == -1 else jnp.swapaxes(x, 2, 3)
     *lead, count, size = rows.shape

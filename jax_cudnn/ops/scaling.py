@@ -19,6 +19,17 @@ FORWARD, BACKWARD = ("q", "k", "v", "o"), ("dO", "dP", "dQ", "dK", "dV")
 _LARGEST = 2.0**120  # a scale whose inverse is no float32 would make zeros infinite
 
 
+def fp8_name(argument: str, dtype: Any) -> str:
+    """The name of an fp8 dtype; GraphTypeError for others."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in FP8:
+        raise GraphTypeError(f"{argument} is not valid", expected=" or ".join(FP8), got=name)
+    return name
+
+
 def largest(dtype: str) -> float:
     """The largest finite number of an fp8 dtype: 448 or 57344."""
     return float(jnp.finfo(dtype).max)
@@ -90,9 +101,7 @@ class DelayedScaling:
                 expected="an integer of at least 1",
                 got=repr(length)[:200],
             )
-        name = getattr(grad_dtype, "__name__", str(grad_dtype))
-        if name not in FP8:
-            raise GraphTypeError("grad_dtype is not valid", expected=" or ".join(FP8), got=name)
+        name = fp8_name("grad_dtype", grad_dtype)
         count = len((*FORWARD, *BACKWARD))
         return cls(
             jnp.ones(count, jnp.float32),
