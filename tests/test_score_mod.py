@@ -425,6 +425,7 @@ def test_digits_near_zero(name):
     )
     scores = jnp.broadcast_to(x, (1, 1, 1, len(x)))
     mod, _ = score_mod_trace.written(of_score(function), [], scores.shape)
+    assert mod.refused_backward() is None
     of = lambda s: mod(s, 0, {})  # noqa: E731
     got, slope = jax.jit(lambda s: jax.jvp(of, (s,), (jnp.ones_like(s),)))(scores)
     wide = np.asarray(x, np.float64)

@@ -111,12 +111,17 @@ def _exponential_less_one(g: Traced, eqn: Any, x: Any) -> GraphTensor:
 
 
 def _logarithm_of_more_than_one(g: Traced, eqn: Any, x: Any) -> GraphTensor:
-    """``x log(u) / (u - 1)`` with ``u = 1 + x`` as it is rounded, and x where u is 1 (Kahan)."""
-    above = g.made("add", x, 1.0)
-    along = g.made("sub", above, 1.0)
-    none = g.made("cmp_eq", along, 0.0)
-    slope = g.made("div", g.made("add", g.made("log", above), none), g.made("add", along, none))
-    return g.made("mul", x, slope)
+    """Near 0 ``2 artanh(x / (2 + x))`` by its series, where the sum would lose digits; both parts
+    are added, each 0 where the other counts, because a selection's derivative begins with a number.
+    """
+    size = g.made("abs", x)
+    near = g.made("mul", x, g.made("cmp_lt", size, 0.1))
+    far = g.made("mul", x, g.made("cmp_ge", size, 0.1))
+    ratio = g.made("div", near, g.made("add", near, 2.0))
+    square = g.made("mul", ratio, ratio)
+    series = g.made("add", g.made("mul", square, 2 / 5), 2 / 3)
+    series = g.made("add", g.made("mul", square, series), 2.0)
+    return g.made("add", g.made("mul", ratio, series), g.made("log", g.made("add", far, 1.0)))
 
 
 def _picked(g: Traced, eqn: Any, which: Any, *cases: Any) -> Any:
