@@ -219,7 +219,7 @@ class Attending(Node):
         for port, shape in self.broadcast_to(tensors).items():
             nbytes = dataclasses.replace(tensors[port], shape=shape).nbytes
             said.append(
-                f"before cuDNN's kernel XLA broadcasts {port} of shape {list(tensors[port].shape)} "
+                f"where cuDNN runs it, XLA first broadcasts {port}, {list(tensors[port].shape)}, "
                 f"to {list(shape)}, {nbytes:,} bytes in memory: cuDNN reads an operand wrongly of "
                 "which rows of queries share an element; what is added costs none as bias, "
                 "documents as packed_dot_product_attention, and numbers of heads alone as "

@@ -133,12 +133,14 @@ def dot_product_attention(
             example, head, query and key are int32 and broadcast with it. Operators, comparisons,
             ``jnp.where``, and functions of each element become part of cuDNN's kernel, and so does
             their derivative; nothing may look at other scores. ``bias`` is added to its result, and
-            ``is_causal``, window and lengths hide keys of it. Ready ones are in
-            ``jax_cudnn.ops.score_mods``. A function that is equal to an earlier one is not traced
-            again; what it closes over is as under ``jax.jit``, arrays are traced at each call.
+            ``is_causal``, window and lengths hide keys of it; with ALiBi, dropout, sinks or block
+            masks XLA runs it. Ready ones are in ``jax_cudnn.ops.score_mods``. A function that is
+            equal to an earlier one is not traced again; what it closes over is as under
+            ``jax.jit``, arrays are traced at each call.
         score_mod_operands: arrays that it reads, broadcast like bias; floats come to it as float32,
             integers as int32 and booleans as such. Those of floats have gradients, which XLA
-            computes.
+            computes. For cuDNN one that queries share, (B, 1, 1, S) say, is broadcast to all of
+            them in memory; ``jax_cudnn.explain`` says how many bytes, and what to use instead.
         return_residual: also return the logarithm of each row's sum of exponentials.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.

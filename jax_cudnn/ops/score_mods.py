@@ -84,7 +84,9 @@ def documents(score: Any, b: Any, h: Any, q: Any, kv: Any, of_queries: Any, of_k
     """Hides the keys of other documents than the query's, where several are one sequence.
 
     Give ``score_mod_operands=(of_queries, of_keys)`` in int32, (B, 1, T, 1) and (B, 1, 1, S): the
-    number of each token's document.
+    number of each token's document. cuDNN is given the second as (B, 1, T, S) in memory; several
+    documents of one sequence cost less as examples of
+    :func:`jax_cudnn.ops.packed_dot_product_attention`.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
