@@ -62,12 +62,13 @@ def written(
     if found is None:
         _check_parameters(function, len(operands))
         user = _Truths(function, truths) if truths else function
-        *found, traced = _written(user, avals, scores, band, len(operands), numbers)
+        mod, read, traced = _written(user, avals, scores, band, len(operands), numbers)
+        found = mod, read
         everything += traced.arrays
         if len(known) >= _MANY:
             known.clear()
         if not (traced.closes_over or traced.arrays):
-            known[key] = tuple(found)
+            known[key] = found
     mod, read = found
     return mod, [everything[i] for i in read]
 
