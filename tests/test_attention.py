@@ -320,6 +320,13 @@ WRONG = {
         lambda: ours(Q, Q, Q, query_seq_lengths=jnp.ones(2)),
         ["query_seq_lengths is not valid", "int32[2]", "float32[2]"],
     ),
+    **{
+        name: (
+            lambda name=name: jax.jit(lambda x: ours(Q, Q, Q, **{name: x}))(True),
+            [f"{name} is no Python bool", "static", f"static_argnames='{name}'"],
+        )
+        for name in ("is_causal", "bottom_right", "alibi", "return_residual")
+    },
     "implementation": (lambda: ours(Q, Q, Q, implementation="flash"), ["flash", "split"]),
 }
 
@@ -482,6 +489,14 @@ def test_explain_says_what_a_mask_costs_and_what_to_use_instead():
         assert words in advice
         assert words in " ".join(str(plan.explain()).split())
     assert [s["advice"] for s in free.explain().to_json()["segments"]] == [[]]
+
+
+@pytest.mark.deviceless
+def test_heads_of_no_multiple_of_eight_are_refused_with_what_to_do():
+    x = S((2, 128, 4, 60), "bfloat16")
+    with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError) as caught:
+        jc.plan(functools.partial(ours, implementation="cudnn"), x, x, x)
+    assert "pad query, key and value with zeros to 64" in str(caught.value)
 
 
 @pytest.mark.deviceless

@@ -514,7 +514,10 @@ WRONG = {
     "dtypes": (lambda: ours(Q, Q, Q.astype("float16")), ["different dtypes", "float16"]),
     "fp8": (lambda: ours(*[Q.astype(E4M3)] * 3), ["query has a dtype", "astype"]),
     "scaling": (lambda: ours(Q, Q, Q, "current"), ["scaling is not valid", "DelayedScaling"]),
-    "scale": (lambda: ours(Q, Q, Q, scale=Q[0, 0, 0, 0]), ["scale is no number", "multiply"]),
+    "scale": (
+        lambda: ours(Q, Q, Q, scale=Q[0, 0, 0, 0]),
+        ["scale is no Python number", "multiply"],
+    ),
     "window": (lambda: ours(Q, Q, Q, local_window_size=-1), ["local_window_size"]),
     "history": (lambda: jc.ops.DelayedScaling.create(0), ["amax_history_length", "at least 1"]),
     "gradients": (
@@ -523,6 +526,13 @@ WRONG = {
     ),
     "blocks": (lambda: jc.ops.quantize_mxfp8(Q, 1), ["blocks are not valid", "axis=1"]),
     "rank": (lambda: jc.ops.quantize_mxfp8(Q[0]), ["blocks are not valid", "[8, 4, 16]"]),
+    "wide blocks": (lambda: jc.ops.quantize_mxfp8(Q, -1, jnp.float32), [E4M3, "float32"]),
+    "blocks of no dtype": (lambda: jc.ops.quantize_mxfp8(Q, -1, "foo"), [E4M3, "foo"]),
+    "axis of scales": (
+        lambda: jc.ops.dequantize_mxfp8(*jc.ops.quantize_mxfp8(Q), -2),
+        ["the scales do not fit", "[2, 8, 4, 128]", "[2, 8, 128, 4]"],
+    ),
+    "axis": (lambda: jc.ops.dequantize_mxfp8(*jc.ops.quantize_mxfp8(Q), 1), ["axis=1"]),
 }
 
 
@@ -533,6 +543,11 @@ def test_errors_say_what_was_expected_and_given(what):
         call()
     for part in parts:
         assert part in str(caught.value), str(caught.value)
+
+
+def test_numbers_of_numpy_are_taken():
+    assert jax.eval_shape(lambda q: ours(q, q, q, scale=np.float32(1)), Q).shape == Q.shape
+    assert jc.ops.DelayedScaling.create(np.int64(4)).amax_history.shape == (4, 9)
 
 
 X, ONE = S((2, 4, 8, 16), E4M3), S((1, 1, 1, 1), "float32")

@@ -139,6 +139,10 @@ WRONG = {
     "groups": (lambda: ours(jnp.ones((2, 8, 14, 16)), 4), ["a multiple of K"]),
     "rank": (lambda: ours(jnp.ones((2, 8, 12)), 4), ["(B, T, 3, N, H)"]),
     "integers": (lambda: ours(jnp.ones((2, 8, 12, 16), "int32"), 4), ["qkv has a dtype"]),
+    "scale": (
+        lambda: ours(jnp.ones((2, 8, 12, 16)), 4, scale=jnp.float32(0.3)),
+        ["scale is no Python number", "multiply the query", "static_argnames"],
+    ),
     "bias": (
         lambda: ours(jnp.ones((2, 8, 12, 16)), 4, jnp.ones((3, 1, 1, 8))),
         ["bias does not fit", "[2, 4, 8, 8]"],

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from transformations import graphs_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning import variety
@@ -92,6 +93,28 @@ def few(monkeypatch):
     variety.clear()
     yield
     variety.clear()
+
+
+def _packed(length):
+    offsets = {"query_offsets": jnp.array([0, 4], "int32"), "max_query_length": length}
+    x = S((length, 2, 8), "float32")
+    return lambda q: jc.ops.packed_dot_product_attention(q, q, q, **offsets), x
+
+
+def _softcap(length):
+    cap = jc.ops.score_mods.softcap(2.0)
+    x = S((1, length, 2, 8), "float32")
+    return lambda q: jc.ops.dot_product_attention(q, q, q, score_mod=cap), x
+
+
+@pytest.mark.parametrize("attention", [_packed, _softcap])
+def test_so_is_attention_whose_operation_holds_shapes(attention, few, caplog):
+    with caplog.at_level(logging.WARNING, "jax_cudnn"):
+        for length in (8, 16, 24, 32):
+            function, x = attention(length)
+            (spec,) = graphs_of(function, x)
+            variety.count(spec, "attention")
+    assert "4 different shapes" in caplog.text
 
 
 @pytest.mark.deviceless

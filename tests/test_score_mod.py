@@ -1,19 +1,23 @@
 """Functions of attention's scores: what they mean, their derivatives, batches and plans."""
 
 import functools
+import gc
+import math
 import sys
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from transformations import graphs_of, methods, primitives, relative_error
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.wire import wire
 from jax_cudnn.ops import attention_reference, score_mod_emission, score_mod_trace, score_mods
 
 S = jax.ShapeDtypeStruct
@@ -328,6 +332,108 @@ def test_a_gradient_is_one_forward_and_one_backward():
     assert forward.calls[0].node.score_mod == backward.calls[0].node.score_mod
 
 
+def test_arrays_that_it_closes_over_are_those_of_the_call():
+    inputs = qkv()
+    holds = {}
+
+    def change(score, b, h, q, kv):
+        return score * holds["table"] * holds["number"]
+
+    def call(table, number):
+        holds.update(table=table, number=number)
+        return ours(*inputs, score_mod=change)
+
+    for number in (1.0, 2.0):
+        got = call(jnp.ones((1, N, 1, 1)), jnp.float32(number))
+        want = plain(*inputs, change=lambda s, *_: s * number)  # noqa: B023
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert jnp.all(jax.grad(lambda x: (call(x, 1.0) ** 2).sum())(jnp.ones((1, N, 1, 1))) != 0)
+
+
+def test_functions_are_let_go_and_need_no_hash():
+    class Doubling:
+        __hash__ = None
+
+        def __call__(self, score, b, h, q, kv):
+            return 2 * score
+
+    inputs, doubling = qkv(), Doubling()
+    ours(*inputs, score_mod=doubling)
+    change = lambda s, *_: 2 * s  # noqa: E731
+    ours(*inputs, score_mod=change)
+    held = weakref.ref(change), weakref.ref(doubling)
+    del change, doubling
+    gc.collect()
+    assert [x() for x in held] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("function", "hides"),
+    [
+        (score_mods.softcap(2.0), False),
+        (lambda s, b, h, q, kv: jnp.tanh(s / 3) + (kv <= q), False),
+        (causal, True),
+        (lambda s, b, h, q, kv: s + jnp.log((kv <= q).astype("float32")), True),
+        (lambda s, b, h, q, kv: s - jnp.exp(1e3 * (kv > q)), True),
+        (score_mods.prefix(np.int64(3)), False),
+    ],
+)
+def test_whether_it_may_hide_all_keys(function, hides):
+    mod, _ = score_mod_trace.written(function, [], (B, N, T, K))
+    assert mod.hides == hides
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_within_a_mesh(kind):
+    """jnp.where and what it selects beside indices: JAX puts operations of the mesh between."""
+    q, slope = normal((1, 2, 1, 8)), jnp.full((1, 1, 1, 1), 0.5)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
+
+    def call(q, slope):
+        change = lambda s, b, h, i, j: jnp.where(j <= i, slope * s, -jnp.inf)  # noqa: E731
+        capped = ours(q, q, q, is_causal=True, score_mod=score_mods.softcap(2.0))
+        return capped + ours(q, q, q, score_mod=change)
+
+    want = call(q, slope)
+    spec = P("d") if kind == AxisType.Auto else P()
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
+    np.testing.assert_allclose(jax.jit(mapped)(q, slope), want, atol=1e-6)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(call)(q, slope), want, atol=1e-6)
+
+
+def test_beside_alibi():
+    """XLA runs it, with distances by the band's own corner."""
+    i, j = np.arange(T)[:, None], np.arange(K)[None, :]
+    given = {"is_causal": True, "bottom_right": True}
+    agree(
+        functools.partial(ours, alibi=True, score_mod=score_mods.softcap(2.0), **given),
+        functools.partial(
+            plain,
+            change=lambda s, *_: 2 * jnp.tanh(s / 2) - _SLOPES * (i + K - T - j),
+            seen=j <= i + K - T,
+        ),
+        qkv(),
+    )
+
+
+@pytest.mark.parametrize("name", ["expm1", "log1p"])
+def test_digits_near_zero(name):
+    function = {"expm1": jnp.expm1, "log1p": jnp.log1p}[name]
+    x = jnp.asarray(
+        [*(s * 10.0**-n for n in range(1, 9) for s in (1, -1)), 0, 0.6, 3, 20], "float32"
+    )
+    scores = jnp.broadcast_to(x, (1, 1, 1, len(x)))
+    mod, _ = score_mod_trace.written(of_score(function), [], scores.shape)
+    assert mod.refused_backward() is None
+    of = lambda s: mod(s, 0, {})  # noqa: E731
+    got, slope = jax.jit(lambda s: jax.jvp(of, (s,), (jnp.ones_like(s),)))(scores)
+    wide = np.asarray(x, np.float64)
+    np.testing.assert_allclose(got[0, 0, 0], getattr(np, name)(wide), rtol=1e-6)
+    want = np.exp(wide) if name == "expm1" else 1 / (1 + wide)
+    np.testing.assert_allclose(slope[0, 0, 0], want, rtol=1e-5)
+
+
 @pytest.mark.parametrize("of", ["all", "operand"])
 def test_gradients_of_operands_are_of_the_reference(of):
     inputs = (*qkv(), normal((1, N, 1, 1)))
@@ -421,12 +527,13 @@ def test_remat_scan_and_jit():
     agree(jax.jit(looped), lambda q, k, v: g(g(q, k, v), k, v), inputs)
 
 
-def test_memory_is_linear_in_the_number_of_queries():
+@pytest.mark.parametrize("row", [(1, 1, 16384, 1), (1, 1, 1, 16384)], ids=["queries", "keys"])
+def test_memory_is_linear_in_the_number_of_queries(row):
     x = S((1, 16384, 1, 16), "float32")
-    row = S((1, 1, 16384, 1), "float32")
     f = lambda q, k, v, a: ours(q, k, v, score_mod=scaled, score_mod_operands=(a,)).sum()  # noqa: E731
     step = jax.jit(jax.grad(f, (0, 1, 2)))
-    assert step.lower(x, x, x, row).compile().memory_analysis().temp_size_in_bytes < 2**29
+    memory = step.lower(x, x, x, S(row, "float32")).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**29
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -435,6 +542,10 @@ Q = jnp.ones((2, 8, 4, 16), "bfloat16")
 
 
 def modified(change, *operands):
+    return lambda: ours(Q, Q, Q, score_mod=change, score_mod_operands=operands)
+
+
+def modified_by(change, operands):
     return lambda: ours(Q, Q, Q, score_mod=change, score_mod_operands=operands)
 
 
@@ -461,6 +572,10 @@ WRONG = {
         modified(of_score(lambda s: s + jax.random.normal(jax.random.key(0), s.shape))),
         ["random"],
     ),
+    "an array for the operands": (modified_by(biased, jnp.ones((8, 8))), ["no tuple", "(x,)"]),
+    "too few operands": (modified(biased), ["other arguments", "'table'", "0 operands"]),
+    "an array as cap": (lambda: score_mods.softcap(jnp.ones(3)), ["cap is not", "Python number"]),
+    "a text as cap": (lambda: score_mods.softcap("3"), ["cap is not", "'3'"]),
     "cap": (lambda: score_mods.softcap(0.0), ["cap is not valid", "above 0"]),
     "length": (lambda: score_mods.prefix(-1), ["length is not valid", "-1"]),
 }  # fmt: skip
@@ -774,20 +889,25 @@ def test_operands_reach_cudnn_in_shapes_that_it_reads_rightly(shape, wanted):
         (plan,) = jc.plans(call, x, x, x, S(shape, "float32")).values()
     (segment,) = plan.segments
     assert segment.plan is not None
-    assert plan.spec.input_tensors[-1].shape == wanted
+    assert plan.spec.input_tensors[-1].shape == shape
+    assert wire(plan.spec).input_tensors[-1].shape == wanted
+    (advice,) = plan.explain().to_json()["segments"][0]["advice"] or [""]
+    assert (f"to {list(wanted)}, {4 * math.prod(wanted):,} bytes" in advice) == (shape != wanted)
 
 
 @pytest.mark.deviceless
-def test_a_graph_refuses_operands_that_cudnn_reads_wrongly():
+def test_a_graph_computes_operands_that_cudnn_reads_wrongly_before():
     @jc.graph
     def attention(g, q, k, v, a):
-        return g.sdpa(q, k, v, score_mod=biased, score_mod_operands=[a])[0]
+        return g.sdpa(q, k, v, score_mod=biased, score_mod_operands=[g.exp(a)])[0]
 
     x = S((2, 4, 256, 64), "bfloat16")
     with jc.target("H200"):
         plan = jc.plan(attention, x, x, x, S((2, 1, 1, 256), "float32"))
-    assert [segment.plan for segment in plan.segments] == [None]
-    assert "[2, 1, 256, 256]" in plan.segments[0].reason
+    before, last = plan.segments
+    assert before.plan is None
+    assert last.plan is not None
+    assert wire(last.spec).input_tensors[-1].shape == (2, 1, 256, 256)
 
 
 # -- on the GPU ------------------------------------------------------------------------------------

@@ -49,6 +49,10 @@ def new_primitive(name: str, title: Callable[..., str]) -> Primitive:
     return primitive
 
 
+PLACING = ("reshard", "pvary", "pcast")
+"""Operations of a jaxpr that change where an array lies in a mesh, and no value."""
+
+
 def lowering_devices(ctx: Any) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
     """The devices of the compilation a lowering rule runs for (empty when there are none)."""
     axis_context = ctx.module_context.axis_context

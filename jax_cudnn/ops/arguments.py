@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import jax
@@ -40,6 +41,34 @@ def floating(name: str, x: Any) -> jax.Array:
             fix=f"cast it before the call: {name}.astype(jnp.float32)",
         )
     return x
+
+
+def flags(**given: Any) -> list[bool]:
+    """Arguments as Python bools; GraphTypeError for those that have no value while tracing."""
+    for name, value in given.items():
+        try:
+            given[name] = bool(value)
+        except (TypeError, ValueError) as error:
+            raise GraphTypeError(
+                f"{name} is no Python bool",
+                expected="True or False",
+                got=f"{type(value).__name__}: {value!r}"[:200],
+                why="it is static: it decides which program is made",
+                fix=f"pass it as a Python bool, under jax.jit by static_argnames={name!r}",
+            ) from error
+    return [*given.values()]
+
+
+def number(name: str, value: Any) -> float:
+    """An argument as a Python number; GraphTypeError for arrays, which are not known in time."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    raise GraphTypeError(
+        f"{name} is no Python number",
+        expected="a Python or NumPy number: it is static, as a part of the plan",
+        got=f"{type(value).__name__}: {value!r}"[:200],
+        fix=f"multiply the query by the array; under jax.jit name {name} in static_argnames",
+    )
 
 
 def promoted(x: Any, w: Any) -> tuple[jax.Array, jax.Array]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
 LENGTHS = ("seq_len_q", "seq_len_kv")
+_OF_HEADS = 8  # of which their sizes are multiples
 _REQUIRES = (
     "bfloat16 or float16, sizes of heads multiples of 8, SM 80; seq_len_q and seq_len_kv together"
 )
@@ -82,6 +83,18 @@ def check_shapes(inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> 
             expected="seq_len_q and seq_len_kv, or neither",
             got=", ".join(inputs),
         )
+
+
+def odd_heads(tensors: Mapping[str, Tensor]) -> str | None:
+    """Why cuDNN takes no heads of these sizes, or None."""
+    for size in (tensors[port].shape[3] for port in ("q", "v")):
+        if size % _OF_HEADS:
+            return (
+                f"heads of {size} elements, where cuDNN takes multiples of {_OF_HEADS}: pad query, "
+                f"key and value with zeros to {size + -size % _OF_HEADS}, give scale={size}**-0.5, "
+                "and cut the result"
+            )
+    return None
 
 
 def structure(keywords: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
@@ -178,27 +191,41 @@ class Attending(Node):
         extras.check(self, inputs)
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        if reason := odd_heads(tensors):
+            return reason
         if self.score_mod is None:
             return extras.refusal(tensors)
         others = {"seed", "dropout_mask", "sink_token", "block_mask"}
         if self.use_alibi_mask or others & {*tensors}:
             return "cuDNN is not asked for a score_mod beside dropout, sinks, ALiBi or block masks"
-        return self.score_mod.refused()
+        return self.score_mod.refused(tensors)
+
+    def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
+        return {} if self.score_mod is None else self.score_mod.stretches(tensors)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
         return 2 * b * h * s * t * (d + e)
 
     def advice(self, tensors: Mapping[str, Tensor]) -> str:
-        if "bias" not in tensors:
-            return ""
-        bias = tensors["bias"]
-        return (
-            f"the bias is read in full ({bias.nbytes:,} bytes, again for each head and example "
-            "that shares it), and no score is left out for it; a mask that is causal, a window, "
-            "or by lengths costs nothing as is_causal, local_window_size, query_seq_lengths and "
-            "key_value_seq_lengths, and keys that these hide are not read"
-        )
+        said = []
+        if "bias" in tensors:
+            said.append(
+                f"the bias is read in full ({tensors['bias'].nbytes:,} bytes, again for each head "
+                "and example that shares it), and no score is left out for it; a mask that is "
+                "causal, a window, or by lengths costs nothing as is_causal, local_window_size, "
+                "query_seq_lengths and key_value_seq_lengths, and keys that these hide are not read"
+            )
+        for port, shape in self.broadcast_to(tensors).items():
+            nbytes = dataclasses.replace(tensors[port], shape=shape).nbytes
+            said.append(
+                f"where cuDNN runs it, XLA first broadcasts {port}, {list(tensors[port].shape)}, "
+                f"to {list(shape)}, {nbytes:,} bytes in memory: cuDNN reads an operand wrongly of "
+                "which rows of queries share an element; what is added costs none as bias, "
+                "documents as packed_dot_product_attention, and numbers of heads alone as "
+                "(1, N, 1, 1)"
+            )
+        return "; ".join(said)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """As further examples; a bias of all examples stays one, unless its gradient is wanted."""

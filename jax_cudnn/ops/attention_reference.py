@@ -246,8 +246,6 @@ def _over_rows(
     blocks = -(-queries // count)
 
     def cut(name: str, x: jax.Array) -> jax.Array:
-        if x.shape[3] == 1:  # a bias of all queries
-            return jnp.broadcast_to(x, (blocks, *x.shape))
         behind = [(0, blocks * count - queries if axis == 3 else 0) for axis in range(5)]
         if name.startswith(OPERANDS):  # no function meets a value that it does not know
             padded = jnp.pad(x, behind, mode="edge")
@@ -259,16 +257,21 @@ def _over_rows(
         x = jnp.moveaxis(x, 0, 3)
         return x.reshape(*x.shape[:3], blocks * count, *x.shape[5:])[:, :, :, :queries]
 
+    shared = {name: x for name, x in rows.items() if x.shape[3] == 1}  # by all queries
     given = (
         jnp.arange(blocks, dtype=jnp.int32) * count,
-        {name: cut(name, x) for name, x in rows.items()},
+        {name: cut(name, x) for name, x in rows.items() if name not in shared},
     )
+
+    def of_block(x: Any) -> Any:
+        return function({**shared, **x[1]}, x[0])
+
     if not sums:
-        return jax.tree.map(joined, jax.lax.map(lambda x: function(x[1], x[0]), given))
-    shapes = jax.eval_shape(lambda x: function(x[1], x[0])[1], jax.tree.map(lambda x: x[0], given))
+        return jax.tree.map(joined, jax.lax.map(of_block, given))
+    shapes = jax.eval_shape(lambda x: of_block(x)[1], jax.tree.map(lambda x: x[0], given))
 
     def step(total: Any, x: Any) -> tuple[Any, Any]:
-        each, part = function(x[1], x[0])
+        each, part = of_block(x)
         return jax.tree.map(jnp.add, total, part), each
 
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -14,9 +14,10 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import packed_strides
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .arguments import chosen, floating
+from .arguments import chosen, flags, floating
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .score_mod import stretched
+from .attention_reference import Band
+from .score_mod import ScoreMod, check_function, listed
 
 _BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
 _Aval = jax.Array | jax.ShapeDtypeStruct
@@ -132,12 +133,14 @@ def dot_product_attention(
             example, head, query and key are int32 and broadcast with it. Operators, comparisons,
             ``jnp.where``, and functions of each element become part of cuDNN's kernel, and so does
             their derivative; nothing may look at other scores. ``bias`` is added to its result, and
-            ``is_causal``, window and lengths hide keys of it. Ready ones are in
-            ``jax_cudnn.ops.score_mods``. A function that is equal to an earlier one is not traced
-            again; what it closes over is as under ``jax.jit``, arrays are traced at each call.
+            ``is_causal``, window and lengths hide keys of it; with ALiBi, dropout, sinks or block
+            masks XLA runs it. Ready ones are in ``jax_cudnn.ops.score_mods``. A function that is
+            equal to an earlier one is not traced again; what it closes over is as under
+            ``jax.jit``, arrays are traced at each call.
         score_mod_operands: arrays that it reads, broadcast like bias; floats come to it as float32,
             integers as int32 and booleans as such. Those of floats have gradients, which XLA
-            computes.
+            computes. For cuDNN one that queries share, (B, 1, 1, S) say, is broadcast to all of
+            them in memory; ``jax_cudnn.explain`` says how many bytes, and what to use instead.
         return_residual: also return the logarithm of each row's sum of exponentials.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
@@ -172,6 +175,12 @@ def dot_product_attention(
     """
     from .attention_arguments import further, with_sinks_alone  # importing jax_cudnn does without
 
+    is_causal, bottom_right, alibi, return_residual = flags(
+        is_causal=is_causal,
+        bottom_right=bottom_right,
+        alibi=alibi,
+        return_residual=return_residual,
+    )
     rank = floating("query", query).ndim
     query, key, value = (
         _operand(name, x, rank) for name, x in (("query", query), ("key", key), ("value", value))
@@ -181,19 +190,24 @@ def dot_product_attention(
     left, right = _window(local_window_size)
     if is_causal:
         right = 0
-    score_mod, operands = _modification(score_mod, score_mod_operands, query, key)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     lengths = _lengths(query_seq_lengths, key_value_seq_lengths, query, key)
-    if score_mod is not None and lengths is not None:  # they become its operands
-        rows = (query.shape[0], 1, query.shape[1], 1)
-        lengths = tuple(jnp.broadcast_to(x, rows) for x in lengths)
     rate, extras = further(
         query, key, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
     )
+    operands = listed(score_mod_operands)
+    if score_mod is not None or operands:
+        band = Band(left, right, bottom_right)
+        if alibi:  # XLA runs it, with a band and lengths of its own
+            hidden = Band(), ()
+        else:  # they become a part of the function
+            hidden, lengths = (band, lengths or ()), None
+            left, right, bottom_right = None, None, False
+        score_mod, operands = _modification(score_mod, operands, query, key, *hidden)
     out, statistic = chosen(ATTENTION, options, None, implementation)(
         q, k, v, _bias(bias, mask, query, key), lengths, extras, operands,
         scale=float(scale), left=left, right=right, bottom_right=bottom_right,
-        alibi=bool(alibi), dropout=rate, score_mod=score_mod,
+        alibi=alibi, dropout=rate, score_mod=score_mod,
     )  # fmt: skip
     out = jnp.swapaxes(out, 1, 2)
     if not return_residual:
@@ -306,17 +320,18 @@ def _bias(bias: Any, mask: Any, query: _Aval, key: _Aval) -> jax.Array | None:
 
 
 def _modification(
-    function: Any, operands: Any, query: jax.Array, key: jax.Array
-) -> tuple[Any, tuple[jax.Array, ...]]:
-    """The function of the scores, and its operands as a graph takes them."""
-    if function is None and not operands:
-        return None, ()
-    if not callable(function):
-        raise GraphTypeError(
-            "score_mod is no function",
-            expected="f(score, b, h, q, kv, *score_mod_operands)",
-            got=f"{type(function).__name__}: {function!r}"[:200],
-        )
+    function: Any,
+    operands: Sequence[Any],
+    query: jax.Array,
+    key: jax.Array,
+    band: Band,
+    lengths: Sequence[jax.Array],
+) -> tuple[ScoreMod, tuple[jax.Array, ...]]:
+    """The function of the scores, with the band and the lengths, as a value, and its operands as a
+    graph takes them."""
+    from .score_mod_trace import written  # importing jax_cudnn does without
+
+    check_function(function)
     scores, found, truths = _scores(query, key), [], []
     for i, given in enumerate(operands):
         x = _broadcasting(f"score_mod_operands[{i}]", given, scores)
@@ -329,13 +344,9 @@ def _modification(
             x = x.astype(query.dtype)
         elif jnp.issubdtype(x.dtype, jnp.integer):
             x = x.astype(jnp.int32)
-        x = x.astype(jnp.float32) if x.dtype.itemsize == 8 else x
-        found.append(jnp.broadcast_to(x, stretched(x.shape, scores)))
-    if truths:
-        from .score_mod_trace import Truths  # importing jax_cudnn does without
-
-        function = Truths(function, tuple(truths))
-    return function, tuple(found)
+        found.append(x.astype(jnp.float32) if x.dtype.itemsize == 8 else x)
+    mod, read = written(function, found, scores, band, lengths, tuple(truths))
+    return mod, tuple(read)
 
 
 def _scores(query: _Aval, key: _Aval) -> tuple[int, ...]:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphTypeError
 from .._core.graph.dims import packed_strides
 from .._core.graph.options import Options
 from .._core.graph.reference import rounded
 from .._core.graph.trace import GraphFunction
-from .arguments import chosen, floating
+from .arguments import chosen, flags, floating, number
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 from .fused_attention import _BY_TOKEN, _check, _lengths, _operand, _window
 from .scaling import E4M3, DelayedScaling, amax_of, largest, scale_of
@@ -178,20 +178,14 @@ def dot_product_attention_fp8(
             expected="a DelayedScaling, or None for scales of what the arrays hold",
             got=f"{type(scaling).__name__}: {scaling!r}"[:200],
         )
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise GraphError(
-            "scale is no number",
-            expected="a Python number, which is part of the plan",
-            got=repr(scale)[:200],
-            fix="multiply the query by it",
-        )
+    is_causal, bottom_right = flags(is_causal=is_causal, bottom_right=bottom_right)
     rank = floating("query", query).ndim
     named = (("query", query), ("key", key), ("value", value))
     query, key, value = (_operand(name, x, rank) for name, x in named)
     _check(query, key, value)
     left, right = _window(local_window_size)
     kind = _Kind(
-        float(query.shape[-1] ** -0.5 if scale is None else scale),
+        query.shape[-1] ** -0.5 if scale is None else number("scale", scale),
         left,
         0 if is_causal else right,
         bottom_right,

@@ -11,7 +11,7 @@ import numpy as np
 from .._core.errors import GraphError
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .arguments import chosen, floating
+from .arguments import chosen, flags, floating
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 from .fused_attention import _check, _scaled, _window
@@ -105,6 +105,9 @@ def packed_dot_product_attention(
         ... ).shape
         (100, 8, 64)
     """
+    is_causal, bottom_right, return_residual = flags(
+        is_causal=is_causal, bottom_right=bottom_right, return_residual=return_residual
+    )
     query, key, value = (
         _tokens(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .arguments import chosen, floating
+from .arguments import chosen, flags, floating
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 from .fused_attention import _scaled, _window, _without_keys
@@ -99,6 +99,12 @@ def paged_dot_product_attention(
         ... ).shape
         (2, 1, 8, 64)
     """
+    heads_first, is_causal, bottom_right, return_residual = flags(
+        heads_first=heads_first,
+        is_causal=is_causal,
+        bottom_right=bottom_right,
+        return_residual=return_residual,
+    )
     query, keys, values = (
         _rank_four(name, x)
         for name, x in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages))

@@ -11,7 +11,7 @@ import numpy as np
 from .._core.errors import GraphError
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .arguments import chosen, floating
+from .arguments import chosen, flags, floating, number
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 from .fused_attention import _bias, _lengths, _window
@@ -90,8 +90,11 @@ def dot_product_attention_qkv(
         >>> jc.ops.dot_product_attention_qkv(qkv, 8, is_causal=True).shape
         (2, 128, 8, 64)
     """
+    is_causal, bottom_right, return_residual = flags(
+        is_causal=is_causal, bottom_right=bottom_right, return_residual=return_residual
+    )
     qkv, heads, of_keys = _parts(floating("qkv", qkv), num_heads)
-    scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+    scale = qkv.shape[-1] ** -0.5 if scale is None else number("scale", scale)
     left, right = _window(local_window_size)
     b, t, _, size = qkv.shape
     query, key = (jax.ShapeDtypeStruct((b, t, n, size), qkv.dtype) for n in (heads, of_keys))

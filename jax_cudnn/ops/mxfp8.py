@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import E8M0
 from .._core.graph.reference import rounded
 from .arguments import floating
-from .scaling import E4M3, largest
+from .scaling import E4M3, fp8_name, largest
 
 BLOCK = 32
 """Neighbours that have a scale together."""
@@ -63,13 +63,8 @@ def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax
         ((1, 2, 256, 4), 'float8_e8m0fnu')
     """
     x = floating("x", x).astype(jnp.float32)
-    name = jnp.dtype(dtype).name
-    if x.ndim != 4 or axis not in (-1, -2):
-        raise GraphError(
-            "the blocks are not valid",
-            expected="an array (B, H, S, D), and axis=-1 or -2",
-            got=f"shape {list(x.shape)}, axis={axis}",
-        )
+    name = fp8_name("dtype", dtype)
+    _check_blocks(x, axis)
     rows = x if axis == -1 else jnp.swapaxes(x, 2, 3)
     *lead, count, size = rows.shape
     filled = jnp.pad(rows, [(0, 0)] * 3 + [(0, _up(size, BLOCK) - size)])
@@ -90,7 +85,12 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
         scales: of ``values``, in float8_e8m0fnu.
         axis: -1 or -2, along which the blocks lie.
 
-    Returns: (B, H, S, D) in float32. Source: OCP Microscaling Formats 1.0.
+    Returns: (B, H, S, D) in float32.
+
+    Raises:
+        GraphError, GraphTypeError: another rank or axis, or scales of other blocks.
+
+    Source: OCP Microscaling Formats 1.0.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
@@ -98,11 +98,29 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
         >>> float(jc.ops.dequantize_mxfp8(*jc.ops.quantize_mxfp8(x))[0, 0, 0, 0])
         3.0
     """
+    _check_blocks(values, axis)
+    wanted = scales_shape(values.shape, axis)
+    if scales.shape != wanted or str(scales.dtype) != E8M0:
+        raise (GraphError if scales.shape != wanted else GraphTypeError)(
+            "the scales do not fit the values",
+            expected=f"{E8M0}{list(wanted)}, of blocks along axis {axis}",
+            got=f"{scales.dtype}{list(scales.shape)}",
+            fix="give what quantize_mxfp8 has returned, and its axis",
+        )
     rows = values if axis == -1 else jnp.swapaxes(values, 2, 3)
     *_, count, size = rows.shape
     factor = _unswizzled(scales.astype(jnp.float32), axis)[:, :, :count, : -(-size // BLOCK)]
     found = rows.astype(jnp.float32) * jnp.repeat(factor, BLOCK, axis=-1)[..., :size]
     return found if axis == -1 else jnp.swapaxes(found, 2, 3)
+
+
+def _check_blocks(x: jax.Array, axis: Any) -> None:
+    if x.ndim != 4 or axis not in (-1, -2):
+        raise GraphError(
+            "the blocks are not valid",
+            expected="an array (B, H, S, D), and axis=-1 or -2",
+            got=f"shape {list(x.shape)}, axis={axis}",
+        )
 
 
 def _exponent(x: jax.Array) -> jax.Array:

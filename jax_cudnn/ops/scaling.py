@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core.compat import varying_axes
 from .._core.errors import GraphError, GraphTypeError
@@ -17,6 +18,17 @@ from .._core.graph.dtypes import FP8
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FORWARD, BACKWARD = ("q", "k", "v", "o"), ("dO", "dP", "dQ", "dK", "dV")
 _LARGEST = 2.0**120  # a scale whose inverse is no float32 would make zeros infinite
+
+
+def fp8_name(argument: str, dtype: Any) -> str:
+    """The name of an fp8 dtype; GraphTypeError for others."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in FP8:
+        raise GraphTypeError(f"{argument} is not valid", expected=" or ".join(FP8), got=name)
+    return name
 
 
 def largest(dtype: str) -> float:
@@ -85,15 +97,14 @@ class DelayedScaling:
         Raises:
             GraphError: a length below 1. GraphTypeError: a gradient's dtype that is not fp8.
         """
-        if isinstance(amax_history_length, bool) or not isinstance(amax_history_length, int):
-            amax_history_length = 0
-        if amax_history_length < 1:
+        length = amax_history_length
+        if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 1:
             raise GraphError(
-                "amax_history_length is not valid", expected="an integer of at least 1"
+                "amax_history_length is not valid",
+                expected="an integer of at least 1",
+                got=repr(length)[:200],
             )
-        name = getattr(grad_dtype, "__name__", str(grad_dtype))
-        if name not in FP8:
-            raise GraphTypeError("grad_dtype is not valid", expected=" or ".join(FP8), got=name)
+        name = fp8_name("grad_dtype", grad_dtype)
         count = len((*FORWARD, *BACKWARD))
         return cls(
             jnp.ones(count, jnp.float32),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,16 +87,20 @@ class ScoreMod:
         """Whether it reads the index of the example."""
         return any(axis_of(call.node) == 0 for call in self.spec.calls)
 
-    def refused(self) -> str | None:
-        """Why cuDNN is not to be asked for it, or None."""
+    def stretches(self, tensors: Tensors) -> dict[str, Shape]:
+        """The operands that rows of queries share, which cuDNN would read wrongly, and the shapes
+        to which they are broadcast for it."""
         scores = self.spec.tensor(self.spec.inputs[0]).shape
-        for name, port in self.named.items():
-            shape = self.spec.tensor(name).shape
-            if stretched(shape, scores) != shape:
-                return (
-                    f"cuDNN reads {port} of shape {list(shape)} wrongly, of which rows of queries "
-                    f"share an element: broadcast it to {list(stretched(shape, scores))}"
-                )
+        shapes = {port: stretched(tensors[port].shape, scores) for port in self.ports}
+        return {port: shape for port, shape in shapes.items() if shape != tensors[port].shape}
+
+    def refused(self, tensors: Tensors) -> str | None:
+        """Why cuDNN is not to be asked for it, or None."""
+        for port, shape in self.stretches(tensors).items():
+            return (
+                f"cuDNN reads {port} of shape {list(tensors[port].shape)} wrongly, of which rows "
+                f"of queries share an element: broadcast it to {list(shape)}"
+            )
         # Planning ends the process (SIGSEGV in cuDNN 9.19; 9.28 plans some of them).
         operands = {*self.spec.inputs[1:]}
         compared = {
@@ -168,19 +172,14 @@ def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> d
     """The arguments of ``g.sdpa`` with the function as a value, into which band and lengths have
     gone."""
     function = given.get("score_mod")
-    operands = given.pop(PORT, None)
+    operands = listed(given.pop(PORT, None))
     if function is None:
         if operands:
             raise GraphError(f"{PORT} without a score_mod", fix="give the function that reads them")
         return given
     if isinstance(function, ScoreMod):
         return {**given, PORT: operands} if operands else given
-    if not callable(function):
-        raise GraphTypeError(
-            "score_mod is no function",
-            expected="f(score, b, h, q, kv, *score_mod_operands)",
-            got=f"{type(function).__name__}: {function!r}"[:200],
-        )
+    check_function(function)
     q, k = (
         np.shape(given[name]) if not hasattr(given[name], "shape") else given[name].shape
         for name in ("q", "k")
@@ -188,16 +187,40 @@ def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> d
     if len(q) != 4 or len(k) != 4:
         raise GraphError("score_mod needs q and k of rank 4", got=f"{list(q)} and {list(k)}")
     scores = (*q[:3], k[2])
-    operands = [_checked(i, x, scores) for i, x in enumerate(operands or ())]
+    operands = [_checked(i, x, scores) for i, x in enumerate(operands)]
+    from .score_mod_trace import written  # importing jax_cudnn does without
+
+    if given.get("use_alibi_mask"):  # XLA runs it, with a band and lengths of its own
+        mod, read = written(function, operands, scores, numbers=False)
+        return {**given, "score_mod": mod, **({PORT: read} if read else {})}
     lengths = [given.pop(name, None) for name in ("seq_len_q", "seq_len_kv")]
     lengths = [x for x in lengths if x is not None]
     if len(lengths) == 1:
         raise GraphError("one of the lengths is missing", expected="both, or neither")
-    from .score_mod_trace import written  # importing jax_cudnn does without
-
-    mod, read = written(function, operands, scores, band(given), lengths)
+    mod, read = written(function, operands, scores, band(given), lengths, numbers=False)
     left = {name: value for name, value in given.items() if not name.startswith("diagonal_")}
     return {**left, "score_mod": mod, **({PORT: read} if read else {})}
+
+
+def check_function(function: Any) -> None:
+    """GraphTypeError for what is no function."""
+    if not callable(function):
+        raise GraphTypeError(
+            "score_mod is no function",
+            expected="f(score, b, h, q, kv, *score_mod_operands)",
+            got=f"{type(function).__name__}: {function!r}"[:200],
+        )
+
+
+def listed(operands: Any) -> Sequence[Any]:
+    """The operands of a function of the scores; GraphTypeError where they are not in a tuple."""
+    if operands is None or isinstance(operands, (tuple, list)):
+        return operands or ()
+    raise GraphTypeError(
+        f"{PORT} is no tuple",
+        expected="a tuple or a list of arrays, of one array (x,)",
+        got=f"{type(operands).__name__}: {operands!r}"[:200],
+    )
 
 
 def _checked(i: int, x: Any, scores: Shape) -> Any:

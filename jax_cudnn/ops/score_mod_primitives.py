@@ -104,6 +104,26 @@ def _power(g: Traced, eqn: Any, x: Any) -> GraphTensor:
     return power if exponent > 0 else g.made("reciprocal", power)
 
 
+def _exponential_less_one(g: Traced, eqn: Any, x: Any) -> GraphTensor:
+    """``tanh(x / 2) (exp(x) + 1)``: near 0 a difference would lose digits."""
+    half = g.made("tanh", g.made("mul", x, 0.5))
+    return g.made("mul", half, g.made("add", g.made("exp", x), 1.0))
+
+
+def _logarithm_of_more_than_one(g: Traced, eqn: Any, x: Any) -> GraphTensor:
+    """Near 0 ``2 artanh(x / (2 + x))`` by its series, where the sum would lose digits; both parts
+    are added, each 0 where the other counts, because a selection's derivative begins with a number.
+    """
+    size = g.made("abs", x)
+    near = g.made("mul", x, g.made("cmp_lt", size, 0.1))
+    far = g.made("mul", x, g.made("cmp_ge", size, 0.1))
+    ratio = g.made("div", near, g.made("add", near, 2.0))
+    square = g.made("mul", ratio, ratio)
+    series = g.made("add", g.made("mul", square, 2 / 5), 2 / 3)
+    series = g.made("add", g.made("mul", square, series), 2.0)
+    return g.made("add", g.made("mul", ratio, series), g.made("log", g.made("add", far, 1.0)))
+
+
 def _picked(g: Traced, eqn: Any, which: Any, *cases: Any) -> Any:
     if len(cases) != 2:
         raise GraphError(f"it selects from {len(cases)} cases", expected="two, as jnp.where")
@@ -139,8 +159,8 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "integer_pow": _power,
     "erfc": lambda g, eqn, x: g.made("add", g.made("neg", g.made("erf", x)), 1.0),
     "exp2": lambda g, eqn, x: g.made("exp", g.made("mul", x, math.log(2))),
-    "expm1": lambda g, eqn, x: g.made("sub", g.made("exp", x), 1.0),
-    "log1p": lambda g, eqn, x: g.made("log", g.made("add", x, 1.0)),
+    "expm1": _exponential_less_one,
+    "log1p": _logarithm_of_more_than_one,
     "select_n": _picked,
     "clamp": _between,
     "is_finite": lambda g, eqn, x: g.made("cmp_lt", g.made("abs", x), math.inf),

@@ -7,7 +7,9 @@ It is traced by ``jax.make_jaxpr`` and written down anew, operation by operation
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._core.compat import user_frames
+from .._core.compat import PLACING, user_frames
 from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.dims import Shape
@@ -26,37 +28,106 @@ from .._core.graph.source import defined_at
 from .._core.graph.spec import GraphSpec
 from .._core.graph.tensor import GraphTensor
 from .attention_reference import Band
-from .score_mod import PORT, ScoreMod, stretched
+from .score_mod import PORT, ScoreMod
 from .score_mod_emission import before_causal_mask
 from .score_mod_primitives import PRIMITIVES, SHORT, TAKEN
 
+_ALL = Band()
+_MANY = 256  # shapes of one function
+
+_Known = dict[Any, tuple[ScoreMod, tuple[int, ...]]]
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+
 
 def written(
-    function: Callable[..., Any], operands: list[Any], scores: Shape, band: Band, lengths: list[Any]
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    scores: Shape,
+    band: Band = _ALL,
+    lengths: Sequence[Any] = (),
+    truths: tuple[int, ...] = (),
+    numbers: bool = True,
 ) -> tuple[ScoreMod, list[Any]]:
     """A user's function, and then the band and the lengths, as one; with the operands that it
-    reads, of those given and those closed over."""
+    reads, of those given and those closed over. Operands at ``truths`` come to it as booleans.
 
-    def trace(function: Callable[..., Any], operands: list[Any]) -> tuple[GraphSpec, list[Any]]:
-        traced = Traced(scores, [(tuple(x.shape), str(x.dtype)) for x in operands])
-        spec, read = traced.write(function)
-        everything = [*operands, *traced.arrays]
-        return spec, [everything[i] for i in read]
+    It is traced once for equal functions and shapes, while such a function lives; at each call
+    where it closes over arrays, which may be others by then. With ``numbers`` those of one element
+    that are known are numbers of the graph, else operands.
+    """
+    everything = [*operands, *lengths]
+    avals = tuple((tuple(x.shape), str(x.dtype)) for x in everything)
+    known, key = _known_of(function), (scores, avals, len(lengths), band, truths)
+    found = known.get(key)
+    if found is None:
+        _check_parameters(function, len(operands))
+        user = _Truths(function, truths) if truths else function
+        mod, read, traced = _written(user, avals, scores, band, len(operands), numbers)
+        found = mod, read
+        everything += traced.arrays
+        if len(known) >= _MANY:
+            known.clear()
+        if not (traced.closes_over or traced.arrays):
+            known[key] = found
+    mod, read = found
+    return mod, [everything[i] for i in read]
 
-    spec, read = trace(function, operands)
+
+def _known_of(function: Any) -> _Known:
+    """What is known of a function; nothing where it is not hashable or has no weak references."""
+    try:
+        return _known.setdefault(function, {})
+    except TypeError:
+        return {}
+
+
+def _written(
+    function: Callable[..., Any],
+    avals: Sequence[tuple[Shape, str]],
+    scores: Shape,
+    band: Band,
+    count: int,
+    numbers: bool,
+) -> tuple[ScoreMod, tuple[int, ...], Traced]:
+    """The function of ``count`` operands, behind which the lengths stand; which of its operands,
+    followed by the arrays closed over, it reads."""
+    lengths = len(avals) > count
+    traced = Traced(scores, avals[:count], numbers)
+    spec, read = traced.write(function)
     hides = getattr(function, "hides_queries", None)
     if hides is None:
-        floats = [x for x in read if str(x.dtype) in FLOATS]
-        hides = bool(floats) or any(math.isinf(t.value or 0) for t in spec.constants)
+        hides = not _is_finite(spec)
     if lengths or band != Band(bottom_right=band.bottom_right):
-        hides = hides or bool(lengths) or _hides(band, *scores[2:])
-        whole = [*operands, *lengths]
-        spec, read = trace(_Seen(function, scores[2:], band, len(operands)), whole)
+        hides = hides or lengths or _hides(band, *scores[2:])
+        traced = Traced(scores, avals, numbers)
+        spec, read = traced.write(_Seen(function, scores[2:], band, count))
     ports = tuple(f"{PORT}_{i}" for i in range(len(read)))
     spec = spec.canonical()
     inner = before_causal_mask(spec)
     first = inner is not None and _takes_infinity(ScoreMod(inner, (), hides))
-    return ScoreMod(spec, ports, hides, first), read
+    return ScoreMod(spec, ports, hides, first), read, traced
+
+
+# Operations whose results are finite for finite operands, but for numbers beyond float32's range.
+_FINITE = {
+    *("add", "sub", "mul", "neg", "abs", "min", "max", "floor", "ceil", "sqrt", "identity"),
+    *("tanh", "sigmoid", "erf", "sin", "cos", "gen_index"),
+}
+
+
+def _is_finite(spec: GraphSpec) -> bool:
+    """Whether a function certainly leaves finite scores finite, so that it hides no key."""
+    score, *others = spec.inputs
+    finite = {t.name for t in spec.constants if math.isfinite(t.value or 0)}
+    finite |= {score, *(name for name in others if spec.tensor(name).dtype not in FLOATS)}
+    for call in spec.calls:
+        method, operands = call.node.method, [n for p, n in call.inputs if p != "mask"]
+        known = method in _FINITE or method == "binary_select"
+        if method == "div":
+            known = bool(spec.tensor(operands[1]).value)
+        if method.startswith("cmp_") or (known and finite >= {*operands}):
+            finite |= {name for _, name in call.outputs}
+    return finite >= {*spec.outputs}
 
 
 def _takes_infinity(mod: ScoreMod) -> bool:
@@ -112,7 +183,7 @@ def _hides(band: Band, queries: int, keys: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Truths:
+class _Truths:
     """A function of the scores with booleans among its operands, which graphs hold as 1 and 0."""
 
     function: Callable[..., Any]
@@ -136,12 +207,15 @@ class Truths:
 class Traced(GraphBuilder):
     """Writes down one function; ``arrays`` are those that it closes over, as further operands."""
 
-    def __init__(self, scores: Shape, operands: Sequence[tuple[Shape, str]]) -> None:
+    def __init__(
+        self, scores: Shape, operands: Sequence[tuple[Shape, str]], numbers: bool = True
+    ) -> None:
         super().__init__()
-        self.scores = scores
+        self.scores, self.numbers = scores, numbers
         self.score = self.input("score", scores, "float32")
         self.operands = [self._operand(shape, dtype) for shape, dtype in operands]
         self.arrays: list[Any] = []
+        self.closes_over = False
 
     def _operand(self, shape: Shape, dtype: str) -> GraphTensor:
         name = f"operand{len(self._inputs) - 1}"
@@ -155,12 +229,13 @@ class Traced(GraphBuilder):
         for axis, size in enumerate(self.scores):
             given.append(shaped(tuple(size if i == axis else 1 for i in range(4)), "int32"))
         given += [shaped(x.shape, x.dtype) for x in self.operands]
-        closed = jax.make_jaxpr(function, return_shape=True)
+        # JAX remembers what it has traced of a function, with the arrays that it closed over.
+        closed = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)
         jaxpr, result = closed(*given)
         self._check(function, result)
         indices = [functools.partial(self._index, axis) for axis in range(4)]
         values = [self.score, *indices, *self.operands]
-        (out,) = self._run(jaxpr.jaxpr, [self._closed_over(x) for x in jaxpr.consts], values)
+        (out,) = self._run(jaxpr.jaxpr, jaxpr.consts, values)
         out = self._full(out)
         if out.name in self._inputs:
             out = self.made("identity", out)
@@ -196,17 +271,15 @@ class Traced(GraphBuilder):
 
     def _closed_over(self, value: Any) -> Any:
         """A number or an array that is known now, else a further operand."""
-        if not isinstance(value, Tracer):
-            return np.asarray(value)
-        self.arrays.append(self._stretched(value))
-        self.operands.append(self._operand(self.arrays[-1].shape, str(value.dtype)))
-        return self.operands[-1]
+        self.closes_over = True
+        if isinstance(value, Tracer) or (isinstance(value, jax.Array) and not self.numbers):
+            return self._further(value)
+        return np.asarray(value)
 
-    def _stretched(self, x: Any) -> Any:
-        """An array of rank 4 that cuDNN reads rightly."""
-        x = x.reshape(ones_in_front(x.shape))
-        wanted = stretched(x.shape, self.scores)
-        return x if x.shape == wanted else jnp.broadcast_to(x, wanted)
+    def _further(self, x: Any) -> GraphTensor:
+        self.arrays.append(x.reshape(ones_in_front(x.shape)))
+        self.operands.append(self._operand(x.shape, str(x.dtype)))
+        return self.operands[-1]
 
     @functools.cache  # noqa: B019 (a builder lives as long as one trace)
     def _index(self, axis: int) -> GraphTensor:
@@ -215,7 +288,8 @@ class Traced(GraphBuilder):
     # -- from jaxpr to nodes ---------------------------------------------------------------------
 
     def _run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+        known = [self._closed_over(x) for x in consts]
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*known, *arguments), strict=True))
 
         def read(x: Any) -> Any:
             value = np.asarray(x.val, x.aval.dtype) if hasattr(x, "val") else values[x]
@@ -238,6 +312,8 @@ class Traced(GraphBuilder):
                 return [short(self, *operands)]
             closed = getattr(inner, "jaxpr", inner)
             return self._run(closed, getattr(inner, "consts", ()), operands)
+        if name in PLACING:
+            return operands
         if name == "broadcast_in_dim":
             return [_stretched(operands[0], eqn)]
         if not _is_graph(operands):
@@ -283,10 +359,8 @@ class Traced(GraphBuilder):
 
     def _array(self, x: np.ndarray) -> GraphTensor:
         """An array that the function has made, as an operand."""
-        dtype = "int32" if np.issubdtype(x.dtype, np.integer) else "float32"
-        self.arrays.append(self._stretched(x.astype(dtype)))
-        self.operands.append(self._operand(self.arrays[-1].shape, dtype))
-        return self.operands[-1]
+        whole = np.issubdtype(x.dtype, np.integer)
+        return self._further(x.astype("int32" if whole else "float32"))
 
     def _full(self, x: Any) -> GraphTensor:
         """A value at every score: cuDNN computes nothing smaller, to be broadcast later."""
@@ -294,6 +368,21 @@ class Traced(GraphBuilder):
             return x
         nothing = self.mul(self._index(3), 0.0).set_data_type("float32")
         return self.add(nothing, self._plain(x)).set_data_type("float32")
+
+
+def _check_parameters(function: Callable[..., Any], operands: int) -> None:
+    """GraphTypeError where a function takes another number of arguments."""
+    try:
+        inspect.signature(function).bind(*range(5 + operands))
+    except ValueError:  # it has no signature
+        return
+    except TypeError as error:
+        raise GraphTypeError(
+            f"score_mod takes other arguments: {error}",
+            expected="f(score, b, h, q, kv, *score_mod_operands)",
+            got=f"{operands} operands",
+            where=defined_at(function),
+        ) from None
 
 
 def ones_in_front(shape: Shape) -> Shape:

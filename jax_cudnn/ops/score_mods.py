@@ -8,16 +8,17 @@ once.
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from .._core.errors import GraphError
 from .._core.graph.node import float32_range
 
 
-@functools.lru_cache(maxsize=256)
 def softcap(cap: float) -> Callable[..., Any]:
     """Bounds the scores: ``cap * tanh(score / cap)``.
 
@@ -33,16 +34,22 @@ def softcap(cap: float) -> Callable[..., Any]:
         >>> jc.ops.dot_product_attention(q, q, q, is_causal=True, score_mod=capped).shape
         (2, 128, 8, 64)
     """
-    if not float32_range("cap", cap) > 0:
-        raise GraphError("cap is not valid", expected="a number above 0", got=repr(cap))
+    number = isinstance(cap, numbers.Real) and not isinstance(cap, bool)
+    if not number or not float32_range("cap", cap) > 0:
+        raise GraphError(
+            "cap is not valid", expected="a Python number above 0", got=repr(cap)[:200]
+        )
+    return _capped(float(cap))
 
+
+@functools.lru_cache(maxsize=256)
+def _capped(cap: float) -> Callable[..., Any]:
     def capped(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return cap * jnp.tanh(score * (1 / cap))
 
     return _showing(capped)
 
 
-@functools.lru_cache(maxsize=256)
 def prefix(length: int) -> Callable[..., Any]:
     """Causal attention, but for the first keys, which all queries see (a prefix language model).
 
@@ -58,11 +65,15 @@ def prefix(length: int) -> Callable[..., Any]:
         >>> jc.ops.dot_product_attention(q, q, q, score_mod=seen).shape
         (2, 128, 8, 64)
     """
-    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+    if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 0:
         raise GraphError(
-            "length is not valid", expected="an integer of at least 0", got=repr(length)
+            "length is not valid", expected="an integer of at least 0", got=repr(length)[:200]
         )
+    return _prefixed(int(length))
 
+
+@functools.lru_cache(maxsize=256)
+def _prefixed(length: int) -> Callable[..., Any]:
     def seen(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return jnp.where((kv <= q) | (kv < length), score, -jnp.inf)
 
@@ -73,7 +84,9 @@ def documents(score: Any, b: Any, h: Any, q: Any, kv: Any, of_queries: Any, of_k
     """Hides the keys of other documents than the query's, where several are one sequence.
 
     Give ``score_mod_operands=(of_queries, of_keys)`` in int32, (B, 1, T, 1) and (B, 1, 1, S): the
-    number of each token's document.
+    number of each token's document. cuDNN is given the second as (B, 1, T, S) in memory; several
+    documents of one sequence cost less as examples of
+    :func:`jax_cudnn.ops.packed_dot_product_attention`.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc

@@ -260,6 +260,11 @@ class Node:
         """
         return "" if self.moves else self.method
 
+    def broadcast_to(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Shape]:
+        """Operands that cuDNN would read wrongly in their shapes, by port, and the shapes to which
+        XLA broadcasts them before a plan."""
+        return {}
+
     def advice(self, tensors: Mapping[str, Tensor]) -> str:
         """What this node costs by an operand that could be said more cheaply, and how; or ""."""
         return ""

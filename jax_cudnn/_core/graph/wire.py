@@ -9,6 +9,9 @@ does: at the edge of a graph booleans are float32 numbers, the only kind that co
 numbers of any other dtype; inside they are cuDNN's own. XLA broadcasts a smaller mask before the
 call, where cuDNN would read its comparison out of bounds.
 
+**Operands that cuDNN would read wrongly** in their shapes (``Node.broadcast_to``) are broadcast by
+XLA before the call, too; what XLA runs itself takes them as they are.
+
 **Masks of bits** (``ops/masks.py``) are such booleans on purpose: bytes to XLA, of eight channels
 each. What makes or reads one is asked for as cuDNN's comparison or product with a boolean, and a
 boolean at the edge of a wired graph is one of these.
@@ -49,12 +52,28 @@ def wire(spec: GraphSpec) -> GraphSpec:
         sent = spec
         if any(spec.tensor(name).dtype == "bool" for name in edge):
             sent = _converted(sent)
+        if shapes := _stretched(spec):
+            tensors = (replace(t, shape=shapes.get(t.name, t.shape)) for t in sent.tensors)
+            sent = replace(sent, tensors=tuple(tensors), _cache={})
         if any(call.node.takes_masks for call in spec.calls):
             sent = _with_bits(sent)
         if any(call.node.writes_all for call in spec.calls):
             sent = _with_all_results(sent)
         spec._cache["wire"] = sent if sent is spec else intern(sent)
     return spec._cache["wire"]
+
+
+def _stretched(spec: GraphSpec) -> dict[str, Shape]:
+    """The operands that are broadcast for the one node that reads them."""
+    found: dict[str, Shape] = {}
+    for call in spec.calls:
+        tensors = {port: spec.tensor(name) for port, name in call.inputs}
+        shapes = call.node.broadcast_to(tensors)
+        others = {n for c in spec.calls for p, n in c.inputs if c is not call or p not in shapes}
+        for port, shape in shapes.items():
+            if tensors[port].name in {*spec.inputs} - others:
+                found[tensors[port].name] = shape
+    return found
 
 
 def _with_bits(spec: GraphSpec) -> GraphSpec:

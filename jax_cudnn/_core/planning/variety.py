@@ -6,14 +6,13 @@ import logging
 import threading
 
 from ..graph.dims import Shape
-from ..graph.node import Node
 from ..graph.spec import GraphSpec
 
 log = logging.getLogger("jax_cudnn")
 
 _MANY = 64  # shapes of one function; the convolutions of a large model have half as many
 
-_Function = tuple[str, tuple[Node, ...]]
+_Function = tuple[str, tuple[str, ...]]  # its name and its operations: nodes hold shapes, too
 _shapes: dict[_Function, set[tuple[Shape, ...]]] = {}
 _lock = threading.Lock()
 
@@ -23,7 +22,7 @@ def count(spec: GraphSpec, name: str) -> None:
     doubled."""
     shapes = tuple(tensor.shape for tensor in spec.input_tensors)
     with _lock:
-        known = _shapes.setdefault((name, tuple(call.node for call in spec.calls)), set())
+        known = _shapes.setdefault((name, tuple(call.node.method for call in spec.calls)), set())
         if shapes in known:
             return
         known.add(shapes)
