@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _SCORES = 2**24  # scores that are in memory at a time, 64 MiB of float32
 
 Arrays = Mapping[str, jax.Array]
+_OF_QUERIES = "q", "q_T", "o", "o_f16", "dO", "dO_T", "dO_f16", "stats"
+_OF_KEYS = "k", "k_T", "v"
 OPERANDS = "score_mod_operands"
 """How the names of those arrays begin that a function of the scores reads."""
 
@@ -53,6 +55,7 @@ class Attention:
         seq_len_q, seq_len_kv and what else there may be, where they are given; and of first, the
         position that the first query of each example has, where that is not 0."""
 
+        arrays = within_lengths(arrays)
         k = arrays["k"]
 
         def block(rows: Arrays, first: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -67,12 +70,12 @@ class Attention:
     def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
         """The gradients by q, k, v and bias, by port, of the same operands with O, its gradient dO
         and the statistic."""
+        arrays = within_lengths(arrays)
         k, v, bias = arrays["k"], arrays["v"], arrays.get("bias")
 
         def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
             scores = self._scores(rows, arrays, first)
-            some = jnp.isfinite(rows["stats"])
-            weights = jnp.exp(jnp.where(some, scores - rows["stats"], -jnp.inf))
+            weights = extras.weights(scores, rows["stats"])
             grad = rows["dO"].astype(jnp.float32)
             mean = jnp.sum(grad * rows["o"].astype(jnp.float32), axis=-1, keepdims=True)
             along = self._product("bngse,bnte->bngst", rows["dO"], v)
@@ -133,9 +136,9 @@ class Attention:
         total = jnp.sum(each, axis=-1, keepdims=True)
         if sink is not None:
             total = total + jnp.exp(sink - largest)
-        some = total > 0
-        weights = jnp.where(some, each / jnp.where(some, total, 1), 0)
-        return weights, jnp.where(some, largest + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
+        none = total == 0  # of no number neither this nor total > 0 is true
+        total = jnp.where(none, 1, total)
+        return each / total, jnp.where(none, -jnp.inf, largest + jnp.log(total))
 
     def _scores(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array:
         """Scaled scores in float32, -inf where a key is not seen."""
@@ -204,6 +207,22 @@ class Attention:
         return jnp.einsum(
             equation, a, b, precision=self.precision, preferred_element_type=jnp.float32
         )
+
+
+def within_lengths(arrays: Arrays) -> dict[str, jax.Array]:
+    """The arrays with zeros behind each example's lengths, and statistics of -inf: what stands
+    there has weights of 0, and 0 times NaN is NaN."""
+    found = dict(arrays)
+    for ports, port, first in (
+        (_OF_QUERIES, "seq_len_q", arrays.get("first", 0)),
+        (_OF_KEYS, "seq_len_kv", 0),
+    ):
+        for name in ports if port in arrays else ():
+            if name in arrays:
+                x = arrays[name]
+                there = jnp.arange(x.shape[2])[:, None] + first < arrays[port]
+                found[name] = jnp.where(there, x, -jnp.inf if name == "stats" else 0)
+    return found
 
 
 def _length(given: jax.Array | None, whole: int) -> Any:
