@@ -93,6 +93,19 @@ def structure(keywords: dict[str, Any], tensors: Collection[str]) -> dict[str, A
     return {**keywords, "use_padding_mask": True} if LENGTHS[0] in tensors else keywords
 
 
+def as_examples(
+    batched: Collection[str], tensors: Tensors, ports: Collection[str], queries: str
+) -> Iterable[dict[str, int]]:
+    """The ways to fold a dimension of vmap into the examples of these ports: a bias of all of them
+    stays one, where it may."""
+    bias = tensors.get("bias")
+    shared = bias is not None and bias.shape[0] == 1
+    if shared and "bias" not in batched and "dBias" not in tensors:
+        yield dict.fromkeys({*ports} - {"bias"}, 0)
+    if bias is None or bias.shape[0] == tensors[queries].shape[0]:
+        yield dict.fromkeys(ports, 0)
+
+
 @dataclass(frozen=True)
 class Attending(Node):
     """What the forward and the backward have in common."""
@@ -197,7 +210,7 @@ class Attending(Node):
             f"the bias is read in full ({bias.nbytes:,} bytes, again for each head and example "
             "that shares it), and no score is left out for it; a mask that is causal, a window, "
             "or by lengths costs nothing as is_causal, local_window_size, query_seq_lengths and "
-            "key_value_seq_lengths, and keys that these hide are not read"
+            "key_value_seq_lengths, and tiles of keys that these hide are passed over"
         )
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
@@ -208,10 +221,7 @@ class Attending(Node):
             yield from folds(self.score_mod, batched, further, ["bias"] * ("dBias" in tensors))
         if self.score_mod is not None or not ports:
             return
-        if "bias" not in tensors or tensors["bias"].shape[0] == tensors["q"].shape[0]:
-            yield dict.fromkeys(ports, 0)
-        elif "bias" not in batched and "dBias" not in tensors:
-            yield dict.fromkeys({*ports} - {"bias"}, 0)
+        yield from as_examples(batched, tensors, ports, "q")
 
     def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
         if self.score_mod is None:

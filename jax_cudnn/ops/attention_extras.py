@@ -164,8 +164,9 @@ def seen_tiles(mask: jax.Array, rows: jax.Array, keys: int) -> jax.Array:
 def packed(mask: jax.Array) -> jax.Array:
     """Bits in bytes, for booleans (B, N, tiles of queries, tiles of keys)."""
     columns = mask.shape[-1]
-    padded = jnp.pad(mask, [(0, 0)] * 3 + [(0, -columns % BITS)])
-    bits = padded.reshape(*mask.shape[:3], -1, BITS).astype(jnp.uint8)
+    count = -(-columns // BITS)
+    padded = jnp.pad(mask, [(0, 0)] * 3 + [(0, count * BITS - columns)])
+    bits = padded.reshape(*mask.shape[:3], count, BITS).astype(jnp.uint8)
     return jnp.sum(bits << np.arange(BITS, dtype=np.uint8), axis=-1, dtype=jnp.uint8)
 
 

@@ -118,8 +118,9 @@ class Attention:
         b, n, g, s, _ = rows["q"].shape
         keep = rows.get("dropout_mask")
         if keep is None:
-            shape = b, n * g, s, arrays["k"].shape[2]
-            keep = extras.kept(arrays, self.dropout, shape, first).reshape(b, n, g, s, -1)
+            keys = arrays["k"].shape[2]
+            keep = extras.kept(arrays, self.dropout, (b, n * g, s, keys), first)
+            keep = keep.reshape(b, n, g, s, keys)
         return keep.astype(jnp.float32) / (1 - self.dropout)
 
     def _softmax(
@@ -173,7 +174,8 @@ class Attention:
         seen = (i < lengths[0]) & (j < lengths[1])
         if "block_mask" in arrays:
             tiles = extras.seen_tiles(arrays["block_mask"], i[:, 0], keys)
-            groups = arrays["k"].shape[1], -1
+            of_keys = arrays["k"].shape[1]
+            groups = of_keys, arrays["q"].shape[1] // of_keys
             seen &= tiles.reshape(tiles.shape[0], *groups, *tiles.shape[2:])
         if self.band.left is not None:
             seen &= j > at - self.band.left
@@ -263,10 +265,12 @@ def _over_rows(
     if count >= queries:
         return function(rows, jnp.zeros((), jnp.int32))
     blocks = -(-queries // count)
+    shared = {name: x for name, x in rows.items() if x.shape[3] == 1}  # by all queries
+
+    def run(first: jax.Array, own: dict[str, jax.Array]) -> Any:
+        return function({**shared, **own}, first)
 
     def cut(name: str, x: jax.Array) -> jax.Array:
-        if x.shape[3] == 1:  # a bias of all queries
-            return jnp.broadcast_to(x, (blocks, *x.shape))
         behind = [(0, blocks * count - queries if axis == 3 else 0) for axis in range(5)]
         if name.startswith(OPERANDS):  # no function meets a value that it does not know
             padded = jnp.pad(x, behind, mode="edge")
@@ -280,14 +284,14 @@ def _over_rows(
 
     given = (
         jnp.arange(blocks, dtype=jnp.int32) * count,
-        {name: cut(name, x) for name, x in rows.items()},
+        {name: cut(name, x) for name, x in rows.items() if name not in shared},
     )
     if not sums:
-        return jax.tree.map(joined, jax.lax.map(lambda x: function(x[1], x[0]), given))
-    shapes = jax.eval_shape(lambda x: function(x[1], x[0])[1], jax.tree.map(lambda x: x[0], given))
+        return jax.tree.map(joined, jax.lax.map(lambda x: run(*x), given))
+    shapes = jax.eval_shape(lambda x: run(*x)[1], jax.tree.map(lambda x: x[0], given))
 
     def step(total: Any, x: Any) -> tuple[Any, Any]:
-        each, part = function(x[1], x[0])
+        each, part = run(*x)
         return jax.tree.map(jnp.add, total, part), each
 
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

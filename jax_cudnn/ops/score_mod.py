@@ -166,7 +166,7 @@ def folds(
 
 def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> dict[str, Any]:
     """The arguments of ``g.sdpa`` with the function as a value, into which band and lengths have
-    gone."""
+    gone, but beside a sink."""
     function = given.get("score_mod")
     operands = given.pop(PORT, None)
     if function is None:
@@ -189,12 +189,15 @@ def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> d
         raise GraphError("score_mod needs q and k of rank 4", got=f"{list(q)} and {list(k)}")
     scores = (*q[:3], k[2])
     operands = [_checked(i, x, scores) for i, x in enumerate(operands or ())]
+    from .score_mod_trace import written  # importing jax_cudnn does without
+
+    if "sink_token" in given:  # which a mask of scores cannot hide: XLA runs it, with the lengths
+        mod, read = written(function, operands, scores, Band(), [])
+        return {**given, "score_mod": mod, **({PORT: read} if read else {})}
     lengths = [given.pop(name, None) for name in ("seq_len_q", "seq_len_kv")]
     lengths = [x for x in lengths if x is not None]
     if len(lengths) == 1:
         raise GraphError("one of the lengths is missing", expected="both, or neither")
-    from .score_mod_trace import written  # importing jax_cudnn does without
-
     mod, read = written(function, operands, scores, band(given), lengths)
     left = {name: value for name, value in given.items() if not name.startswith("diagonal_")}
     return {**left, "score_mod": mod, **({PORT: read} if read else {})}
