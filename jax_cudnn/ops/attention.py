@@ -358,6 +358,7 @@ class Sdpa(Attending):
             return super().jvp(g, tangents, inputs, outputs)
         from .attention_tangent import AttentionTangent  # importing jax_cudnn does without
 
+        outputs = {port: x for port, x in outputs.items() if port != "RNG_DUMP"}  # is constant
         node = AttentionTangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
         along = {node.given[port]: tangent for port, tangent in tangents.items()}
         made = g.apply(node, **inputs, **outputs, **along)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
 LENGTHS = ("seq_len_q", "seq_len_kv")
 _REQUIRES = (
-    "bfloat16 or float16, sizes of heads multiples of 8, SM 80; seq_len_q and seq_len_kv together"
+    "bfloat16 or float16, in the forward also float32 (products in TF32), sizes of heads multiples "
+    "of 8, SM 80; seq_len_q and seq_len_kv together"
 )
 
 
@@ -189,6 +190,10 @@ class Attending(Node):
                 got=str(list(bias)),
             )
         extras.check(self, inputs)
+
+    def redraws(self, made: Mapping[str, str]) -> Collection[str]:
+        drawn = made.get("dropout_mask") == "RNG_DUMP" and "seed" in made
+        return ("dropout_mask",) if drawn else ()
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         if self.score_mod is None:

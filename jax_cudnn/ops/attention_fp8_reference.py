@@ -122,7 +122,7 @@ class MxAttention(Attention):
 
     def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
         """The gradients and their largest absolute values."""
-        arrays = within_lengths(arrays)
+        arrays = within_lengths(arrays, arrays)
 
         def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
             q, turned, grad, grad_turned, o, grad_o = jnp.split(rows["q"], ends, axis=-1)
@@ -150,7 +150,7 @@ def _wide(arrays: Arrays) -> dict[str, jax.Array]:
     lengths = {name: x for name, x in arrays.items() if name.startswith("seq_len")}
     wide = {n: x.astype(jnp.float32) for n, x in arrays.items() if n not in lengths}
     wide["k"] = wide["k"] * (wide["descale_q"] * wide["descale_k"])
-    return within_lengths({**wide, **lengths})
+    return {**within_lengths(wide, lengths), **lengths}
 
 
 def _amax(x: jax.Array) -> jax.Array:

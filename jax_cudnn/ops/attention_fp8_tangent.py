@@ -39,8 +39,9 @@ class WideTangent(Tangent):
 
 @dataclass(frozen=True)
 class Quantize(Node):
-    """``scale * input`` in a dtype, saturated; in fp8 NaN of what is infinite. XLA computes it, and fuses it with its neighbours;
-    its derivative takes the rounding for none and the scale for constant."""
+    """``scale * input`` in a dtype, saturated; in fp8 NaN of what is infinite. XLA computes it, and
+    fuses it with its neighbours; its derivative takes the rounding for none and the scale for
+    constant."""
 
     method = "quantize"
     requires = "XLA runs it: no part of a cuDNN graph"

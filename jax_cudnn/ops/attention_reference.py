@@ -23,7 +23,7 @@ _SCORES = 2**24  # scores that are in memory at a time, 64 MiB of float32
 
 Arrays = Mapping[str, jax.Array]
 _OF_QUERIES = "q", "q_T", "o", "o_f16", "dO", "dO_T", "dO_f16", "stats"
-_OF_KEYS = "k", "k_T", "v"
+_OF_KEYS = "k", "k_T", "v", "dK", "dV"
 OPERANDS = "score_mod_operands"
 """How the names of those arrays begin that a function of the scores reads."""
 
@@ -55,7 +55,7 @@ class Attention:
         seq_len_q, seq_len_kv and what else there may be, where they are given; and of first, the
         position that the first query of each example has, where that is not 0."""
 
-        arrays = within_lengths(arrays)
+        arrays = within_lengths(arrays, arrays)
         k = arrays["k"]
 
         def block(rows: Arrays, first: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -70,7 +70,7 @@ class Attention:
     def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
         """The gradients by q, k, v and bias, by port, of the same operands with O, its gradient dO
         and the statistic."""
-        arrays = within_lengths(arrays)
+        arrays = within_lengths(arrays, arrays)
         k, v, bias = arrays["k"], arrays["v"], arrays.get("bias")
 
         def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
@@ -97,7 +97,7 @@ class Attention:
             return each, summed
 
         each, summed = _over_rows(block, _grouped(arrays), k.shape[2], sums=True)
-        found = {**each, **summed}
+        found = within_lengths({**each, **summed}, arrays)
         found["dQ"] = _heads(found["dQ"])
         if bias is not None:
             found["dBias"] = found["dBias"].reshape(bias.shape)
@@ -211,18 +211,18 @@ class Attention:
         )
 
 
-def within_lengths(arrays: Arrays) -> dict[str, jax.Array]:
+def within_lengths(arrays: Arrays, lengths: Arrays) -> dict[str, jax.Array]:
     """The arrays with zeros behind each example's lengths, and statistics of -inf: what stands
     there has weights of 0, and 0 times NaN is NaN."""
     found = dict(arrays)
     for ports, port, first in (
-        (_OF_QUERIES, "seq_len_q", arrays.get("first", 0)),
+        (_OF_QUERIES, "seq_len_q", lengths.get("first", 0)),
         (_OF_KEYS, "seq_len_kv", 0),
     ):
-        for name in ports if port in arrays else ():
+        for name in ports if port in lengths else ():
             if name in arrays:
                 x = arrays[name]
-                there = jnp.arange(x.shape[2])[:, None] + first < arrays[port]
+                there = jnp.arange(x.shape[2])[:, None] + first < lengths[port]
                 found[name] = jnp.where(there, x, -jnp.inf if name == "stats" else 0)
     return found
 

@@ -110,4 +110,6 @@ def pad_to_bucket(
             got=f"{found.dtype}{list(found.shape)}",
         )
     more = bucket(size, least=least, per_doubling=per_doubling) - size
-    return array.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)]), array.clip(found, 0, size)
+    return array.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)]), array.clip(
+        found, 0, size
+    )

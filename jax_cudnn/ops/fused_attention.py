@@ -20,8 +20,8 @@ from .score_mod import stretched
 
 _BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
 _Aval = jax.Array | jax.ShapeDtypeStruct
-# Of the largest number: of float32 and bfloat16 it absorbs the scores, so that softmax of a row with
-# nothing else is uniform; of float16 it rounds them to multiples of 2**-8.
+# Of the largest number: of float32 and bfloat16 it absorbs the scores, so that softmax of a row
+# with nothing else is uniform; of float16 it rounds them to multiples of 2**-8.
 _MASKED = -0.7
 
 
@@ -155,9 +155,9 @@ def dot_product_attention(
 
     Where it differs from ``jax.nn``: a query that sees no key by ``is_causal``, window or lengths
     gives 0 and a residual of -inf, as cuDNN's kernels do (jax.nn's "xla" gives the mean of all
-    values); where ``mask`` hides all keys that ``is_causal``, window and lengths leave, it gives the
-    mean of those keys' values (jax.nn: of all), in float16 rather about what it gives without the
-    mask, as that is added to the scores and -0.7 * 65504 leaves their digits down to 2**-8. A bias
+    values). Where ``mask`` hides all keys that ``is_causal``, window and lengths leave, it gives
+    the mean of those keys' values (jax.nn: of all); in float16 rather what it gives without the
+    mask, which is added to the scores, and -0.7 * 65504 leaves their digits down to 2**-8. A bias
     of -inf for all keys gives 0 (jax.nn: NaN), and one in float32 is rounded to query's dtype
     (jax.nn adds it in float32). The residual is float32, and differentiated. With a sink, the
     residual contains it, and is the sink where a query sees no key.
