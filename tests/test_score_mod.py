@@ -266,6 +266,19 @@ def test_queries_of_which_it_hides_all_keys():
         assert np.isfinite(gradient).all()
 
 
+def test_what_is_no_number_has_no_gradient():
+    """Its statistic is not taken for that of a query which sees no key."""
+    q, k, v = qkv(b=1)
+    cap, lengths = score_mods.softcap(5.0), jnp.array([18], "int32")
+
+    def loss(q):
+        return (ours(q, k, v, score_mod=cap, query_seq_lengths=lengths) ** 2).sum()
+
+    missing = jnp.isnan(jax.jit(jax.grad(loss))(q.at[0, 3, 1, 2].set(jnp.nan))).any(-1)
+    assert missing[0, 3, 1]
+    assert missing.sum() == 1
+
+
 def test_three_dimensions():
     inputs = [x[0] for x in qkv()]
     change = of_score(jnp.tanh)

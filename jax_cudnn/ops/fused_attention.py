@@ -97,15 +97,15 @@ def dot_product_attention(
     sizes.
 
     Args:
-        query: (B, T, N, H) or (T, N, H); bfloat16 or float16, of which
-            cuDNN runs both directions, or float32, of which it runs the forward (with products in
-            TF32, but with a precision of "highest") and XLA the backward.
+        query: (B, T, N, H) or (T, N, H); bfloat16, float16 or float32. Of float32
+            cuDNN runs the forward alone, with products in TF32, and nothing where JAX's default
+            matmul precision is "highest".
         key: (B, S, K, H) or (S, K, H), of query's dtype. Each head serves N / K neighbouring ones
             of query.
         value: (B, S, K, E) or (S, K, E), of query's dtype. E may differ from H.
         bias: added to the scaled scores; of rank 4 or less and broadcast to (B, N, T, S), not
-            copied where cuDNN broadcasts it. Rounded to query's dtype; ``g.sdpa`` takes one in
-            float32 beside 16-bit queries. Has a gradient.
+            copied where cuDNN broadcasts it. Rounded to query's dtype: ``g.sdpa`` keeps one in
+            float32 beside 16-bit queries (cuDNN plans that forward). Has a gradient.
         mask: True where a key is seen, broadcast like bias. It becomes a bias of its shape in
             memory; what can be said by ``is_causal``, ``local_window_size`` or lengths costs
             nothing, and tiles of keys that these hide are passed over.
@@ -156,8 +156,8 @@ def dot_product_attention(
     Where it differs from ``jax.nn``: a query that sees no key by ``is_causal``, window or lengths
     gives 0 and a residual of -inf, as cuDNN's kernels do (jax.nn's "xla" gives the mean of all
     values). Where ``mask`` hides all keys that ``is_causal``, window and lengths leave, it gives
-    the mean of those keys' values (jax.nn: of all); in float16 rather what it gives without the
-    mask, which is added to the scores, and -0.7 * 65504 leaves their digits down to 2**-8. A bias
+    the mean of those keys' values (jax.nn: of all). In float16 it is rather the result without
+    the mask: -0.7 * 65504, which is added to the scores, leaves their digits down to 2**-8. A bias
     of -inf for all keys gives 0 (jax.nn: NaN), and one in float32 is rounded to query's dtype
     (jax.nn adds it in float32). The residual is float32, and differentiated. With a sink, the
     residual contains it, and is the sink where a query sees no key.
