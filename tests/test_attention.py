@@ -130,6 +130,48 @@ def test_a_mask_that_hides_all_keys_gives_the_mean_of_the_values():
     np.testing.assert_allclose(got[:, 3], v.mean(1), atol=1e-5)
 
 
+def test_where_it_differs_from_jax_nn():
+    """As documented: hidden keys beside is_causal, masks in float16, biases of -inf."""
+    q, k, v = qkv(t=6, s=6, h=8)
+    hidden = jnp.ones((6, 6), bool).at[3].set(False)
+    low = jnp.zeros((6, 6)).at[3].set(-jnp.inf)
+
+    @jax.jit
+    def run(q, k, v):
+        narrow = [x.astype("float16") for x in (q, k, v)]
+        of_both = ours(q, k, v, None, hidden, is_causal=True)[:, 3]
+        return of_both, ours(q, k, v, low)[:, 3], ours(*narrow, None, hidden), ours(*narrow)
+
+    of_both, of_low, masked, free = run(q, k, v)
+    np.testing.assert_allclose(of_both, v[:, :4].mean(1), atol=1e-5)
+    np.testing.assert_array_equal(of_low, 0)
+    np.testing.assert_allclose(masked[:, 3], free[:, 3], atol=1e-2)
+    assert np.abs(masked[:, 3] - v.mean(1)).max() > 0.1
+
+
+@pytest.mark.usefixtures("blocks")
+def test_what_is_no_number_stays_none_as_in_jax_nn():
+    """In results, statistics and gradients, of a query, a key, a value and a score."""
+    operands = [*qkv(b=2, t=24, s=24, h=8), normal((2, 4, 24, 24))]
+
+    @jax.jit
+    def missing(*operands):
+        def of(f):
+            def loss(*x):
+                out, residual = f(*x, return_residual=True)
+                return jnp.sum(out**2), (out, residual)
+
+            gradients, results = jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*operands)
+            return [jnp.isnan(x) for x in (*results, *gradients)]
+
+        return of(ours), of(theirs)
+
+    for at, x in enumerate(operands):
+        got, want = missing(*operands[:at], x.at[0, 3, 2, 1].set(jnp.nan), *operands[at + 1 :])
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 # -- beyond jax.nn ---------------------------------------------------------------------------------
 
 
@@ -172,6 +214,32 @@ def test_queries_that_see_no_key():
     for gradient in gradients:
         np.testing.assert_array_equal(gradient[0], 0)
         assert np.isfinite(gradient).all()
+
+
+@pytest.mark.usefixtures("blocks")
+def test_lengths_are_brought_into_range_and_nothing_is_read_behind_them():
+    q, k, v = qkv(b=2, t=5, s=3, h=8)
+    nan = [x.at[1, 2:].set(jnp.nan) for x in (q, k, v)]
+
+    @jax.jit
+    def run(operands, lengths):
+        queries, keys = lengths
+
+        def loss(*x):
+            lengths = {"query_seq_lengths": queries, "key_value_seq_lengths": keys}
+            out = ours(*x, is_causal=True, bottom_right=True, **lengths)
+            return jnp.sum(out**2), out
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(*operands)
+
+    def same(a, b):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), a, b)
+
+    beyond, within, short = (
+        jnp.array(x, "int32") for x in ([[9, -2], [5, 3]], [[5, 0], [3, 3]], [[5, 2], [3, 2]])
+    )
+    same(run((q, k, v), beyond), run((q, k, v), within))
+    same(run(nan, short), run((q, k, v), short))
 
 
 @pytest.mark.usefixtures("blocks")
@@ -277,6 +345,8 @@ def test_vmap_is_a_dimension_of_examples(name, examples):
             np.testing.assert_allclose(a, b, atol=1e-4)
     (spec,) = graphs_of(jax.vmap(ours, axes), *operands)
     ((_, q), *_) = spec.calls[-1].inputs
+    if axes[3] is None:  # nor is the bias repeated
+        assert spec.tensor(dict(spec.calls[-1].inputs)["bias"]).shape == shapes[3]
     assert spec.tensor(q).shape[0] == (
         3 * examples if examples == 1 or axes[3] is None else examples
     )
@@ -296,8 +366,18 @@ def test_memory_is_linear_in_the_number_of_queries():
     x = S((1, 16384, 1, 16), "float32")
     loss = lambda q, k, v: ours(q, k, v, is_causal=True).sum()  # noqa: E731
     for function in (loss, jax.grad(loss, (0, 1, 2))):
-        used = jax.jit(function).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
-        assert used < 2**29
+        assert used(function, x, x, x) < 2**29
+
+
+def used(function, *avals):
+    """Bytes of a program's temporary arrays."""
+    return jax.jit(function).lower(*avals).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_a_bias_of_all_queries_is_there_once():
+    """One for each block of queries would be half a gigabyte."""
+    x, bias = S((1, 8192, 32, 8), "float32"), S((1, 32, 1, 8192), "float32")
+    assert used(lambda q, bias: ours(q, q, q, bias), x, bias) < 2**28
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -311,6 +391,12 @@ WRONG = {
     "rank": (lambda: ours(Q, Q[0], Q), ["key has the wrong rank", "(B, T, N, H)", "[8, 4, 16]"]),
     "bias": (lambda: ours(Q, Q, Q, jnp.ones((3, 1, 1, 8))), ["bias does not fit", "[2, 4, 8, 8]"]),
     "mask": (lambda: ours(Q, Q, Q, None, jnp.ones((8, 8))), ["mask is not boolean", "as bias"]),
+    "a mask as bias": (
+        lambda: ours(Q, Q, Q, jnp.ones((8, 8), bool)),
+        ["bias holds no real numbers", "bool[1, 1, 8, 8]", "mask="],
+    ),
+    "complex": (lambda: ours(Q, Q, Q, jnp.ones((8, 8), "complex64")), ["no real", "complex64"]),
+    "no elements": (lambda: ours(Q[..., :0], Q[..., :0], Q), ["no elements", "[2, 8, 4, 0]"]),
     "window": (lambda: ours(Q, Q, Q, local_window_size=(1, -1)), ["local_window_size", "(1, -1)"]),
     "window of a kind": (
         lambda: ours(Q, Q, Q, local_window_size=1.5),

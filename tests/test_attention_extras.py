@@ -160,6 +160,63 @@ def test_a_row_that_sees_no_key_sees_its_sink():
     np.testing.assert_allclose(jax.grad(total)(operands["sink"]), 24, rtol=1e-6)
 
 
+def test_a_sink_beside_a_score_mod_is_none_of_queries_behind_the_lengths():
+    q, k, v = qkv(b=2, t=6, s=6, h=8)
+    sink, given = normal((4,)), {"query_seq_lengths": jnp.array([4, 6], "int32")}
+
+    @jax.jit
+    def run(q, sink):
+        def of(score_mod):
+            def total(q, sink):
+                out, residual = attention(
+                    q, k, v, sink=sink, score_mod=score_mod, is_causal=True, bottom_right=True,
+                    key_value_seq_lengths=jnp.array([6, 0], "int32"), return_residual=True, **given,
+                )  # fmt: skip
+                finite = jnp.where(jnp.isfinite(residual), residual, 0)
+                return jnp.sum(out**2) + jnp.sum(finite), residual
+
+            gradients, residual = jax.grad(total, (0, 1), has_aux=True)(q, sink)
+            return residual, gradients
+
+        return of(lambda score, *_: score), of(None)
+
+    (residual, gradients), (wanted, exact) = run(q, sink)
+    assert np.isneginf(residual[0, 4:]).all()
+    np.testing.assert_allclose(residual, wanted, atol=1e-5)
+    for a, b in zip(gradients, exact, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+EMPTY = {
+    "queries": (slice(None), 0, 8, {"dropout_rate": 0.1, "dropout_rng": KEY}),
+    "examples": (slice(0), 8, 8, {"dropout_rate": 0.1, "dropout_rng": KEY}),
+    "keys": (slice(None), 8, 0, {"dropout_rate": 0.1, "dropout_rng": KEY}),
+    "tiles of keys": (slice(None), 8, 0, {"block_mask": jnp.ones((1, 1, 1, 0), bool)}),
+    "tiles of queries": (slice(None), 0, 8, {"block_mask": jnp.ones((1, 1, 0, 1), bool)}),
+}
+
+
+@pytest.mark.parametrize("what", EMPTY)
+def test_arrays_may_be_empty(what):
+    examples, queries, keys, given = EMPTY[what]
+    x = jnp.ones((2, 8, 4, 16))[examples]
+    total = lambda q, k: attention(q[:, :queries], k, k, **given).sum()  # noqa: E731
+    value, gradients = jax.jit(jax.value_and_grad(total, (0, 1)))(x, x[:, :keys])
+    for a in (value, *gradients):
+        np.testing.assert_array_equal(a, 0)
+
+
+def test_forward_mode_with_dropout_has_memory_linear_in_the_number_of_queries():
+    """Where XLA runs the forward, too, the mask is drawn again, some rows at a time."""
+    x = S((1, 8192, 4, 16), "float32")
+
+    def along(q):
+        return jax.jvp(lambda q: attention(q, q, q, dropout_rate=0.1, dropout_rng=KEY), (q,), (q,))
+
+    compiled = jax.jit(along).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**29
+
+
 def test_cotangents_of_the_residual_reach_sinks():
     q, k, v = qkv(k=2)
     sink = normal((4,))

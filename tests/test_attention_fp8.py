@@ -196,6 +196,30 @@ def test_zeros_and_queries_that_see_no_key():
         np.testing.assert_array_equal(gradient[0], 0)
 
 
+@pytest.mark.parametrize("scaling", ["current", "delayed"])
+def test_what_is_no_number_stays_none_and_moves_no_scale(scaling):
+    """Nor does what is infinite become the largest number of fp8."""
+    operands = qkv(b=1, t=8, s=8, n=2, k=2, dtype="float32")
+    state = jc.ops.DelayedScaling.create(4) if scaling == "delayed" else None
+
+    @jax.jit
+    def run(*operands):
+        loss = lambda *x: (lambda out: (jnp.sum(out**2), out))(ours(*x, state))  # noqa: E731
+        gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*operands)
+        return out, gradients
+
+    whole, _ = run(*operands)
+    for at, value in itertools.product(range(3), [np.nan, np.inf]):
+        given = [*operands]
+        given[at] = given[at].at[0, 3, 1, 2].set(value)
+        out, gradients = run(*given)
+        hit = np.zeros((1, 8, 2), bool)
+        hit[0, 3 if at == 0 else slice(None), 1] = True
+        np.testing.assert_array_equal(np.isnan(out).any(-1), hit)
+        np.testing.assert_array_equal(out[~hit], whole[~hit])
+        assert all(np.isnan(x).any() for x in gradients)
+
+
 def test_long_sequences_keep_their_gradients():
     """Bounds of gradients grow with the number of queries; float8_e5m2 has the range for it."""
     operands = qkv(b=1, t=2048, s=2048, n=4, k=1, h=16, dtype="float32")
@@ -643,6 +667,19 @@ def test_blocks_have_the_least_power_of_two_that_holds_their_values(axis, dtype)
     got = jc.ops.dequantize_mxfp8(values, scales, axis)
     np.testing.assert_array_equal(got, np.asarray(values, np.float64) * factor)
     assert relative_error(np.asarray(got), x) < (0.035 if dtype == E4M3 else 0.07)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_block_with_what_is_no_number_is_none(value):
+    x = jnp.ones((1, 1, 2, 64)).at[0, 0, 1, 3].set(value)
+    got = jc.ops.dequantize_mxfp8(*jc.ops.quantize_mxfp8(x))
+    np.testing.assert_array_equal(np.isnan(got[0, 0, 1]), np.arange(64) < 32)
+    np.testing.assert_array_equal(got[0, 0, 0], 1)
+
+
+def test_a_block_scaled_array_may_be_empty():
+    x = jnp.ones((1, 0, 4, 32))
+    assert jc.ops.dequantize_mxfp8(*jc.ops.quantize_mxfp8(x)).shape == x.shape
 
 
 def test_blocks_of_zeros_and_of_what_is_exact():

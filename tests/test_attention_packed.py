@@ -247,6 +247,28 @@ def test_heads_may_be_sharded():
             np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_what_is_no_number_stays_in_its_example(monkeypatch):
+    monkeypatch.setattr(attention_reference, "_SCORES", 2000)
+    q, k, v = qkv(t=24, s=24)
+    nan = [x.at[5, 1, 0].set(jnp.nan) for x in (q, k, v)]
+    ends = offsets(0, 9, 24)
+
+    @jax.jit
+    def missing(*operands):
+        def loss(*x):
+            out = ours(*x, query_offsets=ends, max_query_length=16, return_residual=True)
+            return jnp.sum(out[0] ** 2), out
+
+        gradients, results = jax.grad(loss, (0, 1, 2), has_aux=True)(*operands)
+        return [jnp.isnan(x).reshape(24, -1).any(1) for x in (*results, *gradients)]
+
+    for at in range(3):
+        operands = [*(q, k, v)[:at], nan[at], *(q, k, v)[at + 1 :]]
+        for x in missing(*operands)[: None if at < 2 else 1]:
+            assert x[:9].any()
+            assert not x[9:].any()
+
+
 def test_memory_is_linear_in_the_number_of_tokens():
     """Of 16k tokens in 64 examples up to 8k: padded they were half a million."""
     x, ends = S((16384, 1, 16), "float32"), S((65,), "int32")

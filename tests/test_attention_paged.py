@@ -123,6 +123,16 @@ def test_pages_with_heads_first_and_one_cache_of_both():
     agree(function(q, both, both), map(np.asarray, want))
 
 
+def test_nothing_is_read_behind_the_lengths():
+    query, keys, values, table = cache(b=2)
+    lengths = jnp.array([9, 17], "int32")
+    missing = [  # from token 9 of the first example on, of four a page
+        x.at[table[0, 2], 1:].set(jnp.nan).at[table[0, 3:]].set(jnp.nan) for x in (keys, values)
+    ]
+    run = jax.jit(lambda q, k, v: ours(q, k, v, table, key_value_seq_lengths=lengths))
+    np.testing.assert_array_equal(run(query, *missing), run(query, keys, values))
+
+
 def test_numbers_out_of_range_are_brought_into_it():
     """cuDNN would read foreign memory; so do entries that nobody set."""
     q, k, v, table = cache()

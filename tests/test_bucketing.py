@@ -51,6 +51,12 @@ def test_padding_does_not_change_attention(array):
     np.testing.assert_array_equal(got[:, 77:], 0)
 
 
+@pytest.mark.parametrize("array", [np, jnp])
+def test_lengths_are_brought_into_range(array):
+    x, lengths = array.ones((3, 20, 2)), array.array([-1, 7, 25], "int32")
+    assert jc.ops.pad_to_bucket(x, lengths=lengths)[1].tolist() == [0, 7, 20]
+
+
 def test_lengths_of_shorter_examples_stay():
     tokens, lengths = jc.ops.pad_to_bucket(
         jnp.ones((3, 2, 9)), axis=-1, lengths=jnp.array([9, 4, 0], "int32"), least=8

@@ -270,6 +270,20 @@ def test_queries_of_which_it_hides_all_keys():
         assert np.isfinite(gradient).all()
 
 
+def test_what_is_no_number_has_no_gradient():
+    """Its statistic is not taken for that of a query which sees no key."""
+    q, k, v = qkv(b=1)
+    bias = jnp.zeros((1, N, T, K)).at[0, 1, 3, 2].set(jnp.nan)
+    cap, lengths = score_mods.softcap(5.0), jnp.array([18], "int32")
+
+    def loss(q, v):
+        return (ours(q, k, v, bias, score_mod=cap, query_seq_lengths=lengths) ** 2).sum()
+
+    of_q, of_v = jax.jit(jax.grad(loss, (0, 1)))(q, v)
+    assert np.argwhere(np.isnan(of_q).any(-1)).tolist() == [[0, 3, 1]]
+    assert np.isnan(of_v[:, :, 0]).all()  # the head of values that this query reads
+
+
 def test_three_dimensions():
     inputs = [x[0] for x in qkv()]
     change = of_score(jnp.tanh)

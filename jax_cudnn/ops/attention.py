@@ -204,7 +204,8 @@ class Sdpa(Attending):
         bias: added to the scaled scores, (B, H, Sq, Skv) with any of these 1; optional.
         seq_len_q: how many queries of each example there are, (B, 1, 1, 1) in int32; optional.
         seq_len_kv: how many keys; together with seq_len_q. cuDNN leaves results of an example
-            unwritten where this is 0: give it no queries and one key instead, for zeros.
+            unwritten where this is 0: give it no queries and one key instead, for zeros. What is
+            behind the lengths must be finite.
         seed: of dropout, (1, 1, 1, 2) in uint32: the low and the high word of a 64-bit integer.
         offset: likewise, where in the stream of random numbers to begin; together with seed. They
             are pygraph's ``dropout=(dropout_probability, seed, offset)``.
@@ -348,6 +349,7 @@ class Sdpa(Attending):
             return super().jvp(g, tangents, inputs, outputs)
         from .attention_tangent import AttentionTangent  # importing jax_cudnn does without
 
+        outputs = {port: x for port, x in outputs.items() if port != "RNG_DUMP"}  # is constant
         node = AttentionTangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
         along = {node.given[port]: tangent for port, tangent in tangents.items()}
         made = g.apply(node, **inputs, **outputs, **along)

@@ -49,8 +49,8 @@ def with_sinks_alone(
     """The residual (B, T, N), whose queries see their sinks also in an example without keys: that
     has gone through the graph as one without queries."""
     i, (count, heads) = jnp.arange(residual.shape[1])[:, None], residual.shape[1:]
-    there = i < (count if queries is None else queries[:, None, None])
-    alone = there & (keys[:, None, None] == 0)
+    there = i < (count if queries is None else jnp.asarray(queries)[:, None, None])
+    alone = there & (keys[:, None, None] <= 0)
     return jnp.where(alone, sink.astype(residual.dtype).reshape(heads), residual)
 
 

@@ -25,7 +25,8 @@ TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
 LENGTHS = ("seq_len_q", "seq_len_kv")
 _OF_HEADS = 8  # of which their sizes are multiples
 _REQUIRES = (
-    "bfloat16 or float16, sizes of heads multiples of 8, SM 80; seq_len_q and seq_len_kv together"
+    "bfloat16 or float16, in the forward also float32 (products in TF32), sizes of heads multiples "
+    "of 8, SM 80; seq_len_q and seq_len_kv together"
 )
 
 
@@ -104,6 +105,19 @@ def structure(keywords: dict[str, Any], tensors: Collection[str]) -> dict[str, A
     if alignment := keywords.pop("diagonal_alignment", None):
         keywords["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, alignment)
     return {**keywords, "use_padding_mask": True} if LENGTHS[0] in tensors else keywords
+
+
+def as_examples(
+    batched: Collection[str], tensors: Tensors, ports: Collection[str], queries: str
+) -> Iterable[dict[str, int]]:
+    """The ways to fold a dimension of vmap into the examples of these ports: a bias of all of them
+    stays one, where it may."""
+    bias = tensors.get("bias")
+    shared = bias is not None and bias.shape[0] == 1
+    if shared and "bias" not in batched and "dBias" not in tensors:
+        yield dict.fromkeys({*ports} - {"bias"}, 0)
+    if bias is None or bias.shape[0] == tensors[queries].shape[0]:
+        yield dict.fromkeys(ports, 0)
 
 
 @dataclass(frozen=True)
@@ -190,6 +204,10 @@ class Attending(Node):
             )
         extras.check(self, inputs)
 
+    def redraws(self, made: Mapping[str, str]) -> Collection[str]:
+        drawn = made.get("dropout_mask") == "RNG_DUMP" and "seed" in made
+        return ("dropout_mask",) if drawn else ()
+
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         if reason := odd_heads(tensors):
             return reason
@@ -214,7 +232,8 @@ class Attending(Node):
                 f"the bias is read in full ({tensors['bias'].nbytes:,} bytes, again for each head "
                 "and example that shares it), and no score is left out for it; a mask that is "
                 "causal, a window, or by lengths costs nothing as is_causal, local_window_size, "
-                "query_seq_lengths and key_value_seq_lengths, and keys that these hide are not read"
+                "query_seq_lengths and key_value_seq_lengths, and tiles of keys that these hide "
+                "are passed over"
             )
         for port, shape in self.broadcast_to(tensors).items():
             nbytes = dataclasses.replace(tensors[port], shape=shape).nbytes
@@ -235,10 +254,7 @@ class Attending(Node):
             yield from folds(self.score_mod, batched, further, ["bias"] * ("dBias" in tensors))
         if self.score_mod is not None or not ports:
             return
-        if "bias" not in tensors or tensors["bias"].shape[0] == tensors["q"].shape[0]:
-            yield dict.fromkeys(ports, 0)
-        elif "bias" not in batched and "dBias" not in tensors:
-            yield dict.fromkeys({*ports} - {"bias"}, 0)
+        yield from as_examples(batched, tensors, ports, "q")
 
     def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
         if self.score_mod is None:

@@ -164,18 +164,24 @@ def seen_tiles(mask: jax.Array, rows: jax.Array, keys: int) -> jax.Array:
 def packed(mask: jax.Array) -> jax.Array:
     """Bits in bytes, for booleans (B, N, tiles of queries, tiles of keys)."""
     columns = mask.shape[-1]
-    padded = jnp.pad(mask, [(0, 0)] * 3 + [(0, -columns % BITS)])
-    bits = padded.reshape(*mask.shape[:3], -1, BITS).astype(jnp.uint8)
+    count = -(-columns // BITS)
+    padded = jnp.pad(mask, [(0, 0)] * 3 + [(0, count * BITS - columns)])
+    bits = padded.reshape(*mask.shape[:3], count, BITS).astype(jnp.uint8)
     return jnp.sum(bits << np.arange(BITS, dtype=np.uint8), axis=-1, dtype=jnp.uint8)
+
+
+def weights(scores: jax.Array, stats: jax.Array) -> jax.Array:
+    """Softmax's weights of rows with these statistics: 0 in those that see no key, and no numbers
+    in those whose scores are none."""
+    return jnp.exp(scores - jnp.where(jnp.isneginf(stats), jnp.inf, stats))
 
 
 def sink_gradient(o: jax.Array, grad: jax.Array, stats: jax.Array, sink: jax.Array) -> jax.Array:
     """The gradient by sinks (1, H, 1, 1): minus each query's weight of its sink times its
     ``rowsum(dO * o)``."""
     mean = jnp.sum(grad.astype(jnp.float32) * o.astype(jnp.float32), axis=-1, keepdims=True)
-    some = jnp.isfinite(stats)
-    weight = jnp.exp(jnp.where(some, sink - jnp.where(some, stats, 0), -jnp.inf))
-    return -jnp.sum(weight * mean, axis=(0, 2), keepdims=True)
+    along = jnp.where(jnp.isneginf(stats), 0, weights(sink, stats) * mean)
+    return -jnp.sum(along, axis=(0, 2), keepdims=True)
 
 
 def folds(batched: frozenset[str], tensors: Tensors) -> Collection[str]:

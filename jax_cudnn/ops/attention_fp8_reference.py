@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from .._core.graph.dtypes import FP8
 from .._core.graph.reference import rounded
-from .attention_reference import Arrays, Attention, _grouped, _heads, _over_rows
+from . import attention_extras as extras
+from .attention_reference import Arrays, Attention, _grouped, _heads, _over_rows, within_lengths
 
 _ONE = (1, 1, 1, 1)
 _WEIGHTS = 256.0  # the scale of softmax's weights beside scales of blocks
@@ -72,8 +73,7 @@ class Fp8Attention(Attention):
 
         def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
             scores = self._scores(rows, x, first)
-            some = jnp.isfinite(rows["stats"])
-            weights = jnp.exp(jnp.where(some, scores - rows["stats"], -jnp.inf))
+            weights = extras.weights(scores, rows["stats"])
             mean = jnp.sum(rows["dO"] * rows["o"], axis=-1, keepdims=True) * x["descale_o"][0]
             along = self._product("bngse,bnte->bngst", rows["dO"], x["v"]) * x["descale_v"][0]
             slope = weights * (along - mean) * (x["descale_dO"][0] * self.scale)
@@ -122,12 +122,12 @@ class MxAttention(Attention):
 
     def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
         """The gradients and their largest absolute values."""
+        arrays = within_lengths(arrays, arrays)
 
         def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
             q, turned, grad, grad_turned, o, grad_o = jnp.split(rows["q"], ends, axis=-1)
             scores = self._scores({**rows, "q": q}, {**arrays, "q": arrays["q"]}, first)
-            some = jnp.isfinite(rows["stats"])
-            weights = jnp.exp(jnp.where(some, scores - rows["stats"], -jnp.inf))
+            weights = extras.weights(scores, rows["stats"])
             mean = jnp.sum(grad_o * o, axis=-1, keepdims=True)
             slope = weights * (self._product("bngse,bnte->bngst", grad, arrays["v"]) - mean)
             each = {"dQ": self.scale * self._product("bngst,bntd->bngsd", slope, arrays["k_T"])}
@@ -150,7 +150,7 @@ def _wide(arrays: Arrays) -> dict[str, jax.Array]:
     lengths = {name: x for name, x in arrays.items() if name.startswith("seq_len")}
     wide = {n: x.astype(jnp.float32) for n, x in arrays.items() if n not in lengths}
     wide["k"] = wide["k"] * (wide["descale_q"] * wide["descale_k"])
-    return {**wide, **lengths}
+    return {**within_lengths(wide, lengths), **lengths}
 
 
 def _amax(x: jax.Array) -> jax.Array:

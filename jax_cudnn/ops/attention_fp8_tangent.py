@@ -16,7 +16,7 @@ from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FP8
 from .._core.graph.node import Node
 from .attention_fp8 import SdpaFp8, SdpaFp8Backward
-from .scaling import E4M3, E5M2, largest, scale_of
+from .scaling import E4M3, E5M2, largest, quantizable, scale_of
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -39,8 +39,9 @@ class WideTangent(Tangent):
 
 @dataclass(frozen=True)
 class Quantize(Node):
-    """``scale * input`` in a dtype, saturated. XLA computes it, and fuses it with its neighbours;
-    its derivative takes the rounding for none and the scale for constant."""
+    """``scale * input`` in a dtype, saturated; in fp8 NaN of what is infinite. XLA computes it, and
+    fuses it with its neighbours; its derivative takes the rounding for none and the scale for
+    constant."""
 
     method = "quantize"
     requires = "XLA runs it: no part of a cuDNN graph"
@@ -54,7 +55,8 @@ class Quantize(Node):
         return {"OUT_0": (inputs["input"].shape, self.dtype)}
 
     def reference(self, *, input: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (input.astype(jnp.float32) * scale.astype(jnp.float32),)
+        wide = quantizable(input) if self.dtype in FP8 else input.astype(jnp.float32)
+        return (wide * scale.astype(jnp.float32),)
 
     def linear_in(self, port: str) -> bool:
         return port == "input"
@@ -122,7 +124,7 @@ class QuantizeGradient(Node):
             "dV": queries * size,
         }
         scales = {name: scale_of(bound, self.dtype) for name, bound in bounds.items()}
-        found = {"dO": grad * scales["dO"], "descale_dO": 1 / scales["dO"]}
+        found = {"dO": quantizable(grad) * scales["dO"], "descale_dO": 1 / scales["dO"]}
         found["descale_o"] = 1 / x["scale_o"]
         found |= {f"scale_{name}": scale for name, scale in scales.items()}
         found["descale_dP"] = 1 / scales["dP"]
@@ -162,7 +164,8 @@ class Unscale(Node):
 
 
 def _largest(x: jax.Array) -> jax.Array:
-    return jnp.max(x, initial=0).reshape(1, 1, 1, 1)
+    """Of what is a number: the rest is NaN in fp8, whatever its scale."""
+    return jnp.max(jnp.where(jnp.isfinite(x), x, 0), initial=0).reshape(1, 1, 1, 1)
 
 
 def _norm(x: jax.Array) -> jax.Array:

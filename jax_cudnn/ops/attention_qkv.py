@@ -13,6 +13,7 @@ from .._core.errors import GraphError
 from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View
 from .attention_arranged import Arranged
+from .attention_base import as_examples
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors
@@ -85,10 +86,7 @@ class _Qkv(Arranged):
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
         """As further examples; a bias of all examples stays one, unless its gradient is wanted."""
-        if "bias" not in tensors or tensors["bias"].shape[0] == tensors["qkv"].shape[0]:
-            yield dict.fromkeys(tensors, 0)
-        elif "bias" not in batched and "dBias" not in tensors:
-            yield dict.fromkeys({*tensors} - {"bias"}, 0)
+        return as_examples(batched, tensors, tensors, "qkv")
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         b, s, _, d = shapes["qkv"]

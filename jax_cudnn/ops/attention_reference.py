@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _SCORES = 2**24  # scores that are in memory at a time, 64 MiB of float32
 
 Arrays = Mapping[str, jax.Array]
+_OF_QUERIES = "q", "q_T", "o", "o_f16", "dO", "dO_T", "dO_f16", "stats"
+_OF_KEYS = "k", "k_T", "v", "dK", "dV"
 OPERANDS = "score_mod_operands"
 """How the names of those arrays begin that a function of the scores reads."""
 
@@ -53,6 +55,7 @@ class Attention:
         seq_len_q, seq_len_kv and what else there may be, where they are given; and of first, the
         position that the first query of each example has, where that is not 0."""
 
+        arrays = within_lengths(arrays, arrays)
         k = arrays["k"]
 
         def block(rows: Arrays, first: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -67,12 +70,12 @@ class Attention:
     def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
         """The gradients by q, k, v and bias, by port, of the same operands with O, its gradient dO
         and the statistic."""
+        arrays = within_lengths(arrays, arrays)
         k, v, bias = arrays["k"], arrays["v"], arrays.get("bias")
 
         def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
             scores = self._scores(rows, arrays, first)
-            some = jnp.isfinite(rows["stats"])
-            weights = jnp.exp(jnp.where(some, scores - rows["stats"], -jnp.inf))
+            weights = extras.weights(scores, rows["stats"])
             grad = rows["dO"].astype(jnp.float32)
             mean = jnp.sum(grad * rows["o"].astype(jnp.float32), axis=-1, keepdims=True)
             along = self._product("bngse,bnte->bngst", rows["dO"], v)
@@ -94,7 +97,7 @@ class Attention:
             return each, summed
 
         each, summed = _over_rows(block, _grouped(arrays), k.shape[2], sums=True)
-        found = {**each, **summed}
+        found = within_lengths({**each, **summed}, arrays)
         found["dQ"] = _heads(found["dQ"])
         if bias is not None:
             found["dBias"] = found["dBias"].reshape(bias.shape)
@@ -115,8 +118,9 @@ class Attention:
         b, n, g, s, _ = rows["q"].shape
         keep = rows.get("dropout_mask")
         if keep is None:
-            shape = b, n * g, s, arrays["k"].shape[2]
-            keep = extras.kept(arrays, self.dropout, shape, first).reshape(b, n, g, s, -1)
+            keys = arrays["k"].shape[2]
+            keep = extras.kept(arrays, self.dropout, (b, n * g, s, keys), first)
+            keep = keep.reshape(b, n, g, s, keys)
         return keep.astype(jnp.float32) / (1 - self.dropout)
 
     def _softmax(
@@ -133,9 +137,9 @@ class Attention:
         total = jnp.sum(each, axis=-1, keepdims=True)
         if sink is not None:
             total = total + jnp.exp(sink - largest)
-        some = total > 0
-        weights = jnp.where(some, each / jnp.where(some, total, 1), 0)
-        return weights, jnp.where(some, largest + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
+        none = total == 0  # of no number neither this nor total > 0 is true
+        total = jnp.where(none, 1, total)
+        return each / total, jnp.where(none, -jnp.inf, largest + jnp.log(total))
 
     def _scores(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array:
         """Scaled scores in float32, -inf where a key is not seen."""
@@ -170,7 +174,8 @@ class Attention:
         seen = (i < lengths[0]) & (j < lengths[1])
         if "block_mask" in arrays:
             tiles = extras.seen_tiles(arrays["block_mask"], i[:, 0], keys)
-            groups = arrays["k"].shape[1], -1
+            of_keys = arrays["k"].shape[1]
+            groups = of_keys, arrays["q"].shape[1] // of_keys
             seen &= tiles.reshape(tiles.shape[0], *groups, *tiles.shape[2:])
         if self.band.left is not None:
             seen &= j > at - self.band.left
@@ -204,6 +209,22 @@ class Attention:
         return jnp.einsum(
             equation, a, b, precision=self.precision, preferred_element_type=jnp.float32
         )
+
+
+def within_lengths(arrays: Arrays, lengths: Arrays) -> dict[str, jax.Array]:
+    """The arrays with zeros behind each example's lengths, and statistics of -inf: what stands
+    there has weights of 0, and 0 times NaN is NaN."""
+    found = dict(arrays)
+    for ports, port, first in (
+        (_OF_QUERIES, "seq_len_q", lengths.get("first", 0)),
+        (_OF_KEYS, "seq_len_kv", 0),
+    ):
+        for name in ports if port in lengths else ():
+            if name in arrays:
+                x = arrays[name]
+                there = jnp.arange(x.shape[2])[:, None] + first < lengths[port]
+                found[name] = jnp.where(there, x, -jnp.inf if name == "stats" else 0)
+    return found
 
 
 def _length(given: jax.Array | None, whole: int) -> Any:
@@ -244,6 +265,10 @@ def _over_rows(
     if count >= queries:
         return function(rows, jnp.zeros((), jnp.int32))
     blocks = -(-queries // count)
+    shared = {name: x for name, x in rows.items() if x.shape[3] == 1}  # by all queries
+
+    def run(first: jax.Array, own: dict[str, jax.Array]) -> Any:
+        return function({**shared, **own}, first)
 
     def cut(name: str, x: jax.Array) -> jax.Array:
         behind = [(0, blocks * count - queries if axis == 3 else 0) for axis in range(5)]
@@ -257,21 +282,16 @@ def _over_rows(
         x = jnp.moveaxis(x, 0, 3)
         return x.reshape(*x.shape[:3], blocks * count, *x.shape[5:])[:, :, :, :queries]
 
-    shared = {name: x for name, x in rows.items() if x.shape[3] == 1}  # by all queries
     given = (
         jnp.arange(blocks, dtype=jnp.int32) * count,
         {name: cut(name, x) for name, x in rows.items() if name not in shared},
     )
-
-    def of_block(x: Any) -> Any:
-        return function({**shared, **x[1]}, x[0])
-
     if not sums:
-        return jax.tree.map(joined, jax.lax.map(of_block, given))
-    shapes = jax.eval_shape(lambda x: of_block(x)[1], jax.tree.map(lambda x: x[0], given))
+        return jax.tree.map(joined, jax.lax.map(lambda x: run(*x), given))
+    shapes = jax.eval_shape(lambda x: run(*x)[1], jax.tree.map(lambda x: x[0], given))
 
     def step(total: Any, x: Any) -> tuple[Any, Any]:
-        each, part = of_block(x)
+        each, part = run(*x)
         return jax.tree.map(jnp.add, total, part), each
 
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

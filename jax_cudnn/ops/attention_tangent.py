@@ -126,5 +126,5 @@ class AttentionTangent(Tangent):
 
 def _finite(g: Derivation, stats: GraphTensor) -> GraphTensor:
     """The statistic, so large where a query sees no key that the weights of all are 0: with -inf
-    cuDNN's backward computes no number."""
-    return g.binary_select(stats, _LARGEST, g.cmp_gt(stats, -_LARGEST))
+    cuDNN's backward computes no number. One that is none already stays so."""
+    return g.binary_select(stats, _LARGEST, g.logical_not(g.cmp_le(stats, -_LARGEST)))

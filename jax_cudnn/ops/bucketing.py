@@ -68,13 +68,15 @@ def pad_to_bucket(
     """An array of sequences, padded to the length of a :func:`bucket`, and how long each is.
 
     Functions of sequences of every length make a program, and cuDNN a plan, for each; of padded
-    ones for each bucket. Attention does not read what is behind the lengths.
+    ones for each bucket. Attention's results do not depend on what is behind the lengths, as
+    long as that is finite, as zeros are.
 
     Args:
         x: (B, T, ...), or with its tokens at ``axis``; examples are in front. A NumPy array stays
             one, so that nothing is compiled for T.
         axis: where the tokens are.
-        lengths: (B,) in int32, where examples are shorter than T; by default all have T.
+        lengths: (B,) in int32, where examples are shorter than T; by default all have T. They are
+            brought into the range from 0 to T.
         least, per_doubling: as :func:`bucket`.
 
     Returns: x with zeros behind its tokens, and the lengths, (B,) in int32, as
@@ -108,4 +110,6 @@ def pad_to_bucket(
             got=f"{found.dtype}{list(found.shape)}",
         )
     more = bucket(size, least=least, per_doubling=per_doubling) - size
-    return array.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)]), found
+    return array.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)]), array.clip(
+        found, 0, size
+    )

@@ -21,7 +21,9 @@ from .score_mod import ScoreMod, check_function, listed
 
 _BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
 _Aval = jax.Array | jax.ShapeDtypeStruct
-_MASKED = -0.7  # of the largest number: softmax of a row with nothing else is uniform
+# Of the largest number: of float32 and bfloat16 it absorbs the scores, so that softmax of a row
+# with nothing else is uniform; of float16 it rounds them to multiples of 2**-8.
+_MASKED = -0.7
 
 
 def _attention(
@@ -96,19 +98,24 @@ def dot_product_attention(
     sizes.
 
     Args:
-        query: (B, T, N, H) or (T, N, H); bfloat16 or float16 for cuDNN, float32 for XLA.
+        query: (B, T, N, H) or (T, N, H); bfloat16, float16 or float32. Of float32
+            cuDNN runs the forward alone, with products in TF32, and nothing where JAX's default
+            matmul precision is "highest".
         key: (B, S, K, H) or (S, K, H), of query's dtype. Each head serves N / K neighbouring ones
             of query.
         value: (B, S, K, E) or (S, K, E), of query's dtype. E may differ from H.
         bias: added to the scaled scores; of rank 4 or less and broadcast to (B, N, T, S), not
-            copied where cuDNN broadcasts it. Has a gradient.
+            copied where cuDNN broadcasts it. Rounded to query's dtype: ``g.sdpa`` keeps one in
+            float32 beside 16-bit queries (cuDNN plans that forward). Has a gradient.
         mask: True where a key is seen, broadcast like bias. It becomes a bias of its shape in
             memory; what can be said by ``is_causal``, ``local_window_size`` or lengths costs
-            nothing, and keys that are not seen are not read.
+            nothing, and tiles of keys that these hide are passed over.
         scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
         is_causal: a query sees keys up to its own position.
-        query_seq_lengths: (B,) in int32, how many queries each example has; the rest give 0.
-        key_value_seq_lengths: (B,) in int32, how many keys.
+        query_seq_lengths: (B,) in int32, how many queries each example has; the rest give 0. A
+            length below 0 is 0, and one above T is T.
+        key_value_seq_lengths: (B,) in int32, how many keys, from 0 up to S likewise. What is behind
+            the lengths must be finite: tiles hold some of it, with weights of 0.
         local_window_size: (left, right) or one number for both: a query sees so many keys before
             and after its own position. With ``is_causal`` none after.
         bottom_right: positions are counted so that the last query and the last key are at the
@@ -151,8 +158,12 @@ def dot_product_attention(
 
     Where it differs from ``jax.nn``: a query that sees no key by ``is_causal``, window or lengths
     gives 0 and a residual of -inf, as cuDNN's kernels do (jax.nn's "xla" gives the mean of all
-    values); the residual is float32, and differentiated. With a sink, the residual contains it, and
-    is the sink where a query sees no key.
+    values). Where ``mask`` hides all keys that ``is_causal``, window and lengths leave, it gives
+    the mean of those keys' values (jax.nn: of all). In float16 it is rather the result without
+    the mask: -0.7 * 65504, which is added to the scores, leaves their digits down to 2**-8. A bias
+    of -inf for all keys gives 0 (jax.nn: NaN), and one in float32 is rounded to query's dtype
+    (jax.nn adds it in float32). The residual is float32, and differentiated. With a sink, the
+    residual contains it, and is the sink where a query sees no key.
 
     ``options=Options(deterministic=True)`` gives gradients that are the same in each run. cuDNN's
     engine for that takes ``2 B N T S`` bytes of workspace on Hopper and older GPUs. Where that is
@@ -198,7 +209,7 @@ def dot_product_attention(
     operands = listed(score_mod_operands)
     if score_mod is not None or operands:
         band = Band(left, right, bottom_right)
-        if alibi:  # XLA runs it, with a band and lengths of its own
+        if alibi or sink is not None:  # XLA runs it, with a band and lengths of its own
             hidden = Band(), ()
         else:  # they become a part of the function
             hidden, lengths = (band, lengths or ()), None
@@ -214,7 +225,9 @@ def dot_product_attention(
         return out if rank == 4 else out[0]
     statistic = jnp.swapaxes(statistic[..., 0], 1, 2)
     if sink is not None and key_value_seq_lengths is not None:
-        statistic = with_sinks_alone(statistic, sink, query_seq_lengths, key_value_seq_lengths)
+        statistic = with_sinks_alone(
+            statistic, jnp.asarray(sink), query_seq_lengths, jnp.asarray(key_value_seq_lengths)
+        )
     return (out, statistic) if rank == 4 else (out[0], statistic[0])
 
 
@@ -247,12 +260,24 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
             expected="(B, T, N, H), (B, S, K, H) and (B, S, K, E), with N a multiple of K",
             got=f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}",
         )
+    check_size(h, query)
     if not query.dtype == key.dtype == value.dtype:
         raise GraphTypeError(
             "query, key and value have different dtypes",
             expected="one dtype",
             got=f"{query.dtype}, {key.dtype} and {value.dtype}",
             fix="cast them before the call",
+        )
+
+
+def check_size(size: int, x: _Aval) -> None:
+    """GraphError where the heads of queries, in this array, have no elements."""
+    if size == 0:
+        raise GraphError(
+            "heads of queries have no elements",
+            expected="a size H of at least 1",
+            got=f"shape {list(x.shape)}",
+            why="scores are sums over H, by default divided by its root",
         )
 
 
@@ -274,7 +299,7 @@ def _window(window: Any) -> tuple[int | None, int | None]:
 def _lengths(
     queries: Any, keys: Any, query: _Aval, key: _Aval
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Both as (B, 1, 1, 1), where there is one."""
+    """Both as (B, 1, 1, 1) and in range, where there is one."""
     if queries is None and keys is None:
         return None
     found = []
@@ -290,14 +315,14 @@ def _lengths(
                 expected=f"int32[{batch}], the length of each example",
                 got=f"{given.dtype}{list(given.shape)}",
             )
-        found.append(given.reshape(batch, 1, 1, 1))
+        found.append(jnp.clip(given, 0, of.shape[1]).reshape(batch, 1, 1, 1))
     return _without_keys(*found)
 
 
 def _without_keys(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both lengths so that cuDNN writes all results: of an example without keys it leaves them
     unwritten, of one without queries not."""
-    none = keys == 0
+    none = keys <= 0
     return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
 
 
@@ -305,6 +330,8 @@ def _bias(bias: Any, mask: Any, query: _Aval, key: _Aval) -> jax.Array | None:
     """What is added to the scores for both, with rank 4."""
     scores = _scores(query, key)
     bias, mask = (_broadcasting(n, x, scores) for n, x in (("bias", bias), ("mask", mask)))
+    if bias is not None:
+        _check_bias(bias)
     if mask is None:
         return bias if bias is None else bias.astype(query.dtype)
     if mask.dtype != jnp.bool_:
@@ -317,6 +344,16 @@ def _bias(bias: Any, mask: Any, query: _Aval, key: _Aval) -> jax.Array | None:
     largest = float(jnp.finfo(query.dtype).max)
     seen = jnp.zeros((), query.dtype) if bias is None else bias.astype(query.dtype)
     return jnp.where(mask, seen, jnp.asarray(_MASKED * largest, query.dtype))
+
+
+def _check_bias(bias: jax.Array) -> None:
+    if bias.dtype == jnp.bool_ or jnp.issubdtype(bias.dtype, jnp.complexfloating):
+        raise GraphTypeError(
+            "bias holds no real numbers",
+            expected="floats, which are added to the scores",
+            got=f"{bias.dtype}{list(bias.shape)}",
+            fix="give it as mask=, True where a key is seen" if bias.dtype == jnp.bool_ else "",
+        )
 
 
 def _modification(

@@ -58,11 +58,11 @@ def packed_dot_product_attention(
     ``jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")``.
 
     Args:
-        query: (T, N, H); bfloat16 or float16 for cuDNN, float32 for XLA.
+        query: (T, N, H); 16 bits or float32, see :func:`dot_product_attention`.
         key: (S, K, H), of query's dtype. Each head serves N / K neighbouring ones of query.
         value: (S, K, E), of query's dtype. E may differ from H.
         bias: added to the scaled scores, by position in an example; it broadcasts to (B, N,
-            max_query_length, max_key_value_length). Has a gradient.
+            max_query_length, max_key_value_length). Rounded to query's dtype. Has a gradient.
         query_offsets: (B + 1,) in int32, ascending, between 0 and T. Tokens before the first and
             behind the last one belong to no example.
         max_query_length: at least the largest number of queries of an example; of more the rest
@@ -86,7 +86,9 @@ def packed_dot_product_attention(
     differentiated.
 
     Memory: that of the arrays, and in the backward cuDNN's workspace, which holds the gradient of
-    the queries in float32. Offsets out of range are brought into it, so nothing else is read.
+    the queries in float32. Offsets out of range are brought into it, so no foreign memory is
+    read. All tokens must be finite: a tile at the end of an example may hold some of the next one,
+    with weights of 0.
 
     Under vmap it runs once for each element; rather give all examples in one call.
 

@@ -13,7 +13,7 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, flags, floating
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .fused_attention import _scaled, _window, _without_keys
+from .fused_attention import _scaled, _window, _without_keys, check_size
 
 
 def _paged(g, q, k, v, integers, *, heads_first, **attributes):
@@ -55,13 +55,15 @@ def paged_dot_product_attention(
     sizes.
 
     Args:
-        query: (B, T, N, H); bfloat16 or float16 for cuDNN, float32 for XLA.
+        query: (B, T, N, H); bfloat16, float16 or float32, whose products cuDNN computes in
+            TF32, and none where JAX's default matmul precision is "highest".
         key_pages: (P, U, K, H), of query's dtype. Each head serves N / K neighbouring ones of
             query.
         value_pages: (P, U, K, E), of query's dtype.
-        page_table: (B, n) in int32, from 0 up to P - 1. Entries behind an example's length are not
-            read. Numbers out of range are brought into it: cuDNN would read foreign memory.
+        page_table: (B, n) in int32, from 0 up to P - 1. Entries behind an example's length may
+            be anything. Numbers out of range are brought into it: cuDNN would read foreign memory.
         key_value_seq_lengths: (B,) in int32, how many keys each example has, at most n * U.
+            What pages hold behind them must be finite: tiles hold some of it, with weights of 0.
         query_seq_lengths: (B,) in int32, how many queries; the rest give 0. By default T.
         value_page_table: the same for value_pages, by default page_table. A cache that holds keys
             in its even pages and values in its odd ones is given for both, with tables ``2 * t``
@@ -244,6 +246,7 @@ def _check(query: jax.Array, keys: jax.Array, values: jax.Array, heads_first: bo
             got=f"{list(query.shape)}, {list(keys.shape)} and {list(values.shape)}",
             fix="say how the pages lie, heads_first=True for (P, K, U, H)",
         )
+    check_size(h, query)
     if not query.dtype == keys.dtype == values.dtype:
         raise GraphTypeError(
             "query and pages have different dtypes",

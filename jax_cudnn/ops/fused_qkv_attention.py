@@ -14,7 +14,7 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, flags, floating, number
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .fused_attention import _bias, _lengths, _window
+from .fused_attention import _bias, _lengths, _window, check_size
 
 
 def _qkv(g, qkv, bias, lengths, *, heads, **attributes):
@@ -56,15 +56,17 @@ def dot_product_attention_qkv(
 
     Args:
         qkv: (B, T, N + 2 K, H), heads of queries first, then those of keys, then of values, with
-            ``num_heads``; or (B, T, 3, N, H). bfloat16 or float16 for cuDNN, float32 for XLA.
+            ``num_heads``; or (B, T, 3, N, H). 16 bits or float32, see
+            :func:`dot_product_attention`.
         num_heads: N, the heads of queries. Each head of keys serves N / K neighbouring ones.
-        bias: added to the scaled scores; of rank 4 or less and broadcast to (B, N, T, T). Has a
-            gradient.
+        bias: added to the scaled scores; of rank 4 or less and broadcast to (B, N, T, T). Rounded
+            to qkv's dtype. Has a gradient.
         mask: True where a key is seen, broadcast like bias; it becomes a bias in memory.
         scale: factor of the scores, a Python number, by default ``H**-0.5``.
         is_causal: a query sees keys up to its own position.
         query_seq_lengths: (B,) in int32, how many queries each example has; the rest give 0.
-        key_value_seq_lengths: (B,) in int32, how many keys.
+        key_value_seq_lengths: (B,) in int32, how many keys. What is behind the lengths must be
+            finite.
         local_window_size: (left, right) or one number for both: a query sees so many keys before
             and after its own position. With ``is_causal`` none after.
         bottom_right: positions are counted from the last query and the last key.
@@ -94,6 +96,7 @@ def dot_product_attention_qkv(
         is_causal=is_causal, bottom_right=bottom_right, return_residual=return_residual
     )
     qkv, heads, of_keys = _parts(floating("qkv", qkv), num_heads)
+    check_size(qkv.shape[-1], qkv)
     scale = qkv.shape[-1] ** -0.5 if scale is None else number("scale", scale)
     left, right = _window(local_window_size)
     b, t, _, size = qkv.shape

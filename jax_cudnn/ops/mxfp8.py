@@ -18,6 +18,7 @@ BLOCK = 32
 """Neighbours that have a scale together."""
 _ROWS, _COLUMNS = 128, 4  # of a tile of scales
 _BIAS = 127  # of the exponents
+_NAN = 255  # the scale that is no number
 
 
 def _up(size: int, multiple: int) -> int:
@@ -37,7 +38,7 @@ def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax
     """An array as fp8 numbers and the scales of blocks of 32 of them, as ``sdpa_mxfp8`` takes them.
 
     A block's scale is the least power of two by which its largest value fits into the dtype's
-    range; values are divided by it and rounded.
+    range; values are divided by it and rounded. With NaN or an infinite value it is NaN.
 
     Args:
         x: (B, H, S, D), of floats.
@@ -68,11 +69,12 @@ def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax
     rows = x if axis == -1 else jnp.swapaxes(x, 2, 3)
     *lead, count, size = rows.shape
     filled = jnp.pad(rows, [(0, 0)] * 3 + [(0, _up(size, BLOCK) - size)])
-    blocks = filled.reshape(*lead, count, -1, BLOCK)
-    exponent = _exponent(jnp.max(jnp.abs(blocks), axis=-1, initial=0) / largest(name))
+    blocks = filled.reshape(*lead, count, filled.shape[3] // BLOCK, BLOCK)
+    most = jnp.max(jnp.abs(blocks), axis=-1, initial=0)
+    exponent = _exponent(most / largest(name))
     values = rounded(blocks * _power(-exponent)[..., None], name)
     values = values.reshape(filled.shape)[..., :size]
-    codes = (exponent + _BIAS).astype(jnp.uint8)
+    codes = jnp.where(jnp.isfinite(most), exponent + _BIAS, _NAN).astype(jnp.uint8)
     values = values if axis == -1 else jnp.swapaxes(values, 2, 3)
     return values, _swizzled(codes, scales_shape(x.shape, axis))
 

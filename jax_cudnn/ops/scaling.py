@@ -41,6 +41,12 @@ def amax_of(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
 
 
+def quantizable(x: jax.Array) -> jax.Array:
+    """An array in float32 with NaN for what is infinite: fp8 would hold its largest number."""
+    x = x.astype(jnp.float32)
+    return jnp.where(jnp.isinf(x), jnp.nan, x)
+
+
 def scale_of(amax: jax.Array, dtype: str, margin: float = 0.0, otherwise: Any = 1.0) -> jax.Array:
     """``max / amax / 2**margin`` with the dtype's largest number; ``otherwise`` where amax is 0 or
     not finite."""

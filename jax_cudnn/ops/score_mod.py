@@ -170,7 +170,7 @@ def folds(
 
 def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> dict[str, Any]:
     """The arguments of ``g.sdpa`` with the function as a value, into which band and lengths have
-    gone."""
+    gone, but beside a sink."""
     function = given.get("score_mod")
     operands = listed(given.pop(PORT, None))
     if function is None:
@@ -190,7 +190,7 @@ def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> d
     operands = [_checked(i, x, scores) for i, x in enumerate(operands)]
     from .score_mod_trace import written  # importing jax_cudnn does without
 
-    if given.get("use_alibi_mask"):  # XLA runs it, with a band and lengths of its own
+    if given.get("use_alibi_mask") or "sink_token" in given:  # XLA runs it, with its own band
         mod, read = written(function, operands, scores, numbers=False)
         return {**given, "score_mod": mod, **({PORT: read} if read else {})}
     lengths = [given.pop(name, None) for name in ("seq_len_q", "seq_len_kv")]

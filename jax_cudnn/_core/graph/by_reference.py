@@ -5,7 +5,7 @@ XLA runs them. Being nodes, they are differentiated, transposed and batched like
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,14 @@ class ByReference(Node):
     @property
     def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.base.deterministic
+
+    def redraws(self, made: Mapping[str, str]) -> Collection[str]:
+        return self.base.redraws(made)
+
+    def leaving(self, ports: Collection[str]) -> Node:
+        derived: Any = self  # which has the ports of its base as ``inner``
+        inner = tuple(port for port in derived.inner if port not in ports)
+        return replace(derived, base=self.base.leaving(ports), inner=inner)
 
     def keywords(self) -> dict[str, Any]:
         return self.base.keywords()

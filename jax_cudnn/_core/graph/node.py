@@ -203,6 +203,16 @@ class Node:
         none."""
         return self
 
+    def redraws(self, made: Mapping[str, str]) -> Collection[str]:
+        """Input ports that the reference does without where another node's reference computes what
+        they hold: from a seed it draws the same numbers again, a part at a time. ``made`` says for
+        each input port which node's result that is, by port; "" where it is none."""
+        return ()
+
+    def leaving(self, ports: Collection[str]) -> Node:
+        """The node without these input ports, of those that it ``redraws``."""
+        return self
+
     def settled(self) -> Node:
         """The node as it is in a graph that is to be deterministic."""
         return self

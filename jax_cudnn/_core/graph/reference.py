@@ -37,10 +37,13 @@ def evaluate(
         assert constant.value is not None
         values[constant.name] = jnp.full(constant.shape, constant.value, constant.dtype)
     precision = lax_precision(spec.options.precision)
+    made = {name: port for call in spec.calls for port, name in call.outputs}
     inside = {name for call in spec.calls for _, name in call.inputs}
     returned: dict[str, jax.Array] = {}
     for call in spec.calls:
-        node, inputs = call.node, {port: values[name] for port, name in call.inputs}
+        again = call.node.redraws({port: made.get(name, "") for port, name in call.inputs})
+        node = call.node.leaving(again) if again else call.node
+        inputs = {port: values[name] for port, name in call.inputs if port not in again}
         if node.product:
             node, inputs = _suited(node, inputs, spec.tensor(call.outputs[0][1]).dtype, products)
             results = node.reference(**inputs, precision=precision)
