@@ -34,9 +34,6 @@ def qkv(b=2, t=24, s=24, n=4, k=4, h=16, e=None, dtype="float32"):
 def blocks(monkeypatch):
     """The reference takes a few rows at a time, with some left over."""
     monkeypatch.setattr(attention_reference, "_SCORES", 3000)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 # -- a case: sizes, and what it has ----------------------------------------------------------------
@@ -139,6 +136,7 @@ def check(function, operands, exact, limit, implementation=None):
     np.testing.assert_allclose(residual[there], oracle.residual[there], atol=limit, rtol=limit)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients(name):
@@ -294,6 +292,7 @@ def check_masks(implementation=None, dtype="float32", t=64, causal=False):
         assert abs(differing - 2 * 0.3 * 0.7) < 0.03, name
 
 
+@pytest.mark.wide
 def test_forward_and_backward_drop_the_same_weights():
     check_masks()
 

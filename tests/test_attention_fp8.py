@@ -50,9 +50,6 @@ def qkv(b=2, t=24, s=24, n=4, k=4, h=16, e=None, dtype="bfloat16"):
 def blocks(monkeypatch):
     """The reference takes a few rows at a time, with some left over."""
     monkeypatch.setattr(attention_reference, "_SCORES", 2000)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 def seen(t, s, b, *, is_causal=False, lengths=None, window=None, bottom_right=False):
@@ -143,6 +140,7 @@ def check(function, operands, weights, structure, limits=(RESULTS, GRADIENTS)):
 # -- results and gradients -------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
 @pytest.mark.parametrize(
     ("size", "name"),
@@ -220,6 +218,7 @@ def test_what_is_no_number_stays_none_and_moves_no_scale(scaling):
         assert all(np.isnan(x).any() for x in gradients)
 
 
+@pytest.mark.wide
 def test_long_sequences_keep_their_gradients():
     """Bounds of gradients grow with the number of queries; float8_e5m2 has the range for it."""
     operands = qkv(b=1, t=2048, s=2048, n=4, k=1, h=16, dtype="float32")
@@ -423,6 +422,7 @@ def causal(q, k, v):
     return ours(q, k, v, is_causal=True)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("blocks")
 def test_forward_mode_and_second_derivatives():
     operands = qkv(b=1, t=12, s=12, n=2, k=1, dtype="float32")
@@ -646,6 +646,7 @@ def of_many_sizes(shape):
     return RNG.standard_normal(shape) * np.exp2(RNG.integers(-12, 12, shape))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_blocks_have_the_least_power_of_two_that_holds_their_values(axis, dtype):
@@ -721,6 +722,7 @@ def of_tokens(x):
     return np.swapaxes(np.asarray(x, np.float64), 1, 2)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_with_scales_of_blocks_beside_float64(is_causal):

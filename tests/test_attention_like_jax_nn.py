@@ -29,6 +29,7 @@ def close(got, want, limit):
     np.testing.assert_allclose(got, want, atol=limit, rtol=limit)
 
 
+@pytest.mark.wide
 @on_cpu_and_gpu
 @pytest.mark.parametrize("use_vmap", [False, True])
 @pytest.mark.parametrize("group", [1, 2, 4])

@@ -57,12 +57,13 @@ def exact(q, k, v, tables, lengths, dout, dlogs, queries=None, **band):
     return out, logs, dq, dk, dv
 
 
-@pytest.fixture(params=[2**24, 60], ids=["whole", "blocks"])
-def blocks(request, monkeypatch):
+@pytest.fixture(scope="module", params=[2**24, 60], ids=["whole", "blocks"])
+def blocks(request):
     """The reference takes all examples at a time, or one, and of that a few rows."""
-    monkeypatch.setattr(attention_reference, "_SCORES", request.param)
     jax.clear_caches()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_reference, "_SCORES", request.param)
+        yield
     jax.clear_caches()
 
 
@@ -92,6 +93,7 @@ def agree(got, want, limit=2e-5):
 # -- results and gradients -------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("band", BANDS)
@@ -251,6 +253,7 @@ def test_vmap_is_further_examples_of_the_same_pages():
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.wide
 def test_forward_mode_and_second_derivatives():
     *operands, table = cache(b=2, t=2, n=2, k=1, h=4, per=2)
     lengths = jnp.array([8, 5], "int32")

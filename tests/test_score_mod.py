@@ -39,9 +39,6 @@ def qkv(b=B, t=T, s=K, n=N, k=2, h=8, dtype="float32"):
 def blocks(monkeypatch):
     """The reference takes a few rows at a time, with some left over."""
     monkeypatch.setattr(attention_reference, "_SCORES", 1500)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 def plain(q, k, v, *operands, change, scale=None, seen=True, bias=0.0):
@@ -104,6 +101,7 @@ USERS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", USERS)
 def test_results_and_gradients(name, request):
     function, change, shapes = USERS[name]
@@ -197,6 +195,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", WHOLE)
 def test_integers_and_truths(name):
     change = lambda s, b, h, q, kv: jnp.where(WHOLE[name](q, kv), s, -jnp.inf)  # noqa: E731
@@ -231,6 +230,7 @@ def of_score(f):
     return lambda score, *_: f(score)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_functions_of_each_element(name):
     change = of_score(ELEMENTWISE[name])
@@ -458,6 +458,7 @@ def test_gradients_of_operands_are_of_the_reference(of):
     assert "transpose_jvp_sdpa" in methods(backward)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("blocks")
 def test_forward_mode_and_second_derivatives():
     inputs = (*qkv(b=1, t=6, s=7, n=2, k=1, h=4), normal((1, 2, 1, 1)))
@@ -490,6 +491,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", [(1, N, 1, 1), (B, 1, T, 1)], ids=["heads", "examples"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_vmap(name, shape):
@@ -663,6 +665,7 @@ class ComputingGraph:
         return Computed(np.float32(value), number=True)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [*USERS, *WHOLE, *ELEMENTWISE])
 def test_cudnn_is_given_the_function_and_its_derivative(name, monkeypatch):
     kinds = types.SimpleNamespace(FLOAT="FLOAT", INT32="INT32", BOOLEAN="BOOLEAN")
