@@ -690,6 +690,65 @@ def test_statistics_on_the_gpu(band):
     oracle.check_outputs(graph.trace(*operands)[1].spec, operands, got, on_gpu=True)
 
 
+# Queries that only a band hides all keys of: sizes, arguments, lengths of queries and of keys.
+UNSEEING = {
+    "window": ({"t": 256, "s": 128}, {"local_window_size": (16, 0)}, None, None),
+    "window of all lengths": (
+        {"t": 256, "s": 128}, {"local_window_size": (16, 0)}, [256, 256], [128, 128],
+    ),
+    "window and short keys": (
+        {}, {"is_causal": True, "local_window_size": (16, 0)}, [256, 256], [40, 256],
+    ),
+    "more queries than keys": (
+        {}, {"is_causal": True, "bottom_right": True}, [256, 200], [99, 200],
+    ),
+}  # fmt: skip
+
+
+def unseeing(name, implementation, dtype):
+    """Results, residual and gradients of q, k and v by both, as a function."""
+    sizes, options, *lengths = UNSEEING[name]
+    shapes = {"b": 2, "t": 256, "s": 256, "n": 4, "k": 2, "h": 64} | sizes
+    keywords = dict(options, implementation=implementation, return_residual=True)
+    for port, given in zip(("query", "key_value"), lengths, strict=True):
+        if given is not None:
+            keywords[f"{port}_seq_lengths"] = jnp.array(given, "int32")
+
+    def run(q, k, v):
+        q, k, v = (x.astype(dtype) for x in (q, k, v))
+        (out, logs), pull = jax.vjp(functools.partial(ours, **keywords), q, k, v)
+        return out, logs, *pull((jnp.cos(out), jnp.zeros_like(logs)))
+
+    return run, qkv(**shapes, dtype="bfloat16")
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", UNSEEING)
+def test_queries_that_a_band_hides_all_keys_of_are_planned(name):
+    run, operands = unseeing(name, "split", "bfloat16")
+    with jc.target("H200"):
+        forward, *_ = jc.plans(run, *operands).values()
+    (segment,) = forward.segments
+    assert (segment.plan is not None) != (name == "window"), segment.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", UNSEEING)
+def test_queries_that_a_band_hides_all_keys_of_on_the_gpu(name):
+    run, operands = unseeing(name, "split", "bfloat16")
+    exact, _ = unseeing(name, "xla", "float32")
+    got, want = ([np.asarray(x, np.float64) for x in jax.jit(f)(*operands)] for f in (run, exact))
+    hidden = np.isneginf(want[1])
+    assert hidden.any()
+    np.testing.assert_array_equal(np.isneginf(got[1]), hidden)
+    for x in (got[0], got[2]):  # O and dQ have a row for each statistic
+        np.testing.assert_array_equal(x[hidden], 0)
+    for a, b in zip(got, want, strict=True):
+        seen = np.isfinite(b)
+        assert np.isfinite(a[seen]).all()
+        assert relative_error(a[seen], b[seen]) < 2e-2
+
+
 @pytest.mark.gpu
 def test_queries_that_see_no_key_on_the_gpu():
     q, k, v = qkv(b=2, t=64, s=64, h=64, dtype="bfloat16")
