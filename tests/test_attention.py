@@ -279,6 +279,30 @@ def test_cotangents_of_the_residual(which):
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
+@pytest.mark.parametrize("rank", [3, 4])
+def test_heads_may_stand_before_tokens(rank):
+    operands = qkv(b=1, t=9, s=11, n=4, k=2, e=6)
+    more = {"sink": normal((4,)), "key_value_seq_lengths": jnp.array([7], "int32")}
+    more |= {"query_seq_lengths": jnp.array([8], "int32"), "return_residual": True}
+    if rank == 3:
+        operands, more = [x[0] for x in operands], {"is_causal": True, "return_residual": True}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(heads_first, *x):
+        turn = lambda y: jnp.swapaxes(y, rank - 3, rank - 2) if heads_first else y  # noqa: E731
+        both = lambda *x: jax.tree.map(  # noqa: E731
+            turn, ours(*map(turn, x), heads_first=heads_first, **more)
+        )
+        (out, logs), pull = jax.vjp(both, *x)
+        return out, logs, pull((jnp.sin(out), jnp.zeros_like(logs)))
+
+    got, want = (jax.tree.leaves(run(first, *operands)) for first in (True, False))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    with pytest.raises(jc.GraphError, match=r"\(B, N, T, H\)"):
+        ours(operands[0], operands[1][None], operands[2], heads_first=True)
+
+
 # -- transformations -------------------------------------------------------------------------------
 
 
@@ -567,6 +591,22 @@ def test_arrays_of_tokens_are_read_where_they_lie():
         assert "dense<[3, 1, 2, 0]> : tensor<4xindex>" in call.partition("result_layouts = ")[2]
 
 
+@pytest.mark.deviceless
+def test_arrays_of_heads_are_read_where_they_lie():
+    q, k = S((2, 4, 256, 64), "bfloat16"), S((2, 2, 256, 64), "bfloat16")
+    attention = functools.partial(ours, heads_first=True, is_causal=True, implementation="cudnn")
+    with jc.target("H200"):
+        step = jax.jit(gradients(attention, 3)).trace(q, k, k)
+        text = step.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@jax_cudnn" in line]
+    assert len(calls) == 2
+    for call in calls:
+        layouts = call.partition("operand_layouts = ")[2]
+        assert "dense<[3, 1, 2, 0]> : tensor<4xindex>" not in layouts
+        assert "dense<[3, 2, 1, 0]> : tensor<4xindex>" in layouts
+    assert "stablehlo.transpose" not in text
+
+
 def only(plans):
     (plan,) = plans.values()
     return plan
@@ -629,6 +669,18 @@ def test_results_and_gradients_on_the_gpu(name, dtype):
         a = np.asarray(a, np.float64)
         assert np.isfinite(a).all()
         assert relative_error(a, np.asarray(b, np.float64)) < 2e-2
+
+
+@pytest.mark.gpu
+def test_heads_before_tokens_on_the_gpu():
+    operands = [jnp.swapaxes(x, 1, 2) for x in qkv(t=192, s=256, k=2, h=64, dtype="bfloat16")]
+    run = functools.partial(ours, heads_first=True, is_causal=True)
+    exact = functools.partial(run, implementation="xla")
+    wide = [x.astype("float32") for x in operands]
+    got = jax.jit(run)(*operands), *jax.jit(gradients(run, 3))(*operands)
+    want = jax.jit(exact)(*wide), *jax.jit(gradients(exact, 3))(*wide)
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(np.asarray(a, np.float64), np.asarray(b, np.float64)) < 2e-2
 
 
 ONE_ARRAY = {

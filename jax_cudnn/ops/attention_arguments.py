@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from .._core.errors import GraphError, GraphTypeError
 from . import attention_extras as extras
 
+_Aval = jax.Array | jax.ShapeDtypeStruct
+
 
 def further(
-    query: jax.Array,
-    key: jax.Array,
+    query: _Aval,
+    key: _Aval,
     dropout_rate: Any,
     dropout_rng: Any,
     sink: Any,
@@ -99,7 +101,7 @@ def _sink(sink: Any, heads: int) -> jax.Array:
     return sink.astype(jnp.float32).reshape(1, heads, 1, 1)
 
 
-def _tiles(mask: Any, query: jax.Array, key: jax.Array) -> jax.Array:
+def _tiles(mask: Any, query: _Aval, key: _Aval) -> jax.Array:
     mask = jnp.asarray(mask)
     b, n = query.shape[0], query.shape[2]
     wanted = b, n, *extras.tiles(query.shape[1], key.shape[1])

@@ -43,8 +43,9 @@ def _attention(
     alibi,
     dropout,
     score_mod=None,
+    heads_first=False,
 ):
-    for x in (q, k, v):
+    for x in () if heads_first else (q, k, v):
         x.set_stride(packed_strides(x.shape, _BY_TOKEN))
     named = {} if bias is None else {"bias": bias}
     if lengths is not None:
@@ -61,7 +62,9 @@ def _attention(
         use_alibi_mask=alibi,
         dropout_probability=dropout,
     )  # fmt: skip
-    return out.set_stride(packed_strides(out.shape, _BY_TOKEN)), statistic
+    if not heads_first:
+        out.set_stride(packed_strides(out.shape, _BY_TOKEN))
+    return out, statistic
 
 
 ATTENTION = GraphFunction(_attention, name="dot_product_attention")
@@ -87,6 +90,7 @@ def dot_product_attention(
     block_mask: jax.Array | None = None,
     score_mod: Callable[..., Any] | None = None,
     score_mod_operands: Sequence[Any] = (),
+    heads_first: bool = False,
     return_residual: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
@@ -148,13 +152,15 @@ def dot_product_attention(
             integers as int32 and booleans as such. Those of floats have gradients, which XLA
             computes. For cuDNN one that queries share, (B, 1, 1, S) say, is broadcast to all of
             them in memory; ``jax_cudnn.explain`` says how many bytes, and what to use instead.
+        heads_first: query, key and value are (B, N, T, H), (B, K, S, H) and (B, K, S, E), and the
+            result (B, N, T, E), or all without B. Either form is read where it lies.
         return_residual: also return the logarithm of each row's sum of exponentials.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
     Returns: (B, T, N, E) or (T, N, E), of query's dtype; with ``return_residual`` also the natural
-    logarithm of the sum of ``exp`` of what softmax gets, (B, T, N) or (T, N) in float32. Both may
-    be differentiated; the forward keeps both for that.
+    logarithm of the sum of ``exp`` of what softmax gets, (B, T, N) or (T, N) in float32, N before T
+    with ``heads_first``. Both may be differentiated; the forward keeps both for that.
 
     Where it differs from ``jax.nn``: a query that sees no key by ``is_causal``, window or lengths
     gives 0 and a residual of -inf, as cuDNN's kernels do (jax.nn's "xla" gives the mean of all
@@ -186,25 +192,27 @@ def dot_product_attention(
     """
     from .attention_arguments import further, with_sinks_alone  # importing jax_cudnn does without
 
-    is_causal, bottom_right, alibi, return_residual = flags(
+    is_causal, bottom_right, alibi, heads_first, return_residual = flags(
         is_causal=is_causal,
         bottom_right=bottom_right,
         alibi=alibi,
+        heads_first=heads_first,
         return_residual=return_residual,
     )
     rank = floating("query", query).ndim
-    query, key, value = (
-        _operand(name, x, rank) for name, x in (("query", query), ("key", key), ("value", value))
-    )
-    _check(query, key, value)
-    query, scale = _scaled(query, scale)
+    named = (("query", query), ("key", key), ("value", value))
+    q, k, v = (_operand(name, x, rank, heads_first) for name, x in named)
+    queries, keys, values = (_by_token(x, heads_first) for x in (q, k, v))
+    _check(queries, keys, values)
+    q, scale = _scaled(q, scale)
     left, right = _window(local_window_size)
     if is_causal:
         right = 0
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    lengths = _lengths(query_seq_lengths, key_value_seq_lengths, query, key)
+    if not heads_first:
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    lengths = _lengths(query_seq_lengths, key_value_seq_lengths, queries, keys)
     rate, extras = further(
-        query, key, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
+        queries, keys, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
     )
     operands = listed(score_mod_operands)
     if score_mod is not None or operands:
@@ -214,13 +222,13 @@ def dot_product_attention(
         else:  # they become a part of the function
             hidden, lengths = (band, lengths or ()), None
             left, right, bottom_right = None, None, False
-        score_mod, operands = _modification(score_mod, operands, query, key, *hidden)
+        score_mod, operands = _modification(score_mod, operands, queries, keys, *hidden)
     out, statistic = chosen(ATTENTION, options, None, implementation)(
-        q, k, v, _bias(bias, mask, query, key), lengths, extras, operands,
+        q, k, v, _bias(bias, mask, queries, keys), lengths, extras, operands,
         scale=float(scale), left=left, right=right, bottom_right=bottom_right,
-        alibi=alibi, dropout=rate, score_mod=score_mod,
+        alibi=alibi, dropout=rate, score_mod=score_mod, heads_first=heads_first,
     )  # fmt: skip
-    out = jnp.swapaxes(out, 1, 2)
+    out = out if heads_first else jnp.swapaxes(out, 1, 2)
     if not return_residual:
         return out if rank == 4 else out[0]
     statistic = jnp.swapaxes(statistic[..., 0], 1, 2)
@@ -228,6 +236,8 @@ def dot_product_attention(
         statistic = with_sinks_alone(
             statistic, jnp.asarray(sink), query_seq_lengths, jnp.asarray(key_value_seq_lengths)
         )
+    if heads_first:
+        statistic = jnp.swapaxes(statistic, 1, 2)
     return (out, statistic) if rank == 4 else (out[0], statistic[0])
 
 
@@ -240,18 +250,27 @@ def _scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
     return (query * jnp.asarray(scale)).astype(query.dtype), 1.0
 
 
-def _operand(name: str, x: Any, rank: int) -> jax.Array:
+def _operand(name: str, x: Any, rank: int, heads_first: bool = False) -> jax.Array:
     x = floating(name, x)
     if x.ndim != rank or rank not in (3, 4):
+        form = "N, T, H" if heads_first else "T, N, H"
         raise GraphError(
             f"{name} has the wrong rank",
-            expected="query, key and value all (B, T, N, H) or all (T, N, H)",
+            expected=f"query, key and value all (B, {form}) or all ({form})",
             got=f"{name} of shape {list(x.shape)}",
         )
     return x if rank == 4 else x[None]
 
 
-def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+def _by_token(x: jax.Array, heads_first: bool) -> jax.Array | jax.ShapeDtypeStruct:
+    """What is known of an operand as (B, T, N, H)."""
+    if not heads_first:
+        return x
+    b, n, t, h = x.shape
+    return jax.ShapeDtypeStruct((b, t, n, h), x.dtype)
+
+
+def _check(query: _Aval, key: _Aval, value: _Aval) -> None:
     (b, _, n, h), (*bs, heads, size) = query.shape, key.shape
     fits = size == h and bs[0] == b and value.shape[:3] == key.shape[:3]
     if not fits or heads == 0 or n % heads:
@@ -359,8 +378,8 @@ def _check_bias(bias: jax.Array) -> None:
 def _modification(
     function: Any,
     operands: Sequence[Any],
-    query: jax.Array,
-    key: jax.Array,
+    query: _Aval,
+    key: _Aval,
     band: Band,
     lengths: Sequence[jax.Array],
 ) -> tuple[ScoreMod, tuple[jax.Array, ...]]:
