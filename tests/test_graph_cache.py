@@ -50,6 +50,28 @@ def test_other_kinds_give_others():
     assert len({*map(id, graphs)}) == len(graphs) == len(calls)
 
 
+def test_scalars_of_numpy_are_values():
+    scaled, _ = factory()
+    x = jnp.ones(3)
+    for factor in map(np.float32, (2.0, 3.0, 2.0, 0.0, -0.0)):
+        np.testing.assert_array_equal(scaled(x, factor)(x), x * factor)
+    assert scaled.cache_info().currsize == 4
+
+
+def test_the_same_array_twice_is_another_kind():
+    @jc.graph_cache
+    def total(arrays):
+        with jc.Graph(outputs=["sum::OUT_0"]) as graph:
+            graph.add(*arrays, name="sum").set_output(True)
+        return graph
+
+    x, y = jnp.ones(3), jnp.full(3, 5.0)
+    np.testing.assert_array_equal(total([x, x])(x), 2 * x)
+    np.testing.assert_array_equal(total([x, y])(x, y), x + y)
+    assert total([y, y]) is total([x, x])
+    assert total([y, x]) is total([x, y])
+
+
 def test_the_one_unused_for_longest_goes():
     scaled, calls = factory(maxsize=2)
     arrays = [jnp.ones(n) for n in (1, 2, 3)]

@@ -1,6 +1,7 @@
 """``jc.Graph``: cuDNN's wrapper for JAX arrays. What it builds is a graph function's spec."""
 
 import gc
+import itertools
 import json
 import weakref
 
@@ -92,6 +93,19 @@ def test_tensors_are_found():
         "conv2d::weight",
         "bias.0::bias",
     ]
+
+
+@pytest.mark.parametrize("uids", [*itertools.permutations([100, 1, 2]), (2, 3, 1), (None, 1, 100)])
+def test_uids_that_are_given_stay(uids):
+    with jc.Graph(io_data_type="FLOAT") as graph:
+        made = [graph.tensor(name=n, dim=[2], uid=uid) for n, uid in zip("xyz", uids, strict=True)]
+        out = graph.add(graph.add(made[0], made[1]), made[2]).set_output(True)
+        out.set_uid(50).set_uid(4)
+    given = [tensor.get_uid() for tensor in made]
+    assert [uid for uid in given if uid in uids] == [uid for uid in uids if uid]
+    assert len({*given, 4}) == 4
+    for tensor in (*made, out):
+        assert graph.find_tensor(tensor.get_uid()) is tensor
 
 
 def test_no_operation_is_hidden_by_a_method():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.leaves import typed
@@ -33,8 +34,8 @@ def graph_cache(
 ) -> Any:
     """Decorate a function that builds a graph: equal kinds of arguments give the same graph.
 
-    Of arrays, in any pytree, shape, dtype and memory order are the kind; of all else the value
-    and its type. The graph that was asked for longest ago goes when there are more than
+    Of arrays, in any pytree, shape, dtype and memory order are the kind, and which of them are the
+    same array; of all else, NumPy's scalars too, the value and its type. The graph that was asked for longest ago goes when there are more than
     ``maxsize``. Threads that ask for the same one wait for the first of them to build it. No
     array is kept alive.
 
@@ -154,5 +155,13 @@ class _Factory:
 def _kind(*args: Any, **kwargs: Any) -> Hashable:
     """What tells apart arguments for which other graphs are built."""
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: leaf is None)
-    kinds = (Template.of(leaf) if is_array(leaf) else typed(leaf) for leaf in leaves)
+    first: dict[int, int] = {}
+    kinds = (_of_leaf(leaf, first.setdefault(id(leaf), i)) for i, leaf in enumerate(leaves))
     return structure, tuple(kinds)
+
+
+def _of_leaf(leaf: Any, place: int) -> Hashable:
+    """A leaf's kind. ``place`` is where the same object was first: the same array is one input."""
+    if isinstance(leaf, np.generic):  # a graph has it as a number
+        return type(leaf), leaf.tobytes()
+    return (place, Template.of(leaf)) if is_array(leaf) else typed(leaf)

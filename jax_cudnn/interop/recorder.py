@@ -91,15 +91,22 @@ class Recorder(GraphBuilder):
 
     def give_uid(self, tensor: NamedTensor, uid: int) -> None:
         """The tensor's number is ``uid``; a tensor that has it by itself gets another one."""
-        holder = self._uids.get(uid, tensor)
-        if holder is not tensor and uid in self._chosen_uids:
-            raise GraphError(
-                f"set_uid({uid}): two tensors would have this uid",
-                got=f"{holder.name} and {tensor.name}",
-                where=user_line(),
-            )
-        holder.uid, tensor.uid = tensor.uid, uid
-        self._uids[holder.uid], self._uids[uid] = holder, tensor
+        holder = self._uids.get(uid)
+        if holder is not tensor:
+            if holder is not None and uid in self._chosen_uids:
+                raise GraphError(
+                    f"set_uid({uid}): two tensors would have this uid",
+                    got=f"{holder.name} and {tensor.name}",
+                    fix="give one of them another uid, or none",
+                    where=user_line(),
+                )
+            del self._uids[tensor.uid]
+            self._chosen_uids.discard(tensor.uid)
+            if holder is not None:
+                holder.uid = tensor.uid
+                self._uids[holder.uid] = holder
+            tensor.uid = uid
+            self._uids[uid] = tensor
         self._chosen_uids.add(uid)
 
     def strides(self, tensor: NamedTensor) -> list[int]:
