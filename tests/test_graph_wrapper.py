@@ -314,6 +314,63 @@ def test_the_same_array_is_the_same_input():
     same(graph(x), (x + 1) * x)
 
 
+@pytest.mark.parametrize("declared", [False, True])
+def test_one_input_has_one_value(declared):
+    with jc.Graph(inputs=["s::a", "s::b"], outputs=["s::OUT_0"]) as graph:
+        x = graph.tensor(dim=[3], data_type="FLOAT") if declared else jnp.ones(3)
+        graph.add(x, x, name="s").set_output(True)
+    a, b = jnp.ones(3), jnp.full(3, 5.0)
+    same(graph(b, b), 2 * b)
+    same(graph({"s::a": b, "s::b": b})["s::OUT_0"], 2 * b)
+    same(jax.jit(lambda x: graph(x, x))(b), 2 * b)
+    wrong = [
+        lambda: graph(a, b),
+        lambda: graph({"s::a": a, "s::b": b}),
+        lambda: jax.jit(graph)(b, b),
+        lambda: jax.grad(lambda *args: graph(*args).sum(), (0, 1))(b, b),
+    ]
+    for call in wrong:
+        with pytest.raises(jc.GraphError, match=r"for s::a and s::b when the graph") as caught:
+            call()
+        for words in ("tensor_like", "jax.jit", f"same {'tensor' if declared else 'array'}"):
+            assert words in str(caught.value)
+
+
+def test_arrays_have_inputs_of_their_own_where_they_are_declared():
+    x = jnp.ones(3)
+    with jc.Graph(inputs=["s::a", "s::b"], outputs=["s::OUT_0"]) as graph:
+        graph.add(graph.tensor_like(x), graph.tensor_like(x), name="s").set_output(True)
+    same(jax.jit(graph)(x, 2 * x), 3 * x)
+
+
+def test_the_order_of_a_graph_that_was_called_stays():
+    x, y = jnp.full(3, 2.0), jnp.ones(3)
+    with jc.Graph(io_data_type="FLOAT") as graph:
+        half = graph.exp(graph.sub(x, y, name="s")).set_data_type("HALF")
+        graph.neg(half, name="out").set_output(True)
+    graph.set_io_tuples(["s::a", "s::b"], ["out::OUT_0"])
+    graph.set_io_tuples([y, x], ["out::OUT_0"])
+    jitted = jax.jit(graph)
+    want = jitted(x, y)
+    graph.set_io_tuples([y, x], ["out::OUT_0"])
+    for inputs, outputs in ([x, y], ["out::OUT_0"]), ([y, x], ["out::OUT_0", half]):
+        with pytest.raises(jc.GraphError, match=r"with_options\(\)"):
+            graph.set_io_tuples(inputs, outputs)
+    other = graph.with_options()
+    other.set_io_tuples([x, y], ["out::OUT_0"])
+    same(jax.jit(other)(y, x), want)
+    same(jitted(x, y), want)
+
+
+def test_a_dictionary_keeps_the_outputs_it_was_called_for():
+    graph = built()
+    graph({1: X, 2: W, 4: B})
+    with pytest.raises(jc.GraphError, match="after it was called"):
+        graph.set_io_tuples([X, W, B], ["conv2d::Y", "out"])
+    graph.set_io_tuples([X, W, B], ["out"])
+    same(graph(X, W, B), conv_bias_relu(X, W, B))
+
+
 # -- dtypes ----------------------------------------------------------------------------------------
 
 
@@ -456,6 +513,30 @@ def test_other_options_leave_the_graph_as_it_is():
     assert len(other(X, jnp.ones((1, 1, 1, 1)))) == 2
     same(graph(X), jnp.exp(X))
     assert len(graph.spec.calls) == 1
+    virtual = [json.loads(str(g))["tensors"]["log.0::OUT_0"]["is_virtual"] for g in (graph, other)]
+    assert virtual == [z.get_is_virtual(), False] == [True, False]
+    graph.with_options().set_io_tuples([X], [y])
+
+
+def test_outputs_of_another_graph_change_no_dtypes_of_this_one():
+    with jc.Graph(io_data_type="HALF", outputs=["neg.0::OUT_0"]) as graph:
+        y = graph.exp(graph.tensor(dim=[2, 3], data_type="FLOAT"))
+        z = graph.neg(y)
+    before = graph.spec.canonical(), str(graph), y.dtype
+    graph.with_options().set_io_tuples(["exp.0::input"], [z, y])
+    assert (graph.with_options().spec.canonical(), str(graph), y.dtype) == before
+
+
+def test_a_set_io_tuples_that_fails_changes_nothing():
+    with jc.Graph(inputs=[X], outputs=["exp.0::OUT_0"]) as graph:
+        y = graph.exp(X)
+        z = graph.log(graph.add(y, X + 1))
+    before = graph.spec, [t.get_name() for t in graph.get_inputs()]
+    with pytest.raises(jc.GraphError, match="not the inputs"):
+        graph.set_io_tuples([X], [y, z])
+    assert (graph.spec, [t.get_name() for t in graph.get_inputs()]) == before
+    assert z.get_is_virtual()
+    same(graph(X), jnp.exp(X))
 
 
 def test_contexts_at_the_call_decide():
@@ -558,7 +639,7 @@ def ambiguous(graph):
 
 def twice(graph):
     graph.exp(X, name="exp").set_output(True)
-    graph.set_io_tuples(["exp::input", X], ["exp::OUT_0"])
+    graph.set_io_tuples([X], ["exp::OUT_0", "EXP::out_0"])
 
 
 def missing(graph):

@@ -82,15 +82,18 @@ class Choosing(Declaring):
         return self._choose("deselect_workspace_greater_than", max_workspace=workspace)
 
     def with_options(self, **options: Any) -> Self:
-        """The same graph with other plan options, see :class:`jax_cudnn.Options`.
+        """The same graph with other plan options, see :class:`jax_cudnn.Options`; with none, a
+        graph whose order ``set_io_tuples`` may set.
 
         ``graph.with_options(**plan.pinned)`` is the graph with the very engine and knobs of a
         :class:`jax_cudnn.Plan`.
 
         Raises: GraphError for ``intermediate_data_type`` and ``compute_data_type``, which are part
-        of the graph.
+        of the graph, and inside the graph's ``with``.
         """
+        self._check_complete()
         made = copy.copy(self)
+        made._recorder = self._built.copied()
         made._options = replaced(self._options, options)
         for name in ("intermediate_data_type", "compute_data_type"):
             had, has = getattr(self._options, name), getattr(made._options, name)

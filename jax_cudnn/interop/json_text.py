@@ -45,11 +45,11 @@ def _node(recorder: Recorder, name: str) -> dict[str, Any]:
 
 def _tensor(recorder: Recorder, tensor: NamedTensor) -> dict[str, Any]:
     return {
-        "data_type": cudnn_name(tensor._state.dtype),
+        "data_type": cudnn_name(recorder.dtype(tensor)),
         "dim": tensor.get_dim(),
-        "stride": tensor.get_stride(),
+        "stride": recorder.strides(tensor),
         "is_pass_by_value": tensor.get_is_pass_by_value(),
-        "is_virtual": tensor.get_is_virtual(),
+        "is_virtual": recorder.is_virtual(tensor),
         "uid": tensor.uid,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -48,6 +49,7 @@ class Recorder(GraphBuilder):
         self._io_data_type = io_data_type
         self._uids: dict[int, NamedTensor] = {}
         self._chosen_uids: set[int] = set()
+        self._returned: set[str] = set()
 
     @property
     def nodes(self) -> dict[str, Call]:
@@ -73,6 +75,15 @@ class Recorder(GraphBuilder):
     def is_result(self, tensor: GraphTensor) -> bool:
         """Whether an operation computes the tensor."""
         return any(tensor.name in dict(call.outputs).values() for call in self._calls)
+
+    def dtype(self, tensor: NamedTensor) -> str:
+        """The tensor's dtype in this graph: outputs have others than intermediates."""
+        return self._tensors[tensor.name].dtype
+
+    def is_virtual(self, tensor: NamedTensor) -> bool:
+        """Whether the tensor stays inside the graph."""
+        returned = tensor.is_output or tensor.name in self._returned
+        return not returned and self.is_result(tensor)
 
     def is_open_in_shape(self, tensor: GraphTensor) -> bool:
         """Whether the operation that computes the tensor leaves its shape to the user."""
@@ -193,13 +204,23 @@ class Recorder(GraphBuilder):
 
     # -- the graph ------------------------------------------------------------------------------
 
+    def copied(self) -> Recorder:
+        """A recorder with the same operations, whose outputs may become others."""
+        made = copy.copy(self)
+        made._tensors = dict(self._tensors)
+        return made
+
+    def needed(self, outputs: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
+        """The inputs that the outputs need."""
+        return tuple(self.handles[name] for name in self.finish(outputs).inputs)
+
     def conclude(self, outputs: Sequence[NamedTensor]) -> GraphSpec:
         """End the building of a graph with these outputs: every shape and dtype is final.
 
         A floating output without a dtype of its own has the graph's ``io_data_type``, unless the
         operation fixes it (statistics of a normalization are float32).
         """
-        names = {tensor.name for tensor in outputs}
+        names = self._returned = {tensor.name for tensor in outputs}
         for call in self._calls:
             inputs = {port: self._tensors[name] for port, name in call.inputs}
             try:
@@ -230,7 +251,9 @@ class Recorder(GraphBuilder):
         return with_usual_orders(_inputs_first(_with_constants(spec, dict(constants))))
 
     def _put(self, state: Tensor) -> None:
-        self._tensors[state.name] = self.handles[state.name]._state = state
+        self._tensors[state.name] = state
+        if self.handles[state.name]._builder is self:
+            self.handles[state.name]._state = state
 
 
 _IN_DROPOUT = {"seed": 1, "offset": 2}

@@ -67,6 +67,10 @@ class References:
         alive, tensor = self._arrays.get(id(array), (None, None))
         return tensor if alive is not None and alive() is array else None
 
+    def places(self, tensor: NamedTensor) -> list[str]:
+        """Where operations take or make a tensor, by node and port."""
+        return [name for name, named in self._named.items() if named is tensor and "::" in name]
+
     def find(self, reference: Any) -> NamedTensor:
         """The tensor; GraphError that lists the known references where there is none."""
         if isinstance(reference, NamedTensor):

@@ -104,7 +104,7 @@ class NamedTensor(GraphTensor):
         return self.dtype
 
     def get_is_virtual(self) -> bool:
-        return not self.is_output and self._builder.is_result(self)
+        return self._builder.is_virtual(self)
 
     def get_is_pass_by_value(self) -> bool:
         return self.by_value or self._state.value is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import DEFAULTS, replaced
@@ -105,6 +105,7 @@ class Graph(Choosing):
         io_data_type = None if is_unset(io_data_type) else dtype_name(io_data_type)
         super().__init__(name, io_data_type, replaced(DEFAULTS, options))
         self._order: tuple[NamedTensor, ...] | None = None
+        self._was_called = False
         self._io = inputs and listed("inputs", inputs), outputs and listed("outputs", outputs)
 
     # -- building -------------------------------------------------------------------------------
@@ -127,24 +128,53 @@ class Graph(Choosing):
         self._io = None, None  # arrays that they name are not kept alive
         self._conclude(self._marked(outputs))
         if inputs or outputs:
-            self._order = self._ordered(inputs)
+            self._order = self._ordered(inputs, self._inputs)
 
     def set_io_tuples(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Say in which order positional calls take inputs and return outputs.
 
         Args:
-            inputs: references to all inputs.
+            inputs: references to all inputs. Two may mean one input, to which one array was given
+                twice while building: then calls give both the same array.
             outputs: references to results; each that ``set_output`` marked must be among them, and
                 each that is among them is an output.
 
-        Raises: GraphError for unknown references, duplicates, and what is missing.
+        Raises: GraphError for unknown references, outputs named twice, what is missing, and for
+        another order than the one with which the graph was called: compiled code has that.
+        ``graph.with_options()`` is a graph whose order may be set.
         """
         inputs, outputs = listed("inputs", inputs), listed("outputs", outputs)
         if self._built.spec is None:
             self._io = inputs, outputs
             return
-        self._conclude(self._marked(outputs))
-        self._order = self._ordered(inputs)
+        results = self._marked(outputs)
+        order = self._ordered(inputs, self._built.needed(results))
+        self._check_uncalled(order, results)
+        self._conclude(results)
+        self._order = order
+
+    def with_options(self, **options: Any) -> Self:
+        made = super().with_options(**options)
+        made._was_called = False
+        return made
+
+    with_options.__doc__ = Choosing.with_options.__doc__
+
+    def _check_uncalled(
+        self, order: tuple[NamedTensor, ...], outputs: tuple[NamedTensor, ...]
+    ) -> None:
+        """GraphError where another order of inputs or outputs would leave compiled calls stale."""
+        had = self._outputs if self._order is None else (*self._order, *self._outputs)
+        has = outputs if self._order is None else (*order, *outputs)
+        if self._was_called and [t.name for t in had] != [t.name for t in has]:
+            raise GraphError(
+                f"set_io_tuples of {self.name} after it was called",
+                expected=names(had),
+                got=names(has),
+                why="jax.jit keeps what it compiled for the order that the graph had",
+                fix="other = graph.with_options(); other.set_io_tuples(...)",
+                where=user_line(),
+            )
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -166,6 +196,7 @@ class Graph(Choosing):
         built for, and for missing inputs.
         """
         self._check_complete()
+        self._was_called = True
         if len(args) == 1 and isinstance(args[0], Mapping):
             return self._call_by_name(args[0])
         if self._order is None:
@@ -181,7 +212,9 @@ class Graph(Choosing):
                 expected=f"{len(self._order)}: {names(self._order)}",
                 where=user_line(),
             )
-        values = {tensor.name: value for tensor, value in zip(self._order, args, strict=True)}
+        values: dict[str, Any] = {}
+        for tensor, value in zip(self._order, args, strict=True):
+            self._give(values, tensor, value)
         results = self._run(values)
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -201,12 +234,29 @@ class Graph(Choosing):
                     where=user_line(),
                 )
             else:
-                values[tensor.name] = value
+                self._give(values, tensor, value)
         result = dict(given)
         for tensor, array in zip(self._outputs, self._run(values), strict=True):
             key = supplied.get(tensor.name, canonical_name(self._built, tensor))
             result[key] = like(given[key], array, key) if tensor.name in supplied else array
         return result
+
+    def _give(self, values: dict[str, Any], tensor: NamedTensor, value: Any) -> None:
+        """Note the value of an input; GraphError where it has another one already."""
+        if values.setdefault(tensor.name, value) is value:
+            return
+        places = self._built.references.places(tensor)
+        what = "array" if tensor.name in places else "tensor"  # after its first place
+        raise GraphError(
+            f"{self.name} got different values for one input, {tensor.get_name()}",
+            expected="one array; under jax.jit and other transformations each argument counts as "
+            "an array of its own",
+            got=f"{values[tensor.name]!r} and {value!r}"[:200],
+            why=f"the same {what} was given for {' and '.join(places)} when the graph was built",
+            fix="give the input once; or build the graph with graph.tensor_like(x), which declares "
+            "an input of its own, for each of them",
+            where=user_line(),
+        )
 
     def _marked(self, references: Sequence[Any] | None) -> tuple[NamedTensor, ...]:
         """The outputs, in the order of references to them; GraphError where there are none, or
@@ -228,22 +278,22 @@ class Graph(Choosing):
                 fix="y.set_output(True) marks a result; outputs=[...] lists all of them",
                 where=user_line(),
             )
-        for tensor in outputs:
-            tensor.is_output = True
         return tuple(outputs)
 
-    def _ordered(self, references: Sequence[Any] | None) -> tuple[NamedTensor, ...]:
-        """The inputs as positional calls take them; GraphError where one is missing."""
+    def _ordered(
+        self, references: Sequence[Any] | None, needed: tuple[NamedTensor, ...]
+    ) -> tuple[NamedTensor, ...]:
+        """The inputs as positional calls take them; GraphError where a needed one is missing."""
         if references is None:
-            return self._inputs
+            return needed
         recorder = self._built
-        inputs = distinct("inputs", [recorder.references.find(ref) for ref in references])
+        inputs = [recorder.references.find(ref) for ref in references]
         known = {tensor.name for tensor in inputs}
         results = [tensor for tensor in inputs if recorder.is_result(tensor)]
-        if results or any(tensor.name not in known for tensor in self._inputs):
+        if results or any(tensor.name not in known for tensor in needed):
             raise GraphError(
                 f"{self.name}: these are not the inputs",
-                expected=names(self._inputs),
+                expected=names(needed),
                 got=names(inputs),
                 why=f"the graph computes {names(results)}" if results else None,
                 where=user_line(),
