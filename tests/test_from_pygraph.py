@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,49 @@ def test_it_is_the_graph_function_with_all_references_and_transformations(cudnn)
         np.testing.assert_allclose(got, expected, rtol=1e-6)
     stacked = [jnp.stack([x, x]) for x in arrays]
     np.testing.assert_allclose(jax.vmap(function)(*stacked)[1], want, rtol=1e-5, atol=1e-5)
+
+
+def test_its_own_tensors_are_references_everywhere(cudnn):
+    g, inputs, y = conv_bias_relu(cudnn)
+    arrays = operands()
+    want = plain(*arrays)
+    function = jc.from_pygraph(g)
+    result = function({**dict(zip(inputs, arrays, strict=True)), y: want})
+    np.testing.assert_array_equal(result[y], want)
+    assert [function.find_tensor(t).get_uid() for t in (*inputs, y)] == [
+        t.get_uid() for t in (*inputs, y)
+    ]
+    function = function.with_options()
+    function.set_io_tuples(inputs[::-1], [y])
+    np.testing.assert_array_equal(function(*arrays[::-1]), want)
+
+
+def test_tensors_of_another_pygraph_are_no_references(cudnn):
+    g, inputs, y = conv_bias_relu(cudnn)
+    _, others, other_y = conv_bias_relu(cudnn)
+    function = jc.from_pygraph(g, inputs, [y])
+    wrong = [
+        lambda: jc.from_pygraph(g, others, [y]),
+        lambda: jc.from_pygraph(g, inputs, [other_y]),
+        lambda: function({others[0]: 1}),
+        lambda: function.find_tensor(other_y),
+    ]
+    for call in wrong:
+        with pytest.raises(jc.GraphError, match="has no tensor"):
+            call()
+    for lists in ({"inputs": inputs[0]}, {"outputs": y}):
+        with pytest.raises(jc.GraphTypeError, match="is no list"):
+            jc.from_pygraph(g, **lists)
+
+
+def test_uids_stay(cudnn):
+    for uids in itertools.permutations([100, 1, 2]):
+        g = pygraph(cudnn, io_data_type="FLOAT")
+        x, z = (g.tensor(name=n, dim=[2, 3], uid=u) for n, u in zip("xz", uids, strict=False))
+        y = g.sub(x, z).set_output(True).set_uid(uids[2])
+        function = jc.from_pygraph(g, inputs=[*uids[:2]], outputs=[uids[2]])
+        assert [function.find_tensor(n).get_uid() for n in ("x", "z", y)] == [*uids]
+        np.testing.assert_array_equal(function(jnp.ones((2, 3)), jnp.zeros((2, 3))), 1.0)
 
 
 def test_orders_that_are_left_out(cudnn):

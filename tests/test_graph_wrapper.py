@@ -406,6 +406,65 @@ def test_tensors_may_be_changed_after_they_were_used():
     same(exps[:, 0], np.exp(6.0).astype(np.float16).repeat(4))
 
 
+def test_weak_types_become_what_promotion_makes_of_them():
+    with jc.Graph(inputs=["x", "n"], outputs=["add.0::OUT_0"]) as graph:
+        x = graph.tensor(name="x", dim=[1], data_type="BFLOAT16")
+        graph.add(x, graph.tensor(name="n", dim=[1], data_type="INT32")).set_output(True)
+    same(graph(2, 3), [5.0])
+    same(jax.jit(graph)(1.5, 3), [4.5])
+    for number in (2.7, jnp.asarray(2.7), 2**40):
+        with pytest.raises(jc.GraphTypeError):
+            graph(1.0, number)
+    with pytest.raises(jc.GraphTypeError, match="float32"):
+        jax.jit(graph)(1.0, 2.7)
+
+
+def of_number(data_type):
+    """x + a number in the host's memory."""
+    with jc.Graph(inputs=["x", "n"], outputs=["add.0::OUT_0"]) as graph:
+        n = graph.tensor(name="n", dim=[1], data_type=data_type, is_pass_by_value=True)
+        integral = data_type.startswith("INT")
+        x = graph.tensor(name="x", dim=[1], data_type="INT32" if integral else "FLOAT")
+        graph.add(x, n).set_output(True)
+    return graph
+
+
+def test_numbers_of_the_host_are_of_their_declared_type():
+    x = jnp.zeros(1)
+    for number in (0.1, np.full(1, 0.1, np.float32)):
+        same(of_number("BFLOAT16")(x, number), [float(jnp.bfloat16(0.1))])
+    same(of_number("FLOAT")(x, np.inf), [np.inf])
+    assert of_number("INT32")(jnp.zeros(1, "int32"), 7.0).tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("data_type", "number", "words"),
+    [
+        ("INT32", 2.5, "no integer"),
+        ("INT32", np.float32(np.nan), "no integer"),
+        ("INT32", 2**31, "out of range"),
+        ("INT8", 128, "from -128 to 127"),
+        ("FLOAT", 1e39, "too large"),
+        ("HALF", 1e5, "range of float16"),
+    ],
+)
+def test_numbers_that_a_type_cannot_hold(data_type, number, words):
+    graph = of_number(data_type)
+    with pytest.raises(jc.JaxCudnnError, match=words):
+        graph(jnp.zeros(1, "int32" if data_type.startswith("INT") else "float32"), number)
+
+
+def test_a_graph_of_numbers_alone_has_an_operand():
+    a = np.full((1, 1), 2.0, np.float32)
+    with jc.Graph(inputs=[a], outputs=["exp.0::OUT_0"]) as graph:
+        graph.exp(a)
+    for number in (a, 2.0, a.astype(np.float64), jnp.asarray(a)):
+        same(graph(number), np.exp(a))
+    same(jax.jit(lambda: graph(a))(), np.exp(a))
+    assert len(graph._of_operands()[1]) == 1
+    same(of_number("BFLOAT16")(jnp.zeros(1), jnp.ones(1, "bfloat16")), [1.0])
+
+
 # -- operations that the frontend spells otherwise ---------------------------------------------
 
 
@@ -682,6 +741,16 @@ BUILDING = {
         jc.GraphError,
         "intermediates",
     ),
+    "a vector by value": (
+        lambda g: g.tensor(dim=[4], data_type="FLOAT", is_pass_by_value=True),
+        jc.GraphError,
+        "one element",
+    ),
+    "by value late": (
+        lambda g: g.tensor(dim=[4], data_type="FLOAT").set_is_pass_by_value(True),
+        jc.GraphError,
+        "one element",
+    ),
     "ragged": (
         lambda g: g.exp(X).set_ragged_offset(None),
         jc.GraphAttributeError,
@@ -760,7 +829,7 @@ def test_positional_calls_need_an_order_and_a_graph_its_end():
         jc.Graph()(X)
     with jc.Graph() as graph:
         graph.exp(X).set_output(True)
-        for early in (lambda: graph(X), graph.plan, lambda: graph.spec):
+        for early in (lambda: graph(X), graph.plan, lambda: graph.spec, graph.with_options):
             with pytest.raises(jc.GraphError, match="being built"):
                 early()
 

@@ -176,7 +176,10 @@ class Choosing(Declaring):
         are constants, whatever their value."""
         self._check_complete()
         arrays = [tensor for tensor in self._inputs if not tensor.by_value]
-        numbers = {tensor.name: 1.0 for tensor in self._inputs if tensor.by_value}
+        arrays = arrays or [*self._inputs[:1]]  # as calls have it
+        numbers = {
+            tensor.name: 1.0 for tensor in self._inputs if all(t is not tensor for t in arrays)
+        }
 
         def function(*operands: Any) -> list[jax.Array]:
             given = {tensor.name: x for tensor, x in zip(arrays, operands, strict=True)}

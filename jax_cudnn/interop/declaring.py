@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.node import REGISTRY
 from .._core.graph.options import DEFAULTS, Options, Surroundings
 from .._core.graph.source import user_line
-from .._core.graph.spec import GraphSpec
+from .._core.graph.spec import GraphSpec, Tensor
 from .._core.primitive import bind
 from .checks import is_unset, names, refuse_ragged, refuse_reordered, refuse_virtual
 from .json_text import as_json
 from .recorder import Constants, Recorder
-from .templates import Template, dtype_name, number, operand
+from .templates import Template, constant, dtype_name, operand
 from .tensors import NamedTensor
 
 
@@ -78,7 +79,7 @@ class Declaring:
         made = recorder.declare(
             name or f"tensor_{len(recorder.handles)}", Template(tuple(dim), dtype)
         )
-        made.by_value = is_pass_by_value
+        made.set_is_pass_by_value(is_pass_by_value)
         if stride:
             made.set_stride(stride)
         if uid not in (None, -1):
@@ -152,17 +153,25 @@ class Declaring:
                 got=f"none for {names(missing)}",
                 where=user_line(),
             )
-        constants = tuple(
-            (tensor.name, value.hex())
+        constants = {
+            tensor.name: value
             for tensor in self._inputs
-            if tensor.by_value and (value := number(values[tensor.name])) is not None
-        )
-        spec = self._spec(Surroundings.now(), constants)
+            if tensor.by_value
+            and (value := constant(tensor, values[tensor.name], self._input(tensor))) is not None
+        }
+        if constants and len(constants) == len(self._inputs):  # a plan needs an operand
+            first = self._inputs[0]
+            values = {**values, first.name: jnp.asarray(constants.pop(first.name), first.dtype)}
+        literals = tuple((name, value.hex()) for name, value in constants.items())
+        spec = self._spec(Surroundings.now(), literals)
         operands = [
-            operand(tensor, values[tensor.name], f"{self.name}: input {tensor.name!r}")
+            operand(tensor, values[tensor.name], self._input(tensor))
             for tensor in spec.input_tensors
         ]
         return bind(spec, self.name, *operands)
+
+    def _input(self, tensor: NamedTensor | Tensor) -> str:
+        return f"{self.name}: input {tensor.name!r}"
 
     def _finished(self, around: Surroundings, constants: Constants) -> GraphSpec:
         return self._built.finished(self._outputs, self._options, around, constants)

@@ -9,7 +9,7 @@ from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
 from .._core.graph.dtypes import INTEGERS, WORDS
 from .._core.graph.node import REGISTRY
 from .._core.graph.source import user_line
-from .checks import refuse_ragged, refuse_reordered
+from .checks import listed, refuse_ragged, refuse_reordered
 from .recorder import Recorder
 from .spellings import ASKED_FOR
 from .tensors import NamedTensor
@@ -52,6 +52,8 @@ def from_pygraph(
         >>> jax.grad(lambda x: relu(x).sum())(jnp.ones((4, 8, 16))).shape
         (4, 8, 16)
     """
+    inputs = None if inputs is None else listed("inputs", inputs)
+    outputs = None if outputs is None else listed("outputs", outputs)
     nodes = getattr(graph, "nodes", None)
     if not isinstance(nodes, list) or not hasattr(graph, "context"):
         raise GraphTypeError(
@@ -73,7 +75,7 @@ def from_pygraph(
         for node in nodes:
             copied.add(node)
         marked = tuple(tensor for tensor in made._built.handles.values() if tensor.is_output)
-        made._io = copied.references(inputs), copied.references(outputs) or marked
+        made._io = inputs, outputs or marked
     return made
 
 
@@ -87,14 +89,6 @@ class _Copy:
     @property
     def _recorder(self) -> Recorder:
         return self._graph._built
-
-    def references(self, given: Sequence[Any] | None) -> tuple[Any, ...] | None:
-        """References with pygraph's tensors replaced by those that they became."""
-        if given is None:
-            return None
-        return tuple(
-            self._made.get(ref.uid, ref) if hasattr(ref, "get_uid") else ref for ref in given
-        )
 
     def add(self, node: Any) -> None:
         """Adds a node; GraphError that names it where there is no counterpart."""
@@ -156,21 +150,25 @@ class _Copy:
         made = self._graph.tensor(
             dim=(1, 1, 1, 2) if words else tensor.dim,
             data_type=WORDS if words else tensor.get_data_type(),
-            is_pass_by_value=tensor.is_pass_by_value,
+            is_pass_by_value=tensor.is_pass_by_value and not words,
             ragged_offset=tensor.ragged_offset,
             name=tensor.name,
             uid=tensor.uid,
         )
         if tensor.stride_assigned and not words:
             made.set_stride(tensor.stride)
-        self._made[tensor.uid] = made
+        self._became(tensor, made)
         return made
+
+    def _became(self, tensor: Any, made: NamedTensor) -> None:
+        self._made[tensor.uid] = made
+        self._recorder.references.remember(tensor, made)
 
     def _describe(self, result: NamedTensor, tensor: Any) -> None:
         """What was said of a result."""
         if tensor.ragged_offset is not None:
             refuse_ragged(tensor.ragged_offset)
-        self._made[tensor.uid] = result
+        self._became(tensor, result)
         result.set_name(tensor.name).set_uid(tensor.uid)
         if tensor.dim and (tensor.dim_assigned or self._recorder.is_open_in_shape(result)):
             result.set_dim(tensor.dim)

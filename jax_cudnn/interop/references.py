@@ -9,7 +9,6 @@ from typing import Any
 
 from .._core.errors import GraphError
 from .._core.graph.source import user_line
-from .templates import is_array
 from .tensors import NamedTensor
 
 # Names of results in cuDNN's frontend, where they are not the ports' own.
@@ -59,7 +58,7 @@ class References:
         self.alias(f"{node}::{port}", tensor)
 
     def remember(self, array: Any, tensor: NamedTensor) -> None:
-        """Have an array mean a tensor, as long as it lives."""
+        """Have an array, or a tensor of pygraph's, mean a tensor, as long as it lives."""
         self._arrays[id(array)] = _weakly(array), tensor
 
     def recall(self, array: Any) -> NamedTensor | None:
@@ -81,7 +80,7 @@ class References:
         elif isinstance(reference, int):
             found = next((t for t in self._tensors.values() if t.uid == reference), None)
         else:
-            found = self.recall(reference) if is_array(reference) else None
+            found = self.recall(reference)
         if found is None:
             raise self._unknown(reference)
         return found

@@ -13,6 +13,7 @@ import numpy as np
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Shape, order_of_strides
 from .._core.graph.dtypes import WORDS, canonical, canonical_compute, itemsize
+from .._core.graph.node import float32_range
 from .._core.graph.spec import Tensor
 from .._core.graph.tensor import GraphTensor
 
@@ -66,7 +67,7 @@ def operand(tensor: Tensor, value: Any, name: str) -> jax.Array:
     array = _as_jax(value, name)
     if math.prod(array.shape) == 1 == math.prod(tensor.shape):
         array = array.reshape(tensor.shape)  # a scalar beside tensors has one of their rank
-    if getattr(array, "weak_type", False):
+    if getattr(array, "weak_type", False) and _promotes(array, tensor.dtype):
         array = array.astype(tensor.dtype)
     if (array.shape, array.dtype.name) == (tensor.shape, tensor.dtype):
         return array
@@ -88,6 +89,54 @@ def number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
+def constant(tensor: GraphTensor, value: Any, name: str) -> float | None:
+    """The number that a value is as a constant of a plan, rounded to the tensor's dtype; None for
+    an array. GraphError or GraphTypeError for one that the dtype cannot hold."""
+    given = number(value)
+    if given is None:
+        return None
+    if not jnp.issubdtype(tensor.dtype, jnp.floating):
+        return _integral(tensor, given, name)
+    given = float32_range(name, given)
+    if tensor.dtype == np.float32:  # to which whatever computes with it rounds
+        return given
+    with np.errstate(over="ignore"):
+        rounded = float(np.asarray(given).astype(tensor.dtype))
+    if math.isfinite(given) and not math.isfinite(rounded):
+        raise GraphError(
+            f"{name} is too large",
+            expected=f"a number in the range of {tensor.dtype.name}",
+            got=repr(value),
+            fix="declare it with data_type=float32",
+        )
+    return rounded
+
+
+def _integral(tensor: GraphTensor, given: float, name: str) -> float:
+    if not given.is_integer():
+        raise GraphTypeError(
+            f"{name} is no integer",
+            expected=f"a value of {tensor.dtype.name}",
+            got=repr(given),
+            fix="declare the input with a floating data_type, or round the number",
+        )
+    limits = jnp.iinfo("int32" if tensor.dtype.itemsize > 4 else tensor.dtype)
+    if not limits.min <= given <= limits.max:
+        raise GraphError(
+            f"{name} is out of range",
+            expected=f"an integer from {limits.min} to {limits.max}",
+            got=repr(given),
+            why="constants of integer graphs are int32" if tensor.dtype.itemsize > 4 else None,
+            fix="give a jax.Array, which is an operand",
+        )
+    return given
+
+
+def _promotes(array: jax.Array, dtype: str) -> bool:
+    """Whether a weakly typed array (a Python number) is of the dtype beside arrays of it."""
+    return jnp.result_type(array, jnp.dtype(dtype)) == dtype
+
+
 def _as_jax(value: Any, name: str) -> jax.Array:
     try:
         if isinstance(value, (jax.Array, np.ndarray)) or hasattr(value, "__jax_array__"):
@@ -96,7 +145,7 @@ def _as_jax(value: Any, name: str) -> jax.Array:
             # torch exports no tensor that records gradients.
             return jax.dlpack.from_dlpack(value.detach() if hasattr(value, "detach") else value)
         return jnp.asarray(value)
-    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError, BufferError) as error:
         raise GraphTypeError(
             f"{name} got a value that is no array",
             expected="an array of JAX, NumPy or a library that speaks DLPack",

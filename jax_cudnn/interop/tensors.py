@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .._core.errors import GraphAttributeError
+from .._core.errors import GraphAttributeError, GraphError
 from .._core.graph.source import user_line
 from .._core.graph.spec import Tensor
 from .._core.graph.tensor import GraphTensor
@@ -21,6 +22,19 @@ _NOT_HERE = {
     "jax_cudnn.ops.packed_dot_product_attention's",
     "set_reordering_type": "scales of blocks are ordered by jax_cudnn.ops.quantize_mxfp8",
 }
+
+
+def one_element(name: str, shape: Sequence[int]) -> None:
+    """GraphError for the shape of a tensor that is passed by value, but is no single number."""
+    if math.prod(shape) != 1:
+        raise GraphError(
+            f"is_pass_by_value of {name}",
+            expected="a tensor of one element",
+            got=str(list(shape)),
+            why="cuDNN takes such a tensor as one number in the host's memory",
+            fix="leave is_pass_by_value out",
+            where=user_line(),
+        )
 
 
 class NamedTensor(GraphTensor):
@@ -67,6 +81,8 @@ class NamedTensor(GraphTensor):
         """Say that the tensor is one number in the host's memory: given as a Python number or as
         a NumPy array, it is a constant of the plan."""
         self._builder.check_open("set_is_pass_by_value")
+        if value:
+            one_element(self.get_name(), self.shape)
         self.by_value = value
         return self
 

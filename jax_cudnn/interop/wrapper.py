@@ -246,13 +246,15 @@ class Graph(Choosing):
         if values.setdefault(tensor.name, value) is value:
             return
         places = self._built.references.places(tensor)
-        what = "array" if tensor.name in places else "tensor"  # after its first place
+        # An array's input is called after the place where it was given first.
+        what = "array" if tensor.name in places else "tensor"
+        given = f"the same {what} was given for {' and '.join(places)} when the graph was built"
         raise GraphError(
             f"{self.name} got different values for one input, {tensor.get_name()}",
             expected="one array; under jax.jit and other transformations each argument counts as "
             "an array of its own",
             got=f"{values[tensor.name]!r} and {value!r}"[:200],
-            why=f"the same {what} was given for {' and '.join(places)} when the graph was built",
+            why=given if len(places) > 1 else "both references mean it",
             fix="give the input once; or build the graph with graph.tensor_like(x), which declares "
             "an input of its own, for each of them",
             where=user_line(),
