@@ -123,6 +123,44 @@ def test_a_failure_is_not_kept():
     assert once.cache_info().currsize == 0
 
 
+def test_a_thread_that_waits_for_a_failure_builds_what_is_kept():
+    building, calls = threading.Event(), []
+
+    @jc.graph_cache
+    def slow(x):
+        calls.append(building.set())
+        if len(calls) == 1:
+            threading.Event().wait(0.1)
+            raise ValueError("not yet")
+        return object()
+
+    x, found = jnp.ones(3), []
+
+    def fail():
+        with pytest.raises(ValueError, match="not yet"):
+            slow(x)
+
+    threads = [threading.Thread(target=fail)]
+    threads += [threading.Thread(target=lambda: found.append(slow(x))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        building.wait()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1] is slow(x)
+    assert (len(calls), slow.cache_info().currsize) == (2, 1)
+
+
+def test_one_call_in_several_spellings_is_one_graph():
+    scaled, _ = factory()
+    x = jnp.ones(3)
+    assert scaled(x, 2.0) is scaled(x, factor=2.0) is scaled(factor=2.0, x=x, name="scale")
+    assert scaled(x) is scaled(x, 1.0)
+    with pytest.raises(TypeError, match="factr"):
+        scaled(x, factr=1.0)
+    assert scaled.cache_info().currsize == 2
+
+
 def test_shards_have_graphs_of_their_own_shapes():
     scaled, calls = factory()
     mesh = jax.make_mesh((4,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -152,7 +190,16 @@ def test_keys_of_ones_own_and_methods():
         def graph(self, x):
             return object()
 
+        @jc.graph_cache
+        def other(self, x, k=1):
+            return object()
+
     model = Model()
+    assert model.other(jnp.ones(2)) is model.other(jnp.ones(2), k=1)
+    assert model.other(jnp.ones(2)) is not Model().other(jnp.ones(2))
+    assert model.other.cache_info() == Model.other.cache_info() == (2, 2, 256, 2)
+    model.other.cache_clear()
+    assert model.other.cache_info().currsize == 0
     assert model.graph(jnp.ones(2)) is model.graph(jnp.ones(3)) is not model.graph(jnp.ones((2, 2)))
 
 

@@ -133,6 +133,16 @@ def test_a_dictionary_gives_a_new_one_and_changes_nothing():
     same(result["relu.0::OUT_0"], conv_bias_relu(X, W, B))
 
 
+def test_dictionaries_of_any_keys_inside_jit():
+    x, y = jnp.full(3, 2.0), jnp.ones(3)
+    with jc.Graph() as graph:
+        graph.sub(x, y, name="s").set_output(True)
+    a, b = graph.get_inputs()
+    for keys in (1, 2), (a, b), ("s::a", 2), (a, "s::b"):
+        call = jax.jit(lambda *args, keys=keys: graph(dict(zip(keys, args)))["s::OUT_0"])  # noqa: B905
+        same(call(x, y), x - y)
+
+
 def test_a_supplied_output_gives_shape_and_dtype():
     graph = built()
     buffer = np.zeros((2, 8, 30), np.float16)
@@ -536,6 +546,17 @@ def test_attention_as_the_frontend_spells_it():
     assert graph.spec.tensor(graph.spec.outputs[0]).order == (0, 2, 1, 3)
 
 
+def test_a_padding_mask_is_that_of_the_lengths():
+    q, lengths = jnp.ones((1, 1, 8, 8)), jnp.full((1, 1, 1, 1), 4, "int32")
+    given = {"q": q, "k": q, "v": q, "seq_len_q": lengths, "seq_len_kv": lengths}
+    specs = []
+    for said in ({}, {"use_padding_mask": True}):
+        with jc.Graph() as graph:
+            graph.sdpa(**given, **said)[0].set_output(True)
+        specs.append(graph.spec.canonical())
+    assert specs[0] is specs[1]
+
+
 def test_dropout_is_found_in_its_tuple():
     q, word = jnp.ones((1, 2, 8, 16), "bfloat16"), jnp.zeros((1, 1, 1, 2), "uint32")
     with jc.Graph() as graph:
@@ -775,6 +796,18 @@ BUILDING = {
         jc.GraphTypeError,
         "rng_dump=True",
     ),
+    "a padding mask without lengths": (
+        lambda g: g.sdpa(*[jnp.ones((1, 1, 8, 8))] * 3, use_padding_mask=True),
+        jc.GraphError,
+        "seq_len_q and seq_len_kv",
+    ),
+    "lengths without a padding mask": (
+        lambda g: g.sdpa(
+            *[jnp.ones((1, 1, 8, 8))] * 3, seq_len_q=jnp.ones((1, 1, 1, 1)), use_padding_mask=False
+        ),
+        jc.GraphError,
+        "leave use_padding_mask out",
+    ),
     "float64": (
         lambda g: g.exp(jax.ShapeDtypeStruct((4,), "float64")),
         jc.GraphTypeError,
@@ -804,6 +837,8 @@ CALLS = {
         "another size",
     ),
     "an operation": (lambda g: g.exp(X), jc.GraphError, "after the graph was built"),
+    "a member of the recorder": (lambda g: g.references, jc.GraphAttributeError, "no operation"),
+    "another member": (lambda g: g.handles, jc.GraphAttributeError, "no operation"),
     "with again": (lambda g: g.__enter__(), jc.GraphError, "built already"),
     "options": (
         lambda g: g.with_options(compute_data_type="float16"),

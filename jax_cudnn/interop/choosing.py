@@ -177,9 +177,7 @@ class Choosing(Declaring):
         self._check_complete()
         arrays = [tensor for tensor in self._inputs if not tensor.by_value]
         arrays = arrays or [*self._inputs[:1]]  # as calls have it
-        numbers = {
-            tensor.name: 1.0 for tensor in self._inputs if all(t is not tensor for t in arrays)
-        }
+        numbers = {tensor.name: 1.0 for tensor in self._inputs if tensor.by_value}
 
         def function(*operands: Any) -> list[jax.Array]:
             given = {tensor.name: x for tensor, x in zip(arrays, operands, strict=True)}

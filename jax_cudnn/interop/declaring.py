@@ -132,7 +132,7 @@ class Declaring:
             raise AttributeError(name)
         if name in REGISTRY:
             return getattr(self._building(name), name)
-        return getattr(self._recorder or Recorder(DEFAULTS, None), name)  # raises, in words
+        return (self._recorder or Recorder(DEFAULTS, None)).__getattr__(name)  # raises, in words
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *REGISTRY})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -35,9 +36,11 @@ def graph_cache(
     """Decorate a function that builds a graph: equal kinds of arguments give the same graph.
 
     Of arrays, in any pytree, shape, dtype and memory order are the kind, and which of them are the
-    same array; of all else, NumPy's scalars too, the value and its type. The graph that was asked for longest ago goes when there are more than
-    ``maxsize``. Threads that ask for the same one wait for the first of them to build it. No
-    array is kept alive.
+    same array; of all else, NumPy's scalars too, the value and its type. Defaults count as given,
+    and it is one whether an argument is given by position or by name. The graph that was asked for
+    longest ago goes when there are more than ``maxsize``. Threads that ask for the same one wait
+    for the first of them to build it. No array is kept alive; the instance of a method is, as
+    other arguments that are no arrays are.
 
     Args:
         fn: the function; left out in ``@graph_cache(maxsize=...)``.
@@ -76,7 +79,7 @@ def graph_cache(
         raise GraphError(
             "maxsize is not valid", expected="an integer of at least 1", got=repr(maxsize)
         )
-    return _Factory(fn, maxsize, key_fn or _kind)
+    return _Factory(fn, maxsize, key_fn)
 
 
 class _Entry:
@@ -85,22 +88,54 @@ class _Entry:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.graph: Any = None
+        self.failed = False
 
 
 class _Factory:
     """The decorated function."""
 
-    def __init__(self, fn: Callable[..., Any], maxsize: int, key_fn: Callable[..., Hashable]):
+    def __init__(
+        self, fn: Callable[..., Any], maxsize: int, key_fn: Callable[..., Hashable] | None
+    ) -> None:
         functools.update_wrapper(self, fn)
         self._fn, self._maxsize, self._key_fn = fn, maxsize, key_fn
+        self._parameters = _parameters(fn)
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._hits = self._misses = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = self._key_fn(*args, **kwargs)
+        key = self._key(args, kwargs)
+        while True:
+            entry = self._asked_for(key)
+            with entry.lock:
+                if entry.failed:  # in the thread that this one waited for: it is forgotten
+                    continue
+                if entry.graph is None:
+                    try:
+                        entry.graph = self._fn(*args, **kwargs)
+                    except BaseException:
+                        entry.failed = True
+                        self._forget(key, entry)
+                        raise
+                return entry.graph
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """The key of a call; of one that the function does not take, which will say so, any."""
+        if self._key_fn is not None:
+            return self._key_fn(*args, **kwargs)
+        if self._parameters is not None:
+            try:
+                bound = self._parameters.bind(*args, **kwargs)
+            except TypeError:
+                return object()
+            bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
+        return _kind(args, kwargs)
+
+    def _asked_for(self, key: Hashable) -> _Entry:
         try:
-            entry = self._entry(key)
+            return self._entry(key)
         except TypeError as error:
             raise GraphTypeError(
                 f"{getattr(self, '__name__', 'the factory')}: an argument is not hashable",
@@ -109,18 +144,14 @@ class _Factory:
                 fix="give graph_cache a key_fn",
                 where=defined_at(self._fn),
             ) from None
-        with entry.lock:
-            if entry.graph is None:
-                try:
-                    entry.graph = self._fn(*args, **kwargs)
-                except BaseException:
-                    self._forget(key, entry)
-                    raise
-            return entry.graph
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method: its instance is the first argument."""
-        return self if instance is None else functools.partial(self, instance)
+        """As a method: its instance is the first argument; the cache is that of the class."""
+        if instance is None:
+            return self
+        bound: Any = functools.partial(self, instance)
+        bound.cache_info, bound.cache_clear = self.cache_info, self.cache_clear
+        return bound
 
     def cache_info(self) -> CacheInfo:
         """Hits, misses, and how many graphs are kept."""
@@ -152,7 +183,14 @@ class _Factory:
                 del self._entries[key]
 
 
-def _kind(*args: Any, **kwargs: Any) -> Hashable:
+def _parameters(fn: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):  # of a few built-in functions
+        return None
+
+
+def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """What tells apart arguments for which other graphs are built."""
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: leaf is None)
     first: dict[int, int] = {}

@@ -10,7 +10,7 @@ from .._core.graph.node import REGISTRY
 from .._core.graph.source import user_line
 
 # What says how cuDNN is to run attention, or what the operands say anyway.
-_WITHOUT_MEANING = ("implementation", "use_padding_mask", "unfuse_fma")
+_WITHOUT_MEANING = ("implementation", "unfuse_fma")
 _CAUSAL = {"use_causal_mask": "TOP_LEFT", "use_causal_mask_bottom_right": "BOTTOM_RIGHT"}
 _WINDOWS = ("sliding_window_length", "sliding_window")
 ASKED_FOR = {"rng_dump": "RNG_DUMP", "dBias": "dBias", "dSink_token": "dSink_token"}
@@ -25,6 +25,7 @@ def spelled(method: str, keywords: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in keywords.items() if value is not None}
     for name in _WITHOUT_MEANING:
         given.pop(name, None)
+    _check_padding(method, given)
     _say_band(given, "diagonal_band_" if "diagonal_band_left_bound" in names else "")
     if "generate_stats" in names:
         inference = given.pop("is_inference", True)
@@ -57,6 +58,24 @@ def _say_band(given: dict[str, Any], prefix: str) -> None:
     for name in _WINDOWS:
         if name in given:
             given[f"{prefix}left_bound"] = given.pop(name)
+
+
+def _check_padding(method: str, given: dict[str, Any]) -> None:
+    """Lengths of sequences are a padding mask; GraphError where use_padding_mask says otherwise."""
+    lengths = [name for name in ("seq_len_q", "seq_len_kv") if name in given]
+    asked = given.pop("use_padding_mask", None)
+    if asked is None or bool(asked) == bool(lengths):
+        return
+    raise GraphError(
+        f"{method}: use_padding_mask={asked!r}",
+        expected="seq_len_q and seq_len_kv with it" if asked else "no lengths of sequences",
+        got=", ".join(lengths) or "neither",
+        why="the mask hides what lies behind the lengths of sequences",
+        fix="give seq_len_q=... and seq_len_kv=..., or leave use_padding_mask out"
+        if asked
+        else "leave use_padding_mask out to have the mask, or the lengths to have none",
+        where=user_line(),
+    )
 
 
 def _dropout(dropout: Any) -> dict[str, Any]:

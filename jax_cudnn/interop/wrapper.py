@@ -184,7 +184,9 @@ class Graph(Choosing):
         Args:
             *args: arrays in the order of ``inputs``; or one dictionary of arrays by references.
                 In it, an output says which shape and dtype its result is to have; its values are
-                not read, and it is not written.
+                not read, and it is not written. As an argument or result of a jitted function a
+                dictionary needs keys that JAX can sort: names alone, or uids alone, no tensors;
+                inside the function any keys do.
             handle: accepted, not used: the package manages handles.
             workspace: likewise.
 
