@@ -400,6 +400,24 @@ def test_data_types_of_the_graph_and_of_tensors():
     assert graph.spec.options.intermediate_data_type == "bfloat16"
 
 
+def test_setters_of_declared_inputs():
+    with jc.Graph(inputs=["x", "y", "z"], outputs=["out::OUT_0"]) as graph:
+        x = graph.tensor(name="x", dim=[2, 3], data_type="FLOAT").set_data_type("HALF")
+        y = graph.tensor(name="y", dim=[1], stride=[1]).set_dim([2, 3]).set_stride([1, 2])
+        z = graph.tensor_like(y, name="z")
+        assert (y.get_data_type(), z.get_data_type()) == (None, None)
+        y.set_data_type("BFLOAT16")
+        z.set_data_type(jnp.float32)
+        graph.add(graph.add(x, y), z, name="out").set_output(True)
+        x.set_data_type("HALF").set_dim([2, 3])
+    assert [(t.shape, t.dtype) for t in graph.spec.input_tensors] == [
+        ((2, 3), dtype) for dtype in ("float16", "bfloat16", "float32")
+    ]
+    assert (y.get_data_type(), y.get_stride()) == (jnp.bfloat16, [1, 2])
+    a = jnp.ones((2, 3))
+    same(graph(a.astype("float16"), a.astype("bfloat16"), a), 3 * a)
+
+
 def test_tensors_may_be_changed_after_they_were_used():
     x = jnp.ones((4, 6), "bfloat16")
     with jc.Graph() as graph:
@@ -733,6 +751,12 @@ def no_input(graph):
     graph.set_io_tuples(["exp::OUT_0"], ["exp.1::OUT_0"])
 
 
+def used(graph):
+    x = graph.tensor(dim=[4], data_type="FLOAT")
+    graph.exp(x).set_output(True)
+    return x
+
+
 BUILDING = {
     "no output": (no_output, jc.GraphError, "set_output"),
     "unlisted output": (unlisted, jc.GraphError, "not listed"),
@@ -756,7 +780,28 @@ BUILDING = {
         jc.GraphError,
         "identity",
     ),
-    "no data type": (lambda g: g.tensor(dim=[4]), jc.GraphError, "io_data_type"),
+    "no data type": (lambda g: g.exp(g.tensor(dim=[4])), jc.GraphError, "io_data_type"),
+    "the shape of a used input": (lambda g: used(g).set_dim([5]), jc.GraphError, "after it was"),
+    "the dtype of a used input": (
+        lambda g: used(g).set_data_type("HALF"),
+        jc.GraphError,
+        "before an operation takes",
+    ),
+    "the dtype of an array": (
+        lambda g: [g.exp(X, name="e"), g.find_tensor(X).set_data_type("HALF")],
+        jc.GraphError,
+        "astype",
+    ),
+    "no shape": (
+        lambda g: g.tensor(dim=[4], data_type="FLOAT").set_dim(["a"]),
+        jc.JaxCudnnError,
+        "set_dim",
+    ),
+    "a vector by value at last": (
+        lambda g: g.tensor(dim=[1], data_type="FLOAT", is_pass_by_value=True).set_dim([2]),
+        jc.GraphError,
+        "one element",
+    ),
     "virtual": (
         lambda g: g.tensor(dim=[4], data_type="FLOAT", is_virtual=True),
         jc.GraphError,

@@ -54,7 +54,8 @@ class Declaring:
             dim: its shape.
             stride: packed element strides, in any order: its memory order. Left out, that is what
                 the operations prefer.
-            data_type: its dtype; the graph's ``io_data_type`` if left out.
+            data_type: its dtype; the graph's ``io_data_type`` if left out, or what
+                ``set_data_type`` says before an operation takes the tensor.
             is_virtual: False: intermediates are made by operations.
             is_pass_by_value: whether it is one number in the host's memory. Given as a Python
                 number or NumPy array, it then is a constant of the plan; given as a JAX array it
@@ -63,22 +64,18 @@ class Declaring:
             name: by which it can be referred to.
             uid: a number for the same.
 
-        Raises: GraphError without a dtype, or for strides with gaps or overlaps.
+        Raises: GraphError for strides with gaps or overlaps; without a dtype, where an operation
+        takes the tensor.
         """
         recorder = self._building("tensor")
         refuse_virtual(is_virtual)
         refuse_ragged(ragged_offset)
         refuse_reordered(reordering_type)
         dtype = self._io_data_type if is_unset(data_type) else dtype_name(data_type)
-        if dtype is None:
-            raise GraphError(
-                "tensor without a data type",
-                fix="graph.tensor(..., data_type=...), or Graph(io_data_type=...)",
-                where=user_line(),
-            )
         made = recorder.declare(
-            name or f"tensor_{len(recorder.handles)}", Template(tuple(dim), dtype)
+            name or f"tensor_{len(recorder.handles)}", Template(tuple(dim), dtype or "float32")
         )
+        recorder.leave_open(made, without_dtype=dtype is None)
         made.set_is_pass_by_value(is_pass_by_value)
         if stride:
             made.set_stride(stride)
@@ -96,6 +93,7 @@ class Declaring:
         else:
             known = Template.of(template)
         made = recorder.declare(name or f"tensor_{len(recorder.handles)}", known)
+        recorder.leave_open(made, without_dtype=recorder.is_untyped(template))
         if not isinstance(template, NamedTensor):
             recorder.references.remember(template, made)
         return self._called(made, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -121,16 +122,13 @@ class _Factory:
                 return entry.graph
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """The key of a call; of one that the function does not take, which will say so, any."""
         if self._key_fn is not None:
             return self._key_fn(*args, **kwargs)
         if self._parameters is not None:
-            try:
+            with contextlib.suppress(TypeError):  # which the function raises, too
                 bound = self._parameters.bind(*args, **kwargs)
-            except TypeError:
-                return object()
-            bound.apply_defaults()
-            args, kwargs = bound.args, bound.kwargs
+                bound.apply_defaults()
+                args, kwargs = bound.args, bound.kwargs
         return _kind(args, kwargs)
 
     def _asked_for(self, key: Hashable) -> _Entry:

@@ -16,7 +16,7 @@ from .._core.errors import GraphError, JaxCudnnError
 from .._core.graph import layout
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.calls import signature
-from .._core.graph.dims import Shape, packed_strides
+from .._core.graph.dims import Shape, integers, packed_strides
 from .._core.graph.dtypes import is_floating
 from .._core.graph.node import REGISTRY
 from .._core.graph.options import Options, Surroundings
@@ -27,7 +27,7 @@ from .._core.graph.tensor import GraphTensor
 from .references import References
 from .spellings import always_returned, spelled
 from .templates import Template, compute_name, is_array
-from .tensors import NamedTensor
+from .tensors import NamedTensor, one_element
 
 Constants = tuple[tuple[str, str], ...]
 """Inputs that are numbers, each with ``float.hex`` of its value."""
@@ -50,6 +50,8 @@ class Recorder(GraphBuilder):
         self._uids: dict[int, NamedTensor] = {}
         self._chosen_uids: set[int] = set()
         self._returned: set[str] = set()
+        self._declared: set[str] = set()  # inputs that no operation was given an array for
+        self._untyped: set[str] = set()  # those of them that have no dtype yet
 
     @property
     def nodes(self) -> dict[str, Call]:
@@ -65,6 +67,49 @@ class Recorder(GraphBuilder):
         if template.order is not None:
             self._set_order(tensor, template.order)
         return tensor
+
+    def leave_open(self, tensor: NamedTensor, *, without_dtype: bool) -> None:
+        """Have an input's setters change it until an operation takes it."""
+        self._declared.add(tensor.name)
+        if without_dtype:
+            self._untyped.add(tensor.name)
+
+    def is_untyped(self, tensor: Any) -> bool:
+        """Whether it is a declared tensor without a dtype."""
+        return isinstance(tensor, NamedTensor) and tensor.name in self._untyped
+
+    def _set_dtype(self, tensor: GraphTensor, dtype: str) -> GraphTensor:
+        if tensor.name not in self._declared:
+            return super()._set_dtype(tensor, dtype)
+        if dtype != tensor._state.dtype:
+            self._check_unused(tensor, "set_data_type")
+        self._untyped.discard(tensor.name)
+        self._put(replace(tensor._state, dtype=dtype))
+        return tensor
+
+    def _set_dim(self, tensor: GraphTensor, dim: Any) -> GraphTensor:
+        if tensor.name not in self._declared:
+            return super()._set_dim(tensor, dim)
+        try:
+            shape = integers("set_dim", dim)
+        except JaxCudnnError as error:
+            error.where = user_line()
+            raise
+        if shape != tensor.shape:
+            self._check_unused(tensor, "set_dim")
+            if self.handles[tensor.name].by_value:
+                one_element(self.handles[tensor.name].get_name(), shape)
+            self._put(replace(tensor._state, shape=shape, order=None))
+        return tensor
+
+    def _check_unused(self, tensor: GraphTensor, method: str) -> None:
+        if self.is_used(tensor):
+            raise GraphError(
+                f"{method} of the input {tensor.name} after it was used",
+                why="operations were checked with what it was",
+                fix=f"graph.tensor(...).{method}(...), before an operation takes the tensor",
+                where=user_line(),
+            )
 
     def _add(self, state: Tensor) -> NamedTensor:
         name = super()._add(state).name
@@ -181,11 +226,21 @@ class Recorder(GraphBuilder):
                 self.references.remember(value, tensor)
             value = tensor
         if isinstance(value, NamedTensor):
+            self._check_typed(value)
             self.references.name(f"{node}::{port}", value)
             self.references.alias(f"{node}::{position}", value)
             if port in _IN_DROPOUT:
                 self.references.alias(f"{node}::dropout::{_IN_DROPOUT[port]}", value)
         return value
+
+    def _check_typed(self, tensor: NamedTensor) -> None:
+        if self.is_untyped(tensor):
+            raise GraphError(
+                f"{tensor.get_name()} is a tensor without a data type",
+                fix="graph.tensor(..., data_type=...), .set_data_type(...), or "
+                "Graph(io_data_type=...)",
+                where=user_line(),
+            )
 
     def _results(self, node: str, call: Call) -> Any:
         """What the frontend's method returns: a tensor, or a list that has None for those that a

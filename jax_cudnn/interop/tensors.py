@@ -42,7 +42,8 @@ class NamedTensor(GraphTensor):
 
     Beside a graph tensor's own, it has the setters of ``cudnn.tensor``, which return the tensor:
     ``set_output``, ``set_name``, ``set_uid``, ``set_data_type``, ``set_dim``, ``set_stride``; each
-    may be called until the graph's ``with`` ends, whether the tensor was used or not.
+    may be called until the graph's ``with`` ends, whether the tensor was used or not, but for
+    dtype and shape of an input: they are to be said before an operation takes it.
     """
 
     __slots__ = ("by_value", "is_output", "label", "uid")
@@ -93,7 +94,8 @@ class NamedTensor(GraphTensor):
         return self
 
     def set_dim(self, dim: Sequence[int]) -> NamedTensor:
-        """Give the output's shape to an operation that leaves it open (a reduction, a reshape)."""
+        """Give the output's shape to an operation that leaves it open (a reduction, a reshape), or
+        a declared input another one; its strides are to be said after that."""
         self._builder.check_open("set_dim")
         super().set_dim(dim)
         return self
@@ -116,8 +118,8 @@ class NamedTensor(GraphTensor):
         return self._builder.strides(self)
 
     def get_data_type(self) -> Any:
-        """The dtype, as JAX has it."""
-        return self.dtype
+        """The dtype, as JAX has it; None for an input that was given none yet."""
+        return None if self._builder.is_untyped(self) else self.dtype
 
     def get_is_virtual(self) -> bool:
         return self._builder.is_virtual(self)
