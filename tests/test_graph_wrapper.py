@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.calls import signature
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn.fuzz.graphs import random_graph
 from jax_cudnn.interop.recorder import with_usual_orders
@@ -186,13 +187,16 @@ def test_the_spec_is_that_of_a_graph_function():
 
 
 class Alike:
-    """A Graph with the results of a graph function's g: tuples without None."""
+    """A Graph with the results of a graph function's g: tuples without None, and statistics of
+    attention unless they are declined."""
 
     def __init__(self, graph):
         self.graph = graph
 
     def __getattr__(self, method):
         def call(*args, **kwargs):
+            if "generate_stats" in signature(REGISTRY[method]).parameters:
+                kwargs = {"generate_stats": True, **kwargs}
             made = getattr(self.graph, method)(*args, **kwargs)
             return tuple(x for x in made if x is not None) if isinstance(made, list) else made
 
