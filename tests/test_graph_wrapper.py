@@ -385,6 +385,23 @@ def test_a_dictionary_keeps_the_outputs_it_was_called_for():
     same(graph(X, W, B), conv_bias_relu(X, W, B))
 
 
+def test_a_call_that_failed_is_none():
+    graph = built()
+    with pytest.raises(jc.GraphError, match="set_io_tuples"):
+        graph(X, W, B)
+    graph.set_io_tuples([X, W, B], ["conv2d::Y", "out"])
+    assert len(graph(X, W, B)) == 2
+
+
+def test_one_input_may_have_one_number_twice():
+    epsilon, x = np.ones((1, 1), np.float32), jnp.zeros((1, 1))
+    with jc.Graph(inputs=[x, "s::b", "t::b"], outputs=["t::OUT_0"]) as graph:
+        graph.mul(graph.add(x, epsilon, name="s"), epsilon, name="t").set_output(True)
+    same(graph(x, 3.0, float("3")), [[9.0]])
+    with pytest.raises(jc.GraphError, match=r"3\.0 and 2\.0"):
+        graph(x, 3.0, 2.0)
+
+
 # -- dtypes ----------------------------------------------------------------------------------------
 
 
@@ -493,7 +510,8 @@ def test_a_graph_of_numbers_alone_has_an_operand():
     for number in (a, 2.0, a.astype(np.float64), jnp.asarray(a)):
         same(graph(number), np.exp(a))
     same(jax.jit(lambda: graph(a))(), np.exp(a))
-    assert len(graph._of_operands()[1]) == 1
+    function, avals = graph._of_operands()
+    assert [x.shape for x in jax.eval_shape(function, *avals)] == [(1, 1)]
     same(of_number("BFLOAT16")(jnp.zeros(1), jnp.ones(1, "bfloat16")), [1.0])
 
 

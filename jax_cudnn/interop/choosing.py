@@ -93,7 +93,7 @@ class Choosing(Declaring):
         """
         self._check_complete()
         made = copy.copy(self)
-        made._recorder = self._built.copied()
+        made._recorder, made._was_called = self._built.copied(), False
         made._options = replaced(self._options, options)
         for name in ("intermediate_data_type", "compute_data_type"):
             had, has = getattr(self._options, name), getattr(made._options, name)

@@ -31,6 +31,7 @@ class Declaring:
         self._recorder: Recorder | None = None
         self._inputs: tuple[NamedTensor, ...] = ()  # those that the outputs need
         self._outputs: tuple[NamedTensor, ...] = ()
+        self._was_called = False
         self._keep_specs()
 
     def _keep_specs(self) -> None:

@@ -120,21 +120,28 @@ def _integral(tensor: GraphTensor, given: float, name: str) -> float:
             got=repr(given),
             fix="declare the input with a floating data_type, or round the number",
         )
-    limits = jnp.iinfo("int32" if tensor.dtype.itemsize > 4 else tensor.dtype)
-    if not limits.min <= given <= limits.max:
+    least, most = _int32_range(tensor.dtype)
+    if not least <= given <= most:
         raise GraphError(
             f"{name} is out of range",
-            expected=f"an integer from {limits.min} to {limits.max}",
+            expected=f"an integer from {least} to {most}",
             got=repr(given),
-            why="constants of integer graphs are int32" if tensor.dtype.itemsize > 4 else None,
-            fix="give a jax.Array, which is an operand",
+            why=f"it is a constant of type {tensor.dtype.name}, which a plan holds as int32",
         )
     return given
 
 
+def _int32_range(dtype: np.dtype) -> tuple[int, int]:
+    """The least and the largest number that are both of the dtype and int32."""
+    if dtype == np.bool_:
+        return 0, 1
+    own, int32 = jnp.iinfo(dtype), jnp.iinfo("int32")
+    return max(own.min, int32.min), min(own.max, int32.max)
+
+
 def _promotes(array: jax.Array, dtype: str) -> bool:
     """Whether a weakly typed array (a Python number) is of the dtype beside arrays of it."""
-    return jnp.result_type(array, jnp.dtype(dtype)) == dtype
+    return jnp.result_type(array, jnp.dtype(dtype)).name == dtype
 
 
 def _as_jax(value: Any, name: str) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import DEFAULTS, replaced
@@ -105,7 +105,6 @@ class Graph(Choosing):
         io_data_type = None if is_unset(io_data_type) else dtype_name(io_data_type)
         super().__init__(name, io_data_type, replaced(DEFAULTS, options))
         self._order: tuple[NamedTensor, ...] | None = None
-        self._was_called = False
         self._io = inputs and listed("inputs", inputs), outputs and listed("outputs", outputs)
 
     # -- building -------------------------------------------------------------------------------
@@ -153,24 +152,20 @@ class Graph(Choosing):
         self._conclude(results)
         self._order = order
 
-    def with_options(self, **options: Any) -> Self:
-        made = super().with_options(**options)
-        made._was_called = False
-        return made
-
-    with_options.__doc__ = Choosing.with_options.__doc__
-
     def _check_uncalled(
         self, order: tuple[NamedTensor, ...], outputs: tuple[NamedTensor, ...]
     ) -> None:
         """GraphError where another order of inputs or outputs would leave compiled calls stale."""
-        had = self._outputs if self._order is None else (*self._order, *self._outputs)
-        has = outputs if self._order is None else (*order, *outputs)
-        if self._was_called and [t.name for t in had] != [t.name for t in has]:
+        same = {t.name for t in self._outputs} == {t.name for t in outputs}
+        if self._order is not None:  # else it was called by name
+            had, has = (*self._order, *self._outputs), (*order, *outputs)
+            same = [t.name for t in had] == [t.name for t in has]
+        if self._was_called and not same:
             raise GraphError(
                 f"set_io_tuples of {self.name} after it was called",
-                expected=names(had),
-                got=names(has),
+                expected=f"inputs {names(self._order or self._inputs)}, "
+                f"outputs {names(self._outputs)}",
+                got=f"inputs {names(order)}, outputs {names(outputs)}",
                 why="jax.jit keeps what it compiled for the order that the graph had",
                 fix="other = graph.with_options(); other.set_io_tuples(...)",
                 where=user_line(),
@@ -198,7 +193,6 @@ class Graph(Choosing):
         built for, and for missing inputs.
         """
         self._check_complete()
-        self._was_called = True
         if len(args) == 1 and isinstance(args[0], Mapping):
             return self._call_by_name(args[0])
         if self._order is None:
@@ -218,6 +212,7 @@ class Graph(Choosing):
         for tensor, value in zip(self._order, args, strict=True):
             self._give(values, tensor, value)
         results = self._run(values)
+        self._was_called = True
         return results[0] if len(results) == 1 else tuple(results)
 
     def _call_by_name(self, given: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -241,11 +236,13 @@ class Graph(Choosing):
         for tensor, array in zip(self._outputs, self._run(values), strict=True):
             key = supplied.get(tensor.name, canonical_name(self._built, tensor))
             result[key] = like(given[key], array, key) if tensor.name in supplied else array
+        self._was_called = True
         return result
 
     def _give(self, values: dict[str, Any], tensor: NamedTensor, value: Any) -> None:
         """Note the value of an input; GraphError where it has another one already."""
-        if values.setdefault(tensor.name, value) is value:
+        had = values.setdefault(tensor.name, value)
+        if had is value or (type(had) is type(value) in (int, float) and had == value):
             return
         places = self._built.references.places(tensor)
         # An array's input is called after the place where it was given first.
@@ -255,7 +252,7 @@ class Graph(Choosing):
             f"{self.name} got different values for one input, {tensor.get_name()}",
             expected="one array; under jax.jit and other transformations each argument counts as "
             "an array of its own",
-            got=f"{values[tensor.name]!r} and {value!r}"[:200],
+            got=f"{had!r} and {value!r}"[:200],
             why=given if len(places) > 1 else "both references mean it",
             fix="give the input once; or build the graph with graph.tensor_like(x), which declares "
             "an input of its own, for each of them",
