@@ -196,6 +196,7 @@ def dot_product_attention_fp8(
     )
     lengths = _lengths(query_seq_lengths, key_value_seq_lengths, query, key)
     operands = tuple(jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    out: Any
     if scaling is None:
         out = kind.run(CURRENT, operands, _current_scales(*operands), lengths)
     else:
