@@ -86,6 +86,7 @@ class Emission:
         self._tensors: dict[str, Any] = {}
         self._numbers: dict[tuple[int, str], Any] = {}
         self._tensors_of: dict[tuple[int, str], Any] = {}  # numbers at every score
+        self._known: dict[tuple[Any, ...], Any] = {}  # by node, kind and operands
         self._score: Any = None
 
     @classmethod
@@ -141,17 +142,22 @@ class Emission:
         return self._tensors[found.result]
 
     def _add(self, graph: Any, spec: GraphSpec, read: Collection[str], title: str) -> None:
-        """All calls of a graph; comparisons that are ``read`` are numbers."""
+        """All calls of a graph, but for those that were added before, which cuDNN would compute
+        again; comparisons that are ``read`` are numbers."""
         for call in spec.calls:
             ((_, name),) = call.outputs
             title_of = f"{title}::{call.name}"
             if (axis := axis_of(call.node)) is not None:
                 self._tensors[name] = self._index(graph, axis, name=title_of)
                 continue
-            made = self._made(graph, spec, call, title_of)
-            compares = call.node.method.startswith("cmp_") and name not in read
-            kinds = _kinds()
-            self._tensors[name] = made.set_data_type(kinds.BOOLEAN if compares else kinds.FLOAT)
+            selects = call.node.method.startswith("cmp_") and name not in read
+            operands = (self._tensors.get(n, spec.tensor(n).literal) for _, n in call.inputs)
+            key = repr(call.node), selects, *operands
+            if key not in self._known:
+                made = self._made(graph, spec, call, title_of)
+                kind = _kinds().BOOLEAN if selects else _kinds().FLOAT
+                self._known[key] = made.set_data_type(kind)
+            self._tensors[name] = self._known[key]
 
     def _made(self, graph: Any, spec: GraphSpec, call: Call, title: str) -> Any:
         method = call.node.method
