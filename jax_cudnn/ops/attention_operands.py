@@ -171,7 +171,7 @@ def modification(
 ) -> tuple[ScoreMod, tuple[jax.Array, ...]]:
     """The function of the scores, with the band and the lengths, as a value, and its operands as a
     graph takes them."""
-    from .score_mod_trace import written  # importing jax_cudnn does without
+    from .score_mod_written import written  # importing jax_cudnn does without
 
     check_function(function)
     scores, found, truths = _scores(query, key), [], []
