@@ -34,6 +34,7 @@ from jax_cudnn.bench.attention.formulations import (
     recomputed,
 )
 from jax_cudnn.bench.attention.parts import JAX_NN, qkv
+from jax_cudnn.bench.attention.prepared import Prepared
 from jax_cudnn.bench.attention.published import PUBLISHED
 from jax_cudnn.bench.attention.ragged import PADDED
 from jax_cudnn.bench.attention.torch_sides import CUDNN, EFFICIENT, FLASH, FLEX
@@ -224,9 +225,9 @@ def test_another_library_that_is_wrong_is_not_timed():
 
 
 def test_copies_are_shared_and_arrays_of_their_own(key):
-    bench = attention._Bench(few(TINY["causal"]), sides.Fillers(), Effort(0.0, 1, 1))
+    bench = Prepared(few(TINY["causal"]), sides.Fillers())
     x, y = jax.random.normal(key, (2, 3)), jnp.ones(3)
-    first, second = bench._copies(({"x": x},), 2), bench._copies((y, [x], None), 3)
+    first, second = bench.copies(({"x": x},), 2), bench.copies((y, [x], None), 3)
     assert first[0][0]["x"] is second[0][1][0] is x
     assert first[1][0]["x"] is second[1][1][0]
     pointers = {given[1][0].unsafe_buffer_pointer() for given in second}

@@ -18,7 +18,7 @@ from transformations import graphs_of, methods, primitives, relative_error
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.graph.wire import wire
-from jax_cudnn.ops import attention_reference, score_mod_emission, score_mod_trace, score_mods
+from jax_cudnn.ops import attention_reference, score_mod_emission, score_mod_written, score_mods
 
 S = jax.ShapeDtypeStruct
 ours = jc.ops.dot_product_attention
@@ -393,7 +393,7 @@ def test_functions_are_let_go_and_need_no_hash():
     ],
 )
 def test_whether_it_may_hide_all_keys(function, hides):
-    mod, _ = score_mod_trace.written(function, [], (B, N, T, K))
+    mod, _ = score_mod_written.written(function, [], (B, N, T, K))
     assert mod.hides == hides
 
 
@@ -438,7 +438,7 @@ def test_digits_near_zero(name):
         [*(s * 10.0**-n for n in range(1, 9) for s in (1, -1)), 0, 0.6, 3, 20], "float32"
     )
     scores = jnp.broadcast_to(x, (1, 1, 1, len(x)))
-    mod, _ = score_mod_trace.written(of_score(function), [], scores.shape)
+    mod, _ = score_mod_written.written(of_score(function), [], scores.shape)
     assert mod.refused_backward() is None
     of = lambda s: mod(s, 0, {})  # noqa: E731
     got, slope = jax.jit(lambda s: jax.jvp(of, (s,), (jnp.ones_like(s),)))(scores)
@@ -682,7 +682,7 @@ def test_cudnn_is_given_the_function_and_its_derivative(name, monkeypatch):
         change = of_score(ELEMENTWISE[name])
     scores, gradient = normal((B, N, T, K)), normal((B, N, T, K))
     band = attention_reference.Band()
-    mod, read = score_mod_trace.written(change, operands, scores.shape, band, [])
+    mod, read = score_mod_written.written(change, operands, scores.shape, band, [])
     given = dict(zip(mod.ports, read, strict=True))
     tensors = {port: Computed(x) for port, x in given.items()}
     emission = score_mod_emission.Emission.with_derivative(mod, tensors)
@@ -699,7 +699,7 @@ def test_cudnn_is_given_the_function_and_its_derivative(name, monkeypatch):
 
 def test_the_derivative_of_what_does_not_read_the_scores_is_zero():
     change = lambda s, b, h, q, kv: jnp.where(s == s, q - kv, 0) * 1.0  # noqa: E731
-    mod, _ = score_mod_trace.written(change, [], (B, N, T, K), attention_reference.Band(), [])
+    mod, _ = score_mod_written.written(change, [], (B, N, T, K), attention_reference.Band(), [])
     assert score_mod_emission.derivative(mod.spec).is_zero
     inputs = qkv()
     gradients = jax.grad(lambda *x: ours(*x, score_mod=change).sum(), (0, 1))(*inputs)

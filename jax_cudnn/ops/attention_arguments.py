@@ -10,13 +10,12 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
 from . import attention_extras as extras
-
-_Aval = jax.Array | jax.ShapeDtypeStruct
+from .attention_operands import Aval
 
 
 def further(
-    query: _Aval,
-    key: _Aval,
+    query: Aval,
+    key: Aval,
     dropout_rate: Any,
     dropout_rng: Any,
     sink: Any,
@@ -101,7 +100,7 @@ def _sink(sink: Any, heads: int) -> jax.Array:
     return sink.astype(jnp.float32).reshape(1, heads, 1, 1)
 
 
-def _tiles(mask: Any, query: _Aval, key: _Aval) -> jax.Array:
+def _tiles(mask: Any, query: Aval, key: Aval) -> jax.Array:
     mask = jnp.asarray(mask)
     b, n = query.shape[0], query.shape[2]
     wanted = b, n, *extras.tiles(query.shape[1], key.shape[1])

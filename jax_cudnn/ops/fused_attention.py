@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import packed_strides
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .arguments import chosen, flags, floating
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
+from .attention_operands import (
+    BY_TOKEN,
+    additive,
+    by_token,
+    check_operands,
+    lengths_of,
+    modification,
+    operand,
+    scaled,
+    window_bounds,
+)
 from .attention_reference import Band
-from .score_mod import ScoreMod, check_function, listed
-
-_BY_TOKEN = (0, 2, 1, 3)  # (B, H, S, D) in the memory of (B, S, H, D), and back
-_Aval = jax.Array | jax.ShapeDtypeStruct
-# Of the largest number: of float32 and bfloat16 it absorbs the scores, so that softmax of a row
-# with nothing else is uniform; of float16 it rounds them to multiples of 2**-8.
-_MASKED = -0.7
+from .score_mod import listed
 
 
 def _attention(
@@ -46,7 +48,7 @@ def _attention(
     heads_first=False,
 ):
     for x in () if heads_first else (q, k, v):
-        x.set_stride(packed_strides(x.shape, _BY_TOKEN))
+        x.set_stride(packed_strides(x.shape, BY_TOKEN))
     named = {} if bias is None else {"bias": bias}
     if lengths is not None:
         named |= {"seq_len_q": lengths[0], "seq_len_kv": lengths[1]}
@@ -63,7 +65,7 @@ def _attention(
         dropout_probability=dropout,
     )  # fmt: skip
     if not heads_first:
-        out.set_stride(packed_strides(out.shape, _BY_TOKEN))
+        out.set_stride(packed_strides(out.shape, BY_TOKEN))
     return out, statistic
 
 
@@ -201,16 +203,16 @@ def dot_product_attention(
     )
     rank = floating("query", query).ndim
     named = (("query", query), ("key", key), ("value", value))
-    q, k, v = (_operand(name, x, rank, heads_first) for name, x in named)
-    queries, keys, values = (_by_token(x, heads_first) for x in (q, k, v))
-    _check(queries, keys, values)
-    q, scale = _scaled(q, scale)
-    left, right = _window(local_window_size)
+    q, k, v = (operand(name, x, rank, heads_first) for name, x in named)
+    queries, keys, values = (by_token(x, heads_first) for x in (q, k, v))
+    check_operands(queries, keys, values)
+    q, scale = scaled(q, scale)
+    left, right = window_bounds(local_window_size)
     if is_causal:
         right = 0
     if not heads_first:
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    lengths = _lengths(query_seq_lengths, key_value_seq_lengths, queries, keys)
+    lengths = lengths_of(query_seq_lengths, key_value_seq_lengths, queries, keys)
     rate, extras = further(
         queries, keys, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
     )
@@ -222,9 +224,9 @@ def dot_product_attention(
         else:  # they become a part of the function
             hidden, lengths = (band, lengths or ()), None
             left, right, bottom_right = None, None, False
-        score_mod, operands = _modification(score_mod, operands, queries, keys, *hidden)
+        score_mod, operands = modification(score_mod, operands, queries, keys, *hidden)
     out, statistic = chosen(ATTENTION, options, None, implementation)(
-        q, k, v, _bias(bias, mask, queries, keys), lengths, extras, operands,
+        q, k, v, additive(bias, mask, queries, keys), lengths, extras, operands,
         scale=float(scale), left=left, right=right, bottom_right=bottom_right,
         alibi=alibi, dropout=rate, score_mod=score_mod, heads_first=heads_first,
     )  # fmt: skip
@@ -239,186 +241,3 @@ def dot_product_attention(
     if heads_first:
         statistic = jnp.swapaxes(statistic, 1, 2)
     return (out, statistic) if rank == 4 else (out[0], statistic[0])
-
-
-def _scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
-    """The query and the number that multiplies the scores; an array multiplies the query."""
-    if scale is None:
-        return query, query.shape[-1] ** -0.5
-    if isinstance(scale, numbers.Real):
-        return query, float(scale)
-    return (query * jnp.asarray(scale)).astype(query.dtype), 1.0
-
-
-def _operand(name: str, x: Any, rank: int, heads_first: bool = False) -> jax.Array:
-    x = floating(name, x)
-    if x.ndim != rank or rank not in (3, 4):
-        form = "N, T, H" if heads_first else "T, N, H"
-        raise GraphError(
-            f"{name} has the wrong rank",
-            expected=f"query, key and value all (B, {form}) or all ({form})",
-            got=f"{name} of shape {list(x.shape)}",
-        )
-    return x if rank == 4 else x[None]
-
-
-def _by_token(x: jax.Array, heads_first: bool) -> jax.Array | jax.ShapeDtypeStruct:
-    """What is known of an operand as (B, T, N, H)."""
-    if not heads_first:
-        return x
-    b, n, t, h = x.shape
-    return jax.ShapeDtypeStruct((b, t, n, h), x.dtype)
-
-
-def _check(query: _Aval, key: _Aval, value: _Aval) -> None:
-    (b, _, n, h), (*bs, heads, size) = query.shape, key.shape
-    fits = size == h and bs[0] == b and value.shape[:3] == key.shape[:3]
-    if not fits or heads == 0 or n % heads:
-        raise GraphError(
-            "query, key and value do not fit together",
-            expected="(B, T, N, H), (B, S, K, H) and (B, S, K, E), with N a multiple of K",
-            got=f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}",
-        )
-    check_size(h, query)
-    if not query.dtype == key.dtype == value.dtype:
-        raise GraphTypeError(
-            "query, key and value have different dtypes",
-            expected="one dtype",
-            got=f"{query.dtype}, {key.dtype} and {value.dtype}",
-            fix="cast them before the call",
-        )
-
-
-def check_size(size: int, x: _Aval) -> None:
-    """GraphError where the heads of queries, in this array, have no elements."""
-    if size == 0:
-        raise GraphError(
-            "heads of queries have no elements",
-            expected="a size H of at least 1",
-            got=f"shape {list(x.shape)}",
-            why="scores are sums over H, by default divided by its root",
-        )
-
-
-def _window(window: Any) -> tuple[int | None, int | None]:
-    """The bounds of cuDNN's band: its left one is the first key that is not seen."""
-    if window is None:
-        return None, None
-    both = window if isinstance(window, (tuple, list)) else (window, window)
-    valid = all(isinstance(w, (int, np.integer)) and not isinstance(w, bool) for w in both)
-    if len(both) != 2 or not valid or min(both) < 0:
-        raise GraphError(
-            "local_window_size is not valid",
-            expected="(left, right) of integers of at least 0, or one for both",
-            got=repr(window)[:200],
-        )
-    return int(both[0]) + 1, int(both[1])
-
-
-def _lengths(
-    queries: Any, keys: Any, query: _Aval, key: _Aval
-) -> tuple[jax.Array, jax.Array] | None:
-    """Both as (B, 1, 1, 1) and in range, where there is one."""
-    if queries is None and keys is None:
-        return None
-    found = []
-    for name, given, of in (
-        ("query_seq_lengths", queries, query),
-        ("key_value_seq_lengths", keys, key),
-    ):
-        batch = of.shape[0]
-        given = jnp.full(batch, of.shape[1], jnp.int32) if given is None else jnp.asarray(given)
-        if given.shape != (batch,) or given.dtype != jnp.int32:
-            raise GraphError(
-                f"{name} is not valid",
-                expected=f"int32[{batch}], the length of each example",
-                got=f"{given.dtype}{list(given.shape)}",
-            )
-        found.append(jnp.clip(given, 0, of.shape[1]).reshape(batch, 1, 1, 1))
-    return _without_keys(*found)
-
-
-def _without_keys(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both lengths so that cuDNN writes all results: of an example without keys it leaves them
-    unwritten, of one without queries not."""
-    none = keys <= 0
-    return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
-
-
-def _bias(bias: Any, mask: Any, query: _Aval, key: _Aval) -> jax.Array | None:
-    """What is added to the scores for both, with rank 4."""
-    scores = _scores(query, key)
-    bias, mask = (_broadcasting(n, x, scores) for n, x in (("bias", bias), ("mask", mask)))
-    if bias is not None:
-        _check_bias(bias)
-    if mask is None:
-        return bias if bias is None else bias.astype(query.dtype)
-    if mask.dtype != jnp.bool_:
-        raise GraphTypeError(
-            "mask is not boolean",
-            expected="bool, True where a key is seen",
-            got=f"{mask.dtype}{list(mask.shape)}",
-            fix="give an additive mask as bias",
-        )
-    largest = float(jnp.finfo(query.dtype).max)
-    seen = jnp.zeros((), query.dtype) if bias is None else bias.astype(query.dtype)
-    return jnp.where(mask, seen, jnp.asarray(_MASKED * largest, query.dtype))
-
-
-def _check_bias(bias: jax.Array) -> None:
-    if bias.dtype == jnp.bool_ or jnp.issubdtype(bias.dtype, jnp.complexfloating):
-        raise GraphTypeError(
-            "bias holds no real numbers",
-            expected="floats, which are added to the scores",
-            got=f"{bias.dtype}{list(bias.shape)}",
-            fix="give it as mask=, True where a key is seen" if bias.dtype == jnp.bool_ else "",
-        )
-
-
-def _modification(
-    function: Any,
-    operands: Sequence[Any],
-    query: _Aval,
-    key: _Aval,
-    band: Band,
-    lengths: Sequence[jax.Array],
-) -> tuple[ScoreMod, tuple[jax.Array, ...]]:
-    """The function of the scores, with the band and the lengths, as a value, and its operands as a
-    graph takes them."""
-    from .score_mod_trace import written  # importing jax_cudnn does without
-
-    check_function(function)
-    scores, found, truths = _scores(query, key), [], []
-    for i, given in enumerate(operands):
-        x = _broadcasting(f"score_mod_operands[{i}]", given, scores)
-        if x is None or jnp.issubdtype(x.dtype, jnp.complexfloating):
-            raise GraphTypeError(
-                f"score_mod_operands[{i}] is no array of numbers", got=repr(given)[:200]
-            )
-        if x.dtype == jnp.bool_:
-            truths.append(i)
-            x = x.astype(query.dtype)
-        elif jnp.issubdtype(x.dtype, jnp.integer):
-            x = x.astype(jnp.int32)
-        found.append(x.astype(jnp.float32) if x.dtype.itemsize == 8 else x)
-    mod, read = written(function, found, scores, band, lengths, tuple(truths))
-    return mod, tuple(read)
-
-
-def _scores(query: _Aval, key: _Aval) -> tuple[int, ...]:
-    """The scores' shape."""
-    return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
-
-
-def _broadcasting(name: str, x: Any, scores: tuple[int, ...]) -> jax.Array | None:
-    if x is None:
-        return None
-    x = jnp.asarray(x)
-    shape = (*(1,) * (4 - x.ndim), *x.shape)
-    if x.ndim > 4 or any(a not in (1, b) for a, b in zip(shape, scores, strict=True)):
-        raise GraphError(
-            f"{name} does not fit the scores",
-            expected=f"what broadcasts to (B, N, T, S) = {list(scores)}",
-            got=f"shape {list(x.shape)}",
-        )
-    return x.reshape(shape)

@@ -15,7 +15,7 @@ from .._core.graph.reference import rounded
 from .._core.graph.trace import GraphFunction
 from .arguments import chosen, flags, floating, number
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .fused_attention import _BY_TOKEN, _check, _lengths, _operand, _window
+from .attention_operands import BY_TOKEN, check_operands, lengths_of, operand, window_bounds
 from .scaling import E4M3, DelayedScaling, amax_of, largest, quantizable, scale_of
 
 _WEIGHTS = largest(E4M3)  # the scale of softmax's weights, which are at most 1
@@ -42,7 +42,7 @@ class _Kind(NamedTuple):
 
 def _placed(x):
     """A (B, N, T, H) tensor in the memory of (B, T, N, H)."""
-    return x.set_stride(packed_strides(x.shape, _BY_TOKEN))
+    return x.set_stride(packed_strides(x.shape, BY_TOKEN))
 
 
 def _attributes(scale, left, right, bottom_right):
@@ -183,9 +183,9 @@ def dot_product_attention_fp8(
     is_causal, bottom_right = flags(is_causal=is_causal, bottom_right=bottom_right)
     rank = floating("query", query).ndim
     named = (("query", query), ("key", key), ("value", value))
-    query, key, value = (_operand(name, x, rank) for name, x in named)
-    _check(query, key, value)
-    left, right = _window(local_window_size)
+    query, key, value = (operand(name, x, rank) for name, x in named)
+    check_operands(query, key, value)
+    left, right = window_bounds(local_window_size)
     kind = _Kind(
         query.shape[-1] ** -0.5 if scale is None else number("scale", scale),
         left,
@@ -194,7 +194,7 @@ def dot_product_attention_fp8(
         options,
         implementation,
     )
-    lengths = _lengths(query_seq_lengths, key_value_seq_lengths, query, key)
+    lengths = lengths_of(query_seq_lengths, key_value_seq_lengths, query, key)
     operands = tuple(jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     out: Any
     if scaling is None:

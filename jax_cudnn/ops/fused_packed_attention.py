@@ -14,7 +14,7 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, flags, floating
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .fused_attention import _check, _scaled, _window
+from .attention_operands import check_operands, scaled, window_bounds
 
 
 def _packed(g, q, k, v, bias, lengths, offsets, *, limits, **attributes):
@@ -113,9 +113,9 @@ def packed_dot_product_attention(
     query, key, value = (
         _tokens(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
-    _check(query[None], key[None], value[None])
-    query, scale = _scaled(query, scale)
-    left, right = _window(local_window_size)
+    check_operands(query[None], key[None], value[None])
+    query, scale = scaled(query, scale)
+    left, right = window_bounds(local_window_size)
     queries = _offsets("query_offsets", query_offsets)
     if key_value_offsets is None:
         keys, longest = queries, max_query_length

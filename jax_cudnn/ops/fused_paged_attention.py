@@ -13,7 +13,7 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, flags, floating
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .fused_attention import _scaled, _window, _without_keys, check_size
+from .attention_operands import check_size, scaled, window_bounds, without_keys
 
 
 def _paged(g, q, k, v, integers, *, heads_first, **attributes):
@@ -112,8 +112,8 @@ def paged_dot_product_attention(
         for name, x in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages))
     )
     _check(query, keys, values, heads_first)
-    query, scale = _scaled(query, scale)
-    left, right = _window(local_window_size)
+    query, scale = scaled(query, scale)
+    left, right = window_bounds(local_window_size)
     right = 0 if is_causal else right
     batch, count = query.shape[:2]
     if count == 1 and bottom_right:
@@ -142,7 +142,7 @@ def paged_dot_product_attention(
         _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
     )
     if count > 1:  # the engines of a single query write zeros themselves
-        lengths = _without_keys(*lengths)
+        lengths = without_keys(*lengths)
     if 0 in query.shape:
         out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
         return (out, jnp.full(query.shape[:3], -jnp.inf)) if return_residual else out

@@ -14,7 +14,7 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, flags, floating, number
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .fused_attention import _bias, _lengths, _window, check_size
+from .attention_operands import additive, check_size, lengths_of, window_bounds
 
 
 def _qkv(g, qkv, bias, lengths, *, heads, **attributes):
@@ -98,12 +98,12 @@ def dot_product_attention_qkv(
     qkv, heads, of_keys = _parts(floating("qkv", qkv), num_heads)
     check_size(qkv.shape[-1], qkv)
     scale = qkv.shape[-1] ** -0.5 if scale is None else number("scale", scale)
-    left, right = _window(local_window_size)
+    left, right = window_bounds(local_window_size)
     b, t, _, size = qkv.shape
     query, key = (jax.ShapeDtypeStruct((b, t, n, size), qkv.dtype) for n in (heads, of_keys))
     out, statistic = chosen(QKV, options, None, implementation)(
-        qkv, _bias(bias, mask, query, key),
-        _lengths(query_seq_lengths, key_value_seq_lengths, query, key),
+        qkv, additive(bias, mask, query, key),
+        lengths_of(query_seq_lengths, key_value_seq_lengths, query, key),
         heads=heads,
         attn_scale=scale,
         diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,

@@ -188,7 +188,7 @@ def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> d
         raise GraphError("score_mod needs q and k of rank 4", got=f"{list(q)} and {list(k)}")
     scores = (*q[:3], k[2])
     operands = [_checked(i, x, scores) for i, x in enumerate(operands)]
-    from .score_mod_trace import written  # importing jax_cudnn does without
+    from .score_mod_written import written  # importing jax_cudnn does without
 
     if given.get("use_alibi_mask") or "sink_token" in given:  # XLA runs it, with its own band
         mod, read = written(function, operands, scores, numbers=False)

@@ -7,11 +7,7 @@ It is traced by ``jax.make_jaxpr`` and written down anew, operation by operation
 from __future__ import annotations
 
 import functools
-import inspect
-import math
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,185 +19,11 @@ from .._core.compat import PLACING, user_frames
 from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.dims import Shape
-from .._core.graph.dtypes import FLOATS, is_floating
+from .._core.graph.dtypes import is_floating
 from .._core.graph.source import defined_at
 from .._core.graph.spec import GraphSpec
 from .._core.graph.tensor import GraphTensor
-from .attention_reference import Band
-from .score_mod import PORT, ScoreMod
-from .score_mod_emission import before_causal_mask
 from .score_mod_primitives import PRIMITIVES, SHORT, TAKEN
-
-_ALL = Band()
-_MANY = 256  # shapes of one function
-
-_Known = dict[Any, tuple[ScoreMod, tuple[int, ...]]]
-_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
-
-
-def written(
-    function: Callable[..., Any],
-    operands: Sequence[Any],
-    scores: Shape,
-    band: Band = _ALL,
-    lengths: Sequence[Any] = (),
-    truths: tuple[int, ...] = (),
-    numbers: bool = True,
-) -> tuple[ScoreMod, list[Any]]:
-    """A user's function, and then the band and the lengths, as one; with the operands that it
-    reads, of those given and those closed over. Operands at ``truths`` come to it as booleans.
-
-    It is traced once for equal functions and shapes, while such a function lives; at each call
-    where it closes over arrays, which may be others by then. With ``numbers`` those of one element
-    that are known are numbers of the graph, else operands.
-    """
-    everything = [*operands, *lengths]
-    avals = tuple((tuple(x.shape), str(x.dtype)) for x in everything)
-    known, key = _known_of(function), (scores, avals, len(lengths), band, truths)
-    found = known.get(key)
-    if found is None:
-        _check_parameters(function, len(operands))
-        user = _Truths(function, truths) if truths else function
-        mod, read, traced = _written(user, avals, scores, band, len(operands), numbers)
-        found = mod, read
-        everything += traced.arrays
-        if len(known) >= _MANY:
-            known.clear()
-        if not (traced.closes_over or traced.arrays):
-            known[key] = found
-    mod, read = found
-    return mod, [everything[i] for i in read]
-
-
-def _known_of(function: Any) -> _Known:
-    """What is known of a function; nothing where it is not hashable or has no weak references."""
-    try:
-        return _known.setdefault(function, {})
-    except TypeError:
-        return {}
-
-
-def _written(
-    function: Callable[..., Any],
-    avals: Sequence[tuple[Shape, str]],
-    scores: Shape,
-    band: Band,
-    count: int,
-    numbers: bool,
-) -> tuple[ScoreMod, tuple[int, ...], Traced]:
-    """The function of ``count`` operands, behind which the lengths stand; which of its operands,
-    followed by the arrays closed over, it reads."""
-    lengths = len(avals) > count
-    traced = Traced(scores, avals[:count], numbers)
-    spec, read = traced.write(function)
-    hides = getattr(function, "hides_queries", None)
-    if hides is None:
-        hides = not _is_finite(spec)
-    if lengths or band != Band(bottom_right=band.bottom_right):
-        hides = hides or lengths or _hides(band, *scores[2:])
-        traced = Traced(scores, avals, numbers)
-        spec, read = traced.write(_Seen(function, scores[2:], band, count))
-    ports = tuple(f"{PORT}_{i}" for i in range(len(read)))
-    spec = spec.canonical()
-    inner = before_causal_mask(spec)
-    first = inner is not None and _takes_infinity(ScoreMod(inner, (), hides))
-    return ScoreMod(spec, ports, hides, first), read, traced
-
-
-# Operations whose results are finite for finite operands, but for numbers beyond float32's range.
-_FINITE = {
-    *("add", "sub", "mul", "neg", "abs", "min", "max", "floor", "ceil", "sqrt", "identity"),
-    *("tanh", "sigmoid", "erf", "sin", "cos", "gen_index"),
-}
-
-
-def _is_finite(spec: GraphSpec) -> bool:
-    """Whether a function certainly leaves finite scores finite, so that it hides no key."""
-    score, *others = spec.inputs
-    finite = {t.name for t in spec.constants if math.isfinite(t.value or 0)}
-    finite |= {score, *(name for name in others if spec.tensor(name).dtype not in FLOATS)}
-    for call in spec.calls:
-        method, operands = call.node.method, [n for p, n in call.inputs if p != "mask"]
-        known = method in _FINITE or method == "binary_select"
-        if method == "div":
-            known = bool(spec.tensor(operands[1]).value)
-        if method.startswith("cmp_") or (known and finite >= {*operands}):
-            finite |= {name for _, name in call.outputs}
-    return finite >= {*spec.outputs}
-
-
-def _takes_infinity(mod: ScoreMod) -> bool:
-    """Whether a function of the score gives of -inf neither NaN nor infinity, and has a finite
-    derivative there."""
-    with jax.ensure_compile_time_eval():
-        hidden = jnp.full((1, 1, 1, 1), -jnp.inf, jnp.float32)
-        value, slope = jax.jvp(lambda x: mod(x, 0, {}), (hidden,), (jnp.ones_like(hidden),))
-        return bool(jnp.all(value < jnp.inf) & jnp.all(jnp.isfinite(slope)))
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """A function of the scores, and -inf outside of a band and of the lengths, which are the
-    operands behind the first ``count``."""
-
-    function: Callable[..., Any]
-    sizes: tuple[int, ...]
-    band: Band
-    count: int
-
-    @property
-    def __code__(self) -> Any:  # errors name the user's function
-        return getattr(self.function, "__code__", None)
-
-    def __call__(self, score: Any, b: Any, h: Any, q: Any, kv: Any, *operands: Any) -> Any:
-        lengths = operands[self.count :]
-        left, right, bottom_right = self.band.left, self.band.right, self.band.bottom_right
-        seen = [position < n for position, n in zip((q, kv), lengths, strict=False)]
-        if lengths and bottom_right and right == 0:
-            del seen[1]  # the last query sees the last key, and none behind it
-        queries, keys = lengths if lengths else self.sizes
-        at, position = q, kv
-        if bottom_right and lengths:  # cuDNN broadcasts a length beside an index, and no other
-            at, position = q + keys, kv + queries
-        elif bottom_right and keys != queries:
-            at = q + (keys - queries)
-        if right is not None:
-            seen.append(position <= (at + right if right else at))
-        if left is not None:
-            seen.append(position + left > at)
-        changed = self.function(score, b, h, q, kv, *operands[: self.count])
-        for one in seen[1:]:
-            seen[0] = seen[0] & one
-        return jnp.where(seen[0], changed, -jnp.inf) if seen else changed
-
-
-def _hides(band: Band, queries: int, keys: int) -> bool:
-    """Whether some query sees no key, where there are so many."""
-    shift = keys - queries if band.bottom_right else 0
-    before = band.right is not None and shift + band.right < 0
-    return before or (band.left is not None and queries + shift - band.left > keys - 1)
-
-
-@dataclass(frozen=True)
-class _Truths:
-    """A function of the scores with booleans among its operands, which graphs hold as 1 and 0."""
-
-    function: Callable[..., Any]
-    places: tuple[int, ...]
-
-    @property
-    def hides_queries(self) -> bool | None:
-        return getattr(self.function, "hides_queries", None)
-
-    @property
-    def __code__(self) -> Any:  # errors name the user's function
-        return getattr(self.function, "__code__", None)
-
-    def __call__(self, *arguments: Any) -> Any:
-        given, operands = arguments[:5], arguments[5:]
-        return self.function(
-            *given, *(x != 0 if i in self.places else x for i, x in enumerate(operands))
-        )
 
 
 class Traced(GraphBuilder):
@@ -368,21 +190,6 @@ class Traced(GraphBuilder):
             return x
         nothing = self.mul(self._index(3), 0.0).set_data_type("float32")
         return self.add(nothing, self._plain(x)).set_data_type("float32")
-
-
-def _check_parameters(function: Callable[..., Any], operands: int) -> None:
-    """GraphTypeError where a function takes another number of arguments."""
-    try:
-        inspect.signature(function).bind(*range(5 + operands))
-    except ValueError:  # it has no signature
-        return
-    except TypeError as error:
-        raise GraphTypeError(
-            f"score_mod takes other arguments: {error}",
-            expected="f(score, b, h, q, kv, *score_mod_operands)",
-            got=f"{operands} operands",
-            where=defined_at(function),
-        ) from None
 
 
 def ones_in_front(shape: Shape) -> Shape:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.errors import GraphError
-from .._core.graph.node import float32_range
+from .._core.graph.dtypes import float32_range
 
 
 def softcap(cap: float) -> Callable[..., Any]:

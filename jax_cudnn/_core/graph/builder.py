@@ -17,8 +17,8 @@ from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnEr
 from .calls import ports_of, signature, static
 from .contract import check_contract
 from .dims import Shape, integers
-from .dtypes import FP8, INTEGERS, canonical_compute, is_floating
-from .node import REGISTRY, Node, float32_range
+from .dtypes import FP8, INTEGERS, canonical_compute, float32_range, is_floating
+from .node import REGISTRY, Node
 from .options import DEFAULTS, NOWHERE, Options, Surroundings
 from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import GraphTypeError
+from ..errors import GraphError, GraphTypeError
 
 # JAX's name -> the name of the member of cudnn.data_type.
 TO_CUDNN = {
@@ -65,6 +65,17 @@ def itemsize(dtype: str) -> int:
 
 def is_floating(dtype: str) -> bool:
     return dtype in FLOATS or dtype in FP8
+
+
+def float32_range(name: str, value: Any) -> float:
+    """The number itself; GraphError when it is finite and float32, which computes, is not."""
+    if float(np.finfo(np.float32).max) < abs(value) < float("inf"):
+        raise GraphError(
+            f"{name!r} is too large",
+            expected="a number in the range of float32, in which graphs compute",
+            got=repr(value),
+        )
+    return float(value)
 
 
 # Types in which operations compute and accumulate. The last one is float32 with fewer bits kept

@@ -19,7 +19,7 @@ import math
 
 from .dims import Shape, packed_strides
 from .dtypes import WORDS
-from .node import View
+from .planned import View
 from .spec import GraphSpec, Tensor
 
 

@@ -1,7 +1,9 @@
 """The Node contract: the one place where an operation is added, and the registry of all nodes.
 
 A node is a frozen dataclass whose fields are the operation's attributes under pygraph's names.
-``builder.register`` checks the contract (contract.py), so a wrong node fails at import.
+``builder.register`` checks the contract (contract.py), so a wrong node fails at import. Here
+stands what an operation means, and how it is transformed; how cuDNN is given it, in planned.py,
+whose words operations import from here, too.
 """
 
 from __future__ import annotations
@@ -9,64 +11,41 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
 
-from ..errors import GraphError, GraphTypeError
+from ..errors import GraphTypeError
 from .dims import Dims, Shape
-from .dtypes import NUMBERS, arithmetic
+from .dtypes import NUMBERS, arithmetic, float32_range
 from .example import Example
+from .planned import ANY as ANY
+from .planned import NUMBERS_ONLY as NUMBERS_ONLY
+from .planned import ONE_ELEMENT as ONE_ELEMENT
+from .planned import OtherForm as OtherForm
+from .planned import Planned
+from .planned import View as View
 from .promotion import result_dtype
 
 if TYPE_CHECKING:
     from ..transforms.derivation import Derivation
-    from .spec import GraphSpec, Tensor
+    from .spec import Tensor
     from .tensor import GraphTensor
 
     Values = Mapping[str, GraphTensor]
     Tensors = Mapping[str, Tensor]
 
-
-# Kinds of broadcasts that cuDNN computes rightly, see planning/limits.py.
-ANY, ROWS_AND_CHANNELS, ONE_ELEMENT, NUMBERS_ONLY = "any", "rows, channels", "one", "numbers"
 LEAD = -1
 """In :meth:`Node.folds`: a dimension of its own, in front of the others."""
 
 
-class OtherForm(NamedTuple):
-    """A node with the results of another one where this very engine of cuDNN's, with these knobs,
-    runs it; from this version of cuDNN on."""
-
-    node: Node
-    engine: int
-    knobs: Mapping[str, int]
-    cudnn: int
-
-
 @dataclass(frozen=True)
-class View:
-    """A tensor as which cuDNN sees an array at a node's port, or a part of one.
-
-    ``port`` is the one of pygraph's method, ``strides`` are in elements, and ``offset`` is the
-    element of the array with which the tensor begins.
-    """
-
-    port: str
-    dims: Shape
-    strides: tuple[int, ...]
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class Node:
+class Node(Planned):
     """An operation of ``cudnn.pygraph`` with its attributes. Subclasses are registered."""
 
-    method: ClassVar[str]
-    """pygraph's method."""
     dims: ClassVar[str]
     """Ports and shapes, see :mod:`.dims`."""
     batch: ClassVar[str] = ""
@@ -77,58 +56,19 @@ class Node:
     """Functions of jnp, jax.nn or lax that this node stands for; used in error messages."""
     dtypes: ClassVar[tuple[str, ...]] = NUMBERS
     """Element types that the ports take."""
-    requires: ClassVar[str] = ""
-    """Minimum cuDNN, SM and shape rules, in words a user can read."""
-    anchor: ClassVar[bool] = False
-    """Whether cuDNN builds an engine around this node (one anchor a graph)."""
-    slow: ClassVar[tuple[int, ...]] = ()
-    """Numbers of cuDNN's engines that are measured to be slower than XLA around this anchor."""
     product: ClassVar[bool] = False
     """Whether this anchor multiplies: its compute type accumulates, float32 may become TF32, and
     the reference takes the operands as they are, with ``precision``."""
-    writes_all: ClassVar[bool] = False
-    """Whether a plan writes every result of this node, also one that nothing reads."""
     of_all_examples: ClassVar[tuple[str, ...]] = ()
     """Results of all examples together: vmap folds into the node only where nothing reads them."""
     vmaps_by_reference: ClassVar[bool] = False
     """Whether XLA computes the node under vmap from its reference, where no fold is right."""
-    broadcasts_around: ClassVar[str] = ROWS_AND_CHANNELS
-    """Which operands pointwise operations around this anchor may broadcast, see :mod:`.limits`."""
-    prologue: ClassVar[str] = ""
-    """Whether cuDNN computes operands of this anchor in one plan with it: ANY, "" for never, or the
-    method of a node that the graph then holds, too."""
-    masks: ClassVar[tuple[str, ...]] = ()
-    """Ports with a mask: bytes to XLA, bits to cuDNN, see ``ops/masks.py``."""
-    takes_masks: ClassVar[bool] = False
-    """Whether masks of bits may stand beside this anchor, see ``ops/masks.py``."""
-    returns_prologue: ClassVar[bool] = False
-    """Whether the plan can write what it computes before this anchor, too."""
-    least_rank: ClassVar[int] = 0
-    """cuDNN sees tensors of lower rank with dimensions of 1 put in after the second."""
-    channels_last: ClassVar[bool] = False
-    """Whether tensors of every rank lie channels-last in memory."""
-    row_major: ClassVar[bool] = False
-    """Whether tensors lie row-major in memory."""
-    apart: ClassVar[bool] = False
-    """Whether an operand at several ports is several tensors to cuDNN: pygraph's attention turns
-    the dims of those that it reads transposed, and would for its other ports, too."""
-    merges: ClassVar[bool] = False
-    """Whether tensors lie row-major around this anchor, and cuDNN sees neighbouring dimensions that
-    no tensor of the graph tells apart as one."""
     moves: ClassVar[bool] = False
     """Whether the node only moves elements: its values keep their dtype, also inside a graph."""
-    leftover: ClassVar[bool] = False
-    """Whether XLA runs this node, because cuDNN's graphs have none of its kind. Its results are
-    arrays in memory and keep their inferred dtype."""
-    outside: ClassVar[bool] = False
-    """Whether XLA may run this ``leftover`` also where implementation="cudnn" asks cuDNN for the
-    whole of a user's graph."""
     deterministic: ClassVar[bool] = True
     """Whether every engine gives equal results in each run (stated on the numerics page)."""
     rounding: ClassVar[str] = ""
     """What the numerics page says about this node besides accumulation and output rounding."""
-    initial: ClassVar[Mapping[str, float]] = {}
-    """Results of which a plan may write a part only, and the number that the rest has."""
     chooses: ClassVar[bool] = False
     """Whether a result is one of its operands' elements, or that without its sign: then their type
     holds it exactly."""
@@ -193,11 +133,6 @@ class Node:
         """The output ports that a node with these attributes has."""
         return self.ports.output_names
 
-    def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:
-        """Where the node has ``masks``: the nodes, on operands at these ports or numbers, for the
-        result at a port, as which cuDNN is asked for it with booleans."""
-        return ()
-
     def without(self, results: Collection[str]) -> Node:
         """The node that leaves out these results, which nothing reads; itself where there is
         none."""
@@ -217,15 +152,6 @@ class Node:
         """The node as it is in a graph that is to be deterministic."""
         return self
 
-    def needs(self, ports: Collection[str]) -> str:
-        """What a GPU must have for these input ports, where ``requires`` does not say it."""
-        return ""
-
-    def instead(self) -> OtherForm | None:
-        """What is tried where cuDNN has no plan for this anchor, or none in the workspace that is
-        allowed."""
-        return None
-
     @property
     def accumulator(self) -> np.dtype:
         """The dtype in which the reference computes."""
@@ -235,33 +161,6 @@ class Node:
         """The compute type where the user names none."""
         return "float32"
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        """Why cuDNN is not to be asked for this node, by its tensors at all ports, or None.
-
-        For what cuDNN would accept and compute wrongly, or otherwise than the options say.
-        """
-        return None
-
-    def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        """Numbers of cuDNN's engines that compute this node wrongly for such tensors."""
-        return ()
-
-    def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
-        """Where a candidate is tried among those of cuDNN's heuristics, where measurements show
-        them to be wrong: before those of a higher rank, and else in their order. Asked of the
-        anchor; the ``slow`` ones come last.
-        """
-        return 0
-
-    def needs_knob(self, graph: GraphSpec) -> str:
-        """The knob without which an engine does not compute this node's graph, or ""."""
-        return ""
-
-    def begins(self, tensors: Mapping[str, Tensor], order: Sequence[int]) -> Collection[int]:
-        """Where the node ``merges``: dimensions that are never one with those slower in memory,
-        also where no tensor tells them apart. ``order`` is that of all, slowest first."""
-        return ()
-
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         """What measurements of this node are filed under (see :mod:`.losses`), by its tensors at
         all ports, which state their memory order. Empty for what only accompanies other nodes.
@@ -269,15 +168,6 @@ class Node:
         Nodes override this where cuDNN has different kernels for different uses.
         """
         return "" if self.moves else self.method
-
-    def broadcast_to(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Shape]:
-        """Operands that cuDNN would read wrongly in their shapes, by port, and the shapes to which
-        XLA broadcasts them before a plan."""
-        return {}
-
-    def advice(self, tensors: Mapping[str, Tensor]) -> str:
-        """What this node costs by an operand that could be said more cheaply, and how; or ""."""
-        return ""
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         """Operations, a multiply-add being two, from the shapes of all ports by name."""
@@ -384,48 +274,6 @@ class Node:
         """The node with attributes for a dimension of ``size`` that is folded in so; ``tensors``
         are those before."""
         return self
-
-    def keywords(self) -> dict[str, Any]:
-        """The attributes as pygraph's method takes them."""
-        names = (f.name for f in dataclasses.fields(self) if f.name != "compute_data_type")
-        values = {name: getattr(self, name) for name in names}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-            if value is not None
-        }
-
-    def view_strides(self, dims: Shape, strides: list[int]) -> list[int] | None:
-        """The output's strides, where it is a part of the first input's memory in a plan; None
-        where it has memory of its own."""
-        return None
-
-    def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
-        """As which tensors cuDNN sees the array at a port, the first of them from its first element
-        on; none where it sees the array itself. ``tensors`` are those at all ports."""
-        return ()
-
-    def emit(
-        self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        """Adds the node to a cudnn.pygraph; returns one pygraph tensor for each output port, of a
-        port with ``views`` one for each of them.
-
-        ``common`` holds the keywords that every method takes: ``name``, ``compute_data_type``.
-        """
-        out = getattr(pygraph, self.method)(**tensors, **self.keywords(), **common)
-        return tuple(out) if isinstance(out, (tuple, list)) else (out,)
-
-
-def float32_range(name: str, value: Any) -> float:
-    """The number itself; GraphError when it is finite and float32, which computes, is not."""
-    if float(np.finfo(np.float32).max) < abs(value) < float("inf"):
-        raise GraphError(
-            f"{name!r} is too large",
-            expected="a number in the range of float32, in which graphs compute",
-            got=repr(value),
-        )
-    return float(value)
 
 
 REGISTRY: dict[str, type[Node]] = {}

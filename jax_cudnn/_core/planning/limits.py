@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from ..graph import layout
 from ..graph.dims import Shape
-from ..graph.node import ANY, NUMBERS_ONLY, ROWS_AND_CHANNELS
+from ..graph.planned import ANY, NUMBERS_ONLY, ROWS_AND_CHANNELS
 from ..graph.spec import Call, GraphSpec
 from . import structure
 

@@ -17,7 +17,7 @@ import math
 
 from ..graph import layout
 from ..graph.dims import Shape
-from ..graph.node import ANY
+from ..graph.planned import ANY
 from ..graph.spec import Call, GraphSpec
 from .call_sets import CallSets, members
 

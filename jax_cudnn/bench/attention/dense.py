@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,44 +19,19 @@ from .torch_sides import CUDNN, EFFICIENT, FLASH, FLEX
 
 
 def causal_case(batch: int, size: int, heads: int, served: int, width: int) -> AttentionCase:
-    of, operands = Attended(), qkv(batch, size, heads, served, width)
-
-    def ours(implementation: str | None) -> Side:
-        def function(q, k, v):
-            y = ops.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-            return {"y": y}
-
-        return Side(function)
-
     marked = (batch, heads, served, width) == (1, 64, 8, 128)
-    return AttentionCase(
-        f"causal/{batch}x{size}x{heads}-{served}x{width}",
-        "causal; bfloat16",
-        operands,
-        ("q", "k", "v"),
-        batch * of.pairs(size),
-        ours,
-        xla(of, operands["q"]),
-        exact(of),
+    return _case(
+        "causal",
+        "causal",
+        Attended(),
+        qkv(batch, size, heads, served, width),
         {side: sdpa(side, True, served) for side in (CUDNN, FLASH)},
-        {JAX_NN: Side(in_jax_nn(of, "cudnn"))},
-        published=published("bfloat16", size) if marked else {},
+        published("bfloat16", size) if marked else {},
     )
 
 
 def window_case(size: int, heads: int, served: int, width: int, window: int) -> AttentionCase:
-    of, operands = Attended(window=window), qkv(1, size, heads, served, width)
-
-    def ours(implementation: str | None) -> Side:
-        def function(q, k, v):
-            y = ops.dot_product_attention(
-                q, k, v, is_causal=True, local_window_size=(window - 1, 0),
-                implementation=implementation,
-            )  # fmt: skip
-            return {"y": y}
-
-        return Side(function)
-
+    of = Attended(window=window)
     flash, one = torch_sides.varlen(FLASH, size, window), np.array([0, size], np.int32)
 
     def packed(operands: Named) -> Named:
@@ -65,79 +40,89 @@ def window_case(size: int, heads: int, served: int, width: int, window: int) -> 
     def whole(results: Named) -> Named:
         return {n: x[None] for n, x in results.items()}
 
-    return AttentionCase(
-        f"window/1x{size}x{heads}-{served}x{width}-{window}",
-        f"causal, of the last {window} keys; bfloat16",
-        operands,
-        ("q", "k", "v"),
-        of.pairs(size),
-        ours,
-        xla(of, operands["q"]),
-        exact(of),
+    return _case(
+        "window",
+        f"causal, of the last {window} keys",
+        of,
+        qkv(1, size, heads, served, width),
         {
             CUDNN: "scaled_dot_product_attention takes no window",
             FLASH: [Side(flash, packed, whole, captured=False)],
             FLEX: [Side(_flex(of))],
         },
-        {JAX_NN: Side(in_jax_nn(of, "cudnn"))},
     )
 
 
 def bias_case(size: int, heads: int, served: int, width: int) -> AttentionCase:
-    of, operands = Attended(causal=False), qkv(1, size, heads, served, width)
-    operands["bias"] = Operand((1, heads, size, size))
-
-    def ours(implementation: str | None) -> Side:
-        def function(q, k, v, bias):
-            return {"y": ops.dot_product_attention(q, k, v, bias, implementation=implementation)}
-
-        return Side(function)
-
-    return AttentionCase(
-        f"bias/1x{size}x{heads}-{served}x{width}",
-        "a bias of all scores, with its gradient; bfloat16",
-        operands,
-        ("q", "k", "v", "bias"),
-        of.pairs(size),
-        ours,
-        xla(of, operands["q"]),
-        exact(of),
+    bias = Operand((1, heads, size, size))
+    return _case(
+        "bias",
+        "a bias of all scores, with its gradient",
+        Attended(causal=False),
+        {**qkv(1, size, heads, served, width), "bias": bias},
         {
             CUDNN: [*sdpa(CUDNN, False, served), *sdpa(CUDNN, False, served, learned=False)],
             FLASH: "scaled_dot_product_attention by flash attention takes no bias",
             EFFICIENT: sdpa(EFFICIENT, False, served),
         },
-        {JAX_NN: Side(in_jax_nn(of, "cudnn"))},
     )
 
 
 def softcap_case(size: int, heads: int, served: int, width: int, cap: float) -> AttentionCase:
-    of, operands = Attended(softcap=cap), qkv(1, size, heads, served, width)
-
-    def ours(implementation: str | None) -> Side:
-        def function(q, k, v):
-            score_mod = ops.score_mods.softcap(cap)
-            attend: Any = ops.dot_product_attention
-            y = attend(q, k, v, is_causal=True, score_mod=score_mod, implementation=implementation)
-            return {"y": y}
-
-        return Side(function)
-
-    return AttentionCase(
-        f"softcap/1x{size}x{heads}-{served}x{width}",
-        f"causal, scores s as {cap:g} tanh(s / {cap:g}), by score_mod; bfloat16",
-        operands,
-        ("q", "k", "v"),
-        of.pairs(size),
-        ours,
-        xla(of, operands["q"]),
-        exact(of),
+    of = Attended(softcap=cap)
+    return _case(
+        "softcap",
+        f"causal, scores s as {cap:g} tanh(s / {cap:g}), by score_mod",
+        of,
+        qkv(1, size, heads, served, width),
         {
             **dict.fromkeys((CUDNN, FLASH), "scaled_dot_product_attention takes no softcap"),
             FLEX: [Side(_flex(of))],
         },
-        {JAX_NN: "jax.nn.dot_product_attention takes no softcap"},
     )
+
+
+def _case(
+    kind: str,
+    what: str,
+    of: Attended,
+    operands: Mapping[str, Operand],
+    torch: Mapping[str, Sequence[Side] | str],
+    known: Mapping[str, float] | None = None,
+) -> AttentionCase:
+    """In bfloat16, with gradients of all operands; ``known`` are figures that are published."""
+    (batch, size, heads, width), served = operands["q"].shape, operands["k"].shape[2]
+    no_softcap = "jax.nn.dot_product_attention takes no softcap"
+    return AttentionCase(
+        f"{kind}/{batch}x{size}x{heads}-{served}x{width}" + (f"-{of.window}" if of.window else ""),
+        f"{what}; bfloat16",
+        operands,
+        (*operands,),
+        batch * of.pairs(size),
+        _ours(of),
+        xla(of, operands["q"]),
+        exact(of),
+        torch,
+        {JAX_NN: Side(in_jax_nn(of, "cudnn")) if of.softcap is None else no_softcap},
+        published=known or {},
+    )
+
+
+def _ours(of: Attended) -> Callable[[str | None], Side]:
+    window = None if of.window is None else (of.window - 1, 0)
+    score_mod = None if of.softcap is None else ops.score_mods.softcap(of.softcap)
+
+    def side(implementation: str | None) -> Side:
+        def function(q, k, v, bias=None):
+            y = ops.dot_product_attention(
+                q, k, v, bias, is_causal=of.causal, local_window_size=window, score_mod=score_mod,
+                implementation=implementation,
+            )  # fmt: skip
+            return {"y": y}
+
+        return Side(function)
+
+    return side
 
 
 def _flex(of: Attended) -> Callable[..., Any]:

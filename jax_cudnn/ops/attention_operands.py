@@ -1,0 +1,210 @@
+"""Operands of the functions of attention: checked, and in the form that graphs take."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.errors import GraphError, GraphTypeError
+from .arguments import floating
+from .attention_reference import Band
+from .score_mod import ScoreMod, check_function
+
+BY_TOKEN = (0, 2, 1, 3)
+"""(B, H, S, D) in the memory of (B, S, H, D), and back."""
+Aval = jax.Array | jax.ShapeDtypeStruct
+# Of the largest number: of float32 and bfloat16 it absorbs the scores, so that softmax of a row
+# with nothing else is uniform; of float16 it rounds them to multiples of 2**-8.
+_MASKED = -0.7
+
+
+def operand(name: str, x: Any, rank: int, heads_first: bool = False) -> jax.Array:
+    """An argument with rank 4; GraphError where its rank is not that of the query."""
+    x = floating(name, x)
+    if x.ndim != rank or rank not in (3, 4):
+        form = "N, T, H" if heads_first else "T, N, H"
+        raise GraphError(
+            f"{name} has the wrong rank",
+            expected=f"query, key and value all (B, {form}) or all ({form})",
+            got=f"{name} of shape {list(x.shape)}",
+        )
+    return x if rank == 4 else x[None]
+
+
+def by_token(x: jax.Array, heads_first: bool) -> Aval:
+    """What is known of an operand as (B, T, N, H)."""
+    if not heads_first:
+        return x
+    b, n, t, h = x.shape
+    return jax.ShapeDtypeStruct((b, t, n, h), x.dtype)
+
+
+def check_operands(query: Aval, key: Aval, value: Aval) -> None:
+    """GraphError or GraphTypeError where (B, T, N, H), (B, S, K, H) and (B, S, K, E) do not fit
+    together."""
+    (b, _, n, h), (*bs, heads, size) = query.shape, key.shape
+    fits = size == h and bs[0] == b and value.shape[:3] == key.shape[:3]
+    if not fits or heads == 0 or n % heads:
+        raise GraphError(
+            "query, key and value do not fit together",
+            expected="(B, T, N, H), (B, S, K, H) and (B, S, K, E), with N a multiple of K",
+            got=f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}",
+        )
+    check_size(h, query)
+    if not query.dtype == key.dtype == value.dtype:
+        raise GraphTypeError(
+            "query, key and value have different dtypes",
+            expected="one dtype",
+            got=f"{query.dtype}, {key.dtype} and {value.dtype}",
+            fix="cast them before the call",
+        )
+
+
+def check_size(size: int, x: Aval) -> None:
+    """GraphError where the heads of queries, in this array, have no elements."""
+    if size == 0:
+        raise GraphError(
+            "heads of queries have no elements",
+            expected="a size H of at least 1",
+            got=f"shape {list(x.shape)}",
+            why="scores are sums over H, by default divided by its root",
+        )
+
+
+def scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
+    """The query and the number that multiplies the scores; an array multiplies the query."""
+    if scale is None:
+        return query, query.shape[-1] ** -0.5
+    if isinstance(scale, numbers.Real):
+        return query, float(scale)
+    return (query * jnp.asarray(scale)).astype(query.dtype), 1.0
+
+
+def window_bounds(window: Any) -> tuple[int | None, int | None]:
+    """The bounds of cuDNN's band for local_window_size: its left one is the first key that is not
+    seen."""
+    if window is None:
+        return None, None
+    both = window if isinstance(window, (tuple, list)) else (window, window)
+    valid = all(isinstance(w, (int, np.integer)) and not isinstance(w, bool) for w in both)
+    if len(both) != 2 or not valid or min(both) < 0:
+        raise GraphError(
+            "local_window_size is not valid",
+            expected="(left, right) of integers of at least 0, or one for both",
+            got=repr(window)[:200],
+        )
+    return int(both[0]) + 1, int(both[1])
+
+
+def lengths_of(
+    queries: Any, keys: Any, query: Aval, key: Aval
+) -> tuple[jax.Array, jax.Array] | None:
+    """Both as (B, 1, 1, 1) and in range, where there is one."""
+    if queries is None and keys is None:
+        return None
+    found = []
+    for name, given, of in (
+        ("query_seq_lengths", queries, query),
+        ("key_value_seq_lengths", keys, key),
+    ):
+        batch = of.shape[0]
+        given = jnp.full(batch, of.shape[1], jnp.int32) if given is None else jnp.asarray(given)
+        if given.shape != (batch,) or given.dtype != jnp.int32:
+            raise GraphError(
+                f"{name} is not valid",
+                expected=f"int32[{batch}], the length of each example",
+                got=f"{given.dtype}{list(given.shape)}",
+            )
+        found.append(jnp.clip(given, 0, of.shape[1]).reshape(batch, 1, 1, 1))
+    return without_keys(*found)
+
+
+def without_keys(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both lengths so that cuDNN writes all results: of an example without keys it leaves them
+    unwritten, of one without queries not."""
+    none = keys <= 0
+    return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
+
+
+def additive(bias: Any, mask: Any, query: Aval, key: Aval) -> jax.Array | None:
+    """What is added to the scores for both, with rank 4."""
+    scores = _scores(query, key)
+    bias, mask = (_broadcasting(n, x, scores) for n, x in (("bias", bias), ("mask", mask)))
+    if bias is not None:
+        _check_bias(bias)
+    if mask is None:
+        return bias if bias is None else bias.astype(query.dtype)
+    if mask.dtype != jnp.bool_:
+        raise GraphTypeError(
+            "mask is not boolean",
+            expected="bool, True where a key is seen",
+            got=f"{mask.dtype}{list(mask.shape)}",
+            fix="give an additive mask as bias",
+        )
+    largest = float(jnp.finfo(query.dtype).max)
+    seen = jnp.zeros((), query.dtype) if bias is None else bias.astype(query.dtype)
+    return jnp.where(mask, seen, jnp.asarray(_MASKED * largest, query.dtype))
+
+
+def _check_bias(bias: jax.Array) -> None:
+    if bias.dtype == jnp.bool_ or jnp.issubdtype(bias.dtype, jnp.complexfloating):
+        raise GraphTypeError(
+            "bias holds no real numbers",
+            expected="floats, which are added to the scores",
+            got=f"{bias.dtype}{list(bias.shape)}",
+            fix="give it as mask=, True where a key is seen" if bias.dtype == jnp.bool_ else "",
+        )
+
+
+def modification(
+    function: Any,
+    operands: Sequence[Any],
+    query: Aval,
+    key: Aval,
+    band: Band,
+    lengths: Sequence[jax.Array],
+) -> tuple[ScoreMod, tuple[jax.Array, ...]]:
+    """The function of the scores, with the band and the lengths, as a value, and its operands as a
+    graph takes them."""
+    from .score_mod_written import written  # importing jax_cudnn does without
+
+    check_function(function)
+    scores, found, truths = _scores(query, key), [], []
+    for i, given in enumerate(operands):
+        x = _broadcasting(f"score_mod_operands[{i}]", given, scores)
+        if x is None or jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise GraphTypeError(
+                f"score_mod_operands[{i}] is no array of numbers", got=repr(given)[:200]
+            )
+        if x.dtype == jnp.bool_:
+            truths.append(i)
+            x = x.astype(query.dtype)
+        elif jnp.issubdtype(x.dtype, jnp.integer):
+            x = x.astype(jnp.int32)
+        found.append(x.astype(jnp.float32) if x.dtype.itemsize == 8 else x)
+    mod, read = written(function, found, scores, band, lengths, tuple(truths))
+    return mod, tuple(read)
+
+
+def _scores(query: Aval, key: Aval) -> tuple[int, ...]:
+    """The scores' shape."""
+    return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
+
+
+def _broadcasting(name: str, x: Any, scores: tuple[int, ...]) -> jax.Array | None:
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    shape = (*(1,) * (4 - x.ndim), *x.shape)
+    if x.ndim > 4 or any(a not in (1, b) for a, b in zip(shape, scores, strict=True)):
+        raise GraphError(
+            f"{name} does not fit the scores",
+            expected=f"what broadcasts to (B, N, T, S) = {list(scores)}",
+            got=f"shape {list(x.shape)}",
+        )
+    return x.reshape(shape)
