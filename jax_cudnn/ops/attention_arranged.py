@@ -11,7 +11,7 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node, OtherForm
-from .attention_base import Attending
+from .attention_base import Attending, in_another_dtype
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -33,6 +33,7 @@ class Arranged(Node):
 
     anchor = True
     product = True
+    keeps_dtypes = True
     row_major = True
     writes_all = True
     broadcasts_around = NUMBERS_ONLY
@@ -83,7 +84,7 @@ class Arranged(Node):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         if len(graph.calls) > 1:
             return f"cuDNN is asked for {self.method} by itself: its arrays lie otherwise"
-        return None
+        return in_another_dtype(self.results, tensors)
 
     def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
         for port in self.integers:

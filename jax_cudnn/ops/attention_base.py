@@ -120,6 +120,30 @@ def as_examples(
         yield dict.fromkeys(ports, 0)
 
 
+_ALIKE = {"O": "q", "dQ": "q", "dK": "k", "dV": "v", "dQKV": "qkv", "dBias": "bias"}
+
+
+def in_another_dtype(results: Collection[str], tensors: Tensors) -> str | None:
+    """Why cuDNN is not asked for results in other dtypes than their operands', or None: it takes
+    the graph, and writes what its arrays do not hold (measured)."""
+    for port in results:
+        like = tensors.get(_ALIKE.get(port, ""))
+        if like is not None and tensors[port].dtype != like.dtype:
+            return f"cuDNN writes {port} in {like.dtype} alone, the dtype of {_ALIKE[port]}"
+    return None
+
+
+def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> str | None:
+    """Why cuDNN is not asked for what reads results of attention in the same plan, or None: it
+    takes some such graphs, and misses a pointer when they run (measured of dQ)."""
+    made = {tensors[port].name: port for port in results}
+    for call in graph.calls:
+        for _, name in call.inputs:
+            if name in made:
+                return f"cuDNN's attention is a plan by itself: {call.name} reads {made[name]}"
+    return None
+
+
 @dataclass(frozen=True)
 class Attending(Node):
     """What the forward and the backward have in common."""
@@ -129,6 +153,7 @@ class Attending(Node):
     row_major = True
     apart = True
     writes_all = True
+    keeps_dtypes = True
     broadcasts_around = NUMBERS_ONLY
     dtypes = FLOATS
     requires = _REQUIRES
@@ -209,7 +234,9 @@ class Attending(Node):
         return ("dropout_mask",) if drawn else ()
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        if reason := odd_heads(tensors):
+        if reason := odd_heads(tensors) or in_another_dtype(self.results, tensors):
+            return reason
+        if reason := read_again(self.results, tensors, graph):
             return reason
         if self.score_mod is None:
             return extras.refusal(tensors)

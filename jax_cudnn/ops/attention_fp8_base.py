@@ -16,6 +16,7 @@ from .attention_base import (
     TOP_LEFT,
     check_shapes,
     checked_band,
+    read_again,
     structure,
 )
 from .attention_reference import Band
@@ -37,6 +38,7 @@ class Scaled(Node):
 
     anchor = True
     product = True
+    keeps_dtypes = True
     row_major = True
     apart = True
     writes_all = True
@@ -96,7 +98,7 @@ class Scaled(Node):
             return f"cuDNN's fp8 attention takes q, k and v of one dtype, not {', '.join(kinds)}"
         if any(t.value is not None for t in tensors.values()):
             return "cuDNN's fp8 attention reads factors from the GPU's memory: give them as arrays"
-        return None
+        return read_again(self.results, tensors, graph)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]

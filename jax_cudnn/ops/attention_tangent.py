@@ -95,8 +95,6 @@ class AttentionTangent(Tangent):
             passed |= self._by_reference(g, of_mod, cotangents, inner, inputs, tensors)
         others = tuple(name for name in cotangents if name != out)
         if others:  # of the statistic, which v does not move
-            for x in made:  # cuDNN writes no wider ones
-                g.fixed(x, x._state.dtype)
             moved = {p: name for p, name in linear.items() if p != "v" and p not in of_mod}
             of_others = {name: cotangents[name] for name in others}
             further = self._by_reference(g, moved, of_others, inner, inputs, tensors)

@@ -104,7 +104,9 @@ class GraphBuilder:
                     continue
                 if call.node.moves:
                     dtypes[name] = dtypes[call.inputs[0][1]]
-                elif is_floating(dtypes[name]) and not call.node.leftover:
+                elif is_floating(dtypes[name]) and not (
+                    call.node.leftover or call.node.keeps_dtypes
+                ):
                     dtypes[name] = self._options.intermediate_data_type
         return dtypes
 

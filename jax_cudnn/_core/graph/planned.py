@@ -86,6 +86,9 @@ class Planned:
     leftover: ClassVar[bool] = False
     """Whether XLA runs this node, because cuDNN's graphs have none of its kind. Its results are
     arrays in memory and keep their inferred dtype."""
+    keeps_dtypes: ClassVar[bool] = False
+    """Whether results keep their inferred dtype inside a graph, too, unless the user names another:
+    cuDNN writes no wider ones."""
     outside: ClassVar[bool] = False
     """Whether XLA may run this ``leftover`` also where implementation="cudnn" asks cuDNN for the
     whole of a user's graph."""

@@ -60,7 +60,10 @@ class Derivation(GraphBuilder):
         results = self._append(node, {port: x._state for port, x in given})
         results = results if isinstance(results, tuple) else (results,)
         given = inputs.values()
-        if node.moves:
+        if node.keeps_dtypes:
+            for x in results:
+                self.fixed(x, x._state.dtype)
+        elif node.moves:
             self._moved |= {x.name: next(iter(given)) for x in results}
         elif node.chooses and all(map(self._is_settled, given)):
             dtypes = {x._state.dtype for x in given}
