@@ -17,7 +17,7 @@ import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn.bench import losses, queued, run, sides, timing, torch_graphs
 from jax_cudnn.bench.attention import cases as attention_cases
-from jax_cudnn.bench.attention import figures, torch_sides
+from jax_cudnn.bench.attention import figures, power, torch_sides
 from jax_cudnn.bench.attention import measure as attention
 from jax_cudnn.bench.attention import tables as attention_tables
 from jax_cudnn.bench.attention.case import LIMIT, Side
@@ -900,3 +900,48 @@ def test_shown_attention_is_the_committed_one():
     states = {name: entry["status"] for name, entry in data["attention"].items()}
     assert states == {**dict.fromkeys(states, "timed"), "float8/1x8192x64-8x128": "WRONG"}
     assert shown[1] == attention_tables.render_attention(data)
+
+
+# -- what the power limit does ---------------------------------------------------------------------
+
+
+def test_power_is_measured_at_length_and_after_pauses(tmp_path, monkeypatch):
+    """With a command in place of nvidia-smi that prints as it does."""
+    smi = tmp_path / "nvidia-smi"
+    rows = "100, 50.5, 200, 70\n" * 3 + "150, 60.5, 200, 70\n" * 3
+    smi.write_text(f"#!/bin/sh\nprintf '{rows}'; echo \"$@\" >> {tmp_path}/asked; exec sleep 9\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, value in {"_PAUSE": 0.0, "_LONG": 0.5, "_BATCH": 1e-3}.items():
+        monkeypatch.setattr(power, name, value)
+    ran = []
+
+    def function(x):
+        jax.debug.callback(lambda x: ran.append(np.asarray(x)), x)
+        return x * 2
+
+    x = jnp.full(8, 3.0)
+    found = power.power(function, (x,), 8e6, equal=True)
+    assert [*found] == ["rested", "at_length", "equal_numbers"]
+    for one in found.values():
+        assert one["tflops"] == pytest.approx(8 / one["us"], abs=0.051)
+    clock = {"MHz": 150.0, "W": 60.5, "most_MHz": 200.0, "most_W": 70.0}
+    assert clock.items() <= found["at_length"].items()
+    assert clock.items() <= found["equal_numbers"].items()
+    assert {float(x[0]) for x in ran} == {3.0, 1.0}
+    assert "clocks.sm,power.draw" in (tmp_path / "asked").read_text()
+    text = power.told(found)
+    assert "at 150 of 200 MHz, 60 of 70 W" in text
+    assert text.count(" us (") == 3
+    assert [*power.power(function, (x,), 8e6, equal=False)] == ["rested", "at_length"]
+
+
+def test_power_is_left_out_without_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert power.power(lambda x: x, (jnp.ones(2),), 1.0, equal=True) is None
+
+
+def test_power_stands_in_the_notes():
+    found = {"rested": {"us": 5.0, "tflops": 2.0}, "at_length": {"us": 6.0, "tflops": 1.7}}
+    text = rendered({"a": entry(program({OURS: 5.0, "by blocks": 9.0}, power=found))})
+    assert "- a forward: jax_cudnn: calls at length 6 us (1.7 TFLOP/s), after pauses 5 us" in text

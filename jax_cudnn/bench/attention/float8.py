@@ -42,13 +42,13 @@ def float8_case(size: int, heads: int, served: int, width: int) -> AttentionCase
     def learned(operands: Named) -> Named:
         """The state after a step."""
         state = ops.DelayedScaling.create(1)
-        dy, given = operands["dy"], {n: operands[n] for n in ("q", "k", "v")}
+        given = {n: operands[n] for n in ("q", "k", "v")}
 
-        def step(state: Any) -> Any:
+        def step(given: Named, dy: Any, state: Any) -> Any:
             _, pull = jax.vjp(lambda state: with_state(**given, state=state)["y"], state)
             return pull(dy)[0]
 
-        return {**operands, "state": jax.jit(step)(state)}
+        return {**operands, "state": jax.jit(step)(given, operands["dy"], state)}
 
     wide = causal_case(1, size, heads, served, width)
     marked = (heads, served, width) == (64, 8, 128)

@@ -16,6 +16,7 @@ from .case import AttentionCase, Named
 from .checks import difference, exact
 from .figures import Effort, Running, figures, times, together
 from .parts import JAX_NN
+from .power import power
 from .prepared import Prepared
 
 _TOO_LONG = 10.0  # seconds of a call; such a side is not timed
@@ -114,6 +115,10 @@ def _program(prepared: Prepared, effort: Effort, program: str, want: Named) -> d
     ready_at = time.perf_counter()
     found = times(running, prepared.plain, effort)
     entry |= figures(found, running, case, program)
+    name = "backward" if program == BACKWARD else "forward"
+    if OURS in running and case.published_side == OURS and name in case.published:
+        # The residuals of a backward are of its operands: on others it computes no numbers.
+        entry["power"] = power(*given[OURS], case.flops(program), equal=program != BACKWARD)
     took = {"ready": ready_at - began, "timed": time.perf_counter() - ready_at}
     entry["seconds"] = {stage: round(seconds, 1) for stage, seconds in took.items()}
     if wrong:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..sides import BACKWARD, FORWARD, OURS, REFERENCE, TIMED, TRAINING, WHOLE
 from ..tables import where
+from . import power
 from .parts import JAX_NN
 from .torch_sides import CUDNN, FLASH
 
@@ -242,6 +243,8 @@ def _told(found: Mapping[str, Any]) -> Iterator[str]:
     shown = [side for side, each in hidden.items() if not each]
     if shown and len(shown) < len(hidden):  # on a CPU all are
         yield f"the host's time may be in that of {', '.join(shown)}"
+    if found.get("power"):
+        yield f"{OURS}: {power.told(found['power'])}"
     why = found.get("plans", {}).get(OURS, {}).get("why_xla")
     if why:
         yield f"XLA runs it by default: {why}"

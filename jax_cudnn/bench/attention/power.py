@@ -1,0 +1,113 @@
+"""What the GPU's power limit does to a program's time: calls after pauses, calls at length, and
+calls on equal numbers, which switch fewer bits. Its clocks are read, never set."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_QUERY = ("clocks.sm", "power.draw", "clocks.max.sm", "power.limit")
+_NAMES = ("MHz", "W", "most_MHz", "most_W")
+_BATCH = 0.008  # seconds of calls in a row behind a pause: less than the limit takes to act
+_PAUSE, _PAUSES = 0.4, 8
+_LONG = 2.5  # seconds of calls at length, of which the second half counts
+
+
+def power(
+    function: Callable[..., Any], operands: Any, flops: float, equal: bool
+) -> dict[str, Any] | None:
+    """Times of a function in us, with the clock in MHz and the power in W meanwhile; ``equal`` says
+    whether to run it on ones, too. None without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    call = jax.jit(function).lower(*operands).compile()
+    found = _figures(lambda: call(*operands), flops)
+    if equal:
+        ones = jax.tree.map(jnp.ones_like, operands)
+        found["equal_numbers"] = _at_length(lambda: call(*ones), flops)
+    return found
+
+
+def told(found: dict[str, Any]) -> str:
+    """The figures in words."""
+    names = {"at_length": "calls at length", "rested": "after pauses", "equal_numbers": "on ones"}
+    said = []
+    for kind, name in names.items():
+        if one := found.get(kind):
+            text = f"{name} {one['us']:.4g} us ({one['tflops']:.3g} TFLOP/s)"
+            if "W" in one:
+                text += " at {MHz:.0f} of {most_MHz:.0f} MHz, {W:.0f} of {most_W:.0f} W".format(
+                    **one
+                )
+            said.append(text)
+    return ", ".join(said)
+
+
+def _figures(call: Callable[[], Any], flops: float) -> dict[str, Any]:
+    jax.block_until_ready(call())
+    count = max(1, int(_BATCH / _seconds(call, 1)))
+    rested = []
+    for _ in range(_PAUSES):
+        time.sleep(_PAUSE)
+        jax.block_until_ready(call())
+        rested.append(_seconds(call, count))
+    return {
+        "rested": _rate(statistics.median(rested), flops),
+        "at_length": _at_length(call, flops),
+    }
+
+
+def _at_length(call: Callable[[], Any], flops: float) -> dict[str, float]:
+    jax.block_until_ready(call())
+    count = max(1, int(4 * _BATCH / _seconds(call, 1)))
+    times = []
+    with _sampled() as samples:
+        end = time.perf_counter() + _LONG
+        while time.perf_counter() < end:
+            times.append(_seconds(call, count))
+    late = samples()
+    late = late[len(late) // 2 :]
+    clock = dict(zip(_NAMES, map(statistics.median, zip(*late, strict=True)), strict=False))
+    return _rate(statistics.median(times[len(times) // 2 :]), flops) | clock
+
+
+def _seconds(call: Callable[[], Any], count: int) -> float:
+    """Of a call, from several in a row."""
+    began, last = time.perf_counter(), None
+    for _ in range(count):
+        last = call()
+    jax.block_until_ready(last)
+    return (time.perf_counter() - began) / count
+
+
+def _rate(seconds: float, flops: float) -> dict[str, float]:
+    return {"us": round(seconds * 1e6, 2), "tflops": round(flops / seconds / 1e12, 1)}
+
+
+@contextmanager
+def _sampled() -> Iterator[Callable[[], list[list[float]]]]:
+    """Gives the samples of _QUERY, when it has ended."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(_QUERY)}", "-lms", "50"]
+    command += ["--format=csv,noheader,nounits"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        text = ""
+
+        def samples() -> list[list[float]]:
+            rows = [line.split(",") for line in text.splitlines()]
+            return [[float(x) for x in row] for row in rows if len(row) == len(_QUERY)]
+
+        try:
+            yield samples
+        finally:
+            process.terminate()
+            text = process.communicate()[0]
