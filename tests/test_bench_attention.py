@@ -931,7 +931,7 @@ def test_power_is_measured_at_length_and_after_pauses(tmp_path, monkeypatch):
     assert {float(x[0]) for x in ran} == {3.0, 1.0}
     assert "clocks.sm,power.draw" in (tmp_path / "asked").read_text()
     text = power.told(found)
-    assert "at 150 of 200 MHz, 60 of 70 W" in text
+    assert "at 150 of 200 MHz and 60 of 70 W" in text
     assert text.count(" us (") == 3
     assert [*power.power(function, (x,), 8e6, equal=False)] == ["rested", "at_length"]
 
@@ -944,4 +944,4 @@ def test_power_is_left_out_without_nvidia_smi(tmp_path, monkeypatch):
 def test_power_stands_in_the_notes():
     found = {"rested": {"us": 5.0, "tflops": 2.0}, "at_length": {"us": 6.0, "tflops": 1.7}}
     text = rendered({"a": entry(program({OURS: 5.0, "by blocks": 9.0}, power=found))})
-    assert "- a forward: jax_cudnn: calls at length 6 us (1.7 TFLOP/s), after pauses 5 us" in text
+    assert "- all: jax_cudnn: calls at length 6 us (1.7 TFLOP/s), after pauses 5 us" in text

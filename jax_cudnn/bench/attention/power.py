@@ -45,9 +45,8 @@ def told(found: dict[str, Any]) -> str:
         if one := found.get(kind):
             text = f"{name} {one['us']:.4g} us ({one['tflops']:.3g} TFLOP/s)"
             if "W" in one:
-                text += " at {MHz:.0f} of {most_MHz:.0f} MHz, {W:.0f} of {most_W:.0f} W".format(
-                    **one
-                )
+                text += f" at {one['MHz']:.0f} of {one['most_MHz']:.0f} MHz"
+                text += f" and {one['W']:.0f} of {one['most_W']:.0f} W"
             said.append(text)
     return ", ".join(said)
 
