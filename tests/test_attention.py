@@ -714,6 +714,49 @@ def test_one_array_at_several_ports_is_planned(name):
             assert len(plan.execution_plans) == 1  # XLA adds up what has several gradients
 
 
+@pytest.mark.deviceless
+def test_results_in_other_dtypes_are_not_asked_for():
+    """On an H200 cuDNN took them, and wrote 16 bits into 32, or missed a pointer."""
+    x, stats = S((2, 4, 128, 64), "bfloat16"), S((2, 4, 128, 1), "float32")
+
+    def gradients(g, q, k, v, o, dO, stats):
+        dq, dk, dv = g.sdpa_backward(q, k, v, o, dO, stats)
+        return dq, dk.set_data_type("float32"), dv
+
+    def forward(g, q, k, v):
+        return g.sdpa(q, k, v)[0].set_data_type("float32")
+
+    for function, avals, port in (
+        (gradients, (x, x, x, x, x, stats), "dK in bfloat16 alone"),
+        (forward, (x, x, x), "O in bfloat16 alone"),
+    ):
+        with jc.target("H200"):
+            (segment,) = jc.plan(jc.graph(function), *avals).segments
+        assert segment.plan is None
+        assert port in segment.reason
+
+
+@pytest.mark.deviceless
+def test_what_reads_a_result_runs_behind_the_plan():
+    """On an H200 a plan that added to dQ missed a pointer. Results stay in 16 bits for it."""
+    x, stats = S((2, 4, 128, 64), "bfloat16"), S((2, 4, 128, 1), "float32")
+    forward = lambda g, q, k, v: g.relu(g.sdpa(q, k, v)[0])  # noqa: E731
+
+    def backward(g, q, k, v, o, dO, stats):
+        dq, dk, dv = g.sdpa_backward(q, k, v, o, dO, stats)
+        return g.add(dq, q), dk, dv
+
+    for function, avals in ((forward, (x, x, x)), (backward, (x, x, x, x, x, stats))):
+        with jc.target("H200"):
+            plan = jc.plan(jc.graph(function), *avals)
+        attention, behind = plan.segments
+        assert "a plan by itself" in attention.reason or "a plan by itself" in behind.reason
+        written = attention.spec.output_tensors
+        assert {t.dtype for t in written if t.shape[-1] > 1} == {"bfloat16"}  # not of Stats
+        assert attention.plan is not None
+        assert "sdpa" not in str([call.node.method for call in behind.spec.calls])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ONE_ARRAY)
 def test_one_array_at_several_ports_on_the_gpu(name):
