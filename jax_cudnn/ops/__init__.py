@@ -41,8 +41,8 @@ from .hooks import dot_general as dot_general
 from .mxfp8 import dequantize_mxfp8 as dequantize_mxfp8
 from .mxfp8 import quantize_mxfp8 as quantize_mxfp8
 from .norms import ada_layer_norm as ada_layer_norm
-from .norms import group_norm as group_norm
-from .norms import instance_norm as instance_norm
 from .norms import layer_norm as layer_norm
 from .norms import rms_norm as rms_norm
+from .norms_of_channels import group_norm as group_norm
+from .norms_of_channels import instance_norm as instance_norm
 from .scaling import DelayedScaling as DelayedScaling

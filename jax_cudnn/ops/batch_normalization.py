@@ -15,7 +15,8 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.example import Example
 from .._core.graph.node import Node
-from .normalization_base import BACKWARD_DIMS, Spatial, normalized
+from .extents import Spatial
+from .normalization_base import BACKWARD_DIMS, normalized
 from .normalization_of_channels import (
     CHANNELS,
     IMAGES,

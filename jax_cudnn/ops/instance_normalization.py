@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from .._core.graph.builder import register
 from .._core.graph.example import Example
-from .normalization_base import BACKWARD_DIMS, Phased, Spatial
+from .extents import Spatial
+from .normalization_base import BACKWARD_DIMS, Phased
 from .normalization_of_channels import (
     CHANNELS,
     IMAGES,

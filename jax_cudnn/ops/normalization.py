@@ -12,7 +12,8 @@ from .._core.graph.builder import register
 from .._core.graph.example import Example
 from .._core.graph.node import Node
 from .._core.graph.spec import Tensor
-from .normalization_base import BACKWARD_DIMS, TRAINING, Rows
+from .extents import Rows
+from .normalization_base import BACKWARD_DIMS, TRAINING
 from .normalization_of_rows import BackwardOfRows, ForwardOfRows, ones
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from .._core.graph.example import Example
-from .normalization_base import Normalization, NormalizationBackward, Normalizing, Spatial
+from .extents import Spatial
+from .normalization_base import Normalization, NormalizationBackward, Normalizing
 
 if TYPE_CHECKING:
     from .._core.graph.dims import Shape

@@ -10,12 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from .._core.graph.layout import major_to_minor
 from .._core.graph.node import ANY, LEAD, Node
 from .._core.graph.spec import Tensor
-from .normalization_base import (
-    NormalizationBackward,
-    Normalizing,
-    Phased,
-    Rows,
-)
+from .extents import Rows
+from .normalization_base import NormalizationBackward, Normalizing, Phased
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors

@@ -1,0 +1,174 @@
+"""Instance and group normalization in the conventions of Flax."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError
+from .._core.graph.options import Options
+from .._core.graph.trace import GraphFunction
+from .arguments import floating, transpose
+from .norm_arguments import Scalar, channels_second, of_rank, parameter, per_channel
+from .norms import Asked, Moved, norm
+
+INSTANCE_NORM = GraphFunction(norm, name="instance_norm")
+GROUP_NORM = GraphFunction(norm, name="group_norm")
+
+
+def instance_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    axis: int = -1,
+    epsilon: Scalar = 1e-5,
+    return_statistics: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Instance normalization: each channel of each image by itself.
+
+    ``(x - mean) * inv_std * scale + bias`` with ``inv_std = (var + epsilon)**-0.5``; mean and
+    (biased) variance over all axes but the first and ``axis``.
+
+    Args:
+        x: (batch, *spatial, channels), or with its channels at ``axis``; at least one spatial axis.
+        scale: (channels,); none is 1.
+        bias: (channels,); none is 0.
+        axis: where the channels are.
+        epsilon, return_statistics, implementation, options: as in :func:`layer_norm`.
+
+    Returns, Raises: as :func:`layer_norm`. Source: Ulyanov et al. 2016, arXiv:1607.08022;
+    ``flax.nnx.InstanceNorm``; cuDNN documentation, ``CUDNN_INSTANCE_NORM``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> jc.ops.instance_norm(jnp.ones((2, 8, 8, 16)), jnp.ones(16), jnp.zeros(16)).shape
+        (2, 8, 8, 16)
+    """
+    x = floating("x", x)
+    order = channels_second(x, axis, 3, "(batch, *spatial, channels)")
+    image = Moved(transpose(x, order), order)
+    shape = image.x.shape
+    scale, bias = per_channel(shape, scale, bias, x.dtype)
+    # cuDNN has up to three spatial dimensions.
+    spatial = shape[2:] if len(shape) < 6 else (math.prod(shape[2:]),)
+    found = Asked(INSTANCE_NORM, "instancenorm", epsilon, options, implementation).of(
+        image.x.reshape(*shape[:2], *spatial),
+        of_rank(scale, 2 + len(spatial)),
+        of_rank(bias, 2 + len(spatial)),
+    )
+    rank = image.x.ndim
+    y = image.back(found[0].reshape(shape))
+    statistics = tuple(image.back(of_rank(v, rank, lead=2)) for v in found[1:])
+    return (y, statistics) if return_statistics else y
+
+
+def group_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    num_groups: int,
+    axis: int = -1,
+    epsilon: Scalar = 1e-5,
+    return_statistics: bool = False,
+    implementation: str | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Group normalization: each group of channels of each image by itself.
+
+    ``(x - mean) * inv_std * scale + bias`` with ``inv_std = (var + epsilon)**-0.5``; mean and
+    (biased) variance over the channels of a group and all axes but the first.
+
+    Args:
+        x: (batch, ..., channels), or with its channels at ``axis``.
+        scale: (channels,); none is 1.
+        bias: (channels,); none is 0.
+        num_groups: a divisor of the number of channels.
+        axis: where the channels are.
+        epsilon, return_statistics, implementation, options: as in :func:`layer_norm`.
+
+    Returns: y, of the shape and dtype of x; with ``return_statistics`` (y, (mean, inv_std)), these
+    in float32 and of shape (batch, num_groups).
+
+    cuDNN's graphs have no such operation. One group, and a group for each channel, are rows and
+    instances to it; XLA runs the rest, in the same program. Of several groups with a scale or bias
+    XLA normalizes, by the statistics; these and x are kept for the backward.
+
+    Raises: as :func:`layer_norm`. Source: Wu and He 2018, arXiv:1803.08494;
+    ``flax.nnx.GroupNorm``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> jc.ops.group_norm(jnp.ones((2, 8, 8, 16)), num_groups=4).shape
+        (2, 8, 8, 16)
+    """
+    x = floating("x", x)
+    second = channels_second(x, axis, 2, "(batch, ..., channels)")
+    order = (second[0], *second[2:], second[1])  # channels last
+    moved = Moved(transpose(x, order), order)
+    batch, *spatial, channels = moved.x.shape
+    try:
+        groups = operator.index(num_groups)
+    except TypeError:
+        groups = 0
+    if groups < 1 or channels % groups:
+        raise GraphError(
+            "num_groups does not divide the channels",
+            expected=f"a divisor of {channels}, the size of axis {axis}",
+            got=f"num_groups={num_groups!r}",
+        )
+    scale, bias = (parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
+    if 1 < groups == channels and spatial:
+        y, found = instance_norm(
+            moved.x, scale, bias, epsilon=epsilon, return_statistics=True, options=options,
+            implementation=implementation,
+        )  # fmt: skip
+        y, statistics = moved.back(y), tuple(v.reshape(batch, groups) for v in found)
+        return (y, statistics) if return_statistics else y
+    # Of (batch, pixels, groups, channels of each) the second and last are a group's.
+    inner = channels // groups
+    wide = moved.x.reshape(batch, math.prod(spatial), channels)  # a mesh takes one step at a time
+    wide = wide.reshape(batch, math.prod(spatial), groups, inner)
+    if groups == 1:
+        wide = wide.reshape(batch, math.prod(spatial) * channels)
+    row = (1, *(1 if axis == 2 else size for axis, size in enumerate(wide.shape) if axis))
+    apart = groups > 1 and not (scale is None and bias is None)  # no factor is of a group alone
+    within = (
+        jnp.full(row, neutral, x.dtype)
+        if apart or p is None
+        else jnp.broadcast_to(p, moved.x.shape[1:]).reshape(row)
+        for p, neutral in ((scale, 1), (bias, 0))
+    )
+    y, *found = Asked(GROUP_NORM, "layernorm", epsilon, options, implementation).of(wide, *within)
+    statistics = tuple(v.reshape(batch, groups) for v in found)
+    if apart:
+        y = _scaled_groups(moved.x, *statistics, scale, bias)
+    y = moved.back(y.reshape(moved.x.shape))
+    return (y, statistics) if return_statistics else y
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _scaled_groups(
+    x: jax.Array,
+    mean: jax.Array,
+    inv_std: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """Groups of the last axis by their statistics, then scale and bias by channel; of x and the
+    statistics nothing more is kept for the backward."""
+    batch, groups = mean.shape
+    each = (batch, *(1,) * (x.ndim - 2), groups, 1)
+    wide = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups).astype(jnp.float32)
+    y = ((wide - mean.reshape(each)) * inv_std.reshape(each)).reshape(x.shape)
+    y = y if scale is None else y * scale.astype(jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)
