@@ -115,7 +115,8 @@ with planned():
             plans = jc.plans(jax.grad(lambda x, s, f=asked: f(x, s)[0].sum(), (0, 1)), rows, by)
             for name, plan in plans.items():
                 print(f"{rows.shape[-1]} elements, {implementation}, {name}: {plan.engine}")
-                print(f"    {plan.segments[0].reason}" * bool(plan.segments[0].reason))
+                if plan.segments[0].reason:
+                    print("   ", plan.segments[0].reason)
 
 # %% [markdown]
 # ## In JAX's conventions
