@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from ...deviceless.profiles import Profile
+from ..cuda import CudaDevice
 from ..errors import GraphError
 from ..graph.spec import GraphSpec, Tensor
 from .execution_plan import ExecutionPlan
 from .explanation import Explanation, explain
+
+if TYPE_CHECKING:
+    from .candidates import Candidate, Candidates
 
 XLA = "XLA"
 """What stands for an engine where nothing is cuDNN's."""
@@ -45,6 +50,8 @@ class Plan:
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         spec: the graph.
         segments: its parts, in the order in which they run.
+        site: the GPU that it was planned for, a profile or one of this process; None where nothing
+            is cuDNN's, or where the plan was read from bytes.
     """
 
     name: str
@@ -52,6 +59,7 @@ class Plan:
     implementation: str
     spec: GraphSpec
     segments: tuple[PlannedSegment, ...]
+    site: Profile | CudaDevice | None = field(default=None, compare=False)
 
     @property
     def execution_plans(self) -> tuple[ExecutionPlan, ...]:
@@ -69,9 +77,54 @@ class Plan:
         return max((plan.workspace_bytes for plan in self.execution_plans), default=0)
 
     @property
-    def candidates(self) -> int:
-        """How many plans cuDNN's heuristics proposed for all segments."""
+    def candidate_count(self) -> int:
+        """How many plans cuDNN's heuristics proposed for all segments while these were planned."""
         return sum(plan.candidates for plan in self.execution_plans)
+
+    @property
+    def candidates(self) -> Candidates:
+        """What cuDNN's heuristics propose for the graph in their modes A, B and FALLBACK.
+
+        Nothing is built for it: a list takes 0.1 to 0.7 s once, and is then kept in memory.
+        ``candidates.built()`` says of each whether it can be built.
+
+        Raises:
+            GraphError: the graph is cut, or XLA's: take ``plan.parts``.
+
+        Example:
+            >>> import jax, jax_cudnn as jc
+            >>> relu = jc.graph(lambda g, x: g.relu(x))
+            >>> x = jax.ShapeDtypeStruct((64, 128), "bfloat16")
+            >>> with jc.target("H200"):
+            ...     print(jc.plan(relu, x).candidates)                        # doctest: +SKIP
+        """
+        from . import selection
+
+        return selection.candidates(self)
+
+    def select(self, which: int | Candidate) -> Plan:
+        """The plan of another candidate: of this engine with these knobs.
+
+        ``fn.with_options(**plan.select(i).pinned)`` makes the same choice for a graph function or a
+        :class:`jax_cudnn.Graph`, with jit, grad and vmap.
+
+        Args:
+            which: a :class:`jax_cudnn.Candidate` of ``plan.candidates``, or its index.
+
+        Raises:
+            UnsupportedGraphError: cuDNN cannot build it, or the graph's options leave it out.
+            GraphError: there is no such candidate, or the graph is cut.
+        """
+        from . import selection
+
+        return selection.select(self, which)
+
+    @property
+    def parts(self) -> tuple[Plan, ...]:
+        """A plan for each of cuDNN's segments, which has candidates of its own."""
+        from . import selection
+
+        return selection.parts(self)
 
     @property
     def residuals(self) -> tuple[Tensor, ...]:
@@ -81,21 +134,22 @@ class Plan:
     @property
     def pinned(self) -> dict[str, Any]:
         """The options that name this engine with its knobs, of a graph that is one plan."""
-        return self._only.pinned
+        return self.only.pinned
 
     @property
     def text(self) -> str:
         """The backend's plan (JSON), of a graph that is one plan."""
-        return self._only.text
+        return self.only.text
 
     @property
-    def _only(self) -> ExecutionPlan:
+    def only(self) -> ExecutionPlan:
+        """cuDNN's plan, of a graph that is one plan; GraphError for others."""
         plans = self.execution_plans
         if len(self.segments) > 1 or not plans:
             raise GraphError(
                 f"{self.name} is not one cuDNN plan",
                 got=f"{len(self.segments)} segments: {self.engine}",
-                fix="take those of plan.execution_plans; plan.explain() says why it is cut",
+                fix="take its parts: plan.parts; plan.explain() says why it is cut",
             )
         return plans[0]
 
