@@ -7,7 +7,10 @@ import jax
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn.bench.cases import conv_bias_relu, matmul_bias_gelu
+from jax_cudnn._core.graph import record
+from jax_cudnn._core.graph.spec import intern
+from jax_cudnn._core.planning.collect import graphs
+from jax_cudnn.bench.cases import all_cases, conv_bias_relu, matmul_bias_gelu
 
 FLOATS = [jax.ShapeDtypeStruct((1, 64, 64), "float32")] * 2
 
@@ -215,3 +218,68 @@ def test_the_gpu_of_a_plan_is_no_part_of_its_value():
     assert dataclasses.replace(made, site=None) == made
     with pytest.raises(jc.GraphError, match="plan the function again"):
         _ = dataclasses.replace(made, site=None).candidates
+
+
+# -- as data ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_graphs_are_written_down_and_read(case):
+    spec = case.function.trace(*case.avals)[1].spec
+    text = json.dumps(record.encoded(spec))
+    again = record.decoded(json.loads(text))
+    assert again == spec
+    assert intern(again) is intern(spec)
+
+
+@pytest.mark.parametrize("operation", ["dot_product_attention", "layer_norm"])
+def test_derived_graphs_are_written_down_and_read(operation):
+    """With what they keep for derivatives, their families, and functions of scores."""
+    x = jax.ShapeDtypeStruct((2, 64, 4, 64), "bfloat16")
+    if operation == "layer_norm":
+        fn, avals = jc.ops.layer_norm, (x, *[jax.ShapeDtypeStruct((64,), "bfloat16")] * 2)
+    else:
+        softcap = lambda score, b, h, q, kv: 20 * jax.numpy.tanh(score / 20)  # noqa: E731
+        fn = lambda q, k, v: jc.ops.dot_product_attention(q, k, v, score_mod=softcap)  # noqa: E731
+        avals = (x, x, x)
+    loss = lambda *arrays: fn(*arrays).astype("float32").sum()  # noqa: E731
+    found = graphs(jax.grad(loss), avals, {})
+    assert len(found) == 2
+    for spec in found.values():
+        assert record.decoded(json.loads(json.dumps(record.encoded(spec)))) == spec
+
+
+@pytest.mark.deviceless
+def test_a_plan_is_read_as_it_was_written():
+    with jc.target("H200"):
+        cut = jc.plan(two_products, *FLOATS)
+    for made in (plan(), cut, plan().select(1)):
+        read = jc.Plan.deserialize(made.serialize())
+        assert read == made
+        assert read.site is None
+        assert str(read.explain()) == str(made.explain())
+        assert json.loads(json.dumps(made.to_json())) == json.loads(made.serialize())
+        assert read.serialize() == made.serialize()
+
+
+@pytest.mark.deviceless
+def test_what_is_no_plan_is_refused_in_words():
+    good = plan().serialize()
+    for wrong in (b"", b"\xff", b"[]", b'{"kind": 1}', good[:-1]):
+        with pytest.raises(jc.GraphError, match="these bytes are no plan"):
+            jc.Plan.deserialize(wrong)
+    later = json.loads(good) | {"format": 99}
+    with pytest.raises(jc.GraphError, match="another format"):
+        jc.Plan.deserialize(json.dumps(later).encode())
+    for damage in ({"segments": [{}]}, {"graph": ["os:system", {}]}, {"graph": 3}):
+        other = json.loads(good) | damage
+        with pytest.raises(jc.GraphError, match="cannot be read"):
+            jc.Plan.deserialize(json.dumps(other).encode())
+
+
+@pytest.mark.parametrize("title", ["os:system", "_core.package:version", "_core.graph.spec:intern"])
+def test_reading_a_graph_runs_nothing_but_its_classes(title):
+    with pytest.raises(ValueError, match=title):
+        record.decoded([title, {}])
+    with pytest.raises(TypeError, match="cannot be written down"):
+        record.encoded(jax.numpy.ones(3))

@@ -1,15 +1,20 @@
-"""From a lowering rule to a plan: for which GPU, for which processes, in which program."""
+"""From a lowering rule to a plan: for which GPU, for which processes, in which program; and from a
+plan to the program's operations."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from . import compat, context
+import jax
+
+from . import compat, context, ffi
 from .errors import GraphError
+from .graph.reference import NARROW, evaluate
 from .graph.spec import GraphSpec
-from .planning import progress
+from .planning import progress, split
 from .planning.placement import by_xla, left_to_xla, place
-from .planning.plan import Plan
+from .planning.plan import Plan, PlannedSegment
 
 
 def plan(ctx: Any, spec: GraphSpec, name: str) -> Plan:
@@ -31,3 +36,16 @@ def plan(ctx: Any, spec: GraphSpec, name: str) -> Plan:
     devices = compat.lowering_devices(ctx)
     with progress.of_program(compat.program(ctx)):
         return place(spec, context.site(devices, name), name, devices)
+
+
+def run(plan: Plan, name: str, *arrays: Any, **how: Any) -> list[jax.Array]:
+    """A graph's outputs as its plan computes them: cuDNN's segments by the custom call, the others
+    by their reference. ``how`` is for the calls, see :func:`ffi.outputs_and_workspace`."""
+    read = {name for segment in plan.segments for name in segment.spec.inputs}
+
+    def execute(segment: PlannedSegment, *inputs: Any) -> Sequence[jax.Array]:
+        if segment.plan is None:
+            return evaluate(segment.spec, *inputs, products=NARROW, read=read)
+        return ffi.call(segment.plan, segment.spec, name, *inputs, **how)
+
+    return split.run(plan.segments, plan.spec, arrays, execute)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import jax
 
 from ...deviceless.profiles import Profile
 from ..cuda import CudaDevice
@@ -152,6 +155,124 @@ class Plan:
                 fix="take its parts: plan.parts; plan.explain() says why it is cut",
             )
         return plans[0]
+
+    def execute(
+        self,
+        *arrays: Any,
+        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        in_place: Mapping[str | int, str | int] | None = None,
+    ) -> Any:
+        """Run this very plan, eagerly.
+
+        It is the same call as in a jitted function, compiled once for a plan and not planned anew.
+
+        Args:
+            *arrays: one for each of ``plan.spec.inputs``, with these shapes and dtypes.
+            device: the GPU to run on, to which arrays are brought. None: the GPU of the arrays,
+                else the one that was planned for, else the first.
+            in_place: results by name or position that take an operand's memory, as
+                ``{"y": "x"}`` or ``{0: 0}``; these operands are donated, and gone afterwards. For
+                graphs of a single operation on each element.
+
+        Returns:
+            The result on that GPU, or a tuple of several, in the order of ``plan.spec.outputs``.
+
+        Raises:
+            TargetError: there is no GPU, or it is of another model than the plan.
+            GraphError: the arrays do not fit, or the graph cannot run in place.
+            jax.errors.JaxRuntimeError: cuDNN is of another version than the plan.
+
+        Example:
+            >>> import jax.numpy as jnp, jax_cudnn as jc
+            >>> relu = jc.graph(lambda g, x: g.relu(x))
+            >>> x = jnp.ones((64, 128), "bfloat16")
+            >>> y = jc.plan(relu, x).execute(x)                                # doctest: +SKIP
+        """
+        from .. import execution
+
+        return execution.execute(self, arrays, device, in_place)
+
+    def time(self, *arrays: Any, device: jax.Device | None = None) -> float:  # pyright: ignore[reportInvalidTypeForm]
+        """Seconds of the device for one execution: the median of some rounds, after warming up.
+
+        Executions are measured in a row within one program, so that Python has no part in it;
+        below some 4 us it is the time that a launch takes.
+
+        Args:
+            *arrays, device: as for :meth:`execute`; without arrays, random floats.
+
+        Raises: as :meth:`execute`; GraphError for a cut graph, and for whole numbers that would
+            have to be drawn.
+        """
+        from .. import measuring
+
+        return measuring.time(self, arrays, device)
+
+    def time_candidates(
+        self,
+        *arrays: Any,
+        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        limit: int | None = 12,
+    ) -> Candidates:
+        """The candidates with ``seconds``, of the first ``limit`` that can be built (None: of all).
+
+        Each is built, which may compile it, and compiled into programs of its own: 1 to 2 s each.
+
+        Args and Raises: as :meth:`time`.
+        """
+        from .. import measuring
+
+        return measuring.time_candidates(self, arrays, device, limit)
+
+    def autotune(
+        self,
+        *arrays: Any,
+        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        limit: int | None = 12,
+    ) -> Plan:
+        """The plan of the candidate that :meth:`time_candidates` measures to be the fastest.
+
+        Args and Raises: as :meth:`time_candidates`.
+
+        Example:
+            >>> import jax.numpy as jnp, jax_cudnn as jc
+            >>> matmul = jc.graph(lambda g, a, b: g.matmul(a, b))
+            >>> a = jnp.ones((1, 512, 512), "bfloat16")
+            >>> best = jc.plan(matmul, a, a).autotune(a, a)                    # doctest: +SKIP
+            >>> fast = jax.jit(matmul.with_options(**best.pinned))             # doctest: +SKIP
+        """
+        from .. import measuring
+
+        return measuring.autotune(self, arrays, device, limit)
+
+    def to_json(self) -> dict[str, Any]:
+        """What runs, as data for ``json.dumps``: the graph, its segments, cuDNN's plans."""
+        from . import plan_record
+
+        return plan_record.data(self)
+
+    def serialize(self) -> bytes:
+        """The plan as bytes, for a file: :meth:`deserialize` reads them in another process, where
+        it executes without being planned anew. 3 to 120 KB for each of cuDNN's plans."""
+        from . import plan_record
+
+        return plan_record.dumped(self)
+
+    @classmethod
+    def deserialize(cls, content: bytes) -> Plan:
+        """The plan that :meth:`serialize` wrote.
+
+        It runs with the version of cuDNN and on the GPU model that it was planned for, and says so
+        elsewhere. Reading makes no objects but graphs and plans; what runs is the kernel in it, so
+        read bytes that you trust.
+
+        Raises:
+            GraphError: the bytes are no plan, or one of a version of this package that is too
+                different.
+        """
+        from . import plan_record
+
+        return plan_record.loaded(content)
 
     def explain(self) -> Explanation:
         """What runs where and why; prints as text, ``.to_json()`` gives data."""
