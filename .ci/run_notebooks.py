@@ -37,7 +37,12 @@ async def run(path, folder, at_once):
     async with at_once:
         began = time.time()
         client = nbclient.NotebookClient(
-            notebook, timeout=600, kernel_name="python3", record_timing=False
+            notebook,
+            timeout=600,
+            kernel_name="python3",
+            record_timing=False,
+            coalesce_streams=True,  # one output for what a cell prints
+            extra_arguments=["--log-level=ERROR"],  # of the kernel: it warns of its connection
         )
         try:
             await client.async_execute(cwd=str(path.parent))

@@ -35,6 +35,14 @@ def planned():
     return contextlib.nullcontext() if on_gpu else jc.target("H200")
 
 
+random = np.random.default_rng(0)
+
+
+def normal(shape, dtype=jnp.float32):
+    """Random numbers, which are the same wherever the notebook runs."""
+    return jnp.asarray(random.standard_normal(shape), dtype)
+
+
 def check(got, want, tolerance=1e-2):
     """Prints the relative error in the 2-norm, which is to be below the tolerance."""
     got, want = (np.asarray(x, np.float32) for x in (got, want))
@@ -56,12 +64,8 @@ table = jnp.array([[3, 7, 1, 14], [0, 8, 2, 15], [5, 4, 9, 11]], jnp.int32)
 prompt_lengths = jnp.array([37, 5, 48], jnp.int32)
 longest = 48
 
-draws = jax.random.split(jax.random.key(0), 3)
 heads = (N, K, K)
-query, key, value = (
-    jax.random.normal(k, (B, longest, n, H), jnp.bfloat16)
-    for k, n in zip(draws, heads, strict=True)
-)
+query, key, value = (normal((B, longest, n, H), jnp.bfloat16) for n in heads)
 
 # %% [markdown]
 # ## Prefill
@@ -89,14 +93,15 @@ def prefill(query, key_pages, value_pages):
     )
 
 
-def plain(query, key, value, example, length):
-    wide = (a[example, :length].astype(jnp.float32) for a in (query, key, value))
-    return jax.nn.dot_product_attention(*wide, is_causal=True)
+@jax.jit
+def plain(query, key, value, lengths):
+    wide = (a.astype(jnp.float32) for a in (query, key, value))
+    return jax.nn.dot_product_attention(*wide, is_causal=True, key_value_seq_lengths=lengths)
 
 
-out = prefill(query, key_pages, value_pages)
+out, want = prefill(query, key_pages, value_pages), plain(query, key, value, prompt_lengths)
 for example, length in enumerate([37, 5, 48]):
-    check(out[example, :length], plain(query, key, value, example, length))
+    check(out[example, :length], want[example, :length])
 
 # %% [markdown]
 # ## Decode
@@ -116,29 +121,24 @@ def step(key_pages, value_pages, lengths, token):
     return key_pages, value_pages, lengths + 1, out
 
 
-tokens = [
-    tuple(
-        jax.random.normal(jax.random.fold_in(k, 1 + i), (B, 1, n, H), jnp.bfloat16)
-        for k, n in zip(draws, heads, strict=True)
-    )
-    for i in range(3)
-]
+tokens = [tuple(normal((B, 1, n, H), jnp.bfloat16) for n in heads) for _ in range(3)]
 lengths, outs = prompt_lengths, []
 for token in tokens:
     key_pages, value_pages, lengths, out = step(key_pages, value_pages, lengths, token)
     outs.append(out)
 
 # %% [markdown]
-# The same over whole arrays, example by example: the prompt, and the tokens behind it.
+# The same over whole arrays: the tokens behind each example's prompt.
 
 # %%
-for example, length in enumerate([37, 5, 48]):
-    whole = [
-        jnp.concatenate([prompt[:, :length], *(token[i] for token in tokens)], 1)
-        for i, prompt in enumerate((query, key, value))
-    ]
-    want = plain(*whole, example, length + 3)
-    check(jnp.concatenate([out[example] for out in outs]), want[length:])
+places = jnp.arange(B)[:, None], prompt_lengths[:, None] + jnp.arange(3)
+whole = [
+    jnp.pad(prompt, [(0, 0), (0, 3), (0, 0), (0, 0)])
+    .at[places]
+    .set(jnp.concatenate([token[i] for token in tokens], 1))
+    for i, prompt in enumerate((query, key, value))
+]
+check(jnp.concatenate(outs, 1), plain(*whole, lengths)[places])
 
 # %% [markdown]
 # ## The plan

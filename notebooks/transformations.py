@@ -33,6 +33,14 @@ def planned():
     return contextlib.nullcontext() if on_gpu else jc.target("H200")
 
 
+random = np.random.default_rng(0)
+
+
+def normal(shape, dtype=jnp.float32):
+    """Random numbers, which are the same wherever the notebook runs."""
+    return jnp.asarray(random.standard_normal(shape), dtype)
+
+
 def check(got, want, tolerance=1e-2):
     """Prints the relative error in the 2-norm, which is to be below the tolerance."""
     got, want = (np.asarray(x, np.float32) for x in (got, want))
@@ -52,11 +60,10 @@ def plain(x, w, b):
     return jax.nn.relu(jax.lax.conv(x, w, (1, 1), "SAME") + b)
 
 
-keys = jax.random.split(jax.random.key(0), 4)
-x = jax.random.normal(keys[0], (4, 32, 14, 14), jnp.bfloat16)
-w = jax.random.normal(keys[1], (32, 32, 3, 3), jnp.bfloat16) / 17
-b = jax.random.normal(keys[2], (1, 32, 1, 1), jnp.bfloat16)
-dy = jax.random.normal(keys[3], (4, 32, 14, 14))
+x = normal((4, 32, 14, 14), jnp.bfloat16)
+w = normal((32, 32, 3, 3), jnp.bfloat16) / 17
+b = normal((1, 32, 1, 1), jnp.bfloat16)
+dy = normal((4, 32, 14, 14))
 
 
 def loss(function, x, w, b):
@@ -104,7 +111,7 @@ print(calls)
 # is one convolution more.
 
 # %%
-dw = jax.random.normal(keys[3], w.shape, w.dtype)
+dw = normal(w.shape, w.dtype)
 value, tangent = jax.jit(lambda w, dw: jax.jvp(lambda w: conv_bias_relu(x, w, b), (w,), (dw,)))(
     w, dw
 )
@@ -168,7 +175,7 @@ def curvature(function, a, b, db):
     return jax.jvp(jax.grad(lambda b: jnp.sum(function(a, b) ** 2)), (b,), (db,))[1]
 
 
-a, c, dc = (jax.random.normal(key, (1, 32, 32)) / 6 for key in keys[:3])
+a, c, dc = normal((3, 1, 32, 32)) / 6
 got = jax.jit(curvature, static_argnums=0)(gelu_matmul, a, c, dc)
 check(got, curvature(lambda a, b: jax.nn.gelu(a @ b), a, c, dc), 2e-2)
 
