@@ -1,5 +1,6 @@
 """A plan that runs by itself, as far as that shows without a GPU: programs, checks, words."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import execution, measuring
+from jax_cudnn._core import cuda_graphs, execution, measuring
 from jax_cudnn.bench.cases import conv_bias_relu
 
 X = jax.ShapeDtypeStruct((64, 128), "float32")
@@ -167,3 +168,65 @@ def test_drawn_operands_are_no_zeros_and_no_lengths():
     whole = plan(product, *[jax.ShapeDtypeStruct((1, 64, 64), "int8")] * 2)
     with pytest.raises(jc.GraphError, match="cannot be drawn"):
         whole.time()
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+NOTE = cuda_graphs.NOTE
+NATIVE = {"select_behavior_notes": NOTE}
+
+
+@pytest.mark.deviceless
+def test_engines_without_native_cuda_graphs_are_refused_and_others_named():
+    free = plan(conv_bias_relu.function, *conv_bias_relu.avals)
+    made = free.select(next(row for row in free.candidates if NOTE not in row.behavior_notes))
+    able = [row.index for row in free.candidates if NOTE in row.behavior_notes]
+    assert able
+    for call in (made.populate_cuda_graph, made.update_cuda_graph):
+        with pytest.raises(jc.UnsupportedGraphError, match="no native CUDA graph") as caught:
+            call(1, [], [])
+        assert NOTE in str(caught.value)
+        assert str(able) in caught.value.fix
+    read = jc.Plan.deserialize(made.serialize())
+    with pytest.raises(jc.UnsupportedGraphError, match="command buffers"):
+        read.populate_cuda_graph(1, [], [])
+
+
+@pytest.mark.deviceless
+def test_what_xla_does_around_a_plan_is_in_no_cuda_graph():
+    greater = jc.graph(lambda g, x, y: g.cmp_gt(x, y))
+    made = plan(greater, X, X, **NATIVE)
+    with pytest.raises(jc.UnsupportedGraphError, match="more than its kernels") as caught:
+        made.populate_cuda_graph(1, [], [])
+    assert "is converted" in str(caught.value)
+
+
+@pytest.mark.deviceless
+def test_cuda_graphs_need_a_gpu_and_arrays_that_fit(monkeypatch):
+    made = plan(add, X, X, **NATIVE)
+    x = jnp.ones(X.shape, X.dtype)
+    with pytest.raises(jc.TargetError, match="executes on an NVIDIA GPU"):
+        made.populate_cuda_graph(1, [x, x], [x])
+    monkeypatch.setattr(execution, "gpu_for", lambda *given: None)
+    for operands, results, words in (
+        ([x], [x], "not as many operands"),
+        ([x, x], [], "not as many results"),
+        ([x, x[:3]], [x], "'y' does not fit the plan"),
+        ([x, np.ones(X.shape, X.dtype)], [x], "'y' does not fit the plan"),
+        ([x, x], [x.astype("bfloat16")], "'add.0::OUT_0' does not fit the plan"),
+    ):
+        with pytest.raises(jc.GraphError, match=words):
+            made.populate_cuda_graph(1, operands, results, x)
+
+
+@pytest.mark.deviceless
+def test_the_workspace_is_checked(monkeypatch):
+    made = plan(add, X, X, **NATIVE)
+    own = dataclasses.replace(made.only, workspace_bytes=64)
+    made = dataclasses.replace(made, segments=(dataclasses.replace(made.segments[0], plan=own),))
+    monkeypatch.setattr(execution, "gpu_for", lambda *given: None)
+    x = jnp.ones(X.shape, X.dtype)
+    for small in (None, x[0, :4]):
+        with pytest.raises(jc.GraphError, match="the workspace is too small") as caught:
+            made.populate_cuda_graph(1, [x, x], [x], small)
+        assert "64 bytes" in str(caught.value)

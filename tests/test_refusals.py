@@ -327,6 +327,9 @@ class FakeGraph:
     def get_engine_and_knobs_at_index(self, index):
         return self.engines[index], {}
 
+    def get_behavior_notes_for_plan_at_index(self, index):
+        return []
+
     def build_plan_at_index(self, index):
         self.built.append(self.engines[index])
 

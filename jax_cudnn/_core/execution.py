@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from . import compat, lowering
+from . import compat, ffi, lowering
 from .cuda import CudaDevice
 from .errors import GraphError, GraphTypeError, TargetError
 from .graph import layout
@@ -44,8 +44,8 @@ def execute(
 @functools.lru_cache(maxsize=256)
 def program(plan: Plan, in_place: tuple[tuple[int, int], ...] = ()) -> Any:
     """The jitted function of a plan's arrays; ``in_place`` has operands and results by position."""
-    how: dict[str, Any] = {"in_place": dict(in_place)} if in_place else {}
-    run = functools.partial(lowering.run, plan, plan.name, **how)
+    call = functools.partial(ffi.call, in_place=dict(in_place))
+    run = functools.partial(lowering.run, plan, plan.name, call)
     return jax.jit(run, donate_argnums=[operand for operand, _ in in_place])
 
 
@@ -59,7 +59,8 @@ def on_device(
 ) -> list[jax.Array]:
     """The arrays on the GPU that the plan is to run on, once they are seen to fit."""
     _check_arrays(plan, arrays)
-    return jax.device_put(list(arrays), gpu_for(plan, arrays, device))
+    gpu = gpu_for(plan, arrays, device)
+    return [x if _lies_on(x, gpu) else jax.device_put(x, gpu) for x in arrays]
 
 
 def gpu_for(
@@ -97,6 +98,11 @@ def gpu_for(
 def _is_planned_on(plan: Plan, device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
     own = plan.site.ordinal if isinstance(plan.site, CudaDevice) else None
     return compat.is_cuda(device) and device.local_hardware_id == own
+
+
+def _lies_on(array: Any, device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
+    """Whether an array stays there: one that is not committed follows ``jax.default_device``."""
+    return isinstance(array, jax.Array) and array.committed and array.devices() == {device}
 
 
 def _check_arrays(plan: Plan, arrays: Sequence[Any]) -> None:

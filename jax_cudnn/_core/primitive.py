@@ -13,7 +13,7 @@ import jax
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from . import compat
+from . import compat, ffi
 from .errors import GraphError
 from .graph.reference import WIDE, evaluate
 from .graph.spec import GraphSpec
@@ -87,7 +87,7 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     from . import lowering  # and all of planning: importing jax_cudnn does without
 
     plan = lowering.plan(ctx, spec, name)
-    run = functools.partial(lowering.run, plan, name)
+    run = functools.partial(lowering.run, plan, name, ffi.call)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 

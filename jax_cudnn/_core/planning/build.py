@@ -89,7 +89,8 @@ def _first(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> Execution
             reasons[name] = limit.refusal(needed)
             continue
         blob = ubjson.decode(bytes(graph.serialize()))
-        return decode(spec, blob, name, needed, count, int(engine), named(knobs))
+        notes = behavior_notes(graph, index)
+        return decode(spec, blob, name, needed, count, int(engine), named(knobs), notes)
     raise unsupported(spec, reasons or {"heuristics": _NONE_PROPOSED})
 
 
@@ -106,6 +107,12 @@ def operation_graph(spec: GraphSpec, cudnn: Any, **where: Any) -> Any:
     graph.validate()
     graph.build_operation_graph()
     return graph
+
+
+def behavior_notes(graph: Any, index: int) -> tuple[str, ...]:
+    """What cuDNN says of the engine of a plan of its own."""
+    notes = graph.get_behavior_notes_for_plan_at_index(index)
+    return tuple(str(getattr(note, "name", note)) for note in notes)
 
 
 def named(knobs: Mapping[Any, int]) -> tuple[tuple[str, int], ...]:

@@ -128,9 +128,7 @@ def _of_backend(graph: Any) -> Iterator[tuple[int, _Config]]:
 def _told(graph: Any) -> Iterator[tuple[_Config, tuple[str, tuple[str, ...]]]]:
     """Of each plan its name and its behaviour notes."""
     for i, config in _of_backend(graph):
-        notes = graph.get_behavior_notes_for_plan_at_index(i)
-        named = tuple(str(getattr(note, "name", note)) for note in notes)
-        yield config, (graph.get_plan_name_at_index(i), named)
+        yield config, (graph.get_plan_name_at_index(i), build.behavior_notes(graph, i))
 
 
 def _workspaces(graph: Any) -> Iterator[tuple[_Config, int]]:

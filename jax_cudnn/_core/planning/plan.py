@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -244,6 +244,55 @@ class Plan:
         from .. import measuring
 
         return measuring.autotune(self, arrays, device, limit)
+
+    def populate_cuda_graph(
+        self,
+        cuda_graph: Any,
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        workspace: Any = None,
+    ) -> None:
+        """Put this plan into a CUDA graph of yours (``cudnnBackendPopulateCudaGraph``).
+
+        For those who drive CUDA graphs themselves: XLA's programs hold command buffers of their
+        own, which capture the calls of jitted functions. The graph launches kernels of the plan,
+        which stay loaded for the life of the process.
+
+        Args:
+            cuda_graph: an empty ``cudaGraph_t``, as an integer.
+            operands: for each of ``plan.spec.inputs`` a JAX array on the GPU that lies in memory as
+                the plan reads it, or a device pointer as an integer. Keep them alive.
+            results: the same for each of ``plan.spec.outputs``: their memory is written at each
+                launch. JAX takes its arrays for constant, so share them with nothing else.
+            workspace: an array or a pointer of ``plan.workspace_bytes`` bytes; None for none.
+
+        Raises:
+            UnsupportedGraphError: the engine has no such graph (behaviour note
+                SUPPORTS_CUDA_GRAPH_NATIVE_API), or the plan needs more than its kernels.
+            GraphError: the arrays do not fit, or the graph is cut.
+            TargetError: there is no GPU of the plan's model.
+            LibraryError: cuDNN or the driver refuses, in their words.
+        """
+        from .. import cuda_graphs
+
+        cuda_graphs.record(self, cuda_graph, operands, results, workspace, update=False)
+
+    def update_cuda_graph(
+        self,
+        cuda_graph: Any,
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        workspace: Any = None,
+    ) -> None:
+        """Give a CUDA graph that :meth:`populate_cuda_graph` has filled other pointers
+        (``cudnnBackendUpdateCudaGraph``); ``cudaGraphExecUpdate`` then takes them over into what
+        was instantiated of it.
+
+        Args and Raises: as :meth:`populate_cuda_graph`.
+        """
+        from .. import cuda_graphs
+
+        cuda_graphs.record(self, cuda_graph, operands, results, workspace, update=True)
 
     def to_json(self) -> dict[str, Any]:
         """What runs, as data for ``json.dumps``: the graph, its segments, cuDNN's plans."""
