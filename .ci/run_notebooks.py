@@ -7,6 +7,7 @@ run_notebooks.py --write FOLDER IPYNB...  also writes the executed notebooks int
 import argparse
 import asyncio
 import copy
+import os
 import sys
 import time
 from pathlib import Path
@@ -66,4 +67,5 @@ async def main():
     return "\n".join(filter(None, failures)) or None
 
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two kernels share a GPU
 sys.exit(asyncio.run(main()))

@@ -35,8 +35,8 @@ def test_names_on_a_page_exist(page):
         found = jc
         for part in name.split(".")[1:]:
             found = getattr(found, part)
-    methods = {*REGISTRY} | {"get_dim"}
-    assert {*re.findall(r"`g\.(\w+)", text)} <= methods
+    assert {*re.findall(r"`g\.(\w+)", text)} <= {*REGISTRY}
+    assert {*re.findall(r"`plan\.(\w+)", text)} <= {*dir(jc.Plan), *jc.Plan.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
