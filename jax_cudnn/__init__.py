@@ -34,6 +34,8 @@ from ._core.transforms.policy import save_cudnn as save_cudnn
 from .deviceless.profiles import Profile as Profile
 
 if TYPE_CHECKING:  # see _core/later.py
+    from ._core.planning.candidates import Candidate as Candidate
+    from ._core.planning.candidates import Candidates as Candidates
     from .interop import Graph as Graph
     from .interop import from_pygraph as from_pygraph
     from .interop import graph_cache as graph_cache

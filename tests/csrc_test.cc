@@ -12,7 +12,9 @@
 #include <thread>
 #include <vector>
 
+#include "fake_cudnn/fake_graph.h"
 #include "plan.h"
+#include "recording.h"
 
 namespace jax_cudnn {
 namespace {
@@ -196,6 +198,63 @@ void TestViews() {
   CHECK(workspace[32] == 8 + 5 && workspace[63] == 39);
 }
 
+// As Python calls it: the plan of Copy() without its fills.
+void TestRecording() {
+  Attributes a = Copy();
+  char message[256] = "";
+  JaxCudnnPlan plan{a.plan.c_str(),
+                    a.digest.c_str(),
+                    a.name.c_str(),
+                    a.device_name.c_str(),
+                    a.cudnn_version,
+                    a.bindings.data(),
+                    static_cast<int64_t>(a.bindings.size()),
+                    a.scalars.data(),
+                    static_cast<int64_t>(a.scalars.size()),
+                    nullptr,
+                    0,
+                    a.workspace_bytes,
+                    a.plan_workspace_offset};
+  const auto said = [&](const char* words) { return std::strstr(message, words) != nullptr; };
+  plan.digest = "";
+  CHECK(JaxCudnnNewCallSite(&plan, message, sizeof(message)) == nullptr && said("digest is empty"));
+  plan.digest = "recorded";
+  void* site = JaxCudnnNewCallSite(&plan, message, sizeof(message));
+  CHECK(site != nullptr);
+
+  FakeGraph graph;
+  Arrays first(1), second(7);
+  const auto record = [&](Arrays& arrays, int64_t bytes, int update) {
+    void* in[] = {arrays.in};
+    void* out[] = {arrays.out, arrays.workspace};
+    const int64_t in_bytes[] = {bytes}, out_bytes[] = {kBytes, 64};
+    const JaxCudnnBuffers operands{in, in_bytes, 1}, results{out, out_bytes, 2};
+    return JaxCudnnRecord(site, 1, StreamOf(1), &operands, &results, &graph, update, message,
+                          sizeof(message));
+  };
+  const auto launched = [&](const Arrays& arrays) {
+    graph.Launch();
+    return std::memcmp(arrays.in, arrays.out, kBytes) == 0;
+  };
+  CHECK(record(first, kBytes, 1) == 1 && said("populate it first"));
+  CHECK(record(first, 31, 0) == 1 && said("operand 0 has 31 bytes"));
+  CHECK(record(first, kBytes, 0) == 0 && launched(first));
+  CHECK(record(second, kBytes, 0) == 1 && said("cuDNN wants an empty one"));
+  CHECK(second.out[0] == 0);
+  CHECK(record(second, kBytes, 1) == 0 && launched(second));
+
+  const Buffer operand{first.in, kBytes}, results[] = {{first.out, kBytes}, {first.workspace, 64}};
+  auto filling = Make(Copy());
+  CheckSucceeds(filling->Initialize(1, StreamOf(1)));
+  FakeGraph other;
+  CheckFails(filling->Record(1, StreamOf(1), &operand, 1, results, 2, &other, false),
+             {"sets its workspace", "my_graph"});
+  char brief[8];
+  const JaxCudnnBuffers none{nullptr, nullptr, 0};
+  CHECK(JaxCudnnRecord(site, 1, StreamOf(1), &none, &none, &graph, 1, brief, sizeof(brief)) == 1);
+  CHECK(std::strlen(brief) == 7);
+}
+
 void TestClosing() {
   auto site = Make(Copy());
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
@@ -295,15 +354,11 @@ void TestFork() {
 int main(int argc, char** argv) {
   using namespace jax_cudnn;
   const std::map<std::string, std::function<void()>> cases = {
-      {"packs", TestPacksAreReused},
-      {"plans", TestPlansAreSharedAndReleased},
-      {"threads", TestThreads},
-      {"refusals", TestRefusals},
-      {"views", TestViews},
-      {"closing", TestClosing},
-      {"exit", TestExit},
-      {"parking", TestParking},
-      {"fork", TestFork}};
+      {"packs", TestPacksAreReused}, {"plans", TestPlansAreSharedAndReleased},
+      {"threads", TestThreads},      {"refusals", TestRefusals},
+      {"views", TestViews},          {"recording", TestRecording},
+      {"closing", TestClosing},      {"exit", TestExit},
+      {"parking", TestParking},      {"fork", TestFork}};
   const auto found = argc == 2 ? cases.find(argv[1]) : cases.end();
   if (found == cases.end()) {
     for (const auto& entry : cases) std::printf("%s\n", entry.first.c_str());

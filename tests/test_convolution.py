@@ -199,7 +199,7 @@ def test_float8_gradients_are_planned_by_newer_versions(method):
 
     avals = [(shape, jnp.float8_e4m3fn) for shape in shapes]
     if cudnn.backend_version() >= 92800:
-        assert _planned(graph, *avals).candidates
+        assert _planned(graph, *avals).candidate_count
     elif cudnn.backend_version() < 92000:
         with pytest.raises(jc.UnsupportedGraphError, match="float8"):
             _planned(graph, *avals)
@@ -215,7 +215,7 @@ def test_operands_of_a_matmul_keep_their_memory_order():
 
     a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 64, 32), (2, 32, 48)))
     with jc.target("H200"):
-        assert jc.plan(transposed, a, b).candidates
+        assert jc.plan(transposed, a, b).candidate_count
         lowered = jax.jit(transposed).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
     (line,) = (text for text in lowered.splitlines() if "stablehlo.custom_call @jax_cudnn" in text)
     layouts = "operand_layouts = [dense<[1, 2, 0]> : tensor<3xindex>, dense<[2, 1, 0]>"

@@ -268,7 +268,7 @@ def test_a_plan_in_several_segments(built):
         plan = jc.plan(two, IMAGE, WEIGHT)
         single = jc.plan(one, IMAGE, WEIGHT)
     assert plan.engine == "eng0 + eng0"
-    assert (plan.candidates, plan.workspace_bytes) == (6, 64)
+    assert (plan.candidate_count, plan.workspace_bytes) == (6, 64)
     assert len(plan.execution_plans) == 2
     for name in ("text", "pinned"):
         with pytest.raises(jc.GraphError, match=r"2 segments: eng0 \+ eng0"):

@@ -100,7 +100,7 @@ def test_two_convolutions_are_explained_in_words():
 def test_plan_of_a_supported_graph_describes_itself():
     with jc.target("H200"):
         plan = jc.plan(jc.graph(conv), *(jax.ShapeDtypeStruct(*aval) for aval in (IMAGE, WEIGHT)))
-    assert plan.candidates >= 1
+    assert plan.candidate_count >= 1
     assert str(plan).startswith(f"{plan.engine} for H200, ")
     (made,) = plan.execution_plans
     assert str(made).startswith(f"{plan.engine} for NVIDIA H200, ")
@@ -327,6 +327,9 @@ class FakeGraph:
     def get_engine_and_knobs_at_index(self, index):
         return self.engines[index], {}
 
+    def get_behavior_notes_for_plan_at_index(self, index):
+        return []
+
     def build_plan_at_index(self, index):
         self.built.append(self.engines[index])
 
@@ -378,10 +381,10 @@ def test_failure_of_the_device_is_no_unsupported_graph():
         cudnnGraphNotSupportedError = NotImplementedError
 
     with pytest.raises(jc.LibraryError, match="failed while planning"):
-        with build._reasons_of(spec, FakeCudnn):
+        with build.reasons_of(spec, FakeCudnn):
             raise RuntimeError("CUDNN_STATUS_ALLOC_FAILED: out of memory")
     with pytest.raises(jc.UnsupportedGraphError):
-        with build._reasons_of(spec, FakeCudnn):
+        with build.reasons_of(spec, FakeCudnn):
             raise RuntimeError("bad descriptor")
 
 

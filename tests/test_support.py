@@ -393,7 +393,7 @@ def test_kernel_that_does_not_compile_is_a_reason_in_words_and_no_broken_install
 
     spec = relu.trace(jnp.ones((2, 2)))[1].spec
     with pytest.raises(jc.UnsupportedGraphError) as caught:
-        with build._reasons_of(spec, FakeCudnn):
+        with build.reasons_of(spec, FakeCudnn):
             raise RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_COMPILATION_FAILED")
     assert "does not compile" in str(caught.value.reasons)
 

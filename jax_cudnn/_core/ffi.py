@@ -8,7 +8,8 @@ import functools
 import glob
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -72,9 +73,26 @@ def register(target: str = TARGET) -> None:
 
 
 def call(
-    plan: ExecutionPlan, spec: GraphSpec, name: str, *operands: Any, target: str = TARGET
+    plan: ExecutionPlan, spec: GraphSpec, name: str, *operands: Any, **how: Any
 ) -> Sequence[jax.Array]:
-    """The custom call: operands and outputs in the plan's layouts, workspace added and dropped."""
+    """The outputs of :func:`outputs_and_workspace`."""
+    return outputs_and_workspace(plan, spec, name, *operands, **how)[0]
+
+
+def outputs_and_workspace(
+    plan: ExecutionPlan,
+    spec: GraphSpec,
+    name: str,
+    *operands: Any,
+    target: str = TARGET,
+    in_place: Mapping[int, int] = MappingProxyType({}),
+    after: jax.Array | None = None,
+) -> tuple[Sequence[jax.Array], jax.Array]:
+    """The custom call: operands and outputs in the plan's layouts, and the workspace.
+
+    ``in_place``: operands by position whose memory a result takes. ``after``: the workspace of
+    another call, which this one then follows; it does not read it.
+    """
     register(target)
     sent = wire(spec)
     operands = tuple(
@@ -91,18 +109,26 @@ def call(
         for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
         if (value := layout.initial(sent, t)) is not None
     }
+    followed = () if after is None else (after,)
     layouts_in = [layout.major_to_minor(sent, t) for t in sent.input_tensors]
     layouts_out = [layout.major_to_minor(sent, t) for t in sent.output_tensors]
+    begun_layouts = [layouts_out[i] for i in begun]
+    flat = (0,)
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
-    *outputs, _ = jax.ffi.ffi_call(
+    *outputs, used = jax.ffi.ffi_call(
         target,
         [*results, workspace],
-        input_layouts=[*layouts_in, *((0,) for _ in plan.tables), *(layouts_out[i] for i in begun)],
-        output_layouts=[*layouts_out, (0,)],
-        input_output_aliases={len(operands) + n: i for n, i in enumerate(begun)},
-    )(*operands, *begun.values(), **plan.attributes(name))
+        input_layouts=[
+            *layouts_in,
+            *(flat for _ in plan.tables),
+            *begun_layouts,
+            *(flat for _ in followed),
+        ],
+        output_layouts=[*layouts_out, flat],
+        input_output_aliases={**in_place, **{len(operands) + n: i for n, i in enumerate(begun)}},
+    )(*operands, *begun.values(), *followed, **plan.attributes(name))
     own = outputs[: len(spec.outputs)]  # the others nobody asked for
-    return [y.astype(t.dtype) for y, t in zip(own, spec.output_tensors, strict=True)]
+    return [y.astype(t.dtype) for y, t in zip(own, spec.output_tensors, strict=True)], used
 
 
 def _packaged_cudnn() -> str | None:

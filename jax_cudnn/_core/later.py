@@ -8,6 +8,8 @@ from typing import Any
 
 _PACKAGE = __name__.partition(".")[0]
 HOMES = {
+    "Candidate": "_core.planning.candidates",
+    "Candidates": "_core.planning.candidates",
     "Graph": "interop.wrapper",
     "from_pygraph": "interop.pygraph",
     "graph_cache": "interop.factory",

@@ -1,15 +1,22 @@
-"""From a lowering rule to a plan: for which GPU, for which processes, in which program."""
+"""From a lowering rule to a plan: for which GPU, for which processes, in which program; and from a
+plan to the program's operations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from . import compat, context
 from .errors import GraphError
+from .graph.reference import NARROW, evaluate
 from .graph.spec import GraphSpec
-from .planning import progress
+from .planning import progress, split
 from .planning.placement import by_xla, left_to_xla, place
-from .planning.plan import Plan
+from .planning.plan import Plan, PlannedSegment
+
+Call = Callable[..., Sequence[jax.Array]]
 
 
 def plan(ctx: Any, spec: GraphSpec, name: str) -> Plan:
@@ -31,3 +38,16 @@ def plan(ctx: Any, spec: GraphSpec, name: str) -> Plan:
     devices = compat.lowering_devices(ctx)
     with progress.of_program(compat.program(ctx)):
         return place(spec, context.site(devices, name), name, devices)
+
+
+def run(plan: Plan, name: str, call: Call, *arrays: Any) -> list[jax.Array]:
+    """A graph's outputs as its plan computes them: cuDNN's segments by ``call`` (:func:`ffi.call`),
+    the others by their reference."""
+    read = {name for segment in plan.segments for name in segment.spec.inputs}
+
+    def execute(segment: PlannedSegment, *inputs: Any) -> Sequence[jax.Array]:
+        if segment.plan is None:
+            return evaluate(segment.spec, *inputs, products=NARROW, read=read)
+        return call(segment.plan, segment.spec, name, *inputs)
+
+    return split.run(plan.segments, plan.spec, arrays, execute)

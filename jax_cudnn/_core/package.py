@@ -16,6 +16,14 @@ def install(*extras: str) -> str:
     return f"pip install 'jax-cudnn{first}'{also}; in a clone: pip install '.{first}'"
 
 
+def version() -> str:
+    """This package's version, as pip has installed it."""
+    try:
+        return importlib.metadata.version("jax-cudnn")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 @functools.cache
 def fingerprint() -> str:
     """Of the code that decides how graphs are planned: with any change of it, what was decided

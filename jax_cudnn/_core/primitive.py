@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from . import compat, ffi
 from .errors import GraphError
-from .graph.reference import NARROW, WIDE, evaluate
+from .graph.reference import WIDE, evaluate
 from .graph.spec import GraphSpec
 
 
@@ -85,20 +85,10 @@ def _reference(*operands: Any, spec: GraphSpec, name: str, products: str = "") -
 
 def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     from . import lowering  # and all of planning: importing jax_cudnn does without
-    from .planning import split
 
     plan = lowering.plan(ctx, spec, name)
-    read = {name for segment in plan.segments for name in segment.spec.inputs}
-
-    def execute(segment: Any, *inputs: Any) -> Any:
-        if segment.plan is None:
-            return evaluate(segment.spec, *inputs, products=NARROW, read=read)
-        return ffi.call(segment.plan, segment.spec, name, *inputs)
-
-    def call(*arrays: Any) -> list[Any]:
-        return split.run(plan.segments, spec, arrays, execute)
-
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    run = functools.partial(lowering.run, plan, name, ffi.call)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
 def _transformed(rule: str, *args: Any, **params: Any) -> Any:

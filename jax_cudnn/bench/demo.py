@@ -146,4 +146,4 @@ def _print_plans(parameters: dict[str, jax.Array], images: jax.Array, on_gpu: bo
         return
     for name, built in plans.items():
         print(f"  {name:<15} {built.engine}, workspace {built.workspace_bytes} bytes", end=", ")
-        print(f"first of {built.candidates} candidates")
+        print(f"first of {built.candidate_count} candidates")

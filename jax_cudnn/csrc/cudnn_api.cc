@@ -97,6 +97,8 @@ ffi::ErrorOr<const Cudnn*> FindCudnn() {
   Resolve(library, "cudnnBackendSetAttribute", api.set_attribute, missing);
   Resolve(library, "cudnnBackendFinalize", api.finalize, missing);
   Resolve(library, "cudnnBackendExecute", api.execute, missing);
+  Resolve(library, "cudnnBackendPopulateCudaGraph", api.populate_cuda_graph, missing);
+  Resolve(library, "cudnnBackendUpdateCudaGraph", api.update_cuda_graph, missing);
   if (!missing.empty())
     return NotFound("the loaded cuDNN lacks " + missing + "; it is not cuDNN 9.");
   api.version = static_cast<int64_t>(api.get_version());
@@ -128,6 +130,7 @@ ffi::ErrorOr<const Driver*> FindDriver() {
   Resolve(library, "cuDeviceGetName", api.device_get_name, missing);
   Resolve(library, "cuMemsetD8Async", api.memset_d8_async, missing);
   Resolve(library, "cuMemsetD32Async", api.memset_d32_async, missing);
+  Resolve(library, "cuGraphGetNodes", api.graph_get_nodes, missing);
   if (!missing.empty()) return NotFound("the loaded CUDA driver lacks " + missing + ".");
 
   auto* driver = new Driver(api);

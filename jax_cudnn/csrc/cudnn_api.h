@@ -21,6 +21,7 @@ using Stream = void*;      // CUstream
 using Context = void*;     // CUcontext
 using Handle = void*;      // cudnnHandle_t
 using Descriptor = void*;  // cudnnBackendDescriptor_t
+using CudaGraph = void*;   // CUgraph
 
 // cudnnBackendDescriptorType_t
 inline constexpr int kExecutionPlanDescriptor = 5;
@@ -48,6 +49,8 @@ struct Cudnn {
   Status (*set_attribute)(Descriptor, int name, int type, int64_t count, const void* elements);
   Status (*finalize)(Descriptor);
   Status (*execute)(Handle, Descriptor plan, Descriptor variant_pack);
+  Status (*populate_cuda_graph)(Handle, Descriptor plan, Descriptor variant_pack, CudaGraph);
+  Status (*update_cuda_graph)(Handle, Descriptor plan, Descriptor variant_pack, CudaGraph);
 
   int64_t version;   // cudnnGetVersion(): 91900 is 9.19.0
   std::string path;  // the file this copy was loaded from
@@ -62,6 +65,7 @@ struct Driver {
   Status (*device_get_name)(char* name, int length, int device);
   Status (*memset_d8_async)(uint64_t address, unsigned char value, size_t count, Stream);
   Status (*memset_d32_async)(uint64_t address, unsigned int value, size_t count, Stream);
+  Status (*graph_get_nodes)(CudaGraph, void** nodes, size_t* count);
 };
 
 // Where to load cuDNN from when the process has not loaded one yet. A loaded copy always wins:

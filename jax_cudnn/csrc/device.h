@@ -82,6 +82,7 @@ class Device {
 
   const Cudnn& cudnn() const { return cudnn_; }
   const Driver& driver() const { return driver_; }
+  Context context() const { return context_; }
   const std::string& name() const { return name_; }
 
   // A handle held by one thread for a scope. Empty when the process is shutting down.

@@ -241,4 +241,40 @@ ffi::Error CallSite::RunFills(const Driver& driver, char* workspace, Stream stre
   return ffi::Error::Success();
 }
 
+ffi::Error CallSite::Record(int32_t ordinal, Stream stream, const Buffer* operands,
+                            size_t operand_count, const Buffer* results, size_t result_count,
+                            CudaGraph graph, bool update) {
+  if (!fills_.empty()) {
+    return Failure(ffi::ErrorCode::kUnimplemented,
+                   "this plan sets its workspace before each execution, which is no part of what "
+                   "cuDNN puts into a CUDA graph",
+                   name());
+  }
+  const auto record = [&](const DeviceState& state, Handle handle, Descriptor pack,
+                          char*) -> ffi::Error {
+    const Cudnn& cudnn = state.device.cudnn();
+    const Driver& driver = state.device.driver();
+    ContextScope scope(driver, state.device.context());
+    if (scope.status() != 0)
+      return DriverFailure(driver, "enter a context", scope.status(), name());
+    size_t nodes = 0;
+    if (Status status = driver.graph_get_nodes(graph, nullptr, &nodes)) {
+      return DriverFailure(driver, "look into a CUDA graph", status, name());
+    }
+    if ((nodes != 0) != update) {
+      return Failure(ffi::ErrorCode::kInvalidArgument,
+                     update ? "the CUDA graph to be updated is empty: populate it first"
+                            : "the CUDA graph to be populated has nodes, cuDNN wants an empty one",
+                     name());
+    }
+    const auto call = update ? cudnn.update_cuda_graph : cudnn.populate_cuda_graph;
+    if (Status status = call(handle, state.plan->descriptor(), pack, graph)) {
+      return CudnnFailure(cudnn, update ? "update a CUDA graph" : "populate a CUDA graph", status,
+                          name());
+    }
+    return ffi::Error::Success();
+  };
+  return WithPack(ordinal, stream, operands, operand_count, results, result_count, record);
+}
+
 }  // namespace jax_cudnn

@@ -99,6 +99,11 @@ class CallSite {
   ffi::Error Execute(int32_t ordinal, Stream stream, const Buffer* operands, size_t operand_count,
                      const Buffer* results, size_t result_count);
 
+  // Puts the plan's kernels with these pointers into a CUDA graph of the user's that is empty, or
+  // gives those that it put there other pointers. The stream says which device it is.
+  ffi::Error Record(int32_t ordinal, Stream stream, const Buffer* operands, size_t operand_count,
+                    const Buffer* results, size_t result_count, CudaGraph graph, bool update);
+
   const std::string& name() const { return attributes_.name; }
 
   // Required of an XLA FFI state.
@@ -128,6 +133,12 @@ class CallSite {
   ffi::Error SizeError(size_t row, int64_t got) const;
   ffi::Error RunFills(const Driver& driver, char* workspace, Stream stream) const;
 
+  // Gathers the pointers and calls `use(state, handle, variant pack, workspace)` with what is
+  // leased.
+  template <typename Use>
+  ffi::Error WithPack(int32_t ordinal, Stream stream, const Buffer* operands, size_t operand_count,
+                      const Buffer* results, size_t result_count, Use use);
+
   Attributes attributes_;
   std::vector<Binding> bindings_;
   std::vector<size_t> pack_rows_;  // the bindings that have a uid
@@ -141,9 +152,10 @@ class CallSite {
   std::array<std::atomic<DeviceState*>, kMaxDevices> states_{};
 };
 
-template <bool kTimed>
-ffi::Error CallSite::Execute(int32_t ordinal, Stream stream, const Buffer* operands,
-                             size_t operand_count, const Buffer* results, size_t result_count) {
+template <typename Use>
+ffi::Error CallSite::WithPack(int32_t ordinal, Stream stream, const Buffer* operands,
+                              size_t operand_count, const Buffer* results, size_t result_count,
+                              Use use) {
   EnterCall();  // before anything is leased: it may not return
   DeviceState* state = ordinal >= 0 && ordinal < kMaxDevices
                            ? states_[ordinal].load(std::memory_order_acquire)
@@ -199,20 +211,30 @@ ffi::Error CallSite::Execute(int32_t ordinal, Stream stream, const Buffer* opera
   if (Status status = cudnn.set_stream(handle.get(), stream)) {
     return CudnnFailure(cudnn, "set the stream", status, name());
   }
-  if (!fills_.empty()) {
-    ffi::Error error = RunFills(state->device.driver(), workspace_data, stream);
-    if (error.failure()) return error;
-  }
+  return use(*state, handle.get(), pack.descriptor(), workspace_data);
+}
 
-  std::chrono::steady_clock::time_point start;
-  if constexpr (kTimed) start = std::chrono::steady_clock::now();
-  const Status status = cudnn.execute(handle.get(), state->plan->descriptor(), pack.descriptor());
-  if constexpr (kTimed) {
-    timings().cudnn_ns += (std::chrono::steady_clock::now() - start).count();
-    ++timings().executions;
-  }
-  if (status != 0) return CudnnFailure(cudnn, "execute a plan", status, name());
-  return ffi::Error::Success();
+template <bool kTimed>
+ffi::Error CallSite::Execute(int32_t ordinal, Stream stream, const Buffer* operands,
+                             size_t operand_count, const Buffer* results, size_t result_count) {
+  const auto execute = [&](const DeviceState& state, Handle handle, Descriptor pack,
+                           char* workspace) -> ffi::Error {
+    if (!fills_.empty()) {
+      ffi::Error error = RunFills(state.device.driver(), workspace, stream);
+      if (error.failure()) return error;
+    }
+    const Cudnn& cudnn = state.device.cudnn();
+    std::chrono::steady_clock::time_point start;
+    if constexpr (kTimed) start = std::chrono::steady_clock::now();
+    const Status status = cudnn.execute(handle, state.plan->descriptor(), pack);
+    if constexpr (kTimed) {
+      timings().cudnn_ns += (std::chrono::steady_clock::now() - start).count();
+      ++timings().executions;
+    }
+    if (status != 0) return CudnnFailure(cudnn, "execute a plan", status, name());
+    return ffi::Error::Success();
+  };
+  return WithPack(ordinal, stream, operands, operand_count, results, result_count, execute);
 }
 
 }  // namespace jax_cudnn

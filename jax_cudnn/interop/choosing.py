@@ -159,7 +159,7 @@ class Choosing(Declaring):
 
     def get_execution_plan_count(self) -> int:
         """How many plans cuDNN's heuristics propose."""
-        return self.plan().candidates
+        return self.plan().candidate_count
 
     def _choose(self, method: str, **options: Any) -> Self:
         self._building(method)

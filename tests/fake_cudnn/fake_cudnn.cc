@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "fake_graph.h"
+
 namespace {
 
 enum { kSuccess = 0, kBadParam = 2000, kNotSupported = 3000 };
@@ -47,6 +49,37 @@ void Demand(bool ok, const char* rule) {
   std::abort();
 }
 
+// One thread in a handle, for a scope.
+struct InHandle {
+  explicit InHandle(void* handle) : h(static_cast<Handle*>(handle)) {
+    Demand(!h->busy.exchange(true), "two threads are in one handle");
+  }
+  ~InHandle() { h->busy.store(false); }
+  Handle* const h;
+};
+
+// What a plan does with the pointers of a variant pack, as the copy of a graph.
+int Copies(void* handle, void* plan, void* variant_pack, FakeGraph& graph) {
+  auto* h = static_cast<Handle*>(handle);
+  auto* p = static_cast<Descriptor*>(plan);
+  auto* v = static_cast<Descriptor*>(variant_pack);
+  Demand(p->finalized && v->finalized, "a descriptor was executed before finalize");
+  Demand(p->context == h->context, "a plan was executed on another device");
+  char* source = nullptr;
+  char* target = nullptr;
+  for (size_t i = 0; i < v->uids.size(); ++i) {
+    if (v->uids[i] == 1) source = static_cast<char*>(v->pointers[i]);
+    if (v->uids[i] == 2) target = static_cast<char*>(v->pointers[i]);
+  }
+  if (source == nullptr || target == nullptr) {
+    return Fail(kBadParam, "the variant pack lacks uid 1 or 2");
+  }
+  graph.source = source;
+  graph.target = target;
+  graph.bytes = std::atoi(p->text.c_str() + 5);
+  return kSuccess;
+}
+
 }  // namespace
 
 extern "C" {
@@ -79,10 +112,7 @@ int cudnnCreate(void** handle) {
 }
 
 int cudnnSetStream(void* handle, void* stream) {
-  auto* h = static_cast<Handle*>(handle);
-  Demand(!h->busy.exchange(true), "two threads are in one handle");
-  h->stream = stream;
-  h->busy.store(false);
+  InHandle(handle).h->stream = stream;
   return kSuccess;
 }
 
@@ -132,27 +162,31 @@ int cudnnBackendFinalize(void* descriptor) {
 }
 
 int cudnnBackendExecute(void* handle, void* plan, void* variant_pack) {
-  auto* h = static_cast<Handle*>(handle);
-  auto* p = static_cast<Descriptor*>(plan);
-  auto* v = static_cast<Descriptor*>(variant_pack);
-  Demand(p->finalized && v->finalized, "a descriptor was executed before finalize");
-  Demand(p->context == h->context, "a plan was executed on another device");
-  Demand(!h->busy.exchange(true), "two threads are in one handle");
-  char* source = nullptr;
-  char* target = nullptr;
-  for (size_t i = 0; i < v->uids.size(); ++i) {
-    if (v->uids[i] == 1) source = static_cast<char*>(v->pointers[i]);
-    if (v->uids[i] == 2) target = static_cast<char*>(v->pointers[i]);
-  }
-  int status = kSuccess;
-  if (source == nullptr || target == nullptr) {
-    status = Fail(kBadParam, "the variant pack lacks uid 1 or 2");
-  } else {
-    std::memcpy(target, source, std::atoi(p->text.c_str() + 5));
-    if (v->workspace != nullptr) target[0] += *static_cast<char*>(v->workspace);
-  }
-  h->busy.store(false);
+  InHandle scope(handle);
+  FakeGraph graph;
+  const int status = Copies(handle, plan, variant_pack, graph);
+  if (status != kSuccess) return status;
+  graph.Launch();
+  const auto* pack = static_cast<Descriptor*>(variant_pack);
+  if (pack->workspace != nullptr) graph.target[0] += *static_cast<char*>(pack->workspace);
+  return kSuccess;
+}
+
+int cudnnBackendPopulateCudaGraph(void* handle, void* plan, void* variant_pack, void* graph) {
+  Demand(FakeCurrentContext() != nullptr, "a CUDA graph was populated without a context");
+  InHandle scope(handle);
+  auto* made = static_cast<FakeGraph*>(graph);
+  Demand(made->nodes == 0, "a CUDA graph was populated twice");
+  const int status = Copies(handle, plan, variant_pack, *made);
+  if (status == kSuccess) made->nodes = 1;
   return status;
+}
+
+int cudnnBackendUpdateCudaGraph(void* handle, void* plan, void* variant_pack, void* graph) {
+  InHandle scope(handle);
+  auto* made = static_cast<FakeGraph*>(graph);
+  Demand(made->nodes == 1, "a CUDA graph was updated before it was populated");
+  return Copies(handle, plan, variant_pack, *made);
 }
 
 }  // extern "C"

@@ -1,10 +1,10 @@
-"""GraphSpec -> cudnn.pygraph -> ExecutionPlan: the only module that drives cuDNN's frontend."""
+"""GraphSpec -> cudnn.pygraph -> ExecutionPlan: this and :mod:`.listing` drive cuDNN's frontend."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...deviceless.profiles import Profile
@@ -19,9 +19,10 @@ from .execution_plan import ExecutionPlan, Uids, decode
 from .unsupported import engine_reasons, unsupported
 from .workspace import Limit
 
+FIRST_PYTHON_ENGINE = 20000
+"""Engines of the frontend itself (CuTe DSL) begin here."""
+PYTHON_ONLY = "runs only in the frontend's Python, not inside an XLA program"
 _NONE_PROPOSED = "no engine was proposed that is the one asked for and has the notes asked for"
-# Engines of the frontend itself (CuTe DSL): they run in Python only.
-_FIRST_PYTHON_ENGINE = 20000
 _DEVICE_FAILURE = (
     r"CUDA_ERROR|cudaError|out of memory|ALLOC_FAILED|EXECUTION_FAILED|SUBLIBRARY"
     r"|INTERNAL_ERROR(?!_COMPILATION_FAILED)"  # an engine whose kernel cuDNN wrote wrongly
@@ -60,18 +61,9 @@ def _build(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> Execution
 
 def _first(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> ExecutionPlan:
     """The first of cuDNN's candidates that is to be taken."""
-    graph = cudnn.pygraph(
-        name="jax_cudnn",
-        io_data_type=cudnn.data_type.FLOAT,
-        intermediate_data_type=cudnn.data_type.FLOAT,
-        compute_data_type=cudnn.data_type.FLOAT,
-        **where,
-    )
     reasons: dict[str, str] = {}
-    with _reasons_of(spec, cudnn):
-        _emit(spec, graph, cudnn)
-        graph.validate()
-        graph.build_operation_graph()
+    with reasons_of(spec, cudnn):
+        graph = operation_graph(spec, cudnn, **where)
         choice.propose(graph, spec, cudnn)
     count = graph.get_execution_plan_count()
     candidates = [graph.get_engine_and_knobs_at_index(index) for index in range(count)]
@@ -80,14 +72,14 @@ def _first(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> Execution
         engine, knobs = candidates[index]
         if not choice.is_chosen(spec, engine, knobs):
             continue
-        if engine >= _FIRST_PYTHON_ENGINE:
-            reasons[name] = "runs only in the frontend's Python, not inside an XLA program"
+        if engine >= FIRST_PYTHON_ENGINE:
+            reasons[name] = PYTHON_ONLY
             continue
         if wrong := choice.distrusted(spec, engine, knobs):
             reasons[name] = f"computes {wrong} wrongly"
             continue
         try:
-            with _reasons_of(spec, cudnn):
+            with reasons_of(spec, cudnn):
                 graph.build_plan_at_index(index)
         except UnsupportedGraphError as error:
             reasons[name] = next(iter(error.reasons.values()))
@@ -97,13 +89,39 @@ def _first(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> Execution
             reasons[name] = limit.refusal(needed)
             continue
         blob = ubjson.decode(bytes(graph.serialize()))
-        named = tuple(sorted((getattr(k, "name", str(k)), int(v)) for k, v in knobs.items()))
-        return decode(spec, blob, name, needed, count, int(engine), named)
+        notes = behavior_notes(graph, index)
+        return decode(spec, blob, name, needed, count, int(engine), named(knobs), notes)
     raise unsupported(spec, reasons or {"heuristics": _NONE_PROPOSED})
 
 
+def operation_graph(spec: GraphSpec, cudnn: Any, **where: Any) -> Any:
+    """The graph as the frontend's, checked, without plans; ``where`` says for which GPU."""
+    graph = cudnn.pygraph(
+        name="jax_cudnn",
+        io_data_type=cudnn.data_type.FLOAT,
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        **where,
+    )
+    _emit(spec, graph, cudnn)
+    graph.validate()
+    graph.build_operation_graph()
+    return graph
+
+
+def behavior_notes(graph: Any, index: int) -> tuple[str, ...]:
+    """What cuDNN says of the engine of a plan of its own."""
+    notes = graph.get_behavior_notes_for_plan_at_index(index)
+    return tuple(str(getattr(note, "name", note)) for note in notes)
+
+
+def named(knobs: Mapping[Any, int]) -> tuple[tuple[str, int], ...]:
+    """The values of an engine's knobs by name."""
+    return tuple(sorted((getattr(k, "name", str(k)), int(v)) for k, v in knobs.items()))
+
+
 @contextlib.contextmanager
-def _reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
+def reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
     """Turns the frontend's exceptions into ours.
 
     It raises RuntimeError both for what cuDNN cannot represent and for a failing device, and

@@ -20,13 +20,18 @@ def propose(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
     An explicit engine beside notes is looked for among what heuristics propose under these notes:
     cuDNN would build it without looking at them.
     """
-    options, filters = spec.options, _filters(spec)
+    options = spec.options
     knobs = _knobs(options, cudnn)
-    if options.engine is not None and not any(filters.values()):
+    if options.engine is not None and not any(_filters(spec).values()):
         graph.create_execution_plan(options.engine, knobs)
         return
     graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in options.heuristics])
-    for method, names in filters.items():
+    restrict(graph, spec, cudnn)
+
+
+def restrict(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
+    """Has a pygraph leave out those of its plans that the options' notes do not allow."""
+    for method, names in _filters(spec).items():
         if names:
             kind = cudnn.numerical_note if "numeric" in method else cudnn.behavior_note
             getattr(graph, method)([getattr(kind, name) for name in names])

@@ -51,6 +51,7 @@ class ExecutionPlan:
         candidates: how many plans cuDNN's heuristics proposed.
         engine_id, knobs: the engine by its number and the values of its knobs;
             ``fn.with_options(**plan.pinned)`` asks for this very plan again.
+        behavior_notes: what cuDNN says of the engine, "RUNTIME_COMPILATION" for example.
     """
 
     text: str
@@ -66,6 +67,7 @@ class ExecutionPlan:
     engine_id: int = -1
     knobs: tuple[tuple[str, int], ...] = ()
     tables: tuple[tuple[float, ...], ...] = ()
+    behavior_notes: tuple[str, ...] = ()
 
     @property
     def pinned(self) -> dict[str, Any]:
@@ -93,7 +95,9 @@ class ExecutionPlan:
         rows = {
             name: tuple(map(tuple, data[name])) for name in ("bindings", "fills", "knobs", "tables")
         }
-        return cls(**{**data, **rows, "scalars": bytes.fromhex(data["scalars"])})
+        notes = tuple(data["behavior_notes"])
+        scalars = bytes.fromhex(data["scalars"])
+        return cls(**{**data, **rows, "behavior_notes": notes, "scalars": scalars})
 
     def attributes(self, name: str) -> dict[str, Any]:
         """The custom call's attributes."""
@@ -159,6 +163,7 @@ def decode(
     candidates: int,
     engine_id: int = -1,
     knobs: tuple[tuple[str, int], ...] = (),
+    behavior_notes: tuple[str, ...] = (),
 ) -> ExecutionPlan:
     """The ExecutionPlan in what the frontend serialises around a backend plan.
 
@@ -231,6 +236,7 @@ def decode(
         engine_id=engine_id,
         knobs=knobs,
         tables=tuple(tables),
+        behavior_notes=behavior_notes,
     )
 
 

@@ -69,7 +69,8 @@ def place(
     segments = (
         _decide_together(spec, site, name, devices) if together else _decide(spec, site, name)
     )
-    plan = Plan(name, _model(site)[0], spec.options.implementation or SPLIT, spec, segments)
+    implementation = spec.options.implementation or SPLIT
+    plan = Plan(name, _model(site)[0], implementation, spec, segments, site)
     _tell(plan)
     return plan
 

@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ...deviceless import client
@@ -18,7 +19,8 @@ from ..graph.spec import GraphSpec
 from ..graph.wire import wire
 from ..package import fingerprint
 from ..store import cache
-from . import alternatives, build, frontend, progress, workspace
+from . import alternatives, build, frontend, listing, progress, workspace
+from .candidates import Candidate
 from .execution_plan import ExecutionPlan, canonical_properties
 from .limits import known_reasons
 from .single_flight import SingleFlight
@@ -30,6 +32,7 @@ V = TypeVar("V")
 
 _FORMAT = 1  # of what is stored
 _plans: SingleFlight[ExecutionPlan] = SingleFlight()
+_listed: SingleFlight[tuple[Candidate, ...]] = SingleFlight(256)
 
 
 def plan(
@@ -50,13 +53,32 @@ def plan(
         raise
 
 
-def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPlan:
+def candidates(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[Candidate, ...]:
+    """What cuDNN's heuristics propose for a graph, whatever engine its options name.
+
+    Raises what planning raises where that is known without building a plan.
+    """
+    free = replace(spec, options=replace(spec.options, engine=None, knobs=()), _cache={})
+    key = _planned(free, site, name).canonical().unvalued()
+    try:
+        return _listed.get((key, identity(site)), lambda: _list(key, site))
+    except JaxCudnnError as error:
+        raise _told(error, spec, name, site) from error.__cause__
+
+
+def _planned(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> GraphSpec:
+    """The graph that is planned; UnsupportedGraphError where cuDNN need not be asked."""
     planned = wire(spec.for_planning())
     reasons = known_reasons(planned)
     if reasons:
         error = unsupported(planned, reasons)
         error.why = "; ".join(reasons.values())
         raise _told(error, spec, name, site)
+    return planned
+
+
+def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPlan:
+    planned = _planned(spec, site, name)
     key = planned.canonical().unvalued()
     try:
         made = _plans.get((key, identity(site)), lambda: _obtain(key, site, name))
@@ -116,6 +138,12 @@ def _build(spec: GraphSpec, site: Profile | CudaDevice) -> ExecutionPlan:
     return client.call("jax_cudnn._core.planning.build:build_for_profile", spec, site)
 
 
+def _list(spec: GraphSpec, site: Profile | CudaDevice) -> tuple[Candidate, ...]:
+    if isinstance(site, CudaDevice):
+        return listing.list_for_device(spec, site)
+    return client.call("jax_cudnn._core.planning.listing:list_for_profile", spec, site)
+
+
 def key_text(kind: str, spec: GraphSpec, site: Profile | CudaDevice) -> str:
     """The key, on disk and among processes, of what is known of a canonical graph."""
     return "\n".join([f"{kind} {_FORMAT}", repr(spec._key()), identity(site)])
@@ -145,4 +173,5 @@ def _text(planned: str, properties: str, libraries: dict[str, str], **more: int)
 def clear() -> None:
     """Forget all plans that are in memory (tests and benchmarks)."""
     _plans.clear()
+    _listed.clear()
     identity.cache_clear()

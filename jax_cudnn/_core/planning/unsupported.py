@@ -58,7 +58,7 @@ _MEANINGS = (
     (r"", "not supported", None),
 )
 _LAST = ("not supported", "made for another GPU architecture")
-_LEFT_OUT = "left out by the options"
+LEFT_OUT = "left out by the options"
 _WORKSPACE_ADVICE = "allow more in max_workspace, or run fewer examples, or shorter ones, at a time"
 _BROADCAST_ADVICE = "broadcast that operand before the call: jnp.broadcast_to(x, shape)"
 
@@ -82,7 +82,7 @@ def engine_reasons(text: str) -> dict[str, str]:
     if not reasons and "COMPILATION_FAILED" in text:
         return {"cuDNN": "the kernel that cuDNN wrote for it does not compile"}
     if not reasons and text.startswith("Deselecting"):
-        return {"cuDNN": _LEFT_OUT}
+        return {"cuDNN": LEFT_OUT}
     if not reasons:
         known = (m for pattern, m, _ in _MEANINGS[:-1] if re.search(pattern, text))
         return {"cuDNN": next((f"{m} ({_shortened(text)})" for m in known), text.strip())}
@@ -113,10 +113,10 @@ def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphErr
     """The error for a graph that cuDNN has no engine for, from the reasons of the engines."""
     wants = {c.name: c.node.needs([port for port, _ in c.inputs]) for c in spec.calls}
     reasons = {**{name: words for name, words in wants.items() if words}, **reasons}
-    kept = {engine: reason for engine, reason in reasons.items() if reason != _LEFT_OUT}
+    kept = {engine: reason for engine, reason in reasons.items() if reason != LEFT_OUT}
     left_out = len(reasons) - len(kept)
     if left_out > 1:
-        kept["the other plans" if kept else "all plans"] = f"{left_out} of them, {_LEFT_OUT}"
+        kept["the other plans" if kept else "all plans"] = f"{left_out} of them, {LEFT_OUT}"
         reasons = kept
     text = " ".join(reasons.values())
     advice = [
@@ -129,7 +129,7 @@ def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphErr
     engine = spec.options.engine
     if engine is not None:
         advice = [f"take another engine than {engine}, as jax_cudnn.plan(...).pinned names one"]
-    if _LEFT_OUT in text:
+    if LEFT_OUT in text:
         advice = [f"loosen the options of the graph: {spec.options}", *advice]
     rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}
     return UnsupportedGraphError(

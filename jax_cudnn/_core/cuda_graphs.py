@@ -1,0 +1,227 @@
+"""cuDNN's native CUDA graphs, for users who drive CUDA graphs themselves.
+
+In a program of XLA's nothing of this is needed: its command buffers capture our calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from . import execution, ffi
+from .errors import GraphError, LibraryError, UnsupportedGraphError
+from .graph import layout
+from .graph.spec import Tensor
+from .graph.wire import stored, wire
+
+if TYPE_CHECKING:
+    from .planning.execution_plan import ExecutionPlan
+    from .planning.plan import Plan
+
+NOTE = "SUPPORTS_CUDA_GRAPH_NATIVE_API"
+_INSTEAD = "capture a jitted call on a stream, or leave it to XLA's command buffers"
+
+
+class _Plan(ctypes.Structure):
+    """csrc/recording.h's ``JaxCudnnPlan``."""
+
+    _fields_ = (
+        ("plan", ctypes.c_char_p),
+        ("digest", ctypes.c_char_p),
+        ("name", ctypes.c_char_p),
+        ("device_name", ctypes.c_char_p),
+        ("cudnn_version", ctypes.c_int64),
+        ("bindings", ctypes.c_void_p),
+        ("binding_numbers", ctypes.c_int64),
+        ("scalars", ctypes.c_void_p),
+        ("scalar_bytes", ctypes.c_int64),
+        ("fills", ctypes.c_void_p),
+        ("fill_numbers", ctypes.c_int64),
+        ("workspace_bytes", ctypes.c_int64),
+        ("plan_workspace_offset", ctypes.c_int64),
+    )
+
+
+class _Buffers(ctypes.Structure):
+    """csrc/recording.h's ``JaxCudnnBuffers``."""
+
+    _fields_ = (
+        ("data", ctypes.POINTER(ctypes.c_void_p)),
+        ("bytes", ctypes.POINTER(ctypes.c_int64)),
+        ("count", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int]]) -> _Buffers:
+        pointers, sizes = zip(*pairs, strict=True) if (pairs := [*pairs]) else ((), ())
+        count = len(pointers)
+        return cls((ctypes.c_void_p * count)(*pointers), (ctypes.c_int64 * count)(*sizes), count)
+
+
+def record(
+    plan: Plan,
+    cuda_graph: Any,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    workspace: Any,
+    update: bool,
+) -> None:
+    """See :meth:`jax_cudnn.Plan.populate_cuda_graph`."""
+    own = plan.only
+    _check(plan)
+    arrays = [x for x in (*operands, *results, workspace) if isinstance(x, jax.Array)]
+    device = execution.gpu_for(plan, arrays, None)
+    given = [
+        *_pointers(plan, plan.spec.input_tensors, operands, "operands"),
+        *_pointers(plan, plan.spec.output_tensors, results, "results"),
+        _workspace(plan, workspace),
+    ]
+    read, written = given[: len(operands)], given[len(operands) :]
+    message = ctypes.create_string_buffer(2048)
+    failed = _library().JaxCudnnRecord(
+        ctypes.c_void_p(_call_site(own, plan.name)),
+        ctypes.c_int32(device.local_hardware_id),
+        ctypes.c_void_p(device.get_stream_for_external_ready_events()),
+        ctypes.byref(_Buffers.of(read)),
+        ctypes.byref(_Buffers.of(written)),
+        ctypes.c_void_p(int(cuda_graph)),
+        ctypes.c_int(update),
+        message,
+        ctypes.c_int64(len(message)),
+    )
+    if failed:
+        raise LibraryError(message.value.decode(errors="replace"))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    loaded = ffi.library()
+    loaded.JaxCudnnNewCallSite.restype = ctypes.c_void_p
+    return loaded
+
+
+@functools.cache  # for ever, as the CUDA graphs may live that use its kernels
+def _call_site(plan: ExecutionPlan, name: str) -> int:
+    given = plan.attributes(name)
+    bindings, scalars, fills = (
+        np.ascontiguousarray(given[key]) for key in ("bindings", "scalars", "fills")
+    )
+    fields = _Plan(
+        plan=given["plan"].encode(),
+        digest=given["digest"].encode(),
+        name=name.encode(),
+        device_name=given["device_name"].encode(),
+        cudnn_version=int(given["cudnn_version"]),
+        bindings=bindings.ctypes.data,
+        binding_numbers=bindings.size,
+        scalars=scalars.ctypes.data,
+        scalar_bytes=scalars.size,
+        fills=fills.ctypes.data,
+        fill_numbers=fills.size,
+        workspace_bytes=int(given["workspace_bytes"]),
+        plan_workspace_offset=int(given["plan_workspace_offset"]),
+    )
+    message = ctypes.create_string_buffer(2048)
+    size = ctypes.c_int64(len(message))
+    site = _library().JaxCudnnNewCallSite(ctypes.byref(fields), message, size)
+    if not site:
+        raise LibraryError(message.value.decode(errors="replace"))
+    return site
+
+
+def _check(plan: Plan) -> None:
+    """Whether cuDNN can put the plan into a CUDA graph, and nothing is to be done around it."""
+    own, spec = plan.only, plan.spec
+    if NOTE not in own.behavior_notes:
+        able = []
+        if plan.site is not None:
+            rows = (row for row in plan.candidates if row.supported is not False)
+            able = [row.index for row in rows if NOTE in row.behavior_notes]
+        raise UnsupportedGraphError(
+            f"{plan.name}: cuDNN has no native CUDA graph of this engine",
+            expected=f"an engine with the behaviour note {NOTE}",
+            got=f"{own.engine}, with {', '.join(own.behavior_notes) or 'no behaviour notes'}",
+            fix=f"plan.select(i) with i one of {able}" if able else _INSTEAD,
+        )
+    sent = wire(spec)
+    edge = zip(
+        (*spec.input_tensors, *spec.output_tensors),
+        (*sent.input_tensors, *sent.output_tensors),
+        strict=False,
+    )
+    around = [
+        *("it fills its workspace" for _ in own.fills),
+        *("it reads tables of its own" for _ in own.tables),
+        *(f"{t.name} is converted" for t, s in edge if stored(s) != (t.shape, t.dtype)),
+        *(f"{t.name} is begun" for t in sent.output_tensors if layout.initial(sent, t) is not None),
+        *(f"{name} is dropped" for name in sent.outputs[len(spec.outputs) :]),
+    ]
+    if around:
+        raise UnsupportedGraphError(
+            f"{plan.name}: this plan needs more than its kernels",
+            got="; ".join(dict.fromkeys(around)),
+            why="XLA does this around the call, and a CUDA graph of cuDNN's holds the call alone",
+            fix=_INSTEAD,
+        )
+
+
+def _pointers(
+    plan: Plan, tensors: Sequence[Tensor], arrays: Sequence[Any], what: str
+) -> list[tuple[int, int]]:
+    """Pointer and bytes of each array, which is seen to lie as the plan reads it."""
+    if len(arrays) != len(tensors):
+        raise GraphError(
+            f"{plan.name}: not as many {what} as the graph has",
+            expected=", ".join(map(str, tensors)) or "none",
+            got=f"{len(arrays)} of them",
+        )
+    return [(_pointer(plan, *pair), pair[0].nbytes) for pair in zip(tensors, arrays, strict=True)]
+
+
+def _pointer(plan: Plan, tensor: Tensor, array: Any) -> int:
+    if isinstance(array, (int, np.integer)):
+        return int(array)
+    order = layout.major_to_minor(wire(plan.spec), tensor)
+    got = _order(array) if isinstance(array, jax.Array) else None
+    fits = got is not None and (array.shape, array.dtype.name) == (tensor.shape, tensor.dtype)
+    if not fits or _strided(tensor.shape, got) != _strided(tensor.shape, order):
+        shown = f"{array.dtype.name}{list(array.shape)}, order {got}" if got else repr(array)[:80]
+        raise GraphError(
+            f"{plan.name}: {tensor.name!r} does not fit the plan",
+            expected=f"a JAX array {tensor} with its dimensions in the order {order} in memory, "
+            "slowest first; or a device pointer",
+            got=shown,
+            fix="jax.device_put(x, jax.experimental.layout.Format(Layout(order), x.sharding))",
+        )
+    return array.unsafe_buffer_pointer()
+
+
+def _order(array: Any) -> tuple[int, ...]:
+    """The dimensions of a JAX array from the slowest in memory to the fastest."""
+    order = getattr(array.format.layout, "major_to_minor", None)
+    return tuple(range(array.ndim)) if order is None else tuple(order)
+
+
+def _strided(shape: Sequence[int], order: Sequence[int] | None) -> list[int]:
+    """The order of the dimensions that are no 1."""
+    return [axis for axis in order or () if shape[axis] != 1]
+
+
+def _workspace(plan: Plan, workspace: Any) -> tuple[int, int]:
+    needed = plan.only.workspace_bytes
+    if isinstance(workspace, (int, np.integer)):
+        return int(workspace), needed
+    if isinstance(workspace, jax.Array) and workspace.nbytes >= needed:
+        return workspace.unsafe_buffer_pointer(), workspace.nbytes
+    if workspace is None and needed == 0:
+        return 0, 0
+    raise GraphError(
+        f"{plan.name}: the workspace is too small",
+        expected=f"a JAX array of {needed} bytes on the GPU, or a device pointer to as many",
+        got="none" if workspace is None else f"{getattr(workspace, 'nbytes', workspace)!r}",
+    )

@@ -1,0 +1,64 @@
+"""A GraphSpec as data for ``json.dumps``, and back.
+
+A value of the package is a list: its class, and its fields by name. Reading makes objects of
+this package's frozen dataclasses only, and runs nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+from .node import REGISTRY, Node
+
+_PACKAGE = __name__.partition(".")[0]
+_TUPLE = "tuple"
+
+
+def encoded(value: Any) -> Any:
+    """A graph, a node, or what may be a field of these, as data; TypeError for anything else."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple):
+        return [_TUPLE, [encoded(item) for item in value]]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field for field in dataclasses.fields(value) if field.init and field.compare]
+        return [
+            _title(value),
+            {field.name: encoded(getattr(value, field.name)) for field in fields},
+        ]
+    raise TypeError(f"{type(value).__name__} cannot be written down: {value!r}"[:200])
+
+
+def decoded(data: Any) -> Any:
+    """What :func:`encoded` was given; KeyError, TypeError or ValueError for other data."""
+    if not isinstance(data, list):
+        if isinstance(data, dict):
+            raise ValueError("a value has no class")
+        return data
+    title, content = data
+    if title == _TUPLE:
+        return tuple(map(decoded, content))
+    return _class(title)(**{name: decoded(item) for name, item in content.items()})
+
+
+def _title(value: Any) -> str:
+    """A node by its operation, another class by its place in the package."""
+    if isinstance(value, Node):
+        return value.method
+    module = type(value).__module__.removeprefix(f"{_PACKAGE}.")
+    return f"{module}:{type(value).__qualname__}"
+
+
+def _class(title: str) -> Any:
+    if title in REGISTRY:
+        return REGISTRY[title]
+    module, _, name = title.partition(":")
+    try:
+        found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{title!r} is no class of this version") from error
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise ValueError(f"{title!r} is no value of a graph")
+    return found

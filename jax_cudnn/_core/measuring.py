@@ -1,0 +1,140 @@
+"""How long a plan takes on its GPU, and which of cuDNN's candidates is the fastest."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time as clock
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from . import execution, ffi
+from .errors import GraphError, UnsupportedGraphError
+from .graph.dtypes import is_floating
+
+if TYPE_CHECKING:
+    from .graph.spec import Tensor
+    from .planning.candidates import Candidate, Candidates
+    from .planning.plan import Plan
+
+_SHORT, _LONG = 8, 40  # executions in a row, in one program
+_WARM, _LEAST, _MOST = 2, 5, 25  # rounds
+_BUDGET = 0.5  # seconds of rounds
+
+
+def time(
+    plan: Plan,
+    arrays: Sequence[Any],
+    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+) -> float:
+    """See :meth:`jax_cudnn.Plan.time`.
+
+    Two programs run the plan 8 and 40 times in a row, where each execution waits for the one
+    before; the difference is free of what a program costs to start, and the device does not wait
+    for Python in between.
+    """
+    _ = plan.only
+    placed = execution.on_device(plan, arrays or random_arrays(plan), device)
+    programs = [functools.partial(_repeated(plan, count), *placed) for count in (_SHORT, _LONG)]
+    for program in programs * _WARM:
+        jax.block_until_ready(program())
+    rounds: list[float] = []
+    began = clock.perf_counter()
+    while len(rounds) < _LEAST or (len(rounds) < _MOST and clock.perf_counter() - began < _BUDGET):
+        short, long = map(_seconds, programs)
+        rounds.append((long - short) / (_LONG - _SHORT))
+    return max(statistics.median(rounds), 0.0)
+
+
+def time_candidates(
+    plan: Plan,
+    arrays: Sequence[Any],
+    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    limit: int | None,
+) -> Candidates:
+    """See :meth:`jax_cudnn.Plan.time_candidates`."""
+    placed = execution.on_device(plan, arrays or random_arrays(plan), device)
+    left = limit if limit is None or limit > 0 else 0
+
+    def timed(row: Candidate) -> Candidate:
+        nonlocal left
+        if row.supported is False or left == 0:
+            return row
+        row, seconds = _timed(plan, row, placed)
+        if left is not None and row.supported:
+            left -= 1
+        return replace(row, seconds=seconds)
+
+    candidates = plan.candidates
+    return candidates.replaced(map(timed, candidates))
+
+
+def autotune(
+    plan: Plan,
+    arrays: Sequence[Any],
+    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    limit: int | None,
+) -> Plan:
+    """See :meth:`jax_cudnn.Plan.autotune`."""
+    rows = [row for row in time_candidates(plan, arrays, device, limit) if row.seconds is not None]
+    return plan.select(min(rows, key=lambda row: row.seconds or 0.0)) if rows else plan
+
+
+def random_arrays(plan: Plan) -> list[np.ndarray]:
+    """Operands as they may occur: kernels can be faster with zeros."""
+    generator = np.random.default_rng(0)
+    return [_random(plan, tensor, generator) for tensor in plan.spec.input_tensors]
+
+
+def _random(plan: Plan, tensor: Tensor, generator: np.random.Generator) -> np.ndarray:
+    if tensor.dtype == "bool":
+        return generator.random(tensor.shape) < 0.5
+    if not is_floating(tensor.dtype):
+        raise GraphError(
+            f"{plan.name}: operand {tensor.name!r} cannot be drawn at random",
+            got=str(tensor),
+            why="whole numbers can be lengths or positions, which not every number is",
+            fix="give the arrays: plan.time(x, ...)",
+        )
+    values = generator.standard_normal(tensor.shape, np.float32)
+    return values.astype(jax.numpy.dtype(tensor.dtype))
+
+
+def _timed(
+    plan: Plan, row: Candidate, placed: Sequence[jax.Array]
+) -> tuple[Candidate, float | None]:
+    """A candidate, now known to be supported or not, with its time."""
+    (tried,) = plan.candidates.replaced(iter([row])).built()
+    if not tried.supported:
+        return tried, None
+    try:
+        return tried, time(plan.select(tried), placed, None)
+    except (UnsupportedGraphError, jax.errors.JaxRuntimeError) as error:  # it fails where it runs
+        return replace(tried, supported=False, reason=str(error).partition("\n")[0]), None
+
+
+def _seconds(program: Any) -> float:
+    began = clock.perf_counter()
+    jax.block_until_ready(program())
+    return clock.perf_counter() - began
+
+
+@functools.lru_cache(maxsize=8)
+def _repeated(plan: Plan, count: int) -> Any:
+    """The jitted function that executes a plan so many times, one after the other."""
+
+    def run(*arrays: jax.Array) -> Sequence[jax.Array]:
+        outputs, workspace = _call(plan, arrays, None)
+        for _ in range(count - 1):
+            outputs, workspace = _call(plan, arrays, workspace)
+        return outputs
+
+    return jax.jit(run)
+
+
+def _call(plan: Plan, arrays: Sequence[Any], after: Any) -> tuple[Sequence[jax.Array], jax.Array]:
+    return ffi.outputs_and_workspace(plan.only, plan.spec, plan.name, *arrays, after=after)

@@ -1,0 +1,104 @@
+"""One of cuDNN's candidates in the place of a plan's own."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import replace
+
+from ...deviceless.profiles import Profile
+from ..cuda import CudaDevice
+from ..errors import GraphError, PlanningWorkerError, UnsupportedGraphError
+from ..graph.spec import intern
+from . import planner
+from .candidates import Candidate, Candidates
+from .plan import Plan, PlannedSegment
+from .unsupported import most_telling
+
+
+def candidates(plan: Plan) -> Candidates:
+    """What cuDNN proposes for a plan's graph on its GPU."""
+    own = plan.only
+    rows = planner.candidates(plan.spec, _site(plan), plan.name)
+    mine = own.engine_id, dict(own.knobs)
+    chosen = next((row.index for row in rows if (row.engine, row.knobs) == mine), None)
+    if chosen is not None:
+        built = replace(
+            rows[chosen], supported=True, reason="", workspace_bytes=own.workspace_bytes
+        )
+        rows = (*rows[:chosen], built, *rows[chosen + 1 :])
+    return Candidates(rows, plan.gpu, chosen, functools.partial(_tried, plan))
+
+
+def select(plan: Plan, which: int | Candidate) -> Plan:
+    """The plan of a candidate."""
+    candidate = which if isinstance(which, Candidate) else _at(plan, which)
+    own = plan.only
+    if (candidate.engine, candidate.knobs) == (own.engine_id, dict(own.knobs)):
+        return plan
+    if candidate.supported is False:
+        raise UnsupportedGraphError(
+            f"{plan.name}: candidate {candidate.index}, {candidate.name}, cannot be taken",
+            why=candidate.reason,
+            fix="take another one of plan.candidates, or other options of the graph",
+            graph=str(plan.spec),
+        )
+    options = plan.spec.options
+    proposed = {*candidate.modes} & {*options.heuristics}
+    named = replace(
+        options,
+        engine=candidate.engine,
+        knobs=tuple(sorted(candidate.knobs.items())),
+        heuristics=options.heuristics if proposed else tuple(candidate.modes),
+    )
+    spec = intern(replace(plan.spec, options=named, _cache={}))
+    made = planner.plan(spec, _site(plan), plan.name, advise=False)
+    (segment,) = plan.segments
+    return replace(plan, spec=spec, segments=(replace(segment, spec=spec, plan=made),))
+
+
+def parts(plan: Plan) -> tuple[Plan, ...]:
+    """A plan for each of cuDNN's segments."""
+    if len(plan.segments) == 1:
+        return (plan,) if plan.execution_plans else ()
+    return tuple(_part(plan, segment) for segment in plan.segments if segment.plan is not None)
+
+
+def _part(plan: Plan, segment: PlannedSegment) -> Plan:
+    alone = replace(segment, calls=tuple(range(len(segment.spec.calls))))
+    names = ", ".join(call.name for call in segment.spec.calls)
+    return replace(plan, name=f"{plan.name}: {names}", spec=segment.spec, segments=(alone,))
+
+
+def _tried(plan: Plan, candidate: Candidate) -> Candidate:
+    """A candidate with the answer whether it can be built."""
+    try:
+        made = select(plan, candidate)
+    except UnsupportedGraphError as error:
+        reason = most_telling(error.reasons) or error.why or error.summary
+        return replace(candidate, supported=False, reason=reason)
+    except PlanningWorkerError as error:  # cuDNN crashed over it
+        return replace(candidate, supported=False, reason=error.summary)
+    return replace(candidate, supported=True, workspace_bytes=made.workspace_bytes)
+
+
+def _at(plan: Plan, index: int) -> Candidate:
+    rows = candidates(plan)
+    try:
+        return rows[operator.index(index)]
+    except (IndexError, TypeError):
+        raise GraphError(
+            f"{plan.name}: no such candidate",
+            expected=f"a jax_cudnn.Candidate, or its index, 0 to {len(rows) - 1}",
+            got=repr(index),
+        ) from None
+
+
+def _site(plan: Plan) -> Profile | CudaDevice:
+    if plan.site is None:
+        raise GraphError(
+            f"{plan.name}: the candidates of this plan are not known",
+            why="it was read from bytes, which hold what runs, and not what else was proposed",
+            fix="plan the function again: jax_cudnn.plan(fn, *args)",
+        )
+    return plan.site

@@ -1,0 +1,160 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Comparisons, logic, selection
+#
+# Graphs may compare, combine booleans and select: masks that never reach memory.
+
+# %%
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_cudnn as jc
+
+on_gpu = jax.default_backend() == "gpu"
+
+
+def planned():
+    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
+    return contextlib.nullcontext() if on_gpu else jc.target("H200")
+
+
+random = np.random.default_rng(0)
+
+
+def normal(shape, dtype=jnp.float32):
+    """Random numbers, which are the same wherever the notebook runs."""
+    return jnp.asarray(random.standard_normal(shape), dtype)
+
+
+def check(got, want, tolerance=1e-2):
+    """Prints the relative error in the 2-norm, which is to be below the tolerance."""
+    got, want = (np.asarray(x, np.float32) for x in (got, want))
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert error < tolerance, error
+    print(f"{error:.1e}")
+
+
+# %%
+a, b = normal((2, 8, 64, 16, 16))
+
+# %% [markdown]
+# ## Comparisons
+# `cmp_eq`, `cmp_neq`, `cmp_gt`, `cmp_ge`, `cmp_lt` and `cmp_le` give booleans. They compare in
+# float32; with NaN all but `cmp_neq` are False.
+
+
+# %%
+@jc.graph
+def compare(g, a, b):
+    return [getattr(g, f"cmp_{name}")(a, b) for name in ("eq", "neq", "gt", "ge", "lt", "le")]
+
+
+with_nan = a.at[0].set(jnp.nan).at[1].set(b[1])
+plain = [getattr(jnp, n) for n in ("equal", "not_equal", "greater", "greater_equal", "less")]
+plain.append(jnp.less_equal)
+for got, want in zip(jax.jit(compare)(with_nan, b), plain, strict=True):
+    assert got.dtype == bool
+    np.testing.assert_array_equal(got, want(with_nan, b))
+
+# %% [markdown]
+# ## Logic
+# `logical_and`, `logical_or` and `logical_not` take booleans and nothing else: a float is an error,
+# not a truth.
+
+
+# %%
+@jc.graph
+def unequal_or(g, a, b, mask):
+    return g.logical_or(mask, g.logical_not(g.cmp_eq(a, b)))
+
+
+mask = a > 1
+np.testing.assert_array_equal(jax.jit(unequal_or)(with_nan, b, mask), mask | (with_nan != b))
+with planned():
+    print(jc.plan(unequal_or, a, b, mask).explain())
+
+try:
+    jc.graph(lambda g, a, b: g.logical_and(a, b))(a, b)
+except jc.GraphTypeError as error:
+    print(error.summary, error.expected, error.got, sep="\n- ")
+else:
+    raise AssertionError
+
+# %% [markdown]
+# In JAX a boolean is a byte. For cuDNN it is a float32 at the edge of a plan, which XLA converts:
+# cuDNN keeps arrays of booleans as bits, and int8 beside other dtypes does not compile. Inside of a
+# plan that costs nothing.
+#
+# ## Selection
+# `binary_select(input0, input1, mask)` is `jnp.where(mask, input0, input1)`. Only what is selected
+# counts: a NaN that is not selected is gone, in derivatives, too.
+
+
+# %%
+@jc.graph
+def inner(g, a, b):
+    near = g.logical_and(g.cmp_gt(a, -1.0), g.cmp_lt(a, 1.0))
+    return g.binary_select(a, b, near)
+
+
+near = (a > -1) & (a < 1)
+np.testing.assert_array_equal(jax.jit(inner)(a, b), jnp.where(near, a, b))
+gradient = jax.grad(lambda a: inner(a, b).sum())(a)
+np.testing.assert_array_equal(gradient, near)
+assert not jnp.isnan(inner(a, jnp.where(near, jnp.nan, b))[near]).any()
+with planned():
+    plan = jc.plan(inner, a, b)
+assert len(plan.execution_plans) == 1
+print(plan.explain())
+
+# %% [markdown]
+# ## Indices
+# `gen_index` gives the index along an axis, so that a mask can be computed from positions: a lower
+# triangle of each image.
+
+
+# %%
+@jc.graph
+def lower_triangle(g, a):
+    row, column = g.gen_index(a, axis=2), g.gen_index(a, axis=3)
+    return g.binary_select(a, 0.0, g.cmp_ge(row, column))
+
+
+np.testing.assert_array_equal(jax.jit(lower_triangle)(a), jnp.tril(a))
+with planned():
+    print(jc.plan(lower_triangle, a))
+
+# %% [markdown]
+# ## Behind a product
+# Selection is an operation on each element, so it is an epilogue like any other.
+
+
+# %%
+@jc.graph
+def masked_product(g, x, y, mask):
+    return g.binary_select(g.matmul(x, y), 0.0, mask)
+
+
+x, y = normal((2, 4, 64, 64), jnp.bfloat16)
+mask = jnp.tril(jnp.ones((4, 64, 64), bool))
+want = jnp.where(mask, jnp.matmul(x, y, preferred_element_type=jnp.float32), 0)
+check(jax.jit(masked_product)(x, y, mask), want)
+with planned():
+    plan = jc.plan(masked_product, x, y, mask)
+assert len(plan.execution_plans) == 1
+print(plan.explain())

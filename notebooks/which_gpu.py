@@ -1,0 +1,126 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Which GPU runs my graph?
+#
+# `jc.support` asks cuDNN, for each GPU model, whether a graph is one plan there; `jc.target` plans
+# and lowers for a GPU that is elsewhere. Neither needs a GPU.
+
+# %%
+import json
+from importlib import resources
+
+import jax
+import jax.numpy as jnp
+
+import jax_cudnn as jc
+
+on_gpu = jax.default_backend() == "gpu"
+
+# %% [markdown]
+# ## A table
+# cuDNN plans for real, in a process of its own, from a profile of each card. A star marks profiles
+# that come from public specifications; the GPUs of this machine are planned for with their handle.
+
+
+# %%
+@jc.graph
+def fp8_matmul(g, a, b):
+    return g.matmul(a, b).set_data_type("bfloat16")
+
+
+@jc.graph
+def conv_bias_relu(g, x, w, b):
+    return g.relu(g.bias(g.conv_fprop(x, w, padding=[1, 1]), b))
+
+
+def aval(shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+x, w, b = aval((8, 64, 28, 28)), aval((64, 64, 3, 3)), aval((1, 64, 1, 1))
+e4m3 = aval((1, 256, 256), "float8_e4m3fn")
+of_conv = jc.support(conv_bias_relu, x, w, b, gpus=["A100", "H100", "H200", "B200"])
+assert of_conv
+print(of_conv)
+
+# %%
+of_fp8 = jc.support(fp8_matmul, e4m3, e4m3, gpus=["A100", "H200"])
+assert not of_fp8
+assert of_fp8["H200"]
+print(of_fp8)
+
+# %% [markdown]
+# It is a value: true where each graph has a plan on each GPU, with rows and data for programs. What
+# is no single plan runs nevertheless, cut or in XLA.
+
+# %%
+row = of_fp8["A100", "fp8_matmul"]
+print(row.supported, "-", row.reason)
+print(of_conv.to_json()["rows"][0].keys())
+
+# %% [markdown]
+# ## A whole program
+# `support` looks for the graphs of any JAX function, through jit, scan, cond and gradients.
+
+
+# %%
+def loss(w, x, b):
+    y = jc.ops.conv(x, w, bias=b, activation="relu", dimension_numbers=("NCHW", "OIHW", "NCHW"))
+    return jnp.sum(jc.ops.layer_norm(y).astype(jnp.float32))
+
+
+program = jc.support(jax.jit(jax.grad(loss)), w, x, aval((64,)), gpus=["H200"])
+print(program)
+
+# %% [markdown]
+# ## A plan for one of them
+# Inside of `jc.target` plans are for that GPU. A program can be lowered for it, too; on the GPU it
+# is compiled with plans that the device's own handle makes, which may be faster ones.
+
+# %%
+with jc.target("H200"):
+    plan = jc.plan(conv_bias_relu, x, w, b)
+    lowered = jax.jit(conv_bias_relu).trace(x, w, b).lower(lowering_platforms=("cuda",))
+print(plan)
+assert plan.execution_plans[0].digest in lowered.as_text()
+
+elsewhere = jc.plan(conv_bias_relu, x, w, b, gpus=["A100", "B200"])
+print(*elsewhere.values(), sep="\n")
+
+# %% [markdown]
+# On a machine with a GPU nothing needs to be said: `jc.plan` takes the device that is there.
+
+# %%
+if on_gpu:
+    print(jc.plan(conv_bias_relu, x, w, b))
+else:
+    try:
+        jc.plan(conv_bias_relu, x, w, b)
+    except jc.TargetError as error:
+        print(error.summary, error.fix, sep="\n- ")
+
+# %% [markdown]
+# ## A GPU of your own
+# A profile is what cuDNN says of a device. On a machine with one, write
+# `cudnn.create_device_properties(0).serialize()` into a file and give it to `Profile.from_json`.
+# Here the package's own file of an H200, with half the SMs, stands for it.
+
+# %%
+file = resources.files("jax_cudnn.deviceless") / "profiles" / "h200.json"
+properties = json.loads(file.read_text())["properties"]
+properties["multiProcessorCount"] //= 2
+mine = jc.Profile.from_json(json.dumps(properties), name="half an H200")
+with jc.target(mine):
+    print(jc.plan(conv_bias_relu, x, w, b))

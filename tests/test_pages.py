@@ -1,0 +1,55 @@
+"""The pages in docs/ and the notebooks: what they show runs, and what they name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.graph.node import REGISTRY
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# An absolute path of two parts or more.
+_PATH = re.compile(r"(?<![\w.:<])/\w[\w.-]*/\w")
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_examples_of_a_page_run_in_order(page, capsys):
+    names = {}
+    for block in blocks(page):
+        exec(block, names)
+    assert "Traceback" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_on_a_page_exist(page):
+    text = (ROOT / "docs" / page).read_text()
+    for name in set(re.findall(r"\bjc((?:\.[A-Za-z_]\w*)+)", text)):
+        found = jc
+        for part in name.split(".")[1:]:
+            found = getattr(found, part)
+    assert {*re.findall(r"`g\.(\w+)", text)} <= {*REGISTRY}
+    assert {*re.findall(r"`plan\.(\w+)", text)} <= {*dir(jc.Plan), *jc.Plan.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_its_script_with_outputs(path):
+    jupytext = pytest.importorskip("jupytext")
+    notebook, script = (jupytext.read(path.with_suffix(kind)) for kind in (".ipynb", ".py"))
+    assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [
+        (cell.cell_type, cell.source) for cell in script.cells
+    ]
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    shown = [out for cell in cells for out in cell.outputs]
+    assert shown
+    assert not [out for out in shown if out.output_type == "error" or out.get("name") == "stderr"]
+    texts = [out.get("text", "") or str(out.get("data", "")) for out in shown]
+    assert not [text for text in texts if _PATH.search(text)]

@@ -1,0 +1,232 @@
+"""A plan that runs by itself, as far as that shows without a GPU: programs, checks, words."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core import cuda_graphs, execution, measuring
+from jax_cudnn.bench.cases import conv_bias_relu
+
+X = jax.ShapeDtypeStruct((64, 128), "float32")
+IMAGE = jax.ShapeDtypeStruct((2, 64, 8, 8), "float32")
+
+
+@jc.graph
+def relu(g, x):
+    return g.relu(x)
+
+
+@jc.graph
+def add(g, x, y):
+    return g.add(x, y)
+
+
+@jc.graph
+def add_relu(g, x, y):
+    return g.relu(g.add(x, y))
+
+
+@jc.graph
+def product(g, a, b):
+    return g.matmul(a, b)
+
+
+def plan(function, *avals, **options):
+    with jc.target("H200"):
+        return jc.plan(function.with_options(implementation="cudnn", **options), *avals)
+
+
+def lowered(function, made):
+    avals = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in made.spec.input_tensors]
+    return function.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    return [line for line in text.splitlines() if "stablehlo.custom_call @jax_cudnn" in line]
+
+
+# -- execute ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+def test_a_plan_is_the_same_program_as_its_function():
+    made = plan(conv_bias_relu.function, *conv_bias_relu.avals)
+    with jc.target("H200"):
+        function = conv_bias_relu.function.with_options(implementation="cudnn")
+        whole = jax.jit(function).trace(*conv_bias_relu.avals)
+        (want,) = calls(whole.lower(lowering_platforms=("cuda",)).as_text())
+    (got,) = calls(lowered(execution.program(made), made))
+    assert got.split("(", 1)[1].split(")", 1)[1] == want.split("(", 1)[1].split(")", 1)[1]
+    assert execution.program(made) is execution.program(jc.Plan.deserialize(made.serialize()))
+
+
+@pytest.mark.deviceless
+def test_a_selected_candidate_is_what_runs():
+    made = plan(conv_bias_relu.function, *conv_bias_relu.avals)
+    other = made.select(made.candidates.chosen - 1 if made.candidates.chosen else 1)
+    (text,) = calls(lowered(execution.program(other), other))
+    assert other.only.digest in text
+    assert made.only.digest not in text
+
+
+@pytest.mark.deviceless
+def test_without_a_gpu_it_says_what_to_do():
+    made = plan(relu, X)
+    x = jnp.ones(X.shape, X.dtype)
+    for run in (made.execute, made.time, made.time_candidates, made.autotune):
+        for device in (None, jax.devices("cpu")[0]):
+            with pytest.raises(jc.TargetError, match="executes on an NVIDIA GPU") as caught:
+                run(x, device=device)
+            assert "call the function itself" in str(caught.value)
+
+
+@pytest.mark.deviceless
+def test_arrays_that_do_not_fit_are_refused_in_words():
+    made = plan(add, X, X)
+    x = jnp.ones(X.shape, X.dtype)
+    with pytest.raises(jc.GraphError, match="not as many arrays") as caught:
+        made.execute(x)
+    assert "x: float32[64,128], y: float32[64,128]" in str(caught.value)
+    for wrong in (x[:32], x.astype("bfloat16"), np.ones(X.shape), 3.0, [1.0]):
+        with pytest.raises(jc.GraphError, match="'y' does not fit the plan"):
+            made.execute(x, wrong)
+    with pytest.raises(jc.GraphTypeError, match=r"with_options\(\*\*plan\.pinned\)"):
+        jax.jit(made.execute)(x, x)
+
+
+@pytest.mark.deviceless
+def test_a_plan_of_another_gpu_is_refused_in_words(monkeypatch):
+    made = plan(relu, X)
+    monkeypatch.setattr(execution.compat, "is_cuda", lambda device: True)
+    with pytest.raises(jc.TargetError, match="for another GPU") as caught:
+        made.execute(np.ones(X.shape, X.dtype))
+    assert "NVIDIA H200" in str(caught.value)
+
+
+# -- in place --------------------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("pair", [{"add.0::OUT_0": "y"}, {0: 1}, {0: "y"}])
+def test_a_result_takes_an_operands_memory(pair):
+    made = plan(add, X, X)
+    pairs = execution._pairs(made, pair)
+    assert pairs == ((1, 0),)
+    text = lowered(execution.program(made, pairs), made)
+    (call,) = calls(text)
+    assert re.search(
+        r"output_operand_alias<output_tuple_indices = \[0\],\s*operand_index = 1", call
+    )
+    (main,) = (line for line in text.splitlines() if "@main(" in line)
+    assert main.count("tf.aliasing_output") == 1
+    assert "tf.aliasing_output" in main.split("%arg1")[1]
+
+
+@pytest.mark.deviceless
+def test_what_cannot_run_in_place_is_refused_with_cudnns_rule():
+    square = [jax.ShapeDtypeStruct((1, 64, 64), "float32")] * 2
+    graphs = {
+        "graphs of one node": (plan(add_relu, X, X), {0: 0}),
+        "reads elements that it would have written": (plan(product, *square), {0: 0}),
+        "one shape and dtype": (plan(add, X, jax.ShapeDtypeStruct((1, 128), "float32")), {0: 1}),
+        "XLA copies them": (plan(relu, IMAGE), {0: 0}),
+    }
+    for why, (made, pair) in graphs.items():
+        with pytest.raises(jc.GraphError, match="cannot run in place") as caught:
+            made.execute(in_place=pair)
+        assert why in str(caught.value)
+    with pytest.raises(jc.GraphError, match="names no tensor") as caught:
+        plan(relu, X).execute(in_place={"y": "x"})
+    assert "outputs: relu.0::OUT_0" in str(caught.value)
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+def test_executions_that_are_measured_follow_each_other():
+    made = plan(relu, X)
+    text = lowered(measuring._repeated(made, 5), made)
+    found = [line.strip() for line in calls(text)]
+    assert len(found) == 5
+    results = [line.split(":")[0].split(" = ")[0] for line in found]
+    for before, call in zip(results, found[1:], strict=False):
+        assert f"{before}#1" in call.split("(")[1], "each reads the workspace of the one before"
+
+
+@pytest.mark.deviceless
+def test_drawn_operands_are_no_zeros_and_no_lengths():
+    made = plan(relu, X)
+    (drawn,) = measuring.random_arrays(made)
+    assert (drawn.shape, drawn.dtype) == (X.shape, X.dtype)
+    assert 0.9 < drawn.std() < 1.1
+    whole = plan(product, *[jax.ShapeDtypeStruct((1, 64, 64), "int8")] * 2)
+    with pytest.raises(jc.GraphError, match="cannot be drawn"):
+        whole.time()
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+NOTE = cuda_graphs.NOTE
+NATIVE = {"select_behavior_notes": NOTE}
+
+
+@pytest.mark.deviceless
+def test_engines_without_native_cuda_graphs_are_refused_and_others_named():
+    free = plan(conv_bias_relu.function, *conv_bias_relu.avals)
+    made = free.select(next(row for row in free.candidates if NOTE not in row.behavior_notes))
+    able = [row.index for row in free.candidates if NOTE in row.behavior_notes]
+    assert able
+    for call in (made.populate_cuda_graph, made.update_cuda_graph):
+        with pytest.raises(jc.UnsupportedGraphError, match="no native CUDA graph") as caught:
+            call(1, [], [])
+        assert NOTE in str(caught.value)
+        assert str(able) in caught.value.fix
+    read = jc.Plan.deserialize(made.serialize())
+    with pytest.raises(jc.UnsupportedGraphError, match="command buffers"):
+        read.populate_cuda_graph(1, [], [])
+
+
+@pytest.mark.deviceless
+def test_what_xla_does_around_a_plan_is_in_no_cuda_graph():
+    greater = jc.graph(lambda g, x, y: g.cmp_gt(x, y))
+    made = plan(greater, X, X, **NATIVE)
+    with pytest.raises(jc.UnsupportedGraphError, match="more than its kernels") as caught:
+        made.populate_cuda_graph(1, [], [])
+    assert "is converted" in str(caught.value)
+
+
+@pytest.mark.deviceless
+def test_cuda_graphs_need_a_gpu_and_arrays_that_fit(monkeypatch):
+    made = plan(add, X, X, **NATIVE)
+    x = jnp.ones(X.shape, X.dtype)
+    with pytest.raises(jc.TargetError, match="executes on an NVIDIA GPU"):
+        made.populate_cuda_graph(1, [x, x], [x])
+    monkeypatch.setattr(execution, "gpu_for", lambda *given: None)
+    for operands, results, words in (
+        ([x], [x], "not as many operands"),
+        ([x, x], [], "not as many results"),
+        ([x, x[:3]], [x], "'y' does not fit the plan"),
+        ([x, np.ones(X.shape, X.dtype)], [x], "'y' does not fit the plan"),
+        ([x, x], [x.astype("bfloat16")], "'add.0::OUT_0' does not fit the plan"),
+    ):
+        with pytest.raises(jc.GraphError, match=words):
+            made.populate_cuda_graph(1, operands, results, x)
+
+
+@pytest.mark.deviceless
+def test_the_workspace_is_checked(monkeypatch):
+    made = plan(add, X, X, **NATIVE)
+    own = dataclasses.replace(made.only, workspace_bytes=64)
+    made = dataclasses.replace(made, segments=(dataclasses.replace(made.segments[0], plan=own),))
+    monkeypatch.setattr(execution, "gpu_for", lambda *given: None)
+    x = jnp.ones(X.shape, X.dtype)
+    for small in (None, x[0, :4]):
+        with pytest.raises(jc.GraphError, match="the workspace is too small") as caught:
+            made.populate_cuda_graph(1, [x, x], [x], small)
+        assert "64 bytes" in str(caught.value)

@@ -1,0 +1,248 @@
+"""The plan level on the GPU: candidates that run, their times, in place, CUDA graphs."""
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core import cuda_graphs
+from jax_cudnn._core.cuda import CudaDevice
+from jax_cudnn.bench.cases import conv_bias_relu
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("by_cudnn")]
+
+
+@jc.graph
+def product(g, a, b):
+    return g.matmul(a, b)
+
+
+@jc.graph
+def dense(g, a, b, c):
+    return g.gelu_approx_tanh(g.bias(g.matmul(a, b), c))
+
+
+@jc.graph
+def relu(g, x):
+    return g.relu(x)
+
+
+def arrays(*shapes, dtype="bfloat16", seed=0):
+    generator = np.random.default_rng(seed)
+    return [jnp.asarray(generator.standard_normal(s, np.float32), dtype) for s in shapes]
+
+
+def dense_arrays(seed=0):
+    a, b, c = arrays((1, 256, 128), (1, 128, 256), (1, 1, 256), seed=seed)
+    return a, b / 8, c
+
+
+def wanted(function, *operands):
+    """In float64."""
+    _, trace = function.trace(*operands)
+    (want,) = oracle.evaluate(trace.spec, [operands[i] for i in trace.operands])
+    return want
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_executes_as_its_function_does(key):
+    operands = conv_bias_relu.operands(key)
+    plan = jc.plan(conv_bias_relu.function, *operands)
+    want = np.asarray(jax.jit(conv_bias_relu.function)(*operands))
+    for device in (None, jax.devices()[0]):
+        got = plan.execute(*operands, device=device)
+        assert got.devices() == {jax.devices()[0]}
+        np.testing.assert_array_equal(np.asarray(got), want)
+    of_numpy = plan.execute(*map(np.asarray, operands))
+    np.testing.assert_array_equal(np.asarray(of_numpy), want)
+
+
+def test_every_candidate_that_is_supported_computes_the_same(key):
+    operands = conv_bias_relu.operands(key)
+    plan = jc.plan(conv_bias_relu.function, *operands)
+    candidates = plan.candidates.built()
+    print(candidates)
+    assert candidates.chosen is not None
+    assert candidates[candidates.chosen].supported
+    want = wanted(conv_bias_relu.function, *operands)
+    supported = [row for row in candidates if row.supported]
+    assert len({row.engine for row in supported}) > 1
+    for row in supported:
+        chosen = plan.select(row)
+        assert chosen.engine == row.name
+        assert chosen.workspace_bytes == row.workspace_bytes
+        assert oracle.distance(chosen.execute(*operands), want) < 1e-2, row.name
+
+
+def test_a_selected_plan_runs_in_a_jitted_function():
+    operands = dense_arrays()
+    plan = jc.plan(dense, *operands)
+    other = next(r for r in plan.candidates.built() if r.supported and r.name != plan.engine)
+    pinned = dense.with_options(**plan.select(other).pinned)
+    assert jc.plan(pinned, *operands).engine == other.name
+    got = np.asarray(jax.jit(pinned)(*operands))
+    np.testing.assert_array_equal(got, np.asarray(plan.select(other).execute(*operands)))
+
+
+def test_a_plan_from_bytes_executes_in_a_second_process_without_planning(tmp_path):
+    operands = dense_arrays()
+    plan = jc.plan(dense, *operands)
+    (tmp_path / "plan").write_bytes(plan.serialize())
+    np.savez(tmp_path / "operands", *(np.asarray(x.astype("float32")) for x in operands))
+    script = """
+        import sys
+        from pathlib import Path
+        sys.modules["cudnn"] = None  # nothing can be planned
+        import jax.numpy as jnp, numpy as np
+        import jax_cudnn as jc
+        folder = Path(sys.argv[1])
+        operands = np.load(folder / "operands.npz").values()
+        plan = jc.Plan.deserialize((folder / "plan").read_bytes())
+        result = plan.execute(*(jnp.asarray(x, "bfloat16") for x in operands))
+        np.save(folder / "result.npy", np.asarray(result.astype("float32")))
+    """
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    want = np.asarray(plan.execute(*operands).astype("float32"))
+    np.testing.assert_array_equal(np.load(tmp_path / "result.npy"), want)
+
+
+def test_in_place_a_result_has_the_operands_memory():
+    plan = jc.plan(relu, jax.ShapeDtypeStruct((256, 512), "bfloat16"))
+    (given,) = arrays((256, 512))
+    want = np.maximum(np.asarray(given), 0)
+    x = jax.device_put(np.asarray(given), jax.devices()[0])
+    before = x.unsafe_buffer_pointer()
+    y = plan.execute(x, in_place={0: 0})
+    assert y.unsafe_buffer_pointer() == before
+    assert x.is_deleted()
+    np.testing.assert_array_equal(np.asarray(y), want)
+    kept = jax.device_put(np.asarray(given), jax.devices()[0])
+    assert plan.execute(kept).unsafe_buffer_pointer() != kept.unsafe_buffer_pointer()
+    assert not kept.is_deleted()
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def test_time_is_that_of_the_device():
+    small, large = (
+        jc.plan(product, *[jax.ShapeDtypeStruct((1, size, size), "bfloat16")] * 2)
+        for size in (2048, 8192)
+    )
+    found = {"small": small.time(), "large": large.time()}
+    print({name: f"{seconds * 1e6:.1f} us" for name, seconds in found.items()})
+    flops = 2 * 8192**3
+    assert 1e14 < flops / found["large"] < 1e15, "no GPU of today is faster, nor so slow"
+    assert 0 < found["small"] < found["large"] / 8
+
+
+def test_autotune_takes_the_fastest():
+    operands = arrays((1, 1024, 2048), (1, 2048, 1024))
+    plan = jc.plan(product, *operands)
+    timed = plan.time_candidates(*operands, limit=4)
+    print(timed)
+    measured = [row for row in timed if row.seconds is not None]
+    assert 1 < len(measured) <= 4
+    assert all(row.supported and row.seconds > 0 for row in measured)
+    best = plan.autotune(*operands, limit=4)
+    assert best.engine in {row.name for row in measured}
+    slowest = max(row.seconds for row in measured)
+    assert best.time(*operands) < 1.5 * slowest
+    fast = jax.jit(product.with_options(**best.pinned))
+    assert oracle.distance(fast(*operands), wanted(product, *operands)) < 1e-2
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+
+class Driver:
+    """The CUDA driver's graphs by ctypes."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL("libcuda.so.1")
+
+    def __call__(self, name, *arguments):
+        status = getattr(self.library, name)(*arguments)
+        assert status == 0, f"{name}: {status}"
+
+
+@contextlib.contextmanager
+def graph_and_stream():
+    """The driver, an empty CUDA graph and a stream, with the first GPU's context."""
+    device = CudaDevice(jax.devices()[0].local_hardware_id)
+    driver, graph, stream = Driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    with device.current():
+        driver("cuGraphCreate", ctypes.byref(graph), ctypes.c_uint(0))
+        driver("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(1))
+        yield driver, graph, stream
+        driver("cuStreamDestroy_v2", stream)
+        driver("cuGraphDestroy", graph)
+
+
+def results_and_workspace(plan):
+    """Memory of its own for results, which nothing in Python has read."""
+    gpu = jax.devices()[0]
+    (tensor,) = plan.spec.output_tensors
+    made = np.zeros(tensor.shape, jnp.dtype(tensor.dtype))
+    results = [jax.device_put(made, gpu) for _ in range(2)]
+    workspace = jax.device_put(np.zeros(max(1, plan.workspace_bytes), np.uint8), gpu)
+    return jax.block_until_ready((*results, workspace))
+
+
+def test_a_cuda_graph_is_populated_replayed_and_updated():
+    able = dense.with_options(select_behavior_notes=cuda_graphs.NOTE)
+    first, second = (jax.block_until_ready(dense_arrays(seed)) for seed in (1, 2))
+    plan = jc.plan(able, *first)
+    of_first, of_second, workspace = results_and_workspace(plan)
+    with graph_and_stream() as (driver, graph, stream):
+        executable = ctypes.c_void_p()
+
+        def launch():
+            driver("cuGraphLaunch", executable, stream)
+            driver("cuStreamSynchronize", stream)
+
+        plan.populate_cuda_graph(graph.value, first, [of_first], workspace)
+        with pytest.raises(jc.LibraryError, match="wants an empty one"):
+            plan.populate_cuda_graph(graph.value, first, [of_first], workspace)
+        driver(
+            "cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0)
+        )
+        launch()
+        launch()
+        plan.update_cuda_graph(graph.value, second, [of_second], workspace)
+        outcome = (ctypes.c_void_p * 4)()  # CUgraphExecUpdateResultInfo, with room
+        driver("cuGraphExecUpdate_v2", executable, graph, outcome)
+        launch()
+        driver("cuGraphExecDestroy", executable)
+    for operands, result in ((first, of_first), (second, of_second)):
+        np.testing.assert_array_equal(np.asarray(result), np.asarray(plan.execute(*operands)))
+        assert oracle.distance(result, wanted(dense, *operands)) < 1e-2
+
+
+def test_a_cuda_graph_that_is_empty_cannot_be_updated():
+    operands = dense_arrays()
+    plan = jc.plan(dense.with_options(select_behavior_notes=cuda_graphs.NOTE), *operands)
+    result, _, workspace = results_and_workspace(plan)
+    with graph_and_stream() as (_, graph, _):
+        with pytest.raises(jc.LibraryError, match="populate it first"):
+            plan.update_cuda_graph(graph.value, operands, [result], workspace)
