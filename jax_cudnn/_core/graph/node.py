@@ -115,6 +115,9 @@ class Node:
     merges: ClassVar[bool] = False
     """Whether tensors lie row-major around this anchor, and cuDNN sees neighbouring dimensions that
     no tensor of the graph tells apart as one."""
+    matrices: ClassVar[bool] = False
+    """Whether the last two dimensions are a matrix around this anchor, tensors lie row-major, and
+    cuDNN sees all dimensions in front of a matrix as one."""
     moves: ClassVar[bool] = False
     """Whether the node only moves elements: its values keep their dtype, also inside a graph."""
     leftover: ClassVar[bool] = False
