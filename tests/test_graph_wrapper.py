@@ -839,10 +839,15 @@ BUILDING = {
         jc.GraphError,
         "one element",
     ),
-    "ragged": (
-        lambda g: g.exp(X).set_ragged_offset(None),
+    "reordered": (
+        lambda g: g.exp(X).set_reordering_type("F8_128x4"),
         jc.GraphAttributeError,
-        "packed_dot_product_attention",
+        "quantize_mxfp8",
+    ),
+    "ragged offsets of several elements": (
+        lambda g: g.exp(X).set_ragged_offset_multiplier(8),
+        jc.GraphError,
+        "multiply the offsets",
     ),
     "gaps": (
         lambda g: g.tensor(dim=[4, 4], stride=[8, 1], data_type="FLOAT"),

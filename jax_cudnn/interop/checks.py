@@ -94,17 +94,6 @@ def refuse_virtual(is_virtual: bool) -> None:
         )
 
 
-def refuse_ragged(ragged_offset: Any) -> None:
-    """GraphError for packed tokens."""
-    if ragged_offset is not None:
-        raise GraphError(
-            "ragged_offset is not for tensors of a Graph",
-            why="XLA's arrays have no gaps",
-            fix="packed tokens are jax_cudnn.ops.packed_dot_product_attention's",
-            where=user_line(),
-        )
-
-
 def refuse_reordered(reordering_type: Any) -> None:
     """GraphError for elements that lie in another order than strides can say."""
     if getattr(reordering_type, "name", reordering_type) not in (None, "NONE"):

@@ -15,11 +15,12 @@ from .._core.graph.options import DEFAULTS, Options, Surroundings
 from .._core.graph.source import user_line
 from .._core.graph.spec import GraphSpec, Tensor
 from .._core.primitive import bind
-from .checks import is_unset, names, refuse_ragged, refuse_reordered, refuse_virtual
+from .checks import is_unset, names, refuse_reordered, refuse_virtual
 from .json_text import as_json
 from .recorder import Constants, Recorder
 from .templates import Template, constant, dtype_name, operand
 from .tensors import NamedTensor
+from .tokens import bounded
 
 
 class Declaring:
@@ -61,7 +62,8 @@ class Declaring:
             is_pass_by_value: whether it is one number in the host's memory. Given as a Python
                 number or NumPy array, it then is a constant of the plan; given as a JAX array it
                 is an operand.
-            ragged_offset, reordering_type: None.
+            ragged_offset: where each example begins, see :meth:`NamedTensor.set_ragged_offset`.
+            reordering_type: None.
             name: by which it can be referred to.
             uid: a number for the same.
 
@@ -70,7 +72,6 @@ class Declaring:
         """
         recorder = self._building("tensor")
         refuse_virtual(is_virtual)
-        refuse_ragged(ragged_offset)
         refuse_reordered(reordering_type)
         dtype = self._io_data_type if is_unset(data_type) else dtype_name(data_type)
         made = recorder.declare(
@@ -82,6 +83,7 @@ class Declaring:
             made.set_stride(stride)
         if uid not in (None, -1):
             made.set_uid(uid)
+        made.set_ragged_offset(ragged_offset)
         return self._called(made, name)
 
     def tensor_like(self, template: Any, name: str = "", is_virtual: bool = False) -> NamedTensor:
@@ -167,7 +169,7 @@ class Declaring:
             operand(tensor, values[tensor.name], self._input(tensor))
             for tensor in spec.input_tensors
         ]
-        return bind(spec, self.name, *operands)
+        return bind(spec, self.name, *bounded(spec, dict(zip(spec.inputs, operands, strict=True))))
 
     def _input(self, tensor: NamedTensor | Tensor) -> str:
         return f"{self.name}: input {tensor.name!r}"

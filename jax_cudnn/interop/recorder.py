@@ -28,6 +28,7 @@ from .references import References
 from .spellings import always_returned, spelled
 from .templates import Template, compute_name, is_array
 from .tensors import NamedTensor, one_element
+from .tokens import INTEGERS, PAGES, check_given, packed, paged_node
 
 Constants = tuple[tuple[str, str], ...]
 """Inputs that are numbers, each with ``float.hex`` of its value."""
@@ -52,6 +53,7 @@ class Recorder(GraphBuilder):
         self._returned: set[str] = set()
         self._declared: set[str] = set()  # inputs that no operation was given an array for
         self._untyped: set[str] = set()  # those of them that have no dtype yet
+        self._ragged: dict[str, str] = {}  # tensors and their ragged offsets
 
     @property
     def nodes(self) -> dict[str, Call]:
@@ -145,6 +147,17 @@ class Recorder(GraphBuilder):
                 where=user_line(),
             )
 
+    def give_ragged_offset(self, tensor: NamedTensor, offset: Any) -> None:
+        """The tensor's examples begin where ``offset``, a tensor or an array, says."""
+        if offset is None:
+            self._ragged.pop(tensor.name, None)
+            return
+        self._ragged[tensor.name] = self._operand(offset, tensor.name, "ragged_offset", 0).name
+
+    def ragged_offset(self, tensor: NamedTensor) -> NamedTensor | None:
+        """Where the tensor's examples begin, if they lie behind each other."""
+        return self.handles.get(self._ragged.get(tensor.name, ""))
+
     def give_uid(self, tensor: NamedTensor, uid: int) -> None:
         """The tensor's number is ``uid``; a tensor that has it by itself gets another one."""
         holder = self._uids.get(uid)
@@ -187,6 +200,8 @@ class Recorder(GraphBuilder):
     def _apply(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.check_open(f"g.{method}")
         node = self._node_name(method, kwargs.pop("name", None))
+        paged = {*PAGES} & {*kwargs} if method == "sdpa" else ()
+        tables = {PAGES[name]: kwargs.pop(name) for name in paged}
         kwargs = spelled(method, kwargs)
         if kwargs.get("compute_data_type") is not None:
             kwargs["compute_data_type"] = compute_name(kwargs["compute_data_type"])
@@ -200,8 +215,26 @@ class Recorder(GraphBuilder):
             if name in ports and name in bound.arguments:
                 value = bound.arguments[name]
                 bound.arguments[name] = self._operand(value, node, name, position)
-        super()._apply(method, *bound.args, **bound.kwargs)
+        if any(table is not None for table in tables.values()):
+            self._apply_to_pages(node, bound.arguments, tables)
+        else:
+            super()._apply(method, *bound.args, **bound.kwargs)
         return self._results(node, self._calls[-1])
+
+    def _apply_to_pages(self, node: str, arguments: dict[str, Any], tables: dict[str, Any]) -> None:
+        """Attention over keys and values in pages."""
+        ports = {port.name for port in REGISTRY["sdpa"].ports.inputs}
+        given = {name: x for name, x in arguments.items() if name in ports and x is not None}
+        for name, port in PAGES.items():
+            given[port] = self._operand(tables.get(port), node, name, len(arguments))
+        attributes = {name: x for name, x in arguments.items() if name not in ports}
+        attributes.pop("compute_data_type", None)
+        try:
+            made = paged_node(attributes, [port for port, x in given.items() if x is not None])
+            self._append(made, {port: self._lift(x, port, 4, False) for port, x in given.items()})
+        except JaxCudnnError as error:
+            error.summary, error.where = f"g.sdpa: {error.summary}", error.where or user_line()
+            raise
 
     def _node_name(self, method: str, name: str | None) -> str:
         name = name or f"{method}.{self._counts[method]}"
@@ -223,6 +256,8 @@ class Recorder(GraphBuilder):
             tensor = self.references.recall(value)
             if tensor is None:
                 tensor = self.declare(f"{node}::{port}", Template.of(value))
+                if port in (*INTEGERS, *PAGES):
+                    tensor.by_value = False
                 self.references.remember(value, tensor)
             value = tensor
         if isinstance(value, NamedTensor):
@@ -259,6 +294,15 @@ class Recorder(GraphBuilder):
 
     # -- the graph ------------------------------------------------------------------------------
 
+    def finish(
+        self,
+        outputs: Sequence[GraphTensor],
+        options: Options | None = None,
+        around: Surroundings | None = None,
+    ) -> GraphSpec:
+        spec = super().finish(outputs, options, around)
+        return packed(spec, self._ragged, self._tensors, self._inputs) if self._ragged else spec
+
     def copied(self) -> Recorder:
         """A recorder with the same operations, whose outputs may become others."""
         made = copy.copy(self)
@@ -292,6 +336,7 @@ class Recorder(GraphBuilder):
                     dtype = self._io_data_type if free else dtype
                 self._put(replace(self._tensors[name], shape=shape, dtype=dtype))
         self.spec = self.finished(outputs, self._options, Surroundings.now())
+        check_given(self.spec)
         return self.spec
 
     def finished(

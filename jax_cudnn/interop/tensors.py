@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 # Setters of pygraph's tensors that say what XLA's arrays are not, and what to do instead.
 _NOT_HERE = {
-    "set_ragged_offset": "packed tokens are jax_cudnn.ops.packed_dot_product_attention's",
-    "set_ragged_offset_multiplier": "packed tokens are "
-    "jax_cudnn.ops.packed_dot_product_attention's",
     "set_reordering_type": "scales of blocks are ordered by jax_cudnn.ops.quantize_mxfp8",
 }
 
@@ -105,6 +102,35 @@ class NamedTensor(GraphTensor):
         self._builder.check_open("set_stride")
         super().set_stride(stride)
         return self
+
+    def set_ragged_offset(self, ragged_offset: Any) -> NamedTensor:
+        """Say that the tensor, (B, H, S, D) with strides of [S*H*D, D, H*D, 1], holds its examples
+        behind each other at its beginning, without padding.
+
+        ``ragged_offset`` is an input (B + 1, 1, 1, 1) in int32: the element at which each example
+        begins, and behind them the end of the last. It is for all of q, k, v and O of ``sdpa`` (of
+        statistics that are read, too), and of ``sdpa_backward``; with seq_len_q and seq_len_kv.
+        Offsets and lengths that go beyond the tensor are brought into it, those inside of a token
+        to its begin.
+        """
+        self._builder.check_open("set_ragged_offset")
+        self._builder.give_ragged_offset(self, ragged_offset)
+        return self
+
+    def set_ragged_offset_multiplier(self, multiplier: int) -> NamedTensor:
+        """Elements in which ragged offsets count: 1."""
+        if multiplier != 1:
+            raise GraphError(
+                "ragged_offset_multiplier is not for tensors of a Graph",
+                expected="1",
+                got=repr(multiplier),
+                fix="multiply the offsets before the call",
+                where=user_line(),
+            )
+        return self
+
+    def get_ragged_offset(self) -> NamedTensor | None:
+        return self._builder.ragged_offset(self)
 
     def get_name(self) -> str:
         return self.label or self.name
