@@ -841,7 +841,7 @@ BUILDING = {
     ),
     "reordered": (
         lambda g: g.exp(X).set_reordering_type("F8_128x4"),
-        jc.GraphAttributeError,
+        jc.GraphError,
         "quantize_mxfp8",
     ),
     "ragged offsets of several elements": (

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.source import user_line
 from .templates import Template, is_array
-from .tensors import NamedTensor
+
+if TYPE_CHECKING:
+    from .tensors import NamedTensor
 
 
 def names(tensors: Iterable[NamedTensor]) -> str:

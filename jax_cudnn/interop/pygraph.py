@@ -85,6 +85,7 @@ class _Copy:
     def __init__(self, graph: Graph, intermediate: Any) -> None:
         self._graph, self._intermediate = graph, intermediate
         self._made: dict[int, Any] = {}
+        self._numbers: dict[str, NamedTensor] = {}  # for truths
 
     @property
     def _recorder(self) -> Recorder:
@@ -122,6 +123,11 @@ class _Copy:
         if params.get("mode") == method:  # an operation on each element: its ports are numbered
             del params["mode"]
             operands = dict(zip(cls.ports.input_names, operands.values(), strict=True))
+        if "bool" not in cls.dtypes or method == "binary_select":
+            operands = {
+                port: x if (method, port) == _MASK else self._as_number(x)
+                for port, x in operands.items()
+            }
         given = {**operands, **params}
         given |= {port: True for port in node.outputs if port in ASKED_FOR}
         for count in [key for key in given if key.startswith("_n_")]:
@@ -168,6 +174,15 @@ class _Copy:
             made.set_ragged_offset(self._operand(tensor.ragged_offset, method, "ragged_offset"))
             made.set_ragged_offset_multiplier(getattr(tensor, "ragged_offset_multiplier", 1))
 
+    def _as_number(self, value: Any) -> Any:
+        """cuDNN's comparisons are numbers, 1 or 0, to what computes with them."""
+        if not isinstance(value, NamedTensor) or value._state.dtype != "bool":
+            return value
+        if value.name not in self._numbers:
+            name = f"{value.name}::number"
+            self._numbers[value.name] = self._graph.binary_select(1.0, 0.0, value, name=name)
+        return self._numbers[value.name]
+
     def _became(self, tensor: Any, made: NamedTensor) -> None:
         self._made[tensor.uid] = made
         self._recorder.references.remember(tensor, made)
@@ -188,6 +203,9 @@ class _Copy:
             data_type = self._intermediate if result._state.dtype in INTEGERS else None
         if data_type is not None:
             result.set_data_type(data_type)
+
+
+_MASK = "binary_select", "mask"
 
 
 def _method(node: Any) -> str:

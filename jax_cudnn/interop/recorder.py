@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -17,8 +19,8 @@ from .._core.graph import layout
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.calls import signature
 from .._core.graph.dims import Shape, integers, packed_strides
-from .._core.graph.dtypes import is_floating
-from .._core.graph.node import REGISTRY
+from .._core.graph.dtypes import INTEGERS, is_floating
+from .._core.graph.node import REGISTRY, Node
 from .._core.graph.options import Options, Surroundings
 from .._core.graph.promotion import result_dtype
 from .._core.graph.source import user_line
@@ -28,7 +30,7 @@ from .references import References
 from .spellings import always_returned, spelled
 from .templates import Template, compute_name, is_array
 from .tensors import NamedTensor, one_element
-from .tokens import INTEGERS, PAGES, check_given, packed, paged_node
+from .tokens import IN_MEMORY, PAGES, check_given, packed, paged_node
 
 Constants = tuple[tuple[str, str], ...]
 """Inputs that are numbers, each with ``float.hex`` of its value."""
@@ -54,6 +56,8 @@ class Recorder(GraphBuilder):
         self._declared: set[str] = set()  # inputs that no operation was given an array for
         self._untyped: set[str] = set()  # those of them that have no dtype yet
         self._ragged: dict[str, str] = {}  # tensors and their ragged offsets
+        self._computes: dict[str, str] = {}  # calls and the compute types that were said
+        self._integers: set[str] = set()  # constants that were written as integers
 
     @property
     def nodes(self) -> dict[str, Call]:
@@ -82,7 +86,9 @@ class Recorder(GraphBuilder):
 
     def _set_dtype(self, tensor: GraphTensor, dtype: str) -> GraphTensor:
         if tensor.name not in self._declared:
-            return super()._set_dtype(tensor, dtype)
+            super()._set_dtype(tensor, dtype)
+            self._infer_again()
+            return tensor
         if dtype != tensor._state.dtype:
             self._check_unused(tensor, "set_data_type")
         self._untyped.discard(tensor.name)
@@ -91,7 +97,9 @@ class Recorder(GraphBuilder):
 
     def _set_dim(self, tensor: GraphTensor, dim: Any) -> GraphTensor:
         if tensor.name not in self._declared:
-            return super()._set_dim(tensor, dim)
+            super()._set_dim(tensor, dim)
+            self._infer_again()
+            return tensor
         try:
             shape = integers("set_dim", dim)
         except JaxCudnnError as error:
@@ -219,6 +227,8 @@ class Recorder(GraphBuilder):
             self._apply_to_pages(node, bound.arguments, tables)
         else:
             super()._apply(method, *bound.args, **bound.kwargs)
+        if kwargs.get("compute_data_type") is not None:
+            self._computes[self._calls[-1].name] = kwargs["compute_data_type"]
         return self._results(node, self._calls[-1])
 
     def _apply_to_pages(self, node: str, arguments: dict[str, Any], tables: dict[str, Any]) -> None:
@@ -256,7 +266,7 @@ class Recorder(GraphBuilder):
             tensor = self.references.recall(value)
             if tensor is None:
                 tensor = self.declare(f"{node}::{port}", Template.of(value))
-                if port in (*INTEGERS, *PAGES):
+                if port in (*IN_MEMORY, *PAGES):
                     tensor.by_value = False
                 self.references.remember(value, tensor)
             value = tensor
@@ -276,6 +286,12 @@ class Recorder(GraphBuilder):
                 "Graph(io_data_type=...)",
                 where=user_line(),
             )
+
+    def _lift(self, value: Any, port: str, rank: int, integral: bool) -> Tensor:
+        lifted = super()._lift(value, port, rank, integral)
+        if isinstance(value, int):
+            self._integers.add(lifted.name)
+        return lifted
 
     def _results(self, node: str, call: Call) -> Any:
         """What the frontend's method returns: a tensor, or a list that has None for those that a
@@ -319,25 +335,55 @@ class Recorder(GraphBuilder):
         A floating output without a dtype of its own has the graph's ``io_data_type``, unless the
         operation fixes it (statistics of a normalization are float32).
         """
-        names = self._returned = {tensor.name for tensor in outputs}
-        for call in self._calls:
-            inputs = {port: self._tensors[name] for port, name in call.inputs}
+        self._returned = {tensor.name for tensor in outputs}
+        for index in range(len(self._calls)):
             try:
-                inferred = call.node.infer(inputs)
+                self._infer_call(index)
             except JaxCudnnError as error:
-                error.summary = f"{call.name}, after tensors were changed: {error.summary}"
+                name = self._calls[index].name
+                error.summary = f"{name}, after tensors were changed: {error.summary}"
                 raise
-            for port, name in call.outputs:
-                shape, dtype = inferred[port]
-                if name in self._typed:
-                    dtype = self._tensors[name].dtype
-                elif name in names and self._io_data_type and is_floating(dtype):
-                    free = dtype == result_dtype(inputs) or call.node.ports.output_names == (port,)
-                    dtype = self._io_data_type if free else dtype
-                self._put(replace(self._tensors[name], shape=shape, dtype=dtype))
         self.spec = self.finished(outputs, self._options, Surroundings.now())
         check_given(self.spec)
         return self.spec
+
+    def _infer_again(self) -> None:
+        """What operations make of tensors that were changed after they were used; what does not
+        fit yet may be changed, too, until :meth:`conclude`."""
+        for index in range(len(self._calls)):
+            with contextlib.suppress(JaxCudnnError):
+                self._infer_call(index)
+
+    def _infer_call(self, index: int) -> None:
+        call = self._calls[index]
+        inputs = self._inputs_of(call)
+        if call.name not in self._computes and not self._is_said(call.node):
+            compute = call.node.default_compute(inputs)
+            call = replace(call, node=replace(call.node, compute_data_type=compute))
+            self._calls[index] = call
+        inferred = call.node.infer(inputs)
+        for port, name in call.outputs:
+            shape, dtype = inferred[port]
+            if name in self._typed:
+                dtype = self._tensors[name].dtype
+            elif name in self._returned and self._io_data_type and is_floating(dtype):
+                dtype = dtype if _fixes(call.node, port, inputs) else self._io_data_type
+            self._put(replace(self._tensors[name], shape=shape, dtype=dtype))
+
+    def _inputs_of(self, call: Call) -> dict[str, Tensor]:
+        """The tensors at the input ports, constants in the type that stands beside the others."""
+        inputs = {port: self._tensors[name] for port, name in call.inputs}
+        arrays = [tensor.dtype for tensor in inputs.values() if tensor.value is None]
+        for port, tensor in inputs.items():
+            if tensor.name in self._integers and arrays:
+                dtype = "int32" if {*arrays} <= {*INTEGERS} else "float32"
+                inputs[port] = replace(tensor, dtype=dtype)
+                self._put(inputs[port])
+        return inputs
+
+    def _is_said(self, node: Node) -> bool:
+        """Whether the graph says in which type a node computes."""
+        return node.product and self._options.compute_data_type is not None
 
     def finished(
         self,
@@ -363,6 +409,21 @@ _IN_DROPOUT = {"seed": 1, "offset": 2}
 @functools.cache
 def _signature(method: str) -> inspect.Signature:
     return signature(REGISTRY[method])
+
+
+def _fixes(node: Node, port: str, inputs: dict[str, Tensor]) -> bool:
+    """Whether the operation says of which type a result is, whatever its operands are: statistics
+    of a normalization are float32."""
+    if node.ports.output_names == (port,):
+        return False
+    narrow = {
+        p: replace(t, dtype="bfloat16") if is_floating(t.dtype) and math.prod(t.shape) > 1 else t
+        for p, t in inputs.items()
+    }
+    try:
+        return node.infer(narrow)[port][1] == "float32"
+    except JaxCudnnError:  # it takes no such operands
+        return node.infer(inputs)[port][1] != result_dtype(inputs)
 
 
 def _with_constants(spec: GraphSpec, literals: dict[str, str]) -> GraphSpec:

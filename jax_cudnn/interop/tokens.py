@@ -27,7 +27,7 @@ from ..ops.fused_attention import _without_keys
 
 PAGES = {"paged_attention_k_table": "page_table_k", "paged_attention_v_table": "page_table_v"}
 """What the frontend calls the tables of pages, and the ports' names."""
-INTEGERS = (*LENGTHS, *PAGES.values())
+IN_MEMORY = (*LENGTHS, *PAGES.values())
 """Ports that cuDNN reads in the GPU's memory, also where they have one element."""
 _KINDS = {**QUERIES, **KEYS}
 _PACKED = ("sdpa", "sdpa_backward")
@@ -36,13 +36,13 @@ _TOKENS_FIRST = (0, 2, 1, 3)
 
 def paged_node(attributes: Mapping[str, Any], ports: Iterable[str]) -> PagedSdpa:
     """The node of attention over pages; GraphError where it takes no such port."""
-    if further := {*ports} - {"q", "k", "v", *INTEGERS}:
+    if further := {*ports} - {"q", "k", "v", *IN_MEMORY}:
         raise GraphError(
             f"attention over pages takes no {', '.join(sorted(further))}",
             expected="q, k, v, both tables of pages, and both lengths of sequences",
             fix="jax_cudnn.ops.paged_dot_product_attention says what there is",
         )
-    if missing := [port for port in INTEGERS if port not in ports]:
+    if missing := [port for port in IN_MEMORY if port not in ports]:
         frontend = {port: name for name, port in PAGES.items()}
         raise GraphError(
             "attention over pages lacks " + ", ".join(frontend.get(p, p) for p in missing),
