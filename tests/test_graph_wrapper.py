@@ -15,7 +15,7 @@ import jax_cudnn as jc
 from jax_cudnn._core.graph.calls import signature
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn.fuzz.graphs import random_graph
-from jax_cudnn.interop.recorder import with_usual_orders
+from jax_cudnn.interop.canonical import with_usual_orders
 
 SPATIAL = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
 X = jax.random.normal(jax.random.key(0), (2, 16, 6, 5))

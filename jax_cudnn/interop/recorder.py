@@ -18,14 +18,15 @@ from .._core.errors import GraphError, JaxCudnnError
 from .._core.graph import layout
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.calls import signature
-from .._core.graph.dims import Shape, integers, packed_strides
+from .._core.graph.dims import integers, packed_strides
 from .._core.graph.dtypes import INTEGERS, is_floating
 from .._core.graph.node import REGISTRY, Node
 from .._core.graph.options import Options, Surroundings
 from .._core.graph.promotion import result_dtype
 from .._core.graph.source import user_line
-from .._core.graph.spec import Call, GraphSpec, Tensor, intern
+from .._core.graph.spec import Call, GraphSpec, Tensor
 from .._core.graph.tensor import GraphTensor
+from .canonical import inputs_first, with_constants, with_usual_orders
 from .references import References
 from .spellings import always_returned, spelled
 from .templates import Template, compute_name, is_array
@@ -394,7 +395,7 @@ class Recorder(GraphBuilder):
     ) -> GraphSpec:
         """The spec for these outputs; inputs that are numbers become constants of it."""
         spec = self.finish(outputs, options, around)
-        return with_usual_orders(_inputs_first(_with_constants(spec, dict(constants))))
+        return with_usual_orders(inputs_first(with_constants(spec, dict(constants))))
 
     def _put(self, state: Tensor) -> None:
         self._tensors[state.name] = state
@@ -424,46 +425,3 @@ def _fixes(node: Node, port: str, inputs: dict[str, Tensor]) -> bool:
         return node.infer(narrow)[port][1] == "float32"
     except JaxCudnnError:  # it takes no such operands
         return node.infer(inputs)[port][1] != result_dtype(inputs)
-
-
-def _with_constants(spec: GraphSpec, literals: dict[str, str]) -> GraphSpec:
-    """The same graph where inputs are numbers; in it those are float32 or int32."""
-    if not literals:
-        return spec
-
-    def known(tensor: Tensor) -> Tensor:
-        dtype = "float32" if is_floating(tensor.dtype) else "int32"
-        return replace(tensor, literal=literals[tensor.name], dtype=dtype)
-
-    tensors = tuple(known(t) if t.name in literals else t for t in spec.tensors)
-    inputs = tuple(name for name in spec.inputs if name not in literals)
-    return intern(replace(spec, tensors=tensors, inputs=inputs, _cache={}))
-
-
-def _inputs_first(spec: GraphSpec) -> GraphSpec:
-    """The same graph with its tensors in a graph function's order: equal graphs share plans."""
-    ordered = sorted(spec.tensors, key=lambda tensor: tensor.name not in spec.inputs)
-    return intern(replace(spec, tensors=tuple(ordered), _cache={}))
-
-
-def with_usual_orders(spec: GraphSpec) -> GraphSpec:
-    """The same graph where tensors state no memory order that they have anyway: such a graph is the
-    same value as one that states none, and may be shown to cuDNN under other dims."""
-    if all(tensor.order is None for tensor in spec.tensors):
-        return spec
-    silent = tuple(replace(tensor, order=None) for tensor in spec.tensors)
-    usual = replace(spec, tensors=silent, _cache={})
-
-    def said(tensor: Tensor) -> tuple[int, ...] | None:
-        same = tensor.order is None or _apparent(tensor.shape, tensor.order) == _apparent(
-            tensor.shape, layout.major_to_minor(usual, replace(tensor, order=None))
-        )
-        return None if same else tensor.order
-
-    tensors = tuple(replace(tensor, order=said(tensor)) for tensor in spec.tensors)
-    return intern(replace(spec, tensors=tensors, _cache={}))
-
-
-def _apparent(shape: Shape, order: tuple[int, ...]) -> list[int]:
-    """The order of those dimensions that have more than one element."""
-    return [axis for axis in order if shape[axis] != 1]
