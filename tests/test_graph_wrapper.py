@@ -15,7 +15,7 @@ import jax_cudnn as jc
 from jax_cudnn._core.graph.calls import signature
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn.fuzz.graphs import random_graph
-from jax_cudnn.interop.recorder import with_usual_orders
+from jax_cudnn.interop.canonical import with_usual_orders
 
 SPATIAL = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
 X = jax.random.normal(jax.random.key(0), (2, 16, 6, 5))
@@ -839,10 +839,15 @@ BUILDING = {
         jc.GraphError,
         "one element",
     ),
-    "ragged": (
-        lambda g: g.exp(X).set_ragged_offset(None),
-        jc.GraphAttributeError,
-        "packed_dot_product_attention",
+    "reordered": (
+        lambda g: g.exp(X).set_reordering_type("F8_128x4"),
+        jc.GraphError,
+        "quantize_mxfp8",
+    ),
+    "ragged offsets of several elements": (
+        lambda g: g.exp(X).set_ragged_offset_multiplier(8),
+        jc.GraphError,
+        "multiply the offsets",
     ),
     "gaps": (
         lambda g: g.tensor(dim=[4, 4], stride=[8, 1], data_type="FLOAT"),

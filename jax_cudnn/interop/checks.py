@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.source import user_line
 from .templates import Template, is_array
-from .tensors import NamedTensor
+
+if TYPE_CHECKING:
+    from .tensors import NamedTensor
 
 
 def names(tensors: Iterable[NamedTensor]) -> str:
@@ -90,17 +92,6 @@ def refuse_virtual(is_virtual: bool) -> None:
             "a virtual tensor is declared",
             why="intermediates are results of operations",
             fix="call the operation that computes it",
-            where=user_line(),
-        )
-
-
-def refuse_ragged(ragged_offset: Any) -> None:
-    """GraphError for packed tokens."""
-    if ragged_offset is not None:
-        raise GraphError(
-            "ragged_offset is not for tensors of a Graph",
-            why="XLA's arrays have no gaps",
-            fix="packed tokens are jax_cudnn.ops.packed_dot_product_attention's",
             where=user_line(),
         )
 

@@ -18,6 +18,7 @@ from .declaring import Declaring
 
 # pygraph's methods that act on a device, or on one of its plans.
 _OF_PLANS = (
+    "backend_plan_entries",
     "build_plan_at_index",
     "deselect_engines",
     "deserialize",
@@ -25,11 +26,13 @@ _OF_PLANS = (
     "execute_plan_at_index",
     "get_behavior_notes",
     "get_behavior_notes_for_plan_at_index",
+    "get_cuda_graph_retention",
     "get_engine_and_knobs_at_index",
     "get_engine_count",
     "get_knobs_for_engine",
     "get_plan_name_at_index",
     "get_workspace_size_plan_at_index",
+    "is_cuda_graph_replay_expected",
     "key",
     "plans",
     "populate_cuda_graph",

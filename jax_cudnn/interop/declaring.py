@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,22 @@ from .._core.graph.options import DEFAULTS, Options, Surroundings
 from .._core.graph.source import user_line
 from .._core.graph.spec import GraphSpec, Tensor
 from .._core.primitive import bind
-from .checks import is_unset, names, refuse_ragged, refuse_reordered, refuse_virtual
-from .json_text import as_json
+from .checks import is_unset, names, refuse_reordered, refuse_virtual
+from .json_text import as_json, label
 from .recorder import Constants, Recorder
 from .templates import Template, constant, dtype_name, operand
 from .tensors import NamedTensor
+from .tokens import bounded
+
+
+class GraphNode(NamedTuple):
+    """An operation of a Graph: its name, pygraph's method, its tensors by port, its attributes."""
+
+    name: str
+    method: str
+    inputs: dict[str, NamedTensor]
+    outputs: dict[str, NamedTensor]
+    params: dict[str, Any]
 
 
 class Declaring:
@@ -61,7 +73,8 @@ class Declaring:
             is_pass_by_value: whether it is one number in the host's memory. Given as a Python
                 number or NumPy array, it then is a constant of the plan; given as a JAX array it
                 is an operand.
-            ragged_offset, reordering_type: None.
+            ragged_offset: where each example begins, see :meth:`NamedTensor.set_ragged_offset`.
+            reordering_type: None.
             name: by which it can be referred to.
             uid: a number for the same.
 
@@ -70,7 +83,6 @@ class Declaring:
         """
         recorder = self._building("tensor")
         refuse_virtual(is_virtual)
-        refuse_ragged(ragged_offset)
         refuse_reordered(reordering_type)
         dtype = self._io_data_type if is_unset(data_type) else dtype_name(data_type)
         made = recorder.declare(
@@ -82,6 +94,7 @@ class Declaring:
             made.set_stride(stride)
         if uid not in (None, -1):
             made.set_uid(uid)
+        made.set_ragged_offset(ragged_offset)
         return self._called(made, name)
 
     def tensor_like(self, template: Any, name: str = "", is_virtual: bool = False) -> NamedTensor:
@@ -144,14 +157,7 @@ class Declaring:
 
     def _run(self, values: Mapping[str, Any]) -> list[jax.Array]:
         """The outputs, for values of the inputs by the tensors' names."""
-        missing = [tensor for tensor in self._inputs if tensor.name not in values]
-        if missing:
-            raise GraphError(
-                f"{self.name}: inputs are missing",
-                expected=names(self._inputs),
-                got=f"none for {names(missing)}",
-                where=user_line(),
-            )
+        self._check_given(values)
         constants = {
             tensor.name: value
             for tensor in self._inputs
@@ -167,7 +173,19 @@ class Declaring:
             operand(tensor, values[tensor.name], self._input(tensor))
             for tensor in spec.input_tensors
         ]
-        return bind(spec, self.name, *operands)
+        return bind(spec, self.name, *bounded(spec, dict(zip(spec.inputs, operands, strict=True))))
+
+    def _check_given(self, values: Mapping[str, Any], unknown: Sequence[Any] = ()) -> None:
+        """GraphError where inputs are missing; ``unknown`` are keys that mean no tensor."""
+        missing = [tensor for tensor in self._inputs if tensor.name not in values]
+        if missing:
+            raise GraphError(
+                f"{self.name}: inputs are missing",
+                expected=names(self._inputs),
+                got=f"none for {names(missing)}",
+                why=f"the graph has no tensor {', '.join(map(repr, unknown))}" if unknown else None,
+                where=user_line(),
+            )
 
     def _input(self, tensor: NamedTensor | Tensor) -> str:
         return f"{self.name}: input {tensor.name!r}"
@@ -192,6 +210,42 @@ class Declaring:
             "compute_data_type": self._options.compute_data_type or "float32",
         }
         return as_json(self._built, context)
+
+    def inspect(self) -> dict[str, Any]:
+        """The same as a dictionary."""
+        return json.loads(self.to_json())
+
+    @property
+    def tensors(self) -> dict[str, NamedTensor]:
+        """The tensors by their names, those without one by where they are made."""
+        recorder = self._built
+        tensors = [t for t in recorder.handles.values() if t._state.value is None]
+        return {label(recorder, tensor): tensor for tensor in tensors}
+
+    @property
+    def nodes(self) -> tuple[GraphNode, ...]:
+        """The operations in the order in which they were written."""
+        return tuple(
+            GraphNode(
+                name,
+                call.node.method,
+                {port: self._built.handles[x] for port, x in call.inputs},
+                {port: self._built.handles[x] for port, x in call.outputs},
+                call.node.keywords(),
+            )
+            for name, call in self._built.nodes.items()
+        )
+
+    def get_node(self, name: str) -> GraphNode | None:
+        """The operation of this name; None where there is none."""
+        return next((node for node in self.nodes if node.name == name), None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_spec"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._keep_specs()
 
     def __str__(self) -> str:
         return repr(self) if self._recorder is None else self.to_json()

@@ -143,6 +143,9 @@ class _Factory:
                 where=defined_at(self._fn),
             ) from None
 
+    def __reduce__(self) -> str:
+        return getattr(self, "__qualname__", "graph_cache")  # pickled as functions are
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: its instance is the first argument; the cache is that of the class."""
         if instance is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ def as_json(recorder: Recorder, context: Mapping[str, Any]) -> str:
     """The text, indented, with tensors and nodes in the order in which they were made."""
     nodes = [_node(recorder, name) for name in recorder.nodes]
     tensors = {
-        _label(recorder, tensor): _tensor(recorder, tensor)
+        label(recorder, tensor): _tensor(recorder, tensor)
         for tensor in recorder.handles.values()
         if tensor._state.value is None
     }
@@ -29,7 +30,7 @@ def _node(recorder: Recorder, name: str) -> dict[str, Any]:
     def operand(tensor: str) -> Any:
         handle = recorder.handles[tensor]
         number = handle._state.value
-        return _label(recorder, handle) if number is None else number
+        return label(recorder, handle) if number is None else number
 
     return {
         "name": name,
@@ -54,7 +55,7 @@ def _tensor(recorder: Recorder, tensor: NamedTensor) -> dict[str, Any]:
     }
 
 
-def _label(recorder: Recorder, tensor: NamedTensor) -> str:
+def label(recorder: Recorder, tensor: NamedTensor) -> str:
     """The tensor's name, if it has one that no other has; else the graph's for it."""
     same = [t for t in recorder.handles.values() if t.label == tensor.label]
     return tensor.label if tensor.label and len(same) == 1 else canonical_name(recorder, tensor)
@@ -72,4 +73,8 @@ def canonical_name(recorder: Recorder, tensor: NamedTensor) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value if isinstance(value, (int, float, str, bool)) else str(value)
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    return value if isinstance(value, (str, bool)) else str(value)

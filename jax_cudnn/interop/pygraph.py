@@ -9,7 +9,7 @@ from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
 from .._core.graph.dtypes import INTEGERS, WORDS
 from .._core.graph.node import REGISTRY
 from .._core.graph.source import user_line
-from .checks import listed, refuse_ragged, refuse_reordered
+from .checks import listed, refuse_reordered
 from .recorder import Recorder
 from .spellings import ASKED_FOR
 from .tensors import NamedTensor
@@ -85,6 +85,7 @@ class _Copy:
     def __init__(self, graph: Graph, intermediate: Any) -> None:
         self._graph, self._intermediate = graph, intermediate
         self._made: dict[int, Any] = {}
+        self._numbers: dict[str, NamedTensor] = {}  # for truths
 
     @property
     def _recorder(self) -> Recorder:
@@ -105,7 +106,9 @@ class _Copy:
         for port, tensor in dict(node.outputs).items():
             if len(made) == 1:  # which may have another name there
                 (port,) = made
-            self._describe(made[ASKED_FOR.get(port, port)], tensor)
+            result = made[ASKED_FOR.get(port, port)]
+            self._describe(result, tensor)
+            self._place(result, tensor, method)
 
     def _arguments(self, method: str, node: Any) -> dict[str, Any]:
         """The keywords of pygraph's method, from a node's ports and parameters."""
@@ -120,6 +123,11 @@ class _Copy:
         if params.get("mode") == method:  # an operation on each element: its ports are numbered
             del params["mode"]
             operands = dict(zip(cls.ports.input_names, operands.values(), strict=True))
+        if "bool" not in cls.dtypes or method == "binary_select":
+            operands = {
+                port: x if (method, port) == _MASK else self._as_number(x)
+                for port, x in operands.items()
+            }
         given = {**operands, **params}
         given |= {port: True for port in node.outputs if port in ASKED_FOR}
         for count in [key for key in given if key.startswith("_n_")]:
@@ -151,14 +159,29 @@ class _Copy:
             dim=(1, 1, 1, 2) if words else tensor.dim,
             data_type=WORDS if words else tensor.get_data_type(),
             is_pass_by_value=tensor.is_pass_by_value and not words,
-            ragged_offset=tensor.ragged_offset,
             name=tensor.name,
             uid=tensor.uid,
         )
         if tensor.stride_assigned and not words:
             made.set_stride(tensor.stride)
         self._became(tensor, made)
+        self._place(made, tensor, method)
         return made
+
+    def _place(self, made: NamedTensor, tensor: Any, method: str) -> None:
+        """Says where a tensor's examples lie, if they lie behind each other."""
+        if tensor.ragged_offset is not None:
+            made.set_ragged_offset(self._operand(tensor.ragged_offset, method, "ragged_offset"))
+            made.set_ragged_offset_multiplier(getattr(tensor, "ragged_offset_multiplier", 1))
+
+    def _as_number(self, value: Any) -> Any:
+        """cuDNN's comparisons are numbers, 1 or 0, to what computes with them."""
+        if not isinstance(value, NamedTensor) or value._state.dtype != "bool":
+            return value
+        if value.name not in self._numbers:
+            name = f"{value.name}::number"
+            self._numbers[value.name] = self._graph.binary_select(1.0, 0.0, value, name=name)
+        return self._numbers[value.name]
 
     def _became(self, tensor: Any, made: NamedTensor) -> None:
         self._made[tensor.uid] = made
@@ -166,8 +189,6 @@ class _Copy:
 
     def _describe(self, result: NamedTensor, tensor: Any) -> None:
         """What was said of a result."""
-        if tensor.ragged_offset is not None:
-            refuse_ragged(tensor.ragged_offset)
         self._became(tensor, result)
         result.set_name(tensor.name).set_uid(tensor.uid)
         if tensor.dim and (tensor.dim_assigned or self._recorder.is_open_in_shape(result)):
@@ -182,6 +203,9 @@ class _Copy:
             data_type = self._intermediate if result._state.dtype in INTEGERS else None
         if data_type is not None:
             result.set_data_type(data_type)
+
+
+_MASK = "binary_select", "mask"
 
 
 def _method(node: Any) -> str:

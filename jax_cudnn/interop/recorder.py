@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -16,18 +18,20 @@ from .._core.errors import GraphError, JaxCudnnError
 from .._core.graph import layout
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.calls import signature
-from .._core.graph.dims import Shape, integers, packed_strides
-from .._core.graph.dtypes import is_floating
-from .._core.graph.node import REGISTRY
+from .._core.graph.dims import integers, packed_strides
+from .._core.graph.dtypes import INTEGERS, is_floating
+from .._core.graph.node import REGISTRY, Node
 from .._core.graph.options import Options, Surroundings
 from .._core.graph.promotion import result_dtype
 from .._core.graph.source import user_line
-from .._core.graph.spec import Call, GraphSpec, Tensor, intern
+from .._core.graph.spec import Call, GraphSpec, Tensor
 from .._core.graph.tensor import GraphTensor
+from .canonical import inputs_first, with_constants, with_usual_orders
 from .references import References
 from .spellings import always_returned, spelled
 from .templates import Template, compute_name, is_array
 from .tensors import NamedTensor, one_element
+from .tokens import IN_MEMORY, PAGES, check_given, packed, paged_node
 
 Constants = tuple[tuple[str, str], ...]
 """Inputs that are numbers, each with ``float.hex`` of its value."""
@@ -52,6 +56,9 @@ class Recorder(GraphBuilder):
         self._returned: set[str] = set()
         self._declared: set[str] = set()  # inputs that no operation was given an array for
         self._untyped: set[str] = set()  # those of them that have no dtype yet
+        self._ragged: dict[str, str] = {}  # tensors and their ragged offsets
+        self._computes: dict[str, str] = {}  # calls and the compute types that were said
+        self._integers: set[str] = set()  # constants that were written as integers
 
     @property
     def nodes(self) -> dict[str, Call]:
@@ -80,7 +87,9 @@ class Recorder(GraphBuilder):
 
     def _set_dtype(self, tensor: GraphTensor, dtype: str) -> GraphTensor:
         if tensor.name not in self._declared:
-            return super()._set_dtype(tensor, dtype)
+            super()._set_dtype(tensor, dtype)
+            self._infer_again()
+            return tensor
         if dtype != tensor._state.dtype:
             self._check_unused(tensor, "set_data_type")
         self._untyped.discard(tensor.name)
@@ -89,7 +98,9 @@ class Recorder(GraphBuilder):
 
     def _set_dim(self, tensor: GraphTensor, dim: Any) -> GraphTensor:
         if tensor.name not in self._declared:
-            return super()._set_dim(tensor, dim)
+            super()._set_dim(tensor, dim)
+            self._infer_again()
+            return tensor
         try:
             shape = integers("set_dim", dim)
         except JaxCudnnError as error:
@@ -145,6 +156,17 @@ class Recorder(GraphBuilder):
                 where=user_line(),
             )
 
+    def give_ragged_offset(self, tensor: NamedTensor, offset: Any) -> None:
+        """The tensor's examples begin where ``offset``, a tensor or an array, says."""
+        if offset is None:
+            self._ragged.pop(tensor.name, None)
+            return
+        self._ragged[tensor.name] = self._operand(offset, tensor.name, "ragged_offset", 0).name
+
+    def ragged_offset(self, tensor: NamedTensor) -> NamedTensor | None:
+        """Where the tensor's examples begin, if they lie behind each other."""
+        return self.handles.get(self._ragged.get(tensor.name, ""))
+
     def give_uid(self, tensor: NamedTensor, uid: int) -> None:
         """The tensor's number is ``uid``; a tensor that has it by itself gets another one."""
         holder = self._uids.get(uid)
@@ -187,6 +209,8 @@ class Recorder(GraphBuilder):
     def _apply(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.check_open(f"g.{method}")
         node = self._node_name(method, kwargs.pop("name", None))
+        paged = {*PAGES} & {*kwargs} if method == "sdpa" else ()
+        tables = {PAGES[name]: kwargs.pop(name) for name in paged}
         kwargs = spelled(method, kwargs)
         if kwargs.get("compute_data_type") is not None:
             kwargs["compute_data_type"] = compute_name(kwargs["compute_data_type"])
@@ -200,8 +224,28 @@ class Recorder(GraphBuilder):
             if name in ports and name in bound.arguments:
                 value = bound.arguments[name]
                 bound.arguments[name] = self._operand(value, node, name, position)
-        super()._apply(method, *bound.args, **bound.kwargs)
+        if any(table is not None for table in tables.values()):
+            self._apply_to_pages(node, bound.arguments, tables)
+        else:
+            super()._apply(method, *bound.args, **bound.kwargs)
+        if kwargs.get("compute_data_type") is not None:
+            self._computes[self._calls[-1].name] = kwargs["compute_data_type"]
         return self._results(node, self._calls[-1])
+
+    def _apply_to_pages(self, node: str, arguments: dict[str, Any], tables: dict[str, Any]) -> None:
+        """Attention over keys and values in pages."""
+        ports = {port.name for port in REGISTRY["sdpa"].ports.inputs}
+        given = {name: x for name, x in arguments.items() if name in ports and x is not None}
+        for name, port in PAGES.items():
+            given[port] = self._operand(tables.get(port), node, name, len(arguments))
+        attributes = {name: x for name, x in arguments.items() if name not in ports}
+        attributes.pop("compute_data_type", None)
+        try:
+            made = paged_node(attributes, [port for port, x in given.items() if x is not None])
+            self._append(made, {port: self._lift(x, port, 4, False) for port, x in given.items()})
+        except JaxCudnnError as error:
+            error.summary, error.where = f"g.sdpa: {error.summary}", error.where or user_line()
+            raise
 
     def _node_name(self, method: str, name: str | None) -> str:
         name = name or f"{method}.{self._counts[method]}"
@@ -223,6 +267,8 @@ class Recorder(GraphBuilder):
             tensor = self.references.recall(value)
             if tensor is None:
                 tensor = self.declare(f"{node}::{port}", Template.of(value))
+                if port in (*IN_MEMORY, *PAGES):
+                    tensor.by_value = False
                 self.references.remember(value, tensor)
             value = tensor
         if isinstance(value, NamedTensor):
@@ -242,6 +288,12 @@ class Recorder(GraphBuilder):
                 where=user_line(),
             )
 
+    def _lift(self, value: Any, port: str, rank: int, integral: bool) -> Tensor:
+        lifted = super()._lift(value, port, rank, integral)
+        if isinstance(value, int):
+            self._integers.add(lifted.name)
+        return lifted
+
     def _results(self, node: str, call: Call) -> Any:
         """What the frontend's method returns: a tensor, or a list that has None for those that a
         node with these attributes has not."""
@@ -259,6 +311,15 @@ class Recorder(GraphBuilder):
 
     # -- the graph ------------------------------------------------------------------------------
 
+    def finish(
+        self,
+        outputs: Sequence[GraphTensor],
+        options: Options | None = None,
+        around: Surroundings | None = None,
+    ) -> GraphSpec:
+        spec = super().finish(outputs, options, around)
+        return packed(spec, self._ragged, self._tensors, self._inputs) if self._ragged else spec
+
     def copied(self) -> Recorder:
         """A recorder with the same operations, whose outputs may become others."""
         made = copy.copy(self)
@@ -275,24 +336,55 @@ class Recorder(GraphBuilder):
         A floating output without a dtype of its own has the graph's ``io_data_type``, unless the
         operation fixes it (statistics of a normalization are float32).
         """
-        names = self._returned = {tensor.name for tensor in outputs}
-        for call in self._calls:
-            inputs = {port: self._tensors[name] for port, name in call.inputs}
+        self._returned = {tensor.name for tensor in outputs}
+        for index in range(len(self._calls)):
             try:
-                inferred = call.node.infer(inputs)
+                self._infer_call(index)
             except JaxCudnnError as error:
-                error.summary = f"{call.name}, after tensors were changed: {error.summary}"
+                name = self._calls[index].name
+                error.summary = f"{name}, after tensors were changed: {error.summary}"
                 raise
-            for port, name in call.outputs:
-                shape, dtype = inferred[port]
-                if name in self._typed:
-                    dtype = self._tensors[name].dtype
-                elif name in names and self._io_data_type and is_floating(dtype):
-                    free = dtype == result_dtype(inputs) or call.node.ports.output_names == (port,)
-                    dtype = self._io_data_type if free else dtype
-                self._put(replace(self._tensors[name], shape=shape, dtype=dtype))
         self.spec = self.finished(outputs, self._options, Surroundings.now())
+        check_given(self.spec)
         return self.spec
+
+    def _infer_again(self) -> None:
+        """What operations make of tensors that were changed after they were used; what does not
+        fit yet may be changed, too, until :meth:`conclude`."""
+        for index in range(len(self._calls)):
+            with contextlib.suppress(JaxCudnnError):
+                self._infer_call(index)
+
+    def _infer_call(self, index: int) -> None:
+        call = self._calls[index]
+        inputs = self._inputs_of(call)
+        if call.name not in self._computes and not self._is_said(call.node):
+            compute = call.node.default_compute(inputs)
+            call = replace(call, node=replace(call.node, compute_data_type=compute))
+            self._calls[index] = call
+        inferred = call.node.infer(inputs)
+        for port, name in call.outputs:
+            shape, dtype = inferred[port]
+            if name in self._typed:
+                dtype = self._tensors[name].dtype
+            elif name in self._returned and self._io_data_type and is_floating(dtype):
+                dtype = dtype if _fixes(call.node, port, inputs) else self._io_data_type
+            self._put(replace(self._tensors[name], shape=shape, dtype=dtype))
+
+    def _inputs_of(self, call: Call) -> dict[str, Tensor]:
+        """The tensors at the input ports, constants in the type that stands beside the others."""
+        inputs = {port: self._tensors[name] for port, name in call.inputs}
+        arrays = [tensor.dtype for tensor in inputs.values() if tensor.value is None]
+        for port, tensor in inputs.items():
+            if tensor.name in self._integers and arrays:
+                dtype = "int32" if {*arrays} <= {*INTEGERS} else "float32"
+                inputs[port] = replace(tensor, dtype=dtype)
+                self._put(inputs[port])
+        return inputs
+
+    def _is_said(self, node: Node) -> bool:
+        """Whether the graph says in which type a node computes."""
+        return node.product and self._options.compute_data_type is not None
 
     def finished(
         self,
@@ -303,7 +395,7 @@ class Recorder(GraphBuilder):
     ) -> GraphSpec:
         """The spec for these outputs; inputs that are numbers become constants of it."""
         spec = self.finish(outputs, options, around)
-        return with_usual_orders(_inputs_first(_with_constants(spec, dict(constants))))
+        return with_usual_orders(inputs_first(with_constants(spec, dict(constants))))
 
     def _put(self, state: Tensor) -> None:
         self._tensors[state.name] = state
@@ -320,44 +412,16 @@ def _signature(method: str) -> inspect.Signature:
     return signature(REGISTRY[method])
 
 
-def _with_constants(spec: GraphSpec, literals: dict[str, str]) -> GraphSpec:
-    """The same graph where inputs are numbers; in it those are float32 or int32."""
-    if not literals:
-        return spec
-
-    def known(tensor: Tensor) -> Tensor:
-        dtype = "float32" if is_floating(tensor.dtype) else "int32"
-        return replace(tensor, literal=literals[tensor.name], dtype=dtype)
-
-    tensors = tuple(known(t) if t.name in literals else t for t in spec.tensors)
-    inputs = tuple(name for name in spec.inputs if name not in literals)
-    return intern(replace(spec, tensors=tensors, inputs=inputs, _cache={}))
-
-
-def _inputs_first(spec: GraphSpec) -> GraphSpec:
-    """The same graph with its tensors in a graph function's order: equal graphs share plans."""
-    ordered = sorted(spec.tensors, key=lambda tensor: tensor.name not in spec.inputs)
-    return intern(replace(spec, tensors=tuple(ordered), _cache={}))
-
-
-def with_usual_orders(spec: GraphSpec) -> GraphSpec:
-    """The same graph where tensors state no memory order that they have anyway: such a graph is the
-    same value as one that states none, and may be shown to cuDNN under other dims."""
-    if all(tensor.order is None for tensor in spec.tensors):
-        return spec
-    silent = tuple(replace(tensor, order=None) for tensor in spec.tensors)
-    usual = replace(spec, tensors=silent, _cache={})
-
-    def said(tensor: Tensor) -> tuple[int, ...] | None:
-        same = tensor.order is None or _apparent(tensor.shape, tensor.order) == _apparent(
-            tensor.shape, layout.major_to_minor(usual, replace(tensor, order=None))
-        )
-        return None if same else tensor.order
-
-    tensors = tuple(replace(tensor, order=said(tensor)) for tensor in spec.tensors)
-    return intern(replace(spec, tensors=tensors, _cache={}))
-
-
-def _apparent(shape: Shape, order: tuple[int, ...]) -> list[int]:
-    """The order of those dimensions that have more than one element."""
-    return [axis for axis in order if shape[axis] != 1]
+def _fixes(node: Node, port: str, inputs: dict[str, Tensor]) -> bool:
+    """Whether the operation says of which type a result is, whatever its operands are: statistics
+    of a normalization are float32."""
+    if node.ports.output_names == (port,):
+        return False
+    narrow = {
+        p: replace(t, dtype="bfloat16") if is_floating(t.dtype) and math.prod(t.shape) > 1 else t
+        for p, t in inputs.items()
+    }
+    try:
+        return node.infer(narrow)[port][1] == "float32"
+    except JaxCudnnError:  # it takes no such operands
+        return node.infer(inputs)[port][1] != result_dtype(inputs)

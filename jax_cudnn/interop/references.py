@@ -43,6 +43,9 @@ class References:
         self._aliases: dict[str, NamedTensor] = {}
         self._arrays: dict[int, tuple[Any, NamedTensor]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_arrays": {}}  # other processes, and copies, have others
+
     def name(self, name: str, tensor: NamedTensor) -> None:
         """Have a name like ``conv2d::image`` mean a tensor."""
         self._named.setdefault(name, tensor)
@@ -72,18 +75,21 @@ class References:
 
     def find(self, reference: Any) -> NamedTensor:
         """The tensor; GraphError that lists the known references where there is none."""
-        if isinstance(reference, NamedTensor):
-            found = self._tensors.get(reference.name)
-            found = found if found is reference else None
-        elif isinstance(reference, str):
-            found = self._by_text(reference)
-        elif isinstance(reference, int):
-            found = next((t for t in self._tensors.values() if t.uid == reference), None)
-        else:
-            found = self.recall(reference)
+        found = self.lookup(reference)
         if found is None:
             raise self._unknown(reference)
         return found
+
+    def lookup(self, reference: Any) -> NamedTensor | None:
+        """The tensor, or None; GraphError for a name that several have."""
+        if isinstance(reference, NamedTensor):
+            found = self._tensors.get(reference.name)
+            return found if found is reference else None
+        if isinstance(reference, str):
+            return self._by_text(reference)
+        if isinstance(reference, int):
+            return next((t for t in self._tensors.values() if t.uid == reference), None)
+        return self.recall(reference)
 
     def _by_text(self, text: str) -> NamedTensor | None:
         labelled = [t for t in self._tensors.values() if t.label == text]

@@ -10,7 +10,13 @@ from .._core.graph.node import REGISTRY
 from .._core.graph.source import user_line
 
 # What says how cuDNN is to run attention, or what the operands say anyway.
-_WITHOUT_MEANING = ("implementation", "unfuse_fma")
+_WITHOUT_MEANING = (
+    "implementation",
+    "unfuse_fma",
+    "max_total_seq_len_q",
+    "max_total_seq_len_kv",
+    "paged_attention_max_seq_len_kv",
+)
 _CAUSAL = {"use_causal_mask": "TOP_LEFT", "use_causal_mask_bottom_right": "BOTTOM_RIGHT"}
 _WINDOWS = ("sliding_window_length", "sliding_window")
 ASKED_FOR = {"rng_dump": "RNG_DUMP", "dBias": "dBias", "dSink_token": "dSink_token"}

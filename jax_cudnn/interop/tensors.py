@@ -10,17 +10,21 @@ from .._core.errors import GraphAttributeError, GraphError
 from .._core.graph.source import user_line
 from .._core.graph.spec import Tensor
 from .._core.graph.tensor import GraphTensor
+from .checks import refuse_reordered
 from .templates import dtype_name
 
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-# Setters of pygraph's tensors that say what XLA's arrays are not, and what to do instead.
+# Members of cuDNN's tensors that say what XLA's arrays are not, and what to do instead.
+_VECTORS = "XLA's arrays have no vectors of channels; cuDNN's int8 engines take plain channels-last"
 _NOT_HERE = {
-    "set_ragged_offset": "packed tokens are jax_cudnn.ops.packed_dot_product_attention's",
-    "set_ragged_offset_multiplier": "packed tokens are "
-    "jax_cudnn.ops.packed_dot_product_attention's",
-    "set_reordering_type": "scales of blocks are ordered by jax_cudnn.ops.quantize_mxfp8",
+    "get_alignment": "XLA aligns arrays by itself",
+    "set_alignment": "XLA aligns arrays by itself",
+    "get_vector_count": _VECTORS,
+    "get_vector_dimension": _VECTORS,
+    "set_vector_count_and_dimension": _VECTORS,
+    "get_has_compile_time_constant": "a Python number given to an operation is a constant",
 }
 
 
@@ -106,6 +110,54 @@ class NamedTensor(GraphTensor):
         super().set_stride(stride)
         return self
 
+    def set_ragged_offset(self, ragged_offset: Any) -> NamedTensor:
+        """Say that the tensor, (B, H, S, D) with strides of [S*H*D, D, H*D, 1], holds its examples
+        behind each other at its beginning, without padding.
+
+        ``ragged_offset`` is an input (B + 1, 1, 1, 1) in int32: the element at which each example
+        begins, and behind them the end of the last. It is for all of q, k, v and O of ``sdpa`` (of
+        statistics that are read, too), and of ``sdpa_backward``; with seq_len_q and seq_len_kv.
+        Offsets and lengths that go beyond the tensor are brought into it, those inside of a token
+        to its begin.
+        """
+        self._builder.check_open("set_ragged_offset")
+        self._builder.give_ragged_offset(self, ragged_offset)
+        return self
+
+    def set_reordering_type(self, reordering_type: Any) -> NamedTensor:
+        """Say in which order blocks lie: none but "NONE"."""
+        refuse_reordered(reordering_type)
+        return self
+
+    def get_reordering_type(self) -> str:
+        return "NONE"
+
+    def set_alignment_value(self, value: int) -> NamedTensor:
+        """Accepted for pygraph's sake: no operation here reads the promise that all values are
+        multiples of this."""
+        return self
+
+    def validate(self) -> None:
+        """Nothing is left to check: tensors are checked where they are declared and changed."""
+
+    def set_ragged_offset_multiplier(self, multiplier: int) -> NamedTensor:
+        """Elements in which ragged offsets count: 1."""
+        if multiplier != 1:
+            raise GraphError(
+                "ragged_offset_multiplier is not for tensors of a Graph",
+                expected="1",
+                got=repr(multiplier),
+                fix="multiply the offsets before the call",
+                where=user_line(),
+            )
+        return self
+
+    def get_ragged_offset_multiplier(self) -> int:
+        return 1
+
+    def get_ragged_offset(self) -> NamedTensor | None:
+        return self._builder.ragged_offset(self)
+
     def get_name(self) -> str:
         return self.label or self.name
 
@@ -126,6 +178,16 @@ class NamedTensor(GraphTensor):
 
     def get_is_pass_by_value(self) -> bool:
         return self.by_value or self._state.value is not None
+
+    dim = property(lambda self: self.get_dim())
+    stride = property(get_stride)
+    data_type = property(get_data_type)
+    is_virtual = property(get_is_virtual)
+    is_pass_by_value = property(get_is_pass_by_value)
+    pass_by_value = property(lambda self: self._state.value)
+    ragged_offset = property(get_ragged_offset)
+    ragged_offset_multiplier = property(get_ragged_offset_multiplier)
+    reordering_type = property(get_reordering_type)
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_HERE:

@@ -179,7 +179,8 @@ class Graph(Choosing):
         Args:
             *args: arrays in the order of ``inputs``; or one dictionary of arrays by references.
                 In it, an output says which shape and dtype its result is to have; its values are
-                not read, and it is not written. As an argument or result of a jitted function a
+                not read, and it is not written. What else is in it (of other graphs, or for
+                intermediates) is handed on. As an argument or result of a jitted function a
                 dictionary needs keys that JAX can sort: names alone, or uids alone, no tensors;
                 inside the function any keys do.
             handle: accepted, not used: the package manages handles.
@@ -219,19 +220,16 @@ class Graph(Choosing):
         values: dict[str, Any] = {}
         supplied: dict[str, Any] = {}
         outputs = {tensor.name for tensor in self._outputs}
+        unknown: list[Any] = []
         for key, value in given.items():
-            tensor = self._built.references.find(key)
-            if tensor.name in outputs:
+            tensor = self._built.references.lookup(key)
+            if tensor is None:
+                unknown.append(key)
+            elif tensor.name in outputs:
                 supplied[tensor.name] = key
-            elif self._built.is_result(tensor):
-                raise GraphError(
-                    f"{key!r} is neither an input nor an output",
-                    expected=f"inputs {names(self._inputs)}, outputs {names(self._outputs)}",
-                    fix="mark it with .set_output(True) while building the graph",
-                    where=user_line(),
-                )
-            else:
+            elif not self._built.is_result(tensor):
                 self._give(values, tensor, value)
+        self._check_given(values, unknown)
         result = dict(given)
         for tensor, array in zip(self._outputs, self._run(values), strict=True):
             key = supplied.get(tensor.name, canonical_name(self._built, tensor))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .._core.graph.spec import GraphSpec, Tensor
 
 # Port -> which of the offsets it lies by; those of queries and those of keys.
-_QUERIES = {"q": "q", "dQ": "q", "o": "o", "O": "o", "dO": "o", "stats": "stats", "Stats": "stats"}
-_KEYS = {"k": "k", "dK": "k", "v": "v", "dV": "v"}
+QUERIES = {"q": "q", "dQ": "q", "o": "o", "O": "o", "dO": "o", "stats": "stats", "Stats": "stats"}
+KEYS = {"k": "k", "dK": "k", "v": "v", "dV": "v"}
 _OFFSETS = tuple(f"ragged_offset_{kind}" for kind in ("q", "k", "v", "o", "stats"))
 _INTEGERS = ("seq_len_q", "seq_len_kv", *_OFFSETS)
 _PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
@@ -80,8 +80,8 @@ class _Packed(Arranged):
 
     def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
         """(tokens, heads, size) as examples of the largest length, each from its offset on."""
-        limit = self.limits[port in _KEYS]
-        if port not in _QUERIES and port not in _KEYS:
+        limit = self.limits[port in KEYS]
+        if port not in QUERIES and port not in KEYS:
             return ()
         batch, (_, heads, size) = tensors["seq_len_q"].shape[0], tensors[port].shape
         strides = (limit * heads * size, size, heads * size, 1)
@@ -90,8 +90,8 @@ class _Packed(Arranged):
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        offsets = {port: tensors[port] for port in _OFFSETS}
-        kinds = _QUERIES | _KEYS
+        offsets = {port: tensors[port] for port in _OFFSETS if port in tensors}
+        kinds = QUERIES | KEYS
         arrays = {port: x for port, x in tensors.items() if port not in offsets}
 
         def placed(port: str, x: Any) -> Any:

@@ -34,7 +34,8 @@ class PagedSdpa(Arranged):
 
     page_table_k and page_table_v, (B, 1, n, 1), name the n pages of each example in their order,
     seq_len_q and seq_len_kv, (B, 1, 1, 1), say how many queries and keys it has. O is (B, Sq, H, E)
-    and Stats (B, H, Sq, 1). Source: cuDNN documentation, "Scaled Dot Product Attention Forward",
+    and Stats (B, H, Sq, 1). With ``queries_heads_first`` q is (B, H, Sq, D) and O (B, H, Sq, E), in
+    any order in memory. Source: cuDNN documentation, "Scaled Dot Product Attention Forward",
     paged attention.
     """
 
@@ -47,10 +48,17 @@ class PagedSdpa(Arranged):
     )
 
     heads_first: bool = False
+    queries_heads_first: bool = False
+
+    def _queries(self, q: Shape) -> Shape:
+        """B, Sq, H and D of the shape of q."""
+        b, s, h, d = q
+        return (b, h, s, d) if self.queries_heads_first else q
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         self.sizes(inputs)
-        (b, s, h, _), k, v = (inputs[port].shape for port in ("q", "k", "v"))
+        q, k, v = (inputs[port].shape for port in ("q", "k", "v"))
+        b, s, h, _ = self._queries(q)
         tables = dict.fromkeys(_TABLES, (b, 1, inputs["page_table_k"].shape[2], 1))
         self.checked_shapes(inputs, {**tables, **dict.fromkeys(_LENGTHS, (b, 1, 1, 1))})
         heads = k[1 if self.heads_first else 2]
@@ -60,12 +68,18 @@ class PagedSdpa(Arranged):
                 expected="heads of q a multiple of those of k",
                 got=f"q has {h} heads, k {heads}",
             )
-        found = {"O": ((b, s, h, v[3]), inputs["q"].dtype), "Stats": ((b, h, s, 1), "float32")}
+        found = {"O": ((*q[:3], v[3]), inputs["q"].dtype), "Stats": ((b, h, s, 1), "float32")}
         return {port: found[port] for port in self.results}
 
     def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
         """With heads in front of tokens."""
-        if port not in ("q", "O") and (port not in ("k", "v") or self.heads_first):
+        tokens_first = {
+            "q": not self.queries_heads_first,
+            "O": not self.queries_heads_first,
+            "k": not self.heads_first,
+            "v": not self.heads_first,
+        }
+        if not tokens_first.get(port):
             return ()
         b, s, h, d = tensors[port].shape
         return (View(port, (b, h, s, d), (s * h * d, d, h * d, 1)),)
@@ -78,7 +92,7 @@ class PagedSdpa(Arranged):
         return self.base.emit(pygraph, named, {**common, "paged_attention_max_seq_len_kv": most})
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
-        (b, s, h, d), v = shapes["q"], shapes["v"]
+        (b, s, h, d), v = self._queries(shapes["q"]), shapes["v"]
         keys = shapes["page_table_k"][2] * v[2 if self.heads_first else 1]
         return 2 * b * h * s * keys * (d + v[3])
 
@@ -98,14 +112,15 @@ class PagedSdpa(Arranged):
 
         @jax.checkpoint
         def one(each: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            of = {"q": jnp.swapaxes(each["q"], 0, 1)[None]}
+            q = each["q"]
+            of = {"q": (q if self.queries_heads_first else jnp.swapaxes(q, 0, 1))[None]}
             for port in ("k", "v"):
                 pages = arrays[port][each[f"page_table_{port}"].reshape(-1)]
                 heads = jnp.moveaxis(pages, 1 if self.heads_first else 2, 0)
                 of[port] = heads.reshape(1, len(heads), -1, heads.shape[3])
             lengths = {port: each[port].reshape(1, 1, 1, 1) for port in _LENGTHS}
             o, total = attention.forward({**of, **lengths})
-            return jnp.swapaxes(o[0], 0, 1), total[0]
+            return o[0] if self.queries_heads_first else jnp.swapaxes(o[0], 0, 1), total[0]
 
         own = {port: x for port, x in arrays.items() if port not in ("k", "v")}
         pages, (_, *page) = arrays["page_table_k"].shape[2], arrays["k"].shape

@@ -14,7 +14,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import PRODUCTS, itemsize
 from .._core.graph.example import Example
-from .._core.graph.node import ANY, Node
+from .._core.graph.node import ANY, LEAD, Node
 from .._core.graph.promotion import product_compute, product_dtype, product_operands
 from .products import alike, product_jvp
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 _ALIGNED = 16  # bytes
-_TURNED = (0, 2, 1)  # the order in memory of a transposed matrix
 
 
 def _singular_before(names: set[str], graph: GraphSpec) -> str:
@@ -39,22 +38,29 @@ def _singular_before(names: set[str], graph: GraphSpec) -> str:
     return ""
 
 
+def _turned(rank: int) -> tuple[int, ...]:
+    """The order in memory of transposed matrices."""
+    return (*range(rank - 2), rank - 1, rank - 2)
+
+
 def turned(g: Derivation, x: GraphTensor) -> GraphTensor:
     """A batch of matrices transposed, and read as it lies: no copy is made."""
-    order = x._state.order or (0, 1, 2)
-    result = g.transposed(x, _TURNED)
-    return g.ordered(result, tuple(_TURNED.index(axis) for axis in order))
+    swapped = _turned(x.ndim)
+    order = x._state.order or tuple(range(x.ndim))
+    result = g.transposed(x, swapped)
+    return g.ordered(result, tuple(swapped.index(axis) for axis in order))
 
 
 @register
 @dataclass(frozen=True)
 class Matmul(Node):
-    """Batched matrix product ``C[b,m,n] = sum over k of A[b,m,k] * B[b,k,n]``.
+    """Batched matrix product ``C[...,m,n] = sum over k of A[...,m,k] * B[...,k,n]``.
 
     Args:
-        A: (B, M, K).
-        B: (B, K, N); a batch of size 1 in one operand broadcasts. ``.set_stride`` on an operand
-            states that it lies transposed in memory, and then no copy is made.
+        A: (..., M, K), with any number of batch dimensions.
+        B: (..., K, N), with as many; a batch dimension of size 1 in one operand broadcasts.
+            ``.set_stride`` on an operand states that it lies transposed in memory, and then no
+            copy is made.
         padding: pygraph's value for elements beyond ragged sizes; without effect on whole
             matrices.
 
@@ -64,16 +70,17 @@ class Matmul(Node):
     """
 
     method = "matmul"
-    dims = "A: b m k, B: b k n -> C: b m n"
-    batch = "b"
-    broadcast = "b"
+    dims = "A: ... m k, B: ... k n -> C: ... m n"
     jax_names = ("matmul", "dot", "dot_general", "einsum", "tensordot")
     requires = (
         "operands of one dtype, or of two float8 formats; cast an operand of another dtype in the "
-        "graph, g.identity(x).set_data_type(...), which costs no pass over memory"
+        "graph, g.identity(x).set_data_type(...), which costs no pass over memory; batch "
+        "dimensions that broadcast all or none, in every tensor beside it, and lie in memory like "
+        "one"
     )
     anchor = True
     product = True
+    matrices = True
     prologue = ANY
     broadcasts_around = ANY
     dtypes = PRODUCTS
@@ -83,6 +90,9 @@ class Matmul(Node):
         Example({"A": (3, 63, 65), "B": (1, 65, 33)}, "float32"),
         Example({"A": (1, 64, 32), "B": (4, 32, 48)}, "bfloat16", {"padding": 1.0}),
         Example({"A": (2, 64, 128), "B": (2, 128, 32)}, "int8"),
+        Example({"A": (2, 3, 64, 128), "B": (2, 3, 128, 32)}, "bfloat16"),
+        Example({"A": (2, 3, 64, 32), "B": (1, 1, 32, 48)}, "float16"),
+        Example({"A": (64, 128), "B": (128, 32)}, "float16"),
         Example(
             {"A": (1, 64, 128), "B": (1, 128, 64)},
             "float8_e4m3fn",
@@ -117,12 +127,13 @@ class Matmul(Node):
         if tensors["A"].name == tensors["B"].name:
             # Measured on an H200 with cuDNN 9.19: relative errors of 0.4 to 1.7.
             return "both operands are the same tensor"
-        if tensors["A"].shape[2] == 1:
+        if tensors["A"].shape[-1] == 1:
             # Seen on an H200 with cuDNN 9.19, in one of two runs of a random graph's tangent (its
             # seed is 81): results that are not finite.
             return "an outer product, of a contracted dimension of 1"
         computed = {tensors["A"].name, tensors["B"].name} - {*graph.inputs}
-        if any(t.name in computed and t.shape[0] < tensors["C"].shape[0] for t in tensors.values()):
+        batch = tensors["C"].shape[:-2]
+        if any(t.name in computed and t.shape[:-2] != batch for t in tensors.values()):
             # Measured on an H200 with cuDNN 9.19: the kernel reads where it may not.
             return "an operand is computed in the graph and then repeated over the batch"
         singular = _singular_before(computed, graph)
@@ -161,11 +172,13 @@ class Matmul(Node):
         known = alike(g, {**inputs, **cotangents}, operands)
         (port,) = operands.keys() - inputs.keys()
         shape, loss = tensors[port].shape, known["C"]
-        if port == "B" and shape[0] == 1 and known["A"].shape[0] == loss.shape[0] != 1:
+        ones = (1,) * (loss.ndim - 2)
+        if port == "B" and shape[:-2] == ones != loss.shape[:-2] == known["A"].shape[:-2]:
             # The sum over the batch is one over rows.
-            rows = loss.shape[0] * loss.shape[1]
-            known = {p: g.reshaped(known[p], (1, rows, known[p].shape[2])) for p in ("A", "C")}
-        lies_turned = tensors[port].order == _TURNED  # as it lies, so does its cotangent
+            rows = math.prod(loss.shape[:-1])
+            known = {p: g.reshaped(known[p], (*ones, rows, known[p].shape[-1])) for p in ("A", "C")}
+        # As it lies, so does its cotangent.
+        lies_turned = tensors[port].order == _turned(len(shape))
         if port == "A":
             pair = (
                 (known["B"], turned(g, known["C"]))
@@ -184,17 +197,32 @@ class Matmul(Node):
         return {port: g.reduced(out, shape)}
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
-        rows, columns = {"A": 1, "C": 1}, {"B": 2, "C": 2}
-        if batched == {"A"} and tensors["A"].shape[0] == 1:
+        shape = tensors["A"].shape
+        row, column = len(shape) - 2, len(shape) - 1
+        rows, columns = {"A": row, "C": row}, {"B": column, "C": column}
+        alone = shape[:-2] == (1,) * row
+        if batched == {"A"} and alone:
             yield rows
-        yield from super().folds(batched, tensors)
-        if batched == {"A"} and tensors["A"].shape[0] != 1:
+        yield dict.fromkeys(("A", "B", "C"), 0 if row else LEAD)
+        if batched == {"A"} and not alone:
             yield rows
         if batched == {"B"}:
             yield columns
 
+    def broadcasts(self, port: str, axis: int) -> bool:
+        return axis <= 0  # of the batch, in which alone an operand stays as it is
+
     def flops(self, shapes: Mapping[str, Shape]) -> int:
-        return 2 * math.prod(shapes["C"]) * shapes["A"][2]
+        return 2 * math.prod(shapes["C"]) * shapes["A"][-1]
+
+    def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
+        batch = tuple(map(max, tensors["A"].shape[:-2], tensors["B"].shape[:-2]))
+        whole = (batch, (1,) * len(batch))
+        return {
+            port: (*batch, *tensor.shape[-2:])
+            for port, tensor in tensors.items()
+            if tensor.shape[:-2] not in whole
+        }
 
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, A: jax.Array, B: jax.Array, *, precision: Any = None

@@ -152,13 +152,15 @@ def _assign(port: Port, shape: Shape) -> list[tuple[str, int | Shape]]:
 
 
 def _broadcast(known: Shape, size: Shape, port: Port, owner: Mapping[str, str]) -> Shape:
+    others = len(port.axes) - 1
+    what = f"dimensions in front of {' '.join(port.axes[1:])}" if others else "dimensions"
     if len(known) != len(size):
         raise GraphError(
             f"{owner['...']!r} and {port.name!r} have different ranks",
-            expected=f"{len(known)} dimensions, as in shape {list(known)}",
+            expected=f"{len(known)} {what}, as in shape {list(known)}",
             got=f"shape {list(size)}",
             why="cuDNN broadcasts dimensions of size 1, but never adds dimensions",
-            fix=f"reshape {port.name!r} to rank {len(known)}",
+            fix=f"reshape {port.name!r} to rank {len(known) + others}",
         )
     shape = []
     for left, right in zip(known, size, strict=True):

@@ -8,6 +8,9 @@ tensor that states its ``order`` has that one.
 Around a node that normalizes rows all tensors are row-major, and cuDNN sees a matrix wherever the
 rows are all dimensions in front: for that it has most engines (``Node.merges``).
 
+Around a matmul tensors are row-major, and cuDNN sees a batch of matrices, whatever the number of
+batch dimensions (``Node.matrices``): of rank three its results are known to be right.
+
 A graph of pointwise operations and reductions alone is shown to cuDNN with rank four, whatever
 its own rank: the engines for such graphs take nothing else (cuDNN 9.19 accepts rank three, and
 then broadcasts a (1, 1, N) operand wrongly).
@@ -27,7 +30,7 @@ def major_to_minor(spec: GraphSpec, tensor: Tensor) -> tuple[int, ...]:
     """The order of a tensor's dimensions in memory, slowest first."""
     if tensor.order is not None:
         return tensor.order
-    if _is_row_major(spec):
+    if _is_row_major(spec) or has_matrices(spec):
         return tuple(range(len(tensor.shape)))
     return _default_order(len(tensor.shape), _is_channels_last(spec))
 
@@ -52,6 +55,8 @@ def view(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]]:
         groups = merged(spec) or tuple((axis,) for axis in range(len(shape)))
         shape = tuple(math.prod(shape[axis] for axis in group) for group in groups)
         return shape, packed_strides(shape, tuple(range(len(shape))))
+    if len(shape) != 3 and has_matrices(spec) and (shown := as_matrices(spec, tensor)):
+        return shown
     order = major_to_minor(spec, tensor)
     missing = max((call.node.least_rank for call in spec.calls), default=0) - len(shape)
     if missing > 0:
@@ -141,6 +146,32 @@ def merged(spec: GraphSpec) -> tuple[tuple[int, ...], ...] | None:
     if len(groups) == 1:  # one row
         groups.insert(0, [])
     return tuple(map(tuple, groups))
+
+
+def as_matrices(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]] | None:
+    """Dims and strides of a tensor as a batch of matrices; None where its batch dimensions are none
+    in memory, or are neither those of the graph nor all 1. All tensors have one rank."""
+    lead = len(tensor.shape) - 2
+    batch, whole = tensor.shape[:lead], zip(*(t.shape[:lead] for t in spec.tensors), strict=True)
+    order = [axis for axis in major_to_minor(spec, tensor) if tensor.shape[axis] > 1]
+    own = [axis for axis in range(lead) if tensor.shape[axis] > 1]
+    first = order.index(own[0]) if own else 0
+    if batch not in (tuple(map(max, whole)), (1,) * lead):
+        return None
+    if order[first : first + len(own)] != own:
+        return None
+    shape = (math.prod(batch), *tensor.shape[lead:])
+    shown = iter(dict.fromkeys(max(axis - lead + 1, 0) for axis in order))
+    order = tuple(axis if shape[axis] == 1 else next(shown) for axis in range(3))
+    return shape, packed_strides(shape, order)
+
+
+def has_matrices(spec: GraphSpec) -> bool:
+    """Whether the last two dimensions of every tensor are a matrix, to all nodes of a graph."""
+    nodes = [call.node for call in spec.calls]
+    return any(node.matrices for node in nodes) and all(
+        node.matrices or node.ports.is_elementwise for node in nodes
+    )
 
 
 def _merges(spec: GraphSpec) -> bool:

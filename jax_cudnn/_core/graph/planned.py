@@ -81,6 +81,9 @@ class Planned:
     merges: ClassVar[bool] = False
     """Whether tensors lie row-major around this anchor, and cuDNN sees neighbouring dimensions that
     no tensor of the graph tells apart as one."""
+    matrices: ClassVar[bool] = False
+    """Whether the last two dimensions are a matrix around this anchor, tensors lie row-major, and
+    cuDNN sees all dimensions in front of a matrix as one."""
     initial: ClassVar[Mapping[str, float]] = {}
     """Results of which a plan may write a part only, and the number that the rest has."""
     leftover: ClassVar[bool] = False

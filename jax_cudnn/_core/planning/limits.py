@@ -29,7 +29,7 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
     if spec.is_empty:
         found["shape"] = "a tensor has no elements (under jit XLA runs such a graph)"
     found |= {call.name: call.node.requires for call in spec.calls if call.node.leftover}
-    found |= structure.mixed_ranks(spec)
+    found |= structure.mixed_ranks(spec) or _no_matrices(spec)
     if found:
         return found  # what follows is about graphs that have a layout
     found |= _misplaced_views(spec)
@@ -45,6 +45,26 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
         if reason is not None:
             found[call.name] = reason
     return found or structure.reasons(spec)
+
+
+def _no_matrices(spec: GraphSpec) -> dict[str, str]:
+    """Why the tensors around a matmul cannot be shown to cuDNN as a batch of matrices."""
+    among = [call.name for call in spec.calls if call.node.matrices]
+    shapes = {len(tensor.shape) for tensor in spec.tensors}
+    if not among or shapes == {3}:
+        return {}
+    if not layout.has_matrices(spec):
+        return {
+            call.name: f"it stands beside {among[0]}, whose matrices have not one batch dimension"
+            for call in spec.calls
+            if not (call.node.matrices or call.node.ports.is_elementwise)
+        }
+    return {
+        tensor.name: "to cuDNN all dimensions in front of a matrix are one, and those of "
+        f"{list(tensor.shape)} are not (they are broadcast in part, or lie apart in memory)"
+        for tensor in spec.tensors
+        if layout.as_matrices(spec, tensor) is None
+    }
 
 
 def _alone(spec: GraphSpec, call: Call) -> str:

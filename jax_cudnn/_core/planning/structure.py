@@ -32,6 +32,7 @@ def mixed_ranks(spec: GraphSpec) -> dict[str, str]:
     }
     least = {call.node.least_rank for call in spec.calls if call.node.anchor}
     free = all(call.node.ports.is_elementwise or call.node.merges for call in spec.calls)
+    free = free or layout.has_matrices(spec)
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return {}
     shown = ", ".join(map(str, sorted(ranks | least - {0})))

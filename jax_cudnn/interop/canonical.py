@@ -1,0 +1,53 @@
+"""A Graph's spec in the form of a graph function's, so that equal graphs are equal values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .._core.graph import layout
+from .._core.graph.dims import Shape
+from .._core.graph.dtypes import is_floating
+from .._core.graph.spec import GraphSpec, Tensor, intern
+
+
+def with_constants(spec: GraphSpec, literals: dict[str, str]) -> GraphSpec:
+    """The same graph where inputs are numbers; in it those are float32 or int32."""
+    if not literals:
+        return spec
+
+    def known(tensor: Tensor) -> Tensor:
+        dtype = "float32" if is_floating(tensor.dtype) else "int32"
+        return replace(tensor, literal=literals[tensor.name], dtype=dtype)
+
+    tensors = tuple(known(t) if t.name in literals else t for t in spec.tensors)
+    inputs = tuple(name for name in spec.inputs if name not in literals)
+    return intern(replace(spec, tensors=tensors, inputs=inputs, _cache={}))
+
+
+def inputs_first(spec: GraphSpec) -> GraphSpec:
+    """The same graph with its tensors in a graph function's order: equal graphs share plans."""
+    ordered = sorted(spec.tensors, key=lambda tensor: tensor.name not in spec.inputs)
+    return intern(replace(spec, tensors=tuple(ordered), _cache={}))
+
+
+def with_usual_orders(spec: GraphSpec) -> GraphSpec:
+    """The same graph where tensors state no memory order that they have anyway: such a graph is the
+    same value as one that states none, and may be shown to cuDNN under other dims."""
+    if all(tensor.order is None for tensor in spec.tensors):
+        return spec
+    silent = tuple(replace(tensor, order=None) for tensor in spec.tensors)
+    usual = replace(spec, tensors=silent, _cache={})
+
+    def said(tensor: Tensor) -> tuple[int, ...] | None:
+        same = tensor.order is None or _apparent(tensor.shape, tensor.order) == _apparent(
+            tensor.shape, layout.major_to_minor(usual, replace(tensor, order=None))
+        )
+        return None if same else tensor.order
+
+    tensors = tuple(replace(tensor, order=said(tensor)) for tensor in spec.tensors)
+    return intern(replace(spec, tensors=tensors, _cache={}))
+
+
+def _apparent(shape: Shape, order: tuple[int, ...]) -> list[int]:
+    """The order of those dimensions that have more than one element."""
+    return [axis for axis in order if shape[axis] != 1]

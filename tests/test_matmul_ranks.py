@@ -1,0 +1,159 @@
+"""Matrices with any number of batch dimensions: numbers, derivatives, vmap, and what cuDNN sees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.graph import layout
+from jax_cudnn._core.graph.wire import wire
+
+KEY = jax.random.key(0)
+
+
+@jc.graph
+def product(g, a, b):
+    return g.matmul(a, b)
+
+
+@jc.graph
+def fused(g, a, b, bias, residual):
+    return g.relu(g.add(g.add(g.matmul(a, b), bias), residual))
+
+
+def arrays(*shapes, dtype="float32"):
+    keys = jax.random.split(KEY, len(shapes))
+    return [jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)]
+
+
+SHAPES = {
+    "no batch": ((8, 6), (6, 16)),
+    "two batch dimensions": ((2, 3, 8, 6), (2, 3, 6, 16)),
+    "three": ((2, 1, 3, 8, 6), (2, 1, 3, 6, 16)),
+    "one for all": ((2, 3, 8, 6), (1, 1, 6, 16)),
+    "in part": ((2, 3, 8, 6), (2, 1, 6, 16)),
+    "both in part": ((2, 1, 8, 6), (1, 3, 6, 16)),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_products_derivatives_and_batches_are_those_of_jnp(case):
+    a, b = arrays(*SHAPES[case])
+    stack = jnp.stack([a, 2 * a, -a])
+    np.testing.assert_allclose(product(a, b), jnp.matmul(a, b), rtol=1e-5, atol=1e-5)
+
+    def grads(f):
+        return jax.grad(lambda a, b: (f(a, b) ** 2).sum(), (0, 1))(a, b)
+
+    for got, want in zip(grads(product), grads(jnp.matmul), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    both = jnp.stack([b, b + 1, 3 * b])
+    batches = ((0, None), (stack, b)), ((None, 0), (a, both)), ((0, 0), (stack, both))
+    for axes, operands in batches:
+        got, want = (jax.vmap(f, axes)(*operands) for f in (product, jnp.matmul))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def spec_of(function, *avals):
+    return wire(function.trace(*avals)[1].spec.for_planning())
+
+
+def shown(function, *avals):
+    spec = spec_of(function, *avals)
+    return {t.name: layout.view(spec, t) for t in spec.tensors}
+
+
+def test_cudnn_sees_one_batch_dimension():
+    avals = arrays((2, 3, 8, 6), (2, 3, 6, 16), (1, 1, 1, 16), (2, 3, 8, 16))
+    seen = shown(fused, *avals)
+    assert [seen[name][0] for name in ("a", "b", "bias", "residual")] == [
+        (6, 8, 6),
+        (6, 6, 16),
+        (1, 1, 16),
+        (6, 8, 16),
+    ]
+    assert {len(dims) for dims, _ in seen.values()} == {3}
+    assert seen["a"][1] == [48, 6, 1]
+
+
+def test_a_broadcast_in_part_is_xlas_in_front_of_the_plan():
+    spec = spec_of(product, *arrays((2, 3, 8, 6), (2, 1, 6, 16)))
+    assert spec.tensor("b").shape == (2, 3, 6, 16)
+    assert spec_of(product, *arrays((2, 3, 8, 6), (1, 1, 6, 16))).tensor("b").shape[:2] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("strides", "dims"),
+    [
+        ([288, 96, 1, 6], ((6, 6, 16), [96, 1, 6])),  # transposed matrices
+        ([48, 16, 96, 1], ((6, 6, 16), [16, 96, 1])),  # the batch between rows and columns
+        ([96, 192, 16, 1], None),  # the second batch dimension in front of the first
+        ([288, 16, 48, 1], None),  # between them the rows
+    ],
+)
+def test_stated_strides_are_shown_where_the_batch_is_one_in_memory(strides, dims):
+    strided = jc.graph(lambda g, a, b: g.matmul(a, b.set_stride(strides)))
+    spec = spec_of(strided, *arrays((2, 3, 8, 6), (2, 3, 6, 16)))
+    assert layout.as_matrices(spec, spec.tensor("b")) == dims
+
+
+AVALS = [
+    jax.ShapeDtypeStruct(s, jnp.bfloat16)
+    for s in ((2, 3, 64, 32), (2, 3, 32, 48), (1, 1, 1, 48), (2, 3, 64, 48))
+]
+
+
+@pytest.mark.deviceless
+def test_an_epilogue_is_in_one_plan_and_what_cannot_be_merged_is_xlas():
+    with jc.target("H200"):
+        (plan,) = jc.plan(fused, *AVALS).execution_plans
+        assert plan.bindings[0][-1] == 2 * 3 * 64 * 32 * 2
+        halves = [AVALS[0], AVALS[1], jax.ShapeDtypeStruct((2, 1, 1, 48), jnp.bfloat16), AVALS[3]]
+        whole, rest = jc.plan(fused, *halves).segments
+    assert [call.node.method for call in whole.spec.calls] == ["matmul"]
+    assert rest.plan is None
+
+
+@pytest.mark.deviceless
+def test_what_names_dimensions_stays_outside():
+    """A slice of dimensions that cuDNN does not see."""
+
+    @jc.graph(implementation="cudnn")
+    def sliced(g, a, b):
+        return g.matmul(g.slice(a, [slice(2), slice(3), slice(0, 32), slice(32)]), b)
+
+    with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError, match="one batch dimension"):
+        jc.plan(sliced, *AVALS[:2])
+
+
+@pytest.mark.deviceless
+def test_a_gradient_is_planned_as_matrices():
+    def loss(*operands):
+        return jnp.sum(fused(*operands).astype(jnp.float32))
+
+    with jc.target("H200"):
+        found = jc.plans(jax.grad(loss, (0, 1)), *AVALS)
+    products = [
+        segment
+        for plan in found.values()
+        for segment in plan.segments
+        if any(call.node.method == "matmul" for call in segment.spec.calls)
+    ]
+    assert len(products) == 3
+    assert all(segment.plan for segment in products)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SHAPES)
+def test_products_with_epilogues_on_the_gpu(case):
+    a, b = arrays(*SHAPES[case], dtype="bfloat16")
+    a, b = jnp.tile(a, (8, 8)), jnp.tile(b, (8, 8))
+    shape = (*jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    bias, residual = arrays((1,) * (len(shape) - 1) + shape[-1:], shape, dtype="bfloat16")
+    strict = jc.graph(fused, implementation="cudnn")
+    got = jax.jit(strict)(a, b, bias, residual).astype(jnp.float32)
+    exact = (np.asarray(x, np.float64) for x in (a, b, bias, residual))
+    a, b, bias, residual = exact
+    want = np.maximum(a @ b + bias + residual, 0)
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-2 * np.abs(want).max())
