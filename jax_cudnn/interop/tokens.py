@@ -21,9 +21,9 @@ from .._core.graph.spec import Call, GraphSpec, Tensor, intern
 from .._core.graph.vocabulary import vocabulary
 from ..ops.attention import Sdpa
 from ..ops.attention_base import LENGTHS
+from ..ops.attention_operands import without_keys
 from ..ops.attention_packed import KEYS, QUERIES, PackedSdpa, PackedSdpaBackward
 from ..ops.attention_paged import PagedSdpa
-from ..ops.fused_attention import _without_keys
 
 PAGES = {"paged_attention_k_table": "page_table_k", "paged_attention_v_table": "page_table_v"}
 """What the frontend calls the tables of pages, and the ports' names."""
@@ -250,5 +250,5 @@ def _bound_paged(
         jnp.clip(values[ports[port]], 0, limit) for port, limit in zip(LENGTHS, most, strict=True)
     ]
     if queries > 1:  # the engines of a single query write zeros themselves
-        lengths = _without_keys(lengths[0], lengths[1])
+        lengths = without_keys(lengths[0], lengths[1])
     values |= {ports[port]: x for port, x in zip(LENGTHS, lengths, strict=True)}
