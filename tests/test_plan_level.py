@@ -165,6 +165,29 @@ def test_a_choice_goes_into_functions_and_wrapped_graphs():
 
 
 @pytest.mark.deviceless
+def test_a_wrapped_graph_has_pygraphs_methods_of_candidates():
+    with jc.Graph(io_data_type="BFLOAT16", inputs=["a", "b"], outputs=["y"]) as graph:
+        a, b = (graph.tensor(name=name, dim=[2, 64, 64]) for name in "ab")
+        graph.matmul(a, b).set_output(True).set_name("y")
+    with jc.target("H200"):
+        rows = graph.plan().candidates
+        assert graph.get_execution_plan_count() <= len(rows)
+        other = next(row.index for row in rows if row.index != rows.chosen)
+        assert graph.get_plan_name_at_index(other) == rows[other].name
+        engine, knobs = graph.get_engine_and_knobs_at_index(other)
+        assert (engine, knobs) == (rows[other].engine, rows[other].knobs)
+        assert graph.get_behavior_notes_for_plan_at_index(other) == rows[other].behavior_notes
+        assert graph.get_behavior_notes() == rows[rows.chosen].behavior_notes
+        chosen = graph.build_plan_at_index(other)
+        assert chosen.engine == rows[other].name
+        assert graph.get_workspace_size_plan_at_index(other) == chosen.workspace_bytes
+        assert graph.select_plan(other).plan().engine == chosen.engine
+        for call in (graph.get_plan_name_at_index, graph.select_plan):
+            with pytest.raises(jc.GraphError, match="no such candidate"):
+                call(len(rows))
+
+
+@pytest.mark.deviceless
 def test_a_candidate_of_another_mode_can_be_taken():
     made = plan(heuristics="FALLBACK", deselect_behavior_notes="CUBLASLT_DEPENDENCY")
     others = [row for row in made.candidates if "FALLBACK" not in row.modes]

@@ -82,7 +82,7 @@ def test_every_candidate_that_is_supported_computes_the_same(key):
         chosen = plan.select(row)
         assert chosen.engine == row.name
         assert chosen.workspace_bytes == row.workspace_bytes
-        assert oracle.distance(chosen.execute(*operands), want) < 1e-2, row.name
+        assert oracle.distance(chosen.execute(*operands), want) < 2e-2, row.name
 
 
 def test_a_selected_plan_runs_in_a_jitted_function():

@@ -11,6 +11,7 @@ import jax
 from .._core.errors import GraphAttributeError, GraphError
 from .._core.graph.options import replaced
 from .._core.graph.source import user_line
+from .._core.planning.candidates import Candidate
 from .._core.planning.plan import Plan
 from .._core.planning.support_value import Support
 from .checks import listed
@@ -19,24 +20,17 @@ from .declaring import Declaring
 # pygraph's methods that act on a device, or on one of its plans.
 _OF_PLANS = (
     "backend_plan_entries",
-    "build_plan_at_index",
     "deselect_engines",
     "deserialize",
     "execute",
     "execute_plan_at_index",
-    "get_behavior_notes",
-    "get_behavior_notes_for_plan_at_index",
     "get_cuda_graph_retention",
-    "get_engine_and_knobs_at_index",
     "get_engine_count",
     "get_knobs_for_engine",
-    "get_plan_name_at_index",
-    "get_workspace_size_plan_at_index",
     "is_cuda_graph_replay_expected",
     "key",
     "plans",
     "populate_cuda_graph",
-    "select_plan",
     "selected_engine",
     "serialize",
     "update_cuda_graph",
@@ -52,7 +46,8 @@ class Choosing(Declaring):
         raise GraphAttributeError(
             f"a Graph has no {name}",
             why="JAX runs it, and it is planned for the GPU that the program is compiled for",
-            fix="graph.plan() gives its plan, graph.with_options(engine=...) takes another",
+            fix="graph.plan() gives its jax_cudnn.Plan, with candidates, select, execute, "
+            "autotune and serialize; graph.with_options(**plan.pinned) takes one over",
             where=user_line(),
         )
 
@@ -163,6 +158,49 @@ class Choosing(Declaring):
     def get_execution_plan_count(self) -> int:
         """How many plans cuDNN's heuristics propose."""
         return self.plan().candidate_count
+
+    def get_plan_name_at_index(self, index: int) -> str:
+        """A candidate's engine with its knobs, as cuDNN writes them."""
+        return self._candidate(index).name
+
+    def get_engine_and_knobs_at_index(self, index: int) -> tuple[int, dict[str, int]]:
+        """A candidate's engine by its number, and the values of its knobs by name."""
+        candidate = self._candidate(index)
+        return candidate.engine, dict(candidate.knobs)
+
+    def get_behavior_notes_for_plan_at_index(self, index: int) -> tuple[str, ...]:
+        """What cuDNN says of a candidate: "RUNTIME_COMPILATION", for example."""
+        return self._candidate(index).behavior_notes
+
+    def get_workspace_size_plan_at_index(self, index: int) -> int:
+        """Bytes of device memory that a candidate needs while it runs; it is built for that."""
+        return self.plan().select(index).workspace_bytes
+
+    def get_behavior_notes(self) -> tuple[str, ...]:
+        """What cuDNN says of the plan's engine."""
+        return self.plan().only.behavior_notes
+
+    def build_plan_at_index(self, index: int) -> Plan:
+        """The plan of a candidate."""
+        return self.plan().select(index)
+
+    def select_plan(self, index: int) -> Self:
+        """The same graph with the engine and the knobs of a candidate.
+
+        ``graph.plan().candidates`` lists them, ``graph.plan().autotune(...)`` finds the fastest.
+        """
+        return self.with_options(**self.plan().select(index).pinned)
+
+    def _candidate(self, index: int) -> Candidate:
+        candidates = self.plan().candidates
+        if not 0 <= index < len(candidates):
+            raise GraphError(
+                "no such candidate",
+                expected=f"0 to {len(candidates) - 1}",
+                got=str(index),
+                where=user_line(),
+            )
+        return candidates[index]
 
     def _choose(self, method: str, **options: Any) -> Self:
         self._building(method)
