@@ -8,6 +8,7 @@ written ``?name`` may be left out, one written ``*name`` takes a list of tensors
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
@@ -38,6 +39,7 @@ class Dims(NamedTuple):
     broadcast: frozenset[str] = frozenset()
 
     @classmethod
+    @functools.cache
     def parse(cls, text: str, broadcast: str = "") -> Dims:
         def ports(side: str) -> tuple[Port, ...]:
             named = (part.split(":") for part in side.split(",") if part.strip())
