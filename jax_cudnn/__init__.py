@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING as TYPE_CHECKING
 
 from . import ops as ops
-from ._core.context import target as target
 from ._core.errors import GraphAttributeError as GraphAttributeError
 from ._core.errors import GraphError as GraphError
 from ._core.errors import GraphTypeError as GraphTypeError
@@ -17,25 +16,26 @@ from ._core.graph.options import Options as Options
 from ._core.graph.trace import GraphFunction as GraphFunction
 from ._core.graph.trace import graph as graph
 from ._core.implementation import implementation as implementation
-from ._core.inspection.bisect import bisect as bisect
 from ._core.later import __dir__ as __dir__
 from ._core.later import __getattr__ as __getattr__
 from ._core.planning.execution_plan import ExecutionPlan as ExecutionPlan
-from ._core.planning.explanation import Explanation as Explanation
-from ._core.planning.plan import Plan as Plan
-from ._core.planning.plan import PlannedSegment as PlannedSegment
-from ._core.planning.support import plan as plan
-from ._core.planning.support import plans as plans
-from ._core.planning.support import support as support
-from ._core.planning.support_value import Support as Support
-from ._core.planning.warmup import warmup as warmup
-from ._core.settings import configure as configure
 from ._core.transforms.policy import save_cudnn as save_cudnn
-from .deviceless.profiles import Profile as Profile
 
 if TYPE_CHECKING:  # see _core/later.py
+    from ._core.context import target as target
+    from ._core.inspection.bisect import bisect as bisect
     from ._core.planning.candidates import Candidate as Candidate
     from ._core.planning.candidates import Candidates as Candidates
+    from ._core.planning.explanation import Explanation as Explanation
+    from ._core.planning.plan import Plan as Plan
+    from ._core.planning.plan import PlannedSegment as PlannedSegment
+    from ._core.planning.support import plan as plan
+    from ._core.planning.support import plans as plans
+    from ._core.planning.support import support as support
+    from ._core.planning.support_value import Support as Support
+    from ._core.planning.warmup import warmup as warmup
+    from ._core.settings import configure as configure
+    from .deviceless.profiles import Profile as Profile
     from .interop import Graph as Graph
     from .interop import from_pygraph as from_pygraph
     from .interop import graph_cache as graph_cache

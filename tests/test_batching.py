@@ -531,8 +531,7 @@ def running_sum():
             return (jnp.cumsum(a.reshape(-1)).reshape(a.shape),)
 
     yield jc.graph(lambda g, x, b: g.add(g.running_sum(x), b))
-    del REGISTRY["running_sum"], builder._SIGNATURES["running_sum"]
-    del builder.GraphBuilder.running_sum
+    del REGISTRY["running_sum"], builder.GraphBuilder.running_sum
 
 
 def plain_running_sum(x, b):

@@ -30,11 +30,10 @@ def node(**changes):
 
 @pytest.fixture
 def registry():
-    before, signatures = dict(REGISTRY), dict(builder._SIGNATURES)
+    before = dict(REGISTRY)
     yield
-    for table, old in ((REGISTRY, before), (builder._SIGNATURES, signatures)):
-        table.clear()
-        table.update(old)
+    REGISTRY.clear()
+    REGISTRY.update(before)
     if hasattr(builder.GraphBuilder, "test_only"):
         del builder.GraphBuilder.test_only
 

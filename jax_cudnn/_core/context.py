@@ -11,9 +11,7 @@ from ..deviceless.profiles import Profile, get, names
 from . import compat
 from .cuda import CudaDevice
 from .errors import TargetError
-from .user_context import UserContext
-
-_target: UserContext[Profile | None] = UserContext(None)
+from .user_context import TARGET
 
 
 def target(gpu: str | Profile | None) -> Any:
@@ -40,18 +38,18 @@ def target(gpu: str | Profile | None) -> Any:
             expected="a profile's name, a jax_cudnn.Profile, or None",
             got=f"{type(gpu).__name__}: {gpu!r}"[:200],
         )
-    return _target.entered(get(gpu) if isinstance(gpu, str) else gpu)
+    return TARGET.entered(get(gpu) if isinstance(gpu, str) else gpu)
 
 
 def targeted() -> bool:
     """Whether the user has named a GPU."""
-    return _target.value is not None
+    return TARGET.value is not None
 
 
 def site(devices: Sequence[jax.Device], name: str) -> Profile | CudaDevice:  # pyright: ignore[reportInvalidTypeForm]
     """The user's target, else the one model of the CUDA devices among ``devices``."""
-    if _target.value is not None:
-        return _target.value
+    if TARGET.value is not None:
+        return TARGET.value
     devices = [device for device in devices if compat.is_cuda(device)]
     if not devices:
         raise TargetError(

@@ -10,9 +10,21 @@ _PACKAGE = __name__.partition(".")[0]
 HOMES = {
     "Candidate": "_core.planning.candidates",
     "Candidates": "_core.planning.candidates",
+    "Explanation": "_core.planning.explanation",
     "Graph": "interop.wrapper",
+    "Plan": "_core.planning.plan",
+    "PlannedSegment": "_core.planning.plan",
+    "Profile": "deviceless.profiles",
+    "Support": "_core.planning.support_value",
+    "bisect": "_core.inspection.bisect",
+    "configure": "_core.settings",
     "from_pygraph": "interop.pygraph",
     "graph_cache": "interop.factory",
+    "plan": "_core.planning.support",
+    "plans": "_core.planning.support",
+    "support": "_core.planning.support",
+    "target": "_core.context",
+    "warmup": "_core.planning.warmup",
 }
 """The module of each."""
 

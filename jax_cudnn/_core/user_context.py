@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
+
+if TYPE_CHECKING:
+    from ..deviceless.profiles import Profile
 
 T = TypeVar("T")
 
@@ -45,3 +48,8 @@ class _Entered(contextlib.ContextDecorator):
 
     def __exit__(self, *error: Any) -> None:
         self._inside.contexts.pop().__exit__(*error)
+
+
+TARGET: UserContext[Profile | None] = UserContext(None)
+"""The GPU that :mod:`.context` plans for. That is loaded when it is asked for; this is made before,
+since JAX traces anew what it has traced before a user context is made."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 
 from .._core.graph.builder import register
 from .._core.graph.example import Example
+from .._core.graph.node import frozen
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def tanh(input: jax.Array) -> jax.Array:
     return jnp.tanh(input)
 
 
-@dataclass(frozen=True)
+@frozen
 class Clipped(Pointwise):
     """The attributes of relu and of its gradient."""
 
@@ -201,7 +201,7 @@ class Relu(Clipped):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class LeakyRelu(Pointwise):
     """Leaky relu: ``input`` where positive, else ``negative_slope * input``.
 
@@ -231,7 +231,7 @@ class LeakyRelu(Pointwise):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class Swish(Pointwise):
     """Swish (SiLU) ``OUT_0 = input * sigmoid(swish_beta * input)``.
 

@@ -7,7 +7,6 @@ activation was applied to, and gives the gradient by ``input``; cuDNN takes the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 
 from .._core.graph.builder import register
 from .._core.graph.example import Example
+from .._core.graph.node import frozen
 from .activation import CLIPS, TANH_CUBIC, TANH_SCALE, Clipped, small
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise
 
@@ -173,7 +173,7 @@ class ReluBackward(Clipped):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class LeakyReluBackward(Pointwise):
     """Gradient of leaky_relu: ``negative_slope * loss`` where ``input <= 0``, else ``loss``.
 
@@ -202,7 +202,7 @@ class LeakyReluBackward(Pointwise):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class SwishBackward(Pointwise):
     """Gradient of swish: ``loss * s * (1 + b * input * (1 - s))`` with ``s = sigmoid(b * input)``.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +12,7 @@ from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.example import Example
-from .._core.graph.node import Node, OtherForm
+from .._core.graph.node import Node, OtherForm, frozen
 from . import attention_extras as extras
 from .attention_base import BOTTOM_RIGHT, Attending
 from .ordered import Ordered
@@ -36,7 +35,7 @@ _ORDERED = (
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class SdpaBackward(Ordered, Attending):
     """Gradients of sdpa.
 
@@ -187,7 +186,7 @@ class SdpaBackward(Ordered, Attending):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class Sdpa(Attending):
     """Attention: ``O = softmax(attn_scale * q k^T + bias) v``, row by row.
 

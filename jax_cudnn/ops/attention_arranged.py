@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS
-from .._core.graph.node import NUMBERS_ONLY, Node, OtherForm
+from .._core.graph.node import NUMBERS_ONLY, Node, OtherForm, frozen
 from .attention_base import Attending, in_another_dtype
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from .._core.transforms.derivation import Derivation
 
 
-@dataclass(frozen=True)
+@frozen
 class Arranged(Node):
     """``base`` with other ports: the same attention of arrays that lie otherwise.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
-from .._core.graph.node import NUMBERS_ONLY, Node
+from .._core.graph.node import NUMBERS_ONLY, Node, frozen
 from . import attention_extras as extras
 from .attention_reference import Attention, Band
 from .score_mod import ScoreMod, folds, is_operand, prepared
@@ -144,7 +143,7 @@ def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> 
     return None
 
 
-@dataclass(frozen=True)
+@frozen
 class Attending(Node):
     """What the forward and the backward have in common."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,7 +11,7 @@ import jax
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.example import Example
-from .._core.graph.node import Node
+from .._core.graph.node import Node, frozen
 from .attention_fp8_base import TILE, Scaled
 from .ordered import Ordered
 from .scaling import E4M3, E5M2
@@ -48,7 +47,7 @@ _BACKWARD = (
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class SdpaFp8(Scaled):
     """Attention of fp8 arrays: ``O = scale_o * softmax(scores) v``, with
     ``scores = attn_scale * (descale_q * q) (descale_k * k)^T``.
@@ -149,7 +148,7 @@ class SdpaFp8(Scaled):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class SdpaFp8Backward(Ordered, Scaled):
     """Gradients of sdpa_fp8, by q, k, v as they were before their scales.
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .._core.errors import GraphTypeError
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FP8
-from .._core.graph.node import NUMBERS_ONLY, Node
+from .._core.graph.node import NUMBERS_ONLY, Node, frozen
 from .attention_base import (
     BOTTOM_RIGHT,
     LENGTHS,
@@ -31,7 +30,7 @@ TILE = 128
 """Queries and keys of a tile of cuDNN's, of whole ones of which its backward is right."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Scaled(Node):
     """Attention whose operands have scales of their own. Subclasses state the fields ``bounds``,
     which pygraph's methods name differently, and the ports that are fp8 and float32."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from .._core.graph.by_reference import Tangent, Transposed, derived_ports
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FP8
-from .._core.graph.node import Node
+from .._core.graph.node import Node, frozen
 from .attention_fp8 import SdpaFp8, SdpaFp8Backward
 from .scaling import E4M3, E5M2, largest, quantizable, scale_of
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from .._core.transforms.derivation import Derivation
 
 
-@dataclass(frozen=True)
+@frozen
 class WideTangent(Tangent):
     """Tangents from the reference, in float32 where their values are fp8: these have no scale."""
 
@@ -37,7 +36,7 @@ class WideTangent(Tangent):
         }
 
 
-@dataclass(frozen=True)
+@frozen
 class Quantize(Node):
     """``scale * input`` in a dtype, saturated; in fp8 NaN of what is infinite. XLA computes it, and
     fuses it with its neighbours; its derivative takes the rounding for none and the scale for
@@ -76,7 +75,7 @@ class Quantize(Node):
         return {"input": g.apply(node, input=cotangents["OUT_0"], scale=inputs["scale"])[0]}
 
 
-@dataclass(frozen=True)
+@frozen
 class QuantizeGradient(Node):
     """The gradient by O in fp8, and the scales of what cuDNN's backward computes from it.
 
@@ -143,7 +142,7 @@ class QuantizeGradient(Node):
         return {"dO": g.apply(Unscale(), input=along, descale=outputs["descale_dO"])[0]}
 
 
-@dataclass(frozen=True)
+@frozen
 class Unscale(Node):
     """``input / descale`` in float32."""
 
@@ -172,7 +171,7 @@ def _norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=-1))
 
 
-@dataclass(frozen=True)
+@frozen
 class Fp8Tangent(WideTangent):
     """Tangents of O and Stats, in the units of the fp8 arrays; O and Stats are operands for the
     transpose."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -14,7 +13,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import E8M0
 from .._core.graph.example import Example
-from .._core.graph.node import Node
+from .._core.graph.node import Node, frozen
 from .attention_fp8_base import Scaled
 from .mxfp8 import dequantize_mxfp8, scales_shape
 from .ordered import Ordered
@@ -84,7 +83,7 @@ class BlockScaled(Scaled):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class SdpaMxfp8(BlockScaled):
     """Attention of fp8 arrays whose blocks of 32 have scales, each a power of two.
 
@@ -166,7 +165,7 @@ class SdpaMxfp8(BlockScaled):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class SdpaMxfp8Backward(Ordered, BlockScaled):
     """Gradients of sdpa_mxfp8.
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape
-from .._core.graph.node import Node, View
+from .._core.graph.node import Node, View, frozen
 from .attention_arranged import Arranged
 from .attention_packed_reference import Packing
 
@@ -28,7 +27,7 @@ _PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
 _MOST = 2**31  # elements that offsets of 32 bits tell apart
 
 
-@dataclass(frozen=True)
+@frozen
 class _Packed(Arranged):
     """What both directions have in common.
 
@@ -119,7 +118,7 @@ class _Packed(Arranged):
         return 2 * t * h * self.max_seq_len_kv * (d + e)
 
 
-@dataclass(frozen=True)
+@frozen
 class PackedSdpaBackward(_Packed):
     """Gradients of packed attention, (T, H, D), (S, N, D) and (S, N, E), and dBias; 0 for tokens of
     no example. Source: cuDNN documentation, "Scaled Dot Product Attention Backward"."""
@@ -155,7 +154,7 @@ class PackedSdpaBackward(_Packed):
         return tuple(found[port] for port in self.results)
 
 
-@dataclass(frozen=True)
+@frozen
 class PackedSdpa(_Packed):
     """Attention of each example's queries (T, H, D) over its keys and values, (S, N, D) and
     (S, N, E). O is (T, H, E) and Stats (T, H, 1); of tokens of no example 0 and -inf. Source: cuDNN

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape
-from .._core.graph.node import Node, View
+from .._core.graph.node import Node, View, frozen
 from . import attention_reference
 from .attention_arranged import Arranged
 
@@ -27,7 +26,7 @@ _INTEGERS = (*_TABLES, *_LENGTHS)
 _PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
 
 
-@dataclass(frozen=True)
+@frozen
 class PagedSdpa(Arranged):
     """Attention of q (B, Sq, H, D) over k (pages, tokens, N, D) and v (pages, tokens, N, E), or
     with ``heads_first`` (pages, N, tokens, D) and (pages, N, tokens, E).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape
-from .._core.graph.node import Node, View
+from .._core.graph.node import Node, View, frozen
 from .attention_arranged import Arranged
 from .attention_base import as_examples
 
@@ -23,7 +22,7 @@ _LENGTHS = ("seq_len_q", "seq_len_kv")
 _PORTS = "?bias: *bias, ?seq_len_q: *i, ?seq_len_kv: *j"
 
 
-@dataclass(frozen=True)
+@frozen
 class _Qkv(Arranged):
     """What both directions have in common. ``heads`` are those of the queries: of the M = heads +
     2 N heads of qkv the first ones, before N of keys and N of values."""
@@ -93,7 +92,7 @@ class _Qkv(Arranged):
         return 4 * b * self.heads * s * s * d
 
 
-@dataclass(frozen=True)
+@frozen
 class QkvSdpaBackward(_Qkv):
     """Gradients of attention of one array, as one array, and dBias. Source: cuDNN documentation,
     "Scaled Dot Product Attention Backward"."""
@@ -124,7 +123,7 @@ class QkvSdpaBackward(_Qkv):
         return tuple(found[port] for port in self.results)
 
 
-@dataclass(frozen=True)
+@frozen
 class QkvSdpa(_Qkv):
     """Attention of qkv (B, S, M, D): O is (B, S, heads, D), Stats (B, heads, S, 1). Source: cuDNN
     documentation, "Scaled Dot Product Attention Forward"."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
 
 from .._core.graph.by_reference import Tangent, Transposed, derived_ports
 from .._core.graph.dims import Dims, Shape
-from .._core.graph.node import Node
+from .._core.graph.node import Node, frozen
 from .attention import Sdpa
 from .attention_arranged import Arranged
 from .attention_extras import sink_gradient
@@ -30,7 +29,7 @@ _GRADIENTS = {
 _LARGEST = 3e38  # of float32, nearly
 
 
-@dataclass(frozen=True)
+@frozen
 class SinkGradient(Node):
     """dSink_token of sdpa_backward in one order of its sum, by XLA."""
 
@@ -49,7 +48,7 @@ class SinkGradient(Node):
         return port == "dO"
 
 
-@dataclass(frozen=True)
+@frozen
 class AttentionTangent(Tangent):
     """Tangents of O and Stats, from the reference; O and Stats are operands for the transpose."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS
-from .._core.graph.node import Node
+from .._core.graph.node import Node, frozen
 from .._core.graph.promotion import product_compute
 from .folds import grown
 from .matrix import Matmul, turned
@@ -51,7 +50,7 @@ SOLVERS: dict[str, type[Convolution]] = {}
 """Which convolution gives the image, the weight, or the result."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Convolution(Node):
     """The spatial attributes of the three convolutions, and the relation between their shapes.
 
@@ -294,7 +293,7 @@ class Convolution(Node):
         )
 
 
-@dataclass(frozen=True)
+@frozen
 class ConvolutionGradient(Convolution):
     """A gradient's output shape is an attribute: with strides several shapes fit."""
 

@@ -171,7 +171,7 @@ def elementwise(
     """
 
     def make(function: Callable[..., jax.Array]) -> type[Pointwise]:
-        name, ports = function.__name__, tuple(inspect.signature(function).parameters)
+        name, ports = function.__name__, _positional(function)
         shapes = usual(*ports) if examples is None else examples
         known = dict.fromkeys(ports) if result == "bool" or dtypes == ("bool",) else slopes or {}
 
@@ -211,6 +211,11 @@ def elementwise(
 
 
 def _operands(slope: Callable[..., Any]) -> tuple[str, ...]:
-    """The parameters after ``g`` and ``t``; inspect.signature takes a hundred times as long."""
-    code = slope.__code__
-    return code.co_varnames[2 : code.co_argcount]
+    """The parameters after ``g`` and ``t``."""
+    return _positional(slope)[2:]
+
+
+def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters; inspect.signature takes a hundred times as long."""
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -14,7 +13,7 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.example import Example
-from .._core.graph.node import LEAD
+from .._core.graph.node import LEAD, frozen
 from .._core.graph.promotion import result_dtype
 from .._core.graph.wire import register_conversions
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
@@ -179,7 +178,7 @@ class BinarySelect(Pointwise):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class GenIndex(Pointwise):
     """The index of each element along an axis: ``OUT_0[..., i, ...] = i``, in int32.
 

@@ -8,7 +8,7 @@ such an array as it is: a sixteenth of what keeping relu's 16-bit result costs.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -20,7 +20,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.example import Example
-from .._core.graph.node import Node
+from .._core.graph.node import Node, frozen
 from .._core.graph.wire import BITS
 from .activation import Relu
 from .logical import cmp_gt
@@ -56,7 +56,7 @@ def _folds(tensors: Tensors) -> Iterable[dict[str, int]]:
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class ReluMask(Node):
     """relu, and the mask of what it lets through: ``OUT_0 = max(input, 0)``.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +13,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import PRODUCTS, itemsize
 from .._core.graph.example import Example
-from .._core.graph.node import ANY, LEAD, Node
+from .._core.graph.node import ANY, LEAD, Node, frozen
 from .._core.graph.promotion import product_compute, product_dtype, product_operands
 from .products import alike, product_jvp
 
@@ -52,7 +51,7 @@ def turned(g: Derivation, x: GraphTensor) -> GraphTensor:
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class Matmul(Node):
     """Batched matrix product ``C[...,m,n] = sum over k of A[...,m,k] * B[...,k,n]``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +15,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import E8M0, NUMBERS
 from .._core.graph.example import Example
-from .._core.graph.node import LEAD, Node
+from .._core.graph.node import LEAD, Node, frozen
 from .._core.graph.vocabulary import Vocabulary, register_vocabulary
 from .elementary import Identity
 from .folds import grown
@@ -48,7 +48,7 @@ RESHAPE_MODES = ("VIEW_ONLY", "LOGICAL")
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class Reshape(Movement):
     """Other dimensions for the same elements, in lexicographic order as in ``jnp.reshape``.
 
@@ -118,7 +118,7 @@ class Reshape(Movement):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class Transpose(Movement):
     """Permutes dimensions: dimension ``i`` of the output is ``permutation[i]`` of the input.
 
@@ -176,7 +176,7 @@ class Transpose(Movement):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class BroadcastTo(Movement):
     """Repeats the elements of dimensions of size 1, as ``jnp.broadcast_to`` at equal rank.
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .._core.graph.builder import register
 from .._core.graph.example import Example
-from .._core.graph.node import Node
+from .._core.graph.node import Node, frozen
 from .._core.graph.spec import Tensor
 from .extents import Rows
 from .normalization_base import BACKWARD_DIMS, TRAINING
@@ -221,7 +220,7 @@ class Layernorm(ForwardOfRows):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class RmsnormBackward(BackwardOfRows):
     """Gradients of rmsnorm.
 

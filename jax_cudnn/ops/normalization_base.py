@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
-from .._core.graph.node import NUMBERS_ONLY, Node
+from .._core.graph.node import NUMBERS_ONLY, Node, frozen
 from .extents import Extent
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ class Normalization(Normalizing):
         return dict(zip(node.outs, g.apply(node, **values, **along), strict=True))
 
 
-@dataclass(frozen=True)
+@frozen
 class Phased(Normalization):
     """A normalization that gives its statistics in training only."""
 

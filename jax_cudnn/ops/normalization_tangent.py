@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from .._core.graph.by_reference import ByReference, Transposed, derived_ports, moving
 from .._core.graph.dims import Dims, Shape
+from .._core.graph.node import frozen
 from .normalization_base import STATISTICS, Normalization, normalized
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .._core.transforms.derivation import Derivation
 
 
-@dataclass(frozen=True)
+@frozen
 class NormalizationTangent(ByReference):
     """Tangents of a normalization's results, from its input, scale and statistics.
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
-from .._core.graph.node import Node
+from .._core.graph.node import Node, frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class Ordered(Node):
     """A backward whose sums have one order where that is asked for. cuDNN's engines say nothing of
     it in their notes, so that options alone would leave none of them out."""

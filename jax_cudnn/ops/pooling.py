@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +15,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.example import Example
-from .._core.graph.node import Node
+from .._core.graph.node import Node, frozen
 from .._core.graph.promotion import result_dtype
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ MODES = ("MAXPOOL", "AVGPOOL_INCLUDE_PADDING", "AVGPOOL_EXCLUDE_PADDING")
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class Resample(Node):
     """Pooling over windows of the spatial dimensions.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +15,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8
 from .._core.graph.example import Example
-from .._core.graph.node import Node
+from .._core.graph.node import Node, frozen
 from .folds import anywhere, grown
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ MODES = {
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class Reduction(Node):
     """Reduces ``input`` over the dimensions that are 1 in ``out_dims``.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +14,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import NUMBERS
 from .._core.graph.example import Example
-from .._core.graph.node import LEAD, Node
+from .._core.graph.node import LEAD, Node, frozen
 from .folds import anywhere
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class Slice(Node):
     """A part of a tensor, as ``input[slices]`` with Python's slices.
 
@@ -130,7 +129,7 @@ class Slice(Node):
 
 
 @register
-@dataclass(frozen=True)
+@frozen
 class Concatenate(Node):
     """The inputs one after the other along an axis, as ``jnp.concatenate``.
 

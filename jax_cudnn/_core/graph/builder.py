@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import numbers
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import jax
 import numpy as np
 
 from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
-from .calls import ports_of, signature, static
+from .calls import Method, ports_of, signature, static
 from .contract import check_contract
 from .dims import Shape, integers
 from .dtypes import FP8, INTEGERS, canonical_compute, float32_range, is_floating
@@ -115,11 +114,11 @@ class GraphBuilder:
     def _apply(self, method: str, *args: Any, **kwargs: Any) -> Any:
         cls = REGISTRY[method]
         try:
-            bound = _SIGNATURES[method].bind(*args, **kwargs)
+            bound = signature(cls).bind(*args, **kwargs)
         except TypeError as error:
             raise GraphTypeError(
                 f"g.{method}: {error}",
-                expected=f"g.{method}{_SIGNATURES[method]}",
+                expected=f"g.{method}{signature(cls)}",
                 where=user_line(),
             ) from None
         given = bound.arguments
@@ -291,24 +290,12 @@ def _check_compute(node: Node, compute: str, inputs: dict[str, Tensor]) -> None:
         )
 
 
-_SIGNATURES: dict[str, inspect.Signature] = {}
-
 N = TypeVar("N", bound=type[Node])
 
 
 def register(cls: N) -> N:
     """Class decorator: checks a node's contract, adds it to the registry and its method to g."""
     check_contract(cls)
-    name = cls.method
-    REGISTRY[name], _SIGNATURES[name] = cls, signature(cls)
-
-    def method(self: GraphBuilder, *args: Any, **kwargs: Any) -> Any:
-        return self._apply(name, *args, **kwargs)
-
-    method.__name__, method.__qualname__, method.__doc__ = name, f"GraphBuilder.{name}", cls.__doc__
-    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    method.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
-        [self_parameter, *_SIGNATURES[name].parameters.values()]
-    )
-    setattr(GraphBuilder, name, method)
+    REGISTRY[cls.method] = cls
+    setattr(GraphBuilder, cls.method, Method(cls))
     return cls

@@ -6,7 +6,7 @@ XLA runs them. Being nodes, they are differentiated, transposed and batched like
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..compat import varying_axes
 from .dims import Dims, Port, Shape
 from .dtypes import is_floating
-from .node import Node
+from .node import Node, frozen
 from .reference import applied
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def moving(ports: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
     return names
 
 
-@dataclass(frozen=True)
+@frozen
 class ByReference(Node):
     """A node that is computed from the reference of ``base``."""
 
@@ -69,7 +69,7 @@ class ByReference(Node):
         return 0
 
 
-@dataclass(frozen=True)
+@frozen
 class Tangent(ByReference):
     """Tangents of the results ``outs`` of ``base``, from those of its ports ``active``."""
 
@@ -109,7 +109,7 @@ class Tangent(ByReference):
         return tuple(jax.jvp(function, at, along)[1])
 
 
-@dataclass(frozen=True)
+@frozen
 class Transposed(ByReference):
     """Cotangents of the ports in which ``base`` is linear, from those of its results ``outs``."""
 
@@ -156,7 +156,7 @@ class Transposed(ByReference):
         return tuple(jax.linear_transpose(function, *at)(given))
 
 
-@dataclass(frozen=True)
+@frozen
 class Batched(ByReference):
     """``base`` over a new leading dimension of its ports ``mapped`` and of all results."""
 

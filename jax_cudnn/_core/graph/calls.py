@@ -1,7 +1,8 @@
-"""A call of one of g's methods: its signature, and its arguments as ports and attributes."""
+"""A call of one of g's methods: the method, and its arguments as ports and attributes."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -58,6 +59,7 @@ def ports_of(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]
             )
 
 
+@functools.cache
 def signature(cls: type[Node]) -> inspect.Signature:
     """What g's method takes: the ports, the node's attributes, and what all methods take."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -80,3 +82,29 @@ def signature(cls: type[Node]) -> inspect.Signature:
         for name, default in (("name", ""), ("compute_data_type", None))
     ]
     return inspect.Signature([*operands, *attributes, *extra])
+
+
+class Method:
+    """A method of g, on its class. The function is made when it is first asked for: the signatures
+    of all nodes would be a tenth of what importing the package takes."""
+
+    def __init__(self, cls: type[Node]) -> None:
+        self.cls = cls
+
+    def __get__(self, g: Any, owner: type) -> Any:
+        return self.function.__get__(g, owner)
+
+    @functools.cached_property
+    def function(self) -> Any:
+        name = self.cls.method
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._apply(name, *args, **kwargs)
+
+        method.__name__, method.__qualname__ = name, f"GraphBuilder.{name}"
+        method.__doc__ = self.cls.__doc__
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        method.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+            [self_parameter, *signature(self.cls).parameters.values()]
+        )
+        return method

@@ -8,18 +8,17 @@ written ``?name`` may be left out, one written ``*name`` takes a list of tensors
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ..errors import GraphError
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Port:
+class Port(NamedTuple):
     """A port; a variadic one (written ``*name``) takes a list of tensors of one rank, and an
     optional one (``?name``) may be left out."""
 
@@ -32,8 +31,7 @@ class Port:
         return f"{self.name}: {' '.join(self.axes)}"
 
 
-@dataclass(frozen=True)
-class Dims:
+class Dims(NamedTuple):
     """A parsed string: input ports, output ports, and letters whose size 1 broadcasts."""
 
     inputs: tuple[Port, ...]
@@ -41,6 +39,7 @@ class Dims:
     broadcast: frozenset[str] = frozenset()
 
     @classmethod
+    @functools.cache
     def parse(cls, text: str, broadcast: str = "") -> Dims:
         def ports(side: str) -> tuple[Port, ...]:
             named = (part.split(":") for part in side.split(",") if part.strip())

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """Shapes and dtypes that tests, benchmarks and the support table share.
 
     ``dtypes`` names the ports whose dtype is not ``dtype``; for a variadic port ``inputs`` holds
@@ -21,8 +18,8 @@ class Example:
 
     inputs: Mapping[str, Any]
     dtype: str = "bfloat16"
-    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    attributes: Mapping[str, Any] = {}
+    dtypes: Mapping[str, str] = {}
     out: str | None = None
     alone: bool = True
     positive: tuple[str, ...] = ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,13 +72,10 @@ def strongly_typed(arrays: list[Any]) -> list[Any]:
     ]
 
 
-def parameters(fn: Callable[..., Any]) -> list[str]:
+def parameters(signature: inspect.Signature) -> list[str]:
     """Names of the positional parameters, ``g`` included."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [p.name for p in signature.parameters.values() if p.kind in positional]
 
 
 def input_names(positional: list[str], structure: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """The Node contract: the one place where an operation is added, and the registry of all nodes.
 
-A node is a frozen dataclass whose fields are the operation's attributes under pygraph's names.
+A node is a ``frozen`` class whose fields are the operation's attributes under pygraph's names.
 ``builder.register`` checks the contract (contract.py), so a wrong node fails at import. Here
 stands what an operation means, and how it is transformed; how cuDNN is given it, in planned.py,
 whose words operations import from here, too.
@@ -13,7 +13,7 @@ import math
 import numbers
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -38,11 +38,20 @@ if TYPE_CHECKING:
     Values = Mapping[str, GraphTensor]
     Tensors = Mapping[str, Tensor]
 
+T = TypeVar("T")
+
 LEAD = -1
 """In :meth:`Node.folds`: a dimension of its own, in front of the others."""
 
 
-@dataclass(frozen=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def frozen(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen dataclass with Node's equality and text. Those of its own would
+    double what each node costs the import."""
+    return dataclass(frozen=True, eq=False, repr=False)(cls)
+
+
+@frozen
 class Node(Planned):
     """An operation of ``cudnn.pygraph`` with its attributes. Subclasses are registered."""
 
@@ -82,6 +91,16 @@ class Node(Planned):
 
     compute_data_type: str = dataclasses.field(default="float32", kw_only=True)
     """The dtype in which the node computes and accumulates."""
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
+
+    def __repr__(self) -> str:
+        values = (f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+        return f"{type(self).__qualname__}({', '.join(values)})"
 
     @classmethod
     def create(cls, **attributes: Any) -> Node:

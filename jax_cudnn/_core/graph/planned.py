@@ -30,8 +30,7 @@ class OtherForm(NamedTuple):
     cudnn: int
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A tensor as which cuDNN sees an array at a node's port, or a part of one.
 
     ``port`` is the one of pygraph's method, ``strides`` are in elements, and ``offset`` is the

@@ -6,8 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,8 +23,7 @@ from .tensor import GraphTensor, refusal
 _TRACE_CACHE_SIZE = 4096
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """What one trace of a user's function gave.
 
     ``leaves`` says where each leaf of the result comes from: an output of the spec (its name)
@@ -58,7 +56,8 @@ class GraphFunction:
                 got=repr(fn)[:200],
                 fix="apply jax.jit to the result of jax_cudnn.graph, not before it",
             )
-        self._parameters = parameters(fn)
+        signature = inspect.signature(fn)
+        self._parameters = parameters(signature)
         if self._parameters[:1] == ["self"]:
             raise GraphTypeError(
                 "@jax_cudnn.graph does not decorate methods",
@@ -67,8 +66,9 @@ class GraphFunction:
                 where=defined_at(fn),
             )
         functools.update_wrapper(self, fn)
-        of_fn = inspect.signature(fn)  # what callers see has no g
-        self.__signature__ = of_fn.replace(parameters=[*of_fn.parameters.values()][1:])
+        self.__signature__ = signature.replace(  # what callers see has no g
+            parameters=[*signature.parameters.values()][1:]
+        )
         self.fn = fn
         self.options = options
         self.name = name or getattr(fn, "__name__", type(fn).__name__)
