@@ -15,6 +15,7 @@ import jax_cudnn as jc
 from jax_cudnn._core import context, cuda
 from jax_cudnn._core.planning import planner
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
+from jax_cudnn._core.user_context import TARGET
 from jax_cudnn.deviceless import profiles
 
 H200 = profiles.get("H200")
@@ -139,7 +140,7 @@ def test_target_is_part_of_the_jit_cache_and_nests():
 
     @jax.jit
     def f(x):
-        seen.append(context._target.value)
+        seen.append(TARGET.value)
         return x
 
     with jc.target("H200"):

@@ -151,7 +151,7 @@ def test_products_with_epilogues_on_the_gpu(case):
     a, b = jnp.tile(a, (8, 8)), jnp.tile(b, (8, 8))
     shape = (*jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     bias, residual = arrays((1,) * (len(shape) - 1) + shape[-1:], shape, dtype="bfloat16")
-    strict = jc.graph(fused, implementation="cudnn")
+    strict = fused.with_options(implementation="cudnn")
     got = jax.jit(strict)(a, b, bias, residual).astype(jnp.float32)
     exact = (np.asarray(x, np.float64) for x in (a, b, bias, residual))
     a, b, bias, residual = exact

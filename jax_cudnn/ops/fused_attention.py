@@ -153,7 +153,7 @@ def dot_product_attention(
         score_mod_operands: arrays that it reads, broadcast like bias; floats come to it as float32,
             integers as int32 and booleans as such. Those of floats have gradients, which XLA
             computes. For cuDNN one that queries share, (B, 1, 1, S) say, is broadcast to all of
-            them in memory; ``jax_cudnn.explain`` says how many bytes, and what to use instead.
+            them in memory; ``jax_cudnn.plan(...).explain()`` says how many bytes, and what to use.
         heads_first: query, key and value are (B, N, T, H), (B, K, S, H) and (B, K, S, E), and the
             result (B, N, T, E), or all without B. Either form is read where it lies.
         return_residual: also return the logarithm of each row's sum of exponentials.
@@ -177,7 +177,7 @@ def dot_product_attention(
     engine for that takes ``2 B N T S`` bytes of workspace on Hopper and older GPUs. Where that is
     more than ``Options.max_workspace``, by default a quarter of the GPU's memory, cuDNN 9.25 and
     newer run a slower engine on Hopper whose workspace is linear; else XLA runs the backward.
-    ``jax_cudnn.explain`` says which, and how many bytes.
+    ``jax_cudnn.plan(...).explain()`` says which, and how many bytes.
 
     Raises:
         GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
