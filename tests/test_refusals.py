@@ -402,6 +402,11 @@ STRUCTURES = {  # found by random graphs on an H200: function, operands, words o
         [IMAGE, MATRIX],
         "tensors of ranks 3, 4",
     ),
+    "indices of matrices": (
+        lambda g, x: g.add(x, g.gen_index(x, axis=0)),
+        [((64, 128), "float32")],
+        "tensors of rank 2, where gen_index.0 takes three dimensions or more",
+    ),
     "a convolution of vectors beside a matmul": (
         lambda g, x, w, a: (g.conv_fprop(x, w), g.matmul(a, x)),
         [(BATCH, HALF), ((8, 32, 1), HALF), ((1, 16, 32), HALF)],

@@ -644,8 +644,12 @@ class Computed:
 class ComputingGraph:
     """A pygraph that computes at once, and refuses what cuDNN's engines for attention do."""
 
+    def __init__(self):
+        self.added = []
+
     def __getattr__(self, method):
         def add(*args, name="", compute_data_type="", axis=None, **named):
+            self.added.append(method)
             cls = REGISTRY[method]
             given = dict(zip(cls.ports.input_names, args, strict=False)) | named
             assert list(given) == list(cls.ports.input_names)
@@ -665,13 +669,33 @@ class ComputingGraph:
         return Computed(np.float32(value), number=True)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", [*USERS, *WHOLE, *ELEMENTWISE])
-def test_cudnn_is_given_the_function_and_its_derivative(name, monkeypatch):
+@pytest.fixture
+def no_cudnn(monkeypatch):
+    """In its place what ComputingGraph understands."""
     kinds = types.SimpleNamespace(FLOAT="FLOAT", INT32="INT32", BOOLEAN="BOOLEAN")
     scalars = types.SimpleNamespace(scalar_type=types.SimpleNamespace(RUNTIME_PARAM=""))
     fake = types.SimpleNamespace(data_type=kinds, _pybind_module=scalars)
     monkeypatch.setitem(sys.modules, "cudnn", fake)
+
+
+@pytest.mark.usefixtures("no_cudnn")
+def test_the_derivative_reads_what_the_forward_made():
+    """Of 50 tanh(score / 50) what stands in tanh, which cuDNN would compute twice."""
+    scores, gradient = normal((B, N, T, K)), normal((B, N, T, K))
+    band = attention_reference.Band()
+    mod, _ = score_mod_written.written(score_mods.softcap(50.0), [], scores.shape, band, [])
+    emission = score_mod_emission.Emission.with_derivative(mod, {})
+    graph = ComputingGraph()
+    emission.forward(graph, Computed(scores))
+    assert graph.added == ["mul", "tanh", "mul"]
+    emission.backward(graph, Computed(gradient))
+    assert graph.added[3:] == ["mul", "tanh_backward", "mul"]
+
+
+@pytest.mark.wide
+@pytest.mark.usefixtures("no_cudnn")
+@pytest.mark.parametrize("name", [*USERS, *WHOLE, *ELEMENTWISE])
+def test_cudnn_is_given_the_function_and_its_derivative(name):
     operands = []
     if name in USERS:
         change, _, shapes = USERS[name]

@@ -169,6 +169,10 @@ class Recorder(GraphBuilder):
 
     def give_uid(self, tensor: NamedTensor, uid: int) -> None:
         """The tensor's number is ``uid``; a tensor that has it by itself gets another one."""
+        if not -(2**63) <= uid < 2**63:
+            raise GraphError(
+                f"set_uid({uid})", expected="an integer of 64 bits, as in cuDNN", where=user_line()
+            )
         holder = self._uids.get(uid)
         if holder is not tensor:
             if holder is not None and uid in self._chosen_uids:

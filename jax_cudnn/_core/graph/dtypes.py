@@ -91,7 +91,11 @@ def canonical_compute(dtype: Any) -> str:
         name = canonical(dtype)
     if name not in COMPUTE:
         raise GraphTypeError(
-            "unsupported compute_data_type", expected=", ".join(COMPUTE), got=str(name)
+            "unsupported compute_data_type",
+            expected=", ".join(COMPUTE),
+            got=str(name),
+            fix="leave it out, or say float32, in which products of floats accumulate; to a "
+            "cudnn.pygraph give compute_data_type=cudnn.data_type.FLOAT",
         )
     return name
 

@@ -36,7 +36,10 @@ def mixed_ranks(spec: GraphSpec) -> dict[str, str]:
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return {}
     shown = ", ".join(map(str, sorted(ranks | least - {0})))
-    return {"ranks": f"tensors of ranks {shown} in one plan"}
+    if len(ranks | least - {0}) > 1:
+        return {"ranks": f"tensors of ranks {shown} in one plan"}
+    named = next(c.name for c in spec.calls if not c.node.ports.is_elementwise)
+    return {"ranks": f"tensors of rank {shown}, where {named} takes three dimensions or more"}
 
 
 def reasons(spec: GraphSpec) -> dict[str, str]:
