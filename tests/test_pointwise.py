@@ -334,3 +334,35 @@ def test_node_travels_to_the_planning_worker(method):
     assert pickle.loads(pickle.dumps(made)) == made
     assert inspect.getdoc(node)
     assert repr(made).startswith(node.__qualname__)
+
+
+# -- whole numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1, np.int64(2**40)])
+@pytest.mark.parametrize("method", ["add", "cmp_lt"])
+def test_whole_numbers_beyond_int32_are_refused_beside_integers(method, number):
+    function = jc.graph(lambda g, x: getattr(g, method)(x, number))
+    with pytest.raises(jc.GraphError, match="too large") as caught:
+        function(jnp.zeros((4, 8), "int32"))
+    assert f"{float(number)!r}, which computes in float32" in str(caught.value)
+    assert function(jnp.zeros((4, 8))).shape == (4, 8)  # as a float
+
+
+def test_whole_numbers_of_32_bits_stay_what_they_are():
+    x = jnp.zeros((4, 8), "int32")
+    for number in (2**31 - 1, -(2**31)):
+        np.testing.assert_array_equal(jc.graph(lambda g, x, n=number: g.add(x, n))(x), number)
+    assert jc.graph(lambda g, x: g.cmp_lt(x, 2.0**31))(x).all()
+
+
+def test_a_mask_does_not_make_chosen_integers_floats():
+    x, mask = jnp.arange(6, dtype="int32"), jnp.arange(6) % 2 == 0
+    for function, want in (
+        (lambda g, x, m: g.binary_select(x, 3, m), jnp.where(mask, x, 3)),
+        (lambda g, x, m: g.binary_select(7, x, m), jnp.where(mask, 7, x)),
+        (lambda g, x, m: g.binary_select(x, 3.5, m), jnp.where(mask, x, 3.5)),
+    ):
+        got = jc.graph(function)(x, mask)
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)

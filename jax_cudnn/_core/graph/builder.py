@@ -16,7 +16,7 @@ from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnEr
 from .calls import Method, ports_of, signature, static
 from .contract import check_contract
 from .dims import Shape, integers
-from .dtypes import FP8, INTEGERS, canonical_compute, float32_range, is_floating
+from .dtypes import FP8, INTEGERS, canonical_compute, float32_range, int32_range, is_floating
 from .node import REGISTRY, Node
 from .options import DEFAULTS, NOWHERE, Options, Surroundings
 from .source import user_line
@@ -133,9 +133,9 @@ class GraphBuilder:
             if all(isinstance(value, numbers.Number) for value in ports.values()):
                 raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
             rank = max(getattr(value, "ndim", 0) for value in ports.values())
-            integral = all(
-                str(value.dtype) in INTEGERS for value in ports.values() if hasattr(value, "dtype")
-            )
+            kinds = {str(value.dtype) for value in ports.values() if hasattr(value, "dtype")}
+            kinds -= {"bool"}  # which selects
+            integral = bool(kinds) and kinds <= {*INTEGERS}
             inputs = {
                 port: self._lift(value, port, rank, integral) for port, value in ports.items()
             }
@@ -186,6 +186,8 @@ class GraphBuilder:
                 value._state = self._tensors[value.name] = replace(value._state, shape=(1,) * rank)
             return value._state
         python_number = not isinstance(value, np.generic) or isinstance(value, float)
+        if integral and isinstance(value, numbers.Integral):
+            int32_range(port, value)
         if isinstance(value, numbers.Real) and python_number:
             number = float32_range(port, value)
             dtype = "int32" if integral and isinstance(value, int) else "float32"

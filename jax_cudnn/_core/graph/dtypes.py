@@ -78,6 +78,17 @@ def float32_range(name: str, value: Any) -> float:
     return float(value)
 
 
+def int32_range(name: str, value: Any) -> None:
+    """GraphError for a whole number beside integers that int32, which computes, does not hold."""
+    if not -(2**31) <= value < 2**31:
+        raise GraphError(
+            f"{name!r} is too large",
+            expected="a whole number of 32 bits beside integers",
+            got=repr(value),
+            fix=f"give {name}={float(value)!r}, which computes in float32",
+        )
+
+
 # Types in which operations compute and accumulate. The last one is float32 with fewer bits kept
 # between the steps of an fp8 product on the tensor cores of SM90.
 COMPUTE = ("float32", "float16", "int32", "bool", "fast_float_for_fp8")
