@@ -56,14 +56,35 @@ def always_returned(port: str) -> bool:
 
 
 def _say_band(given: dict[str, Any], prefix: str) -> None:
-    """Causal masks and windows as bounds of a band of diagonals."""
+    """Causal masks and windows as bounds of a band of diagonals; GraphError where two of the words
+    say different things. "TOP_LEFT" says none: the frontend's nodes hold it unasked."""
+    right, left = f"{prefix}right_bound", f"{prefix}left_bound"
+    said: dict[str, tuple[str, Any]] = {}
+
+    def say(what: str, name: str, value: Any) -> None:
+        other, had = said.setdefault(what, (name, value))
+        if had != value:
+            raise GraphError(
+                f"{other} and {name} contradict each other",
+                got=f"{what} {had!r} by the one and {value!r} by the other",
+                fix="leave one of them out",
+                where=user_line(),
+            )
+        given[what] = value
+
+    for what in (right, left):
+        if what in given:
+            say(what, what, given[what])
+    alignment = getattr(given.get("diagonal_alignment"), "name", given.get("diagonal_alignment"))
+    if alignment not in (None, "TOP_LEFT"):
+        say("diagonal_alignment", "diagonal_alignment", alignment)
     for name, alignment in _CAUSAL.items():
         if given.pop(name, False):
-            given[f"{prefix}right_bound"] = 0
-            given["diagonal_alignment"] = alignment
+            say(right, name, 0)
+            say("diagonal_alignment", name, alignment)
     for name in _WINDOWS:
         if name in given:
-            given[f"{prefix}left_bound"] = given.pop(name)
+            say(left, name, given.pop(name))
 
 
 def _check_padding(method: str, given: dict[str, Any]) -> None:
