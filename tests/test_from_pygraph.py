@@ -345,3 +345,11 @@ def test_it_is_planned_for_a_gpu_that_is_not_here(cudnn):
     g.gelu(g.matmul(a, b, name="mm")).set_output(True)
     function = jc.from_pygraph(g, inputs=[a, b], implementation="cudnn")
     assert len(function.plan(gpus=["H200"])["H200"].segments) == 1
+
+
+def test_it_has_a_name_and_keeps_the_pygraphs_types(cudnn):
+    g, tensors, y = conv_bias_relu(cudnn)
+    assert jc.from_pygraph(g, inputs=tensors, outputs=[y], name="block").name == "block"
+    for name in ("io_data_type", "intermediate_data_type"):
+        with pytest.raises(jc.GraphError, match="the pygraph says it"):
+            jc.from_pygraph(g, inputs=tensors, outputs=[y], **{name: "HALF"})

@@ -218,3 +218,25 @@ def test_errors(wrong, words):
     with pytest.raises(jc.JaxCudnnError) as caught:
         wrong()
     assert words in str(caught.value)
+
+
+def test_keys_of_random_numbers_are_arguments():
+    seen = []
+    cached = jc.graph_cache(lambda key: seen.append(key))
+    for seed in (0, 1):
+        cached(jax.random.key(seed))
+        cached(jax.random.split(jax.random.key(seed), 3))
+    assert cached.cache_info().currsize == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "argument", "words"),
+    [
+        ({}, {1: 0, "a": 1}, ["is no pytree", "key_fn"]),
+        ({"key_fn": lambda x: [x]}, 1, ["what key_fn returns", "a hashable value"]),
+    ],
+)
+def test_what_has_no_kind_is_refused(options, argument, words):
+    with pytest.raises(jc.GraphTypeError) as caught:
+        jc.graph_cache(lambda x: None, **options)(argument)
+    assert all(word in str(caught.value) for word in words)

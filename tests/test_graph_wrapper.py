@@ -10,6 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.calls import signature
@@ -301,6 +302,16 @@ def test_templates_say_shape_dtype_and_order(template, order, declared):
     same(graph(ROWS, np.ones((2, 8, 4), np.float32)), jnp.full((2, 6, 4), 8.0))
 
 
+def test_memory_order_of_jax_arrays_is_taken_over():
+    layout = Layout((0, 1, 3, 2))  # in images (0, 2, 3, 1) is said by None
+    x = jax.device_put(X, Format(layout, X.sharding))
+    with jc.Graph() as graph:
+        graph.exp(x, name="e").set_output(True)
+    (tensor,) = graph.spec.input_tensors
+    assert (tensor.shape, tensor.order) == (X.shape, layout.major_to_minor)
+    same(graph({"e::input": x})["e::OUT_0"], jnp.exp(X))
+
+
 def test_tracers_are_templates_and_arrays_are_not_kept():
     graphs = []
 
@@ -510,7 +521,7 @@ def test_a_graph_of_numbers_alone_has_an_operand():
     for number in (a, 2.0, a.astype(np.float64), jnp.asarray(a)):
         same(graph(number), np.exp(a))
     same(jax.jit(lambda: graph(a))(), np.exp(a))
-    function, avals = graph._of_operands()
+    function, avals = graph._of_operands({})
     assert [x.shape for x in jax.eval_shape(function, *avals)] == [(1, 1)]
     same(of_number("BFLOAT16")(jnp.zeros(1), jnp.ones(1, "bfloat16")), [1.0])
 
@@ -604,6 +615,47 @@ def test_dropout_is_found_in_its_tuple():
         out.set_output(True)
     result = graph({"a::q": q, "a::dropout::1": word, "a::dropout::2": word})
     assert set(np.unique(result["a::O"].astype(np.float32))) != {1.0}
+
+
+# -- supplied outputs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 8, 6, 5), (2, 8, 30), (480,), (2, 8, 1, 6, 5), (2, 2, 4, 6, 5)]
+)
+def test_a_supplied_output_may_merge_and_split_neighbours(shape):
+    graph = built()
+    want = conv_bias_relu(X, W, B)
+    result = graph({1: X, 2: W, 4: B, 77: jax.ShapeDtypeStruct(shape, "float16")})[77]
+    assert (result.shape, result.dtype) == (shape, jnp.float16)
+    np.testing.assert_allclose(result, want.reshape(shape), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 5, 8), (8, 2, 6, 5), (16, 5, 6), (30, 16)])
+def test_a_supplied_output_is_not_transposed(shape):
+    with pytest.raises(jc.GraphError, match="another shape") as caught:
+        built()({1: X, 2: W, 4: B, 77: np.zeros(shape, np.float32)})
+    assert "transpose" in str(caught.value)
+
+
+def test_a_supplied_output_cuts_off_nothing():
+    with jc.Graph() as graph:
+        graph.exp(X).set_name("y").set_output(True)
+        graph.cmp_gt(X, 0.0).set_name("z").set_output(True)
+    for dtype in ("int32", "bool"):
+        with pytest.raises(jc.GraphTypeError, match="cannot hold it"):
+            graph({"exp.0::input": X, "y": jax.ShapeDtypeStruct(X.shape, dtype)})
+    truths = graph({"exp.0::input": X, "z": jax.ShapeDtypeStruct(X.shape, "int8")})["z"]
+    np.testing.assert_array_equal(truths, X > 0)
+
+
+def test_one_output_under_two_keys_is_in_both():
+    want = conv_bias_relu(X, W, B)
+    empty = jnp.zeros_like(want)
+    result = built()({1: X, 2: W, 4: B, "out": empty, "relu.0::OUT_0": empty.reshape(2, 8, 30)})
+    same(result["out"], want)
+    same(result["relu.0::OUT_0"], want.reshape(2, 8, 30))
+    assert {*result} == {1, 2, 4, "out", "relu.0::OUT_0"}
 
 
 # -- plans -----------------------------------------------------------------------------------------
@@ -907,9 +959,9 @@ CALLS = {
     "wrong buffer": (
         lambda g: g({1: X, 2: W, 4: B, 77: X}),
         jc.GraphError,
-        "another size",
+        "another shape",
     ),
-    "an operation": (lambda g: g.exp(X), jc.GraphError, "after the graph was built"),
+    "an operation": (lambda g: g.exp(X), jc.GraphAttributeError, "after the graph was built"),
     "a member of the recorder": (lambda g: g.references, jc.GraphAttributeError, "no operation"),
     "another member": (lambda g: g.handles, jc.GraphAttributeError, "no operation"),
     "with again": (lambda g: g.__enter__(), jc.GraphError, "built already"),
@@ -946,6 +998,48 @@ def test_positional_calls_need_an_order_and_a_graph_its_end():
 def test_devices_are_named_by_target(name):
     with pytest.raises(jc.GraphError, match=r"jax_cudnn\.target"):
         jc.Graph(**{name: 90})
+
+
+def test_an_error_at_the_end_leaves_nothing_built():
+    graph = jc.Graph(inputs=["exp.0::inptu"], outputs=["exp.0::OUT_0"])
+    with pytest.raises(jc.GraphError, match="did you mean"), graph:
+        graph.exp(X).set_output(True)
+    with pytest.raises(jc.GraphError, match="is not built"):
+        graph({"exp.0::input": X})
+    with graph:
+        graph.exp(X).set_output(True)
+        graph.set_io_tuples(["exp.0::input"], ["exp.0::OUT_0"])
+    same(graph(X), jnp.exp(X))
+
+
+def test_outputs_that_cannot_be_change_nothing():
+    """Lengths that are computed in the graph do not fit attention over pages."""
+    q, pool = jnp.ones((2, 4, 1, 8)), jnp.ones((6, 2, 16, 8))
+    table, lengths = jnp.zeros((2, 1, 3, 1), "int32"), jnp.ones((2, 1, 1, 1), "int32")
+    with jc.Graph(io_data_type="HALF") as graph:
+        y = graph.exp(q).set_output(True)
+        computed = graph.add(lengths, lengths).set_data_type("int32")
+        pages = {f"paged_attention_{x}_table": table for x in "kv"}
+        lengths = {"seq_len_q": computed, "seq_len_kv": computed}
+        kept, _ = graph.sdpa(graph.neg(y), pool, pool, **pages, **lengths)
+    before = graph.spec, str(graph), graph.get_inputs()[0].get_stride()
+    with pytest.raises(jc.GraphError, match="computed in the graph"):
+        graph.set_io_tuples([q, pool, "add.0::a", "add.0::b", table], [kept, y])
+    assert (graph.spec, str(graph), graph.get_inputs()[0].get_stride()) == before
+    assert kept.get_is_virtual()
+    assert len(graph({"exp.0::input": q})) == 2
+
+
+@pytest.mark.parametrize("name", ["inputs", "outputs", "heuristics"])
+def test_lists_are_lists(name):
+    with pytest.raises(jc.GraphTypeError, match=f"{name} is no list"):
+        jc.Graph(**{name: np.array(["A", "B"])})
+
+
+def test_a_missing_input_is_named():
+    with pytest.raises(jc.GraphError) as caught, jc.Graph() as graph:
+        missing(graph)
+    assert caught.value.fix == "add add::b"
 
 
 def test_an_error_inside_leaves_nothing_built():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from .._core.graph import layout
@@ -24,10 +25,13 @@ def with_constants(spec: GraphSpec, literals: dict[str, str]) -> GraphSpec:
     return intern(replace(spec, tensors=tensors, inputs=inputs, _cache={}))
 
 
-def inputs_first(spec: GraphSpec) -> GraphSpec:
-    """The same graph with its tensors in a graph function's order: equal graphs share plans."""
-    ordered = sorted(spec.tensors, key=lambda tensor: tensor.name not in spec.inputs)
-    return intern(replace(spec, tensors=tuple(ordered), _cache={}))
+def inputs_first(spec: GraphSpec, order: Sequence[str]) -> GraphSpec:
+    """The same graph with its inputs in this order, and its tensors in a graph function's: equal
+    graphs share plans."""
+    inputs = sorted(spec.inputs, key=order.index)
+    places = {name: place for place, name in enumerate(inputs)}
+    ordered = sorted(spec.tensors, key=lambda tensor: places.get(tensor.name, len(places)))
+    return intern(replace(spec, tensors=tuple(ordered), inputs=tuple(inputs), _cache={}))
 
 
 def with_usual_orders(spec: GraphSpec) -> GraphSpec:

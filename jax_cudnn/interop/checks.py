@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dtypes import is_floating
 from .._core.graph.source import user_line
 from .templates import Template, is_array
 
@@ -48,7 +52,11 @@ def distinct(what: str, tensors: list[NamedTensor]) -> list[NamedTensor]:
 
 
 def like(wanted: Any, array: jax.Array, key: Any) -> jax.Array:
-    """A result in the shape and dtype of the array that was supplied for it."""
+    """A result in the shape and dtype of the array that was supplied for it.
+
+    Dimensions may be merged, split, or be 1; what is not the same elements in the same order, or
+    would lose whole parts of them, is an error.
+    """
     if not is_array(wanted):
         raise GraphTypeError(
             f"the output {key!r} was given no array",
@@ -57,14 +65,38 @@ def like(wanted: Any, array: jax.Array, key: Any) -> jax.Array:
             where=user_line(),
         )
     template = Template.of(wanted)
-    if math.prod(template.shape) != array.size:
+    had, has = _borders(array.shape), _borders(template.shape)
+    if math.prod(template.shape) != array.size or not (had <= has or has <= had):
         raise GraphError(
-            f"the output {key!r} was given an array of another size",
-            expected=str(list(array.shape)),
+            f"the output {key!r} was given an array of another shape",
+            expected=f"{list(array.shape)}, or this with neighbours merged or split",
             got=str(list(template.shape)),
+            why="a result is reshaped, and not transposed",
+            fix="leave the output out, and transpose the result with jnp.transpose",
+            where=user_line(),
+        )
+    if not _holds(template.dtype, array.dtype.name):
+        raise GraphTypeError(
+            f"the output {key!r} was given an array that cannot hold it",
+            expected=array.dtype.name,
+            got=template.dtype,
+            why="a number would be cut off",
+            fix="leave the output out, and cast the result with astype",
             where=user_line(),
         )
     return array.reshape(template.shape).astype(template.dtype)
+
+
+def _borders(shape: Sequence[int]) -> set[int]:
+    """Where dimensions begin among the elements: a shape with more of them splits dimensions."""
+    return {*itertools.accumulate((size for size in shape if size != 1), operator.mul)}
+
+
+def _holds(dtype: str, result: str) -> bool:
+    """Whether results of a dtype can be of another one: floats of every width, by rounding."""
+    if is_floating(dtype):
+        return True
+    return not is_floating(result) and jnp.promote_types(dtype, result).name == dtype
 
 
 def is_unset(data_type: Any) -> bool:

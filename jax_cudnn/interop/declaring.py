@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError
+from .._core.errors import GraphAttributeError, GraphError, rebuild
 from .._core.graph.node import REGISTRY
 from .._core.graph.options import DEFAULTS, Options, Surroundings
 from .._core.graph.source import user_line
@@ -19,7 +19,7 @@ from .._core.primitive import bind
 from .checks import is_unset, names, refuse_reordered, refuse_virtual
 from .json_text import as_json, label
 from .recorder import Constants, Recorder
-from .templates import Template, constant, dtype_name, operand
+from .templates import Template, constant, dtype_name, number, operand
 from .tensors import NamedTensor
 from .tokens import bounded
 
@@ -43,6 +43,7 @@ class Declaring:
         self._recorder: Recorder | None = None
         self._inputs: tuple[NamedTensor, ...] = ()  # those that the outputs need
         self._outputs: tuple[NamedTensor, ...] = ()
+        self._order: tuple[NamedTensor, ...] | None = None  # of positional calls
         self._was_called = False
         self._keep_specs()
 
@@ -104,9 +105,10 @@ class Declaring:
         if isinstance(template, NamedTensor):
             like = template._state
             known = Template(like.shape, like.dtype, like.order, template.by_value)
+            value = template.number
         else:
-            known = Template.of(template)
-        made = recorder.declare(name or f"tensor_{len(recorder.handles)}", known)
+            known, value = Template.of(template), number(template)
+        made = recorder.declare(name or f"tensor_{len(recorder.handles)}", known, value)
         recorder.leave_open(made, without_dtype=recorder.is_untyped(template))
         if not isinstance(template, NamedTensor):
             recorder.references.remember(template, made)
@@ -143,7 +145,10 @@ class Declaring:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in REGISTRY:
-            return getattr(self._building(name), name)
+            try:
+                return getattr(self._building(name), name)
+            except GraphError as error:  # hasattr and inspect know attributes' errors alone
+                raise rebuild(GraphAttributeError, vars(error)) from None
         return (self._recorder or Recorder(DEFAULTS, None)).__getattr__(name)  # raises, in words
 
     def __dir__(self) -> list[str]:
@@ -154,6 +159,21 @@ class Declaring:
         self._inputs = tuple(self._built.handles[name] for name in spec.inputs)
         self._outputs = outputs
         self._spec.cache_clear()
+
+    def _take(self, recorder: Recorder) -> None:
+        """Have the graph hold a copy of its recorder instead."""
+        self._recorder = recorder
+
+        def own(tensors: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
+            return tuple(recorder.handles[tensor.name] for tensor in tensors)
+
+        self._inputs, self._outputs = own(self._inputs), own(self._outputs)
+        self._order = None if self._order is None else own(self._order)
+
+    def _forget_numbers(self) -> None:
+        """Have the graph stand for all numbers in the places of those that it was built with."""
+        for tensor in self._recorder.handles.values() if self._recorder else ():
+            tensor.number = None
 
     def _run(self, values: Mapping[str, Any]) -> list[jax.Array]:
         """The outputs, for values of the inputs by the tensors' names."""
@@ -191,7 +211,15 @@ class Declaring:
         return f"{self.name}: input {tensor.name!r}"
 
     def _finished(self, around: Surroundings, constants: Constants) -> GraphSpec:
-        return self._built.finished(self._outputs, self._options, around, constants)
+        order = self._in_order()
+        return self._built.finished(self._outputs, self._options, around, constants, order)
+
+    def _in_order(self) -> list[NamedTensor]:
+        """The inputs that the outputs need, in the order of positional calls where there is one."""
+        if self._order is None:
+            return [*self._inputs]
+        places = [tensor.name for tensor in self._order]
+        return sorted(self._inputs, key=lambda tensor: places.index(tensor.name))
 
     # -- what it holds --------------------------------------------------------------------------
 

@@ -11,11 +11,13 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.leaves import typed
 from .._core.graph.source import defined_at
+from .declaring import Declaring
 from .templates import Template, is_array
 
 
@@ -114,7 +116,7 @@ class _Factory:
                     continue
                 if entry.graph is None:
                     try:
-                        entry.graph = self._fn(*args, **kwargs)
+                        entry.graph = _for_all_numbers(self._fn(*args, **kwargs))
                     except BaseException:
                         entry.failed = True
                         self._forget(key, entry)
@@ -129,19 +131,35 @@ class _Factory:
                 bound = self._parameters.bind(*args, **kwargs)
                 bound.apply_defaults()
                 args, kwargs = bound.args, bound.kwargs
-        return _kind(args, kwargs)
+        try:
+            return _kind(args, kwargs)
+        except ValueError as error:  # JAX sorts the keys of dictionaries
+            raise GraphTypeError(
+                f"{self._title}: an argument is no pytree",
+                expected="dictionaries whose keys can be sorted",
+                got=str(error).splitlines()[0],
+                fix="give graph_cache a key_fn",
+                where=defined_at(self._fn),
+            ) from error
 
     def _asked_for(self, key: Hashable) -> _Entry:
         try:
             return self._entry(key)
         except TypeError as error:
+            own = self._key_fn is None
             raise GraphTypeError(
-                f"{getattr(self, '__name__', 'the factory')}: an argument is not hashable",
-                expected="arrays, and Python values such as numbers, strings and tuples",
+                f"{self._title}: {'an argument' if own else 'what key_fn returns'} is not hashable",
+                expected="arrays, and Python values such as numbers, strings and tuples"
+                if own
+                else "a hashable value, a tuple for example",
                 got=str(error),
-                fix="give graph_cache a key_fn",
+                fix="give graph_cache a key_fn" if own else None,
                 where=defined_at(self._fn),
             ) from None
+
+    @property
+    def _title(self) -> str:
+        return getattr(self, "__name__", "the factory")
 
     def __reduce__(self) -> str:
         return getattr(self, "__qualname__", "graph_cache")  # pickled as functions are
@@ -184,6 +202,15 @@ class _Factory:
                 del self._entries[key]
 
 
+def _for_all_numbers(made: Any) -> Any:
+    """What a function made, with graphs that stand for all arrays of their kind, also where these
+    are numbers in the host's memory."""
+    for leaf in jax.tree.leaves(made):
+        if isinstance(leaf, Declaring):
+            leaf._forget_numbers()
+    return made
+
+
 def _parameters(fn: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(fn)
@@ -201,6 +228,8 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
 
 def _of_leaf(leaf: Any, place: int) -> Hashable:
     """A leaf's kind. ``place`` is where the same object was first: the same array is one input."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return place, leaf.shape, leaf.dtype  # keys of random numbers
     if isinstance(leaf, np.generic):  # a graph has it as a number
         return type(leaf), leaf.tobytes()
     return (place, Template.of(leaf)) if is_array(leaf) else typed(leaf)

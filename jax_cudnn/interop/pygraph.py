@@ -20,6 +20,8 @@ def from_pygraph(
     graph: Any,
     inputs: Sequence[Any] | None = None,
     outputs: Sequence[Any] | None = None,
+    *,
+    name: str | None = None,
     **options: Any,
 ) -> Graph:
     """Make a JAX function of a ``cudnn.pygraph``, by its nodes; it need not be built or planned.
@@ -34,6 +36,7 @@ def from_pygraph(
         graph: a ``cudnn.pygraph`` of nvidia-cudnn-frontend 1.28 or newer.
         inputs: references in the order of positional calls; in the order of use if left out.
         outputs: references in the order of results; all non-virtual results if left out.
+        name: of the graph, in profiles and errors; the pygraph's own if left out.
         **options: fields of :class:`jax_cudnn.Options`.
 
     Returns: a :class:`jax_cudnn.Graph`: callable with arrays or with a dictionary, with all
@@ -63,9 +66,17 @@ def from_pygraph(
             fix="upgrade the frontend; a deserialised graph has plans, but no nodes",
             where=user_line(),
         )
+    if said := [option for option in _OF_CONTEXT if option in options]:
+        raise GraphError(
+            f"from_pygraph of another {said[0]}",
+            got=f"{said[0]}={options[said[0]]!r}",
+            why="the pygraph says it",
+            fix=f"cudnn.pygraph({said[0]}=...)",
+            where=user_line(),
+        )
     context = graph.context
     made = Graph(
-        name=getattr(graph, "_cpp_graph_kwargs", {}).get("name", "pygraph"),
+        name=name or getattr(graph, "_cpp_graph_kwargs", {}).get("name", "pygraph"),
         io_data_type=context.io_data_type,
         intermediate_data_type=context.intermediate_data_type,
         **options,
@@ -206,6 +217,7 @@ class _Copy:
 
 
 _MASK = "binary_select", "mask"
+_OF_CONTEXT = "io_data_type", "intermediate_data_type"
 
 
 def _method(node: Any) -> str:

@@ -29,7 +29,7 @@ from .._core.graph.tensor import GraphTensor
 from .canonical import inputs_first, with_constants, with_usual_orders
 from .references import References
 from .spellings import always_returned, spelled
-from .templates import Template, compute_name, is_array
+from .templates import Template, compute_name, is_array, number
 from .tensors import NamedTensor, one_element
 from .tokens import IN_MEMORY, PAGES, check_given, packed, paged_node
 
@@ -59,6 +59,7 @@ class Recorder(GraphBuilder):
         self._ragged: dict[str, str] = {}  # tensors and their ragged offsets
         self._computes: dict[str, str] = {}  # calls and the compute types that were said
         self._integers: set[str] = set()  # constants that were written as integers
+        self.family = object()  # what a graph and its copies have in common
 
     @property
     def nodes(self) -> dict[str, Call]:
@@ -67,10 +68,10 @@ class Recorder(GraphBuilder):
 
     # -- tensors --------------------------------------------------------------------------------
 
-    def declare(self, name: str, template: Template) -> NamedTensor:
-        """An input of the graph."""
+    def declare(self, name: str, template: Template, value: float | None = None) -> NamedTensor:
+        """An input of the graph; ``value`` is its own where it is a number."""
         tensor = self.handles[self.input(name, template.shape, template.dtype).name]
-        tensor.by_value = template.by_value
+        tensor.by_value, tensor.number = template.by_value, value
         if template.order is not None:
             self._set_order(tensor, template.order)
         return tensor
@@ -270,7 +271,7 @@ class Recorder(GraphBuilder):
         if is_array(value):
             tensor = self.references.recall(value)
             if tensor is None:
-                tensor = self.declare(f"{node}::{port}", Template.of(value))
+                tensor = self.declare(f"{node}::{port}", Template.of(value), number(value))
                 if port in (*IN_MEMORY, *PAGES):
                     tensor.by_value = False
                 self.references.remember(value, tensor)
@@ -327,7 +328,10 @@ class Recorder(GraphBuilder):
     def copied(self) -> Recorder:
         """A recorder with the same operations, whose outputs may become others."""
         made = copy.copy(self)
-        made._tensors = dict(self._tensors)
+        made._tensors, made._calls = dict(self._tensors), [*self._calls]
+        made.handles = {name: tensor.of(made) for name, tensor in self.handles.items()}
+        made._uids = {tensor.uid: tensor for tensor in made.handles.values()}
+        made.references = self.references.copied(made.handles)
         return made
 
     def needed(self, outputs: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
@@ -338,19 +342,30 @@ class Recorder(GraphBuilder):
         """End the building of a graph with these outputs: every shape and dtype is final.
 
         A floating output without a dtype of its own has the graph's ``io_data_type``, unless the
-        operation fixes it (statistics of a normalization are float32).
+        operation fixes it (statistics of a normalization are float32). Where this raises, nothing
+        is changed.
         """
-        self._returned = {tensor.name for tensor in outputs}
-        for index in range(len(self._calls)):
+        before = self._returned, [*self._calls], [*self._tensors.values()]
+        try:
+            self._returned = {tensor.name for tensor in outputs}
+            self._infer_all()
+            spec = self.finished(outputs, self._options, Surroundings.now())
+            check_given(spec)
+        except BaseException:
+            self._returned, self._calls, tensors = before
+            for state in tensors:
+                self._put(state)
+            raise
+        self.spec = spec
+        return spec
+
+    def _infer_all(self) -> None:
+        for index, call in enumerate(self._calls):
             try:
                 self._infer_call(index)
             except JaxCudnnError as error:
-                name = self._calls[index].name
-                error.summary = f"{name}, after tensors were changed: {error.summary}"
+                error.summary = f"{call.name}, after tensors were changed: {error.summary}"
                 raise
-        self.spec = self.finished(outputs, self._options, Surroundings.now())
-        check_given(self.spec)
-        return self.spec
 
     def _infer_again(self) -> None:
         """What operations make of tensors that were changed after they were used; what does not
@@ -396,15 +411,16 @@ class Recorder(GraphBuilder):
         options: Options,
         around: Surroundings,
         constants: Constants = (),
+        order: Sequence[NamedTensor] = (),
     ) -> GraphSpec:
-        """The spec for these outputs; inputs that are numbers become constants of it."""
-        spec = self.finish(outputs, options, around)
-        return with_usual_orders(inputs_first(with_constants(spec, dict(constants))))
+        """The spec for these outputs, with inputs in this order; those that are numbers become
+        constants of it."""
+        spec = with_constants(self.finish(outputs, options, around), dict(constants))
+        names = [tensor.name for tensor in order] or self._inputs
+        return with_usual_orders(inputs_first(spec, names))
 
     def _put(self, state: Tensor) -> None:
-        self._tensors[state.name] = state
-        if self.handles[state.name]._builder is self:
-            self.handles[state.name]._state = state
+        self._tensors[state.name] = self.handles[state.name]._state = state
 
 
 _IN_DROPOUT = {"seed": 1, "offset": 2}

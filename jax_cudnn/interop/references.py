@@ -46,6 +46,16 @@ class References:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arrays": {}}  # other processes, and copies, have others
 
+    def copied(self, tensors: Mapping[str, NamedTensor]) -> References:
+        """The same references to the tensors of a copied graph."""
+        made = References(tensors)
+        made._named = {text: tensors[tensor.name] for text, tensor in self._named.items()}
+        made._aliases = {text: tensors[tensor.name] for text, tensor in self._aliases.items()}
+        made._arrays = {
+            key: (alive, tensors[tensor.name]) for key, (alive, tensor) in self._arrays.items()
+        }
+        return made
+
     def name(self, name: str, tensor: NamedTensor) -> None:
         """Have a name like ``conv2d::image`` mean a tensor."""
         self._named.setdefault(name, tensor)
@@ -84,7 +94,9 @@ class References:
         """The tensor, or None; GraphError for a name that several have."""
         if isinstance(reference, NamedTensor):
             found = self._tensors.get(reference.name)
-            return found if found is reference else None
+            if found is None or found._builder.family is not reference._builder.family:
+                return None  # a graph's copies, which have other options, share its references
+            return found
         if isinstance(reference, str):
             return self._by_text(reference)
         if isinstance(reference, int):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Shape, order_of_strides
@@ -175,11 +176,21 @@ def _in_host_memory(array: Any) -> bool:
 
 
 def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
-    strides = _element_strides(array, dtype)
-    if strides is None or len(strides) != len(shape):
-        return None
-    order = order_of_strides(shape, strides)
+    if isinstance(array, jax.Array):
+        order = _jax_order(array)
+    else:
+        strides = _element_strides(array, dtype)
+        if strides is None or len(strides) != len(shape):
+            return None
+        order = order_of_strides(shape, strides)
     return None if order == tuple(range(len(shape))) else order
+
+
+def _jax_order(array: Any) -> tuple[int, ...]:
+    """The dimensions of a JAX array from the slowest in memory to the fastest; a tracer has none
+    of its own."""
+    layout = None if isinstance(array, Tracer) else array.format.layout
+    return tuple(getattr(layout, "major_to_minor", None) or range(array.ndim))
 
 
 def _element_strides(array: Any, dtype: str) -> list[int] | None:

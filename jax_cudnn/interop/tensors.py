@@ -50,7 +50,7 @@ class NamedTensor(GraphTensor):
     dtype and shape of an input: they are to be said before an operation takes it.
     """
 
-    __slots__ = ("by_value", "is_output", "label", "uid")
+    __slots__ = ("by_value", "is_output", "label", "number", "uid")
 
     _builder: Recorder
 
@@ -58,6 +58,14 @@ class NamedTensor(GraphTensor):
         super().__init__(recorder, state)
         self.uid, self.label = uid, ""
         self.is_output = self.by_value = False
+        self.number: float | None = None  # with which it was declared, of one by value
+
+    def of(self, recorder: Recorder) -> NamedTensor:
+        """The same tensor of a copy of its graph."""
+        made = NamedTensor(recorder, self._state, self.uid)
+        made.label, made.is_output = self.label, self.is_output
+        made.by_value, made.number = self.by_value, self.number
+        return made
 
     def set_output(self, is_output: bool = True) -> NamedTensor:
         """Have the graph return the tensor."""

@@ -9,14 +9,14 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import DEFAULTS, replaced
 from .._core.graph.source import user_line
 from .checks import distinct, is_unset, like, listed, names, refuse_devices
-from .choosing import Choosing
 from .json_text import canonical_name
+from .planning import Planning
 from .recorder import Recorder
 from .templates import compute_name, dtype_name
 from .tensors import NamedTensor
 
 
-class Graph(Choosing):
+class Graph(Planning):
     """A cuDNN graph, built by calling ``cudnn.pygraph``'s methods, as a JAX function.
 
     The interface is that of cuDNN's own ``cudnn.Graph``; what it builds is what
@@ -100,12 +100,14 @@ class Graph(Choosing):
             options["intermediate_data_type"] = dtype_name(intermediate_data_type)
         if not is_unset(compute_data_type):
             options["compute_data_type"] = compute_name(compute_data_type)
-        if heuristics:
+        if heuristics is not None:
             options["heuristics"] = listed("heuristics", heuristics)
         io_data_type = None if is_unset(io_data_type) else dtype_name(io_data_type)
         super().__init__(name, io_data_type, replaced(DEFAULTS, options))
-        self._order: tuple[NamedTensor, ...] | None = None
-        self._io = inputs and listed("inputs", inputs), outputs and listed("outputs", outputs)
+        self._io = (
+            None if inputs is None else listed("inputs", inputs),
+            None if outputs is None else listed("outputs", outputs),
+        )
 
     # -- building -------------------------------------------------------------------------------
 
@@ -124,10 +126,14 @@ class Graph(Choosing):
             self._recorder = None
             return
         inputs, outputs = self._io
+        try:
+            self._conclude(self._marked(outputs))
+            if inputs or outputs:
+                self._order = self._ordered(inputs, self._inputs)
+        except BaseException:
+            self._recorder = None  # as if the `with` had raised itself
+            raise
         self._io = None, None  # arrays that they name are not kept alive
-        self._conclude(self._marked(outputs))
-        if inputs or outputs:
-            self._order = self._ordered(inputs, self._inputs)
 
     def set_io_tuples(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Say in which order positional calls take inputs and return outputs.
@@ -218,7 +224,7 @@ class Graph(Choosing):
 
     def _call_by_name(self, given: Mapping[Any, Any]) -> dict[Any, Any]:
         values: dict[str, Any] = {}
-        supplied: dict[str, Any] = {}
+        supplied: dict[str, list[Any]] = {}
         outputs = {tensor.name for tensor in self._outputs}
         unknown: list[Any] = []
         for key, value in given.items():
@@ -226,14 +232,16 @@ class Graph(Choosing):
             if tensor is None:
                 unknown.append(key)
             elif tensor.name in outputs:
-                supplied[tensor.name] = key
+                supplied.setdefault(tensor.name, []).append(key)
             elif not self._built.is_result(tensor):
                 self._give(values, tensor, value)
         self._check_given(values, unknown)
         result = dict(given)
         for tensor, array in zip(self._outputs, self._run(values), strict=True):
-            key = supplied.get(tensor.name, canonical_name(self._built, tensor))
-            result[key] = like(given[key], array, key) if tensor.name in supplied else array
+            keys = supplied.get(tensor.name, ())
+            result |= {key: like(given[key], array, key) for key in keys}
+            if not keys:
+                result[canonical_name(self._built, tensor)] = array
         self._was_called = True
         return result
 
@@ -289,12 +297,14 @@ class Graph(Choosing):
         inputs = [recorder.references.find(ref) for ref in references]
         known = {tensor.name for tensor in inputs}
         results = [tensor for tensor in inputs if recorder.is_result(tensor)]
-        if results or any(tensor.name not in known for tensor in needed):
+        missing = [tensor for tensor in needed if tensor.name not in known]
+        if results or missing:
             raise GraphError(
                 f"{self.name}: these are not the inputs",
                 expected=names(needed),
-                got=names(inputs),
+                got=names(inputs) or "none",
                 why=f"the graph computes {names(results)}" if results else None,
+                fix=f"add {names(missing)}" if missing else "leave out what the graph computes",
                 where=user_line(),
             )
         return tuple(inputs)
