@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from . import compat, ffi, lowering
+from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, GraphTypeError, TargetError
 from .graph import layout
@@ -31,7 +32,7 @@ _ONE_NODE = (
 def execute(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
     in_place: InPlace | None,
 ) -> Any:
     """See :meth:`jax_cudnn.Plan.execute`."""
@@ -55,7 +56,7 @@ def program(plan: Plan, in_place: tuple[tuple[int, int], ...] = ()) -> Any:
 def on_device(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
 ) -> list[jax.Array]:
     """The arrays on the GPU that the plan is to run on, once they are seen to fit."""
     _check_arrays(plan, arrays)
@@ -66,8 +67,8 @@ def on_device(
 def gpu_for(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
-) -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
+) -> Device:
     """The GPU named, else that of the arrays, else the plan's own, else the first of its model.
 
     TargetError where there is none, or one of another model.
@@ -95,12 +96,12 @@ def gpu_for(
     return device
 
 
-def _is_planned_on(plan: Plan, device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
+def _is_planned_on(plan: Plan, device: Device) -> bool:
     own = plan.site.ordinal if isinstance(plan.site, CudaDevice) else None
     return compat.is_cuda(device) and device.local_hardware_id == own
 
 
-def _lies_on(array: Any, device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
+def _lies_on(array: Any, device: Device) -> bool:
     """Whether an array stays there: one that is not committed follows ``jax.default_device``."""
     return isinstance(array, jax.Array) and array.committed and array.devices() == {device}
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from . import execution, ffi
+from .compat import Device
 from .errors import GraphError, UnsupportedGraphError
 from .graph.dtypes import is_floating
 
@@ -29,7 +30,7 @@ _BUDGET = 0.5  # seconds of rounds
 def time(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
 ) -> float:
     """See :meth:`jax_cudnn.Plan.time`.
 
@@ -53,7 +54,7 @@ def time(
 def time_candidates(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
     limit: int | None,
 ) -> Candidates:
     """See :meth:`jax_cudnn.Plan.time_candidates`."""
@@ -76,7 +77,7 @@ def time_candidates(
 def autotune(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
     limit: int | None,
 ) -> Plan:
     """See :meth:`jax_cudnn.Plan.autotune`."""

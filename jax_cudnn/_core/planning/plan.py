@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from ...deviceless.profiles import Profile
+from ..compat import Device
 from ..cuda import CudaDevice
 from ..errors import GraphError
 from ..graph.spec import GraphSpec, Tensor
@@ -159,7 +158,7 @@ class Plan:
     def execute(
         self,
         *arrays: Any,
-        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        device: Device | None = None,
         in_place: Mapping[str | int, str | int] | None = None,
     ) -> Any:
         """Run this very plan, eagerly.
@@ -192,7 +191,7 @@ class Plan:
 
         return execution.execute(self, arrays, device, in_place)
 
-    def time(self, *arrays: Any, device: jax.Device | None = None) -> float:  # pyright: ignore[reportInvalidTypeForm]
+    def time(self, *arrays: Any, device: Device | None = None) -> float:
         """Seconds of the device for one execution: the median of some rounds, after warming up.
 
         Executions are measured in a row within one program, so that Python has no part in it;
@@ -211,7 +210,7 @@ class Plan:
     def time_candidates(
         self,
         *arrays: Any,
-        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        device: Device | None = None,
         limit: int | None = 12,
     ) -> Candidates:
         """The candidates with ``seconds``, of the first ``limit`` that can be built (None: of all).
@@ -227,7 +226,7 @@ class Plan:
     def autotune(
         self,
         *arrays: Any,
-        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        device: Device | None = None,
         limit: int | None = 12,
     ) -> Plan:
         """The plan of the candidate that :meth:`time_candidates` measures to be the fastest.
@@ -260,8 +259,10 @@ class Plan:
 
         Args:
             cuda_graph: an empty ``cudaGraph_t``, as an integer.
-            operands: for each of ``plan.spec.inputs`` a JAX array on the GPU that lies in memory as
-                the plan reads it, or a device pointer as an integer. Keep them alive.
+            operands: for each of ``plan.spec.inputs`` a JAX array on the plan's GPU that lies in
+                memory as the plan reads it, or a device pointer as an integer. Keep them alive,
+                and call ``jax.block_until_ready`` on them before a launch: JAX gives out arrays
+                that are still being computed, and a launch of yours does not wait for its streams.
             results: the same for each of ``plan.spec.outputs``: their memory is written at each
                 launch. JAX takes its arrays for constant, so share them with nothing else.
             workspace: an array or a pointer of ``plan.workspace_bytes`` bytes; None for none.
@@ -269,7 +270,8 @@ class Plan:
         Raises:
             UnsupportedGraphError: the engine has no such graph (behaviour note
                 SUPPORTS_CUDA_GRAPH_NATIVE_API), or the plan needs more than its kernels.
-            GraphError: the arrays do not fit, or the graph is cut.
+            GraphError: the arrays do not fit or lie on another device, or the graph is cut.
+            GraphTypeError: ``cuda_graph`` is no integer.
             TargetError: there is no GPU of the plan's model.
             LibraryError: cuDNN or the driver refuses, in their words.
         """
