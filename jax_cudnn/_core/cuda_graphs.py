@@ -17,6 +17,7 @@ from . import execution, ffi
 from .compat import Device
 from .errors import GraphError, GraphTypeError, LibraryError, UnsupportedGraphError
 from .graph import layout
+from .graph.bounds import has_bounds
 from .graph.spec import Tensor
 from .graph.wire import stored, wire
 
@@ -162,6 +163,7 @@ def _check(plan: Plan) -> None:
         strict=False,
     )
     around = [
+        *["offsets, lengths and numbers of pages are brought into bounds"] * has_bounds(spec),
         *("it fills its workspace" for _ in own.fills),
         *("it reads tables of its own" for _ in own.tables),
         *(f"{t.name} is converted" for t, s in edge if stored(s) != (t.shape, t.dtype)),

@@ -15,9 +15,11 @@ from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, GraphTypeError, TargetError
 from .graph import layout
-from .graph.spec import Tensor
+from .graph.bounds import bounded
+from .graph.spec import GraphSpec, Tensor
 
 if TYPE_CHECKING:
+    from .planning.execution_plan import ExecutionPlan
     from .planning.plan import Plan
 
 InPlace = Mapping[str | int, str | int]
@@ -45,9 +47,13 @@ def execute(
 @functools.lru_cache(maxsize=256)
 def program(plan: Plan, in_place: tuple[tuple[int, int], ...] = ()) -> Any:
     """The jitted function of a plan's arrays; ``in_place`` has operands and results by position."""
-    call = functools.partial(ffi.call, in_place=dict(in_place))
+    call = functools.partial(_call, in_place=dict(in_place))
     run = functools.partial(lowering.run, plan, plan.name, call)
     return jax.jit(run, donate_argnums=[operand for operand, _ in in_place])
+
+
+def _call(own: ExecutionPlan, spec: GraphSpec, name: str, *operands: Any, **how: Any) -> Any:
+    return ffi.call(own, spec, name, *bounded(spec, operands), **how)
 
 
 # -- arrays and GPUs -------------------------------------------------------------------------------
@@ -159,9 +165,10 @@ def _pairs(plan: Plan, in_place: InPlace) -> tuple[tuple[int, int], ...]:
             why = "JAX's arrays lie row-major, and cuDNN's here in another order: XLA copies them"
             raise _not_in_place(plan, why, got=f"orders {orders} of {source} and {result}")
         pairs.append((spec.inputs.index(source.name), spec.outputs.index(result.name)))
-    operands = [operand for operand, _ in pairs]
-    if len({*operands}) < len(operands):
-        raise _not_in_place(plan, "one operand's memory holds one result", got=repr(in_place))
+    for both in zip(*pairs, strict=True):  # operands, results
+        if len({*both}) < len(both):
+            why = "one operand's memory holds one result, and a result lies in one operand's"
+            raise _not_in_place(plan, why, got=repr(in_place))
     return tuple(sorted(pairs))
 
 
