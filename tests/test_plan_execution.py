@@ -135,6 +135,7 @@ def test_what_cannot_run_in_place_is_refused_with_cudnns_rule():
         "reads elements that it would have written": (plan(product, *square), {0: 0}),
         "one shape and dtype": (plan(add, X, jax.ShapeDtypeStruct((1, 128), "float32")), {0: 1}),
         "XLA copies them": (plan(relu, IMAGE), {0: 0}),
+        "a result lies in one operand's": (plan(add, X, X), {0: "x", "add.0::OUT_0": "y"}),
     }
     for why, (made, pair) in graphs.items():
         with pytest.raises(jc.GraphError, match="cannot run in place") as caught:

@@ -11,6 +11,7 @@ from ..compat import Device
 from ..cuda import CudaDevice
 from ..errors import GraphError
 from ..graph.spec import GraphSpec, Tensor
+from ..implementation import CUDNN
 from .execution_plan import ExecutionPlan
 from .explanation import Explanation, explain
 
@@ -123,7 +124,12 @@ class Plan:
 
     @property
     def parts(self) -> tuple[Plan, ...]:
-        """A plan for each of cuDNN's segments, which has candidates of its own."""
+        """A plan for each of cuDNN's segments, which has candidates of its own.
+
+        It is one of a graph of its own: ``select``, ``execute`` and ``time`` go with it, but an
+        engine names one plan of a whole graph, so that what ``pinned`` says of a part is not for
+        the options of the function that was cut.
+        """
         from . import selection
 
         return selection.parts(self)
@@ -148,12 +154,22 @@ class Plan:
         """cuDNN's plan, of a graph that is one plan; GraphError for others."""
         plans = self.execution_plans
         if len(self.segments) > 1 or not plans:
-            raise GraphError(
-                f"{self.name} is not one cuDNN plan",
-                got=f"{len(self.segments)} segments: {self.engine}",
-                fix="take its parts: plan.parts; plan.explain() says why it is cut",
-            )
+            raise GraphError(f"{self.name} is not one cuDNN plan", **self._instead())
         return plans[0]
+
+    def _instead(self) -> dict[str, str | None]:
+        """What there is in the place of one cuDNN plan, and what to do."""
+        if self.execution_plans:
+            return {
+                "got": f"{len(self.segments)} segments: {self.engine}",
+                "fix": "take its parts: plan.parts; plan.explain() says why it is cut",
+            }
+        asks = "implementation='cudnn' asks cuDNN for it, and says why where it has no plan"
+        return {
+            "got": f"{self.engine}: nothing of it is cuDNN's",
+            "why": "; ".join(dict.fromkeys(s.reason for s in self.segments)),
+            "fix": None if self.implementation == CUDNN else asks,
+        }
 
     def execute(
         self,
@@ -166,7 +182,8 @@ class Plan:
         It is the same call as in a jitted function, compiled once for a plan and not planned anew.
 
         Args:
-            *arrays: one for each of ``plan.spec.inputs``, with these shapes and dtypes.
+            *arrays: one for each of ``plan.spec.inputs``, with these shapes and dtypes. Offsets,
+                lengths and numbers of pages are brought into the bounds of what they speak of.
             device: the GPU to run on, to which arrays are brought. None: the GPU of the arrays,
                 else the one that was planned for, else the first.
             in_place: results by name or position that take an operand's memory, as

@@ -27,7 +27,7 @@ def candidates(plan: Plan) -> Candidates:
             rows[chosen], supported=True, reason="", workspace_bytes=own.workspace_bytes
         )
         rows = (*rows[:chosen], built, *rows[chosen + 1 :])
-    return Candidates(rows, plan.gpu, chosen, functools.partial(_tried, plan))
+    return Candidates(rows, plan.gpu, chosen, functools.partial(tried, plan))
 
 
 def select(plan: Plan, which: int | Candidate) -> Plan:
@@ -43,14 +43,8 @@ def select(plan: Plan, which: int | Candidate) -> Plan:
             fix="take another one of plan.candidates, or other options of the graph",
             graph=str(plan.spec),
         )
-    options = plan.spec.options
-    proposed = {*candidate.modes} & {*options.heuristics}
-    named = replace(
-        options,
-        engine=candidate.engine,
-        knobs=tuple(sorted(candidate.knobs.items())),
-        heuristics=options.heuristics if proposed else tuple(candidate.modes),
-    )
+    knobs = tuple(sorted(candidate.knobs.items()))
+    named = replace(plan.spec.options, engine=candidate.engine, knobs=knobs)
     spec = intern(replace(plan.spec, options=named, _cache={}))
     made = planner.plan(spec, _site(plan), plan.name, advise=False)
     (segment,) = plan.segments
@@ -70,8 +64,10 @@ def _part(plan: Plan, segment: PlannedSegment) -> Plan:
     return replace(plan, name=f"{plan.name}: {names}", spec=segment.spec, segments=(alone,))
 
 
-def _tried(plan: Plan, candidate: Candidate) -> Candidate:
+def tried(plan: Plan, candidate: Candidate) -> Candidate:
     """A candidate with the answer whether it can be built."""
+    if candidate.supported is not None:
+        return candidate
     try:
         made = select(plan, candidate)
     except UnsupportedGraphError as error:
