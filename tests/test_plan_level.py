@@ -214,6 +214,16 @@ def test_what_cannot_be_selected_is_refused_in_words():
 
 
 @pytest.mark.deviceless
+def test_a_candidate_of_another_graph_is_refused():
+    made, other = plan(), plan(product, FLOATS)
+    known = {(row.engine, row.knobs) for row in made.candidates}
+    foreign = next(r for r in other.candidates if (r.engine, r.knobs) not in known)
+    with pytest.raises(jc.GraphError, match="no such candidate") as caught:
+        made.select(foreign)
+    assert foreign.name in str(caught.value)
+
+
+@pytest.mark.deviceless
 def test_a_cut_graph_has_parts_with_candidates():
     with jc.target("H200"):
         made = jc.plan(two_products, *FLOATS)

@@ -81,7 +81,9 @@ class Plan:
 
     @property
     def candidate_count(self) -> int:
-        """How many plans cuDNN's heuristics proposed for all segments while these were planned."""
+        """How many plans cuDNN proposed for all segments while these were planned: in the modes
+        that the options name, and 1 for each segment whose engine they name. ``candidates`` are of
+        all modes, whatever the options name."""
         return sum(plan.candidates for plan in self.execution_plans)
 
     @property
@@ -109,7 +111,10 @@ class Plan:
         """The plan of another candidate: of this engine with these knobs.
 
         ``fn.with_options(**plan.select(i).pinned)`` makes the same choice for a graph function or a
-        :class:`jax_cudnn.Graph`, with jit, grad and vmap.
+        :class:`jax_cudnn.Graph`, also under jit. An engine with its knobs is one of a whole graph:
+        a forward that is to be differentiated keeps it, as long as it has the same graph. The
+        graphs of its backward, and the larger graph of a vmap, are others, for which cuDNN chooses.
+        ``jc.plans(fn, *args)`` says what runs each.
 
         Args:
             which: a :class:`jax_cudnn.Candidate` of ``plan.candidates``, or its index.
@@ -188,7 +193,9 @@ class Plan:
                 else the one that was planned for, else the first.
             in_place: results by name or position that take an operand's memory, as
                 ``{"y": "x"}`` or ``{0: 0}``; these operands are donated, and gone afterwards. For
-                graphs of a single operation on each element.
+                graphs of a single operation on each element that lie row-major in cuDNN's plan, as
+                arrays of rank 3 and less do. Images, of rank 4 and 5, lie channels-last there: XLA
+                would copy them, so these are refused.
 
         Returns:
             The result on that GPU, or a tuple of several, in the order of ``plan.spec.outputs``.
@@ -212,7 +219,8 @@ class Plan:
         """Seconds of the device for one execution: the median of some rounds, after warming up.
 
         Executions are measured in a row within one program, so that Python has no part in it;
-        below some 4 us it is the time that a launch takes.
+        below some 4 us it is the time that a launch takes. All of them read the same operands: what
+        fits into the GPU's L2 cache is read from there, and such times are of warm data.
 
         Args:
             *arrays, device: as for :meth:`execute`; without arrays, random floats.

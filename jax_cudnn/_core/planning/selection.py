@@ -32,10 +32,11 @@ def candidates(plan: Plan) -> Candidates:
 
 def select(plan: Plan, which: int | Candidate) -> Plan:
     """The plan of a candidate."""
-    candidate = which if isinstance(which, Candidate) else _at(plan, which)
     own = plan.only
+    candidate = which if isinstance(which, Candidate) else _at(plan, which)
     if (candidate.engine, candidate.knobs) == (own.engine_id, dict(own.knobs)):
         return plan
+    _check_known(plan, candidate)
     if candidate.supported is False:
         raise UnsupportedGraphError(
             f"{plan.name}: candidate {candidate.index}, {candidate.name}, cannot be taken",
@@ -76,6 +77,18 @@ def tried(plan: Plan, candidate: Candidate) -> Candidate:
     except PlanningWorkerError as error:  # cuDNN crashed over it
         return replace(candidate, supported=False, reason=error.summary)
     return replace(candidate, supported=True, workspace_bytes=made.workspace_bytes)
+
+
+def _check_known(plan: Plan, candidate: Candidate) -> None:
+    """GraphError for a candidate that is none of the plan's: cuDNN might build it, or says that it
+    is for another GPU."""
+    rows = planner.candidates(plan.spec, _site(plan), plan.name)
+    if (candidate.engine, candidate.knobs) not in [(row.engine, row.knobs) for row in rows]:
+        raise GraphError(
+            f"{plan.name}: no such candidate",
+            expected="one of plan.candidates, of this plan",
+            got=f"{candidate.name}, which cuDNN does not propose for this graph and GPU",
+        )
 
 
 def _at(plan: Plan, index: int) -> Candidate:
