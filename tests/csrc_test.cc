@@ -348,6 +348,25 @@ void TestFork() {
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
 }
 
+// A cuDNN 9 without native CUDA graphs executes plans, and says what it lacks.
+void TestOlder() {
+  Attributes a = Copy();
+  a.fills.clear();
+  auto site = Make(a);
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+  Arrays arrays(1);
+  const Buffer operand{arrays.in, kBytes};
+  const Buffer results[] = {{arrays.out, kBytes}, {arrays.workspace, 64}};
+  CheckSucceeds(site->Execute<false>(1, StreamOf(1), &operand, 1, results, 2));
+  CHECK(std::memcmp(arrays.in, arrays.out, kBytes) == 0);
+  for (const bool update : {false, true}) {
+    FakeGraph graph;
+    graph.nodes = update ? 1 : 0;
+    CheckFails(site->Record(1, StreamOf(1), &operand, 1, results, 2, &graph, update),
+               {"has no native CUDA graphs"});
+  }
+}
+
 }  // namespace
 }  // namespace jax_cudnn
 
@@ -358,7 +377,8 @@ int main(int argc, char** argv) {
       {"threads", TestThreads},      {"refusals", TestRefusals},
       {"views", TestViews},          {"recording", TestRecording},
       {"closing", TestClosing},      {"exit", TestExit},
-      {"parking", TestParking},      {"fork", TestFork}};
+      {"parking", TestParking},      {"fork", TestFork},
+      {"older", TestOlder}};
   const auto found = argc == 2 ? cases.find(argv[1]) : cases.end();
   if (found == cases.end()) {
     for (const auto& entry : cases) std::printf("%s\n", entry.first.c_str());

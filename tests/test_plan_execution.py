@@ -135,6 +135,7 @@ def test_what_cannot_run_in_place_is_refused_with_cudnns_rule():
         "reads elements that it would have written": (plan(product, *square), {0: 0}),
         "one shape and dtype": (plan(add, X, jax.ShapeDtypeStruct((1, 128), "float32")), {0: 1}),
         "XLA copies them": (plan(relu, IMAGE), {0: 0}),
+        "a result lies in one operand's": (plan(add, X, X), {0: "x", "add.0::OUT_0": "y"}),
     }
     for why, (made, pair) in graphs.items():
         with pytest.raises(jc.GraphError, match="cannot run in place") as caught:
@@ -207,16 +208,67 @@ def test_cuda_graphs_need_a_gpu_and_arrays_that_fit(monkeypatch):
     x = jnp.ones(X.shape, X.dtype)
     with pytest.raises(jc.TargetError, match="executes on an NVIDIA GPU"):
         made.populate_cuda_graph(1, [x, x], [x])
-    monkeypatch.setattr(execution, "gpu_for", lambda *given: None)
+    on_the_gpu(monkeypatch, x)
     for operands, results, words in (
         ([x], [x], "not as many operands"),
         ([x, x], [], "not as many results"),
         ([x, x[:3]], [x], "'y' does not fit the plan"),
         ([x, np.ones(X.shape, X.dtype)], [x], "'y' does not fit the plan"),
         ([x, x], [x.astype("bfloat16")], "'add.0::OUT_0' does not fit the plan"),
+        ([x, True], [x], "'y' does not fit the plan"),
     ):
         with pytest.raises(jc.GraphError, match=words):
             made.populate_cuda_graph(1, operands, results, x)
+    for graph in (None, True, 1.0):
+        with pytest.raises(jc.GraphTypeError, match="no CUDA graph"):
+            made.populate_cuda_graph(graph, [x, x], [x], x)
+
+
+def on_the_gpu(monkeypatch, array):
+    """Has an array's device stand for the GPU of plans."""
+    (device,) = array.devices()
+    monkeypatch.setattr(execution, "gpu_for", lambda *given: device)
+
+
+@pytest.mark.deviceless
+def test_addresses_of_arrays_elsewhere_are_not_recorded(monkeypatch):
+    made = plan(add, X, X, **NATIVE)
+    recorded = []
+
+    class Library:
+        def JaxCudnnRecord(self, *given):
+            recorded.append(given)
+            return 0
+
+    class Gpu:
+        local_hardware_id = 0
+
+        def get_stream_for_external_ready_events(self):
+            return 1
+
+        def __eq__(self, other):
+            return other is here
+
+        def __hash__(self):
+            return hash(here)
+
+    x, here = jnp.ones(X.shape, X.dtype), jax.devices("cpu")[0]
+    elsewhere = jax.device_put(x, jax.devices("cpu")[1])
+    workspace = jnp.zeros(made.workspace_bytes + 1, "uint8")
+    monkeypatch.setattr(execution, "gpu_for", lambda *given: Gpu())
+    monkeypatch.setattr(cuda_graphs, "_library", Library)
+    monkeypatch.setattr(cuda_graphs, "_call_site", lambda *given: 1)
+    for operands, result, room, name in (
+        ([x, elsewhere], x, workspace, "'y'"),
+        ([x, x], elsewhere, workspace, "'add.0::OUT_0'"),
+        ([x, x], x, jax.device_put(workspace, jax.devices("cpu")[1]), "'workspace'"),
+    ):
+        with pytest.raises(jc.GraphError, match=f"{name} is not on the GPU of the plan") as caught:
+            made.populate_cuda_graph(1, operands, [result], room)
+        assert str(jax.devices("cpu")[1]) in str(caught.value)
+    assert not recorded
+    made.populate_cuda_graph(1, [x, 4096], [x], workspace)
+    assert len(recorded) == 1
 
 
 @pytest.mark.deviceless
@@ -224,9 +276,9 @@ def test_the_workspace_is_checked(monkeypatch):
     made = plan(add, X, X, **NATIVE)
     own = dataclasses.replace(made.only, workspace_bytes=64)
     made = dataclasses.replace(made, segments=(dataclasses.replace(made.segments[0], plan=own),))
-    monkeypatch.setattr(execution, "gpu_for", lambda *given: None)
     x = jnp.ones(X.shape, X.dtype)
-    for small in (None, x[0, :4]):
+    on_the_gpu(monkeypatch, x)
+    for small in (None, x[0, :4], True):
         with pytest.raises(jc.GraphError, match="the workspace is too small") as caught:
             made.populate_cuda_graph(1, [x, x], [x], small)
         assert "64 bytes" in str(caught.value)

@@ -1,7 +1,9 @@
 """The plan level: candidates, and one of them in the place of a plan's own."""
 
+import copy
 import dataclasses
 import json
+import pickle
 
 import jax
 import pytest
@@ -192,7 +194,10 @@ def test_a_candidate_of_another_mode_can_be_taken():
     made = plan(heuristics="FALLBACK", deselect_behavior_notes="CUBLASLT_DEPENDENCY")
     others = [row for row in made.candidates if "FALLBACK" not in row.modes]
     assert others
-    assert made.select(others[0]).engine == others[0].name
+    chosen = made.select(others[0])
+    assert chosen.engine == others[0].name
+    notes = {"deselect_behavior_notes": "CUBLASLT_DEPENDENCY"}
+    assert plan(heuristics="FALLBACK", **notes, **chosen.pinned).engine == others[0].name
 
 
 @pytest.mark.deviceless
@@ -206,6 +211,16 @@ def test_what_cannot_be_selected_is_refused_in_words():
         with pytest.raises(jc.GraphError, match="no such candidate") as caught:
             made.select(wrong)
         assert repr(wrong) in str(caught.value)
+
+
+@pytest.mark.deviceless
+def test_a_candidate_of_another_graph_is_refused():
+    made, other = plan(), plan(product, FLOATS)
+    known = {(row.engine, row.knobs) for row in made.candidates}
+    foreign = next(r for r in other.candidates if (r.engine, r.knobs) not in known)
+    with pytest.raises(jc.GraphError, match="no such candidate") as caught:
+        made.select(foreign)
+    assert foreign.name in str(caught.value)
 
 
 @pytest.mark.deviceless
@@ -231,8 +246,39 @@ def test_a_graph_of_xla_alone_has_no_candidates():
     with jc.target("H200"):
         made = jc.plan(relu, jax.ShapeDtypeStruct((4, 4), "float32"))
     assert made.parts == ()
-    with pytest.raises(jc.GraphError, match="not one cuDNN plan"):
+    with pytest.raises(jc.GraphError, match="not one cuDNN plan") as caught:
         _ = made.candidates
+    assert "implementation='xla'" in caught.value.why
+    assert "implementation='cudnn'" in caught.value.fix
+    assert "parts" not in str(caught.value)
+
+
+@pytest.mark.deviceless
+def test_a_graph_that_is_left_to_xla_says_why():
+    product = jc.graph(lambda g, a, b: g.matmul(a, b))
+    with jc.target("H200"):
+        made = jc.plan(product, *[jax.ShapeDtypeStruct((1, 64, 64), "float32")] * 2)
+        left = jc.plan(product.with_options(precision="highest"), *FLOATS)
+    assert made.only.engine
+    with pytest.raises(jc.GraphError, match="not one cuDNN plan") as caught:
+        _ = left.pinned
+    assert caught.value.why == left.segments[0].reason
+    assert caught.value.why
+
+
+@pytest.mark.deviceless
+def test_candidates_are_values():
+    made = plan()
+    rows, again = made.candidates, made.candidates
+    assert rows == again
+    assert hash(rows) == hash(again)
+    assert len({*rows, *again}) == len(rows)
+    assert pickle.loads(pickle.dumps(rows[0])) == copy.deepcopy(rows[0]) == rows[0]
+    assert dict(rows[0].knobs) == rows[0].knobs
+    with pytest.raises(TypeError):
+        rows[0].knobs["TILE_SIZE"] = 1
+    with pytest.raises(TypeError):
+        rows[0].modes["A"] = 1
 
 
 @pytest.mark.deviceless
@@ -288,7 +334,8 @@ def test_a_plan_is_read_as_it_was_written():
 @pytest.mark.deviceless
 def test_what_is_no_plan_is_refused_in_words():
     good = plan().serialize()
-    for wrong in (b"", b"\xff", b"[]", b'{"kind": 1}', good[:-1]):
+    deep = b"[" * 100_000
+    for wrong in (b"", b"\xff", b"[]", b'{"kind": 1}', good[:-1], deep, None):
         with pytest.raises(jc.GraphError, match="these bytes are no plan"):
             jc.Plan.deserialize(wrong)
     later = json.loads(good) | {"format": 99}
@@ -300,7 +347,16 @@ def test_what_is_no_plan_is_refused_in_words():
             jc.Plan.deserialize(json.dumps(other).encode())
 
 
-@pytest.mark.parametrize("title", ["os:system", "_core.package:version", "_core.graph.spec:intern"])
+NO_VALUES = (
+    "os:system",
+    "_core.package:version",
+    "_core.graph.spec:intern",
+    "_core.planning.selection:Plan",  # of another module
+    "_core.planning.progress:Clock",  # not frozen
+)
+
+
+@pytest.mark.parametrize("title", NO_VALUES)
 def test_reading_a_graph_runs_nothing_but_its_classes(title):
     with pytest.raises(ValueError, match=title):
         record.decoded([title, {}])

@@ -166,8 +166,9 @@ def test_autotune_takes_the_fastest():
     assert all(row.supported and row.seconds > 0 for row in measured)
     best = plan.autotune(*operands, limit=4)
     assert best.engine in {row.name for row in measured}
-    slowest = max(row.seconds for row in measured)
-    assert best.time(*operands) < 1.5 * slowest
+    fastest, again = min(row.seconds for row in measured), best.time(*operands)
+    print(f"fastest {1e6 * fastest:.1f} us, autotune's measured again {1e6 * again:.1f} us")
+    assert again < 1.15 * fastest
     fast = jax.jit(product.with_options(**best.pinned))
     assert oracle.distance(fast(*operands), wanted(product, *operands)) < 1e-2
 

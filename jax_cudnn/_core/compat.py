@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax._src import config as _config
@@ -19,6 +19,9 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from .errors import TargetError
 
 OLDEST_JAX = (0, 10, 2)
+
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
+"""What JAX declares as a variable, and pyright therefore takes for no type."""
 
 ShardingTypeError = _core.ShardingTypeError
 """Raised where the sharding of a result is ambiguous on a mesh with explicit axes."""
@@ -53,7 +56,7 @@ PLACING = ("reshard", "pvary", "pcast")
 """Operations of a jaxpr that change where an array lies in a mesh, and no value."""
 
 
-def lowering_devices(ctx: Any) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
+def lowering_devices(ctx: Any) -> tuple[Device, ...]:
     """The devices of the compilation a lowering rule runs for (empty when there are none)."""
     axis_context = ctx.module_context.axis_context
     if isinstance(axis_context, _sharding_impls.SPMDAxisContext):
@@ -112,7 +115,7 @@ def varying_axes(aval: Any) -> frozenset:
     return frozenset(getattr(aval, "vma", ()))
 
 
-def is_cuda(device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
+def is_cuda(device: Device) -> bool:
     """Whether a device is an NVIDIA GPU (ROCm devices have the platform "gpu", too)."""
     return device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
 

@@ -9,6 +9,7 @@ import jax
 
 from ..deviceless.profiles import Profile, get, names
 from . import compat
+from .compat import Device
 from .cuda import CudaDevice
 from .errors import TargetError
 from .user_context import TARGET
@@ -46,7 +47,7 @@ def targeted() -> bool:
     return TARGET.value is not None
 
 
-def site(devices: Sequence[jax.Device], name: str) -> Profile | CudaDevice:  # pyright: ignore[reportInvalidTypeForm]
+def site(devices: Sequence[Device], name: str) -> Profile | CudaDevice:
     """The user's target, else the one model of the CUDA devices among ``devices``."""
     if TARGET.value is not None:
         return TARGET.value

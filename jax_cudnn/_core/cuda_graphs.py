@@ -14,8 +14,10 @@ import jax
 import numpy as np
 
 from . import execution, ffi
-from .errors import GraphError, LibraryError, UnsupportedGraphError
+from .compat import Device
+from .errors import GraphError, GraphTypeError, LibraryError, UnsupportedGraphError
 from .graph import layout
+from .graph.bounds import has_bounds
 from .graph.spec import Tensor
 from .graph.wire import stored, wire
 
@@ -74,12 +76,18 @@ def record(
     """See :meth:`jax_cudnn.Plan.populate_cuda_graph`."""
     own = plan.only
     _check(plan)
+    if not _is_address(cuda_graph):
+        raise GraphTypeError(
+            f"{plan.name}: this is no CUDA graph",
+            expected="a cudaGraph_t as an integer",
+            got=repr(cuda_graph)[:80],
+        )
     arrays = [x for x in (*operands, *results, workspace) if isinstance(x, jax.Array)]
     device = execution.gpu_for(plan, arrays, None)
     given = [
-        *_pointers(plan, plan.spec.input_tensors, operands, "operands"),
-        *_pointers(plan, plan.spec.output_tensors, results, "results"),
-        _workspace(plan, workspace),
+        *_pointers(plan, plan.spec.input_tensors, operands, "operands", device),
+        *_pointers(plan, plan.spec.output_tensors, results, "results", device),
+        _workspace(plan, workspace, device),
     ]
     read, written = given[: len(operands)], given[len(operands) :]
     message = ctypes.create_string_buffer(2048)
@@ -155,6 +163,7 @@ def _check(plan: Plan) -> None:
         strict=False,
     )
     around = [
+        *["offsets, lengths and numbers of pages are brought into bounds"] * has_bounds(spec),
         *("it fills its workspace" for _ in own.fills),
         *("it reads tables of its own" for _ in own.tables),
         *(f"{t.name} is converted" for t, s in edge if stored(s) != (t.shape, t.dtype)),
@@ -171,7 +180,7 @@ def _check(plan: Plan) -> None:
 
 
 def _pointers(
-    plan: Plan, tensors: Sequence[Tensor], arrays: Sequence[Any], what: str
+    plan: Plan, tensors: Sequence[Tensor], arrays: Sequence[Any], what: str, device: Device
 ) -> list[tuple[int, int]]:
     """Pointer and bytes of each array, which is seen to lie as the plan reads it."""
     if len(arrays) != len(tensors):
@@ -180,11 +189,14 @@ def _pointers(
             expected=", ".join(map(str, tensors)) or "none",
             got=f"{len(arrays)} of them",
         )
-    return [(_pointer(plan, *pair), pair[0].nbytes) for pair in zip(tensors, arrays, strict=True)]
+    return [
+        (_pointer(plan, tensor, array, device), tensor.nbytes)
+        for tensor, array in zip(tensors, arrays, strict=True)
+    ]
 
 
-def _pointer(plan: Plan, tensor: Tensor, array: Any) -> int:
-    if isinstance(array, (int, np.integer)):
+def _pointer(plan: Plan, tensor: Tensor, array: Any, device: Device) -> int:
+    if _is_address(array):
         return int(array)
     order = layout.major_to_minor(wire(plan.spec), tensor)
     got = _order(array) if isinstance(array, jax.Array) else None
@@ -197,6 +209,23 @@ def _pointer(plan: Plan, tensor: Tensor, array: Any) -> int:
             "slowest first; or a device pointer",
             got=shown,
             fix="jax.device_put(x, jax.experimental.layout.Format(Layout(order), x.sharding))",
+        )
+    return _address(plan, tensor.name, array, device)
+
+
+def _is_address(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _address(plan: Plan, what: str, array: jax.Array, device: Device) -> int:
+    """Where an array lies on the GPU whose kernels will read it."""
+    if array.devices() != {device}:
+        raise GraphError(
+            f"{plan.name}: {what!r} is not on the GPU of the plan",
+            expected=str(device),
+            got=", ".join(sorted(map(str, array.devices()))),
+            why="the CUDA graph keeps the address, which means other memory there",
+            fix="bring it there, jax.device_put(x, device), and keep that array alive",
         )
     return array.unsafe_buffer_pointer()
 
@@ -212,12 +241,12 @@ def _strided(shape: Sequence[int], order: Sequence[int] | None) -> list[int]:
     return [axis for axis in order or () if shape[axis] != 1]
 
 
-def _workspace(plan: Plan, workspace: Any) -> tuple[int, int]:
+def _workspace(plan: Plan, workspace: Any, device: Device) -> tuple[int, int]:
     needed = plan.only.workspace_bytes
-    if isinstance(workspace, (int, np.integer)):
+    if _is_address(workspace):
         return int(workspace), needed
     if isinstance(workspace, jax.Array) and workspace.nbytes >= needed:
-        return workspace.unsafe_buffer_pointer(), workspace.nbytes
+        return _address(plan, "workspace", workspace, device), workspace.nbytes
     if workspace is None and needed == 0:
         return 0, 0
     raise GraphError(

@@ -11,12 +11,15 @@ import numpy as np
 from jax.core import Tracer
 
 from . import compat, ffi, lowering
+from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, GraphTypeError, TargetError
 from .graph import layout
-from .graph.spec import Tensor
+from .graph.bounds import bounded
+from .graph.spec import GraphSpec, Tensor
 
 if TYPE_CHECKING:
+    from .planning.execution_plan import ExecutionPlan
     from .planning.plan import Plan
 
 InPlace = Mapping[str | int, str | int]
@@ -31,7 +34,7 @@ _ONE_NODE = (
 def execute(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
     in_place: InPlace | None,
 ) -> Any:
     """See :meth:`jax_cudnn.Plan.execute`."""
@@ -44,9 +47,13 @@ def execute(
 @functools.lru_cache(maxsize=256)
 def program(plan: Plan, in_place: tuple[tuple[int, int], ...] = ()) -> Any:
     """The jitted function of a plan's arrays; ``in_place`` has operands and results by position."""
-    call = functools.partial(ffi.call, in_place=dict(in_place))
+    call = functools.partial(_call, in_place=dict(in_place))
     run = functools.partial(lowering.run, plan, plan.name, call)
     return jax.jit(run, donate_argnums=[operand for operand, _ in in_place])
+
+
+def _call(own: ExecutionPlan, spec: GraphSpec, name: str, *operands: Any, **how: Any) -> Any:
+    return ffi.call(own, spec, name, *bounded(spec, operands), **how)
 
 
 # -- arrays and GPUs -------------------------------------------------------------------------------
@@ -55,7 +62,7 @@ def program(plan: Plan, in_place: tuple[tuple[int, int], ...] = ()) -> Any:
 def on_device(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
 ) -> list[jax.Array]:
     """The arrays on the GPU that the plan is to run on, once they are seen to fit."""
     _check_arrays(plan, arrays)
@@ -66,8 +73,8 @@ def on_device(
 def gpu_for(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
-) -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
+) -> Device:
     """The GPU named, else that of the arrays, else the plan's own, else the first of its model.
 
     TargetError where there is none, or one of another model.
@@ -95,12 +102,12 @@ def gpu_for(
     return device
 
 
-def _is_planned_on(plan: Plan, device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
+def _is_planned_on(plan: Plan, device: Device) -> bool:
     own = plan.site.ordinal if isinstance(plan.site, CudaDevice) else None
     return compat.is_cuda(device) and device.local_hardware_id == own
 
 
-def _lies_on(array: Any, device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
+def _lies_on(array: Any, device: Device) -> bool:
     """Whether an array stays there: one that is not committed follows ``jax.default_device``."""
     return isinstance(array, jax.Array) and array.committed and array.devices() == {device}
 
@@ -158,9 +165,10 @@ def _pairs(plan: Plan, in_place: InPlace) -> tuple[tuple[int, int], ...]:
             why = "JAX's arrays lie row-major, and cuDNN's here in another order: XLA copies them"
             raise _not_in_place(plan, why, got=f"orders {orders} of {source} and {result}")
         pairs.append((spec.inputs.index(source.name), spec.outputs.index(result.name)))
-    operands = [operand for operand, _ in pairs]
-    if len({*operands}) < len(operands):
-        raise _not_in_place(plan, "one operand's memory holds one result", got=repr(in_place))
+    for both in zip(*pairs, strict=True):  # operands, results
+        if len({*both}) < len(both):
+            why = "one operand's memory holds one result, and a result lies in one operand's"
+            raise _not_in_place(plan, why, got=repr(in_place))
     return tuple(sorted(pairs))
 
 

@@ -13,8 +13,11 @@ import jax
 import numpy as np
 
 from . import execution, ffi
+from .compat import Device
 from .errors import GraphError, UnsupportedGraphError
+from .graph.bounds import bounded
 from .graph.dtypes import is_floating
+from .planning import selection
 
 if TYPE_CHECKING:
     from .graph.spec import Tensor
@@ -29,7 +32,7 @@ _BUDGET = 0.5  # seconds of rounds
 def time(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
 ) -> float:
     """See :meth:`jax_cudnn.Plan.time`.
 
@@ -53,7 +56,7 @@ def time(
 def time_candidates(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
     limit: int | None,
 ) -> Candidates:
     """See :meth:`jax_cudnn.Plan.time_candidates`."""
@@ -76,7 +79,7 @@ def time_candidates(
 def autotune(
     plan: Plan,
     arrays: Sequence[Any],
-    device: jax.Device | None,  # pyright: ignore[reportInvalidTypeForm]
+    device: Device | None,
     limit: int | None,
 ) -> Plan:
     """See :meth:`jax_cudnn.Plan.autotune`."""
@@ -108,13 +111,13 @@ def _timed(
     plan: Plan, row: Candidate, placed: Sequence[jax.Array]
 ) -> tuple[Candidate, float | None]:
     """A candidate, now known to be supported or not, with its time."""
-    (tried,) = plan.candidates.replaced(iter([row])).built()
-    if not tried.supported:
-        return tried, None
+    row = selection.tried(plan, row)
+    if not row.supported:
+        return row, None
     try:
-        return tried, time(plan.select(tried), placed, None)
+        return row, time(plan.select(row), placed, None)
     except (UnsupportedGraphError, jax.errors.JaxRuntimeError) as error:  # it fails where it runs
-        return replace(tried, supported=False, reason=str(error).partition("\n")[0]), None
+        return replace(row, supported=False, reason=str(error).partition("\n")[0]), None
 
 
 def _seconds(program: Any) -> float:
@@ -127,7 +130,8 @@ def _seconds(program: Any) -> float:
 def _repeated(plan: Plan, count: int) -> Any:
     """The jitted function that executes a plan so many times, one after the other."""
 
-    def run(*arrays: jax.Array) -> Sequence[jax.Array]:
+    def run(*given: jax.Array) -> Sequence[jax.Array]:
+        arrays = bounded(plan.spec, given)
         outputs, workspace = _call(plan, arrays, None)
         for _ in range(count - 1):
             outputs, workspace = _call(plan, arrays, workspace)

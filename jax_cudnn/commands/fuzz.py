@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from .._core.compat import Device
 from .._core.cuda import CudaDevice
 from .._core.errors import GraphError
 from .._core.settings import configure
@@ -136,7 +137,7 @@ def _transform_checks(site: runs.Site | None) -> TransformChecks:
     )
 
 
-def _gpu() -> jax.Device | None:  # pyright: ignore[reportInvalidTypeForm]
+def _gpu() -> Device | None:
     try:
         found = jax.local_devices(backend="gpu")
     except RuntimeError:

@@ -97,10 +97,11 @@ ffi::ErrorOr<const Cudnn*> FindCudnn() {
   Resolve(library, "cudnnBackendSetAttribute", api.set_attribute, missing);
   Resolve(library, "cudnnBackendFinalize", api.finalize, missing);
   Resolve(library, "cudnnBackendExecute", api.execute, missing);
-  Resolve(library, "cudnnBackendPopulateCudaGraph", api.populate_cuda_graph, missing);
-  Resolve(library, "cudnnBackendUpdateCudaGraph", api.update_cuda_graph, missing);
   if (!missing.empty())
     return NotFound("the loaded cuDNN lacks " + missing + "; it is not cuDNN 9.");
+  std::string later;  // what not every cuDNN 9 has, and only CUDA graphs need
+  Resolve(library, "cudnnBackendPopulateCudaGraph", api.populate_cuda_graph, later);
+  Resolve(library, "cudnnBackendUpdateCudaGraph", api.update_cuda_graph, later);
   api.version = static_cast<int64_t>(api.get_version());
   api.path = PathOfAddress(reinterpret_cast<const void*>(api.get_version));
 

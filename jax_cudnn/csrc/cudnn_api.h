@@ -49,6 +49,7 @@ struct Cudnn {
   Status (*set_attribute)(Descriptor, int name, int type, int64_t count, const void* elements);
   Status (*finalize)(Descriptor);
   Status (*execute)(Handle, Descriptor plan, Descriptor variant_pack);
+  // Null where this cuDNN 9 has none.
   Status (*populate_cuda_graph)(Handle, Descriptor plan, Descriptor variant_pack, CudaGraph);
   Status (*update_cuda_graph)(Handle, Descriptor plan, Descriptor variant_pack, CudaGraph);
 

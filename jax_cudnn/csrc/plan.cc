@@ -268,6 +268,10 @@ ffi::Error CallSite::Record(int32_t ordinal, Stream stream, const Buffer* operan
                      name());
     }
     const auto call = update ? cudnn.update_cuda_graph : cudnn.populate_cuda_graph;
+    if (call == nullptr) {
+      return Failure(ffi::ErrorCode::kUnimplemented,
+                     "cuDNN " + VersionText(cudnn.version) + " has no native CUDA graphs", name());
+    }
     if (Status status = call(handle, state.plan->descriptor(), pack, graph)) {
       return CudnnFailure(cudnn, update ? "update a CUDA graph" : "populate a CUDA graph", status,
                           name());

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from .._core.compat import Device
 from .._core.errors import JaxCudnnError
 from .._core.graph.reference import evaluate
 from .._core.graph.spec import GraphSpec
@@ -90,7 +91,7 @@ def check_reference(graph: RandomGraph, segments: Sequence[Segment]) -> None:
             raise WrongSegments(f"{name} differs from the reference's", got=str(graph.spec))
 
 
-def check_result(graph: RandomGraph, device: jax.Device) -> tuple[float, int]:  # pyright: ignore[reportInvalidTypeForm]
+def check_result(graph: RandomGraph, device: Device) -> tuple[float, int]:
     """Runs the compiled graph on a device beside the reference on the CPU.
 
     Returns the largest ratio of an error to its tolerance, and how many outputs are blunt: have a

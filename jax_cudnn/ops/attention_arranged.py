@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Dims, Shape
@@ -38,8 +38,6 @@ class Arranged(Node):
     broadcasts_around = NUMBERS_ONLY
     dtypes = FLOATS
     rounding = Attending.rounding
-    integers: ClassVar[tuple[str, ...]] = ()
-    """Ports of int32."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

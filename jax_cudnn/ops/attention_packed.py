@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 QUERIES = {"q": "q", "dQ": "q", "o": "o", "O": "o", "dO": "o", "stats": "stats", "Stats": "stats"}
 KEYS = {"k": "k", "dK": "k", "v": "v", "dV": "v"}
 _OFFSETS = tuple(f"ragged_offset_{kind}" for kind in ("q", "k", "v", "o", "stats"))
-_INTEGERS = ("seq_len_q", "seq_len_kv", *_OFFSETS)
+_LENGTHS = ("seq_len_q", "seq_len_kv")
+_INTEGERS = (*_LENGTHS, *_OFFSETS)
 _PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
 _MOST = 2**31  # elements that offsets of 32 bits tell apart
 
@@ -57,7 +59,7 @@ class _Packed(Arranged):
         sizes = self.sizes(inputs)
         batch = inputs["seq_len_q"].shape[0]
         assert (self.max_total_seq_len_q, self.max_total_seq_len_kv) == (sizes["t"], sizes["s"])
-        lengths = dict.fromkeys(("seq_len_q", "seq_len_kv"), (batch, 1, 1, 1))
+        lengths = dict.fromkeys(_LENGTHS, (batch, 1, 1, 1))
         offsets = dict.fromkeys(_OFFSETS, (batch + 1, 1, 1, 1))
         wanted = {**lengths, **offsets, "stats": (*inputs["q"].shape[:2], 1)}
         self.checked_shapes(inputs, wanted)
@@ -85,6 +87,22 @@ class _Packed(Arranged):
         batch, (_, heads, size) = tensors["seq_len_q"].shape[0], tensors[port].shape
         strides = (limit * heads * size, size, heads * size, 1)
         return (View(port, (batch, heads, limit, size), strides),)
+
+    def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
+        """Offsets within their arrays, and lengths of no more tokens than up to the next offset."""
+        found = dict(given)
+        rooms: tuple[list[jax.Array], list[jax.Array]] = ([], [])  # of queries, of keys
+        for port, kind in (QUERIES | KEYS).items():
+            offset = f"ragged_offset_{kind}"
+            if offset in given and port in tensors:
+                tokens, *token = tensors[port].shape
+                size = math.prod(token)
+                found[offset] = jnp.clip(found[offset] // size, 0, tokens) * size
+                rooms[port in KEYS].append(jnp.diff(found[offset], axis=0) // size)
+        for port, room, limit in zip(_LENGTHS, rooms, self.limits, strict=True):
+            most = jnp.clip(jnp.min(jnp.stack(room), axis=0), 0, limit)
+            found[port] = jnp.clip(given[port], 0, most)
+        return found
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

@@ -13,6 +13,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
 from . import attention_reference
 from .attention_arranged import Arranged
+from .attention_operands import without_keys
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -82,6 +83,17 @@ class PagedSdpa(Arranged):
             return ()
         b, s, h, d = tensors[port].shape
         return (View(port, (b, h, s, d), (s * h * d, d, h * d, 1)),)
+
+    def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
+        """Pages that there are, and lengths of no more tokens than these hold."""
+        k, queries = tensors["k"].shape, self._queries(tensors["q"].shape)[1]
+        tables = {port: jnp.clip(given[port], 0, k[0] - 1) for port in _TABLES}
+        keys = given["page_table_k"].shape[2] * k[2 if self.heads_first else 1]
+        both = zip(_LENGTHS, (queries, keys), strict=True)
+        lengths = [jnp.clip(given[port], 0, most) for port, most in both]
+        if queries > 1:  # the engines of a single query write zeros themselves
+            lengths = without_keys(*lengths)
+        return {**tables, **dict(zip(_LENGTHS, lengths, strict=True))}
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

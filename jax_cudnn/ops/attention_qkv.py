@@ -13,6 +13,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
 from .attention_arranged import Arranged
 from .attention_base import as_examples
+from .attention_operands import without_keys
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors
@@ -67,6 +68,12 @@ class _Qkv(Arranged):
             View(name, (b, last - first, s, d), strides, first * d)
             for name, (first, last) in zip(names, parts, strict=True)
         ]
+
+    def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
+        """Lengths of no more tokens than there are."""
+        tokens = tensors["qkv"].shape[1]
+        lengths = without_keys(*(jnp.clip(given[port], 0, tokens) for port in _LENGTHS))
+        return dict(zip(_LENGTHS, lengths, strict=True))
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

@@ -172,6 +172,7 @@ int cudnnBackendExecute(void* handle, void* plan, void* variant_pack) {
   return kSuccess;
 }
 
+#ifndef FAKE_WITHOUT_CUDA_GRAPHS
 int cudnnBackendPopulateCudaGraph(void* handle, void* plan, void* variant_pack, void* graph) {
   Demand(FakeCurrentContext() != nullptr, "a CUDA graph was populated without a context");
   InHandle scope(handle);
@@ -188,5 +189,6 @@ int cudnnBackendUpdateCudaGraph(void* handle, void* plan, void* variant_pack, vo
   Demand(made->nodes == 1, "a CUDA graph was updated before it was populated");
   return Copies(handle, plan, variant_pack, *made);
 }
+#endif
 
 }  // extern "C"

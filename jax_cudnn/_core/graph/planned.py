@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from .dims import Shape
 
 if TYPE_CHECKING:
+    import jax
+
     from .node import Node
     from .spec import GraphSpec, Tensor
 
@@ -83,6 +85,8 @@ class Planned:
     matrices: ClassVar[bool] = False
     """Whether the last two dimensions are a matrix around this anchor, tensors lie row-major, and
     cuDNN sees all dimensions in front of a matrix as one."""
+    integers: ClassVar[tuple[str, ...]] = ()
+    """Input ports of int32 that say where elements of others lie, see :meth:`bounded`."""
     initial: ClassVar[Mapping[str, float]] = {}
     """Results of which a plan may write a part only, and the number that the rest has."""
     leftover: ClassVar[bool] = False
@@ -154,6 +158,14 @@ class Planned:
         """As which tensors cuDNN sees the array at a port, the first of them from its first element
         on; none where it sees the array itself. ``tensors`` are those at all ports."""
         return ()
+
+    def bounded(
+        self, given: Mapping[str, jax.Array], tensors: Mapping[str, Tensor]
+    ) -> Mapping[str, jax.Array]:
+        """What is given at the ports of ``integers``, in the bounds of the arrays that they speak
+        of: a plan would read and write foreign memory where they are wrong. ``tensors`` are those
+        at all ports."""
+        return given
 
     def keywords(self) -> dict[str, Any]:
         """The attributes as pygraph's method takes them."""

@@ -59,6 +59,11 @@ def _class(title: str) -> Any:
         found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{title!r} is no class of this version") from error
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+    if not _is_value(found) or f"{_PACKAGE}.{module}" != found.__module__:
         raise ValueError(f"{title!r} is no value of a graph")
     return found
+
+
+def _is_value(found: Any) -> bool:
+    frozen = getattr(getattr(found, "__dataclass_params__", None), "frozen", False)
+    return isinstance(found, type) and dataclasses.is_dataclass(found) and frozen

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from .. import compat
+from ..compat import Device
 from ..errors import JobError
 from .record import Question, pack, received, sent, unpack
 
@@ -30,7 +31,7 @@ log = logging.getLogger("jax_cudnn")
 _SLICE = 1.0  # seconds: Python sees Ctrl-C only between two calls of the client
 
 
-def leader(devices: Sequence[jax.Device]) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
+def leader(devices: Sequence[Device]) -> int | None:
     """The process that decides for the program on these devices: the lowest of theirs.
 
     None where there is nothing to agree on: no devices, those of one process, or none of this
@@ -44,7 +45,7 @@ def leader(devices: Sequence[jax.Device]) -> int | None:  # pyright: ignore[repo
 
 def agreed(
     key: str,
-    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+    devices: Sequence[Device],
     make: Callable[[], dict[str, Any]],
     *,
     name: str,
@@ -219,7 +220,7 @@ class Job:
         )
 
 
-def _processes(devices: Sequence[jax.Device]) -> list[int]:  # pyright: ignore[reportInvalidTypeForm]
+def _processes(devices: Sequence[Device]) -> list[int]:
     return sorted({device.process_index for device in devices})
 
 

@@ -12,6 +12,28 @@ from ..graph.options import HEURISTICS
 _SUPPORTED = {True: "yes", False: "no", None: "not tried"}
 
 
+class Numbers(Mapping[str, int]):
+    """Integers by name, as a value: hashable, and it stays as it is."""
+
+    def __init__(self, numbers: Mapping[str, int]) -> None:
+        self._numbers = dict(numbers)
+
+    def __getitem__(self, name: str) -> int:
+        return self._numbers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._numbers.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._numbers)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One of the plans that cuDNN proposes for a graph.
@@ -43,9 +65,14 @@ class Candidate:
     reason: str = ""
     seconds: float | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("knobs", "modes"):
+            object.__setattr__(self, name, Numbers(getattr(self, name)))
+
     def to_json(self) -> dict[str, Any]:
         """All attributes as data for ``json.dumps``."""
-        return dataclasses.asdict(self)
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**found, "knobs": dict(self.knobs), "modes": dict(self.modes)}
 
 
 @dataclass(frozen=True)
@@ -62,7 +89,9 @@ class Candidates(Sequence[Candidate]):
     rows: tuple[Candidate, ...]
     gpu: str
     chosen: int | None = None
-    _try: Callable[[Candidate], Candidate] = field(default=lambda row: row, repr=False)
+    _try: Callable[[Candidate], Candidate] = field(
+        default=lambda row: row, repr=False, compare=False
+    )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -81,7 +110,7 @@ class Candidates(Sequence[Candidate]):
         is compiled (behaviour note RUNTIME_COMPILATION). What is built is kept, in memory and in
         the plan cache: ``select`` and ``time_candidates`` do not build it again.
         """
-        return self.replaced(self._try(row) if row.supported is None else row for row in self.rows)
+        return self.replaced(map(self._try, self.rows))
 
     def replaced(self, rows: Iterator[Candidate]) -> Candidates:
         """The same with other rows."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import GraphError
 from ..graph.node import Node
-from ..graph.options import Options
+from ..graph.options import HEURISTICS, Options
 from ..graph.spec import GraphSpec
 
 # TF32 runs on tensor cores only, and float32 on none of them.
@@ -17,15 +17,17 @@ NOTES_OF_FULL_FLOAT32 = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS")
 def propose(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
     """Has a pygraph propose its plans as the spec's options say.
 
-    An explicit engine beside notes is looked for among what heuristics propose under these notes:
-    cuDNN would build it without looking at them.
+    An explicit engine beside notes is looked for among what all modes of heuristics propose under
+    these notes: cuDNN would build it without looking at them.
     """
     options = spec.options
     knobs = _knobs(options, cudnn)
     if options.engine is not None and not any(_filters(spec).values()):
         graph.create_execution_plan(options.engine, knobs)
         return
-    graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in options.heuristics])
+    others = HEURISTICS if options.engine is not None else ()
+    modes = dict.fromkeys((*options.heuristics, *others))
+    graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in modes])
     restrict(graph, spec, cudnn)
 
 

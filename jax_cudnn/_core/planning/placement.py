@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ...deviceless.profiles import Profile
+from ..compat import Device
 from ..cuda import CudaDevice
 from ..errors import PlanningWorkerError, UnsupportedGraphError
 from ..graph.options import Surroundings
@@ -50,7 +51,7 @@ def place(
     spec: GraphSpec,
     site: Profile | CudaDevice,
     name: str,
-    devices: Sequence[jax.Device] = (),  # pyright: ignore[reportInvalidTypeForm]
+    devices: Sequence[Device] = (),
 ) -> Plan:
     """The plan of a graph for a GPU.
 
@@ -247,7 +248,7 @@ def _decide_together(
     spec: GraphSpec,
     site: Profile | CudaDevice,
     name: str,
-    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+    devices: Sequence[Device],
 ) -> tuple[PlannedSegment, ...]:
     canonical = spec.canonical()
 

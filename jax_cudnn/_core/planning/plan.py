@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from ...deviceless.profiles import Profile
+from ..compat import Device
 from ..cuda import CudaDevice
 from ..errors import GraphError
 from ..graph.spec import GraphSpec, Tensor
+from ..implementation import CUDNN
 from .execution_plan import ExecutionPlan
 from .explanation import Explanation, explain
 
@@ -81,7 +81,9 @@ class Plan:
 
     @property
     def candidate_count(self) -> int:
-        """How many plans cuDNN's heuristics proposed for all segments while these were planned."""
+        """How many plans cuDNN proposed for all segments while these were planned: in the modes
+        that the options name, and 1 for each segment whose engine they name. ``candidates`` are of
+        all modes, whatever the options name."""
         return sum(plan.candidates for plan in self.execution_plans)
 
     @property
@@ -109,7 +111,10 @@ class Plan:
         """The plan of another candidate: of this engine with these knobs.
 
         ``fn.with_options(**plan.select(i).pinned)`` makes the same choice for a graph function or a
-        :class:`jax_cudnn.Graph`, with jit, grad and vmap.
+        :class:`jax_cudnn.Graph`, also under jit. An engine with its knobs is one of a whole graph:
+        a forward that is to be differentiated keeps it, as long as it has the same graph. The
+        graphs of its backward, and the larger graph of a vmap, are others, for which cuDNN chooses.
+        ``jc.plans(fn, *args)`` says what runs each.
 
         Args:
             which: a :class:`jax_cudnn.Candidate` of ``plan.candidates``, or its index.
@@ -124,7 +129,12 @@ class Plan:
 
     @property
     def parts(self) -> tuple[Plan, ...]:
-        """A plan for each of cuDNN's segments, which has candidates of its own."""
+        """A plan for each of cuDNN's segments, which has candidates of its own.
+
+        It is one of a graph of its own: ``select``, ``execute`` and ``time`` go with it, but an
+        engine names one plan of a whole graph, so that what ``pinned`` says of a part is not for
+        the options of the function that was cut.
+        """
         from . import selection
 
         return selection.parts(self)
@@ -149,17 +159,27 @@ class Plan:
         """cuDNN's plan, of a graph that is one plan; GraphError for others."""
         plans = self.execution_plans
         if len(self.segments) > 1 or not plans:
-            raise GraphError(
-                f"{self.name} is not one cuDNN plan",
-                got=f"{len(self.segments)} segments: {self.engine}",
-                fix="take its parts: plan.parts; plan.explain() says why it is cut",
-            )
+            raise GraphError(f"{self.name} is not one cuDNN plan", **self._instead())
         return plans[0]
+
+    def _instead(self) -> dict[str, str | None]:
+        """What there is in the place of one cuDNN plan, and what to do."""
+        if self.execution_plans:
+            return {
+                "got": f"{len(self.segments)} segments: {self.engine}",
+                "fix": "take its parts: plan.parts; plan.explain() says why it is cut",
+            }
+        asks = "implementation='cudnn' asks cuDNN for it, and says why where it has no plan"
+        return {
+            "got": f"{self.engine}: nothing of it is cuDNN's",
+            "why": "; ".join(dict.fromkeys(s.reason for s in self.segments)),
+            "fix": None if self.implementation == CUDNN else asks,
+        }
 
     def execute(
         self,
         *arrays: Any,
-        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        device: Device | None = None,
         in_place: Mapping[str | int, str | int] | None = None,
     ) -> Any:
         """Run this very plan, eagerly.
@@ -167,12 +187,15 @@ class Plan:
         It is the same call as in a jitted function, compiled once for a plan and not planned anew.
 
         Args:
-            *arrays: one for each of ``plan.spec.inputs``, with these shapes and dtypes.
+            *arrays: one for each of ``plan.spec.inputs``, with these shapes and dtypes. Offsets,
+                lengths and numbers of pages are brought into the bounds of what they speak of.
             device: the GPU to run on, to which arrays are brought. None: the GPU of the arrays,
                 else the one that was planned for, else the first.
             in_place: results by name or position that take an operand's memory, as
                 ``{"y": "x"}`` or ``{0: 0}``; these operands are donated, and gone afterwards. For
-                graphs of a single operation on each element.
+                graphs of a single operation on each element that lie row-major in cuDNN's plan, as
+                arrays of rank 3 and less do. Images, of rank 4 and 5, lie channels-last there: XLA
+                would copy them, so these are refused.
 
         Returns:
             The result on that GPU, or a tuple of several, in the order of ``plan.spec.outputs``.
@@ -192,11 +215,12 @@ class Plan:
 
         return execution.execute(self, arrays, device, in_place)
 
-    def time(self, *arrays: Any, device: jax.Device | None = None) -> float:  # pyright: ignore[reportInvalidTypeForm]
+    def time(self, *arrays: Any, device: Device | None = None) -> float:
         """Seconds of the device for one execution: the median of some rounds, after warming up.
 
         Executions are measured in a row within one program, so that Python has no part in it;
-        below some 4 us it is the time that a launch takes.
+        below some 4 us it is the time that a launch takes. All of them read the same operands: what
+        fits into the GPU's L2 cache is read from there, and such times are of warm data.
 
         Args:
             *arrays, device: as for :meth:`execute`; without arrays, random floats.
@@ -211,7 +235,7 @@ class Plan:
     def time_candidates(
         self,
         *arrays: Any,
-        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        device: Device | None = None,
         limit: int | None = 12,
     ) -> Candidates:
         """The candidates with ``seconds``, of the first ``limit`` that can be built (None: of all).
@@ -227,7 +251,7 @@ class Plan:
     def autotune(
         self,
         *arrays: Any,
-        device: jax.Device | None = None,  # pyright: ignore[reportInvalidTypeForm]
+        device: Device | None = None,
         limit: int | None = 12,
     ) -> Plan:
         """The plan of the candidate that :meth:`time_candidates` measures to be the fastest.
@@ -260,8 +284,10 @@ class Plan:
 
         Args:
             cuda_graph: an empty ``cudaGraph_t``, as an integer.
-            operands: for each of ``plan.spec.inputs`` a JAX array on the GPU that lies in memory as
-                the plan reads it, or a device pointer as an integer. Keep them alive.
+            operands: for each of ``plan.spec.inputs`` a JAX array on the plan's GPU that lies in
+                memory as the plan reads it, or a device pointer as an integer. Keep them alive,
+                and call ``jax.block_until_ready`` on them before a launch: JAX gives out arrays
+                that are still being computed, and a launch of yours does not wait for its streams.
             results: the same for each of ``plan.spec.outputs``: their memory is written at each
                 launch. JAX takes its arrays for constant, so share them with nothing else.
             workspace: an array or a pointer of ``plan.workspace_bytes`` bytes; None for none.
@@ -269,7 +295,8 @@ class Plan:
         Raises:
             UnsupportedGraphError: the engine has no such graph (behaviour note
                 SUPPORTS_CUDA_GRAPH_NATIVE_API), or the plan needs more than its kernels.
-            GraphError: the arrays do not fit, or the graph is cut.
+            GraphError: the arrays do not fit or lie on another device, or the graph is cut.
+            GraphTypeError: ``cuda_graph`` is no integer.
             TargetError: there is no GPU of the plan's model.
             LibraryError: cuDNN or the driver refuses, in their words.
         """

@@ -42,7 +42,7 @@ def loaded(content: bytes) -> Plan:
     """The plan that :func:`dumped` wrote; GraphError for anything else."""
     try:
         found = json.loads(content)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise _no_plan(f"{type(error).__name__}: {error}") from error
     if not isinstance(found, dict) or found.get("kind") != _KIND:
         raise _no_plan(repr(content[:60]))
@@ -58,7 +58,7 @@ def loaded(content: bytes) -> Plan:
         name, gpu, implementation = (str(found[key]) for key in ("name", "gpu", "implementation"))
         segments = tuple(map(_read_segment, found["segments"]))
         return Plan(name, gpu, implementation, spec, segments)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise GraphError(
             "this plan cannot be read",
             expected=f"one of jax_cudnn {version()}",

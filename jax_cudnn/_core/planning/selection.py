@@ -27,15 +27,16 @@ def candidates(plan: Plan) -> Candidates:
             rows[chosen], supported=True, reason="", workspace_bytes=own.workspace_bytes
         )
         rows = (*rows[:chosen], built, *rows[chosen + 1 :])
-    return Candidates(rows, plan.gpu, chosen, functools.partial(_tried, plan))
+    return Candidates(rows, plan.gpu, chosen, functools.partial(tried, plan))
 
 
 def select(plan: Plan, which: int | Candidate) -> Plan:
     """The plan of a candidate."""
-    candidate = which if isinstance(which, Candidate) else _at(plan, which)
     own = plan.only
+    candidate = which if isinstance(which, Candidate) else _at(plan, which)
     if (candidate.engine, candidate.knobs) == (own.engine_id, dict(own.knobs)):
         return plan
+    _check_known(plan, candidate)
     if candidate.supported is False:
         raise UnsupportedGraphError(
             f"{plan.name}: candidate {candidate.index}, {candidate.name}, cannot be taken",
@@ -43,14 +44,8 @@ def select(plan: Plan, which: int | Candidate) -> Plan:
             fix="take another one of plan.candidates, or other options of the graph",
             graph=str(plan.spec),
         )
-    options = plan.spec.options
-    proposed = {*candidate.modes} & {*options.heuristics}
-    named = replace(
-        options,
-        engine=candidate.engine,
-        knobs=tuple(sorted(candidate.knobs.items())),
-        heuristics=options.heuristics if proposed else tuple(candidate.modes),
-    )
+    knobs = tuple(sorted(candidate.knobs.items()))
+    named = replace(plan.spec.options, engine=candidate.engine, knobs=knobs)
     spec = intern(replace(plan.spec, options=named, _cache={}))
     made = planner.plan(spec, _site(plan), plan.name, advise=False)
     (segment,) = plan.segments
@@ -70,8 +65,10 @@ def _part(plan: Plan, segment: PlannedSegment) -> Plan:
     return replace(plan, name=f"{plan.name}: {names}", spec=segment.spec, segments=(alone,))
 
 
-def _tried(plan: Plan, candidate: Candidate) -> Candidate:
+def tried(plan: Plan, candidate: Candidate) -> Candidate:
     """A candidate with the answer whether it can be built."""
+    if candidate.supported is not None:
+        return candidate
     try:
         made = select(plan, candidate)
     except UnsupportedGraphError as error:
@@ -80,6 +77,18 @@ def _tried(plan: Plan, candidate: Candidate) -> Candidate:
     except PlanningWorkerError as error:  # cuDNN crashed over it
         return replace(candidate, supported=False, reason=error.summary)
     return replace(candidate, supported=True, workspace_bytes=made.workspace_bytes)
+
+
+def _check_known(plan: Plan, candidate: Candidate) -> None:
+    """GraphError for a candidate that is none of the plan's: cuDNN might build it, or says that it
+    is for another GPU."""
+    rows = planner.candidates(plan.spec, _site(plan), plan.name)
+    if (candidate.engine, candidate.knobs) not in [(row.engine, row.knobs) for row in rows]:
+        raise GraphError(
+            f"{plan.name}: no such candidate",
+            expected="one of plan.candidates, of this plan",
+            got=f"{candidate.name}, which cuDNN does not propose for this graph and GPU",
+        )
 
 
 def _at(plan: Plan, index: int) -> Candidate:

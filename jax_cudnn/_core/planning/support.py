@@ -12,6 +12,7 @@ import jax
 from ...deviceless import client, profiles
 from ...deviceless.profiles import Profile
 from .. import compat, context
+from ..compat import Device
 from ..cuda import CudaDevice
 from ..errors import GraphError, TargetError, UnsupportedGraphError
 from ..graph.spec import GraphSpec
@@ -227,7 +228,7 @@ def _everywhere() -> Sites:
     return {**sites, **local}
 
 
-def _default_devices() -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
+def _default_devices() -> list[Device]:
     """``jax.default_device`` if it is an NVIDIA GPU, else all devices of this process."""
     default = compat.default_device()
     if isinstance(default, str):  # a platform's name

@@ -1,0 +1,156 @@
+"""Operands that say where elements of others lie: a plan that runs by itself keeps them inside."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core import cuda_graphs, execution, measuring
+from jax_cudnn._core.graph.bounds import bounded, has_bounds
+from jax_cudnn._core.graph.reference import evaluate
+
+S = jax.ShapeDtypeStruct
+OFFSETS = S((4,), "int32")
+LENGTHS = S((3,), "int32")
+
+
+def packed(q, k, v, queries, keys):
+    return jc.ops.packed_dot_product_attention(
+        q, k, v, query_offsets=queries, key_value_offsets=keys, max_query_length=16,
+        max_key_value_length=24,
+    )  # fmt: skip
+
+
+def gradients(*operands):
+    return jax.grad(lambda *x: packed(*x).astype("float32").sum(), (0, 1, 2))(*operands)
+
+
+def paged(q, k, v, table, lengths):
+    return jc.ops.paged_dot_product_attention(q, k, v, table, key_value_seq_lengths=lengths)
+
+
+def qkv(x, lengths):
+    return jc.ops.dot_product_attention_qkv(
+        x, num_heads=4, query_seq_lengths=lengths, key_value_seq_lengths=lengths
+    )
+
+
+TOKENS = [S((40, 4, 64), "bfloat16"), *[S((60, 2, 64), "bfloat16")] * 2, OFFSETS, OFFSETS]
+PAGES = [S((9, 16, 2, 64), "bfloat16")] * 2
+TABLE = S((3, 4), "int32")
+GRAPHS = {
+    "packed": (packed, TOKENS),
+    "packed_backward": (gradients, TOKENS),
+    "decode": (paged, [S((3, 1, 4, 64), "bfloat16"), *PAGES, TABLE, LENGTHS]),
+    "pages": (paged, [S((3, 5, 4, 64), "bfloat16"), *PAGES, TABLE, LENGTHS]),
+    "qkv": (qkv, [S((3, 16, 8, 64), "bfloat16"), LENGTHS]),
+}
+
+
+def planned(name):
+    """The last plan of a function: of a gradient the backward's."""
+    function, avals = GRAPHS[name]
+    with jc.target("H200"), jc.implementation("cudnn"):
+        return [*jc.plans(function, *avals).values()][-1]
+
+
+def operands(plan, low, high):
+    """Floats, and integers from everywhere."""
+    random = np.random.default_rng(0)
+    for tensor in plan.spec.input_tensors:
+        if tensor.dtype == "int32":
+            yield jnp.asarray(random.integers(low, high, tensor.shape), "int32")
+        else:
+            yield jnp.asarray(random.standard_normal(tensor.shape), tensor.dtype)
+
+
+def integers(spec, values):
+    """What a graph is given at each port of integers, and the shapes at all its ports."""
+    (call,) = [call for call in spec.calls if call.node.integers]
+    given = dict(zip(spec.inputs, values, strict=True))
+    found = {port: np.asarray(given[name]) for port, name in call.inputs if name in given}
+    shapes = {port: spec.tensor(name).shape for port, name in (*call.inputs, *call.outputs)}
+    return {port: x for port, x in found.items() if port in call.node.integers}, shapes
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
+    plan, got = planned(name), []
+
+    def call(own, spec, name, *arrays, **how):
+        got.append(arrays)
+        return evaluate(spec, *arrays)
+
+    monkeypatch.setattr(execution.ffi, "call", call)
+    with jax.disable_jit():
+        execution.program.__wrapped__(plan)(*operands(plan, -1000, 100000))
+    found, shapes = integers(plan.spec, got[0])
+    assert len(found) >= 2
+    for port, x in found.items():
+        assert x.min() >= 0, port
+        if port.startswith("ragged_offset_"):
+            kind = port.removeprefix("ragged_offset_")
+            ports = {"o": ("o", "O"), "stats": ("stats", "Stats")}.get(kind, (kind,))
+            for array in ports:
+                if array in shapes:
+                    assert x.max() <= np.prod(shapes[array]), port
+        elif port.startswith("page_table"):
+            assert x.max() < 9
+    if name in ("pages", "decode"):
+        assert found["seq_len_kv"].max() <= 4 * 16
+        assert found["seq_len_q"].max() <= shapes["q"][1]
+    if name == "qkv":
+        assert max(x.max() for x in found.values()) <= 16
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", ["packed", "packed_backward"])
+def test_packed_lengths_end_with_their_tokens(name):
+    plan = planned(name)
+    found, shapes = integers(plan.spec, bounded(plan.spec, [*operands(plan, -500, 60000)]))
+    for kind, length in (("q", "seq_len_q"), ("k", "seq_len_kv")):
+        size = np.prod(shapes[kind][1:])
+        room = np.diff(found[f"ragged_offset_{kind}"].ravel()) // size
+        assert (found[length].ravel() <= np.maximum(room, 0)).all()
+        assert not (found[f"ragged_offset_{kind}"] % size).any(), "whole tokens"
+
+
+@pytest.mark.deviceless
+def test_integers_in_bounds_stay_as_they_are():
+    spec = planned("packed").spec
+    (call,) = spec.calls
+    starts, lengths = jnp.array([0, 16, 30, 40]), jnp.array([16, 14, 10])
+    given = {}
+    for port, name in call.inputs:
+        tensor = spec.tensor(name)
+        given[name] = jnp.ones(tensor.shape, tensor.dtype)
+        if port in call.node.integers:
+            kind = port.removeprefix("ragged_offset_")
+            size = {"q": 256, "o": 256, "stats": 4}.get(kind, 128)
+            value = starts * size if port != kind else lengths
+            given[name] = value.reshape(tensor.shape).astype("int32")
+    for got, want in zip(bounded(spec, list(given.values())), given.values(), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, "float32"), np.asarray(want, "float32"))
+
+
+@pytest.mark.deviceless
+def test_programs_of_plans_hold_the_bounds():
+    plan = planned("decode")
+    avals = [S(t.shape, t.dtype) for t in plan.spec.input_tensors]
+    for program in (execution.program(plan), measuring._repeated(plan, 2)):
+        before, _, _ = (
+            program.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+        ).partition("@jax_cudnn")
+        assert "clamp" in before or "clip" in before or "minimum" in before
+
+
+@pytest.mark.deviceless
+def test_cuda_graphs_hold_no_bounds(monkeypatch):
+    plan = planned("decode")
+    assert has_bounds(plan.spec)
+    monkeypatch.setattr(cuda_graphs, "NOTE", plan.only.behavior_notes[0])
+    with pytest.raises(jc.UnsupportedGraphError, match="more than its kernels") as caught:
+        plan.populate_cuda_graph(1, [], [])
+    assert "numbers of pages are brought into bounds" in str(caught.value)
