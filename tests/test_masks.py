@@ -75,6 +75,20 @@ def test_derivatives_and_batches_are_those_of_relu(key):
 
 
 @pytest.mark.deviceless
+def test_gradients_of_a_result_in_float8(key):
+    """Which masked does not take."""
+
+    @jc.graph
+    def rounded(g, x):
+        y, mask = g.relu_mask(x)
+        return y.set_data_type("float8_e5m2"), mask
+
+    x = jax.random.normal(key, (2, 16, 3, 4))
+    _, pull = jax.vjp(lambda x: rounded(x)[0], x)
+    along = jnp.ones(x.shape, "float8_e5m2")
+    np.testing.assert_array_equal(pull(along)[0], x > 0)
+
+
 def test_the_derivative_keeps_the_mask_and_not_the_result():
     with jc.target("H200"):
         plans = jc.plans(jax.grad(loss(masked)), *avals())

@@ -162,7 +162,10 @@ class Masked(Node):
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor]:
-        return {"input": g.masked(cotangents["OUT_0"], inputs["mask"])}
+        x = cotangents["OUT_0"]
+        if str(x.dtype) not in FLOATS:  # of a result that relu_mask rounds to float8
+            x = g.rounded(x, "float32")
+        return {"input": g.masked(x, inputs["mask"])}
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         return _folds(tensors)
