@@ -97,6 +97,15 @@ def test_tensors_are_found():
     ]
 
 
+def test_a_mask_does_not_make_chosen_integers_floats():
+    x, mask = jnp.arange(6, dtype="int32"), jnp.arange(6) % 2 == 0
+    with jc.Graph(inputs=["s::input0", "s::mask"], outputs=["s::OUT_0"]) as graph:
+        graph.binary_select(x, 3, mask, name="s")
+    got = graph(x, mask)
+    assert got.dtype == "int32"
+    np.testing.assert_array_equal(got, jnp.where(mask, x, 3))
+
+
 @pytest.mark.parametrize("uids", [*itertools.permutations([100, 1, 2]), (2, 3, 1), (None, 1, 100)])
 def test_uids_that_are_given_stay(uids):
     with jc.Graph(io_data_type="FLOAT") as graph:

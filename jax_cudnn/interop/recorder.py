@@ -19,7 +19,7 @@ from .._core.graph import layout
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.calls import signature
 from .._core.graph.dims import integers, packed_strides
-from .._core.graph.dtypes import INTEGERS, is_floating
+from .._core.graph.dtypes import beside_integers, is_floating
 from .._core.graph.node import REGISTRY, Node
 from .._core.graph.options import Options, Surroundings
 from .._core.graph.promotion import result_dtype
@@ -396,7 +396,7 @@ class Recorder(GraphBuilder):
         arrays = [tensor.dtype for tensor in inputs.values() if tensor.value is None]
         for port, tensor in inputs.items():
             if tensor.name in self._integers and arrays:
-                dtype = "int32" if {*arrays} <= {*INTEGERS} else "float32"
+                dtype = "int32" if beside_integers(arrays) else "float32"
                 inputs[port] = replace(tensor, dtype=dtype)
                 self._put(inputs[port])
         return inputs

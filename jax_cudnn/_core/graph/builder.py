@@ -16,7 +16,14 @@ from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnEr
 from .calls import Method, ports_of, signature, static
 from .contract import check_contract
 from .dims import Shape, integers
-from .dtypes import FP8, INTEGERS, canonical_compute, float32_range, int32_range, is_floating
+from .dtypes import (
+    FP8,
+    beside_integers,
+    canonical_compute,
+    float32_range,
+    int32_range,
+    is_floating,
+)
 from .node import REGISTRY, Node
 from .options import DEFAULTS, NOWHERE, Options, Surroundings
 from .source import user_line
@@ -133,9 +140,9 @@ class GraphBuilder:
             if all(isinstance(value, numbers.Number) for value in ports.values()):
                 raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
             rank = max(getattr(value, "ndim", 0) for value in ports.values())
-            kinds = {str(value.dtype) for value in ports.values() if hasattr(value, "dtype")}
-            kinds -= {"bool"}  # which selects
-            integral = bool(kinds) and kinds <= {*INTEGERS}
+            integral = beside_integers(
+                str(value.dtype) for value in ports.values() if hasattr(value, "dtype")
+            )
             inputs = {
                 port: self._lift(value, port, rank, integral) for port, value in ports.items()
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -76,6 +77,12 @@ def float32_range(name: str, value: Any) -> float:
             got=repr(value),
         )
     return float(value)
+
+
+def beside_integers(dtypes: Iterable[str]) -> bool:
+    """Whether a whole number beside arrays of these dtypes is an integer; booleans only select."""
+    kinds = {*dtypes} - {"bool"}
+    return bool(kinds) and kinds <= {*INTEGERS}
 
 
 def int32_range(name: str, value: Any) -> None:
