@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -16,17 +14,15 @@ import numpy as np
 
 from .._core.errors import GraphError, JaxCudnnError
 from .._core.graph import layout
-from .._core.graph.builder import GraphBuilder
 from .._core.graph.calls import signature
 from .._core.graph.dims import integers, packed_strides
-from .._core.graph.dtypes import beside_integers, is_floating
-from .._core.graph.node import REGISTRY, Node
+from .._core.graph.node import REGISTRY
 from .._core.graph.options import Options, Surroundings
-from .._core.graph.promotion import result_dtype
 from .._core.graph.source import user_line
 from .._core.graph.spec import Call, GraphSpec, Tensor
 from .._core.graph.tensor import GraphTensor
 from .canonical import inputs_first, with_constants, with_usual_orders
+from .inferring import Inferring
 from .references import References
 from .spellings import always_returned, spelled
 from .templates import Template, compute_name, is_array, number
@@ -37,7 +33,7 @@ Constants = tuple[tuple[str, str], ...]
 """Inputs that are numbers, each with ``float.hex`` of its value."""
 
 
-class Recorder(GraphBuilder):
+class Recorder(Inferring):
     """Collects operations as a graph function's ``g`` does, from pygraph's calls.
 
     Arrays become inputs. Nodes have names; shapes and dtypes that the user changes after a tensor
@@ -45,20 +41,15 @@ class Recorder(GraphBuilder):
     """
 
     def __init__(self, options: Options, io_data_type: str | None) -> None:
-        super().__init__(options)
+        super().__init__(options, io_data_type)
         self._positions: dict[str, int] = {}
-        self.handles: dict[str, NamedTensor] = {}
         self.references = References(self.handles)
         self.spec: GraphSpec | None = None
-        self._io_data_type = io_data_type
         self._uids: dict[int, NamedTensor] = {}
         self._chosen_uids: set[int] = set()
-        self._returned: set[str] = set()
         self._declared: set[str] = set()  # inputs that no operation was given an array for
         self._untyped: set[str] = set()  # those of them that have no dtype yet
         self._ragged: dict[str, str] = {}  # tensors and their ragged offsets
-        self._computes: dict[str, str] = {}  # calls and the compute types that were said
-        self._integers: set[str] = set()  # constants that were written as integers
         self.family = object()  # what a graph and its copies have in common
 
     @property
@@ -293,12 +284,6 @@ class Recorder(GraphBuilder):
                 where=user_line(),
             )
 
-    def _lift(self, value: Any, port: str, rank: int, integral: bool) -> Tensor:
-        lifted = super()._lift(value, port, rank, integral)
-        if isinstance(value, int):
-            self._integers.add(lifted.name)
-        return lifted
-
     def _results(self, node: str, call: Call) -> Any:
         """What the frontend's method returns: a tensor, or a list that has None for those that a
         node with these attributes has not."""
@@ -359,52 +344,6 @@ class Recorder(GraphBuilder):
         self.spec = spec
         return spec
 
-    def _infer_all(self) -> None:
-        for index, call in enumerate(self._calls):
-            try:
-                self._infer_call(index)
-            except JaxCudnnError as error:
-                error.summary = f"{call.name}, after tensors were changed: {error.summary}"
-                raise
-
-    def _infer_again(self) -> None:
-        """What operations make of tensors that were changed after they were used; what does not
-        fit yet may be changed, too, until :meth:`conclude`."""
-        for index in range(len(self._calls)):
-            with contextlib.suppress(JaxCudnnError):
-                self._infer_call(index)
-
-    def _infer_call(self, index: int) -> None:
-        call = self._calls[index]
-        inputs = self._inputs_of(call)
-        if call.name not in self._computes and not self._is_said(call.node):
-            compute = call.node.default_compute(inputs)
-            call = replace(call, node=replace(call.node, compute_data_type=compute))
-            self._calls[index] = call
-        inferred = call.node.infer(inputs)
-        for port, name in call.outputs:
-            shape, dtype = inferred[port]
-            if name in self._typed:
-                dtype = self._tensors[name].dtype
-            elif name in self._returned and self._io_data_type and is_floating(dtype):
-                dtype = dtype if _fixes(call.node, port, inputs) else self._io_data_type
-            self._put(replace(self._tensors[name], shape=shape, dtype=dtype))
-
-    def _inputs_of(self, call: Call) -> dict[str, Tensor]:
-        """The tensors at the input ports, constants in the type that stands beside the others."""
-        inputs = {port: self._tensors[name] for port, name in call.inputs}
-        arrays = [tensor.dtype for tensor in inputs.values() if tensor.value is None]
-        for port, tensor in inputs.items():
-            if tensor.name in self._integers and arrays:
-                dtype = "int32" if beside_integers(arrays) else "float32"
-                inputs[port] = replace(tensor, dtype=dtype)
-                self._put(inputs[port])
-        return inputs
-
-    def _is_said(self, node: Node) -> bool:
-        """Whether the graph says in which type a node computes."""
-        return node.product and self._options.compute_data_type is not None
-
     def finished(
         self,
         outputs: Sequence[NamedTensor],
@@ -419,9 +358,6 @@ class Recorder(GraphBuilder):
         names = [tensor.name for tensor in order] or self._inputs
         return with_usual_orders(inputs_first(spec, names))
 
-    def _put(self, state: Tensor) -> None:
-        self._tensors[state.name] = self.handles[state.name]._state = state
-
 
 _IN_DROPOUT = {"seed": 1, "offset": 2}
 """Where these stand in the frontend's argument ``dropout``."""
@@ -430,18 +366,3 @@ _IN_DROPOUT = {"seed": 1, "offset": 2}
 @functools.cache
 def _signature(method: str) -> inspect.Signature:
     return signature(REGISTRY[method])
-
-
-def _fixes(node: Node, port: str, inputs: dict[str, Tensor]) -> bool:
-    """Whether the operation says of which type a result is, whatever its operands are: statistics
-    of a normalization are float32."""
-    if node.ports.output_names == (port,):
-        return False
-    narrow = {
-        p: replace(t, dtype="bfloat16") if is_floating(t.dtype) and math.prod(t.shape) > 1 else t
-        for p, t in inputs.items()
-    }
-    try:
-        return node.infer(narrow)[port][1] == "float32"
-    except JaxCudnnError:  # it takes no such operands
-        return node.infer(inputs)[port][1] != result_dtype(inputs)
