@@ -22,6 +22,7 @@ from ._core.planning.execution_plan import ExecutionPlan as ExecutionPlan
 from ._core.transforms.policy import save_cudnn as save_cudnn
 
 if TYPE_CHECKING:  # see _core/later.py
+    from . import flax as flax
     from ._core.context import target as target
     from ._core.inspection.bisect import bisect as bisect
     from ._core.planning.candidates import Candidate as Candidate

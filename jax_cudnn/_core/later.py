@@ -27,14 +27,18 @@ HOMES = {
     "warmup": "_core.planning.warmup",
 }
 """The module of each."""
+ROOMS = ("flax",)
+"""Public rooms that need what is not always installed."""
 
 
 def __getattr__(name: str) -> Any:
     """The package's ``__getattr__`` (PEP 562)."""
+    if name in ROOMS:
+        return importlib.import_module(f"{_PACKAGE}.{name}")
     if name not in HOMES:
         raise AttributeError(f"module {_PACKAGE!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{_PACKAGE}.{HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*vars(sys.modules[_PACKAGE]), *HOMES})
+    return sorted({*vars(sys.modules[_PACKAGE]), *HOMES, *ROOMS})

@@ -1,0 +1,75 @@
+"""What every layer here adds to the layer of Flax that it stands for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import jax
+from flax import nnx
+
+from .._core.graph.trace import graph
+from ..ops import epilogue
+from ..ops.epilogue import Activation
+
+SWAPPED: dict[type[nnx.Module], type[Layer]] = {}
+"""A layer of Flax, and the layer here that stands for it."""
+
+
+@graph
+def _activation(g: Any, x: Any, name: str) -> Any:
+    return epilogue.apply(g, x, None, None, None, name)
+
+
+def activated(x: jax.Array, activation: Activation) -> jax.Array:
+    """An activation by itself, behind what Flax computes."""
+    name = epilogue.activation_name(activation)
+    return x if name is None else _activation(x, name)
+
+
+class Layer:
+    """Stands before Flax's class among the bases of a layer, which it fills in ``SWAPPED``.
+
+    Parameters, their names, shapes and initialisers are Flax's, because its constructor makes them;
+    this one takes the arguments of ``own`` beside its, and keeps them as attributes.
+    """
+
+    own: ClassVar[Mapping[str, Any]] = {}
+    """Arguments that Flax's constructor does not have, and their defaults."""
+
+    def __init_subclass__(cls, **others: Any):
+        super().__init_subclass__(**others)
+        SWAPPED[cls.flaxs()] = cls
+        _, *flaxs = inspect.signature(cls.flaxs().__init__).parameters.values()
+        own = (
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+            for name, default in cls.own.items()
+        )
+        cls.__signature__ = inspect.Signature([*flaxs, *own])
+
+    def __init__(self, *args: Any, **named: Any):
+        own = {name: named.pop(name, default) for name, default in self.own.items()}
+        super().__init__(*args, **named)
+        self._keep(own)
+
+    def _keep(self, own: Mapping[str, Any]) -> None:
+        for name, value in own.items():
+            setattr(self, name, value)
+
+    @classmethod
+    def flaxs(cls) -> type[nnx.Module]:
+        """The layer of Flax: the base behind this one."""
+        return cls.__mro__[cls.__mro__.index(Layer) + 1]
+
+    @classmethod
+    def of(cls, layer: nnx.Module) -> Self:
+        """A layer with the Variables, settings and inner modules of one of Flax's, shared."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(layer))  # NNX's own entries, too
+        made._keep(cls.own)
+        return made
+
+    def unfused(self) -> str | None:
+        """Why Flax's own way computes this layer whatever its operands are, or None."""
+        raise NotImplementedError
