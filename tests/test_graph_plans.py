@@ -274,3 +274,39 @@ def test_a_copy_has_tensors_of_its_own():
         difference().find_tensor(inner)
     read = pickle.loads(pickle.dumps(other))
     assert read.find_tensor("y").get_is_virtual() is False
+
+
+# -- on the GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_plan_of_a_norm_executes_as_its_graph_does():
+    shape = (64, 1024, 1, 1)
+    with jc.Graph(inputs=["ln::input", "ln::scale", "ln::bias"], outputs=["ln::Y"]) as graph:
+        x, scale, bias = (
+            graph.tensor(name=name, dim=dim, data_type="BFLOAT16")
+            for name, dim in (("x", shape), ("s", (1, *shape[1:])), ("b", (1, *shape[1:])))
+        )
+        y, *_ = graph.layernorm(
+            norm_forward_phase="TRAINING", input=x, scale=scale, bias=bias, epsilon=EPSILON,
+            name="ln",
+        )  # fmt: skip
+        y.set_output(True)
+    keys = jax.random.split(jax.random.key(3), 3)
+    given = [
+        (0.003 * jax.random.normal(k, tensor.shape)).astype(tensor.dtype)  # epsilon is felt
+        for k, tensor in zip(keys, graph.spec.input_tensors, strict=True)
+    ]
+    got, want = graph.plan().execute(*given), graph(*given)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    (exact,) = evaluate(graph.spec, *given)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(exact, np.float32), rtol=2e-2, atol=1e-4
+    )
+
+
+@pytest.mark.gpu
+def test_a_plan_of_another_order_executes_in_it():
+    graph = difference(inputs=["b", "a"], outputs=["z", "y"])
+    planned = graph.plan().execute(X, 3 * X)
+    assert [float(y[0, 0]) for y in planned] == [-2.0, 2.0]
