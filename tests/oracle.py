@@ -229,7 +229,7 @@ def tolerance(spec, operands, on_gpu):
     )
     exact = evaluate(spec, operands)
     return [
-        1.3 * distance(r, e) + arithmetic
+        1.4 * distance(r, e) + arithmetic  # attention's weights are rounded too: 1.31 seen
         for r, e in zip(rounded(spec, operands), exact, strict=True)
     ]
 

@@ -10,7 +10,8 @@ import jax
 from jax.interpreters import ad
 from jax.sharding import PartitionSpec
 
-from ..errors import UnsupportedGraphError
+from ..errors import GraphTypeError, UnsupportedGraphError
+from ..graph.dtypes import E8M0
 from ..graph.spec import GraphSpec
 from ..implementation import CUDNN
 from .batch import NoFold, batch
@@ -30,6 +31,14 @@ def jvp_rule(
 ) -> Any:
     """The results from the forward, which keeps residuals; their tangents from another graph."""
     moving = {n: t for n, t in zip(spec.inputs, tangents, strict=True) if type(t) is not ad.Zero}
+    for n in moving:
+        if spec.tensor(n).dtype == E8M0:
+            raise GraphTypeError(
+                f"{name}: there is no derivative with respect to {n}",
+                got=E8M0,
+                why="it holds powers of two alone: neither a zero nor a sign for a tangent",
+                fix="differentiate with respect to what has been quantized, or to the values alone",
+            )
     linear = linearize(spec, frozenset(moving)) if moving else None
     forward = spec if linear is None else linear.forward
     results = bind(forward, name, *primals)
