@@ -12,4 +12,8 @@ except ImportError as error:
         fix='pip install "jax-cudnn[flax]"; all of jax_cudnn but its layers runs without Flax',
     ) from error
 
+from .accelerate import Report as Report
+from .accelerate import accelerate as accelerate
+from .attention import MultiHeadAttention as MultiHeadAttention
 from .linear import Linear as Linear
+from .paged_cache import PagedCache as PagedCache
