@@ -3,6 +3,9 @@
 from . import requirement as requirement
 
 # isort: split
+from .accelerate import Report as Report
+from .accelerate import accelerate as accelerate
+from .attention import MultiHeadAttention as MultiHeadAttention
 from .conv_norm_act import ConvNormAct as ConvNormAct
 from .convolution import Conv as Conv
 from .convolution import ConvTranspose as ConvTranspose
@@ -15,3 +18,4 @@ from .normalization import GroupNorm as GroupNorm
 from .normalization import InstanceNorm as InstanceNorm
 from .normalization import LayerNorm as LayerNorm
 from .normalization import RMSNorm as RMSNorm
+from .paged_cache import PagedCache as PagedCache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from .._core.graph.dtypes import FLOATS
 from .._core.graph.options import normal_precision
 from ..ops import epilogue
 from ..ops.epilogue import Activation
+
+_T = TypeVar("_T")
 
 SWAPPED: dict[type[nnx.Module], type[Layer]] = {}
 """A layer of Flax, and the layer here that stands for it."""
@@ -85,11 +87,31 @@ class Layer:
     @classmethod
     def of(cls, layer: nnx.Module) -> Self:
         """A layer with the Variables, settings and inner modules of one of Flax's, shared."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(layer))  # NNX's own entries, too
+        made = shallow(layer, cls)
         made._keep(cls.own)
         return made
 
     def unfused(self) -> str | None:
         """Why Flax's own way computes this layer whatever its operands are, or None."""
         raise NotImplementedError
+
+    def remark(self) -> str | None:
+        """When Flax's own way computes a part of this layer that a user can have here, or None."""
+        return None
+
+
+def shallow(node: Any, cls: type[_T]) -> _T:
+    """An object of this class with the attributes of another, which may be changed here."""
+    made = object.__new__(cls)
+    vars(made).update(vars(node))  # NNX's own entries, too
+    if (state := vars(node).get("_pytree__state")) is not None:
+        vars(made)["_pytree__state"] = jax.tree.map(lambda x: x, state)  # of the trace of now
+    return made
+
+
+def stand_in(value: Any) -> Any:
+    """The layer that stands for one of Flax's, and any other value itself."""
+    if type(value) not in SWAPPED:
+        return value
+    ours = SWAPPED[type(value)].of(value)
+    return value if ours.unfused() else ours

@@ -21,6 +21,7 @@ from . import reduction as reduction
 from . import score_mods as score_mods
 from . import slicing as slicing
 from . import statistics as statistics
+from .attention_hook import attention_fn as attention_fn
 from .bucketing import bucket as bucket
 from .bucketing import pad_to_bucket as pad_to_bucket
 from .fused_attention import dot_product_attention as dot_product_attention

@@ -1,0 +1,151 @@
+"""A model whose layers are ours, with the Variables of one of Flax's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+from jax import lax
+
+from .layer import SWAPPED, Layer, shallow, stand_in
+from .report import Entry, Report
+
+M = TypeVar("M", bound=nnx.Module)
+_FUNCTIONS = (
+    (nnx.dot_product_attention, "attention_fn"),
+    (jax.nn.dot_product_attention, "dot_product_attention"),
+    (lax.dot_general, "dot_general"),
+    (lax.conv_general_dilated, "conv_general_dilated"),
+)
+
+
+def accelerate(model: M) -> tuple[M, Report]:
+    """The model with every layer of Flax in whose place there is one here, and what was swapped.
+
+    The new model shares all Variables with the given one: training one trains the other. The
+    given one is as before, and so are its lists, dicts and tuples. What stands in several places
+    of it, also in a cycle, does so in the new one. ``nnx.state`` of both is the same.
+
+    Args:
+        model: a module, abstract (``nnx.eval_shape``) or not; also under ``nnx.jit``.
+
+    Returns: the new model, of the same class (of one layer, of ours), and a :class:`Report`;
+    ``print(report)`` shows a table. Classes that are derived from a layer of Flax are not swapped,
+    because they may compute something else, nor are layers that Flax's own way computes whatever
+    their operands are.
+
+    Source: ``flax.nnx``, "Surgery".
+
+    Example:
+        >>> import jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> rngs = nnx.Rngs(0)
+        >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.relu)
+        >>> fast, report = jnn.accelerate(model)
+        >>> type(fast.layers[0]) is jnn.Linear, fast.layers[0].kernel is model.layers[0].kernel
+        (True, True)
+        >>> print(report)
+        path      class   swapped  why
+        layers.0  Linear  yes
+        1 swapped, 0 kept
+    """
+    copied = _Copy()
+    made = copied.of(model, ())
+    return made, Report(tuple(copied.entries.values()))
+
+
+class _Copy:
+    """A copy of what holds modules, one for each object."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Any] = {}
+        self.entries: dict[Any, Entry] = {}
+
+    def of(self, value: Any, path: tuple[str, ...]) -> Any:
+        """The value for the new model; itself where it holds no module."""
+        if isinstance(value, nnx.Module) and (told := _told(value)):
+            self.note(id(value), path, *told)
+        if id(value) in self.made:
+            return self.made[id(value)]
+        if isinstance(value, nnx.Variable):
+            return value
+        if isinstance(value, nnx.Pytree):
+            return self.of_module(value, path)
+        if isinstance(value, (list, dict)):
+            return self.of_container(value, path)
+        if isinstance(value, tuple):
+            parts = [self.of(x, (*path, str(i))) for i, x in enumerate(value)]
+            if _same(parts, value):
+                return value
+            made: Any = type(value)
+            return made._make(parts) if hasattr(made, "_make") else made(parts)
+        if isinstance(value, functools.partial):
+            func, args = self.of(value.func, path), self.of(value.args, path)
+            named = {name: self.of(x, (*path, name)) for name, x in value.keywords.items()}
+            same = func is value.func and args is value.args
+            if same and _same(named.values(), value.keywords.values()):
+                return value
+            return functools.partial(func, *args, **named)
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, nnx.Pytree):
+            return types.MethodType(value.__func__, self.of(value.__self__, path))
+        return value
+
+    def of_module(self, module: Any, path: tuple[str, ...]) -> Any:
+        ours = stand_in(module)
+        made = self.made[id(module)] = shallow(module, type(module)) if ours is module else ours
+        for name, inner in vars(module).items():
+            if name.startswith("_pytree__"):
+                continue
+            if not isinstance(made, Layer) and not type(module).__module__.startswith("flax."):
+                self.note_function(inner, (*path, name))
+            copied = self.of(inner, (*path, name))
+            if copied is not inner:
+                vars(made)[name] = copied
+        return made
+
+    def of_container(self, container: Any, path: tuple[str, ...]) -> Any:
+        made = self.made[id(container)] = copy.copy(container)
+        items = enumerate(container) if isinstance(container, list) else container.items()
+        for key, inner in items:
+            made[key] = self.of(inner, (*path, str(key)))
+        return made
+
+    def note(self, key: Any, path: tuple[str, ...], name: str, swapped: bool, why: str) -> None:
+        """An entry of what the report tells of; another path of what has one."""
+        where = ".".join(path) or "model"
+        if key in self.entries:
+            where = f"{self.entries[key].path}, {where}"
+        self.entries[key] = Entry(where, name, swapped, why)
+
+    def note_function(self, value: Any, path: tuple[str, ...]) -> None:
+        """An entry of a function that a module of the user's calls."""
+        inner = value.func if isinstance(value, functools.partial) else value
+        for function, ours in _FUNCTIONS:
+            if inner is function:
+                why = f"a function of your own module: jax_cudnn.ops.{ours} can stand for it"
+                self.note(path, path, function.__name__, False, why)
+
+
+def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _told(module: nnx.Module) -> tuple[str, bool, str] | None:
+    """Name, whether swapped, and why or when not; None of what the report does not tell."""
+    kind, ours = type(module), stand_in(module)
+    if isinstance(module, Layer):
+        return kind.__name__, False, "it is a layer of jax_cudnn"
+    if ours is not module:
+        return kind.__name__, True, ours.remark() or ""
+    if kind in SWAPPED:
+        return kind.__name__, False, SWAPPED[kind].of(module).unfused() or ""
+    if bases := [base.__name__ for base in kind.__mro__ if base in SWAPPED]:
+        return kind.__name__, False, f"a class derived from {bases[0]}: it may compute otherwise"
+    if kind.__module__.startswith("flax.nnx.nn."):
+        return kind.__name__, False, "there is no such layer here"
+    return None

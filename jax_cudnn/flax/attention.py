@@ -1,0 +1,244 @@
+"""MultiHeadAttention: flash attention between projections that are layers here, too."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from .. import ops
+from .._core.errors import GraphError
+from .._core.graph.options import Options
+from .layer import Layer, stand_in
+from .paged_cache import PagedCache
+
+_FLAXS = nnx.dot_product_attention
+_ROPE = getattr(nnx, "dot_product_attention_with_rope", None)  # from Flax 0.12.9 on
+
+
+class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
+    """``flax.nnx.MultiHeadAttention`` on cuDNN's flash attention.
+
+    ``softmax(q k^T / sqrt(head_dim)) v`` for each head, where q, k and v are projections of the
+    inputs, and a projection of the result.
+
+    Args: those of ``nnx.MultiHeadAttention``, and
+        is_causal: a query sees keys up to its own position, without a mask in memory. The argument
+            of the call says it for one call.
+        local_window_size: what ``jax_cudnn.ops.dot_product_attention`` takes, or None.
+        page_size: with ``decode`` keys and values lie in pages of so many tokens
+            (``paged_cache``, a :class:`PagedCache`, which ``init_cache`` makes), or None.
+
+    Shapes: inputs (*batch, length, in_features), the result (*batch, length, out_features);
+    parameters as in Flax, those of the four projections and of normalize_qk's two norms.
+
+    With ``decode`` the cache has Flax's Variables (``cached_key``, ``cached_value``,
+    ``cache_index``), and attention reads them up to a length instead of through a mask. Where Flax
+    takes one token, several may come: each sees those before it. Keys are cast to the cache's
+    dtype.
+
+    Flax's own way computes attention with an ``attention_fn`` of one's own (but for
+    ``nnx.dot_product_attention_with_rope``, where nothing is decoded), where weights are sown, and
+    where ``dropout_rate`` is not 0 and ``broadcast_dropout`` is, in training: give
+    ``broadcast_dropout=False``, and cuDNN draws the mask, which is another than Flax's. Projections
+    are layers of this package in any case.
+
+    Raises:
+        GraphError: ``local_window_size`` beside an ``attention_fn`` of one's own; a mask or dropout
+            beside pages.
+
+    Source: ``flax.nnx.MultiHeadAttention``; Vaswani et al. 2017, arXiv:1706.03762.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> layer = jnn.MultiHeadAttention(4, 32, is_causal=True, decode=False, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 16, 32))).shape
+        (2, 16, 32)
+    """
+
+    own: ClassVar = {"is_causal": False, "local_window_size": None, "page_size": None}
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    page_size: int | None
+    paged_cache: PagedCache | None = None
+
+    def _keep(self, own: Any) -> None:
+        super()._keep(own)
+        for name, inner in vars(self).items():
+            vars(self)[name] = stand_in(inner)
+
+    def unfused(self) -> str | None:
+        if self._attention() is None:
+            return "it has an attention_fn of its own"
+        return None
+
+    def remark(self) -> str | None:
+        if self.dropout_rate and self.broadcast_dropout:
+            return "in training Flax computes its dropout, which examples and heads share"
+        return None
+
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> jax.Array:
+        """``nnx.MultiHeadAttention``'s, with its arguments."""
+        inputs, is_causal = (inputs_q, inputs_k, inputs_v), is_causal or self.is_causal
+        decode = self.decode if decode is None else decode
+        attention = self._attention()
+        if attention is None or self._is_flaxs(attention, decode, others):
+            self._check_no_window()
+            named = {"mask": mask, "sow_weights": sow_weights, "decode": decode}
+            return super().__call__(*inputs, is_causal=is_causal, **named, **others)
+        if decode:
+            cached = self._cached if self.paged_cache is None else self._paged
+            attention, is_causal = functools.partial(cached, attention), False
+        if sow_weights:
+            attention = functools.partial(_sown, attention, self)
+        if self.local_window_size is not None:
+            attention = functools.partial(attention, local_window_size=self.local_window_size)
+        return self._with(attention)(
+            *inputs, mask=mask, decode=False, is_causal=is_causal, **others
+        )
+
+    def init_cache(self, input_shape: Any, dtype: Any = jnp.float32) -> None:
+        """``nnx.MultiHeadAttention``'s; with a page_size, ``paged_cache`` for as many tokens."""
+        if self.page_size is None:
+            return super().init_cache(input_shape, dtype)
+        *batch, length, _ = input_shape
+        self.paged_cache = PagedCache(
+            math.prod(batch),
+            length,
+            self.num_kv_heads,
+            self.head_dim,
+            page_size=self.page_size,
+            dtype=dtype,
+        )
+        return None
+
+    def _attention(self) -> Callable[..., jax.Array] | None:
+        """The function that attends on cuDNN, or None where it is the user's."""
+        function = self.attention_fn
+        inner = function.func if isinstance(function, functools.partial) else function
+        if inner is ops.attention_fn:
+            return function
+        if function is _FLAXS:
+            return ops.attention_fn
+        if inner is _ROPE is not None and {*function.keywords} == {"rope"} and not function.args:
+            return functools.partial(_attention_with_rope, **function.keywords)
+        return None
+
+    def _is_flaxs(self, attention: Any, decode: bool | None, others: Any) -> bool:
+        """Whether Flax is to say what is missing, or rotates in its own way."""
+        if decode is None or (decode and self.paged_cache is None and self.cached_key is None):
+            return True
+        rotates = getattr(attention, "func", None) is _attention_with_rope
+        return rotates and (decode or others.get("input_positions") is not None)
+
+    def _check_no_window(self) -> None:
+        if self.local_window_size is not None and self.unfused():
+            raise GraphError(
+                "a window beside an attention_fn of one's own",
+                expected="local_window_size=None",
+                got=f"local_window_size={self.local_window_size!r}",
+                fix="give it to jax_cudnn.ops.attention_fn with functools.partial",
+            )
+
+    def _with(self, attention: Callable[..., jax.Array]) -> Any:
+        """Flax's layer with all that this one has, and another attention_fn."""
+        layer = object.__new__(self.flaxs())
+        vars(layer).update(vars(self), attention_fn=attention)
+        return layer
+
+    def _cached(
+        self, attention: Any, query: Any, key: Any, value: Any, *, is_causal: bool, **named: Any
+    ) -> jax.Array:
+        """Attention to the cache, with the new keys and values in it."""
+        cache: Any = (self.cached_key, self.cached_value, self.cache_index)
+        keys, values, index = cache
+        *batch, most, heads, size = keys.shape
+        count = key.shape[-3]
+        if key.shape != (*batch, count, heads, size) or count > most:
+            raise GraphError(
+                "Autoregressive cache shape error",
+                expected=f"keys {[*batch, 1, heads, size]}, or more tokens, up to {most}",
+                got=str(list(key.shape)),
+                fix="call init_cache with the shape of the inputs",
+            )
+        first = index[...]
+        zero = jnp.zeros_like(first)
+        at = (*(zero for _ in batch), first, zero, zero)
+        for cached, new in ((keys, key), (values, value)):
+            cached[...] = lax.dynamic_update_slice(cached[...], new.astype(cached.dtype), at)
+        index[...] = first + count
+        return attention(
+            query,
+            keys[...],
+            values[...],
+            key_value_seq_lengths=jnp.broadcast_to(first + count, math.prod(batch)),
+            is_causal=count > 1,
+            bottom_right=count > 1 or self.local_window_size is not None,
+            **named,
+        )
+
+    def _paged(
+        self,
+        attention: Any,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = True,
+        local_window_size: Any = None,
+        module: Any = None,
+        precision: Any = None,
+        **_: Any,
+    ) -> jax.Array:
+        """Attention to the cache in pages, with the new keys and values in it."""
+        given = {
+            "mask": mask is not None,
+            "dropout": dropout_rate > 0 and not deterministic,
+            "sow_weights": module is not None,
+            "attention_fn": attention is not ops.attention_fn,
+        }
+        if any(given.values()):
+            raise GraphError(
+                "attention to keys in pages does not take these",
+                expected="lengths, is_causal and local_window_size alone",
+                got=", ".join(name for name in given if given[name]),
+                fix="leave page_size out: the cache is then one array",
+            )
+        four = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
+        cache: Any = self.paged_cache
+        out = cache(
+            *four, local_window_size=local_window_size, options=Options(precision=precision)
+        )
+        return out.reshape(query.shape)
+
+
+def _sown(attention: Any, module: nnx.Module, *operands: Any, **named: Any) -> jax.Array:
+    """Flax's layer names itself, or no module."""
+    return attention(*operands, **{**named, "module": module})
+
+
+def _attention_with_rope(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, rope: Any, **named: Any
+) -> jax.Array:
+    rotate = jax.vmap(rope, in_axes=-2, out_axes=-2)
+    return ops.attention_fn(rotate(query), rotate(key), value, **named)

@@ -1,0 +1,234 @@
+"""Flax's dot_product_attention on cuDNN, argument for argument."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.errors import GraphError
+from .._core.graph.dtypes import FLOATS
+from .._core.graph.options import Options, normal_precision
+from .attention_operands import window_bounds
+from .fused_attention import dot_product_attention
+
+log = logging.getLogger("jax_cudnn")
+
+
+def attention_fn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    promote_dtype: Callable[..., Any] | None = None,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Any] | None = None,
+    qk_attn_weights_einsum: Callable[..., Any] | None = None,
+    attn_weights_value_einsum: Callable[..., Any] | None = None,
+    *,
+    local_window_size: int | tuple[int, int] | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    bottom_right: bool = False,
+    **others: Any,
+) -> jax.Array:
+    """``flax.nnx.dot_product_attention`` and ``flax.linen.dot_product_attention`` on cuDNN.
+
+    For Flax: ``nnx.MultiHeadAttention(..., attention_fn=jax_cudnn.ops.attention_fn)``, and the same
+    of ``linen.MultiHeadDotProductAttention``. Letters as in
+    :func:`jax_cudnn.ops.dot_product_attention`, which computes it.
+
+    Args:
+        query: (*batch, T, N, H), with any number of dimensions in front, or none.
+        key: (*batch, S, K, H).
+        value: (*batch, S, K, E).
+        bias: added to the scores, broadcast to (*batch, N, T, S).
+        mask: true, or not 0, where a key is seen; broadcast likewise.
+        broadcast_dropout: one mask of dropout for all examples and heads.
+        dropout_rng: a key; with ``broadcast_dropout=False`` the mask is cuDNN's, another than
+            Flax's.
+        dropout_rate: how probably a weight is dropped.
+        deterministic: nothing is dropped.
+        dtype: of the operands and the result, by default what the operands promote to.
+        precision: lax's; "highest" keeps float32 from TF32.
+        module: where the attention weights are sown.
+        promote_dtype: NNX's function that promotes the operands.
+        is_causal: a query sees keys up to its own position.
+        force_fp32_for_softmax: it is float32 always, and the result has the operands' dtype.
+        einsum_dot_general: Linen's.
+        qk_attn_weights_einsum: Linen's.
+        attn_weights_value_einsum: Linen's.
+        local_window_size: as in ``dot_product_attention``; with ``functools.partial``.
+        key_value_seq_lengths: likewise, (B,) for all examples in one row.
+        bottom_right: likewise.
+        others: what else ``dot_product_attention`` takes: sink, alibi, score_mod, options, ...
+
+    Returns: (*batch, T, N, E).
+
+    Flax's own function computes what cuDNN has not, with a line in the debug log of the logger
+    ``jax_cudnn``: weights that are sown, dropout that examples and heads share (Flax's default:
+    give ``broadcast_dropout=False``), einsums of one's own, float64, and empty arrays.
+
+    Raises:
+        GraphError: shapes or arguments do not fit; ``others`` where Flax's function computes.
+        UnsupportedGraphError: under ``jax_cudnn.implementation("cudnn")``, where cuDNN does not.
+
+    Source: ``flax.nnx.dot_product_attention``, ``flax.linen.dot_product_attention``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn as jc
+        >>> x = jnp.ones((2, 3, 16, 4, 8), "bfloat16")
+        >>> jc.ops.attention_fn(x, x, x, is_causal=True).shape
+        (2, 3, 16, 4, 8)
+    """
+    if promote_dtype is None:
+        dtype = _dtype(query, key, value) if dtype is None else dtype
+        query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    else:
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    rate = 0.0 if deterministic else dropout_rate
+    einsums = {
+        "einsum_dot_general": einsum_dot_general,
+        "qk_attn_weights_einsum": qk_attn_weights_einsum,
+        "attn_weights_value_einsum": attn_weights_value_einsum,
+    }
+    reason = _flaxs_reason(query, key, value, module, einsums, rate, broadcast_dropout)
+    if reason is None:
+        *batch, t, n, _ = query.shape
+        if precision is not None:
+            options = others.get("options") or Options()
+            others["options"] = replace(options, precision=normal_precision(precision))
+        out = dot_product_attention(
+            _in_one_batch(query),
+            _in_one_batch(key),
+            _in_one_batch(value),
+            _broadcasting_batch(bias, batch),
+            _broadcasting_batch(None if mask is None else mask.astype(bool), batch),
+            is_causal=is_causal,
+            local_window_size=local_window_size,
+            key_value_seq_lengths=key_value_seq_lengths,
+            bottom_right=bottom_right,
+            dropout_rate=rate,
+            dropout_rng=dropout_rng if rate else None,
+            **others,
+        )
+        return out if query.ndim <= 4 else out.reshape(*batch, t, n, value.shape[-1])
+    if others:
+        raise GraphError(
+            "Flax's own attention does not take these arguments",
+            expected="arguments of Flax's dot_product_attention",
+            got=", ".join(sorted(others)),
+            why=f"{reason}, which cuDNN does not compute",
+        )
+    log.debug("attention_fn: Flax's own function runs it: %s", reason)
+    hidden = _seen(query, key, is_causal, local_window_size, key_value_seq_lengths, bottom_right)
+    masks = [x for x in (mask, hidden) if x is not None]
+    return _flaxs(module, einsums, force_fp32_for_softmax)(
+        query,
+        key,
+        value,
+        bias,
+        functools.reduce(jnp.logical_and, masks) if masks else None,
+        broadcast_dropout,
+        dropout_rng,
+        rate,
+        deterministic,
+        dtype,
+        precision,
+        module,
+    )
+
+
+def _dtype(*arrays: Any) -> Any:
+    dtype = jnp.result_type(*arrays)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(dtype, jnp.float32)
+
+
+def _flaxs_reason(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    module: Any,
+    einsums: dict[str, Any],
+    rate: float,
+    broadcast_dropout: bool,
+) -> str | None:
+    """Why Flax's own function computes it, or None."""
+    if module is not None:
+        return "the attention weights are sown"
+    if any(einsums.values()):
+        return "an einsum of one's own"
+    if rate and broadcast_dropout:
+        return "dropout that examples and heads share"
+    if str(query.dtype) not in FLOATS:
+        return f"the dtype {query.dtype}"
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        return "an empty array"
+    return None
+
+
+def _flaxs(module: Any, einsums: dict[str, Any], force_fp32_for_softmax: bool) -> Callable:
+    """Flax's function: Linen's for what NNX's does not take."""
+    from flax import linen
+    from flax.nnx.nn import attention  # nnx's own name may stand for the hook
+
+    if any(einsums.values()) or force_fp32_for_softmax or isinstance(module, linen.Module):
+        return functools.partial(
+            linen.dot_product_attention, force_fp32_for_softmax=force_fp32_for_softmax, **einsums
+        )
+    return attention.dot_product_attention
+
+
+def _in_one_batch(x: jax.Array) -> jax.Array:
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) if x.ndim > 4 else x
+
+
+def _broadcasting_batch(x: Any, batch: list[int]) -> Any:
+    """What broadcasts to (*batch, N, T, S) as what broadcasts to (B, N, T, S)."""
+    if x is None or len(batch) < 2 or x.ndim <= 3:
+        return x
+    own = x.shape[:-3]
+    if set(own) == {1}:
+        return x.reshape(1, *x.shape[-3:])
+    return _in_one_batch(jnp.broadcast_to(x, (*batch, *x.shape[-3:])))
+
+
+def _seen(
+    query: jax.Array,
+    key: jax.Array,
+    is_causal: bool,
+    window: Any,
+    lengths: jax.Array | None,
+    bottom_right: bool,
+) -> jax.Array | None:
+    """The keys that band and lengths leave, as a mask (*batch or 1, 1, T, S)."""
+    left, right = window_bounds(window)
+    right = 0 if is_causal else right
+    if left is right is lengths is None:
+        return None
+    (*batch, t, _, _), s = query.shape, key.shape[-3]
+    count = (
+        jnp.asarray(s).reshape((1,) * (len(batch) + 3))
+        if lengths is None
+        else lengths.reshape(*batch, 1, 1, 1)
+    )
+    i, j = jnp.arange(t)[:, None], jnp.arange(s)
+    i = i + (count - t if bottom_right else 0)
+    seen = j < count
+    if left is not None:
+        seen &= j > i - left
+    return seen if right is None else seen & (j <= i + right)
