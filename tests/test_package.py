@@ -98,7 +98,7 @@ ALLOWED = {
     "_core": {"deviceless"},
     "ops": {"_core"},
     "deviceless": {"_core"},
-    "bench": {"ops", "deviceless", "_core"},
+    "bench": {"flax", "ops", "deviceless", "_core"},
     "fuzz": {"ops", "deviceless", "_core"},
     "doctor": {"deviceless", "_core"},
     "explain": {"ops", "_core"},

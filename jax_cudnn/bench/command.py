@@ -17,11 +17,12 @@ examples:
   bench --steps --out results                 training steps; writes steps_<gpu>.json
   bench --norms --out results                 normalizations; writes norms_<gpu>.json
   bench --attention --out results             attention; writes attention_<gpu>.json
+  bench --flax --profile --only resnet50      training Flax's models; writes flax_<gpu>.json
   bench --render results/h200.json --plot results/h200.svg
   bench --losses results/h200.json results/norms_h200.json --write losses.json
 """
 
-_NAMED = ("steps", "norms", "attention")
+_NAMED = ("steps", "norms", "attention", "flax")
 """Benches of named models, of which each has its own file."""
 
 
@@ -55,8 +56,15 @@ def add_parser(commands: Any) -> None:
         "normalizations"
     )  # fmt: skip
     parser.add_argument(
-        "--tiny", action="store_true", help="with --steps, --norms or --attention: small shapes, "
-        "on a CPU, too"
+        "--flax", action="store_true", help="measure training steps of models in plain Flax, as "
+        "they are and with jax_cudnn.flax.accelerate"
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", action="store_true", help="with --flax: also which kernels take the time"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="with --steps, --norms, --attention or --flax: small "
+        "shapes, on a CPU, too"
     )  # fmt: skip
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="with --only: put these cases into this result"
@@ -89,13 +97,15 @@ def bench(options: argparse.Namespace) -> int:
         raise GraphError("--write goes with --losses", expected="--losses FILE --write TABLE")
     if options.tiny and not named:
         raise GraphError(
-            "--tiny goes with --steps, --norms or --attention", expected="--steps --tiny"
+            "--tiny goes with --steps, --norms, --attention or --flax", expected="--steps --tiny"
         )
+    if options.profile and not options.flax:
+        raise GraphError("--profile goes with --flax", expected="--flax --profile")
     if len(named) > 1 or (named and (options.function or options.plot)):
         raise GraphError(
             f"--{named[0]} measures named models alone, and has no picture",
             expected=f"--{named[0]} with --only, --tiny, --into and --out",
-            got="a function, --plot, or another of --steps, --norms and --attention, too",
+            got="a function, --plot, or another of --steps, --norms, --attention and --flax, too",
         )
     if options.losses:
         return _losses(options.losses, options.write)
@@ -106,7 +116,10 @@ def bench(options: argparse.Namespace) -> int:
         result = _function(options)
     elif named:
         measured = getattr(run, f"run_{named[0]}")
-        result = measured(options.out or Path("."), options.only, options.tiny, options.into)
+        more = {"profiled": True} if options.profile else {}
+        result = measured(
+            options.out or Path("."), options.only, options.tiny, options.into, **more
+        )
     else:
         result = run.run(options.out or Path("."), options.only, options.into)
     if options.plot:
@@ -142,18 +155,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _tables(result: dict[str, Any], path: Path) -> str:
-    """Both tables; a result without one of them says so. Training steps, normalizations and
-    attention have others."""
-    from .run import render, render_attention, render_cases, render_norms, render_steps
+    """Both tables; a result without one of them says so. Benches of named models have others."""
+    from . import run
 
     try:
-        if "steps" in result:
-            return render_steps(result)
-        if "norms" in result:
-            return render_norms(result)
-        if "attention" in result:
-            return render_attention(result)
-        return f"{render(result)}\n\n{render_cases(result)}"
+        for kind in run.NAMED:
+            if kind in result:
+                return getattr(run, f"render_{kind}")(result)
+        return f"{run.render(result)}\n\n{run.render_cases(result)}"
     except (AttributeError, KeyError, TypeError) as error:
         raise _no_result(path, repr(error)) from error
 

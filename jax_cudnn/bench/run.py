@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._core.cuda import device_nodes
 from .._core.errors import GraphError, TargetError
@@ -20,6 +20,7 @@ from .attention.case import LIMIT, AttentionCase
 from .attention.published import PUBLISHED
 from .attention.tables import render_attention as render_attention
 from .comparison import Formulation
+from .flax.tables import render_flax as render_flax
 from .models.cases import ModelCase, Operand, model_cases
 from .norms import cases as norm_cases
 from .norms.tables import render_norms as render_norms
@@ -29,7 +30,13 @@ from .tables import RESULTS as RESULTS
 from .tables import render as render
 from .tables import render_cases as render_cases
 
-Named = TypeVar("Named", step_models.StepCase, norm_cases.NormCase, AttentionCase)
+if TYPE_CHECKING:
+    from .flax.case import FlaxCase
+
+NAMED = ("steps", "norms", "attention", "flax")
+"""Benches of named models, of which each has its own file."""
+
+Named = TypeVar("Named", step_models.StepCase, norm_cases.NormCase, AttentionCase, "FlaxCase")
 
 _MODES = {"command_buffers": "", "no_command_buffers": "--xla_gpu_enable_command_buffer="}
 _SECONDS = 2.0  # of rounds a case: all cases, compilation included, take some minutes
@@ -112,6 +119,26 @@ def run_attention(
     return _run_sides("attention", measured, render_attention, about, out, only, tiny, into)
 
 
+def run_flax(
+    out: Path,
+    only: str | None = None,
+    tiny: bool = False,
+    into: Path | None = None,
+    profiled: bool = False,
+) -> dict[str, Any]:
+    """Flax's models, as :func:`run_norms` does normalizations; writes ``flax_<model>.json``."""
+    from .flax import cases as flax_cases
+    from .flax import measure as flax
+
+    cases = flax_cases.tiny_cases() if tiny else flax_cases.flax_cases()
+    chosen = _chosen(cases, only, "model of Flax")
+    measured = partial(flax.measure_flax, chosen, profiled=profiled)
+    about = {"limit": LIMIT}
+    return _run_sides(
+        "flax", measured, render_flax, about, out, only, tiny, into, packages=("flax", "optax")
+    )
+
+
 def _run_sides(
     kind: str,
     measured: Callable[..., dict[str, Any]],
@@ -121,14 +148,15 @@ def _run_sides(
     only: str | None,
     tiny: bool,
     into: Path | None,
+    packages: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """A bench with PyTorch beside us, which is written after each case."""
+    """A bench of several sides, such as PyTorch's, which is written after each case."""
     from . import sides
 
     if not tiny:
         _need_a_gpu(f"`--{kind} --tiny` runs the same programs with small shapes anywhere")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    result = {"environment": sides.environment(), **about, kind: {}}
+    result = {"environment": sides.environment(*packages), **about, kind: {}}
     name = f"{kind}_" + _model(result) + "-tiny" * tiny + "-partial" * bool(only)
 
     def keep(entries: dict[str, Any]) -> None:  # a run may be ended early
@@ -145,8 +173,8 @@ def _run_sides(
 
 
 def merge(part: dict[str, Any], into: Path) -> dict[str, Any]:
-    """Puts the cases, steps, normalizations or attentions of a result in the place of those of an
-    earlier one, and writes that.
+    """Puts the cases, or entries of a named bench, in the place of those of an earlier result, and
+    writes that.
 
     GraphError where the two are of another GPU or other versions.
     """
@@ -159,7 +187,7 @@ def merge(part: dict[str, Any], into: Path) -> dict[str, Any]:
             got=str(ours),
             fix="measure all cases anew: leave out --only and --into",
         )
-    kind = next(kind for kind in ("steps", "norms", "attention", "cases") if kind in part)
+    kind = next(kind for kind in (*NAMED, "cases") if kind in part)
     if kind not in result:
         raise GraphError(f"{into} holds no {kind}", got=", ".join(result))
     result[kind] |= part[kind]
@@ -205,15 +233,22 @@ def select(only: str | None) -> list[ModelCase]:
 
 
 def listing(kind: str | None = None) -> str:
-    """The names of all cases with their operands, or of all "steps", "norms" or "attention"."""
+    """The names of all cases with their operands, or of those of one of ``NAMED``."""
     every: dict[str, Callable[[], Iterable[Any]]] = {
         "steps": step_models.step_cases,
         "norms": norm_cases.norm_cases,
         "attention": attention_cases.attention_cases,
+        "flax": _flax_cases,
     }
     if kind is not None:
         return "\n".join(f"{case.name}  {case.what}" for case in every[kind]())
     return "\n".join(f"{c.name}  {' '.join(map(str, c.operands))}" for c in model_cases())
+
+
+def _flax_cases() -> Iterable[Any]:
+    from .flax.cases import flax_cases  # Flax need not be installed for the others
+
+    return flax_cases()
 
 
 def _measured(cases: Sequence[ModelCase], **options: Any) -> dict[str, Any]:

@@ -48,9 +48,9 @@ class Fillers:
             return cls(read)
 
 
-def environment() -> dict[str, Any]:
-    """Where this was measured, with the versions of PyTorch and of the driver."""
-    return timing.environment("torch", "triton") | {"driver": driver()}
+def environment(*packages: str) -> dict[str, Any]:
+    """Where this was measured, with the versions of PyTorch, of the driver and of more packages."""
+    return timing.environment("torch", "triton", *packages) | {"driver": driver()}
 
 
 def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:

@@ -1,0 +1,99 @@
+"""Steps of Flax's models as the Markdown that README.md shows between its ``flax`` marks.
+
+Without Flax a result can be read, too, so nothing here needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..tables import spread, where
+
+OURS, PLAIN, CUDNN = "accelerate", "Flax", "Flax, jax.nn's cuDNN attention"
+_TITLES = (
+    "model",
+    "layers",
+    "ms a step",
+    "a second",
+    "MFU",
+    "memory, GB",
+    "Flax's / ours",
+    "goal, ms",
+    "known, ms",
+)
+
+
+def render_flax(result: dict[str, Any]) -> str:
+    """A row for each model and side; below them what was swapped, what did not run, and where a
+    goal is missed what takes the time."""
+    limit, environment = result["limit"], result["environment"]
+    rows = [f"| {' | '.join(_TITLES)} |", "|" + "---|" * len(_TITLES)]
+    notes: list[str] = []
+    for name, entry in result["flax"].items():
+        rows += [f"| {' | '.join(_cells(name, entry, side))} |" for side in entry["sides"]]
+        notes += _notes(name, entry)
+    return (
+        f"{where(result)}, flax {environment['flax']}; median (smallest to largest) of rounds in "
+        "which the sides take turns; bfloat16 with parameters in float32, random data, one "
+        "`nnx.jit` of loss, gradients and optax update with donated state. MFU is of the model's "
+        "FLOPs, three times those of its forward, of causal attention the half, at "
+        f"{limit['tflops']['bfloat16']:g} TFLOP/s ({limit['of']}). Memory is what XLA assigns to "
+        "the step: arguments, results and temporaries.\n\n"
+        + "\n".join(rows)
+        + "\n\n"
+        + "\n".join(f"- {note}" for note in notes)
+    )
+
+
+def _cells(name: str, entry: dict[str, Any], side: str) -> list[str]:
+    found = entry["sides"][side]
+    ours, goal = entry["sides"].get(OURS), entry.get("goal_ms")
+    ratio = found["ms"]["median"] / ours["ms"]["median"] if ours else None
+    known = entry["known_ms"].get(side)
+    return [
+        name,
+        side if entry["status"] == "timed" or side != OURS else f"{side} ({entry['status']})",
+        spread(found["ms"]),
+        f"{found['per_s']:g} {entry['unit']}",
+        f"{found['mfu']:.1%}",
+        f"{found['memory_gb']:g}",
+        f"{ratio:.2f}" if ratio and side != OURS else "",
+        f"{goal:g}" if goal and side == OURS else "",
+        f"{known:g}" if known else "",
+    ]
+
+
+def _notes(name: str, entry: dict[str, Any]) -> list[str]:
+    said = []
+    if "parameters" in entry:
+        tflop = entry["flops"] / 1e12
+        said.append(
+            f"{name}: {entry['parameters'] / 1e6:.3g}M parameters, {tflop:.3g} TFLOP a step; "
+            + entry["what"]
+        )
+    if "swapped" in entry:
+        swapped = ", ".join(f"{n} {kind}" for kind, n in entry["swapped"]["ours"].items())
+        calls = entry["sides"][OURS]["custom_calls"] if OURS in entry["sides"] else 0
+        kept = "; ".join(f"{n} {why}" for why, n in entry["swapped"]["kept"].items())
+        said.append(
+            f"{name}: {swapped or 'no layer'} swapped, {calls} custom calls"
+            + (f"; not swapped: {kept}" if kept else "")
+        )
+    if "reason" in entry:
+        said.append(f"{name}, {entry['status']}: {entry['reason']}")
+    for side, reason in entry.get("not_run", {}).items():
+        if reason != entry.get("reason"):
+            said.append(f"{name}, {side} did not run: {reason}")
+    return said + _missed(name, entry)
+
+
+def _missed(name: str, entry: dict[str, Any]) -> list[str]:
+    """Where a goal is not met: by how much, and what the step spends its time on."""
+    found, goal = entry["sides"].get(OURS), entry.get("goal_ms")
+    if not found or not goal or found["ms"]["median"] <= goal:
+        return []
+    text = f"{name}: {found['ms']['median'] / goal - 1:.0%} above its goal"
+    if profile := found.get("profile"):
+        kinds = ", ".join(f"{kind} {ms:.3g}" for kind, ms in profile["kinds_ms"].items())
+        text += f"; of {profile['busy_ms']:.3g} ms of kernels: {kinds}"
+    return [text]
