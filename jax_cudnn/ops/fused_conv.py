@@ -29,6 +29,7 @@ from .arguments import (
     transposed_pads,
 )
 from .epilogue import Activation, Terms
+from .patches import as_patches
 
 
 def _fprop(g, x, w, scale, bias, residual, *, pads, strides, dilation, activation, out):
@@ -167,9 +168,9 @@ def prepared(
         for size, pair, reach, step in zip(image.shape[2:], padded, window, stride, strict=True)
     )
     shape = (image.shape[0], weight.shape[0], *sizes)
-    return Prepared(
-        image, weight, shape, spec, {"pads": padded, "strides": stride, "dilation": dilate}
-    )
+    windows = {"pads": padded, "strides": stride, "dilation": dilate}
+    image, weight, windows = as_patches(image, weight, windows)
+    return Prepared(image, weight, shape, spec, windows)
 
 
 def conv_transpose(

@@ -17,6 +17,7 @@ from .._core.graph.dtypes import FLOATS, PRODUCTS, canonical
 from .arguments import chosen, numbers, promoted, transpose
 from .fused_conv import CONV, CONV_TRANSPOSE, dilated
 from .fused_matmul import DOT_GENERAL
+from .patches import as_patches
 
 log = logging.getLogger("jax_cudnn")
 
@@ -114,17 +115,10 @@ def conv_general_dilated(
     elif any(p < 0 for pair in padded for p in pair):
         return plain("negative padding")
     else:
+        windows = {"pads": padded, "strides": stride, "dilation": dilate}
+        image, weight, windows = as_patches(image, weight, windows)
         y = chosen(CONV, None, precision)(
-            image,
-            weight,
-            None,
-            None,
-            None,
-            pads=padded,
-            strides=stride,
-            dilation=dilate,
-            activation=None,
-            out=canonical(out),
+            image, weight, None, None, None, **windows, activation=None, out=canonical(out)
         )
     return transpose(y, np.argsort(spec.out_spec))
 
