@@ -20,7 +20,8 @@ fewer bits.
 
 **Rounding points, fused.** An operand has its array's dtype. A value inside the graph is rounded
 once, to its tensor's dtype: float32 unless `intermediate_data_type=` or `.set_data_type(...)` says
-otherwise; integers and booleans keep theirs, and moved elements that of their source. An output is
+otherwise, and that of the other operand where a product multiplies it with a 16-bit one and it
+would be of that dtype as a result; integers and booleans keep theirs, and moved elements that of their source. An output is
 rounded once, to the promoted dtype of the operands unless `.set_data_type(...)` says otherwise. So
 `relu(conv(x, w) + b)` in bfloat16 rounds once in one graph.
 

@@ -19,8 +19,8 @@ _MEANINGS = (
     (
         r"type mismatch|types? of (the )?(inputs|A and B)",
         "the operands of a convolution or matmul have different types",
-        "give both operands one dtype; a value computed before them is float32 until you call "
-        ".set_data_type on it",
+        "give both operands one dtype; a value computed of float32 operands, or said to be float32, "
+        "is rounded by .set_data_type",
     ),
     (
         r"getDimA\(\)\[1\] == 1",
