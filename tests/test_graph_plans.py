@@ -222,6 +222,38 @@ def test_the_usual_sequence_follows_the_graph():
     assert "B" in made.candidates[made.candidates.chosen].modes
 
 
+@pytest.mark.deviceless
+def test_the_usual_sequence_may_stand_inside_of_the_with():
+    with jc.target("H200"), jc.Graph(inputs=["mm::B", "mm::A"], outputs=["y"]) as graph:
+        y = graph.matmul(X[None], X.T[None], name="mm").set_output(True).set_name("y")
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans(["A"]).deselect_workspace_greater_than(2**20)
+        graph.check_support()
+        made = graph.build_plans()
+        assert graph.get_workspace_size() == made.workspace_bytes <= 2**20
+        assert graph.build(["B"]).spec.options.heuristics == ("B",)
+        assert graph.get_execution_plan_count() == len(made.candidates)
+        assert graph.support(gpus=["H200"])
+        y.set_data_type("bfloat16")  # it is open still
+    assert made.spec.inputs == graph.spec.inputs == ("mm::B", "mm::A")
+    assert made.spec.options == graph.spec.options
+    assert [t.dtype for t in made.spec.output_tensors] == ["float32"]
+    assert graph(X.T[None], X[None]).dtype == jnp.bfloat16
+
+
+def test_what_is_planned_inside_of_the_with_is_what_was_written_so_far():
+    with jc.target("H200"), jc.Graph(implementation="xla") as graph:
+        x = graph.tensor([4, 8], data_type="FLOAT", name="x")
+        with pytest.raises(jc.GraphError, match="no output"):
+            graph.build_plans()
+        y = graph.relu(x).set_output(True)
+        first = graph.plan()
+        graph.neg(y).set_output(True)
+    assert [call.node.method for call in first.spec.calls] == ["relu"]
+    assert [call.node.method for call in graph.spec.calls] == ["relu", "neg"]
+
+
 def test_options_of_a_graph_that_was_called_stay():
     graph = difference(inputs=["a", "b"], outputs=["y", "z"])
     graph.create_execution_plans(["B"])

@@ -102,34 +102,45 @@ def test_so_it_is_in_a_graph_of_the_wrapper():
     assert graph.spec.tensor(y.name).dtype == "bfloat16"
 
 
+@jc.graph
+def two_products(g, a, b):
+    return g.matmul(g.matmul(a, b), b)
+
+
 @pytest.mark.deviceless
 def test_both_products_are_cudnns():
     x, w = jnp.zeros((8, 64, 28, 28), "bfloat16"), jnp.zeros((64, 64, 3, 3), "bfloat16")
     a = jnp.zeros((4, 128, 128), "bfloat16")
     with jc.target("H200"):
-        for plan in (
-            jc.plan(two, x, w),
-            jc.plan(jc.graph(lambda g, a, b: g.matmul(g.matmul(a, b), b)), a, a),
-        ):
-            assert [s.plan is not None for s in plan.segments] == [True, True]
-        mixed = jc.plan(in_float32.with_options(implementation="split"), x, w)
-    assert [s.plan is not None for s in mixed.segments] == [True, False]
+        plans = [jc.plan(two, x, w), jc.plan(in_float32, x, w), jc.plan(two_products, a, a)]
+    convolutions, mixed, products = ([s.plan is not None for s in p.segments] for p in plans)
+    assert convolutions == [True, True]
+    assert mixed == [True, False]
+    assert all(products)  # newer versions of cuDNN have both in one plan
+
+
+IMAGES = (8, 64, 28, 28), (64, 64, 3, 3), 0.06
+MATRICES = (4, 128, 128), (4, 128, 128), 0.1
 
 
 @pytest.mark.gpu
-def test_two_convolutions_and_their_gradient_on_the_gpu():
+@pytest.mark.parametrize(
+    ("function", "arrays"), [(two, IMAGES), (two_products, MATRICES)], ids=["conv", "matmul"]
+)
+def test_two_products_and_their_gradients_on_the_gpu(function, arrays):
+    image, weight, scale = arrays
     keys = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(keys[0], (8, 64, 28, 28), "bfloat16")
-    w = jax.random.normal(keys[1], (64, 64, 3, 3), "bfloat16") * 0.06
+    x = jax.random.normal(keys[0], image, "bfloat16")
+    w = scale * jax.random.normal(keys[1], weight, "bfloat16")
 
     def both(function):
-        return jax.jit(
-            jax.value_and_grad(
-                lambda x, w: jnp.sum(function(x, w).astype("float32") ** 2), argnums=(0, 1)
-            )
-        )(x, w)
+        def loss(x, w):
+            y = function(x, w)
+            return jnp.sum(y.astype("float32") ** 2), y
 
-    got, want = both(two), both(two.with_options(implementation="xla"))
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, w)
+
+    got, want = both(function), both(function.with_options(implementation="xla"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        assert np.abs(a - b).max() < 0.02 * np.abs(b).max()
+        assert np.abs(a - b).max() < 0.03 * np.abs(b).max()

@@ -296,7 +296,7 @@ class Declaring:
         if self._built.spec is None:
             raise GraphError(
                 f"{self.name} is still being built",
-                fix="run or plan it after its `with`",
+                fix="do it after its `with`",
                 where=user_line(),
             )
 

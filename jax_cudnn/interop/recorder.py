@@ -313,7 +313,9 @@ class Recorder(Inferring):
     def copied(self) -> Recorder:
         """A recorder with the same operations, whose outputs may become others."""
         made = copy.copy(self)
-        made._tensors, made._calls = dict(self._tensors), [*self._calls]
+        for name, held in vars(self).items():
+            if isinstance(held, (dict, list, set)):
+                setattr(made, name, copy.copy(held))
         made.handles = {name: tensor.of(made) for name, tensor in self.handles.items()}
         made._uids = {tensor.uid: tensor for tensor in made.handles.values()}
         made.references = self.references.copied(made.handles)

@@ -19,8 +19,8 @@ _MEANINGS = (
     (
         r"type mismatch|types? of (the )?(inputs|A and B)",
         "the operands of a convolution or matmul have different types",
-        "give both operands one dtype; a value computed of float32 operands, or said to be float32, "
-        "is rounded by .set_data_type",
+        "give both operands one dtype; a value computed before them is rounded by .set_data_type "
+        "(those of 16-bit operands are, unless it says float32)",
     ),
     (
         r"getDimA\(\)\[1\] == 1",
