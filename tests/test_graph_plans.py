@@ -53,6 +53,22 @@ def test_a_plan_has_the_number_that_the_graph_was_built_with():
     assert constants(jc.Plan.deserialize(made.serialize())) == [np.float32(1e-5)]
 
 
+def test_numbers_in_float64_are_of_the_graphs_dtype():
+    wide = np.full((1, 1, 1, 1), 0.5)
+    with jax.enable_x64(True):
+        graph = layernorm(wide)
+        x = jax.random.normal(jax.random.key(0), ROWS.shape, "float32")
+        results = [graph(x, SCALE, BIAS, e) for e in (wide, np.float64(0.5), 0.5)]
+        by_tensor = layernorm(None)(x, SCALE, BIAS, wide)
+        with jc.Graph(inputs=["mul::a", "mul::b"], outputs=["mul::OUT_0"]) as product:
+            product.mul(x, product.tensor([1, 1, 1, 1], data_type="FLOAT"), name="mul")
+        assert product(x, wide).dtype == jnp.float32
+    want = layernorm()(x, SCALE, BIAS, np.float32(0.5))
+    for got in (*results, by_tensor):
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, want)
+
+
 def test_numbers_are_arguments_of_a_plan():
     with jc.target("H200"):
         made = of_xla(layernorm()).plan(numbers={"ln::epsilon": 0.5})

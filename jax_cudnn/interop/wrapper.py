@@ -32,7 +32,8 @@ class Graph(Planning):
     A NumPy array of one element, an epsilon say, is a number in the host's memory: where a call
     gives it as a Python number or NumPy array it is a constant of cuDNN's plan, as a number given
     to the operation is. A JAX array in its place is an operand, and XLA runs the operation where
-    cuDNN wants a number.
+    cuDNN wants a number. A seed or offset of dropout that is one integer, INT32 or INT64, becomes
+    two uint32, (1, 1, 1, 2), the low and the high word; calls take either.
 
     Args:
         name: of the graph, in profiles and errors.
