@@ -852,6 +852,19 @@ def test_it_prints_as_json():
     assert "jit_block" in jax.jit(graph).lower(arrays).as_text()
 
 
+def test_json_has_texts_for_what_is_no_finite_number():
+    with jc.Graph() as graph:
+        y = graph.max(jnp.ones((4, 8, 8)), -jnp.inf, name="max")
+        graph.add(y, jnp.nan).set_output(True)
+
+    def refuse(text):
+        raise AssertionError(text)
+
+    nodes = json.loads(graph.to_json(), parse_constant=refuse)["nodes"]
+    numbers = [[x for x in node["inputs"].values() if "::" not in x] for node in nodes]
+    assert numbers == [["-inf"], ["nan"]]
+
+
 def test_json_has_numbers_and_shapes_that_were_given_late():
     with jc.Graph() as graph:
         total = graph.reduction(X)

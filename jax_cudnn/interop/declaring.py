@@ -230,7 +230,8 @@ class Declaring:
         return self._spec(Surroundings.now(), ())
 
     def to_json(self) -> str:
-        """The graph's context, nodes and tensors as JSON, under the frontend's keys."""
+        """The graph's context, nodes and tensors as JSON, under the frontend's keys. Numbers that
+        are not finite are the texts "inf", "-inf" and "nan"."""
         context = {
             "name": self.name,
             "io_data_type": self._io_data_type,

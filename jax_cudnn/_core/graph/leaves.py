@@ -31,9 +31,12 @@ def is_static(leaf: Any) -> bool:
 
 
 def typed(value: Any) -> tuple[Any, Any]:
-    """A value with what tells it from equal ones: 1, 1.0 and True, 0.0 and -0.0."""
+    """A value with what tells it from equal ones: 1, 1.0 and True, 0.0 and -0.0; a NaN, which
+    does not equal itself, by its text."""
     if isinstance(value, tuple):
-        return (type(value), *(typed(v)[0] for v in value)), value
+        return type(value), tuple(map(typed, value))
+    if isinstance(value, float) and value != value:
+        return type(value), repr(value)
     return (type(value), repr(value) if isinstance(value, (float, frozenset)) else ""), value
 
 
