@@ -370,3 +370,11 @@ def test_it_has_a_name_and_keeps_the_pygraphs_types(cudnn):
     for name in ("io_data_type", "intermediate_data_type"):
         with pytest.raises(jc.GraphError, match="the pygraph says it"):
             jc.from_pygraph(g, inputs=tensors, outputs=[y], **{name: "HALF"})
+
+
+def test_a_graph_of_the_wrapper_is_a_function_already():
+    with jc.Graph() as graph:
+        graph.relu(jax.numpy.ones((4, 8))).set_output(True)
+    with pytest.raises(jc.GraphTypeError, match=r"got a jax_cudnn\.Graph") as caught:
+        jc.from_pygraph(graph)
+    assert "call it" in str(caught.value)

@@ -262,3 +262,16 @@ def test_not_a_number_is_one_argument(wrap):
             factory(wrap(float("nan")))
         factory(wrap(1.0))
     assert len(calls) == 4
+
+
+def test_a_graph_function_is_traced_once_for_not_a_number():
+    traced = []
+
+    @jc.graph
+    def shifted(g, x, by=0.0):
+        traced.append(by)
+        return g.add(x, by)
+
+    for _ in range(2):
+        assert jnp.isnan(shifted(jnp.ones((4, 8)), by=float("nan"))).all()
+    assert len(traced) == 1

@@ -220,6 +220,16 @@ def test_a_graph_that_names_an_engine_has_one_candidate(how):
             graph.get_plan_name_at_index(1)
 
 
+@pytest.mark.parametrize("numbers", [{}, {"eps": 0.5}])
+def test_plans_are_found_under_every_spelling_of_a_gpu(numbers):
+    made = of_xla(layernorm(None)).plan(gpus=["h200"], numbers=numbers)
+    assert made["h200"] is made["H200"] is made["NVIDIA H200"]
+    assert {*made} == {"H200"}
+    for other in ("A100", "no GPU"):
+        with pytest.raises(KeyError, match=other):
+            made[other]
+
+
 # -- the usual sequence ----------------------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ class Planning(Choosing):
             return made
         if gpus is None:
             return _numberless(made, lacking)
-        return {gpu: _numberless(one, lacking) for gpu, one in made.items()}
+        return type(made)({gpu: _numberless(one, lacking) for gpu, one in made.items()})
 
     def support(self, *, gpus: Any = None) -> Support:
         """On which GPUs the graph is one cuDNN plan, as :func:`jax_cudnn.support` says it."""

@@ -58,6 +58,15 @@ def from_pygraph(
     """
     inputs = None if inputs is None else listed("inputs", inputs)
     outputs = None if outputs is None else listed("outputs", outputs)
+    if isinstance(graph, Graph):
+        raise GraphTypeError(
+            "from_pygraph got a jax_cudnn.Graph",
+            expected="a cudnn.pygraph",
+            got=repr(graph),
+            why="it is a JAX function already",
+            fix="call it; graph.with_options(...) is the same graph with other options",
+            where=user_line(),
+        )
     nodes = getattr(graph, "nodes", None)
     if not isinstance(nodes, list) or not hasattr(graph, "context"):
         raise GraphTypeError(

@@ -12,6 +12,7 @@ from .checks import is_unset, like, listed, names, refuse_devices
 from .json_text import canonical_name
 from .planning import Planning
 from .recorder import Recorder
+from .references import is_uid
 from .templates import compute_name, dtype_name
 from .tensors import NamedTensor
 
@@ -37,8 +38,9 @@ class Graph(Planning):
 
     Args:
         name: of the graph, in profiles and errors.
-        io_data_type: the dtype of tensors for which none is named and that are no intermediates;
-            without it an output has the promoted dtype of its operands.
+        io_data_type: the dtype of inputs for which none is named, and of outputs that are floats;
+            integers and booleans keep theirs unless ``set_data_type`` says otherwise. Without it an
+            output has the promoted dtype of its operands.
         intermediate_data_type: of values inside the graph; float32 if left out.
         compute_data_type: in which convolutions and matmuls accumulate; float32 if left out (int32
             for integers).
@@ -150,7 +152,8 @@ class Graph(Planning):
 
         Returns:
             The output, or a tuple of them in the order of ``outputs``. For a dictionary a new one:
-            what it held, and the outputs, under the key they were given by, else ``"node::port"``.
+            what it held, and the outputs, under the key they were given by, else ``"node::port"``,
+            or their uids where all keys are uids.
 
         Raises: GraphError, GraphTypeError for arrays of other shapes or dtypes than the graph was
         built for, and for missing inputs.
@@ -192,12 +195,12 @@ class Graph(Planning):
             elif not self._built.is_result(tensor):
                 self._give(values, tensor, value)
         self._check_given(values, unknown)
-        result = dict(given)
+        result, by_uid = dict(given), all(map(is_uid, given))
         for tensor, array in zip(self._outputs, self._run(values), strict=True):
             keys = supplied.get(tensor.name, ())
             result |= {key: like(given[key], array, key) for key in keys}
             if not keys:
-                result[canonical_name(self._built, tensor)] = array
+                result[tensor.uid if by_uid else canonical_name(self._built, tensor)] = array
         self._was_called = True
         return result
 

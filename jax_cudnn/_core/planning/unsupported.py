@@ -27,6 +27,11 @@ _MEANINGS = (
         "a pointwise graph over a single channel",
         "apply such an operation in jnp, or beside a convolution or matmul",
     ),
+    (
+        r"[Ii]nvalid engine id",
+        "cuDNN numbers no engine so for these operations",
+        None,
+    ),
     (r"QMMA kernels", "this GPU has no tensor cores for the data type", None),
     (r"ARCH_MISMATCH|deviceVer", "made for another GPU architecture", None),
     (
@@ -128,7 +133,10 @@ def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphErr
         advice.append(_BROADCAST_ADVICE)
     engine = spec.options.engine
     if engine is not None:
-        advice = [f"take another engine than {engine}, as jax_cudnn.plan(...).pinned names one"]
+        advice = [
+            f"take another engine than {engine}: jax_cudnn.plan(...).candidates, of the graph "
+            "without it, lists those that there are"
+        ]
     if LEFT_OUT in text:
         advice = [f"loosen the options of the graph: {spec.options}", *advice]
     rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}
