@@ -50,10 +50,10 @@ x, w = aval((8, 64, 28, 28)), aval((64, 64, 3, 3))
 # %% [markdown]
 # ## Two products in one graph
 # cuDNN's engines are built around one convolution or matmul. The graph is cut between them, each
-# with the neighbours that it takes. Tensors keep their dtype across a cut, float32 unless the graph
-# says otherwise. Then the second convolution has a float32 and a bfloat16 operand, which cuDNN does
-# not take, and XLA runs it. With `intermediate_data_type="bfloat16"` both are cuDNN's, and half of
-# the bytes cross the cut.
+# with the neighbours that it takes. Tensors keep their dtype across a cut: float32, but for what
+# enters a product beside a 16-bit operand, which has that operand's. Where the graph says float32
+# all the same, the second convolution has a float32 and a bfloat16 operand, which cuDNN does not
+# take: XLA runs it, and twice the bytes cross the cut.
 
 
 # %%
@@ -63,8 +63,14 @@ def two_convolutions(g, x, w):
     return g.relu(g.conv_fprop(y, w, padding=[1, 1]))
 
 
-wide = explain(two_convolutions, x, w)
-narrow = explain(two_convolutions.with_options(intermediate_data_type="bfloat16"), x, w)
+@jc.graph
+def two_in_float32(g, x, w):
+    y = g.relu(g.conv_fprop(x, w, padding=[1, 1])).set_data_type("float32")
+    return g.relu(g.conv_fprop(y, w, padding=[1, 1]))
+
+
+wide = explain(two_in_float32, x, w)
+narrow = explain(two_convolutions, x, w)
 assert len(wide.execution_plans) == 1
 assert len(narrow.execution_plans) == 2
 crossing = [plan.explain().to_json()["cut_bytes"] for plan in (wide, narrow)]

@@ -234,6 +234,23 @@ def test_dropout_and_gradients_that_are_asked_for(cudnn):
     assert (call.node.dropout_probability, call.node.diagonal_band_right_bound) == (0.1, 0)
 
 
+def test_attn_scale_by_value_has_its_value(cudnn):
+    kind = cudnn.data_type.FLOAT
+
+    def attention(scale):
+        g = pygraph(cudnn, io_data_type="BFLOAT16")
+        q = g.tensor(name="q", dim=[1, 2, 16, 8])
+        o, _ = g.sdpa(q=q, k=q, v=q, attn_scale=scale(g), is_inference=True)
+        o.set_output(True)
+        return jc.from_pygraph(g)
+
+    (call,) = attention(lambda g: g.tensor_scalar(0.25, kind)).spec.calls
+    assert call.node.attn_scale == 0.25
+    with pytest.raises(jc.GraphTypeError, match="attn_scale is a tensor") as caught:
+        attention(lambda g: g.tensor(dim=[1, 1, 1, 1], data_type=kind, is_pass_by_value=True))
+    assert "node 'sdpa.0'" in str(caught.value)
+
+
 def test_types_of_the_graph_and_shapes_that_are_given(cudnn):
     g = pygraph(cudnn, io_data_type="HALF", intermediate_data_type="BFLOAT16")
     x = g.tensor(name="x", dim=[4, 8, 16])
@@ -353,3 +370,11 @@ def test_it_has_a_name_and_keeps_the_pygraphs_types(cudnn):
     for name in ("io_data_type", "intermediate_data_type"):
         with pytest.raises(jc.GraphError, match="the pygraph says it"):
             jc.from_pygraph(g, inputs=tensors, outputs=[y], **{name: "HALF"})
+
+
+def test_a_graph_of_the_wrapper_is_a_function_already():
+    with jc.Graph() as graph:
+        graph.relu(jax.numpy.ones((4, 8))).set_output(True)
+    with pytest.raises(jc.GraphTypeError, match=r"got a jax_cudnn\.Graph") as caught:
+        jc.from_pygraph(graph)
+    assert "call it" in str(caught.value)

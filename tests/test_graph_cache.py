@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph.leaves import typed
 
 
 def factory(**options):
@@ -240,3 +241,37 @@ def test_what_has_no_kind_is_refused(options, argument, words):
     with pytest.raises(jc.GraphTypeError) as caught:
         jc.graph_cache(lambda x: None, **options)(argument)
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (1, x)], ids=["number", "tuple"])
+def test_not_a_number_is_one_argument(wrap):
+    calls = []
+
+    @jc.graph_cache(key_fn=lambda value: typed(value))
+    def by_key(value):
+        calls.append(value)
+        return value
+
+    @jc.graph_cache
+    def by_arguments(value):
+        calls.append(value)
+        return value
+
+    for factory in (by_key, by_arguments):
+        for _ in range(2):
+            factory(wrap(float("nan")))
+        factory(wrap(1.0))
+    assert len(calls) == 4
+
+
+def test_a_graph_function_is_traced_once_for_not_a_number():
+    traced = []
+
+    @jc.graph
+    def shifted(g, x, by=0.0):
+        traced.append(by)
+        return g.add(x, by)
+
+    for _ in range(2):
+        assert jnp.isnan(shifted(jnp.ones((4, 8)), by=float("nan"))).all()
+    assert len(traced) == 1

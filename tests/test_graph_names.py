@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -206,3 +207,50 @@ def test_a_comparison_is_a_number_to_what_computes_with_it():
     got = function(X, 0 * X + 3)
     np.testing.assert_array_equal(got[0], np.where(X > 3, X, 0))
     np.testing.assert_array_equal(got[1], np.where(X > 3, 1, 3))
+
+
+# -- references that are numbers, and words for what is none ---------------------------------------
+
+
+def numbered():
+    with jc.Graph(inputs=["r::input"], outputs=["r::OUT_0"]) as graph:
+        x = graph.tensor([4, 8], data_type="FLOAT", name="x", uid=1)
+        graph.relu(x, name="r").set_output(True).set_uid(2)
+    return graph
+
+
+def test_uids_are_numbers_of_numpy_too():
+    graph, x = numbered(), jnp.ones((4, 8))
+    assert {*graph({np.int64(1): x})} == {1, 2}
+    assert graph.find_tensor(np.int32(2)) is graph.find_tensor(2)
+    with pytest.raises(jc.GraphError, match="no tensor"):
+        graph.find_tensor(True)
+
+
+def test_uids_alone_go_through_jit():
+    graph, x = numbered(), jnp.full((4, 8), -1.0)
+    result = jax.jit(graph)({1: x})
+    assert {*result} == {*graph({1: x})} == {1, 2}
+    assert float(result[2].max()) == 0
+    assert {*graph({"x": x})} == {"x", "r::OUT_0"}
+
+
+@pytest.mark.parametrize("uid", [None, 1.7, "a", True])
+def test_a_uid_is_an_integer(uid):
+    with pytest.raises(jc.GraphTypeError, match="set_uid") as caught, jc.Graph() as graph:
+        graph.tensor([4, 8], data_type="FLOAT").set_uid(uid)
+    assert "an integer" in str(caught.value)
+
+
+def test_a_name_is_a_text():
+    with pytest.raises(jc.GraphTypeError, match="name is no text"):
+        jc.Graph(name=5)
+
+
+def test_integers_and_truths_keep_their_dtype_beside_io_data_type():
+    with jc.Graph(io_data_type="HALF") as graph:
+        x = graph.tensor([4, 8], data_type="INT32")
+        results = graph.add(x, 1), graph.cmp_gt(x, 1), graph.add(x, 1).set_data_type("HALF")
+        for result in results:
+            result.set_output(True)
+    assert [t.dtype for t in graph.spec.output_tensors] == ["int32", "bool", "float16"]

@@ -53,6 +53,22 @@ def test_a_plan_has_the_number_that_the_graph_was_built_with():
     assert constants(jc.Plan.deserialize(made.serialize())) == [np.float32(1e-5)]
 
 
+def test_numbers_in_float64_are_of_the_graphs_dtype():
+    wide = np.full((1, 1, 1, 1), 0.5)
+    with jax.enable_x64(True):
+        graph = layernorm(wide)
+        x = jax.random.normal(jax.random.key(0), ROWS.shape, "float32")
+        results = [graph(x, SCALE, BIAS, e) for e in (wide, np.float64(0.5), 0.5)]
+        by_tensor = layernorm(None)(x, SCALE, BIAS, wide)
+        with jc.Graph(inputs=["mul::a", "mul::b"], outputs=["mul::OUT_0"]) as product:
+            product.mul(x, product.tensor([1, 1, 1, 1], data_type="FLOAT"), name="mul")
+        assert product(x, wide).dtype == jnp.float32
+    want = layernorm()(x, SCALE, BIAS, np.float32(0.5))
+    for got in (*results, by_tensor):
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, want)
+
+
 def test_numbers_are_arguments_of_a_plan():
     with jc.target("H200"):
         made = of_xla(layernorm()).plan(numbers={"ln::epsilon": 0.5})
@@ -204,6 +220,16 @@ def test_a_graph_that_names_an_engine_has_one_candidate(how):
             graph.get_plan_name_at_index(1)
 
 
+@pytest.mark.parametrize("numbers", [{}, {"eps": 0.5}])
+def test_plans_are_found_under_every_spelling_of_a_gpu(numbers):
+    made = of_xla(layernorm(None)).plan(gpus=["h200"], numbers=numbers)
+    assert made["h200"] is made["H200"] is made["NVIDIA H200"]
+    assert {*made} == {"H200"}
+    for other in ("A100", "no GPU"):
+        with pytest.raises(KeyError, match=other):
+            made[other]
+
+
 # -- the usual sequence ----------------------------------------------------------------------------
 
 
@@ -220,6 +246,38 @@ def test_the_usual_sequence_follows_the_graph():
     assert (options.heuristics, options.max_workspace) == (("B",), 2**20)
     assert made.spec.options == options
     assert "B" in made.candidates[made.candidates.chosen].modes
+
+
+@pytest.mark.deviceless
+def test_the_usual_sequence_may_stand_inside_of_the_with():
+    with jc.target("H200"), jc.Graph(inputs=["mm::B", "mm::A"], outputs=["y"]) as graph:
+        y = graph.matmul(X[None], X.T[None], name="mm").set_output(True).set_name("y")
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans(["A"]).deselect_workspace_greater_than(2**20)
+        graph.check_support()
+        made = graph.build_plans()
+        assert graph.get_workspace_size() == made.workspace_bytes <= 2**20
+        assert graph.build(["B"]).spec.options.heuristics == ("B",)
+        assert graph.get_execution_plan_count() == len(made.candidates)
+        assert graph.support(gpus=["H200"])
+        y.set_data_type("bfloat16")  # it is open still
+    assert made.spec.inputs == graph.spec.inputs == ("mm::B", "mm::A")
+    assert made.spec.options == graph.spec.options
+    assert [t.dtype for t in made.spec.output_tensors] == ["float32"]
+    assert graph(X.T[None], X[None]).dtype == jnp.bfloat16
+
+
+def test_what_is_planned_inside_of_the_with_is_what_was_written_so_far():
+    with jc.target("H200"), jc.Graph(implementation="xla") as graph:
+        x = graph.tensor([4, 8], data_type="FLOAT", name="x")
+        with pytest.raises(jc.GraphError, match="no output"):
+            graph.build_plans()
+        y = graph.relu(x).set_output(True)
+        first = graph.plan()
+        graph.neg(y).set_output(True)
+    assert [call.node.method for call in first.spec.calls] == ["relu"]
+    assert [call.node.method for call in graph.spec.calls] == ["relu", "neg"]
 
 
 def test_options_of_a_graph_that_was_called_stay():

@@ -221,6 +221,28 @@ def test_pages_are_those_of_ops(queries):
     assert jnp.isfinite(beyond).all()
 
 
+def test_one_tensor_of_both_lengths_keeps_the_bounds_of_both():
+    def one_length():
+        with jc.Graph() as g:
+            q = g.tensor(name="q", dim=[B, H, 3, D], data_type="float32")
+            k, v = (g.tensor(name=name, dim=[P, N, U, D], data_type="float32") for name in "kv")
+            tables = [g.tensor(name=f"t{n}", dim=[B, 1, PAGES, 1], data_type="int32") for n in "kv"]
+            length = g.tensor(name="l", dim=[B, 1, 1, 1], data_type="int32")
+            o, _ = g.sdpa(
+                q=q, k=k, v=v, attn_scale=0.3, is_inference=True, use_padding_mask=True,
+                seq_len_q=length, seq_len_kv=length,
+                paged_attention_k_table=tables[0], paged_attention_v_table=tables[1], name="decode",
+            )  # fmt: skip
+            o.set_output(True)
+        return g
+
+    given = pages(3)
+    del given["lq"], given["lk"]
+    beyond, within = (jnp.full((B, 1, 1, 1), n, jnp.int32) for n in (9, 3))
+    got = one_length()({**given, "l": beyond})["decode::O"]
+    np.testing.assert_array_equal(got, one_length()({**given, "l": within})["decode::O"])
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 

@@ -149,8 +149,10 @@ def test_dictionaries_of_any_keys_inside_jit():
     with jc.Graph() as graph:
         graph.sub(x, y, name="s").set_output(True)
     a, b = graph.get_inputs()
+    (y_uid,) = (tensor.get_uid() for tensor in graph.get_outputs())
     for keys in (1, 2), (a, b), ("s::a", 2), (a, "s::b"):
-        call = jax.jit(lambda *args, keys=keys: graph(dict(zip(keys, args)))["s::OUT_0"])  # noqa: B905
+        out = y_uid if all(isinstance(key, int) for key in keys) else "s::OUT_0"
+        call = jax.jit(lambda *args, keys=keys, out=out: graph(dict(zip(keys, args)))[out])  # noqa: B905
         same(call(x, y), x - y)
 
 
@@ -626,6 +628,73 @@ def test_dropout_is_found_in_its_tuple():
     assert set(np.unique(result["a::O"].astype(np.float32))) != {1.0}
 
 
+@pytest.mark.parametrize("dtype", ["INT32", "INT64"])
+def test_seed_and_offset_of_dropout_are_one_integer_or_two_words(dtype):
+    q = jax.random.normal(jax.random.key(0), (1, 2, 8, 16))
+    with jc.Graph(inputs=["a::q", "seed", "offset"], outputs=["a::O"]) as graph:
+        words = [
+            graph.tensor([1, 1, 1, 1], data_type=dtype, name=name) for name in ("seed", "offset")
+        ]
+        graph.sdpa(q, q, q, dropout=(0.5, *words), name="a")
+    assert {(*t.shape, t.dtype.name) for t in words} == {(1, 1, 1, 2, "uint32")}
+
+    def pair(number):
+        low, high = number % 2**32, number % 2**64 // 2**32
+        return jnp.array([low, high], "uint32").reshape(1, 1, 1, 2)
+
+    for seed, offset in ((7, 9), (-3, 5)):
+        want = graph(q, pair(seed), pair(offset))
+        for kind in (int, np.int32, np.int64, jnp.int32, lambda x: np.full((1, 1, 1, 1), x)):
+            assert np.array_equal(graph(q, kind(seed), kind(offset)), want)
+        given = [jnp.full((1, 1, 1, 1), x, "int32") for x in (seed, offset)]
+        assert np.array_equal(jax.jit(graph)(q, *given), want)
+    large = 2**40 + 7
+    assert np.array_equal(graph(q, np.int64(large), large), graph(q, pair(large), pair(large)))
+    assert not np.array_equal(graph(q, large, large), graph(q, 7, 7))
+
+
+@pytest.mark.parametrize("make", [np.full, jnp.full])
+def test_seed_and_offset_may_be_arrays(make):
+    q, word = jnp.ones((1, 2, 8, 16)), make((1, 1, 1, 1), 7, np.int32)
+    with jc.Graph(inputs=["a::q", "a::seed", "a::offset"], outputs=["a::O"]) as graph:
+        graph.sdpa(q, q, q, dropout=(0.5, word, make((1, 1, 1, 1), 9, np.int32)), name="a")
+    assert graph(q, word, word).shape == q.shape
+
+
+def test_seed_that_is_no_integer_is_said_in_words():
+    q = jnp.ones((1, 2, 8, 16))
+    with pytest.raises(jc.GraphTypeError, match="'seed' has the wrong") as caught, jc.Graph() as g:
+        g.sdpa(q, q, q, dropout=(0.5, jnp.ones((1, 1, 1, 1)), jnp.ones((1, 1, 1, 1))))
+    assert "jax.random.key_data" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda g: np.full((1, 1, 1, 1), 0.5),
+        lambda g: jnp.float32(0.5),
+        lambda g: g.tensor([1, 1, 1, 1], data_type="FLOAT", is_pass_by_value=True),
+    ],
+    ids=["NumPy", "JAX", "tensor"],
+)
+def test_attn_scale_is_no_operand(scale):
+    q = jnp.ones((1, 2, 8, 16))
+    with (
+        pytest.raises(jc.GraphTypeError, match="attn_scale is a tensor") as caught,
+        jc.Graph() as g,
+    ):
+        g.sdpa(q, q, q, attn_scale=scale(g))
+    assert "multiply q by it" in str(caught.value)
+
+
+def test_attn_scale_is_a_number_of_numpy_too():
+    q = jnp.ones((1, 2, 8, 16))
+    with jc.Graph() as graph:
+        graph.sdpa(q, q, q, attn_scale=np.float32(0.5))[0].set_output(True)
+    (call,) = graph.spec.calls
+    assert call.node.attn_scale == 0.5
+
+
 # -- supplied outputs ------------------------------------------------------------------------------
 
 
@@ -783,6 +852,19 @@ def test_it_prints_as_json():
     assert repr(graph) == "<jax_cudnn.Graph block: conv2d bias.0 relu.0>"
     arrays = {"conv2d::image": X, "conv2d::weight": W, "bias.0::bias": B}
     assert "jit_block" in jax.jit(graph).lower(arrays).as_text()
+
+
+def test_json_has_texts_for_what_is_no_finite_number():
+    with jc.Graph() as graph:
+        y = graph.max(jnp.ones((4, 8, 8)), -jnp.inf, name="max")
+        graph.add(y, jnp.nan).set_output(True)
+
+    def refuse(text):
+        raise AssertionError(text)
+
+    nodes = json.loads(graph.to_json(), parse_constant=refuse)["nodes"]
+    numbers = [[x for x in node["inputs"].values() if "::" not in x] for node in nodes]
+    assert numbers == [["-inf"], ["nan"]]
 
 
 def test_json_has_numbers_and_shapes_that_were_given_late():
@@ -998,7 +1080,7 @@ def test_positional_calls_need_an_order_and_a_graph_its_end():
         jc.Graph()(X)
     with jc.Graph() as graph:
         graph.exp(X).set_output(True)
-        for early in (lambda: graph(X), graph.plan, lambda: graph.spec, graph.with_options):
+        for early in (lambda: graph(X), lambda: graph.spec, graph.with_options):
             with pytest.raises(jc.GraphError, match="being built"):
                 early()
 

@@ -215,6 +215,8 @@ def test_explicit_engine_is_used_or_refused_in_words():
     with pytest.raises(jc.UnsupportedGraphError) as caught:
         plan(engine=9999)
     assert "engine=9999" in str(caught.value)
+    assert "numbers no engine so" in str(caught.value)
+    assert ".candidates" in str(caught.value)
     assert "another engine than 9999" in caught.value.fix
     (attribute,) = re.findall(r"plan\(\.\.\.\)\.(\w+)", caught.value.fix)
     assert hasattr(jc.Plan, attribute)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core import cuda_graphs, execution, measuring
+from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn.bench.cases import conv_bias_relu
 
 X = jax.ShapeDtypeStruct((64, 128), "float32")
@@ -282,3 +285,33 @@ def test_the_workspace_is_checked(monkeypatch):
         with pytest.raises(jc.GraphError, match="the workspace is too small") as caught:
             made.populate_cuda_graph(1, [x, x], [x], small)
         assert "64 bytes" in str(caught.value)
+
+
+def test_what_is_no_device_and_no_dictionary_is_said_in_words():
+    with jc.target("H200"):
+        made = jc.plan(add.with_options(implementation="xla"), X, X)
+    x = jnp.ones(X.shape, X.dtype)
+    with pytest.raises(jc.GraphTypeError, match="device is no device of JAX") as caught:
+        made.execute(x, x, device="cuda:0")
+    assert 'jax.devices("cuda")[0]' in str(caught.value)
+    with pytest.raises(jc.GraphTypeError, match="in_place is no dictionary"):
+        made.execute(x, x, in_place=[0])
+
+
+def test_threads_share_a_call_site(monkeypatch):
+    made = []
+
+    class Slow:
+        def JaxCudnnNewCallSite(self, *given):
+            made.append(given)
+            time.sleep(0.2)
+            return len(made)
+
+    own = ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 1)
+    monkeypatch.setattr(cuda_graphs, "_library", Slow)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            sites = [*pool.map(lambda _: cuda_graphs._call_site(own, "shared"), range(2))]
+    finally:
+        cuda_graphs._new_call_site.cache_clear()
+    assert sites == [1, 1]

@@ -347,6 +347,62 @@ def test_what_is_no_plan_is_refused_in_words():
             jc.Plan.deserialize(json.dumps(other).encode())
 
 
+def edited(content, path, value):
+    """Serialized content with one value changed."""
+    data = json.loads(content)
+    *most, last = path
+    place = data
+    for key in most:
+        place = place[key]
+    place[last] = value
+    return json.dumps(data).encode()
+
+
+GRAPH = ("graph", 1)  # its fields; each tuple is ["tuple", [...]]
+TENSOR = (*GRAPH, "tensors", 1, 0, 1)
+OWN = ("segments", 0, "plan")
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("path", "value", "word"),
+    [
+        ((*TENSOR, "shape"), ["tuple", ["64", 128]], "Tensor.shape"),
+        ((*TENSOR, "shape"), 64, "Tensor.shape"),
+        ((*TENSOR, "dtype"), 3, "Tensor.dtype"),
+        ((*TENSOR, "dtype"), "bfloat17", "bfloat17"),
+        ((*TENSOR, "name"), "other", "no tensor"),
+        ((*GRAPH, "inputs"), ["tuple", [1]], "GraphSpec.inputs"),
+        ((*OWN, "workspace_bytes"), "0", "workspace_bytes"),
+        ((*OWN, "workspace_bytes"), True, "workspace_bytes"),
+        ((*OWN, "text"), None, "ExecutionPlan.text"),
+        ((*OWN, "bindings"), [["1", 0, 0, 0]], "bindings"),
+        ((*OWN, "scalars"), 3, "plan cannot be read"),
+        (("segments", 0, "calls"), ["0"], "PlannedSegment.calls"),
+        (("segments", 0, "plan"), [], "plan cannot be read"),
+        (("name",), 3, "Plan.name"),
+    ],
+    ids=str,
+)
+def test_a_plan_with_values_of_other_types_is_refused_in_words(path, value, word):
+    with pytest.raises(jc.GraphError, match="this plan cannot be read") as caught:
+        jc.Plan.deserialize(edited(plan().serialize(), path, value))
+    assert word in str(caught.value)
+
+
+def test_numbers_that_json_has_not_are_texts():
+    hidden = jc.graph(lambda g, x: g.max(x, -jax.numpy.inf))
+    x = jax.ShapeDtypeStruct((8, 8, 8), "float32")
+    with jc.target("H200"):
+        made = jc.plan(hidden.with_options(implementation="xla"), x)
+    text = json.dumps(made.to_json(), allow_nan=False)
+    assert json.loads(text) == json.loads(made.serialize())
+    assert jc.Plan.deserialize(made.serialize()) == made
+    for number in (float("inf"), -float("inf")):
+        assert record.decoded(json.loads(json.dumps(record.encoded((number,))))) == (number,)
+    assert record.encoded(float("nan")) == ["float", "nan"]
+
+
 NO_VALUES = (
     "os:system",
     "_core.package:version",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -113,8 +114,16 @@ def _library() -> ctypes.CDLL:
     return loaded
 
 
-@functools.cache  # for ever, as the CUDA graphs may live that use its kernels
+_one_at_a_time = threading.Lock()
+
+
 def _call_site(plan: ExecutionPlan, name: str) -> int:
+    with _one_at_a_time:  # else two threads would make one each, and both are kept for ever
+        return _new_call_site(plan, name)
+
+
+@functools.cache  # for ever, as the CUDA graphs may live that use its kernels
+def _new_call_site(plan: ExecutionPlan, name: str) -> int:
     given = plan.attributes(name)
     bindings, scalars, fills = (
         np.ascontiguousarray(given[key]) for key in ("bindings", "scalars", "fills")

@@ -38,7 +38,7 @@ def execute(
     in_place: InPlace | None,
 ) -> Any:
     """See :meth:`jax_cudnn.Plan.execute`."""
-    pairs = _pairs(plan, in_place or {})
+    pairs = _pairs(plan, {} if in_place is None else in_place)
     placed = on_device(plan, arrays, device)
     outputs = program(plan, pairs)(*placed)
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -77,8 +77,15 @@ def gpu_for(
 ) -> Device:
     """The GPU named, else that of the arrays, else the plan's own, else the first of its model.
 
-    TargetError where there is none, or one of another model.
+    TargetError where there is none, or one of another model; GraphTypeError for what is no device.
     """
+    if device is not None and not isinstance(device, jax.Device):
+        raise GraphTypeError(
+            f"{plan.name}: device is no device of JAX",
+            expected="one of jax.devices()",
+            got=f"{type(device).__name__}: {device!r}"[:200],
+            fix='device=jax.devices("cuda")[0]',
+        )
     if device is None:
         used = {d: None for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
         local = [*used, *sorted(jax.local_devices(), key=lambda d: not _is_planned_on(plan, d))]
@@ -145,6 +152,12 @@ def _check_arrays(plan: Plan, arrays: Sequence[Any]) -> None:
 
 def _pairs(plan: Plan, in_place: InPlace) -> tuple[tuple[int, int], ...]:
     """Operands and results by position, once it is seen that they may share memory."""
+    if not isinstance(in_place, Mapping):
+        raise GraphTypeError(
+            f"{plan.name}: in_place is no dictionary",
+            expected='results and the operands whose memory they take: {0: 0}, or {"y": "x"}',
+            got=f"{type(in_place).__name__}: {in_place!r}"[:200],
+        )
     if not in_place:
         return ()
     spec, own = plan.spec, plan.only

@@ -43,7 +43,7 @@ def plan(ctx: Any, spec: GraphSpec, name: str) -> Plan:
 def run(plan: Plan, name: str, call: Call, *arrays: Any) -> list[jax.Array]:
     """A graph's outputs as its plan computes them: cuDNN's segments by ``call`` (:func:`ffi.call`),
     the others by their reference."""
-    read = {name for segment in plan.segments for name in segment.spec.inputs}
+    read = {tensor for segment in plan.segments for tensor in segment.spec.inputs}
 
     def execute(segment: PlannedSegment, *inputs: Any) -> Sequence[jax.Array]:
         if segment.plan is None:

@@ -20,9 +20,10 @@ fewer bits.
 
 **Rounding points, fused.** An operand has its array's dtype. A value inside the graph is rounded
 once, to its tensor's dtype: float32 unless `intermediate_data_type=` or `.set_data_type(...)` says
-otherwise; integers and booleans keep theirs, and moved elements that of their source. An output is
-rounded once, to the promoted dtype of the operands unless `.set_data_type(...)` says otherwise. So
-`relu(conv(x, w) + b)` in bfloat16 rounds once in one graph.
+otherwise. What a product multiplies with a 16-bit operand has that one's dtype, if it would have it
+as an output; integers and booleans keep theirs, and moved elements that of their source. An output
+is rounded once, to the promoted dtype of the operands unless `.set_data_type(...)` says otherwise.
+So `relu(conv(x, w) + b)` in bfloat16 rounds once in one graph.
 
 **Rounding points, split.** The same computation as several graphs, or in `jnp`, rounds every result
 that passes from one to the next to that array's dtype: twice more here. Pooling, reshape, transpose

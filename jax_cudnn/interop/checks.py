@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,30 @@ def listed(name: str, values: Any) -> tuple[Any, ...]:
         f"{name} is no list",
         expected="a list or tuple",
         got=f"{type(values).__name__}: {values!r}"[:200],
+        where=user_line(),
+    )
+
+
+def whole(what: str, value: Any) -> int:
+    """An integer of Python's or NumPy's; GraphTypeError for anything else."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    raise GraphTypeError(
+        what,
+        expected="an integer",
+        got=f"{type(value).__name__}: {value!r}"[:200],
+        where=user_line(),
+    )
+
+
+def text(what: str, value: Any) -> str:
+    """A text; GraphTypeError for anything else."""
+    if isinstance(value, str):
+        return value
+    raise GraphTypeError(
+        f"{what} is no text",
+        expected="a string",
+        got=f"{type(value).__name__}: {value!r}"[:200],
         where=user_line(),
     )
 

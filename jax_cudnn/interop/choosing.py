@@ -10,7 +10,7 @@ from .._core.errors import GraphAttributeError, GraphError
 from .._core.graph.options import replaced
 from .._core.graph.source import user_line
 from .checks import listed
-from .declaring import Declaring
+from .ordering import Ordering
 
 _XLAS = "leave it out: XLA's command buffers capture the calls of jitted functions"
 _CANDIDATES = "graph.plan().candidates lists engines, knobs and notes"
@@ -35,7 +35,7 @@ _ELSEWHERE = {
 }
 
 
-class Choosing(Declaring):
+class Choosing(Ordering):
     """The part of a Graph that concerns options."""
 
     def __getattr__(self, name: str) -> Any:

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from .._core.errors import GraphAttributeError, GraphError, rebuild
+from .._core.graph.bounds import bounded
 from .._core.graph.node import REGISTRY
 from .._core.graph.options import DEFAULTS, Options, Surroundings
 from .._core.graph.source import user_line
 from .._core.graph.spec import GraphSpec, Tensor
 from .._core.primitive import bind
-from .checks import is_unset, names, refuse_reordered, refuse_virtual
+from .checks import is_unset, names, refuse_reordered, refuse_virtual, text
 from .json_text import as_json, label
 from .recorder import Constants, Recorder
 from .templates import Template, constant, dtype_name, number, operand
 from .tensors import NamedTensor
-from .tokens import bounded
 
 
 class GraphNode(NamedTuple):
@@ -38,7 +38,7 @@ class Declaring:
     """The part of a Graph that concerns tensors and operations."""
 
     def __init__(self, name: str, io_data_type: str | None, options: Options) -> None:
-        self.name = self.__name__ = name  # the latter names jitted programs
+        self.name = self.__name__ = text("name", name)  # the latter names jitted programs
         self._io_data_type, self._options = io_data_type, options
         self._recorder: Recorder | None = None
         self._inputs: tuple[NamedTensor, ...] = ()  # those that the outputs need
@@ -193,7 +193,7 @@ class Declaring:
             operand(tensor, values[tensor.name], self._input(tensor))
             for tensor in spec.input_tensors
         ]
-        return bind(spec, self.name, *bounded(spec, dict(zip(spec.inputs, operands, strict=True))))
+        return bind(spec, self.name, *bounded(spec, operands))
 
     def _check_given(self, values: Mapping[str, Any], unknown: Sequence[Any] = ()) -> None:
         """GraphError where inputs are missing; ``unknown`` are keys that mean no tensor."""
@@ -230,7 +230,8 @@ class Declaring:
         return self._spec(Surroundings.now(), ())
 
     def to_json(self) -> str:
-        """The graph's context, nodes and tensors as JSON, under the frontend's keys."""
+        """The graph's context, nodes and tensors as JSON, under the frontend's keys. Numbers that
+        are not finite are the texts "inf", "-inf" and "nan"."""
         context = {
             "name": self.name,
             "io_data_type": self._io_data_type,
@@ -296,7 +297,7 @@ class Declaring:
         if self._built.spec is None:
             raise GraphError(
                 f"{self.name} is still being built",
-                fix="run or plan it after its `with`",
+                fix="do it after its `with`",
                 where=user_line(),
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,8 @@ def as_json(recorder: Recorder, context: Mapping[str, Any]) -> str:
         for tensor in recorder.handles.values()
         if tensor._state.value is None
     }
-    return json.dumps({"context": context, "nodes": nodes, "tensors": tensors}, indent=2)
+    content = {"context": context, "nodes": nodes, "tensors": tensors}
+    return json.dumps(content, indent=2, allow_nan=False)
 
 
 def _node(recorder: Recorder, name: str) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def _node(recorder: Recorder, name: str) -> dict[str, Any]:
     def operand(tensor: str) -> Any:
         handle = recorder.handles[tensor]
         number = handle._state.value
-        return label(recorder, handle) if number is None else number
+        return label(recorder, handle) if number is None else _plain(number)
 
     return {
         "name": name,
@@ -76,5 +78,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return float(value)
+        # JSON has no number for an infinity: "inf", "-inf", "nan", which float() reads.
+        return float(value) if math.isfinite(value) else str(float(value))
     return value if isinstance(value, (str, bool)) else str(value)

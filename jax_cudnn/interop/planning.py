@@ -24,7 +24,11 @@ from .tensors import NamedTensor
 
 
 class Planning(Choosing):
-    """The part of a Graph that concerns plans."""
+    """The part of a Graph that concerns plans.
+
+    What plans a graph may stand inside its ``with``, as pygraph's sequence of ``validate`` to
+    ``build_plans`` does: it then plans the graph as if that ended there.
+    """
 
     def plan(self, *, gpus: Any = None, numbers: Mapping[Any, float] | None = None) -> Any:
         """How the graph runs on a GPU, as :func:`jax_cudnn.plan` says it.
@@ -55,22 +59,22 @@ class Planning(Choosing):
         """
         from .._core.planning.support import plan
 
-        self._check_complete()
-        values, lacking = self._numbers(numbers or {})
-        function, avals = self._of_operands(values)
+        graph = self._so_far()
+        values, lacking = graph._numbers(numbers or {})
+        function, avals = graph._of_operands(values)
         made = plan(function, *avals, gpus=gpus)
         if not lacking:
             return made
         if gpus is None:
             return _numberless(made, lacking)
-        return {gpu: _numberless(one, lacking) for gpu, one in made.items()}
+        return type(made)({gpu: _numberless(one, lacking) for gpu, one in made.items()})
 
     def support(self, *, gpus: Any = None) -> Support:
         """On which GPUs the graph is one cuDNN plan, as :func:`jax_cudnn.support` says it."""
         from .._core.planning.support import support
 
-        self._check_complete()
-        function, avals = self._of_operands(self._numbers({})[0])
+        graph = self._so_far()
+        function, avals = graph._of_operands(graph._numbers({})[0])
         return support(function, *avals, gpus=gpus)
 
     def validate(self) -> None:
@@ -83,7 +87,7 @@ class Planning(Choosing):
 
     def check_support(self) -> None:
         """UnsupportedGraphError where the graph is not one cuDNN plan on the GPU at hand."""
-        self.with_options(implementation="cudnn").plan()
+        self._so_far().with_options(implementation="cudnn").plan()
 
     def build_plans(self) -> Plan:
         """Plan now what the first compilation of a call on this GPU would plan."""
@@ -93,7 +97,7 @@ class Planning(Choosing):
         """The same, with other heuristics if these are given."""
         if heuristics is None:
             return self.plan()
-        return self.with_options(heuristics=listed("heuristics", heuristics)).plan()
+        return self._so_far().with_options(heuristics=listed("heuristics", heuristics)).plan()
 
     def get_workspace_size(self) -> int:
         """Bytes of device memory that its plans need while they run."""

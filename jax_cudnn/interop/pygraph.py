@@ -12,6 +12,7 @@ from .._core.graph.source import user_line
 from .checks import listed, refuse_reordered
 from .recorder import Recorder
 from .spellings import ASKED_FOR
+from .templates import SHAPE_OF_WORDS
 from .tensors import NamedTensor
 from .wrapper import Graph
 
@@ -30,7 +31,7 @@ def from_pygraph(
     :class:`jax_cudnn.Graph` work, pygraph's own tensors among them. A tensor that is passed by
     value and has a value is a constant; one without is an input, which a Python number or NumPy
     array makes a constant of the plan. A seed or offset of dropout, one INT64 in cuDNN, is two
-    uint32 here, (1, 1, 1, 2): the low and the high word.
+    uint32 here, (1, 1, 1, 2): the low and the high word; calls take one integer, too.
 
     Args:
         graph: a ``cudnn.pygraph`` of nvidia-cudnn-frontend 1.28 or newer.
@@ -57,6 +58,15 @@ def from_pygraph(
     """
     inputs = None if inputs is None else listed("inputs", inputs)
     outputs = None if outputs is None else listed("outputs", outputs)
+    if isinstance(graph, Graph):
+        raise GraphTypeError(
+            "from_pygraph got a jax_cudnn.Graph",
+            expected="a cudnn.pygraph",
+            got=repr(graph),
+            why="it is a JAX function already",
+            fix="call it; graph.with_options(...) is the same graph with other options",
+            where=user_line(),
+        )
     nodes = getattr(graph, "nodes", None)
     if not isinstance(nodes, list) or not hasattr(graph, "context"):
         raise GraphTypeError(
@@ -167,7 +177,7 @@ class _Copy:
             return tensor.pass_by_value
         words = port in ("dropout_1", "dropout_2")
         made = self._graph.tensor(
-            dim=(1, 1, 1, 2) if words else tensor.dim,
+            dim=SHAPE_OF_WORDS if words else tensor.dim,
             data_type=WORDS if words else tensor.get_data_type(),
             is_pass_by_value=tensor.is_pass_by_value and not words,
             name=tensor.name,

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -16,6 +17,7 @@ from .._core.errors import GraphError, JaxCudnnError
 from .._core.graph import layout
 from .._core.graph.calls import signature
 from .._core.graph.dims import integers, packed_strides
+from .._core.graph.dtypes import INTEGERS, WORDS
 from .._core.graph.node import REGISTRY
 from .._core.graph.options import Options, Surroundings
 from .._core.graph.source import user_line
@@ -25,7 +27,7 @@ from .canonical import inputs_first, with_constants, with_usual_orders
 from .inferring import Inferring
 from .references import References
 from .spellings import always_returned, spelled
-from .templates import Template, compute_name, is_array, number
+from .templates import SHAPE_OF_WORDS, Template, compute_name, is_array, number
 from .tensors import NamedTensor, one_element
 from .tokens import IN_MEMORY, PAGES, check_given, packed, paged_node
 
@@ -263,17 +265,28 @@ class Recorder(Inferring):
             tensor = self.references.recall(value)
             if tensor is None:
                 tensor = self.declare(f"{node}::{port}", Template.of(value), number(value))
-                if port in (*IN_MEMORY, *PAGES):
+                if port in (*IN_MEMORY, *PAGES, *_IN_DROPOUT):
                     tensor.by_value = False
+                if port in _IN_DROPOUT:
+                    self._take_words(tensor)
                 self.references.remember(value, tensor)
             value = tensor
         if isinstance(value, NamedTensor):
             self._check_typed(value)
+            if port in _IN_DROPOUT and value.name in self._declared:
+                self._take_words(value)
             self.references.name(f"{node}::{port}", value)
             self.references.alias(f"{node}::{position}", value)
             if port in _IN_DROPOUT:
                 self.references.alias(f"{node}::dropout::{_IN_DROPOUT[port]}", value)
         return value
+
+    def _take_words(self, tensor: NamedTensor) -> None:
+        """Have an input that is one integer be the two words that stand for cuDNN's INT64."""
+        state = tensor._state
+        if state.dtype in INTEGERS and math.prod(state.shape) == 1 and not self.is_used(tensor):
+            tensor.by_value = False
+            self._put(replace(state, shape=SHAPE_OF_WORDS, dtype=WORDS, order=None))
 
     def _check_typed(self, tensor: NamedTensor) -> None:
         if self.is_untyped(tensor):
@@ -313,7 +326,9 @@ class Recorder(Inferring):
     def copied(self) -> Recorder:
         """A recorder with the same operations, whose outputs may become others."""
         made = copy.copy(self)
-        made._tensors, made._calls = dict(self._tensors), [*self._calls]
+        for name, held in vars(self).items():
+            if isinstance(held, (dict, list, set)):
+                setattr(made, name, copy.copy(held))
         made.handles = {name: tensor.of(made) for name, tensor in self.handles.items()}
         made._uids = {tensor.uid: tensor for tensor in made.handles.values()}
         made.references = self.references.copied(made.handles)

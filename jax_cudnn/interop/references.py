@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +30,11 @@ def result_name(method: str, port: str) -> str:
     if method == "rmsnorm_backward":
         return {"DScale": "Dscale", "DBias": "Dbias"}.get(port, port)
     return _PYGRAPH.get(port, port)
+
+
+def is_uid(reference: Any) -> bool:
+    """Whether a reference is a number, of Python's or NumPy's."""
+    return isinstance(reference, numbers.Integral) and not isinstance(reference, bool)
 
 
 class References:
@@ -99,7 +105,7 @@ class References:
             return found
         if isinstance(reference, str):
             return self._by_text(reference)
-        if isinstance(reference, int):
+        if is_uid(reference):
             return next((t for t in self._tensors.values() if t.uid == reference), None)
         return self.recall(reference)
 
@@ -119,7 +125,11 @@ class References:
     def _unknown(self, reference: Any) -> GraphError:
         labels = [tensor.label for tensor in self._tensors.values() if tensor.label]
         known = [*dict.fromkeys((*labels, *self._named))]
-        got = reference if isinstance(reference, (str, int)) else f"a {type(reference).__name__}"
+        got = (
+            reference
+            if isinstance(reference, (str, numbers.Integral))
+            else f"a {type(reference).__name__}"
+        )
         near = difflib.get_close_matches(str(reference), known, n=2, cutoff=0.5)
         return GraphError(
             f"the graph has no tensor {got!r}",

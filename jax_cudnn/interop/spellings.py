@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.calls import signature
 from .._core.graph.node import REGISTRY
 from .._core.graph.source import user_line
+from .._core.graph.tensor import GraphTensor
+from .templates import is_array
 
 # What says how cuDNN is to run attention, or what the operands say anyway.
 _WITHOUT_MEANING = (
@@ -32,6 +36,7 @@ def spelled(method: str, keywords: dict[str, Any]) -> dict[str, Any]:
     for name in _WITHOUT_MEANING:
         given.pop(name, None)
     _check_padding(method, given)
+    _check_scale(method, given)
     _say_band(given, "diagonal_band_" if "diagonal_band_left_bound" in names else "")
     if "generate_stats" in names:
         inference = given.pop("is_inference", True)
@@ -101,6 +106,24 @@ def _check_padding(method: str, given: dict[str, Any]) -> None:
         fix="give seq_len_q=... and seq_len_kv=..., or leave use_padding_mask out"
         if asked
         else "leave use_padding_mask out to have the mask, or the lengths to have none",
+        where=user_line(),
+    )
+
+
+def _check_scale(method: str, given: dict[str, Any]) -> None:
+    """GraphTypeError for a factor of the scores that is an operand."""
+    scale = given.get("attn_scale")
+    if not isinstance(scale, GraphTensor) and (
+        not is_array(scale) or isinstance(scale, np.generic)
+    ):
+        return
+    raise GraphTypeError(
+        f"{method}: attn_scale is a tensor",
+        expected="a Python number, or a NumPy scalar",
+        got=f"{type(scale).__name__}: {scale!r}"[:200],
+        why="it is an attribute of the operation: the graph's own, and not given with a call",
+        fix="attn_scale=float(x) in a graph for each of few values (a tensor of pygraph's with its "
+        "value is one); else multiply q by it before the call",
         where=user_line(),
     )
 

@@ -18,6 +18,9 @@ from .._core.graph.node import float32_range
 from .._core.graph.spec import Tensor
 from .._core.graph.tensor import GraphTensor
 
+SHAPE_OF_WORDS = (1, 1, 1, 2)
+"""Of one INT64 of cuDNN's, as two uint32: the seed and the offset of dropout."""
+
 
 @dataclass(frozen=True)
 class Template:
@@ -38,10 +41,10 @@ class Template:
         """The template that an array of any library is; GraphTypeError for a dtype without cuDNN
         data type."""
         shape = tuple(array.shape)
-        from_numpy = isinstance(array, (np.ndarray, np.generic))
-        dtype = dtype_name(
-            jax.dtypes.canonicalize_dtype(array.dtype) if from_numpy else array.dtype
-        )
+        if isinstance(array, (np.ndarray, np.generic)):
+            dtype = dtype_name(_numpy_dtype(array))
+        else:
+            dtype = dtype_name(array.dtype)
         by_value = _in_host_memory(array) and math.prod(shape) == 1
         return cls(shape, dtype, _order(array, shape, dtype), by_value)
 
@@ -65,6 +68,10 @@ def compute_name(dtype: Any) -> str:
 
 def operand(tensor: Tensor, value: Any, name: str) -> jax.Array:
     """The JAX array for an input of a graph; GraphError or GraphTypeError where it does not fit."""
+    if (tensor.shape, tensor.dtype) == (SHAPE_OF_WORDS, WORDS):
+        value = _words(value)
+    elif isinstance(value, (np.ndarray, np.generic)):
+        value = value.astype(_numpy_dtype(value), copy=False)
     array = _as_jax(value, name)
     if math.prod(array.shape) == 1 == math.prod(tensor.shape):
         array = array.reshape(tensor.shape)  # a scalar beside tensors has one of their rank
@@ -138,6 +145,29 @@ def _int32_range(dtype: np.dtype) -> tuple[int, int]:
         return 0, 1
     own, int32 = jnp.iinfo(dtype), jnp.iinfo("int32")
     return max(own.min, int32.min), min(own.max, int32.max)
+
+
+def _numpy_dtype(array: np.ndarray | np.generic) -> np.dtype:
+    """The dtype in which JAX has an array of NumPy's. A single number in float64, which is what
+    NumPy makes of Python's, is a float32 also where x64 is enabled."""
+    if array.size == 1 and array.dtype == np.float64:
+        return np.dtype(np.float32)
+    return jax.dtypes.canonicalize_dtype(array.dtype)
+
+
+def _words(value: Any) -> Any:
+    """One integer as its low and its high word; anything else as it is."""
+    if isinstance(value, (int, np.ndarray, np.generic)) and np.size(value) == 1:
+        number = np.asarray(value)
+        if number.dtype.kind in "iu":
+            return np.array([int(number.item()) % 2**64], "<u8").view("<u4").reshape(SHAPE_OF_WORDS)
+    if not (isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer)):
+        return value
+    if value.size != 1:
+        return value
+    bits = jnp.iinfo(value.dtype).bits
+    high = value >> (32 if bits > 32 else bits - 1)  # of a narrower one its sign
+    return jnp.stack([value.astype(WORDS), high.astype(WORDS)]).reshape(SHAPE_OF_WORDS)
 
 
 def _promotes(array: jax.Array, dtype: str) -> bool:

@@ -10,7 +10,7 @@ from .._core.errors import GraphAttributeError, GraphError
 from .._core.graph.source import user_line
 from .._core.graph.spec import Tensor
 from .._core.graph.tensor import GraphTensor
-from .checks import refuse_reordered
+from .checks import refuse_reordered, whole
 from .templates import dtype_name
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class NamedTensor(GraphTensor):
     def set_uid(self, uid: int) -> NamedTensor:
         """Give the tensor a number by which it can be referred to."""
         self._builder.check_open("set_uid")
-        self._builder.give_uid(self, int(uid))
+        self._builder.give_uid(self, whole(f"set_uid({uid!r})", uid))
         return self
 
     def set_is_pass_by_value(self, value: bool) -> NamedTensor:

@@ -7,13 +7,9 @@ arrays' bounds before each run: a plan would read foreign memory where they are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.source import user_line
@@ -21,7 +17,6 @@ from .._core.graph.spec import Call, GraphSpec, Tensor, intern
 from .._core.graph.vocabulary import vocabulary
 from ..ops.attention import Sdpa
 from ..ops.attention_base import LENGTHS
-from ..ops.attention_operands import without_keys
 from ..ops.attention_packed import KEYS, QUERIES, PackedSdpa, PackedSdpaBackward
 from ..ops.attention_paged import PagedSdpa
 
@@ -190,21 +185,8 @@ def _moves(tensors: dict[str, Tensor], name: str, dtype: str, back: bool) -> lis
     ]
 
 
-def bounded(spec: GraphSpec, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
-    """The operands of a graph, with offsets, lengths and numbers of pages that stay in bounds."""
-    values = dict(operands)
-    for call in spec.calls:
-        ports = dict((*call.inputs, *call.outputs))
-        shapes = {port: spec.tensor(name).shape for port, name in ports.items()}
-        if isinstance(call.node, (PackedSdpa, PackedSdpaBackward)):
-            _bound_packed(call.node.limits, ports, shapes, values)
-        elif isinstance(call.node, PagedSdpa):
-            _bound_paged(ports, shapes, values)
-    return [values[name] for name in spec.inputs]
-
-
 def check_given(spec: GraphSpec) -> None:
-    """GraphError where what :func:`bounded` is to bring into bounds is computed in the graph."""
+    """GraphError where what is to be brought into bounds is computed in the graph."""
     for call in spec.calls:
         if isinstance(call.node, (PackedSdpa, PackedSdpaBackward, PagedSdpa)):
             for port, name in call.inputs:
@@ -215,40 +197,3 @@ def check_given(spec: GraphSpec) -> None:
                         fix="make it an input of the graph",
                         where=user_line(),
                     )
-
-
-def _bound_packed(
-    limits: tuple[int, int],
-    ports: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    values: dict[str, jax.Array],
-) -> None:
-    rooms: dict[bool, list[jax.Array]] = {False: [], True: []}  # of queries, of keys
-    for port, kind in _KINDS.items():
-        name = ports.get(f"ragged_offset_{kind}")
-        if name is not None and port in ports:
-            tokens, *token = shapes[port]
-            size = math.prod(token)
-            values[name] = jnp.clip(values[name] // size, 0, tokens) * size
-            rooms[port in KEYS].append(jnp.diff(values[name], axis=0) // size)
-    for is_keys, port in enumerate(LENGTHS):
-        least = jnp.min(jnp.stack(rooms[bool(is_keys)]), axis=0)
-        room = jnp.clip(least, 0, limits[is_keys])
-        values[ports[port]] = jnp.clip(values[ports[port]], 0, room)
-
-
-def _bound_paged(
-    ports: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    values: dict[str, jax.Array],
-) -> None:
-    for port, array in (("page_table_k", "k"), ("page_table_v", "v")):
-        values[ports[port]] = jnp.clip(values[ports[port]], 0, shapes[array][0] - 1)
-    queries = shapes["q"][2]
-    most = (queries, shapes["page_table_k"][2] * shapes["k"][2])
-    lengths = [
-        jnp.clip(values[ports[port]], 0, limit) for port, limit in zip(LENGTHS, most, strict=True)
-    ]
-    if queries > 1:  # the engines of a single query write zeros themselves
-        lengths = without_keys(lengths[0], lengths[1])
-    values |= {ports[port]: x for port, x in zip(LENGTHS, lengths, strict=True)}

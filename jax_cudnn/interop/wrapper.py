@@ -8,10 +8,11 @@ from typing import Any
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import DEFAULTS, replaced
 from .._core.graph.source import user_line
-from .checks import distinct, is_unset, like, listed, names, refuse_devices
+from .checks import is_unset, like, listed, names, refuse_devices
 from .json_text import canonical_name
 from .planning import Planning
 from .recorder import Recorder
+from .references import is_uid
 from .templates import compute_name, dtype_name
 from .tensors import NamedTensor
 
@@ -32,12 +33,14 @@ class Graph(Planning):
     A NumPy array of one element, an epsilon say, is a number in the host's memory: where a call
     gives it as a Python number or NumPy array it is a constant of cuDNN's plan, as a number given
     to the operation is. A JAX array in its place is an operand, and XLA runs the operation where
-    cuDNN wants a number.
+    cuDNN wants a number. A seed or offset of dropout that is one integer, INT32 or INT64, becomes
+    two uint32, (1, 1, 1, 2), the low and the high word; calls take either.
 
     Args:
         name: of the graph, in profiles and errors.
-        io_data_type: the dtype of tensors for which none is named and that are no intermediates;
-            without it an output has the promoted dtype of its operands.
+        io_data_type: the dtype of inputs for which none is named, and of outputs that are floats;
+            integers and booleans keep theirs unless ``set_data_type`` says otherwise. Without it an
+            output has the promoted dtype of its operands.
         intermediate_data_type: of values inside the graph; float32 if left out.
         compute_data_type: in which convolutions and matmuls accumulate; float32 if left out (int32
             for integers).
@@ -125,57 +128,12 @@ class Graph(Planning):
         if kind is not None:
             self._recorder = None
             return
-        inputs, outputs = self._io
         try:
-            self._conclude(self._marked(outputs))
-            if inputs or outputs:
-                self._order = self._ordered(inputs, self._inputs)
+            self._end()
         except BaseException:
             self._recorder = None  # as if the `with` had raised itself
             raise
         self._io = None, None  # arrays that they name are not kept alive
-
-    def set_io_tuples(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Say in which order positional calls take inputs and return outputs.
-
-        Args:
-            inputs: references to all inputs. Two may mean one input, to which one array was given
-                twice while building: then calls give both the same array.
-            outputs: references to results; each that ``set_output`` marked must be among them, and
-                each that is among them is an output.
-
-        Raises: GraphError for unknown references, outputs named twice, what is missing, and for
-        another order than the one with which the graph was called: compiled code has that.
-        ``graph.with_options()`` is a graph whose order may be set.
-        """
-        inputs, outputs = listed("inputs", inputs), listed("outputs", outputs)
-        if self._built.spec is None:
-            self._io = inputs, outputs
-            return
-        results = self._marked(outputs)
-        order = self._ordered(inputs, self._built.needed(results))
-        self._check_uncalled(order, results)
-        self._conclude(results)
-        self._order = order
-
-    def _check_uncalled(
-        self, order: tuple[NamedTensor, ...], outputs: tuple[NamedTensor, ...]
-    ) -> None:
-        """GraphError where another order of inputs or outputs would leave compiled calls stale."""
-        same = {t.name for t in self._outputs} == {t.name for t in outputs}
-        if self._order is not None:  # else it was called by name
-            had, has = (*self._order, *self._outputs), (*order, *outputs)
-            same = [t.name for t in had] == [t.name for t in has]
-        if self._was_called and not same:
-            raise GraphError(
-                f"set_io_tuples of {self.name} after it was called",
-                expected=f"inputs {names(self._order or self._inputs)}, "
-                f"outputs {names(self._outputs)}",
-                got=f"inputs {names(order)}, outputs {names(outputs)}",
-                why="jax.jit keeps what it compiled for the order that the graph had",
-                fix="other = graph.with_options(); other.set_io_tuples(...)",
-                where=user_line(),
-            )
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -194,7 +152,8 @@ class Graph(Planning):
 
         Returns:
             The output, or a tuple of them in the order of ``outputs``. For a dictionary a new one:
-            what it held, and the outputs, under the key they were given by, else ``"node::port"``.
+            what it held, and the outputs, under the key they were given by, else ``"node::port"``,
+            or their uids where all keys are uids.
 
         Raises: GraphError, GraphTypeError for arrays of other shapes or dtypes than the graph was
         built for, and for missing inputs.
@@ -236,12 +195,12 @@ class Graph(Planning):
             elif not self._built.is_result(tensor):
                 self._give(values, tensor, value)
         self._check_given(values, unknown)
-        result = dict(given)
+        result, by_uid = dict(given), all(map(is_uid, given))
         for tensor, array in zip(self._outputs, self._run(values), strict=True):
             keys = supplied.get(tensor.name, ())
             result |= {key: like(given[key], array, key) for key in keys}
             if not keys:
-                result[canonical_name(self._built, tensor)] = array
+                result[tensor.uid if by_uid else canonical_name(self._built, tensor)] = array
         self._was_called = True
         return result
 
@@ -264,47 +223,3 @@ class Graph(Planning):
             "an input of its own, for each of them",
             where=user_line(),
         )
-
-    def _marked(self, references: Sequence[Any] | None) -> tuple[NamedTensor, ...]:
-        """The outputs, in the order of references to them; GraphError where there are none, or
-        others are marked."""
-        recorder = self._built
-        marked = [tensor for tensor in recorder.handles.values() if tensor.is_output]
-        outputs = marked
-        if references:
-            outputs = distinct("outputs", [recorder.references.find(ref) for ref in references])
-            for tensor in outputs:
-                recorder.check_result(tensor, "outputs=")
-        known = {tensor.name for tensor in outputs}
-        if not known or any(tensor.name not in known for tensor in marked):
-            problem = "outputs that are not listed" if known else "no output"
-            raise GraphError(
-                f"{self.name} has {problem}",
-                expected=names(marked) or "at least one result of an operation",
-                got=names(outputs) or "none",
-                fix="y.set_output(True) marks a result; outputs=[...] lists all of them",
-                where=user_line(),
-            )
-        return tuple(outputs)
-
-    def _ordered(
-        self, references: Sequence[Any] | None, needed: tuple[NamedTensor, ...]
-    ) -> tuple[NamedTensor, ...]:
-        """The inputs as positional calls take them; GraphError where a needed one is missing."""
-        if references is None:
-            return needed
-        recorder = self._built
-        inputs = [recorder.references.find(ref) for ref in references]
-        known = {tensor.name for tensor in inputs}
-        results = [tensor for tensor in inputs if recorder.is_result(tensor)]
-        missing = [tensor for tensor in needed if tensor.name not in known]
-        if results or missing:
-            raise GraphError(
-                f"{self.name}: these are not the inputs",
-                expected=names(needed),
-                got=names(inputs) or "none",
-                why=f"the graph computes {names(results)}" if results else None,
-                fix=f"add {names(missing)}" if missing else "leave out what the graph computes",
-                where=user_line(),
-            )
-        return tuple(inputs)

@@ -73,6 +73,9 @@ def check(node: Attending, inputs: Mapping[str, Tensor]) -> None:
             f"{port!r} has the wrong shape or dtype",
             expected=f"{dtype}{list(shape)}",
             got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
+            fix="jax.random.key_data(key).reshape(1, 1, 1, 2) is such a pair of words"
+            if port in WORDS
+            else None,
         )
     drawn = [port for port in WORDS if port in inputs]
     drops = node.dropout_probability is not None

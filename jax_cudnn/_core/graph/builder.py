@@ -22,8 +22,8 @@ from .dtypes import (
     canonical_compute,
     float32_range,
     int32_range,
-    is_floating,
 )
+from .intermediates import intermediate_dtypes
 from .node import REGISTRY, Node
 from .options import DEFAULTS, NOWHERE, Options, Surroundings
 from .source import user_line
@@ -78,7 +78,8 @@ class GraphBuilder:
         """The spec that computes ``outputs``; operations and inputs they don't need are left out.
 
         The dtype an intermediate was given by inference is that of an output; inside the graph
-        floats have the options' intermediate type (float32), integers and booleans their own.
+        floats have the options' intermediate type (float32), but for what enters a product
+        (:func:`intermediate_dtypes`), integers and booleans their own.
         ``options`` and ``around`` stand for the builder's own: a graph may be finished several
         times.
         """
@@ -88,11 +89,11 @@ class GraphBuilder:
             if needed & {name for _, name in call.outputs}:
                 calls.insert(0, call)
                 needed |= {name for _, name in (*call.inputs, *call.outputs)}
-        inside = self._intermediate_dtypes(calls, self._typed | {*names, *self._inputs})
+        said = {tensor.name: tensor.dtype for tensor in self._tensors.values()}
+        fixed = self._typed | {*names, *self._inputs}
+        inside = intermediate_dtypes(calls, said, fixed, self._options.intermediate_data_type)
         tensors = tuple(
-            replace(t, dtype=inside.get(t.name, t.dtype))
-            for t in self._tensors.values()
-            if t.name in needed
+            replace(t, dtype=inside[t.name]) for t in self._tensors.values() if t.name in needed
         )
         inputs = tuple(name for name in self._inputs if name in needed)
         spec = GraphSpec(tensors, tuple(calls), inputs, names)
@@ -101,20 +102,6 @@ class GraphBuilder:
         if options.deterministic:
             calls = [replace(call, node=call.node.settled()) for call in calls]
         return intern(replace(spec, calls=tuple(calls), options=options, _cache={}))
-
-    def _intermediate_dtypes(self, calls: list[Call], fixed: set[str]) -> dict[str, str]:
-        dtypes = {tensor.name: tensor.dtype for tensor in self._tensors.values()}
-        for call in calls:
-            for _, name in call.outputs:
-                if name in fixed:
-                    continue
-                if call.node.moves:
-                    dtypes[name] = dtypes[call.inputs[0][1]]
-                elif is_floating(dtypes[name]) and not (
-                    call.node.leftover or call.node.keeps_dtypes
-                ):
-                    dtypes[name] = self._options.intermediate_data_type
-        return dtypes
 
     # -- what the generated methods do ---------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,18 @@ def is_static(leaf: Any) -> bool:
 
 
 def typed(value: Any) -> tuple[Any, Any]:
-    """A value with what tells it from equal ones: 1, 1.0 and True, 0.0 and -0.0."""
+    """A value with what tells it from equal ones: 1, 1.0 and True, 0.0 and -0.0. A NaN, which
+    does not equal itself, is always the same object, which does in a tuple."""
+    value = _with_one_nan(value)
     if isinstance(value, tuple):
         return (type(value), *(typed(v)[0] for v in value)), value
     return (type(value), repr(value) if isinstance(value, (float, frozenset)) else ""), value
+
+
+def _with_one_nan(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_with_one_nan, value))
+    return math.nan if type(value) is float and math.isnan(value) else value
 
 
 def array(name: str, leaf: Any) -> Any:

@@ -83,7 +83,8 @@ class Options:
             seen: a plan is chosen before them).
         precision: of products of float32, as in lax: "default" (TF32 allowed), "high" or
             "highest" (float32). None takes ``jax.default_matmul_precision``.
-        intermediate_data_type: the dtype of values inside the graph.
+        intermediate_data_type: the dtype of values inside the graph, but for those that a product
+            multiplies with a 16-bit operand: they have that one's.
         compute_data_type: of convolutions and matmuls for which none is named; None is float32,
             and int32 for integers.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`, whose

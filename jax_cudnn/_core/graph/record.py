@@ -1,6 +1,7 @@
 """A GraphSpec as data for ``json.dumps``, and back.
 
-A value of the package is a list: its class, and its fields by name. Reading makes objects of
+A value of the package is a list: its class, and its fields by name. A float that JSON has no number
+for is ``["float", "inf"]``, ``"-inf"`` or ``"nan"``. Reading makes objects of
 this package's frozen dataclasses only, and runs nothing else.
 """
 
@@ -8,16 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from typing import Any
 
+from .field_types import checked
 from .node import REGISTRY, Node
 
 _PACKAGE = __name__.partition(".")[0]
-_TUPLE = "tuple"
+_TUPLE, _FLOAT = "tuple", "float"
 
 
 def encoded(value: Any) -> Any:
     """A graph, a node, or what may be a field of these, as data; TypeError for anything else."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return [_FLOAT, str(float(value))]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple):
@@ -40,7 +45,9 @@ def decoded(data: Any) -> Any:
     title, content = data
     if title == _TUPLE:
         return tuple(map(decoded, content))
-    return _class(title)(**{name: decoded(item) for name, item in content.items()})
+    if title == _FLOAT:
+        return float(content)
+    return checked(_class(title)(**{name: decoded(item) for name, item in content.items()}))
 
 
 def _title(value: Any) -> str:

@@ -322,7 +322,8 @@ class Plan:
         cuda_graphs.record(self, cuda_graph, operands, results, workspace, update=True)
 
     def to_json(self) -> dict[str, Any]:
-        """What runs, as data for ``json.dumps``: the graph, its segments, cuDNN's plans."""
+        """What runs, as data for ``json.dumps``: the graph, its segments, cuDNN's plans. A float
+        that JSON has no number for is ``["float", "inf"]``, ``"-inf"`` or ``"nan"``."""
         from . import plan_record
 
         return plan_record.data(self)

@@ -7,6 +7,8 @@ from typing import Any
 
 from ..errors import GraphError
 from ..graph import record
+from ..graph.dtypes import TO_CUDNN, WORDS
+from ..graph.field_types import checked
 from ..graph.spec import GraphSpec, intern
 from ..package import version
 from .execution_plan import ExecutionPlan
@@ -35,7 +37,7 @@ def data(plan: Plan) -> dict[str, Any]:
 
 def dumped(plan: Plan) -> bytes:
     """The same as UTF-8 text."""
-    return json.dumps(data(plan), separators=(",", ":")).encode()
+    return json.dumps(data(plan), separators=(",", ":"), allow_nan=False).encode()
 
 
 def loaded(content: bytes) -> Plan:
@@ -55,9 +57,9 @@ def loaded(content: bytes) -> Plan:
         )
     try:
         spec = _graph(found["graph"])
-        name, gpu, implementation = (str(found[key]) for key in ("name", "gpu", "implementation"))
+        name, gpu, implementation = (found[key] for key in ("name", "gpu", "implementation"))
         segments = tuple(map(_read_segment, found["segments"]))
-        return Plan(name, gpu, implementation, spec, segments)
+        return checked(Plan(name, gpu, implementation, spec, segments))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise GraphError(
             "this plan cannot be read",
@@ -79,13 +81,20 @@ def _segment(segment: PlannedSegment) -> dict[str, Any]:
 
 def _read_segment(row: dict[str, Any]) -> PlannedSegment:
     plan = None if row["plan"] is None else ExecutionPlan.from_json(row["plan"])
-    return PlannedSegment(_graph(row["graph"]), tuple(row["calls"]), plan, str(row["reason"]))
+    calls, reason = tuple(row["calls"]), row["reason"]
+    return checked(PlannedSegment(_graph(row["graph"]), calls, plan and checked(plan), reason))
 
 
 def _graph(content: Any) -> GraphSpec:
     spec = record.decoded(content)
     if not isinstance(spec, GraphSpec):
         raise ValueError(f"a graph is expected, not {spec!r}"[:200])
+    names = {tensor.name for tensor in spec.tensors}
+    ports = [name for call in spec.calls for _, name in (*call.inputs, *call.outputs)]
+    if unknown := sorted({*spec.inputs, *spec.outputs, *ports} - names):
+        raise ValueError(f"the graph has no tensor {', '.join(unknown)}"[:200])
+    if unknown := sorted({tensor.dtype for tensor in spec.tensors} - {*TO_CUDNN, WORDS}):
+        raise ValueError(f"no tensor has the dtype {', '.join(unknown)}"[:200])
     return intern(spec)
 
 

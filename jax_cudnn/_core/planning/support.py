@@ -80,7 +80,17 @@ def plan(
     ((name, spec),) = found.items()
     if chosen is None:
         return place(spec, context.site(_default_devices(), name), name)
-    return {gpu: place(spec, profile, name) for gpu, profile in chosen.items()}
+    return ByGpu({gpu: place(spec, profile, name) for gpu, profile in chosen.items()})
+
+
+class ByGpu(dict[str, Any]):
+    """Values by the names of GPUs, found under each spelling that ``jax_cudnn.target`` takes."""
+
+    def __missing__(self, gpu: str) -> Any:
+        with contextlib.suppress(TargetError):
+            if (name := profiles.get(gpu).name) in self:
+                return self[name]
+        raise KeyError(gpu)
 
 
 def plans(fn: Callable[..., Any], *args: Any, **static: Any) -> dict[str, Plan]:

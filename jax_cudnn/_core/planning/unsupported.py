@@ -19,13 +19,18 @@ _MEANINGS = (
     (
         r"type mismatch|types? of (the )?(inputs|A and B)",
         "the operands of a convolution or matmul have different types",
-        "give both operands one dtype; a value computed before them is float32 until you call "
-        ".set_data_type on it",
+        "give both operands one dtype; a value computed before them is rounded by .set_data_type "
+        "(those of 16-bit operands are, unless it says float32)",
     ),
     (
         r"getDimA\(\)\[1\] == 1",
         "a pointwise graph over a single channel",
         "apply such an operation in jnp, or beside a convolution or matmul",
+    ),
+    (
+        r"[Ii]nvalid engine id",
+        "cuDNN numbers no engine so for these operations",
+        None,
     ),
     (r"QMMA kernels", "this GPU has no tensor cores for the data type", None),
     (r"ARCH_MISMATCH|deviceVer", "made for another GPU architecture", None),
@@ -128,7 +133,10 @@ def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphErr
         advice.append(_BROADCAST_ADVICE)
     engine = spec.options.engine
     if engine is not None:
-        advice = [f"take another engine than {engine}, as jax_cudnn.plan(...).pinned names one"]
+        advice = [
+            f"take another engine than {engine}: jax_cudnn.plan(...).candidates, of the graph "
+            "without it, lists those that there are"
+        ]
     if LEFT_OUT in text:
         advice = [f"loosen the options of the graph: {spec.options}", *advice]
     rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}

@@ -1,0 +1,146 @@
+"""The dtypes of values inside a graph: float32, but beside a product's 16-bit operand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+X = jax.random.normal(KEYS[0], (2, 8, 6, 6), "bfloat16")
+W = 0.2 * jax.random.normal(KEYS[1], (8, 8, 3, 3), "bfloat16")
+A = jax.random.normal(KEYS[2], (2, 8, 8), "bfloat16")
+PAD = {"padding": [1, 1]}
+
+
+@jc.graph
+def conv_relu(g, x, w):
+    return g.relu(g.conv_fprop(x, w, **PAD))
+
+
+@jc.graph
+def two(g, x, w):
+    y = g.relu(g.conv_fprop(x, w, **PAD))
+    return g.relu(g.conv_fprop(y, w, **PAD))
+
+
+@jc.graph
+def in_float32(g, x, w):
+    y = g.relu(g.conv_fprop(x, w, **PAD)).set_data_type("float32")
+    return g.relu(g.conv_fprop(y, w, **PAD))
+
+
+def inside(function, *arrays):
+    spec = jc.graph(function).trace(*arrays)[1].spec
+    return {t.name: t.dtype for t in spec.tensors if t.name not in (*spec.inputs, *spec.outputs)}
+
+
+def test_a_value_between_two_convolutions_has_the_weights_dtype():
+    spec = two.trace(X, W)[1].spec
+    assert spec.tensor("conv_fprop.0::Y").dtype == "float32"
+    assert spec.tensor("relu.0::OUT_0").dtype == "bfloat16"
+
+
+def test_it_is_rounded_as_a_result_is():
+    np.testing.assert_array_equal(two(X, W), conv_relu(conv_relu(X, W), W))
+    assert np.any(two(X, W) != in_float32(X, W))
+
+
+@pytest.mark.parametrize("argument", [0, 1])
+def test_its_gradient_is_that_of_two_graphs(argument):
+    def loss(function):
+        return lambda *arrays: jnp.sum(function(*arrays).astype("float32") ** 2)
+
+    got = jax.jit(jax.grad(loss(two), argument))(X, W)
+    want = jax.jit(jax.grad(loss(lambda x, w: conv_relu(conv_relu(x, w), w)), argument))(X, W)
+    assert got.dtype == want.dtype == jnp.bfloat16
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    assert np.abs(got - want).max() < 0.02 * np.abs(want).max()
+
+
+def test_what_the_user_says_is_so():
+    assert in_float32.trace(X, W)[1].spec.tensor("relu.0::OUT_0").dtype == "float32"
+
+
+def test_a_moved_value_and_its_source_have_one_dtype():
+    def moved(g, a):
+        y = g.relu(a)
+        b = g.matmul(g.reshape(g.transpose(y, [0, 2, 1]), out_dims=[2, 8, 8]), a)
+        return g.matmul(g.transpose(y, [0, 2, 1]), b)
+
+    dtypes = inside(moved, A)
+    assert len(dtypes) == 5
+    assert set(dtypes.values()) == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("function", "arrays"),
+    [
+        (lambda g, a, b: g.matmul(g.relu(a), b), (A.astype("float32"), A)),
+        (lambda g, a, b: g.matmul(g.reduction(a, "ADD").set_dim([2, 8, 1]), b), (A, A[:, :1])),
+        (lambda g, a, b: g.matmul(g.relu(a), g.relu(b)), (A, A)),
+        (lambda g, a, b: g.mul(g.relu(a), b), (A, A)),
+    ],
+    ids=["of float32", "float32 as a result", "neither is of 16 bits", "no product"],
+)
+def test_all_others_are_float32(function, arrays):
+    assert "bfloat16" not in inside(function, *arrays).values()
+
+
+def test_arrays_of_another_dtype_are_left_alone():
+    def moved(g, a, b):
+        return g.matmul(g.transpose(a, [0, 2, 1]), b)
+
+    assert inside(moved, A.astype("float16"), A) == {"transpose.0::OUT_0": "float16"}
+
+
+def test_so_it_is_in_a_graph_of_the_wrapper():
+    with jc.Graph(intermediate_data_type="float32") as graph:
+        y = graph.matmul(A, A)
+        graph.matmul(y, A).set_output(True)
+    assert graph.spec.tensor(y.name).dtype == "bfloat16"
+
+
+@jc.graph
+def two_products(g, a, b):
+    return g.matmul(g.matmul(a, b), b)
+
+
+@pytest.mark.deviceless
+def test_both_products_are_cudnns():
+    x, w = jnp.zeros((8, 64, 28, 28), "bfloat16"), jnp.zeros((64, 64, 3, 3), "bfloat16")
+    a = jnp.zeros((4, 128, 128), "bfloat16")
+    with jc.target("H200"):
+        plans = [jc.plan(two, x, w), jc.plan(in_float32, x, w), jc.plan(two_products, a, a)]
+    convolutions, mixed, products = ([s.plan is not None for s in p.segments] for p in plans)
+    assert convolutions == [True, True]
+    assert mixed == [True, False]
+    assert all(products)  # newer versions of cuDNN have both in one plan
+
+
+IMAGES = (8, 64, 28, 28), (64, 64, 3, 3), 0.06
+MATRICES = (4, 128, 128), (4, 128, 128), 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("function", "arrays"), [(two, IMAGES), (two_products, MATRICES)], ids=["conv", "matmul"]
+)
+def test_two_products_and_their_gradients_on_the_gpu(function, arrays):
+    image, weight, scale = arrays
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], image, "bfloat16")
+    w = scale * jax.random.normal(keys[1], weight, "bfloat16")
+
+    def both(function):
+        def loss(x, w):
+            y = function(x, w)
+            return jnp.sum(y.astype("float32") ** 2), y
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, w)
+
+    got, want = both(function), both(function.with_options(implementation="xla"))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.abs(a - b).max() < 0.03 * np.abs(b).max()
