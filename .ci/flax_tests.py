@@ -40,7 +40,16 @@ def main(arguments: list[str]) -> int:
         folder = Path(name)
         tests = extract(Path(given[0]) if given else sdist(folder), folder)
         (folder / "pytest.ini").write_text("[pytest]\n")  # nothing of this project's
-        command = (sys.executable, "-m", "pytest", "-q", "-p", "flax_layers", "-p", "no:cacheprovider")
+        command = (
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "flax_layers",
+            "-p",
+            "no:cacheprovider",
+        )
         return subprocess.run(
             [*command, "--rootdir", name, "-c", str(folder / "pytest.ini"), *options, *tests],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PLUGINS), *sys.path[1:]])},

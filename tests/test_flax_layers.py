@@ -1,37 +1,115 @@
-"""Layers in the place of Flax's: constructor, parameters and results."""
+"""Layers in the place of Flax's: constructor, parameters, results and gradients."""
 
+import doctest
+import importlib
 import inspect
+import pkgutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax_cases import CASES, Case, assert_near, gradients
 
 import jax_cudnn.flax as jnn
 from jax_cudnn.flax.layer import SWAPPED
 
-LAYERS = {"linear": (jnn.Linear, (8, 16), {}, (4, 8))}
+named = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def made(cls, arguments, named):
-    return cls(*arguments, **named, rngs=nnx.Rngs(0))
+def test_every_layer_has_a_case():
+    assert {case.ours for case in CASES.values()} == {*SWAPPED.values()}
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_parameters_are_flaxs(name):
-    cls, arguments, named, _ = LAYERS[name]
-    ours, theirs = (made(c, arguments, named) for c in (cls, cls.flaxs()))
+@named
+def test_state_of_one_loads_into_the_other(case: Case):
+    ours, theirs = case.both()
     jax.tree.map(np.testing.assert_array_equal, nnx.state(ours), nnx.state(theirs))
-    nnx.update(ours, nnx.state(theirs))
+    for to, of in ((ours, theirs), (theirs, ours)):
+        state = jax.tree.map(lambda v: v + 1, nnx.state(of))
+        nnx.update(to, state)
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(to), state)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_results_are_flaxs(name, key):
-    cls, arguments, named, shape = LAYERS[name]
-    theirs = made(cls.flaxs(), arguments, named)
-    x = jax.random.normal(key, shape)
-    np.testing.assert_allclose(cls.of(theirs)(x), theirs(x), rtol=1e-5, atol=1e-6)
+@named
+def test_variables_are_shared(case: Case):
+    theirs = case.made(case.ours.flaxs())
+    before = nnx.graphdef(theirs)
+    ours = case.ours.of(theirs)
+    assert nnx.graphdef(theirs) == before
+    one, other = (
+        {path: id(v) for path, v in nnx.iter_graph(layer) if isinstance(v, nnx.Variable)}
+        for layer in (ours, theirs)
+    )
+    assert one == other != {}
+
+
+@named
+def test_results_and_gradients_are_flaxs(case: Case, key):
+    x = jax.random.normal(key, case.shape)
+    ours, theirs = (gradients(layer, x) for layer in case.both())
+    assert_near(ours, theirs, 2e-5)
+
+
+@named
+def test_bfloat16_rounds_no_worse_than_flaxs(case: Case, key):
+    """Both against float32, by results and each gradient."""
+    x = jax.random.normal(key, case.shape).astype(jnp.bfloat16)
+    exact = gradients(case.made(case.ours.flaxs()), x.astype(jnp.float32))
+    both = [gradients(layer, x) for layer in case.both(dtype=jnp.bfloat16)]
+    for a, b, want in zip(*both, exact, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        largest = np.max(np.abs(want))
+        ours, flaxs = (np.max(np.abs(np.asarray(v, np.float32) - want)) for v in (a, b))
+        assert ours <= 2 * flaxs + 2**-7 * largest
+
+
+@named
+@pytest.mark.parametrize("dtypes", [("float16", None), (None, "bfloat16"), ("float32", "float16")])
+def test_dtypes_are_flaxs(case: Case, dtypes):
+    """Of the result for inputs of float32 and bfloat16, and of the parameters."""
+
+    def made(cls):
+        return case.made(cls, dtype=dtype, param_dtype=param_dtype or jnp.float32)
+
+    dtype, param_dtype = (None if d is None else jnp.dtype(d) for d in dtypes)
+    for given in ("float32", "bfloat16"):
+        x = jax.ShapeDtypeStruct(case.shape, given)
+        ours, theirs = (
+            nnx.eval_shape(lambda x, cls=cls: (layer := made(cls), layer(x)), x)
+            for cls in (case.ours, case.ours.flaxs())
+        )
+        assert ours[1] == theirs[1]
+        assert [*map(str, jax.tree.leaves(ours[0]))] == [*map(str, jax.tree.leaves(theirs[0]))]
+
+
+@named
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+def test_other_dtypes_compute_as_in_flax(case: Case, dtype):
+    with jax.enable_x64(True):
+
+        def program(layer):
+            graphdef, state = nnx.split(layer)
+            run = jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x))
+            return str(run(state, jax.ShapeDtypeStruct(case.shape, dtype)))
+
+        ours, theirs = map(program, case.both(param_dtype=jnp.dtype(dtype)))
+        assert ours == theirs
+        assert dtype[0] in ours
+
+
+@named
+def test_of_nothing_comes_nothing(case: Case):
+    ours, theirs = case.both()
+    empty = jnp.ones((0, *case.shape[1:]))
+    try:
+        want = theirs(empty)
+    except ZeroDivisionError as error:  # a reshape to -1
+        with pytest.raises(type(error)):
+            ours(empty)
+    else:
+        np.testing.assert_array_equal(ours(empty), want)
 
 
 @pytest.mark.parametrize("ours", SWAPPED.values())
@@ -40,8 +118,29 @@ def test_arguments_are_flaxs_and_ours(ours):
     assert taken == [*list(inspect.signature(ours.flaxs().__init__).parameters)[1:], *ours.own]
 
 
-def test_an_activation_is_fused_and_kept():
-    layer = jnn.Linear(8, 16, activation="relu", rngs=nnx.Rngs(0))
-    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
-    want = jax.nn.relu(nnx.Linear(8, 16, rngs=nnx.Rngs(0))(x))
-    np.testing.assert_allclose(nnx.merge(*nnx.split(layer))(x), want, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("name", [name for name, c in CASES.items() if "activation" in c.ours.own])
+@pytest.mark.parametrize("activation", ["relu", jax.nn.gelu, "gelu_exact"])
+def test_an_activation_is_fused_and_kept(name, activation, key):
+    case = CASES[name]
+    ours, theirs = case.made(case.ours, activation=activation), case.made(case.ours.flaxs())
+    x = jax.random.normal(key, case.shape)
+    plain = {"relu": jax.nn.relu, "gelu_exact": lambda y: jax.nn.gelu(y, approximate=False)}
+    want = plain.get(activation, activation)(theirs(x))
+    assert_near(nnx.merge(*nnx.split(ours))(x), want, 2e-5)
+
+
+MODULES = [
+    importlib.import_module(f"jax_cudnn.flax.{found.name}")
+    for found in pkgutil.iter_modules(jnn.__path__)
+]
+
+
+def test_every_public_layer_has_an_example_that_runs():
+    attempted = 0
+    for module in MODULES:
+        found = doctest.testmod(module)
+        assert found.failed == 0
+        attempted += found.attempted
+    layers = [v for v in vars(jnn).values() if inspect.isclass(v)]
+    assert all("Example:" in inspect.getdoc(layer) for layer in layers)
+    assert attempted >= 3 * len(layers)

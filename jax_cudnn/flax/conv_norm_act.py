@@ -84,7 +84,7 @@ class ConvNormAct(nnx.Module):
     @classmethod
     def of(cls, conv: nnx.Conv, norm: nnx.BatchNorm, activation: Activation = None) -> Self:
         """The block of two layers of Flax's, whose Variables it shares."""
-        made = cls.__new__(cls)
+        made = cls(1, 1, 1, rngs=nnx.Rngs(0))
         made.conv, made.norm = Conv.of(conv), BatchNorm.of(norm)
         made.norm.activation = activation
         return made

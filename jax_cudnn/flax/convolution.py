@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.nn.linear import canonicalize_padding
 from jax import lax
 
 from .. import ops
 from .._core.errors import GraphError
-from ..ops.arguments import pairs
 from ..ops.epilogue import Activation
 from .layer import Layer, finished, unknown_precision
 from .operands import Operands, dimensions
@@ -120,7 +120,6 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
 
     def _gradient(self, found: Operands) -> jax.Array | None:
         rank = len(self.kernel_size)
-        text = isinstance(self.padding, str)
         try:
             return ops.conv_transpose(
                 found.x.reshape(-1, *found.x.shape[-rank - 1 :]),
@@ -128,7 +127,7 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
                 bias=found.bias,
                 activation=self.activation,
                 strides=dimensions(self.strides, rank),
-                padding=self.padding if text else pairs(self.padding, rank),
+                padding=canonicalize_padding(self.padding, rank),
                 dilation=dimensions(self.kernel_dilation, rank),
                 dimension_numbers=_channels_last(rank),
                 transpose_kernel=self.transpose_kernel,
@@ -154,9 +153,10 @@ def operands(layer: Any, inputs: jax.Array) -> Operands | None:
 
 def plain(layer: nnx.Conv) -> bool:
     """Whether ``ops.conv`` has what a layer asks for, beside what ``windows`` prepares."""
-    rank, padding = len(layer.kernel_size), layer.padding
-    inwards = not isinstance(padding, str) and np.min(pairs(padding, rank)) < 0
-    return rank <= 3 and {*dimensions(layer.input_dilation, rank)} == {1} and not inwards
+    rank = len(layer.kernel_size)
+    padding = canonicalize_padding(layer.padding, rank)
+    inwards = not isinstance(padding, str) and np.min(padding, initial=0) < 0
+    return 1 <= rank <= 3 and {*dimensions(layer.input_dilation, rank)} == {1} and not inwards
 
 
 def batch(layer: Any, inputs: jax.Array) -> tuple[int, ...]:
@@ -168,15 +168,14 @@ def windows(layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
     arguments for what is left."""
     rank = len(layer.kernel_size)
     x = x.reshape(-1, *x.shape[x.ndim - rank - 1 :])
-    dilation, padding = dimensions(layer.kernel_dilation, rank), layer.padding
+    dilation = dimensions(layer.kernel_dilation, rank)
+    padding = canonicalize_padding(layer.padding, rank)
     reach = [d * (size - 1) for size, d in zip(layer.kernel_size, dilation, strict=True)]
     if padding == "CAUSAL" and rank == 1:
         padding = [(reach[0], 0)]
-    elif padding in ("CIRCULAR", "REFLECT"):
+    elif isinstance(padding, str) and padding in _WRAPPED:
         around = [(0, 0), *((r // 2, (r + 1) // 2) for r in reach), (0, 0)]
         x, padding = jnp.pad(x, around, mode=_WRAPPED[padding]), "VALID"
-    elif not isinstance(padding, str):
-        padding = pairs(padding, rank)
     return x, {
         "strides": dimensions(layer.strides, rank),
         "padding": padding,

@@ -1,0 +1,71 @@
+"""Layers that stand for Flax's, by name: what tests construct and call them with."""
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jax_cudnn.flax as jnn
+
+RANDOM = {name: nnx.initializers.normal(1.0) for name in ("bias_init", "scale_init")}
+
+
+@dataclass(frozen=True)
+class Case:
+    ours: type
+    arguments: tuple
+    shape: tuple
+    """Of the input."""
+    named: dict[str, Any] = field(default_factory=dict)
+
+    def made(self, cls, **named):
+        """A layer of the class or of Flax's, with biases and scales of random numbers."""
+        taken = inspect.signature(self.ours).parameters
+        random = {name: init for name, init in RANDOM.items() if name in taken}
+        return cls(*self.arguments, **{**random, **self.named, **named}, rngs=nnx.Rngs(0))
+
+    def both(self, **named):
+        """One of ours and one of Flax's with equal parameters."""
+        return (self.made(cls, **named) for cls in (self.ours, self.ours.flaxs()))
+
+
+CASES = {
+    "linear": Case(jnn.Linear, (8, 16), (4, 8)),
+    "linear without bias": Case(jnn.Linear, (8, 16), (2, 4, 8), {"use_bias": False}),
+    "linear_general": Case(jnn.LinearGeneral, ((2, 8), (4, 6)), (3, 2, 8), {"axis": (-2, -1)}),
+    "einsum": Case(jnn.Einsum, ("btd,dhk->bthk", (8, 2, 4), (2, 4)), (3, 5, 8)),
+    "conv": Case(jnn.Conv, (8, 16, (3, 3), 2), (2, 6, 6, 8)),
+    "conv_transpose": Case(jnn.ConvTranspose, (8, 16, (2, 2), (2, 2)), (2, 4, 4, 8)),
+    "batch_norm": Case(jnn.BatchNorm, (8,), (4, 5, 5, 8)),
+    "layer_norm": Case(jnn.LayerNorm, (8,), (2, 4, 8)),
+    "rms_norm": Case(jnn.RMSNorm, (8,), (2, 4, 8)),
+    "group_norm": Case(jnn.GroupNorm, (8, 2), (2, 3, 3, 8)),
+    "instance_norm": Case(jnn.InstanceNorm, (8,), (2, 3, 3, 8)),
+}
+
+
+def gradients(layer, x):
+    """Result and gradients, by Variables and input, of a weighted sum of the result."""
+
+    @nnx.jit
+    def run(layer, x):
+        def loss(layer, x):
+            y = layer(x).astype(jnp.float32)
+            weights = jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+            return (y * weights).sum(), y
+
+        return nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+
+    (_, y), found = run(layer, x)
+    return y, *jax.tree.leaves(found)
+
+
+def assert_near(got, want, steps=1e-5):
+    """Every array as near as so many parts of the largest number in it."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(v, np.float32) for v in (a, b))
+        np.testing.assert_allclose(a, b, rtol=0, atol=steps * np.max(np.abs(b), initial=1e-3))

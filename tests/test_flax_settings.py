@@ -1,0 +1,286 @@
+"""Settings of layers, each against Flax's; whose own way computes what, and what is refused."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_cases import Case, assert_near
+from helpers import python
+
+import jax_cudnn as jc
+import jax_cudnn.flax as jnn
+from jax_cudnn._core.errors import LibraryImportError
+from jax_cudnn.flax import requirement
+
+
+def compare(case: Case, key, steps=2e-5, calls=None):
+    x = jax.random.normal(key, case.shape)
+    ours, theirs = (nnx.jit(lambda m, x: m(x, **(calls or {})))(m, x) for m in case.both())
+    assert ours.shape == theirs.shape
+    assert_near(ours, theirs, steps)
+
+
+# -- convolutions ----------------------------------------------------------------------------------
+
+PADDINGS = ["SAME", "VALID", "CIRCULAR", "REFLECT", 1, (0, 1), [(1, 2), (0, 1)], [(-1, 2), (0, 1)]]
+
+
+@pytest.mark.parametrize("padding", PADDINGS, ids=str)
+def test_padding_of_convolutions(padding, key):
+    named = {"padding": padding, "kernel_dilation": (2, 1), "strides": (1, 2)}
+    compare(Case(jnn.Conv, (4, 8, (3, 2)), (2, 9, 10, 4), named), key)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"feature_group_count": 4},
+        {"input_dilation": 2, "padding": 1},
+        {"input_dilation": (2, 1), "padding": 1, "strides": 2, "activation": None},
+        {"mask": np.tri(3 * 2 * 4, 8).reshape(3, 2, 4, 8)},
+        {"strides": None, "kernel_dilation": None, "input_dilation": None},
+        {"precision": "highest"},
+        {"preferred_element_type": jnp.float32, "dtype": jnp.float16},
+    ],
+    ids=str,
+)
+def test_settings_of_convolutions(named, key):
+    named = {name: value for name, value in named.items() if name != "activation"}
+    steps = 2**-9 if "dtype" in named else 2e-5
+    compare(Case(jnn.Conv, (4, 8, (3, 2)), (2, 9, 10, 4), named), key, steps)
+
+
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3)])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_ranks_of_convolutions(lead, rank, key):
+    window, spatial = (3, 2, 2)[:rank], (6, 5, 4)[:rank]
+    causal = {"padding": "CAUSAL", "kernel_dilation": 2} if rank == 1 else {}
+    compare(Case(jnn.Conv, (4, 8, window), (*lead, *spatial, 4), causal), key)
+    compare(Case(jnn.ConvTranspose, (4, 8, window), (*lead, *spatial, 4)), key)
+
+
+@pytest.mark.parametrize(
+    "padding", ["SAME", "VALID", "CIRCULAR", 1, [(1, 2), (0, 1)], [(9, 4)] * 2]
+)
+@pytest.mark.parametrize("transpose_kernel", [False, True])
+@pytest.mark.parametrize("strides", [1, (3, 2)])
+def test_transposed_convolutions(padding, transpose_kernel, strides, key):
+    named = {"padding": padding, "transpose_kernel": transpose_kernel, "strides": strides}
+    compare(Case(jnn.ConvTranspose, (4, 8, (3, 2)), (2, 5, 6, 4), named), key)
+
+
+def test_padding_that_is_no_gradients_is_told_of(caplog, key):
+    case = Case(jnn.ConvTranspose, (4, 8, (3, 2), 2), (2, 5, 6, 4), {"padding": [(9, 4)] * 2})
+    with caplog.at_level(logging.DEBUG, "jax_cudnn"):
+        compare(case, key)
+    assert "ConvTranspose: XLA runs it" in caplog.text
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "shape"),
+    [
+        (((2, 3), (4, 5)), {"axis": (1, -1)}, (7, 2, 3)),
+        (((2, 3), (4, 5)), {"axis": (0, -1)}, (2, 6, 3)),
+        ((3, (4, 5)), {"batch_axis": {0: 6}}, (6, 7, 3)),
+        ((3, 4), {"axis": 1, "batch_axis": {0: 6}}, (6, 3, 5)),
+    ],
+    ids=str,
+)
+def test_axes_of_linear_general(arguments, named, shape, key):
+    compare(Case(jnn.LinearGeneral, arguments, shape, named), key)
+
+
+@pytest.mark.parametrize(
+    ("equation", "kernel", "bias", "shape"),
+    [
+        ("bthk,hkd->btd", (2, 4, 8), (8,), (3, 5, 2, 4)),
+        ("nta,hab->nthb", (8, 2, 4), (8, 4), (16, 11, 2)),
+        ("...a,ab->...b", (4, 5), (5,), (2, 3, 4)),
+        ("ab,cb->ca", (5, 4), (5,), (3, 4)),
+        ("aab,bc->ac", (3, 4), None, (2, 2, 3)),
+        ("abd,bc->c", (3, 4), (4,), (2, 3, 5)),
+        ("a,bc->abc", (3, 4), (3, 4), (2,)),
+        ("bd,bdk->bk", (3, 4, 5), (3, 5), (3, 4)),
+        ("bij,jk->kbi", (4, 5), (5,), (2, 3, 4)),
+        ("a b, b c -> a c", (4, 5), (5,), (2, 4)),
+    ],
+)
+def test_equations_of_einsum(equation, kernel, bias, shape, key):
+    compare(Case(jnn.Einsum, (equation, kernel, bias), shape), key)
+
+
+def test_an_equation_of_the_call_comes_first(key):
+    ours = jnn.Einsum("ab,bc->ac", (4, 4), rngs=nnx.Rngs(0))
+    x = jax.random.normal(key, (4, 4))
+    assert_near(ours(x, "ab,bc->ca"), ours(x).T)
+    with pytest.raises(ValueError, match="explicit"):
+        ours(x, "ab,bc")
+
+
+# -- normalizations --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments", "named"),
+    [
+        (jnn.LayerNorm, (6,), {"reduction_axes": (1, 2, 3)}),
+        (jnn.LayerNorm, (6,), {"reduction_axes": (1, 2), "feature_axes": -1}),
+        (jnn.LayerNorm, (20,), {"reduction_axes": (2, 1), "feature_axes": (1, 2)}),
+        (jnn.LayerNorm, (6,), {"reduction_axes": (0, 1, 2, 3)}),
+        (jnn.LayerNorm, (6,), {"use_bias": False, "use_scale": False, "reduction_axes": 1}),
+        (jnn.LayerNorm, (6,), {"use_bias": False, "use_fast_variance": False}),
+        (jnn.LayerNorm, (6,), {"use_scale": False, "epsilon": 0.1}),
+        (jnn.RMSNorm, (4,), {"reduction_axes": 1, "feature_axes": 1}),
+        (jnn.RMSNorm, (6,), {"use_scale": False}),
+        (jnn.GroupNorm, (6, 3), {"reduction_axes": (1, 2, -1)}),
+        (jnn.GroupNorm, (6, None, 2), {"use_bias": False}),
+        (jnn.InstanceNorm, (4,), {"feature_axes": 1}),
+        (jnn.InstanceNorm, (6,), {"use_scale": False}),
+        (jnn.BatchNorm, (5,), {"axis": 2}),
+        (jnn.BatchNorm, (3,), {"axis": 0}),
+        (jnn.BatchNorm, (6,), {"use_scale": False, "use_fast_variance": False}),
+        (jnn.BatchNorm, (6,), {"use_bias": False, "use_running_average": True}),
+    ],
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
+def test_settings_of_normalizations(cls, arguments, named, key):
+    compare(Case(cls, arguments, (3, 4, 5, 6), named), key)
+
+
+@pytest.mark.parametrize("cls", [jnn.LayerNorm, jnn.RMSNorm, jnn.BatchNorm, jnn.InstanceNorm])
+def test_masks_are_flaxs(cls, key):
+    mask = jnp.arange(4 * 5 * 6).reshape(1, 4, 5, 6) % 7 > 2
+    compare(Case(cls, (6,), (3, 4, 5, 6)), key, calls={"mask": mask})
+
+
+@pytest.mark.parametrize("cls", [jnn.LayerNorm, jnn.BatchNorm])
+def test_means_over_a_named_axis_are_flaxs(cls, key):
+    """What ``unfused`` says; and it computes."""
+    case = Case(cls, (6,), (2, 4, 6), {"axis_name": "rows"})
+    assert "named axis" in case.made(cls).unfused()
+
+    x = jax.random.normal(key, case.shape)
+    assert_near(*(over_rows(layer, x) for layer in case.both()))
+
+
+def over_rows(layer, x, **named):
+    """A layer on each row of x, under an axis with a name."""
+    graphdef, state = nnx.split(layer)
+
+    def of(state, x, named):
+        named = {name: value[None] for name, value in named.items()}
+        return nnx.merge(graphdef, state)(x[None], **named)[0]
+
+    return jax.vmap(of, in_axes=(None, 0, 0), axis_name="rows")(state, x, named)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("axis_name", [None, "rows"])
+def test_a_residual_of_batch_norm(averages, axis_name, key):
+    """Also behind Flax's own way."""
+    x, residual = jax.random.normal(key, (2, 4, 8))
+
+    def made(cls, **named):
+        return cls(8, use_running_average=averages, **named, rngs=nnx.Rngs(0))
+
+    want = jax.nn.relu(made(nnx.BatchNorm)(x) + residual)
+    ours = made(jnn.BatchNorm, activation="relu", axis_name=axis_name)
+    run = ours if axis_name is None else functools.partial(over_rows, ours)
+    assert_near(run(x, residual=residual), want)
+
+
+# -- Flax's own way --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (lambda r: jnn.Linear(4, 4, dot_general=jc.ops.dot_general, rngs=r), "dot_general"),
+        (lambda r: jnn.Linear(4, 4, precision="F16_F16_F32", rngs=r), "F16_F16_F32"),
+        (lambda r: jnn.LinearGeneral(4, 4, dot_general=jax.lax.dot_general, rngs=r), "dot_general"),
+        (lambda r: jnn.Einsum("ab,bc->ac", (4, 4), einsum_op=np.einsum, rngs=r), "einsum_op"),
+        (
+            lambda r: jnn.Conv(4, 4, 3, conv_general_dilated=jc.ops.conv_general_dilated, rngs=r),
+            "conv_general_dilated",
+        ),
+        (lambda r: jnn.ConvTranspose(4, 4, 3, padding="CIRCULAR", rngs=r), "circular"),
+        (lambda r: jnn.ConvTranspose(4, 4, (1,) * 4, rngs=r), "4 spatial"),
+    ],
+)
+def test_why_a_layer_is_not_fused(layer, words):
+    assert words in layer(nnx.Rngs(0)).unfused()
+
+
+def test_a_dot_general_of_ones_own_is_called():
+    called = []
+
+    def mine(*args, **named):
+        called.append(named)
+        return jax.lax.dot_general(*args, **named)
+
+    layer = jnn.Linear(4, 3, dot_general=mine, activation="relu", rngs=nnx.Rngs(0))
+    assert layer(jnp.ones((2, 4))).shape == (2, 3)
+    assert len(called) == 1
+
+
+def test_promotion_of_ones_own(key):
+    """Without any, as for Linen's parity: float32 inputs beside parameters of float16."""
+    own = {"promote_dtype": lambda x, **_: x, "param_dtype": jnp.float16}
+    for case in (
+        Case(jnn.LayerNorm, (8,), (4, 8), own | {"dtype": jnp.float16}),
+        Case(jnn.BatchNorm, (8,), (4, 8), own),
+        Case(jnn.Linear, (8, 8), (4, 8), own),
+        Case(jnn.RMSNorm, (8,), (4, 8), own),
+    ):
+        compare(case, key, 2**-9)
+
+
+# -- what is missing -------------------------------------------------------------------------------
+
+
+def test_without_flax_the_room_is_not_there_and_says_why():
+    python("""
+        import inspect, sys
+
+        class Missing:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] == "flax":
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        sys.meta_path.insert(0, Missing())
+        import jax_cudnn as jc
+        assert not hasattr(jc, "flax")
+        assert "flax" in dir(jc)
+        inspect.getmembers(jc)
+        words = "jax-cudnn[flax]"
+        try:
+            from jax_cudnn import flax
+        except ImportError as error:
+            assert words in str(error) and isinstance(error, jc.LibraryError)
+        else:
+            raise AssertionError
+        try:
+            jc.flax
+        except AttributeError as error:
+            assert words in str(error) and isinstance(error, jc.LibraryError)
+        else:
+            raise AssertionError
+    """)
+
+
+@pytest.mark.parametrize("version", ["0.10.0", "0.12.7", "0.9"])
+def test_an_old_flax_is_refused(version):
+    with pytest.raises(LibraryImportError, match=rf"too old.*\n.*>= 0.12.8\n.*{version}"):
+        requirement.check(version)
+
+
+@pytest.mark.parametrize("version", ["0.12.8", "0.12.12", "0.13", "1.0.0.dev1"])
+def test_a_new_flax_is_taken(version):
+    requirement.check(version)
