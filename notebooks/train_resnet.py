@@ -14,10 +14,10 @@
 # %% [markdown]
 # # Training a ResNet
 #
-# A small residual network in plain Flax NNX learns scikit-learn's handwritten digits twice, from the
-# same initial parameters: as it is, and with `jax_cudnn.flax.accelerate`, which puts layers on cuDNN
-# in the place of Flax's. It trains in seconds on a CPU, where the layers run their reference, and at
-# a larger size on an NVIDIA GPU.
+# A small residual network in plain Flax NNX learns scikit-learn's handwritten digits twice, from
+# the same initial parameters: as it is, and with `jax_cudnn.flax.accelerate`, which puts layers on
+# cuDNN in the place of Flax's. It trains in seconds on a CPU, where the layers run their reference,
+# and at a larger size on an NVIDIA GPU.
 
 # %%
 import jax
@@ -104,9 +104,9 @@ class ResNet(nnx.Module):
 
 # %% [markdown]
 # ## The same model on cuDNN
-# `accelerate` gives a new model with the same Variables, so that training one would train the other:
-# here it is given a model of its own, from the same seed. The report names each layer, and why one
-# was not swapped.
+# `accelerate` gives a new model with the same Variables, so that training one would train the
+# other: here it is given a model of its own, from the same seed. The report names each layer, and
+# why one was not swapped.
 
 # %%
 plain = ResNet(nnx.Rngs(0))
