@@ -29,7 +29,7 @@ def flax_cases() -> list[FlaxCase]:
 
 def tiny_cases() -> list[FlaxCase]:
     """The same models of few layers and features."""
-    attending = {"width": 16, "depth": 1, "heads": 2}
+    attending = {"width": 32, "depth": 1, "heads": 2}
     return [
         _resnet("resnet/tiny", 4, 32, 10, model={"blocks": (1, 1), "width": 8}),
         _vit("vit/tiny", 4, 16, 10, model={"patch": 4, **attending}),

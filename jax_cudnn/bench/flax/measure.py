@@ -111,7 +111,7 @@ def _entry(
         found[side] |= _figures(case, entry["flops"], times[side])
         found[side]["host_ms"] = round(_issued(training) * 1e3, 3)
         if profiled:
-            found[side]["profile"] = profile(training, training.text)
+            found[side]["profile"] = _profiled(training)
     return entry | {"sides": found, "not_run": not_run} | _verdict(found, not_run)
 
 
@@ -119,30 +119,35 @@ def _ready(
     case: FlaxCase, initial: nnx.State, batch: Batch
 ) -> tuple[dict[str, Training], dict[str, str]]:
     """Each side with a step that is compiled for it; and why some have none."""
-    ready, lowered, not_run = {}, {}, {}
+    made, compiling, not_run = {}, {}, {}
+    with ThreadPoolExecutor(max_workers=len(case.sides)) as pool:
+        for side in reversed(case.sides):  # ours last: it plans while the others compile
+            try:
+                made[side] = _made(case, side, initial, batch)
+                lowered = step.lower(made[side].model, made[side].optimizer, *batch)
+                compiling[side] = pool.submit(lowered.compile)
+            except Exception as error:
+                not_run[side] = told(error)
+    ready = {}
     for side in case.sides:
-        try:
-            model = nnx.eval_shape(lambda side=side: case.make(side))
-            nnx.update(model, jax.tree.map(jnp.copy, initial))
-            report = None
-            if side == OURS:
-                model, report = accelerated(model)
-            optimizer = nnx.Optimizer(model, case.optimizer, wrt=nnx.Param)
-            training = Training(model, optimizer, batch, report=report)
-            lowered[side] = step.lower(training.model, training.optimizer, *batch)
-            ready[side] = training
-        except Exception as error:
-            not_run[side] = told(error)
-    with ThreadPoolExecutor(max_workers=max(len(lowered), 1)) as pool:
-        futures = {side: pool.submit(program.compile) for side, program in lowered.items()}
-    for side, future in futures.items():
-        try:
-            ready[side].program = future.result()
-            ready[side].text = ready[side].program.as_text() or ""
-        except Exception as error:
-            not_run[side] = told(error)
-            del ready[side]
+        if side in compiling:
+            try:
+                made[side].program = compiling[side].result()
+                made[side].text = made[side].program.as_text() or ""
+                ready[side] = made[side]
+            except Exception as error:
+                not_run[side] = told(error)
     return ready, not_run
+
+
+def _made(case: FlaxCase, side: str, initial: nnx.State, batch: Batch) -> Training:
+    """The side's model, with a copy of the parameters and an optimizer of its own."""
+    model, report = nnx.eval_shape(lambda: case.make(side)), None
+    nnx.update(model, jax.tree.map(jnp.copy, initial))
+    if side == OURS:
+        model, report = accelerated(model)
+    optimizer = nnx.Optimizer(model, case.optimizer, wrt=nnx.Param)
+    return Training(model, optimizer, batch, report=report)
 
 
 def _begun(ready: dict[str, Training], not_run: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -157,6 +162,14 @@ def _begun(ready: dict[str, Training], not_run: dict[str, str]) -> dict[str, dic
             not_run[side] = told(error)
             del ready[side]
     return found
+
+
+def _profiled(training: Training) -> dict[str, Any]:
+    """Its kernels; why there are none where the profiler does not work, which costs no figures."""
+    try:
+        return profile(training, training.text)
+    except Exception as error:
+        return {"reason": told(error)}
 
 
 def accelerated(model: nnx.Module) -> tuple[nnx.Module, Any]:

@@ -15,7 +15,7 @@ _STEPS, _SHOWN = 3, 30
 _LIBRARIES = {
     "attention": r"sdpa|fmha|flash|attention",
     "copies": r"memcpy|memset",
-    "normalizations": r"layer_?norm|batch_?norm|rms_?norm|bn_[fb]w",
+    "normalizations": r"norm|bn_[fb]w",
     "convolutions": r"conv|fprop|dgrad|wgrad|xmma.*nhwc|implicit",
     "products": r"gemm|nvjet|cutlass|cublas|splitk",
     "transposes": r"nchwtonhwc|nhwctonchw|transpose",

@@ -93,7 +93,8 @@ def _missed(name: str, entry: dict[str, Any]) -> list[str]:
     if not found or not goal or found["ms"]["median"] <= goal:
         return []
     text = f"{name}: {found['ms']['median'] / goal - 1:.0%} above its goal"
-    if profile := found.get("profile"):
+    profile = found.get("profile", {})
+    if "kinds_ms" in profile:
         kinds = ", ".join(f"{kind} {ms:.3g}" for kind, ms in profile["kinds_ms"].items())
         text += f"; of {profile['busy_ms']:.3g} ms of kernels: {kinds}"
     return [text]
