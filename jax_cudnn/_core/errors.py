@@ -93,6 +93,14 @@ class LibraryError(JaxCudnnError, RuntimeError):
     """cuDNN, its frontend or our binary is missing, or two copies disagree."""
 
 
+class LibraryImportError(LibraryError, ImportError):
+    """A part of this package needs a library that is missing or too old."""
+
+
+class LibraryAttributeError(LibraryError, AttributeError):
+    """The same where that part is asked for as an attribute of the package."""
+
+
 class PlanningWorkerError(JaxCudnnError, RuntimeError):
     """The subprocess that plans without a GPU died; its output is part of the message."""
 

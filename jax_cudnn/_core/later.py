@@ -6,6 +6,8 @@ import importlib
 import sys
 from typing import Any
 
+from .errors import LibraryAttributeError, LibraryImportError, rebuild
+
 _PACKAGE = __name__.partition(".")[0]
 HOMES = {
     "Candidate": "_core.planning.candidates",
@@ -34,7 +36,10 @@ ROOMS = ("flax",)
 def __getattr__(name: str) -> Any:
     """The package's ``__getattr__`` (PEP 562)."""
     if name in ROOMS:
-        return importlib.import_module(f"{_PACKAGE}.{name}")
+        try:
+            return importlib.import_module(f"{_PACKAGE}.{name}")
+        except LibraryImportError as error:  # so that hasattr is False; an import says it itself
+            raise rebuild(LibraryAttributeError, vars(error)) from error
     if name not in HOMES:
         raise AttributeError(f"module {_PACKAGE!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{_PACKAGE}.{HOMES[name]}"), name)

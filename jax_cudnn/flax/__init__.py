@@ -1,19 +1,21 @@
 """Flax NNX's layers on cuDNN: ``jax_cudnn.flax.Linear`` in the place of ``flax.nnx.Linear``."""
 
-from .._core.errors import LibraryError
+from . import requirement as requirement
 
-try:
-    import flax.nnx  # noqa: F401
-except ImportError as error:
-    raise LibraryError(
-        "jax_cudnn.flax needs Flax",
-        expected="flax >= 0.12.8",
-        got=f"{type(error).__name__}: {error}",
-        fix='pip install "jax-cudnn[flax]"; all of jax_cudnn but its layers runs without Flax',
-    ) from error
-
+# isort: split
 from .accelerate import Report as Report
 from .accelerate import accelerate as accelerate
 from .attention import MultiHeadAttention as MultiHeadAttention
+from .conv_norm_act import ConvNormAct as ConvNormAct
+from .convolution import Conv as Conv
+from .convolution import ConvTranspose as ConvTranspose
+from .linear import Einsum as Einsum
 from .linear import Linear as Linear
+from .linear import LinearGeneral as LinearGeneral
+from .mlp import GatedMLP as GatedMLP
+from .normalization import BatchNorm as BatchNorm
+from .normalization import GroupNorm as GroupNorm
+from .normalization import InstanceNorm as InstanceNorm
+from .normalization import LayerNorm as LayerNorm
+from .normalization import RMSNorm as RMSNorm
 from .paged_cache import PagedCache as PagedCache

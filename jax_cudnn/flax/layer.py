@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from .._core.graph.trace import graph
+from .._core.errors import GraphError
+from .._core.graph.dtypes import FLOATS
+from .._core.graph.options import normal_precision
 from ..ops import epilogue
 from ..ops.epilogue import Activation
 
@@ -19,15 +22,32 @@ SWAPPED: dict[type[nnx.Module], type[Layer]] = {}
 """A layer of Flax, and the layer here that stands for it."""
 
 
-@graph
-def _activation(g: Any, x: Any, name: str) -> Any:
-    return epilogue.apply(g, x, None, None, None, name)
-
-
-def activated(x: jax.Array, activation: Activation) -> jax.Array:
-    """An activation by itself, behind what Flax computes."""
+def finished(
+    y: jax.Array, activation: Activation = None, bias: Any = None, residual: Any = None
+) -> jax.Array:
+    """``activation(y + bias + residual)`` behind what no epilogue of cuDNN's is behind: computed in
+    float32 at least, of the dtype that the sum has. The bias broadcasts."""
     name = epilogue.activation_name(activation)
-    return x if name is None else _activation(x, name)
+    if name is None and bias is None and residual is None:
+        return y
+    out = jnp.result_type(y, *(term for term in (bias, residual) if term is not None))
+    wide = y.astype(jnp.promote_types(out, jnp.float32))
+    return epilogue.apply_outside(wide, epilogue.Terms(None, bias, residual, name), out.name)
+
+
+def fusible(*operands: jax.Array | None) -> bool:
+    """Whether graphs compute what these hold; Flax's layers take float64 and complex, too."""
+    given = [x for x in operands if x is not None]
+    return all(x.size and x.dtype.name in FLOATS for x in given)
+
+
+def unknown_precision(precision: Any) -> str | None:
+    """In words that a precision is one of XLA's that cuDNN does not have, or None."""
+    try:
+        normal_precision(precision)
+    except GraphError:
+        return f"cuDNN has no precision {precision!r}"
+    return None
 
 
 class Layer:
@@ -42,6 +62,8 @@ class Layer:
 
     def __init_subclass__(cls, **others: Any):
         super().__init_subclass__(**others)
+        if Layer not in cls.__bases__:
+            return  # a class derived from a layer
         SWAPPED[cls.flaxs()] = cls
         _, *flaxs = inspect.signature(cls.flaxs().__init__).parameters.values()
         own = (

@@ -1,16 +1,21 @@
-"""Linear: a product whose bias and activation cuDNN runs in its epilogue."""
+"""Products whose bias and activation cuDNN runs in their epilogue."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
+from opt_einsum.parser import parse_einsum_input
 
 from .. import ops
 from ..ops.epilogue import Activation
-from .layer import Layer, activated
+from .layer import Layer, finished, unknown_precision
+from .operands import Operands
 
 
 class Linear(Layer, nnx.Linear):
@@ -20,10 +25,11 @@ class Linear(Layer, nnx.Linear):
         activation: what ``jax_cudnn.ops.matmul`` takes, or None.
 
     Shapes: x (..., in_features), the result (..., out_features); kernel (in_features,
-    out_features), bias (out_features,), as in Flax.
+    out_features), bias (out_features,), as in Flax. The sum with the bias and the activation are
+    computed in float32 and rounded once, where Flax rounds after each step.
 
-    A ``dot_general`` of one's own, or an ``out_sharding``, computes by Flax's way, the activation
-    behind it.
+    A ``dot_general`` of one's own, a precision that cuDNN does not have, an ``out_sharding``,
+    float64, complex and empty arrays compute by Flax's way, the activation behind it.
 
     Source: ``flax.nnx.Linear``.
 
@@ -40,18 +46,153 @@ class Linear(Layer, nnx.Linear):
     def unfused(self) -> str | None:
         if self.dot_general is not lax.dot_general:
             return "it has a dot_general of its own"
-        return None
+        return unknown_precision(self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        if self.unfused() or out_sharding is not None:
-            return activated(super().__call__(inputs, out_sharding), self.activation)
-        bias = None if self.bias is None else self.bias[...]
-        x, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        return ops.matmul(
-            x,
-            kernel,
-            bias=bias,
-            activation=self.activation,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
+        operands = Operands.of(self, inputs, self.kernel[...])
+        if operands is None or out_sharding is not None or self.unfused():
+            return finished(super().__call__(inputs, out_sharding), self.activation)
+        numbers = ((inputs.ndim - 1,), (0,)), ((), ())
+        return _product(operands, numbers, self.precision, self.activation)
+
+
+class LinearGeneral(Layer, nnx.LinearGeneral):
+    """``flax.nnx.LinearGeneral``, its bias and an activation fused.
+
+    Args: those of ``nnx.LinearGeneral``, and
+        activation: as for :class:`Linear`.
+
+    Shapes: as in Flax. Where the last axes are transformed and ``batch_axis`` is empty, the product
+    is one of matrices, its bias and activation in its epilogue; any other is
+    ``jax_cudnn.ops.dot_general``, and XLA runs what is behind it.
+
+    A ``dot_general`` or ``dot_general_cls`` of one's own, and what :class:`Linear` says, compute by
+    Flax's way. Source: ``flax.nnx.LinearGeneral``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> layer = jnn.LinearGeneral((2, 3), (4, 5), axis=(-2, -1), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((7, 2, 3))).shape
+        (7, 4, 5)
+    """
+
+    own: ClassVar = {"activation": None}
+    activation: Activation
+
+    def unfused(self) -> str | None:
+        if self.dot_general is not None or self.dot_general_cls is not None:
+            return "it has a dot_general of its own"
+        return unknown_precision(self.precision)
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        operands = Operands.of(self, inputs, self.kernel[...])
+        if operands is None or out_sharding is not None or self.unfused():
+            return finished(super().__call__(inputs, out_sharding), self.activation)
+        shape = operands.x.shape
+        axes, batch = (
+            tuple(sorted(a % len(shape) for a in given)) for given in (self.axis, self.batch_axis)
         )
+        if operands.bias is not None:  # beside the result: batch, other, and output dimensions
+            others = (a for a in range(len(shape)) if a not in axes)
+            beside = (shape[a] if a in batch else 1 for a in others)
+            operands = operands._replace(bias=operands.bias.reshape(*beside, *self.out_features))
+        of_kernel = range(len(batch), len(batch) + len(axes))
+        numbers = (axes, tuple(of_kernel)), (batch, tuple(range(len(batch))))
+        return _product(operands, numbers, self.precision, self.activation)
+
+
+class Einsum(Layer, nnx.Einsum):
+    """``flax.nnx.Einsum``, its bias and an activation fused.
+
+    Args: those of ``nnx.Einsum``, and
+        activation: as for :class:`Linear`.
+
+    Shapes: as in Flax. Where the contracted letters are the last of the input and the first of the
+    kernel, no letter is a batch's, and the result has the input's letters before the kernel's, the
+    product is one of matrices, its bias and activation in its epilogue. Any other is
+    ``jax_cudnn.ops.dot_general`` and a transpose, and XLA runs what is behind it.
+
+    An ``einsum_op`` of one's own, an equation that sums over a letter of one operand alone or takes
+    a diagonal, and what :class:`Linear` says, compute by Flax's way.
+    Source: ``flax.nnx.Einsum``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> layer = jnn.Einsum("btd,dhk->bthk", (8, 2, 4), (2, 4), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((3, 5, 8))).shape
+        (3, 5, 2, 4)
+    """
+
+    own: ClassVar = {"activation": None}
+    activation: Activation
+
+    def unfused(self) -> str | None:
+        if self.einsum_op is not jnp.einsum:
+            return "it has an einsum_op of its own"
+        return unknown_precision(self.precision)
+
+    def __call__(
+        self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
+    ) -> jax.Array:
+        operands = Operands.of(self, inputs, self.kernel[...])
+        equation = self.einsum_str if einsum_str is None else einsum_str
+        letters = None if operands is None else _letters(equation, operands)
+        if letters is None or out_sharding is not None or self.unfused():
+            y = super().__call__(inputs, einsum_str, out_sharding)
+            return finished(y, self.activation)
+        assert operands is not None
+        left, right, result = letters
+        batch = [c for c in left if c in right and c in result]
+        summed = [c for c in left if c in right and c not in result]
+        numbers = tuple(
+            tuple(tuple(side.index(c) for c in group) for side in (left, right))
+            for group in (summed, batch)
+        )
+        made = [*batch, *(c for c in left + right if c in result and c not in batch)]
+        bias = operands.bias
+        if bias is not None:
+            sizes = dict(zip(right, operands.kernel.shape, strict=True))
+            bias = bias.reshape([sizes.get(c, 1) for c in result])
+        if made == [*result]:
+            operands = operands._replace(bias=bias)
+            return _product(operands, numbers, self.precision, self.activation)
+        y = _product(operands._replace(bias=None), numbers, self.precision, None)
+        return finished(jnp.transpose(y, [made.index(c) for c in result]), self.activation, bias)
+
+
+def _product(operands: Operands, numbers: Any, precision: Any, activation: Activation) -> jax.Array:
+    """``activation(lax.dot_general(x, kernel, numbers) + bias)``, the bias of the result's rank."""
+    x, kernel, bias, out = operands
+    (of_x, of_kernel), (batch, _) = numbers
+    rows, columns = x.shape[: x.ndim - len(of_x)], kernel.shape[len(of_kernel) :]
+    last = of_x == tuple(range(len(rows), x.ndim))
+    if of_x and last and not batch and of_kernel == tuple(range(len(of_kernel))):
+        depth = math.prod(x.shape[len(rows) :])
+        y = ops.matmul(
+            x.reshape(*rows, depth),
+            kernel.reshape(-1, math.prod(columns)),
+            bias=None if bias is None else bias.ravel(),
+            activation=activation,
+            precision=precision,
+            preferred_element_type=out,
+        )
+        return y.reshape(*rows, *columns)
+    y = ops.dot_general(x, kernel, numbers, precision, preferred_element_type=np.dtype(out))
+    return finished(y, activation, bias)
+
+
+def _letters(equation: str | None, operands: Operands) -> tuple[str, str, str] | None:
+    """The letters of both operands and of the result, "..." written out; None for an equation that
+    is no product of two operands, or no equation."""
+    if equation is None or "->" not in equation or equation.count(",") != 1:
+        return None
+    shapes = operands.x.shape, operands.kernel.shape
+    found, result, _ = parse_einsum_input((equation, *shapes), shapes=True)
+    left, right = found.split(",")
+    once = all(len({*side}) == len(side) for side in (left, right))
+    both, either = {*left} & {*right}, {*left} | {*right}
+    if not once or len(left) != len(shapes[0]) or len(right) != len(shapes[1]):
+        return None
+    return (left, right, result) if either - both <= {*result} else None

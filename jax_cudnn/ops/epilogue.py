@@ -97,9 +97,10 @@ def apply(g: Any, y: Any, scale: Any, bias: Any, residual: Any, activation: str 
 
 
 def apply_outside(y: jax.Array, terms: Terms, out: str) -> jax.Array:
-    """The same after a graph, in float32, where cuDNN has no engine that fuses it."""
+    """The same after a graph, in float32 (or y's dtype, if wider), where cuDNN has no engine that
+    fuses it."""
     scale, bias, residual, activation = terms
-    wide = y.astype(jax.numpy.float32)
+    wide = y.astype(jax.numpy.promote_types(y.dtype, jax.numpy.float32))
     if scale is not None:
         wide = wide * scale
     for term in (bias, residual):

@@ -1,0 +1,52 @@
+"""Flax's own layer tests, with the layers of jax_cudnn.flax in the place of Flax's.
+
+    python .ci/flax_tests.py [SDIST] [pytest's arguments]
+
+The tests are those of the installed version's sdist, which pip loads unless it is given."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import flax
+
+FILES = ("linear", "conv", "normalization", "attention")
+PLUGINS = Path(__file__).parent / "plugins"
+
+
+def sdist(folder: Path) -> Path:
+    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:")
+    subprocess.run([*pip, "--dest", str(folder), f"flax=={flax.__version__}"], check=True)
+    (found,) = folder.glob("*.tar.gz")
+    return found
+
+
+def extract(archive: Path, folder: Path) -> list[str]:
+    """Paths of the tests, extracted; KeyError where the archive has other files."""
+    root = f"flax-{flax.__version__}"
+    paths = [f"{root}/tests/nnx/nn/{name}_test.py" for name in FILES]
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, [opened.getmember(path) for path in paths], filter="data")
+    return [str(folder / path) for path in paths]
+
+
+def main(arguments: list[str]) -> int:
+    given = [a for a in arguments if a.endswith(".tar.gz")]
+    options = [a for a in arguments if a not in given]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tests = extract(Path(given[0]) if given else sdist(folder), folder)
+        (folder / "pytest.ini").write_text("[pytest]\n")  # nothing of this project's
+        command = (sys.executable, "-m", "pytest", "-q", "-p", "flax_layers", "-p", "no:cacheprovider")
+        return subprocess.run(
+            [*command, "--rootdir", name, "-c", str(folder / "pytest.ini"), *options, *tests],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PLUGINS), *sys.path[1:]])},
+            check=False,
+        ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""Convolutions whose bias and activation cuDNN runs in their epilogue."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from .. import ops
+from .._core.errors import GraphError
+from ..ops.arguments import pairs
+from ..ops.epilogue import Activation
+from .layer import Layer, finished, unknown_precision
+from .operands import Operands, dimensions
+
+log = logging.getLogger("jax_cudnn")
+_WRAPPED = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
+
+
+class Conv(Layer, nnx.Conv):
+    """``flax.nnx.Conv``, its bias and an activation fused: ``activation(conv(x, W) + b)``.
+
+    Args: those of ``nnx.Conv``, and
+        activation: what ``jax_cudnn.ops.conv`` takes, or None.
+
+    Shapes: x (*batch, *spatial, in_features), any number of batch dimensions; kernel (*kernel_size,
+    in_features / feature_group_count, out_features), bias (out_features,), as in Flax. cuDNN reads
+    (out_features, *kernel_size, in_features): the kernel is transposed once a call.
+
+    Input dilation, negative padding and more than three spatial dimensions are
+    ``jax_cudnn.ops.conv_general_dilated``, and XLA runs what is behind it. A
+    ``conv_general_dilated`` of one's own, a precision that cuDNN does not have, an
+    ``out_sharding``, float64, complex and empty arrays compute by Flax's way.
+
+    Source: ``flax.nnx.Conv``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> layer = jnn.Conv(3, 16, (3, 3), 2, activation="relu", rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 8, 8, 3))).shape
+        (2, 4, 4, 16)
+    """
+
+    own: ClassVar = {"activation": None}
+    activation: Activation
+
+    def unfused(self) -> str | None:
+        if self.conv_general_dilated is not lax.conv_general_dilated:
+            return "it has a conv_general_dilated of its own"
+        return unknown_precision(self.precision)
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        found = None if out_sharding is not None or self.unfused() else operands(self, inputs)
+        if found is None:
+            return finished(super().__call__(inputs, out_sharding), self.activation)
+        x, window = windows(self, found.x)
+        if plain(self):
+            y = ops.conv(
+                x, found.kernel, **window, bias=found.bias, activation=self.activation,
+                precision=self.precision, preferred_element_type=found.out,
+            )  # fmt: skip
+        else:
+            y = ops.conv_general_dilated(
+                x, found.kernel, window["strides"], window["padding"],
+                dimensions(self.input_dilation, x.ndim - 2), window["dilation"],
+                window["dimension_numbers"], self.feature_group_count, precision=self.precision,
+                preferred_element_type=np.dtype(found.out),
+            )  # fmt: skip
+            y = finished(y, self.activation, found.bias)
+        return y.reshape(*batch(self, inputs), *y.shape[1:])
+
+
+class ConvTranspose(Layer, nnx.ConvTranspose):
+    """``flax.nnx.ConvTranspose`` as the data gradient of a convolution, with an activation.
+
+    Args: those of ``nnx.ConvTranspose``, and
+        activation: what ``jax_cudnn.ops.conv_transpose`` takes, or None.
+
+    Shapes: x (*batch, *spatial, in_features), any number of batch dimensions; kernel (*kernel_size,
+    in_features, out_features), or with ``transpose_kernel`` (*kernel_size, out_features,
+    in_features); bias (out_features,), as in Flax. Without strides the epilogue is cuDNN's, else
+    XLA's.
+
+    Circular padding, padding that no convolution's gradient has (see
+    ``jax_cudnn.ops.conv_transpose``), a precision that cuDNN does not have, more than three spatial
+    dimensions, float64, complex and empty arrays compute by Flax's way, the activation behind it.
+
+    Source: ``flax.nnx.ConvTranspose``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> layer = jnn.ConvTranspose(16, 3, (2, 2), (2, 2), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 4, 4, 16))).shape
+        (2, 8, 8, 3)
+    """
+
+    own: ClassVar = {"activation": None}
+    activation: Activation
+
+    def unfused(self) -> str | None:
+        if self.padding == "CIRCULAR":
+            return "its padding is circular, which no gradient of a convolution has"
+        if len(self.kernel_size) > 3:
+            return f"it has {len(self.kernel_size)} spatial dimensions"
+        return unknown_precision(self.precision)
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        found = None if self.unfused() else operands(self, inputs)
+        y = None if found is None else self._gradient(found)
+        if y is None:
+            return finished(super().__call__(inputs), self.activation)
+        return y.reshape(*batch(self, inputs), *y.shape[1:])
+
+    def _gradient(self, found: Operands) -> jax.Array | None:
+        rank = len(self.kernel_size)
+        text = isinstance(self.padding, str)
+        try:
+            return ops.conv_transpose(
+                found.x.reshape(-1, *found.x.shape[-rank - 1 :]),
+                found.kernel,
+                bias=found.bias,
+                activation=self.activation,
+                strides=dimensions(self.strides, rank),
+                padding=self.padding if text else pairs(self.padding, rank),
+                dilation=dimensions(self.kernel_dilation, rank),
+                dimension_numbers=_channels_last(rank),
+                transpose_kernel=self.transpose_kernel,
+                precision=self.precision,
+                preferred_element_type=found.out,
+            )
+        except GraphError as error:  # wrong arguments are refused by Flax then, in its words
+            log.debug("ConvTranspose: XLA runs it: %s", error)
+            return None
+
+
+def operands(layer: Any, inputs: jax.Array) -> Operands | None:
+    """Input, kernel (masked) and bias; None where Flax's own way computes or refuses them."""
+    if inputs.ndim <= len(layer.kernel_size):
+        return None
+    kernel = layer.kernel[...]
+    if layer.mask is not None:
+        if layer.mask.shape != kernel.shape:
+            return None
+        kernel = kernel * layer.mask
+    return Operands.of(layer, inputs, kernel)
+
+
+def plain(layer: nnx.Conv) -> bool:
+    """Whether ``ops.conv`` has what a layer asks for, beside what ``windows`` prepares."""
+    rank, padding = len(layer.kernel_size), layer.padding
+    inwards = not isinstance(padding, str) and np.min(pairs(padding, rank)) < 0
+    return rank <= 3 and {*dimensions(layer.input_dilation, rank)} == {1} and not inwards
+
+
+def batch(layer: Any, inputs: jax.Array) -> tuple[int, ...]:
+    return inputs.shape[: inputs.ndim - len(layer.kernel_size) - 1]
+
+
+def windows(layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+    """The image with one batch dimension, padded where cuDNN does not, and ``ops.conv``'s
+    arguments for what is left."""
+    rank = len(layer.kernel_size)
+    x = x.reshape(-1, *x.shape[x.ndim - rank - 1 :])
+    dilation, padding = dimensions(layer.kernel_dilation, rank), layer.padding
+    reach = [d * (size - 1) for size, d in zip(layer.kernel_size, dilation, strict=True)]
+    if padding == "CAUSAL" and rank == 1:
+        padding = [(reach[0], 0)]
+    elif padding in ("CIRCULAR", "REFLECT"):
+        around = [(0, 0), *((r // 2, (r + 1) // 2) for r in reach), (0, 0)]
+        x, padding = jnp.pad(x, around, mode=_WRAPPED[padding]), "VALID"
+    elif not isinstance(padding, str):
+        padding = pairs(padding, rank)
+    return x, {
+        "strides": dimensions(layer.strides, rank),
+        "padding": padding,
+        "dilation": dilation,
+        "groups": layer.feature_group_count,
+        "dimension_numbers": _channels_last(rank),
+    }
+
+
+def _channels_last(rank: int) -> lax.ConvDimensionNumbers:
+    """(N, *spatial, C), and kernels (*spatial, I, O)."""
+    spatial = range(rank)
+    image = (0, rank + 1, *(1 + axis for axis in spatial))
+    return lax.ConvDimensionNumbers(image, (rank + 1, rank, *spatial), image)

@@ -1,0 +1,85 @@
+"""A gated MLP: SwiGLU, GEGLU and their like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._core.graph.trace import GraphFunction
+from ..ops import epilogue
+from ..ops.arguments import chosen
+from ..ops.epilogue import Activation
+from .layer import finished
+from .linear import Linear
+from .operands import Operands
+
+
+def _gated(g, x, kernel, bias, gate, *, activation, out):
+    up = epilogue.apply(g, g.matmul(x, kernel), None, bias, None, None)
+    return g.mul(epilogue.apply(g, gate, None, None, None, activation), up).set_data_type(out)
+
+
+GATED = GraphFunction(_gated, name="gated_mlp")
+
+
+class GatedMLP(nnx.Module):
+    """``down(activation(gate(x)) * up(x))``, the gate in the epilogue of the second product.
+
+    Args:
+        in_features: of x.
+        hidden_features: of the gate.
+        out_features: of the result; None for in_features.
+        activation: what ``jax_cudnn.ops.matmul`` takes: "silu" for SwiGLU, "gelu" for GEGLU,
+            "sigmoid" for GLU, None for a bilinear layer.
+        use_bias, rngs, and others: those of ``nnx.Linear``, for each of the three; ``use_bias`` is
+            False.
+
+    Shapes: x (..., in_features), the result (..., out_features). Parameters are those of three
+    ``nnx.Linear`` inside: ``gate`` and ``up`` (in_features, hidden_features), ``down``
+    (hidden_features, out_features).
+
+    Each product is one cuDNN plan; the gate's is rounded to the result's dtype before the
+    activation, everything else of the second is computed in float32 and rounded once.
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> jnn.GatedMLP(8, 32, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 8))).shape
+        (2, 5, 8)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: Activation = "silu",
+        use_bias: bool = False,
+        rngs: nnx.Rngs,
+        **linear: Any,
+    ):
+        linear |= {"use_bias": use_bias, "rngs": rngs}
+        self.activation = epilogue.activation_name(activation)
+        self.gate = Linear(in_features, hidden_features, **linear)
+        self.up = Linear(in_features, hidden_features, **linear)
+        self.down = Linear(hidden_features, out_features or in_features, **linear)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = self.gate(x), self.up
+        found = None if up.unfused() else Operands.of(up, x, up.kernel[...])
+        if found is None or gate.dtype.name != found.out:
+            return self.down(finished(gate, self.activation) * up(x))
+        y = chosen(GATED, precision=up.precision)(
+            found.x.reshape(1, -1, x.shape[-1]),
+            found.kernel[None],
+            None if found.bias is None else found.bias[None, None],
+            gate.reshape(1, -1, gate.shape[-1]),
+            activation=self.activation,
+            out=found.out,
+        )
+        return self.down(y.reshape(gate.shape))

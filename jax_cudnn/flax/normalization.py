@@ -1,0 +1,249 @@
+"""Normalizations on cuDNN."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .. import ops
+from ..ops.epilogue import Activation
+from .layer import Layer, finished, fusible
+
+
+class LayerNorm(Layer, nnx.LayerNorm):
+    """``flax.nnx.LayerNorm``: ``(x - mean) * (var + epsilon)**-0.5 * scale + bias``.
+
+    Args: those of ``nnx.LayerNorm``. ``use_fast_variance`` is Flax's: cuDNN takes the variance of
+        distances from the mean, from which no digits are lost, in the same time.
+
+    Shapes: as in Flax. Statistics and what follows are computed in float32, and rounded once.
+
+    An ``axis_name``, a mask, features that are not among the reduced axes, float64, complex and
+    empty arrays compute by Flax's way.
+
+    Source: Ba et al. 2016, arXiv:1607.06450; ``flax.nnx.LayerNorm``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> jnn.LayerNorm(64, rngs=nnx.Rngs(0))(jnp.ones((4, 16, 64))).shape
+        (4, 16, 64)
+    """
+
+    def unfused(self) -> str | None:
+        return _over_devices(self)
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        found = None if mask is not None or self.unfused() else _of_rows(self, x, "scale", "bias")
+        if found is None:
+            return super().__call__(x, mask=mask)
+        x, axes, scale, bias, out = found
+        return ops.layer_norm(x, scale, bias, axis=axes, epsilon=self.epsilon).astype(out)
+
+
+class RMSNorm(Layer, nnx.RMSNorm):
+    """``flax.nnx.RMSNorm``: ``x * (mean(x**2) + epsilon)**-0.5 * scale``.
+
+    Args: those of ``nnx.RMSNorm``. Shapes, and when Flax's own way computes: as for
+    :class:`LayerNorm`.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467; ``flax.nnx.RMSNorm``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> jnn.RMSNorm(64, rngs=nnx.Rngs(0))(jnp.ones((4, 16, 64))).shape
+        (4, 16, 64)
+    """
+
+    def unfused(self) -> str | None:
+        return _over_devices(self)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        found = None if mask is not None or self.unfused() else _of_rows(self, x, "scale")
+        if found is None:
+            return super().__call__(x, mask)
+        x, axes, scale, out = found
+        return ops.rms_norm(x, scale, axis=axes, epsilon=self.epsilon).astype(out)
+
+
+class GroupNorm(Layer, nnx.GroupNorm):
+    """``flax.nnx.GroupNorm``: each group of channels of each image by itself.
+
+    Args: those of ``nnx.GroupNorm``; ``use_fast_variance`` as for :class:`LayerNorm`.
+
+    Shapes: x (batch, ..., num_features). ``reduction_axes`` that are not all but the first, and
+    what :class:`LayerNorm` says, compute by Flax's way.
+
+    Source: Wu and He 2018, arXiv:1803.08494; ``flax.nnx.GroupNorm``; what of it cuDNN runs:
+    ``jax_cudnn.ops.group_norm``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> jnn.GroupNorm(64, num_groups=8, rngs=nnx.Rngs(0))(jnp.ones((4, 16, 64))).shape
+        (4, 16, 64)
+    """
+
+    def unfused(self) -> str | None:
+        return _over_devices(self)
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        inner = tuple(range(1, x.ndim))
+        images = self.reduction_axes is None or _axes(x, self.reduction_axes) == inner
+        found = _operands(self, x, "scale", "bias") if inner and images else None
+        if found is None or mask is not None or self.unfused():
+            return super().__call__(x, mask=mask)
+        x, scale, bias, out = found
+        y = ops.group_norm(x, scale, bias, num_groups=self.num_groups, epsilon=self.epsilon)
+        return y.astype(out)
+
+
+class InstanceNorm(Layer, nnx.InstanceNorm):
+    """``flax.nnx.InstanceNorm``: each channel of each image by itself.
+
+    Args: those of ``nnx.InstanceNorm``; ``use_fast_variance`` as for :class:`LayerNorm`.
+
+    Shapes: x (batch, *spatial, num_features), or with its channels at ``feature_axes``. Several of
+    them, no spatial axis, and what :class:`LayerNorm` says, compute by Flax's way.
+
+    Source: Ulyanov et al. 2016, arXiv:1607.08022; ``flax.nnx.InstanceNorm``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> jnn.InstanceNorm(16, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 8, 16))).shape
+        (2, 8, 8, 16)
+    """
+
+    def unfused(self) -> str | None:
+        return _over_devices(self)
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        axes = _axes(x, self.feature_axes)
+        one = len(axes) == 1 and axes[0] > 0 and x.ndim > 2
+        found = _operands(self, x, "scale", "bias") if one else None
+        if found is None or mask is not None or self.unfused():
+            return super().__call__(x, mask=mask)
+        x, scale, bias, out = found
+        return ops.instance_norm(x, scale, bias, axis=axes[0], epsilon=self.epsilon).astype(out)
+
+
+class BatchNorm(Layer, nnx.BatchNorm):
+    """``flax.nnx.BatchNorm``, with a residual and an activation:
+    ``activation((x - mean) * (var + epsilon)**-0.5 * scale + bias + residual)``.
+
+    Args: those of ``nnx.BatchNorm``, and
+        activation: what ``jax_cudnn.ops.batch_norm`` takes, or None; relu is cuDNN's.
+        use_fast_variance: Flax's, see :class:`LayerNorm`.
+
+    Shapes: x (batch, ..., num_features), or with its channels at ``axis``; the residual like x.
+    Running statistics are Flax's, with the biased variance, in float32; where they normalize they
+    and the parameters stay in float32, while Flax rounds them to ``dtype`` first.
+
+    An ``axis_name``, a mask, channels in several axes or in the first, float64, complex and empty
+    arrays compute by Flax's way, residual and activation behind it.
+
+    Source: Ioffe and Szegedy 2015, arXiv:1502.03167; ``flax.nnx.BatchNorm``.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> layer = jnn.BatchNorm(16, activation="relu", rngs=nnx.Rngs(0))
+        >>> x = jnp.ones((2, 8, 8, 16))
+        >>> layer(x, residual=x).shape
+        (2, 8, 8, 16)
+    """
+
+    own: ClassVar = {"activation": None}
+    activation: Activation
+
+    def unfused(self) -> str | None:
+        return _over_devices(self)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        averages = self.use_running_average if use_running_average is None else use_running_average
+        axes = _axes(x, self.axis)
+        fits = len(axes) == 1 and axes[0] > 0 and mask is None and averages is not None
+        found = _operands(self, x, "mean", "var", "scale", "bias") if fits else None
+        if found is None or self.unfused():
+            y = super().__call__(x, averages, mask=mask)
+            return finished(y, self.activation, residual=residual)
+        x, *_, out = found
+        y, running = ops.batch_norm(
+            x,
+            *parameters(self),
+            self.mean[...],
+            self.var[...],
+            training=not averages,
+            momentum=self.momentum,
+            epsilon=self.epsilon,
+            axis=axes[0],
+            residual=residual,
+            activation=self.activation,
+        )
+        if not averages:
+            move(self, running)
+        return y.astype(out)
+
+
+def parameters(layer: nnx.BatchNorm) -> tuple[jax.Array | None, jax.Array | None]:
+    """Scale and bias in float32, which costs cuDNN nothing."""
+    scale, bias = layer.scale, layer.bias
+    return (
+        None if scale is None else scale[...].astype(jnp.float32),
+        None if bias is None else bias[...].astype(jnp.float32),
+    )
+
+
+def move(layer: nnx.BatchNorm, running: tuple[jax.Array, jax.Array]) -> None:
+    """Keeps new running statistics, through which no gradient goes."""
+    layer.mean[...], layer.var[...] = jax.lax.stop_gradient(running)
+
+
+def _over_devices(layer: Any) -> str | None:
+    return "it takes means over a named axis" if layer.axis_name is not None else None
+
+
+def _axes(x: jax.Array, axes: Any) -> tuple[int, ...]:
+    given = (axes,) if isinstance(axes, int) else axes
+    return tuple(sorted({a + x.ndim if a < 0 else a for a in given}))
+
+
+def _operands(layer: Any, x: jax.Array, *names: str) -> tuple[Any, ...] | None:
+    """x and Variables promoted as Flax promotes them, and the dtype of the result, which x has at
+    least; None for dtypes that no graph computes with, and empty arrays."""
+    variables = (getattr(layer, name) for name in names)
+    given = (x, *(None if v is None else v[...] for v in variables))
+    if not fusible(*given[1:]):
+        return None
+    x, *promoted = layer.promote_dtype(given, dtype=layer.dtype)
+    learned = (p for name, p in zip(names, promoted, strict=True) if name in ("scale", "bias"))
+    out = layer.dtype or jnp.result_type(x, *(p for p in learned if p is not None))
+    x = x.astype(jnp.promote_types(x.dtype, out))
+    return (x, *promoted, out) if fusible(x, *promoted) else None
+
+
+def _of_rows(layer: Any, x: jax.Array, *names: str) -> tuple[Any, ...] | None:
+    """The same with the axes of a row, and parameters of its shape; None where they are not."""
+    found = _operands(layer, x, *names)
+    if found is None:
+        return None
+    x, *given, out = found
+    axes, features = _axes(x, layer.reduction_axes), _axes(x, layer.feature_axes)
+    if not axes or (not {*features} <= {*axes} and any(p is not None for p in given)):
+        return None
+    row = [x.shape[a] for a in axes]
+    beside = [x.shape[a] if a in features else 1 for a in axes]
+    rows = (None if p is None else jnp.broadcast_to(p.reshape(beside), row) for p in given)
+    return x, axes, *rows, out

@@ -1,0 +1,36 @@
+"""What a layer with a kernel computes with, promoted as Flax promotes it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._core.graph.dtypes import FLOATS
+from .layer import fusible
+
+
+class Operands(NamedTuple):
+    x: jax.Array
+    kernel: jax.Array
+    bias: jax.Array | None
+    out: str
+    """The result's dtype: that of the product or ``preferred_element_type``, with the bias."""
+
+    @classmethod
+    def of(cls, layer: Any, x: jax.Array, kernel: jax.Array) -> Operands | None:
+        """None where no graph computes with their dtypes (float64, complex) or empty arrays."""
+        bias = None if layer.bias is None else layer.bias[...]
+        x, kernel, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
+        if not fusible(x, kernel, bias):
+            return None
+        product = layer.preferred_element_type or jnp.result_type(x, kernel)
+        out = jnp.result_type(product, *(() if bias is None else (bias,))).name
+        return cls(x, kernel, bias, out) if out in FLOATS else None
+
+
+def dimensions(setting: Any, rank: int) -> tuple[int, ...]:
+    """A setting of a convolution for each spatial dimension; None is 1."""
+    setting = 1 if setting is None else setting
+    return (setting,) * rank if isinstance(setting, int) else tuple(setting)

@@ -1,0 +1,30 @@
+"""Flax, or an error that says in words what is missing; imported before the layers."""
+
+import re
+
+from .._core.errors import LibraryImportError
+
+OLDEST = (0, 12, 8)
+
+
+def check(version: str) -> None:
+    """LibraryImportError for a Flax older than ``OLDEST``."""
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
+        raise LibraryImportError(
+            "Flax is too old for jax_cudnn.flax",
+            expected=f">= {'.'.join(map(str, OLDEST))}",
+            got=version,
+            fix="pip install -U flax",
+        )
+
+
+try:
+    from flax import __version__
+except ImportError as error:
+    raise LibraryImportError(
+        "jax_cudnn.flax needs Flax",
+        expected=f"flax >= {'.'.join(map(str, OLDEST))}",
+        got=f"{type(error).__name__}: {error}",
+        fix='pip install "jax-cudnn[flax]"; all of jax_cudnn but its layers runs without Flax',
+    ) from error
+check(__version__)
