@@ -100,17 +100,10 @@ def test_what_cudnn_has_not_is_flaxs(reason, named, caplog):
         jc.ops.attention_fn(q, k, v, alibi=True, is_causal=True, **named)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "complex64"])
-def test_other_dtypes_are_flaxs(dtype):
+def test_float64_is_flaxs():
     with jax.enable_x64(True):
-        x = inputs(2, 8, 4, 16).astype(dtype)
-        try:
-            want = nnx.dot_product_attention(x, x, x)
-        except (TypeError, ValueError) as error:
-            with pytest.raises(type(error)):
-                jc.ops.attention_fn(x, x, x)
-        else:
-            close(jc.ops.attention_fn(x, x, x), want)
+        x = inputs(2, 8, 4, 16, dtype="float64")
+        close(jc.ops.attention_fn(x, x, x), nnx.dot_product_attention(x, x, x))
 
 
 @pytest.mark.parametrize(
