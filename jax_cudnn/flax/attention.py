@@ -15,7 +15,7 @@ from jax import lax
 from .. import ops
 from .._core.errors import GraphError
 from .._core.graph.options import Options
-from .layer import Layer, stand_in
+from .layer import Layer, stand_in, unknown_precision
 from .paged_cache import PagedCache
 
 _FLAXS = nnx.dot_product_attention
@@ -77,7 +77,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     def unfused(self) -> str | None:
         if self._attention() is None:
             return "it has an attention_fn of its own"
-        return None
+        return unknown_precision(self.precision)
 
     def remark(self) -> str | None:
         if self.dropout_rate and self.broadcast_dropout:
@@ -99,8 +99,8 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         """``nnx.MultiHeadAttention``'s, with its arguments."""
         inputs, is_causal = (inputs_q, inputs_k, inputs_v), is_causal or self.is_causal
         decode = self.decode if decode is None else decode
-        attention = self._attention()
-        if attention is None or self._is_flaxs(attention, decode, others):
+        attention: Any = self._attention()
+        if self.unfused() or self._is_flaxs(attention, decode, others):
             self._check_no_window()
             named = {"mask": mask, "sow_weights": sow_weights, "decode": decode}
             return super().__call__(*inputs, is_causal=is_causal, **named, **others)
@@ -232,9 +232,9 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         return out.reshape(query.shape)
 
 
-def _sown(attention: Any, module: nnx.Module, *operands: Any, **named: Any) -> jax.Array:
-    """Flax's layer names itself, or no module."""
-    return attention(*operands, **{**named, "module": module})
+def _sown(attention: Any, layer: nnx.Module, *operands: Any, **named: Any) -> jax.Array:
+    """Attention whose weights the layer gets: Flax's names itself, or none."""
+    return attention(*operands, **{**named, "module": layer})
 
 
 def _attention_with_rope(

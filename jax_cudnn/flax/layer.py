@@ -62,6 +62,8 @@ class Layer:
 
     def __init_subclass__(cls, **others: Any):
         super().__init_subclass__(**others)
+        if Layer not in cls.__bases__:
+            return  # a class derived from a layer
         SWAPPED[cls.flaxs()] = cls
         _, *flaxs = inspect.signature(cls.flaxs().__init__).parameters.values()
         own = (

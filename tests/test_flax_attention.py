@@ -1,0 +1,382 @@
+"""MultiHeadAttention: Flax's results, gradients, caches and errors, and cuDNN's plans."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jax_cudnn as jc
+import jax_cudnn.flax as jnn
+
+KINDS = {
+    "grouped": {"num_kv_heads": 2, "normalize_qk": True},
+    "sizes": {"qkv_features": 48, "out_features": 8, "in_kv_features": 16, "use_bias": False},
+}
+WITHIN = {"float32": 2e-6, "bfloat16": 2e-2}
+BATCH, LENGTH, FEATURES = 2, 12, 32
+
+
+def pair(dtype="float32", **named):
+    """Flax's layer, and ours with its Variables."""
+    named = {"decode": False, "dtype": dtype, "param_dtype": dtype, **named}
+    theirs = nnx.MultiHeadAttention(4, FEATURES, **named, rngs=nnx.Rngs(0))
+    return theirs, jnn.MultiHeadAttention.of(theirs)
+
+
+def inputs(*shape, dtype="float32", seed=1):
+    return jax.random.normal(jax.random.key(seed), shape or (BATCH, LENGTH, FEATURES), dtype)
+
+
+def close(got, want, within=2e-6):
+    def one(a, b):
+        assert a.dtype == b.dtype
+        a, b = np.float32(a), np.float32(b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=within * max(1, np.abs(b).max()))
+
+    jax.tree.map(one, got, want)
+
+
+def loss(layer, *arrays, **named):
+    return (layer(*arrays, **named).astype(jnp.float32) ** 2).mean()
+
+
+# -- results and gradients -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", WITHIN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_gradients_are_flaxs(kind, dtype):
+    theirs, ours = pair(dtype, **KINDS[kind])
+    q = inputs(dtype=dtype)
+    k = inputs(BATCH, 10, theirs.in_kv_features, dtype=dtype, seed=2)
+    found = [nnx.jit(nnx.value_and_grad(loss))(layer, q, k) for layer in (ours, theirs)]
+    close(*(jax.tree.leaves(x) for x in found), within=WITHIN[dtype])
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_masks_causality_and_batches_are_flaxs(batch):
+    theirs, ours = pair()
+    x = inputs(*batch, LENGTH, FEATURES)
+    mask = jax.random.bernoulli(jax.random.key(3), 0.7, (*batch, 1, LENGTH, LENGTH))
+    mask |= jnp.eye(LENGTH, dtype=bool)  # Flax gives the mean of all values where none is seen
+    for named in ({"mask": mask}, {"mask": mask.astype("float32")}, {"is_causal": True}):
+        close(ours(x, **named), theirs(x, **named))
+    if len(batch) < 2:
+        close(ours(x, mask=mask, is_causal=True), theirs(x, mask=mask, is_causal=True))
+    if len(batch) == 1:
+        close(ours(x, mask=mask[:1]), theirs(x, mask=mask[:1]))
+
+
+def test_own_arguments_are_masks_that_take_no_memory():
+    theirs, _ = pair()
+    x, i = inputs(), jnp.arange(LENGTH)
+    band = (i[:, None] >= i) & (i[:, None] - i <= 3)
+    for own, mask in (
+        ({"is_causal": True}, i[:, None] >= i),
+        ({"is_causal": True, "local_window_size": 3}, band),
+    ):
+        ours = jnn.MultiHeadAttention(4, FEATURES, **own, decode=False, rngs=nnx.Rngs(0))
+        nnx.update(ours, nnx.state(theirs))
+        close(ours(x), theirs(x, mask=mask[None, None]))
+        close(ours(x, sow_weights=True), theirs(x, mask=mask[None, None]))
+
+
+def test_inner_layers_are_ours():
+    _, ours = pair(normalize_qk=True)
+    new = jnn.MultiHeadAttention(4, FEATURES, decode=False, rngs=nnx.Rngs(0))
+    assert all(type(getattr(new, n)) is jnn.LinearGeneral for n in ("query", "key", "value", "out"))
+    assert type(ours.out) is jnn.LinearGeneral
+    assert type(ours.query_ln) is jnn.LayerNorm
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_dropout(shared):
+    theirs, ours = pair(dropout_rate=0.5, broadcast_dropout=shared, deterministic=False)
+    x = inputs()
+    assert (ours.remark() is not None) == shared
+    close(ours(x, deterministic=True), theirs(x, deterministic=True))
+    results = [layer(x, rngs=nnx.Rngs(dropout=7)) for layer in (ours, theirs)]
+    if shared:  # Flax draws it
+        close(*results)
+    else:
+        assert np.abs(results[0] - theirs(x, deterministic=True)).max() > 1e-2
+        close(results[0], ours(x, rngs=nnx.Rngs(dropout=7)))
+    with pytest.raises(ValueError, match=r"deterministic|rngs"):
+        pair(dropout_rate=0.5, keep_rngs=False)[1](x)
+
+
+def test_sown_weights_are_flaxs():
+    found = []
+    for layer in pair():
+        _, sown = nnx.capture(layer, nnx.Intermediate)(inputs(), sow_weights=True)
+        found.append(jax.tree.leaves(sown))
+    close(*found)
+
+
+def test_functions_of_ones_own():
+    theirs, _ = pair()
+    x = inputs()
+
+    def doubled(query, key, value, **named):
+        return 2 * nnx.dot_product_attention(query, key, value, **named)
+
+    def of(function):
+        return pair(attention_fn=function)[1]
+
+    assert of(doubled).unfused() == "it has an attention_fn of its own"
+    close(of(doubled)(x), pair(attention_fn=doubled)[0](x))
+    assert of(jc.ops.attention_fn).unfused() is None
+    close(of(functools.partial(jc.ops.attention_fn, scale=8**-0.5))(x), theirs(x))
+    layer = of(doubled)
+    layer.local_window_size = 3
+    with pytest.raises(jc.GraphError, match="a window beside an attention_fn"):
+        layer(x)
+
+
+@pytest.mark.skipif(not hasattr(nnx, "RoPE"), reason="this Flax has no RoPE")
+def test_rotary_embeddings():
+    attend = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
+    theirs, ours = pair(attention_fn=attend)
+    assert ours.unfused() is None
+    close(ours(inputs(), is_causal=True), theirs(inputs(), is_causal=True))
+
+
+def test_precision_reaches_cudnn():
+    _, ours = pair(precision="highest")
+    assert "precision='highest'" in str(jax.make_jaxpr(lambda x: ours(x))(inputs()))
+    _, ours = pair(precision="ANY_F8_ANY_F8_F32")
+    assert "no precision" in ours.unfused()
+
+
+def test_float64_is_flaxs():
+    with jax.enable_x64(True):
+        theirs, ours = pair(dtype="float64")
+        close(ours(inputs(dtype="float64")), theirs(inputs(dtype="float64")))
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+def decoded(layer, x, steps, **named):
+    """The results for tokens that come so many at a time."""
+    split = jnp.split(x, np.cumsum(steps)[:-1], axis=-2)
+    return jnp.concatenate([layer(part, decode=True, **named) for part in split], axis=-2)
+
+
+@pytest.mark.parametrize("batch", [(BATCH,), (), (2, 2)])
+def test_decoding_is_flaxs_and_full_attention(batch):
+    theirs, ours = pair(**KINDS["grouped"])
+    x = inputs(*batch, LENGTH, FEATURES)
+    for layer in (theirs, ours):
+        layer.init_cache(x.shape)
+    found = [decoded(layer, x, [1] * LENGTH) for layer in (ours, theirs)]
+    close(*found)
+    close(found[0], theirs(x, is_causal=True))
+    for name in ("cached_key", "cached_value", "cache_index"):
+        close(getattr(ours, name)[...], getattr(theirs, name)[...])
+
+
+def test_decoding_with_a_mask_is_flaxs():
+    theirs, ours = pair()
+    x = inputs()
+    mask = jnp.arange(LENGTH) % 3 != 1
+    for layer in (theirs, ours):
+        layer.init_cache(x.shape)
+    found = [
+        decoded(layer, x, [1] * LENGTH, mask=mask[None, None, None]) for layer in (ours, theirs)
+    ]
+    close(*found)
+
+
+@pytest.mark.parametrize("page_size", [None, 5])
+@pytest.mark.parametrize("window", [None, 3])
+def test_several_tokens_at_a_time(window, page_size):
+    named = {"is_causal": True, "local_window_size": window, "page_size": page_size}
+    ours = jnn.MultiHeadAttention(4, FEATURES, **named, decode=False, rngs=nnx.Rngs(0))
+    x = inputs()
+    want = ours(x)
+    for steps in ([LENGTH], [5, 1, 6]):
+        ours.init_cache(x.shape)
+        close(decoded(ours, x, steps), want)
+
+
+def test_decoding_of_16_bits_in_a_cache_of_32():
+    _, ours = pair("bfloat16")
+    x = inputs(dtype="bfloat16")
+    ours.init_cache(x.shape)
+    assert ours.cached_key.dtype == "float32"
+    close(decoded(ours, x, [1] * LENGTH), ours(x, is_causal=True), within=2e-2)
+
+
+def test_decoding_says_what_is_missing():
+    _, ours = pair()
+    with pytest.raises(ValueError, match="init_cache"):
+        ours(inputs()[:, :1], decode=True)
+    with pytest.raises(ValueError, match="No `decode` argument"):
+        pair(decode=None)[1](inputs())
+    ours.init_cache((BATCH, LENGTH, FEATURES))
+    with pytest.raises(ValueError, match="Autoregressive cache shape error"):
+        ours(inputs(3, 1, FEATURES), decode=True)
+    with pytest.raises(ValueError, match="Autoregressive cache shape error"):
+        ours(inputs(BATCH, LENGTH + 1, FEATURES), decode=True)
+
+
+def test_decoding_in_a_loop():
+    """Under nnx.jit and nnx.scan the cache is state."""
+    _, ours = pair()
+    x = inputs()
+    want = ours(x, is_causal=True)
+    ours.init_cache(x.shape)
+
+    @nnx.jit
+    def run(layer, tokens):
+        def step(layer, token):
+            return layer, layer(token[:, None], decode=True)[:, 0]
+
+        return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(layer, tokens)[1]
+
+    close(run(ours, x.swapaxes(0, 1)).swapaxes(0, 1), want)
+    assert ours.cache_index[...] == LENGTH
+
+
+def test_pages_that_a_server_gives():
+    """Examples of different lengths, with pages anywhere in a pool; one begins anew."""
+    _, ours = pair()
+    x = inputs(3, LENGTH, FEATURES)
+    want = ours(x, is_causal=True)
+    ours.page_size = 4
+    ours.init_cache(x.shape)
+    ours.paged_cache = jnn.PagedCache(3, LENGTH, 4, 8, page_size=4, pages=11)
+    cache = ours.paged_cache
+    cache.page_table[...] = jnp.asarray([[7, 0, 9], [1, 10, 2], [4, 3, 8]], jnp.int32)
+    decoded(ours, x[:, :6], [6])
+    cache.lengths[...] = jnp.asarray([6, 2, 0], jnp.int32)
+    at = cache.lengths[...][:, None] + jnp.arange(4)
+    part = jnp.take_along_axis(x, at[..., None], axis=1)
+    close(ours(part, decode=True), jnp.take_along_axis(want, at[..., None], axis=1))
+    assert cache.lengths[...].tolist() == [10, 6, 4]
+
+
+def test_pages_take_no_mask_and_no_dropout():
+    ours = jnn.MultiHeadAttention(
+        4, FEATURES, page_size=4, decode=True, dropout_rate=0.5, deterministic=False,
+        rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    ours.init_cache((BATCH, LENGTH, FEATURES))
+    token = inputs()[:, :1]
+    with pytest.raises(jc.GraphError, match="mask, dropout, sow_weights"):
+        ours(token, mask=jnp.ones((1, 1, 1, LENGTH), bool), sow_weights=True)
+    assert ours(token, deterministic=True).shape == token.shape
+
+
+# -- transformations -------------------------------------------------------------------------------
+
+
+def test_transformations():
+    theirs, ours = pair()
+    x = inputs()
+    want = theirs(x)
+    close(nnx.merge(*nnx.split(ours))(x), want)
+    close(nnx.jit(lambda m, x: m(x))(ours, x), want)
+    close(nnx.remat(lambda m, x: m(x))(ours, x), want)
+    close(nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(ours, x), want)
+    grads = [nnx.grad(nnx.remat(loss))(layer, x) for layer in (ours, theirs)]
+    close(*map(jax.tree.leaves, grads))
+
+
+def test_a_stack_of_layers():
+    @nnx.vmap
+    def made(key):
+        return jnn.MultiHeadAttention(4, FEATURES, decode=False, rngs=nnx.Rngs(key))
+
+    layers = made(jax.random.split(jax.random.key(0), 3))
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x, layer):
+        return x + layer(x, is_causal=True)
+
+    y = x = inputs()
+    for i in range(3):
+        graph, state = nnx.split(layers)
+        layer = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))
+        y = y + layer(y, is_causal=True)
+    close(run(x, layers), y)
+
+
+# -- plans and the GPU -----------------------------------------------------------------------------
+
+SIZES = (4, 256, 512)
+
+
+def large(**named):
+    named = {"dtype": "bfloat16", "param_dtype": "bfloat16", "decode": False, **named}
+    return jnn.MultiHeadAttention(8, SIZES[-1], **named, rngs=nnx.Rngs(0))
+
+
+def step(layer):
+    """A function of state and tokens, with the state behind it."""
+    graph, state = nnx.split(layer)
+
+    def run(state, x):
+        layer = nnx.merge(graph, state)
+        return layer(x), nnx.state(layer)
+
+    return run, state
+
+
+def attentions(function, *avals):
+    plans = jc.plans(function, *avals)
+    return {name: plan for name, plan in plans.items() if "attention" in name}
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("own", [{"is_causal": True}, {"local_window_size": 64}])
+def test_training_is_planned_on_cudnn(own):
+    run, state = step(large(**own))
+    x = jax.ShapeDtypeStruct(SIZES, "bfloat16")
+    with jc.target("H200"):
+        plans = attentions(jax.grad(lambda s, x: run(s, x)[0].astype("float32").sum()), state, x)
+    assert [*plans] == ["dot_product_attention", "dot_product_attention (backward)"]
+    assert all(plan.engine for plan in plans.values())
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("count", [1, 8])
+def test_decoding_is_planned_on_cudnn(count, page_size):
+    layer = large(decode=True, page_size=page_size)
+    layer.init_cache(SIZES, "bfloat16")
+    run, state = step(layer)
+    with jc.target("H200"):
+        plans = attentions(run, state, jax.ShapeDtypeStruct((4, count, 512), "bfloat16"))
+    (plan,) = plans.values()
+    assert plan.engine
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [{}, {"is_causal": True}, {"num_kv_heads": 2}])
+def test_training_on_the_gpu(own):
+    ours = large(**own)
+    x = inputs(*SIZES, dtype="bfloat16")
+    with jc.implementation("xla"):
+        want = nnx.jit(nnx.value_and_grad(loss))(ours, x)
+    with jc.implementation("split"):
+        got = nnx.jit(nnx.value_and_grad(loss))(ours, x)
+    close(*(jax.tree.leaves(found) for found in (got, want)), within=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("count", [1, 8])
+def test_decoding_on_the_gpu(count, window, page_size):
+    ours = large(is_causal=True, local_window_size=window, page_size=page_size)
+    x = inputs(4, 32, 512, dtype="bfloat16")
+    ours.init_cache((4, 256, 512), "bfloat16")
+    with jc.implementation("split"):
+        got = decoded(ours, x, [count] * (32 // count))
+    with jc.implementation("xla"):
+        close(got, ours(x), within=2e-2)
