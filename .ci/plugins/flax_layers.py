@@ -1,30 +1,34 @@
 """Puts the layers of jax_cudnn.flax in the place of Flax's, for Flax's own tests."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from jax_cudnn.flax.layer import SWAPPED
 
-DIFFERENT: dict[str, str] = {}
+FAST_VARIANCE = "Flax's E[x²] - E[x]² loses digits in groups of two, ours are near float64's"
+DIFFERENT = {
+    f"normalization_test.py::TestLinenConsistency::test_nnx_linen_groupnorm_equivalence{n}": reason
+    for n, reason in {0: FAST_VARIANCE, 4: FAST_VARIANCE}.items()
+}
 """Tests that must fail, and why: differences that the documents tell of."""
 
 STEPS = 4
 """Flax's tests want the bits of another way to compute the same. Layers here round once where Flax
-rounds after each step: results may differ by so many units in the last place."""
+rounds after each step: results may differ by so many units in the last place of the largest."""
 
 
 def within_rounding(actual, desired, *args, **kwargs):
     """numpy.testing.assert_array_equal, but for floats."""
-    wide = [np.asarray(x) for x in (actual, desired)]
-    if any(x.dtype.kind not in "fV" for x in wide):  # bfloat16 is of kind V
+    given = [np.asarray(x) for x in (actual, desired)]
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in given):
         return exact(actual, desired, *args, **kwargs)
-    assert wide[0].dtype == wide[1].dtype
-    step = STEPS * float(np.finfo(wide[0].dtype).eps)
-    largest = float(np.nanmax(np.abs(wide[1].astype(np.float64)), initial=0.0))
-    np.testing.assert_allclose(
-        *(x.astype(np.float64) for x in wide), rtol=step, atol=step * largest
-    )
+    assert given[0].dtype == given[1].dtype
+    step = STEPS * float(jnp.finfo(given[0].dtype).eps)
+    got, want = (x.astype(np.float64) for x in given)
+    largest = np.max(np.abs(want), initial=0, where=np.isfinite(want))
+    np.testing.assert_allclose(got, want, rtol=0, atol=step * largest)
 
 
 exact = np.testing.assert_array_equal

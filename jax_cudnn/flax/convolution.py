@@ -173,7 +173,7 @@ def windows(layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
     reach = [d * (size - 1) for size, d in zip(layer.kernel_size, dilation, strict=True)]
     if padding == "CAUSAL" and rank == 1:
         padding = [(reach[0], 0)]
-    elif padding in ("CIRCULAR", "REFLECT"):
+    elif isinstance(padding, str) and padding in _WRAPPED:
         around = [(0, 0), *((r // 2, (r + 1) // 2) for r in reach), (0, 0)]
         x, padding = jnp.pad(x, around, mode=_WRAPPED[padding]), "VALID"
     return x, {

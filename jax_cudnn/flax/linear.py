@@ -49,8 +49,8 @@ class Linear(Layer, nnx.Linear):
         return unknown_precision(self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        operands = Operands.of(self, inputs, self.kernel[...])
-        if operands is None or out_sharding is not None or self.unfused():
+        operands = None if out_sharding is not None else _operands(self, inputs)
+        if operands is None:
             return finished(super().__call__(inputs, out_sharding), self.activation)
         numbers = ((inputs.ndim - 1,), (0,)), ((), ())
         return _product(operands, numbers, self.precision, self.activation)
@@ -86,8 +86,8 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
         return unknown_precision(self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        operands = Operands.of(self, inputs, self.kernel[...])
-        if operands is None or out_sharding is not None or self.unfused():
+        operands = None if out_sharding is not None else _operands(self, inputs)
+        if operands is None:
             return finished(super().__call__(inputs, out_sharding), self.activation)
         shape = operands.x.shape
         axes, batch = (
@@ -136,13 +136,12 @@ class Einsum(Layer, nnx.Einsum):
     def __call__(
         self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
     ) -> jax.Array:
-        operands = Operands.of(self, inputs, self.kernel[...])
+        operands = None if out_sharding is not None else _operands(self, inputs)
         equation = self.einsum_str if einsum_str is None else einsum_str
         letters = None if operands is None else _letters(equation, operands)
-        if letters is None or out_sharding is not None or self.unfused():
+        if operands is None or letters is None:
             y = super().__call__(inputs, einsum_str, out_sharding)
             return finished(y, self.activation)
-        assert operands is not None
         left, right, result = letters
         batch = [c for c in left if c in right and c in result]
         summed = [c for c in left if c in right and c not in result]
@@ -160,6 +159,10 @@ class Einsum(Layer, nnx.Einsum):
             return _product(operands, numbers, self.precision, self.activation)
         y = _product(operands._replace(bias=None), numbers, self.precision, None)
         return finished(jnp.transpose(y, [made.index(c) for c in result]), self.activation, bias)
+
+
+def _operands(layer: Any, inputs: jax.Array) -> Operands | None:
+    return None if layer.unfused() else Operands.of(layer, inputs, layer.kernel[...])
 
 
 def _product(operands: Operands, numbers: Any, precision: Any, activation: Activation) -> jax.Array:
