@@ -161,6 +161,10 @@ class Einsum(Layer, nnx.Einsum):
         return finished(jnp.transpose(y, [made.index(c) for c in result]), self.activation, bias)
 
 
+def _operands(layer: Any, inputs: jax.Array) -> Operands | None:
+    return None if layer.unfused() else Operands.of(layer, inputs, layer.kernel[...])
+
+
 def _product(operands: Operands, numbers: Any, precision: Any, activation: Activation) -> jax.Array:
     """``activation(lax.dot_general(x, kernel, numbers) + bias)``, the bias of the result's rank."""
     x, kernel, bias, out = operands
