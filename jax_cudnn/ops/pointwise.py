@@ -185,6 +185,7 @@ def add_square(a: jax.Array, b: jax.Array) -> jax.Array:
 
 @elementwise(
     shaped="input",
+    adds=True,
     examples=(
         Example({"input": IMAGES, "bias": (1, 64, 1, 1)}, "bfloat16"),
         Example({"input": (2, 128, 96), "bias": (1, 1, 96)}, "float32"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -30,7 +31,8 @@ def evaluate(
     ``products`` suits those of 16-bit operands to a backend of XLA, and changes none of them.
     WIDE converts the operands to float32: the CPU's has not all others. NARROW asks for a result
     of 16 bits where the spec has it so: a GPU's accumulates in float32 anyway, and for a float32
-    result takes slow kernels.
+    result takes slow kernels. A bias behind it is left in 16 bits, too: XLA's library adds it in
+    float32, before it rounds.
     """
     values = dict(zip(spec.inputs, operands, strict=True))
     for constant in spec.constants:
@@ -40,13 +42,21 @@ def evaluate(
     made = {name: port for call in spec.calls for port, name in call.outputs}
     inside = {name for call in spec.calls for _, name in call.inputs}
     returned: dict[str, jax.Array] = {}
+    biased = _biased(spec) if products == NARROW else {}
     for call in spec.calls:
         again = call.node.redraws({port: made.get(name, "") for port, name in call.inputs})
         node = call.node.leaving(again) if again else call.node
         inputs = {port: values[name] for port, name in call.inputs if port not in again}
         if node.product:
-            node, inputs = _suited(node, inputs, spec.tensor(call.outputs[0][1]).dtype, products)
+            name = call.outputs[0][1]
+            dtype = biased.get(name, spec.tensor(name).dtype)
+            node, inputs = _suited(node, inputs, dtype, products)
             results = node.reference(**inputs, precision=precision)
+            if name in biased:
+                values[name] = results[0]
+                continue
+        elif not biased.keys().isdisjoint(name for _, name in call.inputs):
+            results = node.reference(**inputs)
         else:
             results = applied(node, inputs)
         for (_, name), result in zip(call.outputs, results, strict=True):
@@ -68,6 +78,22 @@ def applied(node: Node, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
         compute = node.accumulator
         inputs = {port: x.astype(compute) for port, x in inputs.items()}
     return node.reference(**inputs)
+
+
+def _biased(spec: GraphSpec) -> dict[str, str]:
+    """Products of 16-bit operands that a bias of their dtype alone reads, whose sum has it, too:
+    their results by name, with the dtype."""
+    reads = Counter(name for call in spec.calls for _, name in call.inputs)
+    reads.update(spec.outputs)
+    makers = {call.outputs[0][1]: call for call in spec.calls if call.node.product}
+    found = {}
+    for call in (call for call in spec.calls if call.node.adds):
+        dtype = spec.tensor(call.outputs[0][1]).dtype
+        for product in (name for _, name in call.inputs if name in makers and reads[name] == 1):
+            operands = {name for _, name in (*call.inputs, *makers[product].inputs)} - {product}
+            if dtype in _HALVES and {spec.tensor(name).dtype for name in operands} == {dtype}:
+                found[product] = dtype
+    return found
 
 
 def _suited(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,9 @@ def pattern(spec: GraphSpec) -> str:
 
     That is the pattern of its nodes that are more than pointwise, in order, with the kinds of
     their operands' element types where these are no 16-bit floats. Around convolutions and
-    matmuls it also says whether the graph computes something before and after; in "prologue of
-    int8 + matmul" the graph reads int8 and converts it.
+    matmuls it also says whether the graph computes something before and after, as in "matmul +
+    bias", behind which is a bias alone; in "prologue of int8 + matmul" the graph reads int8 and
+    converts it.
     """
     hearts = {i: found for i, call in enumerate(spec.calls) if (found := _of_node(spec, call))}
     anchors = [call for call in spec.calls if call.node.anchor]
@@ -125,9 +126,15 @@ def pattern(spec: GraphSpec) -> str:
         read = {name for i in before for _, name in spec.calls[i].inputs}
         new = _kinds(spec, read.intersection(spec.inputs)) - _kinds(spec, _operands(anchors))
         parts.insert(0, _words(["prologue", *(f"of {kind}" for kind in sorted(new))]))
-    if len(before) + len(hearts) < len(spec.calls):
-        parts.append("epilogue" if anchors[0].node.product else _epilogue(spec, sets))
+    if behind := [c for i, c in enumerate(spec.calls) if i not in hearts and i not in before]:
+        product = anchors[0].node.product
+        parts.append(_behind_product(behind) if product else _epilogue(spec, sets))
     return " + ".join(parts)
+
+
+def _behind_product(calls: Sequence[Call]) -> str:
+    """A bias alone is a word of its own: XLA's libraries add one to their products, too."""
+    return "bias" if len(calls) == 1 and calls[0].node.adds else "epilogue"
 
 
 def _epilogue(spec: GraphSpec, sets: CallSets) -> str:

@@ -57,8 +57,8 @@ def reasons(spec: GraphSpec) -> dict[str, str]:
 
 def _side_by_side(spec: GraphSpec, sets: CallSets) -> dict[str, str]:
     """Measured on an H200 with cuDNN 9.19: of two matmuls of which none computes an operand of the
-    other, as in the gradient of one, it computes other matrices (relative error 1.7). Of chains 9.28
-    takes some, which nobody has checked."""
+    other, as in the gradient of one, it computes other matrices (relative error 1.7). Of chains
+    9.28 takes some, which nobody has checked."""
     found = {}
     for i in members(sets.anchors):
         related = sets.before(1 << i) | sets.after(1 << i) | 1 << i

@@ -15,6 +15,8 @@ from .cases import ModelCase, Operand
 Array = jax.Array
 F32, BF16 = jnp.float32, jnp.bfloat16
 
+_LAYERS = ((32768, 768, 768), (32768, 768, 3072), (32768, 3072, 768), (8192, 4096, 4096))
+"""Linear layers, rows x inputs x outputs: GPT-2's with 32 times 1024 tokens, and a wide one."""
 _ACTIVATIONS = {
     "relu": ("relu", jax.nn.relu),
     "gelu": ("gelu_approx_tanh", lambda y: jax.nn.gelu(y, approximate=True)),
@@ -32,13 +34,14 @@ def _rows(x: Array, w: Array, dtype: Any) -> Array:
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
-def linear(m: int, k: int, n: int, activation: str) -> Built:
+def linear(m: int, k: int, n: int, activation: str | None) -> Built:
     """activation(x @ w + b) in bfloat16."""
-    method, plain = _ACTIVATIONS[activation]
+    method, plain = _ACTIVATIONS[activation] if activation else ("identity", lambda y: y)
 
     @graph
     def matmul_bias_activation(g, x, w, b):
-        return getattr(g, method)(g.bias(g.matmul(x, w), b))
+        y = g.bias(g.matmul(x, w), b)
+        return getattr(g, method)(y) if activation else y
 
     def ours(x, w, b):
         return matmul_bias_activation(x[None], w[None], b[None, None])[0]
@@ -141,7 +144,34 @@ def int8_weights(m: int, k: int, n: int) -> Built:
     return lambda x, w: matmul_int8_weights(x[None], w[None])[0], xla, operands
 
 
+def product(m: int, k: int, n: int, transposed: str) -> Built:
+    """x @ w of bfloat16 arrays and nothing else, an operand held transposed: of a linear layer's
+    gradients "w" is that of its input, "x" that of its weight."""
+
+    @graph
+    def matmul(g, x, w):
+        x = x.set_stride([m * k, 1, m]) if transposed == "x" else x
+        w = w.set_stride([k * n, 1, k]) if transposed == "w" else w
+        return g.matmul(x, w)
+
+    def arrays(x, w):
+        return (x.T if transposed == "x" else x), (w.T if transposed == "w" else w)
+
+    def ours(x, w):
+        x, w = arrays(x, w)
+        return matmul(x[None], w[None])[0]
+
+    shapes = ((k, m) if transposed == "x" else (m, k)), ((n, k) if transposed == "w" else (k, n))
+    operands = tuple(Operand(shape) for shape in shapes)
+    return ours, {"dot": Formulation(lambda x, w: jnp.dot(*arrays(x, w)))}, operands
+
+
 def cases() -> Iterator[ModelCase]:
+    for m, k, n in _LAYERS:
+        name = f"linear/{m}x{k}x{n}"
+        yield matrix_case(name, "bias", linear, m, k, n, None)
+        yield matrix_case(name, "input gradient", product, m, n, k, "w")
+        yield matrix_case(name, "weight gradient", product, k, m, n, "x")
     pixels = 64 * 56 * 56
     yield matrix_case(
         "convnext/pointwise-96-384-at-56", "bias, gelu", linear, pixels, 96, 384, "gelu"
