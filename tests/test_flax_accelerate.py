@@ -266,7 +266,7 @@ def test_training_on_the_gpu():
     assert losses[1][-1] < losses[1][0]
 
 
-@pytest.mark.parametrize("module", ["accelerate", "attention", "paged_cache"])
+@pytest.mark.parametrize("module", ["accelerate", "attention", "paged_cache", "report"])
 def test_docstring_examples_run(module):
     result = doctest.testmod(importlib.import_module(f"jax_cudnn.flax.{module}"))
     assert result.attempted >= 3
