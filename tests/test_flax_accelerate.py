@@ -1,7 +1,9 @@
 """jc.flax.accelerate: the same Variables in other layers, the model as it was, and the report."""
 
 import collections
+import doctest
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -262,3 +264,10 @@ def test_training_on_the_gpu():
         losses.append([float(step(trained, x)) for _ in range(5)])
     np.testing.assert_allclose(*losses, rtol=2e-2)
     assert losses[1][-1] < losses[1][0]
+
+
+@pytest.mark.parametrize("module", ["accelerate", "attention", "paged_cache", "report"])
+def test_docstring_examples_run(module):
+    result = doctest.testmod(importlib.import_module(f"jax_cudnn.flax.{module}"))
+    assert result.attempted >= 3
+    assert result.failed == 0

@@ -11,12 +11,10 @@ from flax import nnx
 import jax_cudnn as jc
 import jax_cudnn.flax as jnn
 
-KINDS = {
-    "grouped": {"num_kv_heads": 2, "normalize_qk": True},
-    "sizes": {"qkv_features": 48, "out_features": 8, "in_kv_features": 16, "use_bias": False},
-}
+GROUPED = {"num_kv_heads": 2, "normalize_qk": True}
+SIZES = {"qkv_features": 48, "out_features": 8, "in_kv_features": 16, "use_bias": False}
 WITHIN = {"float32": 2e-6, "bfloat16": 2e-2}
-BATCH, LENGTH, FEATURES = 2, 12, 32
+BATCH, LENGTH, FEATURES = 2, 8, 32
 
 
 def pair(dtype="float32", **named):
@@ -47,16 +45,15 @@ def loss(layer, *arrays, **named):
 
 
 @pytest.mark.parametrize("dtype", WITHIN)
-@pytest.mark.parametrize("kind", KINDS)
-def test_results_and_gradients_are_flaxs(kind, dtype):
-    theirs, ours = pair(dtype, **KINDS[kind])
+def test_results_and_gradients_are_flaxs(dtype):
+    theirs, ours = pair(dtype, **GROUPED, **SIZES)
     q = inputs(dtype=dtype)
     k = inputs(BATCH, 10, theirs.in_kv_features, dtype=dtype, seed=2)
     found = [nnx.jit(nnx.value_and_grad(loss))(layer, q, k) for layer in (ours, theirs)]
     close(*(jax.tree.leaves(x) for x in found), within=WITHIN[dtype])
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("batch", [(3,), (2, 3)])
 def test_masks_causality_and_batches_are_flaxs(batch):
     theirs, ours = pair()
     x = inputs(*batch, LENGTH, FEATURES)
@@ -81,7 +78,8 @@ def test_own_arguments_are_masks_that_take_no_memory():
         ours = jnn.MultiHeadAttention(4, FEATURES, **own, decode=False, rngs=nnx.Rngs(0))
         nnx.update(ours, nnx.state(theirs))
         close(ours(x), theirs(x, mask=mask[None, None]))
-        close(ours(x, sow_weights=True), theirs(x, mask=mask[None, None]))
+        sown, _ = nnx.capture(ours, nnx.Intermediate)(x, sow_weights=True)  # by Flax
+        close(sown, theirs(x, mask=mask[None, None]))
 
 
 def test_inner_layers_are_ours():
@@ -160,15 +158,20 @@ def test_float64_is_flaxs():
 # -- decoding --------------------------------------------------------------------------------------
 
 
-def decoded(layer, x, steps, **named):
+@nnx.jit
+def next_tokens(layer, part, mask):
+    return layer(part, decode=True, mask=mask)
+
+
+def decoded(layer, x, steps, mask=None):
     """The results for tokens that come so many at a time."""
-    split = jnp.split(x, np.cumsum(steps)[:-1], axis=-2)
-    return jnp.concatenate([layer(part, decode=True, **named) for part in split], axis=-2)
+    parts = jnp.split(x, np.cumsum(steps)[:-1], axis=-2)
+    return jnp.concatenate([next_tokens(layer, part, mask) for part in parts], axis=-2)
 
 
-@pytest.mark.parametrize("batch", [(BATCH,), (), (2, 2)])
+@pytest.mark.parametrize("batch", [(), (2, 2)])
 def test_decoding_is_flaxs_and_full_attention(batch):
-    theirs, ours = pair(**KINDS["grouped"])
+    theirs, ours = pair(**GROUPED)
     x = inputs(*batch, LENGTH, FEATURES)
     for layer in (theirs, ours):
         layer.init_cache(x.shape)
@@ -198,7 +201,7 @@ def test_several_tokens_at_a_time(window, page_size):
     ours = jnn.MultiHeadAttention(4, FEATURES, **named, decode=False, rngs=nnx.Rngs(0))
     x = inputs()
     want = ours(x)
-    for steps in ([LENGTH], [5, 1, 6]):
+    for steps in ([LENGTH], [4, 1, 3]):
         ours.init_cache(x.shape)
         close(decoded(ours, x, steps), want)
 
@@ -245,11 +248,9 @@ def test_decoding_in_a_loop():
 def test_pages_that_a_server_gives():
     """Examples of different lengths, with pages anywhere in a pool; one begins anew."""
     _, ours = pair()
-    x = inputs(3, LENGTH, FEATURES)
+    x = inputs(3, 12, FEATURES)
     want = ours(x, is_causal=True)
-    ours.page_size = 4
-    ours.init_cache(x.shape)
-    ours.paged_cache = jnn.PagedCache(3, LENGTH, 4, 8, page_size=4, pages=11)
+    ours.paged_cache = jnn.PagedCache(3, 12, 4, 8, page_size=4, pages=11)
     cache = ours.paged_cache
     cache.page_table[...] = jnp.asarray([[7, 0, 9], [1, 10, 2], [4, 3, 8]], jnp.int32)
     decoded(ours, x[:, :6], [6])
@@ -308,12 +309,12 @@ def test_a_stack_of_layers():
 
 # -- plans and the GPU -----------------------------------------------------------------------------
 
-SIZES = (4, 256, 512)
+TOKENS = (4, 256, 512)
 
 
 def large(**named):
     named = {"dtype": "bfloat16", "param_dtype": "bfloat16", "decode": False, **named}
-    return jnn.MultiHeadAttention(8, SIZES[-1], **named, rngs=nnx.Rngs(0))
+    return jnn.MultiHeadAttention(8, TOKENS[-1], **named, rngs=nnx.Rngs(0))
 
 
 def step(layer):
@@ -333,10 +334,9 @@ def attentions(function, *avals):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("own", [{"is_causal": True}, {"local_window_size": 64}])
-def test_training_is_planned_on_cudnn(own):
-    run, state = step(large(**own))
-    x = jax.ShapeDtypeStruct(SIZES, "bfloat16")
+def test_training_is_planned_on_cudnn():
+    run, state = step(large(is_causal=True, local_window_size=64))
+    x = jax.ShapeDtypeStruct(TOKENS, "bfloat16")
     with jc.target("H200"):
         plans = attentions(jax.grad(lambda s, x: run(s, x)[0].astype("float32").sum()), state, x)
     assert [*plans] == ["dot_product_attention", "dot_product_attention (backward)"]
@@ -344,11 +344,10 @@ def test_training_is_planned_on_cudnn(own):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize(("count", "page_size"), [(1, None), (8, None), (1, 16)])
 def test_decoding_is_planned_on_cudnn(count, page_size):
     layer = large(decode=True, page_size=page_size)
-    layer.init_cache(SIZES, "bfloat16")
+    layer.init_cache(TOKENS, "bfloat16")
     run, state = step(layer)
     with jc.target("H200"):
         plans = attentions(run, state, jax.ShapeDtypeStruct((4, count, 512), "bfloat16"))
@@ -360,7 +359,7 @@ def test_decoding_is_planned_on_cudnn(count, page_size):
 @pytest.mark.parametrize("own", [{}, {"is_causal": True}, {"num_kv_heads": 2}])
 def test_training_on_the_gpu(own):
     ours = large(**own)
-    x = inputs(*SIZES, dtype="bfloat16")
+    x = inputs(*TOKENS, dtype="bfloat16")
     with jc.implementation("xla"):
         want = nnx.jit(nnx.value_and_grad(loss))(ours, x)
     with jc.implementation("split"):

@@ -29,7 +29,9 @@ def accelerate(model: M) -> tuple[M, Report]:
 
     The new model shares all Variables with the given one: training one trains the other. The
     given one is as before, and so are its lists, dicts and tuples. What stands in several places
-    of it, also in a cycle, does so in the new one. ``nnx.state`` of both is the same.
+    of it, also in a cycle, does so in the new one. ``nnx.state`` of both is the same. Layers in
+    other containers than these, and what a wrapped function holds (``nnx.jit(self.method)``), stay
+    Flax's.
 
     Args:
         model: a module, abstract (``nnx.eval_shape``) or not; also under ``nnx.jit``.

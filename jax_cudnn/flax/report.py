@@ -30,6 +30,13 @@ class Report:
     Attributes:
         entries: layers of Flax, and functions for which there is another here, in the model's
             order. Modules of the user's are none: what they hold is.
+
+    Example:
+        >>> import jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> _, report = jnn.accelerate(nnx.Embed(3, 4, rngs=nnx.Rngs(0)))
+        >>> [(entry.name, entry.why) for entry in report.kept]
+        [('Embed', 'there is no such layer here')]
     """
 
     entries: tuple[Entry, ...]
