@@ -22,7 +22,7 @@ examples:
   bench --losses results/h200.json results/norms_h200.json --write losses.json
 """
 
-_NAMED = ("steps", "norms", "attention", "flax")
+NAMED = ("steps", "norms", "attention", "flax")
 """Benches of named models, of which each has its own file."""
 
 
@@ -89,7 +89,7 @@ def bench(options: argparse.Namespace) -> int:
     """Runs it; 1 when some result is wrong or failed, so that scripts notice."""
     from . import run
 
-    named = [name for name in _NAMED if getattr(options, name)]
+    named = [name for name in NAMED if getattr(options, name)]
     if options.list:
         print(run.listing(*named[:1]))
         return 0
@@ -127,7 +127,7 @@ def bench(options: argparse.Namespace) -> int:
 
         plot(result, options.plot)
         print(f"drawn in {options.plot}")
-    entries = {n: e for kind in ("cases", *_NAMED) for n, e in result.get(kind, {}).items()}
+    entries = {n: e for kind in ("cases", *NAMED) for n, e in result.get(kind, {}).items()}
     bad = [name for name, entry in entries.items() if entry["status"] in ("WRONG", "failed")]
     return 1 if bad and not options.render else 0
 
@@ -159,7 +159,7 @@ def _tables(result: dict[str, Any], path: Path) -> str:
     from . import run
 
     try:
-        for kind in run.NAMED:
+        for kind in NAMED:
             if kind in result:
                 return getattr(run, f"render_{kind}")(result)
         return f"{run.render(result)}\n\n{run.render_cases(result)}"

@@ -19,6 +19,7 @@ from .attention import cases as attention_cases
 from .attention.case import LIMIT, AttentionCase
 from .attention.published import PUBLISHED
 from .attention.tables import render_attention as render_attention
+from .command import NAMED
 from .comparison import Formulation
 from .flax.tables import render_flax as render_flax
 from .models.cases import ModelCase, Operand, model_cases
@@ -32,9 +33,6 @@ from .tables import render_cases as render_cases
 
 if TYPE_CHECKING:
     from .flax.case import FlaxCase
-
-NAMED = ("steps", "norms", "attention", "flax")
-"""Benches of named models, of which each has its own file."""
 
 Named = TypeVar("Named", step_models.StepCase, norm_cases.NormCase, AttentionCase, "FlaxCase")
 
