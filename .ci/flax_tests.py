@@ -40,19 +40,12 @@ def main(arguments: list[str]) -> int:
         folder = Path(name)
         tests = extract(Path(given[0]) if given else sdist(folder), folder)
         (folder / "pytest.ini").write_text("[pytest]\n")  # nothing of this project's
-        command = (
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "flax_layers",
-            "-p",
-            "no:cacheprovider",
-        )
+        plugins = ("-p", "flax_layers", "-p", "no:cacheprovider")
+        settings = ("--rootdir", name, "-c", str(folder / "pytest.ini"))
+        paths = [str(PLUGINS), *filter(None, [os.environ.get("PYTHONPATH")])]
         return subprocess.run(
-            [*command, "--rootdir", name, "-c", str(folder / "pytest.ini"), *options, *tests],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PLUGINS), *sys.path[1:]])},
+            [sys.executable, "-m", "pytest", "-q", *plugins, *settings, *options, *tests],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             check=False,
         ).returncode
 
