@@ -67,7 +67,7 @@ def _side_by_side(spec: GraphSpec, sets: CallSets) -> dict[str, str]:
             found[spec.calls[i].name] = f"it stands beside {name}, and none needs the other"
         for other in members(sets.anchors & sets.before(1 << i)):
             first, second = spec.calls[other], spec.calls[i]
-            if first.node.product and second.node.product:
+            if first.node.matrices and second.node.matrices:
                 found[second.name] = f"it needs {first.name}, and such chains ran on no GPU"
     return found
 
