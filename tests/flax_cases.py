@@ -45,6 +45,7 @@ CASES = {
     "rms_norm": Case(jnn.RMSNorm, (8,), (2, 4, 8)),
     "group_norm": Case(jnn.GroupNorm, (8, 2), (2, 3, 3, 8)),
     "instance_norm": Case(jnn.InstanceNorm, (8,), (2, 3, 3, 8)),
+    "attention": Case(jnn.MultiHeadAttention, (2, 8), (2, 12, 8), {"decode": False}),
 }
 
 

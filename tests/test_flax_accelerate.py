@@ -240,7 +240,8 @@ def test_a_step_is_planned_on_cudnn():
     with jc.target("H200"):
         plans = jc.plans(jax.grad(total), state, x)
     attention = {name: plan for name, plan in plans.items() if "attention" in name}
-    assert [*attention] == ["dot_product_attention", "dot_product_attention (backward)"]
+    name = "dot_product_attention_qkv"
+    assert [*attention] == [name, f"{name} (backward)"]
     assert all(plan.engine for plan in attention.values())
 
 

@@ -67,6 +67,49 @@ def test_masks_causality_and_batches_are_flaxs(batch):
         close(ours(x, mask=mask[:1]), theirs(x, mask=mask[:1]))
 
 
+# What is one product, and what is not: settings of the layer, and of the call.
+JOINT = {
+    "plain": ({}, {}),
+    "without bias": ({"use_bias": False}, {}),
+    "grouped heads": ({"num_kv_heads": 2}, {}),
+    "float32 parameters": ({"param_dtype": "float32"}, {}),
+    "causal": ({}, {"is_causal": True}),
+    "no dropout now": ({"dropout_rate": 0.5}, {"deterministic": True}),
+}
+APART = {
+    "normalized": ({"normalize_qk": True}, {}),
+    "dropout": ({"dropout_rate": 0.5, "broadcast_dropout": False, "deterministic": False}, {}),
+    "a mask": ({}, {"mask": np.ones((1, 1, 40, 40), bool)}),
+}
+
+
+@pytest.mark.parametrize("batch", [(2,), (2, 3)])
+@pytest.mark.parametrize("name", [*JOINT, *APART])
+def test_projections_of_the_same_inputs_are_one_product(name, batch):
+    settings, call = {**JOINT, **APART}[name]
+    theirs, ours = pair("bfloat16", **settings)
+    x = inputs(*batch, 40, FEATURES, dtype="bfloat16")
+    if name != "dropout":
+        step = nnx.jit(nnx.value_and_grad(lambda layer, x: loss(layer, x, **call)))
+        found = [jax.tree.leaves(step(layer, x)) for layer in (ours, theirs)]
+        close(*found, within=WITHIN["bfloat16"])
+    text = str(jax.make_jaxpr(lambda x: ours(x, **call, rngs=nnx.Rngs(dropout=7)))(x))
+    assert ("dot_product_attention_qkv" in text) == (name in JOINT)
+    assert text.count("name=matmul") == (2 if name in JOINT else 4)
+
+
+def test_projections_of_few_tokens_of_others_and_in_float32_are_three():
+    for dtype, shapes in (
+        ("bfloat16", [(1, 8, FEATURES)]),
+        ("bfloat16", [(2, 40, FEATURES), (2, 40, FEATURES)]),
+        ("float32", [(2, 40, FEATURES)]),
+    ):
+        theirs, ours = pair(dtype)
+        arrays = [inputs(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+        close(ours(*arrays), theirs(*arrays), within=WITHIN[dtype])
+        assert "attention_qkv" not in str(jax.make_jaxpr(lambda *x, o=ours: o(*x))(*arrays))
+
+
 def test_own_arguments_are_masks_that_take_no_memory():
     theirs, _ = pair()
     x, i = inputs(), jnp.arange(LENGTH)

@@ -15,6 +15,7 @@ from jax import lax
 from .. import ops
 from .._core.errors import GraphError
 from .._core.graph.options import Options
+from . import joint
 from .layer import Layer, stand_in, unknown_precision
 from .paged_cache import PagedCache
 
@@ -46,8 +47,11 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     Flax's own way computes attention with an ``attention_fn`` of one's own (but for
     ``nnx.dot_product_attention_with_rope``, where nothing is decoded), where weights are sown, and
     where ``dropout_rate`` is not 0 and ``broadcast_dropout`` is, in training: give
-    ``broadcast_dropout=False``, and cuDNN draws the mask, which is another than Flax's. Projections
-    are layers of this package in any case.
+    ``broadcast_dropout=False``, and cuDNN draws the mask, which is another than Flax's.
+
+    Projections are layers of this package in any case. Of the same inputs in 16 bits they are one
+    product, which attention reads where it lies, if nothing else reads them (normalize_qk, dropout,
+    a mask, a cache) and there are at least as many tokens as features.
 
     Raises:
         GraphError: ``local_window_size`` beside an ``attention_fn`` of one's own; a mask or dropout
@@ -104,6 +108,10 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             self._check_no_window()
             named = {"mask": mask, "sow_weights": sow_weights, "decode": decode}
             return super().__call__(*inputs, is_causal=is_causal, **named, **others)
+        named = {"mask": mask, "decode": False, "is_causal": is_causal, **others}
+        alone = mask is None and not (decode or sow_weights) and attention is ops.attention_fn
+        if alone and (projected := self._joint(*inputs, **others)) is not None:
+            return self._of_joint(projected, is_causal)(*inputs, **named)
         if decode:
             cached = self._cached if self.paged_cache is None else self._paged
             attention, is_causal = functools.partial(cached, attention), False
@@ -111,9 +119,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             attention = functools.partial(_sown, attention, self)
         if self.local_window_size is not None:
             attention = functools.partial(attention, local_window_size=self.local_window_size)
-        return self._with(attention)(
-            *inputs, mask=mask, decode=False, is_causal=is_causal, **others
-        )
+        return self._with(attention_fn=attention)(*inputs, **{**named, "is_causal": is_causal})
 
     def init_cache(self, input_shape: Any, dtype: Any = jnp.float32) -> None:
         """``nnx.MultiHeadAttention``'s; with a page_size, ``paged_cache`` for as many tokens."""
@@ -158,11 +164,51 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
                 fix="give it to jax_cudnn.ops.attention_fn with functools.partial",
             )
 
-    def _with(self, attention: Callable[..., jax.Array]) -> Any:
-        """Flax's layer with all that this one has, and another attention_fn."""
+    def _with(self, **attributes: Any) -> Any:
+        """Flax's layer with all that this one has, and other attributes."""
         layer = object.__new__(self.flaxs())
-        vars(layer).update(vars(self), attention_fn=attention)
+        vars(layer).update(vars(self), **attributes)
         return layer
+
+    def _joint(
+        self,
+        query: jax.Array,
+        key: Any,
+        value: Any,
+        *,
+        deterministic: bool | None = None,
+        qkv_sharding: Any = None,
+        input_positions: Any = None,
+        **_: Any,
+    ) -> jax.Array | None:
+        """The three projections of the same inputs, where nothing but attention reads them."""
+        itself = all(x is None or x is query for x in (key, value))
+        still = self.deterministic if deterministic is None else deterministic
+        behind = self.normalize_qk or (self.dropout_rate > 0 and not still)
+        if not itself or behind or qkv_sharding is not None or input_positions is not None:
+            return None
+        if query.shape[-1] != self.in_features or query.ndim < 3:
+            return None
+        return joint.projected((self.query, self.key, self.value), query)
+
+    def _of_joint(self, projected: jax.Array, is_causal: bool) -> Any:
+        """Flax's layer whose projections and attention are of one array."""
+
+        def projection(x: jax.Array, out_sharding: Any = None) -> jax.Array:
+            return projected
+
+        def attention(query: jax.Array, *_: Any, precision: Any = None, **__: Any) -> jax.Array:
+            return joint.attention(
+                query,
+                self.num_heads,
+                is_causal=is_causal,
+                local_window_size=self.local_window_size,
+                precision=precision,
+            )
+
+        return self._with(
+            attention_fn=attention, query=projection, key=projection, value=projection
+        )
 
     def _cached(
         self, attention: Any, query: Any, key: Any, value: Any, *, is_causal: bool, **named: Any

@@ -1,0 +1,78 @@
+"""Queries, keys and values of the same inputs, by one product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import ops
+from .._core.graph.options import Options
+from .linear import LinearGeneral
+
+_HALVES = ("bfloat16", "float16")
+_SETTINGS = ("dtype", "precision", "promote_dtype", "preferred_element_type", "in_features", "axis")
+
+
+def projected(layers: Sequence[Any], x: jax.Array) -> jax.Array | None:
+    """What the three projections compute of x, one behind the other along the heads; None where
+    they are no one product of 16 bits, or of so few tokens that putting the kernels together costs
+    more than it saves.
+
+    One product reads x once, and in the backward writes its gradient once; attention reads the
+    parts where they lie (:func:`jax_cudnn.ops.dot_product_attention_qkv`).
+
+    Args:
+        layers: of queries, keys and values, each with a kernel (features, heads, size).
+        x: (..., features).
+    """
+    one, *_ = layers
+    if not all(type(layer) is LinearGeneral and _plain(layer) for layer in layers):
+        return None
+    same = all(getattr(layer, name) == getattr(one, name) for layer in layers for name in _SETTINGS)
+    biases = [layer.bias for layer in layers]
+    sizes = {layer.kernel.shape[::2] for layer in layers}
+    if not same or len(sizes) > 1 or len({bias is None for bias in biases}) > 1:
+        return None
+    if x.size < x.shape[-1] ** 2:
+        return None
+    given = [layer.kernel[...] for layer in layers]
+    given += [bias[...] for bias in biases if bias is not None]
+    x, *given = one.promote_dtype((x, *given), dtype=one.dtype)
+    if x.dtype.name not in _HALVES:
+        return None
+    kernel, bias = jnp.concatenate(given[:3], 1), jnp.concatenate(given[3:]) if given[3:] else None
+    y = ops.matmul(
+        x,
+        kernel.reshape(x.shape[-1], -1),
+        bias=None if bias is None else bias.ravel(),
+        precision=one.precision,
+    )
+    return y.reshape(*x.shape[:-1], *kernel.shape[1:])
+
+
+def attention(
+    joint: jax.Array,
+    heads: int,
+    *,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    precision: Any = None,
+) -> jax.Array:
+    """Attention of an array (*batch, tokens, heads of all three, size)."""
+    out = ops.dot_product_attention_qkv(
+        joint.reshape(-1, *joint.shape[-3:]),
+        heads,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        options=Options(precision=precision),
+    )
+    return out.reshape(*joint.shape[:-2], heads, joint.shape[-1])
+
+
+def _plain(layer: LinearGeneral) -> bool:
+    one_axis = len(layer.in_features) == 1 and layer.axis == (-1,) and not layer.batch_axis
+    untouched = layer.activation is None and layer.preferred_element_type is None
+    return one_axis and untouched and layer.unfused() is None and len(layer.kernel.shape) == 3
