@@ -45,7 +45,9 @@ CASES = {
     "rms_norm": Case(jnn.RMSNorm, (8,), (2, 4, 8)),
     "group_norm": Case(jnn.GroupNorm, (8, 2), (2, 3, 3, 8)),
     "instance_norm": Case(jnn.InstanceNorm, (8,), (2, 3, 3, 8)),
-    "attention": Case(jnn.MultiHeadAttention, (2, 8), (2, 12, 8), {"decode": False}),
+    "attention": Case(
+        jnn.MultiHeadAttention, (2, 8), (2, 12, 8), {"decode": False, "use_bias": False}
+    ),
 }
 
 
