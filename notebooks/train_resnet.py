@@ -174,7 +174,7 @@ for name, (losses, accuracies) in curves.items():
     assert losses[-10:].mean() < 0.2
     assert accuracies[-1] > 0.95
 (flax_losses, flax_accuracies), (our_losses, our_accuracies) = curves.values()
-np.testing.assert_allclose(our_losses[:10], flax_losses[:10], rtol=0.1)
+np.testing.assert_allclose(our_losses[:3], flax_losses[:3], rtol=0.05)
 assert abs(our_losses - flax_losses).mean() < 0.05
 assert abs(our_accuracies[-1] - flax_accuracies[-1]) < 0.02
 
