@@ -137,7 +137,7 @@ def test_inner_layers_are_ours():
 def test_dropout(shared):
     theirs, ours = pair(dropout_rate=0.5, broadcast_dropout=shared, deterministic=False)
     x = inputs()
-    assert (ours.remark() is not None) == shared
+    assert (ours.remark is not None) == shared
     close(ours(x, deterministic=True), theirs(x, deterministic=True))
     results = [layer(x, rngs=nnx.Rngs(dropout=7)) for layer in (ours, theirs)]
     if shared:  # Flax draws it
@@ -167,9 +167,9 @@ def test_functions_of_ones_own():
     def of(function):
         return pair(attention_fn=function)[1]
 
-    assert of(doubled).unfused() == "it has an attention_fn of its own"
+    assert of(doubled).unfused == "it has an attention_fn of its own"
     close(of(doubled)(x), pair(attention_fn=doubled)[0](x))
-    assert of(jc.ops.attention_fn).unfused() is None
+    assert of(jc.ops.attention_fn).unfused is None
     close(of(functools.partial(jc.ops.attention_fn, scale=8**-0.5))(x), theirs(x))
     layer = of(doubled)
     layer.local_window_size = 3
@@ -181,7 +181,7 @@ def test_functions_of_ones_own():
 def test_rotary_embeddings():
     attend = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
     theirs, ours = pair(attention_fn=attend)
-    assert ours.unfused() is None
+    assert ours.unfused is None
     close(ours(inputs(), is_causal=True), theirs(inputs(), is_causal=True))
 
 
@@ -189,7 +189,7 @@ def test_precision_reaches_cudnn():
     _, ours = pair(precision="highest")
     assert "precision='highest'" in str(jax.make_jaxpr(lambda x: ours(x))(inputs()))
     _, ours = pair(precision="ANY_F8_ANY_F8_F32")
-    assert "no precision" in ours.unfused()
+    assert "no precision" in ours.unfused
 
 
 def test_float64_is_flaxs():

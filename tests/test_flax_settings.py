@@ -164,7 +164,7 @@ def test_masks_are_flaxs(cls, key):
 def test_means_over_a_named_axis_are_flaxs(cls, key):
     """What ``unfused`` says; and it computes."""
     case = Case(cls, (6,), (2, 4, 6), {"axis_name": "rows"})
-    assert "named axis" in case.made(cls).unfused()
+    assert "named axis" in case.made(cls).unfused
 
     x = jax.random.normal(key, case.shape)
     assert_near(*(over_rows(layer, x) for layer in case.both()))
@@ -215,7 +215,7 @@ def test_a_residual_of_batch_norm(averages, axis_name, key):
     ],
 )
 def test_why_a_layer_is_not_fused(layer, words):
-    assert words in layer(nnx.Rngs(0)).unfused()
+    assert words in layer(nnx.Rngs(0)).unfused
 
 
 def test_a_dot_general_of_ones_own_is_called():

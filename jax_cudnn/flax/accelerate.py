@@ -143,9 +143,9 @@ def _told(module: nnx.Module) -> tuple[str, bool, str] | None:
     if isinstance(module, Layer):
         return kind.__name__, False, "it is a layer of jax_cudnn"
     if ours is not module:
-        return kind.__name__, True, ours.remark() or ""
+        return kind.__name__, True, ours.remark or ""
     if kind in SWAPPED:
-        return kind.__name__, False, SWAPPED[kind].of(module).unfused() or ""
+        return kind.__name__, False, SWAPPED[kind].of(module).unfused or ""
     if bases := [base.__name__ for base in kind.__mro__ if base in SWAPPED]:
         return kind.__name__, False, f"a class derived from {bases[0]}: it may compute otherwise"
     if kind.__module__.startswith("flax.nnx.nn."):

@@ -78,11 +78,13 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         for name, inner in vars(self).items():
             vars(self)[name] = stand_in(inner)
 
+    @property
     def unfused(self) -> str | None:
         if self._attention() is None:
             return "it has an attention_fn of its own"
         return unknown_precision(self.precision)
 
+    @property
     def remark(self) -> str | None:
         if self.dropout_rate and self.broadcast_dropout:
             return "in training Flax computes its dropout, which examples and heads share"
@@ -104,7 +106,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         inputs, is_causal = (inputs_q, inputs_k, inputs_v), is_causal or self.is_causal
         decode = self.decode if decode is None else decode
         attention: Any = self._attention()
-        if self.unfused() or self._is_flaxs(attention, decode, others):
+        if self.unfused or self._is_flaxs(attention, decode, others):
             self._check_no_window()
             named = {"mask": mask, "sow_weights": sow_weights, "decode": decode}
             return super().__call__(*inputs, is_causal=is_causal, **named, **others)
@@ -156,7 +158,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         return rotates and (decode or others.get("input_positions") is not None)
 
     def _check_no_window(self) -> None:
-        if self.local_window_size is not None and self.unfused():
+        if self.local_window_size is not None and self.unfused:
             raise GraphError(
                 "a window beside an attention_fn of one's own",
                 expected="local_window_size=None",

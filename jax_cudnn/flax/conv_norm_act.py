@@ -128,7 +128,7 @@ class ConvNormAct(nnx.Module):
         """Operands where both layers are one graph, whose dtype is that of both results."""
         conv, norm = self.conv, self.norm
         alone = conv.bias is None and conv.activation is None and norm.axis == -1
-        if not alone or conv.unfused() or norm.unfused() or not plain(conv):
+        if not alone or conv.unfused or norm.unfused or not plain(conv):
             return None
         found = operands(conv, x)
         if found is None or not fusible(norm.mean[...], norm.var[...], *parameters(norm)):

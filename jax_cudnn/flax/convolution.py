@@ -50,13 +50,14 @@ class Conv(Layer, nnx.Conv):
     own: ClassVar = {"activation": None}
     activation: Activation
 
+    @property
     def unfused(self) -> str | None:
         if self.conv_general_dilated is not lax.conv_general_dilated:
             return "it has a conv_general_dilated of its own"
         return unknown_precision(self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        found = None if out_sharding is not None or self.unfused() else operands(self, inputs)
+        found = None if out_sharding is not None or self.unfused else operands(self, inputs)
         if found is None:
             return finished(super().__call__(inputs, out_sharding), self.activation)
         x, window = windows(self, found.x)
@@ -104,6 +105,7 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
     own: ClassVar = {"activation": None}
     activation: Activation
 
+    @property
     def unfused(self) -> str | None:
         if self.padding == "CIRCULAR":
             return "its padding is circular, which no gradient of a convolution has"
@@ -112,7 +114,7 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
         return unknown_precision(self.precision)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        found = None if self.unfused() else operands(self, inputs)
+        found = None if self.unfused else operands(self, inputs)
         y = None if found is None else self._gradient(found)
         if y is None:
             return finished(super().__call__(inputs), self.activation)

@@ -75,4 +75,4 @@ def attention(
 def _plain(layer: LinearGeneral) -> bool:
     one_axis = len(layer.in_features) == 1 and layer.axis == (-1,) and not layer.batch_axis
     untouched = layer.activation is None and layer.preferred_element_type is None
-    return one_axis and untouched and layer.unfused() is None and len(layer.kernel.shape) == 3
+    return one_axis and untouched and layer.unfused is None and len(layer.kernel.shape) == 3

@@ -93,10 +93,12 @@ class Layer:
         made._keep(cls.own)
         return made
 
+    @property
     def unfused(self) -> str | None:
         """Why Flax's own way computes this layer whatever its operands are, or None."""
         raise NotImplementedError
 
+    @property
     def remark(self) -> str | None:
         """When Flax's own way computes a part of this layer that a user can have here, or None."""
         return None
@@ -116,4 +118,4 @@ def stand_in(value: Any) -> Any:
     if type(value) not in SWAPPED:
         return value
     ours = SWAPPED[type(value)].of(value)
-    return value if ours.unfused() else ours
+    return value if ours.unfused else ours

@@ -43,6 +43,7 @@ class Linear(Layer, nnx.Linear):
     own: ClassVar = {"activation": None}
     activation: Activation
 
+    @property
     def unfused(self) -> str | None:
         if self.dot_general is not lax.dot_general:
             return "it has a dot_general of its own"
@@ -80,6 +81,7 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
     own: ClassVar = {"activation": None}
     activation: Activation
 
+    @property
     def unfused(self) -> str | None:
         if self.dot_general is not None or self.dot_general_cls is not None:
             return "it has a dot_general of its own"
@@ -128,6 +130,7 @@ class Einsum(Layer, nnx.Einsum):
     own: ClassVar = {"activation": None}
     activation: Activation
 
+    @property
     def unfused(self) -> str | None:
         if self.einsum_op is not jnp.einsum:
             return "it has an einsum_op of its own"
@@ -162,7 +165,7 @@ class Einsum(Layer, nnx.Einsum):
 
 
 def _operands(layer: Any, inputs: jax.Array) -> Operands | None:
-    return None if layer.unfused() else Operands.of(layer, inputs, layer.kernel[...])
+    return None if layer.unfused else Operands.of(layer, inputs, layer.kernel[...])
 
 
 def _product(operands: Operands, numbers: Any, precision: Any, activation: Activation) -> jax.Array:

@@ -71,7 +71,7 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = self.gate(x), self.up
-        found = None if up.unfused() else Operands.of(up, x, up.kernel[...])
+        found = None if up.unfused else Operands.of(up, x, up.kernel[...])
         if found is None or gate.dtype.name != found.out:
             return self.down(finished(gate, self.activation) * up(x))
         y = chosen(GATED, precision=up.precision)(

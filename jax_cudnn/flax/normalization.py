@@ -33,11 +33,12 @@ class LayerNorm(Layer, nnx.LayerNorm):
         (4, 16, 64)
     """
 
+    @property
     def unfused(self) -> str | None:
         return _over_devices(self)
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        found = None if mask is not None or self.unfused() else _of_rows(self, x, "scale", "bias")
+        found = None if mask is not None or self.unfused else _of_rows(self, x, "scale", "bias")
         if found is None:
             return super().__call__(x, mask=mask)
         x, axes, scale, bias, out = found
@@ -59,11 +60,12 @@ class RMSNorm(Layer, nnx.RMSNorm):
         (4, 16, 64)
     """
 
+    @property
     def unfused(self) -> str | None:
         return _over_devices(self)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        found = None if mask is not None or self.unfused() else _of_rows(self, x, "scale")
+        found = None if mask is not None or self.unfused else _of_rows(self, x, "scale")
         if found is None:
             return super().__call__(x, mask)
         x, axes, scale, out = found
@@ -88,6 +90,7 @@ class GroupNorm(Layer, nnx.GroupNorm):
         (4, 16, 64)
     """
 
+    @property
     def unfused(self) -> str | None:
         return _over_devices(self)
 
@@ -95,7 +98,7 @@ class GroupNorm(Layer, nnx.GroupNorm):
         inner = tuple(range(1, x.ndim))
         images = self.reduction_axes is None or _axes(x, self.reduction_axes) == inner
         found = _operands(self, x, "scale", "bias") if inner and images else None
-        if found is None or mask is not None or self.unfused():
+        if found is None or mask is not None or self.unfused:
             return super().__call__(x, mask=mask)
         x, scale, bias, out = found
         y = ops.group_norm(x, scale, bias, num_groups=self.num_groups, epsilon=self.epsilon)
@@ -119,6 +122,7 @@ class InstanceNorm(Layer, nnx.InstanceNorm):
         (2, 8, 8, 16)
     """
 
+    @property
     def unfused(self) -> str | None:
         return _over_devices(self)
 
@@ -126,7 +130,7 @@ class InstanceNorm(Layer, nnx.InstanceNorm):
         axes = _axes(x, self.feature_axes)
         one = len(axes) == 1 and axes[0] > 0 and x.ndim > 2
         found = _operands(self, x, "scale", "bias") if one else None
-        if found is None or mask is not None or self.unfused():
+        if found is None or mask is not None or self.unfused:
             return super().__call__(x, mask=mask)
         x, scale, bias, out = found
         return ops.instance_norm(x, scale, bias, axis=axes[0], epsilon=self.epsilon).astype(out)
@@ -162,9 +166,11 @@ class BatchNorm(Layer, nnx.BatchNorm):
     own: ClassVar = {"activation": None}
     activation: Activation
 
+    @property
     def unfused(self) -> str | None:
         return _over_devices(self)
 
+    @property
     def remark(self) -> str | None:
         if self.activation is None:
             return "XLA fuses it with what is behind it; cuDNN with an activation= or a residual="
@@ -184,7 +190,7 @@ class BatchNorm(Layer, nnx.BatchNorm):
         axes = _axes(x, self.axis)
         fits = len(axes) == 1 and axes[0] > 0 and mask is None and averages is not None
         found = _operands(self, x, "mean", "var", "scale", "bias") if fits else None
-        if found is None or self.unfused():
+        if found is None or self.unfused:
             y = super().__call__(x, averages, mask=mask)
             return finished(y, self.activation, residual=residual)
         x, *_, out = found
