@@ -79,9 +79,10 @@ print(plan.explain())
 # %% [markdown]
 # ## A weight that lies transposed
 # Strides say how an operand lies. Here the weight is an array (N, K), of which the graph sees the
-# transpose: it is read where it lies. Its plan by default is XLA's, as `explain()` says in words: an
-# H200 is measured to run a product with a bias alone faster so, because XLA's library adds a bias, too.
-# With an activation behind it, or where `implementation="cudnn"` asks for it as above, it is cuDNN's.
+# transpose: it is read where it lies. Its plan by default is XLA's, as `explain()` says in words:
+# an H200 is measured to run a product with a bias alone faster so, because XLA's library adds a
+# bias, too. With an activation behind it it is cuDNN's, and where `implementation="cudnn"` asks for
+# it, as above.
 
 
 # %%
@@ -135,7 +136,8 @@ check(jax.jit(chosen)(a, b, bias), plain(a, b, bias))
 
 # %% [markdown]
 # Notes choose a kind of engine, `max_workspace` the bytes. A graph for which there is none of that
-# kind is cut, or XLA's: here there is no precompiled engine. The others are XLA's by the default above.
+# kind is cut, or XLA's: here there is no precompiled engine. The others are XLA's by the default
+# above.
 
 # %%
 with planned():
