@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 
 import jax_cudnn as jc
+import jax_cudnn.flax as jnn
 from jax_cudnn.__main__ import main
 from jax_cudnn.bench.attention.case import LIMIT
 from jax_cudnn.bench.flax import cases as flax_cases
-from jax_cudnn.bench.flax import measure, profile
+from jax_cudnn.bench.flax import gradients, measure, profile
 from jax_cudnn.bench.flax import tables as flax_tables
 from jax_cudnn.bench.flax.case import step
 from jax_cudnn.bench.flax.tables import CUDNN, OURS, PLAIN
@@ -48,6 +49,7 @@ def side(ms, losses=(3.0, 2.5, 2.0)):
     return {
         "ms": figures, "per_s": 1000.0, "mfu": 0.4, "memory_gb": 10.0, "custom_calls": 5,
         "losses": list(losses), "rounds": 7, "host_ms": 1.0,
+        "gradients": {"median": 0.01, "off": 0.0},
     }  # fmt: skip
 
 
@@ -77,12 +79,15 @@ def test_all_sides_train_and_all_figures_are_there(tiny):
         assert entry["not_run"].keys() == ({CUDNN} if TINY[name].attends else set())
         assert entry["swapped"]["ours"]["Linear"] >= 1
         assert ("MultiHeadAttention" in entry["swapped"]["ours"]) == TINY[name].attends
-        for found in entry["sides"].values():
+        for name, found in entry["sides"].items():
             seconds = found["ms"]["median"] / 1e3
             assert found["per_s"] == pytest.approx(entry["items"] / seconds, rel=1e-3)
             peak = LIMIT["tflops"]["bfloat16"] * 1e12
             assert found["mfu"] == pytest.approx(entry["flops"] / seconds / peak, rel=1e-3)
             assert found["losses"][-1] < found["losses"][0]
+            if name != OURS:
+                assert found["gradients"]["median"] < 0.1
+                assert found["gradients"]["off"] <= gradients.ALLOWED
             # Parameters and one or two states of the optimizer, in float32, at least.
             assert found["memory_gb"] * 1e9 > 2 * 4 * entry["parameters"]
             assert found["custom_calls"] == 0  # references run
@@ -179,6 +184,28 @@ def test_other_losses_than_flaxs_are_wrong(monkeypatch):
     assert measure._verdict(found, {}) == {"status": "timed"}
     found[OURS]["losses"] = [float("nan"), 2.5, 2.0]
     assert measure._verdict(found, {})["status"] == "WRONG"
+
+
+def test_what_is_compared_with_nothing_has_failed():
+    verdict = measure._verdict({OURS: side(1.0)}, {PLAIN: "out of memory"})
+    assert verdict["status"] == "failed"
+    assert "no other side ran" in verdict["reason"]
+
+
+BROKEN = {  # what the losses of the first steps do not show
+    "gpt2/tiny": (jnn.MultiHeadAttention, lambda layer, x, *_, **__: jnp.zeros_like(x)),
+    "resnet/tiny": (jnn.Conv, lambda layer, x: -3 * nnx.Conv.__call__(layer, x)[::-1]),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_model_with_broken_layers_is_wrong(name, monkeypatch):
+    layer, call = BROKEN[name]
+    monkeypatch.setattr(layer, "__call__", call)
+    found = measure.measure_flax([TINY[name]], seconds=0.0, calls=1, rounds=1)[name]
+    assert found["status"] == "WRONG", found
+    assert "are not those of" in found["reason"]
 
 
 def test_without_ours_a_case_has_failed_with_the_reason(monkeypatch):

@@ -21,6 +21,7 @@ from .. import timing
 from ..attention.case import LIMIT
 from ..compiling import told
 from ..sides import FAILED, TIMED, WRONG
+from . import gradients
 from .case import Batch, FlaxCase, step
 from .profile import profile
 from .tables import OURS, PLAIN
@@ -152,8 +153,8 @@ def _made(case: FlaxCase, side: str, initial: nnx.State, batch: Batch) -> Traini
 
 
 def _begun(ready: dict[str, Training], not_run: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What each program says of itself, and the losses of its first steps; a side that does not run
-    moves to ``not_run``."""
+    """What each program says of itself, the losses of its first steps, and how far ours is from its
+    gradients; a side that does not run moves to ``not_run``."""
     found = {}
     for side, training in [*ready.items()]:
         try:
@@ -162,6 +163,10 @@ def _begun(ready: dict[str, Training], not_run: dict[str, str]) -> dict[str, dic
         except Exception as error:  # often it is memory that is missing
             not_run[side] = told(error)
             del ready[side]
+    for side in found.keys() - {OURS}:
+        if OURS in found:
+            optimizers = (ready[each].optimizer for each in (OURS, side))
+            found[side]["gradients"] = gradients.compared(*optimizers)
     return found
 
 
@@ -232,14 +237,20 @@ def _issued(training: Training) -> float:
 
 
 def _verdict(found: Mapping[str, dict[str, Any]], not_run: Mapping[str, str]) -> dict[str, Any]:
-    """Whether ours ran, and trains as plain Flax does, or as any other side that ran."""
+    """Whether ours ran, and trains as all other sides do that ran."""
     if OURS not in found:
         return {"status": FAILED, "reason": not_run.get(OURS, "it did not run")}
+    others = {side: each for side, each in found.items() if side != OURS}
+    if not others:
+        return {"status": FAILED, "reason": "no other side ran, so nothing says that it is right"}
     ours = found[OURS]["losses"]
-    for side, other in found.items():
+    for side, other in others.items():
         off = (abs(a - b) / abs(b) for a, b in zip(ours, other["losses"], strict=True))
         # A loss that is no number is not less than anything.
         if not all(each < most for each, most in zip(off, _ALLOWED, strict=True)):
             said = f"losses {ours} are not those of {side}: {other['losses']}"
+            return {"status": WRONG, "reason": said}
+        if not other["gradients"]["off"] <= gradients.ALLOWED:
+            said = f"gradients are not those of {side}: of its arrays {other['gradients']}"
             return {"status": WRONG, "reason": said}
     return {"status": TIMED}
