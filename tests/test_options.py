@@ -328,3 +328,23 @@ def test_float32_matmuls_at_high_precision_are_refused_in_words(precision):
 def test_fields_are_documented():
     for field in dataclasses.fields(jc.Options):
         assert field.name in jc.Options.__doc__
+
+
+@pytest.mark.deviceless
+def test_explain_says_that_an_engine_is_of_another_graph():
+    x, w = (jax.ShapeDtypeStruct((1, 64, 64), "bfloat16") for _ in range(2))
+    named = jc.graph(lambda g, x, w: g.relu(g.matmul(x, w)))
+    with jc.target("H200"):
+        pinned = named.with_options(**jc.plan(named, x, w).pinned)
+        plan = jc.plan(pinned, x, w)
+        stacked = jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+        (mapped,) = jc.plans(jax.vmap(pinned, (0, None)), stacked, w).values()
+        loss = lambda x, w: pinned(x, w).astype("float32").sum()  # noqa: E731
+        *_, backward = jc.plans(jax.grad(loss), x, w).values()
+    said = f"engine={plan.pinned['engine']}"
+    assert "is of the graph from which" not in str(plan.explain())
+    for derived in (mapped, backward):
+        text = " ".join(str(derived.explain()).split())
+        assert f"note: {said}" in text
+        assert "is of the graph from which vmap or a derivative made this one" in text
+        assert derived.explain().to_json()["engine_of_another_graph"].startswith(said)

@@ -76,7 +76,9 @@ class Options:
         max_workspace: plans that need more bytes of workspace are left out; by default a quarter of
             the GPU's memory.
         engine, knobs: this engine, by cuDNN's number, with these knobs
-            (``{"TILE_SIZE": 3}``); heuristics are not asked, and the graph is not cut.
+            (``{"TILE_SIZE": 3}``); heuristics are not asked, and the graph is not cut. It is of this
+            graph alone: those that vmap and derivatives make choose their own, and `explain()` of
+            their plans says so.
         deterministic: leave out engines whose results can differ from run to run. Also so where
             XLA_FLAGS holds ``--xla_gpu_deterministic_ops`` or
             ``--xla_gpu_exclude_nondeterministic_ops`` (``compiler_options`` of jax.jit are not
@@ -150,6 +152,13 @@ class Options:
             put("compute_data_type", canonical_compute(self.compute_data_type))
         if self.implementation is not None:
             checked(self.implementation)
+
+    @property
+    def named_engine(self) -> str:
+        """The engine with its knobs, in words; empty where none is named."""
+        if self.engine is None:
+            return ""
+        return f"engine={self.engine}" + (f", knobs={dict(self.knobs)}" if self.knobs else "")
 
     def resolved(self, around: Surroundings, float32_products: bool) -> Options:
         """The same with what the surroundings decide. Precision concerns float32 products: other

@@ -64,12 +64,14 @@ class Origin:
     ``role`` is FORWARD (with results for the backward), TANGENT or BACKWARD (of higher orders, a
     text made of these), and empty for a user's own. ``residuals`` names the results of a forward
     that only its derivatives need. ``family`` holds the forward and its derivatives, where they
-    must be decided about together.
+    must be decided about together. ``engine`` is the one, in words, that the options of the user's
+    graph name: it is of that alone.
     """
 
     role: str = ""
     residuals: tuple[str, ...] = ()
     family: tuple[GraphSpec, ...] = ()
+    engine: str = ""
 
     def titled(self, name: str) -> str:
         """A graph function's name, with what was derived of it."""

@@ -38,6 +38,9 @@ class Explanation:
         yield (
             f"{data['name']} on {data['gpu']}, implementation {data['implementation']!r}: {count}"
         )
+        if engine := data["engine_of_another_graph"]:
+            said = f"note: {engine} is of the graph from which vmap or a derivative made this one"
+            yield from _wrapped(said, "  ")
         for number, segment in enumerate(segments, 1):
             yield f"  {number}. {segment['runs_on']}: {', '.join(segment['operations'])}"
             if segment["runs_on"] == "cuDNN":
@@ -77,6 +80,7 @@ def explain(plan: Plan) -> Explanation:
         {
             "name": plan.name,
             "role": plan.spec.origin.role,
+            "engine_of_another_graph": plan.spec.origin.engine,
             "residuals": [
                 {"tensor": str(tensor), "bytes": tensor.nbytes} for tensor in plan.residuals
             ],

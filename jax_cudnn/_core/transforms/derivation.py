@@ -22,6 +22,7 @@ class Derivation(GraphBuilder):
 
     def __init__(self, spec: GraphSpec) -> None:
         super().__init__(replace(spec.options, engine=None, knobs=()))
+        self._engine = spec.origin.engine or spec.options.named_engine
         floats = {
             t.dtype for t in (*spec.input_tensors, *spec.output_tensors) if is_floating(t.dtype)
         }
@@ -167,6 +168,7 @@ class Derivation(GraphBuilder):
         if not computed:
             return None
         self._computed_narrow({x.name for x in computed})
+        origin = replace(origin, engine=self._engine)
         return intern(replace(self.finish(computed), origin=origin, _cache={}))
 
     def _computed_narrow(self, outputs: Collection[str]) -> None:
