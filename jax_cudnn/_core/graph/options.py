@@ -76,9 +76,9 @@ class Options:
         max_workspace: plans that need more bytes of workspace are left out; by default a quarter of
             the GPU's memory.
         engine, knobs: this engine, by cuDNN's number, with these knobs
-            (``{"TILE_SIZE": 3}``); heuristics are not asked, and the graph is not cut. It is of this
-            graph alone: those that vmap and derivatives make choose their own, and `explain()` of
-            their plans says so.
+            (``{"TILE_SIZE": 3}``); heuristics are not asked, and the graph is not cut. It is of
+            this graph alone: those that vmap and derivatives make choose their own, and `explain()`
+            of their plans says so.
         deterministic: leave out engines whose results can differ from run to run. Also so where
             XLA_FLAGS holds ``--xla_gpu_deterministic_ops`` or
             ``--xla_gpu_exclude_nondeterministic_ops`` (``compiler_options`` of jax.jit are not
