@@ -36,7 +36,7 @@ class Case:
     activation: str | None = None
     """Of ours; behind Flax's comes jax.nn's function of that name."""
 
-    def made(self, cls, **named):
+    def made(self, cls, seed=0, **named):
         """A layer of the class or of Flax's, with biases and scales of random numbers."""
         taken = inspect.signature(self.ours).parameters
         random = {name: init for name, init in RANDOM.items() if name in taken}
@@ -45,7 +45,7 @@ class Case:
             named["activation"] = self.activation
         elif self.activation:
             cls = followed(cls, self.activation)
-        return cls(*self.arguments, **named, rngs=nnx.Rngs(0))
+        return cls(*self.arguments, **named, rngs=nnx.Rngs(seed))
 
     def both(self, **named):
         """One of ours and one of Flax's with equal parameters."""
