@@ -18,7 +18,7 @@ DIFFERENT = {
 }
 """Tests that must fail, and why: differences that the documents tell of."""
 
-SHARE = 0.0
+SHARE = 0.75
 """Of the tests that run, so many call a function of ``jax_cudnn.ops`` at least: the others try
 Flax's own errors, constructors, and what computes by Flax's way."""
 
