@@ -1,5 +1,6 @@
 """Layers that stand for Flax's, by name: what tests construct and call them with."""
 
+import functools
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,16 @@ import jax_cudnn.flax as jnn
 RANDOM = {name: nnx.initializers.normal(1.0) for name in ("bias_init", "scale_init")}
 
 
+@functools.cache
+def followed(cls, activation):
+    """A class of Flax's with an activation behind it."""
+
+    def call(self, *args, **named):
+        return getattr(jax.nn, activation)(cls.__call__(self, *args, **named))
+
+    return type(cls.__name__, (cls,), {"__call__": call})
+
+
 @dataclass(frozen=True)
 class Case:
     ours: type
@@ -22,11 +33,19 @@ class Case:
     """Of the input."""
     named: dict[str, Any] = field(default_factory=dict)
 
-    def made(self, cls, **named):
+    activation: str | None = None
+    """Of ours; behind Flax's comes jax.nn's function of that name."""
+
+    def made(self, cls, seed=0, **named):
         """A layer of the class or of Flax's, with biases and scales of random numbers."""
         taken = inspect.signature(self.ours).parameters
         random = {name: init for name, init in RANDOM.items() if name in taken}
-        return cls(*self.arguments, **{**random, **self.named, **named}, rngs=nnx.Rngs(0))
+        named = {**random, **self.named, **named}
+        if self.activation and issubclass(cls, self.ours):
+            named["activation"] = self.activation
+        elif self.activation:
+            cls = followed(cls, self.activation)
+        return cls(*self.arguments, **named, rngs=nnx.Rngs(seed))
 
     def both(self, **named):
         """One of ours and one of Flax's with equal parameters."""
@@ -41,6 +60,7 @@ CASES = {
     "conv": Case(jnn.Conv, (8, 16, (3, 3), 2), (2, 6, 6, 8)),
     "conv_transpose": Case(jnn.ConvTranspose, (8, 16, (2, 2), (2, 2)), (2, 4, 4, 8)),
     "batch_norm": Case(jnn.BatchNorm, (8,), (4, 5, 5, 8)),
+    "batch_norm relu": Case(jnn.BatchNorm, (8,), (4, 5, 5, 8), activation="relu"),
     "layer_norm": Case(jnn.LayerNorm, (8,), (2, 4, 8)),
     "rms_norm": Case(jnn.RMSNorm, (8,), (2, 4, 8)),
     "group_norm": Case(jnn.GroupNorm, (8, 2), (2, 3, 3, 8)),

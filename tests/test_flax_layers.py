@@ -1,6 +1,8 @@
 """Layers in the place of Flax's: constructor, parameters, results and gradients."""
 
+import dataclasses
 import doctest
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -12,6 +14,7 @@ import pytest
 from flax import nnx
 from flax_cases import CASES, Case, assert_near, gradients
 
+import jax_cudnn as jc
 import jax_cudnn.flax as jnn
 from jax_cudnn.flax.layer import SWAPPED
 
@@ -34,7 +37,7 @@ def test_state_of_one_loads_into_the_other(case: Case):
 
 @named
 def test_variables_are_shared(case: Case):
-    theirs = case.made(case.ours.flaxs())
+    theirs = dataclasses.replace(case, activation=None).made(case.ours.flaxs())
     before = nnx.graphdef(theirs)
     ours = case.ours.of(theirs)
     assert nnx.graphdef(theirs) == before
@@ -118,7 +121,10 @@ def test_arguments_are_flaxs_and_ours(ours):
     assert taken == [*list(inspect.signature(ours.flaxs().__init__).parameters)[1:], *ours.own]
 
 
-@pytest.mark.parametrize("name", [name for name, c in CASES.items() if "activation" in c.ours.own])
+ACTIVATED = [n for n, c in CASES.items() if "activation" in c.ours.own and not c.activation]
+
+
+@pytest.mark.parametrize("name", ACTIVATED)
 @pytest.mark.parametrize("activation", ["relu", jax.nn.gelu, "gelu_exact"])
 def test_an_activation_is_fused_and_kept(name, activation, key):
     case = CASES[name]
@@ -127,6 +133,32 @@ def test_an_activation_is_fused_and_kept(name, activation, key):
     plain = {"relu": jax.nn.relu, "gelu_exact": lambda y: jax.nn.gelu(y, approximate=False)}
     want = plain.get(activation, activation)(theirs(x))
     assert_near(nnx.merge(*nnx.split(ours))(x), want, 2e-5)
+
+
+@pytest.mark.parametrize("name", ACTIVATED)
+def test_an_activation_is_checked_where_a_layer_is_made(name):
+    case = CASES[name]
+    with pytest.raises(jc.GraphError, match="unknown activation"):
+        case.made(case.ours, activation="foo")
+    for approximate, want in ((True, "gelu"), (False, "gelu_exact")):
+        gelu = functools.partial(jax.nn.gelu, approximate=approximate)
+        assert case.made(case.ours, activation=gelu).activation == want
+
+
+@named
+def test_of_one_of_ours_keeps_its_own_settings(case: Case):
+    own = {"activation": "relu", "is_causal": True, "local_window_size": 3, "page_size": 4}
+    given = {name: own[name] for name in case.ours.own}
+    made = case.ours.of(dataclasses.replace(case, activation=None).made(case.ours, **given))
+    assert {name: getattr(made, name) for name in given} == given
+
+
+@named
+def test_of_takes_no_derived_class(case: Case):
+    """It may compute something else."""
+    derived = type("Derived", (case.ours.flaxs(),), {})
+    with pytest.raises(jc.GraphError, match=r"Derived"):
+        case.ours.of(dataclasses.replace(case, activation=None).made(derived))
 
 
 MODULES = [

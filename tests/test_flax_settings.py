@@ -1,5 +1,6 @@
 """Settings of layers, each against Flax's; whose own way computes what, and what is refused."""
 
+import dataclasses
 import functools
 import logging
 
@@ -19,9 +20,66 @@ from jax_cudnn.flax import requirement
 
 def compare(case: Case, key, steps=2e-5, calls=None):
     x = jax.random.normal(key, case.shape)
-    ours, theirs = (nnx.jit(lambda m, x: m(x, **(calls or {})))(m, x) for m in case.both())
+    layers = [*case.both()]
+    ours, theirs = (nnx.jit(lambda m, x: m(x, **(calls or {})))(m, x) for m in layers)
+    assert_near(*map(nnx.state, layers), steps)  # running statistics
     assert ours.shape == theirs.shape
     assert_near(ours, theirs, steps)
+
+
+def outcome(layer, x):
+    """A result, or an error in words."""
+    try:
+        return layer(x)
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(jnn.Linear, (2, 3), (4, 5)),
+        Case(jnn.Linear, (2, 3), ()),
+        Case(jnn.LinearGeneral, ((2, 8), 4), (3, 4, 4), {"axis": (-2, -1)}),
+        Case(jnn.LinearGeneral, (8, 4), (8, 8), {"axis": 3}),
+        Case(jnn.LinearGeneral, (8, 4), ()),
+        Case(jnn.LinearGeneral, (3, 4), (5, 2, 3), {"batch_axis": {0: 6}}),
+        Case(jnn.Einsum, ("bthk,hkd->btd", (2, 4, 8), (8,)), (3, 5, 4, 2)),
+        Case(jnn.Einsum, ("bd,bdk->bk", (3, 4, 5), (3, 5)), (2, 4)),
+        Case(jnn.Einsum, ("ab,bc->aac", (2, 3), None), (3, 2)),
+        Case(jnn.Einsum, ("ab,bc->ad", (2, 3), None), (3, 2)),
+        Case(jnn.Conv, (3, 4, (3, 3)), (2, 8, 8, 5)),
+        Case(jnn.Conv, (4, 4, (3, 3)), (2, 8, 8, 6), {"feature_group_count": 2}),
+        Case(jnn.Conv, (3, 4, (3, 3)), (2, 8, 8, 3), {"padding": "CAUSAL"}),
+        Case(jnn.ConvTranspose, (3, 4, (3, 3)), (2, 8, 8, 5)),
+        Case(jnn.BatchNorm, (4,), (2, 5), activation="relu"),
+        Case(jnn.BatchNorm, (4,), (2, 4), {"axis": 3}, activation="relu"),
+        Case(jnn.LayerNorm, (4,), (2, 5)),
+        Case(jnn.LayerNorm, (4,), (2, 4), {"reduction_axes": 3, "feature_axes": 3}),
+        Case(jnn.RMSNorm, (4,), (2, 5)),
+        Case(jnn.GroupNorm, (4, 2), (2, 3, 6)),
+        Case(jnn.GroupNorm, (4, 2), (2, 3, 6), {"use_scale": False, "use_bias": False}),
+        Case(jnn.InstanceNorm, (4,), (2, 5, 5)),
+        Case(jnn.InstanceNorm, (4,), (2, 5, 5), {"feature_axes": 4}),
+    ],
+    ids=lambda case: f"{case.ours.__name__}{case.arguments}{case.shape}{case.named}",
+)
+def test_what_does_not_fit_is_refused_in_flaxs_words(case: Case):
+    ours, theirs = (outcome(layer, jnp.ones(case.shape)) for layer in case.both())
+    assert isinstance(theirs, tuple), theirs
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(jnn.Linear, (2, 3), ()),
+        Case(jnn.Einsum, ("ab,bc->ac", (2, 3), (3,)), ()),
+    ],
+    ids=lambda case: case.ours.__name__,
+)
+def test_lists_are_taken(case: Case):
+    assert_near(*(layer([[1.0, 2.0]]) for layer in case.both()))
 
 
 # -- convolutions ----------------------------------------------------------------------------------
@@ -52,6 +110,22 @@ def test_settings_of_convolutions(named, key):
     named = {name: value for name, value in named.items() if name != "activation"}
     steps = 2**-9 if "dtype" in named else 2e-5
     compare(Case(jnn.Conv, (4, 8, (3, 2)), (2, 9, 10, 4), named), key, steps)
+
+
+@pytest.mark.parametrize(
+    ("cls", "shape", "named"),
+    [
+        (jnn.Conv, (2, 2, 8, 3), {"padding": "VALID"}),
+        (jnn.Conv, (8, 8, 3), {"padding": "VALID", "kernel_dilation": 4}),
+        (jnn.Conv, (2, 4, 8, 3), {"padding": [(-1, -1), (0, 0)]}),
+        (jnn.ConvTranspose, (2, 2, 2, 3), {"padding": [(0, 0), (0, 0)]}),
+    ],
+)
+def test_a_window_larger_than_the_image_gives_nothing(cls, shape, named):
+    case = Case(cls, (3, 4, (3, 3)), shape, named)
+    ours, theirs = (layer(jnp.ones(shape)) for layer in case.both())
+    assert ours.shape == theirs.shape
+    assert ours.size == 0
 
 
 @pytest.mark.parametrize("lead", [(), (5,), (2, 3)])
@@ -110,6 +184,8 @@ def test_axes_of_linear_general(arguments, named, shape, key):
         ("bd,bdk->bk", (3, 4, 5), (3, 5), (3, 4)),
         ("bij,jk->kbi", (4, 5), (5,), (2, 3, 4)),
         ("a b, b c -> a c", (4, 5), (5,), (2, 4)),
+        ("td,dk->tk", (1, 5), (5,), (3, 4)),
+        ("bthd,hdo->bto", (4, 8, 6), (6,), (2, 5, 1, 8)),
     ],
 )
 def test_equations_of_einsum(equation, kernel, bias, shape, key):
@@ -147,11 +223,18 @@ def test_an_equation_of_the_call_comes_first(key):
         (jnn.BatchNorm, (3,), {"axis": 0}),
         (jnn.BatchNorm, (6,), {"use_scale": False, "use_fast_variance": False}),
         (jnn.BatchNorm, (6,), {"use_bias": False, "use_running_average": True}),
+        (jnn.BatchNorm, (6,), {"momentum": 0.7, "epsilon": 0.1}),
+        (jnn.BatchNorm, (6,), {"dtype": jnp.bfloat16}),
     ],
     ids=lambda v: getattr(v, "__name__", str(v)),
 )
 def test_settings_of_normalizations(cls, arguments, named, key):
-    compare(Case(cls, arguments, (3, 4, 5, 6), named), key)
+    case = Case(cls, arguments, (3, 4, 5, 6), named)
+    compare(case, key, 2**-6 if "dtype" in named else 2e-5)
+    if cls is jnn.BatchNorm:  # without an activation it is Flax's own
+        compare(
+            dataclasses.replace(case, activation="relu"), key, 2**-6 if "dtype" in named else 2e-5
+        )
 
 
 @pytest.mark.parametrize("cls", [jnn.LayerNorm, jnn.RMSNorm, jnn.BatchNorm, jnn.InstanceNorm])
@@ -194,6 +277,23 @@ def test_a_residual_of_batch_norm(averages, axis_name, key):
     ours = made(jnn.BatchNorm, activation="relu", axis_name=axis_name)
     run = ours if axis_name is None else functools.partial(over_rows, ours)
     assert_near(run(x, residual=residual), want)
+
+
+@pytest.mark.parametrize("mask", [None, True])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), (None, "bfloat16"), ("float16",) * 2])
+@pytest.mark.parametrize("shape", [(4, 8), (8,), (4, 1), ()])
+def test_a_residual_widens_and_broadcasts_on_every_way(mask, dtypes, shape, key):
+    """As ``norm(x) + residual`` does, fused or behind Flax's own way."""
+    dtype, other = dtypes
+    x = jax.random.normal(key, (4, 8))
+    residual = jax.random.normal(key, shape).astype(other)
+    norm = nnx.BatchNorm(8, dtype=dtype, rngs=nnx.Rngs(0))
+    want = jax.nn.relu(norm(x) + residual)
+    mask = mask if mask is None else jnp.ones((4, 8), bool)
+    ours = jnn.BatchNorm(8, dtype=dtype, activation="relu", rngs=nnx.Rngs(0))
+    got = ours(x, residual=residual, mask=mask)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    assert_near(got, want, 2**-6)
 
 
 # -- Flax's own way --------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_layers_under_jit_vmap_and_remat(case: Case, key):
     def of(cls):
         @nnx.vmap(in_axes=0)
         def make(key):
-            return cls(*case.arguments, **case.named, rngs=nnx.Rngs(key))
+            return case.made(cls, key)
 
         return make(jax.random.split(jax.random.key(0), 2))
 
@@ -122,8 +122,9 @@ def test_models_train_and_evaluate_alike(key):
 
 @pytest.mark.parametrize("momentum", [0.9, 0.5])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_running_statistics_are_flaxs(key, momentum, dtype):
-    ours, theirs = CASES["batch_norm"].both(momentum=momentum, dtype=dtype)
+@pytest.mark.parametrize("name", ["batch_norm", "batch_norm relu"])
+def test_running_statistics_are_flaxs(key, name, momentum, dtype):
+    ours, theirs = CASES[name].both(momentum=momentum, dtype=dtype)
     x = 3 * jax.random.normal(key, (16, 3, 3, 8)) + 2
     for layer in (ours, theirs):
         layer(x)
@@ -161,8 +162,6 @@ def test_conv_norm_act_is_its_layers(key, averages, dtype):
     assert got.dtype == want.dtype
     assert_near(got, want, 2e-5 if dtype is None else 2**-5)
     assert_near(nnx.state(block.norm), nnx.state(norm), 1e-5 if dtype is None else 2**-7)
-    shared = jnn.ConvNormAct.of(conv, norm, "relu")
-    assert shared.conv.kernel is conv.kernel
     biased = jnn.ConvNormAct(8, 16, (3, 3), use_bias=True, rngs=nnx.Rngs(0))
     assert_near(biased(x), jax.nn.relu(nnx.BatchNorm(16, rngs=nnx.Rngs(0))(biased.conv(x))))
 
@@ -180,6 +179,74 @@ def test_gated_mlp_is_its_layers(key, activation, function, use_bias):
     plain = run(mlp, x, call=lambda m, x: m.down(function(m.gate(x)) * m.up(x)))
     assert_near(run(mlp, x, call=lambda m, x: m(x)), plain, 5e-5)
     assert mlp(x[0, 0]).shape == (4,)
+
+
+def test_a_gated_mlp_computes_through_layers_put_in_it(key):
+    def mlp():
+        return jnn.GatedMLP(4, 8, rngs=nnx.Rngs(0))
+
+    def twice(x):
+        return [m.down(jax.nn.silu(m.gate(x)) * m.up(x)) for m in made]
+
+    class Doubled(jnn.Linear):
+        def __call__(self, inputs, out_sharding=None):
+            return 2 * super().__call__(inputs, out_sharding)
+
+    x = jax.random.normal(key, (3, 4))
+    made = [mlp(), mlp(), mlp()]
+    made[0].up = nnx.LoRA(4, 2, 8, base_module=made[0].up, rngs=nnx.Rngs(1))
+    made[1].up = Doubled.of(made[1].up)
+    made[2].up.activation = "relu"
+    assert_near([m(x) for m in made], twice(x))
+    assert_near(made[1](x), 2 * mlp()(x))
+
+
+def test_a_conv_norm_act_computes_through_layers_put_in_it(key):
+    def block(**named):
+        return jnn.ConvNormAct(8, 8, (3, 3), rngs=nnx.Rngs(0), **named)
+
+    x = images(key)
+    weighted, grouped, activated = block(), block(), block(activation="silu")
+    weighted.conv = nnx.WeightNorm(weighted.conv, rngs=nnx.Rngs(0))
+    grouped.norm = nnx.GroupNorm(8, 2, rngs=nnx.Rngs(0))
+    activated.norm.activation = "relu"
+    norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    assert_near(weighted(x), jax.nn.relu(norm(weighted.conv(x))))
+    assert_near(grouped(x), jax.nn.relu(grouped.norm(grouped.conv(x))))
+    assert_near(activated(x), jax.nn.silu(jax.nn.relu(norm(activated.conv(x)))))
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_residual_of_conv_norm_act_broadcasts_and_widens(key, averages):
+    block = jnn.ConvNormAct(
+        8, 8, (3, 3), dtype="bfloat16", use_running_average=averages, rngs=nnx.Rngs(0)
+    )
+    x, y = images(key), block.norm(block.conv(images(key)))
+    for shape in ((8,), (4, 8), y.shape):
+        residual = jax.random.normal(key, shape)
+        got = block(x, residual=residual)
+        assert got.dtype == jnp.float32
+        assert_near(got, jax.nn.relu(y + residual), 2**-6)
+
+
+def test_conv_norm_act_of_layers_shares_and_keeps_what_they_have(key):
+    class Mine(jnn.ConvNormAct):
+        def __init__(self, features, rngs):
+            super().__init__(features, features, 3, rngs=rngs)
+
+    conv = jnn.Conv(8, 8, (3, 3), use_bias=False, activation="gelu", rngs=nnx.Rngs(0))
+    norm = jnn.BatchNorm(8, activation="silu", rngs=nnx.Rngs(0))
+    made = Mine.of(conv, norm)
+    assert (made.conv.activation, made.activation, type(made)) == ("gelu", "silu", Mine)
+    assert made.conv.kernel is conv.kernel
+    assert made.norm.mean is norm.mean
+    x = images(key)
+    assert_near(nnx.jit(lambda m, x: m(x))(made, x), norm(conv(x)))
+    assert Mine.of(conv, norm, "relu").activation == "relu"
+    assert norm.activation == "silu"
+    derived = type("Derived", (nnx.Conv,), {})(8, 8, (3, 3), rngs=nnx.Rngs(0))
+    with pytest.raises(jc.GraphError, match="Derived"):
+        jnn.ConvNormAct.of(derived, norm)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

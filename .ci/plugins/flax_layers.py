@@ -1,10 +1,14 @@
 """Puts the layers of jax_cudnn.flax in the place of Flax's, for Flax's own tests."""
 
+import functools
+import inspect
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+import jax_cudnn as jc
 from jax_cudnn.flax.layer import SWAPPED
 
 FAST_VARIANCE = "Flax's E[x²] - E[x]² loses digits in groups of two, ours are near float64's"
@@ -13,6 +17,10 @@ DIFFERENT = {
     for n, reason in {0: FAST_VARIANCE, 4: FAST_VARIANCE}.items()
 }
 """Tests that must fail, and why: differences that the documents tell of."""
+
+SHARE = 0.75
+"""Of the tests that run, so many call a function of ``jax_cudnn.ops`` at least: the others try
+Flax's own errors, constructors, and what computes by Flax's way."""
 
 STEPS = 4
 """Flax's tests want the bits of another way to compute the same. Layers here round once where Flax
@@ -31,6 +39,20 @@ def within_rounding(actual, desired, *args, **kwargs):
     np.testing.assert_allclose(got, want, rtol=0, atol=step * largest)
 
 
+ran: dict[str, int] = {}
+"""How often a test called a function of ours."""
+
+
+def counted(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if ran:
+            ran[[*ran][-1]] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
 exact = np.testing.assert_array_equal
 
 
@@ -39,6 +61,22 @@ def pytest_configure():
         assert getattr(nnx, theirs.__name__) is theirs
         setattr(nnx, theirs.__name__, ours)
     np.testing.assert_array_equal = within_rounding
+    for name, function in [*vars(jc.ops).items()]:
+        if inspect.isfunction(function):
+            setattr(jc.ops, name, counted(function))
+
+
+def pytest_runtest_setup(item):
+    ran[item.nodeid] = 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    calling = sum(calls > 0 for calls in ran.values())
+    print(f"\n{calling} of {len(ran)} tests called jax_cudnn.ops")
+    if calling < SHARE * len(ran):
+        print(f"fewer than {SHARE:.0%}: Flax's own way computes what layers here should")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(items):

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops
+from ..ops import epilogue
 from ..ops.epilogue import Activation
-from .convolution import Conv, batch, operands, plain, windows
-from .layer import fusible
-from .normalization import BatchNorm, move, parameters
-from .operands import Operands
+from .convolution import Conv, plain, windows
+from .layer import finished, fusible, shallow
+from .normalization import BatchNorm, move, normalized, parameters
 
 
 class ConvNormAct(nnx.Module):
@@ -35,8 +35,9 @@ class ConvNormAct(nnx.Module):
     shapes and initialisers are Flax's.
 
     A bias of the convolution, input dilation, negative padding, a ``dtype`` that is not the
-    convolution's result's, and whatever is Flax's own way for one of the two: they compute one
-    after the other, each as it does by itself.
+    convolution's result's, a residual that widens it or broadcasts, an activation or another class
+    of a layer inside, and whatever is Flax's own way for one of the two: they compute one after the
+    other, each as it does by itself.
 
     Source: ``jax_cudnn.ops.conv_batch_norm``.
 
@@ -77,16 +78,19 @@ class ConvNormAct(nnx.Module):
             use_running_average=use_running_average,
             momentum=momentum,
             epsilon=epsilon,
-            activation=activation,
             **shared,
         )
+        self.activation = epilogue.activation_name(activation)
 
     @classmethod
     def of(cls, conv: nnx.Conv, norm: nnx.BatchNorm, activation: Activation = None) -> Self:
-        """The block of two layers of Flax's, whose Variables it shares."""
-        made = cls(1, 1, 1, rngs=nnx.Rngs(0))
+        """The block of two layers of Flax's, or of :class:`Conv` and :class:`BatchNorm`, whose
+        Variables it shares. The activation comes in the place of the norm's own, which it is where
+        None is given. A derived class's constructor is not called. GraphError for other layers."""
+        made = shallow(nnx.Module(), cls)
         made.conv, made.norm = Conv.of(conv), BatchNorm.of(norm)
-        made.norm.activation = activation
+        given = made.norm.activation if activation is None else activation
+        made.norm.activation, made.activation = None, epilogue.activation_name(given)
         return made
 
     def __call__(
@@ -96,18 +100,18 @@ class ConvNormAct(nnx.Module):
         *,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        """Of x (*batch, *spatial, in_features), and a residual of the result's shape."""
-        norm = self.norm
-        averages = norm.use_running_average if use_running_average is None else use_running_average
-        found = None if averages is None else self._fused(x)
-        if found is None:
-            return norm(self.conv(x), averages, residual=residual)
-        image, window = windows(self.conv, found.x)
-        lead = batch(self.conv, x)
+        """Of x (*batch, *spatial, in_features), and a residual that broadcasts to the result."""
+        norm, averages = self.norm, use_running_average
+        if averages is None:
+            averages = getattr(norm, "use_running_average", None)
+        prepared = None if averages is None else self._fused(x, residual)
+        if prepared is None:
+            return self._of_layers(x, use_running_average, residual)
+        found, window, shape = prepared
         if residual is not None:
-            residual = residual.reshape(-1, *residual.shape[len(lead) :])
+            residual = residual.reshape(-1, *shape[x.ndim - found.x.ndim + 1 :])
         y, running = ops.conv_batch_norm(
-            image,
+            found.x,
             found.kernel,
             *parameters(norm),
             norm.mean[...],
@@ -116,22 +120,43 @@ class ConvNormAct(nnx.Module):
             momentum=norm.momentum,
             epsilon=norm.epsilon,
             residual=residual,
-            activation=norm.activation,
+            activation=self.activation,
             precision=self.conv.precision,
             **window,
         )
         if not averages:
             move(norm, running)
-        return y.reshape(*lead, *y.shape[1:])
+        return y.reshape(shape)
 
-    def _fused(self, x: jax.Array) -> Operands | None:
-        """Operands where both layers are one graph, whose dtype is that of both results."""
+    def _of_layers(self, x: jax.Array, averages: bool | None, residual: Any) -> jax.Array:
+        """One layer after the other, whatever they are."""
+        norm, y = self.norm, self.conv(x)
+        if type(norm) is BatchNorm and norm.activation is None:
+            return normalized(norm, y, averages, None, residual, self.activation)
+        y = norm(y) if averages is None else norm(y, use_running_average=averages)
+        return finished(y, self.activation, residual=residual)
+
+    def _fused(self, x: jax.Array, residual: jax.Array | None) -> Any:
+        """What :func:`windows` gives where both layers are one graph, whose dtype is that of both
+        results and of the sum with the residual."""
         conv, norm = self.conv, self.norm
-        alone = conv.bias is None and conv.activation is None and norm.axis == -1
-        if not alone or conv.unfused or norm.unfused or not plain(conv):
+        if type(conv) is not Conv or type(norm) is not BatchNorm:
             return None
-        found = operands(conv, x)
-        if found is None or not fusible(norm.mean[...], norm.var[...], *parameters(norm)):
+        alone = conv.bias is None and conv.activation is None and norm.activation is None
+        if not alone or norm.axis != -1 or norm.unfused or not plain(conv):
             return None
-        out = norm.dtype or jnp.float32  # that of the statistics, at least
-        return found if found.x.dtype == jnp.dtype(found.out) == jnp.dtype(out) else None
+        of_norm = [v for v in (norm.mean[...], norm.var[...], *parameters(norm)) if v is not None]
+        prepared = windows(conv, x)
+        if prepared is None or not fusible(*of_norm):
+            return None
+        found, _, shape = prepared
+        dtypes = {found.x.dtype, jnp.dtype(found.out)}
+        dtypes |= {jnp.dtype(norm.dtype or jnp.float32)}  # that of the statistics, at least
+        if len(dtypes) > 1 or any(v.shape != shape[-1:] for v in of_norm):
+            return None
+        fits = residual is None or (
+            residual.shape == shape
+            and fusible(residual)
+            and jnp.result_type(found.x, residual) == found.x.dtype
+        )
+        return prepared if fits else None

@@ -14,6 +14,7 @@ from jax import lax
 
 from .. import ops
 from .._core.errors import GraphError
+from ..ops import arguments
 from ..ops.epilogue import Activation
 from .layer import Layer, finished, unknown_precision
 from .operands import Operands, dimensions
@@ -35,7 +36,8 @@ class Conv(Layer, nnx.Conv):
     Input dilation, negative padding and more than three spatial dimensions are
     ``jax_cudnn.ops.conv_general_dilated``, and XLA runs what is behind it. A
     ``conv_general_dilated`` of one's own, a precision that cuDNN does not have, an
-    ``out_sharding``, float64, complex and empty arrays compute by Flax's way.
+    ``out_sharding``, float64, complex and empty arrays, an empty result among them, compute by
+    Flax's way.
 
     Source: ``flax.nnx.Conv``.
 
@@ -57,10 +59,11 @@ class Conv(Layer, nnx.Conv):
         return unknown_precision(self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        found = None if out_sharding is not None or self.unfused else operands(self, inputs)
-        if found is None:
+        prepared = None if out_sharding is not None else windows(self, inputs)
+        if prepared is None:
             return finished(super().__call__(inputs, out_sharding), self.activation)
-        x, window = windows(self, found.x)
+        found, window, shape = prepared
+        x = found.x
         if plain(self):
             y = ops.conv(
                 x, found.kernel, **window, bias=found.bias, activation=self.activation,
@@ -74,7 +77,7 @@ class Conv(Layer, nnx.Conv):
                 preferred_element_type=np.dtype(found.out),
             )  # fmt: skip
             y = finished(y, self.activation, found.bias)
-        return y.reshape(*batch(self, inputs), *y.shape[1:])
+        return y.reshape(shape)
 
 
 class ConvTranspose(Layer, nnx.ConvTranspose):
@@ -114,11 +117,11 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
         return unknown_precision(self.precision)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        found = None if self.unfused else operands(self, inputs)
+        found = None if self.unfused else _operands(self, inputs)
         y = None if found is None else self._gradient(found)
         if y is None:
             return finished(super().__call__(inputs), self.activation)
-        return y.reshape(*batch(self, inputs), *y.shape[1:])
+        return y.reshape(*_batch(self, inputs), *y.shape[1:])
 
     def _gradient(self, found: Operands) -> jax.Array | None:
         rank = len(self.kernel_size)
@@ -141,7 +144,7 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
             return None
 
 
-def operands(layer: Any, inputs: jax.Array) -> Operands | None:
+def _operands(layer: Any, inputs: jax.Array) -> Operands | None:
     """Input, kernel (masked) and bias; None where Flax's own way computes or refuses them."""
     if inputs.ndim <= len(layer.kernel_size):
         return None
@@ -161,14 +164,21 @@ def plain(layer: nnx.Conv) -> bool:
     return 1 <= rank <= 3 and {*dimensions(layer.input_dilation, rank)} == {1} and not inwards
 
 
-def batch(layer: Any, inputs: jax.Array) -> tuple[int, ...]:
+def _batch(layer: Any, inputs: jax.Array) -> tuple[int, ...]:
     return inputs.shape[: inputs.ndim - len(layer.kernel_size) - 1]
 
 
-def windows(layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-    """The image with one batch dimension, padded where cuDNN does not, and ``ops.conv``'s
-    arguments for what is left."""
-    rank = len(layer.kernel_size)
+def windows(
+    layer: Conv, inputs: jax.Array
+) -> tuple[Operands, dict[str, Any], tuple[int, ...]] | None:
+    """Operands, the image with one batch dimension and padded where cuDNN does not, ``ops.conv``'s
+    arguments for what is left, and the result's shape; None where Flax's own way computes or
+    refuses them."""
+    found = None if layer.unfused else _operands(layer, inputs)
+    groups = layer.feature_group_count
+    if found is None or found.x.shape[-1] != groups * found.kernel.shape[-2]:
+        return None
+    rank, x = len(layer.kernel_size), found.x
     x = x.reshape(-1, *x.shape[x.ndim - rank - 1 :])
     dilation = dimensions(layer.kernel_dilation, rank)
     padding = canonicalize_padding(layer.padding, rank)
@@ -178,13 +188,26 @@ def windows(layer: Any, x: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
     elif isinstance(padding, str) and padding in _WRAPPED:
         around = [(0, 0), *((r // 2, (r + 1) // 2) for r in reach), (0, 0)]
         x, padding = jnp.pad(x, around, mode=_WRAPPED[padding]), "VALID"
-    return x, {
-        "strides": dimensions(layer.strides, rank),
+    strides, between = (dimensions(s, rank) for s in (layer.strides, layer.input_dilation))
+    sizes = [b * (size - 1) + 1 for size, b in zip(x.shape[1:-1], between, strict=True)]
+    window = [r + 1 for r in reach]
+    if isinstance(padding, str) and padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
+        return None
+    text = isinstance(padding, str)
+    pads = arguments.pads(padding, sizes, window, strides) if text else padding
+    room = [size + sum(p) - r for size, p, r in zip(sizes, pads, reach, strict=True)]
+    if min(room, default=1) < 1:
+        return None  # no window fits: the result is empty
+    spatial = (-(-r // stride) for r, stride in zip(room, strides, strict=True))
+    shape = (*_batch(layer, inputs), *spatial, found.kernel.shape[-1])
+    named = {
+        "strides": strides,
         "padding": padding,
         "dilation": dilation,
-        "groups": layer.feature_group_count,
+        "groups": groups,
         "dimension_numbers": _channels_last(rank),
     }
+    return found._replace(x=x), named, shape
 
 
 def _channels_last(rank: int) -> lax.ConvDimensionNumbers:

@@ -79,7 +79,7 @@ class Layer:
 
     def _keep(self, own: Mapping[str, Any]) -> None:
         for name, value in own.items():
-            setattr(self, name, value)
+            setattr(self, name, epilogue.activation_name(value) if name == "activation" else value)
 
     @classmethod
     def flaxs(cls) -> type[nnx.Module]:
@@ -88,9 +88,20 @@ class Layer:
 
     @classmethod
     def of(cls, layer: nnx.Module) -> Self:
-        """A layer with the Variables, settings and inner modules of one of Flax's, shared."""
+        """A layer with the Variables, settings and inner modules of one of Flax's, shared; or of
+        one of ours, with what ``own`` names, too. GraphError for others: a class derived from
+        Flax's may compute something else."""
+        kinds = cls.__mro__[: cls.__mro__.index(cls.flaxs()) + 1]
+        if type(layer) not in kinds:
+            raise GraphError(
+                f"{cls.__name__}.of takes another layer",
+                expected=f"flax.nnx.{cls.flaxs().__name__}, or {cls.__name__} itself",
+                got=f"{type(layer).__module__}.{type(layer).__qualname__}",
+                why="a derived class may compute something else",
+                fix="call the layer as it is",
+            )
         made = shallow(layer, cls)
-        made._keep(cls.own)
+        made._keep({name: getattr(layer, name, default) for name, default in cls.own.items()})
         return made
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import jax
@@ -16,6 +17,10 @@ from .. import ops
 from ..ops.epilogue import Activation
 from .layer import Layer, finished, unknown_precision
 from .operands import Operands
+
+Pairs = tuple[tuple[int, ...], tuple[int, ...]]
+Numbers = tuple[Pairs, Pairs]
+"""lax.dot_general's: contracted dimensions of both operands, and batch dimensions."""
 
 
 class Linear(Layer, nnx.Linear):
@@ -50,11 +55,10 @@ class Linear(Layer, nnx.Linear):
         return unknown_precision(self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        operands = None if out_sharding is not None else _operands(self, inputs)
+        operands = None if out_sharding is not None else of_rows(self, inputs)
         if operands is None:
             return finished(super().__call__(inputs, out_sharding), self.activation)
-        numbers = ((inputs.ndim - 1,), (0,)), ((), ())
-        return _product(operands, numbers, self.precision, self.activation)
+        return _product(operands, _numbers(operands.x), self.precision, self.activation)
 
 
 class LinearGeneral(Layer, nnx.LinearGeneral):
@@ -89,19 +93,24 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         operands = None if out_sharding is not None else _operands(self, inputs)
-        if operands is None:
+        numbers = None if operands is None else self._numbers(operands)
+        if operands is None or numbers is None:
             return finished(super().__call__(inputs, out_sharding), self.activation)
-        shape = operands.x.shape
-        axes, batch = (
-            tuple(sorted(a % len(shape) for a in given)) for given in (self.axis, self.batch_axis)
-        )
         if operands.bias is not None:  # beside the result: batch, other, and output dimensions
-            others = (a for a in range(len(shape)) if a not in axes)
-            beside = (shape[a] if a in batch else 1 for a in others)
+            (axes, _), (batch, _) = numbers
+            others = [(a, size) for a, size in enumerate(operands.x.shape) if a not in axes]
+            beside = (size if a in batch else 1 for a, size in others)
             operands = operands._replace(bias=operands.bias.reshape(*beside, *self.out_features))
-        of_kernel = range(len(batch), len(batch) + len(axes))
-        numbers = (axes, tuple(of_kernel)), (batch, tuple(range(len(batch))))
         return _product(operands, numbers, self.precision, self.activation)
+
+    def _numbers(self, operands: Operands) -> Numbers | None:
+        """Numbers of the dimensions, or None where they are no product's."""
+        rank = operands.x.ndim
+        axes, batch = (_sorted(given, rank) for given in (self.axis, self.batch_axis))
+        leading, inner = range(len(batch)), range(len(batch), len(batch) + len(axes))
+        numbers = (axes, tuple(inner)), (batch, tuple(leading))
+        valid = {*axes, *batch} <= {*range(rank)} and len({*axes, *batch}) == len(axes + batch)
+        return numbers if valid and _fit(operands, numbers) else None
 
 
 class Einsum(Layer, nnx.Einsum):
@@ -146,12 +155,8 @@ class Einsum(Layer, nnx.Einsum):
             y = super().__call__(inputs, einsum_str, out_sharding)
             return finished(y, self.activation)
         left, right, result = letters
-        batch = [c for c in left if c in right and c in result]
-        summed = [c for c in left if c in right and c not in result]
-        numbers = tuple(
-            tuple(tuple(side.index(c) for c in group) for side in (left, right))
-            for group in (summed, batch)
-        )
+        numbers = _contracted(left, right, result)
+        batch = [left[a] for a in numbers[1][0]]
         made = [*batch, *(c for c in left + right if c in result and c not in batch)]
         bias = operands.bias
         if bias is not None:
@@ -164,11 +169,32 @@ class Einsum(Layer, nnx.Einsum):
         return finished(jnp.transpose(y, [made.index(c) for c in result]), self.activation, bias)
 
 
+def of_rows(layer: nnx.Linear, inputs: jax.Array) -> Operands | None:
+    """Operands of ``x W + b``; None where Flax's own way computes or refuses them."""
+    operands = _operands(layer, inputs)
+    return (
+        operands if operands and operands.x.ndim and _fit(operands, _numbers(operands.x)) else None
+    )
+
+
 def _operands(layer: Any, inputs: jax.Array) -> Operands | None:
     return None if layer.unfused else Operands.of(layer, inputs, layer.kernel[...])
 
 
-def _product(operands: Operands, numbers: Any, precision: Any, activation: Activation) -> jax.Array:
+def _numbers(x: jax.Array) -> Numbers:
+    return ((x.ndim - 1,), (0,)), ((), ())
+
+
+def _fit(operands: Operands, numbers: Numbers) -> bool:
+    """Whether dimensions that belong together are equal: a reshape of them would not tell, and an
+    einsum broadcasts those of one number."""
+    x, kernel = operands.x.shape, operands.kernel.shape
+    return all([x[a] for a in one] == [kernel[a] for a in other] for one, other in numbers)
+
+
+def _product(
+    operands: Operands, numbers: Numbers, precision: Any, activation: Activation
+) -> jax.Array:
     """``activation(lax.dot_general(x, kernel, numbers) + bias)``, the bias of the result's rank."""
     x, kernel, bias, out = operands
     (of_x, of_kernel), (batch, _) = numbers
@@ -191,14 +217,32 @@ def _product(operands: Operands, numbers: Any, precision: Any, activation: Activ
 
 def _letters(equation: str | None, operands: Operands) -> tuple[str, str, str] | None:
     """The letters of both operands and of the result, "..." written out; None for an equation that
-    is no product of two operands, or no equation."""
+    is no product of two operands, or none of these."""
     if equation is None or "->" not in equation or equation.count(",") != 1:
         return None
     shapes = operands.x.shape, operands.kernel.shape
-    found, result, _ = parse_einsum_input((equation, *shapes), shapes=True)
+    try:
+        found, result, _ = parse_einsum_input((equation, *shapes), shapes=True)
+    except ValueError:
+        return None
     left, right = found.split(",")
-    once = all(len({*side}) == len(side) for side in (left, right))
+    once = all(len({*side}) == len(side) for side in (left, right, result))
     both, either = {*left} & {*right}, {*left} | {*right}
     if not once or len(left) != len(shapes[0]) or len(right) != len(shapes[1]):
         return None
-    return (left, right, result) if either - both <= {*result} else None
+    whole = either - both <= {*result} and _fit(operands, _contracted(left, right, result))
+    return (left, right, result) if whole else None
+
+
+def _sorted(axes: Iterable[Any], rank: int) -> tuple[int, ...]:
+    return tuple(sorted(a if a >= 0 else a + rank for a in axes))
+
+
+def _contracted(left: str, right: str, result: str) -> Numbers:
+    both = [c for c in left if c in right]
+    summed, batch = [c for c in both if c not in result], [c for c in both if c in result]
+
+    def of(letters: list[str]) -> Pairs:
+        return tuple(map(left.index, letters)), tuple(map(right.index, letters))
+
+    return of(summed), of(batch)

@@ -12,8 +12,7 @@ from ..ops import epilogue
 from ..ops.arguments import chosen
 from ..ops.epilogue import Activation
 from .layer import finished
-from .linear import Linear
-from .operands import Operands
+from .linear import Linear, of_rows
 
 
 def _gated(g, x, kernel, bias, gate, *, activation, out):
@@ -41,7 +40,8 @@ class GatedMLP(nnx.Module):
     (hidden_features, out_features).
 
     Each product is one cuDNN plan; the gate's is rounded to the result's dtype before the
-    activation, everything else of the second is computed in float32 and rounded once.
+    activation, everything else of the second is computed in float32 and rounded once. With another
+    layer as ``up`` than a :class:`Linear` without an activation, the layers compute one by one.
 
     Source: Shazeer 2020, arXiv:2002.05202.
 
@@ -71,11 +71,12 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = self.gate(x), self.up
-        found = None if up.unfused else Operands.of(up, x, up.kernel[...])
-        if found is None or gate.dtype.name != found.out:
+        plain = type(up) is Linear and up.activation is None
+        found = of_rows(up, x) if plain else None
+        if found is None or gate.dtype.name != found.out or gate.shape != found.shape:
             return self.down(finished(gate, self.activation) * up(x))
         y = chosen(GATED, precision=up.precision)(
-            found.x.reshape(1, -1, x.shape[-1]),
+            found.x.reshape(1, -1, found.x.shape[-1]),
             found.kernel[None],
             None if found.bias is None else found.bias[None, None],
             gate.reshape(1, -1, gate.shape[-1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -97,7 +98,8 @@ class GroupNorm(Layer, nnx.GroupNorm):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         inner = tuple(range(1, x.ndim))
         images = self.reduction_axes is None or _axes(x, self.reduction_axes) == inner
-        found = _operands(self, x, "scale", "bias") if inner and images else None
+        fits = inner and images and x.shape[-1] == self.num_groups * self.group_size
+        found = _operands(self, x, inner[-1:], "scale", "bias") if fits else None
         if found is None or mask is not None or self.unfused:
             return super().__call__(x, mask=mask)
         x, scale, bias, out = found
@@ -129,7 +131,7 @@ class InstanceNorm(Layer, nnx.InstanceNorm):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         axes = _axes(x, self.feature_axes)
         one = len(axes) == 1 and axes[0] > 0 and x.ndim > 2
-        found = _operands(self, x, "scale", "bias") if one else None
+        found = _operands(self, x, axes, "scale", "bias") if one else None
         if found is None or mask is not None or self.unfused:
             return super().__call__(x, mask=mask)
         x, scale, bias, out = found
@@ -142,15 +144,16 @@ class BatchNorm(Layer, nnx.BatchNorm):
 
     Args: those of ``nnx.BatchNorm``, and
         activation: what ``jax_cudnn.ops.batch_norm`` takes, or None; relu is cuDNN's.
-        use_fast_variance: Flax's, see :class:`LayerNorm`.
 
-    Shapes: x (batch, ..., num_features), or with its channels at ``axis``; the residual like x.
-    Running statistics are Flax's, with the biased variance, in float32; where they normalize they
-    and the parameters stay in float32, while Flax rounds them to ``dtype`` first.
+    Shapes: x (batch, ..., num_features), or with its channels at ``axis``; the residual broadcasts
+    to x, and the result has the dtype of Flax's with the residual added. Running statistics are
+    Flax's, with the biased variance, in float32.
 
     With neither activation nor residual it computes by Flax's way: XLA fuses it with what is behind
     it, and is faster so. An ``axis_name``, a mask, channels in several axes or in the first,
-    float64, complex and empty arrays compute so, too, residual and activation behind it.
+    float64, complex and empty arrays compute so, too, residual and activation behind it. In any
+    other case, and only there, ``use_fast_variance`` has no effect, and running statistics and
+    parameters that normalize stay in float32, while Flax rounds them to ``dtype`` first.
 
     Source: Ioffe and Szegedy 2015, arXiv:1502.03167; ``flax.nnx.BatchNorm``.
 
@@ -184,31 +187,45 @@ class BatchNorm(Layer, nnx.BatchNorm):
         mask: jax.Array | None = None,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        averages = self.use_running_average if use_running_average is None else use_running_average
-        if self.activation is None and residual is None:
-            return super().__call__(x, use_running_average, mask=mask)
-        axes = _axes(x, self.axis)
-        fits = len(axes) == 1 and axes[0] > 0 and mask is None and averages is not None
-        found = _operands(self, x, "mean", "var", "scale", "bias") if fits else None
-        if found is None or self.unfused:
-            y = super().__call__(x, averages, mask=mask)
-            return finished(y, self.activation, residual=residual)
-        x, *_, out = found
-        y, running = ops.batch_norm(
-            x,
-            *parameters(self),
-            self.mean[...],
-            self.var[...],
-            training=not averages,
-            momentum=self.momentum,
-            epsilon=self.epsilon,
-            axis=axes[0],
-            residual=residual,
-            activation=self.activation,
-        )
-        if not averages:
-            move(self, running)
-        return y.astype(out)
+        return normalized(self, x, use_running_average, mask, residual, self.activation)
+
+
+def normalized(
+    layer: BatchNorm,
+    x: jax.Array,
+    averages: bool | None,
+    mask: jax.Array | None,
+    residual: Any,
+    activation: Activation,
+) -> jax.Array:
+    """``activation(norm(x) + residual)``, whatever the layer's own activation is."""
+    averages = layer.use_running_average if averages is None else averages
+    residual = None if residual is None else jnp.asarray(residual)
+    axes, plain = _axes(x, layer.axis), activation is None and residual is None
+    fits = not plain and len(axes) == 1 and axes[0] > 0 and mask is None and averages is not None
+    found = _operands(layer, x, axes, "mean", "var", "scale", "bias") if fits else None
+    if found is None or layer.unfused or not _addable(residual, x):
+        y = super(BatchNorm, layer).__call__(x, averages, mask=mask)
+        return finished(y, activation, residual=residual)
+    x, *_, out = found
+    if residual is not None:
+        out = jnp.result_type(out, residual)
+        x, residual = x.astype(jnp.promote_types(x.dtype, out)), jnp.broadcast_to(residual, x.shape)
+    y, running = ops.batch_norm(
+        x,
+        *parameters(layer),
+        layer.mean[...],
+        layer.var[...],
+        training=not averages,
+        momentum=layer.momentum,
+        epsilon=layer.epsilon,
+        axis=axes[0],
+        residual=residual,
+        activation=activation,
+    )
+    if not averages:
+        move(layer, running)
+    return y.astype(out)
 
 
 def parameters(layer: nnx.BatchNorm) -> tuple[jax.Array | None, jax.Array | None]:
@@ -225,6 +242,15 @@ def move(layer: nnx.BatchNorm, running: tuple[jax.Array, jax.Array]) -> None:
     layer.mean[...], layer.var[...] = jax.lax.stop_gradient(running)
 
 
+def _addable(residual: jax.Array | None, x: jax.Array) -> bool:
+    """Whether a graph adds it to x: floats that broadcast to x's shape."""
+    if residual is None:
+        return True
+    pairs = zip(reversed(residual.shape), reversed(x.shape), strict=False)
+    broadcasts = residual.ndim <= x.ndim and all(r in (1, size) for r, size in pairs)
+    return broadcasts and fusible(residual)
+
+
 def _over_devices(layer: Any) -> str | None:
     return "it takes means over a named axis" if layer.axis_name is not None else None
 
@@ -234,12 +260,18 @@ def _axes(x: jax.Array, axes: Any) -> tuple[int, ...]:
     return tuple(sorted({a + x.ndim if a < 0 else a for a in given}))
 
 
-def _operands(layer: Any, x: jax.Array, *names: str) -> tuple[Any, ...] | None:
+def _operands(
+    layer: Any, x: jax.Array, features: tuple[int, ...], *names: str
+) -> tuple[Any, ...] | None:
     """x and Variables promoted as Flax promotes them, and the dtype of the result, which x has at
-    least; None for dtypes that no graph computes with, and empty arrays."""
+    least; None for dtypes that no graph computes with, empty arrays, and Variables of another
+    number of features than x has in these axes."""
     variables = (getattr(layer, name) for name in names)
     given = (x, *(None if v is None else v[...] for v in variables))
-    if not fusible(*given[1:]):
+    if not {*features} <= {*range(x.ndim)} or not fusible(*given[1:]):
+        return None
+    size = math.prod(x.shape[a] for a in features)
+    if any(v is not None and v.size != size for v in given[1:]):
         return None
     x, *promoted = layer.promote_dtype(given, dtype=layer.dtype)
     learned = (p for name, p in zip(names, promoted, strict=True) if name in ("scale", "bias"))
@@ -250,11 +282,11 @@ def _operands(layer: Any, x: jax.Array, *names: str) -> tuple[Any, ...] | None:
 
 def _of_rows(layer: Any, x: jax.Array, *names: str) -> tuple[Any, ...] | None:
     """The same with the axes of a row, and parameters of its shape; None where they are not."""
-    found = _operands(layer, x, *names)
+    axes, features = _axes(x, layer.reduction_axes), _axes(x, layer.feature_axes)
+    found = _operands(layer, x, features, *names) if {*axes} <= {*range(x.ndim)} else None
     if found is None:
         return None
     x, *given, out = found
-    axes, features = _axes(x, layer.reduction_axes), _axes(x, layer.feature_axes)
     if not axes or (not {*features} <= {*axes} and any(p is not None for p in given)):
         return None
     row = [x.shape[a] for a in axes]

@@ -18,6 +18,11 @@ class Operands(NamedTuple):
     out: str
     """The result's dtype: that of the product or ``preferred_element_type``, with the bias."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of ``x W``."""
+        return (*self.x.shape[:-1], self.kernel.shape[-1])
+
     @classmethod
     def of(cls, layer: Any, x: jax.Array, kernel: jax.Array) -> Operands | None:
         """None where no graph computes with their dtypes (float64, complex) or empty arrays."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,12 +35,12 @@ def activation_name(activation: Activation) -> str | None:
     """The name of an activation given by name or as jax.nn's function; GraphError for others.
 
     ``"gelu"`` is ``jax.nn.gelu`` with its default, the tanh approximation; ``"gelu_exact"`` has
-    the error function.
+    the error function, ``functools.partial(jax.nn.gelu, approximate=False)``.
     """
     if activation is None or (isinstance(activation, str) and activation in _ACTIVATIONS):
         return activation
     listed = not isinstance(activation, str) and callable(activation)
-    name = _FUNCTIONS.get(activation) if listed else None
+    name = _FUNCTIONS.get(activation, _gelu(activation)) if listed else None
     if name is None:
         raise GraphError(
             "unknown activation",
@@ -48,6 +49,15 @@ def activation_name(activation: Activation) -> str | None:
             fix="apply another activation to the result, or write the graph with jax_cudnn.graph",
         )
     return name
+
+
+def _gelu(activation: Any) -> str | None:
+    """The name of ``functools.partial(jax.nn.gelu, approximate=...)``, None for others."""
+    if not isinstance(activation, functools.partial) or activation.func is not jax.nn.gelu:
+        return None
+    if activation.args or activation.keywords.keys() - {"approximate"}:
+        return None
+    return "gelu" if activation.keywords.get("approximate", True) else "gelu_exact"
 
 
 class Terms(NamedTuple):
