@@ -256,4 +256,4 @@ def test_linens_training_on_the_gpu(masked):
         value_and_gradients(lambda p, m=m: m.apply(p, x, mask=mask), params)
         for m in (linens(attention_fn=jc.ops.attention_fn), linens())
     ]
-    close(*found, within=2e-2)
+    close(*found, within=WITHIN["bfloat16"])
