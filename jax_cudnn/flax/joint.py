@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AxisType
 
 from .. import ops
@@ -89,7 +90,7 @@ def _may_be_sharded(kernel: nnx.Variable) -> bool:
     if any(any(axis is not None for axis in metadata.get(name) or ()) for name in _PLACES):
         return True
     value = kernel[...]
-    if not isinstance(value, jax.core.Tracer):
+    if not isinstance(value, Tracer):
         return not value.sharding.is_fully_replicated
     sharding = jax.typeof(value).sharding
     if any(axis is not None for axis in sharding.spec):
