@@ -5,11 +5,13 @@ import doctest
 import functools
 import importlib
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from flax_close import close, loss, told
 
 import jax_cudnn as jc
 import jax_cudnn.flax as jnn
@@ -57,17 +59,6 @@ def tokens():
     return jax.random.normal(jax.random.key(1), (2, 8, 16))
 
 
-def loss(model, x):
-    return (model(x) ** 2).mean()
-
-
-def close(got, want):
-    def one(a, b):
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * max(1, np.abs(b).max()))
-
-    jax.tree.map(one, got, want)
-
-
 def variables(model):
     return {path: id(v) for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
 
@@ -93,7 +84,7 @@ def test_results_and_gradients_are_the_models():
     theirs = model()
     ours, _ = jnn.accelerate(theirs)
     found = [nnx.jit(nnx.value_and_grad(loss))(m, tokens()) for m in (ours, theirs)]
-    close(*(jax.tree.leaves(x) for x in found))
+    close(*map(told, found))
     ours.heads["one"].kernel[...] = jnp.zeros((16, 4))
     assert not theirs(tokens()).any()
 
@@ -179,6 +170,78 @@ def test_report_says_what_not_and_why():
     assert report.to_json()[0].keys() == {"path", "name", "swapped", "why"}
 
 
+class Unreached(nnx.Module):
+    """With layers where accelerate does not look, and layers derived from Flax's."""
+
+    def __init__(self, rngs):
+        self.held = nnx.data(Held(nnx.Linear(3, 4, rngs=rngs)))
+        self.own = Own(4, 4, rngs=rngs)
+        self.attention = type("Attention", (nnx.MultiHeadAttention,), {})(
+            2, 4, decode=False, rngs=rngs
+        )
+
+
+@flax.struct.dataclass
+class Held:
+    layer: nnx.Linear
+
+
+def test_report_tells_of_layers_out_of_reach():
+    ours, report = jnn.accelerate(Unreached(nnx.Rngs(0)))
+    assert type(ours.held.layer) is nnx.Linear
+    told = {entry.path: entry for entry in report.kept}
+    assert "a container that accelerate does not look into" in told["held.layer"].why
+    assert {"own", "attention", "held.layer"} == {*told}  # no defaults that they have of Flax
+    assert all(path.startswith("attention.") for path in (e.path for e in report.swapped))
+
+
+def test_a_batch_norm_by_itself_is_kept():
+    theirs = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+    ours, report = jnn.accelerate(theirs)
+    assert type(ours.layers[1]) is nnx.BatchNorm
+    assert ours.layers[1] is not theirs.layers[1]
+    (kept,) = report.kept
+    assert kept.path == "layers.1"
+    assert "XLA fuses it" in kept.why
+    ours.eval()
+    assert not theirs.layers[1].use_running_average
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (linen.Dense(3), "jax_cudnn.ops.attention_fn"),
+        (nnx.Linear, "the class Linear"),
+        (nnx.State({}), "State"),
+        (None, "NoneType"),
+        (3, "int"),
+    ],
+    ids=["linen", "class", "state", "None", "number"],
+)
+def test_what_is_no_module_is_refused(given, words):
+    with pytest.raises(jc.GraphTypeError, match=words):
+        jnn.accelerate(given)
+
+
+def test_modules_that_are_nested_too_deep():
+    deep = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    for _ in range(600):
+        deep = nnx.Sequential(deep)
+    with pytest.raises(jc.GraphError, match="nested too deep"):
+        jnn.accelerate(deep)
+
+
+def test_every_layer_is_made_once(monkeypatch):
+    made = []
+    of = jnn.Linear.of.__func__
+    monkeypatch.setattr(
+        jnn.Linear, "of", classmethod(lambda cls, layer: made.append(layer) or of(cls, layer))
+    )
+    layer = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    jnn.accelerate(nnx.Sequential(layer, layer))
+    assert len(made) == 1
+
+
 def test_a_layer_by_itself_and_nothing_to_swap():
     ours, report = jnn.accelerate(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
     assert type(ours) is jnn.Linear
@@ -213,7 +276,7 @@ def test_transformations():
     close(nnx.merge(*nnx.split(ours))(x), want)
     close(nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(ours, x), want)
     grads = [nnx.grad(nnx.remat(loss))(m, x) for m in (ours, theirs)]
-    close(*map(jax.tree.leaves, grads))
+    close(*map(told, grads))
 
 
 def test_modes_and_caches_of_the_new_model():
@@ -259,7 +322,7 @@ def test_training_on_the_gpu():
         def step(trained, x):
             value, gradients = nnx.value_and_grad(loss)(trained, x)
             params = nnx.state(trained, nnx.Param)
-            nnx.update(trained, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients))
+            nnx.update(trained, jax.tree.map(lambda p, g: p - 0.1 / x.size * g, params, gradients))
             return value
 
         losses.append([float(step(trained, x)) for _ in range(5)])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 from jax import lax
 
-from .layer import SWAPPED, Layer, shallow, stand_in
+from .._core.errors import GraphError, GraphTypeError
+from .layer import SWAPPED, Layer, shallow
 from .report import Entry, Report
 
 M = TypeVar("M", bound=nnx.Module)
@@ -30,8 +33,8 @@ def accelerate(model: M) -> tuple[M, Report]:
     The new model shares all Variables with the given one: training one trains the other. The
     given one is as before, and so are its lists, dicts and tuples. What stands in several places
     of it, also in a cycle, does so in the new one. ``nnx.state`` of both is the same. Layers in
-    other containers than these, and what a wrapped function holds (``nnx.jit(self.method)``), stay
-    Flax's.
+    other containers than these stay Flax's, and the report says so; what a wrapped function holds
+    (``nnx.jit(self.method)``) stays Flax's, too.
 
     Args:
         model: a module, abstract (``nnx.eval_shape``) or not; also under ``nnx.jit``.
@@ -39,7 +42,11 @@ def accelerate(model: M) -> tuple[M, Report]:
     Returns: the new model, of the same class (of one layer, of ours), and a :class:`Report`;
     ``print(report)`` shows a table. Classes that are derived from a layer of Flax are not swapped,
     because they may compute something else, nor are layers that Flax's own way computes whatever
-    their operands are.
+    their operands are, nor a BatchNorm: without an activation or residual of ours, XLA's is faster.
+
+    Raises:
+        GraphTypeError: what is given is no module of NNX.
+        GraphError: modules are nested deeper than Python's limit of recursion.
 
     Source: ``flax.nnx``, "Surgery".
 
@@ -56,8 +63,18 @@ def accelerate(model: M) -> tuple[M, Report]:
         layers.0  Linear  yes
         1 swapped, 0 kept
     """
+    _check_module(model)
     copied = _Copy()
-    made = copied.of(model, ())
+    try:
+        made = copied.of(model, ())
+        copied.note_others(model)
+    except RecursionError as error:
+        raise GraphError(
+            "the model's modules are nested too deep",
+            expected="a depth within Python's limit of recursion",
+            got=f"a limit of {sys.getrecursionlimit()}",
+            fix="hold layers in an nnx.List, or raise sys.setrecursionlimit",
+        ) from error
     return made, Report(tuple(copied.entries.values()))
 
 
@@ -70,9 +87,10 @@ class _Copy:
 
     def of(self, value: Any, path: tuple[str, ...]) -> Any:
         """The value for the new model; itself where it holds no module."""
-        if isinstance(value, nnx.Module) and (told := _told(value)):
-            self.note(id(value), path, *told)
         if id(value) in self.made:
+            if entry := self.entries.get(id(value)):  # another path of the same
+                where = f"{entry.path}, {_joined(path)}"
+                self.entries[id(value)] = replace(entry, path=where)
             return self.made[id(value)]
         if isinstance(value, nnx.Variable):
             return value
@@ -98,12 +116,16 @@ class _Copy:
         return value
 
     def of_module(self, module: Any, path: tuple[str, ...]) -> Any:
-        ours = stand_in(module)
-        made = self.made[id(module)] = shallow(module, type(module)) if ours is module else ours
+        ours = SWAPPED[type(module)].of(module) if type(module) in SWAPPED else None
+        if why := _told(module, ours):
+            self.note(id(module), path, type(module).__name__, *why)
+        swapped = ours is not None and not ours.kept
+        made = self.made[id(module)] = ours if swapped else shallow(module, type(module))
         for name, inner in vars(module).items():
             if name.startswith("_pytree__"):
                 continue
-            if not isinstance(made, Layer) and not type(module).__module__.startswith("flax."):
+            flaxs = type(module).__module__.startswith("flax.")
+            if not flaxs and not isinstance(module, (Layer, *SWAPPED)):
                 self.note_function(inner, (*path, name))
             copied = self.of(inner, (*path, name))
             if copied is not inner:
@@ -118,11 +140,16 @@ class _Copy:
         return made
 
     def note(self, key: Any, path: tuple[str, ...], name: str, swapped: bool, why: str) -> None:
-        """An entry of what the report tells of; another path of what has one."""
-        where = ".".join(path) or "model"
-        if key in self.entries:
-            where = f"{self.entries[key].path}, {where}"
-        self.entries[key] = Entry(where, name, swapped, why)
+        """An entry of what the report tells of."""
+        self.entries[key] = Entry(_joined(path), name, swapped, why)
+
+    def note_others(self, model: nnx.Module) -> None:
+        """An entry of each layer of Flax that was not reached."""
+        for path, module in nnx.iter_graph(model):
+            if type(module) in SWAPPED and id(module) not in self.made:
+                why = "it is in a container that accelerate does not look into"
+                where = tuple(map(str, path))
+                self.note(id(module), where, type(module).__name__, False, why)
 
     def note_function(self, value: Any, path: tuple[str, ...]) -> None:
         """An entry of a function that a module of the user's calls."""
@@ -137,17 +164,34 @@ def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
     return all(a is b for a, b in zip(new, old, strict=True))
 
 
-def _told(module: nnx.Module) -> tuple[str, bool, str] | None:
-    """Name, whether swapped, and why or when not; None of what the report does not tell."""
-    kind, ours = type(module), stand_in(module)
+def _joined(path: tuple[str, ...]) -> str:
+    return ".".join(path) or "model"
+
+
+def _told(module: Any, ours: Layer | None) -> tuple[bool, str] | None:
+    """Whether swapped, and why or when not; None of what the report does not tell."""
+    kind = type(module)
+    if ours is not None:
+        return not ours.kept, ours.kept or ours.remark or ""
     if isinstance(module, Layer):
-        return kind.__name__, False, "it is a layer of jax_cudnn"
-    if ours is not module:
-        return kind.__name__, True, ours.remark or ""
-    if kind in SWAPPED:
-        return kind.__name__, False, SWAPPED[kind].of(module).unfused or ""
+        return False, "it is a layer of jax_cudnn"
     if bases := [base.__name__ for base in kind.__mro__ if base in SWAPPED]:
-        return kind.__name__, False, f"a class derived from {bases[0]}: it may compute otherwise"
-    if kind.__module__.startswith("flax.nnx.nn."):
-        return kind.__name__, False, "there is no such layer here"
+        return False, f"a class derived from {bases[0]}: it may compute otherwise"
+    if isinstance(module, nnx.Module) and kind.__module__.startswith("flax.nnx.nn."):
+        return False, "there is no such layer here"
     return None
+
+
+def _check_module(model: Any) -> None:
+    if isinstance(model, nnx.Pytree):
+        return
+    fix = "give the module itself, as nnx.merge or its class makes it"
+    if any(base.__module__.startswith("flax.linen") for base in type(model).__mro__):
+        fix = "Linen's layers take jax_cudnn.ops.attention_fn, dot_general, conv_general_dilated"
+    kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    raise GraphTypeError(
+        "accelerate is for modules of Flax NNX",
+        expected="an nnx.Module",
+        got=kind,
+        fix=fix,
+    )

@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from .. import ops
 from .._core.errors import GraphError
-from .._core.graph.options import Options
-from . import joint
+from . import decoding, joint
 from .layer import Layer, stand_in, unknown_precision
-from .paged_cache import PagedCache
+from .paged_cache import PagedCache, check_page_size
 
 _FLAXS = nnx.dot_product_attention
 _ROPE = getattr(nnx, "dot_product_attention_with_rope", None)  # from Flax 0.12.9 on
@@ -31,10 +29,11 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
 
     Args: those of ``nnx.MultiHeadAttention``, and
         is_causal: a query sees keys up to its own position, without a mask in memory. The argument
-            of the call says it for one call.
+            of the call, True or False, says it for one call.
         local_window_size: what ``jax_cudnn.ops.dot_product_attention`` takes, or None.
-        page_size: with ``decode`` keys and values lie in pages of so many tokens
-            (``paged_cache``, a :class:`PagedCache`, which ``init_cache`` makes), or None.
+        page_size: for calls with ``decode=True``: keys and values lie in pages of so many tokens
+            (``paged_cache``, a :class:`PagedCache`, which ``init_cache`` makes), or None. Calls
+            with ``decode=False`` neither read nor write pages.
 
     Shapes: inputs (*batch, length, in_features), the result (*batch, length, out_features);
     parameters as in Flax, those of the four projections and of normalize_qk's two norms.
@@ -42,7 +41,8 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     With ``decode`` the cache has Flax's Variables (``cached_key``, ``cached_value``,
     ``cache_index``), and attention reads them up to a length instead of through a mask. Where Flax
     takes one token, several may come: each sees those before it. Keys are cast to the cache's
-    dtype.
+    dtype. Where a mask hides every key, the result is the mean of the values in the cache, while
+    Flax's is the mean over the whole cache, empty places too.
 
     Flax's own way computes attention with an ``attention_fn`` of one's own (but for
     ``nnx.dot_product_attention_with_rope``, where nothing is decoded), where weights are sown, and
@@ -51,11 +51,15 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
 
     Projections are layers of this package in any case. Of the same inputs in 16 bits they are one
     product, which attention reads where it lies, if nothing else reads them (normalize_qk, dropout,
-    a mask, a cache) and there are at least as many tokens as features.
+    a mask, a cache, ``nnx.capture``), if there are at least as many tokens as features, and if no
+    axis of a mesh can shard the kernels: their metadata and the mesh in force say so.
 
     Raises:
-        GraphError: ``local_window_size`` beside an ``attention_fn`` of one's own; a mask or dropout
-            beside pages.
+        GraphError: ``local_window_size`` where Flax's own way computes attention (an
+            ``attention_fn`` of one's own, a precision that cuDNN does not have, rotary embeddings
+            beside ``decode`` or ``input_positions``); ``page_size`` below 1, or with another
+            ``attention_fn`` than Flax's default or ``jax_cudnn.ops.attention_fn``; a mask or
+            dropout beside pages; more tokens at once than a cache has room for.
 
     Source: ``flax.nnx.MultiHeadAttention``; Vaswani et al. 2017, arXiv:1706.03762.
 
@@ -77,6 +81,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         super()._keep(own)
         for name, inner in vars(self).items():
             vars(self)[name] = stand_in(inner)
+        self._check_pages()
 
     @property
     def unfused(self) -> str | None:
@@ -99,15 +104,17 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         mask: jax.Array | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
-        is_causal: bool = False,
+        is_causal: bool | None = None,
         **others: Any,
     ) -> jax.Array:
         """``nnx.MultiHeadAttention``'s, with its arguments."""
-        inputs, is_causal = (inputs_q, inputs_k, inputs_v), is_causal or self.is_causal
+        inputs = inputs_q, inputs_k, inputs_v
+        is_causal = self.is_causal if is_causal is None else is_causal
         decode = self.decode if decode is None else decode
         attention: Any = self._attention()
-        if self.unfused or self._is_flaxs(attention, decode, others):
-            self._check_no_window()
+        flaxs = self._flaxs_reason(attention, decode, others)
+        if flaxs or decode is None or (decode and self._lacks_cache()):  # which Flax says
+            self._check_no_window(flaxs)
             named = {"mask": mask, "sow_weights": sow_weights, "decode": decode}
             return super().__call__(*inputs, is_causal=is_causal, **named, **others)
         named = {"mask": mask, "decode": False, "is_causal": is_causal, **others}
@@ -115,8 +122,8 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         if alone and (projected := self._joint(*inputs, **others)) is not None:
             return self._of_joint(projected, is_causal)(*inputs, **named)
         if decode:
-            cached = self._cached if self.paged_cache is None else self._paged
-            attention, is_causal = functools.partial(cached, attention), False
+            cached = decoding.cached if self.paged_cache is None else decoding.paged
+            attention, is_causal = functools.partial(cached, self, attention), False
         if sow_weights:
             attention = functools.partial(_sown, attention, self)
         if self.local_window_size is not None:
@@ -127,6 +134,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         """``nnx.MultiHeadAttention``'s; with a page_size, ``paged_cache`` for as many tokens."""
         if self.page_size is None:
             return super().init_cache(input_shape, dtype)
+        self._check_pages()
         *batch, length, _ = input_shape
         self.paged_cache = PagedCache(
             math.prod(batch),
@@ -150,20 +158,38 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             return functools.partial(_attention_with_rope, **function.keywords)
         return None
 
-    def _is_flaxs(self, attention: Any, decode: bool | None, others: Any) -> bool:
-        """Whether Flax is to say what is missing, or rotates in its own way."""
-        if decode is None or (decode and self.paged_cache is None and self.cached_key is None):
-            return True
+    def _flaxs_reason(self, attention: Any, decode: bool | None, others: Any) -> str | None:
+        """Why Flax's own way computes this call, or None."""
         rotates = getattr(attention, "func", None) is _attention_with_rope
-        return rotates and (decode or others.get("input_positions") is not None)
+        if rotates and (decode or others.get("input_positions") is not None):
+            return "rotary embeddings beside decode or input_positions are Flax's"
+        return self.unfused
 
-    def _check_no_window(self) -> None:
-        if self.local_window_size is not None and self.unfused:
+    def _lacks_cache(self) -> bool:
+        return self.paged_cache is None and self.cached_key is None
+
+    def _check_no_window(self, why: str | None) -> None:
+        if why is not None and self.local_window_size is not None:
             raise GraphError(
-                "a window beside an attention_fn of one's own",
+                "Flax's own way computes this attention, and has no local_window_size",
                 expected="local_window_size=None",
                 got=f"local_window_size={self.local_window_size!r}",
-                fix="give it to jax_cudnn.ops.attention_fn with functools.partial",
+                why=why,
+                fix="give the window as a mask, or leave out what makes it Flax's",
+            )
+
+    def _check_pages(self) -> None:
+        if self.page_size is None:
+            return
+        check_page_size(self.page_size)
+        plain = self._attention() is ops.attention_fn
+        if why := self.unfused or (None if plain else "its attention_fn does more than attend"):
+            raise GraphError(
+                "page_size where attention does not read pages",
+                expected="nnx.dot_product_attention or jax_cudnn.ops.attention_fn as attention_fn",
+                got=f"page_size={self.page_size}",
+                why=why,
+                fix="leave page_size out: the cache is then one array",
             )
 
     def _with(self, **attributes: Any) -> Any:
@@ -189,6 +215,8 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         behind = self.normalize_qk or (self.dropout_rate > 0 and not still)
         if not itself or behind or qkv_sharding is not None or input_positions is not None:
             return None
+        if hasattr(self, "__captures__"):  # nnx.capture may read each projection's result
+            return None
         if query.shape[-1] != self.in_features or query.ndim < 3:
             return None
         return joint.projected((self.query, self.key, self.value), query)
@@ -199,7 +227,10 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         def projection(x: jax.Array, out_sharding: Any = None) -> jax.Array:
             return projected
 
-        def attention(query: jax.Array, *_: Any, precision: Any = None, **__: Any) -> jax.Array:
+        def attention(
+            query: Any, key: Any, value: Any, *, precision: Any = None, **_: Any
+        ) -> jax.Array:
+            assert query is key is value is projected, "Flax changes projections before attention"
             return joint.attention(
                 query,
                 self.num_heads,
@@ -211,73 +242,6 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         return self._with(
             attention_fn=attention, query=projection, key=projection, value=projection
         )
-
-    def _cached(
-        self, attention: Any, query: Any, key: Any, value: Any, *, is_causal: bool, **named: Any
-    ) -> jax.Array:
-        """Attention to the cache, with the new keys and values in it."""
-        cache: Any = (self.cached_key, self.cached_value, self.cache_index)
-        keys, values, index = cache
-        *batch, most, heads, size = keys.shape
-        count = key.shape[-3]
-        if key.shape != (*batch, count, heads, size) or count > most:
-            raise GraphError(
-                "Autoregressive cache shape error",
-                expected=f"keys {[*batch, 1, heads, size]}, or more tokens, up to {most}",
-                got=str(list(key.shape)),
-                fix="call init_cache with the shape of the inputs",
-            )
-        first = index[...]
-        zero = jnp.zeros_like(first)
-        at = (*(zero for _ in batch), first, zero, zero)
-        for cached, new in ((keys, key), (values, value)):
-            cached[...] = lax.dynamic_update_slice(cached[...], new.astype(cached.dtype), at)
-        index[...] = first + count
-        return attention(
-            query,
-            keys[...],
-            values[...],
-            key_value_seq_lengths=jnp.broadcast_to(first + count, math.prod(batch)),
-            is_causal=count > 1,
-            bottom_right=count > 1 or self.local_window_size is not None,
-            **named,
-        )
-
-    def _paged(
-        self,
-        attention: Any,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Any = None,
-        dropout_rate: float = 0.0,
-        deterministic: bool = True,
-        local_window_size: Any = None,
-        module: Any = None,
-        precision: Any = None,
-        **_: Any,
-    ) -> jax.Array:
-        """Attention to the cache in pages, with the new keys and values in it."""
-        given = {
-            "mask": mask is not None,
-            "dropout": dropout_rate > 0 and not deterministic,
-            "sow_weights": module is not None,
-            "attention_fn": attention is not ops.attention_fn,
-        }
-        if any(given.values()):
-            raise GraphError(
-                "attention to keys in pages does not take these",
-                expected="lengths, is_causal and local_window_size alone",
-                got=", ".join(name for name in given if given[name]),
-                fix="leave page_size out: the cache is then one array",
-            )
-        four = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
-        cache: Any = self.paged_cache
-        out = cache(
-            *four, local_window_size=local_window_size, options=Options(precision=precision)
-        )
-        return out.reshape(query.shape)
 
 
 def _sown(attention: Any, layer: nnx.Module, *operands: Any, **named: Any) -> jax.Array:

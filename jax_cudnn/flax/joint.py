@@ -7,19 +7,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import AxisType
 
 from .. import ops
 from .._core.graph.options import Options
 from .linear import LinearGeneral
 
 _HALVES = ("bfloat16", "float16")
+_PLACES = ("out_sharding", "sharding_names", "sharding")  # a Variable's metadata, by Flax's version
 _SETTINGS = ("dtype", "precision", "promote_dtype", "preferred_element_type", "in_features", "axis")
 
 
 def projected(layers: Sequence[Any], x: jax.Array) -> jax.Array | None:
     """What the three projections compute of x, one behind the other along the heads; None where
     they are no one product of 16 bits, or of so few tokens that putting the kernels together costs
-    more than it saves.
+    more than it saves, or where a mesh may shard the kernels.
 
     One product reads x once, and in the backward writes its gradient once; attention reads the
     parts where they lie (:func:`jax_cudnn.ops.dot_product_attention_qkv`).
@@ -36,7 +40,7 @@ def projected(layers: Sequence[Any], x: jax.Array) -> jax.Array | None:
     sizes = {layer.kernel.shape[::2] for layer in layers}
     if not same or len(sizes) > 1 or len({bias is None for bias in biases}) > 1:
         return None
-    if x.size < x.shape[-1] ** 2:
+    if x.size < x.shape[-1] ** 2 or any(_may_be_sharded(layer.kernel) for layer in layers):
         return None
     given = [layer.kernel[...] for layer in layers]
     given += [bias[...] for bias in biases if bias is not None]
@@ -76,3 +80,24 @@ def _plain(layer: LinearGeneral) -> bool:
     one_axis = len(layer.in_features) == 1 and layer.axis == (-1,) and not layer.batch_axis
     untouched = layer.activation is None and layer.preferred_element_type is None
     return one_axis and untouched and layer.unfused is None and len(layer.kernel.shape) == 3
+
+
+def _may_be_sharded(kernel: nnx.Variable) -> bool:
+    """Whether devices may hold parts of a kernel: put together with others along the heads, and
+    taken apart again, it would travel between them. A traced one does not say how axes of a mesh
+    that are the compiler's (Auto) shard it."""
+    metadata = kernel.get_metadata()
+    if any(any(axis is not None for axis in metadata.get(name) or ()) for name in _PLACES):
+        return True
+    value = kernel[...]
+    if not isinstance(value, Tracer):
+        return not value.sharding.is_fully_replicated
+    sharding = jax.typeof(value).sharding
+    if any(axis is not None for axis in sharding.spec):
+        return True
+    meshes = sharding.mesh, jax.sharding.get_abstract_mesh()
+    return any(
+        size > 1 and kind is AxisType.Auto
+        for mesh in meshes
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )

@@ -114,6 +114,11 @@ class Layer:
         """When Flax's own way computes a part of this layer that a user can have here, or None."""
         return None
 
+    @property
+    def kept(self) -> str | None:
+        """Why ``accelerate`` leaves Flax's layer in its place, or None."""
+        return self.unfused
+
 
 def shallow(node: Any, cls: type[_T]) -> _T:
     """An object of this class with the attributes of another, which may be changed here."""
@@ -129,4 +134,4 @@ def stand_in(value: Any) -> Any:
     if type(value) not in SWAPPED:
         return value
     ours = SWAPPED[type(value)].of(value)
-    return value if ours.unfused else ours
+    return value if ours.kept else ours

@@ -179,6 +179,10 @@ class BatchNorm(Layer, nnx.BatchNorm):
             return "XLA fuses it with what is behind it; cuDNN with an activation= or a residual="
         return None
 
+    @property
+    def kept(self) -> str | None:
+        return self.unfused or self.remark
+
     def __call__(
         self,
         x: jax.Array,

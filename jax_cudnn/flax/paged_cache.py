@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops
+from .._core.errors import GraphError
 
 
 class PagedCache(nnx.Module):
@@ -18,7 +19,8 @@ class PagedCache(nnx.Module):
     head_dim), ``page_table`` (batch, ceil(max_length / page_size)) and ``lengths`` (batch,), both
     int32. At first each example has pages of its own, one after the other. A server gives pages to
     examples by writing into the table, and an example begins anew with a length of 0; entries
-    behind its length may be anything.
+    behind its length may be anything. Tokens behind the last page of an example are not kept: a
+    length beyond that is for the server to keep from happening, which knows it before the call.
 
     Args:
         batch: number of examples.
@@ -28,6 +30,9 @@ class PagedCache(nnx.Module):
         page_size: tokens in a page.
         pages: how many pages there are, by default as many as the table names.
         dtype: of keys and values.
+
+    Raises:
+        GraphError: page_size below 1; more tokens in one call than an example has room for.
 
     Source: Kwon et al. 2023, arXiv:2309.06180; see
     :func:`jax_cudnn.ops.paged_dot_product_attention`.
@@ -51,6 +56,7 @@ class PagedCache(nnx.Module):
         pages: int | None = None,
         dtype: Any = jnp.float32,
     ):
+        check_page_size(page_size)
         each = -(-max_length // page_size)
         count = batch * each if pages is None else pages
         shape = count, page_size, num_kv_heads, head_dim
@@ -75,6 +81,14 @@ class PagedCache(nnx.Module):
         Returns: (batch, T, N, head_dim), of query's dtype.
         """
         table, lengths = self.page_table[...], self.lengths[...]
+        room = table.shape[1] * self.key_pages.shape[1]
+        if key.shape[1] > room:
+            raise GraphError(
+                "more tokens than a paged cache has room for",
+                expected=f"up to {room} for an example: {table.shape[1]} pages in its row",
+                got=f"{key.shape[1]} at once",
+                fix="call init_cache with the largest length, or give a larger max_length",
+            )
         for pages, new in ((self.key_pages, key), (self.value_pages, value)):
             pages[...] = ops.write_pages(pages[...], new, table, lengths)
         self.lengths[...] = lengths + key.shape[1]
@@ -89,3 +103,9 @@ class PagedCache(nnx.Module):
             **named,
         )
         return out.astype(query.dtype)
+
+
+def check_page_size(page_size: int) -> None:
+    """GraphError for pages of no tokens."""
+    if page_size < 1:
+        raise GraphError("a page has no tokens", expected="page_size > 0", got=str(page_size))
