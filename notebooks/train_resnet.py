@@ -112,7 +112,7 @@ class ResNet(nnx.Module):
 plain = ResNet(nnx.Rngs(0))
 ours, report = jnn.accelerate(ResNet(nnx.Rngs(0)))
 print(report)
-assert len(report.swapped) == len(report.entries)
+assert {entry.name for entry in report.kept} == {"BatchNorm"}  # XLA fuses it with its relu
 
 # %% [markdown]
 # ## Training
