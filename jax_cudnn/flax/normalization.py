@@ -14,6 +14,12 @@ from ..ops.epilogue import Activation
 from .layer import Layer, finished, fusible
 
 
+@property
+def _over_devices(layer: Any) -> str | None:
+    """``Layer.unfused`` of every normalization."""
+    return "it takes means over a named axis" if layer.axis_name is not None else None
+
+
 class LayerNorm(Layer, nnx.LayerNorm):
     """``flax.nnx.LayerNorm``: ``(x - mean) * (var + epsilon)**-0.5 * scale + bias``.
 
@@ -34,9 +40,7 @@ class LayerNorm(Layer, nnx.LayerNorm):
         (4, 16, 64)
     """
 
-    @property
-    def unfused(self) -> str | None:
-        return _over_devices(self)
+    unfused = _over_devices
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         found = None if mask is not None or self.unfused else _of_rows(self, x, "scale", "bias")
@@ -61,9 +65,7 @@ class RMSNorm(Layer, nnx.RMSNorm):
         (4, 16, 64)
     """
 
-    @property
-    def unfused(self) -> str | None:
-        return _over_devices(self)
+    unfused = _over_devices
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         found = None if mask is not None or self.unfused else _of_rows(self, x, "scale")
@@ -91,9 +93,7 @@ class GroupNorm(Layer, nnx.GroupNorm):
         (4, 16, 64)
     """
 
-    @property
-    def unfused(self) -> str | None:
-        return _over_devices(self)
+    unfused = _over_devices
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         inner = tuple(range(1, x.ndim))
@@ -124,9 +124,7 @@ class InstanceNorm(Layer, nnx.InstanceNorm):
         (2, 8, 8, 16)
     """
 
-    @property
-    def unfused(self) -> str | None:
-        return _over_devices(self)
+    unfused = _over_devices
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         axes = _axes(x, self.feature_axes)
@@ -169,9 +167,7 @@ class BatchNorm(Layer, nnx.BatchNorm):
     own: ClassVar = {"activation": None}
     activation: Activation
 
-    @property
-    def unfused(self) -> str | None:
-        return _over_devices(self)
+    unfused = _over_devices
 
     @property
     def remark(self) -> str | None:
@@ -253,10 +249,6 @@ def _addable(residual: jax.Array | None, x: jax.Array) -> bool:
     pairs = zip(reversed(residual.shape), reversed(x.shape), strict=False)
     broadcasts = residual.ndim <= x.ndim and all(r in (1, size) for r, size in pairs)
     return broadcasts and fusible(residual)
-
-
-def _over_devices(layer: Any) -> str | None:
-    return "it takes means over a named axis" if layer.axis_name is not None else None
 
 
 def _axes(x: jax.Array, axes: Any) -> tuple[int, ...]:
