@@ -227,6 +227,19 @@ def test_losses_of_one_architecture_are_not_anothers(built, lossy):
         assert jc.plan(one, IMAGE, WEIGHT).engine == "eng0"
 
 
+def test_a_product_and_its_bias_are_given_to_xla_as_its_library_takes_them(built, monkeypatch):
+    """A float32 result between them would be a kernel of its own, and the bias another."""
+    measured = json.loads(losses.TABLE.read_text())
+    monkeypatch.setattr(losses, "table", lambda: measured)
+    x, w, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 32), (32, 128), (128,)))
+    text = lowered(lambda x, w, b: jc.ops.matmul(x, w, bias=b), x, w, b)
+    assert built == []
+    assert "stablehlo.dot_general" in text
+    assert "f32" not in text
+    lowered(lambda x, w, b: jc.ops.matmul(x, w, bias=b, activation="relu"), x, w, b)
+    assert built == [["matmul", "add", "relu"]]
+
+
 # -- what is said ----------------------------------------------------------------------------------
 
 

@@ -5,8 +5,10 @@ import json
 
 import jax
 import pytest
+from flax import nnx
 
 import jax_cudnn as jc
+import jax_cudnn.flax as jnn
 from jax_cudnn.__main__ import main
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.planning import losses
@@ -68,6 +70,13 @@ def surrounded(g, x, w):
     return g.relu(g.matmul(x, w))
 
 
+def with_a_term(shape, after=lambda g, y, term: y + term):
+    return traced(
+        lambda g, x, w, term: after(g, g.matmul(x, w), term),
+        *((each, "bfloat16") for each in (ROW, (1, 32, 8), shape)),
+    )
+
+
 def scaled_by_products(g, x, w):
     return g.mul(g.matmul(x, w), g.mul(2.0, g.reduction(w, mode="ADD")))
 
@@ -125,6 +134,16 @@ PATTERNS = {
     "matmul + reduction of everything + epilogue": lambda: matmul(
         "bfloat16", function=scaled_by_products
     ),
+    "matmul + bias": lambda: with_a_term((1, 1, 8)),
+    "matmul + bias ": lambda: with_a_term((1, 1, 8), lambda g, y, b: g.bias(y, b)),
+    "matmul + epilogue": lambda: with_a_term((1, 16, 8)),  # a residual
+    "matmul + epilogue ": lambda: with_a_term((1, 16, 1)),  # of rows
+    "matmul + epilogue  ": lambda: with_a_term((1, 1, 8), lambda g, y, b: g.relu(y + b)),
+    "matmul + epilogue   ": lambda: with_a_term((1, 1, 8), lambda g, y, b: y * b),
+    "conv_fprop + epilogue ": lambda: traced(
+        lambda g, x, w, b: g.conv_fprop(x, w) + b,
+        *((shape, "bfloat16") for shape in (IMAGE, (16, 16, 1, 1), (1, 16, 1, 1))),
+    ),
     "reduction of rows": lambda: total((4, 8), [4, 1], "float32"),
     "reduction of rows ": lambda: total((4, 8, 3, 3), [4, 1, 3, 3]),  # channels lie last
     "reduction of columns": lambda: total((4, 8), [1, 8]),
@@ -148,6 +167,40 @@ def test_names_of_tensors_and_sizes_do_not_matter():
     small = traced(lambda g, a, b: g.matmul(a, b), (ROW, "float16"), ((1, 32, 8), "float16"))
     large = traced(lambda g, x, y: g.matmul(x, y), ((1, 99, 7), "float16"), ((1, 7, 5), "float16"))
     assert losses.pattern(small) == losses.pattern(large)
+
+
+def test_a_product_of_several_results_has_no_bias():
+    """Attention with its Stats is no product of matrices."""
+
+    def attended(g, q, k, v, b):
+        out, stats = g.sdpa(q, k, v, generate_stats=True)
+        return out + b, stats
+
+    heads = ((1, 2, 16, 32), "bfloat16")
+    found = losses.pattern(traced(attended, heads, heads, heads, ((1, 1, 1, 32), "bfloat16")))
+    assert "bias" not in found
+    assert found.endswith("epilogue")
+
+
+LAYERS = {
+    "Linear": lambda rngs: (jnn.Linear(8, 16, dtype="bfloat16", rngs=rngs), (32, 8)),
+    "LinearGeneral": lambda rngs: (
+        jnn.LinearGeneral(8, (2, 8), dtype="bfloat16", rngs=rngs),
+        (32, 8),
+    ),
+    "Einsum": lambda rngs: (
+        jnn.Einsum("td,dhk->thk", (8, 2, 4), (2, 4), dtype="bfloat16", rngs=rngs),
+        (32, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_flax_are_filed_under_the_bias_that_they_add(name):
+    layer, shape = LAYERS[name](nnx.Rngs(0))
+    traced = jax.make_jaxpr(layer)(jax.ShapeDtypeStruct(shape, "bfloat16"))
+    (spec,) = (e.params["spec"] for e in traced.eqns if "spec" in e.params)
+    assert losses.pattern(spec) == "matmul + bias"
 
 
 @pytest.mark.parametrize("method", sorted(REGISTRY))

@@ -38,6 +38,7 @@ def _slope_of_exponent(g: Derivation, t: Any, input0: Any, OUT_0: Any) -> GraphT
 
 @elementwise(
     jax_names=("add",),
+    adds=True,
     examples=(*_binary("a", "b"), Example({"a": IMAGES, "b": IMAGES}, "int32")),
     slopes={"a": lambda g, t: t, "b": lambda g, t: t},
 )

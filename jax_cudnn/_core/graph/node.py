@@ -82,7 +82,7 @@ class Node(Planned):
     """Whether a result is one of its operands' elements, or that without its sign: then their type
     holds it exactly."""
     adds: ClassVar[bool] = False
-    """Whether the node is a bias, which the library of a product before it can add."""
+    """Whether the node adds two tensors, of which one may be the bias of a product."""
     recomputed: ClassVar[bool] = False
     """Whether a derivative computes the results again, where that keeps fewer bytes for it."""
     paired: ClassVar[bool] = False

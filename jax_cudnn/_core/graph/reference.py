@@ -90,6 +90,8 @@ def _biased(spec: GraphSpec) -> dict[str, str]:
     for call in (call for call in spec.calls if call.node.adds):
         dtype = spec.tensor(call.outputs[0][1]).dtype
         for product in (name for _, name in call.inputs if name in makers and reads[name] == 1):
+            if not spec.is_bias(call, makers[product]):
+                continue
             operands = {name for _, name in (*call.inputs, *makers[product].inputs)} - {product}
             if dtype in _HALVES and {spec.tensor(name).dtype for name in operands} == {dtype}:
                 found[product] = dtype

@@ -149,6 +149,16 @@ class GraphSpec:
         multiplied = {name for c in products for _, name in c.inputs}
         return any(self.tensor(name).dtype == "float32" for name in multiplied)
 
+    def is_bias(self, call: Call, product: Call) -> bool:
+        """Whether a call adds one number for each column to a product of matrices, which XLA's
+        library of these can do, too."""
+        if not (call.node.adds and product.node.matrices):
+            return False
+        ((_, made),) = product.outputs
+        added = [self.tensor(name).shape for _, name in call.inputs if name != made]
+        *rows, columns = self.tensor(made).shape
+        return added == [(*(1 for _ in rows), columns)]
+
     @property
     def has_anchor(self) -> bool:
         """Whether cuDNN builds its engine around one of the nodes."""

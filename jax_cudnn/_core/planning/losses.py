@@ -128,13 +128,14 @@ def pattern(spec: GraphSpec) -> str:
         parts.insert(0, _words(["prologue", *(f"of {kind}" for kind in sorted(new))]))
     if behind := [c for i, c in enumerate(spec.calls) if i not in hearts and i not in before]:
         product = anchors[0].node.product
-        parts.append(_behind_product(behind) if product else _epilogue(spec, sets))
+        parts.append(_behind_product(spec, anchors, behind) if product else _epilogue(spec, sets))
     return " + ".join(parts)
 
 
-def _behind_product(calls: Sequence[Call]) -> str:
-    """A bias alone is a word of its own: XLA's libraries add one to their products, too."""
-    return "bias" if len(calls) == 1 and calls[0].node.adds else "epilogue"
+def _behind_product(spec: GraphSpec, anchors: Sequence[Call], behind: Sequence[Call]) -> str:
+    """A bias alone is a word of its own: XLA's library of products of matrices adds one, too."""
+    alone = len(anchors) == len(behind) == 1
+    return "bias" if alone and spec.is_bias(behind[0], anchors[0]) else "epilogue"
 
 
 def _epilogue(spec: GraphSpec, sets: CallSets) -> str:
