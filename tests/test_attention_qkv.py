@@ -64,6 +64,19 @@ def test_results_and_gradients_are_those_of_jax_nn(name, heads):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.parametrize("heads", [4, 6])
+def test_queries_whose_keys_a_mask_hides_are_those_of_jax_nn(heads):
+    qkv, along = normal((2, 9, 12, 8)), normal((2, 9, heads, 8))
+    mask = jnp.ones((2, 1, 1, 9), bool).at[1, ..., :3].set(False)
+
+    def plain(qkv):
+        return jax.nn.dot_product_attention(*parts(qkv, heads), mask=mask, is_causal=True)
+
+    got = outcome(lambda qkv: ours(qkv, heads, None, mask, is_causal=True), (qkv,), along)
+    for a, b in zip(got, outcome(plain, (qkv,), along), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
 def test_three_in_a_dimension_of_their_own():
     qkv = normal((2, 9, 3, 4, 8))
     want = ours(qkv.reshape(2, 9, 12, 8), 4, is_causal=True)

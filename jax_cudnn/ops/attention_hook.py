@@ -81,7 +81,11 @@ def attention_fn(
 
     Flax's own function computes what cuDNN has not, with a line in the debug log of the logger
     ``jax_cudnn``: weights that are sown, dropout that examples and heads share (Flax's default:
-    give ``broadcast_dropout=False``), einsums of one's own, float64, and empty arrays.
+    give ``broadcast_dropout=False``), einsums of one's own, float64, and empty arrays. It refuses a
+    ``dropout_rate`` outside of [0, 1).
+
+    A query that sees no key by ``is_causal``, window or lengths alone gives 0; where ``mask`` hides
+    all that they leave, the mean of all values, as in Flax (here of those within the lengths).
 
     Raises:
         GraphError: shapes or arguments do not fit; ``others`` where Flax's function computes.
@@ -100,7 +104,7 @@ def attention_fn(
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     else:
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    rate = 0.0 if deterministic else dropout_rate
+    rate = 0.0 if deterministic and 0 <= dropout_rate < 1 else dropout_rate
     einsums = {
         "einsum_dot_general": einsum_dot_general,
         "qk_attn_weights_einsum": qk_attn_weights_einsum,
@@ -172,6 +176,8 @@ def _flaxs_reason(
         return "the attention weights are sown"
     if any(einsums.values()):
         return "an einsum of one's own"
+    if not 0 <= rate < 1:
+        return f"the dropout_rate {rate}"
     if rate and broadcast_dropout:
         return "dropout that examples and heads share"
     if str(query.dtype) not in FLOATS:

@@ -18,9 +18,7 @@ from .score_mod import ScoreMod, check_function
 BY_TOKEN = (0, 2, 1, 3)
 """(B, H, S, D) in the memory of (B, S, H, D), and back."""
 Aval = jax.Array | jax.ShapeDtypeStruct
-# Of the largest number: of float32 and bfloat16 it absorbs the scores, so that softmax of a row
-# with nothing else is uniform; of float16 it rounds them to multiples of 2**-8.
-_MASKED = -0.7
+_MASKED = -0.7  # of the largest number
 
 
 def operand(name: str, x: Any, rank: int, heads_first: bool = False) -> jax.Array:
@@ -131,14 +129,11 @@ def without_keys(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Ar
     return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
 
 
-def additive(bias: Any, mask: Any, query: Aval, key: Aval) -> jax.Array | None:
-    """What is added to the scores for both, with rank 4."""
-    scores = _scores(query, key)
-    bias, mask = (_broadcasting(n, x, scores) for n, x in (("bias", bias), ("mask", mask)))
-    if bias is not None:
-        _check_bias(bias)
+def masking(mask: Any, query: Aval, key: Aval) -> jax.Array | None:
+    """The mask with rank 4; GraphTypeError where it is none."""
     if mask is None:
-        return bias if bias is None else bias.astype(query.dtype)
+        return None
+    mask = broadcasting("mask", mask, query, key)
     if mask.dtype != jnp.bool_:
         raise GraphTypeError(
             "mask is not boolean",
@@ -146,9 +141,24 @@ def additive(bias: Any, mask: Any, query: Aval, key: Aval) -> jax.Array | None:
             got=f"{mask.dtype}{list(mask.shape)}",
             fix="give an additive mask as bias",
         )
-    largest = float(jnp.finfo(query.dtype).max)
-    seen = jnp.zeros((), query.dtype) if bias is None else bias.astype(query.dtype)
-    return jnp.where(mask, seen, jnp.asarray(_MASKED * largest, query.dtype))
+    return mask
+
+
+def additive(bias: Any, mask: jax.Array | None, query: Aval, key: Aval) -> jax.Array | None:
+    """What is added to the scores for a bias and what :func:`masking` gives, with rank 4."""
+    if bias is not None:
+        bias = broadcasting("bias", bias, query, key)
+        _check_bias(bias)
+        bias = bias.astype(query.dtype)
+    if mask is None:
+        return bias
+    seen = jnp.zeros((), query.dtype) if bias is None else bias
+    return jnp.where(mask, seen, jnp.asarray(unseen(query.dtype), query.dtype))
+
+
+def unseen(dtype: Any) -> float:
+    """The score of a key that a mask hides; rows of nothing else are attention_hidden's."""
+    return _MASKED * float(jnp.finfo(dtype).max)
 
 
 def _check_bias(bias: jax.Array) -> None:
@@ -174,9 +184,9 @@ def modification(
     from .score_mod_written import written  # importing jax_cudnn does without
 
     check_function(function)
-    scores, found, truths = _scores(query, key), [], []
+    found, truths = [], []
     for i, given in enumerate(operands):
-        x = _broadcasting(f"score_mod_operands[{i}]", given, scores)
+        x = None if given is None else broadcasting(f"score_mod_operands[{i}]", given, query, key)
         if x is None or jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise GraphTypeError(
                 f"score_mod_operands[{i}] is no array of numbers", got=repr(given)[:200]
@@ -187,7 +197,7 @@ def modification(
         elif jnp.issubdtype(x.dtype, jnp.integer):
             x = x.astype(jnp.int32)
         found.append(x.astype(jnp.float32) if x.dtype.itemsize == 8 else x)
-    mod, read = written(function, found, scores, band, lengths, tuple(truths))
+    mod, read = written(function, found, _scores(query, key), band, lengths, tuple(truths))
     return mod, tuple(read)
 
 
@@ -196,10 +206,9 @@ def _scores(query: Aval, key: Aval) -> tuple[int, ...]:
     return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
 
 
-def _broadcasting(name: str, x: Any, scores: tuple[int, ...]) -> jax.Array | None:
-    if x is None:
-        return None
-    x = jnp.asarray(x)
+def broadcasting(name: str, x: Any, query: Aval, key: Aval) -> jax.Array:
+    """With rank 4; GraphError for what does not broadcast to the scores."""
+    x, scores = jnp.asarray(x), _scores(query, key)
     shape = (*(1,) * (4 - x.ndim), *x.shape)
     if x.ndim > 4 or any(a not in (1, b) for a, b in zip(shape, scores, strict=True)):
         raise GraphError(

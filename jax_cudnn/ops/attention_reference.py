@@ -38,6 +38,13 @@ class Band:
     right: int | None = None
     bottom_right: bool = False
 
+    def sees(self, i: jax.Array, j: jax.Array, more_keys: Any) -> Any:
+        """Whether queries at ``i`` see keys at ``j``, where so many more keys than queries are."""
+        at, seen = i + (more_keys if self.bottom_right else 0), True
+        if self.left is not None:
+            seen &= j > at - self.left
+        return seen if self.right is None else seen & (j <= at + self.right)
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -170,17 +177,14 @@ class Attention:
             for name, whole in (("seq_len_q", queries), ("seq_len_kv", keys))
         ]
         i = (first + jnp.arange(count))[:, None] + _length(arrays.get("first"), 0)
-        at, j = self._positions(arrays, first, count)
+        j = jnp.arange(keys)[None, :]
         seen = (i < lengths[0]) & (j < lengths[1])
+        seen &= self.band.sees(i, j, lengths[1] - lengths[0])
         if "block_mask" in arrays:
             tiles = extras.seen_tiles(arrays["block_mask"], i[:, 0], keys)
             of_keys = arrays["k"].shape[1]
             groups = of_keys, arrays["q"].shape[1] // of_keys
             seen &= tiles.reshape(tiles.shape[0], *groups, *tiles.shape[2:])
-        if self.band.left is not None:
-            seen &= j > at - self.band.left
-        if self.band.right is not None:
-            seen &= j <= at + self.band.right
         return seen
 
     def _positions(self, arrays: Arrays, first: jax.Array, count: int) -> tuple[Any, jax.Array]:

@@ -19,6 +19,7 @@ from .attention_operands import (
     by_token,
     check_operands,
     lengths_of,
+    masking,
     modification,
     operand,
     scaled,
@@ -166,11 +167,12 @@ def dot_product_attention(
 
     Where it differs from ``jax.nn``: a query that sees no key by ``is_causal``, window or lengths
     gives 0 and a residual of -inf, as cuDNN's kernels do (jax.nn's "xla" gives the mean of all
-    values). Where ``mask`` hides all keys that ``is_causal``, window and lengths leave, it gives
-    the mean of those keys' values (jax.nn: of all). In float16 it is rather the result without
-    the mask: -0.7 * 65504, which is added to the scores, leaves their digits down to 2**-8. A bias
-    of -inf for all keys gives 0 (jax.nn: NaN), and one in float32 is rounded to query's dtype
-    (jax.nn adds it in float32). The residual is float32, and differentiated. With a sink, the
+    values). Where ``mask`` hides all keys that these leave, it gives the mean of all values, as
+    jax.nn (here of those within the lengths, and 0 with a sink). A bias of -inf for all keys gives
+    0 (jax.nn: NaN); one of large negative numbers for all keys of a query has inexact gradients,
+    from about -1e5 on wrong ones, because the backward reads the logarithm of the row's sum in
+    float32: say it by ``mask``. A bias in float32 is rounded to query's dtype (jax.nn adds it in
+    float32). The residual is float32, and differentiated. With a sink, the
     residual contains it, and is the sink where a query sees no key.
 
     ``options=Options(deterministic=True)`` gives gradients that are the same in each run. cuDNN's
@@ -193,6 +195,7 @@ def dot_product_attention(
         (2, 128, 8, 64)
     """
     from .attention_arguments import further, with_sinks_alone  # importing jax_cudnn does without
+    from .attention_hidden import hidden, shown, with_means
 
     is_causal, bottom_right, alibi, heads_first, return_residual = flags(
         is_causal=is_causal,
@@ -212,24 +215,28 @@ def dot_product_attention(
         right = 0
     if not heads_first:
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    lengths = lengths_of(query_seq_lengths, key_value_seq_lengths, queries, keys)
+    lengths = ends = lengths_of(query_seq_lengths, key_value_seq_lengths, queries, keys)
+    band = Band(left, right, bottom_right)
     rate, extras = further(
         queries, keys, dropout_rate, dropout_rng, sink, alibi, block_mask, is_causal
     )
     operands = listed(score_mod_operands)
     if score_mod is not None or operands:
-        band = Band(left, right, bottom_right)
         if alibi or sink is not None:  # XLA runs it, with a band and lengths of its own
-            hidden = Band(), ()
+            limits = Band(), ()
         else:  # they become a part of the function
-            hidden, lengths = (band, lengths or ()), None
+            limits, lengths = (band, lengths or ()), None
             left, right, bottom_right = None, None, False
-        score_mod, operands = modification(score_mod, operands, queries, keys, *hidden)
+        score_mod, operands = modification(score_mod, operands, queries, keys, *limits)
+    mask, rows = masking(mask, queries, keys), None
+    if sink is None:  # or else the sink is what such a query sees
+        rows = hidden(mask, queries, keys, band=band, lengths=ends, block_mask=block_mask)
     out, statistic = chosen(ATTENTION, options, None, implementation)(
-        q, k, v, additive(bias, mask, queries, keys), lengths, extras, operands,
+        q, k, v, additive(bias, shown(mask, rows), queries, keys), lengths, extras, operands,
         scale=float(scale), left=left, right=right, bottom_right=bottom_right,
         alibi=alibi, dropout=rate, score_mod=score_mod, heads_first=heads_first,
     )  # fmt: skip
+    out, statistic = with_means(out, statistic, v, rows, ends)
     out = out if heads_first else jnp.swapaxes(out, 1, 2)
     if not return_residual:
         return out if rank == 4 else out[0]

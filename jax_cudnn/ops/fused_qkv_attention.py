@@ -14,7 +14,8 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, flags, floating, number
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .attention_operands import additive, check_size, lengths_of, window_bounds
+from .attention_operands import additive, check_size, lengths_of, masking, window_bounds
+from .attention_reference import Band
 
 
 def _qkv(g, qkv, bias, lengths, *, heads, **attributes):
@@ -92,6 +93,8 @@ def dot_product_attention_qkv(
         >>> jc.ops.dot_product_attention_qkv(qkv, 8, is_causal=True).shape
         (2, 128, 8, 64)
     """
+    from .attention_hidden import hidden, shown, with_means  # importing jax_cudnn does without
+
     is_causal, bottom_right, return_residual = flags(
         is_causal=is_causal, bottom_right=bottom_right, return_residual=return_residual
     )
@@ -101,15 +104,22 @@ def dot_product_attention_qkv(
     left, right = window_bounds(local_window_size)
     b, t, _, size = qkv.shape
     query, key = (jax.ShapeDtypeStruct((b, t, n, size), qkv.dtype) for n in (heads, of_keys))
+    ends = lengths_of(query_seq_lengths, key_value_seq_lengths, query, key)
+    right = 0 if is_causal else right
+    mask = masking(mask, query, key)
+    rows = hidden(mask, query, key, band=Band(left, right, bottom_right), lengths=ends)
     out, statistic = chosen(QKV, options, None, implementation)(
-        qkv, additive(bias, mask, query, key),
-        lengths_of(query_seq_lengths, key_value_seq_lengths, query, key),
+        qkv, additive(bias, shown(mask, rows), query, key), ends,
         heads=heads,
         attn_scale=scale,
         diagonal_alignment=BOTTOM_RIGHT if bottom_right else TOP_LEFT,
         diagonal_band_left_bound=left,
-        diagonal_band_right_bound=0 if is_causal else right,
+        diagonal_band_right_bound=right,
     )  # fmt: skip
+    if rows is not None:
+        values = jnp.swapaxes(qkv[:, :, -of_keys:], 1, 2)
+        out, statistic = with_means(jnp.swapaxes(out, 1, 2), statistic, values, rows, ends)
+        out = jnp.swapaxes(out, 1, 2)
     return (out, jnp.swapaxes(statistic[..., 0], 1, 2)) if return_residual else out
 
 
