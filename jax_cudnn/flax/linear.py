@@ -15,7 +15,8 @@ from opt_einsum.parser import parse_einsum_input
 
 from .. import ops
 from ..ops.epilogue import Activation
-from .layer import Layer, finished, unknown_precision
+from ..ops.sharded import merged_or_plain
+from .layer import Layer, finished, unknown
 from .operands import Operands
 
 Pairs = tuple[tuple[int, ...], tuple[int, ...]]
@@ -52,7 +53,7 @@ class Linear(Layer, nnx.Linear):
     def unfused(self) -> str | None:
         if self.dot_general is not lax.dot_general:
             return "it has a dot_general of its own"
-        return unknown_precision(self.precision)
+        return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         operands = None if out_sharding is not None else of_rows(self, inputs)
@@ -87,9 +88,9 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
 
     @property
     def unfused(self) -> str | None:
-        if self.dot_general is not None or self.dot_general_cls is not None:
+        if self.dot_general not in (None, lax.dot_general) or self.dot_general_cls is not None:
             return "it has a dot_general of its own"
-        return unknown_precision(self.precision)
+        return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         operands = None if out_sharding is not None else _operands(self, inputs)
@@ -143,7 +144,7 @@ class Einsum(Layer, nnx.Einsum):
     def unfused(self) -> str | None:
         if self.einsum_op is not jnp.einsum:
             return "it has an einsum_op of its own"
-        return unknown_precision(self.precision)
+        return unknown(self.dtype, self.precision)
 
     def __call__(
         self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
@@ -200,7 +201,8 @@ def _product(
     (of_x, of_kernel), (batch, _) = numbers
     rows, columns = x.shape[: x.ndim - len(of_x)], kernel.shape[len(of_kernel) :]
     last = of_x == tuple(range(len(rows), x.ndim))
-    if of_x and last and not batch and of_kernel == tuple(range(len(of_kernel))):
+
+    def matrices() -> jax.Array:
         depth = math.prod(x.shape[len(rows) :])
         y = ops.matmul(
             x.reshape(*rows, depth),
@@ -211,8 +213,21 @@ def _product(
             preferred_element_type=out,
         )
         return y.reshape(*rows, *columns)
-    y = ops.dot_general(x, kernel, numbers, precision, preferred_element_type=np.dtype(out))
-    return finished(y, activation, bias)
+
+    def plain() -> jax.Array:
+        y = ops.dot_general(x, kernel, numbers, precision, preferred_element_type=np.dtype(out))
+        return finished(y, activation, bias)
+
+    if not (of_x and last and not batch and of_kernel == tuple(range(len(of_kernel)))):
+        return plain()
+    return merged_or_plain(
+        "linear",
+        matrices,
+        plain,
+        groups=[x.shape[len(rows) :], columns],
+        operands=[x, kernel, bias],
+        auto=activation is None,
+    )
 
 
 def _letters(equation: str | None, operands: Operands) -> tuple[str, str, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ from .._core.graph.trace import GraphFunction
 from ..ops import epilogue
 from ..ops.arguments import chosen
 from ..ops.epilogue import Activation
+from ..ops.sharded import merged_or_plain
 from .layer import finished
 from .linear import Linear, of_rows
+from .operands import Operands
 
 
 def _gated(g, x, kernel, bias, gate, *, activation, out):
@@ -71,11 +74,25 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = self.gate(x), self.up
-        plain = type(up) is Linear and up.activation is None
-        found = of_rows(up, x) if plain else None
+        plain = functools.partial(self._plain, gate, x)
+        found = of_rows(up, x) if type(up) is Linear and up.activation is None else None
         if found is None or gate.dtype.name != found.out or gate.shape != found.shape:
-            return self.down(finished(gate, self.activation) * up(x))
-        y = chosen(GATED, precision=up.precision)(
+            return self.down(plain())
+        gated = merged_or_plain(
+            "gated_mlp",
+            functools.partial(self._gated, gate, found),
+            plain,
+            groups=[x.shape[:-1]],
+            operands=[found.x, found.kernel, gate],
+            auto=False,
+        )
+        return self.down(gated)
+
+    def _plain(self, gate: jax.Array, x: jax.Array) -> jax.Array:
+        return finished(gate, self.activation) * self.up(x)
+
+    def _gated(self, gate: jax.Array, found: Operands) -> jax.Array:
+        y = chosen(GATED, precision=self.up.precision)(
             found.x.reshape(1, -1, found.x.shape[-1]),
             found.kernel[None],
             None if found.bias is None else found.bias[None, None],
@@ -83,4 +100,4 @@ class GatedMLP(nnx.Module):
             activation=self.activation,
             out=found.out,
         )
-        return self.down(y.reshape(gate.shape))
+        return y.reshape(gate.shape)

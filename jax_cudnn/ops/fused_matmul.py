@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,14 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.dims import packed_strides
 from .._core.graph.dtypes import FLOATS, PRODUCTS, canonical
-from .._core.graph.options import Options
+from .._core.graph.options import Options, lax_precision
+from .._core.graph.promotion import product_operands
 from .._core.graph.trace import GraphFunction
+from .._core.implementation import CUDNN
 from . import epilogue
 from .arguments import chosen, out_dtype, promoted
 from .epilogue import Activation, Terms
+from .sharded import merged_or_plain
 
 
 def _product(g, a, b, scale, bias, residual, *, orders, activation, out):
@@ -73,6 +76,13 @@ def matmul(
     float16 with int8 or float8; accumulated in float32 (int8: int32). The epilogue computes in
     float32 and rounds once.
 
+    On a mesh, dimensions that are merged may be sharded. Where that is no valid reshape of explicit
+    axes, ``jnp.matmul`` computes, with its sharding of the result; the product is rounded to the
+    result's dtype, and the epilogue comes behind it. Of a mesh with automatic axes no type says
+    what they shard: a product without an epilogue, or with a bias alone, is XLA's there, unless
+    options or "cudnn" ask otherwise; with others, XLA gathers what it cannot merge. The debug log
+    of the logger ``jax_cudnn`` says so. Inside of ``jax.shard_map`` neither is the case.
+
     Raises:
         GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
         UnsupportedGraphError: with ``implementation="cudnn"``, compiled for a GPU on which cuDNN
@@ -113,24 +123,88 @@ def matmul(
             "the leading dimensions of matmul's operands do not broadcast",
             got=f"{a.shape} and {b.shape}",
         ) from None
-    if math.prod(b.shape[:-2]) == 1 and not transpose_a:
-        a, b = a.reshape(1, -1, k), b.reshape(1, *b.shape[-2:])
-    else:
-        a, b = (_batched(x, lead) for x in (a, b))
     result = (*lead, *(() if one_row else (m,)), *(() if one_column else (n,)))
     terms = Terms.of(scale, bias, residual, activation, shape=result, features=n, rank=3, axis=2)
-    if terms.residual is not None:
-        rows = a.shape[-1 if transpose_a else -2]
-        terms = terms._replace(residual=terms.residual.reshape(-1, rows, n))
-    y = chosen(_MATMUL, options, precision, implementation)(
-        jnp.swapaxes(a, 1, 2) if transpose_a else a,
-        jnp.swapaxes(b, 1, 2) if transpose_b else b,
-        *terms[:3],
-        orders=tuple(_TRANSPOSED if t else _ROW_MAJOR for t in (transpose_a, transpose_b)),
-        activation=terms.activation,
-        out=_out_dtype(a, b, preferred_element_type, terms.given),
+    product = _Product(
+        chosen(_MATMUL, options, precision, implementation),
+        a,
+        b,
+        terms,
+        (transpose_a, transpose_b),
+        lead,
+        result,
+        _out_dtype(a, b, preferred_element_type, terms.given),
     )
-    return y.reshape(result)
+    return merged_or_plain(
+        "matmul",
+        product.fused,
+        product.plain,
+        groups=[(*lead, m) if product.one_matrix else lead],
+        operands=[a, b, terms.residual],
+        auto=options is None and implementation != CUDNN and not terms._replace(bias=None).given,
+    )
+
+
+class _Product(NamedTuple):
+    """A product of matrices with its epilogue, in two ways."""
+
+    function: GraphFunction
+    a: jax.Array
+    b: jax.Array
+    terms: Terms
+    transposed: tuple[bool, bool]
+    lead: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of the result."""
+    out: str
+
+    @property
+    def one_matrix(self) -> bool:
+        """Whether all leading dimensions of a are rows of one product."""
+        return math.prod(self.b.shape[:-2]) == 1 and not self.transposed[0]
+
+    def fused(self) -> jax.Array:
+        """By the graph, whose arrays have rank three: leading dimensions are merged."""
+        a, b, terms = self.a, self.b, self.terms
+        if self.one_matrix:
+            a, b = a.reshape(1, -1, a.shape[-1]), b.reshape(1, *b.shape[-2:])
+        else:
+            a, b = (_batched(x, self.lead) for x in (a, b))
+        a, b = _upright(a, b, self.transposed)
+        if terms.residual is not None:
+            residual = terms.residual.reshape(-1, a.shape[1], b.shape[2])
+            terms = terms._replace(residual=residual)
+        orders = tuple(_TRANSPOSED if t else _ROW_MAJOR for t in self.transposed)
+        activation, out = terms.activation, self.out
+        y = self.function(a, b, *terms[:3], orders=orders, activation=activation, out=out)
+        return y.reshape(self.shape)
+
+    def plain(self) -> jax.Array:
+        """By lax, all dimensions as they are. 16-bit products round before their epilogue: their
+        gradients are then products of 16 bits, too."""
+        a, b = product_operands(*_upright(self.a, self.b, self.transposed))
+        precision = self.function.options.precision
+        precision = precision and lax_precision(precision)
+        dtype = a.dtype if a.dtype.name in (self.out, "int32") else "float32"
+        y = jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
+        terms = self.terms
+        if terms.residual is not None:
+            terms = terms._replace(residual=terms.residual.reshape(y.shape))
+        for name in ("scale", "bias"):  # of rank three
+            if isinstance(x := getattr(terms, name), jax.Array):
+                terms = terms._replace(**{name: x.reshape(*(1,) * (y.ndim - 1), x.shape[-1])})
+        bias, others = terms.bias, terms._replace(bias=None)
+        if isinstance(bias, jax.Array) and bias.dtype == y.dtype == self.out and not others.given:
+            return (y + bias).reshape(self.shape)  # XLA's library adds it in float32, then rounds
+        return epilogue.apply_outside(y, terms, self.out).reshape(self.shape)
+
+
+def _upright(
+    a: jax.Array, b: jax.Array, transposed: tuple[bool, bool]
+) -> tuple[jax.Array, jax.Array]:
+    """As (..., m, k) and (..., k, n)."""
+    a, b = (jnp.swapaxes(x, -2, -1) if t else x for x, t in zip((a, b), transposed, strict=True))
+    return a, b
 
 
 def _matrix(x: jax.Array, transposed: bool) -> tuple[int, int]:

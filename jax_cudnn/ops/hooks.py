@@ -18,6 +18,7 @@ from .arguments import chosen, numbers, promoted, transpose
 from .fused_conv import CONV, CONV_TRANSPOSE, dilated
 from .fused_matmul import DOT_GENERAL
 from .patches import as_patches
+from .sharded import merged_or_plain
 
 log = logging.getLogger("jax_cudnn")
 
@@ -138,7 +139,8 @@ def dot_general(
     free dimensions that lie together in memory are read where they are; others are copied
     together first. What cuDNN has no operation for (no contracted dimension, float32 at a
     precision that forbids TF32, integers without ``preferred_element_type``, float64 and complex,
-    an ``out_sharding``) is lax's, with a line in the debug log of the logger ``jax_cudnn``.
+    an ``out_sharding``) is lax's, with a line in the debug log of the logger ``jax_cudnn``; and so
+    is one of dimensions that a mesh shards, as in :func:`jax_cudnn.ops.matmul`.
 
     Raises: what lax raises for wrong arguments; UnsupportedGraphError under
     ``jax_cudnn.implementation("cudnn")`` on a GPU on which cuDNN has no engine.
@@ -174,18 +176,30 @@ def dot_general(
     if reason is not None:
         return plain(reason)
     lhs, rhs = promoted(lhs, rhs)
+    both = (lhs, lhs_batch, lhs_contract), (rhs, rhs_batch, rhs_contract)
+    groups = ((x, group) for x, *axes in both for group in _groups(x, *axes))
+    return merged_or_plain(
+        "dot_general",
+        functools.partial(
+            _collapsed_product, lhs, rhs, dimension_numbers, precision, canonical(aval.dtype)
+        ),
+        laxs,
+        groups=[[x.shape[axis] for axis in group] for x, group in groups],
+        operands=[lhs, rhs],
+        auto=True,
+    )
+
+
+def _collapsed_product(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any, out: str
+) -> jax.Array:
+    """By the graph, which has one dimension for each group of them."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     a, a_order, a_free = _collapsed(lhs, lhs_batch, lhs_contract, contract_last=True)
     b, b_order, b_free = _collapsed(rhs, rhs_batch, rhs_contract, contract_last=False)
-    y = chosen(DOT_GENERAL, None, precision)(
-        a,
-        b,
-        None,
-        None,
-        None,
-        orders=(a_order, b_order),
-        activation=None,
-        out=canonical(aval.dtype),
-    )
+    orders = a_order, b_order
+    function = chosen(DOT_GENERAL, None, precision)
+    y = function(a, b, None, None, None, orders=orders, activation=None, out=out)
     return y.reshape(*(lhs.shape[i] for i in lhs_batch), *a_free, *b_free)
 
 
@@ -202,6 +216,12 @@ def _result_is_laxs(lhs: jax.Array, rhs: jax.Array, aval: Any) -> str | None:
     return None
 
 
+def _groups(x: jax.Array, batch: Sequence[int], contract: Sequence[int]) -> list[tuple[int, ...]]:
+    """Its batch, contracted and free dimensions."""
+    free = tuple(axis for axis in range(x.ndim) if axis not in (*batch, *contract))
+    return [tuple(batch), tuple(contract), free]
+
+
 def _collapsed(
     x: jax.Array, batch: Sequence[int], contract: Sequence[int], contract_last: bool
 ) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
@@ -211,8 +231,7 @@ def _collapsed(
     Where the three groups lie one after the other in the array, its own order is kept: the
     transpose here is undone by the layout that the call asks for, so that nothing is copied.
     """
-    batch, contract = tuple(batch), tuple(contract)
-    free = tuple(axis for axis in range(x.ndim) if axis not in (*batch, *contract))
+    batch, contract, free = _groups(x, batch, contract)
     middle, last = (free, contract) if contract_last else (contract, free)
     groups = {0: batch, 1: middle, 2: last}
     sizes = {i: math.prod(x.shape[axis] for axis in group) for i, group in groups.items()}

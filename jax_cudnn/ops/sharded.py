@@ -1,0 +1,67 @@
+"""Dimensions that graphs merge into one, and that a mesh may shard."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from .._core import compat
+from .._core.implementation import CUDNN, current
+
+log = logging.getLogger("jax_cudnn")
+
+
+def merged_or_plain(
+    name: str,
+    merged: Callable[[], jax.Array],
+    plain: Callable[[], jax.Array],
+    *,
+    groups: Sequence[Sequence[int]],
+    operands: Sequence[jax.Array | None],
+    auto: bool,
+) -> jax.Array:
+    """What ``merged`` computes; on a mesh that may shard what it merges, what ``plain`` does.
+
+    Args:
+        name: what is computed, for the debug log.
+        merged: computes with some dimensions merged.
+        plain: computes the same with all dimensions as they lie, and shards the result by lax's
+            rules.
+        groups: the sizes of dimensions that become one.
+        operands: the arrays that both compute with.
+        auto: whether ``plain`` is to be taken on axes that are the compiler's (Auto), too. No type
+            says what they shard, and where that is merged behind another dimension XLA gathers it.
+    """
+    if not any(sum(size > 1 for size in group) > 1 for group in groups):
+        return merged()
+    avals = [jax.typeof(x) for x in operands if x is not None]
+    meshes = {jax.sharding.get_abstract_mesh(), *(aval.sharding.mesh for aval in avals)}
+    if any(axis for aval in avals for axis in aval.sharding.spec) and not _alike(merged, plain):
+        reason = "a mesh shards dimensions that would be merged"
+    elif auto and current() != CUDNN and any(map(_partitions, meshes)):
+        reason = "XLA partitions it along a mesh"
+    else:
+        return merged()
+    log.debug("%s: XLA runs it: %s", name, reason)
+    return plain()
+
+
+def _alike(merged: Callable[[], jax.Array], plain: Callable[[], jax.Array]) -> bool:
+    """Whether both shard their results alike on explicit axes; so, too, where lax has no rule."""
+    try:
+        wanted = jax.typeof(jax.eval_shape(plain))
+    except compat.ShardingTypeError:
+        return True
+    try:
+        made = jax.typeof(jax.eval_shape(merged))
+    except compat.ShardingTypeError:
+        return False
+    return made.sharding.spec == wanted.sharding.spec
+
+
+def _partitions(mesh: AbstractMesh) -> bool:
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return any(size > 1 and kind is AxisType.Auto for size, kind in axes)

@@ -1,0 +1,264 @@
+"""Products of arrays that a mesh shards along dimensions that a graph merges into one."""
+
+import collections
+import functools
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax_cases import assert_near, followed
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_cudnn as jc
+import jax_cudnn.flax as jnn
+
+TOKENS = (4, 6, 8)
+NUMBERS = (((2,), (0,)), ((), ()))
+KINDS = pytest.mark.parametrize(
+    "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
+COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(")
+pytestmark = pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs 4 (host) devices")
+
+
+class Gated(nnx.Module):
+    """Flax's layers of ``jnn.GatedMLP``."""
+
+    def __init__(self, features, hidden, rngs):
+        inner = functools.partial(nnx.Linear, features, hidden, use_bias=False)
+        self.gate, self.up = inner(rngs=rngs), inner(rngs=rngs)
+        self.down = nnx.Linear(hidden, features, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+# What is ours, and what stands for it: layers, or functions of x and a matrix.
+LAYERS = {
+    "linear": (jnn.Linear, nnx.Linear, (8, 8)),
+    "linear relu": (
+        functools.partial(jnn.Linear, activation="relu"),
+        followed(nnx.Linear, "relu"),
+        (8, 8),
+    ),
+    "linear general": (jnn.LinearGeneral, nnx.LinearGeneral, (8, (4, 2))),
+    "gated mlp": (jnn.GatedMLP, Gated, (8, 16)),
+}
+FUNCTIONS = {
+    "matmul": (jc.ops.matmul, jnp.matmul),
+    "dot_general": (
+        lambda x, w: jc.ops.dot_general(x, w, NUMBERS),
+        lambda x, w: jax.lax.dot_general(x, w, NUMBERS),
+    ),
+}
+FUSED = ("linear relu", "gated mlp")
+"""With an epilogue, for which dimensions are merged on axes that are the compiler's."""
+
+
+def random(*shape, dtype="float32", seed=1):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def pair(name):
+    """Two functions of x and parameters, ours and what stands for it, and the parameters."""
+    if name in FUNCTIONS:
+        return FUNCTIONS[name], random(8, 8)
+    *classes, arguments = LAYERS[name]
+    parts = [nnx.split(cls(*arguments, rngs=nnx.Rngs(0))) for cls in classes]
+    functions = [lambda x, state, graph=graph: nnx.merge(graph, state)(x) for graph, _ in parts]
+    return functions, parts[0][1]
+
+
+def mesh(kind):
+    return jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2))
+
+
+def step(function, *arrays):
+    """A result and the gradients of a sum of it, and how often devices exchange what for them."""
+
+    def loss(*arrays):
+        y = function(*arrays)
+        return jnp.sum(jnp.sin(y.astype("float32"))), y
+
+    made = jax.jit(jax.grad(loss, (*range(len(arrays)),), has_aux=True)).lower(*arrays).compile()
+    return made(*arrays), collections.Counter(COLLECTIVE.findall(made.as_text()))
+
+
+def specs(tree):
+    return [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
+
+
+def graphs(function, *arrays):
+    """How many graphs of ours a program holds."""
+    return str(jax.make_jaxpr(function)(*arrays)).count("cudnn[")
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P("data", "model")], ids=str)
+@KINDS
+@pytest.mark.parametrize("name", [*LAYERS, *FUNCTIONS])
+def test_tokens_are_sharded_as_for_lax(name, kind, spec):
+    functions, parameters = pair(name)
+    with mesh(kind):
+        x = jax.device_put(random(*TOKENS), spec)
+        (got, ours), (want, theirs) = (step(f, x, parameters) for f in functions)
+    assert_near(got, want)
+    assert specs(got) == specs(want)
+    if kind is AxisType.Explicit or name not in FUSED:
+        assert ours == theirs
+
+
+# Where x, the weights and the result lie.
+SHARDED = {
+    "columns": (P("data"), P(None, "model"), P("data", None, "model")),
+    "columns beside tokens": (P(None, "data"), P(None, "model"), P(None, "data", "model")),
+    "tokens over both axes": (P(None, ("data", "model")), P(), P(None, ("data", "model"), None)),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+@KINDS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_epilogue_beside_sharded_weights(dtype, kind, name):
+    x, w = random(4, 8, 16, dtype=dtype), random(16, 8, dtype=dtype, seed=2) / 4
+    scale, bias = random(8, seed=3), random(8, dtype=dtype, seed=4)
+    residual = random(4, 8, 8, dtype=dtype, seed=5)
+
+    def ours(x, w, scale, bias, residual):
+        terms = {"scale": scale, "bias": bias, "residual": residual}
+        return jc.ops.matmul(x, w, activation="gelu", **terms)
+
+    def plain(*arrays):
+        x, w, scale, bias, residual = (a.astype("float32") for a in arrays)
+        return jax.nn.gelu(x @ w * scale + bias + residual)
+
+    of_x, of_w, of_y = SHARDED[name]
+    of_features = P(of_y[-1])
+    arrays, places = (x, w, scale, bias, residual), (of_x, of_w, of_features, of_features, of_y)
+    want, _ = step(plain, *arrays)
+    with mesh(kind):
+        got, _ = step(ours, *map(jax.device_put, arrays, places))
+    assert_near(got, want, 1e-5 if dtype == "float32" else 2e-2)
+    if kind is AxisType.Explicit:
+        assert specs(got[1]) == [of_y]
+
+
+@pytest.mark.parametrize("place", [P(None, "model"), P(None, None, "model")], ids=str)
+@pytest.mark.parametrize("activation", [None, "relu"])
+@KINDS
+def test_kernels_that_are_sharded_by_heads(kind, activation, place):
+    given = {} if activation is None else {"activation": activation}
+    behind = getattr(jax.nn, str(activation), lambda y: y)
+    layer = nnx.LinearGeneral(8, (4, 2), rngs=nnx.Rngs(0))
+    layer.bias[...] = random(4, 2)
+    graph, state = nnx.split(layer)
+
+    def ours(x, kernel):
+        layer = jnn.LinearGeneral(8, (4, 2), **given, rngs=nnx.Rngs(0))
+        nnx.update(layer, state | nnx.State({"kernel": kernel}))
+        return layer(x)
+
+    def theirs(x, kernel):
+        return behind(nnx.merge(graph, state | nnx.State({"kernel": kernel}))(x))
+
+    with mesh(kind):
+        arrays = jax.device_put(random(*TOKENS), P("data")), jax.device_put(random(8, 4, 2), place)
+        (got, mine), (want, laxs) = (step(f, *arrays) for f in (ours, theirs))
+    assert_near(got, want)
+    assert specs(got) == specs(want)
+    if kind is AxisType.Explicit or activation is None:
+        assert mine == laxs
+
+
+OPERANDS = {
+    "int8": ("int8", "int8", {}),
+    "int8 as float32": ("int8", "int8", {"preferred_element_type": "float32"}),
+    "float8": ("float8_e4m3fn", "float8_e5m2", {}),
+    "mixed": ("bfloat16", "int8", {}),
+    "a bias of float32": ("bfloat16", "bfloat16", {"bias": 0.5}),
+    "float32 to bfloat16": ("float32", "float32", {"preferred_element_type": "bfloat16"}),
+    "transposed": ("float32", "float32", {"transpose_a": True, "transpose_b": True}),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands_of_all_kinds_compute_as_without_a_mesh(name):
+    *dtypes, settings = OPERANDS[name]
+    run = functools.partial(jc.ops.matmul, **settings)
+    arrays = [(3 * random(2, 3, 8, 8, seed=i)).astype(d) for i, d in enumerate(dtypes)]
+    want = run(*arrays)
+    with mesh(AxisType.Auto):
+        assert graphs(run, *arrays) == 0
+        got = run(*arrays)
+    assert got.dtype == want.dtype
+    assert_near(got, want, 1e-2 if want.dtype == "bfloat16" else 1e-6)
+
+
+def test_vectors_beside_sharded_arrays():
+    a, b, vector = random(2, 4, 6, 8), random(2, 4, 8, 6), random(8)
+    with mesh(AxisType.Explicit):
+        for x, w in ((a, vector), (vector, b)):
+            x, w = (y if y is vector else jax.device_put(y, P("data", "model")) for y in (x, w))
+            (got, _), (want, _) = (step(f, x, w) for f in (jc.ops.matmul, jnp.matmul))
+            assert_near(got, want)
+            assert specs(got) == specs(want)
+
+
+BATCHES = (((3,), (2,)), ((0, 1), (0, 1)))
+
+
+@KINDS
+def test_batches_of_two_dimensions(kind):
+    a, b, place = random(4, 2, 6, 8), random(4, 2, 8, 10, seed=2), P("data", "model")
+    functions = jc.ops.matmul, lambda a, b: jc.ops.dot_general(a, b, BATCHES), jnp.matmul
+    with mesh(kind):
+        arrays = jax.device_put(a, place), jax.device_put(b, place)
+        *ours, (want, laxs) = (step(f, *arrays) for f in functions)
+    for got, mine in ours:
+        assert_near(got, want)
+        assert specs(got) == specs(want)
+        assert mine == laxs
+
+
+def test_who_computes_on_a_mesh(caplog):
+    x, w = random(*TOKENS), random(8, 8)
+    plain = functools.partial(jc.ops.matmul, bias=jnp.ones(8))
+    fused = functools.partial(plain, activation="relu")
+    assert graphs(plain, x, w) == graphs(fused, x, w) == 1
+    with caplog.at_level(logging.DEBUG, logger="jax_cudnn"), mesh(AxisType.Auto):
+        assert (graphs(plain, x, w), graphs(fused, x, w)) == (0, 1)
+        assert "matmul: XLA runs it" in caplog.text
+        assert graphs(plain, x[:, 0], w) == 1  # nothing is merged
+        with jc.implementation("cudnn"):
+            assert graphs(plain, x, w) == 1
+        assert graphs(functools.partial(plain, implementation="cudnn"), x, w) == 1
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        assert graphs(plain, x, w) == 1
+    with mesh(AxisType.Auto):
+        local = jax.shard_map(
+            plain, in_specs=(P("data", "model"), P()), out_specs=P("data", "model")
+        )
+        assert graphs(local, x, w) == 1
+
+
+def test_arrays_tell_of_their_mesh():
+    made = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(random(*TOKENS), jax.NamedSharding(made, P("data")))
+    assert graphs(jc.ops.matmul, x, random(8, 8)) == 0
+
+
+@KINDS
+@pytest.mark.parametrize("terms", [("bias",), ("bias", "scale")], ids=str)
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_products_on_a_mesh_promote_no_ranks(activation, terms, kind):
+    """Some run with jax_numpy_rank_promotion="raise"."""
+    x, w = random(2, *TOKENS), random(8, 8)
+    given = {name: random(8, seed=seed) for seed, name in enumerate(terms)}
+    product = functools.partial(jc.ops.matmul, activation=activation, **given)
+    want = product(x, w)
+    with mesh(kind), jax.numpy_rank_promotion("raise"):
+        placed = jax.device_put(x, P(None, None, "model"))
+        assert_near(product(placed, w), want)
