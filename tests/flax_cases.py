@@ -71,13 +71,13 @@ CASES = {
 }
 
 
-def gradients(layer, x):
+def gradients(layer, x, **named):
     """Result and gradients, by Variables and input, of a weighted sum of the result."""
 
     @nnx.jit
     def run(layer, x):
         def loss(layer, x):
-            y = layer(x).astype(jnp.float32)
+            y = layer(x, **named).astype(jnp.float32)
             weights = jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
             return (y * weights).sum(), y
 

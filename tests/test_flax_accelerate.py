@@ -195,6 +195,55 @@ def test_report_tells_of_layers_out_of_reach():
     assert all(path.startswith("attention.") for path in (e.path for e in report.swapped))
 
 
+class Closed(nnx.Module):
+    """With functions that hold it, or a layer of it, in several ways."""
+
+    def __init__(self, rngs):
+        self.layer, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        layers = [self.layer]
+        self.named = lambda x: self.dropout(self.layer(x))
+        self.listed = nnx.Sequential(lambda x: layers[0](x), nnx.relu)
+        self.default = lambda x, layer=self.layer: layer(x)
+        self.partial = functools.partial(self.named)
+        self.compiled = jax.jit(self.method)
+        self.mapped = jax.vmap(self.method)
+        self.swapped = functools.partial(Closed.method, self)
+        self.free = jax.jit(lambda x, scale=2.0: scale * x)
+
+    def method(self, x):
+        return self.layer(x)
+
+
+def test_report_tells_of_functions_that_hold_modules():
+    ours, report = jnn.accelerate(Closed(nnx.Rngs(0)))
+    told = {entry.path: entry.why for entry in report.kept if "holds a module" in entry.why}
+    paths = {"named", "listed.layers.0", "default", "partial", "compiled", "mapped"}
+    assert {*told} == paths
+    x = jnp.ones((2, 4))
+    ours.eval()
+    close(ours.dropout(x), x)
+    assert not ours.named(x).all()  # the given one's dropout, in its mode
+    assert type(ours.swapped.args[0].layer) is jnn.Linear
+
+
+def test_laxs_dot_general_is_none_of_ones_own():
+    layer = nnx.LinearGeneral(4, 4, dot_general=jax.lax.dot_general, rngs=nnx.Rngs(0))
+    assert jnn.accelerate(layer)[1].kept == ()
+
+
+def test_layers_in_a_dtype_that_is_always_flaxs_are_kept():
+    with jax.enable_x64(True):
+        model = Block(nnx.Rngs(0), dtype="float64")
+        ours, report = jnn.accelerate(model)
+        told = {entry.path: entry.why for entry in report.kept}
+        assert {*told} == {
+            "attention",
+            *(f"attention.{n}" for n in ("query", "key", "value", "out")),
+        }
+        assert {*told.values()} == {"no graph computes in float64"}
+        assert type(ours.attention) is nnx.MultiHeadAttention
+
+
 def test_a_batch_norm_by_itself_is_kept():
     theirs = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
     ours, report = jnn.accelerate(theirs)
@@ -292,7 +341,8 @@ def test_modes_and_caches_of_the_new_model():
 
 
 @pytest.mark.deviceless
-def test_a_step_is_planned_on_cudnn():
+def test_a_step_is_planned_on_cudnn(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     theirs = nnx.eval_shape(lambda: Block(nnx.Rngs(0), dtype="bfloat16"))
     graph, state = nnx.split(jnn.accelerate(theirs)[0])
     x = jax.ShapeDtypeStruct((4, 256, 16), "bfloat16")

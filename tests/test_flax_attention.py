@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_cudnn as jc
 import jax_cudnn.flax as jnn
+from jax_cudnn.flax import joint
 
 GROUPED = {"num_kv_heads": 2, "normalize_qk": True}
 SIZES = {"qkv_features": 48, "out_features": 8, "in_kv_features": 16, "use_bias": False}
@@ -56,6 +57,12 @@ def test_masks_causality_and_batches_are_flaxs(batch):
         close(ours(x, mask=mask[:1]), theirs(x, mask=mask[:1]))
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """As where JAX has one device: kernels are whole then, traced ones too."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
 # What is one product, and what is not: settings of the layer, and of the call.
 JOINT = {
     "plain": ({}, {}),
@@ -74,7 +81,7 @@ APART = {
 
 @pytest.mark.parametrize("batch", [(2,), (2, 3)])
 @pytest.mark.parametrize("name", [*JOINT, *APART])
-def test_projections_of_the_same_inputs_are_one_product(name, batch):
+def test_projections_of_the_same_inputs_are_one_product(name, batch, one_device):
     settings, call = {**JOINT, **APART}[name]
     theirs, ours = pair("bfloat16", **settings)
     x = inputs(*batch, 40, FEATURES, dtype="bfloat16")
@@ -87,7 +94,7 @@ def test_projections_of_the_same_inputs_are_one_product(name, batch):
     assert text.count("name=matmul") == (2 if name in JOINT else 4)
 
 
-def test_projections_of_few_tokens_of_others_and_in_float32_are_three():
+def test_projections_of_few_tokens_of_others_and_in_float32_are_three(one_device):
     for dtype, shapes in (
         ("bfloat16", [(1, 8, FEATURES)]),
         ("bfloat16", [(2, 40, FEATURES), (2, 40, FEATURES)]),
@@ -99,11 +106,11 @@ def test_projections_of_few_tokens_of_others_and_in_float32_are_three():
         assert "attention_qkv" not in str(jax.make_jaxpr(lambda *x, o=ours: o(*x))(*arrays))
 
 
-# Where kernels lie: metadata, an axis of a mesh, and whether the projections are one product.
+# Where kernels lie by their metadata.
 PLACES = {
-    "heads": ((None, "model", None), ("model", None, None), False),
-    "heads without metadata": (None, None, False),
-    "nowhere": (None, None, True),
+    "heads": ((None, "model", None), ("model", None, None)),
+    "heads without metadata": (None, None),
+    "not known": (None, None),
 }
 
 
@@ -115,7 +122,7 @@ def collectives(function, *arrays):
 
 @pytest.mark.parametrize("name", PLACES)
 def test_kernels_that_devices_share_stay_apart(name):
-    inner, outer, joint = PLACES[name]
+    inner, outer = PLACES[name]
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     of = {"kernel": inner, "out_kernel": outer}
     metadata = {f"{n}_metadata": {"sharding_names": a} for n, a in of.items() if a is not None}
@@ -140,7 +147,64 @@ def test_kernels_that_devices_share_stay_apart(name):
     close(ours(x), theirs(x), within=WITHIN["bfloat16"])  # not traced: the kernels say it
     graph, state = nnx.split(ours)
     text = str(jax.make_jaxpr(lambda s, x: nnx.merge(graph, s)(x))(state, x))
-    assert ("dot_product_attention_qkv" in text) == joint
+    assert "dot_product_attention_qkv" not in text
+
+
+def by_heads(mesh, layer):
+    """A layer's graph and state, and where the state lies in tensor parallelism."""
+    graph, state = nnx.split(layer)
+
+    def place(path, _):
+        outer = "'out'" in jax.tree_util.keystr(path)
+        spec = PartitionSpec("model") if outer else PartitionSpec(None, "model")
+        return NamedSharding(mesh, spec)
+
+    return graph, state, jax.tree_util.tree_map_with_path(place, state)
+
+
+def test_kernels_that_in_shardings_place_stay_apart():
+    """Their traced types say nothing of it, nor does a mesh."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x = inputs(4, 40, FEATURES, dtype="bfloat16")
+    rows, found, counts = NamedSharding(mesh, PartitionSpec("data")), [], []
+    for layer in pair("bfloat16", use_bias=False):
+        graph, state, places = by_heads(mesh, layer)
+        run = jax.jit(lambda s, x, g=graph: nnx.merge(g, s)(x), in_shardings=(places, rows))
+        counts.append(collectives(run, state, x))
+        found.append(run(state, x))
+    assert counts[0] == counts[1]
+    assert counts[0]["all-reduce"] == sum(counts[0].values()) == 1
+    close(*found, within=WITHIN["bfloat16"])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_types_with_an_explicit_mesh_say_whether_kernels_are_whole(whole):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    theirs, ours = pair("bfloat16", use_bias=False)
+    want = theirs(inputs(4, 40, FEATURES, dtype="bfloat16"))
+    graph, state, places = by_heads(mesh, ours)
+    if whole:
+        places = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
+    state = jax.device_put(state, places)
+
+    def run(kernel, x):
+        return joint.projected([nnx.merge(graph, kernel).query] * 3, x)
+
+    with jax.set_mesh(mesh):
+        x = inputs(4, 40, FEATURES, dtype="bfloat16")
+        made = jax.eval_shape(run, state, x)
+        assert (made is not None) == whole
+        if whole:
+            got = jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, x)
+            close(got, want, within=WITHIN["bfloat16"])
+
+
+def test_kernels_of_the_host_are_whole():
+    theirs, _ = pair("bfloat16", param_dtype="float32")
+    nnx.update(theirs, jax.tree.map(np.asarray, nnx.state(theirs)))
+    ours, x = jnn.MultiHeadAttention.of(theirs), inputs(2, 40, FEATURES, dtype="bfloat16")
+    close(ours(x), theirs(x), within=WITHIN["bfloat16"])
+    assert "attention_qkv" in str(jax.make_jaxpr(lambda x: ours(x))(x))
 
 
 def test_projections_are_captured_as_flaxs():
@@ -200,6 +264,53 @@ def test_dropout(shared):
         close(results[0], ours(x, rngs=nnx.Rngs(dropout=7)))
     with pytest.raises(ValueError, match=r"deterministic|rngs"):
         pair(dropout_rate=0.5, keep_rngs=False)[1](x)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rate_that_is_none_is_flaxs(rate, deterministic, dtype, one_device):
+    """To refuse, or in some versions not."""
+    theirs, ours = pair(dtype, dropout_rate=rate, broadcast_dropout=False)
+
+    def outcome(layer):
+        try:
+            rngs = nnx.Rngs(dropout=7)
+            return layer(inputs(2, 40, FEATURES), deterministic=deterministic, rngs=rngs)
+        except ValueError as error:
+            return type(error), str(error)
+
+    got, want = outcome(ours), outcome(theirs)
+    if isinstance(want, tuple):
+        assert got == want
+    else:
+        np.testing.assert_allclose(got, want, rtol=0, atol=WITHIN[dtype])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padded_tokens_have_flaxs_results_and_gradients(is_causal):
+    """nnx.make_attention_mask hides all keys from a padded query, which a loss may read."""
+    theirs = nnx.MultiHeadAttention(4, FEATURES, decode=False, rngs=nnx.Rngs(0))
+    ours, _ = jnn.accelerate(theirs)
+    x = inputs(2, LENGTH, FEATURES)
+    valid = jnp.array([[False] * 3 + [True] * (LENGTH - 3), [True] * LENGTH])
+    mask = nnx.make_attention_mask(valid, valid, dtype=bool)
+
+    def loss(layer, x):
+        return ((layer(x, mask=mask, is_causal=is_causal) - x) ** 2).sum()
+
+    got, want = (nnx.value_and_grad(loss, argnums=(0, 1))(layer, x) for layer in (ours, theirs))
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)  # a key's bias has rounding alone
+
+
+def test_a_view_makes_no_cache():
+    """Nor does one of Flax's layer: ``page_size`` tells of init_cache."""
+    paged = jnn.MultiHeadAttention(4, FEATURES, page_size=4, decode=False, rngs=nnx.Rngs(0))
+    for layer in (pair()[0], paged):
+        view = nnx.view(layer, decode=True, batch_size=BATCH, max_length=LENGTH)
+        with pytest.raises(ValueError, match="init_cache"):
+            view(inputs()[:, :1])
 
 
 def test_sown_weights_are_flaxs():
@@ -400,16 +511,18 @@ def test_pages_take_no_mask_and_no_dropout():
 
 
 def test_pages_hold_tokens_and_no_more():
-    for size in (0, -1):
-        with pytest.raises(jc.GraphError, match="a page has no tokens"):
+    for size in (0, -1, "8", 8.5, True):
+        with pytest.raises(jc.GraphError, match="page_size is no number of tokens"):
             jnn.MultiHeadAttention(4, FEATURES, page_size=size, rngs=nnx.Rngs(0))
-        with pytest.raises(jc.GraphError, match="a page has no tokens"):
+        with pytest.raises(jc.GraphError, match="page_size is no number of tokens"):
             jnn.PagedCache(2, LENGTH, 4, 8, page_size=size)
     cache = jnn.PagedCache(2, LENGTH, 4, 8, page_size=4)
     x = inputs(2, LENGTH + 1, 4, 8)
     assert cache(*(x[:, :LENGTH],) * 3).shape == (2, LENGTH, 4, 8)
     with pytest.raises(jc.GraphError, match=f"up to {LENGTH} for an example"):
         cache(x, x, x)
+    with pytest.raises(jc.GraphError, match=r"another batch\n.*2 examples(.|\n)*init_cache"):
+        cache(x[:1, :1], x[:1, :1], x[:1, :1])
 
 
 def test_a_mask_that_hides_all_gives_the_mean_of_what_is_in_the_cache():
@@ -487,7 +600,7 @@ def attentions(function, *avals):
 
 
 @pytest.mark.deviceless
-def test_training_is_planned_on_cudnn():
+def test_training_is_planned_on_cudnn(one_device):
     run, state = step(large(is_causal=True, local_window_size=64))
     x = jax.ShapeDtypeStruct(TOKENS, "bfloat16")
     with jc.target("H200"):

@@ -56,6 +56,35 @@ def test_results_and_gradients_are_flaxs(case: Case, key):
 
 
 @named
+@pytest.mark.parametrize("kind", ["numpy in Variables", "numpy", "jax"])
+def test_arrays_of_the_host_and_without_variables(case: Case, kind, key):
+    """What a restored checkpoint may hold, or a user may put in a layer."""
+    array, raw = jnp.asarray if kind == "jax" else np.asarray, "Variables" not in kind
+    x = jax.random.normal(key, case.shape)
+    dtype = jnp.bfloat16 if case.ours is jnn.MultiHeadAttention else None
+    asked = issubclass(case.ours, jnn.LayerNorm | jnn.RMSNorm | jnn.GroupNorm | jnn.InstanceNorm)
+    found = []
+    for layer in case.both(dtype=dtype):
+        layer.eval()
+        nnx.update(layer, jax.tree.map(array, nnx.state(layer)))
+        for _, module in nnx.iter_graph(layer):
+            if raw and isinstance(module, nnx.Module):
+                held = {
+                    n: v
+                    for n, v in vars(module).items()
+                    if isinstance(v, nnx.Param | nnx.BatchStat)
+                }
+                for name, variable in held.items():
+                    setattr(module, name, nnx.data(variable[...]))
+        if raw and asked and type(layer) is case.ours.flaxs():
+            with pytest.raises(ValueError, match="ambiguous"):  # whether such a scale is true
+                layer(x)
+            layer = case.made(case.ours.flaxs())
+        found.append(layer(x))
+    assert_near(*found, 2e-5 if dtype is None else 2**-5)
+
+
+@named
 def test_bfloat16_rounds_no_worse_than_flaxs(case: Case, key):
     """Both against float32, by results and each gradient."""
     x = jax.random.normal(key, case.shape).astype(jnp.bfloat16)
@@ -117,6 +146,11 @@ def test_of_nothing_comes_nothing(case: Case):
 
 @pytest.mark.parametrize("ours", SWAPPED.values())
 def test_arguments_are_flaxs_and_ours(ours):
+    class Derived(ours):
+        def __init__(self, size, *, rngs):
+            super().__init__(size, size, rngs=rngs)
+
+    assert [*inspect.signature(Derived).parameters] == ["size", "rngs"]
     taken = list(inspect.signature(ours).parameters)
     assert taken == [*list(inspect.signature(ours.flaxs().__init__).parameters)[1:], *ours.own]
 
@@ -176,3 +210,20 @@ def test_every_public_layer_has_an_example_that_runs():
     layers = [v for v in vars(jnn).values() if inspect.isclass(v)]
     assert all("Example:" in inspect.getdoc(layer) for layer in layers)
     assert attempted >= 3 * len(layers)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        jnn.LayerNorm,
+        jnn.RMSNorm,
+        jnn.BatchNorm,
+        jnn.InstanceNorm,
+        functools.partial(jnn.GroupNorm, num_groups=1),
+    ],
+    ids=["LayerNorm", "RMSNorm", "BatchNorm", "InstanceNorm", "GroupNorm"],
+)
+def test_normalizations_take_lists(layer):
+    given = [[[1.0, 2.0], [3.0, 5.0], [4.0, 4.0]]]
+    made = layer(num_features=2, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(made(given), made(jnp.array(given)))

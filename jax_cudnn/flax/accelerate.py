@@ -19,6 +19,7 @@ from .layer import SWAPPED, Layer, shallow
 from .report import Entry, Report
 
 M = TypeVar("M", bound=nnx.Module)
+_EMPTY = types.CellType()
 _FUNCTIONS = (
     (nnx.dot_product_attention, "attention_fn"),
     (jax.nn.dot_product_attention, "dot_product_attention"),
@@ -32,9 +33,12 @@ def accelerate(model: M) -> tuple[M, Report]:
 
     The new model shares all Variables with the given one: training one trains the other. The
     given one is as before, and so are its lists, dicts and tuples. What stands in several places
-    of it, also in a cycle, does so in the new one. ``nnx.state`` of both is the same. Layers in
-    other containers than these stay Flax's, and the report says so; what a wrapped function holds
-    (``nnx.jit(self.method)``) stays Flax's, too.
+    of it, also in a cycle, does so in the new one. ``nnx.state`` of both is the same. What is no
+    Variable is of each model: ``eval()`` and ``train()``, ``init_cache``, views.
+
+    Layers in other containers than these stay Flax's. A function that holds a module (a ``lambda``
+    that names ``self``, ``jax.jit(self.method)``) goes on computing with that one: with Flax's
+    layers, and in its modes, whatever ``eval()`` of the new model says. The report tells of both.
 
     Args:
         model: a module, abstract (``nnx.eval_shape``) or not; also under ``nnx.jit``.
@@ -113,6 +117,10 @@ class _Copy:
             return functools.partial(func, *args, **named)
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nnx.Pytree):
             return types.MethodType(value.__func__, self.of(value.__self__, path))
+        if callable(value) and _holds_a_module(value, set()):
+            name = str(getattr(value, "__name__", type(value).__name__))
+            why = "a function that holds a module: it computes with that one, and in its modes"
+            self.note(path, path, name, False, why)
         return value
 
     def of_module(self, module: Any, path: tuple[str, ...]) -> Any:
@@ -158,6 +166,27 @@ class _Copy:
             if inner is function:
                 why = f"a function of your own module: jax_cudnn.ops.{ours} can stand for it"
                 self.note(path, path, function.__name__, False, why)
+
+
+def _holds_a_module(value: Any, seen: set[int]) -> bool:
+    """Whether a function reaches a module: as what it is bound to, by what it wraps, or by a
+    variable of the function that it is made in."""
+    if isinstance(value, nnx.Module):
+        return True
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    held: list[Any] = [getattr(value, name, None) for name in ("__self__", "__wrapped__")]
+    if isinstance(value, types.FunctionType):
+        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        held += [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
+    elif isinstance(value, types.MethodType):
+        held.append(value.__func__)
+    elif isinstance(value, functools.partial):
+        held += [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, (list, tuple, dict)):
+        held += value.values() if isinstance(value, dict) else value
+    return any(_holds_a_module(inner, seen) for inner in held)
 
 
 def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:

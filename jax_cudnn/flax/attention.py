@@ -14,7 +14,7 @@ from flax import nnx
 from .. import ops
 from .._core.errors import GraphError
 from . import decoding, joint
-from .layer import Layer, stand_in, unknown_precision
+from .layer import Layer, stand_in, unknown
 from .paged_cache import PagedCache, check_page_size
 
 _FLAXS = nnx.dot_product_attention
@@ -32,17 +32,19 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             of the call, True or False, says it for one call.
         local_window_size: what ``jax_cudnn.ops.dot_product_attention`` takes, or None.
         page_size: for calls with ``decode=True``: keys and values lie in pages of so many tokens
-            (``paged_cache``, a :class:`PagedCache`, which ``init_cache`` makes), or None. Calls
-            with ``decode=False`` neither read nor write pages.
+            (``paged_cache``, a :class:`PagedCache`), or None. ``init_cache`` makes them, and a
+            cache of any kind; ``nnx.view(layer, batch_size=..., max_length=...)`` makes none, of
+            Flax's layer neither. Calls with ``decode=False`` neither read nor write pages.
 
     Shapes: inputs (*batch, length, in_features), the result (*batch, length, out_features);
     parameters as in Flax, those of the four projections and of normalize_qk's two norms.
 
     With ``decode`` the cache has Flax's Variables (``cached_key``, ``cached_value``,
     ``cache_index``), and attention reads them up to a length instead of through a mask. Where Flax
-    takes one token, several may come: each sees those before it. Keys are cast to the cache's
-    dtype. Where a mask hides every key, the result is the mean of the values in the cache, while
-    Flax's is the mean over the whole cache, empty places too.
+    takes one token, several may come: each sees those before it. Tokens behind the end of the cache
+    overwrite its last ones, as in Flax: to be kept from happening by the caller. Keys are cast to
+    the cache's dtype. Where a mask hides every key, the result is the mean of the values in the
+    cache, while Flax's is the mean over the whole cache, empty places too.
 
     Flax's own way computes attention with an ``attention_fn`` of one's own (but for
     ``nnx.dot_product_attention_with_rope``, where nothing is decoded), where weights are sown, and
@@ -51,8 +53,9 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
 
     Projections are layers of this package in any case. Of the same inputs in 16 bits they are one
     product, which attention reads where it lies, if nothing else reads them (normalize_qk, dropout,
-    a mask, a cache, ``nnx.capture``), if there are at least as many tokens as features, and if no
-    axis of a mesh can shard the kernels: their metadata and the mesh in force say so.
+    a mask, a cache, ``nnx.capture``), if there are at least as many tokens as features, and if all
+    devices are known to have whole kernels: JAX has one device, or the types of traced kernels
+    (with an explicit mesh) say so, or the kernels themselves (not traced).
 
     Raises:
         GraphError: ``local_window_size`` where Flax's own way computes attention (an
@@ -87,7 +90,11 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     def unfused(self) -> str | None:
         if self._attention() is None:
             return "it has an attention_fn of its own"
-        return unknown_precision(self.precision)
+        return unknown(None, self.precision)
+
+    @property
+    def kept(self) -> str | None:
+        return self.unfused or unknown(self.dtype)
 
     @property
     def remark(self) -> str | None:
@@ -212,7 +219,9 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         """The three projections of the same inputs, where nothing but attention reads them."""
         itself = all(x is None or x is query for x in (key, value))
         still = self.deterministic if deterministic is None else deterministic
-        behind = self.normalize_qk or (self.dropout_rate > 0 and not still)
+        rate = self.dropout_rate
+        drops = rate != 0 and not (still and 0 < rate < 1)  # Flax refuses other rates
+        behind = self.normalize_qk or drops
         if not itself or behind or qkv_sharding is not None or input_positions is not None:
             return None
         if hasattr(self, "__captures__"):  # nnx.capture may read each projection's result

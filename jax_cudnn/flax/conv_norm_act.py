@@ -102,6 +102,7 @@ class ConvNormAct(nnx.Module):
     ) -> jax.Array:
         """Of x (*batch, *spatial, in_features), and a residual that broadcasts to the result."""
         norm, averages = self.norm, use_running_average
+        residual = None if residual is None else jnp.asarray(residual)
         if averages is None:
             averages = getattr(norm, "use_running_average", None)
         prepared = None if averages is None else self._fused(x, residual)

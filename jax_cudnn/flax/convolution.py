@@ -16,7 +16,7 @@ from .. import ops
 from .._core.errors import GraphError
 from ..ops import arguments
 from ..ops.epilogue import Activation
-from .layer import Layer, finished, unknown_precision
+from .layer import Layer, finished, unknown
 from .operands import Operands, dimensions
 
 log = logging.getLogger("jax_cudnn")
@@ -56,7 +56,7 @@ class Conv(Layer, nnx.Conv):
     def unfused(self) -> str | None:
         if self.conv_general_dilated is not lax.conv_general_dilated:
             return "it has a conv_general_dilated of its own"
-        return unknown_precision(self.precision)
+        return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         prepared = None if out_sharding is not None else windows(self, inputs)
@@ -91,7 +91,7 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
     in_features); bias (out_features,), as in Flax. Without strides the epilogue is cuDNN's, else
     XLA's.
 
-    Circular padding, padding that no convolution's gradient has (see
+    Padding in words other than "SAME" and "VALID", padding that no convolution's gradient has (see
     ``jax_cudnn.ops.conv_transpose``), a precision that cuDNN does not have, more than three spatial
     dimensions, float64, complex and empty arrays compute by Flax's way, the activation behind it.
 
@@ -114,7 +114,9 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
             return "its padding is circular, which no gradient of a convolution has"
         if len(self.kernel_size) > 3:
             return f"it has {len(self.kernel_size)} spatial dimensions"
-        return unknown_precision(self.precision)
+        if isinstance(self.padding, str) and self.padding not in ("SAME", "VALID"):
+            return f"padding {self.padding!r} is Flax's to compute or to refuse"
+        return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         found = None if self.unfused else _operands(self, inputs)

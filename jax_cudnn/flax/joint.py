@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType
 
@@ -16,14 +15,13 @@ from .._core.graph.options import Options
 from .linear import LinearGeneral
 
 _HALVES = ("bfloat16", "float16")
-_PLACES = ("out_sharding", "sharding_names", "sharding")  # a Variable's metadata, by Flax's version
 _SETTINGS = ("dtype", "precision", "promote_dtype", "preferred_element_type", "in_features", "axis")
 
 
 def projected(layers: Sequence[Any], x: jax.Array) -> jax.Array | None:
     """What the three projections compute of x, one behind the other along the heads; None where
     they are no one product of 16 bits, or of so few tokens that putting the kernels together costs
-    more than it saves, or where a mesh may shard the kernels.
+    more than it saves, or where devices may hold parts of the kernels.
 
     One product reads x once, and in the backward writes its gradient once; attention reads the
     parts where they lie (:func:`jax_cudnn.ops.dot_product_attention_qkv`).
@@ -40,10 +38,10 @@ def projected(layers: Sequence[Any], x: jax.Array) -> jax.Array | None:
     sizes = {layer.kernel.shape[::2] for layer in layers}
     if not same or len(sizes) > 1 or len({bias is None for bias in biases}) > 1:
         return None
-    if x.size < x.shape[-1] ** 2 or any(_may_be_sharded(layer.kernel) for layer in layers):
-        return None
     given = [layer.kernel[...] for layer in layers]
     given += [bias[...] for bias in biases if bias is not None]
+    if x.size < x.shape[-1] ** 2 or not all(map(_whole, given)):
+        return None
     x, *given = one.promote_dtype((x, *given), dtype=one.dtype)
     if x.dtype.name not in _HALVES:
         return None
@@ -82,22 +80,16 @@ def _plain(layer: LinearGeneral) -> bool:
     return one_axis and untouched and layer.unfused is None and len(layer.kernel.shape) == 3
 
 
-def _may_be_sharded(kernel: nnx.Variable) -> bool:
-    """Whether devices may hold parts of a kernel: put together with others along the heads, and
-    taken apart again, it would travel between them. A traced one does not say how axes of a mesh
-    that are the compiler's (Auto) shard it."""
-    metadata = kernel.get_metadata()
-    if any(any(axis is not None for axis in metadata.get(name) or ()) for name in _PLACES):
-        return True
-    value = kernel[...]
-    if not isinstance(value, Tracer):
-        return not value.sharding.is_fully_replicated
-    sharding = jax.typeof(value).sharding
-    if any(axis is not None for axis in sharding.spec):
-        return True
-    meshes = sharding.mesh, jax.sharding.get_abstract_mesh()
-    return any(
-        size > 1 and kind is AxisType.Auto
-        for mesh in meshes
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
+def _whole(parameter: Any) -> bool:
+    """Whether it is known that no device holds a part of a parameter alone: put together with
+    others along the heads, and taken apart again, parts would travel between devices. A traced one
+    without a mesh says nothing (``jax.jit(..., in_shardings=...)`` comes later), nor does one whose
+    mesh has axes that are the compiler's (Auto)."""
+    if not isinstance(parameter, Tracer):
+        return not isinstance(parameter, jax.Array) or parameter.sharding.is_fully_replicated
+    sharding = jax.typeof(parameter).sharding
+    mesh = sharding.mesh
+    kinds = {kind for kind, n in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if n > 1}
+    if mesh.empty or AxisType.Auto in kinds:
+        return jax.device_count() == 1
+    return not any(sharding.spec)

@@ -41,8 +41,11 @@ def fusible(*operands: jax.Array | None) -> bool:
     return all(x.size and x.dtype.name in FLOATS for x in given)
 
 
-def unknown_precision(precision: Any) -> str | None:
-    """In words that a precision is one of XLA's that cuDNN does not have, or None."""
+def unknown(dtype: Any, precision: Any = None) -> str | None:
+    """In words that no graph computes in a layer's ``dtype``, or that its precision is one of XLA's
+    that cuDNN does not have, or None. A dtype of None is known at the call only."""
+    if dtype is not None and (name := jax.dtypes.canonicalize_dtype(dtype).name) not in FLOATS:
+        return f"no graph computes in {name}"
     try:
         normal_precision(precision)
     except GraphError:
@@ -62,8 +65,11 @@ class Layer:
 
     def __init_subclass__(cls, **others: Any):
         super().__init_subclass__(**others)
-        if Layer not in cls.__bases__:
-            return  # a class derived from a layer
+        if Layer not in cls.__bases__:  # a class derived from a layer
+            if "__init__" in vars(cls):
+                _, *own = inspect.signature(cls.__init__).parameters.values()
+                cls.__signature__ = inspect.Signature(own)
+            return
         SWAPPED[cls.flaxs()] = cls
         _, *flaxs = inspect.signature(cls.flaxs().__init__).parameters.values()
         own = (
@@ -89,8 +95,8 @@ class Layer:
     @classmethod
     def of(cls, layer: nnx.Module) -> Self:
         """A layer with the Variables, settings and inner modules of one of Flax's, shared; or of
-        one of ours, with what ``own`` names, too. GraphError for others: a class derived from
-        Flax's may compute something else."""
+        one of ours, with what ``own`` names, too. A derived class's constructor is not called.
+        GraphError for others: a class derived from Flax's may compute something else."""
         kinds = cls.__mro__[: cls.__mro__.index(cls.flaxs()) + 1]
         if type(layer) not in kinds:
             raise GraphError(

@@ -11,13 +11,15 @@ from flax import nnx
 
 from .. import ops
 from ..ops.epilogue import Activation
-from .layer import Layer, finished, fusible
+from .layer import Layer, finished, fusible, unknown
 
 
 @property
-def _over_devices(layer: Any) -> str | None:
+def _unfused(layer: Any) -> str | None:
     """``Layer.unfused`` of every normalization."""
-    return "it takes means over a named axis" if layer.axis_name is not None else None
+    if layer.axis_name is not None:
+        return "it takes means over a named axis"
+    return unknown(layer.dtype)
 
 
 class LayerNorm(Layer, nnx.LayerNorm):
@@ -40,9 +42,10 @@ class LayerNorm(Layer, nnx.LayerNorm):
         (4, 16, 64)
     """
 
-    unfused = _over_devices
+    unfused = _unfused
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        x = jnp.asarray(x)
         found = None if mask is not None or self.unfused else _of_rows(self, x, "scale", "bias")
         if found is None:
             return super().__call__(x, mask=mask)
@@ -65,9 +68,10 @@ class RMSNorm(Layer, nnx.RMSNorm):
         (4, 16, 64)
     """
 
-    unfused = _over_devices
+    unfused = _unfused
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        x = jnp.asarray(x)
         found = None if mask is not None or self.unfused else _of_rows(self, x, "scale")
         if found is None:
             return super().__call__(x, mask)
@@ -93,9 +97,10 @@ class GroupNorm(Layer, nnx.GroupNorm):
         (4, 16, 64)
     """
 
-    unfused = _over_devices
+    unfused = _unfused
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        x = jnp.asarray(x)
         inner = tuple(range(1, x.ndim))
         images = self.reduction_axes is None or _axes(x, self.reduction_axes) == inner
         fits = inner and images and x.shape[-1] == self.num_groups * self.group_size
@@ -124,9 +129,10 @@ class InstanceNorm(Layer, nnx.InstanceNorm):
         (2, 8, 8, 16)
     """
 
-    unfused = _over_devices
+    unfused = _unfused
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        x = jnp.asarray(x)
         axes = _axes(x, self.feature_axes)
         one = len(axes) == 1 and axes[0] > 0 and x.ndim > 2
         found = _operands(self, x, axes, "scale", "bias") if one else None
@@ -167,7 +173,7 @@ class BatchNorm(Layer, nnx.BatchNorm):
     own: ClassVar = {"activation": None}
     activation: Activation
 
-    unfused = _over_devices
+    unfused = _unfused
 
     @property
     def remark(self) -> str | None:
@@ -200,7 +206,7 @@ def normalized(
 ) -> jax.Array:
     """``activation(norm(x) + residual)``, whatever the layer's own activation is."""
     averages = layer.use_running_average if averages is None else averages
-    residual = None if residual is None else jnp.asarray(residual)
+    x, residual = jnp.asarray(x), None if residual is None else jnp.asarray(residual)
     axes, plain = _axes(x, layer.axis), activation is None and residual is None
     fits = not plain and len(axes) == 1 and axes[0] > 0 and mask is None and averages is not None
     found = _operands(layer, x, axes, "mean", "var", "scale", "bias") if fits else None

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from .. import ops
@@ -32,7 +33,8 @@ class PagedCache(nnx.Module):
         dtype: of keys and values.
 
     Raises:
-        GraphError: page_size below 1; more tokens in one call than an example has room for.
+        GraphError: page_size is no integer above 0; more tokens in one call than an example has
+            room for; other examples than the cache has.
 
     Source: Kwon et al. 2023, arXiv:2309.06180; see
     :func:`jax_cudnn.ops.paged_dot_product_attention`.
@@ -81,6 +83,13 @@ class PagedCache(nnx.Module):
         Returns: (batch, T, N, head_dim), of query's dtype.
         """
         table, lengths = self.page_table[...], self.lengths[...]
+        if key.shape[0] != table.shape[0]:
+            raise GraphError(
+                "the cache is of another batch",
+                expected=f"{table.shape[0]} examples, those of the page table",
+                got=f"{key.shape[0]}",
+                fix="call init_cache with the shape of the inputs, or make a PagedCache of as many",
+            )
         room = table.shape[1] * self.key_pages.shape[1]
         if key.shape[1] > room:
             raise GraphError(
@@ -106,6 +115,9 @@ class PagedCache(nnx.Module):
 
 
 def check_page_size(page_size: int) -> None:
-    """GraphError for pages of no tokens."""
-    if page_size < 1:
-        raise GraphError("a page has no tokens", expected="page_size > 0", got=str(page_size))
+    """GraphError for what is no number of tokens."""
+    whole = isinstance(page_size, (int, np.integer)) and not isinstance(page_size, bool)
+    if not whole or page_size < 1:
+        raise GraphError(
+            "page_size is no number of tokens", expected="an integer > 0", got=repr(page_size)
+        )

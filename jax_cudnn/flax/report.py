@@ -28,8 +28,8 @@ class Report:
     """What :func:`jax_cudnn.flax.accelerate` swapped, and what not and why.
 
     Attributes:
-        entries: layers of Flax, and functions for which there is another here, in the model's
-            order. Modules of the user's are none: what they hold is.
+        entries: layers of Flax, functions for which there is another here, and functions that hold
+            a module, in the model's order. Modules of the user's are none: what they hold is.
 
     Example:
         >>> import jax_cudnn.flax as jnn

@@ -25,6 +25,6 @@ except ImportError as error:
         "jax_cudnn.flax needs Flax",
         expected=f"flax >= {'.'.join(map(str, OLDEST))}",
         got=f"{type(error).__name__}: {error}",
-        fix='pip install "jax-cudnn[flax]"; all of jax_cudnn but its layers runs without Flax',
+        fix=f'pip install "flax>={".".join(map(str, OLDEST))}"; all else here runs without Flax',
     ) from error
 check(__version__)
