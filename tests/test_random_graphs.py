@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import os
 import secrets
 import subprocess
 import types
@@ -45,11 +46,12 @@ MANY = range(300)
 
 
 def fresh_seed():
-    """Another one for each commit; a random one where there is no clone."""
+    """Another one for each commit; where there is no clone a random one, which workers share."""
     here = Path(__file__).parent
     head = ["git", "rev-parse", "HEAD"]
     done = subprocess.run(head, cwd=here, capture_output=True, text=True, check=False)
-    return int(done.stdout[:7], 16) if done.returncode == 0 else secrets.randbits(28)
+    by_run = os.environ.get("PYTEST_XDIST_TESTRUNUID", secrets.token_hex(4))
+    return int((done.stdout if done.returncode == 0 else by_run)[:7], 16)
 
 
 FRESH = fresh_seed()
