@@ -4,23 +4,20 @@ import importlib.metadata
 import os
 import tempfile
 
-# Eight host devices for sharding; must be set before JAX starts its backends.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
-if not os.path.exists("/dev/nvidiactl"):
-    # Without a GPU the CUDA plugin only prints its failure to find one.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # Most of the time goes into compiling thousands of small programs, each run once.
-    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
-    if importlib.metadata.version("jax").startswith("0.10."):
-        # Half of the time there; newer versions have no other emitters.
-        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        # Equal programs of two tests are compiled once, also by workers and by processes of tests.
-        _compiled = tempfile.TemporaryDirectory(prefix="jax_cudnn-tests-")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit these
+    # Eight host devices for sharding; must be set before JAX starts its backends.
+    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+    if not os.path.exists("/dev/nvidiactl"):
+        # Without a GPU the CUDA plugin only prints its failure to find one.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        # Most of the time goes into compiling thousands of small programs: none is compiled twice.
+        flags.append("--xla_backend_optimization_level=0")
+        if importlib.metadata.version("jax").startswith("0.10."):
+            flags.append("--xla_cpu_use_fusion_emitters=false")  # slow to compile
+        _compiled = tempfile.TemporaryDirectory(prefix="jax_cudnn-tests-")  # deleted at exit
         os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 
 import functools
 import importlib.util
