@@ -1,0 +1,121 @@
+"""What XLA's compiler for an H200 makes of programs with our layers; nothing here needs one."""
+
+import collections
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_cudnn as jc
+import jax_cudnn.flax as jnn
+from jax_cudnn.bench.flax import cases
+from jax_cudnn.bench.flax.case import step
+from jax_cudnn.bench.flax.tables import OURS, PLAIN
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif(
+        not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
+        reason="XLA's compiler for CUDA is not installed",
+    ),
+]
+if importlib.util.find_spec("cudnn"):
+    from absent_gpus import compiled, h200s, operations
+
+CUDNN, CUBLAS = "jax_cudnn", "__cublas$lt$matmul"
+
+
+def aval(*shape, dtype="bfloat16", sharding=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def layer(cls, *arguments, **named):
+    """A function of a state and x, and the state's shapes."""
+    made = nnx.eval_shape(lambda: cls(*arguments, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **named))
+    graphdef, state = nnx.split(made)
+    return lambda state, x: nnx.merge(graphdef, state)(x), state
+
+
+def test_a_bias_is_in_the_epilogue_of_xlas_product():
+    run, state = layer(jnn.Linear, 768, 3072)
+    program = compiled(run, state, aval(8, 1024, 768))
+    assert operations(program).count(CUBLAS) == 1
+    assert CUDNN not in operations(program)
+    assert '"epilogue":"BIAS"' in program.as_text()
+
+
+def test_an_activation_is_in_the_epilogue_of_cudnns():
+    run, state = layer(jnn.Linear, 768, 3072, activation="relu")
+    program = compiled(run, state, aval(8, 1024, 768))
+    assert operations(program).count(CUDNN) == 1
+    assert CUBLAS not in operations(program)
+    assert "maximum(" not in program.as_text()
+
+
+def test_attention_whose_mask_may_hide_all_keys_is_one_plan_each_way():
+    """What stands beside it, the mean of the values in hidden rows, takes no memory of its own
+    that grows with queries times keys."""
+    x, mask = aval(2, 1024, 4, 64), aval(2, 1, 1024, 1024, dtype=bool)
+
+    def loss(q, k, v, mask):
+        y = jc.ops.dot_product_attention(q, k, v, mask=mask)
+        return jnp.sum(jnp.sin(y.astype("float32")))
+
+    program = compiled(jax.grad(loss, (0, 1, 2)), x, x, x, mask)
+    assert operations(program).count(CUDNN) == 2
+    scores = 2 * 4 * 1024 * 1024 * 2
+    assert program.memory_analysis().temp_size_in_bytes < scores
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_products_of_sharded_tokens_gather_nothing(kind):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=h200s(4), axis_types=(kind,) * 2)
+    run, state = layer(jnn.Linear, 512, 2048)
+    spread = {"kernel": P(None, "model"), "bias": P("model")}
+    state = jax.tree.map_with_path(
+        lambda path, x: aval(
+            *x.shape, dtype=x.dtype, sharding=NamedSharding(mesh, spread[path[0].key])
+        ),
+        state,
+    )
+    x = aval(8, 256, 512, sharding=NamedSharding(mesh, P(None, "data")))
+    with jax.set_mesh(mesh):
+        program = compiled(run, state, x, mesh=mesh)
+    assert operations(program).count(CUBLAS) == 1
+    assert not [name for name in operations(program) if name.startswith(("all-", "collective"))]
+    assert "bf16[8,128,1024]" in program.as_text()
+
+
+def training(case, side):
+    """The case's step on states, and the shapes of its arguments."""
+
+    def made():
+        model = case.make(PLAIN)
+        if side == OURS:
+            model, _ = jnn.accelerate(model)
+        return nnx.split((model, nnx.Optimizer(model, case.optimizer, wrt=nnx.Param)))
+
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: nnx.merge(*made())))
+
+    def run(state, *batch):
+        model, optimizer = nnx.merge(graphdef, state)
+        loss = step(model, optimizer, *batch)
+        return nnx.state((model, optimizer)), loss
+
+    return run, (state, *jax.eval_shape(case.batch, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("case", cases.tiny_cases(), ids=lambda case: case.name)
+def test_a_step_of_training_has_fewer_kernels_and_no_convolution_of_xlas(case):
+    ours, plain = (
+        collections.Counter(operations(compiled(run, *avals)))
+        for run, avals in (training(case, side) for side in (OURS, PLAIN))
+    )
+    print(ours, plain, sep="\n")
+    assert ours[CUDNN] > 0 == plain[CUDNN]
+    assert not [name for name in ours if name.startswith("__cudnn$")]
+    assert ours.total() < plain.total()
