@@ -106,6 +106,7 @@ class Holder(nnx.Module):
         self.sizes = (1, 2)
         self.bound = self.twice
         self.partial = functools.partial(nnx.relu)
+        self.leaves = jax.tree_util.Partial(layer)
 
     def twice(self, x):
         return self.layer(self.layer(x))
@@ -122,8 +123,10 @@ def test_what_stands_in_several_places_does_so_again():
     assert (theirs.me, theirs.bound.__self__, type(theirs.list[0])) == (theirs, theirs, nnx.Linear)
     assert ours.list is not theirs.list
     assert (ours.sizes, ours.partial) == (theirs.sizes, theirs.partial)
+    assert type(ours.leaves) is jax.tree_util.Partial
+    assert ours.leaves.func is ours.layer
     assert type(ours.dict["b"]) is Pair
-    where = "layer, again, list.0, dict.a.0, dict.b.0"
+    where = "layer, again, list.0, dict.a.0, dict.b.0, leaves"
     assert [(e.path, e.swapped) for e in report.entries] == [(where, True), ("list.1.0", True)]
     x = jnp.ones((2, 4))
     close(nnx.jit(lambda m, x: m.bound(x))(nnx.clone(ours), x), theirs.twice(x))
@@ -195,6 +198,19 @@ def test_report_tells_of_layers_out_of_reach():
     assert all(path.startswith("attention.") for path in (e.path for e in report.swapped))
 
 
+class Call:
+    """An object of Python's that calls a layer."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+_SHARED = nnx.Linear(4, 4, rngs=nnx.Rngs(1))
+
+
 class Closed(nnx.Module):
     """With functions that hold it, or a layer of it, in several ways."""
 
@@ -207,6 +223,8 @@ class Closed(nnx.Module):
         self.partial = functools.partial(self.named)
         self.compiled = jax.jit(self.method)
         self.mapped = jax.vmap(self.method)
+        self.of_file = lambda x: _SHARED(x)
+        self.object = Call(self.layer)
         self.swapped = functools.partial(Closed.method, self)
         self.free = jax.jit(lambda x, scale=2.0: scale * x)
 
@@ -218,12 +236,29 @@ def test_report_tells_of_functions_that_hold_modules():
     ours, report = jnn.accelerate(Closed(nnx.Rngs(0)))
     told = {entry.path: entry.why for entry in report.kept if "holds a module" in entry.why}
     paths = {"named", "listed.layers.0", "default", "partial", "compiled", "mapped"}
-    assert {*told} == paths
+    assert {*told} == paths | {"of_file", "object"}
     x = jnp.ones((2, 4))
     ours.eval()
     close(ours.dropout(x), x)
     assert not ours.named(x).all()  # the given one's dropout, in its mode
     assert type(ours.swapped.args[0].layer) is jnn.Linear
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    [
+        (lambda rngs: nnx.Linear(16, 16, rngs=rngs), {"activation": "relu"}),
+        (lambda rngs: nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs), {"is_causal": True}),
+    ],
+    ids=["activation", "is_causal"],
+)
+def test_attributes_of_a_users_own_say_nothing(layer, named):
+    theirs = layer(nnx.Rngs(0))
+    for name, value in named.items():
+        setattr(theirs, name, value)
+    ours, report = jnn.accelerate(theirs)
+    assert report.swapped
+    close(ours(tokens()), theirs(tokens()))
 
 
 def test_laxs_dot_general_is_none_of_ones_own():

@@ -72,7 +72,16 @@ JOINT = {
     "causal": ({}, {"is_causal": True}),
     "no dropout now": ({"dropout_rate": 0.5}, {"deterministic": True}),
 }
+
+
+def three(arrays, *, dtype):
+    """A promote_dtype of a user's own, who knows what Flax gives it."""
+    inputs, kernel, bias = arrays
+    return tuple(x.astype(dtype) for x in (inputs, kernel, bias))
+
+
 APART = {
+    "promotes by itself": ({"qkv_promote_dtype": three}, {}),
     "normalized": ({"normalize_qk": True}, {}),
     "dropout": ({"dropout_rate": 0.5, "broadcast_dropout": False, "deterministic": False}, {}),
     "a mask": ({}, {"mask": np.ones((1, 1, 40, 40), bool)}),
@@ -552,6 +561,27 @@ def test_transformations():
     close(nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(ours, x), want)
     grads = [nnx.grad(nnx.remat(loss))(layer, x) for layer in (ours, theirs)]
     close(*map(told, grads))
+
+
+@pytest.mark.parametrize("page_size", [None, 2])
+def test_decoding_where_ranks_may_not_be_promoted(page_size):
+    layer = jnn.MultiHeadAttention(
+        4, FEATURES, decode=True, page_size=page_size, normalize_qk=True, rngs=nnx.Rngs(0)
+    )
+    layer.init_cache((BATCH, LENGTH, FEATURES))
+    with jax.numpy_rank_promotion("raise"):
+        for _ in range(2):
+            layer(inputs(BATCH, 1, FEATURES))
+
+
+@pytest.mark.skipif(not hasattr(nnx, "dot_product_attention_with_rope"), reason="not in this Flax")
+def test_rotary_attention_without_its_tables_is_flaxs_to_refuse():
+    theirs, ours = pair(attention_fn=nnx.dot_product_attention_with_rope)
+    _, report = jnn.accelerate(nnx.Sequential(theirs))
+    assert "attention_fn" in report.kept[0].why
+    for layer in (ours, theirs):
+        with pytest.raises(TypeError, match="rope"):
+            layer(inputs())
 
 
 def test_a_stack_of_layers():

@@ -227,3 +227,33 @@ def test_normalizations_take_lists(layer):
     given = [[[1.0, 2.0], [3.0, 5.0], [4.0, 4.0]]]
     made = layer(num_features=2, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(made(given), made(jnp.array(given)))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_layers_where_ranks_may_not_be_promoted(case, key):
+    """Some run with jax_numpy_rank_promotion="raise"."""
+    layer, x = case.made(case.ours, jax.random.key(0)), jax.random.normal(key, case.shape)
+    with jax.numpy_rank_promotion("raise"):
+        nnx.grad(lambda layer, x: layer(x).sum(), argnums=(0, 1))(layer, x)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("name", ["Linear", "Conv"])
+def test_a_bias_of_another_shape_is_flaxs(name, shape, key):
+    x, found = jax.random.normal(key, (2, 6, 4)), []
+    for of in (jnn, nnx):
+        layer = getattr(of, name)(4, 8, *([(3,)] if name == "Conv" else []), rngs=nnx.Rngs(0))
+        layer.bias = nnx.Param(jnp.full(shape, 0.5))
+        found.append(layer(x))
+    assert_near(*found, 1e-6)
+
+
+@pytest.mark.parametrize("of", [jnn, nnx], ids=["ours", "theirs"])
+def test_what_flax_refuses_is_refused_in_its_words(of):
+    layer = of.Linear(4, 4, rngs=nnx.Rngs(0))
+    layer.kernel = nnx.Param(jnp.ones((4, 2, 2)))
+    with pytest.raises(TypeError, match="incompatible shapes"):
+        layer(jnp.ones((3, 4)))
+    layer = of.Conv(4, 6, (3,), strides=0, rngs=nnx.Rngs(0))
+    with pytest.raises((TypeError, ValueError), match="positive stride"):
+        layer(jnp.ones((2, 7, 4)))

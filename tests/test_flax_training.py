@@ -92,6 +92,40 @@ def test_scan_over_layers(key):
     assert_near(*(nnx.state(b, nnx.BatchStat) for b in blocks), 1e-4)
 
 
+OWN = {
+    "GatedMLP": lambda rngs: jnn.GatedMLP(8, 16, rngs=rngs),
+    "ConvNormAct": lambda rngs: jnn.ConvNormAct(8, 8, (3, 3), rngs=rngs),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_layers_that_flax_has_not_under_vmap_scan_and_remat(name, key):
+    """Stacked layers run by scan are those layers one after the other."""
+    layers = nnx.vmap(lambda key: OWN[name](nnx.Rngs(key)))(jax.random.split(key, 3))
+    graph, state = nnx.split(layers)
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(3)]
+
+    def scanned(layers, x):
+        call = nnx.remat(lambda x, layer: x + layer(x))
+        y = nnx.scan(call, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
+        return (y**2).mean(), y
+
+    def unrolled(layers, x):
+        y = x
+        for layer in layers:
+            y = y + layer(y)
+        return (y**2).mean(), y
+
+    x, each = images(key), nnx.List([nnx.merge(graph, part) for part in parts])
+    gradients, y = nnx.grad(scanned, has_aux=True)(layers, x)
+    want, wanted = nnx.grad(unrolled, has_aux=True)(each, x)
+    assert_near(y, wanted, 1e-5)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(want[i] for i in range(3)))
+    assert_near(gradients, stacked, 1e-4)
+    apart = [nnx.merge(graph, part)(x) for part in parts]
+    assert_near(nnx.vmap(lambda layer: layer(x))(nnx.merge(graph, state)), jnp.stack(apart), 1e-5)
+
+
 # -- training --------------------------------------------------------------------------------------
 
 
@@ -252,14 +286,32 @@ def test_conv_norm_act_of_layers_shares_and_keeps_what_they_have(key):
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def test_orbax_saves_one_and_loads_the_other(tmp_path, key):
-    ours, theirs = pair()
-    ours(images(key))
+def attending(of):
+    """A layer with a cache of two tokens."""
+    layer = of.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
+    layer.init_cache((1, 4, 8))
+    for _ in range(2):
+        layer(jnp.ones((1, 1, 8)))
+    return layer
+
+
+SAVED = {
+    "layers": pair,
+    "accelerated": lambda: (jnn.accelerate(Block(nnx, nnx.Rngs(0)))[0], Block(nnx, nnx.Rngs(1))),
+    "cache": lambda: map(attending, (jnn, nnx)),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("back", [False, True])
+def test_orbax_saves_one_and_loads_the_other(tmp_path, name, back):
+    saved, loaded = reversed(tuple(SAVED[name]())) if back else SAVED[name]()
+    nnx.update(saved, jax.tree.map(lambda x: x + 1, nnx.state(saved, nnx.Param)))
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "ours", nnx.state(ours))
+        checkpointer.save(tmp_path / "saved", nnx.state(saved))
         checkpointer.wait_until_finished()
-        nnx.update(theirs, checkpointer.restore(tmp_path / "ours", nnx.state(theirs)))
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(ours), nnx.state(theirs))
+        nnx.update(loaded, checkpointer.restore(tmp_path / "saved", nnx.state(loaded)))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(saved), nnx.state(loaded))
 
 
 # -- plans -----------------------------------------------------------------------------------------

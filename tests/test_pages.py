@@ -31,6 +31,20 @@ def test_examples_of_a_page_run_in_order(page):
     assert {"jax", "jnp", "jc"} <= {*names}, "a page begins with its imports"
 
 
+def test_the_module_of_a_page_is_one_of_equinox():
+    (block,) = (b for b in blocks("flax_and_others.md") if "class SelfAttention:" in b)
+    decorators = "@jax.tree_util.register_dataclass\n@dataclasses.dataclass\n"
+    assert decorators in block
+    code = block.replace(decorators, "").replace(
+        "class SelfAttention:", "class SelfAttention(equinox.Module):"
+    )
+    names = {}
+    exec("import dataclasses, equinox, jax, jax.numpy as jnp, jax_cudnn as jc", names)
+    exec("x = jax.random.normal(jax.random.key(0), (2, 16, 64))", names)
+    exec(code, names)
+    assert names["gradients"].out.any()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_names_on_a_page_exist(page):
     text = (ROOT / "docs" / page).read_text()

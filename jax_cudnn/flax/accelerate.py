@@ -114,7 +114,7 @@ class _Copy:
             same = func is value.func and args is value.args
             if same and _same(named.values(), value.keywords.values()):
                 return value
-            return functools.partial(func, *args, **named)
+            return type(value)(func, *args, **named)
         if isinstance(value, types.MethodType) and isinstance(value.__self__, nnx.Pytree):
             return types.MethodType(value.__func__, self.of(value.__self__, path))
         if callable(value) and _holds_a_module(value, set()):
@@ -170,7 +170,7 @@ class _Copy:
 
 def _holds_a_module(value: Any, seen: set[int]) -> bool:
     """Whether a function reaches a module: as what it is bound to, by what it wraps, or by a
-    variable of the function that it is made in."""
+    variable of the function that it is made in or of its file; an object, by an attribute."""
     if isinstance(value, nnx.Module):
         return True
     if id(value) in seen:
@@ -180,12 +180,16 @@ def _holds_a_module(value: Any, seen: set[int]) -> bool:
     if isinstance(value, types.FunctionType):
         held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         held += [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
+        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        held += [x for x in named if isinstance(x, nnx.Module)]  # not what functions of files hold
     elif isinstance(value, types.MethodType):
         held.append(value.__func__)
     elif isinstance(value, functools.partial):
         held += [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, (list, tuple, dict)):
         held += value.values() if isinstance(value, dict) else value
+    elif callable(value) and not isinstance(value, type):
+        held += getattr(value, "__dict__", {}).values()
     return any(_holds_a_module(inner, seen) for inner in held)
 
 

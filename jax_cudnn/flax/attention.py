@@ -156,13 +156,13 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     def _attention(self) -> Callable[..., jax.Array] | None:
         """The function that attends on cuDNN, or None where it is the user's."""
         function = self.attention_fn
-        inner = function.func if isinstance(function, functools.partial) else function
-        if inner is ops.attention_fn:
+        whole = function if isinstance(function, functools.partial) else functools.partial(function)
+        if whole.func is ops.attention_fn:
             return function
         if function is _FLAXS:
             return ops.attention_fn
-        if inner is _ROPE is not None and {*function.keywords} == {"rope"} and not function.args:
-            return functools.partial(_attention_with_rope, **function.keywords)
+        if whole.func is _ROPE is not None and {*whole.keywords} == {"rope"} and not whole.args:
+            return functools.partial(_attention_with_rope, **whole.keywords)
         return None
 
     def _flaxs_reason(self, attention: Any, decode: bool | None, others: Any) -> str | None:

@@ -180,6 +180,8 @@ def windows(
     groups = layer.feature_group_count
     if found is None or found.x.shape[-1] != groups * found.kernel.shape[-2]:
         return None
+    if found.bias is not None and found.bias.shape != found.kernel.shape[-1:]:
+        return None
     rank, x = len(layer.kernel_size), found.x
     x = x.reshape(-1, *x.shape[x.ndim - rank - 1 :])
     dilation = dimensions(layer.kernel_dilation, rank)
@@ -196,6 +198,8 @@ def windows(
     if isinstance(padding, str) and padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
         return None
     text = isinstance(padding, str)
+    if min(*strides, *between, 1) < 1:
+        return None  # for Flax to refuse
     pads = arguments.pads(padding, sizes, window, strides) if text else padding
     room = [size + sum(p) - r for size, p, r in zip(sizes, pads, reach, strict=True)]
     if min(room, default=1) < 1:

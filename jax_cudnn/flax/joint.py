@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.nnx.nn.dtypes import promote_dtype
 from jax.core import Tracer
 from jax.sharding import AxisType
 
@@ -15,7 +16,7 @@ from .._core.graph.options import Options
 from .linear import LinearGeneral
 
 _HALVES = ("bfloat16", "float16")
-_SETTINGS = ("dtype", "precision", "promote_dtype", "preferred_element_type", "in_features", "axis")
+_SETTINGS = ("dtype", "precision", "preferred_element_type", "in_features", "axis")
 
 
 def projected(layers: Sequence[Any], x: jax.Array) -> jax.Array | None:
@@ -42,7 +43,7 @@ def projected(layers: Sequence[Any], x: jax.Array) -> jax.Array | None:
     given += [bias[...] for bias in biases if bias is not None]
     if x.size < x.shape[-1] ** 2 or not all(map(_whole, given)):
         return None
-    x, *given = one.promote_dtype((x, *given), dtype=one.dtype)
+    x, *given = promote_dtype((x, *given), dtype=one.dtype)
     if x.dtype.name not in _HALVES:
         return None
     kernel, bias = jnp.concatenate(given[:3], 1), jnp.concatenate(given[3:]) if given[3:] else None
@@ -77,6 +78,7 @@ def attention(
 def _plain(layer: LinearGeneral) -> bool:
     one_axis = len(layer.in_features) == 1 and layer.axis == (-1,) and not layer.batch_axis
     untouched = layer.activation is None and layer.preferred_element_type is None
+    untouched &= layer.promote_dtype is promote_dtype  # one of a user's own takes three arrays
     return one_axis and untouched and layer.unfused is None and len(layer.kernel.shape) == 3
 
 

@@ -107,7 +107,8 @@ class Layer:
                 fix="call the layer as it is",
             )
         made = shallow(layer, cls)
-        made._keep({name: getattr(layer, name, default) for name, default in cls.own.items()})
+        given = vars(layer) if isinstance(layer, Layer) else {}  # Flax's may have others so named
+        made._keep({name: given.get(name, default) for name, default in cls.own.items()})
         return made
 
     @property

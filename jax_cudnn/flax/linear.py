@@ -173,9 +173,10 @@ class Einsum(Layer, nnx.Einsum):
 def of_rows(layer: nnx.Linear, inputs: jax.Array) -> Operands | None:
     """Operands of ``x W + b``; None where Flax's own way computes or refuses them."""
     operands = _operands(layer, inputs)
-    return (
-        operands if operands and operands.x.ndim and _fit(operands, _numbers(operands.x)) else None
-    )
+    if operands is None or not operands.x.ndim or operands.kernel.ndim != 2:
+        return None
+    fits = operands.bias is None or operands.bias.shape == operands.kernel.shape[1:]
+    return operands if fits and _fit(operands, _numbers(operands.x)) else None
 
 
 def _operands(layer: Any, inputs: jax.Array) -> Operands | None:

@@ -18,7 +18,8 @@ class PagedCache(nnx.Module):
 
     Variables, all ``nnx.Cache``: ``key_pages`` and ``value_pages`` (pages, page_size, num_kv_heads,
     head_dim), ``page_table`` (batch, ceil(max_length / page_size)) and ``lengths`` (batch,), both
-    int32. At first each example has pages of its own, one after the other. A server gives pages to
+    int32. At first each example has pages of its own, one after the other; with fewer ``pages``
+    than that takes, the table is to be written before the first call. A server gives pages to
     examples by writing into the table, and an example begins anew with a length of 0; entries
     behind its length may be anything. Tokens behind the last page of an example are not kept: a
     length beyond that is for the server to keep from happening, which knows it before the call.

@@ -69,6 +69,8 @@ def with_means(
         value = jnp.where(jnp.arange(count).reshape(1, 1, count, 1) < keys, value, 0)
         count = keys
     mean = value.astype(jnp.float32).sum(2, keepdims=True) / count
-    mean = jnp.repeat(mean, out.shape[1] // value.shape[1], axis=1)
+    batch, heads, _, size = mean.shape
+    groups = out.shape[1] // heads  # jnp.repeat takes no heads that a mesh shards
+    mean = jnp.tile(mean[:, :, None], (1, 1, groups, 1, 1)).reshape(batch, -1, 1, size)
     found = jnp.where(rows, mean, out.astype(jnp.float32))  # so that a gradient's sum is in float32
     return found.astype(out.dtype), jnp.where(rows, unseen(out.dtype), statistic)

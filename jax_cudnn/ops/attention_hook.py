@@ -16,6 +16,7 @@ from .._core.errors import GraphError
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.options import Options, normal_precision
 from .attention_operands import window_bounds
+from .attention_reference import Band
 from .fused_attention import dot_product_attention
 
 log = logging.getLogger("jax_cudnn")
@@ -81,8 +82,8 @@ def attention_fn(
 
     Flax's own function computes what cuDNN has not, with a line in the debug log of the logger
     ``jax_cudnn``: weights that are sown, dropout that examples and heads share (Flax's default:
-    give ``broadcast_dropout=False``), einsums of one's own, float64, and empty arrays. It refuses a
-    ``dropout_rate`` outside of [0, 1).
+    give ``broadcast_dropout=False``), einsums of one's own, float64, and empty arrays. A
+    ``dropout_rate`` outside of [0, 1) is its business, too: newer versions of it refuse one.
 
     A query that sees no key by ``is_causal``, window or lengths alone gives 0; where ``mask`` hides
     all that they leave, the mean of all values, as in Flax (here of those within the lengths).
@@ -233,8 +234,4 @@ def _seen(
         else lengths.reshape(*batch, 1, 1, 1)
     )
     i, j = jnp.arange(t)[:, None], jnp.arange(s)
-    i = i + (count - t if bottom_right else 0)
-    seen = j < count
-    if left is not None:
-        seen &= j > i - left
-    return seen if right is None else seen & (j <= i + right)
+    return (j < count) & Band(left, right, bottom_right).sees(i, j, count - t)

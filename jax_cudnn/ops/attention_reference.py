@@ -38,9 +38,13 @@ class Band:
     right: int | None = None
     bottom_right: bool = False
 
+    def at(self, i: jax.Array, more_keys: Any) -> jax.Array:
+        """Positions of queries ``i`` among the keys, of which there are so many more."""
+        return i + more_keys if self.bottom_right else i
+
     def sees(self, i: jax.Array, j: jax.Array, more_keys: Any) -> Any:
         """Whether queries at ``i`` see keys at ``j``, where so many more keys than queries are."""
-        at, seen = i + (more_keys if self.bottom_right else 0), True
+        at, seen = self.at(i, more_keys), True
         if self.left is not None:
             seen &= j > at - self.left
         return seen if self.right is None else seen & (j <= at + self.right)
@@ -156,8 +160,9 @@ class Attention:
         if self.alibi:
             n, g = scores.shape[1:3]
             of_heads = extras.slopes(n * g).reshape(n, g)
-            i, j = self._positions(arrays, first, scores.shape[3])
-            scores = scores + of_heads[:, :, None, None] * (j - i).astype(jnp.float32)
+            i, j, queries, keys = self._positions(arrays, first, scores.shape[3])
+            further = j - self.band.at(i, keys - queries)
+            scores = scores + of_heads[:, :, None, None] * further.astype(jnp.float32)
         return jnp.where(self._seen(arrays, first, scores.shape[3]), scores, -jnp.inf)
 
     def _products(self, rows: Arrays, arrays: Arrays) -> jax.Array:
@@ -171,31 +176,26 @@ class Attention:
 
     def _seen(self, arrays: Arrays, first: jax.Array, count: int) -> jax.Array:
         """Whether a query sees a key, for ``count`` queries from ``first`` on: (B, 1, 1, S, T)."""
-        queries, keys = arrays["q"].shape[2], arrays["k"].shape[2]
-        lengths = [
-            _length(arrays.get(name), whole)
-            for name, whole in (("seq_len_q", queries), ("seq_len_kv", keys))
-        ]
-        i = (first + jnp.arange(count))[:, None] + _length(arrays.get("first"), 0)
-        j = jnp.arange(keys)[None, :]
-        seen = (i < lengths[0]) & (j < lengths[1])
-        seen &= self.band.sees(i, j, lengths[1] - lengths[0])
+        i, j, queries, keys = self._positions(arrays, first, count)
+        seen = (i < queries) & (j < keys) & self.band.sees(i, j, keys - queries)
         if "block_mask" in arrays:
-            tiles = extras.seen_tiles(arrays["block_mask"], i[:, 0], keys)
+            tiles = extras.seen_tiles(arrays["block_mask"], i[:, 0], j.size)
             of_keys = arrays["k"].shape[1]
             groups = of_keys, arrays["q"].shape[1] // of_keys
             seen &= tiles.reshape(tiles.shape[0], *groups, *tiles.shape[2:])
         return seen
 
-    def _positions(self, arrays: Arrays, first: jax.Array, count: int) -> tuple[Any, jax.Array]:
-        """Those of ``count`` queries from ``first`` on, (B or 1, 1, 1, S, 1), and of all keys."""
-        lengths = [
+    def _positions(
+        self, arrays: Arrays, first: jax.Array, count: int
+    ) -> tuple[jax.Array, jax.Array, Any, Any]:
+        """Those of ``count`` queries from ``first`` on, (B or 1, 1, 1, S, 1), and of all keys; the
+        lengths of both."""
+        queries, keys = (
             _length(arrays.get(name), arrays[of].shape[2])
             for name, of in (("seq_len_q", "q"), ("seq_len_kv", "k"))
-        ]
+        )
         i = (first + jnp.arange(count))[:, None] + _length(arrays.get("first"), 0)
-        j = jnp.arange(arrays["k"].shape[2])[None, :]
-        return i + (lengths[1] - lengths[0] if self.band.bottom_right else 0), j
+        return i, jnp.arange(arrays["k"].shape[2])[None, :], queries, keys
 
     def _sink(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array | None:
         """The logit that each query has beside its keys, -inf for those that are none."""

@@ -208,7 +208,7 @@ def write_pages(
         )
     table = _integers("page_table", page_table, (batch, None))
     first = _integers("positions", positions, (batch,))
-    step = jnp.arange(length, dtype=jnp.int32)
+    step = jnp.arange(length, dtype=jnp.int32)[None, :]
     at = first[:, None] + step
     page = jnp.take_along_axis(table, at // tokens, axis=1, mode="fill", fill_value=count)
     there = (at >= 0) & (page >= 0)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from .._core import compat
 from .._core.implementation import CUDNN, current
 
 log = logging.getLogger("jax_cudnn")
+
+_tried: ContextVar[bool] = ContextVar("tried", default=False)
+"""Whether only the sharding of a result is asked for, by a trial."""
 
 
 def merged_or_plain(
@@ -37,6 +41,8 @@ def merged_or_plain(
     """
     if not any(sum(size > 1 for size in group) > 1 for group in groups):
         return merged()
+    if _tried.get():
+        return _by_lax(merged, plain)
     avals = [jax.typeof(x) for x in operands if x is not None]
     meshes = {jax.sharding.get_abstract_mesh(), *(aval.sharding.mesh for aval in avals)}
     if any(axis for aval in avals for axis in aval.sharding.spec) and not _alike(merged, plain):
@@ -50,16 +56,29 @@ def merged_or_plain(
 
 
 def _alike(merged: Callable[[], jax.Array], plain: Callable[[], jax.Array]) -> bool:
-    """Whether both shard their results alike on explicit axes; so, too, where lax has no rule."""
+    """Whether both shard their results alike on explicit axes; so, too, where only lax has no rule:
+    where neither has one, lax's words are those to read."""
+    made = _spec(merged)
+    return made is not None and _spec(plain) in (made, None)
+
+
+def _spec(function: Callable[[], jax.Array]) -> PartitionSpec | None:
+    """How a result is sharded, or None where there is no rule for it."""
+    token = _tried.set(True)
     try:
-        wanted = jax.typeof(jax.eval_shape(plain))
+        return jax.typeof(jax.eval_shape(function)).sharding.spec
     except compat.ShardingTypeError:
-        return True
+        return None
+    finally:
+        _tried.reset(token)
+
+
+def _by_lax(merged: Callable[[], jax.Array], plain: Callable[[], jax.Array]) -> jax.Array:
+    """What has the sharding of the result, for a trial of what is around it."""
     try:
-        made = jax.typeof(jax.eval_shape(merged))
+        return plain()
     except compat.ShardingTypeError:
-        return False
-    return made.sharding.spec == wanted.sharding.spec
+        return merged()
 
 
 def _partitions(mesh: AbstractMesh) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -34,6 +34,13 @@ def evaluate(
     result takes slow kernels. A bias behind it is left in 16 bits, too: XLA's library adds it in
     float32, before it rounds.
     """
+    with jax.numpy_rank_promotion("allow"):  # what a user forbids is meant for the user's own code
+        return _evaluated(spec, operands, products, read)
+
+
+def _evaluated(
+    spec: GraphSpec, operands: Sequence[jax.Array], products: str, read: Collection[str]
+) -> list[jax.Array]:
     values = dict(zip(spec.inputs, operands, strict=True))
     for constant in spec.constants:
         assert constant.value is not None
