@@ -252,13 +252,16 @@ def test_report_tells_of_functions_that_hold_modules():
     ],
     ids=["activation", "is_causal"],
 )
-def test_attributes_of_a_users_own_say_nothing(layer, named):
+def test_a_layer_with_attributes_of_a_users_own_is_kept(layer, named):
     theirs = layer(nnx.Rngs(0))
     for name, value in named.items():
         setattr(theirs, name, value)
     ours, report = jnn.accelerate(theirs)
-    assert report.swapped
+    assert {entry.path: entry.why for entry in report.kept}["model"].endswith(next(iter(named)))
+    assert vars(ours).items() >= named.items()
     close(ours(tokens()), theirs(tokens()))
+    with pytest.raises(jc.GraphError, match="rename it"):
+        SWAPPED[type(theirs)].of(theirs)
 
 
 def test_laxs_dot_general_is_none_of_ones_own():

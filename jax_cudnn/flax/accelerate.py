@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 from .._core.errors import GraphError, GraphTypeError
-from .layer import SWAPPED, Layer, shallow
+from .layer import SWAPPED, Layer, shallow, taken
 from .report import Entry, Report
 
 M = TypeVar("M", bound=nnx.Module)
@@ -46,7 +46,8 @@ def accelerate(model: M) -> tuple[M, Report]:
     Returns: the new model, of the same class (of one layer, of ours), and a :class:`Report`;
     ``print(report)`` shows a table. Classes that are derived from a layer of Flax are not swapped,
     because they may compute something else, nor are layers that Flax's own way computes whatever
-    their operands are, nor a BatchNorm: without an activation or residual of ours, XLA's is faster.
+    their operands are, layers with an attribute of your own that is an argument here, nor a
+    BatchNorm: without an activation or residual of ours, XLA's is faster.
 
     Raises:
         GraphTypeError: what is given is no module of NNX.
@@ -124,7 +125,8 @@ class _Copy:
         return value
 
     def of_module(self, module: Any, path: tuple[str, ...]) -> Any:
-        ours = SWAPPED[type(module)].of(module) if type(module) in SWAPPED else None
+        fits = type(module) in SWAPPED and not taken(module)
+        ours = SWAPPED[type(module)].of(module) if fits else None
         if why := _told(module, ours):
             self.note(id(module), path, type(module).__name__, *why)
         swapped = ours is not None and not ours.kept
@@ -206,6 +208,8 @@ def _told(module: Any, ours: Layer | None) -> tuple[bool, str] | None:
     kind = type(module)
     if ours is not None:
         return not ours.kept, ours.kept or ours.remark or ""
+    if why := taken(module):
+        return False, why
     if isinstance(module, Layer):
         return False, "it is a layer of jax_cudnn"
     if bases := [base.__name__ for base in kind.__mro__ if base in SWAPPED]:

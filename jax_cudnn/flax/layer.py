@@ -96,7 +96,8 @@ class Layer:
     def of(cls, layer: nnx.Module) -> Self:
         """A layer with the Variables, settings and inner modules of one of Flax's, shared; or of
         one of ours, with what ``own`` names, too. A derived class's constructor is not called.
-        GraphError for others: a class derived from Flax's may compute something else."""
+        GraphError for others: a class derived from Flax's may compute something else; and where
+        what ``own`` names is an attribute of a user's own (:func:`taken`)."""
         kinds = cls.__mro__[: cls.__mro__.index(cls.flaxs()) + 1]
         if type(layer) not in kinds:
             raise GraphError(
@@ -106,9 +107,12 @@ class Layer:
                 why="a derived class may compute something else",
                 fix="call the layer as it is",
             )
+        if why := taken(layer):
+            raise GraphError(
+                f"{cls.__name__}.of takes no layer with such an attribute", got=why, fix="rename it"
+            )
         made = shallow(layer, cls)
-        given = vars(layer) if isinstance(layer, Layer) else {}  # Flax's may have others so named
-        made._keep({name: given.get(name, default) for name, default in cls.own.items()})
+        made._keep({name: getattr(layer, name, default) for name, default in cls.own.items()})
         return made
 
     @property
@@ -136,9 +140,17 @@ def shallow(node: Any, cls: type[_T]) -> _T:
     return made
 
 
+def taken(layer: nnx.Module) -> str | None:
+    """In words that one of Flax's layers has an attribute of a user's own that is an argument here:
+    it says nothing to Flax's, and other code may read it. Or None."""
+    own = SWAPPED[type(layer)].own if type(layer) in SWAPPED else ()
+    names = ", ".join(name for name in own if name in vars(layer))
+    return f"it has attributes of your own that are arguments here: {names}" if names else None
+
+
 def stand_in(value: Any) -> Any:
     """The layer that stands for one of Flax's, and any other value itself."""
-    if type(value) not in SWAPPED:
+    if type(value) not in SWAPPED or taken(value):
         return value
     ours = SWAPPED[type(value)].of(value)
     return value if ours.kept else ours
