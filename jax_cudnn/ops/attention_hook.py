@@ -233,5 +233,6 @@ def _seen(
         if lengths is None
         else lengths.reshape(*batch, 1, 1, 1)
     )
-    i, j = jnp.arange(t)[:, None], jnp.arange(s)
+    ones = (1,) * (len(batch) + 1)
+    i, j = jnp.arange(t).reshape(*ones, t, 1), jnp.arange(s).reshape(*ones, 1, s)
     return (j < count) & Band(left, right, bottom_right).sees(i, j, count - t)
