@@ -103,16 +103,6 @@ class Arranged(Node):
                     got=str(list(inputs[port].shape)),
                 )
 
-    def checked_bias(self, inputs: Mapping[str, Tensor], scores: Shape) -> None:
-        """GraphError for a bias that does not broadcast to (B, H, Sq, Skv)."""
-        bias = inputs["bias"].shape if "bias" in inputs else (1, 1, 1, 1)
-        if len(bias) != 4 or any(a not in (1, b) for a, b in zip(bias, scores, strict=True)):
-            raise GraphError(
-                "'bias' does not fit the scores",
-                expected=f"{list(scores)}, or 1 in any of these",
-                got=str(list(bias)),
-            )
-
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:

@@ -13,6 +13,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node, frozen
 from . import attention_extras as extras
+from .attention_bias import Biased
 from .attention_reference import Attention, Band
 from .score_mod import ScoreMod, folds, is_operand, prepared
 
@@ -144,7 +145,7 @@ def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> 
 
 
 @frozen
-class Attending(Node):
+class Attending(Biased):
     """What the forward and the backward have in common."""
 
     anchor = True
@@ -218,15 +219,11 @@ class Attending(Node):
                 got=self.compute_data_type,
             )
         check_shapes(inputs, {})
-        scores = (*inputs["q"].shape[:3], inputs["k"].shape[2])
-        bias = inputs["bias"].shape if "bias" in inputs else (1, 1, 1, 1)
-        if len(bias) != 4 or any(a not in (1, b) for a, b in zip(bias, scores, strict=True)):
-            raise GraphError(
-                "'bias' does not fit the scores",
-                expected=f"{list(scores)}, or 1 in any of these",
-                got=str(list(bias)),
-            )
+        self.check_bias(inputs)
         extras.check(self, inputs)
+
+    def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
+        return (*tensors["q"].shape[:3], tensors["k"].shape[2])
 
     def redraws(self, made: Mapping[str, str]) -> Collection[str]:
         drawn = made.get("dropout_mask") == "RNG_DUMP" and "seed" in made
@@ -237,6 +234,8 @@ class Attending(Node):
             return reason
         if reason := read_again(self.results, tensors, graph):
             return reason
+        if reason := super().refuses(tensors, graph):
+            return reason
         if self.score_mod is None:
             return extras.refusal(tensors)
         others = {"seed", "dropout_mask", "sink_token", "block_mask"}
@@ -245,7 +244,8 @@ class Attending(Node):
         return self.score_mod.refused(tensors)
 
     def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
-        return {} if self.score_mod is None else self.score_mod.stretches(tensors)
+        stretched = {} if self.score_mod is None else self.score_mod.stretches(tensors)
+        return {**stretched, **super().broadcast_to(tensors)}
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]

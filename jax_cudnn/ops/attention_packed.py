@@ -13,6 +13,7 @@ from .._core.errors import GraphError
 from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
 from .attention_arranged import Arranged
+from .attention_bias import Biased
 from .attention_packed_reference import Packing
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _MOST = 2**31  # elements that offsets of 32 bits tell apart
 
 
 @frozen
-class _Packed(Arranged):
+class _Packed(Biased, Arranged):
     """What both directions have in common.
 
     ``max_seq_len_q`` and ``max_seq_len_kv`` bound the lengths; ``max_total_seq_len_q`` and
@@ -63,7 +64,7 @@ class _Packed(Arranged):
         offsets = dict.fromkeys(_OFFSETS, (batch + 1, 1, 1, 1))
         wanted = {**lengths, **offsets, "stats": (*inputs["q"].shape[:2], 1)}
         self.checked_shapes(inputs, wanted)
-        self.checked_bias(inputs, (batch, inputs["q"].shape[1], *self.limits))
+        self.check_bias(inputs)
         if not sizes["n"] or inputs["q"].shape[1] % inputs["k"].shape[1]:
             raise GraphError(
                 "the numbers of heads do not fit",
@@ -79,11 +80,14 @@ class _Packed(Arranged):
                     fix="call it on parts of the examples",
                 )
 
+    def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
+        return (tensors["seq_len_q"].shape[0], tensors["q"].shape[1], *self.limits)
+
     def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
         """(tokens, heads, size) as examples of the largest length, each from its offset on."""
         limit = self.limits[port in KEYS]
         if port not in QUERIES and port not in KEYS:
-            return ()
+            return super().views(port, tensors)
         batch, (_, heads, size) = tensors["seq_len_q"].shape[0], tensors[port].shape
         strides = (limit * heads * size, size, heads * size, 1)
         return (View(port, (batch, heads, limit, size), strides),)

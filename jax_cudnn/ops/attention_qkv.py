@@ -13,6 +13,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
 from .attention_arranged import Arranged
 from .attention_base import as_examples
+from .attention_bias import Biased
 from .attention_operands import without_keys
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _PORTS = "?bias: *bias, ?seq_len_q: *i, ?seq_len_kv: *j"
 
 
 @frozen
-class _Qkv(Arranged):
+class _Qkv(Biased, Arranged):
     """What both directions have in common. ``heads`` are those of the queries: of the M = heads +
     2 N heads of qkv the first ones, before N of keys and N of values."""
 
@@ -49,7 +50,11 @@ class _Qkv(Arranged):
             )
         wanted = dict.fromkeys(_LENGTHS, (batch, 1, 1, 1))
         self.checked_shapes(inputs, {**wanted, "stats": (batch, self.heads, tokens, 1)})
-        self.checked_bias(inputs, (batch, self.heads, tokens, tokens))
+        self.check_bias(inputs)
+
+    def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
+        batch, tokens, *_ = tensors["qkv"].shape
+        return (batch, self.heads, tokens, tokens)
 
     def parts(self, heads: int) -> tuple[tuple[int, int], ...]:
         """Where queries, keys and values begin and end among the heads."""
@@ -60,7 +65,7 @@ class _Qkv(Arranged):
         """Parts of (examples, tokens, heads, size), with heads in front of tokens."""
         names = {"qkv": ("q", "k", "v"), "dQKV": ("dQ", "dK", "dV")}.get(port, (port,))
         if port not in ("qkv", "dQKV", "o", "O", "dO"):
-            return ()
+            return super().views(port, tensors)
         b, s, m, d = tensors[port].shape
         strides = (s * m * d, d, m * d, 1)
         parts = self.parts(m) if len(names) > 1 else ((0, m),)
