@@ -754,7 +754,47 @@ def test_a_gradient_in_float32_is_left_to_xla_with_a_reason():
             jc.plans(jax.grad(loss, (0, 1, 2)), q, q, q)
 
 
+def of_several_dtypes(port, dtype):
+    """A graph of attention, and of its backward, with one operand in another dtype; and arrays."""
+
+    def forward(g, q, k, v):
+        return g.sdpa(q, k, v, attn_scale=0.125)[0]
+
+    def backward(g, q, k, v, o, dO, stats):
+        return g.sdpa_backward(q, k, v, o, dO, stats, attn_scale=0.125)
+
+    shape = (2, 4, 64, 64)
+    given = {name: normal(shape, "bfloat16") for name in ("q", "k", "v", "o", "dO")}
+    given["stats"] = normal((2, 4, 64, 1)) + 4
+    given[port] = given[port].astype(dtype)
+    function = forward if port == "v" else backward
+    return jc.graph(function), [*given.values()][: 3 if port == "v" else 6]
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("port", ["v", "k", "o", "dO"])
+def test_operands_of_several_dtypes_are_xlas(port, dtype):
+    """cuDNN plans them, and reads all in one dtype."""
+    graph, operands = of_several_dtypes(port, dtype)
+    with jc.target("H200"):
+        (segment,) = jc.plan(graph, *operands).segments
+    assert segment.plan is None
+    assert f"{port} {dtype}" in segment.reason
+
+
 # -- on the GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("port", ["v", "k", "o", "dO"])
+def test_operands_of_several_dtypes_on_the_gpu(port, dtype):
+    graph, operands = of_several_dtypes(port, dtype)
+    with jc.implementation("xla"):
+        want = jax.tree.leaves(jax.jit(graph)(*(x.astype("float32") for x in operands)))
+    for a, b in zip(jax.tree.leaves(jax.jit(graph)(*operands)), want, strict=True):
+        assert relative_error(np.asarray(a, np.float64), np.asarray(b, np.float64)) < 2e-2
 
 
 @pytest.mark.gpu

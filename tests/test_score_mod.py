@@ -439,7 +439,7 @@ def test_digits_near_zero(name):
     )
     scores = jnp.broadcast_to(x, (1, 1, 1, len(x)))
     mod, _ = score_mod_written.written(of_score(function), [], scores.shape)
-    assert mod.refused_backward() is None
+    assert mod.refused_backward((1, 1, 128, 128)) is None
     of = lambda s: mod(s, 0, {})  # noqa: E731
     got, slope = jax.jit(lambda s: jax.jvp(of, (s,), (jnp.ones_like(s),)))(scores)
     wide = np.asarray(x, np.float64)
@@ -951,7 +951,58 @@ def test_a_graph_computes_operands_that_cudnn_reads_wrongly_before():
     assert wire(last.spec).input_tensors[-1].shape == (2, 1, 256, 256)
 
 
+# Of -inf, which cuDNN gives its backward where tiles are not full, these make infinity or NaN.
+OF_INFINITY = {
+    "negative": (of_score(jnp.negative), ()),
+    "square": (of_score(jnp.square), ()),
+    "silu": (of_score(jax.nn.silu), ()),
+    "by place": (lambda s, b, h, q, kv: s * jnp.where(kv % 2 == 0, 1.0, -1.0), ()),
+    "times an operand": (lambda s, b, h, q, kv, a: s * a, (_HEADS,)),
+}
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", OF_INFINITY)
+def test_a_backward_that_makes_no_number_of_what_tiles_hold_beyond_the_scores_is_xlas(name):
+    change, operands = OF_INFINITY[name]
+    avals = [S(shape, dtype) for shape, dtype in operands]
+
+    def backward(t, s):
+        q, k = S((2, t, 4, 64), "bfloat16"), S((2, s, 4, 64), "bfloat16")
+        run = lambda q, k, v, *a: ours(q, k, v, score_mod=change, score_mod_operands=a)  # noqa: E731
+        with jc.target("H200"):
+            forward, backward = jc.plans(gradients(run, (0, 1, 2)), q, k, k, *avals).values()
+        assert forward.segments[0].plan is not None
+        return backward.segments[-1]
+
+    assert backward(256, 384).plan is not None
+    for t, s in ((256, 200), (100, 256)):
+        segment = backward(t, s)
+        assert segment.plan is None
+        assert (
+            f"of {t} queries and {s} keys cuDNN's backward gives score_mod -inf" in segment.reason
+        )
+        assert "query_seq_lengths" in segment.reason
+
+
 # -- on the GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("t", [96, 192, 256])
+@pytest.mark.parametrize("name", OF_INFINITY)
+def test_gradients_of_tiles_that_are_not_full_on_the_gpu(name, t):
+    change, operands = OF_INFINITY[name]
+    inputs = qkv(b=2, t=t, s=160, n=4, k=4, h=64, dtype="bfloat16")
+    given = [drawn(S(shape, dtype)) for shape, dtype in operands]
+    run = functools.partial(ours, score_mod=change, score_mod_operands=given)
+    exact = functools.partial(run, implementation="xla")
+    wide = [x.astype("float32") for x in inputs]
+    want = jax.jit(exact)(*wide), *jax.jit(gradients(exact, (0, 1, 2)))(*wide)
+    got = jax.jit(run)(*inputs), *jax.jit(gradients(run, (0, 1, 2)))(*inputs)
+    for a, b in zip(got, want, strict=True):
+        assert np.isfinite(np.asarray(a, np.float32)).all()
+        assert relative_error(np.asarray(a, np.float64), np.asarray(b, np.float64)) < 2e-2
 
 
 @pytest.mark.gpu

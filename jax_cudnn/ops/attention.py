@@ -129,7 +129,7 @@ class SdpaBackward(Ordered, Attending):
         if self.score_mod is not None:
             if self.dBias:
                 return "cuDNN's dBias is wrong beside a score_mod"
-            if reason := self.score_mod.refused_backward():
+            if reason := self.score_mod.refused_backward(self.scores(tensors)):
                 return reason
         if self.dSink_token and graph.options.deterministic:
             return "cuDNN adds up dSink_token in no fixed order"

@@ -133,6 +133,16 @@ def in_another_dtype(results: Collection[str], tensors: Tensors) -> str | None:
     return None
 
 
+def of_several_dtypes(tensors: Tensors) -> str | None:
+    """Why cuDNN is not asked for operands of several dtypes, or None: it takes the graph, and reads
+    all as the first one's, some beyond their ends (measured)."""
+    ports = [port for port in ("q", "k", "v", "qkv", "o", "dO") if port in tensors]
+    if len({tensors[port].dtype for port in ports}) == 1:
+        return None
+    said = ", ".join(f"{port} {tensors[port].dtype}" for port in ports)
+    return f"cuDNN reads operands of attention in one dtype alone, not {said}"
+
+
 def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> str | None:
     """Why cuDNN is not asked for what reads results of attention in the same plan, or None: it
     takes some such graphs, and misses a pointer when they run (measured of dQ)."""
@@ -230,7 +240,9 @@ class Attending(Biased):
         return ("dropout_mask",) if drawn else ()
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        if reason := odd_heads(tensors) or in_another_dtype(self.results, tensors):
+        if reason := odd_heads(tensors) or of_several_dtypes(tensors):
+            return reason
+        if reason := in_another_dtype(self.results, tensors):
             return reason
         if reason := read_again(self.results, tensors, graph):
             return reason

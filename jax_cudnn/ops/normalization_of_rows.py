@@ -112,3 +112,10 @@ class ForwardOfRows(OfRows, Phased):
 
     rounding = _ROUNDING
     computed = ("input",)
+
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+        for call in graph.calls:
+            if call.node.ports.is_elementwise and call.node.method.endswith("_backward"):
+                # Planning ends the process (SIGSEGV in cuDNN 9.19, of float32).
+                return f"cuDNN's planner fails on {call.name} in its plan"
+        return super().refuses(tensors, graph)

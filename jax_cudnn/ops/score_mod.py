@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 PORT = OPERANDS
 """The list of a node's operands that its function of the scores reads."""
+_TILE = 128  # queries, and keys, of which cuDNN computes all scores
+_PLACES = (2, 2, 16, 16)  # of scores at which a function is tried
 
 
 def axis_of(node: Node) -> int | None:
@@ -117,16 +120,23 @@ class ScoreMod:
             "combine the conditions with &, in one jnp.where"
         )
 
-    def refused_backward(self) -> str | None:
+    def refused_backward(self, scores: Shape) -> str | None:
         """Why cuDNN is not to be asked for its derivative, or None."""
         from .score_mod_emission import reads_leading_numbers  # for planning alone
 
-        if not reads_leading_numbers(self):
-            return None
-        return (
-            "cuDNN's backward is wrong where the derivative of score_mod has a number as first "
-            "operand: select by jnp.where(seen, score, -jnp.inf), with the number behind"
-        )
+        if reads_leading_numbers(self):
+            return (
+                "cuDNN's backward is wrong where the derivative of score_mod has a number as first "
+                "operand: select by jnp.where(seen, score, -jnp.inf), with the number behind"
+            )
+        if any(size % _TILE for size in scores[2:]) and not takes_infinity(self):
+            return (
+                f"of {scores[2]} queries and {scores[3]} keys cuDNN's backward gives score_mod "
+                f"-inf for what is missing to multiples of {_TILE}, and it makes no number below "
+                "infinity of it, or has no finite derivative there: pad them, with their lengths "
+                "as query_seq_lengths and key_value_seq_lengths"
+            )
+        return None
 
     def folded(self, size: int, mapped: Iterable[str]) -> ScoreMod:
         """For ``size`` times as many examples, of which the operands ``mapped`` have as many."""
@@ -139,6 +149,24 @@ class ScoreMod:
         )
         spec = intern(dataclasses.replace(self.spec, tensors=tensors, _cache={}))
         return dataclasses.replace(self, spec=spec)
+
+
+@functools.cache
+def takes_infinity(mod: ScoreMod) -> bool:
+    """Whether a function gives of a score of -inf neither NaN nor infinity, and has a finite
+    derivative there: at some places, and with some numbers as its operands."""
+    noise = np.random.default_rng(0)
+
+    def some(dtype: str) -> np.ndarray:
+        drawn = noise.integers(0, 8, _PLACES) if "int" in dtype else noise.normal(size=_PLACES)
+        return drawn.astype(dtype)
+
+    with jax.ensure_compile_time_eval():
+        dtypes = {port: mod.spec.tensor(name).dtype for name, port in mod.named.items()}
+        operands = {port: jnp.asarray(some(dtype)) for port, dtype in dtypes.items()}
+        hidden = jnp.full(_PLACES, -jnp.inf, jnp.float32)
+        value, slope = jax.jvp(lambda x: mod(x, 0, operands), (hidden,), (jnp.ones_like(hidden),))
+        return bool(jnp.all(value < jnp.inf) & jnp.all(jnp.isfinite(slope)))
 
 
 def stretched(shape: Shape, scores: Shape) -> Shape:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from .._core.errors import GraphTypeError
@@ -19,7 +18,7 @@ from .._core.graph.dtypes import FLOATS
 from .._core.graph.source import defined_at
 from .._core.graph.spec import GraphSpec
 from .attention_reference import Band
-from .score_mod import PORT, ScoreMod
+from .score_mod import PORT, ScoreMod, takes_infinity
 from .score_mod_emission import before_causal_mask
 from .score_mod_trace import Traced
 
@@ -110,7 +109,7 @@ def _written(
     ports = tuple(f"{PORT}_{i}" for i in range(len(read)))
     spec = spec.canonical()
     inner = before_causal_mask(spec)
-    first = inner is not None and _takes_infinity(ScoreMod(inner, (), hides))
+    first = inner is not None and takes_infinity(ScoreMod(inner, (), hides))
     return ScoreMod(spec, ports, hides, first), read, traced
 
 
@@ -134,15 +133,6 @@ def _is_finite(spec: GraphSpec) -> bool:
         if method.startswith("cmp_") or (known and finite >= {*operands}):
             finite |= {name for _, name in call.outputs}
     return finite >= {*spec.outputs}
-
-
-def _takes_infinity(mod: ScoreMod) -> bool:
-    """Whether a function of the score gives of -inf neither NaN nor infinity, and has a finite
-    derivative there."""
-    with jax.ensure_compile_time_eval():
-        hidden = jnp.full((1, 1, 1, 1), -jnp.inf, jnp.float32)
-        value, slope = jax.jvp(lambda x: mod(x, 0, {}), (hidden,), (jnp.ones_like(hidden),))
-        return bool(jnp.all(value < jnp.inf) & jnp.all(jnp.isfinite(slope)))
 
 
 @dataclass(frozen=True)
