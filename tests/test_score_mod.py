@@ -979,9 +979,7 @@ def test_a_backward_that_makes_no_number_of_what_tiles_hold_beyond_the_scores_is
     for t, s in ((256, 200), (100, 256)):
         segment = backward(t, s)
         assert segment.plan is None
-        assert (
-            f"of {t} queries and {s} keys cuDNN's backward gives score_mod -inf" in segment.reason
-        )
+        assert f"of {t} queries and {s} keys cuDNN's backward gives" in segment.reason
         assert "query_seq_lengths" in segment.reason
 
 
