@@ -754,6 +754,18 @@ def test_a_gradient_in_float32_is_left_to_xla_with_a_reason():
             jc.plans(jax.grad(loss, (0, 1, 2)), q, q, q)
 
 
+@pytest.mark.deviceless
+def test_lengths_of_float32_are_xlas():
+    """cuDNN writes results of queries behind them."""
+    q = S((2, 64, 4, 64), "float32")
+    run = functools.partial(ours, key_value_seq_lengths=jnp.array([64, 30], "int32"))
+    with jc.target("H200"):
+        (segment,) = jc.plan(run, q, q, q).segments
+    assert segment.plan is None
+    assert "of float32" in segment.reason
+    assert "behind seq_len_q" in segment.reason
+
+
 def of_several_dtypes(port, dtype):
     """A graph of attention, and of its backward, with one operand in another dtype; and arrays."""
 
@@ -784,6 +796,29 @@ def test_operands_of_several_dtypes_are_xlas(port, dtype):
 
 
 # -- on the GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("given", ["", "lengths", "bias", "row", "mask", "window", "sink"])
+def test_forward_of_float32_on_the_gpu(given, causal):
+    q, k, v = qkv(b=2, t=96, s=160, n=4, k=2, h=64)
+    more = {
+        "lengths": {
+            "query_seq_lengths": jnp.array([40, 96], "int32"),
+            "key_value_seq_lengths": jnp.array([160, 90], "int32"),
+        },
+        "bias": {"bias": normal((1, 4, 96, 160))},
+        "row": {"bias": normal((2, 1, 1, 160))},
+        "mask": {"mask": jnp.asarray(RNG.random((2, 1, 1, 160)) < 0.8).at[..., 0].set(True)},
+        "window": {"local_window_size": (20, 9)},
+        "sink": {"sink": normal(4)},
+    }.get(given, {})
+    run = functools.partial(ours, is_causal=causal, return_residual=True, **more)
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(functools.partial(run, implementation="xla"))(q, k, v)
+    for a, b in zip(jax.jit(run)(q, k, v), want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-2)
 
 
 @pytest.mark.gpu

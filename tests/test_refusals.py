@@ -442,6 +442,16 @@ STRUCTURES = {  # found by random graphs on an H200: function, operands, words o
         [MATRIX],
         "both operands are the same tensor",
     ),
+    "one matrix as both operands, computed": (
+        lambda g, a: g.matmul(g.erf(a).set_data_type("bfloat16"), a),
+        [MATRIX],
+        "both operands are computed from the same tensor",
+    ),
+    "statistics in 16 bits": (
+        lambda g, x, s: [y.set_data_type(x.dtype) for y in g.rmsnorm(x, s, epsilon=1e-5)],
+        [((64, 1024), HALF), ((1, 1024), HALF)],
+        "its inv_var in float32, not bfloat16",
+    ),
     "rows that are not aligned, computed before a matmul": (
         lambda g, a, b: g.matmul(g.relu(a).set_data_type("bfloat16"), b),
         [((1, 64, 33), HALF), ((1, 33, 64), HALF)],

@@ -25,8 +25,8 @@ TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
 LENGTHS = ("seq_len_q", "seq_len_kv")
 _OF_HEADS = 8  # of which their sizes are multiples
 _REQUIRES = (
-    "bfloat16 or float16, in the forward also float32 (products in TF32), sizes of heads multiples "
-    "of 8, SM 80; seq_len_q and seq_len_kv together"
+    "bfloat16 or float16, in the forward without lengths also float32 (products in TF32), sizes of "
+    "heads multiples of 8, SM 80; seq_len_q and seq_len_kv together"
 )
 
 
@@ -143,6 +143,15 @@ def of_several_dtypes(tensors: Tensors) -> str | None:
     return f"cuDNN reads operands of attention in one dtype alone, not {said}"
 
 
+def padded_float32(tensors: Tensors) -> str | None:
+    """Why cuDNN is not asked for lengths of float32, or None: it writes results of queries behind
+    them, which are 0 (measured)."""
+    queries = tensors.get("q", tensors.get("qkv"))
+    if "seq_len_q" not in tensors or queries is None or queries.dtype != "float32":
+        return None
+    return "of float32 cuDNN's attention writes more than 0 for queries behind seq_len_q"
+
+
 def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> str | None:
     """Why cuDNN is not asked for what reads results of attention in the same plan, or None: it
     takes some such graphs, and misses a pointer when they run (measured of dQ)."""
@@ -240,7 +249,7 @@ class Attending(Biased):
         return ("dropout_mask",) if drawn else ()
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        if reason := odd_heads(tensors) or of_several_dtypes(tensors):
+        if reason := odd_heads(tensors) or of_several_dtypes(tensors) or padded_float32(tensors):
             return reason
         if reason := in_another_dtype(self.results, tensors):
             return reason

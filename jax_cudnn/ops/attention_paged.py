@@ -43,8 +43,8 @@ class PagedSdpa(Arranged):
     dims = f"q: b s h d, k: p *k d, v: w *k e, {_PORTS} -> O: b s h e, Stats: *l"
     integers = _INTEGERS
     requires = (
-        "bfloat16, float16 or float32 (products in TF32), sizes of heads multiples of 8, SM 80; no "
-        "derivative: cuDNN has none of keys in pages"
+        "bfloat16 or float16, sizes of heads multiples of 8, SM 80; no derivative: cuDNN has none "
+        "of keys in pages"
     )
 
     heads_first: bool = False

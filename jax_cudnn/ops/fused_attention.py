@@ -106,8 +106,8 @@ def dot_product_attention(
 
     Args:
         query: (B, T, N, H) or (T, N, H); bfloat16, float16 or float32. Of float32
-            cuDNN runs the forward alone, with products in TF32, and nothing where JAX's default
-            matmul precision is "highest".
+            cuDNN runs the forward alone, without lengths, with products in TF32, and nothing where
+            JAX's default matmul precision is "highest".
         key: (B, S, K, H) or (S, K, H), of query's dtype. Each head serves N / K neighbouring ones
             of query.
         value: (B, S, K, E) or (S, K, E), of query's dtype. E may differ from H.

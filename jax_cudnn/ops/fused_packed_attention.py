@@ -58,7 +58,7 @@ def packed_dot_product_attention(
     ``jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")``.
 
     Args:
-        query: (T, N, H); 16 bits or float32, see :func:`dot_product_attention`.
+        query: (T, N, H); 16 bits, or float32, which XLA runs.
         key: (S, K, H), of query's dtype. Each head serves N / K neighbouring ones of query.
         value: (S, K, E), of query's dtype. E may differ from H.
         bias: added to the scaled scores, by position in an example; it broadcasts to (B, N,

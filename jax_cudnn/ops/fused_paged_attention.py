@@ -55,8 +55,7 @@ def paged_dot_product_attention(
     sizes.
 
     Args:
-        query: (B, T, N, H); bfloat16, float16 or float32, whose products cuDNN computes in
-            TF32, and none where JAX's default matmul precision is "highest".
+        query: (B, T, N, H); bfloat16 or float16, or float32, which XLA runs.
         key_pages: (P, U, K, H), of query's dtype. Each head serves N / K neighbouring ones of
             query.
         value_pages: (P, U, K, E), of query's dtype.

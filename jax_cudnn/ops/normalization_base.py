@@ -85,6 +85,9 @@ class Normalizing(Node):
                 f"{' and '.join(arrays)} is computed on the device, where cuDNN cannot read it "
                 "before it starts a kernel: give a Python number"
             )
+        for port in ("mean", "inv_var", "inv_variance"):
+            if port in tensors and tensors[port].dtype != "float32":
+                return f"cuDNN reads and writes its {port} in float32, not {tensors[port].dtype}"
         shape, scale = tensors["input"].shape, tensors["scale"].shape
         axes = self.extent.reduced(shape, scale)
         if math.prod(shape[axis] for axis in axes) == 1:
