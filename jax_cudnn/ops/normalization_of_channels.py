@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from .._core.graph.dtypes import FP8
 from .._core.graph.example import Example
 from .extents import Spatial
 from .normalization_base import Normalization, NormalizationBackward, Normalizing
@@ -64,7 +65,11 @@ class ForwardOfChannels(OfChannels, Normalization):
     rounding = ROUNDING
 
     def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        # Measured on an H200 with cuDNN 9.19: of relu(Y + residual) the sum, as a further result,
+        # All measured on an H200 with cuDNN 9.19. A plan that writes float8 fails in its execution.
+        for tensor in graph.output_tensors:
+            if tensor.dtype in FP8:
+                return f"cuDNN writes no {tensor.dtype} behind it"
+        # Of relu(Y + residual) the sum, as a further result,
         # holds other numbers. A mask of that relu is right.
         after = {tensors["Y"].name}
         for call in graph.calls:
