@@ -437,6 +437,11 @@ STRUCTURES = {  # found by random graphs on an H200: function, operands, words o
         [IMAGE],
         "both operands are the same tensor",
     ),
+    "a result in another order behind a convolution": (
+        lambda g, x, w: g.relu(conv(g, x, w)).set_stride([4096, 64, 8, 1]),
+        [((2, 64, 8, 8), jnp.float32), ((64, 64, 3, 3), jnp.float32)],
+        r"OUT_0 of relu.0 lies in memory in the order \[0, 1, 2, 3\], beside a convolution",
+    ),
     "one matrix as both operands": (
         lambda g, a: g.matmul(a, a),
         [MATRIX],

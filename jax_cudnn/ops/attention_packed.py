@@ -47,8 +47,8 @@ class _Packed(Biased, Arranged):
 
     integers = _INTEGERS
     requires = (
-        "bfloat16 or float16, sizes of heads multiples of 8, SM 80, and SM 90 for gradients; arrays "
-        "of less than 2**31 elements"
+        "bfloat16 or float16, sizes of heads multiples of 8, SM 80, and SM 90 for gradients; "
+        "arrays of less than 2**31 elements"
     )
 
     @property

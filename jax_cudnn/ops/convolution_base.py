@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS
+from .._core.graph.layout import lies_so
 from .._core.graph.node import Node, frozen
 from .._core.graph.promotion import product_compute
 from .folds import grown
@@ -27,15 +28,6 @@ if TYPE_CHECKING:
 
 MODES = ("CROSS_CORRELATION", "CONVOLUTION")
 _FEW = 8  # channels that cuDNN's kernels for 16-bit floats read at a time
-
-
-def _lies_so(tensor: Tensor, order: tuple[int, ...], default: tuple[int, ...]) -> bool:
-    """Whether a tensor has this order, but for where its dimensions of size 1 stand."""
-    own, wanted = (
-        [axis for axis in axes if tensor.shape[axis] != 1]
-        for axes in (tensor.order or default, order)
-    )
-    return own == wanted
 
 
 class Roles(NamedTuple):
@@ -106,16 +98,30 @@ class Convolution(Node):
         # lay like these (relative errors of 1.1 to 1.4).
         rank = len(first.shape)
         rows, last = tuple(range(rank)), (0, *range(2, rank), 1)
-        if all(_lies_so(tensor, rows, last) for tensor in tensors.values()):
+        if all(lies_so(tensor, rows, tensor.order or last) for tensor in tensors.values()):
             return None
-        odd = [port for port, tensor in tensors.items() if not _lies_so(tensor, last, last)]
+        odd = [p for p, t in tensors.items() if not lies_so(t, last, t.order or last)]
         if not odd:
-            return None
+            return self._beside_another_order(graph, last)
         port = next((p for p in odd if p != self.roles.result), odd[0])
         return (
             f"{port} lies in memory in the order {list(tensors[port].order or last)}; cuDNN reads "
             f"channels-last ({list(last)}) arrays, or row-major ({list(rows)}) ones throughout"
         )
+
+    def _beside_another_order(self, graph: GraphSpec, last: tuple[int, ...]) -> str | None:
+        # Of float32 cuDNN writes such a result of an epilogue as if it lay like the convolution's.
+        for call in graph.calls:
+            for port, name in (*call.inputs, *call.outputs):
+                tensor = graph.tensor(name)
+                order = tensor.order or last
+                alike = len(order) == len(tensor.shape) == len(last)
+                if alike and not lies_so(tensor, last, order):
+                    return (
+                        f"{port} of {call.name} lies in memory in the order {list(order)}, beside "
+                        f"a convolution of channels-last ({list(last)}) arrays"
+                    )
+        return None
 
     def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
         return product_compute(inputs)

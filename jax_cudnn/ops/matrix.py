@@ -38,10 +38,10 @@ def _singular_before(names: set[str], graph: GraphSpec) -> str:
 
 
 def _read_for(name: str, graph: GraphSpec) -> set[str]:
-    """A tensor, and all that it is computed from."""
+    """A tensor, and all that it is computed from in front of a product."""
     names = {name}
     for call in reversed(graph.calls):
-        if names & {name for _, name in call.outputs}:
+        if not call.node.anchor and names & {name for _, name in call.outputs}:
             names |= {name for _, name in call.inputs}
     return names
 

@@ -27,12 +27,25 @@ from .spec import GraphSpec, Tensor
 
 
 def major_to_minor(spec: GraphSpec, tensor: Tensor) -> tuple[int, ...]:
-    """The order of a tensor's dimensions in memory, slowest first."""
-    if tensor.order is not None:
-        return tensor.order
+    """The order of a tensor's dimensions in memory, slowest first.
+
+    One that differs from the graph's own in the place of dimensions of size 1 alone is that: cuDNN
+    takes a stride of such a dimension for what tells an order (of a weight's gradient in 3D,
+    measured on an H200 with cuDNN 9.19, it wrote another array).
+    """
     if _is_row_major(spec) or has_matrices(spec):
-        return tuple(range(len(tensor.shape)))
-    return _default_order(len(tensor.shape), _is_channels_last(spec))
+        default = tuple(range(len(tensor.shape)))
+    else:
+        default = _default_order(len(tensor.shape), _is_channels_last(spec))
+    order = tensor.order
+    return default if order is None or lies_so(tensor, default, order) else order
+
+
+def lies_so(tensor: Tensor, wanted: tuple[int, ...], order: tuple[int, ...]) -> bool:
+    """Whether an order of a tensor's dimensions is another one, but for where those of size 1
+    stand."""
+    own, other = ([axis for axis in axes if tensor.shape[axis] != 1] for axes in (order, wanted))
+    return own == other
 
 
 def view(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]]:
