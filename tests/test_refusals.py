@@ -292,6 +292,21 @@ WRONG = {  # found by random graphs on an H200: function, operands, engines (of 
         [IMAGE, WEIGHT],
         {8: "conv_dgrad.0"},
     ),
+    "what is computed beside a convolution": (
+        lambda g, x, w: g.add(g.relu(x), conv(g, x, w)),
+        [((2, 64, 8, 8), jnp.float32), ((64, 64, 3, 3), jnp.float32)],
+        {8: "conv_fprop.0"},
+    ),
+    "what is computed beside a gradient": (
+        lambda g, x, w: g.add(g.relu(x), g.conv_dgrad(x, w, padding=[1, 1])),
+        [((2, 64, 8, 8), jnp.float32), ((64, 64, 3, 3), jnp.float32)],
+        {8: "conv_dgrad.0"},
+    ),
+    "nothing beside a convolution": (
+        lambda g, x, w: g.relu(g.add(x, conv(g, x, w))),
+        [((2, 64, 8, 8), jnp.float32), ((64, 64, 3, 3), jnp.float32)],
+        {},
+    ),
 }
 
 

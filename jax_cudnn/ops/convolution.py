@@ -100,8 +100,8 @@ class ConvFprop(Convolution):
         # is of its kind, is chosen without a GPU.
         if tensors["Y"].dtype == "int32":
             return (0, 28)
-        wide = tensors["image"].dtype == "float32"
-        return (52, 53) if wide and len(graph.outputs) > 1 else ()
+        wide = tensors["image"].dtype == "float32" and len(graph.outputs) > 1
+        return (*((52, 53) if wide else ()), *super().distrusted(tensors, graph))
 
     def needs_knob(self, graph: GraphSpec) -> str:
         # Measured on an H200 with cuDNN 9.19: the engines that were written for convolution, bias
