@@ -9,6 +9,7 @@ import oracle
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph import layout
 from jax_cudnn._core.graph.reference import evaluate
 
 RNG = np.random.default_rng(5)
@@ -206,6 +207,25 @@ def test_float8_gradients_are_planned_by_newer_versions(method):
 
 
 @pytest.mark.deviceless
+def test_dimensions_of_one_element_tell_no_order():
+    """Of (16, 3, 3, 2, 1) both orders are one memory, which cuDNN reads in its own alone."""
+    x, loss = (jax.ShapeDtypeStruct(s, "float16") for s in ((3, 3, 6, 3, 3), (3, 16, 6, 2, 3)))
+
+    def shown(*strides):
+        def graph(g, x, loss):
+            out = g.conv_wgrad(
+                x, loss, pre_padding=[0] * 3, post_padding=[2, 0, 0], out_dims=[16, 3, 3, 2, 1]
+            )
+            return out.set_stride(list(strides)) if strides else out
+
+        spec = jc.graph(graph).trace(x, loss)[1].spec
+        (out,) = spec.output_tensors
+        return layout.view(spec, out), layout.major_to_minor(spec, out)
+
+    assert shown(18, 1, 6, 3, 1) == shown()
+    assert shown(18, 6, 2, 1, 1) != shown()
+
+
 def test_operands_of_a_matmul_keep_their_memory_order():
     """A transposed operand is asked for as it lies: XLA has nothing to copy."""
 

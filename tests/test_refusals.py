@@ -455,7 +455,16 @@ STRUCTURES = {  # found by random graphs on an H200: function, operands, words o
     "a result in another order behind a convolution": (
         lambda g, x, w: g.relu(conv(g, x, w)).set_stride([4096, 64, 8, 1]),
         [((2, 64, 8, 8), jnp.float32), ((64, 64, 3, 3), jnp.float32)],
-        r"OUT_0 of relu.0 lies in memory in the order \[0, 1, 2, 3\], beside a convolution",
+        r"OUT_0 of relu.0 lies in memory in the order \[0, 1, 2, 3\], beside arrays of a conv",
+    ),
+    "a result in no order behind a convolution that states one": (
+        lambda g, x, w: g.relu(
+            conv(g, x.set_stride([4096, 64, 8, 1]), w.set_stride([576, 9, 3, 1])).set_stride(
+                [4096, 64, 8, 1]
+            )
+        ),
+        [((2, 64, 8, 8), jnp.float32), ((64, 64, 3, 3), jnp.float32)],
+        r"OUT_0 of relu.0 lies in memory in the order \[0, 2, 3, 1\], beside arrays of a conv",
     ),
     "one matrix as both operands": (
         lambda g, a: g.matmul(a, a),
@@ -465,7 +474,19 @@ STRUCTURES = {  # found by random graphs on an H200: function, operands, words o
     "one matrix as both operands, computed": (
         lambda g, a: g.matmul(g.erf(a).set_data_type("bfloat16"), a),
         [MATRIX],
-        "both operands are computed from the same tensor",
+        "both operands are made of the same tensor: compute one before",
+    ),
+    "a mean in 16 bits for a gradient": (
+        lambda g, x, s, m, v: g.layernorm_backward(x, x, s, m, v)[0],
+        [((64, 1024), HALF), ((1, 1024), HALF), ((64, 1), HALF), ((64, 1), "float32")],
+        "its mean in float32, not bfloat16",
+    ),
+    "float8 behind a batch norm": (
+        lambda g, x, s, b, m, v: g.batchnorm(x, s, b, m, v, 1e-5, 0.1)[0].set_data_type(
+            "float8_e4m3fn"
+        ),
+        [IMAGE, *[((1, 64, 1, 1), "float32")] * 4],
+        "writes no float8_e4m3fn behind it",
     ),
     "statistics in 16 bits": (
         lambda g, x, s: [y.set_data_type(x.dtype) for y in g.rmsnorm(x, s, epsilon=1e-5)],

@@ -957,8 +957,31 @@ OF_INFINITY = {
     "square": (of_score(jnp.square), ()),
     "silu": (of_score(jax.nn.silu), ()),
     "by place": (lambda s, b, h, q, kv: s * jnp.where(kv % 2 == 0, 1.0, -1.0), ()),
+    "of late keys": (lambda s, b, h, q, kv: s * jnp.where(kv < 60, 1.0, -1.0), ()),
+    "of some heads": (lambda s, b, h, q, kv: s * jnp.where(h < 2, 1.0, -1.0), ()),
+    "of late queries": (lambda s, b, h, q, kv: s * jnp.where(q < 90, 1.0, -1.0), ()),
+    "by distance": (lambda s, b, h, q, kv: s * jnp.cos(0.02 * (q - kv)), ()),
     "times an operand": (lambda s, b, h, q, kv, a: s * a, (_HEADS,)),
+    "times an integer": (
+        lambda s, b, h, q, kv, a: s * (a + 1).astype("float32"),
+        (((1, 4, 1, 1), "int32"),),
+    ),
 }
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    "watch",
+    [(jax.debug_nans, True), (jax.debug_infs, True), (jax.transfer_guard, "disallow")],
+    ids=["NaN", "infinity", "transfers"],
+)
+def test_functions_are_tried_on_infinity_whatever_is_watched_for(watch):
+    context, value = watch
+    q = S((2, 100, 4, 64), "bfloat16")
+    for change in (jax.nn.silu, lambda s: 2.5 * s):
+        run = functools.partial(ours, score_mod=of_score(change))
+        with jc.target("H200"), context(value):
+            assert len(jc.plans(gradients(run, (0, 1, 2)), q, q, q)) == 2
 
 
 @pytest.mark.deviceless

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from .errors import LibraryError
 from .graph import layout
-from .graph.spec import GraphSpec
+from .graph.spec import GraphSpec, Tensor
 from .graph.wire import stored, wire
 from .package import packaged_library
 from .planning.execution_plan import ExecutionPlan
@@ -128,7 +128,16 @@ def outputs_and_workspace(
         input_output_aliases={**in_place, **{len(operands) + n: i for n, i in enumerate(begun)}},
     )(*operands, *begun.values(), *followed, **plan.attributes(name))
     own = outputs[: len(spec.outputs)]  # the others nobody asked for
-    return [y.astype(t.dtype) for y, t in zip(own, spec.output_tensors, strict=True)], used
+    return [_given(y, t) for y, t in zip(own, spec.output_tensors, strict=True)], used
+
+
+def _given(x: jax.Array, tensor: Tensor) -> jax.Array:
+    """What a plan has written for a tensor of the graph: added up where that has one element, and a
+    boolean again, see graph/wire.py."""
+    pairs = zip(x.shape, tensor.shape, strict=True)
+    axes = tuple(i for i, (own, wanted) in enumerate(pairs) if own != wanted)
+    x = jnp.sum(x, axes, dtype=jnp.float32, keepdims=True) if axes else x
+    return x.astype(tensor.dtype)
 
 
 def _packaged_cudnn() -> str | None:

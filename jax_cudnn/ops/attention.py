@@ -10,7 +10,7 @@ import jax
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Shape
+from .._core.graph.dims import Shape, packed_strides
 from .._core.graph.example import Example
 from .._core.graph.node import Node, OtherForm, frozen
 from . import attention_extras as extras
@@ -175,11 +175,12 @@ class SdpaBackward(Ordered, Attending):
         for name, port in _OPTIONAL.items():
             if getattr(self, name):
                 like = tensors[port]
+                dims = like.get_dim()
                 made[name] = pygraph.tensor(
                     name=f"{common['name']}::{name}",
                     data_type=like.get_data_type(),
-                    dim=like.get_dim(),
-                    stride=like.get_stride(),
+                    dim=dims,
+                    stride=packed_strides(tuple(dims), tuple(range(len(dims)))),
                 )
         plain = dataclasses.replace(self, dBias=False, dSink_token=False)
         return (*Attending.emit(plain, pygraph, {**tensors, **made}, common), *made.values())

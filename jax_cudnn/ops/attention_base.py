@@ -140,7 +140,10 @@ def of_several_dtypes(tensors: Tensors) -> str | None:
     if len({tensors[port].dtype for port in ports}) == 1:
         return None
     said = ", ".join(f"{port} {tensors[port].dtype}" for port in ports)
-    return f"cuDNN reads operands of attention in one dtype alone, not {said}"
+    return (
+        f"cuDNN reads operands of attention in one dtype alone, not {said}: cast them, or state "
+        "what the graph computes by .set_data_type"
+    )
 
 
 def padded_float32(tensors: Tensors) -> str | None:
@@ -149,7 +152,10 @@ def padded_float32(tensors: Tensors) -> str | None:
     queries = tensors.get("q", tensors.get("qkv"))
     if "seq_len_q" not in tensors or queries is None or queries.dtype != "float32":
         return None
-    return "of float32 cuDNN's attention writes more than 0 for queries behind seq_len_q"
+    return (
+        "of float32 cuDNN's attention writes more than 0 for queries behind seq_len_q: say by a "
+        "mask (B, 1, 1, S) which keys there are, or compute in 16 bits"
+    )
 
 
 def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> str | None:
@@ -273,16 +279,9 @@ class Attending(Biased):
         return 2 * b * h * s * t * (d + e)
 
     def advice(self, tensors: Mapping[str, Tensor]) -> str:
-        said = []
-        if "bias" in tensors:
-            said.append(
-                f"the bias is read in full ({tensors['bias'].nbytes:,} bytes, again for each head "
-                "and example that shares it), and no score is left out for it; a mask that is "
-                "causal, a window, or by lengths costs nothing as is_causal, local_window_size, "
-                "query_seq_lengths and key_value_seq_lengths, and tiles of keys that these hide "
-                "are passed over"
-            )
-        for port, shape in self.broadcast_to(tensors).items():
+        said = [advice] if (advice := super().advice(tensors)) else []
+        stretched = {} if self.score_mod is None else self.score_mod.stretches(tensors)
+        for port, shape in stretched.items():
             nbytes = dataclasses.replace(tensors[port], shape=shape).nbytes
             said.append(
                 f"where cuDNN runs it, XLA first broadcasts {port}, {list(tensors[port].shape)}, "

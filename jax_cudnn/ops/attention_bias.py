@@ -10,6 +10,7 @@ a gradient is computed of all scores, and summed behind it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -61,11 +62,43 @@ class Biased(Node):
         return (View(port, dims, tuple(strides)),)
 
     def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
-        """A bias whose elements keys share, with one for each of them."""
+        """A bias whose elements keys share, with one for each of them; dBias of all scores, and
+        beside it the bias."""
         if "bias" not in tensors:
             return {}
-        bias, keys = tensors["bias"].shape, self.scores(tensors)[_KEYS]
-        return {} if bias[_KEYS] == keys else {"bias": (*bias[:_KEYS], keys)}
+        bias, scores = tensors["bias"].shape, self.scores(tensors)
+        found = {"bias": (*bias[:_KEYS], scores[_KEYS])}
+        if "dBias" in tensors:
+            found = dict.fromkeys(("bias", "dBias"), whole(bias, scores))
+        return {port: shape for port, shape in found.items() if tensors[port].shape != shape}
+
+    def advice(self, tensors: Tensors) -> str:
+        if "bias" not in tensors:
+            return ""
+        wide = tensors["q" if "q" in tensors else "qkv"].dtype == "float32"  # see padded_float32
+        said = [
+            f"the bias is read in full ({tensors['bias'].nbytes:,} bytes, again for each head "
+            "and example that shares it), and no score is left out for it; a mask that is "
+            + (
+                "causal or a window costs nothing as is_causal and local_window_size"
+                if wide
+                else "causal, a window, or by lengths costs nothing as is_causal, "
+                "local_window_size, query_seq_lengths and key_value_seq_lengths"
+            )
+            + ", and tiles of keys that these hide are passed over"
+        ]
+        for port, shape in self.broadcast_to(tensors).items():
+            if port in ("bias", "dBias"):
+                own, nbytes = tensors[port], dataclasses.replace(tensors[port], shape=shape).nbytes
+                xla, cudnn = ("first broadcasts the bias to", "reads")
+                if port == "dBias":
+                    xla, cudnn = ("adds up", "writes")
+                said.append(
+                    f"where cuDNN runs it, XLA {xla} {list(shape)}, {nbytes:,} bytes in memory: "
+                    f"cuDNN {cudnn} {list(own.shape)}, where queries or keys share elements, "
+                    "wrongly"
+                )
+        return "; ".join(said)
 
     def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
         return self._refused_bias(tensors, graph) or super().refuses(tensors, graph)
@@ -75,16 +108,18 @@ class Biased(Node):
             return None
         bias = tensors["bias"]
         wanted = whole(bias.shape, self.scores(tensors))
+        instead = f"broadcast it to {list(wanted)} for one plan, or each is a plan of its own"
         if "dBias" in tensors and tensors["dBias"].shape != wanted:
             return (
                 f"cuDNN writes dBias of {list(tensors['dBias'].shape)}, where queries or keys "
-                f"share elements, wrongly: give a bias of {list(wanted)}, and sum its gradient"
+                f"share elements, beyond its end, and something in its plan reads it: {instead}"
             )
         read = [name for call in graph.calls for _, name in call.inputs].count(bias.name)
         alone = bias.name in graph.inputs and read == 1
-        if bias.shape != wanted and not (alone and bias.shape[_KEYS] == wanted[_KEYS]):
-            return (
-                f"cuDNN reads a bias of {list(bias.shape)}, where queries or keys share elements, "
-                "only as an operand that nothing else in its plan makes or reads"
-            )
-        return None
+        if bias.shape == wanted or (alone and bias.shape[_KEYS] == wanted[_KEYS]):
+            return None
+        return (
+            f"cuDNN reads a bias of {list(bias.shape)}, where queries or keys share elements, "
+            "wrongly but as an operand that nothing else in its plan makes or reads: "
+            f"{instead}"
+        )

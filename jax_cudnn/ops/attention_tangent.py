@@ -12,7 +12,6 @@ from .._core.graph.dims import Dims, Shape
 from .._core.graph.node import Node, frozen
 from .attention import Sdpa
 from .attention_arranged import Arranged
-from .attention_bias import Biased, whole
 from .attention_extras import sink_gradient
 from .score_mod import is_operand
 
@@ -85,14 +84,8 @@ class AttentionTangent(Tangent):
         values |= {"o": inputs["O"], "stats": inputs["Stats"], "dO": cotangents[out]}
         if self.base.score_mod is not None and self.base.score_mod.hides:
             values["stats"] = _finite(g, inputs["Stats"])
-        if "bias" in linear:
-            assert isinstance(self.base, Biased)
-            wanted = whole(inputs["bias"].shape, self.base.scores(tensors))
-            values["bias"] = g.broadcast(inputs["bias"], wanted)
         made = g.apply(node, **values)
         found = dict(zip(node.results, made, strict=True))
-        if "bias" in linear:
-            found["dBias"] = g.reduced(found["dBias"], inputs["bias"].shape)
         if "sink_token" in linear and apart:
             read = {port: values[port] for port in ("o", "dO", "stats", "sink_token")}
             (found["dSink_token"],) = g.apply(SinkGradient(), **read)

@@ -98,16 +98,29 @@ class Convolution(Node):
         # lay like these (relative errors of 1.1 to 1.4).
         rank = len(first.shape)
         rows, last = tuple(range(rank)), (0, *range(2, rank), 1)
-        if all(lies_so(tensor, rows, tensor.order or last) for tensor in tensors.values()):
-            return None
-        odd = [p for p, t in tensors.items() if not lies_so(t, last, t.order or last)]
-        if not odd:
-            return self._beside_another_order(graph, last)
-        port = next((p for p in odd if p != self.roles.result), odd[0])
-        return (
-            f"{port} lies in memory in the order {list(tensors[port].order or last)}; cuDNN reads "
-            f"channels-last ({list(last)}) arrays, or row-major ({list(rows)}) ones throughout"
-        )
+        orders = [o for o in (last, rows) if all(lies_so(t, o, last) for t in tensors.values())]
+        if not orders:
+            odd = [port for port, tensor in tensors.items() if not lies_so(tensor, last, last)]
+            port = next((p for p in odd if p != self.roles.result), odd[0])
+            return (
+                f"{port} lies in memory in the order {list(tensors[port].order or last)}; cuDNN "
+                f"reads channels-last ({list(last)}) arrays, or row-major ({list(rows)}) ones "
+                "throughout"
+            )
+        # Of float32 it writes a result of the epilogue in another order as if it lay like the
+        # convolution's; in 16 bits, which cuDNN 9.28 takes, that has run on no GPU.
+        for call in graph.calls:
+            for port, name in call.outputs:
+                tensor = graph.tensor(name)
+                image = name in graph.outputs and len(tensor.shape) == rank
+                if image and not any(lies_so(tensor, order, last) for order in orders):
+                    return (
+                        f"{port} of {call.name} lies in memory in the order "
+                        f"{list(tensor.order or last)}, beside arrays of a convolution in the "
+                        f"order {list(orders[0])}: leave out set_stride, or transpose it behind "
+                        "the call"
+                    )
+        return None
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
         # Measured on an H200 with cuDNN 9.19: engine 8, which multiplies float32 without TF32,
@@ -118,20 +131,6 @@ class Convolution(Node):
                 return (8,)
             made.update(name for _, name in call.outputs)
         return ()
-
-    def _beside_another_order(self, graph: GraphSpec, last: tuple[int, ...]) -> str | None:
-        # Of float32 cuDNN writes such a result of an epilogue as if it lay like the convolution's.
-        for call in graph.calls:
-            for port, name in (*call.inputs, *call.outputs):
-                tensor = graph.tensor(name)
-                order = tensor.order or last
-                alike = len(order) == len(tensor.shape) == len(last)
-                if alike and not lies_so(tensor, last, order):
-                    return (
-                        f"{port} of {call.name} lies in memory in the order {list(order)}, beside "
-                        f"a convolution of channels-last ({list(last)}) arrays"
-                    )
-        return None
 
     def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
         return product_compute(inputs)

@@ -111,9 +111,10 @@ def dot_product_attention(
         key: (B, S, K, H) or (S, K, H), of query's dtype. Each head serves N / K neighbouring ones
             of query.
         value: (B, S, K, E) or (S, K, E), of query's dtype. E may differ from H.
-        bias: added to the scaled scores; of rank 4 or less and broadcast to (B, N, T, S), not
-            copied where cuDNN broadcasts it. Rounded to query's dtype: ``g.sdpa`` keeps one in
-            float32 beside 16-bit queries (cuDNN plans that forward). Has a gradient.
+        bias: added to the scaled scores; of rank 4 or less and broadcast to (B, N, T, S); for
+            cuDNN copied where keys share its elements, and where its own gradient is wanted and
+            queries do, which ``explain()`` states. Rounded to query's dtype: ``g.sdpa`` keeps one
+            in float32 beside 16-bit queries (cuDNN plans that forward). Has a gradient.
         mask: True where a key is seen, broadcast like bias. It becomes a bias of its shape in
             memory; what can be said by ``is_causal``, ``local_window_size`` or lengths costs
             nothing, and tiles of keys that these hide are passed over.

@@ -69,8 +69,8 @@ class ForwardOfChannels(OfChannels, Normalization):
         for tensor in graph.output_tensors:
             if tensor.dtype in FP8:
                 return f"cuDNN writes no {tensor.dtype} behind it"
-        # Of relu(Y + residual) the sum, as a further result,
-        # holds other numbers. A mask of that relu is right.
+        # Of relu(Y + residual) the sum, as a further result, holds other numbers. A mask of that
+        # relu is right.
         after = {tensors["Y"].name}
         for call in graph.calls:
             names = {name for _, name in call.inputs}

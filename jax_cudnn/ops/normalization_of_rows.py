@@ -117,5 +117,5 @@ class ForwardOfRows(OfRows, Phased):
         for call in graph.calls:
             if call.node.ports.is_elementwise and call.node.method.endswith("_backward"):
                 # Planning ends the process (SIGSEGV in cuDNN 9.19, of float32).
-                return f"cuDNN's planner fails on {call.name} in its plan"
+                return f"cuDNN's planner fails on {call.name} in its plan: it is one of its own"
         return super().refuses(tensors, graph)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 PORT = OPERANDS
 """The list of a node's operands that its function of the scores reads."""
 _TILE = 128  # queries, and keys, of which cuDNN computes all scores
-_PLACES = (2, 2, 16, 16)  # of scores at which a function is tried
 
 
 def axis_of(node: Node) -> int | None:
@@ -129,7 +129,7 @@ class ScoreMod:
                 "cuDNN's backward is wrong where the derivative of score_mod has a number as first "
                 "operand: select by jnp.where(seen, score, -jnp.inf), with the number behind"
             )
-        if any(size % _TILE for size in scores[2:]) and not takes_infinity(self):
+        if not takes_infinity(self, scores):
             return (
                 f"of {scores[2]} queries and {scores[3]} keys cuDNN's backward gives score_mod "
                 f"-inf for what is missing to multiples of {_TILE}, and it makes no number below "
@@ -151,22 +151,50 @@ class ScoreMod:
         return dataclasses.replace(self, spec=spec)
 
 
-@functools.cache
-def takes_infinity(mod: ScoreMod) -> bool:
-    """Whether a function gives of a score of -inf neither NaN nor infinity, and has a finite
-    derivative there: at some places, and with some numbers as its operands."""
+@functools.lru_cache(256)
+def takes_infinity(mod: ScoreMod, scores: Shape) -> bool:
+    """Whether a function gives of a score of -inf, behind the last queries and keys up to full
+    tiles, neither NaN nor infinity, and has a finite derivative there.
+
+    It is tried for all examples and heads: of some queries behind the last, with all keys, and of
+    all keys behind the last, with some queries; operands there are anything.
+    """
+    b, h, queries, keys = scores
+    rows, columns = (-(-size // _TILE) * _TILE for size in (queries, keys))
+    behind = [(q, slice(None)) for q in {queries, rows - 1} if queries < rows]
+    if keys < columns:
+        behind += [(q, slice(keys, None)) for q in {0, queries // 2, queries - 1}]
+    return all(is_number(mod, (b, h, 1, columns), q, at) for q, at in behind)
+
+
+def is_number(mod: ScoreMod, scores: Shape, first: int, keys: slice = slice(None)) -> bool:
+    """Whether a function and its derivative are numbers at -inf, but for -inf, at these keys."""
     noise = np.random.default_rng(0)
 
     def some(dtype: str) -> np.ndarray:
-        drawn = noise.integers(0, 8, _PLACES) if "int" in dtype else noise.normal(size=_PLACES)
+        drawn = noise.integers(-8, 9, scores) if "int" in dtype else noise.normal(size=scores)
         return drawn.astype(dtype)
 
-    with jax.ensure_compile_time_eval():
+    with _unwatched():
         dtypes = {port: mod.spec.tensor(name).dtype for name, port in mod.named.items()}
         operands = {port: jnp.asarray(some(dtype)) for port, dtype in dtypes.items()}
-        hidden = jnp.full(_PLACES, -jnp.inf, jnp.float32)
-        value, slope = jax.jvp(lambda x: mod(x, 0, operands), (hidden,), (jnp.ones_like(hidden),))
-        return bool(jnp.all(value < jnp.inf) & jnp.all(jnp.isfinite(slope)))
+        hidden = jnp.full(scores, -jnp.inf, jnp.float32)
+        both = jax.jvp(lambda x: mod(x, first, operands), (hidden,), (jnp.ones_like(hidden),))
+        value, slope = (np.asarray(x)[..., keys] for x in both)
+    return bool(np.all(value < np.inf) & np.all(np.isfinite(slope)))
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Computing while a program is traced or lowered, on the CPU where there is one, whatever JAX
+    is told to watch for in that program."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.ensure_compile_time_eval())
+        for watched in (jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow")):
+            stack.enter_context(watched)
+        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave it out
+            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        yield
 
 
 def stretched(shape: Shape, scores: Shape) -> Shape:

@@ -18,7 +18,7 @@ from .._core.graph.dtypes import FLOATS
 from .._core.graph.source import defined_at
 from .._core.graph.spec import GraphSpec
 from .attention_reference import Band
-from .score_mod import PORT, ScoreMod, takes_infinity
+from .score_mod import PORT, ScoreMod, is_number
 from .score_mod_emission import before_causal_mask
 from .score_mod_trace import Traced
 
@@ -109,7 +109,7 @@ def _written(
     ports = tuple(f"{PORT}_{i}" for i in range(len(read)))
     spec = spec.canonical()
     inner = before_causal_mask(spec)
-    first = inner is not None and takes_infinity(ScoreMod(inner, (), hides))
+    first = inner is not None and is_number(ScoreMod(inner, (), hides), (1, 1, 1, 1), 0)
     return ScoreMod(spec, ports, hides, first), read, traced
 
 

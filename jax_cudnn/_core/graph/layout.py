@@ -29,22 +29,24 @@ from .spec import GraphSpec, Tensor
 def major_to_minor(spec: GraphSpec, tensor: Tensor) -> tuple[int, ...]:
     """The order of a tensor's dimensions in memory, slowest first.
 
-    One that differs from the graph's own in the place of dimensions of size 1 alone is that: cuDNN
-    takes a stride of such a dimension for what tells an order (of a weight's gradient in 3D,
-    measured on an H200 with cuDNN 9.19, it wrote another array).
+    An order that is stated, and differs from the graph's own only in where dimensions of size 1
+    stand, counts as the graph's own: cuDNN goes by the strides of such dimensions, too (measured on
+    an H200 with cuDNN 9.19: of a weight's gradient in 3D it wrote another array).
     """
     if _is_row_major(spec) or has_matrices(spec):
         default = tuple(range(len(tensor.shape)))
     else:
         default = _default_order(len(tensor.shape), _is_channels_last(spec))
-    order = tensor.order
-    return default if order is None or lies_so(tensor, default, order) else order
+    return default if lies_so(tensor, default, default) else tensor.order or default
 
 
-def lies_so(tensor: Tensor, wanted: tuple[int, ...], order: tuple[int, ...]) -> bool:
-    """Whether an order of a tensor's dimensions is another one, but for where those of size 1
-    stand."""
-    own, other = ([axis for axis in axes if tensor.shape[axis] != 1] for axes in (order, wanted))
+def lies_so(tensor: Tensor, wanted: tuple[int, ...], default: tuple[int, ...]) -> bool:
+    """Whether a tensor, which lies in the order ``default`` where it states none, lies in the order
+    ``wanted``, but for where its dimensions of size 1 stand."""
+    own, other = (
+        [axis for axis in axes if tensor.shape[axis] != 1]
+        for axes in (tensor.order or default, wanted)
+    )
     return own == other
 
 

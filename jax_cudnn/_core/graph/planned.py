@@ -136,7 +136,8 @@ class Planned:
 
     def broadcast_to(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Shape]:
         """Operands that cuDNN would read wrongly in their shapes, by port, and the shapes to which
-        XLA broadcasts them before a plan."""
+        XLA broadcasts them before a plan; and results that it would write wrongly, with the shapes
+        of what XLA adds up behind it. ``tensors`` are those at all ports."""
         return {}
 
     def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:

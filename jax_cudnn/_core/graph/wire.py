@@ -10,7 +10,8 @@ numbers of any other dtype; inside they are cuDNN's own. XLA broadcasts a smalle
 call, where cuDNN would read its comparison out of bounds.
 
 **Operands that cuDNN would read wrongly** in their shapes (``Node.broadcast_to``) are broadcast by
-XLA before the call, too; what XLA runs itself takes them as they are.
+XLA before the call, too, and results that it would write wrongly are summed behind it, over what
+they are the sums of; what XLA runs itself takes and gives them as they are.
 
 **Masks of bits** (``ops/masks.py``) are such booleans on purpose: bytes to XLA, of eight channels
 each. What makes or reads one is asked for as cuDNN's comparison or product with a boolean, and a
@@ -64,14 +65,15 @@ def wire(spec: GraphSpec) -> GraphSpec:
 
 
 def _stretched(spec: GraphSpec) -> dict[str, Shape]:
-    """The operands that are broadcast for the one node that reads them."""
+    """The operands that are broadcast for the one node that reads them, and results of it that are
+    summed."""
     found: dict[str, Shape] = {}
     for call in spec.calls:
-        tensors = {port: spec.tensor(name) for port, name in call.inputs}
+        tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
         shapes = call.node.broadcast_to(tensors)
         others = {n for c in spec.calls for p, n in c.inputs if c is not call or p not in shapes}
         for port, shape in shapes.items():
-            if tensors[port].name in {*spec.inputs} - others:
+            if tensors[port].name in {*spec.inputs, *spec.outputs} - others:
                 found[tensors[port].name] = shape
     return found
 
