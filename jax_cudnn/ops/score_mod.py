@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PORT = OPERANDS
 """The list of a node's operands that its function of the scores reads."""
 _TILE = 128  # queries, and keys, of which cuDNN computes all scores
+_EXAMPLES = 8  # of which a function is tried
 
 
 def axis_of(node: Node) -> int | None:
@@ -156,10 +157,10 @@ def takes_infinity(mod: ScoreMod, scores: Shape) -> bool:
     """Whether a function gives of a score of -inf, behind the last queries and keys up to full
     tiles, neither NaN nor infinity, and has a finite derivative there.
 
-    It is tried for all examples and heads: of some queries behind the last, with all keys, and of
-    all keys behind the last, with some queries; operands there are anything.
+    It is tried for some examples and all heads: of some queries behind the last, with all keys, and
+    of all keys behind the last, with some queries; operands there are anything.
     """
-    b, h, queries, keys = scores
+    b, h, queries, keys = min(scores[0], _EXAMPLES), *scores[1:]
     rows, columns = (-(-size // _TILE) * _TILE for size in (queries, keys))
     behind = [(q, slice(None)) for q in {queries, rows - 1} if queries < rows]
     if keys < columns:
