@@ -766,6 +766,11 @@ def test_lengths_of_float32_are_xlas():
     assert "behind seq_len_q" in segment.reason
 
 
+OF_SEVERAL_DTYPES = pytest.mark.parametrize(
+    ("port", "dtype"), itertools.product(["v", "k", "o", "dO"], ["float32", "float16"])
+)
+
+
 def of_several_dtypes(port, dtype):
     """A graph of attention, and of its backward, with one operand in another dtype; and arrays."""
 
@@ -784,8 +789,7 @@ def of_several_dtypes(port, dtype):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("port", ["v", "k", "o", "dO"])
+@OF_SEVERAL_DTYPES
 def test_operands_of_several_dtypes_are_xlas(port, dtype):
     """cuDNN plans them, and reads all in one dtype."""
     graph, operands = of_several_dtypes(port, dtype)
@@ -822,8 +826,7 @@ def test_forward_of_float32_on_the_gpu(given, causal):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("port", ["v", "k", "o", "dO"])
+@OF_SEVERAL_DTYPES
 def test_operands_of_several_dtypes_on_the_gpu(port, dtype):
     graph, operands = of_several_dtypes(port, dtype)
     with jc.implementation("xla"):

@@ -10,7 +10,7 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node, OtherForm, frozen
-from .attention_base import Attending, in_another_dtype, of_several_dtypes, padded_float32
+from .attention_base import Attending, wrong_dtypes
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -81,9 +81,7 @@ class Arranged(Node):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         if len(graph.calls) > 1:
             return f"cuDNN is asked for {self.method} by itself: its arrays lie otherwise"
-        if reason := of_several_dtypes(tensors) or padded_float32(tensors):
-            return reason
-        return in_another_dtype(self.results, tensors)
+        return wrong_dtypes(self.results, tensors)
 
     def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
         for port in self.integers:

@@ -123,39 +123,30 @@ def as_examples(
 _ALIKE = {"O": "q", "dQ": "q", "dK": "k", "dV": "v", "dQKV": "qkv", "dBias": "bias"}
 
 
-def in_another_dtype(results: Collection[str], tensors: Tensors) -> str | None:
-    """Why cuDNN is not asked for results in other dtypes than their operands', or None: it takes
-    the graph, and writes what its arrays do not hold (measured)."""
+def wrong_dtypes(results: Collection[str], tensors: Tensors) -> str | None:
+    """Why cuDNN is not asked for attention of these dtypes, or None. All of it was measured:
+
+    - of operands of several dtypes it reads all as the first one's, some beyond their ends;
+    - of float32 it writes results of queries behind their length, which are 0;
+    - it writes results in their operands' dtype, whatever their arrays hold.
+    """
+    ports = [port for port in ("q", "k", "v", "qkv", "o", "dO") if port in tensors]
+    if len({tensors[port].dtype for port in ports}) > 1:
+        said = ", ".join(f"{port} {tensors[port].dtype}" for port in ports)
+        return (
+            f"cuDNN reads operands of attention in one dtype alone, not {said}: cast them, or "
+            "state what the graph computes by .set_data_type"
+        )
+    if "seq_len_q" in tensors and tensors[ports[0]].dtype == "float32":
+        return (
+            "of float32 cuDNN's attention writes more than 0 for queries behind seq_len_q: say by "
+            "a mask (B, 1, 1, S) which keys there are, or compute in 16 bits"
+        )
     for port in results:
         like = tensors.get(_ALIKE.get(port, ""))
         if like is not None and tensors[port].dtype != like.dtype:
             return f"cuDNN writes {port} in {like.dtype} alone, the dtype of {_ALIKE[port]}"
     return None
-
-
-def of_several_dtypes(tensors: Tensors) -> str | None:
-    """Why cuDNN is not asked for operands of several dtypes, or None: it takes the graph, and reads
-    all as the first one's, some beyond their ends (measured)."""
-    ports = [port for port in ("q", "k", "v", "qkv", "o", "dO") if port in tensors]
-    if len({tensors[port].dtype for port in ports}) == 1:
-        return None
-    said = ", ".join(f"{port} {tensors[port].dtype}" for port in ports)
-    return (
-        f"cuDNN reads operands of attention in one dtype alone, not {said}: cast them, or state "
-        "what the graph computes by .set_data_type"
-    )
-
-
-def padded_float32(tensors: Tensors) -> str | None:
-    """Why cuDNN is not asked for lengths of float32, or None: it writes results of queries behind
-    them, which are 0 (measured)."""
-    queries = tensors.get("q", tensors.get("qkv"))
-    if "seq_len_q" not in tensors or queries is None or queries.dtype != "float32":
-        return None
-    return (
-        "of float32 cuDNN's attention writes more than 0 for queries behind seq_len_q: say by a "
-        "mask (B, 1, 1, S) which keys there are, or compute in 16 bits"
-    )
 
 
 def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> str | None:
@@ -255,9 +246,7 @@ class Attending(Biased):
         return ("dropout_mask",) if drawn else ()
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        if reason := odd_heads(tensors) or of_several_dtypes(tensors) or padded_float32(tensors):
-            return reason
-        if reason := in_another_dtype(self.results, tensors):
+        if reason := odd_heads(tensors) or wrong_dtypes(self.results, tensors):
             return reason
         if reason := read_again(self.results, tensors, graph):
             return reason
@@ -271,8 +260,11 @@ class Attending(Biased):
         return self.score_mod.refused(tensors)
 
     def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
-        stretched = {} if self.score_mod is None else self.score_mod.stretches(tensors)
-        return {**stretched, **super().broadcast_to(tensors)}
+        return {**self._stretched(tensors), **super().broadcast_to(tensors)}
+
+    def _stretched(self, tensors: Tensors) -> Mapping[str, Shape]:
+        """Operands of score_mod that cuDNN would read wrongly."""
+        return {} if self.score_mod is None else self.score_mod.stretches(tensors)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
@@ -280,8 +272,7 @@ class Attending(Biased):
 
     def advice(self, tensors: Mapping[str, Tensor]) -> str:
         said = [advice] if (advice := super().advice(tensors)) else []
-        stretched = {} if self.score_mod is None else self.score_mod.stretches(tensors)
-        for port, shape in stretched.items():
+        for port, shape in self._stretched(tensors).items():
             nbytes = dataclasses.replace(tensors[port], shape=shape).nbytes
             said.append(
                 f"where cuDNN runs it, XLA first broadcasts {port}, {list(tensors[port].shape)}, "

@@ -75,7 +75,7 @@ class Biased(Node):
     def advice(self, tensors: Tensors) -> str:
         if "bias" not in tensors:
             return ""
-        wide = tensors["q" if "q" in tensors else "qkv"].dtype == "float32"  # see padded_float32
+        wide = tensors["q" if "q" in tensors else "qkv"].dtype == "float32"  # see wrong_dtypes
         said = [
             f"the bias is read in full ({tensors['bias'].nbytes:,} bytes, again for each head "
             "and example that shares it), and no score is left out for it; a mask that is "

@@ -15,8 +15,8 @@ from .._core.graph.dims import Shape
 from .._core.graph.example import Example
 from .._core.graph.node import ONE_ELEMENT
 from .._core.graph.promotion import product_dtype
-from .convolution_base import SOLVERS, ConvolutionGradient, Roles, cropped
-from .convolution_reference import convolved
+from .convolution_base import SOLVERS, ConvolutionGradient, Roles
+from .convolution_reference import convolved, cropped
 
 if TYPE_CHECKING:
     from .._core.graph.spec import GraphSpec, Tensor

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS
-from .._core.graph.layout import lies_so
 from .._core.graph.node import Node, frozen
 from .._core.graph.promotion import product_compute
+from .convolution_order import in_mixed_orders
 from .folds import grown
 from .matrix import Matmul, turned
 from .products import alike, product_jvp
@@ -94,33 +94,7 @@ class Convolution(Node):
                 "the operands of a convolution or matmul have different types "
                 f"({first.dtype} and {second.dtype})"
             )
-        # A filter in another order (HWIO), or OIHW beside channels-last images, is read as if it
-        # lay like these (relative errors of 1.1 to 1.4).
-        rank = len(first.shape)
-        rows, last = tuple(range(rank)), (0, *range(2, rank), 1)
-        orders = [o for o in (last, rows) if all(lies_so(t, o, last) for t in tensors.values())]
-        if not orders:
-            odd = [port for port, tensor in tensors.items() if not lies_so(tensor, last, last)]
-            port = next((p for p in odd if p != self.roles.result), odd[0])
-            return (
-                f"{port} lies in memory in the order {list(tensors[port].order or last)}; cuDNN "
-                f"reads channels-last ({list(last)}) arrays, or row-major ({list(rows)}) ones "
-                "throughout"
-            )
-        # Of float32 it writes a result of the epilogue in another order as if it lay like the
-        # convolution's; in 16 bits, which cuDNN 9.28 takes, that has run on no GPU.
-        for call in graph.calls:
-            for port, name in call.outputs:
-                tensor = graph.tensor(name)
-                image = name in graph.outputs and len(tensor.shape) == rank
-                if image and not any(lies_so(tensor, order, last) for order in orders):
-                    return (
-                        f"{port} of {call.name} lies in memory in the order "
-                        f"{list(tensor.order or last)}, beside arrays of a convolution in the "
-                        f"order {list(orders[0])}: leave out set_stride, or transpose it behind "
-                        "the call"
-                    )
-        return None
+        return in_mixed_orders(tensors, self.roles.result, graph)
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
         # Measured on an H200 with cuDNN 9.19: engine 8, which multiplies float32 without TF32,
@@ -391,20 +365,3 @@ def spatial_attributes(
         "dilation": integers("dilation", dilation, 1),
         "convolution_mode": mode,
     }
-
-
-def cropped(
-    image: jax.Array, padding: Sequence[tuple[int, int]], spread: Sequence[int]
-) -> tuple[jax.Array, list[tuple[int, int]], Sequence[int]]:
-    """An image whose padding is nowhere negative, with that padding and what is left of ``spread``.
-
-    With a padding of (-1, 1) jaxlib 0.10.2 convolves out of bounds on a CPU.
-    """
-    if all(size >= 0 for pair in padding for size in pair):
-        return image, list(padding), spread
-    crops = [
-        (min(low, 0), min(high, 0), s - 1) for (low, high), s in zip(padding, spread, strict=True)
-    ]
-    left = [(max(low, 0), max(high, 0)) for low, high in padding]
-    zero = jnp.zeros((), image.dtype)
-    return jax.lax.pad(image, zero, [(0, 0, 0), (0, 0, 0), *crops]), left, [1] * len(spread)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -59,3 +59,20 @@ def _halves(x: jax.Array) -> Iterator[tuple[int, jax.Array]]:
     high = jnp.floor_divide(x, _HALF)
     yield _HALF, high
     yield 1, x - _HALF * high
+
+
+def cropped(
+    image: jax.Array, padding: Sequence[tuple[int, int]], spread: Sequence[int]
+) -> tuple[jax.Array, list[tuple[int, int]], Sequence[int]]:
+    """An image whose padding is nowhere negative, with that padding and what is left of ``spread``.
+
+    With a padding of (-1, 1) jaxlib 0.10.2 convolves out of bounds on a CPU.
+    """
+    if all(size >= 0 for pair in padding for size in pair):
+        return image, list(padding), spread
+    crops = [
+        (min(low, 0), min(high, 0), s - 1) for (low, high), s in zip(padding, spread, strict=True)
+    ]
+    left = [(max(low, 0), max(high, 0)) for low, high in padding]
+    zero = jnp.zeros((), image.dtype)
+    return jax.lax.pad(image, zero, [(0, 0, 0), (0, 0, 0), *crops]), left, [1] * len(spread)

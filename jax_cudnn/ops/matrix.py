@@ -19,7 +19,7 @@ from .products import alike, product_jvp
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
-    from .._core.graph.spec import GraphSpec, Tensor
+    from .._core.graph.spec import Call, GraphSpec, Tensor
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
@@ -27,23 +27,14 @@ if TYPE_CHECKING:
 _ALIGNED = 16  # bytes
 
 
-def _singular_before(names: set[str], graph: GraphSpec) -> str:
-    """The first call of those that compute these tensors that is not finite at 0, or empty."""
+def _computing(names: Iterable[str], graph: GraphSpec) -> list[Call]:
+    """The calls that compute these tensors in front of a product, the last first."""
+    needed, found = {*names}, []
     for call in reversed(graph.calls):
-        if names & {name for _, name in call.outputs}:
-            names = names | {name for _, name in call.inputs}
-            if getattr(call.node, "singular", False):
-                return call.name
-    return ""
-
-
-def _read_for(name: str, graph: GraphSpec) -> set[str]:
-    """A tensor, and all that it is computed from in front of a product."""
-    names = {name}
-    for call in reversed(graph.calls):
-        if not call.node.anchor and names & {name for _, name in call.outputs}:
-            names |= {name for _, name in call.inputs}
-    return names
+        if not call.node.anchor and needed & {name for _, name in call.outputs}:
+            needed.update(name for _, name in call.inputs)
+            found.append(call)
+    return found
 
 
 def _turned(rank: int) -> tuple[int, ...]:
@@ -132,7 +123,10 @@ class Matmul(Node):
                 "supported; so are bfloat16, float16, float8 and int8 at any, and float32 "
                 "convolutions)"
             )
-        read = [_read_for(tensors[port].name, graph) for port in ("A", "B")]
+        read = [
+            {name, *(source for call in _computing([name], graph) for _, source in call.inputs)}
+            for name in (tensors["A"].name, tensors["B"].name)
+        ]
         if any(math.prod(graph.tensor(name).shape) > 1 for name in set.intersection(*read)):
             # Measured on an H200 with cuDNN 9.19: relative errors of 0.4 to 1.7.
             if tensors["A"].name == tensors["B"].name:
@@ -147,11 +141,11 @@ class Matmul(Node):
         if any(t.name in computed and t.shape[:-2] != batch for t in tensors.values()):
             # Measured on an H200 with cuDNN 9.19: the kernel reads where it may not.
             return "an operand is computed in the graph and then repeated over the batch"
-        singular = _singular_before(computed, graph)
+        singular = [c for c in _computing(computed, graph) if getattr(c.node, "singular", False)]
         if singular:
             # Measured on an H200 with cuDNN 9.19: beyond the edge of a matrix operands count as 0,
             # and an infinity of that times another 0 makes the result NaN.
-            return f"{singular} computes an operand, and is not finite at 0"
+            return f"{singular[0].name} computes an operand, and is not finite at 0"
         whole = [t for t in graph.input_tensors if math.prod(t.shape) > 1]
         rows = [t.shape[-1] * itemsize(t.dtype) for t in whole]
         if computed and any(size % _ALIGNED for size in rows):
