@@ -653,6 +653,25 @@ def test_a_gradient_behind_is_cut_off(kind, caplog):
     assert "died" not in caplog.text
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "batchnorm"])
+def test_a_result_in_float8_has_a_gradient(kind, dtype):
+    """That of one that is cast behind; no node takes gradients in float8."""
+    size, of = ((4, 8, 6, 6), (1, 8, 1, 1)) if kind == "batchnorm" else ((8, 32), (1, 32))
+    x = jax.random.normal(jax.random.key(0), size)
+    others = [jnp.ones(of)] * (4 if kind == "batchnorm" else 2)
+    weights = jnp.round(3 * jnp.cos(jnp.arange(x.size, dtype="float32"))).reshape(size)
+
+    def gradient(last):
+        function = jc.graph(lambda g, *x: last(forward(kind)(g, *x)[0]))
+        loss = lambda x: (function(x, *others).astype(dtype).astype("float32") * weights).sum()  # noqa: E731
+        return jax.grad(loss)(x)
+
+    got = gradient(lambda y: y.set_data_type(dtype))
+    np.testing.assert_allclose(got, gradient(lambda y: y), atol=1e-4)
+    assert jnp.abs(got).max() > 0.1
+
+
 def refused_text(function, *operands):
     with pytest.raises(jc.UnsupportedGraphError) as caught:
         planned(function, *operands)
