@@ -1,0 +1,38 @@
+"""The plans and derivatives of all cases are those of the golden file of the installed versions."""
+
+import json
+
+import golden
+import pytest
+
+pytestmark = pytest.mark.deviceless
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    installed = golden.versions()
+    path = golden.file_of(installed)
+    if path is None:
+        pytest.skip(f"no golden file of {installed}: write one with golden.py --write")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("gpu", golden.GPUS)
+def test_plans_are_the_golden_ones(gpu, wanted):
+    got = {name: golden.plans(case, gpu) for name, case in golden.cases().items()}
+    found = golden.differences(got, golden.golden_plans(wanted, gpu))
+    assert not found, "\n".join(found)
+
+
+def test_derivatives_and_batches_are_the_golden_ones(wanted):
+    got = {name: golden.jaxprs(case) for name, case in golden.cases().items()}
+    found = golden.differences(got, {n: case["jaxprs"] for n, case in wanted["cases"].items()})
+    assert not found, "\n".join(found)
+
+
+def test_a_difference_is_told_by_case_and_line():
+    want = {"conv": {"split": ["cuDNN eng4: conv.0"]}, "same": {"split": ["XLA: add.0"]}}
+    got = {**want, "conv": {"split": ["cuDNN eng5: conv.0"]}}
+    told = ["conv", "  - split: cuDNN eng4: conv.0", "  + split: cuDNN eng5: conv.0"]
+    assert golden.differences(got, want) == told
+    assert golden.differences({}, want) == ["conv", told[1], "same", "  - split: XLA: add.0"]
