@@ -1,0 +1,226 @@
+"""Runs the mutations of ``mutations.py`` against the test suite of a clone.
+
+    python tests/mutations/run.py --out outcome.json [--workers 4] [--only TEXT] [-- PYTEST OPTIONS]
+
+Works on copies of the installed package. One run of the whole suite, with a probe in front of each
+statement that is mutated, says which tests execute it; then each mutation has only these run on
+it, up to the first failure and for at most five minutes, those first that execute the fewest of
+the mutated statements. Mutations of C++ have the executor's tests (CMake, Ninja) instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import concurrent.futures
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from mutations import MUTATIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST = 300  # seconds for one mutation
+PROBES = '''
+import os
+
+seen = set()
+
+
+def hit(number):
+    """Notes that the test which runs now, in this process or its parent, executes a statement."""
+    try:
+        with open(os.environ["MUTATION_TEST"]) as file:
+            test = file.read()
+    except (KeyError, OSError):
+        return
+    if (number, test) not in seen:
+        seen.add((number, test))
+        with open(os.environ["MUTATION_HITS"], "a") as file:
+            file.write(f"{number}\\t{test}\\n")
+
+
+def pytest_configure(config):
+    os.environ["MUTATION_TEST"] = f"{os.environ['MUTATION_HITS']}.{os.getpid()}"
+
+
+def pytest_runtest_logstart(nodeid, location):
+    with open(os.environ["MUTATION_TEST"], "w") as file:
+        file.write(nodeid)
+
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        with open(os.environ["MUTATION_HITS"] + ".failed", "a") as file:
+            file.write(report.nodeid + "\\n")
+'''
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--only", default="", help="mutations with this in their names")
+    parser.add_argument("--hits", type=Path, help="keep, or take from here, which tests to run")
+    parser.add_argument("pytest", nargs="*", help="options of pytest for the whole suite")
+    options = parser.parse_args()
+    chosen = {name: m for name, m in MUTATIONS.items() if options.only in name}
+    python = {name: m for name, m in chosen.items() if m[0].endswith(".py")}
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        work = Path(folder)
+        hits = executed(work, python, options)
+        count = collections.Counter(test for tests in hits.values() for test in tests)
+        orders = {n: sorted(tests, key=lambda t: (count[t], t)) for n, tests in hits.items()}
+        with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+            runs = {n: pool.submit(mutated, work, n, m, orders[n]) for n, m in python.items()}
+            runs |= {
+                n: pool.submit(compiled, work, n, m) for n, m in chosen.items() if n not in runs
+            }
+            outcome = {name: run.result() for name, run in runs.items()}
+    options.out.write_text(json.dumps(outcome, indent=1) + "\n")
+    found = sum(entry["found"] for entry in outcome.values())
+    print(f"{found} of {len(outcome)} mutations found")
+
+
+def package():
+    spec = importlib.util.find_spec("jax_cudnn")
+    return Path(spec.origin).parent
+
+
+def copied(work, name):
+    to = work / name
+    shutil.copytree(package(), to / "jax_cudnn", ignore=shutil.ignore_patterns("__pycache__"))
+    return to
+
+
+def executed(work, mutations, options):
+    """Mutation -> the tests that execute it, without those that fail without any mutation."""
+    if options.hits and options.hits.exists():
+        return json.loads(options.hits.read_text())
+    to = copied(work, "probed")
+    numbers = {name: i for i, name in enumerate(mutations)}
+    by_file = collections.defaultdict(list)
+    for name, (file, old, _) in mutations.items():
+        by_file[file].append((numbers[name], old))
+    for file, found in by_file.items():
+        path = to / "jax_cudnn" / file
+        path.write_text(probed(path.read_text(), found))
+    (to / "mutation_probes.py").write_text(PROBES)
+    log = work / "hits"
+    run_pytest(to, ["-p", "mutation_probes", *options.pytest], {"MUTATION_HITS": str(log)})
+    failed = {*lines(Path(f"{log}.failed"))}
+    names = dict(enumerate(mutations))
+    hits = {name: set() for name in mutations}
+    for line in lines(log):
+        number, test = line.split("\t", 1)
+        hits[names[int(number)]].add(test)
+    hits = {name: sorted(tests - failed) for name, tests in hits.items()}
+    print(f"{len(failed)} tests fail without any mutation:", *sorted(failed), sep="\n  ")
+    if options.hits:
+        options.hits.write_text(json.dumps(hits))
+    return hits
+
+
+def lines(path):
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def probed(text, mutations):
+    """The source with a probe in front of the statement of each mutation, or in its expression."""
+    inserts = []
+    for number, old in mutations:
+        probe = f'__import__("mutation_probes").hit({number})'
+        at = text.index(old)
+        line = text.count("\n", 0, at + len(old) - len(old.lstrip())) + 1
+        within = [s for s in ast.walk(ast.parse(text)) if isinstance(s, ast.stmt)]
+        within = [s for s in within if s.lineno <= line <= s.end_lineno]
+        for statement in sorted(within, key=lambda s: s.lineno - s.end_lineno, reverse=True):
+            if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+                continue
+            source = text.splitlines()
+            indent = source[statement.lineno - 1][: statement.col_offset]
+            source.insert(statement.lineno - 1, f"{indent}{probe}")
+            if indent.strip() == "" and indent and is_valid("\n".join(source)):
+                inserts.append((statement.lineno, f"{indent}{probe}"))
+                break
+        else:
+            text = text.replace(old, f"({probe} or {old})")
+            assert is_valid(text), old
+    source = text.splitlines()
+    for line, probe in sorted(inserts, reverse=True):
+        source.insert(line - 1, probe)
+    return "\n".join(source) + "\n"
+
+
+def is_valid(text):
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+def run_pytest(to, options, environment=(), timeout=None):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    # The folder of the clone is not on the path: its package is not the one that is mutated.
+    environment = {**os.environ, "PYTHONPATH": str(to), "PYTHONSAFEPATH": "1", **dict(environment)}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, timeout=timeout, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stdout
+
+
+def mutated(work, name, mutation, tests):
+    file, old, new = mutation
+    to = copied(work, f"mutated-{list(MUTATIONS).index(name)}")
+    path = to / "jax_cudnn" / file
+    text = path.read_text()
+    assert text.count(old) == 1, f"{name}: not once in {file}"
+    path.write_text(text.replace(old, new))
+    (to / "tests.txt").write_text("\n".join(tests))
+    started = time.monotonic()
+    status, output = 0, ""
+    if tests:
+        options = ["-x", "-n0", "-m", "", "--timeout=300", f"@{to / 'tests.txt'}"]
+        status, output = run_pytest(to, options, timeout=MOST)
+    shutil.rmtree(to)
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return told(name, status == 1, len(tests), failed[0] if failed else "", started)
+
+
+def told(name, found, tests, by, started):
+    seconds = round(time.monotonic() - started)
+    print(f"{'found' if found else 'NOT FOUND'}: {name} ({tests} tests, {seconds} s) {by[:120]}")
+    return {"found": found, "tests": tests, "by": by.partition(" - ")[0].partition(" ")[2]}
+
+
+def compiled(work, name, mutation):
+    """A mutation of the executor: built with its tests in a copy of the clone, and these run."""
+    file, old, new = mutation
+    started, to = time.monotonic(), work / f"compiled-{list(MUTATIONS).index(name)}"
+    for part in ("jax_cudnn", "tests"):
+        shutil.copytree(ROOT / part, to / part, ignore=shutil.ignore_patterns("__pycache__"))
+    path = to / "jax_cudnn" / file
+    assert path.read_text().count(old) == 1, f"{name}: not once in {file}"
+    path.write_text(path.read_text().replace(old, new))
+    flags = ["-DJAX_CUDNN_TESTS=ON", f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
+    build = ["cmake", "-S", to / "jax_cudnn/csrc", "-B", to / "build", *flags]
+    for command in (build, ["cmake", "--build", to / "build"]):
+        subprocess.run(command, check=True, capture_output=True)
+    test = ["ctest", "--test-dir", to / "build", "--no-tests=error"]
+    done = subprocess.run(test, capture_output=True, text=True, check=False)
+    return told(name, done.returncode != 0, 1, "FAILED executor", started)
+
+
+if __name__ == "__main__":
+    main()
