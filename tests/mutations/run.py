@@ -195,7 +195,8 @@ def mutated(work, name, mutation, tests):
         status, output = run_pytest(to, options, timeout=MOST)
     shutil.rmtree(to)
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return told(name, status == 1, len(tests), failed[0] if failed else "", started)
+    found = status in (1, 2)  # tests failed, or could not be collected
+    return told(name, found, len(tests), failed[0] if failed else "", started)
 
 
 def told(name, found, tests, by, started):
