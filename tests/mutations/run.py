@@ -170,7 +170,8 @@ def is_valid(text):
 def run_pytest(to, options, environment=(), timeout=None):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     # The folder of the clone is not on the path: its package is not the one that is mutated.
-    environment = {**os.environ, "PYTHONPATH": str(to), "PYTHONSAFEPATH": "1", **dict(environment)}
+    path = os.pathsep.join([str(to), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **dict(environment)}
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, timeout=timeout, capture_output=True, text=True
