@@ -1,4 +1,4 @@
-"""Shell: ``python -m jax_cudnn demo | bench | doctor | support | numerics | cache | fuzz``."""
+"""Shell: ``python -m jax_cudnn demo | bench | doctor | support | numerics | cache``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _version() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; errors of this package are printed without a traceback."""
     from .bench import command, support_command
-    from .commands import cache, fuzz
+    from .commands import cache
 
     parser = argparse.ArgumentParser(prog="python -m jax_cudnn", description=__doc__)
     parser.add_argument("--version", action="version", version=_version())
@@ -35,7 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="print JSON, for other programs")
     support_command.add_parser(commands)
     cache.add_parser(commands)
-    fuzz.add_parser(commands)
     numerics = commands.add_parser("numerics", help="print the numerics page")
     numerics.add_argument("--write", type=Path, help="write it to this file")
     options = parser.parse_args(arguments)
@@ -51,8 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
             return support_command.run(options)
         elif options.command == "cache":
             return cache.run(options)
-        elif options.command == "fuzz":
-            return fuzz.run(options)
         elif options.command == "numerics":
             from .bench.numerics import render
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import all_cases
 from helpers import assert_same
 from jax import lax
 from transformations import equations, graphs, methods, primitives, shapes_of
@@ -19,7 +20,6 @@ from jax_cudnn._core.graph.example import Example
 from jax_cudnn._core.graph.node import REGISTRY, Node
 from jax_cudnn._core.planning import collect
 from jax_cudnn._core.transforms.batch import NoFold, batch
-from jax_cudnn.bench.cases import all_cases
 
 SIZE = 3
 

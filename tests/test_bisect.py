@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import FUSIONS, dtype_cases
 from helpers import assert_same, linear, python
 from jax import lax
 from jax.custom_batching import custom_vmap
@@ -23,8 +24,6 @@ from jax_cudnn._core.inspection import program
 from jax_cudnn._core.inspection.compare import judge, measure
 from jax_cudnn._core.inspection.interpret import Interpreter
 from jax_cudnn._core.inspection.report import Bisection
-from jax_cudnn.bench.cases import FUSIONS
-from jax_cudnn.bench.dtype_cases import dtype_cases
 
 
 @jc.graph

@@ -8,11 +8,10 @@ import numpy as np
 import oracle
 import oracle_shapes
 import pytest
+from cases import FUSIONS, all_cases, dtype_cases
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning.placement import place
-from jax_cudnn.bench.cases import FUSIONS, all_cases
-from jax_cudnn.bench.dtype_cases import dtype_cases
 from jax_cudnn.deviceless import client, profiles
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import all_cases
 from transformations import (
     ALL,
     SMALL,
@@ -19,7 +20,6 @@ from transformations import (
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.transforms import batch, linearize, prune, transpose
-from jax_cudnn.bench.cases import all_cases
 
 CASES = {case.name: case for case in all_cases()}
 

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import FUSIONS, all_cases
 from transformations import FEW_PIXELS, SMALL, compare, methods, spec_and_operands, tolerance
 
 import jax_cudnn as jc
-from jax_cudnn.bench.cases import FUSIONS, all_cases
 
 pytestmark = pytest.mark.gpu
 

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from fuzz import runs as fuzz
 
 from jax_cudnn.__main__ import main
 from jax_cudnn._core.graph import trace
@@ -14,7 +15,6 @@ from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn.bench import numerics
 from jax_cudnn.bench.run import RESULTS, render
 from jax_cudnn.deviceless import profiles
-from jax_cudnn.fuzz import runs as fuzz
 from jax_cudnn.interop import factory, wrapper
 
 ROOT = Path(__file__).parent.parent

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import all_cases
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning import build, frontend
-from jax_cudnn.bench.cases import all_cases
 from jax_cudnn.interop import pygraph as pygraph_module
 
 if importlib.util.find_spec("cudnn") is None:

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cases import case, conv_bias_relu, matmul_bias_gelu
 
 import jax_cudnn as jc
 from jax_cudnn._core import ffi
 from jax_cudnn._core.planning import planner
 from jax_cudnn.bench import host
-from jax_cudnn.bench.cases import case, conv_bias_relu, matmul_bias_gelu
 from jax_cudnn.deviceless import profiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("by_cudnn")]
@@ -148,7 +148,7 @@ def test_each_gpu_gets_a_plan_of_its_own(key, no_plans):
 
 EXIT_WITH_PENDING_WORK = """
     import jax, jax_cudnn
-    from jax_cudnn.bench.cases import conv_bias_relu
+    from cases import conv_bias_relu
     block = conv_bias_relu.function.with_options(implementation="cudnn")
     x, w, b = conv_bias_relu.operands(jax.random.key(0))
     devices = jax.local_devices()
@@ -239,7 +239,7 @@ EXIT_WITH_A_RUNNING_THREAD = """
     stop = threading.Event()
     import jax_cudnn
     from jax_cudnn.bench import host
-    from jax_cudnn.bench.cases import conv_bias_relu
+    from cases import conv_bias_relu
     if sys.argv[1] == "captured":
         operands, function = host.operands(), jax.jit(host.ours)
     else:
@@ -294,7 +294,7 @@ def test_compute_sanitizer_finds_nothing():
         pytest.skip("compute-sanitizer is not installed")
     script = """
         import jax
-        from jax_cudnn.bench.cases import conv_bias_relu, matmul_scale_bias_relu
+        from cases import conv_bias_relu, matmul_scale_bias_relu
         for case in (conv_bias_relu, matmul_scale_bias_relu):
             operands = case.operands(jax.random.key(0))
             function = case.function.with_options(implementation="cudnn")
@@ -490,7 +490,7 @@ def test_another_cudnn_on_the_library_path_changes_nothing():
         import jax, jax_cudnn as jc
         from jax_cudnn._core import ffi
         from jax_cudnn._core.planning import frontend
-        from jax_cudnn.bench.cases import conv_bias_relu
+        from cases import conv_bias_relu
         operands = conv_bias_relu.operands(jax.random.key(0))
         function = conv_bias_relu.function.with_options(implementation="cudnn")
         jax.block_until_ready(jax.jit(function)(*operands))

@@ -10,12 +10,12 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fuzz.graphs import random_graph
 from jax.experimental.layout import Format, Layout
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.calls import signature
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn.fuzz.graphs import random_graph
 from jax_cudnn.interop.canonical import with_usual_orders
 
 SPATIAL = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}

@@ -99,12 +99,11 @@ ALLOWED = {
     "ops": {"_core"},
     "deviceless": {"_core"},
     "bench": {"flax", "ops", "deviceless", "_core"},
-    "fuzz": {"ops", "deviceless", "_core"},
     "doctor": {"deviceless", "_core"},
     "explain": {"ops", "_core"},
     "interop": {"ops", "_core"},
     "flax": {"ops", "_core"},
-    "commands": {"bench", "fuzz", "doctor", "ops", "deviceless", "_core"},
+    "commands": {"bench", "doctor", "ops", "deviceless", "_core"},
 }
 
 

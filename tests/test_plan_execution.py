@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import conv_bias_relu
 
 import jax_cudnn as jc
 from jax_cudnn._core import cuda_graphs, execution, measuring
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
-from jax_cudnn.bench.cases import conv_bias_relu
 
 X = jax.ShapeDtypeStruct((64, 128), "float32")
 IMAGE = jax.ShapeDtypeStruct((2, 64, 8, 8), "float32")

@@ -7,12 +7,12 @@ import pickle
 
 import jax
 import pytest
+from cases import all_cases, conv_bias_relu, matmul_bias_gelu
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph import record
 from jax_cudnn._core.graph.spec import intern
 from jax_cudnn._core.planning.collect import graphs
-from jax_cudnn.bench.cases import all_cases, conv_bias_relu, matmul_bias_gelu
 
 FLOATS = [jax.ShapeDtypeStruct((1, 64, 64), "float32")] * 2
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cases import conv_bias_relu
 
 import jax_cudnn as jc
 from jax_cudnn._core import cuda_graphs
 from jax_cudnn._core.cuda import CudaDevice
-from jax_cudnn.bench.cases import conv_bias_relu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("by_cudnn")]
 

@@ -17,10 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from fuzz import agreements, runs, transform_runs
+from fuzz import checks as graph_checks
+from fuzz.__main__ import main
+from fuzz.agreements import Agreement
+from fuzz.derivatives import Differentiated, narrowest
+from fuzz.graphs import LEAST, MOST, random_graph
+from fuzz.interpreter import interpreted
+from fuzz.pool import in_processes
+from fuzz.sensitivity import Reference
+from fuzz.transform_runs import TransformChecks, Transformed
+from fuzz.transforms import TRANSFORMS, draw
 from helpers import python
 
 import jax_cudnn as jc
-from jax_cudnn.__main__ import main
 from jax_cudnn._core import settings
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.graph.dtypes import is_floating
@@ -30,16 +40,6 @@ from jax_cudnn._core.planning import split
 from jax_cudnn._core.planning.plan import Plan, PlannedSegment
 from jax_cudnn._core.transforms import batch, linearize, transpose
 from jax_cudnn.deviceless import client, profiles
-from jax_cudnn.fuzz import agreements, runs, transform_runs
-from jax_cudnn.fuzz import checks as graph_checks
-from jax_cudnn.fuzz.agreements import Agreement
-from jax_cudnn.fuzz.derivatives import Differentiated, narrowest
-from jax_cudnn.fuzz.graphs import LEAST, MOST, random_graph
-from jax_cudnn.fuzz.interpreter import interpreted
-from jax_cudnn.fuzz.pool import in_processes
-from jax_cudnn.fuzz.sensitivity import Reference
-from jax_cudnn.fuzz.transform_runs import TransformChecks, Transformed
-from jax_cudnn.fuzz.transforms import TRANSFORMS, draw
 
 MANY = range(300)
 """Seeds of the graphs that are only drawn."""
@@ -73,7 +73,7 @@ def many():
 
 def test_equal_seeds_give_equal_graphs_in_every_process():
     code = """
-        from jax_cudnn.fuzz.graphs import random_graph
+        from fuzz.graphs import random_graph
         for seed in range(20):
             print(random_graph(seed).spec)
     """
@@ -571,7 +571,7 @@ def test_damaged_segments_are_noticed(damage):
 
 def failures(outcomes):
     """In words, with the command that repeats each."""
-    command = "python -m jax_cudnn fuzz --gpu H200 --seed"
+    command = "python -m fuzz --gpu H200 --seed"
     return "\n\n".join(f"{command} {o.seed}\n{o.problem}" for o in outcomes if o.problem)
 
 
@@ -727,7 +727,7 @@ def test_cases_of_every_kind_occur():
 
 def disagreements(outcomes):
     """In words, with the command that repeats each."""
-    command = "python -m jax_cudnn fuzz --transforms --seed"
+    command = "python -m fuzz --transforms --seed"
     return "\n\n".join(f"{command} {o.seed}\n{o.problem}" for o in outcomes if o.problem)
 
 
@@ -1088,7 +1088,7 @@ def test_whatever_planning_raises_is_an_outcome():
 def shell(monkeypatch):
     """The command, whose settings end with the test."""
     monkeypatch.setattr(settings, "_given", settings._given)
-    return lambda *arguments: main(["fuzz", "--gpu", "H200", *arguments])
+    return lambda *arguments: main(["--gpu", "H200", *arguments])
 
 
 def refuse_genstats(monkeypatch):

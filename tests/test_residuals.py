@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import FUSIONS
 from helpers import assert_same, linear
 from jax import lax
 from transformations import equations, graphs_of, methods, primitives
@@ -13,7 +14,6 @@ from transformations import equations, graphs_of, methods, primitives
 import jax_cudnn as jc
 from jax_cudnn._core import primitive
 from jax_cudnn._core.planning import collect
-from jax_cudnn.bench.cases import FUSIONS
 
 _IMAGE, _WEIGHT, _CHANNELS = (2, 4, 6, 6), (4, 4, 3, 3), (1, 4, 1, 1)
 _CONV = (_IMAGE, _WEIGHT)

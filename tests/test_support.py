@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import add_gelu, conv_bias_relu, matmul_bias_gelu
 
 import jax_cudnn as jc
 from jax_cudnn._core import compat, cuda
 from jax_cudnn._core.planning import build, collect, frontend, planner, support, support_value
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
-from jax_cudnn.bench.cases import add_gelu, conv_bias_relu, matmul_bias_gelu
 from jax_cudnn.deviceless import profiles
 
 H200, A100 = profiles.get("H200"), profiles.get("A100")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import jax
 import pytest
+from cases import case
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.planning.support_value import MEASURED, PUBLIC, Support, SupportRow
 from jax_cudnn.bench import support_command, support_table
-from jax_cudnn.bench.cases import case
 
 README = Path(__file__).parent.parent / "README.md"
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from cases import FUSIONS  # tests/cases.py
 
 from .._core.graph.trace import graph
 from .._core.planning import placement
@@ -17,7 +18,6 @@ from .._core.planning.support import plan
 from .._core.settings import configure, settings
 from .._core.store import cache
 from .case import Case
-from .cases import FUSIONS
 from .timing import summary
 
 

@@ -23,14 +23,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from cases import all_cases, dtype_cases
 
 import jax_cudnn as jc
 from jax_cudnn._core import compat
 from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning import frontend, losses
 from jax_cudnn._core.planning.limits import known_reasons
-from jax_cudnn.bench.cases import all_cases
-from jax_cudnn.bench.dtype_cases import dtype_cases
 from jax_cudnn.deviceless import client, profiles
 
 GPUS = ("A100", "H100", "H200", "B200")

@@ -2,7 +2,7 @@
 
 cuDNN 9.19 accepts graphs with more in them than an engine computes: it then leaves results
 unwritten, or takes an operand for what is to be computed of it. Found on an H200 by running random
-graphs; ``python -m jax_cudnn fuzz`` runs more. So an anchor stands in the middle of its graph:
+graphs; ``python -m fuzz`` in ``tests`` runs more. So an anchor stands in the middle of its graph:
 
 - Before it is what computes its operands, where ``Node.prologue`` says that cuDNN does; nothing of
   that leaves the graph or is used elsewhere.

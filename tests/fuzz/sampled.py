@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core.graph.dims import Shape
+from jax_cudnn._core.graph.dims import Shape
 
 SIZE = 64
 """Elements of a sample."""

@@ -16,13 +16,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core.cuda import CudaDevice
-from .._core.graph.spec import GraphSpec
-from .._core.planning import placement
-from .._core.planning.collect import graphs
-from .._core.planning.plan import Plan
-from .._core.primitive import bind
-from .._core.settings import configure
+from jax_cudnn._core.cuda import CudaDevice
+from jax_cudnn._core.graph.spec import GraphSpec
+from jax_cudnn._core.planning import placement
+from jax_cudnn._core.planning.collect import graphs
+from jax_cudnn._core.planning.plan import Plan
+from jax_cudnn._core.primitive import bind
+from jax_cudnn._core.settings import configure
+
 from . import samples
 from .agreements import Agreement, check
 from .checks import check_segments

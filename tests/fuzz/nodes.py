@@ -9,8 +9,9 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-from .._core.errors import GraphError, GraphTypeError
-from .._core.graph.node import REGISTRY, Node
+from jax_cudnn._core.errors import GraphError, GraphTypeError
+from jax_cudnn._core.graph.node import REGISTRY, Node
+
 from . import attentions, normalizations
 from .attributes import DRAWS
 from .drawing import Drawing, Operand

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from .._core.errors import GraphError
-from .._core.graph.builder import GraphBuilder
-from .._core.graph.dims import Shape, packed_strides
-from .._core.graph.dtypes import FLOATS
-from .._core.graph.node import REGISTRY
-from .._core.graph.tensor import GraphTensor
+from jax_cudnn._core.errors import GraphError
+from jax_cudnn._core.graph.builder import GraphBuilder
+from jax_cudnn._core.graph.dims import Shape, packed_strides
+from jax_cudnn._core.graph.dtypes import FLOATS
+from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.tensor import GraphTensor
+
 from . import samples
 
 _ELEMENTS = 200_000  # of a tensor, at most

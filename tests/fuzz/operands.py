@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from .._core.errors import GraphError
-from .._core.graph.dims import Shape
-from .._core.graph.dtypes import FLOATS
-from .._core.graph.node import Node
+from jax_cudnn._core.errors import GraphError
+from jax_cudnn._core.graph.dims import Shape
+from jax_cudnn._core.graph.dtypes import FLOATS
+from jax_cudnn._core.graph.node import Node
+
 from .drawing import LAYOUTS, Drawing, Operand, Value
 
 Proposal = tuple[dict[str, Any], dict[str, Any]]

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from .._core.graph.dims import Shape
-from .._core.graph.node import Node
+from jax_cudnn._core.graph.dims import Shape
+from jax_cudnn._core.graph.node import Node
+
 from . import attentions, normalizations
 from .drawing import Drawing, Operand, Value
 from .operands import CHANNELS, Proposal, new_operand, pick, weight

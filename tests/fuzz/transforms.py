@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core.graph.dtypes import is_floating
-from .._core.graph.spec import GraphSpec
+from jax_cudnn._core.graph.dtypes import is_floating
+from jax_cudnn._core.graph.spec import GraphSpec
+
 from .derivatives import Differentiated, stored
 
 TRANSFORMS = ("grad", "jvp", "vmap", "vmap of grad")

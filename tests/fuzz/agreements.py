@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .._core.errors import JaxCudnnError
-from .._core.graph.spec import GraphSpec
+from jax_cudnn._core.errors import JaxCudnnError
+from jax_cudnn._core.graph.spec import GraphSpec
+
 from .derivatives import Differentiated, grain, stored
 from .sensitivity import CUT, RESULT, Arrays, Comparison, Noise, compare
 from .transforms import Case, tame

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError, GraphTypeError
-from .._core.graph.spec import GraphSpec
-from .._core.graph.tensor import GraphTensor
-from .._core.graph.trace import GraphFunction, graph
+from jax_cudnn._core.errors import GraphError, GraphTypeError
+from jax_cudnn._core.graph.spec import GraphSpec
+from jax_cudnn._core.graph.tensor import GraphTensor
+from jax_cudnn._core.graph.trace import GraphFunction, graph
+
 from .drawing import Drawing, Operand
 from .nodes import add_node
 from .operands import shape

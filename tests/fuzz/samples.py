@@ -14,11 +14,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError
-from .._core.graph.dims import Shape
-from .._core.graph.dtypes import INTEGERS, is_floating
-from .._core.graph.node import Node
-from .._core.graph.reference import rounded
+from jax_cudnn._core.errors import GraphError
+from jax_cudnn._core.graph.dims import Shape
+from jax_cudnn._core.graph.dtypes import INTEGERS, is_floating
+from jax_cudnn._core.graph.node import Node
+from jax_cudnn._core.graph.reference import rounded
+
 from . import sampled_attention, sampled_normalization
 from .sampled import SIZE as SIZE
 from .sampled import TERMS, Sampled, mean_square

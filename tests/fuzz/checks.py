@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from .._core.compat import Device
-from .._core.errors import JaxCudnnError
-from .._core.graph.reference import evaluate
-from .._core.graph.spec import GraphSpec
-from .._core.planning.split import run
+from jax_cudnn._core.compat import Device
+from jax_cudnn._core.errors import JaxCudnnError
+from jax_cudnn._core.graph.reference import evaluate
+from jax_cudnn._core.graph.spec import GraphSpec
+from jax_cudnn._core.planning.split import run
+
 from .graphs import RandomGraph
 from .sensitivity import Reference
 

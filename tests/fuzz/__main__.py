@@ -1,4 +1,4 @@
-"""``python -m jax_cudnn fuzz``: random graphs, planned for a GPU and, where there is one, run.
+"""``python -m fuzz``: random graphs, planned for a GPU and, where there is one, run.
 
 With ``--transforms`` their gradients, tangents and vmaps.
 """
@@ -11,39 +11,37 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from .._core.compat import Device
-from .._core.cuda import CudaDevice
-from .._core.errors import GraphError
-from .._core.settings import configure
-from ..bench.timing import environment
-from ..deviceless import client, profiles
-from ..fuzz import runs, transform_runs
-from ..fuzz.graphs import random_graph
-from ..fuzz.runs import Checks, smallest, told
-from ..fuzz.transform_runs import TransformChecks
-from ..fuzz.transforms import draw
+from jax_cudnn._core.compat import Device
+from jax_cudnn._core.cuda import CudaDevice, device_nodes
+from jax_cudnn._core.errors import GraphError
+from jax_cudnn._core.settings import configure
+from jax_cudnn.bench.timing import environment
+from jax_cudnn.deviceless import client, profiles
+
+from . import runs, transform_runs
+from .graphs import random_graph
+from .runs import Checks, smallest, told
+from .transform_runs import TransformChecks
+from .transforms import draw
 
 _EXAMPLE = """\
 examples:
-  python -m jax_cudnn fuzz --seeds 2000 --gpu H200 --workers 2   # planned without a GPU
-  python -m jax_cudnn fuzz --seeds 300                           # run on this machine's GPU
-  python -m jax_cudnn fuzz --seed 4711 --gpu H200                # one graph, told in full
-  python -m jax_cudnn fuzz --transforms --seeds 300 --workers 6  # their gradients and vmaps
+  python -m fuzz --seeds 2000 --gpu H200 --workers 2   # planned without a GPU
+  python -m fuzz --seeds 300                           # run on this machine's GPU
+  python -m fuzz --seed 4711 --gpu H200                # one graph, told in full
+  python -m fuzz --transforms --seeds 300 --workers 6  # their gradients and vmaps
 """
 _THREADS = 4  # that compile for a GPU
 _OFTEN = 50  # of so many graphs, one is told about
 NOWHERE = "none"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to the subparsers of ``python -m jax_cudnn``."""
-    parser = commands.add_parser(
-        "fuzz",
-        help="plan and run random graphs",
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fuzz",
         description="Plans random graphs, checks that their segments compute what the graphs do, "
         "and runs them on this machine's GPU beside their references. Exits with 1 if one fails.",
         epilog=_EXAMPLE,
@@ -79,6 +77,7 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         help="print a table, run nothing",
     )
+    return parser
 
 
 def _count(text: str) -> int:
@@ -87,8 +86,11 @@ def _count(text: str) -> int:
     return count
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the parsed command; the exit status."""
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; the exit status."""
+    options = _parser().parse_args(arguments)
+    if not device_nodes() and "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
     if options.render:
         print(runs.render([json.loads(path.read_text()) for path in options.render]))
         return 0
@@ -180,3 +182,7 @@ def _one_transformed(seed: int, checks: TransformChecks) -> int:
             print(f"the smallest part that fails alike:\n{smallest(graph.spec, checks.problem)}")
         return 1
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,9 +10,10 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._core.graph.dims import Shape
-from .._core.graph.dtypes import FLOATS
-from .._core.graph.node import Node
+from jax_cudnn._core.graph.dims import Shape
+from jax_cudnn._core.graph.dtypes import FLOATS
+from jax_cudnn._core.graph.node import Node
+
 from .drawing import Drawing, Operand, Step, Value
 from .operands import HEADS, Proposal, heads, layout
 from .samples import root_mean_square

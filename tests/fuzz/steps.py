@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import REGISTRY
+
 from . import attentions, normalizations
 from .drawing import Drawing, Operand, Value
 from .operands import new_operand, pick, weight

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import REGISTRY
+
 from . import patterns_of_attention, patterns_of_normalizations
 from .attributes import DRAWS, Window
 from .drawing import Drawing, Operand

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._core.errors import JaxCudnnError
-from .._core.graph.spec import GraphSpec
-from .._core.planning import placement
-from .._core.planning.plan import Plan
-from .._core.planning.split import part, search
+from jax_cudnn._core.errors import JaxCudnnError
+from jax_cudnn._core.graph.spec import GraphSpec
+from jax_cudnn._core.planning import placement
+from jax_cudnn._core.planning.plan import Plan
+from jax_cudnn._core.planning.split import part, search
+
 from .checks import check_reference, check_result, check_segments
 from .graphs import RandomGraph, random_graph
 

@@ -18,10 +18,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.graph.dtypes import FP8, is_floating
-from .._core.graph.reference import evaluate
-from .._core.graph.spec import GraphSpec
-from .._core.planning.split import part
+from jax_cudnn._core.graph.dtypes import FP8, is_floating
+from jax_cudnn._core.graph.reference import evaluate
+from jax_cudnn._core.graph.spec import GraphSpec
+from jax_cudnn._core.planning.split import part
+
 from .interpreter import interpreted
 from .samples import attends
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .._core.errors import GraphError
+from jax_cudnn._core.errors import GraphError
+
 from . import attentions
 from .drawing import Drawing, Operand, Value
 from .operands import CHANNELS, heads, new_operand, weight

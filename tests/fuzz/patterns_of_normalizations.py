@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.node import REGISTRY
+
 from . import normalizations
 from .drawing import Drawing
 from .operands import CHANNELS, new_operand, weight

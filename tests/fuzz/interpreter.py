@@ -17,9 +17,9 @@ import numpy as np
 import scipy.special
 from numpy.lib.stride_tricks import sliding_window_view
 
-from .._core import compat
-from .._core.graph.reference import evaluate
-from .._core.primitive import cudnn_p
+from jax_cudnn._core import compat
+from jax_cudnn._core.graph.reference import evaluate
+from jax_cudnn._core.primitive import cudnn_p
 
 Array = Any
 Function = Callable[..., Any]
