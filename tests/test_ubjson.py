@@ -2,10 +2,10 @@
 
 import struct
 
+import cases
 import pytest
 
 from jax_cudnn._core.planning import build, execution_plan, ubjson
-from jax_cudnn.bench import cases
 from jax_cudnn.deviceless import client, profiles
 
 
