@@ -1,47 +1,81 @@
-"""The pages in docs/ and the notebooks: what they show runs, and what they name exists."""
+"""README, the pages in docs/ and the notebooks: what they show runs, and what they name exists."""
 
+import doctest
 import re
 from pathlib import Path
 
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core.graph import trace
 from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn.deviceless import profiles
+from jax_cudnn.interop import factory, pygraph, wrapper
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+QUICK = {"sharp_bits.md"}
 # An absolute path of two parts or more.
 _PATH = re.compile(r"(?<![\w.:<])/\w[\w.-]*/\w")
-
 # What plans say that are of no GPU of the process, which goes by its long name, NVIDIA H200.
 _PROFILE = re.compile(r"\b(on|for) H200\b")
 
 
-def blocks(page):
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
+def blocks(path):
+    return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), re.S)
+
+
+def run(code, names):
+    for block in code:
+        exec(block, names)
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_readme_examples_run_in_order(capsys):
+    names = {}
+    run(blocks("README.md"), names)
+    assert (names["y"].shape, names["y"].dtype.name) == ((8, 64, 28, 28), "bfloat16")
+    (plan,) = names["plan"].execution_plans
+    assert plan.digest in names["lowered"].as_text()
+    assert [*names["plans"]] == ["conv_bias_relu", "conv_bias_relu (backward)"]
+    x, w, b = (names[name] for name in "xwb")
+    assert names["gradients"](x, w, b)[1].shape == w.shape
+    assert names["per_example"](x).shape == names["y"].shape
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in (*profiles.names(), "LayerNorm", "conv_wgrad.0"))
+
+
+def test_readme_leads_to_the_pages():
+    readme = (ROOT / "README.md").read_text()
+    assert [page for page in PAGES if f"(docs/{page})" not in readme] == []
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page in QUICK else pytest.mark.long)
+        for page in PAGES
+        if blocks(f"docs/{page}")
+    ],
+)
 def test_examples_of_a_page_run_in_order(page):
     names = {}
-    for block in blocks(page):
-        exec(block, names)  # an error of one of them fails
+    run(blocks(f"docs/{page}"), names)
     assert {"jax", "jnp", "jc"} <= {*names}, "a page begins with its imports"
 
 
 def test_the_module_of_a_page_is_one_of_equinox():
-    (block,) = (b for b in blocks("flax_and_others.md") if "class SelfAttention:" in b)
+    (block,) = (b for b in blocks("docs/flax_and_others.md") if "class SelfAttention:" in b)
     decorators = "@jax.tree_util.register_dataclass\n@dataclasses.dataclass\n"
     assert decorators in block
     code = block.replace(decorators, "").replace(
         "class SelfAttention:", "class SelfAttention(equinox.Module):"
     )
+    imports = "import dataclasses, equinox, jax, jax.numpy as jnp, jax_cudnn as jc"
     names = {}
-    exec("import dataclasses, equinox, jax, jax.numpy as jnp, jax_cudnn as jc", names)
-    exec("x = jax.random.normal(jax.random.key(0), (2, 16, 64))", names)
-    exec(code, names)
+    run([imports, "x = jax.random.normal(jax.random.key(0), (2, 16, 64))", code], names)
     assert names["gradients"].out.any()
 
 
@@ -56,8 +90,11 @@ def test_names_on_a_page_exist(page):
     assert {*re.findall(r"`plan\.(\w+)", text)} <= {*dir(jc.Plan), *jc.Plan.__dataclass_fields__}
 
 
-def without_pictures(data):
-    return {kind: held for kind, held in data.items() if not kind.startswith("image/")}
+@pytest.mark.parametrize("module", [trace, factory, pygraph, wrapper], ids=lambda m: m.__name__)
+def test_docstring_examples_run(module):
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert result.failed == 0
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -72,8 +109,12 @@ def test_notebook_is_its_script_with_outputs(path):
     shown = [out for cell in cells for out in cell.outputs]
     assert shown
     assert not [out for out in shown if out.output_type == "error" or out.get("name") == "stderr"]
-    texts = [out.get("text", "") or str(without_pictures(out.get("data", {}))) for out in shown]
+    texts = [out.get("text", "") or str(_without_pictures(out.get("data", {}))) for out in shown]
     assert not [text for text in texts if _PATH.search(text)]
     if "if on_gpu else jc.target(" in path.with_suffix(".py").read_text():
         of_a_profile = [text for text in texts if _PROFILE.search(text)]
         assert not of_a_profile, "run it on a GPU, and write it"
+
+
+def _without_pictures(data):
+    return {kind: held for kind, held in data.items() if not kind.startswith("image/")}
