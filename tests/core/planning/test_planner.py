@@ -6,6 +6,7 @@ import os
 import signal
 import struct
 import threading
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core import context, package
-from jax_cudnn._core.planning import planner
+from jax_cudnn._core.planning import planner, single_flight
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn._core.planning.planner import identity
 from jax_cudnn._core.planning.single_flight import SingleFlight
@@ -34,37 +35,60 @@ def spec(name="x", slope=None):
     return jc.graph(function).trace(jax.ShapeDtypeStruct((8, 8), jnp.float32))[1].spec
 
 
-def in_threads(count, work):
-    results = [None] * count
-    start = threading.Barrier(count)
+@pytest.fixture
+def waiting(monkeypatch):
+    """A semaphore: one for each thread that begins to wait for another one's plan."""
+    waiting = threading.Semaphore(0)
 
+    class Counted(Future):
+        def result(self, timeout=None):
+            waiting.release()
+            return super().result(timeout)
+
+    monkeypatch.setattr(single_flight, "Future", Counted)
+    return waiting
+
+
+def in_threads(count, work):
     def run(i):
-        start.wait()
         try:
             results[i] = work()
         except BaseException as error:
             results[i] = error
 
+    results = [None] * count
     threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     return results
 
 
-def test_eight_threads_share_one_build(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(None, [PLAN] * 6), (jc.LibraryError("no cuDNN"), []), (KeyboardInterrupt(), [PLAN] * 5)],
+    ids=["made", "failed", "interrupted"],
+)
+def test_threads_share_one_build(error, left, monkeypatch, waiting):
+    """A failure is everybody's and not kept; an interrupt is its own thread's alone."""
     built = []
 
-    def slow(spec, site):
+    def build(spec, site):
         built.append(spec)
-        threading.Event().wait(0.2)
+        if len(built) == 1:
+            for _ in range(5):
+                assert waiting.acquire(timeout=60)
+            if error is not None:
+                raise error
         return PLAN
 
-    monkeypatch.setattr(planner, "_build", slow)
-    results = in_threads(8, lambda: planner.plan(spec(), H200, "f"))
-    assert len(built) == 1
-    assert all(result is PLAN for result in results)
+    monkeypatch.setattr(planner, "_build", build)
+    results = in_threads(6, lambda: planner.plan(spec(), H200, "f"))
+    assert [result for result in results if result is PLAN] == left
+    assert all(result is PLAN or type(result) is type(error) for result in results)
+    assert len(built) == (2 if isinstance(error, KeyboardInterrupt) else 1)
+    assert planner.plan(spec(), H200, "f") is PLAN
 
 
 def test_names_do_not_matter_but_attributes_and_profiles_do(monkeypatch):
@@ -93,22 +117,6 @@ def test_what_a_plan_depends_on_is_the_gpu_and_the_libraries_and_no_name():
         assert f'"{version}"' in identity(H200)
 
 
-def test_failure_reaches_every_waiter_and_is_not_kept(monkeypatch):
-    attempts = []
-
-    def fail(spec, site):
-        attempts.append(spec)
-        threading.Event().wait(0.2)
-        raise jc.LibraryError("no cuDNN")
-
-    monkeypatch.setattr(planner, "_build", fail)
-    results = in_threads(4, lambda: planner.plan(spec(), H200, "f"))
-    assert all(isinstance(result, jc.LibraryError) for result in results)
-    assert len(attempts) == 1
-    monkeypatch.setattr(planner, "_build", lambda spec, site: PLAN)
-    assert planner.plan(spec(), H200, "f") is PLAN
-
-
 def test_failure_after_clear_is_still_the_failure(monkeypatch):
     def fail(spec, site):
         planner.clear()
@@ -129,9 +137,6 @@ def test_plan_names_the_function_in_its_error(monkeypatch):
     assert "graph(y: float32[8,8])" in str(caught.value)
 
 
-# -- contexts, forks, interrupts, size -----------------------------------------------------------
-
-
 def test_one_target_object_nests_and_decorates():
     h200 = jc.target("H200")
 
@@ -146,22 +151,6 @@ def test_one_target_object_nests_and_decorates():
     assert inside() == H200
     with pytest.raises(jc.TargetError):
         context.site([], "f")
-
-
-def test_interrupted_thread_leaves_the_work_to_a_waiting_one(monkeypatch):
-    builds = []
-
-    def interrupted(spec, site):
-        builds.append(spec)
-        if len(builds) == 1:
-            threading.Event().wait(0.3)
-            raise KeyboardInterrupt
-        return PLAN
-
-    monkeypatch.setattr(planner, "_build", interrupted)
-    results = in_threads(2, lambda: planner.plan(spec(), H200, "f"))
-    assert [isinstance(r, KeyboardInterrupt) for r in results].count(True) == 1
-    assert PLAN in results
 
 
 def test_plans_in_memory_are_bounded(monkeypatch):
@@ -198,26 +187,35 @@ def test_child_of_a_fork_does_not_wait_for_its_parents_plans(monkeypatch):
     thread.join()
 
 
-def test_a_waiting_thread_can_be_interrupted(monkeypatch):
+def test_a_waiting_thread_can_be_interrupted(monkeypatch, waiting):
     """Ctrl-C reaches the main thread, whichever thread plans."""
     entered, leave = threading.Event(), threading.Event()
 
     def slow(spec, site):
         entered.set()
-        leave.wait(20)
+        leave.wait(60)
         return PLAN
 
+    def interrupt():
+        waiting.acquire(timeout=60)
+        os.kill(os.getpid(), signal.SIGINT)
+
     monkeypatch.setattr(planner, "_build", slow)
-    thread = threading.Thread(target=planner.plan, args=(spec(), H200, "f"))
-    thread.start()
-    entered.wait(20)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threads = [
+        threading.Thread(target=planner.plan, args=(spec(), H200, "f")),
+        threading.Thread(target=interrupt),
+    ]
+    threads[0].start()
+    entered.wait(60)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threads[1].start()
     with pytest.raises(KeyboardInterrupt):
         planner.plan(spec(), H200, "f")
-    assert thread.is_alive()
+    signal.signal(signal.SIGINT, before)
+    assert threads[0].is_alive()
     leave.set()
-    thread.join()
+    for thread in threads:
+        thread.join()
 
 
 def test_an_entry_of_the_plan_cache_that_is_no_plan_is_replaced(monkeypatch, tmp_path, caplog):

@@ -1,0 +1,122 @@
+"""Where measurements decide which of cuDNN's candidates is tried first, or that XLA is faster."""
+
+import jax
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.planning import choice, losses, placement
+
+S = jax.ShapeDtypeStruct
+
+
+def forward(kind, phase="TRAINING"):
+    def function(g, *operands):
+        return getattr(g, kind)(*operands, epsilon=1e-5, norm_forward_phase=phase)
+
+    return jc.graph(function)
+
+
+def backward(kind):
+    def function(g, dy, x, scale, mean, inv_var):
+        if kind == "layernorm":
+            return g.layernorm_backward(dy, x, scale, mean, inv_var)
+        return g.rmsnorm_backward(dy, x, scale, inv_var, has_dbias=False)
+
+    return jc.graph(function)
+
+
+def operands(function, rows, columns):
+    """As many as the function takes: the forwards', or those of the backwards."""
+    x, scale = S((rows, columns), "bfloat16"), S((1, columns), "bfloat16")
+    if function in (LAYER, LAYER_INFERENCE):
+        return x, scale, scale
+    if function in (RMS, BEHIND):
+        return x, scale
+    return x, x, scale, S((rows, 1), "float32"), S((rows, 1), "float32")
+
+
+LAYER, LAYER_INFERENCE = forward("layernorm"), forward("layernorm", "INFERENCE")
+RMS = forward("rmsnorm")
+LAYER_BACKWARD, RMS_BACKWARD = backward("layernorm"), backward("rmsnorm")
+BEHIND = jc.graph(
+    lambda g, x, s: g.relu(g.rmsnorm(x, s, epsilon=1e-5, norm_forward_phase="INFERENCE"))
+)
+USUAL = {"STAGES": 1, "KERNEL_CFG": 0, "SPLIT_COLS": 0, "TILE_COLS": 4}
+SPLIT = {"STAGES": 1, "KERNEL_CFG": 3, "SPLIT_COLS": 1, "TILE_COLS": 2}
+FAST = {"STAGES": 1, "KERNEL_CFG": 2, "OCCUPANCY": 1, "SPLIT_COLS": 0, "TILE_COLS": 3}
+GIVEN = [(1, {}), (3, {}), (5, {"STAGES": 0}), (5, {"STAGES": 1})]
+INFERENCE = [(1, {}), (4, {}), (6, {"STAGES": 0})]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "candidates", "order"),
+    [  # any shape's engine last, rows alone before rows with neighbours
+        (LAYER, (64, 4096), GIVEN, [2, 3, 1, 0]),
+        (RMS, (64, 4096), GIVEN, [1, 2, 3, 0]),
+        (LAYER_INFERENCE, (64, 4096), INFERENCE, [2, 1, 0]),
+        (BEHIND, (64, 4096), INFERENCE, [1, 2, 0]),
+        # of the backwards, knobs that are measured to be faster
+        (LAYER_BACKWARD, (1024, 12288), [(1, {}), (4, USUAL), (4, SPLIT)], [2, 1, 0]),
+        (RMS_BACKWARD, (1024, 12288), [(1, {}), (4, USUAL), (4, SPLIT)], [2, 1, 0]),
+        (LAYER_BACKWARD, (32768, 12288), [(1, {}), (4, USUAL), (4, SPLIT)], [1, 2, 0]),
+        (LAYER_BACKWARD, (1024, 8192), [(1, {}), (4, USUAL), (4, SPLIT)], [1, 2, 0]),
+        (LAYER_BACKWARD, (8192, 4096), [(1, {}), (4, USUAL), (4, FAST)], [2, 1, 0]),
+        (RMS_BACKWARD, (8192, 4096), [(1, {}), (4, USUAL), (4, FAST)], [1, 2, 0]),
+        (LAYER_BACKWARD, (8192, 8192), [(1, {}), (4, USUAL), (4, FAST)], [1, 2, 0]),
+    ],
+)
+def test_the_order_in_which_candidates_are_tried(function, shape, candidates, order):
+    spec = function.trace(*operands(function, *shape))[1].spec
+    assert choice.order(spec, candidates) == order
+
+
+each_slow = pytest.mark.parametrize("function", [LAYER, RMS, LAYER_BACKWARD, RMS_BACKWARD])
+
+
+@pytest.mark.deviceless
+@each_slow
+def test_what_only_a_slow_engine_takes_is_xlas_where_that_was_measured(function):
+    given = operands(function, 64, 1000)
+    with jc.target("H200"):
+        (segment,) = jc.plan(function, *given).segments
+        assert segment.plan is None
+        assert "eng1 alone is left, and XLA is faster" in segment.reason
+        for options in ({"implementation": "cudnn"}, {"engine": 1}):
+            asked = jc.plan(function.with_options(**options), *given)
+            assert asked.execution_plans[0].engine_id == 1
+    with jc.target("A100"):
+        assert jc.plan(function, *given).execution_plans[0].engine_id == 1
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("no_plans")
+@pytest.mark.parametrize("first", ["cudnn", "split"])
+def test_a_split_on_disk_is_of_the_implementation_that_asked(first, tmp_path, monkeypatch):
+    """Of derivatives "cudnn" looks for splits, too. Here nothing but the slow engine tells them
+    apart: the architecture has no patterns."""
+    bare = {**losses.table()["90"], "patterns": {}}
+    monkeypatch.setattr(losses, "table", lambda: {"90": bare})
+    jc.configure(plan_cache=tmp_path)
+    found = {}
+    for implementation in (first, *({"cudnn", "split"} - {first})):
+        placement.clear()
+        loss = lambda x, s: jc.ops.rms_norm(x, s).astype("float32").sum()  # noqa: E731
+        with jc.target("H200"), jc.implementation(implementation):
+            plans = jc.plans(jax.grad(loss), S((64, 1000), "bfloat16"), S((1000,), "bfloat16"))
+        found[implementation] = [len(plan.execution_plans) for plan in plans.values()]
+    assert found == {"cudnn": [1, 1], "split": [0, 0]}
+
+
+@pytest.mark.gpu
+@each_slow
+def test_the_slow_engine_is_right(function, key):
+    given = [
+        (jax.random.uniform(jax.random.fold_in(key, i), a.shape) + 0.5).astype(a.dtype)
+        for i, a in enumerate(operands(function, 64, 1000))
+    ]
+    got = jax.jit(function.with_options(implementation="cudnn"))(*given)
+    want = jax.jit(function.with_options(implementation="xla"))(*given)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.float64(a), np.float64(b)
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)
