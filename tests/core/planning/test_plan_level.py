@@ -1,0 +1,266 @@
+"""The plan level: candidates, one of them in the place of a plan's own, and plans as data."""
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import jax
+import pytest
+from cases import all_cases, conv_bias_relu
+
+import jax_cudnn as jc
+from jax_cudnn._core.graph import record
+from jax_cudnn._core.graph.spec import intern
+from jax_cudnn._core.planning.collect import graphs
+
+FLOATS = [jax.ShapeDtypeStruct((1, 64, 64), "float32")] * 2
+
+
+@jc.graph
+def product(g, a, b):
+    return g.matmul(a, b)
+
+
+@jc.graph
+def two_products(g, a, b):
+    return g.matmul(g.relu(g.matmul(a, b)), b)
+
+
+def plan(function=conv_bias_relu.function, avals=conv_bias_relu.avals, **options):
+    with jc.target("H200"):
+        return jc.plan(function.with_options(**options), *avals)
+
+
+# -- candidates ------------------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+def test_candidates_say_what_heuristics_propose_without_building():
+    made = plan()
+    rows = made.candidates
+    assert [row.index for row in rows] == [*range(len(rows))]
+    own = [row for row in rows if {"A", "FALLBACK"} & {*row.modes}]
+    assert rows[: len(own)] == tuple(own), "those of the plan's own heuristics come first"
+    assert len(own) == made.candidate_count
+    for mode in ("A", "B", "FALLBACK"):
+        places = [row.modes[mode] for row in rows if mode in row.modes]
+        assert places
+        assert sorted(places) == [*range(len(places))]
+    assert rows[rows.chosen].name == made.engine
+    assert {row.supported for row in rows} == {True, None}, "only the plan's own is built"
+    for row in rows:
+        assert ("TENSOR_CORE" in row.numeric_notes) == (row.engine not in (0, 11))
+    lines = str(rows).splitlines()[:-1]
+    assert [line.split()[1] for line in lines if line.split()[0].endswith("*")] == [made.engine]
+    assert [row["knobs"] for row in json.loads(json.dumps(rows.to_json()))] == [
+        dict(row.knobs) for row in rows
+    ]
+
+
+@pytest.mark.deviceless
+def test_candidates_are_values():
+    made = plan()
+    rows, again = made.candidates, made.candidates
+    assert rows == again
+    assert len({*rows, *again}) == len(rows)
+    assert pickle.loads(pickle.dumps(rows[0])) == copy.deepcopy(rows[0]) == rows[0]
+    for mapping in (rows[0].knobs, rows[0].modes):
+        with pytest.raises(TypeError):
+            mapping["A"] = 1
+    other = dataclasses.replace(made, site=None)
+    assert other == made, "the GPU of a plan is no part of its value"
+    with pytest.raises(jc.GraphError, match="plan the function again"):
+        _ = other.candidates
+
+
+@pytest.mark.deviceless
+def test_notes_and_workspace_choose_among_candidates():
+    rows = plan().candidates
+    chosen = plan(select_behavior_notes="RUNTIME_COMPILATION").pinned
+    (found,) = (r for r in rows if (r.engine, r.knobs) == tuple(chosen.values()))
+    assert "RUNTIME_COMPILATION" in found.behavior_notes
+    limited = plan(deselect_numeric_notes="TENSOR_CORE", max_workspace=0)
+    for row in limited.candidates:
+        left_out = "TENSOR_CORE" in row.numeric_notes
+        assert (row.reason == "left out by the options") == left_out
+        assert (row.supported is False) == left_out
+    large = [row for row in plan(max_workspace=0).candidates if row.workspace_bytes]
+    assert large
+    assert all("bytes of workspace" in row.reason and row.supported is False for row in large)
+    with pytest.raises(jc.UnsupportedGraphError, match="left out by the options"):
+        limited.select(next(row for row in limited.candidates if row.supported is False))
+
+
+@pytest.mark.deviceless
+def test_candidates_that_compute_wrongly_are_not_supported():
+    """Of int8, two engines write results that are not the sums."""
+    conv = jc.graph(lambda g, x, w: g.conv_fprop(x, w, padding=[1, 1]))
+    avals = [jax.ShapeDtypeStruct(shape, "int8") for shape in ((8, 64, 28, 28), (64, 64, 3, 3))]
+    rows = plan(conv, avals, implementation="cudnn").candidates
+    wrong = {row.engine for row in rows if row.reason == "computes conv_fprop.0 wrongly"}
+    assert wrong == {0, 28}
+    assert rows[rows.chosen].engine not in wrong
+
+
+@pytest.mark.deviceless
+def test_building_decides_about_each():
+    made = plan(product, FLOATS)
+    built = made.candidates.built()
+    assert any(row.supported for row in built)
+    assert all(row.supported or (row.supported is False and row.reason) for row in built)
+    assert built.chosen == made.candidates.chosen
+    assert built.built() == built
+
+
+# -- one of them -----------------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+def test_select_gives_the_plan_of_a_candidate():
+    made = plan(heuristics="FALLBACK")
+    rows = made.candidates
+    assert made.select(rows.chosen) is made
+    of_another_mode = next(row for row in rows if "FALLBACK" not in row.modes)
+    for row in (rows[-1], of_another_mode):
+        chosen = made.select(row.index)
+        assert chosen == made.select(row)
+        assert (chosen.engine, chosen.gpu) == (row.name, made.gpu)
+        assert chosen.pinned == {"engine": row.engine, "knobs": row.knobs}
+        assert plan(heuristics="FALLBACK", **chosen.pinned).engine == row.name
+        assert [r.name for r in chosen.candidates] == [r.name for r in rows]
+        assert chosen.candidates.chosen == row.index
+    other = plan(product, FLOATS)
+    foreign = next(r for r in other.candidates if r.name not in {row.name for row in rows})
+    for wrong in (1000, "first", foreign):
+        with pytest.raises(jc.GraphError, match="no such candidate"):
+            made.select(wrong)
+
+
+@pytest.mark.deviceless
+def test_a_cut_graph_has_parts_with_candidates():
+    made = plan(two_products, FLOATS)
+    for call in (lambda: made.candidates, lambda: made.select(0)):
+        with pytest.raises(jc.GraphError, match=r"plan\.parts"):
+            call()
+    assert [part.engine for part in made.parts] == [own.engine for own in made.execution_plans]
+    for part in made.parts:
+        assert part.candidates[part.candidates.chosen].name == part.engine
+        assert part.select(len(part.candidates) - 1).spec.outputs == part.spec.outputs
+    assert plan().parts == (plan(),)
+
+
+def test_a_graph_of_xla_alone_has_no_candidates():
+    made = plan(product, FLOATS, implementation="xla")
+    assert made.parts == ()
+    with pytest.raises(jc.GraphError, match="not one cuDNN plan") as caught:
+        _ = made.candidates
+    assert "implementation='cudnn'" in caught.value.fix
+
+
+@pytest.mark.deviceless
+def test_a_graph_that_is_left_to_xla_says_why():
+    left = plan(product, FLOATS, precision="highest")
+    with pytest.raises(jc.GraphError, match="not one cuDNN plan") as caught:
+        _ = left.pinned
+    assert caught.value.why == left.segments[0].reason != ""
+
+
+# -- as data ---------------------------------------------------------------------------------------
+
+
+def test_graphs_are_written_down_and_read():
+    """Those of all cases, and derived ones with families and functions of scores."""
+    x, scale = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((2, 64, 4, 64), (64,)))
+    softcap = lambda score, b, h, q, kv: 20 * jax.numpy.tanh(score / 20)  # noqa: E731
+    attend = lambda q, k, v: jc.ops.dot_product_attention(q, k, v, score_mod=softcap)  # noqa: E731
+    specs = [case.function.trace(*case.avals)[1].spec for case in all_cases()]
+    for function, avals in ((jc.ops.layer_norm, (x, scale, scale)), (attend, (x, x, x))):
+        loss = lambda *arrays, f=function: f(*arrays).astype("float32").sum()  # noqa: E731
+        found = graphs(jax.grad(loss), avals, {})
+        assert len(found) == 2
+        specs += found.values()
+    for spec in specs:
+        again = record.decoded(json.loads(json.dumps(record.encoded(spec))))
+        assert again == spec
+        assert intern(again) is intern(spec)
+
+
+@pytest.mark.deviceless
+def test_a_plan_is_read_as_it_was_written():
+    for made in (plan(), plan(two_products, FLOATS), plan().select(1)):
+        read = jc.Plan.deserialize(made.serialize())
+        assert read == made
+        assert read.site is None
+        assert str(read.explain()) == str(made.explain())
+        assert json.loads(json.dumps(made.to_json())) == json.loads(made.serialize())
+        assert read.serialize() == made.serialize()
+
+
+def test_numbers_that_json_has_not_are_texts():
+    hidden = jc.graph(lambda g, x: g.max(x, -jax.numpy.inf))
+    made = plan(hidden, [jax.ShapeDtypeStruct((8, 8, 8), "float32")], implementation="xla")
+    text = json.dumps(made.to_json(), allow_nan=False)
+    assert json.loads(text) == json.loads(made.serialize())
+    assert jc.Plan.deserialize(made.serialize()) == made
+    assert record.encoded(float("nan")) == ["float", "nan"]
+
+
+def edited(content, path, value):
+    """Serialized content with one value changed."""
+    data = json.loads(content)
+    *most, last = path
+    place = data
+    for key in most:
+        place = place[key]
+    place[last] = value
+    return json.dumps(data).encode()
+
+
+GRAPH = ("graph", 1)  # its fields; each tuple is ["tuple", [...]]
+TENSOR = (*GRAPH, "tensors", 1, 0, 1)
+OWN = ("segments", 0, "plan")
+DAMAGE = [
+    ((*TENSOR, "shape"), ["tuple", ["64", 128]], "Tensor.shape"),
+    ((*TENSOR, "dtype"), "bfloat17", "bfloat17"),
+    ((*TENSOR, "name"), "other", "no tensor"),
+    ((*GRAPH, "inputs"), ["tuple", [1]], "GraphSpec.inputs"),
+    ((*OWN, "workspace_bytes"), True, "workspace_bytes"),
+    ((*OWN, "text"), None, "ExecutionPlan.text"),
+    ((*OWN, "bindings"), [["1", 0, 0, 0]], "bindings"),
+    ((*OWN, "scalars"), 3, "cannot be read"),
+    (("segments", 0), {}, "cannot be read"),
+    (("segments", 0, "calls"), ["0"], "PlannedSegment.calls"),
+    (("graph",), ["os:system", {}], "cannot be read"),
+    (("name",), 3, "Plan.name"),
+    (("format",), 99, "another format"),
+]
+
+
+@pytest.mark.deviceless
+def test_bytes_that_are_no_plan_are_refused():
+    good = plan().serialize()
+    for wrong in (b"", b"\xff", b"[]", b'{"kind": 1}', good[:-1], b"[" * 100_000, None):
+        with pytest.raises(jc.GraphError, match="these bytes are no plan"):
+            jc.Plan.deserialize(wrong)
+    for path, value, words in DAMAGE:
+        with pytest.raises(jc.GraphError) as caught:
+            jc.Plan.deserialize(edited(good, path, value))
+        assert words in str(caught.value), (path, value)
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "os:system",
+        "_core.package:version",
+        "_core.graph.spec:intern",
+        "_core.planning.selection:Plan",  # of another module
+        "_core.planning.progress:Clock",  # not frozen
+    ],
+)
+def test_reading_a_graph_runs_nothing_but_its_classes(title):
+    with pytest.raises(ValueError, match=title):
+        record.decoded([title, {}])
+    with pytest.raises(TypeError, match="cannot be written down"):
+        record.encoded(jax.numpy.ones(3))
