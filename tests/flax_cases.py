@@ -76,15 +76,34 @@ def gradients(layer, x, **named):
 
     @nnx.jit
     def run(layer, x):
-        def loss(layer, x):
+        def weighted(layer, x):
             y = layer(x, **named).astype(jnp.float32)
             weights = jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
             return (y * weights).sum(), y
 
-        return nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+        return nnx.value_and_grad(weighted, argnums=(0, 1), has_aux=True)(layer, x)
 
     (_, y), found = run(layer, x)
     return y, *jax.tree.leaves(found)
+
+
+def outcome(layer, x):
+    """A result; or the kind of an error, and the first line of its words."""
+    try:
+        return layer(x)
+    except Exception as error:
+        return type(error), str(error).split("\n")[0]
+
+
+def loss(layer, *arrays, **named):
+    """A sum: gradients of a mean are so small that none would be missed."""
+    return (layer(*arrays, **named).astype(jnp.float32) ** 2).sum()
+
+
+def without_key_bias(tree):
+    """The leaves of a tree of gradients but a key's bias, whose gradient is rounding alone."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [leaf for path, leaf in leaves if "['key']['bias']" not in jax.tree_util.keystr(path)]
 
 
 def assert_near(got, want, steps=1e-5):
@@ -92,3 +111,13 @@ def assert_near(got, want, steps=1e-5):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = (np.asarray(v, np.float32) for v in (a, b))
         np.testing.assert_allclose(a, b, rtol=0, atol=steps * np.max(np.abs(b), initial=1e-3))
+
+
+WITHIN = {"float32": 2e-6, "bfloat16": 4e-2}
+
+
+def close(got, want, within=WITHIN["float32"]):
+    """Of the same dtypes, and near."""
+    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (got, want)]
+    assert dtypes[0] == dtypes[1]
+    assert_near(got, want, within)

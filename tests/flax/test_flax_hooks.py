@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from flax_close import WITHIN, close, loss, told
+from flax_cases import WITHIN, close, loss, without_key_bias
 
 import jax_cudnn as jc
 
@@ -22,7 +22,7 @@ def value_and_gradients(function, *arrays):
     """Of a sum; without that of a key's bias."""
     numbers = tuple(range(len(arrays)))
     step = jax.value_and_grad(lambda *arrays: loss(function, *arrays), numbers)
-    return told(jax.jit(step)(*arrays))
+    return without_key_bias(jax.jit(step)(*arrays))
 
 
 # -- attention_fn ----------------------------------------------------------------------------------

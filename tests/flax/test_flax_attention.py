@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_close import WITHIN, close, loss, told
+from flax_cases import WITHIN, close, loss, without_key_bias
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_cudnn as jc
@@ -40,7 +40,7 @@ def test_results_and_gradients_are_flaxs(dtype):
     q = inputs(dtype=dtype)
     k = inputs(BATCH, 10, theirs.in_kv_features, dtype=dtype, seed=2)
     found = [nnx.jit(nnx.value_and_grad(loss))(layer, q, k) for layer in (ours, theirs)]
-    close(*map(told, found), within=WITHIN[dtype])
+    close(*map(without_key_bias, found), within=WITHIN[dtype])
 
 
 @pytest.mark.parametrize("batch", [(3,), (2, 3)])
@@ -96,7 +96,7 @@ def test_projections_of_the_same_inputs_are_one_product(name, batch, one_device)
     x = inputs(*batch, 40, FEATURES, dtype="bfloat16")
     if name != "dropout":
         step = nnx.jit(nnx.value_and_grad(lambda layer, x: loss(layer, x, **call)))
-        found = [told(step(layer, x)) for layer in (ours, theirs)]
+        found = [without_key_bias(step(layer, x)) for layer in (ours, theirs)]
         close(*found, within=WITHIN["bfloat16"])
     text = str(jax.make_jaxpr(lambda x: ours(x, **call, rngs=nnx.Rngs(dropout=7)))(x))
     assert ("dot_product_attention_qkv" in text) == (name in JOINT)
@@ -560,7 +560,7 @@ def test_transformations():
     close(nnx.remat(lambda m, x: m(x))(ours, x), want)
     close(nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(ours, x), want)
     grads = [nnx.grad(nnx.remat(loss))(layer, x) for layer in (ours, theirs)]
-    close(*map(told, grads))
+    close(*map(without_key_bias, grads))
 
 
 @pytest.mark.parametrize("page_size", [None, 2])
@@ -661,7 +661,7 @@ def test_training_on_the_gpu(own):
         want = nnx.jit(nnx.value_and_grad(loss))(ours, x)
     with jc.implementation("split"):
         got = nnx.jit(nnx.value_and_grad(loss))(ours, x)
-    close(told(got), told(want), within=WITHIN["bfloat16"])
+    close(without_key_bias(got), without_key_bias(want), within=WITHIN["bfloat16"])
 
 
 @pytest.mark.gpu
