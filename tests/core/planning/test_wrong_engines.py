@@ -1,0 +1,143 @@
+"""Engines of cuDNN that were found to compute wrongly are not chosen."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.planning import build, choice, workspace
+
+
+def conv(g, x, w):
+    return g.conv_fprop(x, w, padding=[1, 1])
+
+
+def traced(function, avals):
+    return jc.graph(function).trace(*(jax.ShapeDtypeStruct(*aval) for aval in avals))[1].spec
+
+
+def two_results(g, x, w):
+    y = conv(g, x, w)
+    return y, g.relu(y)
+
+
+def wide_dgrad(g, dy, w):
+    return g.conv_dgrad(dy, w, padding=[1, 1], out_dims=[2, 64, 8, 8]).set_data_type("float32")
+
+
+IMAGES = [((2, 64, 8, 8), "bfloat16"), ((64, 64, 3, 3), "bfloat16")]
+WIDE = [(shape, "float32") for shape, _ in IMAGES]
+INT8 = [((2, 16, 8, 8), "int8"), ((16, 16, 3, 3), "int8")]
+MATRICES = [((1, 64, 64), "float32")] * 2
+WRONG = [  # found by random graphs on an H200: function, operands, engines of 0 to 80
+    (conv, INT8, dict.fromkeys((0, 28), "conv_fprop.0")),
+    (lambda g, x, w: conv(g, x, w).set_data_type("float32"), INT8, {}),
+    (conv, IMAGES, {}),
+    (two_results, IMAGES, dict.fromkeys(range(81), "conv_fprop.0")),
+    (wide_dgrad, IMAGES, {8: "conv_dgrad.0"}),
+    (lambda g, x, w: g.add(g.relu(x), conv(g, x, w)), WIDE, {8: "conv_fprop.0"}),
+    (
+        lambda g, x, w: g.add(g.relu(x), g.conv_dgrad(x, w, padding=[1, 1])),
+        WIDE,
+        {8: "conv_dgrad.0"},
+    ),
+    (lambda g, x, w: g.relu(g.add(x, conv(g, x, w))), WIDE, {}),
+    (lambda g, a, b: g.relu(g.matmul(a, b), negative_slope=0.1), MATRICES, {0: "relu.0"}),
+    (
+        lambda g, a, b: g.leaky_relu(g.matmul(a, b), negative_slope=0.1),
+        MATRICES,
+        {0: "leaky_relu.0"},
+    ),
+    (lambda g, a, b: g.relu(g.matmul(a, b)), MATRICES, {}),
+    (lambda g, a: g.relu(a, negative_slope=0.1), MATRICES[:1], {}),
+    (lambda g, a, b: g.matmul(a, b).set_data_type("float16"), MATRICES, {0: "matmul.0"}),
+]
+
+
+@pytest.mark.parametrize(("function", "avals", "engines"), WRONG)
+def test_engines_found_wrong_are_known(function, avals, engines):
+    spec = traced(function, avals)
+    found = {engine: choice.distrusted(spec, engine, {}) for engine in range(81)}
+    assert {engine: name for engine, name in found.items() if name} == engines
+
+
+class FakeGraph:
+    """A graph for which cuDNN proposes these engines, in this order, and builds them all."""
+
+    def __init__(self, engines):
+        self.engines, self.built = engines, []
+
+    def validate(self):
+        pass
+
+    build_operation_graph = validate
+
+    def get_execution_plan_count(self):
+        return len(self.engines)
+
+    def get_plan_name_at_index(self, index):
+        return f"eng{self.engines[index]}"
+
+    def get_engine_and_knobs_at_index(self, index):
+        return self.engines[index], {}
+
+    def get_behavior_notes_for_plan_at_index(self, index):
+        return []
+
+    def build_plan_at_index(self, index):
+        self.built.append(self.engines[index])
+
+    def get_workspace_size(self):
+        return 0
+
+    def serialize(self):
+        return b""
+
+
+@pytest.fixture
+def built_from(monkeypatch):
+    """Builds an integer convolution from the engines that cuDNN would propose."""
+    monkeypatch.setattr(build, "_emit", lambda *_: None)
+    monkeypatch.setattr(build.choice, "propose", lambda *_: None)
+    monkeypatch.setattr(build.ubjson, "decode", lambda blob: blob)
+    monkeypatch.setattr(build, "decode", lambda spec, blob, name, *_: name)
+    spec = traced(conv, INT8)
+
+    def from_engines(*engines):
+        graph = FakeGraph(engines)
+        fake = types.SimpleNamespace(
+            pygraph=lambda **_: graph,
+            data_type=types.SimpleNamespace(FLOAT=0),
+            cudnnGraphNotSupportedError=NotImplementedError,
+            backend_version=lambda: 91900,
+        )
+        return build._build(spec, fake, workspace.Limit(2**30)), graph.built
+
+    return from_engines
+
+
+def test_distrusted_engines_are_passed_over_and_not_even_built(built_from):
+    assert built_from(28, 0, 4, 1) == ("eng4", [4])
+    assert built_from(1, 28) == ("eng1", [1])
+
+
+def test_a_graph_with_distrusted_engines_only_is_refused_in_words(built_from):
+    with pytest.raises(jc.UnsupportedGraphError) as caught:
+        built_from(0, 28)
+    assert caught.value.reasons == dict.fromkeys(("eng0", "eng28"), "computes conv_fprop.0 wrongly")
+
+
+def test_failure_of_the_device_is_no_unsupported_graph():
+    spec = jc.graph(lambda g, x: g.relu(x)).trace(jnp.ones((2, 2)))[1].spec
+
+    class FakeCudnn:
+        cudnnGraphNotSupportedError = NotImplementedError
+
+    with pytest.raises(jc.LibraryError, match="failed while planning"):
+        with build.reasons_of(spec, FakeCudnn):
+            raise RuntimeError("CUDNN_STATUS_ALLOC_FAILED: out of memory")
+    with pytest.raises(jc.UnsupportedGraphError):
+        with build.reasons_of(spec, FakeCudnn):
+            raise RuntimeError("bad descriptor")
