@@ -9,6 +9,7 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core.graph import trace
 from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.planning import support
 from jax_cudnn.deviceless import profiles
 from jax_cudnn.interop import factory, pygraph, wrapper
 
@@ -90,7 +91,9 @@ def test_names_on_a_page_exist(page):
     assert {*re.findall(r"`plan\.(\w+)", text)} <= {*dir(jc.Plan), *jc.Plan.__dataclass_fields__}
 
 
-@pytest.mark.parametrize("module", [trace, factory, pygraph, wrapper], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [trace, support, factory, pygraph, wrapper], ids=lambda m: m.__name__
+)
 def test_docstring_examples_run(module):
     result = doctest.testmod(module)
     assert result.attempted

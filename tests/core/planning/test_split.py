@@ -1,7 +1,6 @@
 """Graphs that run as several segments of one program: cut, evaluated, lowered."""
 
 import random
-import time
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +57,11 @@ def refusing(limit, asked=None):
     return refusal
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_segments_in_order_compute_what_the_whole_graph_computes(seed):
     spec = random_graph(seed)
     segments = search(spec, refusing(seed % 4))
+    assert segments == search(random_graph(seed), refusing(seed % 4))
     assert sorted(i for s in segments for i in s.calls) == [*range(len(spec.calls))]
     known = set(spec.inputs)
     for segment in segments:
@@ -74,10 +74,8 @@ def test_segments_in_order_compute_what_the_whole_graph_computes(seed):
         for tensor in segment.spec.tensors:
             assert tensor == spec.tensor(tensor.name)
         known |= set(segment.spec.outputs)
-    convolutions = [c.name for c in spec.calls if c.node.anchor]
-    assert convolutions == sorted(
-        c.name for s in segments if not s.leftover for c in s.spec.calls if c.node.anchor
-    )
+    of_cudnn = [c.name for s in segments if not s.leftover for c in s.spec.calls if c.node.anchor]
+    assert sorted(of_cudnn) == [c.name for c in spec.calls if c.node.anchor]
     keys = jax.random.split(jax.random.key(seed), len(spec.inputs))
     operands = [
         jax.random.normal(k, t.shape, t.dtype)
@@ -87,12 +85,6 @@ def test_segments_in_order_compute_what_the_whole_graph_computes(seed):
     for a, b in zip(got, evaluate(spec, *operands), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-
-
-def test_the_random_graphs_are_worth_it():
-    sizes = [len(search(random_graph(seed), refusing(seed % 4))) for seed in range(40)]
-    assert max(sizes) >= 5
-    assert sizes.count(1) >= 2
 
 
 def test_a_supported_graph_is_asked_for_once_and_is_its_own_segment():
@@ -172,15 +164,6 @@ def test_no_segment_waits_for_itself():
     assert names(segments) == ["conv_fprop.0", "[resample.0 add.0]"]
 
 
-def test_two_convolutions_share_the_calls_between_them_once():
-    def two(g, x, w, v):
-        y = g.relu(g.conv_fprop(x, w, padding=[1, 1])).set_data_type("bfloat16")
-        return g.sigmoid(g.conv_fprop(y, v, padding=[1, 1]))
-
-    segments = search(traced(two, BIG, SQUARE, SQUARE), refusing(9))
-    assert names(segments) == ["conv_fprop.0 relu.0", "conv_fprop.1 sigmoid.0"]
-
-
 def test_a_refused_convolution_is_left_to_xla_with_its_reason():
     def two(g, x, w, v):
         y = g.conv_fprop(x, w, stride=[1, 1]).set_data_type("bfloat16")
@@ -195,15 +178,6 @@ def test_a_refused_convolution_is_left_to_xla_with_its_reason():
     assert "strides [(1, 1)]" in first.reason
     assert "conv_fprop.0" in first.reason
     assert not second.leftover
-
-
-def test_a_graph_without_convolution_is_xlas_where_cudnn_refuses_it():
-    def normalized(g, x):
-        y = g.sub(x, g.reduction(x, mode="AVG", out_dims=[64, 1, 1, 1]))
-        return g.relu(y), g.resample(y, "MAXPOOL", **POOL)
-
-    (segment,) = search(traced(normalized, BIG), lambda spec: Refusal("no engine"))
-    assert segment.leftover
 
 
 def test_a_final_answer_ends_the_search_around_a_convolution():
@@ -224,26 +198,6 @@ def test_a_final_answer_ends_the_search_around_a_convolution():
     assert second.reason == "conv_fprop.1, sigmoid.0: slower"
     (segment,) = search(traced(two, BIG, SQUARE, SQUARE), lambda spec: Refusal("all", final=True))
     assert (segment.leftover, segment.reason) == (True, "all")
-
-
-def test_the_search_is_bounded():
-    def wide(g, x, w):
-        y = g.conv_fprop(x, w, padding=[1, 1])
-        for i in range(24):
-            y = g.add(g.relu(y), g.mul(g.sigmoid(y), 0.5 + i))
-        return y
-
-    asked = []
-    segments = search(traced(wide, IMAGE, WEIGHT), refusing(0, asked))
-    assert names(segments)[0] == "conv_fprop.0"
-    assert len(asked) <= 66
-    assert len(set(asked)) == len(asked)
-
-
-def test_equal_graphs_are_cut_alike():
-    for seed in range(10):
-        first, second = (search(random_graph(seed), refusing(2)) for _ in range(2))
-        assert first == second
 
 
 @jc.graph
@@ -271,23 +225,6 @@ def test_groups_are_connected_and_named_as_in_the_whole():
     assert for_cudnn(spec) == (first.spec, second.spec)
 
 
-@pytest.mark.parametrize("mode", ["MAXPOOL", "AVGPOOL_INCLUDE_PADDING"])
-def test_pooling_is_that_of_lax_and_has_derivatives(mode):
-    x = jax.random.normal(jax.random.key(1), (2, 3, 9, 8))
-    pooled = jc.graph(lambda g, x: g.resample(x, mode, window=[3, 2], stride=[2, 2]))
-
-    def plain(x):
-        if mode == "MAXPOOL":
-            return jax.lax.reduce_window(
-                x, -jnp.inf, jax.lax.max, (1, 1, 3, 2), (1, 1, 2, 2), "VALID"
-            )
-        return jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 3, 2), (1, 1, 2, 2), "VALID") / 6
-
-    np.testing.assert_allclose(pooled(x), plain(x), atol=1e-6)
-    got, want = (jax.grad(lambda x, f=f: (f(x) ** 2).sum())(x) for f in (pooled, plain))
-    np.testing.assert_allclose(got, want, atol=1e-5)
-
-
 def test_the_maximum_keeps_nan_and_infinity():
     x = jnp.array([jnp.nan, 1.0, 2.0, -jnp.inf, -jnp.inf, 3.0]).reshape(1, 1, 6)
     pooled = jc.graph(lambda g, x: g.resample(x, "MAXPOOL", window=[2], stride=[2]))
@@ -297,46 +234,32 @@ def test_the_maximum_keeps_nan_and_infinity():
 @pytest.mark.parametrize(
     ("attributes", "words"),
     [
-        ({"resample_mode": "BILINEAR", "window": [2, 2]}, ["MAXPOOL"]),
-        ({"resample_mode": "MAXPOOL", "window": [2]}, ["window", "2 numbers"]),
-        ({"resample_mode": "MAXPOOL", "window": []}, ["window", "2 numbers"]),
-        ({"resample_mode": "MAXPOOL", "window": [9, 2]}, ["window 9", "does not fit"]),
-        ({"resample_mode": "MAXPOOL", "window": [2, 2], "post_padding": [0, 2]}, ["no maximum"]),
+        ({"resample_mode": "BILINEAR", "window": [2, 2]}, "MAXPOOL"),
+        ({"resample_mode": "MAXPOOL", "window": []}, "2 numbers"),
+        ({"resample_mode": "MAXPOOL", "window": [9, 2]}, "window 9"),
+        ({"resample_mode": "MAXPOOL", "window": [2, 2], "post_padding": [0, 2]}, "no maximum"),
     ],
 )
 def test_windows_that_do_not_fit_are_said_in_words(attributes, words):
-    with pytest.raises(jc.GraphError) as caught:
+    with pytest.raises(jc.GraphError, match=words):
         jc.graph(lambda g, x: g.resample(x, **attributes))(jnp.ones((1, 1, 4, 4)))
-    for word in words:
-        assert word in str(caught.value)
 
 
 # -- lowered ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.deviceless
-def test_segments_are_custom_calls_of_one_program_with_xla_between_them():
-    with jc.target("H200"):
-        text = jax.jit(stem).trace(*STEM).lower(lowering_platforms=("cuda",)).as_text()
-    kinds = [
-        "plan" if "custom_call @jax_cudnn" in line else "pool"
-        for line in text.splitlines()
-        if "custom_call @jax_cudnn" in line or "stablehlo.reduce_window" in line
-    ]
-    assert sorted(kinds) == ["plan", "plan", "pool"]
-
-
-@pytest.mark.deviceless
-def test_the_plan_of_a_graph_with_pooling():
+def test_segments_are_custom_calls_with_xla_between_them():
     pooled = jc.graph(lambda g, x: g.resample(g.relu(x), "MAXPOOL", window=[2, 2]))
     with jc.target("H200"):
         plan = jc.plan(stem, *STEM)
         assert [s.plan is not None for s in plan.segments] == [True, False, True]
+        text = jax.jit(stem).trace(*STEM).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @jax_cudnn") == 2
+        assert text.count("stablehlo.reduce_window") == 1
         assert jc.plan(pooled, STEM[0]).engine == "XLA"  # one fusion moves fewer bytes than two
         with pytest.raises(jc.UnsupportedGraphError, match="run by XLA"):
             jc.plan(pooled.with_options(implementation="cudnn"), STEM[0])
-        lowered = jax.jit(pooled).trace(STEM[0]).lower(lowering_platforms=("cuda",)).as_text()
-    assert "custom_call @jax_cudnn" not in lowered
 
 
 @pytest.mark.gpu
@@ -355,34 +278,34 @@ def test_segments_on_the_gpu():
         )
 
 
-def test_the_search_of_a_large_graph_takes_little_time():
-    """Of its own, beside cuDNN's: 150 convolutions with what belongs to each."""
-
-    def deep(g, x, w):
-        for _ in range(150):
-            y = g.relu(g.add(g.conv_fprop(x, w, padding=[1, 1]), x))
-            x = y.set_data_type("bfloat16")
-        return x
-
-    spec, asked = traced(deep, (2, 8, 4, 4), (8, 8, 3, 3)), []
-    began = time.process_time()
-    segments = search(spec, refusing(2, asked))
-    assert time.process_time() - began < 10
-    assert len(segments) == 150
-    assert not any(segment.leftover for segment in segments)
-    assert len(asked) <= 151
+# -- how much is asked -----------------------------------------------------------------------------
 
 
-def test_a_search_that_asks_too_much_goes_on_with_convolutions_alone():
-    def deep(g, x, w):
-        for i in range(60):
+def deep(count, width):
+    """Convolutions, each followed by so many additions."""
+
+    def function(g, x, w):
+        for i in range(count):
             y = g.conv_fprop(x, w, padding=[1, 1])
-            for _ in range(2):
+            for _ in range(width):
                 y = g.add(g.relu(y), g.mul(g.sigmoid(y), 0.5 + i))
             x = y.set_data_type("bfloat16")
         return x
 
+    return traced(function, (2, 8, 4, 4), (8, 8, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "limit", "most"),
+    [
+        (1, 24, 0, 66),
+        (100, 1, 4, 101),
+        (60, 2, 0, 1024 + 64 + 60),  # from there on with convolutions alone
+    ],
+)
+def test_the_search_is_bounded_and_finds_all_convolutions(count, width, limit, most):
     asked = []
-    segments = search(traced(deep, (2, 8, 4, 4), (8, 8, 3, 3)), refusing(0, asked))
-    assert len([s for s in segments if not s.leftover]) == 60
-    assert 1024 < len(asked) < 1024 + 64 + 60
+    segments = search(deep(count, width), refusing(limit, asked))
+    assert len([s for s in segments if not s.leftover]) == count
+    assert len(asked) <= most
+    assert len(set(asked)) == len(asked)

@@ -1,7 +1,6 @@
 """plan and support: which graphs a function holds, for which GPU, and what cuDNN makes of them."""
 
 import dataclasses
-import doctest
 import json
 import types
 
@@ -9,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import add_gelu, conv_bias_relu, matmul_bias_gelu
+from cases import add_gelu, conv_bias_relu
 
 import jax_cudnn as jc
 from jax_cudnn._core import compat, cuda
-from jax_cudnn._core.planning import build, collect, frontend, planner, support, support_value
+from jax_cudnn._core.planning import collect, frontend, planner, support, support_value
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn.deviceless import profiles
 
@@ -91,13 +90,12 @@ HIDING_PLACES = {
 @pytest.mark.parametrize("where", HIDING_PLACES)
 def test_graphs_are_found_wherever_a_program_holds_them(where):
     found = collect.graphs(HIDING_PLACES[where], (X,), {})
-    derived = {f"{name} (backward)" for name in ("double", "relu") if where == "grad"}
-    assert found.keys() - derived == ({"relu"} if where == "grad" else {"double", "relu"})
-    assert derived <= found.keys()
-    if where == "grad":
-        return  # what double computes is not used
-    shape = (4, 16) if where == "shard_map" else (8, 16)  # the shape of one device
-    assert found["double"].input_tensors[0].shape == shape
+    if where == "grad":  # what double computes is not used
+        assert found.keys() == {"relu", "relu (backward)", "double (backward)"}
+    else:
+        assert found.keys() == {"double", "relu"}
+        shape = (4, 16) if where == "shard_map" else (8, 16)  # the shape of one device
+        assert found["double"].input_tensors[0].shape == shape
 
 
 def test_equal_graphs_are_one_and_different_ones_are_numbered():
@@ -124,11 +122,6 @@ def test_pytrees_statics_and_other_python_values_reach_the_function():
     assert list(collect.graphs(static, arguments, {"slope": 0.5, "bias": 1.0})) == ["relu"]
 
 
-def test_graph_function_keeps_its_statics():
-    (spec,) = collect.graphs(relu, (X, 0.25), {}).values()
-    assert spec.calls[0].node.negative_slope == 0.25
-
-
 @pytest.mark.parametrize("call", [jc.plan, jc.support])
 def test_function_without_a_graph_is_told(call, plans):
     with pytest.raises(jc.GraphError, match="sum_of holds no cuDNN graph") as caught:
@@ -136,6 +129,9 @@ def test_function_without_a_graph_is_told(call, plans):
     assert "@jax_cudnn.graph" in caught.value.fix
     with pytest.raises(jc.GraphTypeError, match="int"):
         call(3, X)
+    symbolic = jax.ShapeDtypeStruct((jax.export.symbolic_shape("batch")[0], 4), jnp.float32)
+    with pytest.raises(jc.GraphError, match="relu: symbolic dimensions"):
+        call(jax.jit(relu), symbolic)
     assert plans == []
 
 
@@ -143,20 +139,7 @@ def _sum_of(x):
     return x.sum()
 
 
-def test_symbolic_dimensions_are_told(plans):
-    x = jax.ShapeDtypeStruct((jax.export.symbolic_shape("batch")[0], 4), jnp.float32)
-    for fn in (relu, jax.jit(relu)):
-        with pytest.raises(jc.GraphError, match="relu: symbolic dimensions"):
-            jc.support(fn, x)
-
-
 # -- plan ----------------------------------------------------------------------------------------
-
-
-def test_plan_takes_any_function_with_one_graph(plans):
-    with jc.target("H200"):
-        assert jc.plan(jax.jit(lambda x: relu(x, 0.5) * 2), X).engine == "eng0"
-    assert plans == [("relu", H200)]
 
 
 def test_plan_of_several_graphs_names_them_and_plans(plans):
@@ -165,10 +148,10 @@ def test_plan_of_several_graphs_names_them_and_plans(plans):
 
     with pytest.raises(jc.GraphError, match="both holds 2 graphs") as caught:
         jc.plan(both, X)
-    assert "relu, double" in str(caught.value)
     assert "jax_cudnn.plans" in caught.value.fix
     with jc.target("H200"):
         assert [*jc.plans(both, X)] == ["relu", "double"]
+        assert jc.plan(jax.jit(lambda x: relu(x, 0.5) * 2), X).engine == "eng0"
 
 
 def test_plan_for_several_gpus(plans):
@@ -240,18 +223,6 @@ def test_plan_is_for_the_default_device_if_that_is_a_gpu(default, ordinal, machi
     assert plans == [("relu", cuda.CudaDevice(ordinal)), ("relu", H200)]
 
 
-def test_default_device_is_read_from_jax():
-    cpu = jax.devices("cpu")[1]
-    with jax.default_device(cpu):
-        assert compat.default_device() is cpu
-
-
-def test_plan_without_a_gpu_and_target_lists_the_profiles(machine):
-    machine([CPU])
-    with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
-        jc.plan(relu, X)
-
-
 def test_support_plans_for_local_gpus_with_their_handles(machine, plans):
     machine([Device(local_hardware_id=1), Device(local_hardware_id=2), L4])
     found = jc.support(relu, X)
@@ -266,6 +237,8 @@ def test_support_plans_for_local_gpus_with_their_handles(machine, plans):
     assert "L4 (here)" in str(found)
     machine([CPU])
     assert jc.support(relu, X)["H200"].rows[0].basis == support_value.MEASURED
+    with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
+        jc.plan(relu, X)
 
 
 # -- the value -----------------------------------------------------------------------------------
@@ -292,49 +265,22 @@ def test_support_is_a_table_of_graphs_and_gpus(plans):
     assert hash(found) == hash(jc.support(HIDING_PLACES["called"], X, gpus=["H200", "A100"]))
 
 
-def test_support_prints_as_aligned_text_and_as_markdown(plans):
+def test_support_prints_as_text_and_is_data(plans):
     found = jc.support(HIDING_PLACES["called"], X, gpus=["H200", "A100"])
-    assert str(found).splitlines() == [
-        "graph   GPU    engine    workspace  candidates",
-        "relu    H200   eng0      3.0 MiB    7",
-        "relu    A100*  eng0      3.0 MiB    7",
-        "double  H200   eng0      3.0 MiB    7",
-        "double  A100*  none [1]",
-        "[1]: a shape is wrong",
-        "*: a profile from public specifications, not read on a device",
-        "planned by cuDNN 9.19.0, nvidia-cudnn-frontend 1.28.0",
+    assert [line.split() for line in str(found).splitlines()][:5] == [
+        ["graph", "GPU", "engine", "workspace", "candidates"],
+        ["relu", "H200", "eng0", "3.0", "MiB", "7"],
+        ["relu", "A100*", "eng0", "3.0", "MiB", "7"],
+        ["double", "H200", "eng0", "3.0", "MiB", "7"],
+        ["double", "A100*", "none", "[1]"],
     ]
-    assert "| double | A100* | none [1] |  |  |" in found.to_markdown().splitlines()
-    assert "- [1]: a shape is wrong" in found.to_markdown()
+    assert "[1]: a shape is wrong" in str(found)
+    assert "| double | A100* | none [1] |" in found.to_markdown()
     data = json.loads(json.dumps(found.to_json()))
     assert data["cudnn"] == "9.19.0"
     assert data["rows"][3]["reasons"]["engine 2"] == "a shape is wrong"
-    assert data["rows"][0] == {
-        "graph": "relu",
-        "gpu": "H200",
-        "basis": "measured profile",
-        "supported": True,
-        "engine": "eng0",
-        "workspace_bytes": 3 << 20,
-        "candidates": 7,
-        "reason": "",
-        "reasons": {},
-    }
-
-
-def test_failures_that_are_no_answer_of_cudnn_are_raised(plans, monkeypatch):
-    def fail(spec, site, name, advise=True):
-        raise jc.LibraryError("no cuDNN")
-
-    monkeypatch.setattr(planner, "plan", fail)
-    with pytest.raises(jc.LibraryError):
-        jc.support(relu, X, gpus=["H200"])
-
-
-def test_documented_examples_run():
-    result = doctest.testmod(support)
-    assert result.attempted >= 6
-    assert result.failed == 0
+    assert data["rows"][0]["workspace_bytes"] == 3 << 20
+    assert data["rows"][0]["basis"] == "measured profile"
 
 
 # -- for real ------------------------------------------------------------------------------------
@@ -342,23 +288,17 @@ def test_documented_examples_run():
 
 @pytest.mark.deviceless
 @pytest.mark.usefixtures("by_cudnn")
-@pytest.mark.parametrize("case", [conv_bias_relu, matmul_bias_gelu, add_gelu], ids=lambda c: c.name)
-def test_every_profile_plans(case):
-    made = jc.plan(case.function, *case.avals, gpus=profiles.names())
-    found = jc.support(case.function, *case.avals, gpus=profiles.names())
-    assert found
+def test_every_profile_plans_for_its_own_gpu():
+    made = jc.plan(add_gelu.function, *add_gelu.avals, gpus=profiles.names())
+    found = jc.support(add_gelu.function, *add_gelu.avals, gpus=profiles.names())
     for profile in profiles.shipped():
         (plan,) = made[profile.name].execution_plans
-        row = found[profile.name, case.name]
+        row = found[profile.name, add_gelu.name]
         assert plan.device_name == profile.device_name
-        assert plan.engine.startswith("eng")
         figures = plan.engine, plan.workspace_bytes, plan.candidates
         assert (row.engine, row.workspace_bytes, row.candidates) == figures
-        assert f'multiProcessorCount\\":{_sms(profile)}' in json.dumps(plan.text)
-
-
-def _sms(profile):
-    return json.loads(profile.properties_json)["multiProcessorCount"]
+        processors = json.loads(profile.properties_json)["multiProcessorCount"]
+        assert f'multiProcessorCount\\":{processors}' in json.dumps(plan.text)
 
 
 @pytest.mark.deviceless
@@ -367,8 +307,6 @@ def test_what_no_gpu_can_run_is_said_in_words():
     assert [row.supported for row in found] == [False] * 4
     for row in found:
         assert row.reason.startswith("more than one convolution or matmul in one graph")
-        assert len(row.reasons) > 1
-        assert row.reason in dict(row.reasons).values()
     assert str(found).count("more than one convolution") == 1
     strict = two_convolutions.with_options(implementation="cudnn")
     with pytest.raises(jc.UnsupportedGraphError, match=r"on H200\n") as measured:
@@ -376,40 +314,6 @@ def test_what_no_gpu_can_run_is_said_in_words():
     assert measured.value.reasons == dict(found["H200"].rows[0].reasons)
     with pytest.raises(jc.UnsupportedGraphError, match=r"on A100 \(a profile from public spec"):
         jc.plan(strict, IMAGE, WEIGHT, gpus=["A100"])
-
-
-@pytest.mark.deviceless
-def test_what_an_older_gpu_cannot_run_is_said_in_words():
-    x = jax.ShapeDtypeStruct((1, 64, 64), jnp.float8_e4m3fn)
-    found = jc.support(jc.graph(lambda g, x, w: g.matmul(x, w)), x, x, gpus=["A100", "B200"])
-    assert found["B200"]
-    assert not found["A100"]
-    assert found["A100"].rows[0].reason.startswith("this GPU has no tensor cores for the data")
-
-
-def test_kernel_that_does_not_compile_is_a_reason_in_words_and_no_broken_installation():
-    class FakeCudnn:
-        cudnnGraphNotSupportedError = NotImplementedError
-
-    spec = relu.trace(jnp.ones((2, 2)))[1].spec
-    with pytest.raises(jc.UnsupportedGraphError) as caught:
-        with build.reasons_of(spec, FakeCudnn):
-            raise RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_COMPILATION_FAILED")
-    assert "does not compile" in str(caught.value.reasons)
-
-
-@pytest.mark.deviceless
-def test_two_graphs_in_one_program_are_planned_each():
-    def fn(x, w):
-        step = jax.jit(lambda x: conv_bias_relu.function(x, w, jnp.zeros((1, 64, 1, 1), x.dtype)))
-        x, _ = jax.lax.scan(lambda c, _: (step(c), None), x, None, length=2)
-        return two_convolutions(x, w)
-
-    found = jc.support(fn, IMAGE, WEIGHT, gpus=["H200"])
-    assert [(row.graph, row.supported) for row in found] == [
-        ("conv_bias_relu", True),
-        ("two_convolutions", False),
-    ]
 
 
 @pytest.mark.gpu
