@@ -1,0 +1,222 @@
+"""MultiHeadAttention that decodes with a cache, in pages too; and what of it runs on cuDNN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_cases import WITHIN, close, loss, without_key_bias
+from test_flax_attention import BATCH, FEATURES, LENGTH, inputs, pair
+
+import jax_cudnn as jc
+import jax_cudnn.flax as jnn
+
+
+def decoding(dtype="float32", **named):
+    layers = pair(dtype, **named)
+    for layer in layers:
+        layer.init_cache((BATCH, LENGTH, FEATURES))
+    return layers
+
+
+@nnx.jit
+def next_tokens(layer, part, mask):
+    return layer(part, decode=True, mask=mask)
+
+
+def decoded(layer, x, steps, mask=None):
+    """The results for tokens that come so many at a time."""
+    parts = jnp.split(x, np.cumsum(steps)[:-1], axis=-2)
+    return jnp.concatenate([next_tokens(layer, part, mask) for part in parts], axis=-2)
+
+
+def test_decoding_is_flaxs_and_full_attention():
+    theirs, ours = pair(num_kv_heads=2, normalize_qk=True)
+    x = inputs(2, 2, LENGTH, FEATURES)
+    for layer in (theirs, ours):
+        layer.init_cache(x.shape)
+    found = [decoded(layer, x, [1] * LENGTH) for layer in (ours, theirs)]
+    close(*found)
+    close(found[0], theirs(x, is_causal=True))
+    for name in ("cached_key", "cached_value", "cache_index"):
+        close(getattr(ours, name)[...], getattr(theirs, name)[...])
+
+
+def test_decoding_with_a_mask_is_flaxs():
+    mask = (jnp.arange(LENGTH) % 3 != 1)[None, None, None]
+    close(*(decoded(layer, inputs(), [1] * LENGTH, mask=mask) for layer in decoding()[::-1]))
+
+
+def test_a_mask_that_hides_all_gives_the_mean_of_what_is_in_the_cache():
+    """Flax's is the mean over the whole cache."""
+    for layer, most in zip(decoding(), (LENGTH, 2), strict=True):
+        layer(inputs()[:, :1], decode=True)
+        got = layer(inputs()[:, 1:2], decode=True, mask=jnp.zeros((1, 1, 1, LENGTH), bool))
+        close(got, layer.out(layer.cached_value[...][:, :most].mean(1, keepdims=True)))
+
+
+@pytest.mark.parametrize(("window", "page_size"), [(None, None), (3, None), (3, 5)])
+def test_several_tokens_at_a_time(window, page_size):
+    named = {"is_causal": True, "local_window_size": window, "page_size": page_size}
+    ours = jnn.MultiHeadAttention(4, FEATURES, **named, decode=False, rngs=nnx.Rngs(0))
+    x = inputs()
+    want = ours(x)
+    for steps in ([LENGTH], [4, 1, 3]):
+        ours.init_cache(x.shape)
+        close(decoded(ours, x, steps), want)
+
+
+def test_decoding_of_16_bits_in_a_cache_of_32():
+    _, ours = decoding("bfloat16")
+    x = inputs(dtype="bfloat16")
+    assert ours.cached_key.dtype == "float32"
+    close(decoded(ours, x, [1] * LENGTH), ours(x, is_causal=True), within=WITHIN["bfloat16"])
+
+
+def test_decoding_in_a_loop():
+    """Under nnx.jit and nnx.scan the cache is state."""
+    _, ours = decoding()
+    x = inputs()
+
+    @nnx.jit
+    def run(layer, tokens):
+        def step(layer, token):
+            return layer, layer(token[:, None], decode=True)[:, 0]
+
+        return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(layer, tokens)[1]
+
+    close(run(ours, x.swapaxes(0, 1)).swapaxes(0, 1), ours(x, is_causal=True))
+    assert ours.cache_index[...] == LENGTH
+
+
+@pytest.mark.parametrize("page_size", [None, 2])
+def test_decoding_where_ranks_may_not_be_promoted(page_size):
+    named = {"decode": True, "page_size": page_size, "normalize_qk": True}
+    layer = jnn.MultiHeadAttention(4, FEATURES, **named, rngs=nnx.Rngs(0))
+    layer.init_cache((BATCH, LENGTH, FEATURES))
+    with jax.numpy_rank_promotion("raise"):
+        for _ in range(2):
+            layer(inputs(BATCH, 1, FEATURES))
+
+
+def test_decoding_says_what_is_missing():
+    _, ours = pair()
+    paged = jnn.MultiHeadAttention(4, FEATURES, page_size=4, decode=False, rngs=nnx.Rngs(0))
+    for layer in (ours, paged):  # a view makes no cache, nor does one of Flax's layer
+        view = nnx.view(layer, decode=True, batch_size=BATCH, max_length=LENGTH)
+        with pytest.raises(ValueError, match="init_cache"):
+            view(inputs()[:, :1])
+    with pytest.raises(ValueError, match="No `decode` argument"):
+        pair(decode=None)[1](inputs())
+    _, ours = decoding()
+    for shape in ((3, 1, FEATURES), (BATCH, LENGTH + 1, FEATURES)):
+        with pytest.raises(ValueError, match="Autoregressive cache shape error"):
+            ours(inputs(*shape), decode=True)
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+
+def test_pages_that_a_server_gives():
+    """Examples of different lengths, with pages anywhere in a pool; one begins anew."""
+    _, ours = pair()
+    x = inputs(3, 12, FEATURES)
+    want = ours(x, is_causal=True)
+    ours.paged_cache = jnn.PagedCache(3, 12, 4, 8, page_size=4, pages=11)
+    cache = ours.paged_cache
+    cache.page_table[...] = jnp.asarray([[7, 0, 9], [1, 10, 2], [4, 3, 8]], jnp.int32)
+    decoded(ours, x[:, :6], [6])
+    cache.lengths[...] = jnp.asarray([6, 2, 0], jnp.int32)
+    at = cache.lengths[...][:, None] + jnp.arange(4)
+    part = jnp.take_along_axis(x, at[..., None], axis=1)
+    close(ours(part, decode=True), jnp.take_along_axis(want, at[..., None], axis=1))
+    assert cache.lengths[...].tolist() == [10, 6, 4]
+
+
+def test_pages_hold_tokens_and_no_more_and_take_no_mask_and_no_dropout():
+    def layer(page_size):
+        named = {"decode": True, "dropout_rate": 0.5, "deterministic": False}
+        return jnn.MultiHeadAttention(4, FEATURES, page_size=page_size, **named, rngs=nnx.Rngs(0))
+
+    for size in (0, -1, "8", 8.5, True):
+        for make in (layer, lambda size: jnn.PagedCache(2, LENGTH, 4, 8, page_size=size)):
+            with pytest.raises(jc.GraphError, match="page_size is no number of tokens"):
+                make(size)
+    cache = jnn.PagedCache(2, LENGTH, 4, 8, page_size=4)
+    x = inputs(2, LENGTH + 1, 4, 8)
+    assert cache(*(x[:, :LENGTH],) * 3).shape == (2, LENGTH, 4, 8)
+    with pytest.raises(jc.GraphError, match=f"up to {LENGTH} for an example"):
+        cache(x, x, x)
+    with pytest.raises(jc.GraphError, match=r"another batch\n.*2 examples(.|\n)*init_cache"):
+        cache(x[:1, :1], x[:1, :1], x[:1, :1])
+    ours, token = layer(4), inputs()[:, :1]
+    ours.init_cache((BATCH, LENGTH, FEATURES))
+    with pytest.raises(jc.GraphError, match="mask, dropout, sow_weights"):
+        ours(token, mask=jnp.ones((1, 1, 1, LENGTH), bool), sow_weights=True)
+    assert ours(token, deterministic=True).shape == token.shape
+
+
+# -- plans and the GPU -----------------------------------------------------------------------------
+
+TOKENS = (4, 256, 512)
+
+
+def large(**named):
+    named = {"dtype": "bfloat16", "param_dtype": "bfloat16", "decode": False, **named}
+    return jnn.MultiHeadAttention(8, TOKENS[-1], **named, rngs=nnx.Rngs(0))
+
+
+def attentions(layer, x, derive=False):
+    """Plans of attention in a call, or in a training step."""
+    graph, state = nnx.split(layer)
+
+    def run(state, x):
+        layer = nnx.merge(graph, state)
+        return layer(x).astype("float32").sum(), nnx.state(layer)
+
+    run = jax.grad(run, has_aux=True) if derive else run
+    with jc.target("H200"):
+        plans = jc.plans(run, state, jax.ShapeDtypeStruct(x, "bfloat16"))
+    return {name: plan for name, plan in plans.items() if "attention" in name}
+
+
+@pytest.mark.deviceless
+def test_training_is_planned_on_cudnn(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    plans = attentions(large(is_causal=True, local_window_size=64), TOKENS, derive=True)
+    name = "dot_product_attention_qkv"
+    assert [*plans] == [name, f"{name} (backward)"]
+    assert all(plan.engine for plan in plans.values())
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("count", "page_size"), [(1, None), (8, None), (1, 16)])
+def test_decoding_is_planned_on_cudnn(count, page_size):
+    layer = large(decode=True, page_size=page_size)
+    layer.init_cache(TOKENS, "bfloat16")
+    (plan,) = attentions(layer, (4, count, 512)).values()
+    assert plan.engine
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [{}, {"is_causal": True}, {"num_kv_heads": 2}])
+def test_training_on_the_gpu(own):
+    ours, found = large(**own), []
+    for implementation in ("split", "xla"):
+        with jc.implementation(implementation):
+            step = nnx.jit(nnx.value_and_grad(loss))
+            found.append(without_key_bias(step(ours, inputs(*TOKENS, dtype="bfloat16"))))
+    close(*found, within=WITHIN["bfloat16"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize(("count", "window"), [(1, None), (1, 64), (8, None), (8, 64)])
+def test_decoding_on_the_gpu(count, window, page_size):
+    ours = large(is_causal=True, local_window_size=window, page_size=page_size)
+    x = inputs(4, 32, 512, dtype="bfloat16")
+    ours.init_cache((4, 256, 512), "bfloat16")
+    with jc.implementation("split"):
+        got = decoded(ours, x, [count] * (32 // count))
+    with jc.implementation("xla"):
+        close(got, ours(x), within=WITHIN["bfloat16"])
