@@ -1,0 +1,257 @@
+"""Names of a ``jc.Graph`` beside those of cuDNN's own, and what its wrong use raises."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.planning import frontend
+
+SPATIAL = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
+X, W, B = jnp.ones((2, 16, 6, 5)), jnp.ones((8, 16, 3, 3)), jnp.ones((1, 8, 1, 1))
+Q = [jnp.ones((1, 1, 8, 8))] * 3
+Error, Type, Attribute = jc.GraphError, jc.GraphTypeError, jc.GraphAttributeError
+
+
+def built(**options):
+    with jc.Graph(**options) as graph:
+        y = graph.bias(graph.conv_fprop(X, W, **SPATIAL, name="conv"), B)
+        graph.relu(y).set_output(True).set_name("out").set_uid(77)
+    return graph
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+# Names of cuDNN's frontend that a Graph has not, and why.
+NOT_IN_GRAPHS = {
+    r"context": "the keys of inspect()['context']",
+    r"(gdn2?|gdp|kda|mamba2)(_\w+)?": "kernels of the frontend's own in Python",
+    r"moe_\w+|block_scale_\w+|rope(_backward)?": "operations that no node is for",
+}
+NOT_IN_TENSORS = {
+    r"owner|scalar_type|\w+_assigned|alignment_value": "how the frontend keeps its tensors",
+}
+
+
+def without(names, ours, reasons):
+    missing = {name for name in names if not name.startswith("_")} - ours
+    return {name for name in missing if not any(re.fullmatch(r, name) for r in reasons)}
+
+
+def answers(thing, name):
+    """Whether a name is there, if only with words about what to do instead."""
+    try:
+        getattr(thing, name)
+    except jc.GraphAttributeError as error:
+        return error.fix is not None and "did you mean" not in error.fix
+    except AttributeError:
+        return False
+    return True
+
+
+@pytest.mark.deviceless
+def test_names_of_the_frontends_graphs_and_tensors_are_there_or_said_why_not():
+    cudnn, graph = frontend.load(), built()
+    theirs = cudnn.pygraph()
+    have = {n for n in dir(theirs) if n in REGISTRY or answers(graph, n)}
+    assert not without(dir(theirs), have, NOT_IN_GRAPHS)
+    assert not without(dir(cudnn.Graph), {*dir(graph)}, NOT_IN_GRAPHS)
+    tensor = graph.find_tensor("out")
+    for kind in (theirs.tensor(dim=[4], stride=[1]), cudnn.tensor):
+        there = {name for name in dir(kind) if answers(tensor, name)}
+        assert not without(dir(kind), there, NOT_IN_TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deserialize", "jax_cudnn.Plan.deserialize"),
+        ("execute_plan_at_index", "build_plan_at_index"),
+        ("deselect_engines", "select_plan"),
+        ("get_cuda_graph_retention", "command buffers"),
+        ("relu", "after the graph was built"),
+        ("references", "no operation"),
+    ],
+)
+def test_what_is_elsewhere_is_said(name, words):
+    graph = built()
+    assert not hasattr(graph, name)
+    with pytest.raises(Attribute, match=words):
+        getattr(graph, name)
+
+
+# -- building --------------------------------------------------------------------------------------
+
+
+def listed(build, inputs, outputs):
+    def then(g):
+        build(g)
+        g.set_io_tuples(inputs, outputs)
+
+    return then
+
+
+def e(g):
+    return g.exp(X, name="e").set_output(True)
+
+
+def two_named_x(g):
+    g.add(g.tensor(name="x", dim=[4], data_type="FLOAT"), 1.0).set_name("x")
+    e(g)
+
+
+def of_exp(g):
+    y = g.exp(X, name="e")
+    g.exp(y, name="f").set_output(True)
+
+
+def vector(g, **options):
+    return g.tensor(dim=[4], data_type="FLOAT", **options)
+
+
+def used(g):
+    x = vector(g)
+    g.exp(x).set_output(True)
+    return x
+
+
+def two(g):
+    g.add(X, X + 1, name="add").set_output(True)
+
+
+SCALE = {"dim": [1, 1, 1, 1], "data_type": "FLOAT", "is_pass_by_value": True}
+LENGTHS = dict.fromkeys(("seq_len_q", "seq_len_kv"), jnp.ones((1, 1, 1, 1)))
+SEED = jnp.ones((1, 1, 1, 1))
+BUILDING = [
+    # references
+    (lambda g: g.exp(X), Error, "set_output"),
+    (lambda g: [e(g), g.set_io_tuples([X], [g.log(X)])], Error, "not listed"),
+    (listed(e, ["e::inptu"], ["e::OUT_0"]), Error, "did you mean 'e::input'"),
+    (listed(two_named_x, ["x"], ["e::OUT_0"]), Error, "name of several tensors"),
+    (listed(e, [X], ["e::OUT_0", "E::out_0"]), Error, "twice"),
+    (listed(two, ["add::a"], ["add::OUT_0"]), Error, "add add::b"),
+    (listed(of_exp, ["e::OUT_0"], ["f::OUT_0"]), Error, "the graph computes"),
+    (lambda g: [g.exp(X, name="a"), g.log(X, name="a")], Error, "two nodes are called 'a'"),
+    (lambda g: g.exp(X).set_uid(2**63), Error, "64 bits"),
+    (lambda g: g.exp(X).set_uid(1.7), Type, "an integer"),
+    (lambda g: g.exp(X).set_uid(True), Type, "an integer"),
+    (lambda g: [g.exp(X).set_uid(9), g.log(X).set_uid(9)], Error, "two tensors"),
+    (lambda g: [e(g), g.find_tensor(True)], Error, "no tensor"),
+    # tensors
+    (lambda g: vector(g).set_output(True), Error, "identity"),
+    (lambda g: g.exp(g.tensor(dim=[4])), Error, "io_data_type"),
+    (lambda g: used(g).set_dim([5]), Error, "after it was"),
+    (lambda g: used(g).set_data_type("HALF"), Error, "before an operation takes"),
+    (lambda g: [e(g), g.find_tensor(X).set_data_type("HALF")], Error, "astype"),
+    (lambda g: vector(g).set_dim(["a"]), jc.JaxCudnnError, "set_dim"),
+    (lambda g: g.tensor(**{**SCALE, "dim": [1]}).set_dim([2]), Error, "one element"),
+    (lambda g: vector(g, is_pass_by_value=True), Error, "one element"),
+    (lambda g: vector(g).set_is_pass_by_value(True), Error, "one element"),
+    (lambda g: vector(g, is_virtual=True), Error, "intermediates"),
+    (lambda g: g.exp(X).set_reordering_type("F8_128x4"), Error, "quantize_mxfp8"),
+    (lambda g: g.exp(X).set_ragged_offset_multiplier(8), Error, "multiply the offsets"),
+    (lambda g: g.tensor(dim=[4, 4], stride=[8, 1], data_type="FLOAT"), Error, "pack"),
+    (lambda g: g.exp(jax.ShapeDtypeStruct((4,), "float64")), Type, "float64"),
+    # operations
+    (lambda g: g.conv_fprop(X, W[:, :3], **SPATIAL), Error, "conv_fprop"),
+    (lambda g: g.conv_fprop(X, weights=W), Type, "expected"),
+    (lambda g: g.conv_forward(X), Attribute, "did you mean"),
+    (lambda g: g.serialize(), Attribute, "graph.plan()"),
+    (lambda g: g.sdpa(*Q, dropout=0.5), Error, "(probability, seed, offset)"),
+    (lambda g: g.sdpa(*Q, dropout=(0.5, SEED, SEED)), Type, "jax.random.key_data"),
+    (lambda g: g.sdpa(*Q, rng_dump=X), Type, "rng_dump=True"),
+    (lambda g: g.sdpa(*Q, attn_scale=np.full((1, 1), 0.5)), Type, "multiply q by it"),
+    (lambda g: g.sdpa(*Q, attn_scale=jnp.float32(0.5)), Type, "multiply q by it"),
+    (lambda g: g.sdpa(*Q, attn_scale=g.tensor(**SCALE)), Type, "multiply q by it"),
+    (lambda g: g.sdpa(*Q, use_padding_mask=True), Error, "seq_len_q and seq_len_kv"),
+    (lambda g: g.sdpa(*Q, **LENGTHS, use_padding_mask=False), Error, "leave use_padding_mask"),
+]
+
+
+@pytest.mark.parametrize(("build", "kind", "words"), BUILDING)
+def test_errors_while_building(build, kind, words):
+    with pytest.raises(kind) as caught, jc.Graph() as graph:
+        build(graph)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"sm_count": 90}, Error, "jax_cudnn.target"),
+        ({"device_property": 90}, Error, "jax_cudnn.target"),
+        ({"inputs": np.array(["A"])}, Type, "inputs is no list"),
+        ({"heuristics": np.array(["A"])}, Type, "heuristics is no list"),
+        ({"name": 5}, Type, "name is no text"),
+    ],
+)
+def test_errors_of_options(options, kind, words):
+    with pytest.raises(kind, match=words):
+        jc.Graph(**options)
+
+
+CALLS = [
+    (lambda g: g(X, W), Type, "3: conv::image"),
+    (lambda g: g(X[:1], W, B), Error, "graph_cache"),
+    (lambda g: g(X.astype("bfloat16"), W, B), Type, "bfloat16"),
+    (lambda g: g("x", W, B), Type, "no array"),
+    (lambda g: g({"conv::image": X}), Error, "conv::weight"),
+    (lambda g: g({"conv::inptu": X}), Error, "'conv::inptu'"),
+    (lambda g: g({"conv::Y": X}), Error, "neither"),
+    (lambda g: g({1: X, 2: W, 4: B, 77: X}), Error, "another shape"),
+    (lambda g: g.__enter__(), Error, "built already"),
+    (lambda g: g.with_options(compute_data_type="float16"), Error, "jax_cudnn.Graph(...)"),
+    (lambda g: g(X, W, B, override_shapes=[]), TypeError, "override_shapes"),
+    (lambda g: built()(X, W, B), Error, "set_io_tuples"),
+    (lambda g: jc.Graph()(X), Error, "is not built"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), CALLS)
+def test_errors_of_calls(call, kind, words):
+    with pytest.raises(kind) as caught:
+        call(built(inputs=[X, W, B], outputs=["out"]))
+    assert words in str(caught.value)
+
+
+# -- what an error leaves --------------------------------------------------------------------------
+
+
+def test_an_error_leaves_nothing_built():
+    graph = jc.Graph(inputs=["exp.0::inptu"], outputs=["exp.0::OUT_0"])
+    with pytest.raises(Error, match="did you mean"), graph:
+        graph.exp(X).set_output(True)
+    with pytest.raises(Error, match="is not built"):
+        graph({"exp.0::input": X})
+    with pytest.raises(ZeroDivisionError), graph:
+        graph.exp(X, padding=1 / 0)
+    with graph:
+        graph.log(X).set_output(True)
+        for early in (lambda: graph(X), lambda: graph.spec, graph.with_options):
+            with pytest.raises(Error, match="being built"):
+                early()
+        graph.set_io_tuples(["log.0::input"], ["log.0::OUT_0"])
+    assert [node["tag"] for node in json.loads(str(graph))["nodes"]] == ["LOG"]
+
+
+def test_outputs_that_cannot_be_change_nothing():
+    """Lengths that are computed in the graph do not fit attention over pages."""
+    q, pool = jnp.ones((2, 4, 1, 8)), jnp.ones((6, 2, 16, 8))
+    table, lengths = jnp.zeros((2, 1, 3, 1), "int32"), jnp.ones((2, 1, 1, 1), "int32")
+    with jc.Graph(io_data_type="HALF") as graph:
+        y = graph.exp(q).set_output(True)
+        computed = graph.add(lengths, lengths).set_data_type("int32")
+        pages = {f"paged_attention_{x}_table": table for x in "kv"}
+        lengths = {"seq_len_q": computed, "seq_len_kv": computed}
+        kept, _ = graph.sdpa(graph.neg(y), pool, pool, **pages, **lengths)
+    before = graph.spec, str(graph), graph.get_inputs()[0].get_stride()
+    with pytest.raises(Error, match="computed in the graph"):
+        graph.set_io_tuples([q, pool, "add.0::a", "add.0::b", table], [kept, y])
+    assert (graph.spec, str(graph), graph.get_inputs()[0].get_stride()) == before
+    assert kept.get_is_virtual()
+    assert len(graph({"exp.0::input": q})) == 2

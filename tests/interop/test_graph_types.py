@@ -1,0 +1,247 @@
+"""Types, shapes, numbers and options of a ``jc.Graph``, also those that change late."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+
+X = jnp.arange(-8.0, 24.0).reshape(4, 8)
+
+
+def close(got, want):
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=1e-5, atol=1e-5
+    )
+
+
+def results(graph):
+    return [str(tensor.get_data_type()) for tensor in graph.get_outputs()]
+
+
+# -- types and shapes ------------------------------------------------------------------------------
+
+
+def test_data_types_of_the_graph_and_of_tensors():
+    x = jnp.ones((1, 4, 8), "bfloat16")
+    with jc.Graph(io_data_type="HALF", intermediate_data_type="bfloat16") as graph:
+        h = graph.matmul(x, jnp.ones((1, 8, 4), "bfloat16"), compute_data_type="FLOAT")
+        mean = graph.reduction(h, mode="AVG").set_dim([1, 4, 1])
+        graph.exp(h).set_output(True)
+        mean.set_output(True).set_data_type("torch.float32")  # the dtype's text is that of torch's
+        y, rows = graph.tensor([4, 8], data_type="INT32"), graph.tensor(dim=[8, 16])
+        for late in (graph.add(y, 1), graph.cmp_gt(y, 1), graph.add(y, 1).set_data_type("HALF")):
+            late.set_output(True)
+        for result in graph.rmsnorm(
+            rows, graph.tensor(dim=[1, 16]), epsilon=1e-5, norm_forward_phase="TRAINING"
+        ):
+            result.set_output(True)  # statistics are float32 whatever the graph's type
+    dtypes = {tensor.name: tensor.dtype for tensor in graph.spec.tensors}
+    assert dtypes["matmul.0::C"] == "bfloat16"
+    assert sorted(results(graph)) == sorted(
+        ["float16", "float32", "int32", "bool", "float16", "float16", "float32"]
+    )
+
+
+def test_setters_of_declared_inputs():
+    with jc.Graph(inputs=["x", "y", "z"], outputs=["out::OUT_0"]) as graph:
+        x = graph.tensor(name="x", dim=[2, 3], data_type="FLOAT").set_data_type("HALF")
+        y = graph.tensor(name="y", dim=[1], stride=[1]).set_dim([2, 3]).set_stride([1, 2])
+        z = graph.tensor_like(y, name="z")
+        assert (y.get_data_type(), z.get_data_type()) == (None, None)
+        y.set_data_type("BFLOAT16")
+        z.set_data_type(jnp.float32)
+        graph.add(graph.add(x, y), z, name="out").set_output(True)
+        x.set_data_type("HALF").set_dim([2, 3])
+    assert [(t.shape, t.dtype) for t in graph.spec.input_tensors] == [
+        ((2, 3), dtype) for dtype in ("float16", "bfloat16", "float32")
+    ]
+    assert (y.get_data_type(), y.get_stride()) == (jnp.bfloat16, [1, 2])
+    a = jnp.ones((2, 3))
+    close(graph(a.astype("float16"), a.astype("bfloat16"), a), 3 * a)
+
+
+def test_later_operations_follow_what_changes_late():
+    """Types, those in which operations compute, numbers beside them, and shapes."""
+    halves, bytes_ = (jnp.ones((4, 8, 8), dtype) for dtype in ("bfloat16", "int8"))
+    with jc.Graph() as graph:
+        y, z = graph.add(jnp.ones((4, 8, 8)), 1.0), graph.add(jnp.ones((4, 8, 8)), 1.0)
+        after = graph.relu(y)
+        product, more = graph.matmul(z, bytes_), graph.add(z, 1)
+        y.set_data_type("bfloat16")
+        assert after.get_data_type() == jnp.bfloat16
+        graph.matmul(after, halves).set_output(True)  # operands of one type
+        z.set_data_type("int8")
+        product.set_output(True)
+        more.set_output(True)
+        total = graph.reduction(X, mode="ADD")
+        y = graph.identity(graph.relu(total))
+        total.set_dim([4, 1]).set_output(True)
+        y.set_data_type("float16")
+        graph.add(X, y).set_output(True)
+    assert y.get_dim() == [4, 1]
+    shapes = [(t.shape, t.dtype) for t in graph.spec.output_tensors]
+    assert sorted(shapes) == sorted(
+        [
+            ((4, 8, 8), "bfloat16"),
+            ((4, 8, 8), "int32"),
+            ((4, 8, 8), "int8"),
+            ((4, 1), "float32"),
+            ((4, 8), "float32"),
+        ]
+    )
+    computed = {n["name"]: n.get("compute_data_type") for n in graph.inspect()["nodes"]}
+    assert computed["matmul.0"] == "INT32"
+
+
+def test_a_mask_does_not_make_chosen_integers_floats():
+    x, mask = jnp.arange(6, dtype="int32"), jnp.arange(6) % 2 == 0
+    with jc.Graph(inputs=["s::input0", "s::mask"], outputs=["s::OUT_0"]) as graph:
+        graph.binary_select(x, 3, mask, name="s")
+    got = graph(x, mask)
+    assert got.dtype == "int32"
+    np.testing.assert_array_equal(got, jnp.where(mask, x, 3))
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def of_number(data_type):
+    """x + a number in the host's memory."""
+    with jc.Graph(inputs=["x", "n"], outputs=["add.0::OUT_0"]) as graph:
+        n = graph.tensor(name="n", dim=[1], data_type=data_type, is_pass_by_value=True)
+        integral = data_type.startswith("INT")
+        x = graph.tensor(name="x", dim=[1], data_type="INT32" if integral else "FLOAT")
+        graph.add(x, n).set_output(True)
+    return graph
+
+
+def test_numbers_of_the_host_are_of_their_declared_type():
+    x = jnp.zeros(1)
+    for number in (0.1, np.full(1, 0.1, np.float32)):
+        close(of_number("BFLOAT16")(x, number), [float(jnp.bfloat16(0.1))])
+    close(of_number("BFLOAT16")(x, jnp.ones(1, "bfloat16")), [1.0])
+    close(of_number("FLOAT")(x, np.inf), [np.inf])
+    assert of_number("INT32")(jnp.zeros(1, "int32"), 7.0).tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    ("data_type", "number", "words"),
+    [
+        ("INT32", np.float32(np.nan), "no integer"),
+        ("INT32", 2**31, "out of range"),
+        ("INT8", 128, "from -128 to 127"),
+        ("FLOAT", 1e39, "too large"),
+        ("HALF", 1e5, "range of float16"),
+    ],
+)
+def test_numbers_that_a_type_cannot_hold(data_type, number, words):
+    graph = of_number(data_type)
+    with pytest.raises(jc.JaxCudnnError, match=words):
+        graph(jnp.zeros(1, "int32" if data_type.startswith("INT") else "float32"), number)
+
+
+def test_weak_types_become_what_promotion_makes_of_them():
+    with jc.Graph(inputs=["x", "n"], outputs=["add.0::OUT_0"]) as graph:
+        x = graph.tensor(name="x", dim=[1], data_type="BFLOAT16")
+        graph.add(x, graph.tensor(name="n", dim=[1], data_type="INT32")).set_output(True)
+    close(graph(2, 3), [5.0])
+    close(jax.jit(graph)(1.5, 3), [4.5])
+    for number in (2.7, jnp.asarray(2.7), 2**40):
+        with pytest.raises(jc.GraphTypeError):
+            graph(1.0, number)
+    with pytest.raises(jc.GraphTypeError, match="float32"):
+        jax.jit(graph)(1.0, 2.7)
+
+
+def test_arrays_of_the_host_with_one_element_may_be_numbers_at_the_call():
+    a = np.full((1, 1), 2.0, np.float32)
+    with jc.Graph(inputs=[a], outputs=["exp.0::OUT_0"]) as graph:
+        graph.exp(a)
+    for number in (a, 2.0, a.astype(np.float64), jnp.asarray(a)):
+        close(graph(number), np.exp(a))
+    close(jax.jit(lambda: graph(a))(), np.exp(a))
+    x = jnp.zeros((1, 1))
+    with jc.Graph(inputs=[x, "s::b", "t::b"], outputs=["t::OUT_0"]) as graph:
+        graph.mul(graph.add(x, a, name="s"), a, name="t").set_output(True)
+    close(graph(x, 3.0, float("3")), [[9.0]])
+    with pytest.raises(jc.GraphError, match=r"3\.0 and 2\.0"):
+        graph(x, 3.0, 2.0)
+
+
+def test_an_epsilon_is_a_constant_if_a_number_and_an_operand_if_an_array():
+    x = jax.random.normal(jax.random.key(3), (6, 32, 1, 1))
+    scale, bias = jnp.full((1, 32, 1, 1), 2.0), jnp.ones((1, 32, 1, 1))
+    epsilon = np.full((1, 1, 1, 1), 1e-3, np.float32)
+    with jc.Graph(
+        inputs=["ln::input", "ln::scale", "ln::bias", "ln::epsilon"],
+        outputs=["ln::Y", "ln::MEAN", "ln::INV_VARIANCE"],
+    ) as graph:
+        given = {"scale": scale, "bias": bias, "epsilon": epsilon}
+        for result in graph.layernorm(name="ln", input=x, norm_forward_phase="TRAINING", **given):
+            result.set_output(True)
+    y, mean, inv_var = graph(x, scale, bias, epsilon)
+    close(mean, x.mean(1, keepdims=True))
+    close(inv_var, jax.lax.rsqrt(x.var(1, keepdims=True) + 1e-3))
+    close(y, (x - mean) * inv_var * 2 + 1)
+    for other in (1e-3, np.float64(1e-3), jnp.full((1, 1, 1, 1), 1e-3)):
+        close(graph(x, scale, bias, other)[0], y)
+    numbers = jax.make_jaxpr(lambda *args: graph(*args, 1e-3))(x, scale, bias)
+    arrays = jax.make_jaxpr(graph)(x, scale, bias, jnp.float32(1e-3))
+    specs = [jaxpr.eqns[-1].params["spec"] for jaxpr in (numbers, arrays)]
+    assert [len(spec.inputs) for spec in specs] == [3, 4]
+    function = jc.graph(lambda g, x, s, b: g.layernorm(x, s, b, 1e-3))
+    assert specs[0].canonical() is function.trace(x, scale, bias)[1].spec.canonical()
+    with jax.enable_x64(True):
+        assert graph(x, scale, bias, np.float64(1e-3))[0].dtype == jnp.float32
+
+
+def test_results_that_a_node_has_not_are_none():
+    x, scale = jnp.ones((4, 32)), jnp.ones((1, 32))
+    with jc.Graph() as graph:
+        y, inv_var = graph.rmsnorm(x, scale, norm_forward_phase="INFERENCE", epsilon=1e-5)
+        y.set_output(True)
+    assert inv_var is None
+    assert len(graph.spec.outputs) == 1
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def test_options_under_the_frontends_names():
+    with jc.Graph(heuristics=["B"], max_workspace=2**20) as graph:
+        graph.exp(X).set_output(True)
+        graph.deselect_numeric_notes(["NONDETERMINISTIC"])
+        graph.deselect_numeric_notes(["WINOGRAD"])
+        graph.select_behavior_notes(["RUNTIME_COMPILATION"])
+        graph.deselect_workspace_greater_than(2**10).create_execution_plans(["A", "FALLBACK"])
+    options = graph.spec.options
+    assert options.deselect_numeric_notes == ("NONDETERMINISTIC", "WINOGRAD")
+    assert options.select_behavior_notes == ("RUNTIME_COMPILATION",)
+    assert (options.max_workspace, options.heuristics) == (2**10, ("A", "FALLBACK"))
+    other = graph.with_options(engine=3, implementation="xla")
+    assert (other.spec.options.engine, graph.spec.options.engine) == (3, None)
+
+
+def test_options_of_a_graph_that_was_called_stay():
+    with jc.Graph(inputs=[X], outputs=["exp.0::OUT_0"]) as graph:
+        graph.exp(X)
+    graph.create_execution_plans(["B"])
+    graph(X)
+    with pytest.raises(jc.GraphError, match=r"graph\.with_options\(heuristics=...\)"):
+        graph.create_execution_plans(["A"])
+    assert graph.with_options().create_execution_plans(["A"]).spec.options.heuristics == ("A",)
+
+
+def test_contexts_at_the_call_decide():
+    x = jnp.ones((1, 8, 8))
+    with jc.Graph(inputs=[x], outputs=["matmul.0::C"]) as graph:
+        graph.matmul(x, x)
+
+    def options():
+        return jax.make_jaxpr(graph)(x).eqns[-1].params["spec"].options
+
+    assert (options().implementation, options().precision) == ("split", "default")
+    with jc.implementation("xla"), jax.default_matmul_precision("highest"):
+        assert (options().implementation, options().precision) == ("xla", "highest")

@@ -1,0 +1,412 @@
+"""``jc.Graph``: cuDNN's wrapper for JAX arrays. What it builds is a graph function's spec."""
+
+import copy
+import gc
+import json
+import pickle
+import weakref
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fuzz.graphs import random_graph
+from jax.experimental.layout import Format, Layout
+
+import jax_cudnn as jc
+from jax_cudnn._core.graph.calls import signature
+from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn.interop.canonical import with_usual_orders
+
+SPATIAL = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
+X = jax.random.normal(jax.random.key(0), (2, 16, 6, 5))
+W = jax.random.normal(jax.random.key(1), (8, 16, 3, 3))
+B = jax.random.normal(jax.random.key(2), (1, 8, 1, 1))
+
+
+@jc.graph
+def conv_bias_relu(g, x, w, b):
+    return g.relu(g.bias(g.conv_fprop(x, w, **SPATIAL), b))
+
+
+def built(x=X, w=W, b=B, **options):
+    """The same as a Graph, with every kind of name."""
+    with jc.Graph(**options) as graph:
+        conv = graph.conv_fprop(x, weight=w, **SPATIAL, name="conv2d")
+        y = graph.relu(graph.bias(input=conv, bias=b))
+        y.set_output(True).set_name("out").set_uid(77)
+    return graph
+
+
+def ordered(**options):
+    return built(inputs=[X, W, B], outputs=["out"], **options)
+
+
+def difference(**options):
+    """Inputs 1 and 2, of which the first minus the second is uid 3."""
+    with jc.Graph(inputs=["s::a", "s::b"], outputs=["s::OUT_0"], **options) as graph:
+        a, b = (graph.tensor([3], data_type="FLOAT", name=n) for n in "ab")
+        graph.sub(a, b, name="s").set_output(True)
+    return graph
+
+
+def same(got, want):
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=1e-5, atol=1e-5
+    )
+
+
+def spec_of(function, *avals):
+    return function.trace(*avals)[1].spec.canonical()
+
+
+# -- references and calls --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        (["conv2d::image", "conv2d::weight", "bias.0::bias"], ["relu.0::OUT_0"]),
+        (["conv2d::0", "conv2d::1", "bias.0::1"], ["out"]),
+        ([1, np.int64(2), 4], [77]),
+        ([X, W, B], ["RELU.0::out_0"]),
+    ],
+)
+def test_every_kind_of_reference_given_first_inside_or_afterwards(inputs, outputs):
+    afterwards = built()
+    afterwards.set_io_tuples(inputs, outputs)
+    with jc.Graph() as inside:
+        y = inside.conv_fprop(X, weight=W, **SPATIAL, name="conv2d")
+        y = inside.relu(inside.bias(input=y, bias=B))
+        y.set_output(True).set_name("out").set_uid(77)
+        inside.set_io_tuples(inputs, outputs)
+    for graph in (built(inputs=inputs, outputs=outputs), inside, afterwards):
+        same(graph(X, W, B, handle="any", workspace=None), conv_bias_relu(X, W, B))
+
+
+def test_tensors_refer_to_themselves_and_are_found():
+    with jc.Graph(io_data_type="FLOAT") as graph:
+        x = graph.tensor(name="X", dim=[4, 8])
+        y = graph.sub(graph.exp(x), graph.tensor_like(jnp.ones((4, 8)), name="Z"))
+        both = (x + y).set_output(True)
+        y.set_output(True).set_uid(50).set_uid(9).set_name("y")
+    graph.set_io_tuples(["Z", x], [both, y])
+    a, b = jnp.full((4, 8), 3.0), jnp.full((4, 8), 0.5)
+    first, second = graph(a, b)
+    same(first, b + jnp.exp(b) - a)
+    same(second, jnp.exp(b) - a)
+    assert graph.find_tensor("y") is graph.find_tensor(np.int32(9)) is graph.get_outputs()[1]
+    assert graph.query_tensor_attributes_of_uid(9) is y
+    assert [t.get_name() for t in graph.get_inputs()] == ["X", "Z"]
+    assert (y.get_uid(), y.get_dim(), y.get_stride()) == (9, [4, 8], [8, 1])
+    assert (y.get_data_type(), y.get_is_pass_by_value()) == (np.float32, False)
+    assert [t.get_is_virtual() for t in (x, y, both)] == [False] * 3
+
+
+@pytest.mark.parametrize("uids", [(100, 1, 2), (2, 3, 1), (None, 1, 100)])
+def test_uids_that_are_given_stay(uids):
+    with jc.Graph(io_data_type="FLOAT") as graph:
+        made = [graph.tensor(name=n, dim=[2], uid=uid) for n, uid in zip("xyz", uids, strict=True)]
+        graph.add(graph.add(made[0], made[1]), made[2]).set_output(True).set_uid(4)
+    given = [tensor.get_uid() for tensor in made]
+    assert [uid for uid in given if uid in uids] == [uid for uid in uids if uid]
+    assert len({*given, 4}) == 4
+
+
+def test_no_operation_is_hidden_by_a_method():
+    own = {name for kind in jc.Graph.__mro__[:-1] for name in vars(kind)}
+    assert not own & {*REGISTRY}
+    assert {*REGISTRY} <= {*dir(jc.Graph())}
+
+
+def test_dictionaries_give_new_ones_of_any_keys():
+    graph = built()
+    given = {"conv2d::image": X, 2: W, "bias.0::bias": B, "step": 3, "conv2d::Y": None}
+    result = graph(given)
+    assert [*result] == [*given, "relu.0::OUT_0"]
+    assert result["conv2d::image"] is X
+    same(result["relu.0::OUT_0"], conv_bias_relu(X, W, B))
+    graph, x, y = difference(), jnp.full(3, 2.0), jnp.ones(3)
+    a, b = graph.get_inputs()
+    for keys, out in (((1, 2), 3), ((a, b), "s::OUT_0"), (("s::a", 2), "s::OUT_0")):
+        call = jax.jit(lambda *args, k=keys, out=out: graph(dict(zip(k, args, strict=True)))[out])
+        same(call(x, y), x - y)
+
+
+def test_it_is_one_function_of_its_arrays_under_every_transformation():
+    graph = ordered()
+
+    def loss(function):
+        return lambda *args: (function(*args) ** 2).sum()
+
+    same(jax.jit(graph)(X, W, B), conv_bias_relu(X, W, B))
+    gradients = jax.jit(jax.grad(loss(graph), (0, 1, 2)))(X, W, B)
+    jax.tree.map(same, gradients, jax.grad(loss(conv_bias_relu), (0, 1, 2))(X, W, B))
+    xs = jnp.stack([X, -X])
+    all_at_once = conv_bias_relu(xs.reshape(4, 16, 6, 5), W, B).reshape(2, 2, 8, 6, 5)
+    same(jax.vmap(graph, (0, None, None))(xs, W, B), all_at_once)
+    exported = jax.export.export(jax.jit(graph))(X, W, B)
+    same(exported.call(X, W, B), graph(X, W, B))
+
+
+def test_one_input_has_one_value():
+    x = jnp.arange(4.0).reshape(2, 2)
+    with jc.Graph(inputs=[x], outputs=["mul.0::OUT_0"]) as graph:
+        graph.mul(graph.add(x, 1.0), x).set_output(True)
+    same(graph(x), (x + 1) * x)
+    a, b = jnp.ones(3), jnp.full(3, 5.0)
+    for declared in (False, True):
+        with jc.Graph(inputs=["s::a", "s::b"], outputs=["s::OUT_0"]) as graph:
+            one = graph.tensor(dim=[3], data_type="FLOAT") if declared else a
+            graph.add(one, one, name="s").set_output(True)
+        same(graph(b, b), 2 * b)
+        same(graph({"s::a": b, "s::b": b})["s::OUT_0"], 2 * b)
+        same(jax.jit(lambda x, graph=graph: graph(x, x))(b), 2 * b)
+        for call in (lambda: graph(a, b), lambda: jax.jit(graph)(b, b)):
+            with pytest.raises(jc.GraphError, match="for s::a and s::b when the graph"):
+                call()
+    with jc.Graph(inputs=["s::a", "s::b"], outputs=["s::OUT_0"]) as graph:
+        graph.add(graph.tensor_like(a), graph.tensor_like(a), name="s").set_output(True)
+    same(jax.jit(graph)(a, b), a + b)
+
+
+def test_the_order_of_a_graph_that_was_called_stays():
+    graph, x, y = difference(), jnp.full(3, 2.0), jnp.ones(3)
+    graph.set_io_tuples(["s::b", "s::a"], ["s::OUT_0"])
+    with pytest.raises(jc.GraphError, match="not the inputs"):
+        graph.set_io_tuples(["s::b"], ["s::OUT_0"])
+    jitted = jax.jit(graph)
+    same(jitted(x, y), y - x)
+    with pytest.raises(jc.GraphError, match=r"with_options\(\)"):
+        graph.set_io_tuples(["s::a", "s::b"], ["s::OUT_0"])
+    other = graph.with_options()
+    other.set_io_tuples(["s::a", "s::b"], ["s::OUT_0"])
+    same(jax.jit(other)(x, y), x - y)
+    same(jitted(x, y), y - x)
+    graph = built()
+    with pytest.raises(jc.GraphError, match="set_io_tuples"):
+        graph(X, W, B)  # a call that failed is none
+    graph.set_io_tuples([X, W, B], ["conv2d::Y", "out"])
+    graph({1: X, 2: W, 4: B})
+    with pytest.raises(jc.GraphError, match="after it was called"):
+        graph.set_io_tuples([X, W, B], ["out"])
+
+
+# -- supplied outputs ------------------------------------------------------------------------------
+
+
+def test_a_supplied_output_gives_shape_and_dtype():
+    graph, want = built(), conv_bias_relu(X, W, B)
+    for shape in ((2, 8, 6, 5), (2, 8, 30), (480,), (2, 8, 1, 6, 5), (2, 2, 4, 6, 5)):
+        buffer = np.zeros(shape, np.float16)
+        result = graph({1: X, 2: W, 4: B, "out": buffer})["out"]
+        assert (result.shape, result.dtype) == (shape, jnp.float16)
+        assert not buffer.any()
+        np.testing.assert_allclose(result, want.reshape(shape), rtol=1e-2, atol=1e-2)
+    for shape in ((2, 6, 5, 8), (16, 5, 6), (30, 16)):
+        with pytest.raises(jc.GraphError, match="another shape"):
+            graph({1: X, 2: W, 4: B, 77: np.zeros(shape, np.float32)})
+    empty = jnp.zeros_like(want)
+    twice = graph({1: X, 2: W, 4: B, "out": empty, "relu.0::OUT_0": empty.reshape(2, 8, 30)})
+    same(twice["out"], want)
+    same(twice["relu.0::OUT_0"], want.reshape(2, 8, 30))
+    assert {*twice} == {1, 2, 4, "out", "relu.0::OUT_0"}
+
+
+def test_a_supplied_output_cuts_off_nothing():
+    with jc.Graph() as graph:
+        graph.exp(X).set_name("y").set_output(True)
+        graph.cmp_gt(X, 0.0).set_name("z").set_output(True)
+    for dtype in ("int32", "bool"):
+        with pytest.raises(jc.GraphTypeError, match="cannot hold it"):
+            graph({"exp.0::input": X, "y": jax.ShapeDtypeStruct(X.shape, dtype)})
+    truths = graph({"exp.0::input": X, "z": jax.ShapeDtypeStruct(X.shape, "int8")})["z"]
+    np.testing.assert_array_equal(truths, X > 0)
+
+
+# -- what is built ---------------------------------------------------------------------------------
+
+
+class Alike:
+    """A Graph with the results of a graph function's g: tuples without None, and statistics of
+    attention unless they are declined."""
+
+    def __init__(self, graph):
+        self.graph = graph
+
+    def __getattr__(self, method):
+        def call(*args, **kwargs):
+            if "generate_stats" in signature(REGISTRY[method]).parameters:
+                kwargs = {"generate_stats": True, **kwargs}
+            made = getattr(self.graph, method)(*args, **kwargs)
+            return tuple(x for x in made if x is not None) if isinstance(made, list) else made
+
+        return call
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_graphs_are_those_of_graph_functions(seed):
+    """But for memory orders that only say what is so anyway."""
+    drawn = random_graph(seed)
+    with jc.Graph(options=drawn.function.options) as graph:
+        inputs = [graph.tensor_like(aval) for aval in drawn.avals]
+        graph.set_io_tuples(inputs, drawn.function.fn(Alike(graph), *inputs))
+    assert graph.spec.canonical() is with_usual_orders(drawn.spec).canonical()
+
+
+def test_strides_are_memory_order_unless_they_say_the_usual():
+    with jc.Graph(io_data_type=np.float32) as graph:
+        x = graph.tensor(dim=[2, 16, 6, 5], stride=[480, 1, 80, 16])
+        w = graph.tensor(dim=[8, 16, 3, 3], stride=[144, 1, 48, 16])
+        y = graph.conv_fprop(x, w, **SPATIAL)
+        y = graph.relu(graph.bias(y, graph.tensor(dim=[1, 8, 1, 1], stride=[8, 1, 8, 8])))
+        y.set_output(True).set_stride([240, 1, 40, 8])
+    assert graph.spec.canonical() is built().spec.canonical() is spec_of(conv_bias_relu, X, W, B)
+    assert y.get_stride() == [240, 1, 40, 8]
+    with jc.Graph(io_data_type="bfloat16") as graph:
+        a = graph.tensor(name="A", dim=[2, 4, 8])
+        b = graph.tensor(name="B", dim=[2, 8, 4], stride=[32, 1, 8])
+        c = graph.matmul(a, b).set_stride([16, 1, 4]).set_output(True)
+    orders = {tensor.name: tensor.order for tensor in graph.spec.tensors}
+    assert orders == {"A": None, "B": (0, 2, 1), "matmul.0::C": (0, 2, 1)}
+    assert [t.get_stride() for t in (a, b, c)] == [[32, 8, 1], [32, 1, 8], [16, 1, 4]]
+
+
+class Foreign:
+    """An array of another library: torch's has ``stride()`` in elements, CuPy's ``strides`` in
+    bytes; others speak DLPack alone."""
+
+    def __init__(self, array, dtype=None, elements=False):
+        self.array, self.shape, self.dtype = array, array.shape, dtype or array.dtype
+        self.itemsize = array.itemsize
+        if elements:
+            self.stride = lambda: tuple(step // array.itemsize for step in array.strides)
+        else:
+            self.strides = array.strides
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+ROWS = np.ones((2, 6, 8), np.float32)
+COLUMNS = np.ones((2, 8, 6), np.float32).transpose(0, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "order"),
+    [
+        (jnp.asarray(COLUMNS), None),
+        (jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype), None),
+        (ROWS.astype(np.float64), None),
+        (COLUMNS, (0, 2, 1)),
+        (Foreign(COLUMNS), (0, 2, 1)),
+        (Foreign(COLUMNS, "torch.float32", elements=True), (0, 2, 1)),
+        (Foreign(np.ones((2, 12, 8), np.float32)[:, ::2]), None),
+    ],
+)
+@pytest.mark.parametrize("declared", [False, True])
+def test_templates_say_shape_dtype_and_order(template, order, declared):
+    with jc.Graph() as graph:
+        x = graph.tensor_like(template, name="x") if declared else template
+        y = graph.matmul(x, jnp.ones((2, 8, 4))).set_output(True)
+    tensor = graph.spec.input_tensors[0]
+    assert (tensor.shape, tensor.dtype, tensor.order) == ((2, 6, 8), "float32", order)
+    graph.set_io_tuples([template, "matmul.0::B"], [y])
+    same(graph(Foreign(ROWS), np.ones((2, 8, 4), np.float32)), jnp.full((2, 6, 4), 8.0))
+
+
+def test_memory_order_of_jax_arrays_is_taken_over():
+    layout = Layout((0, 1, 3, 2))  # in images (0, 2, 3, 1) is said by None
+    x = jax.device_put(X, Format(layout, X.sharding))
+    with jc.Graph() as graph:
+        graph.exp(x, name="e").set_output(True)
+    (tensor,) = graph.spec.input_tensors
+    assert (tensor.shape, tensor.order) == (X.shape, layout.major_to_minor)
+    same(graph({"e::input": x})["e::OUT_0"], jnp.exp(X))
+
+
+def test_tracers_are_templates_and_arrays_are_not_kept():
+    graphs = []
+
+    @jax.jit
+    def f(x, w, b):
+        graphs.append(built(x, w, b, inputs=[x, w, b], outputs=["out"]))
+        return graphs[0](x, w, b)
+
+    with jax.checking_leaks():
+        same(f(X, W, B), conv_bias_relu(X, W, B))
+    assert graphs[0].spec.canonical() is spec_of(conv_bias_relu, X, W, B)
+    jax.vmap(jax.grad(lambda x, w, b: f(x, w, b).sum()), (None, None, 0))(X, W, jnp.stack([B, B]))
+    x = X + 1
+    graph, alive = built(x, inputs=[x, W, B], outputs=["out"]), weakref.ref(x)
+    del x
+    gc.collect()
+    assert alive() is None
+    same(graph(X, W, B), conv_bias_relu(X, W, B))
+
+
+# -- text and copies -------------------------------------------------------------------------------
+
+
+def test_it_prints_as_json():
+    graph = built(name="block", io_data_type="FLOAT")
+    data = json.loads(str(graph))
+    assert data["context"]["name"] == "block"
+    assert [node["tag"] for node in data["nodes"]] == ["CONV_FPROP", "BIAS", "RELU"]
+    assert data["nodes"][1]["inputs"]["input"] == data["nodes"][0]["outputs"]["Y"] == "conv2d::Y"
+    tensor = data["tensors"]["out"]
+    assert (tensor["uid"], tensor["dim"], tensor["is_virtual"]) == (77, [2, 8, 6, 5], False)
+    assert (tensor["data_type"], tensor["stride"]) == ("FLOAT", [240, 1, 40, 8])
+    assert repr(graph) == "<jax_cudnn.Graph block: conv2d bias.0 relu.0>"
+    with jc.Graph() as graph:  # numbers, also late and infinite ones
+        total = graph.reduction(X)
+        y = graph.max(graph.relu(total, lower_clip=np.float32(0.5)), -jnp.inf)
+        graph.mul(y, 0.5).set_output(True)
+        total.set_dim([2, 1, 1, 1])
+    reduction, relu, largest, product = json.loads(graph.to_json())["nodes"]
+    assert (reduction["out_dims"], relu["lower_clip"]) == ([2, 1, 1, 1], 0.5)
+    assert ("-inf" in largest["inputs"].values(), product["inputs"]["b"]) == (True, 0.5)
+
+
+def test_a_graph_shows_its_nodes_and_tensors():
+    graph = ordered()
+    node = graph.get_node("relu.0")
+    assert (node.name, node.method, node.params) == ("relu.0", "relu", {})
+    assert node.outputs["OUT_0"] is graph.tensors["out"] is graph.find_tensor("out")
+    assert (node in graph.nodes, graph.get_node("s")) == (True, None)
+    y = graph.tensors["out"]
+    assert (y.dim, y.stride, y.is_virtual) == ([2, 8, 6, 5], [240, 1, 40, 8], False)
+    assert (y.is_pass_by_value, y.pass_by_value, y.ragged_offset) == (False, None, None)
+    assert graph.inspect()["nodes"][0]["name"] == "conv2d"
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda graph: pickle.loads(pickle.dumps(graph))]
+)
+def test_copies_are_graphs_of_their_own(copied):
+    graph = ordered()
+    other = copied(graph)
+    np.testing.assert_array_equal(other(X, W, B), graph(X, W, B))
+    assert other.spec is graph.spec
+    assert str(other) == str(graph)
+    same(copied(graph)({1: X, 2: W, 4: B})[77], graph(X, W, B))
+
+
+def test_a_copy_has_tensors_of_its_own():
+    with jc.Graph(io_data_type="HALF", inputs=["x"], outputs=["y"]) as graph:
+        inner = graph.exp(graph.tensor(name="x", dim=[4, 8]), name="e")
+        graph.neg(inner).set_output(True).set_name("y")
+    before = graph.spec.canonical(), str(graph), inner.dtype
+    other = graph.with_options()
+    other.set_io_tuples(["x"], ["y", inner])
+    kept = other.get_outputs()[1]
+    assert (kept.get_is_virtual(), inner.get_is_virtual()) == (False, True)
+    assert kept.get_data_type() == other(jnp.ones((4, 8), "float16"))[1].dtype
+    assert other.find_tensor(inner) is kept
+    assert graph.find_tensor(kept) is inner
+    assert (graph.with_options().spec.canonical(), str(graph), inner.dtype) == before
+    assert pickle.loads(pickle.dumps(other)).find_tensor("y").get_is_virtual() is False
