@@ -2,10 +2,13 @@
 
 import itertools
 from dataclasses import fields, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jax_cudnn._core import compat
 from jax_cudnn._core.errors import GraphError
@@ -178,12 +181,6 @@ class Transformations:
         function, at = self.floats(f, d["operands"])
         return jax.jvp(function, at, d["tangents"])
 
-    def linearize(self, f, d):
-        """The tangent as a function of its own, and its transpose."""
-        function, at = self.floats(f, d["operands"])
-        tangents_of = jax.linearize(function, *at)[1]
-        return tangents_of(*d["tangents"]), jax.linear_transpose(tangents_of, *at)(d["cotangents"])
-
     # -- second order
 
     def jvp_of_vjp(self, f, d):
@@ -234,35 +231,27 @@ class Transformations:
 
         return jax.vmap(gradients)(d["stacks"], d["stacked_cotangents"])
 
-    def vjp_of_vmap(self, f, d):
-        function, at = self.floats(jax.vmap(f), d["stacks"])
-        return jax.vjp(function, *at)[1](d["stacked_cotangents"])
-
     # -- inside others
 
     def remat(self, f, d):
         function, at = self.floats(f, d["operands"])
         return jax.vjp(jax.checkpoint(function), *at)[1](d["cotangents"])
 
-    def scan(self, f, d):
-        """The gradient of a loop over operands."""
-        function, at = self.floats(f, d["operands"])
+    def shard_map(self, f, d):
+        """Gradients of each example, on a device of its own."""
+        mesh = Mesh(jax.devices("cpu")[:SIZE], "examples")
 
-        def total(*stacks):
-            def step(carry, x):
-                pairs = zip(function(*x), d["cotangents"], strict=True)
-                return carry + sum(jnp.vdot(y, c).astype(jnp.float32) for y, c in pairs), None
+        @partial(jax.shard_map, mesh=mesh, in_specs=P("examples"), out_specs=P("examples"))
+        def gradients(operands, cotangents):
+            operands, cotangents = jax.tree.map(lambda x: x[0], (operands, cotangents))
+            function, at = self.floats(f, operands)
+            return jax.tree.map(lambda x: x[None], jax.vjp(function, *at)[1](cotangents))
 
-            return jax.lax.scan(step, jnp.float32(0), stacks)[0]
-
-        return jax.grad(total, tuple(range(len(at))))(*(d["stacks"][i] for i in self.moving))
+        return gradients(d["stacks"], d["stacked_cotangents"])
 
 
-FIRST_ORDER = ("forward", "vjp", "vjp_of_one", "jvp", "linearize")
-SECOND_ORDER = ("jvp_of_vjp", "vjp_of_vjp")
-BATCHED = ("vmap", "vmap_of_each", "vmap_of_vmap", "vmap_of_vjp", "vjp_of_vmap")
-NESTED = ("remat", "scan")
-ALL = (*FIRST_ORDER, *SECOND_ORDER, *BATCHED, *NESTED)
+ALL = ("forward", "vjp", "vjp_of_one", "jvp", "jvp_of_vjp", "vjp_of_vjp")
+ALL += ("vmap", "vmap_of_each", "vmap_of_vmap", "vmap_of_vjp", "remat", "shard_map")
 OF_ANYTHING = ("forward", "vmap", "vmap_of_each", "vmap_of_vmap")  # also where nothing moves
 
 
