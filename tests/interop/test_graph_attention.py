@@ -1,6 +1,4 @@
-"""Attention of a Graph whose tokens lie behind each other or in pages, beside jax_cudnn.ops."""
-
-import importlib.util
+"""Attention of a Graph in cuDNN's words: masks, dropout, arrays that lie as tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -9,410 +7,97 @@ import pytest
 
 import jax_cudnn as jc
 
-B, H, N, S, D = 3, 4, 2, 16, 8
-LENGTHS = jnp.array([5, 16, 0], jnp.int32)
-BEGINS = jnp.cumulative_sum(LENGTHS, include_initial=True, dtype=jnp.int32)
 KEY = jax.random.key(0)
+Q, K = jnp.ones((1, 2, 4, 8)), jnp.cos(jnp.arange(128.0)).reshape(1, 2, 8, 8)
 
 
-def strides(heads, size):
-    return [S * heads * size, size, heads * size, 1]
-
-
-def offsets(per_token, begins=BEGINS):
-    return (begins * per_token).reshape(-1, 1, 1, 1)
-
-
-def tokens(heads, size=D, seed=0, dtype="float32"):
-    """(B S, heads, size): as many as there are places for."""
-    return jax.random.normal(jax.random.fold_in(KEY, seed), (B * S, heads, size), dtype)
-
-
-def as_cudnn(x):
-    """(B S, heads, size) as (B, heads, S, size), which lies the same way."""
-    return jnp.swapaxes(x.reshape(B, S, *x.shape[1:]), 1, 2)
-
-
-def as_tokens(x):
-    return jnp.swapaxes(x, 1, 2).reshape(B * S, x.shape[1], x.shape[3])
-
-
-def declared(g, name, heads, dtype="float32"):
-    return g.tensor(
-        name=name, dim=[B, heads, S, D], stride=strides(heads, D), data_type=dtype
-    ).set_ragged_offset(g.tensor(name=f"{name} begins", dim=[B + 1, 1, 1, 1], data_type="int32"))
-
-
-def forward(dtype="float32", stats=True, **options):
-    """A Graph of packed attention, called with a dictionary."""
-    with jc.Graph(**options) as g:
-        q, k, v = (declared(g, n, h, dtype) for n, h in (("q", H), ("k", N), ("v", N)))
-        lengths = {
-            name: g.tensor(name=name, dim=[B, 1, 1, 1], data_type="int32")
-            for name in ("seq_len_q", "seq_len_kv")
-        }
-        o, total = g.sdpa(
-            q=q, k=k, v=v, attn_scale=0.3, use_causal_mask=True, use_padding_mask=True,
-            is_inference=not stats, **lengths, name="sdpa",
-        )  # fmt: skip
-        o.set_output(True).set_name("o").set_dim([B, H, S, D]).set_stride(strides(H, D))
-        o.set_data_type(dtype).set_ragged_offset(q.get_ragged_offset())
-        if stats:
-            begins = g.tensor(name="stats begins", dim=[B + 1, 1, 1, 1], data_type="int32")
-            total.set_output(True).set_name("stats").set_ragged_offset(begins)
-    return g
-
-
-def operands(dtype="float32", **changed):
-    return {
-        "q": as_cudnn(tokens(H, dtype=dtype)),
-        "k": as_cudnn(tokens(N, seed=1, dtype=dtype)),
-        "v": as_cudnn(tokens(N, seed=2, dtype=dtype)),
-        "q begins": offsets(H * D),
-        "k begins": offsets(N * D),
-        "v begins": offsets(N * D),
-        "stats begins": offsets(H),
-        "seq_len_q": LENGTHS.reshape(-1, 1, 1, 1),
-        "seq_len_kv": LENGTHS.reshape(-1, 1, 1, 1),
-        **changed,
-    }
-
-
-def plain(q, k, v, **options):
-    return jc.ops.packed_dot_product_attention(
-        q, k, v, query_offsets=BEGINS, max_query_length=S, scale=0.3, is_causal=True, **options
-    )
-
-
-def test_packed_tokens_are_those_of_ops():
-    given = operands()
-    o, stats = plain(tokens(H), tokens(N, seed=1), tokens(N, seed=2), return_residual=True)
-    for graph in (forward(), forward(stats=False)):
-        used = {k: x for k, x in given.items() if k in {t.get_name() for t in graph.get_inputs()}}
-        got = jax.jit(graph)(used)
-        np.testing.assert_allclose(as_tokens(got["sdpa::O"]), o, rtol=1e-5, atol=1e-6)
-    got = forward()(given)
-    np.testing.assert_allclose(as_tokens(got["sdpa::Stats"])[..., 0], stats, rtol=1e-5)
-
-
-@pytest.mark.parametrize("stats", [True, False])
-def test_packed_tokens_have_the_derivatives_of_ops(stats):
-    graph = forward(stats=stats)
-    names = {tensor.get_name() for tensor in graph.get_inputs()}
-    given = {key: x for key, x in operands().items() if key in names}
-
-    def loss(q, k, v):
-        return (graph({**given, "q": q, "k": k, "v": v})["sdpa::O"] ** 2).sum()
-
-    packed = tokens(H), tokens(N, seed=1), tokens(N, seed=2)
-    got = jax.grad(loss, (0, 1, 2))(*map(as_cudnn, packed))
-    want = jax.grad(lambda *x: (plain(*x) ** 2).sum(), (0, 1, 2))(*packed)
-    for ours, theirs in zip(got, want, strict=True):
-        np.testing.assert_allclose(as_tokens(ours), theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_gradients_of_packed_tokens_as_a_graph():
-    with jc.Graph() as g:
-        heads = {"q": H, "k": N, "v": N, "o": H, "dO": H}
-        arrays = {name: declared(g, name, n) for name, n in heads.items()}
-        arrays["dO"].set_ragged_offset(arrays["o"].get_ragged_offset())
-        stats = g.tensor(name="stats", dim=[B, H, S, 1], stride=strides(H, 1), data_type="float32")
-        stats.set_ragged_offset(offsets(H))
-        lengths = LENGTHS.reshape(-1, 1, 1, 1)
-        made = g.sdpa_backward(
-            **arrays, stats=stats, attn_scale=0.3, use_causal_mask=True, use_padding_mask=True,
-            seq_len_q=lengths, seq_len_kv=lengths, max_total_seq_len_q=B * S, name="back",
-        )  # fmt: skip
-        for x, name in zip(made, "qkv", strict=True):
-            x.set_output(True).set_ragged_offset(arrays[name].get_ragged_offset())
-    packed = [tokens(H), tokens(N, seed=1), tokens(N, seed=2)]
-    (o, total), back = jax.vjp(lambda *x: plain(*x, return_residual=True), *packed)
-    cotangent = tokens(H, seed=3)
-    given = {
-        **dict(zip(heads, map(as_cudnn, (*packed, o, cotangent)), strict=True)),
-        "stats": as_cudnn(total[..., None]),
-        **{f"{name} begins": offsets(n * D) for name, n in heads.items() if name != "dO"},
-        "stats::ragged_offset": offsets(H),
-        "back::seq_len_q": LENGTHS.reshape(-1, 1, 1, 1),
-    }
-    got = g(given)
-    for name, want in zip(
-        ("dQ", "dK", "dV"), back((cotangent, jnp.zeros_like(total))), strict=True
-    ):
-        np.testing.assert_allclose(as_tokens(got[f"back::{name}"]), want, rtol=1e-4, atol=1e-5)
+def attention(**words):
+    with jc.Graph(inputs=["a::q", "a::k", "a::v"], outputs=["a::O"]) as graph:
+        graph.sdpa(Q, K, jnp.sin(K), **words, name="a")
+    return graph(Q, K, jnp.sin(K))
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "words",
     [
-        {"q begins": offsets(H * D) + 10**6, "stats begins": offsets(H) + 10**6},
-        {"k begins": -offsets(N * D)},
-        {"seq_len_q": jnp.full((B, 1, 1, 1), 99, jnp.int32)},
-        {"seq_len_kv": jnp.full((B, 1, 1, 1), -3, jnp.int32)},
+        {"use_causal_mask": True, "use_causal_mask_bottom_right": True},
+        {"use_causal_mask": True, "diagonal_band_right_bound": 2},
+        {"use_causal_mask": True, "diagonal_alignment": "BOTTOM_RIGHT"},
+        {"sliding_window_length": 2, "diagonal_band_left_bound": 3},
     ],
 )
-def test_what_would_read_foreign_memory_is_brought_into_bounds(wrong, monkeypatch):
-    seen = {}
-    from jax_cudnn.interop import declaring
-
-    def bind(spec, name, *values):
-        seen.update(zip(spec.inputs, values, strict=True))
-        return real(spec, name, *values)
-
-    real = declaring.bind
-    monkeypatch.setattr(declaring, "bind", bind)
-    forward()(operands(**wrong))
-    for lengths, ports in (("seq_len_q", {"q": H * D, "stats": H}), ("seq_len_kv", {"k": N * D})):
-        for port, size in ports.items():
-            begins = np.asarray(seen[f"{port} begins"]).ravel()
-            assert (begins % size == 0).all()
-            assert begins.min() >= 0
-            ends = begins[:-1] + np.asarray(seen[lengths]).ravel() * size
-            assert ends.max() <= B * S * size
-        assert (np.asarray(seen[lengths]) >= 0).all()
-
-
-# -- pages -----------------------------------------------------------------------------------------
-
-P, U, PAGES = 12, 4, 4
-TABLE = jax.random.permutation(KEY, P)[: B * PAGES].reshape(B, PAGES).astype(jnp.int32)
-KEYS = jnp.array([7, 16, 1], jnp.int32)
-
-
-def paged(queries, dtype="float32", **options):
-    with jc.Graph(**options) as g:
-        q = g.tensor(name="q", dim=[B, H, queries, D], data_type=dtype)
-        k, v = (g.tensor(name=name, dim=[P, N, U, D], data_type=dtype) for name in "kv")
-        tables = [g.tensor(name=f"t{n}", dim=[B, 1, PAGES, 1], data_type="int32") for n in "kv"]
-        lengths = [g.tensor(name=f"l{n}", dim=[B, 1, 1, 1], data_type="int32") for n in "qk"]
-        o, stats = g.sdpa(
-            q=q, k=k, v=v, attn_scale=0.3, is_inference=True, use_padding_mask=True,
-            seq_len_q=lengths[0], seq_len_kv=lengths[1],
-            paged_attention_k_table=tables[0], paged_attention_v_table=tables[1],
-            paged_attention_max_seq_len_kv=PAGES * U, name="decode",
-        )  # fmt: skip
-        assert stats is None
-        o.set_output(True).set_data_type(dtype)
-    return g
-
-
-def pages(queries, dtype="float32"):
-    shapes = {"q": (B, H, queries, D), "k": (P, N, U, D), "v": (P, N, U, D)}
-    arrays = {
-        name: jax.random.normal(jax.random.fold_in(KEY, i), shape, dtype)
-        for i, (name, shape) in enumerate(shapes.items())
-    }
-    table = TABLE[:, None, :, None]
-    lengths = jnp.full((B, 1, 1, 1), queries, jnp.int32)
-    return {**arrays, "tk": table, "tv": table, "lq": lengths, "lk": KEYS.reshape(-1, 1, 1, 1)}
-
-
-@pytest.mark.parametrize("queries", [1, 3])
-def test_pages_are_those_of_ops(queries):
-    given = pages(queries)
-    want = jc.ops.paged_dot_product_attention(
-        jnp.swapaxes(given["q"], 1, 2), given["k"], given["v"], TABLE,
-        key_value_seq_lengths=KEYS, heads_first=True, scale=0.3,
-    )  # fmt: skip
-    for table in (given["tk"], given["tk"] + 0):
-        got = jax.jit(paged(queries))({**given, "tk": table})["decode::O"]
-        np.testing.assert_allclose(jnp.swapaxes(got, 1, 2), want, rtol=1e-5, atol=1e-6)
-    beyond = paged(queries)({**given, "tk": given["tk"] + P, "tv": given["tv"] - P})["decode::O"]
-    assert jnp.isfinite(beyond).all()
-
-
-def test_one_tensor_of_both_lengths_keeps_the_bounds_of_both():
-    def one_length():
-        with jc.Graph() as g:
-            q = g.tensor(name="q", dim=[B, H, 3, D], data_type="float32")
-            k, v = (g.tensor(name=name, dim=[P, N, U, D], data_type="float32") for name in "kv")
-            tables = [g.tensor(name=f"t{n}", dim=[B, 1, PAGES, 1], data_type="int32") for n in "kv"]
-            length = g.tensor(name="l", dim=[B, 1, 1, 1], data_type="int32")
-            o, _ = g.sdpa(
-                q=q, k=k, v=v, attn_scale=0.3, is_inference=True, use_padding_mask=True,
-                seq_len_q=length, seq_len_kv=length,
-                paged_attention_k_table=tables[0], paged_attention_v_table=tables[1], name="decode",
-            )  # fmt: skip
-            o.set_output(True)
-        return g
-
-    given = pages(3)
-    del given["lq"], given["lk"]
-    beyond, within = (jnp.full((B, 1, 1, 1), n, jnp.int32) for n in (9, 3))
-    got = one_length()({**given, "l": beyond})["decode::O"]
-    np.testing.assert_array_equal(got, one_length()({**given, "l": within})["decode::O"])
-
-
-# -- errors ----------------------------------------------------------------------------------------
-
-
-def no_offset(g, q, k, v, lengths):
-    o, _ = g.sdpa(q=q, k=k, v=v, **lengths)
-    o.set_output(True)
-
-
-def no_lengths(g, q, k, v, lengths):
-    o, _ = g.sdpa(q=q, k=k, v=v)
-    o.set_output(True).set_ragged_offset(q.get_ragged_offset())
-
-
-def elsewhere(g, q, k, v, lengths):
-    g.relu(q).set_output(True)
-
-
-def heads_first(g, q, k, v, lengths):
-    q.set_stride([H * S * D, S * D, D, 1])
-    o, _ = g.sdpa(q=q, k=k, v=v, **lengths)
-    o.set_output(True).set_ragged_offset(q.get_ragged_offset())
-
-
-def dropped(g, q, k, v, lengths):
-    seed = g.tensor(dim=[1, 1, 1, 2], data_type="uint32")
-    o, _ = g.sdpa(q=q, k=k, v=v, **lengths, dropout=(0.1, seed, seed))
-    o.set_output(True).set_ragged_offset(q.get_ragged_offset())
-
-
-def computed(g, q, k, v, lengths):
-    more = {name: g.add(x, x).set_data_type("int32") for name, x in lengths.items()}
-    o, _ = g.sdpa(q=q, k=k, v=v, **more)
-    o.set_output(True).set_ragged_offset(q.get_ragged_offset())
+def test_words_that_contradict_each_other_are_refused(words):
+    with pytest.raises(jc.GraphError, match="contradict each other") as caught:
+        attention(**words)
+    assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize(
-    ("build", "words"),
+    ("words", "bounds"),
     [
-        (no_offset, ["without a ragged offset", "sdpa.0::O"]),
-        (no_lengths, ["seq_len_q and seq_len_kv"]),
-        (elsewhere, ["relu.0 takes no ragged offsets", "packed_dot_product_attention"]),
-        (heads_first, ["tokens in front of its heads", "S*H*D"]),
-        (dropped, ["seed", "packed_dot_product_attention"]),
-        (computed, ["computed in the graph"]),
+        (
+            {"use_causal_mask": True, "diagonal_band_right_bound": 0},
+            {"diagonal_band_right_bound": 0},
+        ),
+        (
+            {"use_causal_mask_bottom_right": True, "diagonal_alignment": "TOP_LEFT"},
+            {"diagonal_band_right_bound": 0, "diagonal_alignment": "BOTTOM_RIGHT"},
+        ),
+        (
+            {"use_causal_mask": True, "sliding_window_length": 3},
+            {"diagonal_band_left_bound": 3, "diagonal_band_right_bound": 0},
+        ),
     ],
 )
-def test_what_packed_tokens_are_not_for(build, words):
-    def graph():
-        with jc.Graph() as g:
-            q, k, v = (declared(g, n, h) for n, h in (("q", H), ("k", N), ("v", N)))
-            names = ("seq_len_q", "seq_len_kv")
-            lengths = {n: g.tensor(name=n, dim=[B, 1, 1, 1], data_type="int32") for n in names}
-            build(g, q, k, v, lengths)
-
-    with pytest.raises(jc.GraphError) as caught:
-        graph()
-    for word in words:
-        assert word in str(caught.value)
+def test_words_of_masks_are_bounds(words, bounds):
+    found = attention(**words)
+    np.testing.assert_array_equal(found, attention(**bounds))
+    assert not np.allclose(found, attention())
 
 
-# -- the frontend's graphs, plans, the GPU ---------------------------------------------------------
+def test_attention_of_tokens_is_jaxs():
+    q, k, v = jax.random.normal(KEY, (3, 2, 16, 4, 8))  # B S H D
+    transposed = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
+    with jc.Graph(inputs=["a::q", "a::k", "a::v"], outputs=["a::O", "a::STATS"]) as graph:
+        words = {"use_causal_mask": True, "sliding_window_length": 4, "use_padding_mask": False}
+        given = dict(zip("qkv", transposed, strict=True), attn_scale=np.float32(8**-0.5))
+        out, stats = graph.sdpa(name="a", **given, **words, is_inference=False)
+        out.set_output(True).set_dim([2, 4, 16, 8]).set_stride([512, 8, 32, 1])
+        stats.set_output(True).set_data_type("FLOAT")
+    got, _ = graph(*transposed)
+    want = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
+    np.testing.assert_allclose(got.transpose(0, 2, 1, 3), want, rtol=1e-4, atol=1e-5)
+    assert graph.spec.tensor(graph.spec.outputs[0]).order == (0, 2, 1, 3)
 
 
-def carried_over(dtype="float32"):
-    """Packed and paged attention as pygraphs."""
-    from jax_cudnn._core.planning import frontend
+@pytest.mark.parametrize("dtype", ["INT32", "INT64"])
+def test_seed_and_offset_of_dropout_are_one_integer_or_two_words(dtype):
+    q = jax.random.normal(KEY, (1, 2, 8, 16))
+    with jc.Graph(inputs=["a::q", "seed", "offset"], outputs=["a::O"]) as graph:
+        words = [graph.tensor([1, 1, 1, 1], data_type=dtype, name=n) for n in ("seed", "offset")]
+        graph.sdpa(q, q, q, dropout=(0.5, *words), name="a")
+    assert {(*t.shape, t.dtype.name) for t in words} == {(1, 1, 1, 2, "uint32")}
 
-    cudnn = frontend.load()
-    kind = {"float32": cudnn.data_type.FLOAT, "bfloat16": cudnn.data_type.BFLOAT16}[dtype]
-    integer = cudnn.data_type.INT32
-    g = cudnn.pygraph(
-        io_data_type=kind,
-        intermediate_data_type=cudnn.data_type.FLOAT,
-        compute_data_type=cudnn.data_type.FLOAT,
-    )
+    def pair(number):
+        low, high = number % 2**32, number % 2**64 // 2**32
+        return jnp.array([low, high], "uint32").reshape(1, 1, 1, 2)
 
-    def begins(name):
-        return g.tensor(name=name, dim=[B + 1, 1, 1, 1], stride=[1, 1, 1, 1], data_type=integer)
-
-    at = begins("q begins")
-    arrays = {
-        name: g.tensor(name=name, dim=[B, n, S, D], stride=strides(n, D), data_type=kind)
-        for name, n in (("q", H), ("k", N), ("v", N))
-    }
-    arrays["q"].set_ragged_offset(at)
-    for name in "kv":
-        arrays[name].set_ragged_offset(begins(f"{name} begins"))
-    lengths = {
-        name: g.tensor(name=name, dim=[B, 1, 1, 1], stride=[1, 1, 1, 1], data_type=integer)
-        for name in ("seq_len_q", "seq_len_kv")
-    }
-    o, _ = g.sdpa(
-        **arrays, **lengths, use_padding_mask=True, use_causal_mask=True, attn_scale=0.3,
-        is_inference=True, name="sdpa",
-    )  # fmt: skip
-    o.set_output(True).set_dim([B, H, S, D]).set_stride(strides(H, D)).set_ragged_offset(at)
-    return jc.from_pygraph(g)
+    for seed, offset in ((7, 9), (-3, 5)):
+        want = graph(q, pair(seed), pair(offset))
+        for kind in (int, np.int64, jnp.int32, lambda x: np.full((1, 1, 1, 1), x)):
+            assert np.array_equal(graph(q, kind(seed), kind(offset)), want)
+        given = [jnp.full((1, 1, 1, 1), x, "int32") for x in (seed, offset)]
+        assert np.array_equal(jax.jit(graph)(q, *given), want)
+    large = 2**40 + 7
+    assert np.array_equal(graph(q, np.int64(large), large), graph(q, pair(large), pair(large)))
+    assert not np.array_equal(graph(q, large, large), graph(q, 7, 7))
 
 
-def carried_over_pages():
-    from jax_cudnn._core.planning import frontend
-
-    cudnn = frontend.load()
-    g = cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT)
-    q = g.tensor(name="q", dim=[B, H, 1, D], stride=[H * D, D, D, 1])
-    pages = [g.tensor(name=n, dim=[P, N, U, D], stride=[N * U * D, U * D, D, 1]) for n in "kv"]
-
-    def integers(name, count):
-        return g.tensor(
-            name=name, dim=[B, 1, count, 1], stride=[count, count, 1, 1],
-            data_type=cudnn.data_type.INT32,
-        )  # fmt: skip
-
-    o, _ = g.sdpa(
-        q=q, k=pages[0], v=pages[1], attn_scale=0.3, is_inference=True, use_padding_mask=True,
-        seq_len_q=integers("lq", 1), seq_len_kv=integers("lk", 1),
-        paged_attention_k_table=integers("tk", PAGES),
-        paged_attention_v_table=integers("tv", PAGES),
-        paged_attention_max_seq_len_kv=PAGES * U, name="decode",
-    )  # fmt: skip
-    o.set_output(True)
-    return jc.from_pygraph(g)
-
-
-needs_frontend = pytest.mark.skipif(
-    importlib.util.find_spec("cudnn") is None, reason="nvidia-cudnn-frontend is not installed"
-)
-
-
-@needs_frontend
-def test_pygraphs_of_packed_tokens_and_of_pages():
-    graph = carried_over()
-    names = {tensor.get_name() for tensor in graph.get_inputs()}
-    got = graph({key: x for key, x in operands().items() if key in names})
-    want = plain(tokens(H), tokens(N, seed=1), tokens(N, seed=2))
-    np.testing.assert_allclose(as_tokens(got["sdpa::O"]), want, rtol=1e-5, atol=1e-6)
-    given = pages(1)
-    np.testing.assert_allclose(
-        carried_over_pages()(given)["decode::O"], paged(1)(given)["decode::O"], rtol=1e-6
-    )
-
-
-@pytest.mark.deviceless
-@pytest.mark.parametrize("make", [lambda: forward("bfloat16"), lambda: paged(1, "bfloat16")])
-def test_they_are_planned(make):
-    with jc.target("H200"):
-        plan = make().plan()
-    assert len(plan.execution_plans) == 1
-
-
-@pytest.mark.gpu
-def test_packed_tokens_on_the_gpu():
-    graph = forward("bfloat16")
-    given = operands("bfloat16")
-    got = jax.jit(graph)(given)
-    with jc.implementation("xla"):
-        want = jax.jit(forward("bfloat16"))(given)
-    for port in ("sdpa::O", "sdpa::Stats"):
-        ours, theirs = (np.asarray(as_tokens(x[port]), np.float32)[:21] for x in (got, want))
-        np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2)
-    assert graph.plan().execution_plans
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("queries", [1, 3])
-def test_pages_on_the_gpu(queries):
-    given = pages(queries, "bfloat16")
-    graph = paged(queries, "bfloat16")
-    got = jax.jit(graph)(given)["decode::O"].astype(jnp.float32)
-    with jc.implementation("xla"):
-        want = jax.jit(paged(queries, "bfloat16"))(given)["decode::O"].astype(jnp.float32)
-    np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
-    assert graph.plan().execution_plans
+@pytest.mark.parametrize("make", [np.full, jnp.full])
+def test_seed_and_offset_may_be_arrays(make):
+    q, word = jnp.ones((1, 2, 8, 16)), make((1, 1, 1, 1), 7, np.int32)
+    with jc.Graph() as graph:
+        words = word, make((1, 1, 1, 1), 9, np.int32)
+        graph.sdpa(q, q, q, dropout=(0.5, *words), name="a")[0].set_output(True)
+    given = {"a::q": q, "a::dropout::1": word, "a::offset": word}
+    assert set(np.unique(graph(given)["a::O"])) != {1.0}

@@ -74,14 +74,9 @@ def attention():
 def of_the_frontend(built=False):
     """The same convolution by cudnn.pygraph, with an epilogue; ``built`` has it planned there."""
     cudnn = frontend.load()
-    types = cudnn.data_type
+    types = dict.fromkeys(("intermediate_data_type", "compute_data_type"), cudnn.data_type.FLOAT)
     where = {"handle": cudnn.create_handle()} if built else {}
-    g = cudnn.pygraph(
-        io_data_type=types.HALF,
-        intermediate_data_type=types.FLOAT,
-        compute_data_type=types.FLOAT,
-        **where,
-    )
+    g = cudnn.pygraph(io_data_type=cudnn.data_type.HALF, **types, **where)
     x, w, b = (8, 64, 28, 28), (64, 64, 3, 3), (1, 64, 1, 1)
     tensors = [
         g.tensor(name=n, dim=d, stride=channels_last(d))
@@ -106,25 +101,21 @@ def test_each_is_one_plan(build):
     assert len(graph.plan(gpus=["H200"])["H200"].segments) == 1
 
 
-def operands(graph, key):
-    """Arrays for the graph's inputs, in order; an epsilon is a number."""
-    keys = iter(jax.random.split(key, len(graph.spec.inputs)))
-    return [
-        EPSILON
-        if tensor.name.endswith("epsilon")
-        else (jax.random.normal(next(keys), tensor.shape) * 0.5).astype(tensor.dtype)
-        for tensor in graph.spec.input_tensors
-    ]
-
-
 def check(graph, key):
-    arrays = operands(graph, key)
-    got = jax.jit(lambda *jax_arrays: graph(*jax_arrays, *arrays[len(jax_arrays) :]))(
-        *(array for array in arrays if isinstance(array, jax.Array))
-    )
-    want = oracle.evaluate(graph.spec, [jnp.asarray(array) for array in arrays])
-    for ours, theirs in zip(jax.tree.leaves(got), want, strict=True):
-        assert oracle.distance(ours, theirs) < 1e-2
+    """Called, and planned and executed; an epsilon is a number."""
+    arrays, numbers = [], []
+    for i, tensor in enumerate(graph.spec.input_tensors):
+        if tensor.name.endswith("epsilon"):
+            numbers.append(EPSILON)
+        else:
+            x = 0.5 * jax.random.normal(jax.random.fold_in(key, i), tensor.shape)
+            arrays.append(x.astype(tensor.dtype))
+    want = oracle.evaluate(graph.spec, [*arrays, *map(jnp.asarray, numbers)])
+    called = jax.jit(lambda *arrays: graph(*arrays, *numbers))(*arrays)
+    executed = graph.plan().execute(*arrays)
+    for got in (called, executed):
+        for ours, theirs in zip(jax.tree.leaves(got), want, strict=True):
+            assert oracle.distance(ours, theirs) < 1e-2
 
 
 @pytest.mark.gpu
