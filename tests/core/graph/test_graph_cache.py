@@ -1,5 +1,6 @@
 """``@jc.graph_cache``: a function that builds a graph is called once for each kind of arguments."""
 
+import concurrent.futures
 import gc
 import threading
 import weakref
@@ -49,11 +50,7 @@ def test_other_kinds_give_others():
     graphs = [scaled(*kind) for kind in kinds]
     graphs.append(scaled(x, name="other"))
     assert len({*map(id, graphs)}) == len(graphs) == len(calls)
-
-
-def test_scalars_of_numpy_are_values():
     scaled, _ = factory()
-    x = jnp.ones(3)
     for factor in map(np.float32, (2.0, 3.0, 2.0, 0.0, -0.0)):
         np.testing.assert_array_equal(scaled(x, factor)(x), x * factor)
     assert scaled.cache_info().currsize == 4
@@ -88,68 +85,35 @@ def test_the_one_unused_for_longest_goes():
     assert scaled(arrays[0]) is not first
 
 
-def test_threads_build_a_graph_once():
-    started, calls = threading.Barrier(4), []
-
-    @jc.graph_cache
-    def slow(x):
-        calls.append(threading.get_ident())
-        threading.Event().wait(0.05)
-        return object()
-
-    found = []
-
-    def ask():
-        started.wait()
-        found.append(slow(jnp.ones(3)))
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(calls) == len({*map(id, found)}) == 1
-
-
-def test_a_failure_is_not_kept():
-    fails = [True]
-
-    @jc.graph_cache
-    def once(x):
-        if fails.pop():
-            raise ValueError("not yet")
-
-    with pytest.raises(ValueError, match="not yet"):
-        once(jnp.ones(2))
-    assert once.cache_info().currsize == 0
-
-
-def test_a_thread_that_waits_for_a_failure_builds_what_is_kept():
-    building, calls = threading.Event(), []
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_build_what_is_kept_once(fails):
+    """Those that wait for one that fails build it themselves; a failure is not kept."""
+    building, others, calls = threading.Event(), threading.Event(), []
 
     @jc.graph_cache
     def slow(x):
         calls.append(building.set())
         if len(calls) == 1:
-            threading.Event().wait(0.1)
-            raise ValueError("not yet")
+            assert others.wait(20)
+            if fails:
+                raise ValueError("not yet")
         return object()
 
-    x, found = jnp.ones(3), []
+    def ask():
+        others.set()
+        return slow(x)
 
-    def fail():
+    x = jnp.ones(3)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        first = pool.submit(slow, x)
+        assert building.wait(20)
+        found = [pool.submit(ask) for _ in range(3)]
+    if fails:
         with pytest.raises(ValueError, match="not yet"):
-            slow(x)
-
-    threads = [threading.Thread(target=fail)]
-    threads += [threading.Thread(target=lambda: found.append(slow(x))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-        building.wait()
-    for thread in threads:
-        thread.join()
-    assert found[0] is found[1] is slow(x)
-    assert (len(calls), slow.cache_info().currsize) == (2, 1)
+            first.result()
+        first = found[0]
+    assert {id(each.result()) for each in (first, *found)} == {id(slow(x))}
+    assert (len(calls), slow.cache_info().currsize) == (1 + fails, 1)
 
 
 def test_one_call_in_several_spellings_is_one_graph():
@@ -202,6 +166,11 @@ def test_keys_of_ones_own_and_methods():
     model.other.cache_clear()
     assert model.other.cache_info().currsize == 0
     assert model.graph(jnp.ones(2)) is model.graph(jnp.ones(3)) is not model.graph(jnp.ones((2, 2)))
+    by_random_key = jc.graph_cache(lambda key: None)
+    for seed in (0, 1):
+        by_random_key(jax.random.key(seed))
+        by_random_key(jax.random.split(jax.random.key(seed), 3))
+    assert by_random_key.cache_info().currsize == 2
 
 
 @pytest.mark.parametrize(
@@ -209,59 +178,23 @@ def test_keys_of_ones_own_and_methods():
     [
         (lambda: jc.graph_cache(3), "a function that builds a graph"),
         (lambda: jc.graph_cache(maxsize=0)(len), "at least 1"),
-        (
-            lambda: factory()[0](jnp.ones(2), object.__new__(type("", (), {"__hash__": None}))),
-            "key_fn",
-        ),
+        (lambda: factory()[0](jnp.ones(2), type("", (), {"__hash__": None})()), "key_fn"),
+        (lambda: jc.graph_cache(lambda x: None)({1: 0, "a": 1}), "no pytree"),
+        (lambda: jc.graph_cache(lambda x: None, key_fn=lambda x: [x])(1), "hashable"),
     ],
 )
 def test_errors(wrong, words):
-    with pytest.raises(jc.JaxCudnnError) as caught:
+    with pytest.raises(jc.JaxCudnnError, match=words):
         wrong()
-    assert words in str(caught.value)
-
-
-def test_keys_of_random_numbers_are_arguments():
-    seen = []
-    cached = jc.graph_cache(lambda key: seen.append(key))
-    for seed in (0, 1):
-        cached(jax.random.key(seed))
-        cached(jax.random.split(jax.random.key(seed), 3))
-    assert cached.cache_info().currsize == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "argument", "words"),
-    [
-        ({}, {1: 0, "a": 1}, ["is no pytree", "key_fn"]),
-        ({"key_fn": lambda x: [x]}, 1, ["what key_fn returns", "a hashable value"]),
-    ],
-)
-def test_what_has_no_kind_is_refused(options, argument, words):
-    with pytest.raises(jc.GraphTypeError) as caught:
-        jc.graph_cache(lambda x: None, **options)(argument)
-    assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (1, x)], ids=["number", "tuple"])
-def test_not_a_number_is_one_argument(wrap):
-    calls = []
-
-    @jc.graph_cache(key_fn=lambda value: typed(value))
-    def by_key(value):
-        calls.append(value)
-        return value
-
-    @jc.graph_cache
-    def by_arguments(value):
-        calls.append(value)
-        return value
-
-    for factory in (by_key, by_arguments):
-        for _ in range(2):
-            factory(wrap(float("nan")))
-        factory(wrap(1.0))
-    assert len(calls) == 4
+@pytest.mark.parametrize("options", [{}, {"key_fn": typed}], ids=["arguments", "key_fn"])
+def test_not_a_number_is_one_argument(wrap, options):
+    cached = jc.graph_cache(lambda value: None, **options)
+    for value in (float("nan"), float("nan"), 1.0):
+        cached(wrap(value))
+    assert cached.cache_info().currsize == 2
 
 
 def test_a_graph_function_is_traced_once_for_not_a_number():

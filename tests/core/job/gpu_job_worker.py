@@ -1,5 +1,4 @@
-"""One of the two processes of test_job_on_gpus.py: ``python gpu_job_worker.py PORT RANK`` prints
-JSON."""
+"""Like job_worker.py, for two processes with a GPU each."""
 
 import hashlib
 import json
@@ -40,18 +39,14 @@ def main(port, rank):
     lowered = jax.jit(sharded).lower(*arrays)
     y, total = lowered.compile()(*arrays)
     mine = np.asarray(y.addressable_data(0), np.float32)
-    print(
-        json.dumps(
-            {
-                "text": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
-                "calls": lowered.as_text().count("custom_call @jax_cudnn"),
-                "built": counted.built,
-                "mine": float(mine.sum()),
-                "total": float(np.asarray(total.addressable_data(0))),
-            }
-        ),
-        flush=True,
-    )
+    found = {
+        "text": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
+        "calls": lowered.as_text().count("custom_call @jax_cudnn"),
+        "built": counted.built,
+        "mine": float(mine.sum()),
+        "total": float(np.asarray(total.addressable_data(0))),
+    }
+    print(json.dumps(found), flush=True)
     jax.distributed.shutdown()
 
 

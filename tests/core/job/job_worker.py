@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +58,6 @@ def agree(devices, rank):
     made = ask("large", make=large)
     found["agreed"] = {"decided by": made["decided by"], "size": len(made["noise"])}
     found["failure"] = outcome(lambda: ask("failure", make=refuse))
-    frontend = f"frontend {rank}"
-    found["mismatch"] = outcome(lambda: ask("mismatch", make=dict, identity=lambda: frontend))
     if rank == 1:
         found |= wait_in_vain(functools.partial(ask, make=dict, timeout=1.2))
     return found
@@ -76,24 +73,21 @@ def wait_in_vain(ask):
 
     thread = threading.Thread(target=run)
     thread.start()
-    started = time.monotonic()
     late = outcome(lambda: ask("only process 1 asks"))
-    waited = time.monotonic() - started
     done.set()
     thread.join()
-    return {"late": late, "waited": waited, "ran meanwhile": ran, **interrupt(ask)}
+    return {"late": late, "ran meanwhile": ran, "interrupted": interrupted(ask)}
 
 
-def interrupt(ask):
-    """Ctrl-C while the main thread waits."""
+def interrupted(ask):
+    """Whether Ctrl-C ends the wait of the main thread."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has none
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    started = time.monotonic()
     try:
-        ask("interrupted", timeout=30)
+        ask("interrupted", timeout=100)
     except KeyboardInterrupt:
-        return {"interrupted after": time.monotonic() - started}
-    raise AssertionError("it waited for nothing and was not interrupted")
+        return True
+    return False
 
 
 def compile_programs(devices, rank):
@@ -110,13 +104,10 @@ def compile_programs(devices, rank):
     def lower(rows, gpu="H200"):
         split, whole = PartitionSpec("rows"), PartitionSpec()
         sharded = jax.shard_map(linear, mesh=mesh, in_specs=(split, whole, whole), out_specs=split)
+        shapes = [((4, rows, 128), split), ((1, 128, 256), whole), ((1, 1, 256), whole)]
         arrays = [
             jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-            for shape, spec in [
-                ((4, rows, 128), split),
-                ((1, 128, 256), whole),
-                ((1, 1, 256), whole),
-            ]
+            for shape, spec in shapes
         ]
         with jc.target(gpu):
             lowered = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",))

@@ -28,22 +28,11 @@ def block(g, x, w, v):
     return g.div(e, g.reduction(e, mode="ADD", out_dims=[4, 1, 16, 16]))
 
 
-@jc.graph
-def attention(g, q, k, v):
-    """Written out: two matmuls, with a softmax between them that is XLA's."""
-    s = g.mul(g.matmul(q, k), 0.125)
-    e = g.exp(g.sub(s, g.reduction(s, mode="MAX", out_dims=[2, 64, 1])))
-    p = g.div(e, g.reduction(e, mode="ADD", out_dims=[2, 64, 1])).set_data_type("bfloat16")
-    return g.gelu(g.matmul(p, v))
-
-
-def program(x, w, b, image, first, second, q, k, v):
-    convolved = block(image, first, second)
-    return dense(x, w, b), convolved, dense(x * 2, w, b), attention(q, k, v)
+def program(x, w, b, image, first, second):
+    return dense(x, w, b), block(image, first, second), dense(x * 2, w, b)
 
 
 SHAPES = [(1, 64, 128), (1, 128, 96), (1, 1, 96), (4, 16, 16, 16), (32, 16, 3, 3), (32, 32, 3, 3)]
-SHAPES += [(2, 64, 32), (2, 32, 64), (2, 64, 48)]
 
 
 class Counted(logging.Handler):
@@ -84,19 +73,9 @@ def main(how):
             "misses": hits.count("/jax/compilation_cache/cache_misses"),
             "results": [float(np.abs(np.asarray(y, np.float32)).mean()) for y in results],
         }
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    calls = text.count("custom_call @jax_cudnn")
-    print(
-        json.dumps(
-            {
-                "text": digest,
-                "calls": calls,
-                "built": counted.built,
-                "known": counted.known,
-                **found,
-            }
-        )
-    )
+    found["text"] = hashlib.sha256(text.encode()).hexdigest()
+    found["calls"] = text.count("custom_call @jax_cudnn")
+    print(json.dumps({"built": counted.built, "known": counted.known, **found}))
 
 
 if __name__ == "__main__":

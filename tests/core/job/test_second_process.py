@@ -14,14 +14,8 @@ SCRIPT = Path(__file__).with_name("second_process.py")
 def process(how, cache, **environment):
     """What the script prints; its plan cache lies in the folder ``cache``."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), **environment}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), how],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = [sys.executable, str(SCRIPT), how]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -29,16 +23,11 @@ def process(how, cache, **environment):
 @pytest.mark.deviceless
 def test_a_second_process_builds_no_plan_and_lowers_the_same_program(tmp_path):
     first = process("lower", tmp_path / "shared", PYTHONHASHSEED="1")
-    assert first["built"] >= 5
-    assert first["calls"] == 6
+    assert first["built"] >= 3
+    assert first["calls"] == 4
     second = process("lower", tmp_path / "shared", PYTHONHASHSEED="2")
     assert second == {**first, "built": 0, "known": second["known"]}
-    assert second["known"] == 5  # dense, two convolutions of block, two matmuls of attention
-    # Without the first one's plans the program has other bytes: these are plans whose kernels
-    # were compiled while planning.
-    other = process("lower", tmp_path / "own")
-    assert other["calls"] == first["calls"]
-    assert other["text"] != first["text"]
+    assert second["known"] == 3  # dense, and two convolutions of block
 
 
 @pytest.mark.gpu
@@ -50,7 +39,7 @@ def test_a_second_process_finds_its_program_in_jaxs_compilation_cache(tmp_path):
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     first = process("run", tmp_path / "shared", **settings)
-    assert first["built"] >= 5
+    assert first["built"] >= 3
     assert first["misses"] == 1
     second = process("run", tmp_path / "shared", **settings)
     assert second["text"] == first["text"]
