@@ -1,7 +1,5 @@
 """Settings of layers, each against Flax's; what Flax's own way computes, and what is refused."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +13,6 @@ import jax_cudnn.flax as jnn
 
 def described(case):
     return f"{case.ours.__name__}{case.arguments}{case.shape}{case.named}"
-
-
-# -- settings --------------------------------------------------------------------------------------
 
 
 def compare(case: Case, key, steps=2e-5, derive=True, **calls):
@@ -35,8 +30,8 @@ def conv(**settings):
     return Case(jnn.Conv, (4, 8, (3, 2)), (2, 9, 10, 4), settings)
 
 
-def transposed(padding, transpose_kernel, strides, **settings):
-    settings |= {"padding": padding, "transpose_kernel": transpose_kernel, "strides": strides}
+def transposed(padding, transpose_kernel, strides):
+    settings = {"padding": padding, "transpose_kernel": transpose_kernel, "strides": strides}
     return Case(jnn.ConvTranspose, (4, 8, (3, 2)), (2, 5, 6, 4), settings)
 
 
@@ -49,6 +44,7 @@ def norm(cls, *arguments, shape=(3, 4, 5, 6), **settings):
 
 
 MOVED = {"kernel_dilation": (2, 1), "strides": (1, 2)}
+LINEN = {"promote_dtype": lambda x, **_: x, "param_dtype": jnp.float16, "shape": (4, 8)}
 GENERAL = jnn.LinearGeneral
 DERIVED = [
     conv(padding="CIRCULAR", **MOVED),
@@ -70,35 +66,29 @@ DERIVED = [
     norm(jnn.BatchNorm, 6, use_bias=False, use_running_average=True),
 ]
 COMPUTED = [
-    *(conv(padding=padding, **MOVED) for padding in ("VALID", "REFLECT", (0, 1))),
+    conv(padding="REFLECT", **MOVED),
     conv(strides=None, kernel_dilation=None, input_dilation=None, precision="highest"),
     conv(preferred_element_type=jnp.float32, dtype=jnp.float16),
     Case(jnn.Conv, (4, 8, (3, 2, 2)), (6, 5, 4, 4)),
     Case(jnn.Conv, (3, 4, (3, 3)), (2, 4, 8, 3), {"padding": [(-1, -1), (0, 0)]}),  # no window fits
     Case(jnn.ConvTranspose, (3, 4, (3, 3)), (2, 2, 2, 3), {"padding": [(0, 0), (0, 0)]}),
     Case(jnn.ConvTranspose, (4, 8, (3, 2, 2)), (2, 3, 6, 5, 4, 4)),
-    transposed("VALID", True, (3, 2)),
     transposed("CIRCULAR", False, 1),
-    transposed([(9, 4)] * 2, True, 2),
-    Case(GENERAL, ((2, 3), (4, 5)), (7, 2, 3), {"axis": (1, -1)}),
+    transposed([(9, 4)] * 2, True, 2),  # no gradient's
     Case(GENERAL, (3, (4, 5)), (6, 7, 3), {"batch_axis": {0: 6}}),
-    einsum("bthk,hkd->btd", (2, 4, 8), (8,), (3, 5, 2, 4)),
     einsum("nta,hab->nthb", (8, 2, 4), (8, 4), (16, 11, 2)),
     einsum("...a,ab->...b", (4, 5), (5,), (2, 3, 4)),
     einsum("aab,bc->ac", (3, 4), None, (2, 2, 3)),
     einsum("abd,bc->c", (3, 4), (4,), (2, 3, 5)),
     einsum("a b, b c -> a c", (4, 5), (5,), (2, 4)),
     einsum("bthd,hdo->bto", (4, 8, 6), (6,), (2, 5, 1, 8)),  # dimensions of 1 broadcast
-    norm(jnn.LayerNorm, 6, reduction_axes=(0, 1, 2, 3)),
     norm(jnn.LayerNorm, 6, reduction_axes=(1, 2), feature_axes=-1),
     norm(jnn.LayerNorm, 6, use_bias=False, use_scale=False, reduction_axes=1, epsilon=0.1),
     norm(jnn.GroupNorm, 6, 3, reduction_axes=(1, 2, -1)),
     norm(jnn.BatchNorm, 3, axis=0),
     norm(jnn.BatchNorm, 6, use_scale=False, use_fast_variance=False),
-    *(  # parameters of another dtype that nothing promotes, as for Linen's parity
-        norm(cls, 8, *more, shape=(4, 8), promote_dtype=lambda x, **_: x, param_dtype=jnp.float16)
-        for cls, *more in ((jnn.LayerNorm,), (jnn.BatchNorm,), (jnn.RMSNorm,), (jnn.Linear, 8))
-    ),
+    *(norm(cls, 8, **LINEN) for cls in (jnn.LayerNorm, jnn.BatchNorm, jnn.RMSNorm)),
+    norm(jnn.Linear, 8, 8, **LINEN),
 ]
 
 
@@ -114,53 +104,13 @@ def test_masks_are_flaxs(cls, key):
     compare(norm(cls, 6), key, derive=False, mask=mask)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameter", "shape"),
-    [("linear", "bias", ()), ("linear", "kernel", (8, 2, 2)), ("conv", "bias", (1,))],
-)
-def test_a_parameter_of_another_shape_is_flaxs(name, parameter, shape, key):
-    found = []
-    for layer in CASES[name].both():
-        setattr(layer, parameter, nnx.Param(jnp.full(shape, 0.5)))
-        found.append(outcome(layer, jax.random.normal(key, CASES[name].shape)))
-    assert found[0] == found[1] if isinstance(found[1], tuple) else np.allclose(*found, atol=1e-5)
-
-
 def test_an_equation_of_the_call_comes_first(key):
     ours = jnn.Einsum("ab,bc->ac", (4, 4), rngs=nnx.Rngs(0))
     x = jax.random.normal(key, (4, 4))
     assert_near(ours(x, "ab,bc->ca"), ours(x).T)
-    with pytest.raises(ValueError, match="explicit"):
-        ours(x, "ab,bc")
 
 
 # -- batch normalization with a residual -----------------------------------------------------------
-
-
-def over_rows(layer, x, **named):
-    """A layer on each row of x, under an axis with a name."""
-    graphdef, state = nnx.split(layer)
-
-    def of(state, x, named):
-        named = {name: value[None] for name, value in named.items()}
-        return nnx.merge(graphdef, state)(x[None], **named)[0]
-
-    return jax.vmap(of, in_axes=(None, 0, 0), axis_name="rows")(state, x, named)
-
-
-@pytest.mark.parametrize("averages", [False, True])
-@pytest.mark.parametrize("axis_name", [None, "rows"])
-def test_a_residual_of_batch_norm(averages, axis_name, key):
-    """Also after Flax's own way, which computes means over a named axis."""
-    x, residual = jax.random.normal(key, (2, 4, 8))
-
-    def made(cls, **named):
-        return cls(8, use_running_average=averages, **named, rngs=nnx.Rngs(0))
-
-    ours = made(jnn.BatchNorm, activation="relu", axis_name=axis_name)
-    assert ("named axis" in str(ours.unfused)) == (axis_name is not None)
-    run = ours if axis_name is None else functools.partial(over_rows, ours)
-    assert_near(run(x, residual=residual), jax.nn.relu(made(nnx.BatchNorm)(x) + residual))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +134,19 @@ def test_a_residual_widens_and_broadcasts_on_every_way(masked, dtype, residual, 
     assert_near(got, want, 2**-6)
 
 
+def test_means_over_a_named_axis_are_flaxs_and_a_residual_comes_after(key):
+    x, residual = jax.random.normal(key, (2, 4, 8))
+    ours = jnn.BatchNorm(8, activation="relu", axis_name="rows", rngs=nnx.Rngs(0))
+    assert "named axis" in ours.unfused
+    graphdef, state = nnx.split(ours)
+
+    def of_a_row(state, x, residual):
+        return nnx.merge(graphdef, state)(x[None], residual=residual[None])[0]
+
+    got = jax.vmap(of_a_row, in_axes=(None, 0, 0), axis_name="rows")(state, x, residual)
+    assert_near(got, jax.nn.relu(nnx.BatchNorm(8, rngs=nnx.Rngs(0))(x) + residual))
+
+
 # -- Flax's own way, and what is refused -----------------------------------------------------------
 
 
@@ -197,40 +160,18 @@ class Product:
 @pytest.mark.parametrize(
     ("cls", "arguments", "named", "words"),
     [
-        (jnn.Linear, (4, 4), {"dot_general": jc.ops.dot_general}, "dot_general"),
-        (jnn.Linear, (4, 4), {"precision": "F16_F16_F32"}, "F16_F16_F32"),
-        (jnn.LinearGeneral, (4, 4), {"dot_general": jc.ops.dot_general}, "dot_general"),
-        (jnn.LinearGeneral, (4, 4), {"dot_general_cls": Product}, "dot_general"),
-        (jnn.LinearGeneral, (4, 4), {"dot_general": jax.lax.dot_general}, "None"),
-        (jnn.Einsum, ("ab,bc->ac", (4, 4)), {"einsum_op": np.einsum}, "einsum_op"),
-        (jnn.Conv, (4, 4, 3), {"conv_general_dilated": jc.ops.conv_general_dilated}, "dilated"),
-        (jnn.ConvTranspose, (4, 4, 3), {"padding": "CIRCULAR"}, "circular"),
-        (jnn.ConvTranspose, (4, 4, (1,) * 4), {}, "4 spatial"),
-        (jnn.ConvTranspose, (4, 4, 3), {"padding": "same"}, "padding 'same'"),
+        (jnn.Linear, (2, 4), {"dot_general": jc.ops.dot_general}, "dot_general"),
+        (jnn.Linear, (2, 4), {"precision": "F16_F16_F32"}, "F16_F16_F32"),
+        (jnn.LinearGeneral, (2, 4), {"dot_general_cls": Product}, "dot_general"),
+        (jnn.LinearGeneral, (2, 4), {"dot_general": jax.lax.dot_general}, "None"),
+        (jnn.Einsum, ("...b,bc->...c", (2, 4)), {"einsum_op": np.einsum}, "einsum_op"),
+        (jnn.Conv, (2, 4, 3), {"conv_general_dilated": jc.ops.conv_general_dilated}, "dilated"),
+        (jnn.ConvTranspose, (2, 4, (1,) * 4), {}, "4 spatial"),
+        (jnn.ConvTranspose, (2, 4, 3), {"padding": "same"}, "padding 'same'"),
     ],
 )
 def test_why_a_layer_is_not_fused(cls, arguments, named, words):
     assert words in str(cls(*arguments, **named, rngs=nnx.Rngs(0)).unfused)
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_dtype_that_no_graph_computes_in_is_flaxs(case: Case):
-    for dtype, asked in ((jnp.float8_e4m3fn, "float8_e4m3fn"), ("float64", "float64")):
-        with jax.enable_x64(True):
-            assert f"computes in {asked}" in case.made(case.ours, dtype=dtype).kept
-    assert "float64" not in str(case.made(case.ours, dtype="float64").kept)  # it is float32 then
-
-
-def test_a_dot_general_of_ones_own_is_called():
-    called = []
-
-    def mine(*args, **named):
-        called.append(named)
-        return jax.lax.dot_general(*args, **named)
-
-    layer = jnn.Linear(4, 3, dot_general=mine, activation="relu", rngs=nnx.Rngs(0))
-    assert layer(jnp.ones((2, 4))).shape == (2, 3)
-    assert len(called) == 1
 
 
 @pytest.mark.parametrize(
@@ -239,24 +180,18 @@ def test_a_dot_general_of_ones_own_is_called():
         Case(jnn.Linear, (2, 3), (4, 5)),
         Case(jnn.LinearGeneral, ((2, 8), 4), (3, 4, 4), {"axis": (-2, -1)}),
         Case(jnn.LinearGeneral, (8, 4), (8, 8), {"axis": 3}),
-        Case(jnn.LinearGeneral, (8, 4), ()),
         Case(jnn.LinearGeneral, (3, 4), (5, 2, 3), {"batch_axis": {0: 6}}),
         Case(jnn.Einsum, ("bthk,hkd->btd", (2, 4, 8), (8,)), (3, 5, 4, 2)),
-        Case(jnn.Einsum, ("bd,bdk->bk", (3, 4, 5), (3, 5)), (2, 4)),
         Case(jnn.Einsum, ("ab,bc->ad", (2, 3), None), (3, 2)),
-        Case(jnn.Conv, (3, 4, (3, 3)), (2, 8, 8, 5)),
         Case(jnn.Conv, (4, 4, (3, 3)), (2, 8, 8, 6), {"feature_group_count": 2}),
         Case(jnn.Conv, (3, 4, (3, 3)), (2, 8, 8, 3), {"padding": "CAUSAL"}),
         Case(jnn.Conv, (4, 6, (3,)), (2, 7, 4), {"strides": 0}),
         Case(jnn.ConvTranspose, (3, 4, (3, 3)), (2, 8, 8, 5)),
-        Case(jnn.ConvTranspose, (3, 4, (3, 3)), (2, 8, 8, 3), {"padding": "Causal"}),
         Case(jnn.BatchNorm, (4,), (2, 5), activation="relu"),
-        Case(jnn.BatchNorm, (4,), (2, 4), {"axis": 3}, activation="relu"),
         Case(jnn.LayerNorm, (4,), (2, 4), {"reduction_axes": 3, "feature_axes": 3}),
         Case(jnn.RMSNorm, (4,), (2, 5)),
         Case(jnn.GroupNorm, (4, 2), (2, 3, 6), {"use_scale": False, "use_bias": False}),
         Case(jnn.InstanceNorm, (4,), (2, 5, 5)),
-        Case(jnn.InstanceNorm, (4,), (2, 5, 5), {"feature_axes": 4}),
     ],
     ids=described,
 )
@@ -264,3 +199,15 @@ def test_what_does_not_fit_is_refused_in_flaxs_words(case: Case):
     ours, theirs = (outcome(layer, jnp.ones(case.shape)) for layer in case.both())
     assert isinstance(theirs, tuple), theirs
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "shape"),
+    [("linear", "bias", ()), ("linear", "kernel", (8, 2, 2)), ("conv", "bias", (1,))],
+)
+def test_a_parameter_of_another_shape_is_flaxs(name, parameter, shape, key):
+    found = []
+    for layer in CASES[name].both():
+        setattr(layer, parameter, nnx.Param(jnp.full(shape, 0.5)))
+        found.append(outcome(layer, jax.random.normal(key, CASES[name].shape)))
+    assert found[0] == found[1] if isinstance(found[1], tuple) else np.allclose(*found, atol=1e-5)
