@@ -38,27 +38,54 @@ def as_tokens(x):
     return jnp.swapaxes(x, 1, 2).reshape(B * S, x.shape[1], x.shape[3])
 
 
-def declared(g, name, heads, dtype="float32"):
-    return g.tensor(
-        name=name, dim=[B, heads, S, D], stride=strides(heads, D), data_type=dtype
-    ).set_ragged_offset(g.tensor(name=f"{name} begins", dim=[B + 1, 1, 1, 1], data_type="int32"))
+def integers(g, name, *dim, kind="int32"):
+    dim = [*dim, 1, 1, 1][:4]
+    return g.tensor(name=name, dim=dim, stride=[dim[2], dim[2], 1, 1], data_type=kind)
+
+
+def declared(g, name, heads, kind="float32", of_integers="int32"):
+    """An array of packed tokens, and where each sequence begins."""
+    begins = integers(g, f"{name} begins", B + 1, kind=of_integers)
+    array = g.tensor(name=name, dim=[B, heads, S, D], stride=strides(heads, D), data_type=kind)
+    return array.set_ragged_offset(begins), begins
+
+
+def write_packed(g, kind, of_integers, stats=False):
+    """Attention of packed tokens, in a Graph or a pygraph."""
+    kinds = kind, of_integers
+    (q, begins), (k, _), (v, _) = (
+        declared(g, name, n, *kinds) for name, n in (("q", H), ("k", N), ("v", N))
+    )
+    names = "seq_len_q", "seq_len_kv"
+    lengths = {name: integers(g, name, B, kind=of_integers) for name in names}
+    o, total = g.sdpa(q=q, k=k, v=v, **OPTIONS, is_inference=not stats, **lengths, name="sdpa")
+    o.set_output(True).set_name("o").set_dim([B, H, S, D]).set_stride(strides(H, D))
+    o.set_data_type(kind).set_ragged_offset(begins)
+    if stats:
+        begins = integers(g, "stats begins", B + 1)
+        total.set_output(True).set_name("stats").set_ragged_offset(begins)
 
 
 def forward(dtype="float32", stats=True):
-    """A Graph of packed attention, called with a dictionary."""
     with jc.Graph() as g:
-        q, k, v = (declared(g, n, h, dtype) for n, h in (("q", H), ("k", N), ("v", N)))
-        lengths = {
-            name: g.tensor(name=name, dim=[B, 1, 1, 1], data_type="int32")
-            for name in ("seq_len_q", "seq_len_kv")
-        }
-        o, total = g.sdpa(q=q, k=k, v=v, **OPTIONS, is_inference=not stats, **lengths, name="sdpa")
-        o.set_output(True).set_name("o").set_dim([B, H, S, D]).set_stride(strides(H, D))
-        o.set_data_type(dtype).set_ragged_offset(q.get_ragged_offset())
-        if stats:
-            begins = g.tensor(name="stats begins", dim=[B + 1, 1, 1, 1], data_type="int32")
-            total.set_output(True).set_name("stats").set_ragged_offset(begins)
+        write_packed(g, dtype, "int32", stats)
     return g
+
+
+def carried_over(write, *options):
+    """The same as a pygraph."""
+    cudnn = frontend.load()
+    g = cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT)
+    write(g, cudnn.data_type.FLOAT, cudnn.data_type.INT32, *options)
+    return jc.from_pygraph(g)
+
+
+def without_stats():
+    return forward(stats=False)
+
+
+def of_pygraph():
+    return carried_over(write_packed)
 
 
 def operands(dtype="float32", **changed):
@@ -88,9 +115,10 @@ def plain(q, k, v, **options):
     )
 
 
-@pytest.mark.parametrize("stats", [True, False])
-def test_packed_tokens_have_the_results_and_derivatives_of_ops(stats):
-    graph = forward(stats=stats)
+@pytest.mark.deviceless
+@pytest.mark.parametrize("make", [forward, without_stats, of_pygraph])
+def test_packed_tokens_have_the_results_and_derivatives_of_ops(make):
+    graph = make()
     given = of(graph, operands())
 
     def loss(q, k, v):
@@ -103,7 +131,7 @@ def test_packed_tokens_have_the_results_and_derivatives_of_ops(stats):
     )
     o, total = plain(*packed, return_residual=True)
     np.testing.assert_allclose(as_tokens(results["sdpa::O"]), o, rtol=1e-5, atol=1e-6)
-    if stats:
+    if make is forward:
         np.testing.assert_allclose(as_tokens(results["sdpa::Stats"])[..., 0], total, rtol=1e-5)
     want = jax.jit(jax.grad(lambda *x: (plain(*x) ** 2).sum(), (0, 1, 2)))(*packed)
     for ours, theirs in zip(got, want, strict=True):
@@ -113,7 +141,8 @@ def test_packed_tokens_have_the_results_and_derivatives_of_ops(stats):
 def test_gradients_of_packed_tokens_as_a_graph():
     with jc.Graph() as g:
         heads = {"q": H, "k": N, "v": N, "o": H, "dO": H}
-        arrays = {name: declared(g, name, n) for name, n in heads.items()}
+        both = {name: declared(g, name, n) for name, n in heads.items()}
+        arrays = {name: array for name, (array, _) in both.items()}
         arrays["dO"].set_ragged_offset(arrays["o"].get_ragged_offset())
         stats = g.tensor(name="stats", dim=[B, H, S, 1], stride=strides(H, 1), data_type="float32")
         stats.set_ragged_offset(offsets(H))
@@ -177,21 +206,29 @@ TABLE = jax.random.permutation(KEY, P)[: B * PAGES].reshape(B, PAGES).astype(jnp
 KEYS = jnp.array([7, 16, 1], jnp.int32)
 
 
-def paged(queries, dtype="float32", one_length=False):
+def write_paged(g, kind, of_integers, queries, one_length=False):
+    """Attention over pages, in a Graph or a pygraph."""
+    q = g.tensor(
+        name="q", dim=[B, H, queries, D], stride=[H * queries * D, queries * D, D, 1],
+        data_type=kind,
+    )  # fmt: skip
+    shape = {"dim": [P, N, U, D], "stride": [N * U * D, U * D, D, 1], "data_type": kind}
+    k, v = (g.tensor(name=name, **shape) for name in "kv")
+    tables = [integers(g, f"t{name}", B, 1, PAGES, kind=of_integers) for name in "kv"]
+    lengths = [integers(g, f"l{name}", B, kind=of_integers) for name in "qk"]
+    o, stats = g.sdpa(
+        q=q, k=k, v=v, attn_scale=0.3, is_inference=True, use_padding_mask=True,
+        seq_len_q=lengths[0], seq_len_kv=lengths[0 if one_length else 1],
+        paged_attention_k_table=tables[0], paged_attention_v_table=tables[1],
+        paged_attention_max_seq_len_kv=PAGES * U, name="decode",
+    )  # fmt: skip
+    assert stats is None
+    o.set_output(True).set_data_type(kind)
+
+
+def paged(queries, dtype="float32", **options):
     with jc.Graph() as g:
-        q = g.tensor(name="q", dim=[B, H, queries, D], data_type=dtype)
-        k, v = (g.tensor(name=name, dim=[P, N, U, D], data_type=dtype) for name in "kv")
-        tables = [g.tensor(name=f"t{n}", dim=[B, 1, PAGES, 1], data_type="int32") for n in "kv"]
-        lengths = [g.tensor(name=f"l{n}", dim=[B, 1, 1, 1], data_type="int32") for n in "qk"]
-        lengths = [lengths[0]] * 2 if one_length else lengths
-        o, stats = g.sdpa(
-            q=q, k=k, v=v, attn_scale=0.3, is_inference=True, use_padding_mask=True,
-            seq_len_q=lengths[0], seq_len_kv=lengths[1],
-            paged_attention_k_table=tables[0], paged_attention_v_table=tables[1],
-            paged_attention_max_seq_len_kv=PAGES * U, name="decode",
-        )  # fmt: skip
-        assert stats is None
-        o.set_output(True).set_data_type(dtype)
+        write_paged(g, dtype, "int32", queries, **options)
     return g
 
 
@@ -206,18 +243,19 @@ def pages(queries, dtype="float32"):
     return {**arrays, "tk": table, "tv": table, "lq": lengths, "lk": KEYS.reshape(-1, 1, 1, 1)}
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-def test_pages_are_those_of_ops(queries):
-    given = pages(queries)
-    want = jc.ops.paged_dot_product_attention(
-        jnp.swapaxes(given["q"], 1, 2), given["k"], given["v"], TABLE,
-        key_value_seq_lengths=KEYS, heads_first=True, scale=0.3,
-    )  # fmt: skip
-    for table in (given["tk"], given["tk"] + 0):
-        got = jax.jit(paged(queries))({**given, "tk": table})["decode::O"]
+@pytest.mark.deviceless
+def test_pages_are_those_of_ops():
+    graphs = (paged(1), 1), (paged(3), 3), (carried_over(write_paged, 1), 1)
+    for graph, queries in graphs:
+        given = pages(queries)
+        want = jc.ops.paged_dot_product_attention(
+            jnp.swapaxes(given["q"], 1, 2), given["k"], given["v"], TABLE,
+            key_value_seq_lengths=KEYS, heads_first=True, scale=0.3,
+        )  # fmt: skip
+        got = jax.jit(graph)(given)["decode::O"]
         np.testing.assert_allclose(jnp.swapaxes(got, 1, 2), want, rtol=1e-5, atol=1e-6)
-    beyond = paged(queries)({**given, "tk": given["tk"] + P, "tv": given["tv"] - P})["decode::O"]
-    assert jnp.isfinite(beyond).all()
+        beyond = graph({**given, "tk": given["tk"] + P, "tv": given["tv"] - P})["decode::O"]
+        assert jnp.isfinite(beyond).all()
 
 
 def test_one_tensor_of_both_lengths_keeps_the_bounds_of_both():
@@ -263,69 +301,14 @@ def computed(g, q, k, v, lengths):
 def test_what_packed_tokens_are_not_for(build, words):
     def graph():
         with jc.Graph() as g:
-            q, k, v = (declared(g, n, h) for n, h in (("q", H), ("k", N), ("v", N)))
-            names = ("seq_len_q", "seq_len_kv")
-            lengths = {n: g.tensor(name=n, dim=[B, 1, 1, 1], data_type="int32") for n in names}
-            build(g, q, k, v, lengths)
+            q, k, v = (declared(g, n, h)[0] for n, h in (("q", H), ("k", N), ("v", N)))
+            build(g, q, k, v, {n: integers(g, n, B) for n in ("seq_len_q", "seq_len_kv")})
 
     with pytest.raises(jc.GraphError, match=words):
         graph()
 
 
-# -- the frontend's graphs, plans, the GPU ---------------------------------------------------------
-
-
-@pytest.fixture
-def pygraph(cudnn):
-    return cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT)
-
-
-@pytest.fixture
-def cudnn():
-    return frontend.load()
-
-
-@pytest.mark.deviceless
-def test_pygraphs_of_packed_tokens(cudnn, pygraph):
-    integer = {"data_type": cudnn.data_type.INT32}
-
-    def ints(name, count):
-        return pygraph.tensor(name=name, dim=[count, 1, 1, 1], stride=[1, 1, 1, 1], **integer)
-
-    arrays, begins = {}, {}
-    for name, heads in (("q", H), ("k", N), ("v", N)):
-        begins[name] = ints(f"{name} begins", B + 1)
-        arrays[name] = pygraph.tensor(name=name, dim=[B, heads, S, D], stride=strides(heads, D))
-        arrays[name].set_ragged_offset(begins[name])
-    lengths = {name: ints(name, B) for name in ("seq_len_q", "seq_len_kv")}
-    o, _ = pygraph.sdpa(**arrays, **lengths, **OPTIONS, is_inference=True, name="sdpa")
-    o.set_output(True).set_dim([B, H, S, D]).set_stride(strides(H, D))
-    o.set_ragged_offset(begins["q"])
-    graph = jc.from_pygraph(pygraph)
-    got = graph(of(graph, operands()))
-    want = plain(tokens(H), tokens(N, seed=1), tokens(N, seed=2))
-    np.testing.assert_allclose(as_tokens(got["sdpa::O"]), want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.deviceless
-def test_pygraphs_of_pages(cudnn, pygraph):
-    def ints(name, count):
-        shape = {"dim": [B, 1, count, 1], "stride": [count, count, 1, 1]}
-        return pygraph.tensor(name=name, **shape, data_type=cudnn.data_type.INT32)
-
-    q = pygraph.tensor(name="q", dim=[B, H, 1, D], stride=[H * D, D, D, 1])
-    shape = {"dim": [P, N, U, D], "stride": [N * U * D, U * D, D, 1]}
-    k, v = (pygraph.tensor(name=name, **shape) for name in "kv")
-    o, _ = pygraph.sdpa(
-        q=q, k=k, v=v, attn_scale=0.3, is_inference=True, use_padding_mask=True,
-        seq_len_q=ints("lq", 1), seq_len_kv=ints("lk", 1),
-        paged_attention_k_table=ints("tk", PAGES), paged_attention_v_table=ints("tv", PAGES),
-        paged_attention_max_seq_len_kv=PAGES * U, name="decode",
-    )  # fmt: skip
-    o.set_output(True)
-    given = pages(1)
-    got = jc.from_pygraph(pygraph)(given)["decode::O"]
-    np.testing.assert_allclose(got, paged(1)(given)["decode::O"], rtol=1e-6)
+# -- plans, the GPU --------------------------------------------------------------------------------
 
 
 @pytest.mark.deviceless
