@@ -68,9 +68,6 @@ def engines(function, *avals):
         return jc.plan(function, *avals).engine
 
 
-# -- the choice ------------------------------------------------------------------------------------
-
-
 def test_by_default_a_graph_without_an_engine_is_cut(built):
     text = lowered(two, IMAGE, WEIGHT)
     assert calls(text) == 2
@@ -87,26 +84,17 @@ def test_cudnn_is_one_plan_or_an_error(built):
     assert calls(lowered(one.with_options(implementation="cudnn"), IMAGE, WEIGHT)) == 1
 
 
-def test_xla_plans_nothing_and_needs_no_gpu(built):
+def test_xla_plans_nothing_needs_no_gpu_and_takes_symbolic_dimensions(built):
     plain = one.with_options(implementation="xla")
     traced = jax.jit(lambda x, w: plain(x, w)).trace(IMAGE, WEIGHT)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert calls(text) == 0
+    assert (calls(text), built) == (0, [])
     assert "stablehlo.convolution" in text
-    assert built == []
-
-
-def test_xla_takes_symbolic_dimensions_for_cuda(built):
     rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 8"), jnp.float32)
+    relu = jc.graph(lambda g, x: g.relu(x))
     with jc.implementation("xla"):
-        exported = jax.export.export(
-            jax.jit(lambda x: jc.graph(lambda g, x: g.relu(x))(x)), platforms=("cuda",)
-        )(rows)
+        exported = jax.export.export(jax.jit(lambda x: relu(x)), platforms=("cuda",))(rows)
     assert exported.platforms == ("cuda",)
-    with pytest.raises(jc.GraphError, match="symbolic"):
-        jax.export.export(
-            jax.jit(lambda x: jc.graph(lambda g, x: g.relu(x))(x)), platforms=("cuda",)
-        )(rows)
 
 
 def test_the_context_is_part_of_jaxs_cache_keys(built):
@@ -130,27 +118,22 @@ def test_an_argument_comes_before_the_context(built):
             lowered(two, IMAGE, WEIGHT)
 
 
-def test_the_context_decorates(built):
-    @jc.implementation("xla")
-    def plain(x, w):
-        return two(x, w)
-
-    assert calls(lowered(plain, IMAGE, WEIGHT)) == 0
-
-
 def test_who_runs_a_graph_does_not_make_another_plan_of_it(built):
     for name in ("cudnn", "split"):
         assert calls(lowered(one.with_options(implementation=name), IMAGE, WEIGHT)) == 1
     assert len(built) == 1
+    decorated = jc.implementation("xla")(lambda x, w: two(x, w))
+    assert calls(lowered(decorated, IMAGE, WEIGHT)) == 0
+    with pytest.raises(jc.UnsupportedGraphError, match="no engine"):  # it is not cut
+        lowered(two.with_options(engine=3), IMAGE, WEIGHT)
 
 
-@pytest.mark.parametrize("name", ["auto", "CUDNN", None, 3])
-def test_unknown_names_are_refused_with_the_known_ones(name):
-    with pytest.raises(jc.GraphError, match="'cudnn', 'split', 'xla'"):
-        jc.implementation(name)
-    if name is not None:
-        with pytest.raises(jc.GraphError, match="unknown implementation"):
-            two.with_options(implementation=name)
+def test_unknown_names_are_refused_with_the_known_ones():
+    for name in ("CUDNN", None, 3):
+        with pytest.raises(jc.GraphError, match="'cudnn', 'split', 'xla'"):
+            jc.implementation(name)
+    with pytest.raises(jc.GraphError, match="unknown implementation"):
+        two.with_options(implementation="auto")
 
 
 @pytest.mark.parametrize("operation", ["conv", "conv_transpose", "matmul"])
@@ -167,19 +150,6 @@ def test_operations_take_it_as_an_argument(built, operation):
         function(x, w, implementation="torch")
 
 
-@pytest.mark.parametrize("name", ["cudnn", "split", "xla"])
-def test_results_on_a_cpu_do_not_depend_on_it(name):
-    x = jax.random.normal(jax.random.key(0), IMAGE.shape, IMAGE.dtype)
-    w = jax.random.normal(jax.random.key(1), WEIGHT.shape, WEIGHT.dtype)
-    got = jax.jit(two.with_options(implementation=name))(x, w)
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(two(x, w), np.float32))
-
-
-def test_a_graph_with_a_named_engine_is_not_cut(built):
-    with pytest.raises(jc.UnsupportedGraphError, match="no engine"):
-        lowered(two.with_options(engine=3), IMAGE, WEIGHT)
-
-
 def test_determinism_is_not_promised_for_what_xla_was_not_asked(built, monkeypatch):
     @jc.graph(deterministic=True)
     def gradients(g, loss, x):
@@ -192,9 +162,6 @@ def test_determinism_is_not_promised_for_what_xla_was_not_asked(built, monkeypat
     assert calls(lowered(gradients.with_options(deterministic=False), IMAGE, IMAGE)) == 0
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_exclude_nondeterministic_ops=true")
     assert calls(lowered(gradients, IMAGE, IMAGE)) == 0
-
-
-# -- measured losses -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -213,18 +180,11 @@ def test_split_leaves_measured_losses_to_xla_and_says_so(built, lossy, caplog):
         plan = jc.plan(one, IMAGE, WEIGHT)
     assert plan.engine == "XLA"  # no part of it is tried: nothing is measured of parts
     assert "conv_fprop + epilogue" in str(plan.explain())
-    assert "50%" in str(plan.explain())
     assert any("one: XLA runs" in m and "faster" in m for m in caplog.messages)
-
-
-def test_cudnn_does_not_look_at_measured_losses(built, lossy):
+    with jc.target("A100"):  # of which nothing is measured
+        assert jc.plan(one, IMAGE, WEIGHT).engine == "eng0"
     with jc.implementation("cudnn"):
         assert engines(one, IMAGE, WEIGHT) == "eng0"
-
-
-def test_losses_of_one_architecture_are_not_anothers(built, lossy):
-    with jc.target("A100"):
-        assert jc.plan(one, IMAGE, WEIGHT).engine == "eng0"
 
 
 def test_a_product_and_its_bias_are_given_to_xla_as_its_library_takes_them(built, monkeypatch):
@@ -240,40 +200,27 @@ def test_a_product_and_its_bias_are_given_to_xla_as_its_library_takes_them(built
     assert built == [["matmul", "add", "relu"]]
 
 
-# -- what is said ----------------------------------------------------------------------------------
-
-
-def test_explain_says_what_runs_where_and_why(built):
+def test_explain_says_what_runs_where_and_why(built, caplog):
+    caplog.set_level(logging.DEBUG, "jax_cudnn")
     with jc.target("H200"):
         plan = jc.plan(two, IMAGE, WEIGHT)
+        of_xla = str(jc.plan(shifted, IMAGE).explain())
     data = json.loads(json.dumps(plan.explain().to_json()))
     assert (data["name"], data["gpu"], data["implementation"]) == ("two", "H200", "split")
-    assert [s["operations"] for s in data["segments"]] == [
-        ["conv_fprop.0", "relu.0"],
-        ["conv_fprop.1", "sigmoid.0"],
+    assert [(s["operations"], s["runs_on"]) for s in data["segments"]] == [
+        (["conv_fprop.0", "relu.0"], "cuDNN"),
+        (["conv_fprop.1", "sigmoid.0"], "cuDNN"),
     ]
-    assert [s["runs_on"] for s in data["segments"]] == ["cuDNN", "cuDNN"]
     pixels = 4 * 16 * 10 * 10
-    assert data["cut_bytes"] == pixels * 2
-    assert data["segments"][0]["writes_bytes"] == pixels * 2
+    assert data["cut_bytes"] == data["segments"][0]["writes_bytes"] == pixels * 2
     assert data["segments"][0]["reads_bytes"] == (pixels + 16 * 16 * 9) * 2
-    text = str(plan.explain())
-    assert "2 segments" in text
-    assert "engine eng0 of 3 candidates, 64 bytes of workspace" in text
-
-
-def test_explain_gives_the_reason_for_what_is_xlas(built):
-    with jc.target("H200"):
-        text = str(jc.plan(shifted, IMAGE).explain())
-    assert "1. XLA: reduction.0, sub.0" in text
-    assert "computed in the graph" in text  # and then broadcast: cuDNN reads it out of bounds
-
-
-def test_explaining_changes_nothing(built):
-    with jc.target("H200"):
-        plan = jc.plan(two, IMAGE, WEIGHT)
+    assert "2 segments" in str(plan.explain())
+    assert "1. XLA: reduction.0, sub.0" in of_xla
+    assert "computed in the graph" in of_xla  # and then broadcast: cuDNN reads it out of bounds
     plan.explain().to_json()["segments"].clear()
     assert len(plan.explain().to_json()["segments"]) == 2
+    assert "two: cut in 2 segments" in caplog.text
+    assert "shifted: XLA runs" in caplog.text
 
 
 def test_a_plan_in_several_segments(built):
@@ -290,44 +237,26 @@ def test_a_plan_in_several_segments(built):
     assert "eng0 + eng0 for H200" in repr(plan)
 
 
-def test_cuts_and_leftovers_are_in_the_debug_log(built, caplog):
-    caplog.set_level(logging.DEBUG, "jax_cudnn")
-    lowered(two, IMAGE, WEIGHT)
-    lowered(shifted, IMAGE)
-    assert "two: cut in 2 segments" in caplog.text
-    assert "shifted: XLA runs" in caplog.text
-
-
 def test_planning_that_takes_long_is_said_while_it_lasts(built, caplog, monkeypatch):
-    monkeypatch.setattr(progress, "_SILENT", 0.2)
-    fast, told = planner._build, []
+    monkeypatch.setattr(progress, "_SILENT", 0.05)
+    told, tell, fast = threading.Semaphore(0), progress._Program.tell, planner._build
+    monkeypatch.setattr(progress._Program, "tell", lambda *of: (tell(*of), told.release()))
 
     def slow(spec, site):
-        threading.Event().wait(0.3)
-        told.append(sum("planning for cuDNN" in text for text in caplog.messages))
+        assert told.acquire(timeout=20)
         return fast(spec, site)
 
     monkeypatch.setattr(planner, "_build", slow)
     lowered(lambda x, w: (one(x, w), two(x, w)), IMAGE, WEIGHT)
-    assert told[0] == 1  # before the first plan was there
-    assert len(told) == 3  # a plan, a refusal, and a plan
     first, *_, last = [r for r in caplog.records if "planning for cuDNN" in r.getMessage()]
     assert first.levelname == "WARNING"
-    assert "0 graphs and parts of graphs in 0.2 s" in first.getMessage()
-    assert "now for one" in first.getMessage()
+    assert "0 graphs and parts of graphs in" in first.getMessage()
     assert "2 graphs and parts of graphs in" in last.getMessage()
     assert "now for two" in last.getMessage()
     caplog.clear()
-    lowered(lambda x, w: one(x, w) + 1, IMAGE, WEIGHT)  # another program: nothing is planned
+    monkeypatch.setattr(planner, "_build", fast)
+    lowered(lambda x, w: one(x * 2, w), IMAGE, WEIGHT)  # another program: nothing is planned
     assert "planning for cuDNN" not in caplog.text
-
-
-def test_short_planning_is_not_worth_a_line(built, caplog):
-    lowered(two, IMAGE, WEIGHT)
-    assert "planning for cuDNN" not in caplog.text
-
-
-# -- planning ahead --------------------------------------------------------------------------------
 
 
 def test_after_a_warmup_nothing_is_planned(built):
@@ -345,55 +274,17 @@ def test_after_a_warmup_nothing_is_planned(built):
     assert len(built) == 2
 
 
-def test_a_warmup_takes_what_jit_made(built):
+def test_a_warmup_takes_what_jit_made_and_plans_for_the_shapes_of_one_device(built):
     jitted = jax.jit(lambda x, n: one(x, jnp.ones(WEIGHT.shape, x.dtype)) * n, static_argnums=1)
-    with jc.target("H200"):
-        assert calls(jc.warmup(jitted, IMAGE, 3).as_text()) == 1
-    assert calls(jc.warmup(jitted, IMAGE, 3).as_text()) == 0  # lowered for this machine's CPU
-    with pytest.raises(jc.GraphTypeError, match="warmup takes a function"):
-        jc.warmup(3, IMAGE)
-
-
-def test_a_warmup_plans_for_the_shapes_of_one_device(built):
     mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = (jax.P("batch"), jax.P())
     local = jax.shard_map(one, mesh=mesh, in_specs=(rows, whole), out_specs=rows)
     with jc.target("H200"):
+        assert calls(jc.warmup(jitted, IMAGE, 3).as_text()) == 1
         assert "tensor<2x16x10x10xbf16>" in jc.warmup(local, IMAGE, WEIGHT).as_text()
-
-
-# -- with the real cuDNN ---------------------------------------------------------------------------
-
-
-@pytest.mark.deviceless
-def test_a_backward_graph_that_nobody_wrote_by_hand_is_cut():
-    """relu's backward feeds both gradients of a convolution: facts say cuDNN has no engine."""
-
-    @jc.graph
-    def backward(g, loss, y, x, w):
-        dy = g.relu_backward(loss, y).set_data_type("bfloat16")
-        dx = g.conv_dgrad(dy, w, padding=[1, 1], out_dims=[4, 16, 10, 10])
-        dw = g.conv_wgrad(x, dy, padding=[1, 1], out_dims=[16, 16, 3, 3])
-        return dx, dw, g.reduction(dy, mode="ADD", out_dims=[1, 16, 1, 1])
-
-    avals = (IMAGE, IMAGE, IMAGE, WEIGHT)
-    with jc.target("H200"):
-        plan = jc.plan(backward, *avals)
-        with pytest.raises(jc.UnsupportedGraphError):
-            jc.plan(backward.with_options(implementation="cudnn"), *avals)
-    anchors = [
-        {call.node.method for call in s.spec.calls} & {"conv_dgrad", "conv_wgrad"}
-        for s in plan.segments
-        if s.plan is not None
-    ]
-    assert anchors == [{"conv_dgrad"}, {"conv_wgrad"}]
-    assert calls(lowered(backward, *avals)) == 2
-    spec, operands = plan.spec, []
-    for i, tensor in enumerate(plan.spec.input_tensors):
-        key = jax.random.key(i)
-        operands.append(jax.random.normal(key, tensor.shape, tensor.dtype))
-    for got, tensor in zip(backward(*operands), spec.output_tensors, strict=True):
-        assert (got.shape, got.dtype.name) == (tensor.shape, tensor.dtype)
+    assert calls(jc.warmup(jitted, IMAGE, 3).as_text()) == 0  # lowered for this machine's CPU
+    with pytest.raises(jc.GraphTypeError, match="warmup takes a function"):
+        jc.warmup(3, IMAGE)
 
 
 @pytest.mark.deviceless
@@ -426,9 +317,6 @@ def test_what_crosses_from_one_part_of_xlas_to_another_is_rounded():
     assert "reduce_precision" in text
 
 
-# -- what XLA is given -----------------------------------------------------------------------------
-
-
 def test_products_of_16_bits_are_asked_of_xla_in_what_it_has_kernels_for():
     def traced(fn, *avals):
         return jc.graph(fn).trace(*avals)[1].spec
@@ -438,27 +326,21 @@ def test_products_of_16_bits_are_asked_of_xla_in_what_it_has_kernels_for():
     x = jax.random.normal(jax.random.key(0), IMAGE.shape, IMAGE.dtype)
     w = jax.random.normal(jax.random.key(1), WEIGHT.shape, WEIGHT.dtype) / 12
     for spec, products, kinds in (
-        (rounded, "", "(bf16, bf16) -> f32"),
-        (rounded, NARROW, "(bf16, bf16) -> bf16"),
-        (rounded, WIDE, "(f32, f32) -> f32"),
-        (fused, NARROW, "(bf16, bf16) -> f32"),  # relu reads it in float32
+        (rounded, "", ["bf16", "bf16", "f32"]),
+        (rounded, NARROW, ["bf16", "bf16", "bf16"]),
+        (rounded, WIDE, ["f32", "f32", "f32"]),
+        (fused, NARROW, ["bf16", "bf16", "f32"]),  # relu reads it in float32
     ):
         evaluated = jax.jit(functools.partial(evaluate, spec, products=products))
-        (line,) = [
-            line
-            for line in evaluated.lower(x, w).as_text().splitlines()
-            if "stablehlo.convolution(" in line
-        ]
-        types = re.findall(r"x(bf16|f32)>", line)
-        assert f"({types[0]}, {types[1]}) -> {types[2]}" == kinds
+        (line,) = re.findall(r"stablehlo.convolution\(.*", evaluated.lower(x, w).as_text())
+        assert re.findall(r"x(bf16|f32)>", line) == kinds
         (got,), (want,) = evaluated(x, w), evaluate(spec, x, w)
         assert got.dtype == want.dtype
-        np.testing.assert_allclose(
-            np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=1e-2, atol=1e-3
-        )
+        got, want = (np.asarray(y, np.float32) for y in (got, want))
+        np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_xla_keeps_the_roundings_inside_a_graph(dtype):
     """Left alone, its simplifier may leave out a conversion to a narrower float and back."""
 

@@ -1,8 +1,9 @@
 """A plan that runs by itself, as far as that shows without a GPU: programs, checks, words."""
 
+import contextlib
 import dataclasses
 import re
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -53,9 +54,6 @@ def calls(text):
     return [line for line in text.splitlines() if "stablehlo.custom_call @jax_cudnn" in line]
 
 
-# -- execute ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.deviceless
 def test_a_plan_is_the_same_program_as_its_function():
     made = plan(conv_bias_relu.function, *conv_bias_relu.avals)
@@ -66,11 +64,6 @@ def test_a_plan_is_the_same_program_as_its_function():
     (got,) = calls(lowered(execution.program(made), made))
     assert got.split("(", 1)[1].split(")", 1)[1] == want.split("(", 1)[1].split(")", 1)[1]
     assert execution.program(made) is execution.program(jc.Plan.deserialize(made.serialize()))
-
-
-@pytest.mark.deviceless
-def test_a_selected_candidate_is_what_runs():
-    made = plan(conv_bias_relu.function, *conv_bias_relu.avals)
     other = made.select(made.candidates.chosen - 1 if made.candidates.chosen else 1)
     (text,) = calls(lowered(execution.program(other), other))
     assert other.only.digest in text
@@ -78,40 +71,33 @@ def test_a_selected_candidate_is_what_runs():
 
 
 @pytest.mark.deviceless
-def test_without_a_gpu_it_says_what_to_do():
+def test_without_a_gpu_or_for_another_it_says_what_to_do(monkeypatch):
     made = plan(relu, X)
     x = jnp.ones(X.shape, X.dtype)
     for run in (made.execute, made.time, made.time_candidates, made.autotune):
         for device in (None, jax.devices("cpu")[0]):
-            with pytest.raises(jc.TargetError, match="executes on an NVIDIA GPU") as caught:
+            with pytest.raises(jc.TargetError, match="executes on an NVIDIA GPU"):
                 run(x, device=device)
-            assert "call the function itself" in str(caught.value)
+    monkeypatch.setattr(execution.compat, "is_cuda", lambda device: True)
+    with pytest.raises(jc.TargetError, match="for another GPU"):
+        made.execute(np.ones(X.shape, X.dtype))
 
 
 @pytest.mark.deviceless
 def test_arrays_that_do_not_fit_are_refused_in_words():
     made = plan(add, X, X)
     x = jnp.ones(X.shape, X.dtype)
-    with pytest.raises(jc.GraphError, match="not as many arrays") as caught:
+    with pytest.raises(jc.GraphError, match="not as many arrays"):
         made.execute(x)
-    assert "x: float32[64,128], y: float32[64,128]" in str(caught.value)
     for wrong in (x[:32], x.astype("bfloat16"), np.ones(X.shape), 3.0, [1.0]):
         with pytest.raises(jc.GraphError, match="'y' does not fit the plan"):
             made.execute(x, wrong)
-    with pytest.raises(jc.GraphTypeError, match=r"with_options\(\*\*plan\.pinned\)"):
+    with pytest.raises(jc.GraphTypeError, match="pinned"):
         jax.jit(made.execute)(x, x)
-
-
-@pytest.mark.deviceless
-def test_a_plan_of_another_gpu_is_refused_in_words(monkeypatch):
-    made = plan(relu, X)
-    monkeypatch.setattr(execution.compat, "is_cuda", lambda device: True)
-    with pytest.raises(jc.TargetError, match="for another GPU") as caught:
-        made.execute(np.ones(X.shape, X.dtype))
-    assert "NVIDIA H200" in str(caught.value)
-
-
-# -- in place --------------------------------------------------------------------------------------
+    with pytest.raises(jc.GraphTypeError, match="no device of JAX"):
+        made.execute(x, x, device="cuda:0")
+    with pytest.raises(jc.GraphTypeError, match="no dictionary"):
+        made.execute(x, x, in_place=[0])
 
 
 @pytest.mark.deviceless
@@ -134,22 +120,16 @@ def test_a_result_takes_an_operands_memory(pair):
 def test_what_cannot_run_in_place_is_refused_with_cudnns_rule():
     square = [jax.ShapeDtypeStruct((1, 64, 64), "float32")] * 2
     graphs = {
-        "graphs of one node": (plan(add_relu, X, X), {0: 0}),
-        "reads elements that it would have written": (plan(product, *square), {0: 0}),
+        "one node": (plan(add_relu, X, X), {0: 0}),
+        "would have written": (plan(product, *square), {0: 0}),
         "one shape and dtype": (plan(add, X, jax.ShapeDtypeStruct((1, 128), "float32")), {0: 1}),
-        "XLA copies them": (plan(relu, IMAGE), {0: 0}),
-        "a result lies in one operand's": (plan(add, X, X), {0: "x", "add.0::OUT_0": "y"}),
+        "XLA copies": (plan(relu, IMAGE), {0: 0}),
+        "one operand's": (plan(add, X, X), {0: "x", "add.0::OUT_0": "y"}),
+        "names no tensor": (plan(relu, X), {"y": "x"}),
     }
     for why, (made, pair) in graphs.items():
-        with pytest.raises(jc.GraphError, match="cannot run in place") as caught:
+        with pytest.raises(jc.GraphError, match=why):
             made.execute(in_place=pair)
-        assert why in str(caught.value)
-    with pytest.raises(jc.GraphError, match="names no tensor") as caught:
-        plan(relu, X).execute(in_place={"y": "x"})
-    assert "outputs: relu.0::OUT_0" in str(caught.value)
-
-
-# -- time ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.deviceless
@@ -189,20 +169,13 @@ def test_engines_without_native_cuda_graphs_are_refused_and_others_named():
     for call in (made.populate_cuda_graph, made.update_cuda_graph):
         with pytest.raises(jc.UnsupportedGraphError, match="no native CUDA graph") as caught:
             call(1, [], [])
-        assert NOTE in str(caught.value)
         assert str(able) in caught.value.fix
     read = jc.Plan.deserialize(made.serialize())
     with pytest.raises(jc.UnsupportedGraphError, match="command buffers"):
         read.populate_cuda_graph(1, [], [])
-
-
-@pytest.mark.deviceless
-def test_what_xla_does_around_a_plan_is_in_no_cuda_graph():
-    greater = jc.graph(lambda g, x, y: g.cmp_gt(x, y))
-    made = plan(greater, X, X, **NATIVE)
-    with pytest.raises(jc.UnsupportedGraphError, match="more than its kernels") as caught:
-        made.populate_cuda_graph(1, [], [])
-    assert "is converted" in str(caught.value)
+    greater = plan(jc.graph(lambda g, x, y: g.cmp_gt(x, y)), X, X, **NATIVE)
+    with pytest.raises(jc.UnsupportedGraphError, match="more than its kernels"):
+        greater.populate_cuda_graph(1, [], [])  # XLA converts its result
 
 
 @pytest.mark.deviceless
@@ -215,16 +188,21 @@ def test_cuda_graphs_need_a_gpu_and_arrays_that_fit(monkeypatch):
     for operands, results, words in (
         ([x], [x], "not as many operands"),
         ([x, x], [], "not as many results"),
-        ([x, x[:3]], [x], "'y' does not fit the plan"),
-        ([x, np.ones(X.shape, X.dtype)], [x], "'y' does not fit the plan"),
-        ([x, x], [x.astype("bfloat16")], "'add.0::OUT_0' does not fit the plan"),
-        ([x, True], [x], "'y' does not fit the plan"),
+        ([x, x[:3]], [x], "'y' does not fit"),
+        ([x, np.ones(X.shape, X.dtype)], [x], "'y' does not fit"),
+        ([x, x], [x.astype("bfloat16")], "'add.0::OUT_0' does not fit"),
+        ([x, True], [x], "'y' does not fit"),
     ):
         with pytest.raises(jc.GraphError, match=words):
             made.populate_cuda_graph(1, operands, results, x)
     for graph in (None, True, 1.0):
         with pytest.raises(jc.GraphTypeError, match="no CUDA graph"):
             made.populate_cuda_graph(graph, [x, x], [x], x)
+    own = dataclasses.replace(made.only, workspace_bytes=64)
+    made = dataclasses.replace(made, segments=(dataclasses.replace(made.segments[0], plan=own),))
+    for small in (None, x[0, :4], True):
+        with pytest.raises(jc.GraphError, match="the workspace is too small"):
+            made.populate_cuda_graph(1, [x, x], [x], small)
 
 
 def on_the_gpu(monkeypatch, array):
@@ -274,37 +252,14 @@ def test_addresses_of_arrays_elsewhere_are_not_recorded(monkeypatch):
     assert len(recorded) == 1
 
 
-@pytest.mark.deviceless
-def test_the_workspace_is_checked(monkeypatch):
-    made = plan(add, X, X, **NATIVE)
-    own = dataclasses.replace(made.only, workspace_bytes=64)
-    made = dataclasses.replace(made, segments=(dataclasses.replace(made.segments[0], plan=own),))
-    x = jnp.ones(X.shape, X.dtype)
-    on_the_gpu(monkeypatch, x)
-    for small in (None, x[0, :4], True):
-        with pytest.raises(jc.GraphError, match="the workspace is too small") as caught:
-            made.populate_cuda_graph(1, [x, x], [x], small)
-        assert "64 bytes" in str(caught.value)
-
-
-def test_what_is_no_device_and_no_dictionary_is_said_in_words():
-    with jc.target("H200"):
-        made = jc.plan(add.with_options(implementation="xla"), X, X)
-    x = jnp.ones(X.shape, X.dtype)
-    with pytest.raises(jc.GraphTypeError, match="device is no device of JAX") as caught:
-        made.execute(x, x, device="cuda:0")
-    assert 'jax.devices("cuda")[0]' in str(caught.value)
-    with pytest.raises(jc.GraphTypeError, match="in_place is no dictionary"):
-        made.execute(x, x, in_place=[0])
-
-
 def test_threads_share_a_call_site(monkeypatch):
-    made = []
+    made, both = [], threading.Barrier(2)
 
     class Slow:
         def JaxCudnnNewCallSite(self, *given):
             made.append(given)
-            time.sleep(0.2)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)  # for a second call, which must not come
             return len(made)
 
     own = ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 1)
