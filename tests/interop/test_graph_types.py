@@ -197,15 +197,6 @@ def test_an_epsilon_is_a_constant_if_a_number_and_an_operand_if_an_array():
         assert graph(x, scale, bias, np.float64(1e-3))[0].dtype == jnp.float32
 
 
-def test_results_that_a_node_has_not_are_none():
-    x, scale = jnp.ones((4, 32)), jnp.ones((1, 32))
-    with jc.Graph() as graph:
-        y, inv_var = graph.rmsnorm(x, scale, norm_forward_phase="INFERENCE", epsilon=1e-5)
-        y.set_output(True)
-    assert inv_var is None
-    assert len(graph.spec.outputs) == 1
-
-
 # -- options ---------------------------------------------------------------------------------------
 
 

@@ -102,16 +102,13 @@ def test_tensors_refer_to_themselves_and_are_found():
     assert (y.get_uid(), y.get_dim(), y.get_stride()) == (9, [4, 8], [8, 1])
     assert (y.get_data_type(), y.get_is_pass_by_value()) == (np.float32, False)
     assert [t.get_is_virtual() for t in (x, y, both)] == [False] * 3
-
-
-@pytest.mark.parametrize("uids", [(100, 1, 2), (2, 3, 1), (None, 1, 100)])
-def test_uids_that_are_given_stay(uids):
-    with jc.Graph(io_data_type="FLOAT") as graph:
-        made = [graph.tensor(name=n, dim=[2], uid=uid) for n, uid in zip("xyz", uids, strict=True)]
-        graph.add(graph.add(made[0], made[1]), made[2]).set_output(True).set_uid(4)
-    given = [tensor.get_uid() for tensor in made]
-    assert [uid for uid in given if uid in uids] == [uid for uid in uids if uid]
-    assert len({*given, 4}) == 4
+    for uids in ((100, 1, 2), (2, 3, 1), (None, 1, 100)):  # those that are given stay
+        with jc.Graph(io_data_type="FLOAT") as graph:
+            given = [graph.tensor(name=n, dim=[2], uid=u) for n, u in zip("xyz", uids, strict=True)]
+            graph.add(graph.add(given[0], given[1]), given[2]).set_output(True).set_uid(4)
+        made = [tensor.get_uid() for tensor in given]
+        assert [uid for uid in made if uid in uids] == [uid for uid in uids if uid]
+        assert len({*made, 4}) == 4
 
 
 def test_no_operation_is_hidden_by_a_method():
@@ -174,8 +171,6 @@ def test_one_input_has_one_value():
 def test_the_order_of_a_graph_that_was_called_stays():
     graph, x, y = difference(), jnp.full(3, 2.0), jnp.ones(3)
     graph.set_io_tuples(["s::b", "s::a"], ["s::OUT_0"])
-    with pytest.raises(jc.GraphError, match="not the inputs"):
-        graph.set_io_tuples(["s::b"], ["s::OUT_0"])
     jitted = jax.jit(graph)
     same(jitted(x, y), y - x)
     with pytest.raises(jc.GraphError, match=r"with_options\(\)"):
@@ -362,6 +357,10 @@ def test_it_prints_as_json():
     assert (tensor["uid"], tensor["dim"], tensor["is_virtual"]) == (77, [2, 8, 6, 5], False)
     assert (tensor["data_type"], tensor["stride"]) == ("FLOAT", [240, 1, 40, 8])
     assert repr(graph) == "<jax_cudnn.Graph block: conv2d bias.0 relu.0>"
+    node = graph.get_node("relu.0")
+    assert node == graph.nodes[-1]
+    assert (node.method, node.params, graph.get_node("s")) == ("relu", {}, None)
+    assert node.outputs["OUT_0"] is graph.tensors["out"]
     with jc.Graph() as graph:  # numbers, also late and infinite ones
         total = graph.reduction(X)
         y = graph.max(graph.relu(total, lower_clip=np.float32(0.5)), -jnp.inf)
@@ -370,18 +369,6 @@ def test_it_prints_as_json():
     reduction, relu, largest, product = json.loads(graph.to_json())["nodes"]
     assert (reduction["out_dims"], relu["lower_clip"]) == ([2, 1, 1, 1], 0.5)
     assert ("-inf" in largest["inputs"].values(), product["inputs"]["b"]) == (True, 0.5)
-
-
-def test_a_graph_shows_its_nodes_and_tensors():
-    graph = ordered()
-    node = graph.get_node("relu.0")
-    assert (node.name, node.method, node.params) == ("relu.0", "relu", {})
-    assert node.outputs["OUT_0"] is graph.tensors["out"] is graph.find_tensor("out")
-    assert (node in graph.nodes, graph.get_node("s")) == (True, None)
-    y = graph.tensors["out"]
-    assert (y.dim, y.stride, y.is_virtual) == ([2, 8, 6, 5], [240, 1, 40, 8], False)
-    assert (y.is_pass_by_value, y.pass_by_value, y.ragged_offset) == (False, None, None)
-    assert graph.inspect()["nodes"][0]["name"] == "conv2d"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Where measurements decide which of cuDNN's candidates is tried first, or that XLA is faster."""
 
 import jax
-import numpy as np
 import pytest
 
 import jax_cudnn as jc
@@ -58,11 +57,8 @@ INFERENCE = [(1, {}), (4, {}), (6, {"STAGES": 0})]
         (BEHIND, (64, 4096), INFERENCE, [1, 2, 0]),
         # of the backwards, knobs that are measured to be faster
         (LAYER_BACKWARD, (1024, 12288), [(1, {}), (4, USUAL), (4, SPLIT)], [2, 1, 0]),
-        (RMS_BACKWARD, (1024, 12288), [(1, {}), (4, USUAL), (4, SPLIT)], [2, 1, 0]),
         (LAYER_BACKWARD, (32768, 12288), [(1, {}), (4, USUAL), (4, SPLIT)], [1, 2, 0]),
-        (LAYER_BACKWARD, (1024, 8192), [(1, {}), (4, USUAL), (4, SPLIT)], [1, 2, 0]),
         (LAYER_BACKWARD, (8192, 4096), [(1, {}), (4, USUAL), (4, FAST)], [2, 1, 0]),
-        (RMS_BACKWARD, (8192, 4096), [(1, {}), (4, USUAL), (4, FAST)], [1, 2, 0]),
         (LAYER_BACKWARD, (8192, 8192), [(1, {}), (4, USUAL), (4, FAST)], [1, 2, 0]),
     ],
 )
@@ -106,17 +102,3 @@ def test_a_split_on_disk_is_of_the_implementation_that_asked(first, tmp_path, mo
             plans = jc.plans(jax.grad(loss), S((64, 1000), "bfloat16"), S((1000,), "bfloat16"))
         found[implementation] = [len(plan.execution_plans) for plan in plans.values()]
     assert found == {"cudnn": [1, 1], "split": [0, 0]}
-
-
-@pytest.mark.gpu
-@each_slow
-def test_the_slow_engine_is_right(function, key):
-    given = [
-        (jax.random.uniform(jax.random.fold_in(key, i), a.shape) + 0.5).astype(a.dtype)
-        for i, a in enumerate(operands(function, 64, 1000))
-    ]
-    got = jax.jit(function.with_options(implementation="cudnn"))(*given)
-    want = jax.jit(function.with_options(implementation="xla"))(*given)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = np.float64(a), np.float64(b)
-        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b)

@@ -1,7 +1,6 @@
 """The plan level: candidates, one of them in the place of a plan's own, and plans as data."""
 
 import copy
-import dataclasses
 import json
 import pickle
 
@@ -51,27 +50,13 @@ def test_candidates_say_what_heuristics_propose_without_building():
     assert {row.supported for row in rows} == {True, None}, "only the plan's own is built"
     for row in rows:
         assert ("TENSOR_CORE" in row.numeric_notes) == (row.engine not in (0, 11))
+    assert pickle.loads(pickle.dumps(rows[0])) == copy.deepcopy(rows[0]) == rows[0]
+    assert len({*rows, *made.candidates}) == len(rows)
     lines = str(rows).splitlines()[:-1]
     assert [line.split()[1] for line in lines if line.split()[0].endswith("*")] == [made.engine]
     assert [row["knobs"] for row in json.loads(json.dumps(rows.to_json()))] == [
         dict(row.knobs) for row in rows
     ]
-
-
-@pytest.mark.deviceless
-def test_candidates_are_values():
-    made = plan()
-    rows, again = made.candidates, made.candidates
-    assert rows == again
-    assert len({*rows, *again}) == len(rows)
-    assert pickle.loads(pickle.dumps(rows[0])) == copy.deepcopy(rows[0]) == rows[0]
-    for mapping in (rows[0].knobs, rows[0].modes):
-        with pytest.raises(TypeError):
-            mapping["A"] = 1
-    other = dataclasses.replace(made, site=None)
-    assert other == made, "the GPU of a plan is no part of its value"
-    with pytest.raises(jc.GraphError, match="plan the function again"):
-        _ = other.candidates
 
 
 @pytest.mark.deviceless
@@ -90,17 +75,6 @@ def test_notes_and_workspace_choose_among_candidates():
     assert all("bytes of workspace" in row.reason and row.supported is False for row in large)
     with pytest.raises(jc.UnsupportedGraphError, match="left out by the options"):
         limited.select(next(row for row in limited.candidates if row.supported is False))
-
-
-@pytest.mark.deviceless
-def test_candidates_that_compute_wrongly_are_not_supported():
-    """Of int8, two engines write results that are not the sums."""
-    conv = jc.graph(lambda g, x, w: g.conv_fprop(x, w, padding=[1, 1]))
-    avals = [jax.ShapeDtypeStruct(shape, "int8") for shape in ((8, 64, 28, 28), (64, 64, 3, 3))]
-    rows = plan(conv, avals, implementation="cudnn").candidates
-    wrong = {row.engine for row in rows if row.reason == "computes conv_fprop.0 wrongly"}
-    assert wrong == {0, 28}
-    assert rows[rows.chosen].engine not in wrong
 
 
 @pytest.mark.deviceless
@@ -150,16 +124,10 @@ def test_a_cut_graph_has_parts_with_candidates():
     assert plan().parts == (plan(),)
 
 
-def test_a_graph_of_xla_alone_has_no_candidates():
-    made = plan(product, FLOATS, implementation="xla")
-    assert made.parts == ()
-    with pytest.raises(jc.GraphError, match="not one cuDNN plan") as caught:
-        _ = made.candidates
-    assert "implementation='cudnn'" in caught.value.fix
-
-
 @pytest.mark.deviceless
 def test_a_graph_that_is_left_to_xla_says_why():
+    with pytest.raises(jc.GraphError, match="not one cuDNN plan"):
+        _ = plan(product, FLOATS, implementation="xla").candidates
     left = plan(product, FLOATS, precision="highest")
     with pytest.raises(jc.GraphError, match="not one cuDNN plan") as caught:
         _ = left.pinned
@@ -192,6 +160,8 @@ def test_a_plan_is_read_as_it_was_written():
         read = jc.Plan.deserialize(made.serialize())
         assert read == made
         assert read.site is None
+        with pytest.raises(jc.GraphError, match="plan the function again"):
+            _ = read.parts[0].candidates
         assert str(read.explain()) == str(made.explain())
         assert json.loads(json.dumps(made.to_json())) == json.loads(made.serialize())
         assert read.serialize() == made.serialize()

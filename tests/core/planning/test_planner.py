@@ -117,16 +117,6 @@ def test_what_a_plan_depends_on_is_the_gpu_and_the_libraries_and_no_name():
         assert f'"{version}"' in identity(H200)
 
 
-def test_failure_after_clear_is_still_the_failure(monkeypatch):
-    def fail(spec, site):
-        planner.clear()
-        raise jc.LibraryError("no cuDNN")
-
-    monkeypatch.setattr(planner, "_build", fail)
-    with pytest.raises(jc.LibraryError):
-        planner.plan(spec(), H200, "f")
-
-
 def test_plan_names_the_function_in_its_error(monkeypatch):
     def fail(spec, site):
         raise jc.UnsupportedGraphError("no engine", reasons={"engine 1": "because"})
