@@ -1,0 +1,178 @@
+"""Calls of batch_norm and conv_batch_norm, and what they mean in plain jnp."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import cotangents_of, exactly, outcome
+from jax import lax
+from transformations import TOLERANCES, methods, relative_error
+
+import jax_cudnn as jc
+
+S = jax.ShapeDtypeStruct
+MOMENTUM = np.float32(0.7)
+
+
+def activated(name, y):
+    if name == "gelu_exact":
+        return jax.nn.gelu(y, approximate=False)
+    return y if name is None else jnp.tanh(y) if name == "tanh" else getattr(jax.nn, name)(y)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """A call; operands are x, w (of a convolution), running_mean, running_var, momentum and then
+    ``given``, as far as it has them."""
+
+    x: tuple[int, ...]
+    axis: int = -1
+    training: bool = True
+    given: str = "scale bias"
+    """Of scale, bias and residual."""
+    activation: str | None = None
+    epsilon: Any = 1e-3
+    w: tuple[int, ...] = ()
+    numbers: Any = ("NHWC", "HWIO", "NHWC")
+    conv: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fused: bool = False
+
+    @property
+    def arrays(self):
+        return (self.x, self.w) if self.w else (self.x,)
+
+    @property
+    def y(self):
+        shapes = [S(shape, "float32") for shape in self.arrays]
+        return jax.eval_shape(self.convolved, *shapes).shape
+
+    @property
+    def channels(self):
+        return self.y[self.axis]
+
+    def operands(self, dtype="float32", parameters="float32", seed=0):
+        random = np.random.default_rng(seed)
+
+        def drawn(shape, dtype):
+            return jnp.asarray(random.standard_normal(shape) + 0.5, dtype)
+
+        mean = drawn((self.channels,), parameters)
+        given = [
+            drawn(self.y, dtype) if name == "residual" else drawn((self.channels,), parameters)
+            for name in self.given.split()
+        ]
+        x = [drawn(shape, dtype) for shape in self.arrays]
+        return [*x, mean, jnp.abs(mean[::-1]) + 0.5, jnp.asarray(MOMENTUM), *given]
+
+    def avals(self, dtype="bfloat16", parameters="float32"):
+        return [S(a.shape, a.dtype) for a in self.operands(dtype, parameters)]
+
+    def split(self, operands):
+        count = len(self.arrays)
+        mean, var, momentum, *given = operands[count:]
+        given = dict(zip(self.given.split(), given, strict=True))
+        return operands[:count], mean, var, momentum, {"scale": None, "bias": None, **given}
+
+    def __call__(self, *operands, **keywords):
+        """[y, mean, var]"""
+        arrays, mean, var, momentum, given = self.split(operands)
+        own = {"training": self.training, "epsilon": self.epsilon, "momentum": momentum}
+        own |= {"activation": self.activation, "running_mean": mean, "running_var": var, **given}
+        if self.w:
+            own |= {"dimension_numbers": self.numbers, "fused_statistics": self.fused, **self.conv}
+            y, new = jc.ops.conv_batch_norm(*arrays, **{**own, **keywords})
+        else:
+            y, new = jc.ops.batch_norm(*arrays, axis=self.axis, **{**own, **keywords})
+        return [y, *new]
+
+    def convolved(self, x, w=None):
+        if w is None:
+            return x
+        given = {"strides": 1, "padding": "SAME", "dilation": 1, "groups": 1, **self.conv}
+        strides, dilation = (
+            (given[k],) * (x.ndim - 2) if isinstance(given[k], int) else given[k]
+            for k in ("strides", "dilation")
+        )
+        return lax.conv_general_dilated(
+            x, w, strides, given["padding"], rhs_dilation=dilation,
+            dimension_numbers=self.numbers, feature_group_count=given["groups"],
+        )  # fmt: skip
+
+    def plain(self, *operands):
+        """The same in jnp, in the precision of its operands."""
+        arrays, mean, var, momentum, given = self.split(operands)
+        x = self.convolved(*arrays)
+        axes = tuple(a for a in range(x.ndim) if a != self.axis % x.ndim)
+        along = lambda v: jnp.expand_dims(v, axes)  # noqa: E731
+        new = center, spread = mean, var
+        if self.training:
+            center, spread = jnp.mean(x, axes), jnp.var(x, axes)
+            new = [
+                momentum * old + (1 - momentum) * v for old, v in ((mean, center), (var, spread))
+            ]
+        y = (x - along(center)) / jnp.sqrt(along(spread) + self.epsilon)
+        y = y if given["scale"] is None else y * along(given["scale"])
+        y = y if given["bias"] is None else y + along(given["bias"])
+        return [activated(self.activation, y + given.get("residual", 0)), *new]
+
+
+# Relative to an array's norm: of sums in float32, and of what is rounded twice.
+ROUNDED = {"float32": TOLERANCES["float32"], "bfloat16": 2**-8, "float16": 2**-11}
+
+
+def check(case, operands, slack=1.0, through="float32"):
+    """Values and gradients, with cotangents of y and of both statistics: all of it finite, and as
+    near as its dtype allows, and what it is computed ``through``."""
+    cotangents = cotangents_of(jax.eval_shape(case, *operands))
+    got, want = outcome(case, operands, cotangents), exactly(case.plain, operands, cotangents)
+    assert [g.dtype for g in got[1]] == [o.dtype for o in operands]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.isfinite(np.asarray(a, np.float32)).all()
+        allowed = slack * max(ROUNDED[str(a.dtype)], ROUNDED[through])
+        assert relative_error(a, b) <= allowed, (a.dtype, a.shape)
+    return got, want
+
+
+def same(got, want, tolerance=1e-4):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def with_(case, **changes):
+    return dataclasses.replace(case, **changes)
+
+
+def loss(case):
+    return lambda *a: jnp.sum(case(*a)[0].astype(jnp.float32))
+
+
+def moving(case):
+    """Positions of all but statistics and momentum."""
+    count = len(case.arrays)
+    return (*range(count), *range(count + 3, len(case.avals())))
+
+
+def planned(function, *avals):
+    """Name of a graph -> for each segment, whether cuDNN runs it, and the operations."""
+    with jc.target("H200"):
+        found = jc.plans(function, *avals)
+    return {
+        name: [(s.plan is not None, methods(s.spec)) for s in plan.segments]
+        for name, plan in found.items()
+    }
+
+
+def check_on_gpu(f, plain, operands, allowed):
+    """Values and gradients beside float64 on the CPU."""
+    cotangents = cotangents_of(jax.eval_shape(f, *operands))
+    got = jax.device_get(outcome(f, operands, cotangents))
+    want = exactly(plain, *jax.device_get((operands, cotangents)))
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    errors = [relative_error(a, b) for a, b in pairs]
+    assert all(e <= allowed for e in errors), (errors, allowed)
+
+
+IMAGE = Case((4, 5, 3, 6))

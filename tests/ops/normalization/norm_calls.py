@@ -1,0 +1,163 @@
+"""Calls of jax_cudnn.ops' normalizations, and what they mean in plain jnp."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_cudnn as jc
+
+S = jax.ShapeDtypeStruct
+# Rounded once, relative to the array; and of sums in float32.
+ROUNDED = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11}
+IN_FLOAT32 = 4e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of one of the functions; its operands are x, scale and bias, as far as it has them."""
+
+    function: Callable[..., Any]
+    x: tuple[int, ...]
+    axes: tuple[int, ...]
+    """The normalized ones."""
+    own: tuple[int, ...]
+    """Those that scale and bias have."""
+    scale: bool = True
+    bias: bool = True
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    groups: int = 0
+    """Of channels, which are last."""
+
+    @property
+    def centred(self):
+        return self.function is not jc.ops.rms_norm
+
+    @property
+    def shapes(self):
+        one = tuple(self.x[axis] for axis in self.own)
+        return (self.x, *(one for there in (self.scale, self.bias) if there))
+
+    def operands(self, dtype="float32", seed=0):
+        random = np.random.default_rng(seed)
+        return [jnp.asarray(random.standard_normal(s) + 0.5, dtype) for s in self.shapes]
+
+    def avals(self, dtype="bfloat16"):
+        return [S(shape, dtype) for shape in self.shapes]
+
+    def __call__(self, x, *parameters, **keywords):
+        """y and the statistics, as a list."""
+        values = iter(parameters)
+        given = {name: next(values) for name in ("scale", "bias") if getattr(self, name)}
+        keywords = {"return_statistics": True, **self.keywords, **keywords}
+        return jax.tree.leaves(self.function(x, **given, **keywords))
+
+    def y(self, *operands, **keywords):
+        return self(*operands, return_statistics=False, **keywords)[0]
+
+    def plain(self, x, *parameters, epsilon=None):
+        """The same in jnp, in the precision of its operands."""
+        default = 1e-5 if self.centred else 1e-6
+        epsilon = self.keywords.get("epsilon", default) if epsilon is None else epsilon
+        values = iter(parameters)
+        shape = [n if i in self.own else 1 for i, n in enumerate(self.x)]
+        scale = next(values).reshape(shape) if self.scale else 1.0
+        scale = scale + 1 if self.keywords.get("zero_centered_scale") and self.scale else scale
+        bias = next(values).reshape(shape) if self.bias else 0.0
+        axes, wide = self.axes, x
+        if self.groups:
+            wide = x.reshape(*x.shape[:-1], self.groups, -1)
+            axes = (*range(1, x.ndim - 1), x.ndim)
+        mean = jnp.mean(wide, axes, keepdims=True)
+        from_mean = wide - mean if self.centred else wide
+        inv = (jnp.mean(from_mean**2, axes, keepdims=True) + epsilon) ** -0.5
+        y = (from_mean * inv).reshape(x.shape) * scale + bias
+        found = [mean, inv] if self.centred else [inv]
+        return [y, *(v.reshape(x.shape[0], -1) if self.groups else v for v in found)]
+
+
+rms, layer, ada = jc.ops.rms_norm, jc.ops.layer_norm, jc.ops.ada_layer_norm
+instance, group = jc.ops.instance_norm, jc.ops.group_norm
+ONE_MORE = {"zero_centered_scale": True}
+
+CASES = {
+    "rms, last": Case(rms, (6, 10), (1,), (1,), bias=False),
+    "rms, a vector": Case(rms, (12,), (0,), (0,), bias=False),
+    "rms, no scale": Case(rms, (2, 3, 10), (2,), (2,), scale=False, bias=False, keywords=ONE_MORE),
+    "rms, 1 + scale": Case(rms, (2, 3, 4, 8), (3,), (3,), bias=False, keywords=ONE_MORE),
+    "rms, all": Case(rms, (3, 4), (0, 1), (0, 1), bias=False, keywords={"axis": (0, 1)}),
+    "layer, last": Case(layer, (6, 10), (1,), (1,)),
+    "layer, a vector": Case(layer, (12,), (0,), (0,)),
+    "layer, neither": Case(layer, (2, 3, 10), (2,), (2,), scale=False, bias=False),
+    "layer, bias": Case(layer, (4, 3, 10), (2,), (2,), scale=False),
+    "layer, 1 + scale": Case(layer, (2, 5, 8), (2,), (2,), keywords=ONE_MORE),
+    "layer, middle": Case(layer, (2, 6, 3, 4), (1,), (1,), keywords={"axis": -3}),
+    "layer, two last": Case(layer, (5, 3, 4), (1, 2), (1, 2), keywords={"axis": np.array([-2, 2])}),
+    "layer, first and last": Case(
+        layer, (5, 3, 4), (0, 2), (0, 2), keywords={"axis": [2, 0], "epsilon": 0.1}
+    ),
+    "layer, all": Case(layer, (2, 3, 4), (0, 1, 2), (0, 1, 2), keywords={"axis": (0, 1, 2)}),
+    "layer, rank 6": Case(layer, (2, 1, 3, 1, 2, 5), (5,), (5,)),
+    "layer, axes of 1": Case(layer, (1, 4, 1, 6), (2, 3), (2, 3), keywords={"axis": (2, 3)}),
+    "ada": Case(ada, (3, 4, 10), (2,), (0, 2)),
+    "ada, rank 2": Case(ada, (3, 10), (1,), (0, 1), bias=False),
+    "ada, 1 + scale": Case(ada, (2, 3, 2, 8), (3,), (0, 3), keywords=ONE_MORE),
+    "instance": Case(instance, (2, 3, 5, 7), (1, 2), (3,)),
+    "instance, one spatial axis": Case(instance, (2, 7, 3), (1,), (2,), scale=False),
+    "instance, channels second": Case(instance, (2, 3, 4, 5), (2, 3), (1,), keywords={"axis": 1}),
+    "instance, rank 6": Case(instance, (2, 2, 3, 2, 2, 3), (1, 2, 3, 4), (5,)),
+    "group": Case(group, (2, 3, 4, 8), (), (3,), keywords={"num_groups": 4}, groups=4),
+    "group, no spatial axis": Case(
+        group, (3, 12), (), (1,), scale=False, keywords={"num_groups": 3}, groups=3
+    ),
+    "group, one": Case(
+        group, (2, 5, 6), (), (2,), bias=False, keywords={"num_groups": 1}, groups=1
+    ),
+    "group, of each channel": Case(
+        group, (2, 5, 6), (), (2,), keywords={"num_groups": 6}, groups=6
+    ),
+}
+KINDS = {
+    "rms": CASES["rms, last"],
+    "layer": CASES["layer, last"],
+    "ada": CASES["ada"],
+    "instance": CASES["instance"],
+    "group": CASES["group"],
+}
+
+
+def changed(name, x, **changes):
+    return dataclasses.replace(CASES[name], x=x, **changes)
+
+
+# Sizes at which cuDNN has engines for all of them.
+PLANNED = {
+    "rms": changed("rms, last", (64, 256)),
+    "rms, 1 + scale": changed("rms, 1 + scale", (4, 6, 8, 128)),
+    "layer": changed("layer, last", (64, 256)),
+    "layer, 1 + scale": changed("layer, 1 + scale", (4, 32, 128)),
+    "layer, two last": changed("layer, two last", (6, 8, 32)),
+    "layer, all": changed("layer, all", (2, 8, 32)),
+    "layer, rank 6": changed("layer, rank 6", (2, 1, 3, 1, 4, 64)),
+    "layer, middle": changed("layer, middle", (4, 64, 6, 10)),
+    "ada": changed("ada", (4, 32, 128)),
+    "instance": changed("instance", (1, 8, 10, 32)),
+    "group, one": changed("group, one", (4, 10, 32)),
+    "group, of each channel": changed(
+        "group, of each channel", (1, 30, 16), keywords={"num_groups": 16}, groups=16
+    ),
+}
+
+
+def assert_close(got, want, slack=1.0):
+    """All of it finite, and hardly farther from what is wanted than that is, rounded once."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape
+        a, rounded = (np.asarray(v, np.float64) for v in (a, np.asarray(b).astype(a.dtype)))
+        assert np.isfinite(a).all()
+        allowed = 1.3 * np.linalg.norm(rounded - b) + IN_FLOAT32 * np.linalg.norm(b)
+        assert np.linalg.norm(a - b) <= slack * allowed + 1e-30, (a, b)

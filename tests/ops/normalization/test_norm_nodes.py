@@ -1,0 +1,466 @@
+"""Nodes of normalizations in graphs: shapes of scales, vmap, how cuDNN sees them, neighbours."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from transformations import graphs_of, methods, primitives, relative_error, shapes_of
+
+import jax_cudnn as jc
+from jax_cudnn._core.graph import layout
+from jax_cudnn._core.graph.wire import wire
+from jax_cudnn._core.planning import losses
+
+S = jax.ShapeDtypeStruct
+SHAPES = {
+    "rmsnorm": ((6, 10), (1, 10)),
+    "layernorm": ((6, 10), (1, 10)),
+    "adalayernorm": ((3, 4, 6), (3, 1, 6)),
+    "instancenorm": ((2, 3, 4, 5), (1, 3, 1, 1)),
+    "batchnorm": ((2, 3, 4, 5), (1, 3, 1, 1)),
+}
+each_kind = pytest.mark.parametrize("kind", SHAPES)
+
+
+def drawn(shapes, dtype="float32"):
+    random = np.random.default_rng(0)
+    return [jnp.asarray(abs(random.standard_normal(s)) + 0.1, dtype) for s in shapes]
+
+
+def spec_of(function, *shapes, dtype="bfloat16"):
+    return jc.graph(function).trace(*(S(shape, dtype) for shape in shapes))[1].spec
+
+
+def forward(kind, phase="TRAINING"):
+    """Graph function of x, scale and bias (and, of batchnorm, running statistics)."""
+    if kind == "batchnorm":
+        return lambda g, *operands: [*g.batchnorm(*operands, 1e-3, 0.2)]
+
+    def function(g, x, scale, *bias):
+        bias = {"bias": bias[0]} if bias else {}
+        made = getattr(g, kind)(x, scale, **bias, epsilon=1e-3, norm_forward_phase=phase)
+        return [made] if phase == "INFERENCE" else [*made]
+
+    return function
+
+
+def backward(kind):
+    """Graph function of the cotangent, x, scale and the statistics."""
+    names = ("inv_variance",) if kind == "rmsnorm" else ("mean", "inv_variance")
+    more = {"has_dbias": True} if kind == "rmsnorm" else {}
+
+    def function(g, grad, x, scale, *statistics):
+        given = dict(zip(names, statistics, strict=True))
+        return [*getattr(g, f"{kind}_backward")(grad, x, scale, **given, **more)]
+
+    return function
+
+
+def shapes_for(kind, x, scale):
+    """Of a forward's operands."""
+    return [x, *[scale] * (4 if kind == "batchnorm" else 2)]
+
+
+def shapes_back(kind, x, scale, statistics):
+    return [x, x, scale, *[statistics] * (1 if kind == "rmsnorm" else 2)]
+
+
+# What the functions and the cases of all nodes do not have: kind, x, scale, statistics.
+ODD = [
+    ("rmsnorm", (6, 4), (6, 1), (1, 4)),
+    ("rmsnorm", (2, 1, 3, 2, 5), (1, 1, 1, 1, 5), (2, 1, 3, 2, 1)),
+    ("layernorm", (3, 4, 5), (3, 1, 5), (1, 4, 1)),
+    ("layernorm", (10,), (10,), (1,)),
+    ("adalayernorm", (2, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1)),
+    ("adalayernorm", (3, 6), (3, 6), (3, 1)),
+    ("adalayernorm", (1, 4, 6), (1, 1, 6), (1, 4, 1)),
+    ("instancenorm", (2, 3, 7), (1, 3, 1), (2, 3, 1)),
+    ("batchnorm", (2, 3, 2, 3, 4), (1, 3, 1, 1, 1), (1, 3, 1, 1, 1)),
+    ("batchnorm", (1, 8, 2, 2), (1, 8, 1, 1), (1, 8, 1, 1)),
+]
+
+
+def check(function, operands, on_gpu=False):
+    """A graph beside the oracle."""
+    function = jc.graph(function)
+    if on_gpu:
+        function = function.with_options(implementation="cudnn")
+    outputs = jax.jit(function)(*operands)
+    trace = function.trace(*operands)[1]
+    oracle.check_outputs(trace.spec, [operands[i] for i in trace.operands], outputs, on_gpu)
+    return outputs
+
+
+@pytest.mark.parametrize(("kind", "x", "scale", "statistics"), ODD)
+def test_forward_and_backward_are_those_of_float64(kind, x, scale, statistics):
+    """The backward on the forward's statistics; also without a bias."""
+    operands = drawn(shapes_for(kind, x, scale))
+    y, *found = check(forward(kind), operands)
+    if kind in ("rmsnorm", "adalayernorm"):
+        check(forward(kind), operands[:2])
+    count = 1 if kind == "rmsnorm" else 2
+    assert [v.shape for v in found[:count]] == [statistics] * count
+    check(backward(kind), [jnp.cos(y), *operands[:2], *found[:count]])
+
+
+def test_the_gradient_of_batchnorm_without_pixels():
+    x = jax.random.normal(jax.random.key(0), (8, 16)) + 3
+    batch = jc.graph(lambda g, x, s: g.batchnorm(x, s, s, s, s, 1e-5, 0.1)[0])
+    got = jax.jit(jax.grad(lambda x: jnp.sum(batch(x, jnp.ones((1, 16))) ** 3)))(x)
+    plain = lambda x: (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5) + 1  # noqa: E731
+    want = jax.grad(lambda x: jnp.sum(plain(x) ** 3))(x)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("port", ["epsilon", "momentum"])
+def test_batchnorms_numbers_may_be_arrays(port):
+    """With gradients by them; the running variance moves to the unbiased one."""
+    x, *others = drawn(shapes_for("batchnorm", *SHAPES["batchnorm"]))
+
+    def got(n):
+        given = {"epsilon": 1e-3, "momentum": 0.2, port: n}
+        return jc.graph(lambda g, n, *o: [*g.batchnorm(*o, **{**given, port: n})])(n, x, *others)
+
+    def want(n):
+        given = {"epsilon": 1e-3, "momentum": 0.2, port: n}
+        scale, bias, mean, var = others
+        of_batch = x.mean((0, 2, 3), keepdims=True)
+        inv = (x.var((0, 2, 3), keepdims=True) + given["epsilon"]) ** -0.5
+        moved = [
+            old + given["momentum"] * (new - old)
+            for old, new in ((mean, of_batch), (var, x.var((0, 2, 3), keepdims=True, ddof=1)))
+        ]
+        return [(x - of_batch) * inv * scale + bias, of_batch, inv, *moved]
+
+    def slope(f):
+        return jax.value_and_grad(lambda n: sum(jnp.sum(jnp.sin(v)) for v in f(n)))(0.3)
+
+    np.testing.assert_allclose(slope(got), slope(want), rtol=2e-4)
+
+
+def test_the_phase_may_be_cudnns_own():
+    class Member:
+        name = "INFERENCE"
+
+    layernorm = lambda g, x, s: g.layernorm(x, s, s, 1e-5, norm_forward_phase=Member)  # noqa: E731
+    assert spec_of(layernorm, (4, 8), (1, 8)).calls[0].node.norm_forward_phase == "INFERENCE"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("layernorm", "float8_e4m3fn"), ("batchnorm", "float8_e5m2")]
+)
+def test_a_result_in_float8_has_a_gradient(kind, dtype):
+    """That of one that is cast behind; no node takes gradients in float8."""
+    x, *others = drawn(shapes_for(kind, *SHAPES[kind]))
+    weights = jnp.round(3 * jnp.cos(jnp.arange(x.size, dtype="float32"))).reshape(x.shape)
+
+    def gradient(last):
+        function = jc.graph(lambda g, *x: last(forward(kind)(g, *x)[0]))
+        loss = lambda x: (function(x, *others).astype(dtype).astype("float32") * weights).sum()  # noqa: E731
+        return jax.grad(loss)(x)
+
+    got = gradient(lambda y: y.set_data_type(dtype))
+    np.testing.assert_allclose(got, gradient(lambda y: y), atol=1e-4)
+    assert jnp.abs(got).max() > 0.1
+
+
+# -- vmap ------------------------------------------------------------------------------------------
+
+# kind, which operands are mapped -> method and shape of x in the batched graph
+FOLDED = {
+    ("rmsnorm", "first"): ("rmsnorm", (18, 10)),
+    ("layernorm", "first"): ("layernorm", (18, 10)),
+    ("layernorm", "second"): ("adalayernorm", (3, 6, 10)),
+    ("layernorm", "all"): ("adalayernorm", (3, 6, 10)),
+    ("adalayernorm", "all"): ("adalayernorm", (9, 4, 6)),
+    ("instancenorm", "first"): ("instancenorm", (6, 3, 4, 5)),
+    ("instancenorm", "all"): ("instancenorm", (2, 9, 4, 5)),
+    ("batchnorm", "first"): ("batchnorm", (2, 9, 4, 5)),
+    ("batchnorm", "all"): ("batchnorm", (2, 9, 4, 5)),
+    **{("rmsnorm_backward", which): ("rmsnorm_backward", None) for which in ("first", "all")},
+    ("layernorm_backward", "first"): ("adalayernorm_backward", (3, 6, 10)),
+    ("adalayernorm_backward", "second"): ("adalayernorm_backward", (9, 4, 6)),
+    ("instancenorm_backward", "all"): ("instancenorm_backward", (2, 9, 4, 5)),
+    ("batchnorm_backward", "second"): ("batchnorm_backward", (2, 9, 4, 5)),
+}
+
+
+def batched(kind, which):
+    """A node, vmapped; its operands, of which ``which`` are mapped; and their axes."""
+    if kind.endswith("_backward"):
+        kind = kind.removesuffix("_backward")
+        x, scale = SHAPES[kind]
+        of_channels = kind in ("instancenorm", "batchnorm")
+        one = (*x[:-1], 1) if not of_channels else (x[0] if kind[0] == "i" else 1, x[1], 1, 1)
+        function, shapes = jc.graph(backward(kind)), shapes_back(kind, x, scale, one)
+    else:
+        function, shapes = jc.graph(forward(kind)), shapes_for(kind, *SHAPES[kind])
+    moving = {"first": {0}, "second": {1}, "all": {*range(len(shapes))}}[which]
+    axes = tuple(0 if i in moving else None for i in range(len(shapes)))
+    operands = drawn([(3, *s) if i in moving else s for i, s in enumerate(shapes)])
+    return function, operands, axes
+
+
+def assert_each_is_right(function, operands, axes):
+    """A batch is one element after the other; without any loop."""
+    mapped = jax.vmap(function, in_axes=axes)
+    assert not {"scan", "while"} & {*primitives(jax.make_jaxpr(mapped)(*operands))}
+    got = jax.tree.leaves(jax.jit(mapped)(*operands))
+    for i in range(3):
+        one = [x if a is None else x[i] for x, a in zip(operands, axes, strict=True)]
+        for a, b in zip(got, jax.tree.leaves(jax.jit(function)(*one)), strict=True):
+            assert relative_error(a[i], b) < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "which"), FOLDED)
+def test_a_node_takes_a_dimension_in(kind, which):
+    """Of backwards, where only the cotangent is mapped, or only x, too: sums are of each alone."""
+    function, operands, axes = batched(kind, which)
+    (spec,) = graphs_of(jax.vmap(function, in_axes=axes), *operands)
+    method, shape = FOLDED[kind, which]
+    assert methods(spec).count(method) == 1
+    if shape is None:  # sums for each, of what cuDNN's DX leaves out
+        assert "reduction" in methods(spec)
+    else:
+        assert shapes_of(spec, method)["input"] == shape
+    assert_each_is_right(function, operands, axes)
+
+
+@each_kind
+def test_an_epsilon_for_each(kind):
+    """Nothing folds: XLA computes it, still without a loop."""
+
+    @jc.graph
+    def function(g, epsilon, x, scale, bias, *others):
+        more = {"momentum": 0.2} if others else {}
+        return [*getattr(g, kind)(x, scale, bias, *others, epsilon=epsilon, **more)]
+
+    x, *others = drawn(shapes_for(kind, *SHAPES[kind]))
+    stacked = jnp.stack([x, x + 1, x * 2])
+    for axes in ((0, None), (0, 0), (None, 0)):
+        epsilons = jnp.float32([1e-3, 0.1, 2.0])
+        given = [epsilons if axes[0] == 0 else epsilons[1], stacked if axes[1] == 0 else x]
+        assert_each_is_right(function, [*given, *others], (*axes, *[None] * len(others)))
+
+
+# -- how cuDNN sees them ---------------------------------------------------------------------------
+
+MERGED = {
+    # kind, x, scale -> the dimensions behind each of cuDNN's
+    ("layernorm", (2, 3, 4, 10), (1, 1, 4, 10)): ((0, 1), (2, 3)),
+    ("layernorm", (3, 4, 10), (3, 4, 10)): ((), (0, 1, 2)),
+    ("layernorm", (10,), (10,)): ((), (0,)),
+    ("layernorm", (1, 10), (1, 10)): ((0,), (1,)),
+    ("layernorm", (1, 4, 1, 10), (1, 1, 1, 10)): ((0, 1, 2), (3,)),
+    ("layernorm", (4, 8, 10, 1), (1, 1, 10, 1)): ((0, 1), (2, 3)),
+    ("rmsnorm", (2, 1, 3, 1, 4, 10), (1, 1, 1, 1, 1, 10)): ((0, 1, 2, 3, 4), (5,)),
+    ("adalayernorm", (3, 2, 4, 10), (3, 1, 1, 10)): ((0,), (1, 2), (3,)),
+    ("adalayernorm", (3, 2, 4, 10), (3, 1, 4, 10)): ((0,), (1,), (2, 3)),
+    # Only their meaning tells these apart: the scale has all that x has.
+    ("adalayernorm", (1, 1, 10), (1, 1, 10)): ((0,), (1,), (2,)),
+    ("adalayernorm", (3, 10), (3, 10)): ((0,), (1,)),
+}
+
+
+@pytest.mark.parametrize(("kind", "x", "scale"), MERGED)
+def test_dimensions_that_no_tensor_tells_apart_are_one(kind, x, scale):
+    """The same with statistics and without."""
+    for phase in ("TRAINING", "INFERENCE"):
+        spec = wire(spec_of(forward(kind, phase), x, scale, scale))
+        groups = layout.merged(spec)
+        assert groups == MERGED[kind, x, scale]
+        for tensor in (t for t in spec.tensors if t.value is None):
+            dims, strides = layout.view(spec, tensor)
+            assert dims == tuple(int(np.prod([tensor.shape[i] for i in g])) for g in groups)
+            assert strides[-1] == 1 or dims[-1] == 1
+
+
+def test_a_residual_parts_what_it_is_broadcast_along():
+    for residual, groups in (((2, 3, 8), ((0, 1), (2,))), ((2, 1, 8), ((0,), (1,), (2,)))):
+        add = lambda g, x, s, r: g.add(g.layernorm(x, s, s, 1e-5)[0], r)  # noqa: E731
+        assert layout.merged(spec_of(add, (2, 3, 8), (1, 1, 8), residual)) == groups
+
+
+def test_stated_orders():
+    """All of one order are merged in that; else there is no matrix to be seen."""
+
+    def transposed(both):
+        def function(g, x, s):
+            x.set_stride([1, 4])
+            y, *_ = g.layernorm(x, s, s, 1e-5)
+            return y.set_stride([1, 4]) if both else y
+
+        return spec_of(function, (4, 8), (4, 1) if both else (1, 8))
+
+    assert layout.merged(transposed(both=False)) is None
+    # Normalized is the dimension that is last in memory: the first.
+    spec = transposed(both=True)
+    assert layout.merged(spec) == ((1,), (0,))
+    assert layout.view(spec, spec.tensor("x")) == ((8, 4), [4, 1])
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+WRONG = [
+    (lambda g, x, s, v, w: g.layernorm(x, w, w, 1e-5), r"'scale'[^$]*\[1, 1, 8\]"),
+    (lambda g, x, s: g.layernorm(x, s, x, 1e-5), r"'bias'[^$]*\[4, 6, 8\]"),
+    (lambda g, x, s, v: g.layernorm(x, v, v, 1e-5), "'scale'"),
+    (lambda g, x, s: g.instancenorm(x, s, s, 1e-5), r"'scale'[^$]*\[1, 6, 1\]"),
+    (lambda g, x, s: g.adalayernorm(x, s, epsilon=1e-5), r"'scale'[^$]*\[4, 1, 8\]"),
+    (lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5, norm_forward_phase="TEST"), "'TEST'"),
+    (lambda g, x, s: g.layernorm_backward(x, x, s, s, s), r"'mean'[^$]*\[4, 6, 1\]"),
+    (lambda g, x, s: g.rmsnorm_backward(s, x, s, x, has_dbias=False), "'grad' and 'input'"),
+    (lambda g, x, s: g.batchnorm_inference(x, s, s, s, s), r"'mean'[^$]*\[1, 6, 1\]"),
+]
+
+
+@pytest.mark.parametrize(("function", "words"), WRONG, ids=[words for _, words in WRONG])
+def test_what_is_wrong_is_said(function, words):
+    shapes = ((4, 6, 8), (1, 1, 8), (8,), (1, 1, 5))[: function.__code__.co_argcount - 1]
+    with pytest.raises(jc.GraphError, match=words):
+        spec_of(function, *shapes)
+    with pytest.raises(jc.GraphTypeError, match="does not take int8"):
+        spec_of(lambda g, x: g.rmsnorm(x, x, epsilon=1e-5), (4, 8), dtype="int8")
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+BIG = {
+    **dict.fromkeys(("rmsnorm", "layernorm"), ((64, 256), (1, 256))),
+    "adalayernorm": ((4, 16, 256), (4, 1, 256)),
+    **dict.fromkeys(("instancenorm", "batchnorm"), ((4, 64, 8, 8), (1, 64, 1, 1))),
+}
+
+
+def avals(kind, dtype="bfloat16"):
+    """Of x, an array of its shape, and scale, bias, running statistics."""
+    x, *others = shapes_for(kind, *BIG[kind])
+    of_parameters = "float32" if kind in ("instancenorm", "batchnorm") else dtype
+    return [*[S(x, dtype)] * 2, *(S(shape, of_parameters) for shape in others)]
+
+
+# What is done to y, x or scale; r is an array of x's shape.
+EPILOGUES = {
+    "relu": lambda g, y, r: g.relu(y),
+    "swish": lambda g, y, r: g.swish(y),
+    "add": lambda g, y, r: g.add(y, r),
+    "mul, gelu": lambda g, y, r: g.gelu(g.mul(y, r)),
+    "add, relu": lambda g, y, r: g.relu(g.add(y, r)),
+}
+PROLOGUES = {
+    "x + residual": lambda g, x, r: g.add(x, r),
+    "relu in front": lambda g, x, r: g.relu(x),
+}
+# Whether cuDNN takes them into the plan of the node, by what H200 plans say.
+TAKEN = {
+    **{("rmsnorm", what): True for what in (*EPILOGUES, *PROLOGUES, "1 + scale")},
+    **{("layernorm", what): True for what in ("add, relu", "x + residual")},
+    ("adalayernorm", "mul, gelu"): True,
+    ("adalayernorm", "1 + scale"): False,
+    **{("batchnorm", what): what in ("relu", "swish", "add, relu") for what in EPILOGUES},
+    **{("instancenorm", what): "relu" in what for what in ("relu", "add", "add, relu")},
+}
+
+
+def around(kind, what, phase="TRAINING"):
+    """Graph function of x, r, scale, bias, ...: the node with something behind or in front."""
+
+    def function(g, x, r, scale, *others):
+        dtype = x.dtype
+        scale = g.add(scale, 1.0) if what == "1 + scale" else scale
+        x = PROLOGUES[what](g, x, r) if what in PROLOGUES else x
+        y, *statistics = forward(kind, phase)(g, x, scale, *others)
+        y = EPILOGUES[what](g, y, r) if what in EPILOGUES else y
+        return [y.set_data_type(dtype), *statistics]
+
+    return function
+
+
+def planned(function, *operands, implementation="cudnn"):
+    with jc.target("H200"):
+        return jc.plan(jc.graph(function).with_options(implementation=implementation), *operands)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("kind", "what"), TAKEN)
+def test_neighbours_are_in_the_plan(kind, what):
+    if TAKEN[kind, what]:
+        assert len(planned(around(kind, what), *avals(kind)).execution_plans) == 1
+    else:
+        with pytest.raises(jc.UnsupportedGraphError) as caught:
+            planned(around(kind, what), *avals(kind))
+        assert caught.value.reasons
+
+
+def sum_that_is_a_result(g, x, r, scale, bias):
+    """cuDNN writes no operand that it computes for itself."""
+    total = g.add(x, r).set_data_type(x.dtype)
+    return [total, *forward("rmsnorm")(g, total, scale, bias)]
+
+
+def by_two_dimensions_in_another_order(g, x, s):
+    return g.layernorm(x.set_stride([1, 8, 64]), s, s, 1e-5)[0]
+
+
+B, F = "bfloat16", "float32"
+REFUSED = [
+    (sum_that_is_a_result, avals("rmsnorm"), "computes an operand of rmsnorm"),
+    (forward("layernorm"), [S((64, 32), B), *[S((64, 1), B)] * 2], r"\[0\] are not the last"),
+    (by_two_dimensions_in_another_order, [S((8, 8, 64), B), S((1, 1, 64), B)], "in memory"),
+    (
+        lambda g, x, s, m: [*g.batchnorm(x, s, s, s, s, 1e-5, m)],
+        [S((4, 16, 8, 8), B), S((1, 16, 1, 1), F), S((), F)],
+        "momentum is computed on the device",
+    ),
+    # nvidia-cudnn-frontend 1.28 reads a null pointer there, which would end the process.
+    (forward("adalayernorm"), [S((2, 24, 96), F), S((2, 1, 96), F)], "give one of zeros"),
+]
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("no_plans")
+@pytest.mark.parametrize(("function", "operands", "words"), REFUSED, ids=[w for *_, w in REFUSED])
+def test_what_cudnn_is_not_asked_for(function, operands, words, monkeypatch):
+    monkeypatch.setattr(losses, "table", dict)  # which may name another reason
+    with pytest.raises(jc.UnsupportedGraphError, match=words):
+        planned(function, *operands)
+
+
+@pytest.mark.deviceless
+def test_a_gradient_behind_is_cut_off(caplog):
+    """Of float32 it ends the process that plans, which on a GPU is the user's."""
+
+    def function(g, x, y, scale, bias):
+        return g.swish_backward(y, forward("layernorm")(g, x, scale, bias)[0])
+
+    operands = [*[S((64, 4096), F)] * 2, *[S((1, 4096), F)] * 2]
+    plan = planned(function, *operands, implementation="split")
+    assert [segment.plan is None for segment in plan.segments] == [False, True]
+    assert "planner fails on swish_backward.0" in str(plan.explain())
+    assert "died" not in caplog.text
+
+
+# -- on the GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [B, "float16", F])
+@pytest.mark.parametrize(("kind", "what"), [k for k, taken in TAKEN.items() if taken])
+def test_neighbours_in_the_plan_are_computed_rightly(kind, what, dtype):
+    operands = [drawn([a.shape], a.dtype)[0] for a in avals(kind, dtype)]
+    for phase in ("TRAINING", "INFERENCE")[: 1 if kind == "batchnorm" else 2]:
+        check(around(kind, what, phase), operands, on_gpu=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "which"), FOLDED)
+def test_batches_on_the_gpu(kind, which):
+    """What vmap makes of a node is what it means, one after the other."""
+    assert_each_is_right_on_the_gpu = batched(kind, which)
+    function, operands, axes = assert_each_is_right_on_the_gpu
+    got = jax.jit(jax.vmap(function, in_axes=axes))(*operands)
+    for i in range(3):
+        one = [x if a is None else x[i] for x, a in zip(operands, axes, strict=True)]
+        spec = function.trace(*one)[1].spec
+        oracle.check_outputs(spec, one, [v[i] for v in got], on_gpu=True)
