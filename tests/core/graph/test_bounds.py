@@ -1,13 +1,15 @@
 """Operands that say where elements of others lie: a plan that runs by itself keeps them inside."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import cuda_graphs, execution, measuring
-from jax_cudnn._core.graph.bounds import bounded, has_bounds
+from jax_cudnn._core import execution, measuring
+from jax_cudnn._core.graph.bounds import bounded
 from jax_cudnn._core.graph.reference import evaluate
 
 S = jax.ShapeDtypeStruct
@@ -48,6 +50,7 @@ GRAPHS = {
 }
 
 
+@functools.cache
 def planned(name):
     """The last plan of a function: of a gradient the backward's."""
     function, avals = GRAPHS[name]
@@ -81,7 +84,7 @@ def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
 
     def call(own, spec, name, *arrays, **how):
         got.append(arrays)
-        return evaluate(spec, *arrays)
+        return [jnp.zeros(t.shape, t.dtype) for t in spec.output_tensors]
 
     monkeypatch.setattr(execution.ffi, "call", call)
     with jax.disable_jit():
@@ -144,16 +147,6 @@ def test_programs_of_plans_hold_the_bounds():
             program.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
         ).partition("@jax_cudnn")
         assert "clamp" in before or "clip" in before or "minimum" in before
-
-
-@pytest.mark.deviceless
-def test_cuda_graphs_hold_no_bounds(monkeypatch):
-    plan = planned("decode")
-    assert has_bounds(plan.spec)
-    monkeypatch.setattr(cuda_graphs, "NOTE", plan.only.behavior_notes[0])
-    with pytest.raises(jc.UnsupportedGraphError, match="more than its kernels") as caught:
-        plan.populate_cuda_graph(1, [], [])
-    assert "numbers of pages are brought into bounds" in str(caught.value)
 
 
 @pytest.mark.gpu

@@ -40,6 +40,7 @@ def test_a_value_between_two_convolutions_has_the_weights_dtype():
     spec = two.trace(X, W)[1].spec
     assert spec.tensor("conv_fprop.0::Y").dtype == "float32"
     assert spec.tensor("relu.0::OUT_0").dtype == "bfloat16"
+    assert in_float32.trace(X, W)[1].spec.tensor("relu.0::OUT_0").dtype == "float32"
 
 
 def test_it_is_rounded_as_a_result_is():
@@ -59,10 +60,6 @@ def test_its_gradient_is_that_of_two_graphs(argument):
     assert np.abs(got - want).max() < 0.02 * np.abs(want).max()
 
 
-def test_what_the_user_says_is_so():
-    assert in_float32.trace(X, W)[1].spec.tensor("relu.0::OUT_0").dtype == "float32"
-
-
 def test_a_moved_value_and_its_source_have_one_dtype():
     def moved(g, a):
         y = g.relu(a)
@@ -72,6 +69,8 @@ def test_a_moved_value_and_its_source_have_one_dtype():
     dtypes = inside(moved, A)
     assert len(dtypes) == 5
     assert set(dtypes.values()) == {"bfloat16"}
+    other = lambda g, a, b: g.matmul(g.transpose(a, [0, 2, 1]), b)  # noqa: E731
+    assert inside(other, A.astype("float16"), A) == {"transpose.0::OUT_0": "float16"}
 
 
 @pytest.mark.parametrize(
@@ -88,13 +87,6 @@ def test_all_others_are_float32(function, arrays):
     assert "bfloat16" not in inside(function, *arrays).values()
 
 
-def test_arrays_of_another_dtype_are_left_alone():
-    def moved(g, a, b):
-        return g.matmul(g.transpose(a, [0, 2, 1]), b)
-
-    assert inside(moved, A.astype("float16"), A) == {"transpose.0::OUT_0": "float16"}
-
-
 def test_so_it_is_in_a_graph_of_the_wrapper():
     with jc.Graph(intermediate_data_type="float32") as graph:
         y = graph.matmul(A, A)
@@ -105,18 +97,6 @@ def test_so_it_is_in_a_graph_of_the_wrapper():
 @jc.graph
 def two_products(g, a, b):
     return g.matmul(g.matmul(a, b), b)
-
-
-@pytest.mark.deviceless
-def test_both_products_are_cudnns():
-    x, w = jnp.zeros((8, 64, 28, 28), "bfloat16"), jnp.zeros((64, 64, 3, 3), "bfloat16")
-    a = jnp.zeros((4, 128, 128), "bfloat16")
-    with jc.target("H200"):
-        plans = [jc.plan(two, x, w), jc.plan(in_float32, x, w), jc.plan(two_products, a, a)]
-    convolutions, mixed, products = ([s.plan is not None for s in p.segments] for p in plans)
-    assert convolutions == [True, True]
-    assert mixed == [True, False]
-    assert all(products)  # newer versions of cuDNN have both in one plan
 
 
 IMAGES = (8, 64, 28, 28), (64, 64, 3, 3), 0.06
