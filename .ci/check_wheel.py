@@ -2,6 +2,7 @@
 
 import sys
 import zipfile
+from pathlib import Path
 
 wheel = sys.argv[1]
 names = zipfile.ZipFile(wheel).namelist()
@@ -16,3 +17,10 @@ sources = [name for name in names if name.endswith((".c", ".cc", ".h", "CMakeLis
 assert not sources, sources
 strangers = [name for name in names if not name.startswith(("jax_cudnn/", "jax_cudnn-"))]
 assert not strangers, strangers
+size = Path(wheel).stat().st_size
+assert size < 650_000, f"{size} bytes"
+package = Path(__file__).parents[1] / "jax_cudnn"
+written = [p for p in package.rglob("*") if p.suffix in (".py", ".cc", ".h", ".c")]
+lines = sum(len(path.read_text().splitlines()) for path in written)
+assert lines < 38_500, f"{lines} lines of Python and C++"
+print(f"{size} bytes; {lines} lines in the package")

@@ -1,4 +1,4 @@
-"""Shell: ``python -m jax_cudnn demo | bench | doctor | support | numerics | cache``."""
+"""Shell: ``python -m jax_cudnn demo | bench | doctor | support | cache``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import jax
 
@@ -23,50 +22,36 @@ def _version() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; errors of this package are printed without a traceback."""
-    from .bench import command, support_command
-    from .commands import cache
+    from .commands import bench, cache, support
 
     parser = argparse.ArgumentParser(prog="python -m jax_cudnn", description=__doc__)
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="fit a small classifier on real data and run it fused")
-    command.add_parser(commands)
+    bench.add_parser(commands)
     doctor = commands.add_parser("doctor", help="say what is installed and whether it fits")
     doctor.add_argument("--json", action="store_true", help="print JSON, for other programs")
-    support_command.add_parser(commands)
+    support.add_parser(commands)
     cache.add_parser(commands)
-    numerics = commands.add_parser("numerics", help="print the numerics page")
-    numerics.add_argument("--write", type=Path, help="write it to this file")
     options = parser.parse_args(arguments)
     if options.command != "doctor" and not device_nodes() and "JAX_PLATFORMS" not in os.environ:
         # Without a GPU the CUDA plugin only prints its failure to find one.
         jax.config.update("jax_platforms", "cpu")
     try:
         if options.command == "demo":
-            from .bench.demo import demo
+            from .commands.demo import demo
 
             demo()
         elif options.command == "support":
-            return support_command.run(options)
+            return support.run(options)
         elif options.command == "cache":
             return cache.run(options)
-        elif options.command == "numerics":
-            from .bench.numerics import render
-
-            page = render()
-            if options.write:
-                try:
-                    options.write.write_text(page)
-                except OSError as error:
-                    parser.error(f"--write {options.write}: {error}")
-            else:
-                print(page, end="")
         elif options.command == "doctor":
             from .doctor.report import doctor as examine
 
             return examine(as_json=options.json)
         else:
-            return command.bench(options)
+            return bench.run(options)
     except JaxCudnnError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from case import Case as Case
+from case import case as case
+from case import node_cases as node_cases
+
 from jax_cudnn._core.graph.dims import packed_strides
-from jax_cudnn.bench.case import Case, case, node_cases
 
 _IMAGE, _WEIGHT, _BIAS = (8, 64, 28, 28), (64, 64, 3, 3), (1, 64, 1, 1)
 _A, _B = (1, 128, 256), (1, 256, 512)

@@ -1,6 +1,5 @@
 """What XLA's compiler for an H200 makes of programs with our layers; nothing here needs one."""
 
-import collections
 import importlib.util
 
 import jax
@@ -12,9 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
 import jax_cudnn.flax as jnn
-from jax_cudnn.bench.flax import cases
-from jax_cudnn.bench.flax.case import step
-from jax_cudnn.bench.flax.tables import OURS, PLAIN
 
 pytestmark = [
     pytest.mark.deviceless,
@@ -88,34 +84,3 @@ def test_products_of_sharded_tokens_gather_nothing(kind):
     assert operations(program).count(CUBLAS) == 1
     assert not [name for name in operations(program) if name.startswith(("all-", "collective"))]
     assert "bf16[8,128,1024]" in program.as_text()
-
-
-def training(case, side):
-    """The case's step on states, and the shapes of its arguments."""
-
-    def made():
-        model = case.make(PLAIN)
-        if side == OURS:
-            model, _ = jnn.accelerate(model)
-        return nnx.split((model, nnx.Optimizer(model, case.optimizer, wrt=nnx.Param)))
-
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: nnx.merge(*made())))
-
-    def run(state, *batch):
-        model, optimizer = nnx.merge(graphdef, state)
-        loss = step(model, optimizer, *batch)
-        return nnx.state((model, optimizer)), loss
-
-    return run, (state, *jax.eval_shape(case.batch, jax.random.key(0)))
-
-
-@pytest.mark.parametrize("case", cases.tiny_cases(), ids=lambda case: case.name)
-def test_a_step_of_training_has_fewer_kernels_and_no_convolution_of_xlas(case):
-    ours, plain = (
-        collections.Counter(operations(compiled(run, *avals)))
-        for run, avals in (training(case, side) for side in (OURS, PLAIN))
-    )
-    print(ours, plain, sep="\n")
-    assert ours[CUDNN] > 0 == plain[CUDNN]
-    assert not [name for name in ours if name.startswith("__cudnn$")]
-    assert ours.total() < plain.total()

@@ -12,6 +12,7 @@ import textwrap
 import threading
 from pathlib import Path
 
+import chain as host
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -23,7 +24,6 @@ from cases import case, conv_bias_relu, matmul_bias_gelu
 import jax_cudnn as jc
 from jax_cudnn._core import ffi
 from jax_cudnn._core.planning import planner
-from jax_cudnn.bench import host
 from jax_cudnn.deviceless import profiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("by_cudnn")]
@@ -60,7 +60,7 @@ def run_script(text, *arguments, flags="", timeout=300):
 
 FIRST_EXECUTION_IS_CAPTURED = """
     import jax, numpy as np
-    from jax_cudnn.bench import host
+    import chain as host
     operands = host.operands()
     got = np.asarray(jax.jit(host.ours)(*operands), np.float32)        # executed once, captured
     again = np.asarray(jax.jit(host.ours)(*operands), np.float32)      # replayed
@@ -238,7 +238,7 @@ EXIT_WITH_A_RUNNING_THREAD = """
     import atexit, sys, threading, jax
     stop = threading.Event()
     import jax_cudnn
-    from jax_cudnn.bench import host
+    import chain as host
     from cases import conv_bias_relu
     if sys.argv[1] == "captured":
         operands, function = host.operands(), jax.jit(host.ours)

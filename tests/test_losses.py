@@ -1,22 +1,14 @@
-"""Patterns of graphs, the table of those at which cuDNN loses, and how a bench result gives it."""
-
-import copy
-import json
+"""Patterns of graphs, and the table of those at which cuDNN loses."""
 
 import jax
 import pytest
+from cases import node_cases
 from flax import nnx
 
 import jax_cudnn as jc
 import jax_cudnn.flax as jnn
-from jax_cudnn.__main__ import main
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.planning import losses
-from jax_cudnn.bench import losses as generation
-from jax_cudnn.bench import programs
-from jax_cudnn.bench.case import node_cases
-from jax_cudnn.bench.models.cases import model_cases
-from jax_cudnn.bench.run import RESULTS
 
 ROW, IMAGE = (1, 16, 32), (2, 16, 9, 9)
 
@@ -214,6 +206,13 @@ def test_every_node_has_a_pattern_and_only_pointwise_ones_share_it(method):
         assert method in found
 
 
+def test_what_is_read_decides_whether_a_normalization_is_inference():
+    row = ((8, 2048), "bfloat16")
+    few = traced(lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5)[0], row, ((1, 2048), "bfloat16"))
+    both = traced(lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5), row, ((1, 2048), "bfloat16"))
+    assert [losses.pattern(spec) for spec in (few, both)] == ["rmsnorm inference", "rmsnorm"]
+
+
 # -- the table -------------------------------------------------------------------------------------
 
 
@@ -271,176 +270,3 @@ def test_determinism_is_not_left_to_xla(table):
     assert losses.loss(traced(dgrad, *avals), 91) is not None
     assert losses.loss(traced(dgrad, *avals, deterministic=True), 91) is None
     assert losses.loss(traced(relu, (ROW, "float32"), deterministic=True), 91) is not None
-
-
-# -- from a result to the table --------------------------------------------------------------------
-
-
-def entry(pattern, ratio, largest, **changes):
-    figures = {"ratio_reference": ratio, "ratio_reference_max": largest}
-    return {"status": "timed", "pattern": pattern, "ratio": 0.1, **figures, **changes}
-
-
-def without_reference(pattern):
-    return {"status": "timed", "pattern": pattern, "ratio": 0.1}
-
-
-CASES = {
-    "lost a": entry("lost", 0.5, 0.99),
-    "lost b": entry("lost", 0.9499, 0.96),
-    "close a": entry("close", 0.5, 0.6),
-    "close b": entry("close", 0.95, 0.96),
-    "noisy a": entry("noisy", 0.5, 0.6),
-    "noisy b": entry("noisy", 0.5, 1.0),
-    "won a": entry("won once", 0.5, 0.6),
-    "won b": entry("won once", 1.5, 1.6),
-    "single": entry("single", 0.1, 0.1),
-    "failed a": entry("failed", 0.5, 0.6),
-    "failed b": entry("failed", 0.5, 0.6),
-    "failed c": without_reference("failed"),
-    "refused": entry("lost", 9.0, 9.0, status="unsupported"),
-    "unnamed": {"status": "timed", "ratio": 0.1},
-}
-ENVIRONMENT = {"device": "NVIDIA X", "date": "2026-01-02", "cudnn": "9.99.0", "jax": "0.0"}
-
-
-@pytest.fixture
-def result():
-    return copy.deepcopy({"environment": {**ENVIRONMENT, "sm_version": 91}, "cases": CASES})
-
-
-def test_a_pattern_is_lost_when_the_reference_is_faster_in_every_case(result):
-    lost = {"lost": {"lost a": 0.5, "lost b": 0.9499}}
-    assert generation.generate(result) == {"91": {**ENVIRONMENT, "patterns": lost}}
-
-
-def test_all_patterns_are_shown_with_the_reason_why_they_stay(result):
-    lines = generation.render(result).splitlines()
-    shown = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
-    assert list(shown) == ["close", "failed", "lost", "noisy", "single", "won once"]
-    assert "| 2 | 0.50 to 0.95 | yes |" in shown["lost"]
-    assert "| 2 | 0.50 to 1.50 | no: won b at 1.50" in shown["won once"]
-    assert "no: close b at 0.95" in shown["close"]
-    assert "no: noisy b at 0.50, up to 1.00" in shown["noisy"]
-    assert "no: only 1 case" in shown["single"]
-    assert "no: no time of the reference of failed c" in shown["failed"]
-
-
-def test_each_architecture_has_its_part_of_the_table(result, tmp_path, capsys):
-    source, table = tmp_path / "x.json", tmp_path / "table.json"
-    table.write_text('{"100": {"patterns": {"kept": {}}}, "91": {"patterns": {"old": {}}}}')
-    source.write_text(json.dumps(result))
-    assert main(["bench", "--losses", str(source), "--write", str(table)]) == 0
-    assert "| lost | 2 |" in capsys.readouterr().out
-    written = json.loads(table.read_text())
-    assert list(written) == ["91", "100"]
-    assert written["91"]["patterns"].keys() == {"lost"}
-    assert written["100"] == {"patterns": {"kept": {}}}
-    assert table.read_text() == generation.text(written)
-
-
-def test_without_a_table_to_write_losses_are_only_printed(result, tmp_path, capsys):
-    source = tmp_path / "x.json"
-    source.write_text(json.dumps(result))
-    assert main(["bench", "--losses", str(source)]) == 0
-    assert "| lost | 2 |" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == [source]
-
-
-@pytest.mark.parametrize("text", ["not JSON", "[]", '{"environment": {}, "cases": {"a": {}}}'])
-def test_what_is_no_result_gives_no_table(text, tmp_path, capsys):
-    source, table = tmp_path / "x.json", tmp_path / "table.json"
-    source.write_text(text)
-    assert main(["bench", "--losses", str(source), "--write", str(table)]) == 1
-    assert "no result of bench" in capsys.readouterr().err
-    assert not table.exists()
-
-
-def test_what_is_no_table_is_not_overwritten(result, tmp_path, capsys):
-    source, table = tmp_path / "x.json", tmp_path / "table.json"
-    source.write_text(json.dumps(result))
-    table.write_text("something else")
-    assert main(["bench", "--losses", str(source), "--write", str(table)]) == 1
-    assert "cannot write the table" in capsys.readouterr().err
-    assert table.read_text() == "something else"
-    assert main(["bench", "--write", str(table)]) == 1
-    assert "--losses FILE --write TABLE" in capsys.readouterr().err
-
-
-def test_the_architecture_of_older_results_is_that_of_the_devices_profile(result):
-    del result["environment"]["sm_version"]
-    with pytest.raises(jc.GraphError, match="on which architecture"):
-        generation.generate(result)
-    result["environment"]["device"] = "NVIDIA H100 80GB HBM3"
-    assert list(generation.generate(result)) == ["90"]
-
-
-def test_the_committed_table_is_what_the_committed_results_give():
-    files = [
-        RESULTS / name for name in ("h200.json", "norms_h200.json") if (RESULTS / name).exists()
-    ]
-    results = [json.loads(file.read_text()) for file in files]
-    table = losses.TABLE.read_text(encoding="utf-8")
-    assert table == generation.text(generation.generate(*results)), (
-        "python -m jax_cudnn bench --losses jax_cudnn/bench/results/h200.json "
-        "jax_cudnn/bench/results/norms_h200.json --write jax_cudnn/_core/planning/losses.json"
-    )
-    assert losses.table() == json.loads(table)
-
-
-def test_results_of_different_machines_are_not_mixed(result):
-    other = {"environment": {**result["environment"], "device": "another"}, "cases": {}}
-    with pytest.raises(jc.GraphError, match="not of one machine"):
-        generation.generate(result, other)
-
-
-def norm(reference, whole, hidden=True, **plans):
-    figures = {"median": 0, "q1": 0, "q3": 0}
-    us = {"reference": {**figures, "median": reference, "q3": reference * 1.1}}
-    us["cuDNN"] = {**figures, "median": whole, "q1": whole * 0.9}
-    plans = {"patterns": ["lost"], **plans}
-    entry = {"us": us, "plans": {"cuDNN": plans}, "host_hidden": {"cuDNN": hidden}}
-    return {"programs": {"forward": entry}}
-
-
-def test_each_date_is_told(result):
-    other = copy.deepcopy(result)
-    other["environment"]["date"] = "2025-12-31"
-    for results in ((result, other), (other, result)):
-        assert generation.generate(*results)["91"]["date"] == "2025-12-31, 2026-01-02"
-
-
-def test_cases_of_one_pattern_in_several_results_count_together(result):
-    other = {"environment": result["environment"], "cases": {"lost c": entry("lost", 2.0, 2.1)}}
-    for results in ((result, other), (other, result)):
-        assert generation.generate(*results)["91"]["patterns"] == {}
-
-
-def test_what_is_read_decides_whether_a_normalization_is_inference():
-    row = ((8, 2048), "bfloat16")
-    few = traced(lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5)[0], row, ((1, 2048), "bfloat16"))
-    both = traced(lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5), row, ((1, 2048), "bfloat16"))
-    assert [losses.pattern(spec) for spec in (few, both)] == ["rmsnorm inference", "rmsnorm"]
-
-
-def test_normalizations_are_filed_under_their_plans(result):
-    """A program of several plans, or of none, says nothing of one."""
-    norms = {"a": norm(50, 100), "b": norm(70, 100), "two": norm(1, 9, patterns=["lost", "lost"])}
-    norms["cut"] = norm(900, 100, XLA=1)
-    norms["the host's time"] = norm(48, 49, hidden=False)
-    result = {"environment": result["environment"], "norms": norms}
-    found = generation.generate(result)["91"]["patterns"]
-    assert found == {"lost": {"a, forward": 0.5, "b, forward": 0.7}}
-    norms["more than the host's"] = norm(89, 1000, hidden=False)
-    assert len(generation.generate(result)["91"]["patterns"]["lost"]) == 3
-    norms["b"] = norm(89, 100)  # in some rounds slower
-    assert generation.generate(result)["91"]["patterns"] == {}
-
-
-def test_committed_patterns_are_those_that_their_cases_have_now():
-    graphs = {case.name: case for case in model_cases()}
-    for part in losses.table().values():
-        for name, cases in part["patterns"].items():
-            for case in [graphs[case] for case in cases if case in graphs]:
-                ((spec, _, _),) = programs.graphs(case.ours, *case.avals)
-                assert losses.pattern(spec) == name

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jax_cudnn as jc
-from jax_cudnn.bench import programs
+from jax_cudnn.commands import programs
 
 DIMENSION_NUMBERS = [
     ("NHWC", "HWIO", "NHWC"),

@@ -78,12 +78,11 @@ ALLOWED = {
     "_core": {"deviceless"},
     "ops": {"_core"},
     "deviceless": {"_core"},
-    "bench": {"flax", "ops", "deviceless", "_core"},
     "doctor": {"deviceless", "_core"},
     "explain": {"ops", "_core"},
     "interop": {"ops", "_core"},
     "flax": {"ops", "_core"},
-    "commands": {"bench", "doctor", "ops", "deviceless", "_core"},
+    "commands": {"doctor", "ops", "deviceless", "flax", "_core"},
 }
 
 

@@ -1,1 +1,1 @@
-"""Random graphs, and what must hold for each: ``python -m jax_cudnn fuzz``."""
+"""Random graphs, and what must hold for each: ``python -m fuzz``."""

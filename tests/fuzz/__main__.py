@@ -18,7 +18,7 @@ from jax_cudnn._core.compat import Device
 from jax_cudnn._core.cuda import CudaDevice, device_nodes
 from jax_cudnn._core.errors import GraphError
 from jax_cudnn._core.settings import configure
-from jax_cudnn.bench.timing import environment
+from jax_cudnn.commands.timing import environment
 from jax_cudnn.deviceless import client, profiles
 
 from . import runs, transform_runs

@@ -2,8 +2,8 @@
 
 A graph is filed under its pattern: what it computes at heart, in words. ``losses.json`` holds, for
 each architecture that was measured, the patterns at which XLA's compilation of the graph's own
-reference was faster than cuDNN in every measured case. ``python -m jax_cudnn bench --losses``
-writes it from a result of ``bench``.
+reference was faster than cuDNN in every measured case. ``python -m benchmarks losses``
+writes it from results of benchmarks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Loss:
         device: the GPU of the measurement.
         date: its day.
         cudnn: its version of cuDNN.
-        cases: the names of the cases in ``bench``.
+        cases: the names of the cases in ``benchmarks``.
     """
 
     pattern: str

@@ -1,0 +1,119 @@
+"""Shell: ``python -m benchmarks run | render | losses | support | numerics``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+from jax_cudnn import JaxCudnnError
+from jax_cudnn._core.cuda import device_nodes
+
+from . import ROOT
+
+_EPILOG = """\
+examples:
+  run cases                         cases of real models, host times; writes results/<gpu>.json
+  run cases --only resnet50         the cases with that in their names
+  run norms --only 8192x4096 --into benchmarks/results/norms_h200.json
+  run flax --profile                with the kernels that take longest
+  run attention --tiny --out /tmp   small shapes, on a CPU, too
+  render                            writes the tables and the picture of all results
+  render --check                    says whether they are what is committed
+"""
+KINDS = ("cases", "steps", "norms", "attention", "flax")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="measure on this machine's GPU, write JSON")
+    run.add_argument("kind", choices=KINDS)
+    run.add_argument("--only", metavar="PATTERN", help="cases with this in their names")
+    run.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
+    run.add_argument("--into", type=Path, metavar="FILE", help="put them into this result")
+    run.add_argument("--out", type=Path, metavar="DIR", default=Path("."))
+    run.add_argument("--profile", action="store_true", help="of flax, also which kernels run")
+    run.add_argument("--list", action="store_true", help="print the cases, measure nothing")
+    render = commands.add_parser("render", help="write tables and the picture of all results")
+    render.add_argument("file", type=Path, nargs="?", help="print those of this result instead")
+    losses = commands.add_parser("losses", help="write the table of patterns lost to XLA")
+    losses.add_argument("files", type=Path, nargs="*", help="of these results")
+    support = commands.add_parser("support", help="plan all operations' examples for the README")
+    numerics = commands.add_parser("numerics", help="write docs/numerics.md")
+    for command in (render, losses, support, numerics):
+        command.add_argument("--check", action="store_true", help="compare, write nothing")
+    options = parser.parse_args(arguments)
+    if not device_nodes() and "JAX_PLATFORMS" not in os.environ:
+        # Without a GPU the CUDA plugin only prints its failure to find one.
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        if options.command == "run":
+            return _run(options)
+        different = _written(options)
+    except JaxCudnnError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    for text in different:
+        print(text)
+    if different:
+        print(f"renew it: python -m benchmarks {options.command}")
+    return 1 if different else 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    """1 where some result is wrong or failed, so that scripts notice."""
+    from . import run
+
+    if options.list:
+        print(run.listing(options.kind))
+        return 0
+    result = run.run(
+        options.kind, options.out, options.only, options.tiny, options.into, options.profile
+    )
+    states = [entry["status"] for entry in result[options.kind].values()]
+    return 1 if {"WRONG", "failed"} & {*states} else 0
+
+
+def _written(options: argparse.Namespace) -> list[str]:
+    """Writes what a command generates, or gives what differs."""
+    from . import documents
+
+    check = options.check
+    if options.command == "numerics":
+        from .numerics import render
+
+        found = [documents.written(ROOT / "docs" / "numerics.md", render(), check)]
+    elif options.command == "support":
+        from .support_table import render
+
+        found = [documents.placed(documents.README, "support", render(), check)]
+    elif options.command == "losses":
+        from jax_cudnn._core.planning.losses import TABLE
+
+        from . import losses
+
+        names = losses.RESULTS
+        results = [documents.read(f) for f in options.files or map(documents.committed, names)]
+        print("\n\n".join(map(losses.render, results)))
+        table = ROOT / TABLE.relative_to(TABLE.parents[3])
+        found = [documents.written(table, losses.merged(results, table), check)]
+    elif options.file:
+        print(documents.printed(options.file))
+        return []
+    else:
+        found = [documents.placed(*each, check) for each in documents.tables()]
+        found.append(documents.picture(check))
+    return [text for text in found if text]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""What README, BUILD and docs show of the results, and whether they still do."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jax_cudnn._core.errors import GraphError
+
+from . import ROOT
+from .attention.tables import render_attention
+from .flax.tables import render_flax
+from .norms.tables import render_norms
+from .steps.tables import render_steps
+from .tables import RESULTS, render, render_cases
+
+README, BUILD = ROOT / "README.md", ROOT / "BUILD.md"
+PICTURE = RESULTS / "h200.svg"
+SHOWN: list[tuple[str, str, Callable[[dict[str, Any]], str], list[Path]]] = [
+    ("bench", "h200", render, [README, BUILD]),
+    ("cases", "h200", render_cases, [README]),
+    ("steps", "steps_h200", render_steps, [README]),
+    ("flax", "flax_h200", render_flax, [README]),
+    ("norms", "norms_h200", render_norms, [README]),
+    ("attention", "attention_h200", render_attention, [README]),
+]
+"""Between which marks the table of which result stands, and where."""
+
+_HELD = {"bench": "host"}
+
+
+def committed(name: str) -> Path:
+    return RESULTS / f"{name}.json"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result; GraphError where a file is none."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _no_result(path, repr(error)) from error
+    if not isinstance(result, dict) or "environment" not in result:
+        raise _no_result(path, "JSON of another kind")
+    return result
+
+
+def printed(path: Path) -> str:
+    """The tables of one result."""
+    held = read(path)
+    try:
+        shown = [rendered(held) for mark, _, rendered, _ in SHOWN if _HELD.get(mark, mark) in held]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _no_result(path, repr(error)) from error
+    return "\n\n".join(shown)
+
+
+def _no_result(path: Path, got: str) -> GraphError:
+    return GraphError(
+        f"{path} is no result",
+        expected="the JSON that `python -m benchmarks run` writes",
+        got=got,
+    )
+
+
+def tables() -> Iterator[tuple[Path, str, str]]:
+    """Each document with the marks and the table between them."""
+    for mark, name, rendered, documents in SHOWN:
+        text = rendered(read(committed(name)))
+        for document in documents:
+            yield document, mark, text
+
+
+def placed(document: Path, mark: str, shown: str, check: bool) -> str:
+    """Puts a text between the marks of a document, or with ``check`` says how it differs."""
+    text = document.read_text(encoding="utf-8")
+    found = re.search(rf"<!-- {mark} -->\n(.*?)<!-- /{mark} -->", text, re.S)
+    if found is None:
+        raise GraphError(
+            f"{document} has no place for this table",
+            expected=f"a line <!-- {mark} -->, and after the table a line <!-- /{mark} -->",
+        )
+    begin, end = found.span(1)
+    return written(document, f"{text[:begin]}{shown}\n{text[end:]}", check)
+
+
+def written(file: Path, text: str, check: bool) -> str:
+    """Writes a file, or with ``check`` says how it differs."""
+    old = file.read_text(encoding="utf-8") if file.exists() else ""
+    if check:
+        return "\n".join(
+            difflib.unified_diff(
+                old.splitlines(), text.splitlines(), str(file), "generated", lineterm=""
+            )
+        )
+    file.write_text(text, encoding="utf-8")
+    return ""
+
+
+def picture(check: bool) -> str:
+    """Draws the picture, or with ``check`` says whether its text would be another: each version of
+    matplotlib draws its own lines."""
+    from .plot import plot
+
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = Path(folder) / "drawn.svg"
+        plot(read(committed("h200")), drawn)
+        new = drawn.read_text(encoding="utf-8")
+    if not check:
+        PICTURE.write_text(new, encoding="utf-8")
+    old = PICTURE.read_text(encoding="utf-8")
+    return "" if _words(new) == _words(old) else f"{PICTURE} is not what its result gives"
+
+
+def _words(svg: str) -> list[str]:
+    return re.findall(r">([^<>]+)</text>", svg)

@@ -1,0 +1,135 @@
+"""What only passes over memory: reductions and pointwise operations of MLPs and convnets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn._core.graph.trace import graph
+from jax_cudnn.commands.comparison import Formulation
+
+from .cases import ModelCase, Operand
+from .matmuls import BF16, F32, Array, Built, matrix_case
+
+
+def total(m: int, n: int, axis: int, dtype: str = "bfloat16") -> Built:
+    """Sums of each row (axis 1) or of each column (axis 0), to float32."""
+    out = [1, n] if axis == 0 else [m, 1]
+
+    @graph
+    def sums(g, x):
+        return g.reduction(x, mode="ADD").set_dim(out)
+
+    def by_product(x):
+        one = jnp.ones((x.shape[axis],), x.dtype)
+        return jnp.expand_dims(jnp.tensordot(x, one, (axis, 0), preferred_element_type=F32), axis)
+
+    xla = {
+        "sum": Formulation(lambda x: jnp.sum(x, axis, dtype=F32, keepdims=True)),
+        "product with ones": Formulation(by_product),
+    }
+    return sums, xla, (Operand((m, n), dtype),)
+
+
+def dots(m: int, n: int) -> Built:
+    """The dot product of each row with that of another matrix, to float32."""
+
+    @graph
+    def row_dots(g, x, y):
+        return g.reduction(g.mul(x, y), mode="ADD").set_dim([m, 1])
+
+    def by_product(x, y):
+        return jax.lax.dot_general(x, y, (((1,), (1,)), ((0,), (0,))), preferred_element_type=F32)
+
+    xla = {
+        "sum of products": Formulation(
+            lambda x, y: jnp.sum(x.astype(F32) * y.astype(F32), 1, keepdims=True)
+        ),
+        "batched product": Formulation(by_product, finish=lambda z: z[:, None]),
+    }
+    return row_dots, xla, (Operand((m, n)), Operand((m, n)))
+
+
+def squares(m: int, n: int, dtype: str) -> Built:
+    """The sum of all squares, for the norm of a gradient, to float32."""
+
+    @graph
+    def sum_of_squares(g, x):
+        return g.reduction(g.mul(x, x), mode="ADD")
+
+    def in_two(x):
+        return jnp.sum(jnp.sum(jnp.square(x.astype(F32)), 1), keepdims=True)[:, None]
+
+    xla = {
+        "sum of squares": Formulation(lambda x: jnp.sum(jnp.square(x.astype(F32)), keepdims=True)),
+        "rows first": Formulation(in_two),
+    }
+    return sum_of_squares, xla, (Operand((m, n), dtype),)
+
+
+def gate(m: int, n: int) -> Built:
+    """swish(a) * b, the gate of a SwiGLU MLP."""
+
+    @graph
+    def swish_mul(g, a, b):
+        return g.mul(g.swish(a), b)
+
+    def in_f32(a, b):
+        return (jax.nn.silu(a.astype(F32)) * b.astype(F32)).astype(a.dtype)
+
+    xla = {
+        "in f32": Formulation(in_f32),
+        "in bf16": Formulation(lambda a, b: jax.nn.silu(a) * b),
+    }
+    return swish_mul, xla, (Operand((m, n)), Operand((m, n)))
+
+
+def joined(m: int, n: int) -> Built:
+    """gelu(a + b), two branches that join."""
+
+    @graph
+    def add_gelu(g, a, b):
+        return g.gelu_approx_tanh(g.add(a, b))
+
+    def plain(y: Array) -> Array:
+        return jax.nn.gelu(y, approximate=True).astype(BF16)
+
+    xla = {
+        "in f32": Formulation(lambda a, b: plain(a.astype(F32) + b.astype(F32))),
+        "in bf16": Formulation(lambda a, b: plain(a + b)),
+    }
+    return add_gelu, xla, (Operand((m, n)), Operand((m, n)))
+
+
+def channels(m: int, n: int) -> Built:
+    """relu(x * scale + bias) of pixels (m, n) with a scale and bias for each channel, in float32:
+    a batch normalization at inference."""
+
+    @graph
+    def scale_bias_relu(g, x, scale, bias):
+        return g.relu(g.add(g.mul(x, scale), bias))
+
+    def plain(x, scale, bias):
+        return jax.nn.relu(x * scale + bias)
+
+    vector = Operand((1, n), "float32")
+    return (
+        scale_bias_relu,
+        {"plain": Formulation(plain)},
+        (Operand((m, n), "float32"), vector, vector),
+    )
+
+
+def cases() -> Iterator[ModelCase]:
+    pixels = 64 * 56 * 56
+    yield matrix_case("mlp/8192x8192", "sum of rows", total, 8192, 8192, 1)
+    yield matrix_case("mlp/16384x4096", "dots of rows", dots, 16384, 4096)
+    yield matrix_case("mlp/8192x8192", "sum of columns", total, 8192, 8192, 0)
+    yield matrix_case("convnext/96-at-56", "sum of columns", total, pixels, 96, 0, "float32")
+    yield matrix_case("mlp/8192x8192", "sum of squares", squares, 8192, 8192, "bfloat16")
+    yield matrix_case("mlp/4096x4096", "sum of squares, float32", squares, 4096, 4096, "float32")
+    yield matrix_case("mlp/8192x14336", "swish gate", gate, 8192, 14336)
+    yield matrix_case("convnext/384-at-56", "add, gelu", joined, pixels, 384)
+    yield matrix_case("resnet50/128-at-28", "scale, bias, relu", channels, 256 * 28 * 28, 128)

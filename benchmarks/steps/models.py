@@ -1,0 +1,287 @@
+"""Training steps of models as users write them: with ``jc.ops``, and the same in plain JAX.
+
+A step is a whole program: the loss, the loss with its gradients, or a derivative along a direction.
+Parameters are bfloat16, images NHWC, weights OHWI; both sides get the same arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn import ops
+
+Array = jax.Array
+Program = Callable[..., Callable[[tuple[Any, ...], tuple[Any, ...]], Any]]
+"""Of a loss: a function of its operands and of a direction in each of them."""
+
+_LAYOUT = ("NHWC", "OHWI", "NHWC")
+FORWARD, TRAINING, JVP = "forward", "forward and backward", "jvp"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An operand that is drawn: normal numbers times ``scale``, plus ``offset``."""
+
+    shape: tuple[int, ...]
+    scale: float = 1.0
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A model's loss on both sides.
+
+    Attributes:
+        name: model and size.
+        what: one line for the reader.
+        ours: the loss of the operands, by ``jc.ops``.
+        plain: the same in plain JAX.
+        operands: trees of :class:`Drawn`, one for each argument of the losses.
+        programs: what is made of a loss and timed, by name.
+    """
+
+    name: str
+    what: str
+    ours: Callable[..., Array]
+    plain: Callable[..., Array]
+    operands: tuple[Any, ...]
+    programs: Mapping[str, Program]
+
+    def arrays(self, key: Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Random operands and a direction in them, drawn on the device.
+
+        The direction is the operands themselves with a tenth of noise: along it the loss of a
+        model of products and relus grows, so that its derivative is no difference of large terms.
+        """
+        drawn, structure = jax.tree.flatten(self.operands)
+
+        def draw(key: Array) -> Any:
+            values, along = [], []
+            for d, k in zip(drawn, jax.random.split(key, len(drawn)), strict=True):
+                normal, noise = jax.random.normal(k, (2, *d.shape))
+                value = d.offset + d.scale * normal
+                values.append(value.astype(jnp.bfloat16))
+                along.append((value + 0.1 * d.scale * noise).astype(jnp.bfloat16))
+            return jax.tree.unflatten(structure, values), jax.tree.unflatten(structure, along)
+
+        return jax.jit(draw)(key)
+
+
+# -- programs of a loss ----------------------------------------------------------------------------
+
+
+def forward(loss: Callable[..., Array]) -> Callable[..., Any]:
+    return lambda operands, direction: loss(*operands)
+
+
+def training(*arguments: int) -> Program:
+    """The loss with its gradients by these arguments."""
+
+    def program(loss: Callable[..., Array]) -> Callable[..., Any]:
+        return lambda operands, direction: jax.value_and_grad(loss, arguments)(*operands)
+
+    return program
+
+
+def along(loss: Callable[..., Array]) -> Callable[..., Any]:
+    """The loss with its derivative along the direction, by forward mode."""
+    return lambda operands, direction: jax.jvp(loss, operands, direction)
+
+
+def per_example(loss: Callable[..., Array]) -> Callable[..., Any]:
+    """The gradient of each example's loss by the first argument, which all share."""
+
+    def program(operands: tuple[Any, ...], direction: tuple[Any, ...]) -> Any:
+        return jax.vmap(jax.grad(loss), (None, 0))(*operands)
+
+    return program
+
+
+def each(loss: Callable[..., Array]) -> Callable[..., Any]:
+    return lambda operands, direction: jax.vmap(loss, (None, 0))(*operands)
+
+
+def mean_square(y: Array) -> Array:
+    return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+
+# -- convolutions of a residual network ------------------------------------------------------------
+
+
+def _conv(x: Array, layer: dict[str, Array], stride: int = 1, *, relu: bool = True, **more: Any):
+    """``relu(conv(x) * scale + bias + residual)``, a layer without ``scale`` has none."""
+    pad = layer["weight"].shape[1] // 2
+    return ops.conv(
+        x,
+        layer["weight"],
+        scale=layer.get("scale"),
+        bias=layer["bias"],
+        activation="relu" if relu else None,
+        strides=stride,
+        padding=pad,
+        dimension_numbers=_LAYOUT,
+        **more,
+    )
+
+
+def _plain_conv(
+    x: Array,
+    layer: dict[str, Array],
+    stride: int = 1,
+    *,
+    relu: bool = True,
+    residual: Array | None = None,
+):
+    pad = layer["weight"].shape[1] // 2
+    y = jax.lax.conv_general_dilated(
+        x, layer["weight"], (stride, stride), [(pad, pad)] * 2, dimension_numbers=_LAYOUT
+    )
+    if "scale" in layer:
+        y = y * layer["scale"]
+    y = y + layer["bias"]
+    if residual is not None:
+        y = y + residual
+    return jax.nn.relu(y) if relu else y
+
+
+def _layer(channels: int, features: int, window: int, scale: float | None = 1.0) -> Any:
+    """Weights that keep the size of what relu gives; the scale is that of a frozen batch norm."""
+    fan_in = window * window * channels
+    weight = Drawn((features, window, window, channels), (2 / fan_in) ** 0.5)
+    layer = {"weight": weight, "bias": Drawn((features,), 0.1)}
+    return layer if scale is None else layer | {"scale": Drawn((features,), 0.1 * scale, scale)}
+
+
+def _bottleneck(channels: int, width: int, features: int) -> dict[str, Any]:
+    """1x1, 3x3, 1x1, and a projection where the residual's shape changes. The last scale is small:
+    else what 16 blocks add up to would grow from block to block."""
+    block = {
+        "reduce": _layer(channels, width, 1),
+        "spatial": _layer(width, width, 3),
+        "expand": _layer(width, features, 1, 0.25),
+    }
+    return block | ({"project": _layer(channels, features, 1)} if channels != features else {})
+
+
+def _apply_block(conv: Callable[..., Array], x: Array, block: Any, stride: int) -> Array:
+    y = conv(x, block["reduce"])
+    y = conv(y, block["spatial"], stride)
+    if "project" in block:
+        x = conv(x, block["project"], stride, relu=False)
+    return conv(y, block["expand"], residual=x)
+
+
+def _network(conv: Callable[..., Array], blocks: Any, x: Array) -> Array:
+    """The mean square behind all stages, each a list of blocks, the first with stride 2 but for
+    the first stage."""
+    for number, stage in enumerate(blocks):
+        for place, block in enumerate(stage):
+            x = _apply_block(conv, x, block, 2 if number and not place else 1)
+    return mean_square(x)
+
+
+def _residual_network(batch: int, size: int, width: int, depths: tuple[int, ...]) -> StepCase:
+    """The stages of ResNet-50 behind its stem (which is XLA's on either side)."""
+    stages, channels = [], width
+    for number, depth in enumerate(depths):
+        inner = width << number
+        stages.append([])
+        for _ in range(depth):
+            stages[-1].append(_bottleneck(channels, inner, 4 * inner))
+            channels = 4 * inner
+    return StepCase(
+        f"resnet50/batch-{batch}",
+        f"{sum(depths)} bottlenecks ({'-'.join(map(str, depths))}) of convolutions with scale, "
+        "bias, residual and relu, all trained; image of "
+        f"{size} x {size} behind the stem",
+        functools.partial(_network, _conv),
+        functools.partial(_network, _plain_conv),
+        (stages, Drawn((batch, size, size, width))),
+        {FORWARD: forward, TRAINING: training(0)},
+    )
+
+
+def _block(batch: int, size: int, width: int) -> StepCase:
+    def loss(conv: Callable[..., Array], block: Any, x: Array) -> Array:
+        return mean_square(_apply_block(conv, x, block, 1))
+
+    return StepCase(
+        f"resnet50/bottleneck-{4 * width}-at-{size}",
+        f"one bottleneck, batch {batch}, by its parameters and its image",
+        functools.partial(loss, _conv),
+        functools.partial(loss, _plain_conv),
+        (_bottleneck(4 * width, width, 4 * width), Drawn((batch, size, size, 4 * width))),
+        {FORWARD: forward, TRAINING: training(0, 1), JVP: along},
+    )
+
+
+def _small_network(batch: int, size: int, widths: tuple[int, ...]) -> StepCase:
+    """Convolutions with bias and relu, every second with stride 2, on one example."""
+
+    def loss(conv: Callable[..., Array], layers: Any, x: Array) -> Array:
+        y = x[None]
+        for number, layer in enumerate(layers):
+            y = conv(y, layer, 1 + number % 2)
+        return mean_square(jnp.mean(y.astype(jnp.float32), (1, 2)))
+
+    layers = [_layer(c, k, 3, None) for c, k in itertools.pairwise(widths)]
+    return StepCase(
+        f"per-example/batch-{batch}",
+        f"vmap of grad over {len(layers)} convolutions with bias and relu, images of {size} x "
+        f"{size}, {'-'.join(map(str, widths))} channels",
+        functools.partial(loss, _conv),
+        functools.partial(loss, _plain_conv),
+        (layers, Drawn((batch, size, size, widths[0]))),
+        {FORWARD: each, "gradient of each example": per_example},
+    )
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def _mlp(rows: int, model: int, hidden: int) -> StepCase:
+    def ours(p: Any, x: Array) -> Array:
+        h = ops.matmul(x, p["up"], bias=p["up_bias"], activation="gelu")
+        return mean_square(ops.matmul(h, p["down"], bias=p["down_bias"], residual=x))
+
+    def plain(p: Any, x: Array) -> Array:
+        h = jax.nn.gelu(x @ p["up"] + p["up_bias"])
+        return mean_square(h @ p["down"] + p["down_bias"] + x)
+
+    parameters = {
+        "up": Drawn((model, hidden), model**-0.5),
+        "up_bias": Drawn((hidden,), 0.1),
+        "down": Drawn((hidden, model), hidden**-0.5),
+        "down_bias": Drawn((model,), 0.1),
+    }
+    return StepCase(
+        f"mlp/{rows}x{model}x{hidden}",
+        "feed-forward of a transformer: gelu, biases and residual, by its parameters and its rows",
+        ours,
+        plain,
+        (parameters, Drawn((rows, model))),
+        {FORWARD: forward, TRAINING: training(0, 1), JVP: along},
+    )
+
+
+def step_cases() -> Iterator[StepCase]:
+    """All cases, in the order of the table."""
+    yield _residual_network(128, 56, 64, (3, 4, 6, 3))
+    yield _block(128, 28, 128)
+    yield _mlp(8192, 4096, 16384)
+    yield _small_network(64, 32, (64, 64, 128, 128, 256))
+
+
+def tiny_cases() -> Iterator[StepCase]:
+    """The same programs with small shapes, for a CPU."""
+    yield _residual_network(2, 8, 8, (1, 1))
+    yield _block(2, 6, 8)
+    yield _mlp(16, 8, 32)
+    yield _small_network(4, 6, (8, 8, 16))

@@ -1,0 +1,68 @@
+"""``python -m jax_cudnn support``: where the graphs of a function run."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from typing import Any
+
+from .._core.errors import GraphError
+from .._core.planning.support import support
+from .avals import load_function, parse_aval
+
+_EXAMPLE = """\
+examples:
+  python -m jax_cudnn support mymodel:conv_bias_relu "bf16[8,64,28,28]" "bf16[64,64,3,3]" \\
+      "bf16[1,64,1,1]" --gpus H100,B200
+  python -m jax_cudnn support mymodel:block "f32[1,128,64]" causal=True
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of ``python -m jax_cudnn``."""
+    parser = commands.add_parser(
+        "support",
+        help="plan a function's graphs for GPUs that may be elsewhere",
+        description="Where the graphs of a function run: cuDNN's plan for each GPU, or its reason "
+        "in words. Exits with 1 if a graph has no plan on one of the GPUs.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("function", help="module:function")
+    parser.add_argument("arguments", nargs="*", help="dtype[sizes], or static arguments key=value")
+    parser.add_argument("--gpus", help="names of profiles, with commas (default: all, and yours)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print Markdown")
+    form.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the parsed command; the exit status."""
+    positional, static = _arguments(options.arguments)
+    gpus = options.gpus.split(",") if options.gpus else None
+    found = support(load_function(options.function), *positional, gpus=gpus, **static)
+    if options.json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        print(found.to_markdown() if options.markdown else found)
+    return 0 if found else 1
+
+
+def _arguments(texts: list[str]) -> tuple[list[Any], dict[str, Any]]:
+    """Shapes by position, and ``key=value`` with a Python literal as keyword."""
+    positional, static = [], {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            positional.append(parse_aval(text))
+            continue
+        try:
+            static[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise GraphError(
+                f"{key} is no static argument",
+                expected="key=value with a Python literal, such as causal=True or mode='ADD'",
+                got=repr(text),
+            ) from None
+    return positional, static

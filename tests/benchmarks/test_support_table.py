@@ -1,0 +1,85 @@
+"""The README's table of what runs where, and how documents are compared and rewritten."""
+
+import pytest
+from cases import case
+
+import jax_cudnn as jc
+from benchmarks import documents, support_table
+from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.planning.support_value import MEASURED, PUBLIC, Support, SupportRow
+
+
+def row(graph, gpu, reason=None):
+    basis = PUBLIC if gpu == "A100" else MEASURED
+    if reason is None:
+        return SupportRow(graph, gpu, basis, True, "eng0", 0, 1)
+    return SupportRow(graph, gpu, basis, False, reason=reason)
+
+
+def test_table_counts_examples_and_groups_reasons():
+    dtype = "a data type is not supported (x | y)"
+    found = Support(
+        (
+            *(row("relu_bwd_0_float32", gpu) for gpu in ("A100", "H200")),
+            row("relu_0_float32", "A100", dtype),
+            row("relu_0_float32", "H200"),
+            row("relu_1_float16", "A100", dtype),
+            row("relu_1_float16", "H200", "a shape is not supported (z)"),
+            row("matmul_0_float16", "A100", dtype),
+            row("matmul_0_float16", "H200", dtype),
+        ),
+        "9.28.0",
+        "1.32.0",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(REGISTRY, "relu_bwd", REGISTRY["relu"])
+        shown = support_table.table(found, others=["conv_fprop"]).splitlines()
+    assert "cuDNN 9.28.0, nvidia-cudnn-frontend 1.32.0" in shown[0]
+    assert "A100 are from public specifications, not read on a device" in shown[0]
+    assert shown[2] == "| operation | A100 | H200 | where not, why |"
+    assert shown[4].startswith("| `conv_fprop` | not alone | not alone | ")
+    assert shown[5:] == [
+        "| `matmul` | none | none | A100, H200: a data type is not supported |",
+        "| `relu` | none | 1 of 2 | A100: a data type is not supported; "
+        "H200: a shape is not supported |",
+        "| `relu_bwd` | all 1 | all 1 |  |",
+    ]
+
+
+@pytest.mark.deviceless
+def test_table_is_planned_for_all_profiles():
+    @case(((8, 16), "float32"))
+    def relu_0_float32(g, x):
+        return g.relu(x)
+
+    @case(((2, 64, 8, 8), "bfloat16"), ((64, 64, 3, 3), "bfloat16"))
+    def relu_1_bfloat16(g, x, w):
+        y = g.relu(g.conv_fprop(x, w)).set_data_type("bfloat16")
+        return g.conv_fprop(y, w)
+
+    shown = support_table.render([relu_0_float32, relu_1_bfloat16])
+    assert "| operation | A100 | H100 | H200 | B200 | where not, why |" in shown
+    assert shown.splitlines()[4:] == [
+        "| `relu` | 1 of 2 | 1 of 2 | 1 of 2 | 1 of 2 | A100, H100, H200, B200: more than one "
+        "convolution or matmul in one graph |"
+    ]
+
+
+def test_a_document_is_compared_and_rewritten(tmp_path):
+    document = tmp_path / "README.md"
+    document.write_text("before\n<!-- support -->\n<!-- /support -->\nafter\n")
+    for shown in ("one\ntwo", "one\nthree"):
+        assert documents.placed(document, "support", shown, check=True)
+        documents.placed(document, "support", shown, check=False)
+        assert not documents.placed(document, "support", shown, check=True)
+        marks = f"<!-- support -->\n{shown}\n<!-- /support -->"
+        assert document.read_text() == f"before\n{marks}\nafter\n"
+    lines = documents.placed(document, "support", "one\nfour", check=True).splitlines()
+    assert {"-three", "+four"} <= {*lines}
+    with pytest.raises(jc.GraphError, match="no place"):
+        documents.placed(document, "other", "one", check=True)
+
+
+def test_the_readme_lists_every_operation():
+    shown = documents.README.read_text().split("<!-- support -->")[1]
+    assert [m for m in sorted(REGISTRY) if f"| `{m}` |" not in shown] == []

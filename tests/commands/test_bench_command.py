@@ -1,0 +1,256 @@
+"""`python -m jax_cudnn bench`: honest clocks, checked results, a function of one's own."""
+
+import doctest
+import itertools
+import json
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn.__main__ import main
+from jax_cudnn._core.planning.cost import Cost
+from jax_cudnn.commands import agreement, comparison, programs, timing
+from jax_cudnn.commands.avals import load_function, parse_aval
+from jax_cudnn.commands.bench import Formulation, compare
+
+QUICK = {"calls": 1, "rounds": 1, "seconds": 0.0}
+
+
+@jc.graph
+def product(g, x, w):
+    return g.relu(g.matmul(x, w))
+
+
+# -- what a user writes in a shell -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "dtype"),
+    [
+        ("bf16[8,64]", (8, 64), "bfloat16"),
+        ("float32[]", (), "float32"),
+        (" f8e4m3fn[128, 3] ", (128, 3), "float8_e4m3fn"),
+        ("pred[2,]", (2,), "bool"),
+    ],
+)
+def test_avals_are_parsed(text, shape, dtype):
+    aval = parse_aval(text)
+    assert (aval.shape, aval.dtype.name) == (shape, dtype)
+
+
+@pytest.mark.parametrize(
+    "text", ["bf16", "bf16[2", "f32[2,,3]", "f32[-1]", "f32[n]", "[2]", "", "bf17[2]"]
+)
+def test_other_text_is_refused(text):
+    with pytest.raises((jc.GraphError, jc.GraphTypeError), match=r"bf16\[|bf17"):
+        parse_aval(text)
+
+
+def test_functions_are_found_in_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "found_here.py").write_text("class A:\n    f = staticmethod(abs)\nx = 1\n")
+    (tmp_path / "broken_here.py").write_text("import no_such_module_at_all\n")
+    assert load_function("found_here:A.f") is abs
+    assert "" not in sys.path[:1]
+    for text, error, words in (
+        ("not_here:f", jc.GraphError, "not_here"),
+        ("found_here:g", jc.GraphError, "has no 'g'"),
+        ("found_here:x", jc.GraphTypeError, "function"),
+        ("broken_here:f", ModuleNotFoundError, "no_such_module_at_all"),
+        ("found_here", jc.GraphError, "module:function"),
+    ):
+        with pytest.raises(error, match=words):
+            load_function(text)
+
+
+_MODULE = """
+import jax, jax_cudnn as jc
+
+@jc.graph
+def product(g, x, w):
+    return g.relu(g.matmul(x, w))
+
+def model(x, w):
+    return product(x, w) + 1
+
+def plain(x, w):
+    return jax.nn.relu(x @ w)
+"""
+
+
+def test_a_users_function_is_measured(tmp_path, monkeypatch, capsys):
+    """Against its reference or another function, which must agree; a mistake is told as it is."""
+    name = f"mine_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(_MODULE)
+    monkeypatch.chdir(tmp_path)
+    avals = ["bf16[1,16,16]", "bf16[1,16,16]"]
+    assert main(["bench", f"{name}:model", *avals, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert all(words in printed for words in ("| its reference in XLA |", "No GPU", "TFLOP/s"))
+    (path,) = tmp_path.glob("*.json")
+    entry = json.loads(path.read_text())["cases"][f"{name}:model"]
+    assert (entry["status"], entry["operands"]) == ("timed", ["bfloat16[1,16,16]"] * 2)
+    assert 0 < entry["us"]["jax_cudnn"]["min"] <= entry["us"]["jax_cudnn"]["median"]
+    assert main(["bench", f"{name}:product", *avals, "--against", f"{name}:plain"]) == 0
+    assert main(["bench", f"{name}:model", *avals, "--against", f"{name}:plain"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+    assert main(["bench", f"{name}:product", "bf16[1,16,16]", "bf16[1,8,16]"]) == 1
+    assert "GraphError: g.matmul" in capsys.readouterr().err
+
+
+# -- clocks ----------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that only functions advance."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.calls = []
+
+    def __call__(self):
+        return self.now
+
+    def function(self, name, seconds):
+        def run():
+            self.now += seconds
+            self.calls.append(name)
+
+        return run
+
+
+def test_functions_take_turns_and_times_are_those_of_one_call():
+    clock = Clock()
+    functions = {"a": clock.function("a", 2.0), "b": clock.function("b", 3.0)}
+    times = timing.interleaved(functions, (), rounds=8, calls=5, clock=clock)
+    assert times == {"a": [2.0] * 8, "b": [3.0] * 8}
+    assert clock.calls[6:] == (["a"] * 5 + ["b"] * 5) * 8  # behind the warm-up
+    for count in (2, 3, 4, 5):  # mixed, each follows each other once
+        rounds = [timing.balanced(count, number) for number in range(count + count % 2)]
+        assert all(sorted(order) == [*range(count)] for order in rounds)
+        follow = {pair for order in rounds for pair in itertools.pairwise(order)}
+        assert len(follow) == count * (count - 1)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 7), (95.0, 10), (1e9, 15)])
+def test_a_budget_ends_rounds_but_not_before_the_seventh(seconds, rounds):
+    clock = Clock()
+    one = {"a": clock.function("a", 2.0)}
+    times = timing.interleaved(one, (), rounds=15, calls=5, seconds=seconds, clock=clock)
+    assert len(times["a"]) == rounds
+
+
+def test_slow_functions_are_called_less_often():
+    ticks = itertools.count()  # each look at the clock is a second later
+    x, clock = jnp.ones(3), lambda: float(next(ticks))
+    assert compare({"f": jnp.sin}, x, seconds=40.0, clock=clock).calls == 11
+    found = compare({"f": jnp.sin}, x, seconds=math.inf, clock=clock)
+    assert (found.calls, found.seconds["f"]) == (30, [1 / 30] * 15)
+    figures = timing.summary([5.0, 1.0, 2.0, 3.0, 4.0], 10)
+    assert figures == {"median": 30, "min": 10, "max": 50, "q1": 20, "q3": 40}
+
+
+# -- agreement -------------------------------------------------------------------------------------
+
+
+def test_disagreeing_functions_are_not_timed(key):
+    x = jax.random.normal(key, (64, 64))
+    found = compare({"f": lambda x: x, "same": lambda x: x * 1.0001, "off": lambda x: x * 1.1}, x)
+    assert (found.wrong, dict(found.seconds)) == (("off",), {})
+    assert "WRONG" in str(found)
+    with pytest.raises(jc.GraphError, match="off disagrees"):
+        found.ratio()
+    with pytest.raises(jc.GraphError, match="different shapes"):
+        compare({"f": lambda x: x, "g": lambda x: x[:1]}, x)
+
+
+def test_agreement_sees_a_wrong_tile_and_what_is_not_finite(key):
+    want = jax.random.normal(key, (2048, 2048), jnp.bfloat16)
+    difference = agreement.difference(want.at[64:72, 64:72].set(0), want)
+    tolerance = agreement.tolerance((want,), want)
+    assert difference.relative < tolerance  # the norm alone would miss it
+    assert not difference.within(tolerance)
+    want = jnp.ones(8)
+    for value in (jnp.nan, jnp.inf):
+        got = want.at[3].set(value)
+        assert not agreement.difference(got, want).within(1e30)
+        assert not agreement.difference(want, got).within(0.1)
+        assert agreement.difference(got, got).within(0.0)
+    f8, bf16, f32 = (jnp.ones(2, t) for t in (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32))
+    of = [agreement.tolerance((a,), b) for a, b in ((f8, bf16), (f32, f32), (bf16, f8))]
+    assert of == [2.0**-6, 2.0**-9, 2.0**-2]
+
+
+def test_prepare_and_finish_are_not_timed_and_what_fails_is_left_out(key):
+    x, seen = jax.random.normal(key, (8, 16)), []
+
+    def transposed(x):
+        seen.append(x.shape)
+        return x + 1
+
+    def broken(x):
+        raise ValueError("not today")
+
+    way = Formulation(transposed, lambda x: (x.T,), lambda y: y.T)
+    found = compare({"f": lambda x: x + 1, "broken": broken, "transposed": way}, x, **QUICK)
+    assert (found.wrong, seen, found.best_other) == ((), [(16, 8)], "transposed")
+    assert found.failed == {"broken": "ValueError: not today"}
+    assert found.ratio() == found.median("transposed") / found.median("f")
+    with pytest.raises(ValueError, match="not today"):  # the first must run
+        compare({"broken": broken, "f": jnp.sin}, x)
+    with pytest.raises(jc.GraphError, match="needs functions"):
+        compare({}, x)
+
+
+def test_docstring_example_runs():
+    found = doctest.testmod(comparison)
+    assert (found.attempted > 0, found.failed) == (True, 0)
+
+
+# -- graphs in a program, and what they cost -------------------------------------------------------
+
+
+def test_cost_of_graphs():
+    @jc.graph
+    def linear(g, x, w, b):
+        return g.relu(g.matmul(x, w) * 0.5 + b)
+
+    @jc.graph
+    def square(g, x):
+        return g.mul(x, x)
+
+    def cost(function, *avals):
+        return programs.graphs_cost(function, *(jax.ShapeDtypeStruct(s, d) for s, d in avals))
+
+    m, k, n = 3, 5, 7
+    found = cost(linear, ((2, m, k), "bfloat16"), ((1, k, n), "bfloat16"), ((1, 1, n), "float32"))
+    assert found.flops == 2 * 2 * m * k * n + 3 * 2 * m * n
+    assert found.bytes == 2 * (2 * m * k + k * n) + 4 * n + 4 * 2 * m * n  # 0.5 is by value
+    assert cost(square, ((4, 4), "float32")) == Cost(16, 2 * 64)  # an operand is read once
+
+
+def test_graphs_are_found_inside_of_programs(key):
+    x, w = jax.random.normal(key, (2, 1, 8, 8))
+    once = programs.graphs_cost(product, x, w)
+
+    def repeated(x, w):
+        body = lambda c, _: (jax.jit(product)(c, w), None)  # noqa: E731
+        return jax.checkpoint(product)(jax.lax.scan(body, x, None, length=5)[0], w)
+
+    def model(x, w):
+        h = jax.jit(lambda x: product(x, w) + jnp.sum(x))(x)
+        return {"y": jax.checkpoint(lambda h: product(h * 2, w))(h), "w": w}
+
+    assert programs.graphs_cost(repeated, x, w) == once * 6
+    with pytest.raises(jc.GraphError, match="inside of scan"):
+        programs.with_references(repeated)(x, w)
+    plain = programs.with_references(model)
+    assert [len(programs.graphs(f, x, w)) for f in (model, plain)] == [2, 0]
+    got, want = plain(x, w), model(x, w)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    np.testing.assert_allclose(got["y"], want["y"], rtol=1e-5, atol=1e-5)
