@@ -5,7 +5,6 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import oracle_attention
-import oracle_attention_fp8
 import oracle_norms
 import oracle_shapes
 from numpy.lib.stride_tricks import sliding_window_view
@@ -170,7 +169,6 @@ OPERATIONS = {
     "reduction": lambda node, input: _reduction(input, node),
     **oracle_norms.OPERATIONS,
     **oracle_attention.OPERATIONS,
-    **oracle_attention_fp8.OPERATIONS,
 }
 
 
@@ -224,7 +222,7 @@ def tolerance(spec, operands, on_gpu):
         TF32 if "float32" in dtypes and spec.options.precision == "default" else 0,
         FLOAT8 if any(dtype.startswith("float8") for dtype in dtypes) else 0,
         TAN if on_gpu and any(c.node.method == "tan" for c in spec.calls) else 0,
-        oracle_attention_fp8.second_product(spec),
+        oracle_attention.second_product(spec),
         HALF_ACCUMULATOR if any(c.node.compute_data_type == "float16" for c in spec.calls) else 0,
     )
     exact = evaluate(spec, operands)

@@ -1,0 +1,205 @@
+"""Attention: all of its options beside float64, what only it does, and its derivatives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle_attention
+import pytest
+from attention_checks import (
+    CAUSAL,
+    KEY,
+    LAST,
+    check,
+    drawing,
+    made,
+    ours,
+    outcome,
+    qkv,
+    turned,
+)
+from transformations import graphs_of, relative_error
+
+import jax_cudnn as jc
+from jax_cudnn.ops import attention_reference
+
+S = jax.ShapeDtypeStruct
+theirs = jax.nn.dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch):
+    """The reference takes a few rows at a time, with some left over."""
+    monkeypatch.setattr(attention_reference, "_SCORES", 2000)
+
+
+@pytest.fixture
+def normal(key):
+    return drawing(key)
+
+
+# -- beside float64 --------------------------------------------------------------------------------
+
+TILED = {"t": 140, "s": 300, "k": 2, "h": 8}
+GROUPS = {"t": 17, "s": 33, "n": 6, "k": 2, "h": 8, "e": 12}
+LENGTHS = {"queries": [24, 12, 24], "keys": [0, 17, 21]}
+CASES = {  # sizes, and what it has
+    "plain": ({}, {}),
+    "grouped heads, causal": (GROUPS, {**CAUSAL, "bias": (1, 6, 17, 33)}),
+    "window": ({"k": 1, "e": 8}, {"local_window_size": (3, 2), "bias": (2, 1, 24, 24)}),
+    "causal window": ({}, {**CAUSAL, "local_window_size": (5, 0), "bias": (2, 1, 1, 24)}),
+    "from the last": ({"t": 5, "s": 21}, {**LAST, "local_window_size": (6, 0)}),
+    "lengths": ({"b": 3, "k": 2}, {**LENGTHS, "bias": (1, 1, 24, 1)}),
+    "lengths from the last": ({"b": 3}, {**LENGTHS, **LAST, "bias": (3, 4, 1, 1)}),
+    "lengths out of range": ({"b": 3}, {**LAST, "queries": [99, -2, 7], "keys": [20, 5, 99]}),
+    "sink": ({"k": 2}, {**CAUSAL, "sink": True, "local_window_size": (5, 0)}),
+    "sink, no key": ({"b": 3}, {**LENGTHS, "sink": True, "bias": (1, 4, 24, 24)}),
+    "alibi of six heads": (GROUPS, {**CAUSAL, "alibi": True, "sink": True}),
+    "tiles": (TILED, {"tiles": (2, 4), "sink": True, "queries": [140, 70], "keys": [300, 150]}),
+    "dropout": ({"k": 2, "e": 8}, {"rate": 0.3}),
+    "dropout and all": (
+        {"b": 3, "k": 2},
+        {**LENGTHS, **CAUSAL, "rate": 0.5, "sink": True, "alibi": True, "bias": (3, 1, 24, 24)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name, normal):
+    check(normal, *made(normal, *CASES[name]))
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+def test_heads_before_tokens_three_dimensions_and_a_scale_that_is_an_array(rank, normal):
+    operands = qkv(normal, b=1, t=9, s=11, k=2, e=6)
+    more = {"is_causal": True, "sink": normal((4,)), "return_residual": True}
+    exact = {"right": 0, "sink": more["sink"], "scale": 0.3}
+    oracle = oracle_attention.Attention(*map(turned, operands), **exact)
+    given = operands if rank == 4 else [x[0] for x in operands]
+    want = [oracle.out, oracle.stats[..., 0]]
+    for first in (True, False):
+        turn = (lambda x: jnp.swapaxes(x, rank - 3, rank - 2)) if first else (lambda x: x)
+        found = ours(*map(turn, given), heads_first=first, scale=jnp.float32(0.3), **more)
+        for a, b in zip(map(turn, found), want, strict=True):
+            b = turned(b)[..., 0] if b.ndim == 5 else turned(b)
+            np.testing.assert_allclose(a, b if rank == 4 else b[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits(dtype, normal):
+    operands = qkv(normal, dtype=dtype)
+    got, want = (f(*operands, is_causal=True) for f in (ours, theirs))
+    assert got.dtype == want.dtype
+    assert relative_error(got.astype("float32"), want.astype("float32")) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_gradients_of_a_result_in_float8_do_not_go_on_from_it(dtype, normal):
+    """The result is rounded, its derivative is not."""
+    graph = jc.graph(lambda g, q, k, v: g.sdpa(q, k, v, attn_scale=0.25)[0].set_data_type(dtype))
+    q, k, v, along = normal((4, 2, 2, 24, 16))
+    along = along.astype(dtype)
+    want = oracle_attention.Attention(q, k, v).gradients(along)
+    for a, b in zip(jax.vjp(graph, q, k, v)[1](along), map(want.get, "qkv"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("what", ["queries", "examples", "keys", "tiles of keys"])
+def test_arrays_may_be_empty(what):
+    x = jnp.ones((0 if what == "examples" else 2, 8, 4, 16))
+    queries, keys = 0 if what == "queries" else 8, 0 if "keys" in what else 8
+    given = {"dropout_rate": 0.1, "dropout_rng": KEY}
+    if what == "tiles of keys":
+        given = {"block_mask": jnp.ones((1, 1, 1, 0), bool)}
+    total = lambda q, k: ours(q[:, :queries], k, k, **given).sum()  # noqa: E731
+    for a in jax.tree.leaves(jax.value_and_grad(total, (0, 1))(x, x[:, :keys])):
+        np.testing.assert_array_equal(a, 0)
+
+
+def test_what_is_no_number_stays_none_as_in_jax_nn_and_nothing_is_read_behind_the_lengths(normal):
+    operands = [*qkv(normal, h=8), normal((2, 4, 24, 24))]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def missing(f, *operands):
+        def loss(*x):
+            out, residual = f(*x, return_residual=True)
+            return jnp.sum(out**2), (out, residual)
+
+        gradients, results = jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*operands)
+        return [jnp.isnan(x) for x in (*results, *gradients)]
+
+    for at, x in enumerate(operands):
+        given = *operands[:at], x.at[0, 3, 2, 1].set(jnp.nan), *operands[at + 1 :]
+        for a, b in zip(missing(ours, *given), missing(theirs, *given), strict=True):
+            np.testing.assert_array_equal(a, b)
+    lengths = {f"{of}_seq_lengths": jnp.array([24, 9], "int32") for of in ("query", "key_value")}
+    within = functools.partial(ours, **lengths)
+    behind = [x.at[1, 9:].set(jnp.nan) for x in operands[:3]]
+    assert not any(x.any() for x in missing(within, *behind, operands[3]))
+
+
+# -- masks that hide all keys of a query, or do so together with a band ----------------------------
+
+HIDDEN = {
+    "rows": (jnp.ones((6, 6), bool).at[jnp.array([0, 3])].set(False), {}),
+    "everything": (jnp.zeros((1, 1, 1, 1), bool), {}),
+    "padding on the left": (jnp.ones((2, 1, 1, 6), bool).at[1, ..., :2].set(False), CAUSAL),
+    "a window": (jnp.ones((6, 6), bool).at[4, 3:].set(False), {"local_window_size": (1, 1)}),
+    "of a head": (jnp.ones((1, 4, 6, 6), bool).at[:, 2, 5].set(False), CAUSAL),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_where_a_mask_hides_all_keys_it_is_as_jax_nn(name, normal):
+    """The mean of the values, which queries and keys do not move; no rank is promoted; and the
+    residual is lower than any, so that whoever joins parts by it gives it no weight."""
+    mask, more = HIDDEN[name]
+    operands, dout = qkv(normal, t=6, s=6, h=8, k=2), normal((2, 6, 4, 8))
+    plain = lambda *x: (theirs(*x, None, mask, **more), jnp.zeros((2, 6, 4)))  # noqa: E731
+    function = functools.partial(ours, mask=mask, return_residual=True, **more)
+    want = outcome(plain, operands, dout, jnp.zeros((2, 6, 4)))
+    for dtype, rough in (("float32", 1e-5), ("bfloat16", 3e-2)):
+        with jax.numpy_rank_promotion("raise"):
+            given = [x.astype(dtype) for x in operands]
+            out, logs, *got = outcome(function, given, dout, jnp.zeros((2, 6, 4)))
+        for a, b in zip((out, *got), (want[0], *want[2:]), strict=True):
+            np.testing.assert_allclose(a.astype("float32"), b, atol=rough * np.abs(b).max())
+        sees = np.tri(6) if more is CAUSAL else np.ones((6, 6))
+        if "local_window_size" in more:
+            sees = np.abs(np.subtract.outer(np.arange(6), np.arange(6))) <= 1
+        hidden = ~(np.broadcast_to(mask, (2, 4, 6, 6)) & (sees > 0)).any(-1)
+        assert hidden.any()
+        np.testing.assert_array_equal(np.swapaxes(logs, 1, 2) < -1e38, hidden)
+
+
+def test_hidden_queries_beside_sinks_lengths_tiles_and_infinite_biases(normal):
+    q, k, v = qkv(normal, t=6, s=6, h=8)
+    mask = jnp.ones((6, 6), bool).at[jnp.array([1, 5])].set(False)
+    queries, keys = jnp.array([6, 4], "int32"), jnp.array([3, 6], "int32")
+    far = v.at[0, 3:].set(1e4)  # the mean is of the values within the lengths
+    got = ours(q, k, far, None, mask, query_seq_lengths=queries, key_value_seq_lengths=keys)
+    for a, b in ((got[0, 1], v[0, :3]), (got[0, 5], v[0, :3]), (got[1, 1], v[1])):
+        np.testing.assert_allclose(a, b.mean(0), atol=1e-5)
+    np.testing.assert_array_equal(got[1, 5], 0)
+    tiles = jnp.ones((1, 1, 1, 1), bool)
+    got = ours(q, k, v, None, mask, block_mask=tiles)
+    np.testing.assert_allclose(got[:, 1], v.mean(1), rtol=1e-5)
+    assert not ours(q, k, v, None, mask, block_mask=~tiles).any()
+    of_sink = lambda v: ours(q, k, v, None, mask, sink=jnp.zeros(4))[:, 1]  # noqa: E731
+    assert not of_sink(v).any()
+    assert not jax.grad(lambda v: of_sink(v).sum())(v).any()
+    low = jnp.zeros((6, 6)).at[3].set(-jnp.inf)  # where jax.nn has NaN
+    np.testing.assert_array_equal(ours(q, k, v, low)[:, 3], 0)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (1, 1, 1, 6), (1, 4, 6, 6)])
+def test_what_is_added_is_not_larger_than_the_mask(shape, normal):
+    """Also where lengths and bands, which differ by example and query, hide its keys."""
+    q, k, v = qkv(normal, t=6, s=6, h=8)
+    attend = functools.partial(ours, key_value_seq_lengths=jnp.array([3, 6], "int32"), **CAUSAL)
+    mask = jnp.ones(shape, bool).at[..., :4].set(False)
+    (spec,) = graphs_of(lambda q, k, v: attend(q, k, v, None, mask), q, k, v)
+    assert spec.tensor("bias").shape == (*(1,) * (4 - len(shape)), *shape)
+    got, want = (attend(q, k, v, None, jnp.broadcast_to(mask, s)) for s in (shape, (2, 4, 6, 6)))
+    np.testing.assert_allclose(got, want, atol=1e-6)

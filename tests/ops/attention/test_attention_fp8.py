@@ -1,0 +1,429 @@
+"""Attention in fp8: scales, largest values, derivatives, plans."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle_attention
+import pytest
+from attention_checks import CAUSAL, LAST, bounds, drawing, qkv, turned
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from transformations import graphs_of, methods, relative_error
+
+import jax_cudnn as jc
+from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn.ops import attention_reference
+from jax_cudnn.ops.attention_fp8_reference import stored
+from jax_cudnn.ops.scaling import scale_of
+
+S = jax.ShapeDtypeStruct
+ours, create = jc.ops.dot_product_attention_fp8, jc.ops.DelayedScaling.create
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+# Relative errors, in the norm, beside attention in float64: of results, which are rounded three
+# times to 3 binary digits, and of gradients, of which two roundings are to 2.
+RESULTS, GRADIENTS = 0.07, 0.13
+
+
+@pytest.fixture
+def normal(key):
+    return drawing(key)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """The reference takes a few rows at a time, with some left over."""
+    monkeypatch.setattr(attention_reference, "_SCORES", 2000)
+
+
+def loss(function, weights=1.0):
+    return lambda *x: jnp.sum(function(*x).astype(jnp.float32) * weights)
+
+
+def settled(function, operands, weights=1.0):
+    """A state of delayed scaling that has seen these operands, twice."""
+    step = jax.jit(jax.grad(lambda s: loss(lambda *x: function(*x, scaling=s), weights)(*operands)))
+    return step(step(create(4)))
+
+
+def check(function, operands, weights, limits=(RESULTS, GRADIENTS), **exact):
+    oracle = oracle_attention.Attention(*map(turned, operands), **exact)
+    want = oracle.gradients(turned(weights))
+    got, pull = jax.vjp(jax.jit(function), *operands)
+    assert got.dtype == operands[0].dtype
+    assert relative_error(turned(got), oracle.out) < limits[0]
+    for x, a, name in zip(operands, pull(weights.astype(got.dtype)), "qkv", strict=True):
+        assert (a.shape, a.dtype) == (x.shape, x.dtype)
+        assert relative_error(turned(a), want[name]) < limits[1]
+
+
+ENDS = {"queries": [24, 9], "keys": [20, 24]}
+CASES = {
+    "window": ({}, {**CAUSAL, "local_window_size": (6, 0)}, {}, "delayed"),
+    "causal lengths": ({"n": 6, "k": 2, "h": 32}, CAUSAL, ENDS, "delayed"),
+    "from the last": ({"k": 1, "e": 48}, LAST, {}, "current"),
+    "float16": ({"dtype": "float16"}, {}, {}, "current"),
+    "float32 of 2048 queries": (
+        {"b": 1, "t": 2048, "s": 2048, "k": 1, "dtype": "float32"}, {}, {}, "current",
+    ),
+}  # fmt: skip
+
+
+def with_lengths(function, lengths):
+    names = {"queries": "query_seq_lengths", "keys": "key_value_seq_lengths"}
+    given = {names[name]: jnp.array(x, "int32") for name, x in lengths.items()}
+    return functools.partial(function, **given)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * ("2048" in n)) for n in CASES]
+)
+def test_results_and_gradients(name, normal, request):
+    if "2048" not in name:
+        request.getfixturevalue("blocks")
+    sizes, band, lengths, scaling = CASES[name]
+    operands = qkv(normal, **{"dtype": "bfloat16", **sizes})
+    weights = normal((*operands[0].shape[:3], operands[2].shape[3]))
+    function = with_lengths(functools.partial(ours, **band), lengths)
+    if scaling == "delayed":
+        function = functools.partial(function, scaling=settled(function, operands, weights))
+    limits = (0.08, 0.14) if "2048" in name else (RESULTS, GRADIENTS)
+    check(function, operands, weights, limits, **bounds(**band), **lengths)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e4])
+def test_current_scaling_does_not_depend_on_the_operands_sizes(size, normal):
+    """Of values and gradients; powers of fp8's range apart. Nor does it need four dimensions."""
+    q, k, v = qkv(normal, dtype="float32")
+    check(ours, (q, k, v * size), normal(q.shape) * size)
+    np.testing.assert_array_equal(ours(q[0], k[0], v[0]), ours(q[:1], k[:1], v[:1])[0])
+
+
+def test_zeros_and_queries_that_see_no_key(normal):
+    q, k, v = qkv(normal, dtype="bfloat16")
+    *found, by_value = jax.grad(loss(ours), (0, 1, 2))(*[jnp.zeros_like(q)] * 3)
+    assert not any(gradient.any() for gradient in found)
+    np.testing.assert_allclose(by_value.astype("float32"), 1, rtol=0.15)
+    masked = functools.partial(ours, key_value_seq_lengths=jnp.array([0, 24], "int32"))
+    for x in (masked(q, k, v), *jax.grad(loss(masked), (0, 1, 2))(q, k, v)):
+        assert np.isfinite(np.asarray(x, np.float32)).all()
+        assert not x[0].any()
+
+
+@pytest.mark.parametrize("scaling", ["current", "delayed"])
+def test_what_is_no_number_stays_none_and_moves_no_scale(scaling, normal):
+    """Nor does what is infinite become the largest number of fp8."""
+    operands = qkv(normal, b=1, t=8, s=8, n=2, k=2, dtype="float32")
+    state = create(4) if scaling == "delayed" else None
+
+    @jax.jit
+    def run(*operands):
+        squares = lambda *x: (lambda out: (jnp.sum(out**2), out))(ours(*x, state))  # noqa: E731
+        gradients, out = jax.grad(squares, (0, 1, 2), has_aux=True)(*operands)
+        return out, gradients
+
+    whole, _ = run(*operands)
+    for at, value in itertools.product(range(3), [np.nan, np.inf]):
+        given = [*operands]
+        given[at] = given[at].at[0, 3, 1, 2].set(value)
+        out, gradients = run(*given)
+        hit = np.zeros((1, 8, 2), bool)
+        hit[0, 3 if at == 0 else slice(None), 1] = True
+        np.testing.assert_array_equal(np.isnan(out).any(-1), hit)
+        np.testing.assert_array_equal(out[~hit], whole[~hit])
+        assert all(np.isnan(x).any() for x in gradients)
+
+
+# -- the nodes: largest values and saturation ------------------------------------------------------
+
+
+def fp8_operands(normal, dtype=E4M3, b=2, h=4, n=2, s=24, t=40, d=16):
+    return [(normal((b, i, j, d)) * 8).astype(dtype) for i, j in ((h, s), (n, t), (n, t))]
+
+
+def factors(node, **given):
+    """Every factor of a node as (1, 1, 1, 1)."""
+    names = [p for p in REGISTRY[node].ports.input_names if "scale_" in p]
+    values = {name: 0.125 if name.startswith("descale") else 1.0 for name in names}
+    values |= {"scale_s": 448.0, "descale_s": 1 / 448} | given
+    return {name: jnp.full((1, 1, 1, 1), values[name], jnp.float32) for name in names}
+
+
+@jc.graph
+def forward(g, operands, factors, *, kind=None, **attributes):
+    out, *others = g.sdpa_fp8(*operands, **factors, **attributes)
+    return (out if kind is None else out.set_data_type(kind)), *others
+
+
+@jc.graph
+def backward(g, operands, stats, factors, *, kind=None, **attributes):
+    results = g.sdpa_fp8_backward(*operands, stats, **factors, **attributes)
+    gradients = (x if kind is None else x.set_data_type(kind) for x in results[:3])
+    return *gradients, *results[3:]
+
+
+ATTRIBUTES = {"attn_scale": 0.25, "right_bound": 4}
+
+
+def exactly(node, operands, **given):
+    """The node's results by the oracle, by name."""
+    names = ("q", "k", "v", "o", "dO", "stats")
+    given |= dict(zip(names, operands, strict=False))
+    given = {port: np.asarray(x, np.float64) for port, x in given.items()}
+    node = REGISTRY[node](**ATTRIBUTES)
+    found = oracle_attention.OPERATIONS[node.method](node, **given)
+    return dict(zip(node.results, found, strict=True))
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_largest_values_are_exact(dtype, normal):
+    operands = fp8_operands(normal, dtype)
+    given = factors("sdpa_fp8", scale_o=8.0)
+    out, stats, amax_s, amax_o = forward(operands, given, kind="float32", **ATTRIBUTES)
+    assert float(amax_o[0, 0, 0, 0]) == float(jnp.abs(out).max()) / 8
+    want = exactly("sdpa_fp8", operands, **given)
+    np.testing.assert_allclose(stats, want["Stats"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(amax_s, want["Amax_S"], rtol=1e-5)
+    rounded = forward(operands, given, **ATTRIBUTES)[0]
+    assert rounded.dtype == dtype
+    np.testing.assert_array_equal(rounded, stored(out, dtype).astype(dtype))
+    grad = (normal(out.shape) * 8).astype(E5M2)
+    scales = {"scale_dQ": 2.0, "scale_dK": 4.0, "scale_dV": 8.0, "scale_dP": 64.0}
+    given = factors("sdpa_fp8_backward", **scales, descale_dP=1 / 64)
+    operands = [*operands, rounded, grad]
+    found = backward(operands, stats, given, kind="float32", **ATTRIBUTES)
+    want = exactly("sdpa_fp8_backward", [*operands, stats], **given)
+    for x, amax, name in zip(found[:3], found[3:6], scales, strict=False):
+        assert float(amax[0, 0, 0, 0]) == float(jnp.abs(x).max()) / scales[name]
+        limit = GRADIENTS if dtype == E4M3 else 2 * GRADIENTS
+        assert relative_error(np.asarray(x), want[name.removeprefix("scale_")]) < limit
+    np.testing.assert_allclose(found[6], want["amax_dP"], rtol=1e-4)
+
+
+def test_what_exceeds_fp8_saturates_and_rounding_is_straight_through(normal):
+    """As in cuDNN; a plain conversion to float8_e5m2 makes infinities, to float8_e4m3fn NaN."""
+    for dtype, most in ((E4M3, 448.0), (E5M2, 57344.0)):
+        np.testing.assert_array_equal(stored(jnp.array([1e9, -1e9, 2.0]), dtype), [most, -most, 2])
+        out = forward(fp8_operands(normal, dtype), factors("sdpa_fp8", scale_o=1e6))[0]
+        assert float(jnp.abs(out.astype(jnp.float32)).max()) == most
+    q, k, v = qkv(normal, dtype="bfloat16")
+    clipped = ours(q, k, v * 4096, create(2))  # with scales of 1
+    assert float(jnp.abs(clipped.astype(jnp.float32)).max()) <= 448
+    x, along = jnp.array([0.3, 1000.0]), jnp.array([2.0, 3.0])
+    value, tangent = jax.jvp(lambda x: stored(x, E4M3), (x,), (along,))
+    np.testing.assert_array_equal(value, [0.3125, 448])
+    np.testing.assert_array_equal(tangent, along)
+
+
+# -- delayed scaling -------------------------------------------------------------------------------
+
+
+def test_a_scale_is_what_brings_the_largest_value_to_the_end_of_the_range():
+    amax = jnp.array([448.0, 1.0, 0.0, jnp.inf, jnp.nan, 1e-36])
+    got = scale_of(amax, E4M3, 1.0, jnp.float32(7))
+    np.testing.assert_array_equal(got, [0.5, 224, 7, 7, 7, 2.0**120])
+    assert scale_of(jnp.float32(2), E5M2) == 57344 / 2
+
+
+def one_step(state, size=1.0):
+    q, k, v = (jnp.full((1, 16, 1, 16), x * size, jnp.float32) for x in (1.0, 2.0, 3.0))
+    return jax.grad(lambda s: loss(lambda *x: ours(*x, s), 0.5)(q, k, v))(state)
+
+
+def test_the_gradient_by_the_state_is_the_state_of_the_next_step():
+    """A scale is of the largest value in the window; infinities leave no trace."""
+    after = one_step(create(3, margin=1))
+    # q, k, v, o, dO, and dV: each key gets 1/16 of 16 queries' gradients
+    np.testing.assert_allclose(after.amax_history[0, :5], [1, 2, 3, 3, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(after.amax_history[0, 8], 0.5, rtol=0.07)
+    assert not after.amax_history[1:].any()
+    np.testing.assert_allclose(after.scale[:4], 224 / np.array([1, 2, 3, 3]), rtol=1e-6)
+    np.testing.assert_allclose(after.scale[4], 57344 / 2 / 0.5, rtol=1e-6)
+    state, scales = create(2), []
+    for size in (1.0, 8.0, 1.0, 1.0, 1.0):
+        state = one_step(state, size)
+        scales.append(float(state.scale[0]))
+    np.testing.assert_allclose(scales, [448, 56, 56, 448, 448], rtol=1e-6)
+    amax = dict.fromkeys(("q", "k", "v", "o", "dO", "dP", "dQ", "dK", "dV"), jnp.float32(jnp.inf))
+    after = state.updated(amax)
+    np.testing.assert_array_equal(after.scale, state.scale)
+    assert np.isfinite(after.amax_history).all()
+
+
+def test_states_of_layers_in_a_scan_and_steps_without_the_attention(normal):
+    """Each layer's gradient is its own new state; where it is not run, one to begin with."""
+    x = normal((1, 16, 2, 16))
+    states = jax.vmap(lambda _: create(4))(jnp.arange(3))
+
+    def total(states, taken):
+        def layer(x, state):
+            return x + 2 * ours(x, x, x, state), None
+
+        run = lambda s: jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, s)[0] ** 2)  # noqa: E731
+        return jax.lax.cond(taken, run, lambda s: 0.0, states)
+
+    step = jax.jit(jax.grad(total))
+    after = step(step(states, True), True)
+    assert after.scale.shape == (3, 9)
+    largest = after.amax_history[:, 0, 0]
+    np.testing.assert_allclose(largest[0], jnp.abs(x).max(), rtol=1e-6)
+    assert float(largest[0]) < float(largest[1]) < float(largest[2])
+    for a, b in zip(step(step(states, False), True).scale, step(states, True).scale, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# -- transformations -------------------------------------------------------------------------------
+
+
+def causal(q, k, v):
+    return ours(q, k, v, is_causal=True)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("blocks")
+def test_forward_mode_and_second_derivatives(normal):
+    operands = qkv(normal, b=1, t=12, s=12, n=2, k=1, dtype="float32")
+    along = tuple(normal(x.shape) for x in operands)
+    cubes = lambda f: jax.grad(lambda *x: jnp.sum(f(*x) ** 3), (0, 1, 2))  # noqa: E731
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    for wrapped, limit in ((lambda f: f, 0.1), (cubes, 0.3)):
+        got, want = (jax.jvp(wrapped(f), tuple(operands), along)[1] for f in (causal, plain))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert relative_error(np.asarray(a), np.asarray(b)) < limit
+
+
+def test_vmap_has_scales_for_each_example_or_is_a_dimension_of_examples(normal):
+    operands = [normal((3, *x.shape)) for x in qkv(normal, b=1)]
+    operands[2] = operands[2] * jnp.array([1e-3, 1.0, 1e3]).reshape(3, 1, 1, 1, 1)
+    for function in (causal, jax.grad(loss(causal), (0, 1, 2))):
+        got = jax.jit(jax.vmap(function))(*operands)
+        each = [function(*x) for x in zip(*operands, strict=True)]
+        want = jax.tree.map(lambda *x: jnp.stack(x), *each)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            for one, other in zip(a, b, strict=True):  # their sizes differ by powers of ten
+                assert relative_error(np.asarray(one), np.asarray(other)) < 1e-2
+    state = settled(ours, [x[0] for x in operands])
+    (spec,) = graphs_of(jax.vmap(functools.partial(ours, scaling=state)), *operands)
+    (folded,) = (call for call in spec.calls if call.node.method == "sdpa_fp8")
+    assert spec.tensor(dict(folded.inputs)["q"]).shape[0] == 3
+    # Where something asks for the largest values, each has its own.
+    largest = lambda *x: forward(x, factors("sdpa_fp8"))[3]  # noqa: E731
+    pairs = [*zip(fp8_operands(normal), fp8_operands(normal), strict=True)]
+    got = jax.vmap(largest)(*(jnp.stack(pair) for pair in pairs))
+    np.testing.assert_allclose(got, [largest(*x) for x in zip(*pairs, strict=True)], rtol=1e-5)
+    assert got[0] != got[1]
+
+
+def test_devices_with_one_state_learn_the_largest_values_of_all(normal):
+    q, k, v = qkv(normal, b=8, dtype="bfloat16")
+    operands = q * jnp.arange(1, 9, dtype=q.dtype)[:, None, None, None], k, v
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
+    specs = (P("data"), P("data"), P("data"), P())
+    sharded = jax.shard_map(ours, mesh=mesh, in_specs=specs, out_specs=P("data"))
+    got, want = (jax.jit(jax.grad(loss(f), (0, 3)))(*operands, create(2)) for f in (sharded, ours))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative_error(np.asarray(a, np.float64), np.asarray(b, np.float64)) < 1e-2
+
+
+# -- plans, and the GPU ----------------------------------------------------------------------------
+
+PLANNED = {
+    "grouped": ({"n": 8, "k": 2}, CAUSAL, {}),
+    "lengths": ({}, CAUSAL, {"queries": [253, 253], "keys": [251, 251]}),
+    "window": ({"t": 128, "s": 320}, {**CAUSAL, "local_window_size": (64, 0)}, {}),
+    "realistic": ({"b": 1, "t": 2048, "s": 2048, "n": 8, "k": 2}, CAUSAL, {}),
+    "from the last": ({"t": 128}, LAST, {}),  # on Blackwell, as is what follows
+    "values of another size": ({"h": 192, "e": 128}, CAUSAL, {}),
+}
+STATE = jax.eval_shape(lambda: create(4))
+
+
+def avals(b=2, t=256, s=256, n=4, k=4, h=128, e=None, dtype="bfloat16"):
+    return [S((b, t, n, h), dtype), S((b, s, k, h), dtype), S((b, s, k, e or h), dtype)]
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("name", "gpu", "scaling"),
+    [
+        ("grouped", "H200", [STATE]),
+        ("lengths", "H200", []),
+        ("from the last", "B200", [STATE]),
+        ("values of another size", "B200", []),
+    ],
+)
+def test_forward_and_backward_are_a_plan_each(name, gpu, scaling):
+    """With delayed scaling nothing else; with current scaling XLA finds the scales around them."""
+    sizes, band, lengths = PLANNED[name]
+    function = with_lengths(functools.partial(ours, implementation="cudnn", **band), lengths)
+    step = jax.grad(loss(function), tuple(range(3 + len(scaling))))
+    with jc.target(gpu), jax.default_matmul_precision("highest"):  # of float32 products alone
+        plans = jc.plans(step, *avals(**sizes), *scaling)
+    assert [*plans] == ["dot_product_attention_fp8", "dot_product_attention_fp8 (backward)"]
+    for plan in plans.values():
+        assert len(plan.execution_plans) == 1
+        assert len(plan.segments) == 1 or not scaling
+    first, second = graphs_of(step, *avals(**sizes), *scaling)
+    assert methods(first).count("sdpa_fp8") == methods(second).count("sdpa_fp8_backward") == 1
+    assert [t.dtype for t in second.tensors if t.name.endswith("::dQ")] == [E5M2]
+
+
+@pytest.mark.deviceless
+def test_arrays_of_tokens_are_read_where_they_lie():
+    """(B, T, N, H) in memory is cuDNN's (B, N, T, H) with other strides: nothing is transposed."""
+    step = jax.grad(loss(causal), (0, 1, 2))
+    with jc.target("H200"):
+        lowered = jax.jit(step).trace(*avals()).lower(lowering_platforms=("cuda",))
+    calls = [line for line in lowered.as_text().splitlines() if "@jax_cudnn" in line]
+    assert len(calls) == 2
+    for line in calls:
+        operands, _, results = line.partition("operand_layouts = ")[2].partition("result_layouts")
+        types = line.rpartition("} : ")[2].partition(" -> ")
+        for layouts, shapes in ((operands, types[0]), (results, types[2])):
+            assert layouts.count("dense<[3, 1, 2, 0]>") == shapes.count("xf8E") > 0
+
+
+X, ONE = S((2, 4, 8, 16), E4M3), S((1, 1, 1, 1), "float32")
+NAMES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+
+
+def of_one_factor(g, q, k, one):
+    return g.sdpa_fp8(q, k, k, **dict.fromkeys(NAMES, one))
+
+
+REFUSED = {  # on an H200
+    "Blackwell": (functools.partial(ours, **LAST), avals()),
+    "Blackwell.": (functools.partial(ours, **LAST), [*avals(), STATE]),
+    "of one dtype": (jc.graph(of_one_factor), [X, S(X.shape, E5M2), ONE]),
+    "give them as arrays": (jc.graph(lambda g, q: of_one_factor(g, q, q, 1.0)), [X]),
+    "128": (jax.grad(loss(causal), (0, 1, 2)), avals(h=64)),
+}
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_hopper_lacks_or_is_not_known_to_be_right_is_refused(word):
+    function, operands = REFUSED[word]
+    with jc.target("H200"), jc.implementation("cudnn"):
+        with pytest.raises(jc.UnsupportedGraphError, match=word.rstrip(".")):
+            jc.plans(function, *operands)
+
+
+@pytest.mark.deviceless
+def test_the_backward_of_a_part_of_a_tile_is_left_to_xla():
+    """Of it an H200 took a part of dQ for zero, with lengths and without."""
+
+    def reason(length, **lengths):
+        x, stats = S((2, 4, length, 128), E4M3), S((2, 4, length, 1), "float32")
+        given = jax.eval_shape(lambda: factors("sdpa_fp8_backward")) | lengths
+        with jc.target("H200"):
+            (segment,) = jc.plan(backward, [*[x] * 4, S(x.shape, E5M2)], stats, given).segments
+        return segment.reason
+
+    assert not reason(256)
+    lengths = dict.fromkeys(("seq_len_q", "seq_len_kv"), S((2, 1, 1, 1), "int32"))
+    for given in ({}, lengths):
+        assert "multiples of 128" in reason(100, **given)

@@ -1,0 +1,143 @@
+"""Attention in fp8 with a scale for each block of 32 (MXFP8)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle_attention
+import pytest
+import transformations
+from attention_checks import drawing
+from transformations import relative_error
+
+import jax_cudnn as jc
+
+S = jax.ShapeDtypeStruct
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+quantize, dequantize = jc.ops.quantize_mxfp8, jc.ops.dequantize_mxfp8
+
+
+@pytest.fixture
+def normal(key):
+    return drawing(key)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_blocks_have_the_least_power_of_two_that_holds_their_values(axis, dtype, normal):
+    x = normal((2, 3, 200, 80)) * jnp.exp2(jnp.round(6 * normal((2, 3, 200, 80))))
+    values, scales = quantize(x, axis, dtype)
+    assert (values.shape, values.dtype) == (x.shape, dtype)
+    assert scales.shape == ((2, 3, 256, 4) if axis == -1 else (2, 3, 8, 128))
+    assert scales.dtype == "float8_e8m0fnu"
+    factor = oracle_attention.scales_of_blocks(np.asarray(scales, np.float64), x.shape, axis)
+    most, wide = float(jnp.finfo(dtype).max), np.asarray(x, np.float64)
+    rows, factors = (a if axis == -1 else a.swapaxes(2, 3) for a in (wide, factor))
+    for start in range(0, rows.shape[-1], 32):
+        block = np.abs(rows[..., start : start + 32]).max(-1)
+        each = factors[..., start : start + 32]
+        assert (each == each[..., :1]).all()
+        assert (block <= most * each[..., 0]).all()
+        assert (block > most * each[..., 0] / 2).all()
+    got = dequantize(values, scales, axis)
+    np.testing.assert_array_equal(got, np.asarray(values, np.float64) * factor)
+    assert relative_error(np.asarray(got), wide) < (0.035 if dtype == E4M3 else 0.07)
+
+
+def test_blocks_of_zeros_of_what_is_exact_of_what_is_no_number_and_of_nothing():
+    x = jnp.zeros((1, 1, 3, 64)).at[0, 0, 1].set(448.0 * 2).at[0, 0, 2, :32].set(3.0)
+    values, scales = quantize(x)
+    np.testing.assert_array_equal(dequantize(values, scales), x)
+    codes = jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(-1)
+    assert [int(codes[16 * row]) for row in range(3)] == [0, 128, 120]  # exponents -127, 1, -7
+    for value in (np.nan, np.inf):
+        got = dequantize(*quantize(jnp.ones((1, 1, 2, 64)).at[0, 0, 1, 3].set(value)))
+        np.testing.assert_array_equal(np.isnan(got[0, 0, 1]), np.arange(64) < 32)
+        np.testing.assert_array_equal(got[0, 0, 0], 1)
+    assert dequantize(*quantize(jnp.ones((1, 0, 4, 32)))).shape == (1, 0, 4, 32)
+
+
+def of_blocks(normal, b=1, h=4, n=2, s=96, t=160, d=64, dtype=E4M3):
+    """Arrays, and operands of the forward and of the backward with their scales."""
+    wide = {"q": (b, h, s, d), "k": (b, n, t, d), "v": (b, n, t, d), "dO": (b, h, s, d)}
+    wide = {name: normal(shape) for name, shape in wide.items()}
+
+    def quantized(**axes):
+        made = {}
+        for port, axis in axes.items():
+            x = wide[port.removesuffix("_T")]
+            made[port], made[f"descale_{port}"] = quantize(x, axis, dtype)
+        return made
+
+    second = quantized(q=-1, q_T=-2, k=-1, k_T=-2, v=-1, dO=-1, dO_T=-2)
+    return wide, quantized(q=-1, k=-1, v=-2), second
+
+
+@jc.graph
+def forward(g, arrays, **attributes):
+    return g.sdpa_mxfp8(**arrays, **attributes)
+
+
+@jc.graph
+def backward(g, arrays, **attributes):
+    return g.sdpa_mxfp8_backward(**arrays, **attributes)
+
+
+def test_results_and_gradients(normal):
+    """Beside attention of the arrays before they were rounded."""
+    wide, first, second = of_blocks(normal)
+    out, stats, amax = forward(first, attn_scale=0.125, diagonal_band_right_bound=0)
+    np.testing.assert_allclose(amax.reshape(()), jnp.abs(out.astype("float32")).max(), rtol=4e-3)
+    oracle = oracle_attention.Attention(*(wide[name] for name in "qkv"), right=0)
+    assert relative_error(np.asarray(out, np.float64), oracle.out) < 0.07
+    second |= {"o_f16": out, "dO_f16": wide["dO"].astype("bfloat16"), "stats": stats}
+    found, want = backward(second, attn_scale=0.125, right_bound=0), oracle.gradients(wide["dO"])
+    for a, largest, name in zip(found[:3], found[3:], "qkv", strict=True):
+        assert relative_error(np.asarray(a, np.float64), want[name]) < 0.07
+        np.testing.assert_allclose(largest.reshape(()), np.abs(want[name]).max(), rtol=0.15)
+
+
+def test_derivatives_are_by_the_values_alone(normal):
+    """Of scales about 1: gradients of what has small scales are nothing in float8."""
+    wide, *made = of_blocks(normal, b=1, h=2, n=1, s=32, t=32, d=32)
+    first, second = (
+        {
+            name: jnp.ones_like(x) if name.startswith("descale") else (x / 100).astype(x.dtype)
+            for name, x in arrays.items()
+        }
+        for arrays in made
+    )
+    out, stats, _ = forward(first, attn_scale=0.1)
+    second |= {"o_f16": out, "dO_f16": wide["dO"].astype("bfloat16"), "stats": stats}
+    for function, arrays in ((forward, first), (backward, second)):
+        given = jax.tree.leaves(arrays)
+        _, trace = function.trace(arrays, attn_scale=0.1)
+        operands = [given[i] for i in trace.operands]
+        errors = transformations.compare(trace.spec, operands, ("vjp", "jvp"))
+        assert max(errors.values()) < 0.07, errors
+    total = lambda arrays: jnp.sum(forward(arrays, attn_scale=0.1)[0].astype("f4"))  # noqa: E731
+    with pytest.raises(jc.GraphTypeError, match="no derivative with respect to"):
+        jax.grad(total)(first)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("sizes", [{"s": 200, "t": 333}, {"s": 256, "t": 256, "n": 1}], ids=str)
+def test_it_is_planned_for_blackwell(sizes, normal):
+    sizes = {"b": 2, "d": 128} | sizes
+    _, first, second = jax.eval_shape(functools.partial(of_blocks, lambda s: jnp.ones(s), **sizes))
+    shape = first["q"].shape
+    second |= dict.fromkeys(("o_f16", "dO_f16"), S(shape, "bfloat16"))
+    second["stats"] = S((*shape[:3], 1), "float32")
+    for arrays in (first, second):
+        if "n" in sizes:
+            arrays |= dict.fromkeys(("seq_len_q", "seq_len_kv"), S((2, 1, 1, 1), "int32"))
+    for function, arrays in ((forward, first), (backward, second)):
+        try:
+            with jc.target("B200"), jc.implementation("cudnn"):
+                (segment,) = jc.plan(function, arrays).segments
+        except jc.UnsupportedGraphError as error:
+            if "requires cuDNN 9.21.0" not in str(error):
+                raise
+            pytest.skip("cuDNN here is older than 9.21, with which MXFP8 attention begins")
+        assert segment.plan.engine.startswith("eng")
