@@ -63,9 +63,6 @@ def lower(f, *args, target="H200", platforms=("cuda",)):
         return jax.jit(f).trace(*args).lower(lowering_platforms=platforms).as_text()
 
 
-# -- what is planned, and when ---------------------------------------------------------------------
-
-
 def test_nothing_is_planned_before_lowering(builds):
     with jc.target("H200"):
         jax.eval_shape(linear, X, X)
@@ -76,11 +73,11 @@ def test_nothing_is_planned_before_lowering(builds):
     assert len(builds) == 1
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])
-def test_other_platforms_get_the_reference_and_no_plan(platform, builds):
-    text = lower(linear, X, X, platforms=(platform,))
-    assert "custom_call @jax_cudnn" not in text
-    assert "dot_general" in text
+def test_other_platforms_get_the_reference_and_no_plan(builds):
+    for platform in ("cpu", "tpu", "rocm"):
+        text = lower(linear, X, X, platforms=(platform,))
+        assert "custom_call @jax_cudnn" not in text
+        assert "dot_general" in text
     assert builds == []
 
 
@@ -93,7 +90,7 @@ def test_call_has_the_workspace_as_extra_result_and_the_program_drops_it(builds)
     assert "ui8" not in re.search(r"\n\s+return (.*)", text)[1]
 
 
-def test_every_forward_is_a_call_under_scan_remat_jvp_and_shard_map(builds):
+def test_every_forward_is_a_call_under_scan_remat_jvp_vmap_and_shard_map(builds):
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("d",))
     over = jax.shard_map(linear, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     programs = {
@@ -105,15 +102,9 @@ def test_every_forward_is_a_call_under_scan_remat_jvp_and_shard_map(builds):
     }
     counts = {name: lower(f, X, X).count(CALL) for name, f in programs.items()}
     assert counts == {**dict.fromkeys(programs, 1), "jvp": 3}  # of two products, one each
-
-
-def test_vmap_lowers_for_cuda(builds):
     stacked = jax.ShapeDtypeStruct((3, *X.shape), X.dtype)
     text = lower(jax.vmap(linear, in_axes=(0, None)), stacked, X)
     assert "-> (tensor<3x1x64x64xbf16>" in text
-
-
-# -- for which GPU ---------------------------------------------------------------------------------
 
 
 def test_two_targets_on_one_jitted_function_give_two_programs(builds):
@@ -152,19 +143,11 @@ def test_target_is_part_of_the_jit_cache_and_nests():
     assert seen == [H200, MINE, None]
 
 
-@pytest.mark.parametrize("static", [(X, X), "symbolic"], ids=["static", "symbolic"])
-def test_no_device_and_no_target_is_said_in_words(static, builds):
-    with pytest.raises(
-        jc.TargetError, match="linear: planning for CUDA needs to know the GPU"
-    ) as caught:
+def test_no_device_and_no_target_is_said_in_words(builds):
+    with pytest.raises(jc.TargetError, match="linear: planning for CUDA needs") as caught:
         lower(linear, X, X, target=None)
-    for name in profiles.names():
-        assert name in str(caught.value)
-    assert "jax_cudnn.target" in str(caught.value)
+    assert all(name in str(caught.value) for name in ("jax_cudnn.target", *profiles.names()))
     assert builds == []
-
-
-def test_unknown_target_lists_the_profiles():
     with pytest.raises(jc.TargetError, match="H200"):
         jc.target("H2OO")
 
@@ -183,18 +166,15 @@ def test_symbolic_dimensions_are_refused_for_cuda_and_work_on_cpu(key):
     np.testing.assert_allclose(exported.call(x, w), jax.nn.relu(x @ w), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("platforms", [("cuda", "cpu"), ("cpu", "cuda")])
-def test_export_for_both_platforms_runs_here(platforms, builds, key):
+def test_export_for_both_platforms_runs_here(builds, key):
     with jc.target("H200"):
-        exported = jax.export.export(jax.jit(linear), platforms=platforms, disabled_checks=ALLOW)(
-            X, X
+        export = jax.export.export(
+            jax.jit(linear), platforms=("cuda", "cpu"), disabled_checks=ALLOW
         )
+        exported = export(X, X)
     assert exported.mlir_module().count(CALL) == 1
     x, w = jax.random.normal(key, (2, *X.shape), X.dtype)
     np.testing.assert_array_equal(exported.call(x, w), jax.jit(linear)(x, w))
-
-
-# -- which of the compilation's devices ------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -231,24 +211,17 @@ def test_plans_on_a_local_gpu_of_the_compilation(devices, ordinal):
 @pytest.mark.parametrize(
     ("devices", "words"),
     [
-        (
-            [Device("NVIDIA H200"), Device("NVIDIA H100")],
-            ["different GPU models", "NVIDIA H100, NVIDIA H200"],
-        ),
-        ([Device(process_index=1)], ["belongs to this process", "jax_cudnn.target"]),
-        ([], ["needs to know the GPU", "H200"]),
-        ([CPU], ["needs to know the GPU"]),
-        ([ROCM], ["needs to know the GPU"]),
+        ([Device("NVIDIA H200"), Device("NVIDIA H100")], "NVIDIA H100, NVIDIA H200"),
+        ([Device(process_index=1)], "belongs to this process"),
+        ([], "needs to know the GPU"),
+        ([CPU], "needs to know the GPU"),
+        ([ROCM], "needs to know the GPU"),
     ],
     ids=["mixed", "remote", "none", "cpu", "rocm"],
 )
-def test_devices_that_cannot_be_planned_for_are_refused_in_words(devices, words):
-    with pytest.raises(jc.TargetError) as caught:
+def test_devices_that_cannot_be_planned_for_are_refused_and_a_target_wins(devices, words):
+    with pytest.raises(jc.TargetError, match=words) as caught:
         context.site(devices, "f")
-    for word in ("f:", *words):
-        assert word in str(caught.value)
-
-
-def test_target_wins_over_the_devices():
+    assert str(caught.value).startswith("f:")
     with jc.target(MINE):
-        assert context.site([Device("NVIDIA H200"), Device("NVIDIA H100")], "f") is MINE
+        assert context.site(devices, "f") is MINE
