@@ -81,16 +81,11 @@ def test_later_operations_follow_what_changes_late():
         y.set_data_type("float16")
         graph.add(X, y).set_output(True)
     assert y.get_dim() == [4, 1]
-    shapes = [(t.shape, t.dtype) for t in graph.spec.output_tensors]
-    assert sorted(shapes) == sorted(
-        [
-            ((4, 8, 8), "bfloat16"),
-            ((4, 8, 8), "int32"),
-            ((4, 8, 8), "int8"),
-            ((4, 1), "float32"),
-            ((4, 8), "float32"),
-        ]
-    )
+    shapes = [f"{t.dtype}{[*t.shape]}" for t in graph.spec.output_tensors]
+    assert {*shapes} == {
+        *("bfloat16[4, 8, 8]", "int32[4, 8, 8]", "int8[4, 8, 8]", "float32[4, 1]"),
+        "float32[4, 8]",
+    }
     computed = {n["name"]: n.get("compute_data_type") for n in graph.inspect()["nodes"]}
     assert computed["matmul.0"] == "INT32"
 
@@ -213,16 +208,9 @@ def test_options_under_the_frontends_names():
     assert (options.max_workspace, options.heuristics) == (2**10, ("A", "FALLBACK"))
     other = graph.with_options(engine=3, implementation="xla")
     assert (other.spec.options.engine, graph.spec.options.engine) == (3, None)
-
-
-def test_options_of_a_graph_that_was_called_stay():
-    with jc.Graph(inputs=[X], outputs=["exp.0::OUT_0"]) as graph:
-        graph.exp(X)
-    graph.create_execution_plans(["B"])
-    graph(X)
+    graph({"exp.0::input": X})
     with pytest.raises(jc.GraphError, match=r"graph\.with_options\(heuristics=...\)"):
         graph.create_execution_plans(["A"])
-    assert graph.with_options().create_execution_plans(["A"]).spec.options.heuristics == ("A",)
 
 
 def test_contexts_at_the_call_decide():

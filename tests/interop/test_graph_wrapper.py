@@ -295,6 +295,7 @@ COLUMNS = np.ones((2, 8, 6), np.float32).transpose(0, 2, 1)
     ("template", "order"),
     [
         (jnp.asarray(COLUMNS), None),
+        (jax.device_put(ROWS, Format(Layout((0, 2, 1)), jnp.ones(1).sharding)), (0, 2, 1)),
         (jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype), None),
         (ROWS.astype(np.float64), None),
         (COLUMNS, (0, 2, 1)),
@@ -312,16 +313,6 @@ def test_templates_say_shape_dtype_and_order(template, order, declared):
     assert (tensor.shape, tensor.dtype, tensor.order) == ((2, 6, 8), "float32", order)
     graph.set_io_tuples([template, "matmul.0::B"], [y])
     same(graph(Foreign(ROWS), np.ones((2, 8, 4), np.float32)), jnp.full((2, 6, 4), 8.0))
-
-
-def test_memory_order_of_jax_arrays_is_taken_over():
-    layout = Layout((0, 1, 3, 2))  # in images (0, 2, 3, 1) is said by None
-    x = jax.device_put(X, Format(layout, X.sharding))
-    with jc.Graph() as graph:
-        graph.exp(x, name="e").set_output(True)
-    (tensor,) = graph.spec.input_tensors
-    assert (tensor.shape, tensor.order) == (X.shape, layout.major_to_minor)
-    same(graph({"e::input": x})["e::OUT_0"], jnp.exp(X))
 
 
 def test_tracers_are_templates_and_arrays_are_not_kept():

@@ -59,7 +59,9 @@ def refusing(limit, asked=None):
 
 @pytest.mark.parametrize("seed", range(16))
 def test_segments_in_order_compute_what_the_whole_graph_computes(seed):
-    spec = random_graph(seed)
+    spec, asked = random_graph(seed), []
+    (whole,) = search(spec, lambda part: asked.append(part))
+    assert (whole.spec, asked, whole.leftover) == (spec, [spec], False)
     segments = search(spec, refusing(seed % 4))
     assert segments == search(random_graph(seed), refusing(seed % 4))
     assert sorted(i for s in segments for i in s.calls) == [*range(len(spec.calls))]
@@ -85,14 +87,6 @@ def test_segments_in_order_compute_what_the_whole_graph_computes(seed):
     for a, b in zip(got, evaluate(spec, *operands), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-
-
-def test_a_supported_graph_is_asked_for_once_and_is_its_own_segment():
-    spec, asked = random_graph(1), []
-    (segment,) = search(spec, lambda part: asked.append(part))
-    assert segment.spec is spec
-    assert asked == [spec]
-    assert not segment.leftover
 
 
 def traced(fn, *shapes):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import add_gelu, conv_bias_relu
+from cases import add_gelu
 
 import jax_cudnn as jc
 from jax_cudnn._core import compat, cuda
@@ -76,11 +76,8 @@ def over_a_mesh(x):
 HIDING_PLACES = {
     "called": lambda x: double(relu(x)),
     "jit": jax.jit(lambda x: double(relu(x))),
-    "nested jit": jax.jit(lambda x: jax.jit(double)(jax.jit(relu)(x))),
     "scan": lambda x: jax.lax.scan(lambda c, _: (double(c), None), relu(x), None, length=3)[0],
-    "while": lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, double, relu(x)),
     "cond": lambda x: jax.lax.cond(x[0, 0] > 0, double, relu, x),
-    "remat": lambda x: jax.checkpoint(double)(relu(x)),
     "custom_vjp": lambda x: with_own_derivative(relu(x)),
     "grad": jax.grad(lambda x: double(relu(x)).sum().astype(float)),
     "shard_map": lambda x: over_a_mesh(relu(x)),
@@ -133,6 +130,8 @@ def test_function_without_a_graph_is_told(call, plans):
     with pytest.raises(jc.GraphError, match="relu: symbolic dimensions"):
         call(jax.jit(relu), symbolic)
     assert plans == []
+    with pytest.raises(jc.GraphError, match=r"holds 2 graphs(.|\n)*jax_cudnn\.plans"):
+        jc.plan(HIDING_PLACES["called"], X)
 
 
 def _sum_of(x):
@@ -140,18 +139,6 @@ def _sum_of(x):
 
 
 # -- plan ----------------------------------------------------------------------------------------
-
-
-def test_plan_of_several_graphs_names_them_and_plans(plans):
-    def both(x):
-        return double(relu(x))
-
-    with pytest.raises(jc.GraphError, match="both holds 2 graphs") as caught:
-        jc.plan(both, X)
-    assert "jax_cudnn.plans" in caught.value.fix
-    with jc.target("H200"):
-        assert [*jc.plans(both, X)] == ["relu", "double"]
-        assert jc.plan(jax.jit(lambda x: relu(x, 0.5) * 2), X).engine == "eng0"
 
 
 def test_plan_for_several_gpus(plans):
@@ -167,10 +154,10 @@ def test_plan_for_several_gpus(plans):
 
 
 @pytest.mark.parametrize("call", [jc.plan, jc.support])
-@pytest.mark.parametrize("gpus", ["H200", [], ["H200", None], 3, ["H300"]], ids=str)
-def test_wrong_gpus_are_told(call, gpus, plans):
-    with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
-        call(relu, X, gpus=gpus)
+def test_wrong_gpus_are_told(call, plans):
+    for gpus in ("H200", [], ["H200", None], 3, ["H300"]):
+        with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
+            call(relu, X, gpus=gpus)
     other = dataclasses.replace(A100, name="H200")
     with pytest.raises(jc.TargetError, match="two different profiles"):
         call(relu, X, gpus=["H200", other])
@@ -244,32 +231,18 @@ def test_support_plans_for_local_gpus_with_their_handles(machine, plans):
 # -- the value -----------------------------------------------------------------------------------
 
 
-def test_support_is_a_table_of_graphs_and_gpus(plans):
+def test_support_is_a_table_of_graphs_and_gpus_text_and_data(plans):
     found = jc.support(HIDING_PLACES["called"], X, gpus=["H200", "A100"])
     assert (found.graphs, found.gpus, len(found)) == (("relu", "double"), ("H200", "A100"), 4)
-    assert not found
-    assert found["H200"]
-    assert not found["A100"]
+    assert [bool(part) for part in (found, found["H200"], found["A100"])] == [False, True, False]
     assert found["A100", "relu"].supported
     row = found["A100", "double"]
     assert (row.supported, row.engine, row.workspace_bytes) == (False, None, None)
     assert row.reason == "a shape is wrong"  # an engine without an explanation says less
-    assert dict(row.reasons) == {
-        "engine 1": "not supported (CUDNN_STATUS)",
-        "engine 2": "a shape is wrong",
-    }
     with pytest.raises(KeyError, match="H200, A100"):
         found["H300"]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.rows = ()
     assert hash(found) == hash(jc.support(HIDING_PLACES["called"], X, gpus=["H200", "A100"]))
-
-
-def test_support_prints_as_text_and_is_data(plans):
-    found = jc.support(HIDING_PLACES["called"], X, gpus=["H200", "A100"])
-    assert [line.split() for line in str(found).splitlines()][:5] == [
-        ["graph", "GPU", "engine", "workspace", "candidates"],
-        ["relu", "H200", "eng0", "3.0", "MiB", "7"],
+    assert [line.split() for line in str(found).splitlines()][2:5] == [
         ["relu", "A100*", "eng0", "3.0", "MiB", "7"],
         ["double", "H200", "eng0", "3.0", "MiB", "7"],
         ["double", "A100*", "none", "[1]"],
@@ -277,10 +250,8 @@ def test_support_prints_as_text_and_is_data(plans):
     assert "[1]: a shape is wrong" in str(found)
     assert "| double | A100* | none [1] |" in found.to_markdown()
     data = json.loads(json.dumps(found.to_json()))
-    assert data["cudnn"] == "9.19.0"
+    assert (data["cudnn"], data["rows"][0]["workspace_bytes"]) == ("9.19.0", 3 << 20)
     assert data["rows"][3]["reasons"]["engine 2"] == "a shape is wrong"
-    assert data["rows"][0]["workspace_bytes"] == 3 << 20
-    assert data["rows"][0]["basis"] == "measured profile"
 
 
 # -- for real ------------------------------------------------------------------------------------
@@ -314,23 +285,3 @@ def test_what_no_gpu_can_run_is_said_in_words():
     assert measured.value.reasons == dict(found["H200"].rows[0].reasons)
     with pytest.raises(jc.UnsupportedGraphError, match=r"on A100 \(a profile from public spec"):
         jc.plan(strict, IMAGE, WEIGHT, gpus=["A100"])
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("by_cudnn")
-def test_support_here_is_planned_with_the_real_handle():
-    device = jax.local_devices()[0]
-    operands = conv_bias_relu.avals
-    found = jc.support(conv_bias_relu.function, *operands)
-    (row,) = (row for row in found if row.basis == support_value.DEVICE)
-    (made,) = jc.plan(conv_bias_relu.function, *operands).execution_plans
-    assert made.device_name == device.device_kind
-    assert (row.engine, row.workspace_bytes, row.candidates) == (
-        made.engine,
-        made.workspace_bytes,
-        made.candidates,
-    )
-    site = cuda.CudaDevice(device.local_hardware_id)
-    spec = conv_bias_relu.function.trace(*operands)[1].spec
-    assert planner.plan(spec, site, "f") is made  # built with the device's handle, kept
-    assert {"A100", "H100", "H200", "B200"} <= {*found.gpus}
