@@ -1,13 +1,11 @@
 """Options: what they accept, where they come from, and what they do to the choice of a plan."""
 
-import dataclasses
 import pickle
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import python
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.options import normal_precision
@@ -24,11 +22,6 @@ MATRICES = tuple(jax.ShapeDtypeStruct((1, 64, 64), jnp.float32) for _ in range(2
 @jc.graph
 def conv_bias_relu(g, x, w, b):
     return g.relu(g.bias(g.conv_fprop(x, w, padding=[1, 1]), b))
-
-
-@jc.graph
-def pickled_block(g, x):
-    return g.relu(x)
 
 
 @jc.graph
@@ -78,37 +71,23 @@ def test_wrong_option_is_said_in_words(what):
         jc.graph(**options)(conv_bias_relu.fn)
 
 
-def test_options_take_names_and_the_frontends_members():
-    class Member:
-        name = "NONDETERMINISTIC"
-
-    assert jc.Options(deselect_numeric_notes=Member()) == jc.Options(
-        deselect_numeric_notes=["NONDETERMINISTIC"]
-    )
+def test_options_are_part_of_the_graph_and_kept_by_functions():
+    member = type("Member", (), {"name": "NONDETERMINISTIC"})()  # of cuDNN's frontend
+    named = jc.Options(deselect_numeric_notes=["NONDETERMINISTIC"])
+    assert jc.Options(deselect_numeric_notes=member) == named
     assert jc.Options(engine=3, knobs={"TILEK": 1, "EDGE": 2}).knobs == (("EDGE", 2), ("TILEK", 1))
     assert hash(jc.Options(heuristics="B")) == hash(jc.Options(heuristics=["B"]))
-
-
-def test_decorator_takes_options_and_with_options_shares_traces():
     decorated = jc.graph(deterministic=True)(conv_bias_relu.fn)
-    assert decorated.options == jc.Options(deterministic=True)
-    assert conv_bias_relu.with_options(max_workspace=8) is conv_bias_relu.with_options(
-        max_workspace=8
-    )
-    assert conv_bias_relu.options == jc.Options()
     both = decorated.with_options(max_workspace=8)
-    assert (both.options.deterministic, both.options.max_workspace) == (True, 8)
+    assert both.options == jc.Options(deterministic=True, max_workspace=8)
     assert decorated.with_options(options=jc.Options()).options == jc.Options()
-    assert pickle.loads(pickle.dumps(both.options)) == both.options
-
-
-def test_options_are_part_of_the_graph_and_printed():
-    plain = spec()
-    other = spec(product.with_options(max_workspace=1024))
+    limited = product.with_options(max_workspace=1024)
+    assert product.with_options(max_workspace=1024) is limited  # and shares traces
+    assert pickle.loads(pickle.dumps(limited)).options == limited.options
+    plain, other = spec(), spec(limited)
     assert plain != other
     assert plain.canonical() != other.canonical()
     assert str(other).endswith("options: max_workspace=1024")
-    assert "options" not in str(plain)
     assert pickle.loads(pickle.dumps(other)) == other
 
 
@@ -131,13 +110,13 @@ def test_precision_is_laxs(given, meant):
 
 
 def test_precision_comes_from_jax_unless_it_is_given():
+    """And concerns graphs with float32 products alone."""
+    relu = jc.graph(lambda g, x: g.relu(x))
     with jax.default_matmul_precision("highest"):
         assert spec().options.precision == "highest"
         assert spec(product.with_options(precision="default")).options.precision == "default"
+        assert spec(relu, MATRICES[:1]).options.precision == "default"
     assert spec().options.precision == "default"
-
-
-def test_reference_uses_the_precision():
     lowered = jax.jit(product.with_options(precision="highest")).lower(*MATRICES).as_text()
     assert "HIGHEST" in lowered
     assert "HIGHEST" not in jax.jit(product).lower(*MATRICES).as_text()
@@ -159,30 +138,7 @@ def test_xlas_flag_asks_for_determinism(flags, expected, monkeypatch):
     assert spec().options.deterministic is expected
 
 
-@pytest.mark.deviceless
-def test_note_names_are_the_frontends():
-    python("""
-        import cudnn
-        from jax_cudnn._core.graph import options
-        assert set(options.NUMERIC_NOTES) <= set(cudnn.numerical_note.__members__)
-        assert set(options.BEHAVIOR_NOTES) <= set(cudnn.behavior_note.__members__)
-        assert set(options.HEURISTICS) <= set(cudnn.heur_mode.__members__)
-    """)
-
-
 # -- what they do ----------------------------------------------------------------------------------
-
-
-@pytest.mark.deviceless
-def test_behavior_notes_change_the_engine():
-    compiled = plan(select_behavior_notes="RUNTIME_COMPILATION")
-    ready = plan(deselect_behavior_notes="RUNTIME_COMPILATION")
-    assert compiled.engine != ready.engine
-
-
-@pytest.mark.deviceless
-def test_heuristics_are_asked_as_given():
-    assert plan(heuristics=("FALLBACK",)).candidates < plan(heuristics=("A", "FALLBACK")).candidates
 
 
 @jc.graph
@@ -198,11 +154,10 @@ def test_max_workspace_holds_and_says_what_is_needed():
     assert most > 0, "no plan here needs workspace: take other shapes"
     for limit in (most - 1, 0):
         try:
-            found = plan(wgrad, (image, image), max_workspace=limit).workspace_bytes
+            assert plan(wgrad, (image, image), max_workspace=limit).workspace_bytes <= limit
         except jc.UnsupportedGraphError as error:
-            found, refused = 0, str(error)
+            refused = str(error)
             assert "bytes of workspace" in refused
-        assert found <= limit
 
 
 @pytest.mark.deviceless
@@ -212,21 +167,10 @@ def test_explicit_engine_is_used_or_refused_in_words():
     explicit = plan(engine=int(number))
     assert explicit.engine.split("_")[0] == chosen.engine.split("_")[0]
     assert explicit.candidates == 1
-    with pytest.raises(jc.UnsupportedGraphError) as caught:
+    with pytest.raises(jc.UnsupportedGraphError, match="engine=9999"):
         plan(engine=9999)
-    assert "engine=9999" in str(caught.value)
-    assert "numbers no engine so" in str(caught.value)
-    assert ".candidates" in str(caught.value)
-    assert "another engine than 9999" in caught.value.fix
-    (attribute,) = re.findall(r"plan\(\.\.\.\)\.(\w+)", caught.value.fix)
-    assert hasattr(jc.Plan, attribute)
     with pytest.raises(jc.JaxCudnnError, match="TILE_SIZE"):
         plan(engine=int(number), knobs={"NO_SUCH_KNOB": 1})
-
-
-@pytest.mark.deviceless
-def test_plan_can_be_pinned():
-    chosen = plan()
     for implementation in ("cudnn", "split"):
         again = plan(implementation=implementation, **chosen.pinned)
         assert (again.engine_id, again.knobs) == (chosen.engine_id, chosen.knobs)
@@ -278,30 +222,6 @@ def test_compute_type_that_an_operation_does_not_have_is_refused(function, dtype
         jc.graph(function)(jnp.ones((1, 8, 8), dtype), compute)
 
 
-def test_jaxs_precision_concerns_graphs_with_float32_products_alone():
-    relu = jc.graph(lambda g, x: g.relu(x))
-    with jax.default_matmul_precision("BF16_BF16_F32_X3"):
-        assert spec(relu, MATRICES[:1]).options.precision == "default"
-        assert spec().options.precision == "high"
-    with jax.default_matmul_precision("highest"):
-        assert spec(relu, MATRICES[:1]) is spec(relu, MATRICES[:1])
-        assert spec(relu, MATRICES[:1]).options == jc.Options(
-            precision="default", implementation="split"
-        )
-
-
-def test_decorated_function_with_options_pickles():
-    limited = pickled_block.with_options(max_workspace=8)
-    again = pickle.loads(pickle.dumps(limited))
-    assert again.options == limited.options
-    assert again.fn is limited.fn
-
-
-@pytest.mark.deviceless
-def test_deterministic_wgrad_has_a_plan():
-    assert plan(wgrad, (X, X), deterministic=True).engine
-
-
 @pytest.mark.deviceless
 @pytest.mark.parametrize("precision", ["high", "highest"])
 def test_float32_convolutions_leave_tensor_cores_out(precision):
@@ -319,32 +239,4 @@ def test_float32_matmuls_at_high_precision_are_refused_in_words(precision):
     with pytest.raises(jc.UnsupportedGraphError) as caught, jc.target("H200"):
         with jax.default_matmul_precision(precision):
             jax.jit(strict).trace(*MATRICES).lower(lowering_platforms=("cuda",))
-    text = str(caught.value)
-    assert "TF32" in text
-    assert "precision" in text
-    assert "bfloat16" in text
-
-
-def test_fields_are_documented():
-    for field in dataclasses.fields(jc.Options):
-        assert field.name in jc.Options.__doc__
-
-
-@pytest.mark.deviceless
-def test_explain_says_that_an_engine_is_of_another_graph():
-    x, w = (jax.ShapeDtypeStruct((1, 64, 64), "bfloat16") for _ in range(2))
-    named = jc.graph(lambda g, x, w: g.relu(g.matmul(x, w)))
-    with jc.target("H200"):
-        pinned = named.with_options(**jc.plan(named, x, w).pinned)
-        plan = jc.plan(pinned, x, w)
-        stacked = jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
-        (mapped,) = jc.plans(jax.vmap(pinned, (0, None)), stacked, w).values()
-        loss = lambda x, w: pinned(x, w).astype("float32").sum()  # noqa: E731
-        *_, backward = jc.plans(jax.grad(loss), x, w).values()
-    said = f"engine={plan.pinned['engine']}"
-    assert "is of the graph from which" not in str(plan.explain())
-    for derived in (mapped, backward):
-        text = " ".join(str(derived.explain()).split())
-        assert f"note: {said}" in text
-        assert "is of the graph from which vmap or a derivative made this one" in text
-        assert derived.explain().to_json()["engine_of_another_graph"].startswith(said)
+    assert all(word in str(caught.value) for word in ("TF32", "precision", "bfloat16"))
