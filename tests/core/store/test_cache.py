@@ -8,7 +8,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 import zlib
@@ -26,12 +25,11 @@ from jax_cudnn._core.store.entry import Content, Unusable, decode, digest, encod
 
 VALUE = {"text": '{"engine": 3}', "bindings": [[1, 0, 0, 64]], "scale": 0.1}
 LIMIT = 10**9
-posix = pytest.mark.skipif(os.name != "posix", reason="needs signals, forks and users")
 
 
 @pytest.fixture
 def store(tmp_path):
-    return PlanCache(tmp_path / "plans", LIMIT)
+    return PlanCache(tmp_path / "deep" / "plans", LIMIT)
 
 
 @pytest.fixture
@@ -81,14 +79,10 @@ def test_a_value_comes_back_and_the_first_writer_wins(store, warnings):
     assert again.get("b") is None
     assert names(store.folder) == [f"{hashlib.sha256(b'a').hexdigest()}.plan"]
     assert again.entries()[0].label == "label"
+    assert store.folder.stat().st_mode & 0o777 == 0o700
     long = "μ→∞\n" * 100_000
     assert store.put(long, {"λ": "ü\0"}, "ℓ") == again.get(long)
     assert not warnings()
-
-
-def test_a_new_folder_is_its_users_only(tmp_path):
-    PlanCache(tmp_path / "deep" / "new", LIMIT).put("a", VALUE)
-    assert (tmp_path / "deep" / "new").stat().st_mode & 0o777 == 0o700
 
 
 def test_configure_changes_what_is_given(tmp_path, monkeypatch):
@@ -117,13 +111,10 @@ def test_configure_changes_what_is_given(tmp_path, monkeypatch):
     [
         ({"plan_cache": 3}, jc.GraphTypeError, "int: 3"),
         ({"plan_cache": ""}, jc.GraphError, "None for plans"),
-        ({"plan_cache": "a\0b"}, jc.GraphError, "no folder"),
         ({"plan_cache": "~no_such_user_here/x"}, jc.GraphError, "no_such_user_here"),
         ({"plan_cache_bytes": 0}, jc.GraphError, "more than 0"),
-        ({"plan_cache_bytes": 1e9}, jc.GraphTypeError, "whole number"),
         ({"plan_cache_bytes": True}, jc.GraphTypeError, "bool"),
         ({"job_timeout": float("nan")}, jc.GraphError, "nan"),
-        ({"job_timeout": "300"}, jc.GraphTypeError, "a number"),
     ],
     ids=str,
 )
@@ -133,8 +124,6 @@ def test_settings_that_cannot_be_are_refused_and_change_nothing(given, error, wo
         settings.configure(**{"plan_cache": "x", "plan_cache_bytes": 1, "job_timeout": 1, **given})
     assert settings.settings() == before
 
-
-# -- many processes --------------------------------------------------------------------------------
 
 _NO_LINKS = "os.link = lambda *paths: os.rmdir(paths[0])  # an OSError"
 _AGREE = """
@@ -147,12 +136,11 @@ print(json.dumps({key: store.put(key, {"writer": writer, "data": key * 500}) for
 """
 
 
-@posix
 @pytest.mark.parametrize(
     ("setup", "damaged"), [("", True), (_NO_LINKS, False)], ids=["links, damaged", "no links"]
 )
 def test_processes_that_write_at_once_agree(store, setup, damaged):
-    store.folder.mkdir()
+    store.folder.mkdir(parents=True)
     for i in range(50 * damaged):
         store.path(digest(f"key {i}")).write_bytes(b"")
     processes = [script(setup + _AGREE, store.folder, writer) for writer in range(6)]
@@ -165,35 +153,6 @@ def test_processes_that_write_at_once_agree(store, setup, damaged):
         assert value["data"] == key * 500
         assert store.get(key) == value
     assert len(names(store.folder)) == 50  # nothing temporary is left
-
-
-_HAMMER = """
-store, writer = PlanCache(sys.argv[1], 30_000), int(sys.argv[2])
-draw = random.Random(writer)
-found = 0
-for _ in range(250):
-    key = f"key {draw.randrange(50)}"
-    allowed = [{"key": key, "data": random.Random(f"{key} {w}").randbytes(700).hex()}
-               for w in range(6)]
-    value = store.get(key)
-    assert value is None or value in allowed, (key, value)
-    found += value is not None
-    assert store.put(key, allowed[writer], "x" * 1000) in allowed
-    if draw.random() < 0.01:
-        store.clear() if draw.random() < 0.2 else store.verify(delete=True)
-print(found)
-"""
-
-
-@posix
-def test_reading_writing_and_deleting_at_once_gives_nothing_but_what_was_written(store):
-    processes = [script(_HAMMER, store.folder, writer) for writer in range(6)]
-    assert 0 not in [int(finished(process)) for process in processes]
-    small = PlanCache(store.folder, 30_000)
-    small.put("one more", VALUE)
-    assert sum(entry.size for entry in small.entries()) <= 30_000
-    assert small.verify()[1] == []
-    assert all(name.endswith(".plan") for name in names(store.folder))
 
 
 @pytest.mark.parametrize("vanished", ["temporary file", "entry", "folder"])
@@ -232,7 +191,6 @@ PlanCache(sys.argv[1], 3_000).put("key", json.loads(sys.argv[3]))
 """
 
 
-@posix
 @pytest.mark.parametrize(
     ("where", "damaged"),
     [("write", False), ("fsync", True), ("link", False), ("replace", True), ("scandir", False)],
@@ -250,8 +208,6 @@ def test_a_process_that_is_killed_leaves_a_sound_folder(store, where, damaged):
     assert found == (values[4] if where == "scandir" else None)
     assert store.put("key", values[5]) == store.get("key") == (found or values[5])
 
-
-# -- files that cannot be used ---------------------------------------------------------------------
 
 KEY = "key"
 GOOD = encode(Content(KEY, VALUE, "label"))
@@ -276,7 +232,7 @@ DAMAGE = {
     "nested deeply": (packed(b"[" * 90_000), "damaged"),
     "too large when decompressed": (packed(b" " * 100_001 + GOOD_JSON), "damaged"),
     "a folder": (Path.mkdir, "foreign"),
-    "a pipe": (os.mkfifo if os.name == "posix" else Path.mkdir, "foreign"),
+    "a pipe": (os.mkfifo, "foreign"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "foreign"),
 }
 
@@ -313,93 +269,65 @@ def test_no_flipped_bit_and_no_cut_goes_unseen():
             decode(GOOD[:i], digest(KEY))
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["a link", "a folder with files"])
-def test_what_cannot_be_replaced_is_left_alone(store, warnings, full):
-    store.put("sound", {"n": 1})
-    path, target = store.path(digest(KEY)), store.folder.parent / "mine"
-    target.mkdir()
-    if full:
-        target.rename(path)
-        (path / "file").write_text("mine")
-    else:
-        path.symlink_to(target)
+def test_what_cannot_be_replaced_is_left_alone(store, warnings):
+    file = store.path(digest(KEY)) / "file"
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
     assert store.put(KEY, VALUE) is VALUE
-    assert ((path / "file").exists(), target.exists()) == (full, not full)
-    assert store.get(KEY) == (None if full else VALUE)
-    assert len(warnings()) == 1 + full
+    assert file.read_text() == "mine"
+    assert store.get(KEY) is None
+    assert len(warnings()) == 2
 
 
-def full_when(where, monkeypatch):
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def failing(monkeypatch, number, write):
+    """Has writing fail, half way where it is not at its end, and noting uses as well."""
 
-    write = cache._write
-    if where == "flushed":
-        monkeypatch.setattr(os, "fsync", full)
-    else:  # the file is there, and incomplete
-        monkeypatch.setattr(cache, "_write", lambda path, data: full(write(path, data[:9])))
+    def fail(*arguments):
+        raise OSError(number, os.strerror(number))
 
-
-def assert_memory_only(store, warnings, words):
-    """Values come back, there is one warning that names the folder and says what to do."""
-    for _ in range(2):
-        assert store.put("a", VALUE, "label") is VALUE
-    assert PlanCache(store.folder, LIMIT).put("c", VALUE) is VALUE
-    assert store.get("a") is None
-    (warning,) = warnings()
-    for word in (words, str(store.folder), "memory only", "jax_cudnn.configure(plan_cache=...)"):
-        assert word in warning
-
-
-@pytest.mark.parametrize("where", ["written", "flushed"])
-def test_a_full_disk_means_memory_only(store, warnings, monkeypatch, where):
-    store.put("before", {"n": 1})
-    full_when(where, monkeypatch)
-    assert_memory_only(store, warnings, "No space left")
-    monkeypatch.undo()
-    assert len(names(store.folder)) == 1
-    assert store.get("before") == {"n": 1}
-    assert store.put("later", VALUE) is VALUE  # this process has given up
-    assert store.get("later") is None
-    assert PlanCache(store.folder, LIMIT).put("later", VALUE) == store.get("later")
+    own = cache._write
+    if write:
+        monkeypatch.setattr(cache, "_write", lambda path, data: fail(own(path, data[:9])))
+    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "utime", fail)
 
 
 @pytest.mark.parametrize(
     ("folder", "words"),
-    [("file", "Not a directory"), ("file/plans", "Not a directory"), ("link", "No such file")],
+    [
+        ("full", "No space left"),
+        ("another user's", "Permission denied"),
+        ("file", "Not a directory"),
+        ("file/plans", "Not a directory"),
+        ("link", "No such file"),
+    ],
 )
-def test_what_is_no_folder_means_memory_only(tmp_path, warnings, folder, words):
+def test_a_folder_that_cannot_be_written_means_memory_only(
+    tmp_path, warnings, monkeypatch, folder, words
+):
+    """Values come back, there is one warning that names the folder and says what to do."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert_memory_only(PlanCache(tmp_path / folder, LIMIT), warnings, words)
+    store = PlanCache(tmp_path / folder, LIMIT)
+    numbers = {"full": errno.ENOSPC, "another user's": errno.EACCES}
+    if folder in numbers:
+        store.put("before", {"n": 1})
+        os.utime(store.path(digest("before")), (1, 1))
+        failing(monkeypatch, numbers[folder], folder == "full")
+        assert store.get("before") == {"n": 1}
+    for key in "ab":
+        assert store.put(key, VALUE, "label") is VALUE
+    assert PlanCache(store.folder, LIMIT).put("c", VALUE) is VALUE
+    monkeypatch.undo()
+    assert store.put("a", VALUE) is VALUE  # this process has given up
+    assert store.get("a") is None
+    (warning,) = warnings()
+    for word in (words, str(store.folder), "memory only", "jax_cudnn.configure(plan_cache=...)"):
+        assert word in warning
+    if folder in numbers:
+        assert len(names(store.folder)) == 1
+        assert PlanCache(store.folder, LIMIT).put("a", VALUE) == store.get("a")
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@posix
-def test_a_folder_of_another_user_is_read_and_not_written():
-    with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # TMPDIR may be closed to others
-        os.chmod(shared, 0o755)
-        folder = Path(shared) / "plans"
-        folder.mkdir()
-        PlanCache(folder, LIMIT).put("theirs", VALUE)
-        os.utime(PlanCache(folder, LIMIT).path(digest("theirs")), (1, 1))
-        folder.chmod(0o555)
-        process = script(
-            """
-            if os.getuid() == 0:
-                os.setgroups([])
-                os.setuid(65534)
-            store = PlanCache(sys.argv[1], 10**9)
-            assert store.get("theirs")["scale"] == 0.1
-            for key in ("a", "b"):
-                assert store.put(key, {"n": 1}) == {"n": 1}
-            assert store.put("theirs", {"n": 1})["scale"] == 0.1
-            """,
-            folder,
-        )
-        finished(process, stderr="Permission denied")
-        folder.chmod(0o755)
-        assert len(names(folder)) == 1
 
 
 def test_the_entries_used_last_are_kept_within_the_limit(store, warnings):
@@ -407,7 +335,6 @@ def test_the_entries_used_last_are_kept_within_the_limit(store, warnings):
         store.put(str(i), {"data": random.Random(i).randbytes(500).hex()}, str(i))
         os.utime(store.path(digest(str(i))), (10**9 + 60 * i,) * 2)
     sizes = [entry.size for entry in store.entries()]
-    assert [entry.label for entry in store.entries()] == [str(i) for i in reversed(range(20))]
     store.get("3")
     limit = sum(sizes) // 2
     PlanCache(store.folder, limit).put("new", VALUE, "new")
