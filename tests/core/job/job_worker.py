@@ -59,24 +59,9 @@ def agree(devices, rank):
     found["agreed"] = {"decided by": made["decided by"], "size": len(made["noise"])}
     found["failure"] = outcome(lambda: ask("failure", make=refuse))
     if rank == 1:
-        found |= wait_in_vain(functools.partial(ask, make=dict, timeout=1.2))
+        found["late"] = outcome(lambda: ask("late", make=dict, timeout=0.3))
+        found["interrupted"] = interrupted(functools.partial(ask, make=dict))
     return found
-
-
-def wait_in_vain(ask):
-    ran, done = 0, threading.Event()
-
-    def run():
-        nonlocal ran
-        while not done.wait(0.01):
-            ran += 1
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    late = outcome(lambda: ask("only process 1 asks"))
-    done.set()
-    thread.join()
-    return {"late": late, "ran meanwhile": ran, "interrupted": interrupted(ask)}
 
 
 def interrupted(ask):

@@ -22,12 +22,10 @@ def process(how, cache, **environment):
 
 @pytest.mark.deviceless
 def test_a_second_process_builds_no_plan_and_lowers_the_same_program(tmp_path):
-    first = process("lower", tmp_path / "shared", PYTHONHASHSEED="1")
-    assert first["built"] >= 3
-    assert first["calls"] == 4
-    second = process("lower", tmp_path / "shared", PYTHONHASHSEED="2")
-    assert second == {**first, "built": 0, "known": second["known"]}
-    assert second["known"] == 3  # dense, and two convolutions of block
+    first = process("lower", tmp_path, PYTHONHASHSEED="1")
+    assert (first["built"], first["calls"]) == (1, 2)
+    second = process("lower", tmp_path, PYTHONHASHSEED="2")
+    assert second == {**first, "built": 0, "known": 1}
 
 
 @pytest.mark.gpu
@@ -39,7 +37,7 @@ def test_a_second_process_finds_its_program_in_jaxs_compilation_cache(tmp_path):
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     first = process("run", tmp_path / "shared", **settings)
-    assert first["built"] >= 3
+    assert first["built"] == 1
     assert first["misses"] == 1
     second = process("run", tmp_path / "shared", **settings)
     assert second["text"] == first["text"]
