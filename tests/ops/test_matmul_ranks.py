@@ -30,7 +30,6 @@ def arrays(*shapes, dtype="float32"):
 SHAPES = {
     "no batch": ((8, 6), (6, 16)),
     "two batch dimensions": ((2, 3, 8, 6), (2, 3, 6, 16)),
-    "three": ((2, 1, 3, 8, 6), (2, 1, 3, 6, 16)),
     "one for all": ((2, 3, 8, 6), (1, 1, 6, 16)),
     "in part": ((2, 3, 8, 6), (2, 1, 6, 16)),
     "both in part": ((2, 1, 8, 6), (1, 3, 6, 16)),
@@ -40,19 +39,16 @@ SHAPES = {
 @pytest.mark.parametrize("case", SHAPES)
 def test_products_derivatives_and_batches_are_those_of_jnp(case):
     a, b = arrays(*SHAPES[case])
-    stack = jnp.stack([a, 2 * a, -a])
-    np.testing.assert_allclose(product(a, b), jnp.matmul(a, b), rtol=1e-5, atol=1e-5)
+    stack, both = jnp.stack([a, 2 * a, -a]), jnp.stack([b, b + 1, 3 * b])
 
-    def grads(f):
-        return jax.grad(lambda a, b: (f(a, b) ** 2).sum(), (0, 1))(a, b)
+    def run(f):
+        grads = jax.grad(lambda a, b: (f(a, b) ** 2).sum(), (0, 1))(a, b)
+        batches = (((0, None), (stack, b)), ((None, 0), (a, both)), ((0, 0), (stack, both)))
+        return f(a, b), grads, [jax.vmap(f, axes)(*operands) for axes, operands in batches]
 
-    for got, want in zip(grads(product), grads(jnp.matmul), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-    both = jnp.stack([b, b + 1, 3 * b])
-    batches = ((0, None), (stack, b)), ((None, 0), (a, both)), ((0, 0), (stack, both))
-    for axes, operands in batches:
-        got, want = (jax.vmap(f, axes)(*operands) for f in (product, jnp.matmul))
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    got, want = (jax.tree.leaves(jax.jit(run, static_argnums=0)(f)) for f in (product, jnp.matmul))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
 def spec_of(function, *avals):
@@ -125,23 +121,6 @@ def test_what_names_dimensions_stays_outside():
 
     with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError, match="one batch dimension"):
         jc.plan(sliced, *AVALS[:2])
-
-
-@pytest.mark.deviceless
-def test_a_gradient_is_planned_as_matrices():
-    def loss(*operands):
-        return jnp.sum(fused(*operands).astype(jnp.float32))
-
-    with jc.target("H200"):
-        found = jc.plans(jax.grad(loss, (0, 1)), *AVALS)
-    products = [
-        segment
-        for plan in found.values()
-        for segment in plan.segments
-        if any(call.node.method == "matmul" for call in segment.spec.calls)
-    ]
-    assert len(products) == 3
-    assert all(segment.plan for segment in products)
 
 
 @pytest.mark.gpu

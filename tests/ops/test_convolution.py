@@ -1,0 +1,190 @@
+"""Convolutions and their gradients: shapes, words, and agreement with lax and its derivatives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_cudnn as jc
+from jax_cudnn._core.graph import layout
+from jax_cudnn._core.graph.reference import evaluate
+
+RNG = np.random.default_rng(5)
+MODES = ("CROSS_CORRELATION", "CONVOLUTION")
+# rank, stride, dilation, padding before and after, groups: each pair of values somewhere.
+GRID = [
+    (1, 1, 2, 0, 0, 1),
+    (1, 3, 1, 2, 0, 2),
+    (1, 3, 2, 1, 1, 4),
+    (2, 1, 1, 0, 0, 4),
+    (2, 1, 2, 1, 1, 1),
+    (2, 2, 1, 2, 0, 1),
+    (2, 2, 2, 0, 0, 2),
+    (2, 2, 1, 1, 1, 4),
+    (3, 2, 1, 1, 1, 2),
+    (3, 2, 2, 1, 1, 1),
+]
+
+
+def drawn(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("row", GRID, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_three_convolutions_agree_with_the_oracle_and_with_vjp(row, mode):
+    rank, stride, dilation, before, after, groups = row
+    spatial = {
+        "pre_padding": [before] * rank,
+        "post_padding": [after] * rank,
+        "stride": [stride] * rank,
+        "dilation": [dilation] * rank,
+        "convolution_mode": mode,
+    }
+    image, weight = drawn(2, 4, *(7, 6, 5)[:rank]), drawn(8, 4 // groups, *(2, 3, 1)[:rank])
+    fprop = jc.graph(lambda g, x, w: g.conv_fprop(x, w, **spatial))
+    dgrad = jc.graph(lambda g, y, w: g.conv_dgrad(y, w, **spatial, out_dims=image.shape))
+    wgrad = jc.graph(lambda g, x, y: g.conv_wgrad(x, y, **spatial).set_dim(weight.shape))
+    loss = drawn(*jax.eval_shape(fprop, image, weight).shape)
+
+    @jax.jit  # one program: most of the time is compilation
+    def run(image, weight, loss):
+        y, vjp = jax.vjp(fprop, image, weight)
+        return (y, dgrad(loss, weight), wgrad(image, loss)), vjp(loss)
+
+    found, by_lax = run(image, weight, loss)
+    operands = (image, weight), (loss, weight), (image, loss)
+    for function, given, got in zip((fprop, dgrad, wgrad), operands, found, strict=True):
+        spec = function.trace(*given)[1].spec
+        oracle.check_outputs(spec, given, [got], on_gpu=False)
+    for got, want in zip(found[1:], by_lax, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def paddings(jaxpr):
+    """What the convolutions of a program pad by."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "conv_general_dilated":
+            yield from eqn.params["padding"]
+        for value in eqn.params.values():
+            if hasattr(value, "jaxpr") or hasattr(value, "eqns"):
+                yield from paddings(getattr(value, "jaxpr", value))
+
+
+@pytest.mark.parametrize("window", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_of_padding_beyond_the_window(groups, window):
+    """jaxlib 0.10.2 convolves out of bounds on a CPU where padding is negative before and positive
+    after the image, so that the reference and its derivatives never pad so."""
+    spatial = {"pre_padding": [2, 0], "post_padding": [0, 3], "stride": [1, 2]}
+    image, weight = drawn(2, 4, 6, 5), drawn(8, 4 // groups, *window)
+    fprop = jc.graph(lambda g, x, w: g.conv_fprop(x, w, **spatial))
+    dgrad = jc.graph(lambda g, y, w: g.conv_dgrad(y, w, **spatial, out_dims=image.shape))
+    wgrad = jc.graph(lambda g, x, y: g.conv_wgrad(x, y, **spatial, out_dims=weight.shape))
+    loss = drawn(*jax.eval_shape(fprop, image, weight).shape)
+    by_graph = lambda x, w, y: (dgrad(y, w), wgrad(x, y))  # noqa: E731
+    by_vjp = lambda x, w, y: jax.vjp(fprop, x, w)[1](y)  # noqa: E731
+    specs = [f.trace(*a)[1].spec for f, a in ((dgrad, (loss, weight)), (wgrad, (image, loss)))]
+    for function in (by_graph, by_vjp):
+        found = jax.jit(function)(image, weight, loss)
+        for spec, operands, got in zip(specs, ((loss, weight), (image, loss)), found, strict=True):
+            oracle.check_outputs(spec, operands, [got], on_gpu=False)
+    used = []
+    for spec, operands in zip(specs, ((loss, weight), (image, loss)), strict=True):
+        program = jax.make_jaxpr(lambda *a, spec=spec: evaluate(spec, *a))(*operands)
+        used += paddings(program.jaxpr)
+    assert len(used) >= 4
+    assert not [pair for pair in used if pair[0] < 0]
+
+
+def test_shapes_of_gradients_that_are_not_given():
+    """One group; the smallest image, the largest window."""
+    dgrad = jc.graph(lambda g, y, w: g.conv_dgrad(y, w, padding=[1, 1], stride=[2, 2]))
+    assert dgrad(jnp.ones((2, 8, 4, 5)), jnp.ones((8, 3, 3, 3))).shape == (2, 3, 7, 9)
+    wgrad = jc.graph(lambda g, x, y: g.conv_wgrad(x, y, padding=[1, 1], stride=[2, 2]))
+    assert wgrad(jnp.ones((2, 3, 8, 9)), jnp.ones((2, 8, 4, 5))).shape == (8, 3, 4, 3)
+
+
+_X, _W, _Y = (1, 4, 8, 8), (4, 4, 3, 3), (1, 4, 3, 3)
+WRONG = [
+    ("fprop", (_X, (4, 3, 3, 3)), {}, ["channels", "OIHW"]),
+    ("fprop", ((1, 4, 8), _W), {}, ["spatial dimensions"]),
+    ("fprop", ((1, 4, 2, 2), _W), {}, ["window", "at most 2"]),
+    ("fprop", (_X, _W), {"stride": [1]}, ["stride", "2 numbers"]),
+    ("dgrad", (_Y, (5, 4, 3, 3)), {}, ["'loss' and 'filter'", "k = 4"]),
+    ("dgrad", (_Y, _W), {"out_dims": [1, 4, 6, 6]}, ["[1, 4, 4, 4]", "[1, 4, 3, 3]"]),
+    ("dgrad", (_Y, _W), {"out_dims": [1, 5, 5, 5]}, ["channels"]),
+    ("dgrad", (_Y, _W), {"out_dims": [1, 4, 5]}, ["spatial"]),
+    ("dgrad", ((1, 4, 1, 1), (4, 4, 2, 2)), {"padding": [2, 2]}, ["padding", "[-2, -2]"]),
+    ("wgrad", (_X, (2, 4, 3, 3)), {}, ["'image' and 'loss'", "n = 1"]),
+    ("wgrad", (_X, (1, 4, 9, 8)), {}, ["DW", "fits the image"]),
+    ("wgrad", (_X, (1, 4, 6, 6)), {"out_dims": [4, 4, 2, 2]}, ["[1, 4, 7, 7]"]),
+    ("wgrad", (_X, (1, 4, 6, 6)), {"convolution_mode": "SAME"}, ["CROSS"]),
+    ("wgrad", (_X, (1, 4, 6, 6)), {"padding": [1, 1], "post_padding": [1, 1]}, ["given twice"]),
+]
+
+
+@pytest.mark.parametrize(("method", "shapes", "attributes", "words"), WRONG)
+def test_what_does_not_fit_is_said_in_words(method, shapes, attributes, words):
+    graph = jc.graph(lambda g, a, b: getattr(g, f"conv_{method}")(a, b, **attributes))
+    with pytest.raises(jc.GraphError) as caught:
+        graph(*(jnp.ones(shape) for shape in shapes))
+    assert all(word in str(caught.value) for word in (*words, "test_convolution.py"))
+
+
+# -- planned for an H200 ---------------------------------------------------------------------------
+
+
+@pytest.mark.deviceless
+def test_dimensions_of_one_element_tell_no_order():
+    """Of (16, 3, 3, 2, 1) both orders are one memory, which cuDNN reads in its own alone."""
+    x, loss = (jax.ShapeDtypeStruct(s, "float16") for s in ((3, 3, 6, 3, 3), (3, 16, 6, 2, 3)))
+
+    def shown(*strides):
+        def graph(g, x, loss):
+            out = g.conv_wgrad(
+                x, loss, pre_padding=[0] * 3, post_padding=[2, 0, 0], out_dims=[16, 3, 3, 2, 1]
+            )
+            return out.set_stride(list(strides)) if strides else out
+
+        spec = jc.graph(graph).trace(x, loss)[1].spec
+        (out,) = spec.output_tensors
+        return layout.view(spec, out), layout.major_to_minor(spec, out)
+
+    assert shown(18, 1, 6, 3, 1) == shown()
+    assert shown(18, 6, 2, 1, 1) != shown()
+
+
+def test_operands_of_a_matmul_keep_their_memory_order():
+    """A transposed operand is asked for as it lies: XLA has nothing to copy."""
+
+    @jc.graph(implementation="cudnn")
+    def transposed(g, a, b):
+        return g.matmul(a.set_stride([64 * 32, 1, 64]), b)
+
+    a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 64, 32), (2, 32, 48)))
+    with jc.target("H200"):
+        assert jc.plan(transposed, a, b).candidate_count
+        lowered = jax.jit(transposed).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = (text for text in lowered.splitlines() if "stablehlo.custom_call @jax_cudnn" in text)
+    layouts = "operand_layouts = [dense<[1, 2, 0]> : tensor<3xindex>, dense<[2, 1, 0]>"
+    assert layouts in line
+    assert "stablehlo.transpose" not in lowered
+
+
+@pytest.mark.parametrize(("channels", "convolutions"), [(4, 1), (200, 2), (1200, 4)])
+def test_products_of_integers_are_summed_exactly(channels, convolutions):
+    """In float32 by one, two and four convolutions: XLA has none of integers on a GPU."""
+    random = np.random.default_rng(channels)
+    image = random.integers(-128, 128, (2, channels, 3, 5)).astype(np.int8)
+    weight = random.integers(-128, 128, (2, channels, 3, 3)).astype(np.int8)
+    image[0], weight[0] = -128, -128  # the largest sums
+    got = jc.graph(lambda g, x, w: g.conv_fprop(x, w))(image, weight)
+    windows = np.lib.stride_tricks.sliding_window_view(image.astype(np.int64), (3, 3), (2, 3))
+    want = np.einsum("ncyxrs,kcrs->nkyx", windows, weight.astype(np.int64))
+    np.testing.assert_array_equal(np.asarray(got, np.int64), want)
+    text = jax.jit(jc.graph(lambda g, x, w: g.conv_fprop(x, w))).lower(image, weight).as_text()
+    made = [line for line in text.splitlines() if "stablehlo.convolution(" in line]
+    assert len(made) == convolutions
+    assert all("xf32>" in line for line in made)
