@@ -98,45 +98,16 @@ def test_settings_are_flaxs(case: Case, key):
     compare(case, key, 2**-9 if small else 2e-5, derive=case in DERIVED)
 
 
-@pytest.mark.parametrize("cls", [jnn.LayerNorm, jnn.RMSNorm, jnn.BatchNorm, jnn.InstanceNorm])
-def test_masks_are_flaxs(cls, key):
-    mask = jnp.arange(4 * 5 * 6).reshape(1, 4, 5, 6) % 7 > 2
-    compare(norm(cls, 6), key, derive=False, mask=mask)
-
-
 def test_an_equation_of_the_call_comes_first(key):
     ours = jnn.Einsum("ab,bc->ac", (4, 4), rngs=nnx.Rngs(0))
     x = jax.random.normal(key, (4, 4))
     assert_near(ours(x, "ab,bc->ca"), ours(x).T)
 
 
-# -- batch normalization with a residual -----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("masked", "dtype", "residual", "shape"),
-    [
-        (False, "bfloat16", "float32", (4, 8)),
-        (False, None, "bfloat16", (8,)),
-        (False, "float16", "float16", (4, 1)),
-        (True, None, "bfloat16", (4, 8)),
-        (True, "float16", "float16", ()),
-    ],
-)
-def test_a_residual_widens_and_broadcasts_on_every_way(masked, dtype, residual, shape, key):
-    """As ``norm(x) + residual`` does, fused or after Flax's own way."""
-    x = jax.random.normal(key, (4, 8))
-    residual = jax.random.normal(key, shape).astype(residual)
-    want = jax.nn.relu(nnx.BatchNorm(8, dtype=dtype, rngs=nnx.Rngs(0))(x) + residual)
-    ours = jnn.BatchNorm(8, dtype=dtype, activation="relu", rngs=nnx.Rngs(0))
-    got = ours(x, residual=residual, mask=jnp.ones((4, 8), bool) if masked else None)
-    assert (got.dtype, got.shape) == (want.dtype, want.shape)
-    assert_near(got, want, 2**-6)
-
-
 def test_means_over_a_named_axis_are_flaxs_and_a_residual_comes_after(key):
     x, residual = jax.random.normal(key, (2, 4, 8))
-    ours = jnn.BatchNorm(8, activation="relu", axis_name="rows", rngs=nnx.Rngs(0))
+    named = {"dtype": "bfloat16", "rngs": nnx.Rngs(0)}
+    ours = jnn.BatchNorm(8, activation="relu", axis_name="rows", **named)
     assert "named axis" in ours.unfused
     graphdef, state = nnx.split(ours)
 
@@ -144,7 +115,11 @@ def test_means_over_a_named_axis_are_flaxs_and_a_residual_comes_after(key):
         return nnx.merge(graphdef, state)(x[None], residual=residual[None])[0]
 
     got = jax.vmap(of_a_row, in_axes=(None, 0, 0), axis_name="rows")(state, x, residual)
-    assert_near(got, jax.nn.relu(nnx.BatchNorm(8, rngs=nnx.Rngs(0))(x) + residual))
+    want = jax.nn.relu(nnx.BatchNorm(8, **named)(x) + residual)
+    assert got.dtype == want.dtype == jnp.float32
+    assert_near(got, want, 2**-6)
+    with pytest.raises(ValueError, match="use_running_average"):
+        jnn.BatchNorm(8, activation="relu", use_running_average=None, **named)(x)
 
 
 # -- Flax's own way, and what is refused -----------------------------------------------------------
