@@ -1,4 +1,4 @@
-"""A graph as it is drawn: its operands, its operations so far, and what their values are like."""
+"""A graph as it is drawn: its operands, its operations so far, and the values of all of these."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+import oracle
 
 from jax_cudnn._core.errors import GraphError
 from jax_cudnn._core.graph.builder import GraphBuilder
 from jax_cudnn._core.graph.dims import Shape, packed_strides
-from jax_cudnn._core.graph.dtypes import FLOATS
-from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.dtypes import FLOATS, INTEGERS, is_floating
+from jax_cudnn._core.graph.node import REGISTRY, Node
 from jax_cudnn._core.graph.tensor import GraphTensor
 
-from . import samples
+_ELEMENTS, _FLOPS = 200_000, 2e8  # of a tensor and of an operation, at most
+_LARGEST, _LEAST_RMS = 1000.0, 2e-3
 
-_ELEMENTS = 200_000  # of a tensor, at most
-_FLOPS = 2e8  # of an operation, at most
+LAYOUTS: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "rows": lambda rank: tuple(range(rank)),
+    "channels last": lambda rank: (0, *range(2, rank), 1),
+    "transposed": lambda rank: (*range(rank - 2), rank - 1, rank - 2),
+}
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An array argument of the graph function, and how its elements are drawn.
-
-    Floats are normal, times ``scale``; ``positive`` ones are magnitudes of at least 0.25.
-    ``layout`` is how it lies in memory, where the function states it. Integers are at most
-    ``largest`` (``positive`` ones, 1 more).
-    """
+    """An argument of the graph, and how its elements are drawn."""
 
     shape: Shape
     dtype: str
@@ -43,20 +44,30 @@ class Operand:
     def strides(self) -> tuple[int, ...] | None:
         return stated(self.shape, self.layout)
 
-    def draw(self, noise: np.random.Generator, shape: Shape | None = None) -> np.ndarray:
-        """Random elements, of the operand's shape or another."""
-        shape = self.shape if shape is None else shape
-        return samples.draw(noise, shape, self.dtype, self.scale, self.positive, self.largest)
+    def draw(self, *seeds: int) -> np.ndarray:
+        """Normal floats times ``scale``, integers up to ``largest``, or fair booleans; magnitudes
+        of at least 0.25 (of integers, 1) where ``positive``."""
+        noise = np.random.default_rng(seeds)
+        if self.dtype == "bool":
+            return noise.random(self.shape) < 0.5
+        if self.dtype in INTEGERS:
+            least = 0 if self.dtype.startswith("u") else -self.largest
+            values = noise.integers(least, self.largest + 1, self.shape)
+        else:
+            values = noise.standard_normal(self.shape, np.float32) * np.float32(self.scale)
+        if self.positive:
+            values = np.abs(values) + (1 if self.dtype in INTEGERS else 0.25)
+        return np.asarray(values).astype(jnp.dtype(self.dtype))
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the graph being drawn; ``operand`` is what it is an argument from. One that is
-    ``aside`` is a further result of an operation: a statistic."""
+    """A tensor of the graph; ``operand`` is what it is an argument from. One that is ``aside`` is a
+    further result of an operation: a statistic."""
 
     name: str
     tensor: GraphTensor
-    sample: np.ndarray
+    array: np.ndarray
     operand: Operand | None = None
     uses: int = 0
     aside: bool = False
@@ -71,7 +82,7 @@ class Value:
 
     @property
     def positive(self) -> bool:
-        return float(self.sample.min()) >= 0.2
+        return float(self.array.min()) >= 0.2
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,7 @@ class Drawing:
     """What has been drawn; ``dtype`` and ``shape`` are those of many operands. What is ``hidden``
     is -inf in places, as statistics of attention are: for its backward alone."""
 
+    seed: int
     rng: random.Random
     dtype: str
     shape: Shape
@@ -100,19 +112,21 @@ class Drawing:
 
     def __post_init__(self) -> None:
         self._builder = GraphBuilder()
-        self._noise = np.random.default_rng(self.rng.getrandbits(64))
 
     @property
     def operands(self) -> dict[str, Operand]:
         """The arguments by name: what operations use of them."""
         return {v.name: v.operand for v in self.values if v.operand and v.uses}
 
-    def take(self, operand: Operand) -> Value:
+    def take(self, found: Value | Operand) -> Value:
         """An operand as a value, for several operations."""
-        new: dict[int, Value] = {}
-        self._value(operand, new)
-        self.values += new.values()
-        return self.values[-1]
+        if isinstance(found, Operand):
+            found = self._value(found, {})
+            self.values.append(found)
+        return found
+
+    def known(self, fits: Callable[[Value], bool]) -> list[Value]:
+        return [value for value in self.values if fits(value)]
 
     def add(
         self,
@@ -122,82 +136,85 @@ class Drawing:
         dtype: str | None = None,
         layout: str | None = None,
     ) -> list[Value]:
-        """Adds an operation and gives its results, or raises and leaves the drawing as it was.
+        """Adds an operation of Values, Operands, numbers and lists, and gives its results.
 
-        Args:
-            method: of g.
-            ports: at each port a Value, an Operand (which becomes one), a number, or a list.
-            attributes: the method's other keywords.
-            dtype, layout: of the first result, where they are stated; the dtype of numbers only.
-
-        Raises:
-            GraphError, GraphTypeError: the operation cannot be written so, is too large, or its
-                values are not tame.
-        """
-        attributes = dict(attributes or {})
-        new: dict[int, Value] = {}
+        Raises GraphError or GraphTypeError, and leaves the drawing as it was, where it cannot be
+        written so, is too large, or its values are not tame."""
+        attributes, new = dict(attributes or {}), {}
         used = {port: _mapped(x, lambda x: self._value(x, new)) for port, x in ports.items()}
-        given = {port: _mapped(x, _tensor) for port, x in used.items()}
-        result = getattr(self._builder, method)(**given, **attributes)
-        tensors = result if isinstance(result, tuple) else (result,)
-        node = REGISTRY[method].create(**attributes)
-        flat = _by_port(used)
+        given = {port: _mapped(x, lambda x: getattr(x, "tensor", x)) for port, x in used.items()}
+        made = getattr(self._builder, method)(**given, **attributes)
+        tensors = made if isinstance(made, tuple) else (made,)
+        node, flat = REGISTRY[method].create(**attributes), _by_port(used)
         values = {port: x for port, x in flat.items() if isinstance(x, Value)}
         shapes = {port: value.shape for port, value in values.items()}
         shapes |= dict(zip(node.results, (t.shape for t in tensors), strict=True))
-        if max(map(math.prod, shapes.values())) > _ELEMENTS or node.flops(shapes) > _FLOPS:
-            raise GraphError("larger than the operations of a random graph")
-        if min(map(math.prod, shapes.values())) == 0:
-            raise GraphError("a tensor without elements")
-        if node.product and not samples.attends(node) and new:
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        if max(sizes) > _ELEMENTS or node.flops(shapes) > _FLOPS or min(sizes) == 0:
+            raise GraphError("larger or smaller than the operations of a random graph")
+        if node.product and not attends(node) and new:
             *_, last = new.values()
-            _rescale(last, node, shapes, [v.sample for v in values.values() if v is not last])
-        inputs = {port: x.sample if isinstance(x, Value) else x for port, x in flat.items()}
-        found = samples.results(node, inputs, shapes, self._noise)
+            self._rescale(last, node, shapes, [v for v in values.values() if v is not last])
         dtype = None if tensors[0].dtype == "bool" else dtype
         if dtype is not None:
             tensors[0].set_data_type(dtype)
-        strides = stated(tensors[0].shape, layout)
-        if strides is not None:
+        if (strides := stated(tensors[0].shape, layout)) is not None:
             tensors[0].set_stride(strides)
-        for i, (tensor, sample) in enumerate(zip(tensors, found, strict=True)):
-            found[i] = samples.stored(sample, str(tensor.dtype))
-            if not samples.is_hidden(node, found[i]):
-                samples.check(found[i], str(tensor.dtype))
-        made = [
-            Value(f"v{len(self.steps)}_{port}", tensor, sample, aside=port != node.results[0])
-            for port, tensor, sample in zip(node.results, tensors, found, strict=True)
+        rank = len(tensors[0].shape)
+        arrays = {port: getattr(x, "array", x) for port, x in flat.items()}
+        arrays = {p: np.reshape(x, np.shape(x) or (1,) * rank) for p, x in arrays.items()}
+        with np.errstate(all="ignore"):
+            is_backward = hasattr(node, "extent") and method.endswith("_backward")
+            operation = _normalization_backward if is_backward else oracle.OPERATIONS[method]
+            exact = operation(node, **arrays)
+            results = exact if isinstance(exact, tuple) else (exact,)
+            results = [stored(x, str(t.dtype)) for x, t in zip(results, tensors, strict=True)]
+        found = [
+            Value(f"v{len(self.steps)}_{port}", tensor, x, aside=port != node.results[0])
+            for port, tensor, x in zip(node.results, tensors, results, strict=True)
         ]
+        unseen = [attends(node) and bool(np.isneginf(value.array).any()) for value in found]
+        for value, hidden in zip(found, unseen, strict=True):
+            if not hidden:
+                _check(value.array, value.dtype)
         for value in values.values():
             value.uses += 1
         self.values += new.values()
-        for value in made:
-            hidden = samples.is_hidden(node, value.sample)
+        for value, hidden in zip(found, unseen, strict=True):
             (self.hidden if hidden else self.values).append(value)
         names = {port: _mapped(x, lambda x: getattr(x, "name", x)) for port, x in used.items()}
-        results = tuple(value.name for value in made)
-        self.steps.append(Step(method, names, attributes, results, dtype, strides))
-        return made
+        made_names = tuple(value.name for value in found)
+        self.steps.append(Step(method, names, attributes, made_names, dtype, strides))
+        return found
 
     def _value(self, x: Any, new: dict[int, Value]) -> Any:
         """The value at a port: an operand gets one, the same for all its ports."""
         if not isinstance(x, Operand):
             return x
         if id(x) not in new:
-            name = f"x{len(self.values) + len(new)}"
-            tensor = self._builder.input(name, x.shape, x.dtype)
+            if min(x.shape, default=1) < 1 or math.prod(x.shape) > _ELEMENTS:
+                raise GraphError("larger or smaller than an operand of a random graph")
+            number = len(self.values) + len(new)
+            tensor = self._builder.input(f"x{number}", x.shape, x.dtype)
             if x.strides is not None:
                 tensor.set_stride(x.strides)
-            sample = x.draw(self._noise, (samples.SIZE,)).astype(np.float32)
-            new[id(x)] = Value(name, tensor, sample, x)
+            array = x.draw(self.seed, 0, number).astype(float)
+            new[id(x)] = Value(f"x{number}", tensor, array, x)
         return new[id(x)]
 
+    def _rescale(self, last: Value, node: Node, shapes: Any, others: list[Value]) -> None:
+        """Scales a new operand of a product so that the result has about unit variance."""
+        if last.operand and last.dtype in FLOATS and others:
+            terms = node.flops(shapes) // 2 // math.prod(shapes[node.ports.output_names[0]])
+            squares = math.prod(float(np.mean(v.array * v.array)) + 1e-12 for v in others)
+            scale = float(f"{(max(terms, 1) * squares) ** -0.5:.3g}")
+            last.operand = replace(last.operand, scale=scale)
+            last.array = last.operand.draw(self.seed, 0, int(last.name[1:])).astype(float)
 
-LAYOUTS: dict[str, Callable[[int], tuple[int, ...]]] = {
-    "rows": lambda rank: tuple(range(rank)),
-    "channels last": lambda rank: (0, *range(2, rank), 1),
-    "transposed": lambda rank: (*range(rank - 2), rank - 1, rank - 2),
-}
+
+def attends(node: Node) -> bool:
+    """Whether a node is attention or its backward."""
+    return hasattr(node, "band")
 
 
 def stated(shape: Shape, layout: str | None) -> tuple[int, ...] | None:
@@ -207,30 +224,43 @@ def stated(shape: Shape, layout: str | None) -> tuple[int, ...] | None:
     return tuple(packed_strides(shape, LAYOUTS[layout](len(shape))))
 
 
+def stored(x: np.ndarray, dtype: str) -> np.ndarray:
+    """What a tensor of this dtype keeps, in float64."""
+    if dtype in INTEGERS:
+        x = np.clip(np.rint(x), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    if dtype.startswith("float8"):
+        x = np.clip(x, float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max))
+    return np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float64)
+
+
+def _normalization_backward(
+    node: Any, grad: Any, input: Any, scale: Any, inv_variance: Any, mean: Any = 0.0
+) -> tuple[np.ndarray, ...]:
+    """What the oracle gives, without its matrices of a row's length."""
+    axes = node.extent.reduced(input.shape, scale.shape)
+    xhat, slope = (input - mean) * inv_variance, grad * scale
+    dx = slope - np.mean(slope * xhat, axes, keepdims=True) * xhat
+    dx = dx - np.mean(slope, axes, keepdims=True) * node.extent.centred
+    shared = tuple(i for i, size in enumerate(scale.shape) if size == 1)
+    found = {"DX": inv_variance * dx, "DBias": np.sum(grad, shared, keepdims=True)}
+    found["DScale"] = np.sum(grad * xhat, shared, keepdims=True)
+    return tuple(found[port] for port in node.results)
+
+
+def _check(array: np.ndarray, dtype: str) -> None:
+    """Raises GraphError for values with which no comparison would mean something."""
+    largest, limit = float(np.max(np.abs(array))), 2.0**20 if dtype == "int32" else _LARGEST
+    vanishes = is_floating(dtype) and not np.mean(array * array) >= _LEAST_RMS**2
+    if dtype != "bool" and (vanishes or not largest <= limit):
+        raise GraphError("the values are not tame", got=f"largest {largest:g}")
+
+
 def _mapped(x: Any, function: Callable[[Any], Any]) -> Any:
     return [function(item) for item in x] if isinstance(x, list) else function(x)
 
 
-def _tensor(x: Any) -> Any:
-    return x.tensor if isinstance(x, Value) else x
-
-
 def _by_port(ports: Mapping[str, Any]) -> dict[str, Any]:
     """What stands at each port; a list at numbered ones, as in a spec."""
-    flat: dict[str, Any] = {}
-    for port, x in ports.items():
-        flat.update(
-            {f"{port}_{i}": y for i, y in enumerate(x)} if isinstance(x, list) else {port: x}
-        )
-    return flat
-
-
-def _rescale(
-    weight: Value, node: Any, shapes: Mapping[str, Shape], others: list[np.ndarray]
-) -> None:
-    """Scales a new operand of a product so that the result has about unit variance."""
-    assert weight.operand is not None
-    if weight.dtype in FLOATS and others:
-        scale = float(f"{samples.weight_scale(node, shapes, others):.3g}")
-        weight.operand = replace(weight.operand, scale=scale)
-        weight.sample = weight.sample * np.float32(scale)
+    lists = {p: x if isinstance(x, list) else None for p, x in ports.items()}
+    single = {p: x for p, x in ports.items() if lists[p] is None}
+    return single | {f"{p}_{i}": y for p, x in lists.items() if x for i, y in enumerate(x)}

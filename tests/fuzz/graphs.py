@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_cudnn._core.errors import GraphError, GraphTypeError
 from jax_cudnn._core.graph.spec import GraphSpec
@@ -21,7 +20,7 @@ from jax_cudnn._core.graph.trace import GraphFunction, graph
 from .drawing import Drawing, Operand
 from .nodes import add_node
 from .operands import shape
-from .patterns import PATTERNS
+from .patterns import PATTERNS, Writer
 
 LEAST, MOST = 3, 12
 """Operations of a graph."""
@@ -36,66 +35,59 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class RandomGraph:
-    """A random graph function with the shapes and dtypes of its operands.
-
-    Attributes:
-        seed: what it was drawn from.
-        function: of arrays in the order of ``avals``; returns a list of arrays.
-        avals: shapes and dtypes of its operands.
-    """
+    """A random graph function with the shapes and dtypes of its operands."""
 
     seed: int
     function: GraphFunction
     avals: tuple[jax.ShapeDtypeStruct, ...]
-    _drawn: tuple[Operand, ...]
+    _drawn: Mapping[str, Operand]
 
     @functools.cached_property
     def spec(self) -> GraphSpec:
         return self.function.trace(*self.avals)[1].spec
 
-    def operands(self, seed: int = 0) -> list[jax.Array]:
-        """Random operands; equal ones for equal seeds. Those of products are scaled so that
-        results have about unit variance."""
-        noise = np.random.default_rng((self.seed, seed))
-        return [jnp.asarray(operand.draw(noise)) for operand in self._drawn]
+    def operands(self, number: int = 0) -> list[jax.Array]:
+        """Random operands, other ones for other numbers; with the first the values are tame."""
+        drawn = (o.draw(self.seed, number, int(name[1:])) for name, o in self._drawn.items())
+        return [jnp.asarray(x) for x in drawn]
 
-    def inputs(self, seed: int = 0) -> list[jax.Array]:
+    def inputs(self, number: int = 0) -> list[jax.Array]:
         """The operands as the spec's inputs: one without dimensions has the rank of what it
         stands beside."""
         tensors = self.spec.input_tensors
-        return [x.reshape(t.shape) for x, t in zip(self.operands(seed), tensors, strict=True)]
+        return [x.reshape(t.shape) for x, t in zip(self.operands(number), tensors, strict=True)]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=512)
 def random_graph(seed: int) -> RandomGraph:
     """The graph of a seed: of 3 to 12 operations, all of which some output needs.
 
     Equal seeds give equal graphs in every process, with the same registry of nodes. The values
-    are tame (see :mod:`.samples`), the tensors small.
+    are tame (finite, neither huge nor vanishing), the tensors small.
     """
     rng = random.Random(seed)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        drawing = _draw(rng)
+        drawing = _draw(seed, rng)
     outputs = _outputs(rng, drawing)
     options = rng.choice(_OPTIONS) if rng.random() < 0.15 else {}
     operands = drawing.operands
     avals = (jax.ShapeDtypeStruct(o.shape, jnp.dtype(o.dtype)) for o in operands.values())
     function = graph(_function(f"random_{seed}", drawing, outputs), **options)
-    return RandomGraph(seed, function, tuple(avals), tuple(operands.values()))
+    return RandomGraph(seed, function, tuple(avals), operands)
 
 
-def _draw(rng: random.Random) -> Drawing:
-    drawing = Drawing(rng, rng.choice(_DTYPES), shape(rng))
-    count, patterns = rng.randint(LEAST, MOST), rng.choice((0.0, 0.15, 0.6))
+def _draw(seed: int, rng: random.Random) -> Drawing:
+    drawing = Drawing(seed, rng, rng.choice(_DTYPES), shape(rng))
+    count, share = rng.randint(LEAST, MOST), rng.choice((0.0, 0.15, 0.6))
     alone = [pattern for pattern, size in PATTERNS.items() if size == count]
     if alone and rng.random() < 0.35:
-        with contextlib.suppress(GraphError, GraphTypeError):
-            rng.choice(alone)(drawing)
+        with contextlib.suppress(GraphError, GraphTypeError):  # what it added is a graph, too
+            rng.choice(alone)(Writer(drawing))
     while (left := count - len(drawing.steps)) > 0:
         fitting = [pattern for pattern, size in PATTERNS.items() if size <= left]
-        if fitting and rng.random() < patterns:
-            with contextlib.suppress(GraphError, GraphTypeError):  # what it added is a graph, too
-                rng.choice(fitting)(drawing)
+        if fitting and rng.random() < share:
+            with contextlib.suppress(GraphError, GraphTypeError):
+                rng.choice(fitting)(Writer(drawing))
         else:
             add_node(drawing)
     return drawing
@@ -121,29 +113,25 @@ def _function(name: str, drawing: Drawing, outputs: list[str]) -> Callable[..., 
 
     def function(g: Any, *arrays: GraphTensor) -> list[GraphTensor]:
         values = dict(zip(operands, arrays, strict=True))
+
+        def at(port: Any) -> Any:
+            if isinstance(port, list):
+                return [values[name] for name in port]
+            return values[port] if isinstance(port, str) else port
+
         for operand, array in zip(operands.values(), arrays, strict=True):
-            _state(array, operand.strides)
+            if operand.strides is not None:
+                array.set_stride(operand.strides)
         for step in steps:
-            ports = {port: _looked_up(names, values) for port, names in step.ports.items()}
+            ports = {port: at(names) for port, names in step.ports.items()}
             made = getattr(g, step.method)(**ports, **step.attributes)
             made = made if isinstance(made, tuple) else (made,)
             if step.dtype is not None:
                 made[0].set_data_type(step.dtype)
-            _state(made[0], step.strides)
+            if step.strides is not None:
+                made[0].set_stride(step.strides)
             values.update(zip(step.results, made, strict=True))
         return [values[name] for name in outputs]
 
     function.__name__ = name
     return function
-
-
-def _looked_up(names: Any, values: Mapping[str, GraphTensor]) -> Any:
-    """What stands at a port: a number stays what it is."""
-    if isinstance(names, list):
-        return [values[name] for name in names]
-    return values[names] if isinstance(names, str) else names
-
-
-def _state(tensor: GraphTensor, strides: tuple[int, ...] | None) -> None:
-    if strides is not None:
-        tensor.set_stride(strides)

@@ -13,26 +13,22 @@ from jax_cudnn._core.graph.node import Node
 
 from .drawing import LAYOUTS, Drawing, Operand, Value
 
+Array = Value | Operand
 Proposal = tuple[dict[str, Any], dict[str, Any]]
 """What stands at the ports of a method, and its attributes."""
 
 CHANNELS = (8, 8, 16, 16, 24, 32, 32, 64, 3, 5, 7)
+HEADS = (1, 2, 3), (1, 2, 4, 6), (16, 24, 32, 48, 33), (8, 16, 32, 64)
+"""Of arrays with heads: examples, heads, tokens, and sizes of a head."""
 _BATCHES = (1, 2, 2, 4, 8, 3)
 _SPATIAL = {1: (12, 16, 27, 32), 2: (6, 7, 8, 10, 12, 14), 3: (3, 4, 5, 6)}
 _COLUMNS = (16, 32, 40, 64, 96, 33)
-HEADS = (1, 2, 3), (1, 2, 4, 6), (16, 24, 32, 48, 33), (8, 16, 32, 64)
-"""Of arrays with heads: examples, heads, tokens, and sizes of a head."""
 _NUMBERS = (0.5, 2.0, -1.0, 0.125, 3, 1, 1.5, -0.25)
 _RESULTS = (None, *FLOATS, "int8", "float8_e4m3fn", "float8_e5m2")
 
 
-def any_rank(rank: int) -> bool:
-    return True
-
-
 def shape(rng: random.Random) -> Shape:
-    """An image's of one to three spatial dimensions, a batch of matrices', a matrix's, a row's; one
-    with heads."""
+    """An image's of one to three dimensions, matrices', a row's; one with heads."""
     rank = rng.choice((4, 4, 4, 4, 3, 3, 3, 5, 2, 1))
     if rank == 4 and rng.random() < 0.2:
         return heads(rng)
@@ -84,32 +80,33 @@ def new_operand(
     return Operand(of, rng.choice(allowed), positive=positive, layout=layout(rng))
 
 
-def weight(drawing: Drawing, beside: Value | Operand, of: Shape) -> Operand:
+def weight(drawing: Drawing, beside: Array, of: Shape) -> Operand:
     """A new operand of a product, nearly always of the dtype of the other one."""
     rng = drawing.rng
-    dtype = beside.dtype if rng.random() < 0.93 else rng.choice(FLOATS)
+    dtype = beside.dtype if rng.random() < 0.94 else rng.choice(FLOATS)
     return Operand(of, dtype, layout=layout(rng))
+
+
+def rather_new(rng: random.Random, values: list[Value]) -> Value:
+    """One of some values, rather one that nothing uses yet."""
+    weights = [0.2 if v.operand else 1.0 if v.uses or v.aside else 5.0 for v in values]
+    return rng.choices(values, weights)[0]
 
 
 def pick(
     drawing: Drawing,
     node: type[Node],
-    rank: Callable[[int], bool] = any_rank,
+    rank: Callable[[int], bool] = lambda rank: True,
     positive: bool = False,
-) -> Value | Operand:
-    """A value so far, rather one that nothing uses yet; or a new operand, or GraphError: where no
-    value fits, other operations are mostly better."""
+) -> Array:
+    """A value so far, or a new operand, or GraphError: where no value fits, other operations are
+    mostly better."""
     rng = drawing.rng
-    found = [
-        value
-        for value in drawing.values
-        if value.dtype in node.dtypes
-        and rank(len(value.shape))
-        and (value.positive or not positive)
-    ]
+    found = drawing.known(
+        lambda v: v.dtype in node.dtypes and rank(len(v.shape)) and v.positive >= positive
+    )
     if found and rng.random() > 0.06:
-        weights = [0.2 if v.operand else 1.0 if v.uses or v.aside else 5.0 for v in found]
-        return rng.choices(found, weights)[0]
+        return rather_new(rng, found)
     if drawing.steps and not found and rng.random() < 0.6:
         raise GraphError("no value fits")
     wanted = drawing.shape if rng.random() < 0.8 else shape(rng)
@@ -118,23 +115,25 @@ def pick(
     return new_operand(drawing, wanted, node.dtypes, positive)
 
 
-def beside(
-    drawing: Drawing, first: Value | Operand, dtypes: tuple[str, ...], positive: bool
-) -> Any:
+def of_shape(drawing: Drawing, of: Shape, share: float, new: Operand, but: Any = None) -> Array:
+    """With this probability a float value of a shape, if there is one; else the new operand."""
+    known = drawing.known(lambda v: v.shape == of and v.dtype in FLOATS and v is not but)
+    return drawing.rng.choice(known) if known and drawing.rng.random() < share else new
+
+
+def beside(drawing: Drawing, first: Array, dtypes: tuple[str, ...], positive: bool) -> Any:
     """What an operation on each element takes beside its first operand."""
-    rng = drawing.rng
-    kind = rng.random()
+    rng, kind = drawing.rng, drawing.rng.random()
     if kind < 0.15 and "bool" not in dtypes:
         return rng.choice([n for n in _NUMBERS if n > 0 or not positive])
-    if kind < 0.65:
-        found = [
-            value
-            for value in drawing.values
-            if value.dtype in dtypes
-            and (value.positive or not positive)
-            and len(value.shape) == len(first.shape)
-            and all(a == b or 1 in (a, b) for a, b in zip(value.shape, first.shape, strict=True))
-        ]
-        if found:
-            return rng.choice(found)
+
+    def fits(value: Value) -> bool:
+        if value.dtype not in dtypes or value.positive < positive:
+            return False
+        pairs = zip(value.shape, first.shape, strict=False)
+        same = len(value.shape) == len(first.shape)
+        return same and all(a == b or 1 in (a, b) for a, b in pairs)
+
+    if kind < 0.65 and (found := drawing.known(fits)):
+        return rng.choice(found)
     return new_operand(drawing, broadcast(rng, first.shape), dtypes, positive)
