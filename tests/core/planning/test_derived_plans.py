@@ -1,15 +1,11 @@
-"""Plans of graphs that were derived from others: names, residuals, families; under "cudnn", too."""
-
-import dataclasses
+"""Plans of graphs that were derived from others: names, residuals; under "cudnn", too."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph import builder
-from jax_cudnn._core.graph.example import Example
-from jax_cudnn._core.graph.node import REGISTRY, Node
+from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.planning import losses, placement, planner
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 
@@ -146,90 +142,6 @@ def test_an_engine_is_the_forwards_alone(cudnn_takes):
     assert forward.spec.options.engine == 3
     backward = plans(jax.grad(loss(pinned)), IMAGE, WEIGHT, SCALE)["scaled (backward)"]
     assert backward.spec.options.engine is None
-
-
-@pytest.fixture
-def masked():
-    """A node whose backward reads what only the forward's kind writes."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Masked(Node):
-        """Half of the input."""
-
-        method = "masked_for_this_test"
-        dims = "input: *x -> Y: *x"
-        examples = (Example({"input": (4, 4)}),)
-        paired = True
-
-        def reference(self, input):
-            return (0.5 * input,)
-
-        def jvp(self, g, tangents, inputs, outputs):
-            backward = REGISTRY["masked_backward_for_this_test"]()
-            return {"Y": g.apply(backward, input=tangents["input"], mask=outputs["Y"])[0]}
-
-    @dataclasses.dataclass(frozen=True)
-    class MaskedBackward(Node):
-        """Half of the input, by the mask."""
-
-        method = "masked_backward_for_this_test"
-        dims = "input: *x, mask: *x -> Y: *x"
-        examples = (Example({"input": (4, 4), "mask": (4, 4)}),)
-        paired = True
-
-        def reference(self, input, mask):
-            return (0.5 * input,)
-
-        def linear_in(self, port):
-            return port == "input"
-
-        def transpose(self, g, cotangents, inputs, tensors):
-            return {"input": g.apply(self, input=cotangents["Y"], mask=inputs["mask"])[0]}
-
-    for node in (Masked, MaskedBackward):
-        builder.register(node)
-    yield jc.graph(
-        lambda g, x, w: g.relu(g.masked_for_this_test(g.conv_fprop(x, w, padding=[1, 1])))
-    )
-    for node in (Masked, MaskedBackward):
-        del REGISTRY[node.method]
-        delattr(builder.GraphBuilder, node.method)
-
-
-PAIRED = {"masked_for_this_test", "masked_backward_for_this_test"}
-
-
-def paired_owners(found):
-    return {
-        (name, call.node.method): segment.engine
-        for name, plan in found.items()
-        for segment in plan.segments
-        for call in segment.spec.calls
-        if call.node.paired
-    }
-
-
-def test_a_family_is_cudnns_where_all_of_it_is(cudnn_takes, masked):
-    cudnn_takes(one_product)
-    found = plans(jax.value_and_grad(loss(masked), (0, 1)), IMAGE, WEIGHT)
-    owner = paired_owners(found)
-    assert len(owner) == 2
-    # The backward's stands beside two products, and cuDNN takes one with it or none.
-    assert len(set(owner.values())) == 1
-
-
-def test_a_family_is_xlas_where_a_part_of_it_is(cudnn_takes, masked):
-    """The forward's node could be cuDNN's, but its backward could not."""
-    cudnn_takes(
-        lambda methods: one_product(methods) and "masked_backward_for_this_test" not in methods
-    )
-    (alone,) = plans(masked, IMAGE, WEIGHT).values()
-    assert paired_owners({"alone": alone}) == {("alone", "masked_for_this_test"): "eng0"}
-    found = plans(jax.value_and_grad(loss(masked), (0, 1)), IMAGE, WEIGHT)
-    assert set(paired_owners(found).values()) == {"XLA"}
-    forward = next(iter(found.values()))
-    reasons = [s.reason for s in forward.segments if s.plan is None]
-    assert any("masked_backward_for_this_test.0 of its family" in reason for reason in reasons)
 
 
 @pytest.mark.deviceless

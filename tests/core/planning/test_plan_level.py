@@ -13,6 +13,7 @@ from jax_cudnn._core.graph import record
 from jax_cudnn._core.graph.spec import intern
 from jax_cudnn._core.planning.collect import graphs
 
+NOISY = "NONDETERMINISTIC"
 FLOATS = [jax.ShapeDtypeStruct((1, 64, 64), "float32")] * 2
 
 
@@ -70,6 +71,11 @@ def test_notes_and_workspace_choose_among_candidates():
         left_out = "TENSOR_CORE" in row.numeric_notes
         assert (row.reason == "left out by the options") == left_out
         assert (row.supported is False) == left_out
+    wgrad = jc.graph(lambda g, dy, x: g.conv_wgrad(dy, x, out_dims=(64, 64, 1, 1)))
+    images = [jax.ShapeDtypeStruct((8, 64, 28, 28), "bfloat16")] * 2
+    for row in (rows := plan(wgrad, images, deterministic=True).candidates):
+        assert (row.reason == "left out by the options") == (NOISY in row.numeric_notes)
+    assert any(NOISY in row.numeric_notes for row in rows)
     large = [row for row in plan(max_workspace=0).candidates if row.workspace_bytes]
     assert large
     assert all("bytes of workspace" in row.reason and row.supported is False for row in large)

@@ -91,12 +91,16 @@ def test_threads_share_one_build(error, left, monkeypatch, waiting):
     assert planner.plan(spec(), H200, "f") is PLAN
 
 
-def test_names_do_not_matter_but_attributes_and_profiles_do(monkeypatch):
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_names_do_not_matter_but_attributes_and_profiles_do(on_disk, monkeypatch, tmp_path):
     built = []
+    jc.configure(plan_cache=tmp_path if on_disk else None)
     monkeypatch.setattr(planner, "_build", lambda spec, site: built.append((spec, site)) or PLAN)
     other = jc.Profile.from_json(H200.properties_json.replace("NVIDIA H200", "NVIDIA Other"))
     for s, site in ((spec(), H200), (spec("y"), H200), (spec("x", 0.5), H200), (spec(), other)):
-        planner.plan(s, site, "f")
+        assert planner.plan(s, site, "f") == PLAN
+        if on_disk:
+            planner.clear()
     assert len(built) == 3
 
     def fail(spec, site):
@@ -156,16 +160,23 @@ def test_child_of_a_fork_does_not_wait_for_its_parents_plans(monkeypatch):
 
 def test_a_waiting_thread_can_be_interrupted(monkeypatch, waiting):
     """Ctrl-C reaches the main thread, whichever thread plans."""
-    entered, leave = threading.Event(), threading.Event()
+    entered, leave, interrupted = (threading.Event() for _ in range(3))
 
     def slow(spec, site):
         entered.set()
         leave.wait(60)
         return PLAN
 
+    def handler(*_):
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+
     def interrupt():
         waiting.acquire(timeout=60)
-        os.kill(os.getpid(), signal.SIGINT)
+        while not interrupted.is_set():  # one that comes before the wait begins wakes nobody
+            os.kill(os.getpid(), signal.SIGINT)
+            interrupted.wait(0.05)
 
     monkeypatch.setattr(planner, "_build", slow)
     threads = [
@@ -174,15 +185,15 @@ def test_a_waiting_thread_can_be_interrupted(monkeypatch, waiting):
     ]
     threads[0].start()
     entered.wait(60)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, handler)
     threads[1].start()
     with pytest.raises(KeyboardInterrupt):
         planner.plan(spec(), H200, "f")
-    signal.signal(signal.SIGINT, before)
     assert threads[0].is_alive()
     leave.set()
     for thread in threads:
         thread.join()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_an_entry_of_the_plan_cache_that_is_no_plan_is_replaced(monkeypatch, tmp_path, caplog):

@@ -1,13 +1,11 @@
 """Engines of cuDNN that were found to compute wrongly are not chosen."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.planning import build, choice, workspace
+from jax_cudnn._core.planning import build, choice
 
 
 def conv(g, x, w):
@@ -63,70 +61,15 @@ def test_engines_found_wrong_are_known(function, avals, engines):
     assert {engine: name for engine, name in found.items() if name} == engines
 
 
-class FakeGraph:
-    """A graph for which cuDNN proposes these engines, in this order, and builds them all."""
-
-    def __init__(self, engines):
-        self.engines, self.built = engines, []
-
-    def validate(self):
-        pass
-
-    build_operation_graph = validate
-
-    def get_execution_plan_count(self):
-        return len(self.engines)
-
-    def get_plan_name_at_index(self, index):
-        return f"eng{self.engines[index]}"
-
-    def get_engine_and_knobs_at_index(self, index):
-        return self.engines[index], {}
-
-    def get_behavior_notes_for_plan_at_index(self, index):
-        return []
-
-    def build_plan_at_index(self, index):
-        self.built.append(self.engines[index])
-
-    def get_workspace_size(self):
-        return 0
-
-    def serialize(self):
-        return b""
-
-
-@pytest.fixture
-def built_from(monkeypatch):
-    """Builds an integer convolution from the engines that cuDNN would propose."""
-    monkeypatch.setattr(build, "_emit", lambda *_: None)
-    monkeypatch.setattr(build.choice, "propose", lambda *_: None)
-    monkeypatch.setattr(build.ubjson, "decode", lambda blob: blob)
-    monkeypatch.setattr(build, "decode", lambda spec, blob, name, *_: name)
-    spec = traced(conv, INT8)
-
-    def from_engines(*engines):
-        graph = FakeGraph(engines)
-        fake = types.SimpleNamespace(
-            pygraph=lambda **_: graph,
-            data_type=types.SimpleNamespace(FLOAT=0),
-            cudnnGraphNotSupportedError=NotImplementedError,
-            backend_version=lambda: 91900,
-        )
-        return build._build(spec, fake, workspace.Limit(2**30)), graph.built
-
-    return from_engines
-
-
-def test_distrusted_engines_are_passed_over_and_not_even_built(built_from):
-    assert built_from(28, 0, 4, 1) == ("eng4", [4])
-    assert built_from(1, 28) == ("eng1", [1])
-
-
-def test_a_graph_with_distrusted_engines_only_is_refused_in_words(built_from):
-    with pytest.raises(jc.UnsupportedGraphError) as caught:
-        built_from(0, 28)
-    assert caught.value.reasons == dict.fromkeys(("eng0", "eng28"), "computes conv_fprop.0 wrongly")
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("by_cudnn")
+def test_distrusted_engines_are_not_chosen():
+    wrongly = "computes conv_fprop.0 wrongly"
+    images = [jax.ShapeDtypeStruct(*aval) for aval in INT8]
+    with jc.target("H200"):
+        plan = jc.plan(jc.graph(conv), *images)
+        assert {row.engine for row in plan.candidates if row.reason == wrongly} == {0, 28}
+        assert plan.pinned["engine"] not in (0, 28)
 
 
 def test_failure_of_the_device_is_no_unsupported_graph():
