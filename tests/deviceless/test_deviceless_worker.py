@@ -39,38 +39,6 @@ def deviceless(test):
     return pytest.mark.deviceless(pytest.mark.skipif(bool(_missing), reason=_missing)(test))
 
 
-def plan_layernorm(profile: Profile) -> int:
-    """How many candidates there are; all of them can be built."""
-    import cudnn
-
-    bf16, f32 = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
-    graph = cudnn.pygraph(
-        io_data_type=bf16,
-        intermediate_data_type=f32,
-        compute_data_type=f32,
-        device_property=cudnn.create_device_properties(profile.properties_json),
-        sm_version=profile.sm_version,
-    )
-    m, n = 8192, 4096
-    x = graph.tensor(name="x", dim=[m, n, 1, 1], stride=[n, 1, 1, 1])
-    scale, bias = (graph.tensor(name=p, dim=[1, n, 1, 1], stride=[n, 1, 1, 1]) for p in "sb")
-    epsilon = graph.tensor(
-        name="e", dim=[1] * 4, stride=[1] * 4, is_pass_by_value=True, data_type=f32
-    )
-    phase = cudnn.norm_forward_phase.TRAINING
-    results = graph.layernorm(
-        name="ln", norm_forward_phase=phase, input=x, scale=scale, bias=bias, epsilon=epsilon
-    )
-    for result, dtype in zip(results, (bf16, f32, f32), strict=True):
-        result.set_output(True).set_data_type(dtype)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A])
-    for index in range(graph.get_execution_plan_count()):
-        graph.build_plan_at_index(index)
-    return graph.get_execution_plan_count()
-
-
 def worker_facts() -> tuple:
     driver = ctypes.CDLL("libcuda.so.1")  # whatever has this name here
     main = Path(sys.modules["__main__"].__file__).name
@@ -98,8 +66,6 @@ def fail(kind: str):
         error = errors.UnsupportedGraphError("no engine", expected="e", got="g", fix="f")
         error.reasons = {"eng3": "wrong dtype"}
         raise error
-    if kind == "exit":
-        sys.exit(3)
     if kind == "result":
         return lambda: None
 
@@ -141,6 +107,7 @@ PUBLIC = {
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_profiles_say_whether_they_are_from_public_specifications(name):
+    assert [p.name for p in profiles.shipped()] == [*PUBLIC]  # the oldest architecture first
     profile = profiles.get(name.lower())
     properties = json.loads(profile.properties_json)
     shared = properties["maxSharedMemoryPerBlockOptin"]
@@ -159,13 +126,6 @@ def test_profiles_say_whether_they_are_from_public_specifications(name):
         assert profile.sm_version == int(content["compute_capability"].replace(".", "")[:3])
 
 
-def test_the_oldest_architecture_comes_first_and_unknown_profiles_list_the_known():
-    assert [p.name for p in profiles.shipped()] == [*PUBLIC]
-    with pytest.raises(errors.TargetError, match="H200") as caught:
-        profiles.get("H2000")
-    assert "from_json" in str(caught.value)
-
-
 def test_profile_of_ones_own(tmp_path):
     own = {"deviceName": "NVIDIA X", "deviceVer": 1030, "multiProcessorCount": 7}
     from_text = Profile.from_json(json.dumps(own))
@@ -177,31 +137,27 @@ def test_profile_of_ones_own(tmp_path):
     assert Profile.from_json(path).properties_json == from_text.properties_json
 
 
-@pytest.mark.parametrize("bad", ["nowhere.json", "{", '{"deviceName": "x"}', '{"properties": 3}'])
-def test_bad_profile(bad):
-    with pytest.raises(errors.TargetError, match="from_json"):
-        Profile.from_json(bad)
-
-
-def test_embedded_python(monkeypatch):
-    for executable in ("", "/opt/blender/blender"):
-        monkeypatch.setattr(sys, "executable", executable)
-        with pytest.raises(errors.LibraryError, match="interpreter"):
-            environment.python()
+def test_unknown_and_bad_profiles():
+    with pytest.raises(errors.TargetError, match="H200"):
+        profiles.get("H2000")
+    for bad in ("nowhere.json", "{", '{"deviceName": "x"}', '{"properties": 3}'):
+        with pytest.raises(errors.TargetError, match="from_json"):
+            Profile.from_json(bad)
 
 
 def test_missing_parts(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(errors.LibraryError, match="Linux"):
-        environment.check()
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(environment, "null_driver", lambda: tmp_path / "none.so")
-    with pytest.raises(errors.LibraryError, match="null driver"):
-        environment.check()
-    monkeypatch.setattr(environment, "null_driver", lambda: Path(__file__))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(errors.LibraryError, match=r"jax-cudnn\[cuda12\]"):
-        environment.check()
+    for module, name, value, words in (
+        (sys, "executable", "/opt/blender/blender", "interpreter"),
+        (sys, "executable", "", "interpreter"),
+        (sys, "platform", "darwin", "Linux"),
+        (environment, "null_driver", lambda: tmp_path / "none.so", "null driver"),
+        (importlib.util, "find_spec", lambda name: None, r"jax-cudnn\[cuda12\]"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(environment, "null_driver", lambda: Path(__file__))
+            patch.setattr(module, name, value)
+            with pytest.raises(errors.LibraryError, match=words):
+                environment.check() if name != "executable" else environment.python()
 
 
 def test_import_is_cheap():
@@ -216,15 +172,9 @@ def test_import_is_cheap():
 
 
 @deviceless
-def test_every_layernorm_candidate_can_be_built():
-    # They could not when the null driver said that there is a device.
-    assert call(f"{HERE}:plan_layernorm", profiles.get("H200")) > 0
-
-
-@deviceless
 def test_worker_is_another_process_without_a_gpu():
     pid, *facts = call(f"{HERE}:worker_facts")
-    assert facts == [100, "worker.py", "cpu"]  # CUDA_ERROR_NO_DEVICE
+    assert facts == [100, "worker.py", "cpu"]  # CUDA_ERROR_NO_DEVICE, or some plans cannot be built
     assert pid == call("os:getpid") != os.getpid()  # kept alive
 
 
@@ -267,20 +217,17 @@ def test_errors_keep_their_type():
         call(f"{HERE}:fail", "ours")
     assert ours.value.reasons == {"eng3": "wrong dtype"}
     assert ours.value.fix == "f"
-    with pytest.raises(RuntimeError, match=r"does not pickle"):
-        call(f"{HERE}:fail", "local")
-    with pytest.raises(SystemExit):
-        call(f"{HERE}:fail", "exit")
-    with pytest.raises(Exception, match=r"(?i)pickle|local object"):
-        call(f"{HERE}:fail", "result")
-    with pytest.raises(Exception, match=r"(?i)pickle|local object"):
-        call(f"{HERE}:echo", lambda: None)
-    with pytest.raises(ModuleNotFoundError):
-        call("no_such_module:f")
-    with pytest.raises(AttributeError):
-        call("os:no_such_function")
-    with pytest.raises(ValueError, match=r"package\.module:function"):
-        call("os.getpid")
+    for kind, function, *arguments, words in (
+        (RuntimeError, f"{HERE}:fail", "local", "does not pickle"),
+        (SystemExit, "sys:exit", 3, "3"),
+        (Exception, f"{HERE}:fail", "result", "(?i)pickle|local object"),
+        (Exception, f"{HERE}:echo", lambda: None, "(?i)pickle|local object"),
+        (ModuleNotFoundError, "no_such_module:f", "no_such"),
+        (AttributeError, "os:no_such_function", "no_such"),
+        (ValueError, "os.getpid", r"package\.module:function"),
+    ):
+        with pytest.raises(kind, match=words):
+            call(function, *arguments)
     assert call("os:getpid") == pid  # none of this cost the worker
 
 

@@ -1,10 +1,7 @@
 """A plan that runs by itself, as far as that shows without a GPU: programs, checks, words."""
 
-import contextlib
 import dataclasses
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +11,6 @@ from cases import conv_bias_relu
 
 import jax_cudnn as jc
 from jax_cudnn._core import cuda_graphs, execution, measuring
-from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 
 X = jax.ShapeDtypeStruct((64, 128), "float32")
 IMAGE = jax.ShapeDtypeStruct((2, 64, 8, 8), "float32")
@@ -154,8 +150,6 @@ def test_drawn_operands_are_no_zeros_and_no_lengths():
         whole.time()
 
 
-# -- CUDA graphs -----------------------------------------------------------------------------------
-
 NOTE = cuda_graphs.NOTE
 NATIVE = {"select_behavior_notes": NOTE}
 
@@ -184,7 +178,8 @@ def test_cuda_graphs_need_a_gpu_and_arrays_that_fit(monkeypatch):
     x = jnp.ones(X.shape, X.dtype)
     with pytest.raises(jc.TargetError, match="executes on an NVIDIA GPU"):
         made.populate_cuda_graph(1, [x, x], [x])
-    on_the_gpu(monkeypatch, x)
+    (device,) = x.devices()
+    monkeypatch.setattr(execution, "gpu_for", lambda *given: device)  # it stands for the GPU
     for operands, results, words in (
         ([x], [x], "not as many operands"),
         ([x, x], [], "not as many results"),
@@ -203,12 +198,6 @@ def test_cuda_graphs_need_a_gpu_and_arrays_that_fit(monkeypatch):
     for small in (None, x[0, :4], True):
         with pytest.raises(jc.GraphError, match="the workspace is too small"):
             made.populate_cuda_graph(1, [x, x], [x], small)
-
-
-def on_the_gpu(monkeypatch, array):
-    """Has an array's device stand for the GPU of plans."""
-    (device,) = array.devices()
-    monkeypatch.setattr(execution, "gpu_for", lambda *given: device)
 
 
 @pytest.mark.deviceless
@@ -250,23 +239,3 @@ def test_addresses_of_arrays_elsewhere_are_not_recorded(monkeypatch):
     assert not recorded
     made.populate_cuda_graph(1, [x, 4096], [x], workspace)
     assert len(recorded) == 1
-
-
-def test_threads_share_a_call_site(monkeypatch):
-    made, both = [], threading.Barrier(2)
-
-    class Slow:
-        def JaxCudnnNewCallSite(self, *given):
-            made.append(given)
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.2)  # for a second call, which must not come
-            return len(made)
-
-    own = ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 1)
-    monkeypatch.setattr(cuda_graphs, "_library", Slow)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            sites = [*pool.map(lambda _: cuda_graphs._call_site(own, "shared"), range(2))]
-    finally:
-        cuda_graphs._new_call_site.cache_clear()
-    assert sites == [1, 1]
