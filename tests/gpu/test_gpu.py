@@ -4,7 +4,6 @@ import ctypes
 import dataclasses
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import textwrap
 import threading
 from pathlib import Path
 
-import chain as host
+import chain
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -44,12 +43,18 @@ def counters():
     return dict(zip(COUNTERS, values, strict=True))
 
 
+def environment(flags):
+    """A process's own, with the modules of the tests."""
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    own = {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path}
+    return {**os.environ, **own}
+
+
 def run_script(text, *arguments, flags="", timeout=300):
     """A fresh process that runs a script; the environment's XLA flags are replaced."""
-    environment = {**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return subprocess.run(
         [*arguments, sys.executable, "-c", textwrap.dedent(text)],
-        env=environment,
+        env=environment(flags),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -59,16 +64,14 @@ def run_script(text, *arguments, flags="", timeout=300):
 # -- command buffers -----------------------------------------------------------------------------
 
 FIRST_EXECUTION_IS_CAPTURED = """
-    import jax, numpy as np
-    import chain as host
-    operands = host.operands()
-    got = np.asarray(jax.jit(host.ours)(*operands), np.float32)        # executed once, captured
-    again = np.asarray(jax.jit(host.ours)(*operands), np.float32)      # replayed
-    want = np.asarray(jax.jit(host.xla)(*operands), np.float32)
-    assert np.isfinite(got).all() and np.abs(want).max() > 0
+    import chain, jax, jax_cudnn, numpy as np
+    operands = chain.operands()
+    with jax_cudnn.implementation("cudnn"):
+        got = np.asarray(jax.jit(chain.ours)(*operands), np.float32)    # executed once, captured
+        again = np.asarray(jax.jit(chain.ours)(*operands), np.float32)  # replayed
+    want = np.asarray(jax.jit(chain.xla)(*operands), np.float32)
     assert (got == again).all()
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    print("relative difference to XLA's own chain", error)
     assert error < 0.2, error      # 200 layers of bfloat16 roundings
 """
 
@@ -76,24 +79,13 @@ FIRST_EXECUTION_IS_CAPTURED = """
 def test_a_chain_is_captured_in_a_fresh_process(tmp_path):
     flags = f"--xla_dump_to={tmp_path} --xla_gpu_graph_min_graph_size=1"
     done = run_script(FIRST_EXECUTION_IS_CAPTURED, flags=flags)
-    print(done.stdout, done.stderr[-2000:])
-    assert done.returncode == 0
-    (dump,) = tmp_path.glob("*jit_ours.thunk_sequence_after_thunk_passes.txt")
-    lines = dump.read_text().splitlines()
-    print("ours", *lines[:4], sep="\n")
-    for own in tmp_path.glob("*jit_xla.thunk_sequence*.txt"):
-        print(own.name, *own.read_text().splitlines()[:4], sep="\n")
+    assert done.returncode == 0, done.stderr[-2000:]
+    dumps = sorted(tmp_path.glob("*jit_ours.thunk_sequence_after_thunk_passes.txt"))
+    lines = dumps[0].read_text().splitlines()
     outside = [line for line in lines if line.strip() and not line.startswith(" ")]
     assert ["kCommandBuffer" in line for line in outside] == [True], "one command buffer, alone"
     inside = [line for line in lines if re.match(r"\s+\d+: kCustomCall", line)]
-    assert len(inside) == host.LENGTH
-
-
-def test_transposes_around_a_chain_of_nhwc_arrays_cost_nothing():
-    compiled = jax.jit(host.ours).lower(*host.operands()).compile().as_text()
-    kinds = re.findall(r"= [^=]*?\b(copy|transpose|copy-start|fusion|custom-call)\(", compiled)
-    assert kinds.count("custom-call") == host.LENGTH
-    assert set(kinds) == {"custom-call"}
+    assert len(inside) == chain.LENGTH
 
 
 # -- sharing, threads, memory --------------------------------------------------------------------
@@ -170,10 +162,9 @@ EXIT_WITH_PENDING_WORK = """
 
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer="])
 def test_pending_work_of_xlas_threads_ends_at_exit(flags):
-    done = run_script(EXIT_WITH_PENDING_WORK, flags=flags, timeout=120)
-    print(done.stdout[-300:], done.stderr[-2000:])
-    assert "exiting" in done.stdout
-    assert done.returncode == 0
+    done = run_script(EXIT_WITH_PENDING_WORK, flags=flags)
+    assert "exiting" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_eight_threads_run_one_executable(key):
@@ -203,7 +194,7 @@ def test_eight_threads_run_one_executable(key):
     print(counters())
 
 
-def test_memory_is_stable_over_200_executables(key):
+def test_memory_is_stable_over_100_executables(key):
     operands = matmul_bias_gelu.operands(key)
     device = jax.devices()[0]
 
@@ -212,36 +203,27 @@ def test_memory_is_stable_over_200_executables(key):
         jax.block_until_ready(function(*operands))
         del function
         jax.clear_caches()
-        return device.memory_stats()["bytes_in_use"], resident_bytes()
+        return device.memory_stats()["bytes_in_use"]
 
-    for number in range(20):
-        device_before, resident_before = cycle(number)
-    before = counters()
-    for number in range(200):
-        device_after, resident_after = cycle(number)
+    for number in range(10):
+        before = cycle(number)
+    counted = counters()
+    for number in range(100):
+        assert cycle(number) == before
     after = counters()
-    grown = (resident_after - resident_before) / 2**20
-    print(f"resident memory grew by {grown:.1f} MiB over 200 cycles")
-    assert device_after == device_before
     for name in ("plans_alive", "packs_alive", "call_sites_alive", "handles_created"):
-        assert after[name] == before[name], name
-    assert after["plans_finalized"] - before["plans_finalized"] == 200, "each cycle made its plan"
-    assert grown < 100, "XLA's own programs leave about 0.2 MiB each"
-
-
-def resident_bytes():
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+        assert after[name] == counted[name], name
+    assert after["plans_finalized"] - counted["plans_finalized"] == 100, "each cycle made its plan"
 
 
 EXIT_WITH_A_RUNNING_THREAD = """
     import atexit, sys, threading, jax
     stop = threading.Event()
     import jax_cudnn
-    import chain as host
+    import chain
     from cases import conv_bias_relu
     if sys.argv[1] == "captured":
-        operands, function = host.operands(), jax.jit(host.ours)
+        operands, function = chain.operands(), jax.jit(chain.ours)
     else:
         operands = conv_bias_relu.operands(jax.random.key(0))
         function = jax.jit(conv_bias_relu.function.with_options(implementation="cudnn"))
@@ -265,27 +247,20 @@ EXIT_WITH_A_RUNNING_THREAD = """
 
 
 @pytest.mark.parametrize("kind", ["captured", "single"])
-def test_ten_exits_with_live_functions_and_a_running_thread(kind):
-    codes = []
-    flags = "--xla_gpu_graph_min_graph_size=1"
-    for _ in range(2):  # five at a time
-        running = [
-            subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(EXIT_WITH_A_RUNNING_THREAD), kind],
-                env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for _ in range(5)
-        ]
-        for process in running:
-            out, err = process.communicate(timeout=120)
-            assert out.split() == ["exiting", "joined"], err[-2000:]
-            codes.append(process.returncode)
-            if process.returncode:
-                print(err[-2000:])
-    assert codes == [0] * 10
+def test_exits_with_live_functions_and_a_running_thread(kind):
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(EXIT_WITH_A_RUNNING_THREAD), kind],
+            env=environment("--xla_gpu_graph_min_graph_size=1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(5)
+    ]
+    for process in running:
+        out, err = process.communicate(timeout=300)
+        assert (out.split(), process.returncode) == (["exiting", "joined"], 0), err[-2000:]
 
 
 def test_compute_sanitizer_finds_nothing():
@@ -304,9 +279,8 @@ def test_compute_sanitizer_finds_nothing():
     # API errors are how cuda-python asks the driver which functions it has; not memory errors.
     options = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9")
     done = run_script(script, tool, *options, timeout=500)
-    print(done.stdout[:4000], done.stdout[-500:], done.stderr[-1500:])
-    assert "ran" in done.stdout
-    assert done.returncode == 0
+    assert "ran" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[:4000]
     assert "ERROR SUMMARY: 0 errors" in done.stdout
 
 
@@ -322,17 +296,13 @@ def through_scan(x, w, b):
 
 
 TRANSFORMS = {
-    "grad": jax.grad(loss, (0, 1, 2)),
-    "value_and_grad": jax.value_and_grad(loss, 1),
-    "jvp": lambda *a: jax.jvp(conv_bias_relu.function, a, a),
-    "vmap": lambda x, w, b: jax.vmap(conv_bias_relu.function, (0, None, None))(x[:, None], w, b),
     "vmap of grad": lambda x, w, b: jax.vmap(jax.grad(loss, 2), (0, None, None))(x[:, None], w, b),
     "scan": through_scan,
     "remat": jax.grad(jax.checkpoint(loss), 1),
-    "cond": lambda x, w, b: jax.lax.cond(x[0, 0, 0, 0] < 9, conv_bias_relu.function,
-                                         lambda x, w, b: x, x, w, b),
-    "inside a jitted function": lambda *a: jax.jit(conv_bias_relu.function)(*a) * 2,
-}  # fmt: skip
+    "cond": lambda x, w, b: jax.lax.cond(
+        x[0, 0, 0, 0] < 9, conv_bias_relu.function, lambda x, w, b: x, x, w, b
+    ),
+}
 
 
 @pytest.mark.parametrize("what", TRANSFORMS)
@@ -344,40 +314,6 @@ def test_transform_agrees_with_the_cpu(what, key):
         want = jax.jit(TRANSFORMS[what])(*jax.device_put(operands, cpu))
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert oracle.distance(g, w) < 1e-2, "bfloat16 operands and cotangents"
-
-
-def test_an_exported_program_runs(key):
-    operands = conv_bias_relu.operands(key)
-    _, trace = conv_bias_relu.function.trace(*operands)
-    checks = [jax.export.DisabledSafetyCheck.custom_call(ffi.TARGET)]
-    exported = jax.export.export(jax.jit(conv_bias_relu.function), disabled_checks=checks)(
-        *operands
-    )
-    oracle.check_outputs(trace.spec, operands, [exported.call(*operands)], on_gpu=True)
-
-
-@pytest.mark.parametrize("method", ["relu", "gelu_approx_tanh", "sigmoid", "swish", "add"])
-def test_nan_is_what_the_reference_says(method):
-    x = jnp.array([[jnp.nan, 1.0, -1.0, jnp.inf, -jnp.inf, 0.0, 2.0, -2.0]], jnp.float32)
-    function = jc.graph(lambda g, x: getattr(g, method)(*[x] * (2 if method == "add" else 1)))
-    got = jax.jit(function)(x)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        want = jax.jit(function)(np.asarray(x))
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_empty_arrays_run():
-    assert jax.jit(jc.graph(lambda g, x: g.relu(x)))(jnp.ones((2, 0, 4))).shape == (2, 0, 4)
-
-
-def test_float32_products_at_highest_precision_are_refused_in_words(key):
-    x = jax.random.normal(key, (1, 64, 64))
-    product = jc.graph(lambda g, x: g.matmul(x, x))
-    with (
-        jax.default_matmul_precision("highest"),
-        pytest.raises(jc.UnsupportedGraphError, match="TF32"),
-    ):
-        jax.jit(product)(x)
 
 
 # -- plans from elsewhere ------------------------------------------------------------------------
@@ -394,94 +330,45 @@ def run_plan(plan, case, operands):
     return jax.block_until_ready(call(*operands))
 
 
-def test_a_plan_built_without_a_gpu_runs_on_one(key):
+@pytest.mark.parametrize("model", ["NVIDIA H200", "NVIDIA H200 NVL"])
+def test_a_plan_built_without_a_gpu_runs_on_that_model_alone(model, key):
     operands = conv_bias_relu.operands(key)
-    _, trace = conv_bias_relu.function.trace(*operands)
-    with jc.target("H200"):
-        (got,) = jax.tree.leaves(jax.jit(conv_bias_relu.function)(*operands))
-    oracle.check_outputs(trace.spec, operands, [got], on_gpu=True)
-
-
-def test_a_plan_for_another_gpu_is_refused_in_words(key):
     h200 = profiles.get("H200")
-    text = h200.properties_json.replace("NVIDIA H200", "NVIDIA H200 NVL")
-    other = dataclasses.replace(h200, name="other", properties_json=text)
-    with jc.target(other), pytest.raises(Exception, match="built for NVIDIA H200 NVL") as raised:
-        jax.block_until_ready(jax.jit(conv_bias_relu.function)(*conv_bias_relu.operands(key)))
-    for word in ("conv_bias_relu", "this device is NVIDIA H200", "ower the function again"):
-        assert word in str(raised.value)
+    text = h200.properties_json.replace("NVIDIA H200", model)
+    target = dataclasses.replace(h200, name="absent", properties_json=text)
+    _, trace = conv_bias_relu.function.trace(*operands)
+    run = lambda: jax.block_until_ready(jax.jit(conv_bias_relu.function)(*operands))  # noqa: E731
+    with jc.target(target):
+        if jax.devices()[0].device_kind == model:
+            oracle.check_outputs(trace.spec, operands, [run()], on_gpu=True)
+        else:
+            with pytest.raises(Exception, match=f"(?s)conv_bias_relu.*built for {model}"):
+                run()
+
+
+def doubled(plan):
+    return tuple((uid, kind, value, 2 * size) for uid, kind, value, size in plan.bindings)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"cudnn_version": 91300}, ("cuDNN 9.13.0", "has loaded cuDNN", "libcudnn")),
-        ({"text": '{"cudnnVersion": 1}'}, ("finalize a plan", "lower the function again")),
+        (lambda plan: {"cudnn_version": 91300}, "has loaded cuDNN"),
+        (lambda plan: {"text": '{"cudnnVersion": 1}'}, "finalize a plan"),
+        (lambda plan: {"bindings": doubled(plan)}, "bytes, its plan was built for"),
     ],
-    ids=["another cuDNN", "no plan at all"],
+    ids=["another cuDNN", "no plan at all", "operands of other sizes"],
 )
-def test_a_foreign_plan_is_refused_before_anything_runs(key, change, words):
+def test_what_does_not_fit_is_refused_before_anything_runs(key, change, words):
     operands = conv_bias_relu.operands(key)
     plan = planned(conv_bias_relu, operands)
-    with pytest.raises(Exception, match="conv_bias_relu") as raised:
-        run_plan(dataclasses.replace(plan, **change), conv_bias_relu, operands)
-    print(raised.value)
-    assert all(word in str(raised.value) for word in words)
-
-
-def test_operand_sizes_are_checked_before_anything_runs(key):
-    operands = conv_bias_relu.operands(key)
-    plan = planned(conv_bias_relu, operands)
-    rows = [(uid, kind, value, size * 2) for uid, kind, value, size in plan.bindings]
-    with pytest.raises(Exception, match="bytes, its plan was built for"):
-        run_plan(dataclasses.replace(plan, bindings=tuple(rows)), conv_bias_relu, operands)
-
-
-def test_plan_text_names_the_model_and_not_the_card(key, no_plans):
-    operands = conv_bias_relu.operands(key)
-    first = planned(conv_bias_relu, operands)
-    planner.clear()
-    second = planned(conv_bias_relu, operands)
-    assert first is not second
-    assert first.text == second.text
-    for field in ("pciDeviceId", "cudaDeviceId", "totalGlobalMem"):
-        assert f'"{field}":0' in first.text
-    assert first.device_name == jax.devices()[0].device_kind
-
-
-def test_workspace_is_filled_before_a_run(key):
-    """Fills are rare in cuDNN's plans, so the memsets are shown on rows of our own."""
-    operands = conv_bias_relu.operands(key)
-    plan = planned(conv_bias_relu, operands)
-    _, trace = conv_bias_relu.function.trace(*operands)
-    size, at = 1024, -(-plan.workspace_bytes // 256) * 256
-    filled = dataclasses.replace(
-        plan,
-        workspace_bytes=at + size,
-        fills=((at, 1, 100, 7), (at + 100, 4, 2, 0x3F800000), (at + 108, 1, 1, 255)),
-    )
-
-    @jax.jit
-    def call(*operands):
-        results = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in trace.spec.output_tensors]
-        workspace = jax.ShapeDtypeStruct((filled.workspace_bytes,), jnp.uint8)
-        channels_last = (0, 2, 3, 1)
-        return jax.ffi.ffi_call(
-            ffi.TARGET,
-            [*results, workspace],
-            input_layouts=[channels_last] * 3,
-            output_layouts=[channels_last, (0,)],
-        )(*operands, **filled.attributes("fills"))
-
-    _, workspace = call(*operands)
-    got = np.asarray(workspace)[at:]
-    assert (got[:100] == 7).all()
-    assert got[100:108].view(np.float32).tolist() == [1.0, 1.0]
-    assert got[108] == 255
+    with pytest.raises(Exception, match=words):
+        run_plan(dataclasses.replace(plan, **change(plan)), conv_bias_relu, operands)
 
 
 def test_another_cudnn_on_the_library_path_changes_nothing():
-    found = [p for p in map(Path, SYSTEM_FOLDERS) if (p / "libcudnn.so.9").exists()]
+    folders = map(Path, ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64"))
+    found = [folder for folder in folders if (folder / "libcudnn.so.9").exists()]
     if not found:
         pytest.skip("there is no second cuDNN on this machine")
     script = f"""
@@ -494,12 +381,7 @@ def test_another_cudnn_on_the_library_path_changes_nothing():
         operands = conv_bias_relu.operands(jax.random.key(0))
         function = conv_bias_relu.function.with_options(implementation="cudnn")
         jax.block_until_ready(jax.jit(function)(*operands))
-        print(frontend.loaded_paths(), ffi.library().JaxCudnnLoadedPath())
         assert frontend.load().backend_version() == ffi.library().JaxCudnnLoadedVersion()
     """
     done = run_script(script)
-    print(done.stdout, done.stderr[-3000:])
-    assert done.returncode == 0
-
-
-SYSTEM_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
+    assert done.returncode == 0, done.stderr[-3000:]
