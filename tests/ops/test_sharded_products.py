@@ -26,18 +26,6 @@ COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute)
 pytestmark = pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="needs 4 (host) devices")
 
 
-class Gated(nnx.Module):
-    """Flax's layers of ``jnn.GatedMLP``."""
-
-    def __init__(self, features, hidden, rngs):
-        inner = functools.partial(nnx.Linear, features, hidden, use_bias=False)
-        self.gate, self.up = inner(rngs=rngs), inner(rngs=rngs)
-        self.down = nnx.Linear(hidden, features, use_bias=False, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
 # What is ours, and what stands for it: layers, or functions of x and a matrix.
 LAYERS = {
     "linear": (jnn.Linear, nnx.Linear, (8, 8)),
@@ -47,7 +35,6 @@ LAYERS = {
         (8, 8),
     ),
     "linear general": (jnn.LinearGeneral, nnx.LinearGeneral, (8, (4, 2))),
-    "gated mlp": (jnn.GatedMLP, Gated, (8, 16)),
 }
 FUNCTIONS = {
     "matmul": (jc.ops.matmul, jnp.matmul),
@@ -56,8 +43,7 @@ FUNCTIONS = {
         lambda x, w: jax.lax.dot_general(x, w, NUMBERS),
     ),
 }
-FUSED = ("linear relu", "gated mlp")
-"""With an epilogue, for which dimensions are merged on axes that are the compiler's."""
+FUSED = ("linear relu",)  # merges dimensions on axes that are the compiler's
 
 
 def random(*shape, dtype="float32", seed=1):
@@ -100,7 +86,7 @@ def graphs(function, *arrays):
     return str(jax.make_jaxpr(function)(*arrays)).count("cudnn[")
 
 
-@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P("data", "model")], ids=str)
+@pytest.mark.parametrize("spec", [P(None, "data"), P("data", "model")], ids=str)
 @KINDS
 @pytest.mark.parametrize("name", [*LAYERS, *FUNCTIONS])
 def test_tokens_are_sharded_as_for_lax(name, kind, spec):
@@ -124,8 +110,8 @@ SHARDED = {
 
 @pytest.mark.parametrize("name", SHARDED)
 @KINDS
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_epilogue_beside_sharded_weights(dtype, kind, name):
+def test_an_epilogue_beside_sharded_weights(kind, name):
+    dtype = "bfloat16" if kind is AxisType.Auto else "float32"
     x, w = random(4, 8, 16, dtype=dtype), random(16, 8, dtype=dtype, seed=2) / 4
     scale, bias = random(8, seed=3), random(8, dtype=dtype, seed=4)
     residual = random(4, 8, 8, dtype=dtype, seed=5)
@@ -149,40 +135,10 @@ def test_an_epilogue_beside_sharded_weights(dtype, kind, name):
         assert jax.typeof(got[1]).sharding.spec == of_y
 
 
-@pytest.mark.parametrize("place", [P(None, "model"), P(None, None, "model")], ids=str)
-@pytest.mark.parametrize("activation", [None, "relu"])
-@KINDS
-def test_kernels_that_are_sharded_by_heads(kind, activation, place):
-    given = {} if activation is None else {"activation": activation}
-    behind = getattr(jax.nn, str(activation), lambda y: y)
-    layer = nnx.LinearGeneral(8, (4, 2), rngs=nnx.Rngs(0))
-    layer.bias[...] = random(4, 2)
-    graph, state = nnx.split(layer)
-
-    def ours(x, kernel):
-        layer = jnn.LinearGeneral(8, (4, 2), **given, rngs=nnx.Rngs(0))
-        nnx.update(layer, state | nnx.State({"kernel": kernel}))
-        return layer(x)
-
-    def theirs(x, kernel):
-        return behind(nnx.merge(graph, state | nnx.State({"kernel": kernel}))(x))
-
-    with mesh(kind):
-        arrays = jax.device_put(random(*TOKENS), P("data")), jax.device_put(random(8, 4, 2), place)
-        (got, mine), (want, laxs) = (step(f, *arrays) for f in (ours, theirs))
-    assert_near(got, want)
-    if kind is AxisType.Explicit or activation is None:
-        assert_placed_alike(got, want)
-        assert mine == laxs
-
-
 OPERANDS = {
     "int8": ("int8", "int8", {}),
-    "int8 as float32": ("int8", "int8", {"preferred_element_type": "float32"}),
     "float8": ("float8_e4m3fn", "float8_e5m2", {}),
     "mixed": ("bfloat16", "int8", {}),
-    "a bias of float32": ("bfloat16", "bfloat16", {"bias": 0.5}),
-    "float32 to bfloat16": ("float32", "float32", {"preferred_element_type": "bfloat16"}),
     "transposed": ("float32", "float32", {"transpose_a": True, "transpose_b": True}),
 }
 
@@ -198,16 +154,6 @@ def test_operands_of_all_kinds_compute_as_without_a_mesh(name):
         got = run(*arrays)
     assert got.dtype == want.dtype
     assert_near(got, want, 1e-2 if want.dtype == "bfloat16" else 1e-6)
-
-
-def test_vectors_beside_sharded_arrays():
-    a, b, vector = random(2, 4, 6, 8), random(2, 4, 8, 6), random(8)
-    with mesh(AxisType.Explicit):
-        for x, w in ((a, vector), (vector, b)):
-            x, w = (y if y is vector else jax.device_put(y, P("data", "model")) for y in (x, w))
-            (got, _), (want, _) = (step(f, x, w) for f in (jc.ops.matmul, jnp.matmul))
-            assert_near(got, want)
-            assert_placed_alike(got, want)
 
 
 BATCHES = (((3,), (2,)), ((0, 1), (0, 1)))
@@ -240,6 +186,8 @@ def test_who_computes_on_a_mesh(caplog):
         assert graphs(functools.partial(plain, implementation="cudnn"), x, w) == 1
     with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
         assert graphs(plain, x, w) == 1
+    own = jax.NamedSharding(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,)), P("data"))
+    assert graphs(jc.ops.matmul, jax.device_put(x, own), w) == 0  # arrays tell of their mesh
     with mesh(AxisType.Auto):
         local = jax.shard_map(
             plain, in_specs=(P("data", "model"), P()), out_specs=P("data", "model")
@@ -247,28 +195,21 @@ def test_who_computes_on_a_mesh(caplog):
         assert graphs(local, x, w) == 1
 
 
-def test_arrays_tell_of_their_mesh():
-    made = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    x = jax.device_put(random(*TOKENS), jax.NamedSharding(made, P("data")))
-    assert graphs(jc.ops.matmul, x, random(8, 8)) == 0
-
-
-@KINDS
-@pytest.mark.parametrize("terms", [("bias",), ("bias", "scale")], ids=str)
-@pytest.mark.parametrize("activation", [None, "relu"])
-def test_products_on_a_mesh_promote_no_ranks(activation, terms, kind):
+def test_products_on_a_mesh_promote_no_ranks():
     """Some run with jax_numpy_rank_promotion="raise"."""
-    x, w = random(2, *TOKENS), random(8, 8)
-    given = {name: random(8, seed=seed) for seed, name in enumerate(terms)}
-    product = functools.partial(jc.ops.matmul, activation=activation, **given)
-    want = product(x, w)
-    with mesh(kind), jax.numpy_rank_promotion("raise"):
-        placed = jax.device_put(x, P(None, None, "model"))
-        assert_near(product(placed, w), want)
+    x, w, b = random(2, *TOKENS), random(8, 8), random(8)
+    for kind, terms, activation in (
+        (AxisType.Auto, {"bias": b}, None),
+        (AxisType.Explicit, {"bias": b, "scale": -b}, "relu"),
+    ):
+        product = functools.partial(jc.ops.matmul, activation=activation, **terms)
+        want = product(x, w)
+        with mesh(kind), jax.numpy_rank_promotion("raise"):
+            assert_near(product(jax.device_put(x, P(None, None, "model")), w), want)
 
 
-@pytest.mark.parametrize("spec", [P("data", None, "model"), P(None, "data", "model")], ids=str)
-def test_what_lax_refuses_is_refused_in_its_words(spec):
+def test_what_lax_refuses_is_refused_in_its_words():
+    spec = P(None, "data", "model")
     functions, state = pair("linear")
     with mesh(AxisType.Explicit):
         x = jax.device_put(random(*TOKENS), spec)
