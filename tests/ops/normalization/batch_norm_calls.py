@@ -165,14 +165,4 @@ def planned(function, *avals):
     }
 
 
-def check_on_gpu(f, plain, operands, allowed):
-    """Values and gradients beside float64 on the CPU."""
-    cotangents = cotangents_of(jax.eval_shape(f, *operands))
-    got = jax.device_get(outcome(f, operands, cotangents))
-    want = exactly(plain, *jax.device_get((operands, cotangents)))
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    errors = [relative_error(a, b) for a, b in pairs]
-    assert all(e <= allowed for e in errors), (errors, allowed)
-
-
 IMAGE = Case((4, 5, 3, 6))

@@ -16,33 +16,38 @@ ROUNDED = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11}
 IN_FLOAT32 = 4e-6
 
 
+rms, layer, ada = jc.ops.rms_norm, jc.ops.layer_norm, jc.ops.ada_layer_norm
+instance, group = jc.ops.instance_norm, jc.ops.group_norm
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call of one of the functions; its operands are x, scale and bias, as far as it has them."""
+    """A call of one of the functions; its operands are x and those that are given."""
 
     function: Callable[..., Any]
     x: tuple[int, ...]
     axes: tuple[int, ...]
     """The normalized ones."""
-    own: tuple[int, ...]
-    """Those that scale and bias have."""
-    scale: bool = True
-    bias: bool = True
+    own: tuple[int, ...] = ()
+    """Those that scale and bias have: by default the same."""
+    given: str = "scale bias"
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    groups: int = 0
-    """Of channels, which are last."""
 
     @property
-    def centred(self):
-        return self.function is not jc.ops.rms_norm
+    def groups(self):
+        return self.keywords.get("num_groups", 0)
+
+    @property
+    def names(self):
+        return [n for n in self.given.split() if n == "scale" or self.function is not rms]
 
     @property
     def shapes(self):
-        one = tuple(self.x[axis] for axis in self.own)
-        return (self.x, *(one for there in (self.scale, self.bias) if there))
+        one = tuple(self.x[axis] for axis in self.own or self.axes)
+        return (self.x, *(one for _ in self.names))
 
-    def operands(self, dtype="float32", seed=0):
-        random = np.random.default_rng(seed)
+    def operands(self, dtype="float32"):
+        random = np.random.default_rng(0)
         return [jnp.asarray(random.standard_normal(s) + 0.5, dtype) for s in self.shapes]
 
     def avals(self, dtype="bfloat16"):
@@ -50,8 +55,7 @@ class Case:
 
     def __call__(self, x, *parameters, **keywords):
         """y and the statistics, as a list."""
-        values = iter(parameters)
-        given = {name: next(values) for name in ("scale", "bias") if getattr(self, name)}
+        given = dict(zip(self.names, parameters, strict=True))
         keywords = {"return_statistics": True, **self.keywords, **keywords}
         return jax.tree.leaves(self.function(x, **given, **keywords))
 
@@ -60,72 +64,65 @@ class Case:
 
     def plain(self, x, *parameters, epsilon=None):
         """The same in jnp, in the precision of its operands."""
-        default = 1e-5 if self.centred else 1e-6
-        epsilon = self.keywords.get("epsilon", default) if epsilon is None else epsilon
-        values = iter(parameters)
-        shape = [n if i in self.own else 1 for i, n in enumerate(self.x)]
-        scale = next(values).reshape(shape) if self.scale else 1.0
-        scale = scale + 1 if self.keywords.get("zero_centered_scale") and self.scale else scale
-        bias = next(values).reshape(shape) if self.bias else 0.0
+        centred = self.function is not rms
+        default = self.keywords.get("epsilon", 1e-5 if centred else 1e-6)
+        epsilon = default if epsilon is None else epsilon
+        own = self.own or self.axes
+        shape = [n if i in own else 1 for i, n in enumerate(self.x)]
+        given = {n: p.reshape(shape) for n, p in zip(self.names, parameters, strict=True)}
+        scale = given.get("scale", 1.0)
+        if "scale" in given and self.keywords.get("zero_centered_scale"):
+            scale = scale + 1
         axes, wide = self.axes, x
         if self.groups:
             wide = x.reshape(*x.shape[:-1], self.groups, -1)
             axes = (*range(1, x.ndim - 1), x.ndim)
         mean = jnp.mean(wide, axes, keepdims=True)
-        from_mean = wide - mean if self.centred else wide
+        from_mean = wide - mean if centred else wide
         inv = (jnp.mean(from_mean**2, axes, keepdims=True) + epsilon) ** -0.5
-        y = (from_mean * inv).reshape(x.shape) * scale + bias
-        found = [mean, inv] if self.centred else [inv]
+        y = (from_mean * inv).reshape(x.shape) * scale + given.get("bias", 0.0)
+        found = [mean, inv] if centred else [inv]
         return [y, *(v.reshape(x.shape[0], -1) if self.groups else v for v in found)]
 
 
-rms, layer, ada = jc.ops.rms_norm, jc.ops.layer_norm, jc.ops.ada_layer_norm
-instance, group = jc.ops.instance_norm, jc.ops.group_norm
-ONE_MORE = {"zero_centered_scale": True}
+def over(axis, **more):
+    return {"keywords": {"axis": axis, **more}}
 
-CASES = {
-    "rms, last": Case(rms, (6, 10), (1,), (1,), bias=False),
-    "rms, a vector": Case(rms, (12,), (0,), (0,), bias=False),
-    "rms, no scale": Case(rms, (2, 3, 10), (2,), (2,), scale=False, bias=False, keywords=ONE_MORE),
-    "rms, 1 + scale": Case(rms, (2, 3, 4, 8), (3,), (3,), bias=False, keywords=ONE_MORE),
-    "rms, all": Case(rms, (3, 4), (0, 1), (0, 1), bias=False, keywords={"axis": (0, 1)}),
-    "layer, last": Case(layer, (6, 10), (1,), (1,)),
-    "layer, a vector": Case(layer, (12,), (0,), (0,)),
-    "layer, neither": Case(layer, (2, 3, 10), (2,), (2,), scale=False, bias=False),
-    "layer, bias": Case(layer, (4, 3, 10), (2,), (2,), scale=False),
-    "layer, 1 + scale": Case(layer, (2, 5, 8), (2,), (2,), keywords=ONE_MORE),
-    "layer, middle": Case(layer, (2, 6, 3, 4), (1,), (1,), keywords={"axis": -3}),
-    "layer, two last": Case(layer, (5, 3, 4), (1, 2), (1, 2), keywords={"axis": np.array([-2, 2])}),
-    "layer, first and last": Case(
-        layer, (5, 3, 4), (0, 2), (0, 2), keywords={"axis": [2, 0], "epsilon": 0.1}
-    ),
-    "layer, all": Case(layer, (2, 3, 4), (0, 1, 2), (0, 1, 2), keywords={"axis": (0, 1, 2)}),
-    "layer, rank 6": Case(layer, (2, 1, 3, 1, 2, 5), (5,), (5,)),
-    "layer, axes of 1": Case(layer, (1, 4, 1, 6), (2, 3), (2, 3), keywords={"axis": (2, 3)}),
-    "ada": Case(ada, (3, 4, 10), (2,), (0, 2)),
-    "ada, rank 2": Case(ada, (3, 10), (1,), (0, 1), bias=False),
-    "ada, 1 + scale": Case(ada, (2, 3, 2, 8), (3,), (0, 3), keywords=ONE_MORE),
-    "instance": Case(instance, (2, 3, 5, 7), (1, 2), (3,)),
-    "instance, one spatial axis": Case(instance, (2, 7, 3), (1,), (2,), scale=False),
-    "instance, channels second": Case(instance, (2, 3, 4, 5), (2, 3), (1,), keywords={"axis": 1}),
-    "instance, rank 6": Case(instance, (2, 2, 3, 2, 2, 3), (1, 2, 3, 4), (5,)),
-    "group": Case(group, (2, 3, 4, 8), (), (3,), keywords={"num_groups": 4}, groups=4),
-    "group, no spatial axis": Case(
-        group, (3, 12), (), (1,), scale=False, keywords={"num_groups": 3}, groups=3
-    ),
-    "group, one": Case(
-        group, (2, 5, 6), (), (2,), bias=False, keywords={"num_groups": 1}, groups=1
-    ),
-    "group, of each channel": Case(
-        group, (2, 5, 6), (), (2,), keywords={"num_groups": 6}, groups=6
-    ),
-}
+
+def groups(count):
+    return {"keywords": {"num_groups": count}}
+
+
+ONE_MORE = {"keywords": {"zero_centered_scale": True}}
 KINDS = {
-    "rms": CASES["rms, last"],
-    "layer": CASES["layer, last"],
-    "ada": CASES["ada"],
-    "instance": CASES["instance"],
-    "group": CASES["group"],
+    "rms": Case(rms, (6, 10), (1,)),
+    "layer": Case(layer, (6, 10), (1,)),
+    "ada": Case(ada, (3, 4, 10), (2,), (0, 2)),
+    "instance": Case(instance, (2, 3, 5, 7), (1, 2), (3,)),
+    "group": Case(group, (2, 3, 4, 8), (), (3,), **groups(4)),
+}
+CASES = KINDS | {
+    "rms, no scale": Case(rms, (2, 3, 10), (2,), given="", **ONE_MORE),
+    "rms, 1 + scale": Case(rms, (2, 3, 4, 8), (3,), **ONE_MORE),
+    "rms, all": Case(rms, (3, 4), (0, 1), **over((0, 1))),
+    "layer, a vector": Case(layer, (12,), (0,)),
+    "layer, neither": Case(layer, (2, 3, 10), (2,), given=""),
+    "layer, bias": Case(layer, (4, 3, 10), (2,), given="bias"),
+    "layer, 1 + scale": Case(layer, (2, 5, 8), (2,), **ONE_MORE),
+    "layer, middle": Case(layer, (2, 6, 3, 4), (1,), **over(-3)),
+    "layer, two last": Case(layer, (5, 3, 4), (1, 2), **over(np.array([-2, 2]))),
+    "layer, first and last": Case(layer, (5, 3, 4), (0, 2), **over([2, 0], epsilon=0.1)),
+    "layer, all": Case(layer, (2, 3, 4), (0, 1, 2), **over((0, 1, 2))),
+    "layer, rank 6": Case(layer, (2, 1, 3, 1, 2, 5), (5,)),
+    "layer, axes of 1": Case(layer, (1, 4, 1, 6), (2, 3), **over((2, 3))),
+    "ada, rank 2": Case(ada, (3, 10), (1,), (0, 1), "scale"),
+    "ada, 1 + scale": Case(ada, (2, 3, 2, 8), (3,), (0, 3), **ONE_MORE),
+    "instance, one spatial axis": Case(instance, (2, 7, 3), (1,), (2,), "bias"),
+    "instance, channels second": Case(instance, (2, 3, 4, 5), (2, 3), (1,), **over(1)),
+    "instance, rank 6": Case(instance, (2, 2, 3, 2, 2, 3), (1, 2, 3, 4), (5,)),
+    "group, no spatial axis": Case(group, (3, 12), (), (1,), "bias", **groups(3)),
+    "group, one": Case(group, (2, 5, 6), (), (2,), "scale", **groups(1)),
+    "group, of each channel": Case(group, (2, 5, 6), (), (2,), **groups(6)),
 }
 
 
@@ -135,9 +132,9 @@ def changed(name, x, **changes):
 
 # Sizes at which cuDNN has engines for all of them.
 PLANNED = {
-    "rms": changed("rms, last", (64, 256)),
+    "rms": changed("rms", (64, 256)),
     "rms, 1 + scale": changed("rms, 1 + scale", (4, 6, 8, 128)),
-    "layer": changed("layer, last", (64, 256)),
+    "layer": changed("layer", (64, 256)),
     "layer, 1 + scale": changed("layer, 1 + scale", (4, 32, 128)),
     "layer, two last": changed("layer, two last", (6, 8, 32)),
     "layer, all": changed("layer, all", (2, 8, 32)),
@@ -146,9 +143,7 @@ PLANNED = {
     "ada": changed("ada", (4, 32, 128)),
     "instance": changed("instance", (1, 8, 10, 32)),
     "group, one": changed("group, one", (4, 10, 32)),
-    "group, of each channel": changed(
-        "group, of each channel", (1, 30, 16), keywords={"num_groups": 16}, groups=16
-    ),
+    "group, of each channel": changed("group, of each channel", (1, 30, 16), **groups(16)),
 }
 
 

@@ -1,0 +1,250 @@
+"""batch_norm and conv_batch_norm: plans, what both refuse, what fused statistics lose, GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batch_norm_calls import Case, loss, moving, planned, with_
+from helpers import cotangents_of, exactly, outcome
+from transformations import FLOAT32_ON_GPU, relative_error
+
+import jax_cudnn as jc
+
+ALL = "scale bias residual"
+FUSED = {"fused": True}
+PLAIN = Case((2, 5, 6, 4), w=(3, 3, 4, 6))
+BIG = Case((8, 14, 14, 32), w=(64, 3, 3, 32), numbers=("NHWC", "OHWI", "NHWC"))
+
+
+def check_large_means(case, ratio, least=1e-5):
+    """The variance is of distances from the mean: what float32 loses of x itself is lost, and
+    a mean that is off by an ulp of x moves y by as much, in deviations."""
+    x, mean, var, _, scale, bias = case.operands()
+    operands = [x * 0.01 + 0.01 * ratio, mean, var, jnp.float32(0), scale, bias]
+    cotangents = cotangents_of(jax.eval_shape(case, *operands))
+    got = jax.device_get(outcome(case, operands, cotangents))
+    want = exactly(case.plain, *jax.device_get((operands, cotangents)))
+    allowed = least + 1e-6 * ratio
+    errors = [relative_error(a, b) for a, b in zip(got[0], want[0], strict=True)]
+    assert errors[0] <= allowed
+    assert errors[1] <= least / 5
+    assert errors[2] <= least / 5 + allowed**2  # the square of what the mean is off by
+    assert relative_error(got[1][0], want[1][0]) <= 4 * allowed
+
+
+# -- large means -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0, 1000, 30000])
+def test_large_means_with_small_variances(ratio):
+    check_large_means(Case((8, 6, 6, 4), epsilon=1e-12), ratio)
+
+
+# Images of which one pixel, or two of those that make the guess of the mean, are unlike the others.
+OUTLIERS = [
+    ((8, 56, 56), [(28, 28)], 2e-6),
+    ((8, 56, 56), [(28, 28), (14, 14)], 2e-3),
+    ((8, 56, 56), [(0, 0)], 2e-6),
+    ((1, 256, 256), [(128, 128), (64, 64)], 2e-6),
+    ((4, 100000), [(50000,), (25000,)], 2e-6),
+    ((1, 40, 40, 40), [(20, 20, 20), (10, 10, 10)], 2e-6),
+]
+
+
+@pytest.mark.parametrize(("value", "mean"), [(0.0, 1000.0), (1e5, 0.0)])
+@pytest.mark.parametrize(("shape", "places", "allowed"), OUTLIERS)
+def test_statistics_of_images_with_an_outlier(shape, places, allowed, value, mean):
+    """Of up to 4096 pixels one pass takes a guess of the mean; a factor of so many is lost where
+    two of the three that make it are outliers, and else none."""
+    x = np.random.default_rng(0).normal(mean, 1, (*shape, 2)).astype("float32")
+    for place in places:
+        x[(slice(None), *place)] = value
+    one, zero = jnp.ones(2), jnp.zeros(2)
+    _, (got_mean, got) = jc.ops.batch_norm(x, one, zero, zero, one, training=True, momentum=0.0)
+    axes, wide = tuple(range(x.ndim - 1)), x.astype("float64")
+    assert relative_error(got, wide.var(axes)) <= allowed
+    largest = (np.abs(wide.mean(axes)) + wide.std(axes)).max()
+    assert np.abs(got_mean - wide.mean(axes)).max() <= (1e-6 + allowed) * largest
+
+
+def test_fused_statistics_are_those_of_the_rounded_result():
+    """In bfloat16: y is normalized by the statistics of what is normalized."""
+    case = with_(PLAIN, **FUSED, given="", epsilon=0)
+    y, *_ = case(*case.operands("bfloat16"))
+    np.testing.assert_allclose(np.float32(y).mean((0, 1, 2)), 0, atol=2**-9)
+    np.testing.assert_allclose(np.float32(y).std((0, 1, 2)), 1, atol=2**-9)
+
+
+def losses(case, ratio):
+    """Relative errors of the variance with fused statistics and without, where the running mean is
+    as many deviations off; of exact products, because x has few bits and weights are 0 and 1."""
+    x, w, _, var, _, scale, bias = case.operands()
+    x, w = jnp.round(x * 64) / 64, jnp.tile(jnp.eye(case.x[-1]), (2, 1)).reshape(case.w)
+    y = np.asarray(jnp.concatenate([x, x], -1), np.float64)
+    of_batch, spread = y.mean((0, 1, 2)), y.var((0, 1, 2))
+    mean = jnp.asarray(of_batch + ratio * np.sqrt(spread), "float32")
+    operands = [x, w, mean, var, jnp.float32(0), scale, bias]
+    return [
+        np.max(np.abs(np.asarray(jax.jit(with_(case, fused=fused))(*operands)[2]) / spread - 1))
+        for fused in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("ratio", [0, 10, 1000])
+def test_what_fused_statistics_lose(ratio):
+    """About ``1e-6 * (1 + ratio**2)`` of the variance; without them nothing."""
+    fused, unfused = losses(with_(BIG, x=(8, 6, 6, 8), w=(16, 1, 1, 8)), ratio)
+    assert fused <= 4e-6 * (1 + ratio**2)
+    assert unfused <= 2e-6
+    assert ratio < 1000 or fused >= 1e-4, "so that the test shows a loss where there is one"
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+NORM = {"x": jnp.ones((4, 5, 3, 6)), "scale": None, "bias": None, "running_mean": jnp.zeros(6)}
+NORM |= {"running_var": jnp.ones(6), "training": True}
+CONV = NORM | {"w": jnp.ones((6, 6, 3, 3)), "dimension_numbers": ("NHWC", "OIHW", "NHWC")}
+ERRORS = [
+    ({"running_mean": jnp.ones(5)}, r"running_mean does not fit[^$]*\(6,\)"),
+    ({"running_var": jnp.ones((1, 6))}, "running_var does not fit"),
+    ({"running_mean": jnp.ones(6, int)}, "running_mean has a dtype"),
+    ({"scale": jnp.ones((6, 1))}, r"scale does not fit[^$]*\(6,\)"),
+    ({"bias": jnp.ones(6, bool)}, "bias has a dtype"),
+    ({"residual": jnp.ones((4, 5, 1, 6))}, "residual does not fit"),
+    ({"activation": "mish"}, "unknown activation"),
+    ({"epsilon": jnp.ones(6)}, "epsilon is no number"),
+    ({"momentum": jnp.ones(6)}, "momentum is no number"),
+    ({"training": jnp.array(True)}, "Python bool"),
+]
+OF_BATCH_NORM = [
+    ({"x": jnp.ones((4, 5, 3, 6), "int8")}, "x has a dtype"),
+    ({"axis": 4}, "axis is not valid"),
+    ({"axis": 0}, "not the first"),
+    ({"axis": (1, 2)}, "no such axes"),
+    ({"x": jnp.ones(6)}, "no such axes"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "words"), [*ERRORS, *OF_BATCH_NORM], ids=lambda v: str(v)[:30])
+def test_what_is_wrong_is_said(wrong, words):
+    """Also in inference, where there is no momentum, and by convolutions."""
+    with pytest.raises(jc.JaxCudnnError, match=words):
+        jc.ops.batch_norm(**NORM | wrong)
+    if "axis" not in wrong and "x" not in wrong:
+        for more in ({}, {"fused_statistics": True}, {"training": False}):
+            if not {*more} & {*wrong} and ("momentum" not in wrong or "training" not in more):
+                with pytest.raises(jc.JaxCudnnError, match=words):
+                    jc.ops.conv_batch_norm(**CONV | more | wrong)
+
+
+def test_training_may_be_static():
+    rest = {k: v for k, v in NORM.items() if k != "training"}
+    norm = lambda training: jc.ops.batch_norm(training=training, **rest)[0]  # noqa: E731
+    with pytest.raises(jc.GraphTypeError, match=r"Python bool[^$]*static_argnames"):
+        jax.jit(norm)(True)
+    step = jax.jit(norm, static_argnames="training")
+    assert not np.array_equal(step(training=True), step(training=np.bool_(False)))
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+IMAGES = Case((8, 14, 14, 64))
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("dtype", "epilogue"),
+    [("bfloat16", ()), ("bfloat16", ("relu",)), ("float16", ("add", "relu")), ("float32", ())],
+    ids=str,
+)
+def test_training_is_one_plan_and_its_backward_one(dtype, epilogue):
+    activation = "relu" if "relu" in epilogue else None
+    case = with_(IMAGES, given=ALL if "add" in epilogue else "scale bias", activation=activation)
+    found = planned(jax.value_and_grad(loss(case), moving(case)), *case.avals(dtype))
+    alone = epilogue == ("relu",)
+    names = ["batchnorm", "relu_mask"] if alone else ["batchnorm", *epilogue]
+    # Behind a residual cuDNN is measured to be slower than XLA.
+    assert found["batch_norm"] == [("add" not in epilogue, names)]
+    *before, backward = found["batch_norm (backward)"]
+    assert backward == (True, ["masked"] * alone + ["batchnorm_backward"])
+    assert [(by_cudnn, names[0]) for by_cudnn, names in before] == (
+        [] if activation is None or alone else [(False, "relu_backward")]
+    )
+    forward = lambda *a: case(*a, implementation="cudnn")  # noqa: E731
+    assert planned(forward, *case.avals(dtype)) == {"batch_norm": [(True, names)]}
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_inference_and_fused_statistics_are_one_plan_with_the_convolution(dtype):
+    case = with_(BIG, training=False, given=ALL, activation="relu")
+    with jc.implementation("cudnn"):
+        (segments,) = planned(case, *case.avals(dtype)).values()
+    assert segments == [(True, ["conv_fprop", "mul", "add", "add", "relu"])]
+    case = with_(BIG, fused=True, activation="relu")
+    assert planned(case, *case.avals(dtype)) == {
+        "conv_batch_norm": [(True, ["conv_fprop", "sub", "reduction", "mul", "reduction"])],
+        "batch_norm": [(False, ["batchnorm_inference", "relu"])],
+    }
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"x": (8, 14, 14, 30)}, "30 channels"), ({"x": (1, 1, 1, 64)}, "one element"),
+     ({"training": False}, "XLA runs it")],
+)  # fmt: skip
+def test_what_is_xlas(changes, words):
+    case = with_(IMAGES, **changes)
+    with jc.target("H200"):
+        (plan,) = jc.plans(case, *case.avals()).values()
+        assert words in str(plan.explain())
+        assert [s.plan for s in plan.segments] == [None]
+        with pytest.raises(jc.UnsupportedGraphError, match=words):
+            jc.plans(lambda *a: case(*a, implementation="cudnn"), *case.avals())
+
+
+# -- on the GPU ------------------------------------------------------------------------------------
+
+NORMS = [Case((32, 64)), Case((8, 16, 9), 1), Case((4, 9, 7, 8)), Case((4, 8, 9, 7), 1)]
+NORMS += [Case((4, 9, 7, 1000)), Case((64, 1, 1, 64)), Case((2, 5, 4, 3, 16))]
+NORMS += [Case((2, 3, 4, 3, 2, 16))]
+OTHERS = [
+    *(with_(IMAGES, activation="relu", given=given) for given in ("scale bias", ALL)),
+    *(with_(IMAGES, x=(4, 9, 7, n), activation="silu", given=ALL) for n in (30, 64)),
+    *(with_(BIG, activation="silu", given=ALL, **way) for way in ({}, FUSED, {"training": False})),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", [*NORMS, *OTHERS])
+def test_values_and_gradients_on_the_gpu(case, dtype):
+    """Of a norm alone y and its gradients in one plan each: what statistics' cotangents add is
+    XLA's. Others as they are by default."""
+    alone = case in NORMS
+    count = 1 if alone else 3
+    f, plain = lambda *a: case(*a)[:count], lambda *a: case.plain(*a)[:count]
+    operands = case.operands(dtype)
+    cotangents = cotangents_of(jax.eval_shape(f, *operands))
+    with jc.implementation("cudnn" if alone else "split"):
+        got = jax.device_get(outcome(f, operands, cotangents))
+    want = exactly(plain, *jax.device_get((operands, cotangents)))
+    allowed = {"float32": FLOAT32_ON_GPU, "bfloat16": 2**-8, "float16": 2**-10}[dtype]
+    allowed *= 1 if alone else 40 if case.w and dtype == "float32" else 4
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    errors = [relative_error(a, b) for a, b in pairs]
+    assert all(e <= allowed for e in errors), (errors, allowed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ratio", [30, 1000, 30000])
+def test_large_means_on_the_gpu(ratio):
+    check_large_means(Case((8, 12, 12, 64), epsilon=1e-12), ratio, FLOAT32_ON_GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ratio", [0, 10, 100])
+def test_what_fused_statistics_lose_on_the_gpu(ratio):
+    fused, _ = losses(with_(BIG, w=(64, 1, 1, 32)), ratio)
+    assert fused <= 2e-6 * (1 + ratio**2)
