@@ -118,6 +118,14 @@ def test_masks_that_are_broadcast_to_two_shapes_or_beside_a_convolution_keep_the
     assert wire(spec).input_tensors[2].shape == ROW
 
 
+def test_an_operand_is_broadcast_for_its_only_reader():
+    avals = [((2, 1, 4, 8), "float16"), ((2, 3, 8, 5), "float16")]
+    once = spec_of(lambda g, a, b: g.matmul(a, b), *avals)
+    twice = spec_of(lambda g, a, b: (g.matmul(a, b), g.relu(a)), *avals)
+    assert wire(once).input_tensors[0].shape == (2, 3, 4, 8)
+    assert wire(twice).input_tensors[0].shape == (2, 1, 4, 8)
+
+
 def test_the_graph_that_is_planned_is_made_once_and_is_stable():
     spec, again = spec_of(mixed, *MIXED), spec_of(mixed, *MIXED)
     assert wire(spec) is wire(again) is wire(wire(spec))

@@ -85,12 +85,15 @@ def test_operand_that_the_plan_does_not_use_keeps_its_place_unbound():
 
 
 def test_by_value_constants_are_little_endian_in_slots_of_sixteen_bytes():
-    plan = made(
-        variant_pack_uids=[X, B, OUT, HALF, 90], pass_by_values={"90": {"value": "3f800000"}}
-    )
-    assert rows(plan)[90] == [CONSTANT, 16, 0]
+    uids = [X, B, OUT, HALF, 90, 91]
+    given = {"90": {"value": "3f800000"}, "91": {"value": -7, "index": 0}}
+    plan = made(variant_pack_uids=uids, pass_by_values=given)
+    assert (rows(plan)[90], rows(plan)[91]) == ([CONSTANT, 16, 0], [CONSTANT, 32, 0])
     assert struct.unpack("<f", plan.scalars[16:20]) == (1.0,)
-    assert len(plan.scalars) == 32
+    assert struct.unpack("<q", plan.scalars[32:40]) == (-7,)
+    assert len(plan.scalars) == 48
+    with pytest.raises(jc.LibraryError, match="unknown type"):
+        made(variant_pack_uids=uids, pass_by_values={"90": {"value": 1, "index": 9}})
 
 
 @pytest.mark.parametrize(
