@@ -166,22 +166,6 @@ def test_attn_scale_by_value_has_its_value(cudnn):
     assert "node 'sdpa.0'" in str(caught.value)
 
 
-def test_types_of_the_graph_and_shapes_that_are_given(cudnn):
-    g = pygraph(cudnn, io_data_type="HALF", intermediate_data_type="BFLOAT16")
-    x = g.tensor(name="x", dim=[4, 8, 16])
-    y = g.reshape(g.transpose(g.exp(x), permutation=[0, 2, 1]))
-    y.set_dim([64, 8]).set_output(True)
-    largest = g.reduction(g.exp(x), mode=cudnn.reduction_mode.MAX)
-    largest.set_dim([4, 1, 16]).set_output(True).set_data_type(cudnn.data_type.FLOAT)
-    function = jc.from_pygraph(g, inputs=[x], outputs=[largest, y])
-    a = jax.random.normal(jax.random.key(2), (4, 8, 16), jnp.float16)
-    top, flat = function(a)
-    rounded = jnp.exp(a.astype(jnp.float32)).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(top, rounded.max(1, keepdims=True).astype(jnp.float32))
-    want = rounded.transpose(0, 2, 1).reshape(64, 8).astype(jnp.float16)
-    np.testing.assert_array_equal(flat, want)
-
-
 def test_the_wrapper_takes_the_frontends_enumerations(cudnn):
     types = cudnn.data_type
     with jc.Graph(io_data_type=types.HALF, heuristics=[cudnn.heur_mode.A]) as graph:

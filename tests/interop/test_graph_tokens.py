@@ -311,14 +311,6 @@ def test_what_packed_tokens_are_not_for(build, words):
 # -- plans, the GPU --------------------------------------------------------------------------------
 
 
-@pytest.mark.deviceless
-@pytest.mark.parametrize("make", [lambda: forward("bfloat16"), lambda: paged(1, "bfloat16")])
-def test_they_are_planned(make):
-    with jc.target("H200"):
-        plan = make().plan()
-    assert len(plan.execution_plans) == 1
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("queries", [0, 1, 3])
 def test_packed_tokens_and_pages_on_the_gpu(queries):

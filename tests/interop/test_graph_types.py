@@ -44,24 +44,6 @@ def test_data_types_of_the_graph_and_of_tensors():
     )
 
 
-def test_setters_of_declared_inputs():
-    with jc.Graph(inputs=["x", "y", "z"], outputs=["out::OUT_0"]) as graph:
-        x = graph.tensor(name="x", dim=[2, 3], data_type="FLOAT").set_data_type("HALF")
-        y = graph.tensor(name="y", dim=[1], stride=[1]).set_dim([2, 3]).set_stride([1, 2])
-        z = graph.tensor_like(y, name="z")
-        assert (y.get_data_type(), z.get_data_type()) == (None, None)
-        y.set_data_type("BFLOAT16")
-        z.set_data_type(jnp.float32)
-        graph.add(graph.add(x, y), z, name="out").set_output(True)
-        x.set_data_type("HALF").set_dim([2, 3])
-    assert [(t.shape, t.dtype) for t in graph.spec.input_tensors] == [
-        ((2, 3), dtype) for dtype in ("float16", "bfloat16", "float32")
-    ]
-    assert (y.get_data_type(), y.get_stride()) == (jnp.bfloat16, [1, 2])
-    a = jnp.ones((2, 3))
-    close(graph(a.astype("float16"), a.astype("bfloat16"), a), 3 * a)
-
-
 def test_later_operations_follow_what_changes_late():
     """Types, those in which operations compute, numbers beside them, and shapes."""
     halves, bytes_ = (jnp.ones((4, 8, 8), dtype) for dtype in ("bfloat16", "int8"))

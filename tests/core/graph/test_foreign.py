@@ -16,28 +16,19 @@ ADVICE = "apply jnp outside the graph"
 
 # What must be said; "g.m" is the method that the message must offer.
 FOREIGN = {
-    "jnp.tanh": (lambda g, x: jnp.tanh(x), ["use g.tanh("]),
     "jnp.sort": (lambda g, x: jnp.sort(x), ["sort", "g offers"]),
     "jnp.matmul": (lambda g, x: jnp.matmul(x, x), ["use g.matmul("]),
     "jnp.einsum": (lambda g, x: jnp.einsum("bij,bij->bij", x, x), ["use g.matmul("]),
     "jnp.sum": (lambda g, x: jnp.sum(x), ["use g.reduction("]),
-    "jnp.add": (lambda g, x: jnp.add(x, x), ["use g.add("]),
-    "jnp.reshape": (lambda g, x: jnp.reshape(x, (4, 8)), ["use g.reshape("]),
     "jnp.where": (lambda g, x: jnp.where(x, x, x), ["use g.binary_select("]),
-    "jnp.concatenate": (lambda g, x: jnp.concatenate([x, x]), ["use g.concatenate("]),
-    "nn.relu": (lambda g, x: jax.nn.relu(x), ["use g.relu("]),
     "nn.gelu": (lambda g, x: jax.nn.gelu(x), ["use g.gelu_approx_tanh("]),
-    "nn.silu": (lambda g, x: jax.nn.silu(x), ["use g.swish("]),
     "lax.dot_general": (
         lambda g, x: lax.dot_general(x, x, (((2,), (2,)), ((0,), (0,)))),
         ["g.matmul"],
     ),
     "lax.conv": (lambda g, x: lax.conv_general_dilated(x, x, (1,), "SAME"), ["g.conv_fprop"]),
-    "lax.scan": (lambda g, x: lax.scan(lambda c, y: (c, y), x, x), ["scan"]),
     "jax.vmap": (lambda g, x: jax.vmap(lambda y: y)(x), ["graph tensor"]),
-    "jax.jit": (lambda g, x: jax.jit(lambda y: y)(x), ["graph tensor"]),
     "np.tanh": (lambda g, x: np.tanh(x), ["use g.tanh("]),
-    "np.add, reduced": (lambda g, x: np.add.reduce(x), ["add"]),
     "np.add, written": (lambda g, x: np.add(x, x, out=np.ones(X)), ["use g.add("]),
     "np.asarray": (lambda g, x: np.asarray(x), ["graph tensor"]),
     "math.exp": (lambda g, x: math.exp(x), ["float()"]),
@@ -46,12 +37,7 @@ FOREIGN = {
     "==": (lambda g, x: x == 0, ["comparison eq"]),
     "numpy!=": (lambda g, x: np.ones(X) != x, ["use g.cmp_neq("]),
     "len": (lambda g, x: len(x), ["len()"]),
-    "float": (lambda g, x: float(x), ["float()"]),
-    "iteration": (lambda g, x: [y for y in x], ["iter()"]),  # noqa: C416
     "%": (lambda g, x: x % 2, ["operator mod", "use g.mod("]),
-    "//": (lambda g, x: x // 2, ["operator floordiv", "g offers"]),
-    "divmod": (lambda g, x: divmod(x, 2), ["operator divmod", "g offers"]),
-    "~": (lambda g, x: ~x, ["operator invert", "use g.logical_not("]),
     "range": (lambda g, x: range(x), ["range() or an index"]),
 }
 

@@ -104,10 +104,10 @@ def test_names_do_not_matter_but_attributes_and_profiles_do(on_disk, monkeypatch
     assert len(built) == 3
 
     def fail(spec, site):
-        raise jc.UnsupportedGraphError("no engine", reasons={"engine 1": "because"})
+        raise jc.UnsupportedGraphError("no engine on this GPU", reasons={"engine 1": "because"})
 
     monkeypatch.setattr(planner, "_build", fail)
-    with pytest.raises(jc.UnsupportedGraphError, match=r"^mine: no engine") as caught:
+    with pytest.raises(jc.UnsupportedGraphError, match=r"^mine: no engine on H200") as caught:
         planner.plan(spec("y", 0.25), H200, "mine")
     assert "graph(y: float32[8,8])" in str(caught.value)
 

@@ -58,7 +58,7 @@ REFUSED = {  # function, operands, options, words of the message
         product,
         [MATRIX, (MATRIX[0], jnp.float16)],
         {},
-        ["different types", "one dtype", "operands of bfloat16, float16, float32"],
+        ["operands of one dtype", "operands of bfloat16, float16, float32"],
     ),
     "float8 on an A100": (
         product,
