@@ -113,75 +113,43 @@ def test_integer_and_float8_products_have_the_accumulators_dtype(key):
 
 
 @pytest.mark.parametrize(
-    ("strides", "dilation", "window", "padding", "transpose_kernel"),
+    ("strides", "dilation", "window", "padding", "transpose"),
     [
         ((1, 1), (1, 1), (3, 2), "SAME", False),
         ((2, 2), (1, 1), (4, 3), "VALID", False),
-        ((2, 2), (1, 1), (4, 3), "SAME", True),
         ((3, 1), (2, 1), (3, 3), "SAME", True),
         ((3, 2), (1, 1), (1, 1), "VALID", True),
-        ((3, 2), (1, 1), (1, 1), "SAME", False),
-        ((2, 3), (1, 2), (2, 2), "VALID", False),
+        ((2, 3), (1, 2), (2, 2), "SAME", False),
     ],
 )
-def test_conv_transpose_is_laxs(strides, dilation, window, padding, transpose_kernel, key):
-    features = (12, 8) if transpose_kernel else (8, 12)
-    x, w = arrays(key, (2, 5, 6, 8), (*window, *features))
-    want = lax.conv_transpose(x, w, strides, padding, dilation, transpose_kernel=transpose_kernel)
-    got = jc.ops.conv_transpose(
-        x,
-        w,
-        strides=strides,
-        padding=padding,
-        dilation=dilation,
-        transpose_kernel=transpose_kernel,
-        bias=1.0,
-        activation="relu",
-    )
-    same(got, jax.nn.relu(want + 1))
-
-
-def test_conv_transpose_refuses_padding_that_no_gradient_has(key):
-    """With strides; without them it is a plain convolution, which has any."""
-    x, w = arrays(key, (2, 5, 6, 8), (1, 1, 8, 12))
-    padding = [(1, 0), (0, 0)]
-    with pytest.raises(jc.GraphError, match=r"jnp\.pad"):
-        jc.ops.conv_transpose(x, w, padding=padding, strides=2)
-    same(jc.ops.conv_transpose(x, w, padding=padding), lax.conv_transpose(x, w, (1, 1), padding))
+def test_conv_transpose_is_laxs(strides, dilation, window, padding, transpose, key):
+    x, w = arrays(key, (2, 5, 6, 8), (*window, *((12, 8) if transpose else (8, 12))))
+    how = {"padding": padding, "transpose_kernel": transpose}
+    want = lax.conv_transpose(x, w, strides, rhs_dilation=dilation, **how)
+    how |= {"strides": strides, "dilation": dilation, "bias": 1.0, "activation": "relu"}
+    same(jc.ops.conv_transpose(x, w, **how), jax.nn.relu(want + 1))
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize(
-    ("strides", "method", "transpose_kernel"), [(1, "conv_fprop", True), (2, "conv_dgrad", False)]
-)
-def test_conv_transpose_fuses_its_epilogue_where_cudnn_does(strides, method, transpose_kernel, key):
+@pytest.mark.parametrize(("strides", "method"), [(1, "conv_fprop"), (2, "conv_dgrad")])
+def test_conv_transpose_fuses_its_epilogue_where_cudnn_does(strides, method, key):
     """One plan either way: all of it without strides, else the gradient, and XLA the epilogue."""
-    image, bias = (2, 8, 8, 32), (32,)
-    shapes = [image, (3, 3, 32, 32), bias, (2, 8 * strides, 8 * strides, 32)]
+    shapes = [(2, 8, 8, 32), (3, 3, 32, 32), (32,), (2, 8 * strides, 8 * strides, 32)]
 
     def function(x, w, b, residual):
-        return jc.ops.conv_transpose(
-            x,
-            w,
-            strides=strides,
-            bias=b,
-            residual=residual,
-            activation="gelu",
-            transpose_kernel=transpose_kernel,
-        )
+        terms = {"bias": b, "residual": residual, "activation": "gelu"}
+        return jc.ops.conv_transpose(x, w, strides=strides, **terms)
 
     x, w, b, residual = operands = arrays(key, *shapes)
-    plain = lax.conv_transpose(x, w, (strides,) * 2, "SAME", transpose_kernel=transpose_kernel)
+    plain = lax.conv_transpose(x, w, (strides,) * 2, "SAME")
     same(function(*operands), jax.nn.gelu(plain + b + residual), 2e-3)
     (spec,) = graphs_of(function, *operands)
     assert methods(spec)[0] == method
-    assert ("gelu_approx_tanh" in methods(spec)) == (len(methods(spec)) > 1) == (strides == 1)
+    assert ("gelu_approx_tanh" in methods(spec)) == (strides == 1)
     avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     with jc.target("H200"):
         lowered = jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",))
-    text = lowered.as_text()
-    assert text.count("stablehlo.custom_call @jax_cudnn") == 1
-    assert ("stablehlo.tanh" in text) == (strides == 2)
+    assert lowered.as_text().count("stablehlo.custom_call @jax_cudnn") == 1
     assert lowered.out_info.dtype == jnp.bfloat16
 
 
@@ -198,14 +166,10 @@ def test_image_dilation_is_laxs(groups, padding, key):
 
 SHAPES = [
     ((4, 5), (5, 6)),
-    ((2, 3, 4, 5), (5, 6)),
-    ((2, 3, 4, 5), (2, 3, 5, 6)),
     ((2, 1, 4, 5), (1, 3, 5, 6)),
     ((5,), (5, 6)),
     ((4, 5), (5,)),
-    ((5,), (5,)),
     ((5,), (3, 5, 6)),
-    ((1, 4, 5), (3, 5, 6)),
 ]
 
 
@@ -224,12 +188,10 @@ def test_matmul_is_jnps_on_any_rank(left, right, key):
 
 
 DIMENSIONS = [
-    ((4, 5), (5, 6), (((1,), (0,)), ((), ()))),
     ((5, 4), (6, 5), (((0,), (1,)), ((), ()))),
     ((2, 3, 4, 5), (4, 5, 6), (((2, 3), (0, 1)), ((), ()))),
     ((2, 3, 4, 5), (2, 7, 4, 5), (((3,), (3,)), ((0, 2), (0, 2)))),
     ((4, 5, 3), (3, 5, 6), (((1,), (1,)), ((2,), (0,)))),
-    ((4, 5, 3), (3, 2, 4), (((0, 2), (2, 0)), ((), ()))),
     ((4, 5, 3), (5, 4, 2), (((1, 0), (0, 1)), ((), ()))),
     ((4,), (6,), (((), ()), ((), ()))),
 ]
@@ -239,15 +201,6 @@ DIMENSIONS = [
 def test_dot_general_is_laxs(left, right, numbers, key):
     a, b = arrays(key, left, right)
     same(jc.ops.dot_general(a, b, numbers), lax.dot_general(a, b, numbers))
-
-
-def test_operand_of_eight_bits_is_widened_inside_the_graph(key):
-    (a,) = arrays(key, (4, 16), dtype=jnp.bfloat16)
-    b = jax.random.randint(key, (16, 8), -100, 100).astype(jnp.int8)
-    same(jc.ops.matmul(a, b), a @ b.astype(jnp.bfloat16), 2e-2)
-    jaxpr = str(jax.make_jaxpr(jc.ops.matmul)(a, b))
-    assert "convert_element_type" not in jaxpr
-    assert "identity" in jaxpr
 
 
 # -- what is XLA's, and what is refused ------------------------------------------------------------
@@ -306,25 +259,6 @@ def test_wrong_argument_is_said_in_words(what, key):
         call(x, w)
 
 
-def test_functions_are_transformable(key):
-    x, w = arrays(key, (2, 6, 6, 8), (12, 3, 3, 8))
-    numbers = ("NHWC", "OHWI", "NHWC")
-
-    def ours(x, w):
-        return jc.ops.conv(x, w, activation="gelu", dimension_numbers=numbers).sum()
-
-    def plain(x, w):
-        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
-        return jax.nn.gelu(y).sum()
-
-    for got, want in zip(
-        jax.jit(jax.grad(ours, (0, 1)))(x, w), jax.grad(plain, (0, 1))(x, w), strict=True
-    ):
-        same(got, want, 2e-3)
-    batch = jax.vmap(lambda x: jc.ops.matmul(x, w[0, 0].T, bias=1.0))(x)
-    same(batch, x @ w[0, 0].T + 1)
-
-
 # -- on the GPU ------------------------------------------------------------------------------------
 
 
@@ -358,22 +292,6 @@ def test_nhwc_model_has_no_copies_and_no_transposes(key):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("by_cudnn")
-def test_chain_on_nchw_arrays_copies_at_entry_and_exit_only(key):
-    x, first, second, bias = arrays(
-        key, (8, 64, 28, 28), (64, 64, 3, 3), (64, 64, 3, 3), (64,), dtype=jnp.bfloat16
-    )
-    _, text = counts(lambda *a: block(*a, None), x, first, second, bias)
-    images = [
-        line
-        for line in text.splitlines()
-        if (" copy(" in line or " transpose(" in line or " fusion(" in line)
-        and ("[8,64,28,28]" in line or "[8,28,28,64]" in line)
-    ]
-    assert len(images) <= 2, images
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("by_cudnn")
 @pytest.mark.parametrize("numbers", [(((0,), (1,)), ((), ())), (((1,), (0,)), ((), ()))])
 def test_transposed_operands_are_read_where_they_lie(numbers, key):
     shapes = ((256, 128), (512, 256)) if numbers[0][0] == (0,) else ((128, 256), (256, 512))
@@ -385,25 +303,19 @@ def test_transposed_operands_are_read_where_they_lie(numbers, key):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("by_cudnn")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-@pytest.mark.parametrize("letters", ["H", "HW", "DHW"])
-def test_functions_on_the_gpu(letters, dtype, key):
-    numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
-    x, w, bias = arrays(
-        key, (2, *(9 for _ in letters), 32), (*(3 for _ in letters), 32, 16), (16,), dtype=dtype
-    )
-    for ours, plain in (
-        (jc.ops.conv, lax.conv_general_dilated),
-        (jc.ops.conv_transpose, lax.conv_transpose),
-    ):
-        wide = [a.astype(jnp.float32) for a in (x, w)]
-        with jax.default_matmul_precision("highest"):
-            want = plain(*wide, [2] * len(letters), "SAME", dimension_numbers=numbers)
-        want = jax.nn.relu(want + bias.astype(jnp.float32))
-        got = jax.jit(
-            lambda x, w, b, f=ours: f(
-                x, w, bias=b, activation="relu", strides=2, dimension_numbers=numbers
-            )
-        )(x, w, bias)
-        error = jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
-        assert float(error) < {"float32": 1e-3, "float16": 1e-3, "bfloat16": 5e-3}[dtype]
+@pytest.mark.parametrize("ours", [jc.ops.conv, jc.ops.conv_transpose])
+@pytest.mark.parametrize(
+    ("letters", "dtype", "within"),
+    [("H", "float16", 1e-3), ("HW", "bfloat16", 5e-3), ("DHW", "float32", 1e-3)],
+)
+def test_functions_on_the_gpu(letters, dtype, within, ours, key):
+    rank = len(letters)
+    how = {"dimension_numbers": (f"N{letters}C", f"{letters}IO", f"N{letters}C")}
+    x, w, b = arrays(key, (2, *(9,) * rank, 32), (*(3,) * rank, 32, 16), (16,), dtype=dtype)
+    plain = lax.conv_transpose if ours is jc.ops.conv_transpose else lax.conv_general_dilated
+    with jax.default_matmul_precision("highest"):
+        want = plain(*(a.astype("float32") for a in (x, w)), [2] * rank, "SAME", **how)
+    want = jax.nn.relu(want + b.astype("float32"))
+    got = jax.jit(lambda *a: ours(*a[:2], bias=a[2], activation="relu", strides=2, **how))(x, w, b)
+    error = jnp.linalg.norm(got.astype("float32") - want) / jnp.linalg.norm(want)
+    assert float(error) < within
