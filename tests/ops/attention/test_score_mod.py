@@ -1,0 +1,529 @@
+"""Functions of attention's scores: what they mean, their derivatives, batches and errors."""
+
+import functools
+import gc
+import sys
+import types
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_checks import drawing, qkv
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from score_mod_checks import (
+    OF_EACH_ELEMENT,
+    B,
+    K,
+    N,
+    S,
+    T,
+    alibi,
+    biased,
+    causal,
+    documents,
+    floats,
+    of_score,
+    places,
+    plain,
+    prefix,
+    scaled,
+    softcap,
+)  # fmt: skip
+from transformations import graphs_of, methods, primitives
+
+import jax_cudnn as jc
+from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn.ops import attention_reference, score_mod_emission, score_mod_written
+
+ours = jc.ops.dot_product_attention
+
+
+@pytest.fixture
+def normal(key):
+    return drawing(key)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """The reference takes a few rows at a time, with some left over."""
+    monkeypatch.setattr(attention_reference, "_SCORES", 1500)
+
+
+def inputs(normal, dtype="float32", b=B, t=T, s=K, n=N, k=2, h=8):
+    return tuple(qkv(normal, b, t, s, n, k, h, dtype=dtype))
+
+
+def agree(normal, f, g, operands, limit=3e-4):
+    """Results, and gradients by all operands of floats."""
+    along = normal(jax.eval_shape(g, *operands).shape)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def found(f, *operands):
+        loss = lambda *x: (lambda out: (jnp.vdot(out, along), out))(f(*x))  # noqa: E731
+        return jax.value_and_grad(loss, floats(operands), has_aux=True)(*operands)
+
+    want = jax.tree.leaves(found(g, *operands))
+    for a, b in zip(jax.tree.leaves(found(f, *operands)), want, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, atol=limit, rtol=1e-4)
+
+
+AT, J = np.arange(T)[:, None], np.arange(K)[None, :]
+SLOPES = (2.0 ** (-8 * np.arange(1, N + 1) / N)).reshape(N, 1, 1)
+NUMBERS = np.sort(np.random.default_rng(0).integers(0, 3, K))
+DOCUMENTS = tuple(jnp.asarray(NUMBERS[:n], "int32").reshape(s)
+                  for n, s in ((T, (1, 1, T, 1)), (K, (1, 1, 1, K))))  # fmt: skip
+BELOW = {"is_causal": True, "bottom_right": True}
+ENDS = np.array([[20, 7], [24, 9]]).reshape(2, B, 1, 1, 1)
+CASES = {  # a function, the same in other words, operands' shapes, options, what a query sees
+    "softcap, window": (
+        softcap(2.0), lambda s, *_: 2 * jnp.tanh(s / 2), (), {"local_window_size": (4, 2)},
+        (J >= AT - 4) & (J <= AT + 2),
+    ),
+    "causal": (causal, lambda s, *_: s, (), {}, J <= AT),
+    "alibi, lengths": (
+        alibi, lambda s, *_: s - SLOPES * (AT - J), (), {**BELOW, "lengths": True},
+        (AT < ENDS[0]) & (J < ENDS[1]) & (J <= AT + ENDS[1] - ENDS[0]),
+    ),
+    "relative bias": (biased, lambda s, *x: s + x[-1], ((1, N, T, K),), BELOW, J <= AT + K - T),
+    "bias of a row": (biased, lambda s, *x: s + x[-1], ((B, 1, 1, K),), {}, True),
+    "scale of a head": (scaled, lambda s, *x: s * jnp.exp(x[-1]), ((N, 1, 1),), {}, True),
+    "documents": (
+        documents, lambda s, *_: s, DOCUMENTS, {}, NUMBERS[:T, None] == NUMBERS,
+    ),
+    "prefix": (prefix(5), lambda s, *_: s, (), {}, (J <= AT) | (J < 5)),
+    "beside alibi": (  # XLA runs it, with distances by the band's own corner
+        softcap(2.0), lambda s, *_: 2 * jnp.tanh(s / 2) - SLOPES * (AT + K - T - J), (),
+        {**BELOW, "alibi": True}, J <= AT + K - T,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name, normal):
+    function, change, shapes, options, seen = CASES[name]
+    fixed = name == "documents"
+    operands = [*shapes] if fixed else [normal(shape) for shape in shapes]
+    bias, options = normal((1, N, T, K)), dict(options)
+    if options.pop("lengths", False):
+        names = ("query_seq_lengths", "key_value_seq_lengths")
+        options |= {
+            name: jnp.array(x.ravel(), "int32") for name, x in zip(names, ENDS, strict=True)
+        }
+
+    def call(q, k, v, bias, *x):
+        x = operands if fixed else x
+        return ours(q, k, v, bias, score_mod=function, score_mod_operands=x, **options)
+
+    def want(q, k, v, bias, *x):
+        return plain(q, k, v, *x, change=change, seen=seen, bias=bias)
+
+    agree(normal, call, want, (*inputs(normal), bias, *([] if fixed else operands)))
+
+
+def test_operands_of_any_kind_and_arrays_that_it_closes_over(normal):
+    mask = (normal((T, K)) < 0.7).at[:, 0].set(True)
+    small = jnp.arange(K, dtype="uint8") % 5
+
+    def attention(f):
+        def call(q, k, v, table, slope):
+            def change(s, b, h, i, j, m, n):
+                return jnp.where(m & (n != 4), s + n + table * slope, -1e4)
+
+            return f(q, k, v, change)
+
+        return call
+
+    call = lambda *x: ours(*x[:3], score_mod=x[3], score_mod_operands=(mask, small))  # noqa: E731
+    want = lambda *x: plain(*x[:3], mask, small, change=x[3])  # noqa: E731
+    operands = (*inputs(normal), normal((N, T, K)), jnp.float32(0.3))
+    agree(normal, jax.jit(attention(call)), attention(want), operands)
+
+
+def test_queries_of_which_it_hides_all_keys_and_what_is_no_number(normal):
+    q, k, v = inputs(normal, b=1)
+    hide = lambda s, b, h, q, kv: jnp.where(q == 3, -jnp.inf, s)  # noqa: E731
+    call = functools.partial(ours, score_mod=hide, return_residual=True)
+    out, residual = call(q, k, v)
+    assert not out[:, 3].any()
+    assert np.isneginf(residual[:, 3]).all()
+    for gradient in jax.grad(lambda *x: (call(*x)[0] ** 2).sum(), (0, 1, 2))(q, k, v):
+        assert np.isfinite(gradient).all()
+    # A statistic that is no number is not taken for that of a query which sees no key.
+    bias = jnp.zeros((1, N, T, K)).at[0, 1, 3, 2].set(jnp.nan)
+    given = {"score_mod": softcap(5.0), "query_seq_lengths": jnp.array([18], "int32")}
+    loss = lambda q, v: (ours(q, k, v, bias, **given) ** 2).sum()  # noqa: E731
+    of_q, of_v = jax.jit(jax.grad(loss, (0, 1)))(q, v)
+    assert np.argwhere(np.isnan(of_q).any(-1)).tolist() == [[0, 3, 1]]
+    assert np.isnan(of_v[:, :, 0]).all()  # the head of values that this query reads
+
+
+def test_a_sink_beside_it_is_none_of_queries_behind_the_lengths(normal):
+    q, k, v = inputs(normal, t=6, s=6)
+    lengths = {f"{of}_seq_lengths": jnp.array(x, "int32")
+               for of, x in (("query", [4, 6]), ("key_value", [6, 0]))}  # fmt: skip
+
+    def found(score_mod):
+        def total(q, sink):
+            out, residual = ours(q, k, v, sink=sink, score_mod=score_mod, return_residual=True,
+                                 **BELOW, **lengths)  # fmt: skip
+            return jnp.sum(out**2) + jnp.where(jnp.isfinite(residual), residual, 0).sum(), residual
+
+        return jax.grad(total, (0, 1), has_aux=True)(q, normal_sink)
+
+    normal_sink = normal((4,))
+    got, want = (jax.tree.leaves(found(f)) for f in (lambda score, *_: score, None))
+    assert np.isneginf(got[2][0, 4:]).all()
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_at_the_level_of_the_graph(normal):
+    """Other tensors of the graph as operands, and structure by cuDNN's attributes."""
+
+    @jc.graph
+    def attention(g, q, k, v, slopes):
+        change = lambda s, b, h, i, j, a: s + (j - i) * a  # noqa: E731
+        given = {"score_mod": change, "score_mod_operands": [g.exp(slopes)]}
+        return g.sdpa(q, k, v, attn_scale=0.3, diagonal_band_right_bound=0, **given)[0]
+
+    arrays, slopes = inputs(normal), normal((1, N, 1, 1))
+    change = lambda s, b, h, i, j: s + (j - i) * jnp.exp(slopes)  # noqa: E731
+    want = plain(*arrays, change=change, scale=0.3, seen=J <= AT)
+    got = attention(*(jnp.swapaxes(x, 1, 2) for x in arrays), slopes)
+    np.testing.assert_allclose(jnp.swapaxes(got, 1, 2), want, atol=1e-5)
+
+
+# -- tracing, and transformations ------------------------------------------------------------------
+
+
+def test_functions_are_traced_once_let_go_and_equal_ones_make_equal_graphs(normal):
+    class Doubling:
+        __hash__ = None
+
+        def __call__(self, score, b, h, q, kv):
+            return 2 * score
+
+    traced = []
+
+    def change(score, *_):
+        traced.append(score)
+        return 2 * score
+
+    arrays, doubling = inputs(normal), Doubling()
+    for function in (change, change, doubling):
+        ours(*arrays, score_mod=function)
+    assert len(traced) == 1
+    traced.clear()
+    held = weakref.ref(change), weakref.ref(doubling)
+    del change, doubling, function
+    gc.collect()
+    assert [x() for x in held] == [None, None]
+    both = [lambda s, *_: jnp.tanh(s) * 2, lambda s, *_: jnp.tanh(s) * 2]
+    (one,), (other,) = (graphs_of(functools.partial(ours, score_mod=f), *arrays) for f in both)
+    assert one is other
+    for first, second in ((2.0, 2.0), (2.0, 3.0)):
+        caps = [functools.partial(ours, score_mod=softcap(c)) for c in (first, second)]
+        (one,), (other,) = (graphs_of(f, *arrays) for f in caps)
+        assert (one == other) == (first == second)
+
+
+def test_arrays_that_it_closes_over_are_those_of_the_call(normal):
+    arrays, holds = inputs(normal), {}
+
+    def change(score, b, h, q, kv):
+        return score * holds["table"] * holds["number"]
+
+    def call(table, number):
+        holds.update(table=table, number=number)
+        return ours(*arrays, score_mod=change)
+
+    for number in (1.0, 2.0):
+        got = call(jnp.ones((1, N, 1, 1)), jnp.float32(number))
+        want = plain(*arrays, change=lambda s, *_, n=number: s * n)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert jnp.all(jax.grad(lambda x: (call(x, 1.0) ** 2).sum())(jnp.ones((1, N, 1, 1))) != 0)
+
+
+def test_a_gradient_is_one_forward_and_one_backward_and_operands_are_the_references(normal):
+    def step(of, change, *operands):
+        call = lambda *x: ours(*x[:3], score_mod=change, score_mod_operands=x[3:])  # noqa: E731
+        gradient = jax.grad(lambda *x: call(*x).astype("float32").sum(), of)
+        arrays = (*inputs(normal, "bfloat16"), *operands)
+        assert primitives(jax.make_jaxpr(gradient)(*arrays)).count("cudnn") == 2
+        return graphs_of(gradient, *arrays)
+
+    forward, backward = step((0, 1, 2), softcap(5.0))
+    assert (methods(forward), methods(backward)) == (["sdpa"], ["sdpa_backward"])
+    assert forward.calls[0].node.score_mod == backward.calls[0].node.score_mod
+    for of in ((0, 1, 2, 3), 3):
+        _, backward = step(of, scaled, normal((1, N, 1, 1)))
+        assert ("sdpa_backward" in methods(backward)) == (of != 3)
+        assert "transpose_jvp_sdpa" in methods(backward)
+
+
+@pytest.mark.parametrize(
+    ("function", "hides"),
+    [
+        (softcap(2.0), False),
+        (lambda s, b, h, q, kv: jnp.tanh(s / 3) + (kv <= q), False),
+        (causal, True),
+        (lambda s, b, h, q, kv: s + jnp.log((kv <= q).astype("float32")), True),
+        (lambda s, b, h, q, kv: s - jnp.exp(1e3 * (kv > q)), True),
+        (prefix(np.int64(3)), False),
+    ],
+)
+def test_whether_it_may_hide_all_keys(function, hides):
+    mod, _ = score_mod_written.written(function, [], (B, N, T, K))
+    assert mod.hides == hides
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_within_a_mesh(kind, normal):
+    """jnp.where and what it selects beside indices: JAX puts operations of the mesh between."""
+    q, slope = normal((1, 2, 1, 8)), jnp.full((1, 1, 1, 1), 0.5)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
+
+    def call(q, slope):
+        change = lambda s, b, h, i, j: jnp.where(j <= i, slope * s, -jnp.inf)  # noqa: E731
+        capped = ours(q, q, q, is_causal=True, score_mod=softcap(2.0))
+        return capped + ours(q, q, q, score_mod=change)
+
+    spec = P("d") if kind == AxisType.Auto else P()
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
+    np.testing.assert_allclose(jax.jit(mapped)(q, slope), call(q, slope), atol=1e-6)
+    with jax.set_mesh(mesh):
+        got = jax.jit(call)(q, slope)
+    np.testing.assert_allclose(got, call(q, slope), atol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("blocks")
+def test_forward_mode_and_second_derivatives(normal):
+    sizes = {"b": 1, "t": 6, "s": 7, "n": 2, "k": 1, "h": 4}
+    arrays, along = ((*inputs(normal, **sizes), normal((1, 2, 1, 1))) for _ in range(2))
+    change = lambda s, b, h, q, kv, a: 2 * jnp.tanh(s * a) - (kv > q) * 3.0  # noqa: E731
+    every = (0, 1, 2, 3)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def found(f):
+        gradient = jax.grad(lambda *x: jnp.sum(f(*x) ** 3), every)
+        squares = lambda *x: sum((y**2).sum() for y in gradient(*x))  # noqa: E731
+        first, second = (jax.jvp(g, arrays, along)[1] for g in (f, gradient))
+        return first, second, jax.grad(squares, every)(*arrays)
+
+    call = lambda *x: ours(*x[:3], score_mod=change, score_mod_operands=x[3:])  # noqa: E731
+    want = found(functools.partial(plain, change=change))
+    for a, b in zip(jax.tree.leaves(found(call)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-3)
+
+
+VMAPS = {"all": (0, 0, 0, 0), "tokens": (0, 0, 0, None), "operand": (None, None, None, 0)}
+
+
+@pytest.mark.parametrize("shape", [(1, N, 1, 1), (B, 1, T, 1)], ids=["heads", "examples"])
+@pytest.mark.parametrize("name", VMAPS)
+def test_vmap(name, shape, normal):
+    axes = VMAPS[name]
+    arrays = [
+        x if a is None else jnp.stack([x, 2 * x, -x], a)
+        for x, a in zip((*inputs(normal), 0.2 * normal(shape)), axes, strict=True)
+    ]
+    change = lambda s, b, h, q, kv, a: s * jnp.exp(a) * (1 + b)  # noqa: E731
+    f = lambda *x: ours(*x[:3], score_mod=change, score_mod_operands=x[3:])  # noqa: E731
+    g = functools.partial(plain, change=change)
+    agree(normal, jax.vmap(f, axes), jax.vmap(g, axes), arrays, 1e-3)
+    (spec,) = graphs_of(jax.vmap(f, axes), *arrays)
+    assert spec.tensor(dict(spec.calls[-1].inputs)["q"]).shape[0] == B  # b is of each call
+    f = lambda *x: ours(*x[:3], score_mod=scaled, score_mod_operands=x[3:])  # noqa: E731
+    (spec,) = graphs_of(jax.vmap(f, axes), *arrays)
+    in_turn = shape[0] == 1 and axes[3] == 0  # what the examples share is not theirs any more
+    assert spec.tensor(dict(spec.calls[-1].inputs)["q"]).shape[0] == (B if in_turn else 3 * B)
+
+
+def test_the_batch_may_be_sharded_beside_remat_and_scan(normal):
+    arrays = (*inputs(normal, b=8, s=T), normal((8, 1, T, 1)))
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
+    f = lambda *x: ours(*x[:3], score_mod=scaled, score_mod_operands=x[3:])  # noqa: E731
+    g = functools.partial(plain, change=scaled)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+
+    def looped(q, k, v, a):
+        step = jax.checkpoint(lambda x, _: (mapped(x, k, v, a), None))
+        return jax.lax.scan(step, q, None, 2)[0]
+
+    agree(normal, looped, lambda q, k, v, a: g(g(q, k, v, a), k, v, a), arrays)
+
+
+@pytest.mark.parametrize("row", [(1, 1, 8192, 1), (1, 1, 1, 8192)], ids=["queries", "keys"])
+def test_memory_is_linear_in_the_number_of_queries(row):
+    x = S((1, 8192, 4, 16), "float32")
+    f = lambda q, k, v, a: ours(q, k, v, score_mod=scaled, score_mod_operands=(a,)).sum()  # noqa: E731
+    step = jax.jit(jax.grad(f, (0, 1, 2)))
+    memory = step.lower(x, x, x, S(row, "float32")).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2**29
+
+
+# -- what cuDNN is given ---------------------------------------------------------------------------
+
+
+class Computed:
+    """A tensor of a pygraph that computes at once."""
+
+    def __init__(self, value, kind="", number=False):
+        self.value, self.kind, self.number = value, kind, number
+
+    def set_data_type(self, kind):
+        self.kind = kind
+        return self
+
+
+class ComputingGraph:
+    """A pygraph that computes at once, and refuses what cuDNN's engines for attention do."""
+
+    def __init__(self):
+        self.added = []
+
+    def __getattr__(self, method):
+        def add(*args, name="", compute_data_type="", axis=None, **named):
+            self.added.append(method)
+            cls = REGISTRY[method]
+            given = dict(zip(cls.ports.input_names, args, strict=False)) | named
+            assert list(given) == list(cls.ports.input_names)
+            assert not next(iter(given.values())).number
+            booleans = [port for port, x in given.items() if x.kind == "BOOLEAN"]
+            assert booleans in ([], ["mask"])
+            node = cls() if axis is None else cls(axis)
+            assert compute_data_type == ("FLOAT" if axis is None else "INT32")
+            values = {port: jnp.asarray(x.value, "float32") for port, x in given.items()}
+            (value,) = node.reference(**values)
+            return Computed(value)
+
+        return add
+
+    def tensor_scalar(self, value, kind):
+        assert value == float(np.float32(value)) or np.isnan(value)
+        return Computed(np.float32(value), number=True)
+
+
+@pytest.fixture
+def no_cudnn(monkeypatch):
+    """In its place what ComputingGraph understands."""
+    kinds = types.SimpleNamespace(FLOAT="FLOAT", INT32="INT32", BOOLEAN="BOOLEAN")
+    scalars = types.SimpleNamespace(scalar_type=types.SimpleNamespace(RUNTIME_PARAM=""))
+    fake = types.SimpleNamespace(data_type=kinds, _pybind_module=scalars)
+    monkeypatch.setitem(sys.modules, "cudnn", fake)
+
+
+def emitted(function, operands=()):
+    band = attention_reference.Band()
+    mod, read = score_mod_written.written(function, [*operands], (B, N, T, K), band, [])
+    given = dict(zip(mod.ports, read, strict=True))
+    tensors = {port: Computed(x) for port, x in given.items()}
+    return mod, given, score_mod_emission.Emission.with_derivative(mod, tensors)
+
+
+WITH_OPERANDS = {
+    "alibi": (alibi, ()), "biased": (biased, ((1, N, T, K),)), "scaled": (scaled, ((1, N, 1, 1),)),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_cudnn")
+@pytest.mark.parametrize("name", [*OF_EACH_ELEMENT, *WITH_OPERANDS])
+def test_cudnn_and_xla_are_given_the_function_and_its_derivative(name, normal):
+    change, shapes = WITH_OPERANDS.get(name) or (OF_EACH_ELEMENT[name], ())
+    operands = [normal(shape) for shape in shapes]
+    scores, gradient, graph = normal((B, N, T, K)), normal((B, N, T, K)), ComputingGraph()
+    mod, given, emission = emitted(change, operands)
+    out = emission.forward(graph, Computed(scores)).value
+    want, pull = jax.vjp(lambda s: change(s, *places(s.shape), *operands), scores)
+    np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(mod(scores, 0, given), want, rtol=2e-5, atol=2e-5)
+    back = emission.backward(graph, Computed(gradient)).value
+    np.testing.assert_allclose(back, pull(gradient)[0], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("no_cudnn")
+def test_the_derivative_reads_what_the_forward_made(normal):
+    """Of 50 tanh(score / 50) what stands in tanh, which cuDNN would compute twice."""
+    _, _, emission = emitted(softcap(50.0))
+    graph = ComputingGraph()
+    emission.forward(graph, Computed(normal((B, N, T, K))))
+    assert graph.added == ["mul", "tanh", "mul"]
+    emission.backward(graph, Computed(normal((B, N, T, K))))
+    assert graph.added[3:] == ["mul", "tanh_backward", "mul"]
+    mod, _, _ = emitted(lambda s, b, h, q, kv: jnp.where(s == s, q - kv, 0) * 1.0)
+    assert score_mod_emission.derivative(mod.spec).is_zero
+
+
+@pytest.mark.parametrize("name", ["expm1", "log1p"])
+def test_digits_near_zero(name):
+    x = [*(s * 10.0**-n for n in range(1, 9) for s in (1, -1)), 0, 0.6, 3, 20]
+    scores = jnp.broadcast_to(jnp.asarray(x, "float32"), (1, 1, 1, len(x)))
+    mod, _ = score_mod_written.written(of_score(getattr(jnp, name)), [], scores.shape)
+    assert mod.refused_backward((1, 1, 128, 128)) is None
+    got, slope = jax.jit(lambda s: jax.jvp(lambda s: mod(s, 0, {}), (s,), (s * 0 + 1,)))(scores)
+    wide = np.asarray(scores[0, 0, 0], np.float64)
+    np.testing.assert_allclose(got[0, 0, 0], getattr(np, name)(wide), rtol=1e-6)
+    want = np.exp(wide) if name == "expm1" else 1 / (1 + wide)
+    np.testing.assert_allclose(slope[0, 0, 0], want, rtol=1e-5)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+Q, ROWS = jnp.ones((2, 8, 4, 16), "bfloat16"), jnp.ones((8, 8))
+WRONG = {  # words, and a function with its operands
+    "is no function": (3, ()),
+    "NoneType": (None, (Q,)),
+    "reduce_max": (of_score(lambda s: s - s.max(-1, keepdims=True)), ()),
+    "dot_general": (of_score(lambda s: s @ s), ()),
+    "rev": (of_score(lambda s: s + s[..., ::-1]), ()),
+    "[1, 4, 8, 8]": (of_score(lambda s: s[:1]), ()),
+    "test_score_mod.py": (lambda s, b, h, q, kv: (q - kv) * 1.0, ()),
+    "jnp.where": (lambda s, b, h, q, kv: s > 0, ()),
+    "is no array": (lambda *_: None, ()),
+    "leave the cast out": (of_score(lambda s: s.astype("bfloat16") * 2.0 + s), ()),
+    "bits of integers": (lambda s, b, h, q, kv: s + (q & 3), ()),
+    "score_mod_operands[0] does not fit": (lambda *x: x[0], (jnp.ones((3, 1, 1, 8)),)),
+    "random": (of_score(lambda s: s + jax.random.normal(jax.random.key(0), s.shape)), ()),
+    "no tuple": (biased, ROWS),
+    "'table'": (biased, ()),
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_errors_of_functions(word):
+    change, operands = WRONG[word]
+    with pytest.raises((jc.GraphError, jc.GraphTypeError)) as caught:
+        ours(Q, Q, Q, score_mod=change, score_mod_operands=operands)
+    assert word in str(caught.value), str(caught.value)
+
+
+def test_errors_of_the_node_and_of_numbers():
+    q, n = S((2, 4, 8, 16), "bfloat16"), S((2, 1, 1, 1), "int32")
+    others = []
+    jc.graph(lambda g, n: others.append(n) or g.abs(n)).trace(S((2, 1, 1, 1), "float32"))
+    add = lambda s, *x: s + x[-1]  # noqa: E731
+    for words, given in {
+        "without a score_mod": {"score_mod_operands": "n"},
+        "one of the lengths": {"score_mod": of_score(jnp.tanh), "seq_len_q": "n"},
+        "does not fit the scores": {"score_mod": add, "score_mod_operands": "q"},
+        "belongs to another graph": {"score_mod": add, "score_mod_operands": "other"},
+    }.items():
+
+        def traced(g, q, n, given=given):
+            of = {"n": n, "q": q, "other": others[0]}
+            named = {key: of.get(x, x) if isinstance(x, str) else x for key, x in given.items()}
+            if "score_mod_operands" in named:
+                named["score_mod_operands"] = [named["score_mod_operands"]]
+            return g.sdpa(q, q, q, **named)
+
+        with pytest.raises((jc.GraphError, jc.GraphTypeError), match=words):
+            jc.graph(traced).trace(q, n)
+    for function, value in ((softcap, jnp.ones(3)), (softcap, "3"), (softcap, 0.0), (prefix, -1)):
+        with pytest.raises((jc.GraphError, jc.GraphTypeError), match=r"cap is not|length is not"):
+            function(value)
