@@ -156,22 +156,6 @@ def test_operands_of_all_kinds_compute_as_without_a_mesh(name):
     assert_near(got, want, 1e-2 if want.dtype == "bfloat16" else 1e-6)
 
 
-BATCHES = (((3,), (2,)), ((0, 1), (0, 1)))
-
-
-@KINDS
-def test_batches_of_two_dimensions(kind):
-    a, b, place = random(4, 2, 6, 8), random(4, 2, 8, 10, seed=2), P("data", "model")
-    functions = jc.ops.matmul, lambda a, b: jc.ops.dot_general(a, b, BATCHES), jnp.matmul
-    with mesh(kind):
-        arrays = jax.device_put(a, place), jax.device_put(b, place)
-        *ours, (want, laxs) = (step(f, *arrays) for f in functions)
-    for got, mine in ours:
-        assert_near(got, want)
-        assert_placed_alike(got, want)
-        assert mine == laxs
-
-
 def test_who_computes_on_a_mesh(caplog):
     x, w = random(*TOKENS), random(8, 8)
     plain = functools.partial(jc.ops.matmul, bias=jnp.ones(8))
