@@ -28,8 +28,6 @@ def x(key):
 
 LIFTED = {
     "static": lambda x: scale(x, 2.0),
-    "jit": lambda x: jax.jit(scale)(x, 2.0),
-    "numpy": lambda x: scale(x, np.float32(2)),
     "array": lambda x: scale(x, jnp.float32(2)),
     "vmap": lambda x: jax.vmap(scale, (None, 0))(x, jnp.full(1, 2.0))[0],
     "scan": lambda x: jax.lax.scan(lambda c, k: (scale(c, k), None), x, jnp.full(1, 2.0))[0],
@@ -48,12 +46,10 @@ def test_scalar_that_was_used_as_one_stays_one(x):
         function(x, jnp.float32(2))
     used_twice = jc.graph(lambda g, x, k: (x * k, x + k))(x, jnp.float32(2))
     np.testing.assert_allclose(used_twice[1], x + 2, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_traced_python_number_does_not_promote(dtype, x):
-    assert jax.jit(scale)(x.astype(dtype), 2.0).dtype == dtype
-    assert scale(x.astype(dtype), 2.0).dtype == dtype
+    for dtype in ("bfloat16", "float16"):
+        assert (
+            scale(x.astype(dtype), 2.0).dtype == jax.jit(scale)(x.astype(dtype), 2.0).dtype == dtype
+        )
 
 
 # -- names ---------------------------------------------------------------------------------------
@@ -74,16 +70,13 @@ def test_arguments_may_be_called_like_constants_and_results():
 # -- statics that are equal and yet different ------------------------------------------------------
 
 
-def test_sign_of_a_zero_constant_is_kept():
+def test_sign_of_a_zero_constant_is_kept_and_nan_is_one():
     y = jnp.ones((1, 1))
     plus, minus = (jc.graph(lambda g, y, z=z: y * z)(y).item() for z in (0.0, -0.0))
     assert (np.signbit(plus), np.signbit(minus)) == (False, True)
-    assert np.signbit(scale(y, -0.0).item()) > np.signbit(scale(y, 0.0).item())
-
-
-def test_not_a_number_is_one_constant():
-    specs = [jc.graph(lambda g, y: y * float("nan")).trace(jnp.ones((1, 1)))[1].spec for _ in "ab"]
+    specs = [jc.graph(lambda g, y: y * float("nan")).trace(y)[1].spec for _ in "ab"]
     assert specs[0] is specs[1]
+    assert np.signbit(scale(y, -0.0).item()) > np.signbit(scale(y, 0.0).item())
 
 
 class Pair(NamedTuple):
@@ -137,11 +130,9 @@ def test_boxes_of_one_array_and_foreign_dtypes(x):
     assert [a.dtype for a in got] == [a.dtype for a in others]
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (2, 8, 0, 3)])
-def test_empty_arrays_run_everywhere(shape):
-    function = jax.jit(module_level)
-    empty = jnp.ones(shape)
-    assert function(empty).shape == shape
+def test_empty_arrays_run_everywhere():
+    function, empty = jax.jit(module_level), jnp.ones((2, 0, 4))
+    assert function(empty).shape == empty.shape
     with jc.target("H200"):
         text = function.trace(empty).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call" not in text

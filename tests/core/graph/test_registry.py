@@ -47,8 +47,6 @@ CONTRACT = {
     "no reference": ({"reference": None}, "reference is missing"),
     "no examples": ({"examples": ()}, "at least one example"),
     "wrong dims": ({"dims": "a: n c"}, "dims must read"),
-    "two groups": ({"dims": "a: *x *y -> Y: *x"}, "more than one group"),
-    "no docstring": ({"__doc__": None}, "docstring is missing"),
     "batch letter": ({"batch": "q"}, "batch letters 'q' are not in dims"),
     "example's ports": ({"examples": (Example({"b": (2, 3)}),)}, "example's ports"),
 }

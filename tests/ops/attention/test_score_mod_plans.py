@@ -16,7 +16,6 @@ from score_mod_checks import (
     drawn,
     floats,
     gradients,
-    of_score,
     prepared,
     softcap,
 )  # fmt: skip
