@@ -127,17 +127,12 @@ def test_an_activation_is_fused_kept_and_checked(name, key):
         case.made(case.ours, activation="foo")
 
 
-NORMS = ("LayerNorm", "RMSNorm", "InstanceNorm", "BatchNorm")
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [*((n, (2,)) for n in NORMS), ("GroupNorm", (2, 1)), ("Linear", (2, 3))],
-)
-def test_lists_are_taken(name, arguments):
+def test_lists_are_taken():
     given = [[[1.0, 2.0], [3.0, 5.0], [4.0, 4.0]]]
-    ours, theirs = (getattr(of, name)(*arguments, rngs=nnx.Rngs(0)) for of in (jnn, nnx))
-    assert_near(ours(given), theirs(jnp.array(given)))
+    for name in ("LayerNorm", "RMSNorm", "InstanceNorm", "BatchNorm", "Linear"):
+        arguments = (2, 3) if name == "Linear" else (2,)
+        ours, theirs = (getattr(of, name)(*arguments, rngs=nnx.Rngs(0)) for of in (jnn, nnx))
+        assert_near(ours(given), theirs(jnp.array(given)))
 
 
 @pytest.mark.long
