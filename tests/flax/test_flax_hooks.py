@@ -105,15 +105,12 @@ def linens(**named):
 
 
 def test_linens_layer_takes_it():
+    """With weights that it sows."""
     theirs, ours = linens(), linens(attention_fn=jc.ops.attention_fn)
     x, mask = inputs(2, 8, 32), linen.make_causal_mask(jnp.ones((2, 8)))
     params = theirs.init(jax.random.key(0), x)
-
-    def run(layer):
-        step = value_and_gradients(lambda p: layer.apply(p, x, mask=mask), params)
-        return step, layer.apply(params, x, sow_weights=True, mutable=["intermediates"])[1]
-
-    close(run(ours), run(theirs))
+    run = {"mask": mask, "sow_weights": True, "mutable": ["intermediates"]}
+    close(ours.apply(params, x, **run), theirs.apply(params, x, **run))
 
 
 STRIDED = {"strides": 2, "feature_group_count": 2, "padding": "VALID"}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from flax_cases import CASES, assert_near
+from flax_cases import assert_near
 
 import jax_cudnn as jc
 import jax_cudnn.flax as jnn
@@ -58,19 +58,6 @@ def test_stacked_layers_train_and_evaluate_alike(key):
         results = nnx.jit(nnx.vmap(lambda block, x: block(x)))(blocks, images(key, 2))
         found.append((losses, nnx.state(blocks), results))
     assert_near(*found, 1e-4)
-
-
-@pytest.mark.parametrize(("momentum", "dtype"), [(0.9, None), (0.5, "bfloat16")])
-def test_running_statistics_are_flaxs(key, momentum, dtype):
-    ours, theirs = CASES["batch_norm relu"].both(momentum=momentum, dtype=dtype)
-    x = 3 * jax.random.normal(key, (16, 3, 3, 8)) + 2
-    for layer in (ours, theirs):
-        layer(x)
-        layer(x, use_running_average=True)  # changes nothing
-        layer(2 * x)
-        layer.eval()
-    assert_near(nnx.state(ours, nnx.BatchStat), nnx.state(theirs, nnx.BatchStat), 1e-5)
-    assert_near(ours(x), theirs(x), 1e-5 if dtype is None else 2**-5)
 
 
 def block(**named):
@@ -129,18 +116,14 @@ def test_conv_norm_act_of_layers_shares_and_keeps_what_they_have(key):
         jnn.ConvNormAct.of(derived, norm)
 
 
-@pytest.mark.parametrize(
-    ("activation", "function", "use_bias"),
-    [("silu", jax.nn.silu, False), ("gelu", jax.nn.gelu, True)],
-)
-def test_gated_mlp_is_its_layers(key, activation, function, use_bias):
-    mlp = jnn.GatedMLP(8, 24, 4, activation=activation, use_bias=use_bias, rngs=nnx.Rngs(0))
+def test_gated_mlp_is_its_layers(key):
+    mlp = jnn.GatedMLP(8, 24, 4, activation="gelu", use_bias=True, rngs=nnx.Rngs(0))
 
     def derived(call):
         loss = nnx.grad(lambda mlp, x: (call(mlp, x) ** 2).sum(), argnums=(0, 1))
         return nnx.jit(loss)(mlp, jax.random.normal(key, (2, 3, 8)))
 
-    plain = derived(lambda m, x: m.down(function(m.gate(x)) * m.up(x)))
+    plain = derived(lambda m, x: m.down(jax.nn.gelu(m.gate(x)) * m.up(x)))
     assert_near(derived(lambda m, x: m(x)), plain, 5e-5)
     assert mlp(jnp.ones(8)).shape == (4,)
 
