@@ -62,15 +62,22 @@ def vmapped(*axes):
     return apply
 
 
-def through_scan(f):
-    def run(*args):
-        step = lambda total_, x: (total_ + total(f)(x, *args[1:]), total_)  # noqa: E731
-        return lax.scan(step, 0.0, jnp.stack([args[0], -args[0]]))
+def loops(f):
+    """A scan, a switch and a map in batches."""
+
+    def run(x, *rest):
+        step = lambda carry, x: (carry + total(f)(x, *rest), carry)  # noqa: E731
+        branches = [lambda *a: f(*half(a)), f]
+        return (
+            lax.scan(step, 0.0, jnp.stack([x, -x])),
+            lax.switch(jnp.int32(jnp.sum(x) > -1e6), branches, x, *rest),
+            lax.map(lambda x: f(x, *rest), jnp.stack([x, 2 * x, -x]), batch_size=2),
+        )
 
     return run
 
 
-def through_while(f):
+def while_loop(f):
     def run(*args):
         def body(state):
             i, value = state
@@ -81,79 +88,42 @@ def through_while(f):
     return run
 
 
-def jvp_of(apply):
-    """Along half the operands."""
-    return lambda f: lambda *a: jax.jvp(apply(f), a, half(a))
-
-
-def gradient_of(apply):
-    """Of all floats that a function gives, by all operands."""
-    return lambda f: jax.grad(total(apply(f)), (0, 1, 2))
-
-
-def through_switch(f):
-    branches = [lambda *a: f(*half(a)), f, lambda *a: f(*half(half(a)))]
-    return lambda *args: lax.switch(jnp.int32(jnp.sum(args[2] > -1e6) > 0), branches, *args)
-
-
-def through_custom_vjp(f):
-    """Somebody's own gradient, twice the right one, around us."""
+def own_gradient(f):
+    """Somebody's, twice the right one, around us."""
     wrapped = jax.custom_vjp(f)
     twice = lambda cotangents: jax.tree.map(lambda t: 2 * t, cotangents)  # noqa: E731
     wrapped.defvjp(lambda *a: jax.vjp(f, *a), lambda pullback, t: pullback(twice(t)))
     return wrapped
 
 
-def by_one_result(f):
-    """The other results have no cotangents."""
-    return lambda *args: jax.tree.leaves(f(*args))[0]
+def grad(f):
+    """Of all floats that a function gives, by all operands."""
+    return jax.grad(total(f), (0, 1, 2))
 
 
-def over_devices(f):
-    """Each device has its rows; shard_map adds up the gradients of what they share."""
-
-    def run(*args):
-        mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
-        mapped = jax.shard_map(
-            f, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), check_vma=True
-        )
-        return mapped(jnp.concatenate([args[0]] * 2), *args[1:])
-
-    return run
-
-
-def over_rows(f):
-    """The same without devices."""
-    return lambda *args: jax.tree.map(lambda y: jnp.concatenate([y] * 2), f(*args))
+def jvp(f):
+    return lambda *args: jax.jvp(f, args, half(args))
 
 
 def third_order(f):
     """At small operands: where gelu is nearly linear, float32 has nothing of its third derivative
     but differences of what is almost equal."""
-
-    def gradient(*args):
-        return jax.grad(total(f), (0, 1, 2))(*args)
-
-    def curvature(*args):
-        return jax.jvp(gradient, args, half(args))[1]
-
-    return lambda *args: jax.jvp(curvature, half(half(args)), args)
+    return lambda *args: jvp(jvp(grad(f)))(*half(args))
 
 
+vmap_grad = lambda f: vmapped(0, None, 1)(grad(f))  # noqa: E731
 TRANSFORMS = {
-    "grad": gradient_of(lambda f: f),
-    "jvp": jvp_of(lambda f: f),
-    "vmap_grad": lambda f: vmapped(0, None, 1)(jax.grad(total(f), (0, 1, 2))),
-    "grad_of_one_result": gradient_of(by_one_result),
+    "grad": grad,
+    "jvp": jvp,
+    "vmap_grad": vmap_grad,
     "third_order": third_order,
-    "vmap_grad_scan": lambda f: vmapped(None, 0, None)(gradient_of(through_scan)(f)),
-    "jvp_while": jvp_of(through_while),
-    "vmap_while": lambda f: vmapped(0, None, None)(through_while(f)),
-    "grad_switch": gradient_of(through_switch),
-    "vmap_grad_custom_vjp": lambda f: vmapped(0, None, 0)(gradient_of(through_custom_vjp)(f)),
-    "grad_map_in_batches": gradient_of(
-        lambda f: lambda *a: lax.map(lambda x: f(x, *a[1:]), jnp.stack([a[0]] * 5), batch_size=2)
-    ),
+    "grad of one result": lambda f: grad(lambda *args: jax.tree.leaves(f(*args))[0]),
+    "grad of loops": lambda f: grad(loops(f)),
+    "jvp of loops": lambda f: jvp(loops(f)),
+    "vmap_grad of loops": lambda f: vmap_grad(loops(jax.checkpoint(f))),
+    "jvp of while": lambda f: jvp(while_loop(f)),
+    "vmap of while": lambda f: vmapped(0, None, None)(while_loop(f)),
+    "vmap_grad of own gradient": lambda f: vmap_grad(own_gradient(f)),
 }
 
 
@@ -169,10 +139,14 @@ def test_transforms_are_those_of_jnp(function, transform, key):
 @each_function
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap_grad"])
 def test_inside_shard_map(function, transform, key):
+    """Each device has its rows; shard_map adds up the gradients of what they share."""
     graph, plain, _ = FUNCTIONS[function]
     args, apply = operands(function, key), TRANSFORMS[transform]
-    got = jax.jit(apply(over_devices(graph)))(*args)
-    assert_same(jax.device_get(got), jax.device_get(jax.jit(apply(over_rows(plain)))(*args)))
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
+    ours = jax.shard_map(graph, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+    rows = lambda f: lambda x, *rest: f(jnp.concatenate([x, -x]), *rest)  # noqa: E731
+    got, want = (jax.device_get(jax.jit(apply(rows(f)))(*args)) for f in (ours, plain))
+    assert_same(got, want)
 
 
 @each_function
@@ -188,18 +162,18 @@ def test_shapes_and_types_are_known_without_values(function, key):
 @each_function
 def test_disable_jit_export_and_donation_change_nothing(function, key):
     graph, plain, _ = FUNCTIONS[function]
-    args, of = operands(function, key), TRANSFORMS["vmap_grad"]
-    want = of(plain)(*args)
+    args = operands(function, key)
+    want = jax.jit(grad(plain))(*args)
     with jax.disable_jit():
-        assert_same(of(graph)(*args), want)
-    exported = jax.export.export(jax.jit(of(graph)), platforms=["cpu"])(*args)
+        assert_same(grad(graph)(*args), want)
+    exported = jax.export.export(jax.jit(grad(graph)), platforms=["cpu"])(*args)
     assert_same(exported.call(*args), want)
     called = jax.export.export(jax.jit(graph), platforms=["cpu"])(*args).call
-    assert_same(jax.grad(total(called))(*args), jax.grad(total(plain))(*args))
-    step = lambda x, w, b: w - 0.1 * jax.grad(total(graph), 1)(x, w, b)  # noqa: E731
-    want, donated = step(*args), jnp.array(args[1])
-    assert_same(jax.jit(step, donate_argnums=1)(args[0], donated, args[2]), want)
-    assert donated.is_deleted()
+    assert_same(jax.jit(grad(called))(*args), want)
+    donated = [jnp.array(a) for a in args]
+    step = jax.jit(grad(graph), donate_argnums=(0, 1, 2))
+    assert_same(step(*donated), want)
+    assert all(a.is_deleted() for a in donated)
 
 
 # -- operands that do not move, and odd ones -------------------------------------------------------
@@ -229,23 +203,23 @@ def test_gradients_beside_operands_and_results_of_integers():
     assert_same(along, jnp.array([[1.0, 3.0]]))
 
 
-@pytest.mark.parametrize("transform", ["grad", "vmap_all", "vmap_grad"])
-def test_arrays_without_elements(transform, key):
+@pytest.mark.parametrize("of", [grad, vmapped(0, 0, 0), vmap_grad])
+def test_arrays_without_elements(of, key):
     @jc.graph
     def scaled(g, x, s, y):
         return {"y": g.relu(x * s) + y, "sums": g.reduction(x, mode="ADD", out_dims=[1, 1, 6, 6])}
 
-    def plain(x, s, y):
+    def plain_scaled(x, s, y):
         return {"y": jax.nn.relu(x * s) + y, "sums": x.sum((0, 1), keepdims=True)}
 
-    of = {**TRANSFORMS, "vmap_all": vmapped(0, 0, 0)}[transform]
-    for shape in ((0, 4, 6, 6), (2, 0, 6, 6)):
-        args = [jnp.ones(shape), jnp.full((1, 1, 1, 6), 0.5), jnp.ones((1, 1, 1, 1))]
-        assert_same(jax.jit(of(scaled))(*args), jax.jit(of(plain))(*args))
-    rows = [jnp.ones((0, 3, 4)), jnp.ones((1, 4, 4)), jnp.ones((1, 1, 4))]
-    assert_same(jax.jit(of(linear))(*rows), jax.jit(of(plain_linear))(*rows))
-    images = [jnp.ones((0, 4, 6, 6)), *operands("conv", key)[1:]]
-    assert_same(jax.jit(of(conv))(*images), jax.jit(of(plain_conv))(*images))
+    for graph, plain, shapes in (
+        (scaled, plain_scaled, ((0, 4, 6, 6), (1, 1, 1, 6), (1, 1, 1, 1))),
+        (scaled, plain_scaled, ((2, 0, 6, 6), (1, 1, 1, 6), (1, 1, 1, 1))),
+        (linear, plain_linear, ((0, 3, 4), (1, 4, 4), (1, 1, 4))),
+        (conv, plain_conv, ((0, 4, 6, 6), (4, 4, 3, 3), (1, 4, 1, 1))),
+    ):
+        args = [jnp.ones(shape) for shape in shapes]
+        assert_same(jax.jit(of(graph))(*args), jax.jit(of(plain))(*args))
 
 
 def test_linear_transpose_of_linear_graphs():
