@@ -91,13 +91,10 @@ class Case:
     def convolved(self, x, w=None):
         if w is None:
             return x
-        given = {"strides": 1, "padding": "SAME", "dilation": 1, "groups": 1, **self.conv}
-        strides, dilation = (
-            (given[k],) * (x.ndim - 2) if isinstance(given[k], int) else given[k]
-            for k in ("strides", "dilation")
-        )
+        ones = (1,) * (x.ndim - 2)
+        given = {"strides": ones, "padding": "SAME", "dilation": ones, "groups": 1, **self.conv}
         return lax.conv_general_dilated(
-            x, w, strides, given["padding"], rhs_dilation=dilation,
+            x, w, given["strides"], given["padding"], rhs_dilation=given["dilation"],
             dimension_numbers=self.numbers, feature_group_count=given["groups"],
         )  # fmt: skip
 

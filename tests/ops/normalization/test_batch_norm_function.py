@@ -1,38 +1,26 @@
-"""jc.ops.batch_norm x its options, beside float64, Flax and several devices."""
+"""jc.ops.batch_norm x its options, beside float64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batch_norm_calls import (
-    IMAGE,
-    MOMENTUM,
-    Case,
-    check,
-    loss,
-    moving,
-    same,
-    with_,
-)
+from batch_norm_calls import IMAGE, Case, check, loss, moving, same, with_
 from helpers import cotangents_of, exactly, outcome
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from transformations import (
-    graphs_of,
-    methods,
-    relative_error,
-)
+from transformations import graphs_of, methods, relative_error
 
 ALL = "scale bias residual"
 TWO = pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 
-# -- values and gradients --------------------------------------------------------------------------
-
 STRIDED = {"strides": (2, 1), "padding": [(1, 2), (0, 1)], "dilation": (1, 2)}
+MOVED, VOLUMES = ("HWNC", "OIHW", "CHWN"), ("NDHWC", "DHWIO", "NDHWC")
 CONV = Case((2, 5, 6, 4), w=(3, 3, 4, 6), given=ALL)
 NORMS = [  # with dtypes of x and of parameters
     (Case((9, 5), 1, given="", activation="relu"), "float32", "float32"),
     (Case((4, 6, 5), given=ALL, activation="relu"), "bfloat16", "float32"),
+    (Case((1, 6)), "float32", "float32"),  # of one element, which is its own mean
+    (Case((1, 1, 1, 6)), "bfloat16", "float32"),
     (with_(IMAGE, given="scale", activation="gelu"), "float32", "bfloat16"),
     (with_(IMAGE, given=ALL), "float16", "float32"),
     (with_(IMAGE, activation="tanh"), "float32", "float32"),
@@ -49,15 +37,9 @@ NORMS = [  # with dtypes of x and of parameters
     (with_(CONV, w=(3, 3, 2, 6), given="scale", conv={"groups": 2}), "float32", "float32"),
     (Case((2, 4, 5, 6), 1, w=(6, 4, 3, 3), numbers=None), "float32", "float32"),
     (Case((2, 7, 6, 4), w=(3, 2, 4, 6), given="bias", conv=STRIDED), "float32", "float32"),
-    (
-        Case((5, 6, 2, 4), 0, w=(6, 4, 3, 3), numbers=("HWNC", "OIHW", "CHWN"), fused=True),
-        *("float32", "bfloat16"),
-    ),
+    (Case((5, 6, 2, 4), 0, w=(6, 4, 3, 3), numbers=MOVED, fused=True), "float32", "bfloat16"),
     (Case((3, 9, 4), w=(3, 4, 6), numbers=("NHC", "HIO", "NHC")), "float32", "float32"),
-    (
-        Case((2, 3, 4, 3, 4), w=(2, 2, 2, 4, 6), numbers=("NDHWC", "DHWIO", "NDHWC"), fused=True),
-        *("float32", "float32"),
-    ),
+    (Case((2, 3, 4, 3, 4), w=(2, 2, 2, 4, 6), numbers=VOLUMES), "float32", "float32"),
 ]
 
 
@@ -75,17 +57,6 @@ def test_values_statistics_and_gradients(case, dtype, parameters, training):
     once = {"float32": 2e-5, "bfloat16": 2**-9, "float16": 2**-12}[dtype]
     twice = training and (case.activation or case.w or "residual" in case.given)
     assert relative_error(got[0], want[0]) <= once * (2 if twice else 1)
-
-
-@pytest.mark.parametrize("shape", [(1, 6), (1, 1, 1, 6)], ids=str)
-def test_a_batch_of_one_element_per_channel(shape):
-    """It is its own mean: y is the bias, and x has no derivative."""
-    case = Case(shape)
-    operands = case.operands()
-    ((y, _, var), (dx, *_)), _ = check(case, operands)
-    np.testing.assert_array_equal(y, jnp.broadcast_to(operands[-1], shape))
-    np.testing.assert_allclose(var, MOMENTUM * operands[2], rtol=1e-6)
-    assert dx.shape == shape
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (2, 3, 0)], ids=str)
@@ -116,9 +87,6 @@ def test_nan_in_the_running_statistics_stays_out_of_a_training_step(fused):
         assert np.isfinite(dx).all()
 
 
-# -- momentum and epsilon --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "number", [1, np.float64(0.25), np.asarray(0.25, np.float32), jnp.bfloat16(0.25)], ids=repr
 )
@@ -135,8 +103,6 @@ def test_momentum_and_epsilon_in_any_form_and_the_gradient_by_it(number, trainin
     got = outcome(lambda e, *a: case(*a, epsilon=e), given, cotangents)
     same(got, exactly(lambda e, *a: with_(case, epsilon=e).plain(*a), given, cotangents), 2e-4)
 
-
-# -- several devices -------------------------------------------------------------------------------
 
 needs_devices = pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 (host) devices")
 
@@ -168,30 +134,26 @@ def test_under_jit_statistics_are_those_of_the_whole_batch(w, kind, spec):
     same(got, both(case.plain)(x, *others), 2e-4)
 
 
-# -- what the programs hold ------------------------------------------------------------------------
-
-
 def outputs(spec):
     return sorted((t.shape, t.dtype) for t in spec.output_tensors)
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "relu6", "gelu", "tanh"])
-def test_the_forward_keeps_statistics_and_what_the_activation_needs(activation):
+IMAGES, MASK = [((4, 8, 3, 3), "bfloat16")], [((4, 1, 3, 3), "uint8")]
+
+
+@pytest.mark.parametrize(
+    ("activation", "given", "kept"),
+    [(None, ALL, []), ("relu", ALL, []), ("relu6", ALL, []), ("gelu", ALL, IMAGES),
+     ("relu", "scale bias", MASK)],
+)  # fmt: skip
+def test_the_forward_keeps_statistics_and_what_the_activation_needs(activation, given, kept):
     """Behind relu its sign, which is in the result; of relu without a residual a bit an element."""
-    image, each = ((4, 8, 3, 3), "bfloat16"), ((1, 8, 1, 1), "float32")
-    case = Case((4, 3, 3, 8), given=ALL, activation=activation)
+    case = Case((4, 3, 3, 8), given=given, activation=activation)
     forward, backward = graphs_of(jax.value_and_grad(loss(case), moving(case)), *case.avals())
-    assert methods(forward)[:2] == ["batchnorm", "add"]
     assert methods(backward)[-1] == "batchnorm_backward"
     assert activation or len(methods(backward)) == 1
-    kept = [] if activation in (None, "relu", "relu6") else [image]
-    assert outputs(forward) == sorted([image, each, each, *kept])
-    # x, the gradient, and what is kept of the activation: its result or what it is of.
+    assert outputs(forward) == sorted([*IMAGES, *[((1, 8, 1, 1), "float32")] * 2, *kept])
+    # x, the gradient, and what is kept of the activation: its result, its mask or what it is of.
     read = [(t.shape, t.dtype) for t in backward.input_tensors]
-    assert read.count(image) == (2 if activation is None else 3)
-    if activation == "relu":
-        case, mask = with_(case, given="scale bias"), ((4, 1, 3, 3), "uint8")
-        forward, backward = graphs_of(jax.value_and_grad(loss(case), moving(case)), *case.avals())
-        assert outputs(forward) == sorted([image, each, each, mask])
-        read = [(t.shape, t.dtype) for t in backward.input_tensors]
-        assert (read.count(image), read.count(mask)) == (2, 1)
+    assert read.count(IMAGES[0]) == (2 if activation is None or kept == MASK else 3)
+    assert read.count(MASK[0]) == (kept == MASK)

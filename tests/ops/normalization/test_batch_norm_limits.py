@@ -32,9 +32,6 @@ def check_large_means(case, ratio, least=1e-5):
     assert relative_error(got[1][0], want[1][0]) <= 4 * allowed
 
 
-# -- large means -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ratio", [0, 1000, 30000])
 def test_large_means_with_small_variances(ratio):
     check_large_means(Case((8, 6, 6, 4), epsilon=1e-12), ratio)
@@ -99,8 +96,6 @@ def test_what_fused_statistics_lose(ratio):
     assert ratio < 1000 or fused >= 1e-4, "so that the test shows a loss where there is one"
 
 
-# -- what is refused -------------------------------------------------------------------------------
-
 NORM = {"x": jnp.ones((4, 5, 3, 6)), "scale": None, "bias": None, "running_mean": jnp.zeros(6)}
 NORM |= {"running_var": jnp.ones(6), "training": True}
 CONV = NORM | {"w": jnp.ones((6, 6, 3, 3)), "dimension_numbers": ("NHWC", "OIHW", "NHWC")}
@@ -146,8 +141,6 @@ def test_training_may_be_static():
     assert not np.array_equal(step(training=True), step(training=np.bool_(False)))
 
 
-# -- plans -----------------------------------------------------------------------------------------
-
 IMAGES = Case((8, 14, 14, 64))
 
 
@@ -187,24 +180,6 @@ def test_inference_and_fused_statistics_are_one_plan_with_the_convolution(dtype)
         "batch_norm": [(False, ["batchnorm_inference", "relu"])],
     }
 
-
-@pytest.mark.deviceless
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"x": (8, 14, 14, 30)}, "30 channels"), ({"x": (1, 1, 1, 64)}, "one element"),
-     ({"training": False}, "XLA runs it")],
-)  # fmt: skip
-def test_what_is_xlas(changes, words):
-    case = with_(IMAGES, **changes)
-    with jc.target("H200"):
-        (plan,) = jc.plans(case, *case.avals()).values()
-        assert words in str(plan.explain())
-        assert [s.plan for s in plan.segments] == [None]
-        with pytest.raises(jc.UnsupportedGraphError, match=words):
-            jc.plans(lambda *a: case(*a, implementation="cudnn"), *case.avals())
-
-
-# -- on the GPU ------------------------------------------------------------------------------------
 
 NORMS = [Case((32, 64)), Case((8, 16, 9), 1), Case((4, 9, 7, 8)), Case((4, 8, 9, 7), 1)]
 NORMS += [Case((4, 9, 7, 1000)), Case((64, 1, 1, 64)), Case((2, 5, 4, 3, 16))]

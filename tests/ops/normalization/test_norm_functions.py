@@ -1,6 +1,5 @@
-"""The norms of jax_cudnn.ops x their options, beside float64, Flax and several devices."""
+"""The norms of jax_cudnn.ops x their options, beside float64."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,18 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cotangents_of, exactly, outcome
-from norm_calls import CASES, KINDS, PLANNED, S, assert_close
-
-from norm_calls import ada, group, instance, layer, rms  # isort: skip
+from norm_calls import CASES, KINDS, PLANNED, ada, assert_close, group, instance, layer, rms
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.wire import wire
 
 each_kind = pytest.mark.parametrize("name", KINDS)
-
-# -- values and gradients --------------------------------------------------------------------------
-
 
 CALLS = [(name, "float32", "float32") for name in CASES]
 CALLS += [(name, "bfloat16", "float32") for name in KINDS]  # of parameters wider than x
@@ -75,31 +69,6 @@ def test_epsilon_as_an_array_with_its_gradient(name):
         np.testing.assert_allclose(a[2], b[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("epsilon", [0, 1, np.float32(1e-3), np.float64(1e-3)], ids=repr)
-def test_a_number_is_in_the_graph(epsilon):
-    (spec,) = graphs_of(lambda x: layer(x, epsilon=epsilon), S((4, 6), "float32"))
-    (node,) = spec.calls
-    assert spec.tensor(dict(node.inputs)["epsilon"]).value == float(epsilon)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [("rms", (0, 10)), ("ada", (0, 4, 10)), ("ada", (3, 0, 10)), ("instance", (0, 3, 5, 7)),
-     ("group", (0, 3, 4, 8)), ("group, one", (0, 5, 6)), ("group, of each channel", (0, 5, 6))],
-)  # fmt: skip
-def test_no_rows(name, shape):
-    case = dataclasses.replace({**CASES, **KINDS}[name], x=shape)
-    operands = case.operands()
-    results, pull = jax.jit(functools.partial(jax.vjp, case))(*operands)
-    assert results[0].shape == shape
-    gradients = pull([jnp.ones_like(r) for r in results])
-    assert [g.shape for g in gradients] == list(case.shapes)
-    assert not any(np.any(g) for g in gradients)
-
-
-# -- what the programs hold ------------------------------------------------------------------------
-
-
 def total(case, **keywords):
     return lambda *o: jnp.sum(jnp.sin(case.y(*o, **keywords).astype(jnp.float32)))
 
@@ -148,8 +117,6 @@ def test_group_norm_with_a_scale_by_channel_keeps_x_and_statistics_alone():
     assert len(kept) <= 2, "x, and a view of it"
 
 
-# -- errors ----------------------------------------------------------------------------------------
-
 X, SHAPE, DTYPE = jnp.zeros((4, 6, 8)), jc.GraphError, jc.GraphTypeError
 WRONG = {
     "scale": (lambda: layer(X, jnp.ones(6)), SHAPE, r"scale[^$]*\(8,\)[^$]*\(6,\)"),
@@ -176,9 +143,6 @@ def test_what_is_wrong_is_said(what):
     call, kind, words = WRONG[what]
     with pytest.raises(kind, match=words):
         call()
-
-
-# -- plans without a GPU ---------------------------------------------------------------------------
 
 
 @pytest.mark.deviceless
