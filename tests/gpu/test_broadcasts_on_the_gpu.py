@@ -49,12 +49,9 @@ EPILOGUES = {
 }
 # How many patterns of the operand are planned: all, four, two or one, see limits.py.
 PLANNED = {
-    ("conv", "add"): 4,
     ("conv3d", "add"): 4,
-    ("dgrad", "add"): 4,
     ("wgrad", "add"): 2,
     ("matmul", "add"): 8,
-    ("none, rank 4", "add"): 4,
     ("none, rank 3", "add"): 4,
     ("none, rank 2", "add"): 4,
     ("conv", "select"): 4,
@@ -91,7 +88,7 @@ def test_as_many_patterns_are_planned_as_are_right(what):
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("anchor", ANCHORS)
 def test_planned_broadcasts_are_right(anchor, epilogue, dtype, key):
-    checked = refused = 0
+    checked = 0
     for shapes, graph in graphs(anchor, epilogue):
         keys = jax.random.split(key, len(shapes))
         operands = [
@@ -104,9 +101,7 @@ def test_planned_broadcasts_are_right(anchor, epilogue, dtype, key):
             got = jax.jit(graph)(*operands)
         except jc.UnsupportedGraphError:
             assert epilogue in MAY_BE_REFUSED
-            refused += 1
             continue
         oracle.check_outputs(trace.spec, operands, [got], on_gpu=True)
         checked += 1
     assert checked or epilogue in MAY_BE_REFUSED
-    print(f"{anchor}, {epilogue}, {dtype}: {checked} patterns, {refused} refused")

@@ -1,5 +1,6 @@
 """What only a GPU can show: capture, threads, memory, exits, refusals. Everything real."""
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import os
@@ -8,21 +9,18 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import chain
 import jax
 import jax.export
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import case, conv_bias_relu, matmul_bias_gelu
+from cases import conv_bias_relu, matmul_bias_gelu
 
 import jax_cudnn as jc
 from jax_cudnn._core import ffi
-from jax_cudnn._core.planning import planner
 from jax_cudnn.deviceless import profiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("by_cudnn")]
@@ -110,34 +108,6 @@ def test_call_sites_share_one_plan_and_it_goes_with_them(key):
     assert counters()["plans_alive"] == before["plans_alive"]
 
 
-def test_each_gpu_gets_a_plan_of_its_own(key, no_plans):
-    devices = jax.local_devices()
-    if len(devices) < 2:
-        pytest.skip("there is one GPU only")
-
-    @case(((4, 24, 9, 9), "bfloat16"), ((16, 24, 3, 3), "bfloat16"))  # nobody else's plan
-    def conv_relu(g, x, w):
-        return g.relu(g.conv_fprop(x, w))
-
-    operands = conv_relu.operands(key)
-    _, trace = conv_relu.function.trace(*operands)
-    function = jax.jit(conv_relu.function)
-    before = counters()
-    for device in devices:
-        result = function(*jax.device_put(operands, device))
-        assert result.devices() == {device}
-        oracle.check_outputs(trace.spec, operands, [result], on_gpu=True)
-    assert counters()["plans_alive"] - before["plans_alive"] == len(devices)
-    assert len(planner._plans) == 1, "equal GPUs share one plan text"
-
-    mesh = jax.make_mesh((len(devices),), ("n",), axis_types=(jax.sharding.AxisType.Auto,))
-    split, whole = jax.P("n"), jax.P()
-    mapped = jax.jit(
-        jax.shard_map(conv_relu.function, mesh=mesh, in_specs=(split, whole), out_specs=split)
-    )
-    oracle.check_outputs(trace.spec, operands, [mapped(*operands)], on_gpu=True)
-
-
 EXIT_WITH_PENDING_WORK = """
     import jax, jax_cudnn
     from cases import conv_bias_relu
@@ -171,27 +141,14 @@ def test_eight_threads_run_one_executable(key):
     operands = conv_bias_relu.operands(key)
     compiled = jax.jit(conv_bias_relu.function).lower(*operands).compile()
     want = np.asarray(compiled(*operands))
-    wrong, failures = [], []
 
-    def work():
-        try:
-            for i in range(1000):
-                result = compiled(*operands)
-                if i % 100 == 99:
-                    wrong.append(not (np.asarray(result) == want).all())
-        except Exception as error:
-            failures.append(error)
+    def work(_):
+        results = [compiled(*operands) for _ in range(200)]
+        return all((np.asarray(result) == want).all() for result in results[::20])
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert len(wrong) == 80
-    assert not any(wrong)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
     assert counters()["handles_created"] <= 16
-    print(counters())
 
 
 def test_memory_is_stable_over_100_executables(key):
@@ -284,36 +241,17 @@ def test_compute_sanitizer_finds_nothing():
     assert "ERROR SUMMARY: 0 errors" in done.stdout
 
 
-# -- transformations -----------------------------------------------------------------------------
+def test_loops_and_branches_agree_with_the_cpu(key):
+    def run(x, w, b):
+        step = lambda x, _: (conv_bias_relu.function(x, w, b), None)  # noqa: E731
+        x, _ = jax.lax.scan(step, x, None, length=2)
+        return jax.lax.cond(x[0, 0, 0, 0] < 1e9, conv_bias_relu.function, lambda *a: a[0], x, w, b)
 
-
-def loss(*operands):
-    return jnp.sum(conv_bias_relu.function(*operands).astype(jnp.float32) ** 2)
-
-
-def through_scan(x, w, b):
-    return jax.lax.scan(lambda c, _: (conv_bias_relu.function(c, w, b), None), x, None, length=3)[0]
-
-
-TRANSFORMS = {
-    "vmap of grad": lambda x, w, b: jax.vmap(jax.grad(loss, 2), (0, None, None))(x[:, None], w, b),
-    "scan": through_scan,
-    "remat": jax.grad(jax.checkpoint(loss), 1),
-    "cond": lambda x, w, b: jax.lax.cond(
-        x[0, 0, 0, 0] < 9, conv_bias_relu.function, lambda x, w, b: x, x, w, b
-    ),
-}
-
-
-@pytest.mark.parametrize("what", TRANSFORMS)
-def test_transform_agrees_with_the_cpu(what, key):
     operands = conv_bias_relu.operands(key)
-    got = jax.jit(TRANSFORMS[what])(*operands)
-    cpu = jax.local_devices(backend="cpu")[0]
-    with jax.default_device(cpu):
-        want = jax.jit(TRANSFORMS[what])(*jax.device_put(operands, cpu))
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert oracle.distance(g, w) < 1e-2, "bfloat16 operands and cotangents"
+    got = jax.jit(run)(*operands)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        want = jax.jit(run)(*jax.device_get(operands))
+    assert oracle.distance(got, want) < 1e-2
 
 
 # -- plans from elsewhere ------------------------------------------------------------------------

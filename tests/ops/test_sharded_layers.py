@@ -1,5 +1,7 @@
 """Normalizations and attention of arrays that a mesh with explicit axes shards: as Flax's."""
 
+import functools
+
 import jax
 import pytest
 from flax import nnx
@@ -18,63 +20,51 @@ def random(*shape, seed=1):
 
 
 def mesh():
-    return jax.set_mesh(
-        jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    )
+    kinds = (AxisType.Explicit,) * 2
+    return jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=kinds))
 
 
-def gradients(function, *arrays):
-    """Those of a sum of sines of a result, and the result."""
+def assert_alike(functions, *arrays):
+    """Results, the gradients of a sum of sines of them, and how these are sharded."""
 
-    def loss(*arrays):
+    def loss(function, *arrays):
         y = function(*arrays)
         return jax.numpy.sin(y).sum(), y
 
-    return jax.jit(jax.grad(loss, (*range(len(arrays)),), has_aux=True))(*arrays)
-
-
-def assert_alike(got, want, within=1e-5):
-    assert_near(got, want, within)
+    by = (*range(1, 1 + len(arrays)),)
+    run = jax.jit(jax.grad(loss, by, has_aux=True), static_argnums=0)
+    got, want = (run(function, *arrays) for function in functions)
+    assert_near(got, want, 1e-5)
     for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         assert jax.typeof(x).sharding == jax.typeof(y).sharding
 
 
-NORMS = {
-    "GroupNorm": {"num_features": 8, "num_groups": 4},
-    "InstanceNorm": {"num_features": 8},
-    "LayerNorm": {"num_features": 8},
-    "RMSNorm": {"num_features": 8},
-    "BatchNorm": {"num_features": 8},
-}
+NORMS = {name: {} for name in ("InstanceNorm", "LayerNorm", "RMSNorm", "BatchNorm")}
+NORMS["GroupNorm"] = {"num_groups": 4}
 
 
 @pytest.mark.parametrize("spec", [P(None, None, "data"), P("data", "model")], ids=str)
 @pytest.mark.parametrize("name", NORMS)
 def test_normalizations_of_sharded_images(name, spec):
-    def run(of, x):
-        return gradients(lambda x: getattr(of, name)(**NORMS[name], rngs=nnx.Rngs(0))(x), x)
+    def run(of):
+        return lambda x: getattr(of, name)(8, **NORMS[name], rngs=nnx.Rngs(0))(x)
 
     with mesh():
-        x = jax.device_put(random(4, 8, 8, 8), spec)
-        assert_alike(run(jnn, x), run(nnx, x))
+        assert_alike((run(jnn), run(nnx)), jax.device_put(random(4, 8, 8, 8), spec))
 
 
 @pytest.mark.parametrize(("heads", "hidden"), [(4, True), (2, False), (2, True)])
 def test_attention_under_a_mask_where_heads_are_sharded(heads, hidden):
-    spec = P("data", None, "model")
     mask = random(4, 1, 8, 8, seed=4) > 0
     mask = mask.at[:, :, 3].set(not hidden)  # jax.nn's gradient of a row of no keys is another
     with mesh():
-        q, k, v = (
-            jax.device_put(random(4, 8, n, 16, seed=i), spec)
+        operands = (
+            jax.device_put(random(4, 8, n, 16, seed=i), P("data", None, "model"))
             for i, n in enumerate((4, heads, heads))
         )
         mask = jax.device_put(mask, P("data"))
-        got, want = (
-            gradients(lambda q, k, v, run=run: run(q, k, v, mask=mask), q, k, v)
-            for run in (jc.ops.dot_product_attention, jax.nn.dot_product_attention)
-        )
-        assert_alike(got, want)
+        both = jc.ops.dot_product_attention, jax.nn.dot_product_attention
+        assert_alike([functools.partial(f, mask=mask) for f in both], *operands)
 
 
 def test_a_layer_of_attention_whose_kernels_are_sharded_by_heads():
