@@ -10,6 +10,7 @@
 #include <map>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "fake_cudnn/fake_graph.h"
@@ -101,6 +102,25 @@ void TestPacksAreReused() {
   CHECK(timings().executions == 401);
   site.reset();
   CHECK(counters().packs_alive == 0 && counters().call_sites_alive == 0);
+
+  // Pointers of equal hash: operand 1, which the plan does not read, makes up for operand 0.
+  Attributes attributes = Copy();
+  attributes.bindings = {1, 0, 0, kBytes, 2, 1, 0, kBytes, 3, 0, 1, 0};
+  site = Make(attributes);
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+  Arrays to(0), from[] = {Arrays(10), Arrays(50)};
+  uint64_t hashes[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    for (void* pointer : {from[i].in, to.out}) {
+      hashes[i] = (hashes[i] ^ reinterpret_cast<uintptr_t>(pointer)) * 0x9e3779b97f4a7c15u;
+      hashes[i] ^= hashes[i] >> 32;
+    }
+    void* const unread = reinterpret_cast<void*>(hashes[i]);
+    const Buffer operands[] = {{from[i].in, kBytes}, {unread, 0}};
+    const Buffer results[] = {{to.out, kBytes}, {to.workspace, 64}};
+    CheckSucceeds(site->Execute<false>(1, StreamOf(1), operands, 2, results, 2));
+    CHECK(to.out[1] == from[i].in[1]);
+  }
 }
 
 void TestPlansAreSharedAndReleased() {
@@ -196,6 +216,23 @@ void TestViews() {
   const Buffer operand{in, 48}, result{workspace, 64};
   CheckSucceeds(site->Execute<false>(1, StreamOf(1), &operand, 1, &result, 1));
   CHECK(workspace[32] == 8 + 5 && workspace[63] == 39);
+  // Rows that lead outside of the memory are refused before anything runs.
+  const std::vector<std::pair<std::vector<int64_t>, std::string>> wrong = {
+      {{-1, 0, 0, 48, 1, 4, 0, 49}, "49 bytes into 48"},
+      {{-1, 0, 0, 48, -1, 4, 0, 40, 1, 4, 1, 9}, "9 bytes into 8"},
+      {{1, 4, 0, 0}, "not an earlier one"},
+      {{1, 0, 0, -1}, "negative"},
+      {{1, 0, 1 << 20, 0}, "operand 1048576"},
+      {{2, 2, 33, 32}, "outside the workspace of 64"},
+      {{3, 3, 32, 0}, "outside the 32 bytes of scalars"},
+      {{3, 3, 8, 4}, "not aligned"},
+      {{1, 0, 0, 32, 1, 1, 0, 32}, "binds uid 1 again"},
+      {{1, 9, 0, 0}, "unknown kind 9"},
+  };
+  for (const auto& [bindings, words] : wrong) {
+    a.bindings = bindings;
+    CheckFails(CallSite::Create(a).error(), {words, "my_graph"});
+  }
 }
 
 // As Python calls it: the plan of Copy() without its fills.
