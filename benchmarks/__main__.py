@@ -24,7 +24,7 @@ examples:
   render                            writes the tables and the picture of all results
   render --check                    says whether they are what is committed
 """
-KINDS = ("cases", "steps", "norms", "attention", "flax")
+SUITES = ("cases", "steps", "norms", "attention", "flax")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure on this machine's GPU, write JSON")
-    run.add_argument("kind", choices=KINDS)
+    run.add_argument("suite", choices=SUITES)
     run.add_argument("--only", metavar="PATTERN", help="cases with this in their names")
     run.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
     run.add_argument("--into", type=Path, metavar="FILE", help="put them into this result")
@@ -74,12 +74,12 @@ def _run(options: argparse.Namespace) -> int:
     from . import run
 
     if options.list:
-        print(run.listing(options.kind))
+        print("\n".join(f"{case.name}  {case.what}" for case in run.cases(options.suite)))
         return 0
     result = run.run(
-        options.kind, options.out, options.only, options.tiny, options.into, options.profile
+        options.suite, options.out, options.only, options.tiny, options.into, options.profile
     )
-    states = [entry["status"] for entry in result[options.kind].values()]
+    states = [entry["status"] for entry in result[options.suite].values()]
     return 1 if {"WRONG", "failed"} & {*states} else 0
 
 

@@ -13,16 +13,18 @@ from typing import Any
 from jax_cudnn._core.errors import GraphError
 
 from . import ROOT
-from .attention.tables import render_attention
-from .flax.tables import render_flax
-from .norms.tables import render_norms
-from .steps.tables import render_steps
-from .tables import RESULTS, render, render_cases
+from .attention.tables import render as render_attention
+from .cases.tables import render as render_cases
+from .cases.tables import render_host
+from .flax.tables import render as render_flax
+from .norms.tables import render as render_norms
+from .steps.tables import render as render_steps
 
+RESULTS = Path(__file__).parent / "results"
 README, BUILD = ROOT / "README.md", ROOT / "BUILD.md"
 PICTURE = RESULTS / "h200.svg"
 SHOWN: list[tuple[str, str, Callable[[dict[str, Any]], str], list[Path]]] = [
-    ("bench", "h200", render, [README, BUILD]),
+    ("bench", "h200", render_host, [README, BUILD]),
     ("cases", "h200", render_cases, [README]),
     ("steps", "steps_h200", render_steps, [README]),
     ("flax", "flax_h200", render_flax, [README]),

@@ -10,7 +10,8 @@ from typing import Any
 from jax_cudnn._core.errors import GraphError, TargetError
 from jax_cudnn.deviceless import profiles
 
-from .sides import REFERENCE, TIMED, WHOLE
+from .case import REFERENCE, WHOLE
+from .measure import TIMED
 
 # A loss is no noise: XLA takes less than this part of cuDNN's time in every case of the pattern, of
 # which there are at least two; and is faster in every round, unless there are as many as four.

@@ -1,88 +1,161 @@
-"""Runs cases one after the other; what cannot run is part of the result, with its reason."""
+"""What all measurements share: the loop over cases, compiling side by side, plans, figures."""
 
 from __future__ import annotations
 
-import contextlib
+import re
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 
-from jax_cudnn._core.errors import UnsupportedGraphError
-from jax_cudnn._core.graph.dtypes import FP8
-from jax_cudnn._core.implementation import CUDNN, implementation
+from jax_cudnn._core import compat
+from jax_cudnn._core.errors import JaxCudnnError
 from jax_cudnn._core.planning import losses
-from jax_cudnn.commands import figures, programs
-from jax_cudnn.commands.comparison import Formulation, compare
-from jax_cudnn.commands.figures import FAILED, REFERENCE
+from jax_cudnn.commands import programs, timing
+from jax_cudnn.commands.figures import FAILED, TIMED, WRONG
 
-from .models.cases import ModelCase
+from . import torch_graphs
 
-UNSUPPORTED = "unsupported"
+Call = Callable[[], Any]
+Entry = dict[str, Any]
+Key = TypeVar("Key", bound=Hashable)
 
 
-def measure(
-    cases: Iterable[ModelCase],
-    *,
-    tolerant: bool = True,
-    cudnn: bool = False,
-    say: Callable[[str], None] = print,
-    **options: Any,
-) -> dict[str, dict[str, Any]]:
-    """Case name -> its JSON entry: status, cost, times in us, ratio, differences, engines.
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
 
-    With ``tolerant`` an exception of a case is its result; else it is raised. With ``cudnn`` each
-    graph of ours is one cuDNN plan (where "split" might leave it to XLA, which says nothing about
-    cuDNN), and is timed against its own reference, too; not so in float8, where XLA tuned the
-    reference, a product of converted operands, for minutes. ``options`` are those of
-    :func:`compare`.
+    Attributes:
+        seconds: of the rounds of what takes turns.
+        calls: in a row, at most.
+        rounds: at most.
     """
-    results = {}
+
+    seconds: float
+    calls: int
+    rounds: int = 15
+
+    @property
+    def tiny(self) -> bool:
+        return self.calls == 1
+
+
+TINY = Effort(0.0, 1)
+
+
+def measured(
+    cases: Iterable[Any],
+    entry: Callable[[Any], Entry],
+    base: Callable[[Any], Entry],
+    done: Callable[[dict[str, Entry]], None] = lambda results: None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Entry]:
+    """Case name -> its JSON entry: what is always told of it, and what was measured.
+
+    What fails is part of the result, with its reason. ``done`` gets all results so far after each
+    case: a run may be ended early.
+    """
+    results: dict[str, Entry] = {}
     for case in cases:
         began = time.perf_counter()
-        with implementation(CUDNN) if cudnn else contextlib.nullcontext():
-            results[case.name] = entry = _entry(case, tolerant, cudnn, options)
-        told = f"ratio {entry['ratio']:.2f}" if "ratio" in entry else entry["status"]
-        say(f"{case.name}: {told} ({time.perf_counter() - began:.1f} s)")
+        found = base(case)
+        try:
+            with torch_graphs.fresh():
+                found |= entry(case)
+        except Exception as error:
+            found |= {"status": FAILED, "reason": told(error)}
+        found["seconds"] = round(time.perf_counter() - began, 1)
+        results[case.name] = found
+        ratio = f" {found['ratio']:.2f}" if "ratio" in found else ""
+        say(f"{case.name}: {found['status']}{ratio} ({found['seconds']} s)")
+        done(results)
     return results
 
 
-def _entry(
-    case: ModelCase, tolerant: bool, reference: bool, options: dict[str, Any]
-) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "model": case.model,
-        "part": case.part,
-        "operands": [str(operand) for operand in case.operands],
-    }
+def tried(function: Callable[..., Entry], *arguments: Any) -> Entry:
+    """A part of an entry; where it fails, that is the part."""
     try:
-        found = programs.graphs(case.ours, *case.avals)
-        total = programs.graphs_cost(case.ours, *case.avals)
-        entry |= {"flops": total.flops, "bytes": total.bytes}
-        if len(found) == 1:
-            entry["pattern"] = losses.pattern(found[0][0])
-        functions = case.functions
-        if reference and not any(operand.dtype in FP8 for operand in case.operands):
-            functions[REFERENCE] = _reference(next(iter(functions.values())))
-        comparison = compare(functions, *case.arrays(jax.random.key(0)), **options)
-        entry |= figures.compared(comparison, total)
-        entry["engines"] = figures.engines(found)
-    except UnsupportedGraphError as error:
-        entry |= {"status": UNSUPPORTED, "reason": _reason(error)}
+        return function(*arguments)
     except Exception as error:
-        if not tolerant:
-            raise
-        entry |= {"status": FAILED, "reason": f"{type(error).__name__}: {error}"[:2000]}
-    return entry
+        return {"status": FAILED, "reason": told(error)}
 
 
-def _reference(ours: Formulation) -> Formulation:
-    """Our side as XLA would run it: its graphs computed by their references."""
-    return Formulation(programs.with_references(ours.function), ours.prepare, ours.finish)
+def worst(entries: Mapping[str, Entry]) -> str:
+    """The status of several together."""
+    states = [entry["status"] for entry in entries.values()]
+    return next((state for state in (FAILED, WRONG) if state in states), TIMED)
 
 
-def _reason(error: UnsupportedGraphError) -> str:
-    """The error in one line: its summary, why, and cuDNN's first reason."""
-    parts = [error.summary, error.why, *list(error.reasons.values())[:1]]
-    return "; ".join(" ".join(part.split()) for part in parts if part)[:1000]
+def told(error: Exception) -> str:
+    """An exception in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+
+
+def compiled(
+    functions: Mapping[Key, tuple[Callable[..., Any], tuple[Any, ...]]],
+) -> tuple[dict[Key, Call], dict[Key, str]]:
+    """Each function compiled for its operands, bound to them and run once; and why some cannot."""
+    lowered, failed = {}, {}
+    for key, (function, operands) in functions.items():
+        try:  # here and not in the threads below: JAX's contexts belong to a thread
+            lowered[key] = jax.jit(function).lower(*operands)
+        except Exception as error:
+            failed[key] = told(error)
+    with ThreadPoolExecutor(max_workers=max(len(lowered), 1)) as pool:
+        futures = {key: pool.submit(program.compile) for key, program in lowered.items()}
+    ready = {}
+    for key, future in futures.items():
+        try:
+            call = partial(future.result(), *functions[key][1])
+            jax.block_until_ready(call())
+            ready[key] = call
+        except Exception as error:
+            failed[key] = told(error)
+    return ready, failed
+
+
+def plans(function: Callable[..., Any], operands: tuple[Any, ...]) -> Entry:
+    """How many graphs a program holds; on a GPU how many segments of them are cuDNN's, on which
+    engines, how many are XLA's, and why."""
+    try:
+        live, _ = compat.live_program(jax.make_jaxpr(function)(*operands))
+        found = programs.of_jaxpr(live)
+    except Exception as error:
+        return {"reason": told(error)}
+    held: Entry = {"graphs": len(found)}
+    try:
+        cut = programs.placed(found)
+    except JaxCudnnError as error:  # references run, or nothing does
+        return held | {"reason": told(error)}
+    segments = [segment for plan in cut for segment in plan.segments]
+    engines = [segment.engine for segment in segments if segment.plan is not None]
+    reasons = [s.reason for s in segments if s.plan is None and s.reason]
+    held |= {"cuDNN": len(engines), "XLA": len(segments) - len(engines), "engines": engines}
+    held["patterns"] = [losses.pattern(s.spec) for s in segments if s.plan is not None]
+    return held | ({"why_xla": " ".join(reasons[0].split())[:300]} if reasons else {})
+
+
+def fastest(us: Mapping[str, float], names: Iterable[str]) -> str | None:
+    return min((name for name in names if name in us), key=us.__getitem__, default=None)
+
+
+def short(value: float, digits: int = 4) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def environment(*packages: str) -> Entry:
+    """Where this was measured, with the versions of PyTorch, of the driver and of more packages."""
+    return timing.environment("torch", "triton", *packages) | {"driver": driver()}
+
+
+def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    try:
+        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read_text())
+    except OSError:
+        found = None
+    return found[1] if found else "none"

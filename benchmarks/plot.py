@@ -9,7 +9,7 @@ from jax_cudnn._core.errors import GraphError, LibraryError
 from jax_cudnn._core.package import install
 from jax_cudnn.commands.figures import TIMED
 
-from .tables import survey
+from .cases.tables import survey
 
 _WIN, _LOSS, _SURVEY = "#76b900", "#b0b0b0", "#d62728"
 

@@ -12,17 +12,41 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from jax_cudnn.commands import timing
+
+from . import torch_graphs
 
 Call = Callable[[], Any]
 Key = TypeVar("Key", bound=Hashable)
 
+_FILLER = 2**30  # elements in float32: a millisecond to read
 _AHEAD = 2  # calls that wait when the last one is issued
 _MOST_FILLS = 8  # with the calls no more than the 32 executions that JAX lets be under way
+
+
+@dataclass(frozen=True)
+class Fillers:
+    """What keeps the GPU busy while calls are issued, of JAX and of PyTorch; None on a CPU."""
+
+    jax: Call | None = None
+    torch: Call | None = None
+
+    @classmethod
+    def made(cls) -> Fillers:
+        if all(device.platform == "cpu" for device in jnp.zeros(()).devices()):
+            return cls()
+        x = jax.block_until_ready(jax.lax.iota(jnp.float32, _FILLER))
+        read = partial(jax.jit(jnp.sum), x)
+        try:
+            return cls(read, torch_graphs.total(x))
+        except Exception:  # without PyTorch, or where it has no such GPU: its sides say why
+            return cls(read)
 
 
 @dataclass(frozen=True)
@@ -45,7 +69,7 @@ def times(
     functions: Mapping[Key, Call],
     fillers: Mapping[Key, Call | None],
     *,
-    calls: int | Mapping[Key, int],
+    calls: Mapping[Key, int],
     rounds: int,
     seconds: float,
     least: int = 7,
@@ -53,7 +77,7 @@ def times(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, Queued]:
     """The functions taking turns, in each round in another order, each ``calls`` times in a row
-    behind its filler, or as often as ``calls`` says of it.
+    behind its filler.
 
     Args:
         functions: what is timed, each result waited for by its ``block_until_ready``.
@@ -62,7 +86,6 @@ def times(
         calls, rounds, seconds, least, warm, clock: as for
             :func:`jax_cudnn.commands.timing.interleaved`.
     """
-    often = calls if isinstance(calls, Mapping) else dict.fromkeys(functions, calls)
     units: dict[int, float] = {}
     batches: dict[Any, _Batch] = {}
     for key, function in functions.items():
@@ -71,10 +94,10 @@ def times(
         if filler is not None:
             if id(filler) not in units:
                 units[id(filler)] = _time_of(filler, clock)
-            issue = _issue(function, often[key], clock)
+            issue = _issue(function, calls[key], clock)
             fills = min(_MOST_FILLS, 1 + math.ceil(1.5 * issue / units[id(filler)]))
             batches.setdefault((id(filler), fills), _Batch(None, 0, filler, fills, clock))
-        batches[key] = _Batch(function, often[key], filler, fills, clock)
+        batches[key] = _Batch(function, calls[key], filler, fills, clock)
     found = timing.interleaved(
         batches,
         (),
@@ -92,11 +115,11 @@ def times(
         alone = [0.0] * len(whole)
         if batch.fills:
             alone = found[id(batch.filler), batch.fills]
-        each = [(a - b) / often[key] for a, b in zip(whole, alone, strict=True)]
+        each = [(a - b) / calls[key] for a, b in zip(whole, alone, strict=True)]
         issued = statistics.median(batch.issued)
         behind = statistics.median(whole) - issued >= _AHEAD * statistics.median(each)
         hidden = batch.fills > 0 and (issued < statistics.median(alone) or behind)
-        results[key] = Queued(each, issued / often[key], hidden)
+        results[key] = Queued(each, issued / calls[key], hidden)
     return results
 
 

@@ -1,140 +1,122 @@
-"""A result of ``bench`` as the Markdown that README.md and BUILD.md show."""
+"""What all tables share: Markdown, where a result is from, medians, and what did not run."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_cudnn.commands.figures import TIMED
+from . import power
+from .case import BACKWARD, FORWARD, OURS, TRAINING
 
-RESULTS = Path(__file__).parent / "results"
-_AGREE = 0.15  # ratios of two runs that differ by more are worth a word
-
-
-def survey() -> dict[str, Any]:
-    """The earlier survey's ratios: ``source`` and ``cases``, name -> ratio [least, largest]."""
-    return json.loads((RESULTS / "survey.json").read_text())
+NAMES = {FORWARD: FORWARD, TRAINING: FORWARD, BACKWARD: BACKWARD}
+SLOWER = 1.02  # a difference of less is none
+_MOST = 400  # letters of a reason
 
 
-def render(result: dict[str, Any]) -> str:
-    """Host time, tracing and planning."""
-    if "host" not in result:
-        return "This result holds no host times: a run with `--only` measures named cases alone."
-    rows = ["| what | jax_cudnn | XLA's own |", "|---|---|---|"]
-    for mode, runs in result["host"].items():
-        for run in runs:
-            chain = run["chain_us_per_convolution"]
-            rows.append(
-                f"| chain of 200 tiny convolutions, {mode.replace('_', ' ')}, us each "
-                f"| {spread(chain['ours'])} | {spread(chain['xla'])} |"
-            )
-    for run in result["host"]["no_command_buffers"]:
-        ns = run["ns_per_call"]
-        rows.append(
-            f"| host ns a call: initialize {ns['initialize']:.0f} + execute {ns['execute']:.0f}, "
-            f"of which cudnnBackendExecute {ns['cudnnBackendExecute']:.0f} "
-            f"| {ns['added']:.0f} added | |"
-        )
-    trace = spread(result["first_trace_of_10_nodes_ms"])
-    rows.append(f"| first trace of a graph of 10 nodes, ms | {trace} | |")
-    rows.append(
-        f"| plan of a fusion, cold, ms (median of {len(result['cold_plan_ms'])}; largest) "
-        f"| {result['cold_plan_ms_median']}; {max(result['cold_plan_ms'].values())} | |"
-    )
-    if "from_disk_ms" in result:
-        disk = spread(result["from_disk_ms"])
-        rows.append(f"| plan from the plan cache on disk, ms | {disk} | |")
-    rows.append(f"| plan from memory, ms | {spread(result['from_memory_ms'])} | |")
-    return (
-        f"{where(result)}; median (smallest to largest); one row for each of three processes.\n\n"
-        + "\n".join(rows)
-    )
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def render_cases(result: dict[str, Any]) -> str:
-    """The cases against XLA, what could not be timed, and how all this fits the survey."""
-    if not result.get("cases"):
-        return "This result holds no cases: `python -m benchmarks run cases` measures them."
-    known = survey()
-    notes: list[str] = []
-    referenced = any("ratio_reference" in entry for entry in result["cases"].values())
-    titles = ["case", "jax_cudnn, us", "XLA's best, us", "XLA / jax_cudnn"]
-    titles += [*["reference in XLA / jax_cudnn"] * referenced, "TFLOP/s", "GB/s", "survey"]
-    rows = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-    for name, entry in result["cases"].items():
-        earlier = known["cases"].get(name)
-        shown = "" if earlier is None else _range(earlier["ratio"])
-        if entry["status"] != TIMED:
-            rows.append(f"| {name} | {entry['status']} {'| ' * (len(titles) - 3)}| {shown} |")
-            notes.append(f"{name}, {entry['status']}: {' '.join(entry['reason'].split())}")
-            continue
-        best = entry["best_xla"]
-        rows.append(
-            f"| {name} | {spread(entry['us']['jax_cudnn'])} | {spread(entry['us'][best])} {best} "
-            f"| {_ratio(entry, 'ratio')} "
-            + f"| {_ratio(entry, 'ratio_reference')} " * referenced
-            + f"| {entry['tflops']['jax_cudnn']:g} | {entry['gbytes_s']['jax_cudnn']:g} | {shown} |"
-        )
-        if earlier is not None:
-            notes.extend(_disagreement(name, entry, earlier))
-    text = (
-        f"{where(result)}; median (smallest to largest) of rounds of asynchronous calls; XLA's "
-        "best formulation by name; FLOPs and bytes are those of the graph."
-        + " The reference is the graph's own meaning in jnp, which XLA runs where it is left to it."
-        * referenced
-        + (f" Survey: {known['source']}." if known["cases"].keys() & result["cases"] else "")
-        + "\n\n"
-        + "\n".join(rows)
-    )
-    if notes:
-        text += "\n\n" + "\n".join(f"- {note}" for note in notes)
-    return text
+def listed(notes: Iterable[str]) -> str:
+    return "\n".join(f"- {note}" for note in notes)
 
 
-def off_survey(ratio: float, earlier: dict[str, Any]) -> float | None:
-    """How far a ratio is outside of the survey's range, as a fraction; None within 15 %."""
-    low, high = earlier["ratio"]
-    off = ratio / high - 1 if ratio > high else ratio / low - 1 if ratio < low else 0.0
-    return off if abs(off) > _AGREE else None
-
-
-def _disagreement(name: str, entry: dict[str, Any], earlier: dict[str, Any]) -> list[str]:
-    """What to say where a ratio is not the survey's: its remarks, and the ratio against another
-    formulation where the survey may have had no better one."""
-    off = off_survey(entry["ratio"], earlier)
-    if off is None:
-        return []
-    said = [earlier[key] for key in ("remark", "explanation") if key in earlier]
-    if earlier.get("against") in entry["us"]:
-        other = entry["us"][earlier["against"]]["median"] / entry["us"]["jax_cudnn"]["median"]
-        said.append(f"{other:.2f} against XLA's {earlier['against']!r}")
-    return [
-        f"{name}: {off:+.0%} against the survey's {_range(earlier['ratio'])}"
-        + (f" ({'; '.join(said)})" if said else "")
-    ]
-
-
-def where(result: dict[str, Any]) -> str:
+def where(result: Mapping[str, Any], *packages: str) -> str:
     e = result["environment"]
     alone = "No GPU: both sides are XLA on the CPU, and the ratio says nothing about cuDNN. "
     note = alone if e["device"].lower().startswith("cpu") else ""
     return (
         f"{note}{e['device']}, {e['date']}, cuDNN {e['cudnn']}, jax {e['jax']}, "
         f"nvidia-cudnn-frontend {e['nvidia-cudnn-frontend']}"
+        + "".join(f", {package} {e[package]}" for package in packages)
     )
 
 
-def _ratio(entry: dict[str, Any], key: str) -> str:
-    if key not in entry:
-        return ""
-    return f"{entry[key]:.2f} ({entry[f'{key}_min']:.2f} to {entry[f'{key}_max']:.2f})"
-
-
-def _range(ratio: list[float]) -> str:
-    low, high = ratio
-    return f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
-
-
-def spread(values: dict[str, float]) -> str:
+def spread(values: Mapping[str, float]) -> str:
     return f"{values['median']:g} ({values['min']:g} to {values['max']:g})"
+
+
+def quartiles(values: Mapping[str, float]) -> str:
+    return "{median:.4g} ({q1:.4g} to {q3:.4g})".format(**values)
+
+
+def pair(figures: Mapping[str, float | None], sides: Iterable[str | None], form: str) -> str:
+    """The figures of two sides."""
+    values = [figures[side] for side in sides if side in figures]
+    return ", ".join("no number" if value is None else form.format(value) for value in values)
+
+
+def medians(found: Mapping[str, Any]) -> dict[str, float]:
+    """By side, in us."""
+    return {
+        side: figure["median"] if isinstance(figure, dict) else figure
+        for side, figure in found.get("us", {}).items()
+    }
+
+
+def time(us: Mapping[str, float], side: str | None, named: bool = False) -> str:
+    if side not in us:
+        return ""
+    return f"{us[side]:.4g}" + (f" {side}" if named else "")
+
+
+def programs(entry: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Of a case that failed as a whole a forward that says so."""
+    return [*entry["programs"].items()] or [(FORWARD, {"status": entry["status"]})]
+
+
+def slower(lines: Iterable[tuple[str, float, float, str | None]]) -> str:
+    """Of lines with our time, another's and its name: how many are not slower, and which are."""
+    known = [(line, ours, other, name) for line, ours, other, name in lines if name and ours]
+    return met(
+        "not slower than the best other side",
+        len(known),
+        [f"{line} ({a / b:.2f} times {name})" for line, a, b, name in known if a > SLOWER * b],
+    )
+
+
+def met(what: str, count: int, missed: Sequence[str]) -> str:
+    text = f"{what}: {count - len(missed)} of {count}"
+    return text + (f"; not: {'; '.join(missed)}" if missed else "")
+
+
+def notes(
+    entries: Mapping[str, Any], named: Callable[[str], str] = NAMES.__getitem__
+) -> Iterator[str]:
+    """What did not run and what was wrong, each said once; and where the host is in the times."""
+    said: dict[str, dict[str, list[str]]] = {}
+    for case, entry in entries.items():
+        if "reason" in entry:
+            said.setdefault(f"{entry['status']}: {entry['reason']}", {})[case] = []
+        for program, found in entry["programs"].items():
+            for text in _told(found):
+                said.setdefault(text, {}).setdefault(case, []).append(named(program))
+    for text, cases in said.items():
+        which = [
+            case + (f" {' and '.join(p)}" if 0 < len(p) < len(entries[case]["programs"]) else "")
+            for case, p in cases.items()
+        ]
+        every = len(cases) == len(entries) and [*cases] == which
+        yield f"{'all' if every else ', '.join(which)}: {text}"
+
+
+def _told(found: Mapping[str, Any]) -> Iterator[str]:
+    """What there is to say of a program."""
+    not_run, reasons = found.get("not_run", {}), {}
+    for side, reason in not_run.items():
+        text = reason.partition(" what to do: ")[0][:_MOST]
+        reasons.setdefault(text, []).append(side)
+    if "reason" in found and found["reason"] != not_run.get(OURS):
+        yield f"{found['status']}: {found['reason']}"
+    for reason, sides in reasons.items():
+        yield f"{', '.join(sides)} did not run: {reason}"
+    hidden = found.get("host_hidden", {})
+    shown = [side for side, each in hidden.items() if not each]
+    if shown and len(shown) < len(hidden):  # on a CPU all are
+        yield f"the host's time may be in that of {', '.join(shown)}"
+    if found.get("power"):
+        yield f"{OURS}: {power.told(found['power'])}"
+    why = found.get("plans", {}).get(OURS, {}).get("why_xla")
+    if why:
+        yield f"XLA runs it by default: {why}"

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from .case import BACKWARD, FORWARD, TRAINING
+
+RUNNING = "running_"
 MISSING = "not measured: torch is not installed"
 
 Call = Callable[[], "Pending"]
@@ -77,15 +80,28 @@ class Step:
     restore: Callable[[], None] = lambda: None
 
 
-def program(made: Callable[[], list[Step]], platform: str, captured: bool = True) -> Call:
-    """Steps one after the other; the results are those of the first.
+def program(
+    function: Callable[..., Any],
+    program: str,
+    learned: Sequence[str],
+    sets: Sequence[tuple[Mapping[str, jax.Array], Any]],
+    captured: bool = True,
+) -> Call:
+    """One program of a function of tensors: that of all sets of operands and gradient of y, one
+    after the other; the results are those of the first.
 
-    On a GPU they are a CUDA graph, so that what PyTorch's interpreter takes for each operation is
-    in no time. Where they are not ``captured``, because it ends the process, they are issued one by
-    one; then it is the work before them that hides it.
+    Its backward is autograd's of a forward that has run here. On a GPU it is a CUDA graph, so that
+    what PyTorch's interpreter takes for each operation is in no time. Where it is not ``captured``,
+    because that ends the process, it is the work before it that hides that time.
     """
-    if captured and platform != "cpu":
-        return _captured(importlib.import_module("torch"), made)
+    torch = importlib.import_module("torch")
+    (device,) = next(iter(sets[0][0].values())).devices()
+
+    def made() -> list[Step]:
+        return [_step(torch, function, program, learned, *given) for given in sets]
+
+    if captured and device.platform != "cpu":
+        return _captured(torch, made)
     steps = made()
 
     def run() -> Pending:
@@ -93,6 +109,47 @@ def program(made: Callable[[], list[Step]], platform: str, captured: bool = True
         return first
 
     return run
+
+
+def _step(
+    torch: Any,
+    function: Callable[..., Any],
+    program: str,
+    learned: Sequence[str],
+    operands: Mapping[str, jax.Array],
+    dy: Any,
+) -> Step:
+    """One program of one set of operands, of which running statistics are written in place."""
+    shared = {name: torch.from_dlpack(x) for name, x in operands.items()}
+    given = {
+        name: x.clone() if name.startswith(RUNNING) else x.detach() for name, x in shared.items()
+    }
+    running = {name: x for name, x in given.items() if name.startswith(RUNNING)}
+
+    def restore() -> None:
+        for name, x in running.items():
+            x.copy_(shared[name])
+
+    if program == FORWARD:
+
+        def forward() -> Pending:
+            with torch.no_grad():
+                return Pending({"y": function(**given), **running})
+
+        return Step(forward, restore)
+    for name in learned:
+        given[name] = given[name].requires_grad_()
+    if program == TRAINING:
+        return Step(lambda: Pending({"y": function(**given), **running}), restore)
+    assert program == BACKWARD
+    y, along = function(**given), torch.from_dlpack(dy)
+    wanted = [given[name] for name in learned]
+
+    def backward() -> Pending:
+        found = torch.autograd.grad(y, wanted, along, retain_graph=True)
+        return Pending(dict(zip(learned, found, strict=True)))
+
+    return Step(backward)
 
 
 def _captured(torch: Any, made: Callable[[], list[Step]]) -> Call:

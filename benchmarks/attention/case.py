@@ -3,77 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.commands.agreement import tolerance
+from jax_cudnn._core.errors import GraphError
+from jax_cudnn.commands import agreement
 
-from ..models.cases import Operand
-from ..sides import BACKWARD, FORWARD, OURS, TRAINING
+from ..case import BACKWARD, LIMIT, OURS, Array, Case, Named, Operand, Side
+from . import torch_sides
+from .formulations import Attended, by_blocks, in_jax_nn, plain, recomputed
 
-Array = jax.Array
-Named = dict[str, Any]
-
-LIMIT = {
-    "tflops": {"bfloat16": 989.5, "float8_e4m3fn": 1979.0},
-    "tbytes_s": 4.3,
-    "of": "NVIDIA H200",
-    "source": "dense peaks of its data sheet, measured copy bandwidth",
+JAX_NN = "jax.nn cudnn"
+PUBLISHED = {
+    "source": "NVIDIA, figures for H200 of the attention benchmark in github.com/NVIDIA/"
+    "cudnn-frontend: batch 1, 64 and 8 heads, 128, causal"
 }
 _BACKWARD = 2.5  # five products instead of two
+_ROWS = 64  # of a head, that are compared together
+_IN_MEMORY = 2**32  # bytes of all scores in float32; with more, going by blocks is faster
 
 
 @dataclass(frozen=True)
-class Side:
-    """One way to compute it.
-
-    Attributes:
-        function: of operands by name. In JAX the results by name, of which "y" is differentiated;
-            in PyTorch y alone.
-        prepare: operands of the case with "dy", where there is one, as this side takes them.
-        finish: results or gradients by name, as all others give them.
-        backward: whether there is one.
-        captured: whether PyTorch can make a CUDA graph of it. Of its operators for examples of
-            several lengths it cannot: it ends the process.
-    """
-
-    function: Callable[..., Any]
-    prepare: Callable[[Named], Named] | None = None
-    finish: Callable[[Named], Named] | None = None
-    backward: bool = True
-    captured: bool = True
-
-    def given(self, operands: Named) -> Named:
-        return operands if self.prepare is None else self.prepare(operands)
-
-    def common(self, results: Named) -> Named:
-        return results if self.finish is None else self.finish(results)
-
-
-Sides = Mapping[str, Side | str]
-
-
-@dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(Case):
     """One attention on all sides.
 
     Attributes:
-        name: kind and shape.
-        what: one line for the reader.
-        operands: what all sides get, by name: drawn, or as they are.
-        learned: the operands that gradients are wanted of; none where there is no backward.
         pairs: of queries and keys whose products are computed, over all examples, as the field
             counts: times 4 H of each head they are FLOPs of the forward.
-        ours: by ``jc.ops``, of the name of an implementation, or None for the default.
-        others: further sides in JAX that are not XLA's; a text is why there is none.
-        xla: formulations in plain JAX, by name.
-        exact: the formulation that all sides are held against, in float32.
-        torch: sides in PyTorch: the first of several ways that runs.
         kept: rows behind this length of each example are not looked at.
         dtype: of the products.
         tolerance: by program; None for that of the operands' dtype.
@@ -81,39 +42,19 @@ class AttentionCase:
         published_side: the side that these are of.
     """
 
-    name: str
-    what: str
-    operands: Mapping[str, Operand | np.ndarray]
-    learned: tuple[str, ...]
-    pairs: float
-    ours: Callable[[str | None], Side]
-    xla: Mapping[str, Side]
-    exact: Side
-    torch: Mapping[str, Sequence[Side] | str]
-    others: Sides = field(default_factory=dict)
+    pairs: float = 0.0
     kept: np.ndarray | None = None
     dtype: str = "bfloat16"
     tolerance: Mapping[str, float] | None = None
     published: Mapping[str, float] = field(default_factory=dict)
     published_side: str = OURS
 
-    @property
-    def programs(self) -> tuple[str, ...]:
-        return (TRAINING, BACKWARD) if self.learned else (FORWARD,)
-
-    def arrays(self, key: Array) -> dict[str, Array]:
-        """Random operands, and with "dy" the gradient of y, where there is a backward."""
-        wanted = {n: x for n, x in self.operands.items() if isinstance(x, Operand)}
-        if self.learned:
-            wanted["dy"] = Operand(wanted["q"].shape, wanted["q"].dtype)
-        keys = jax.random.split(key, len(wanted))
-        drawn = {n: x.array(k) for (n, x), k in zip(wanted.items(), keys, strict=True)}
-        fixed = {n: jnp.asarray(x) for n, x in self.operands.items() if isinstance(x, np.ndarray)}
-        found = {**drawn, **fixed}
-        return found | self.shown({"dy": found["dy"]}) if self.learned else found
+    large: ClassVar[bool] = True
+    reference_is_best: ClassVar[bool] = True
+    worst: ClassVar[str] = "rows"
 
     def shown(self, results: Named) -> Named:
-        """Results with zeros in rows that are not looked at."""
+        """With zeros in rows that are not looked at."""
         if self.kept is None:
             return results
         return {name: _first_rows(x, jnp.asarray(self.kept)) for name, x in results.items()}
@@ -123,9 +64,11 @@ class AttentionCase:
         return 4 * self.pairs * heads * size * (_BACKWARD if program == BACKWARD else 1)
 
     def bytes(self, program: str) -> int:
-        """What must move, each array once: operands and y, and in the backward y, its gradient
-        and the others; of pages and of examples only what is used."""
-        used = self._used()
+        """Operands and y, and in the backward y, its gradient and the others; of pages and of
+        examples only what is used."""
+        pages, lengths, used = self.operands.get("key_pages"), self.operands.get("lengths"), 1.0
+        if isinstance(pages, Operand) and isinstance(lengths, np.ndarray):
+            used = float(lengths.sum()) / (pages.shape[0] * pages.shape[2])
         size = {
             n: _bytes(x, self.dtype) * (used if n in ("key_pages", "value_pages") else 1)
             for n, x in self.operands.items()
@@ -141,31 +84,35 @@ class AttentionCase:
     def limit_us(self, program: str) -> float:
         """The time of the products at the peak of the chip, or of the bytes, if that is longer."""
         products = self.flops(program) / LIMIT["tflops"][self.dtype] / 1e6
-        return max(products, self.bytes(program) / LIMIT["tbytes_s"] / 1e6)
+        return max(products, super().limit_us(program))
 
     def allowed(self, program: str) -> float:
-        if self.tolerance is not None:
-            return self.tolerance[program]
-        return tolerance((self._q.aval,), self._q.aval)
+        return super().allowed(program) if self.tolerance is None else self.tolerance[program]
 
-    def described(self) -> dict[str, str]:
-        return {
-            n: str(x) if isinstance(x, Operand) else f"{x.dtype}[{','.join(map(str, x.shape))}]"
-            for n, x in self.operands.items()
-        }
+    def difference(self, got: Named, want: Named) -> agreement.Difference:
+        """In the norm, and the worst of some rows of a head together, next to their own size and
+        that of all: of causal attention the first rows are many times as large as the last ones,
+        whose rounding says nothing of theirs."""
+        figures = []
+        for name, x in want.items():
+            shape = got[name].shape
+            if shape != x.shape:
+                raise GraphError(f"{name} has another shape", expected=f"{x.shape}", got=f"{shape}")
+            figures.append(tuple(map(float, _of_rows(got[name], x))))
+        return agreement.Difference(*map(agreement.largest, zip(*figures, strict=True)))
+
+    def wants_power(self, program: str) -> bool:
+        name = "backward" if program == BACKWARD else "forward"
+        return self.published_side == OURS and name in self.published
+
+    def about(self) -> dict[str, Any]:
+        return {"published": {**self.published, "side": self.published_side}, "xla": [*self.xla]}
 
     @property
     def _q(self) -> Operand:
         found = self.operands["q"]
         assert isinstance(found, Operand)
         return found
-
-    def _used(self) -> float:
-        """The share of the pages' rows that is seen."""
-        pages, lengths = self.operands.get("key_pages"), self.operands.get("lengths")
-        if not isinstance(pages, Operand) or not isinstance(lengths, np.ndarray):
-            return 1.0
-        return float(lengths.sum()) / (pages.shape[0] * pages.shape[2])
 
 
 @jax.jit
@@ -174,7 +121,64 @@ def _first_rows(x: Array, lengths: Array) -> Array:
     return jnp.where(seen[..., None, None], x, 0)
 
 
+@jax.jit
+def _of_rows(got: Array, want: Array) -> tuple[Array, Array]:
+    """Of (B, S, N, H): relative errors of all, and the worst of some rows."""
+    error, size = (_means(x) for x in (got.astype(jnp.float32) - want, want))
+    whole = jnp.sqrt(jnp.mean(size)) + jnp.finfo(jnp.float32).tiny
+    return jnp.sqrt(jnp.mean(error)) / whole, jnp.max(jnp.sqrt(error) / (jnp.sqrt(size) + whole))
+
+
+def _means(x: Array) -> Array:
+    """The mean square of some rows of each head."""
+    rows = math.gcd(x.shape[1], _ROWS)
+    return jnp.mean(jnp.square(x.reshape(x.shape[0], -1, rows, *x.shape[2:])), (2, 4))
+
+
 def _bytes(x: Operand | np.ndarray, dtype: str) -> int:
     if isinstance(x, np.ndarray):
         return x.nbytes
     return math.prod(x.shape) * min(jnp.dtype(dtype).itemsize, x.aval.dtype.itemsize)
+
+
+# -- what several cases have in common -------------------------------------------------------------
+
+
+def qkv(batch: int, size: int, heads: int, served: int, width: int) -> dict[str, Operand]:
+    k = Operand((batch, size, served, width))
+    return {"q": Operand((batch, size, heads, width)), "k": k, "v": k}
+
+
+def xla(of: Attended, q: Operand) -> dict[str, Side]:
+    """Formulations: those that hold all scores where they might be faster."""
+    batch, size, heads, _ = q.shape
+    found = {"by blocks": Side(by_blocks(of))}
+    if 4 * batch * heads * size**2 <= _IN_MEMORY:
+        name = "in jnp" if of.softcap is not None else "jax.nn xla"
+        whole = plain(of) if of.softcap is not None else in_jax_nn(of, "xla")
+        found |= {name: Side(whole), f"{name}, checkpoint": Side(recomputed(whole))}
+    return found
+
+
+def exact(of: Attended) -> Side:
+    return Side(by_blocks(of, precision="highest"))
+
+
+def sdpa(backend: str, causal: bool, served: int, learned: bool = True) -> list[Side]:
+    """With K heads of keys and values, or, where a backend takes no such, with all N. Of a bias
+    that is not ``learned`` there is no gradient, and so no backward of all operands."""
+    function = torch_sides.sdpa(backend, causal, learned)
+
+    def repeated(operands: Named) -> Named:
+        heads = operands["q"].shape[2]
+        more = {n: jnp.repeat(operands[n], heads // served, 2) for n in ("k", "v")}
+        return {**operands, **more}
+
+    def summed(x: Array) -> Array:
+        grouped = x.reshape(*x.shape[:2], served, -1, x.shape[3])
+        return jnp.sum(grouped.astype(jnp.float32), 3)
+
+    def finish(results: Named) -> Named:
+        return {n: summed(x) if n in ("k", "v") else x for n, x in results.items()}
+
+    return [Side(function, backward=learned), Side(function, repeated, finish, backward=learned)]

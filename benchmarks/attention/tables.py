@@ -1,20 +1,30 @@
-"""Attention as the Markdown that README.md shows between its ``attention`` marks."""
+"""Attention as README.md shows it between its ``attention`` marks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..sides import BACKWARD, FORWARD, OURS, REFERENCE, TIMED, TRAINING, WHOLE
-from ..tables import where
-from . import power
-from .parts import JAX_NN
+from ..case import BACKWARD, FORWARD, OURS, REFERENCE, WHOLE
+from ..measure import TIMED, fastest
+from ..tables import (
+    NAMES,
+    SLOWER,
+    listed,
+    medians,
+    met,
+    notes,
+    programs,
+    quartiles,
+    slower,
+    table,
+    time,
+    where,
+)
+from .case import JAX_NN
 from .torch_sides import CUDNN, FLASH
 
-_NAMES = {FORWARD: FORWARD, TRAINING: FORWARD, BACKWARD: BACKWARD}
-_MOST = 400  # letters of a reason
-_SLOWER = 1.02  # a difference of less is none
 _TITLES = (
     "attention",
     "jax_cudnn, us",
@@ -32,14 +42,14 @@ _TITLES = (
 _COLUMNS = (WHOLE, REFERENCE, OURS, JAX_NN, CUDNN, FLASH)
 
 
-def render_attention(result: dict[str, Any]) -> str:
+def render(result: dict[str, Any]) -> str:
     """A table of the forwards, one of the backwards, one of both added; where ours is slower, and
     what did not run."""
-    environment, limit = result["environment"], result["limit"]
+    environment, limit, entries = result["environment"], result["limit"], result["attention"]
     peaks = ", ".join(f"{rate:g} TFLOP/s in {kind}" for kind, rate in limit["tflops"].items())
     text = (
-        f"{where(result)}, torch {environment['torch']}, triton {environment['triton']}, driver "
-        f"{environment['driver']}; medians of rounds in which all sides take turns, of the GPU's "
+        f"{where(result, 'torch', 'triton')}, driver {environment['driver']}; medians of rounds in "
+        "which all sides take turns, of the GPU's "
         "time alone (jax_cudnn with the quartiles). Names are batch x tokens x heads-heads of keys "
         "x size. FLOPs are 4 for each pair of a query and a key, head and element, half of the "
         "pairs where it is causal, and 2.5 times that in the backward. The limit is that of these "
@@ -50,41 +60,32 @@ def render_attention(result: dict[str, Any]) -> str:
         "but for packed examples, windows and, by flash attention, pages. "
         f"Published: {result['published']['source']}. Spreads, engines and errors are in the data."
     )
-    parts = [text]
-    for name in (FORWARD, BACKWARD):
-        lines = [
-            _Line(case, entry, found, entry["published"].get(name))
-            for case, entry in result["attention"].items()
-            for program, found in _programs(entry)
-            if _NAMES[program] == name
+    lines = {
+        program: [
+            _Line(case, entry, found, entry["published"].get(program))
+            for case, entry in entries.items()
+            for name, found in programs(entry)
+            if NAMES[name] == program
         ]
-        if lines:
-            parts += [f"{name.capitalize()}:", _table(_TITLES, [line.cells() for line in lines])]
-    lines = [
+        for program in (FORWARD, BACKWARD)
+    }
+    lines["both added"] = [
         _Line(case, entry, entry["training_step"] | {"plans": _plans(entry)})
-        for case, entry in result["attention"].items()
+        for case, entry in entries.items()
         if "training_step" in entry
     ]
-    if lines:
-        parts += ["Both added:", _table(_TITLES, [line.cells() for line in lines])]
-    notes = "\n".join(f"- {note}" for note in [*_goals(result), *_notes(result)])
-    return "\n\n".join([*parts, notes] if notes else parts)
-
-
-def _programs(entry: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Of a case that failed as a whole a forward that says so."""
-    return [*entry["programs"].items()] or [(FORWARD, {"status": entry["status"]})]
+    parts = [text]
+    for name, each in lines.items():
+        if each:
+            parts += [f"{name.capitalize()}:", table(_TITLES, [line.cells() for line in each])]
+    said = [*_goals(result), *notes(entries)]
+    return "\n\n".join([*parts, listed(said)] if said else parts)
 
 
 def _plans(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Those of all programs."""
     every = [found.get("plans", {}) for found in entry["programs"].values()]
     return {side: [plans.get(side) for plans in every] for side in (OURS, WHOLE)}
-
-
-def _table(titles: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 @dataclass(frozen=True)
@@ -97,57 +98,33 @@ class _Line:
     published: float | None = None
 
     @property
-    def us(self) -> dict[str, float]:
-        """Medians, by side."""
-        return {
-            side: figure["median"] if isinstance(figure, dict) else figure
-            for side, figure in self.found.get("us", {}).items()
-        }
-
-    @property
     def best_other(self) -> str | None:
         """The fastest side that is none of ours."""
-        best, plain = self.found.get("best_xla"), (*self.entry.get("xla", ()), REFERENCE)
-        others = {
-            side: time
-            for side, time in self.us.items()
-            if side == best or not (side in plain or side == WHOLE or side.startswith(OURS))
-        }
-        return min(others, key=others.__getitem__, default=None)
-
-    @property
-    def ratio(self) -> float | None:
-        other, us = self.best_other, self.us
-        if other is None or not us.get(OURS):
-            return None
-        return us[other] / us[OURS]
+        us = medians(self.found)
+        best, plain = self.found.get("best_xla"), (*self.entry.get("xla", ()), REFERENCE, WHOLE)
+        others = [s for s in us if s == best or not (s in plain or s.startswith(OURS))]
+        return fastest(us, others)
 
     def cells(self) -> list[str]:
-        us, status = self.us, self.found.get("status", TIMED)
+        us, status, found = medians(self.found), self.found.get("status", TIMED), self.found
         if not us:
             return [self.case, "", status, *[""] * (len(_TITLES) - 3)]
-        best, ratio, plans = self.found.get("best_xla"), self.ratio, self.found.get("plans", {})
+        ours, other, plans = found["us"].get(OURS), self.best_other, found.get("plans", {})
         known = (*_COLUMNS, *self.entry.get("xla", ()))
         return [
             self.case + ("" if status == TIMED else f" ({status})"),
-            self._ours(),
+            quartiles(ours) if isinstance(ours, dict) else time(us, OURS),
             self._value("tflops", "{:.3g}"),
             self._value("of_limit", "{:.2f}"),
-            "" if plans.get(OURS) == plans.get(WHOLE) and OURS in us else self._time(WHOLE),
-            self._time(JAX_NN),
-            f"{us[best]:.4g} {best}" if best else "",
-            self._time(CUDNN),
-            self._time(FLASH),
-            ", ".join(f"{us[side]:.4g} {side}" for side in us if side not in known),
+            "" if plans.get(OURS) == plans.get(WHOLE) and OURS in us else time(us, WHOLE),
+            time(us, JAX_NN),
+            time(us, found.get("best_xla"), named=True),
+            time(us, CUDNN),
+            time(us, FLASH),
+            ", ".join(time(us, side, named=True) for side in us if side not in known),
             self._published(),
-            "" if ratio is None else f"{ratio:.2f} ({self.best_other})",
+            f"{us[other] / us[OURS]:.2f} ({other})" if other and us.get(OURS) else "",
         ]
-
-    def _ours(self) -> str:
-        figure = self.found["us"].get(OURS)
-        if not isinstance(figure, dict):
-            return self._time(OURS)
-        return "{median:.4g} ({q1:.4g} to {q3:.4g})".format(**figure)
 
     def _published(self) -> str:
         if self.published is None:
@@ -156,10 +133,6 @@ class _Line:
         ours = self.found["tflops"].get(side)
         named = f" ({side} {ours:.0f})" if side != OURS and ours is not None else ""
         return f"{self.published:g}{named}"
-
-    def _time(self, side: str) -> str:
-        us = self.us
-        return f"{us[side]:.4g}" if side in us else ""
 
     def _value(self, kind: str, form: str) -> str:
         value = self.found[kind].get(OURS)
@@ -172,79 +145,21 @@ def _goals(result: dict[str, Any]) -> list[str]:
     if not result["environment"]["sm_version"]:
         return []
     lines = [
-        (
-            f"{case}, {_NAMES[program]}",
-            _Line(case, entry, found, entry["published"].get(_NAMES[program])),
-        )
+        (f"{case}, {NAMES[name]}", _Line(case, entry, found, entry["published"].get(NAMES[name])))
         for case, entry in result["attention"].items()
-        for program, found in entry["programs"].items()
+        for name, found in programs(entry)
         if OURS in found.get("us", {})
     ]
-    compared = [(name, line) for name, line in lines if line.ratio is not None]
-    slower = [
-        f"{name} ({1 / line.ratio:.2f} times {line.best_other})"
-        for name, line in compared
-        if line.ratio and line.ratio * _SLOWER < 1
+    times = [
+        (name, medians(line.found)[OURS], medians(line.found).get(other or "", 0.0), other)
+        for name, line in lines
+        for other in [line.best_other]
     ]
     published = [
         (name, line.published, line.found["tflops"].get(line.entry["published"]["side"]) or 0)
         for name, line in lines
         if line.published
     ]
-    below = [
-        f"{name} ({ours:.0f} of {rate:g})"
-        for name, rate, ours in published
-        if ours * _SLOWER < rate
-    ]
-    return [
-        _met("not slower than the best other side", len(compared), slower),
-        *([_met("not below what is published", len(published), below)] if published else []),
-    ]
-
-
-def _met(what: str, count: int, missed: list[str]) -> str:
-    return f"{what}: {count - len(missed)} of {count}" + (
-        f"; not: {'; '.join(missed)}" if missed else ""
-    )
-
-
-def _notes(result: dict[str, Any]) -> list[str]:
-    """What did not run and what was wrong, each said once; and where the host is in the times."""
-    notes: dict[str, dict[str, list[str]]] = {}
-    for case, entry in result["attention"].items():
-        if "reason" in entry:
-            notes.setdefault(f"{entry['status']}: {entry['reason']}", {})[case] = []
-        for program, found in entry["programs"].items():
-            for text in _told(found):
-                notes.setdefault(text, {}).setdefault(case, []).append(_NAMES[program])
-    said = []
-    for text, cases in notes.items():
-        where = [
-            case + "".join(f" {program}" for program in programs if len(programs) == 1)
-            for case, programs in cases.items()
-        ]
-        said.append(
-            f"{'all' if len(where) == len(result['attention']) else ', '.join(where)}: {text}"
-        )
-    return said
-
-
-def _told(found: Mapping[str, Any]) -> Iterator[str]:
-    """What there is to say of a program."""
-    reasons: dict[str, list[str]] = {}
-    for side, reason in found.get("not_run", {}).items():
-        text = reason.partition(" what to do: ")[0][:_MOST]
-        reasons.setdefault(text, []).append(side)
-    if "reason" in found and found["reason"] != found.get("not_run", {}).get(OURS):
-        yield f"{found['status']}: {found['reason']}"
-    for reason, sides in reasons.items():
-        yield f"{', '.join(sides)} did not run: {reason}"
-    hidden = found.get("host_hidden", {})
-    shown = [side for side, each in hidden.items() if not each]
-    if shown and len(shown) < len(hidden):  # on a CPU all are
-        yield f"the host's time may be in that of {', '.join(shown)}"
-    if found.get("power"):
-        yield f"{OURS}: {power.told(found['power'])}"
-    why = found.get("plans", {}).get(OURS, {}).get("why_xla")
-    if why:
-        yield f"XLA runs it by default: {why}"
+    below = [f"{name} ({a:.0f} of {rate:g})" for name, rate, a in published if a * SLOWER < rate]
+    known = [met("not below what is published", len(published), below)] if published else []
+    return [slower(times), *known]

@@ -8,79 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import jax
-
-from .. import torch_graphs
-from ..sides import BACKWARD, FORWARD, TRAINING
-from ..torch_graphs import Call, Pending, Step
 
 CUDNN, FLASH, EFFICIENT, FLEX = "torch cudnn", "torch flash", "torch efficient", "torch flex"
 _BACKENDS = {CUDNN: "CUDNN_ATTENTION", FLASH: "FLASH_ATTENTION", EFFICIENT: "EFFICIENT_ATTENTION"}
 
 Function = Callable[..., Any]
-Named = Mapping[str, jax.Array]
-
-
-# -- programs --------------------------------------------------------------------------------------
-
-
-def program(
-    function: Function,
-    program: str,
-    learned: Sequence[str],
-    sets: Sequence[tuple[Named, Any]],
-    captured: bool = True,
-) -> Call:
-    """One program of a function: that of all sets of operands and gradient of y, one after the
-    other; its results are those of the first.
-
-    Its backward is autograd's of a forward that has run here. It is a CUDA graph, if it can be
-    ``captured``.
-    """
-    torch = importlib.import_module("torch")
-    (device,) = next(iter(sets[0][0].values())).devices()
-
-    def made() -> list[Step]:
-        return [_step(torch, function, program, learned, *given) for given in sets]
-
-    return torch_graphs.program(made, device.platform, captured)
-
-
-def _step(
-    torch: Any,
-    function: Function,
-    program: str,
-    learned: Sequence[str],
-    operands: Named,
-    dy: Any,
-) -> Step:
-    tensors = {name: torch.from_dlpack(x).detach() for name, x in operands.items()}
-    if program == FORWARD:
-
-        def forward() -> Pending:
-            with torch.no_grad():
-                return Pending({"y": function(**tensors)})
-
-        return Step(forward)
-    for name in learned:
-        tensors[name] = tensors[name].requires_grad_()
-    if program == TRAINING:
-        return Step(lambda: Pending({"y": function(**tensors)}))
-    assert program == BACKWARD
-    y, along = function(**tensors), torch.from_dlpack(dy)
-    wanted = [tensors[name] for name in learned]
-
-    def backward() -> Pending:
-        found = torch.autograd.grad(y, wanted, along, retain_graph=True)
-        return Pending(dict(zip(learned, found, strict=True)))
-
-    return Step(backward)
-
-
-# -- functions -------------------------------------------------------------------------------------
 
 
 def sdpa(side: str, causal: bool, learned: bool = True) -> Function:
@@ -166,26 +100,27 @@ def _varlen(side: str) -> Any:
 
 def flex(causal: bool, window: int | None = None, softcap: float | None = None) -> Function:
     """``flex_attention``, compiled, with a block mask that is made outside of the timing."""
-    torch, _ = _imported()
-    module = importlib.import_module("torch.nn.attention.flex_attention")
-    compiled = torch.compile(module.flex_attention, dynamic=False)
 
     def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
         found = i >= j
         return found if window is None else found & (i - j < window)
 
     def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return softcap * torch.tanh(score / softcap)
+        return softcap * _imported()[0].tanh(score / softcap)
 
     @functools.cache
-    def mask(size: int, device: Any) -> Any:
-        return module.create_block_mask(seen, None, None, size, size, device=device)
+    def made() -> tuple[Any, Any]:
+        module = importlib.import_module("torch.nn.attention.flex_attention")
+        compiled = _imported()[0].compile(module.flex_attention, dynamic=False)
+        return compiled, functools.cache(functools.partial(module.create_block_mask, seen))
 
     def function(q: Any, k: Any, v: Any) -> Any:
+        compiled, mask = made()
+        size = q.shape[1]
         y = compiled(
             *(x.transpose(1, 2) for x in (q, k, v)),
             score_mod=None if softcap is None else capped,
-            block_mask=mask(q.shape[1], q.device) if causal else None,
+            block_mask=mask(None, None, size, size, device=q.device) if causal else None,
             enable_gqa=q.shape[2] != k.shape[2],
         )
         return y.transpose(1, 2)

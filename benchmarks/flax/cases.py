@@ -17,23 +17,20 @@ from .tables import CUDNN, PLAIN
 _DTYPE = jnp.bfloat16  # of the computation; parameters are float32
 
 
-def flax_cases() -> list[FlaxCase]:
-    """ResNet-50, ViT-B/16 and GPT-2 124M."""
+def cases(tiny: bool = False) -> list[FlaxCase]:
+    """ResNet-50, ViT-B/16 and GPT-2 124M; or the same models of few layers and features."""
+    if tiny:
+        attending = {"width": 32, "depth": 1, "heads": 2}
+        return [
+            _resnet("resnet/tiny", 4, 32, 10, model={"blocks": (1, 1), "width": 8}),
+            _vit("vit/tiny", 4, 16, 10, model={"patch": 4, **attending}),
+            _gpt2("gpt2/tiny", 2, 32, 64, model=attending),
+        ]
     return [
         _resnet("resnet50/batch-256", 256, 224, 1000, known={PLAIN: 37.9}, goal=32.8),
         _vit("vit-b-16/batch-256", 256, 224, 1000, known={PLAIN: 89.0, CUDNN: 68.0}, goal=59.0),
         _gpt2("gpt2-124m/32x1024", 32, 1024, 50304, known={PLAIN: 125.8, CUDNN: 66.0}, goal=60.0),
         _gpt2("gpt2-124m/4x8192", 4, 8192, 50304, known={CUDNN: 100.6}, goal=80.0),
-    ]
-
-
-def tiny_cases() -> list[FlaxCase]:
-    """The same models of few layers and features."""
-    attending = {"width": 32, "depth": 1, "heads": 2}
-    return [
-        _resnet("resnet/tiny", 4, 32, 10, model={"blocks": (1, 1), "width": 8}),
-        _vit("vit/tiny", 4, 16, 10, model={"patch": 4, **attending}),
-        _gpt2("gpt2/tiny", 2, 32, 64, model=attending),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Steps of Flax's models as the Markdown that README.md shows between its ``flax`` marks.
+"""Steps of Flax's models as README.md shows them between its ``flax`` marks.
 
 Without Flax a result can be read, too, so nothing here needs it.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..tables import spread, where
+from ..measure import TIMED
+from ..tables import listed, spread, table, where
 
 OURS, PLAIN, CUDNN = "accelerate", "Flax", "Flax, jax.nn's cuDNN attention"
 _TITLES = (
@@ -23,26 +24,21 @@ _TITLES = (
 )
 
 
-def render_flax(result: dict[str, Any]) -> str:
+def render(result: dict[str, Any]) -> str:
     """A row for each model and side; below them what was swapped, what did not run, and where a
     goal is missed what takes the time."""
-    limit, environment = result["limit"], result["environment"]
-    rows = [f"| {' | '.join(_TITLES)} |", "|" + "---|" * len(_TITLES)]
-    notes: list[str] = []
-    for name, entry in result["flax"].items():
-        rows += [f"| {' | '.join(_cells(name, entry, side))} |" for side in entry["sides"]]
-        notes += _notes(name, entry)
-    return (
-        f"{where(result)}, flax {environment['flax']}; median (smallest to largest) of rounds in "
+    limit, entries = result["limit"], result["flax"]
+    text = (
+        f"{where(result, 'flax')}; median (smallest to largest) of rounds in "
         "which the sides take turns; bfloat16 with parameters in float32, random data, one "
         "`nnx.jit` of loss, gradients and optax update with donated state. MFU is of the model's "
         "FLOPs, three times those of its forward, of causal attention the half, at "
         f"{limit['tflops']['bfloat16']:g} TFLOP/s ({limit['of']}). Memory is what XLA assigns to "
-        "the step: arguments, results and temporaries.\n\n"
-        + "\n".join(rows)
-        + "\n\n"
-        + "\n".join(f"- {note}" for note in notes)
+        "the step: arguments, results and temporaries."
     )
+    rows = [_cells(name, entry, side) for name, entry in entries.items() for side in entry["sides"]]
+    notes = [note for name, entry in entries.items() for note in _notes(name, entry)]
+    return f"{text}\n\n{table(_TITLES, rows)}\n\n{listed(notes)}"
 
 
 def _cells(name: str, entry: dict[str, Any], side: str) -> list[str]:
@@ -52,7 +48,7 @@ def _cells(name: str, entry: dict[str, Any], side: str) -> list[str]:
     known = entry["known_ms"].get(side)
     return [
         name,
-        side if entry["status"] == "timed" or side != OURS else f"{side} ({entry['status']})",
+        side if entry["status"] == TIMED or side != OURS else f"{side} ({entry['status']})",
         spread(found["ms"]),
         f"{found['per_s']:g} {entry['unit']}",
         f"{found['mfu']:.1%}",
@@ -66,11 +62,8 @@ def _cells(name: str, entry: dict[str, Any], side: str) -> list[str]:
 def _notes(name: str, entry: dict[str, Any]) -> list[str]:
     said = []
     if "parameters" in entry:
-        tflop = entry["flops"] / 1e12
-        said.append(
-            f"{name}: {entry['parameters'] / 1e6:.3g}M parameters, {tflop:.3g} TFLOP a step; "
-            + entry["what"]
-        )
+        size, tflop = entry["parameters"] / 1e6, entry["flops"] / 1e12
+        said.append(f"{name}: {size:.3g}M parameters, {tflop:.3g} TFLOP a step; " + entry["what"])
     if "swapped" in entry:
         swapped = ", ".join(f"{n} {kind}" for kind, n in entry["swapped"]["ours"].items())
         calls = entry["sides"][OURS]["custom_calls"] if OURS in entry["sides"] else 0
@@ -84,17 +77,12 @@ def _notes(name: str, entry: dict[str, Any]) -> list[str]:
     for side, reason in entry.get("not_run", {}).items():
         if reason != entry.get("reason"):
             said.append(f"{name}, {side} did not run: {reason}")
-    return said + _missed(name, entry)
-
-
-def _missed(name: str, entry: dict[str, Any]) -> list[str]:
-    """Where a goal is not met: by how much, and what the step spends its time on."""
     found, goal = entry["sides"].get(OURS), entry.get("goal_ms")
-    if not found or not goal or found["ms"]["median"] <= goal:
-        return []
-    text = f"{name}: {found['ms']['median'] / goal - 1:.0%} above its goal"
-    profile = found.get("profile", {})
-    if "kinds_ms" in profile:
-        kinds = ", ".join(f"{kind} {ms:.3g}" for kind, ms in profile["kinds_ms"].items())
-        text += f"; of {profile['busy_ms']:.3g} ms of kernels: {kinds}"
-    return [text]
+    if found and goal and found["ms"]["median"] > goal:
+        text = f"{name}: {found['ms']['median'] / goal - 1:.0%} above its goal"
+        profile = found.get("profile", {})
+        if "kinds_ms" in profile:
+            kinds = ", ".join(f"{kind} {ms:.3g}" for kind, ms in profile["kinds_ms"].items())
+            text += f"; of {profile['busy_ms']:.3g} ms of kernels: {kinds}"
+        said.append(text)
+    return said

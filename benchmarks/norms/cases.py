@@ -6,11 +6,11 @@ for batch normalization the running statistics. Images are NHWC.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,192 +18,180 @@ import jax.numpy as jnp
 
 from jax_cudnn import ops
 
-from ..models.cases import Operand
-from ..sides import BACKWARD, FORWARD, TRAINING
-from .formulations import MOMENTUM, Array, Function, Norm, formulations
+from ..case import BACKWARD, FORWARD, TRAINING, Array, Case, Named, Operand, Side
+from .formulations import MOMENTUM, Norm, formulations, plain
 
+EAGER, COMPILED, TUNED = "torch", "torch.compile", "torch.compile max-autotune"
+_MODES = {EAGER: None, COMPILED: "default", TUNED: "max-autotune-no-cudagraphs"}
 PROGRAMS = (FORWARD, TRAINING, BACKWARD)
 
 
 @dataclass(frozen=True)
-class NormCase:
+class NormCase(Case):
     """One normalization on all sides.
 
     Attributes:
-        name: kind and shape.
-        what: one line for the reader.
-        operands: what all sides get, by name.
-        learned: the operands that gradients are wanted of; x is the first.
         kept: bytes that a backward needs besides x, scale and the gradient of y: statistics, and a
             bit an element where there is a relu.
-        ours: by ``jc.ops``, of the name of an implementation, or None for the default.
-        xla: formulations in plain JAX, by name.
-        forwards: those of them that differ in the forward alone, without residuals.
-        exact: the formulation that all sides are held against, in float32.
-        torch: y of ``torch.nn.functional`` and tensors; running statistics are written in place.
+        forwards: the formulations that differ in the forward alone, without residuals.
+        rereads: whether statistics are of more than a chip holds, so that their operands are read
+            again.
     """
 
-    name: str
-    what: str
-    operands: Mapping[str, Operand]
-    learned: tuple[str, ...]
-    kept: int
-    ours: Callable[[str | None], Function]
-    xla: Mapping[str, Function]
-    forwards: tuple[str, ...]
-    exact: Function
-    torch: Callable[..., Any]
+    kept: int = 0
+    forwards: tuple[str, ...] = ()
     rereads: bool = False
-    """Whether statistics are of more than a chip holds, so that their operands are read again."""
 
-    def arrays(self, key: Array) -> tuple[dict[str, Array], Array]:
-        """Random operands, and a gradient of y.
+    @property
+    def programs(self) -> tuple[str, ...]:
+        return PROGRAMS
 
-        What relu gets is far from 0, so that no rounding before it decides whether an element has
-        a gradient: a residual is 8 or -8, and without one x keeps away from its mean.
-        """
-        keys = iter(jax.random.split(key, len(self.operands) + 1))
-        drawn = {name: operand.array(next(keys)) for name, operand in self.operands.items()}
+    def sides(self, program: str) -> tuple[str, ...]:
+        return self.forwards if program == FORWARD else (*self.xla,)
+
+    def arrays(self, key: Array) -> Named:
+        """What relu gets is far from 0, so that no rounding before it decides whether an element
+        has a gradient: a residual is 8 or -8, and without one x keeps away from its mean."""
+        drawn = super().arrays(key)
         if "residual" in drawn:
-            drawn["residual"] = _far_from_zero(drawn["residual"])
+            drawn["residual"] = jnp.where(drawn["residual"] < 0, -8, 8).astype(drawn["x"].dtype)
         elif "-relu" in self.name:
-            drawn["x"] = _apart(drawn["x"])
-        x = self.operands["x"]
-        return drawn, Operand(x.shape, x.dtype).array(next(keys))
+            x = drawn["x"]
+            drawn["x"] = jax.jit(lambda x: jnp.where(x < 0, x - 3, x + 3).astype(x.dtype))(x)
+        return drawn
 
-    def bytes(self, program: str, twice: bool = False) -> int:
-        """What a program must read and write, each array once; or ``twice`` what statistics are
-        of: x, and in the backward the gradient."""
-        if twice:
-            again = _bytes(self.operands["x"]) * (2 if program == BACKWARD else 1)
-            return self.bytes(program) + again
-        size = {name: _bytes(operand) for name, operand in self.operands.items()}
+    def bytes(self, program: str) -> int:
+        size = self._sizes()
         if program == BACKWARD:
             return 2 * size["x"] + size["scale"] + self.kept + sum(size[n] for n in self.learned)
         running = sum(size[name] for name in size if name.startswith("running_"))
         kept = self.kept if program == TRAINING else 0
         return sum(size.values()) + size["x"] + running + kept
 
+    def told(self, program: str) -> dict[str, Any]:
+        if not self.rereads:
+            return {}
+        again = self._sizes()["x"] * (2 if program == BACKWARD else 1)
+        return {"bytes_read_twice": self.bytes(program) + again}
 
-@jax.jit
-def _far_from_zero(x: Array) -> Array:
-    return jnp.where(x < 0, -8, 8).astype(x.dtype)
-
-
-@jax.jit
-def _apart(x: Array) -> Array:
-    return jnp.where(x < 0, x - 3, x + 3)
-
-
-def _bytes(operand: Operand) -> int:
-    return math.prod(operand.shape) * operand.aval.dtype.itemsize
+    def _sizes(self) -> dict[str, int]:
+        return {name: x.bytes for name, x in self.operands.items() if isinstance(x, Operand)}
 
 
-# -- the cases -------------------------------------------------------------------------------------
+def _case(
+    name: str,
+    what: str,
+    norm: Norm,
+    operands: dict[str, Operand],
+    ours: Callable[..., Any],
+    in_torch: Callable[..., Any],
+    **more: Any,
+) -> NormCase:
+    """``ours`` is of operands and an implementation, ``in_torch`` of its functions and tensors."""
+
+    def side(implementation: str | None) -> Side:
+        def function(**given: Any) -> Named:
+            found = ours(implementation=implementation, **given)
+            return found if isinstance(found, dict) else {"y": found}
+
+        return Side(function)
+
+    forwards, others = formulations(norm)
+    return NormCase(
+        name,
+        what,
+        operands,
+        tuple(name for name in operands if not name.startswith("running_")),
+        side,
+        {name: Side(function) for name, function in {**forwards, **others}.items()},
+        Side(plain(norm)),
+        {name: [Side(_in_torch(in_torch, mode))] for name, mode in _MODES.items()},
+        forwards=(*forwards,),
+        **more,
+    )
 
 
-def _shown(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+def _in_torch(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
+    """As it is or compiled, when it is first called: without PyTorch it is not measured."""
+    made: list[Callable[..., Any]] = []
+
+    def run(**tensors: Any) -> Any:
+        if not made:
+            torch = importlib.import_module("torch")
+            whole = partial(function, torch.nn.functional)
+            made.append(torch.compile(whole, mode=mode, dynamic=False) if mode else whole)
+        return made[0](**tensors)
+
+    return run
+
+
+def _vector(size: int, dtype: str, bias: bool = True) -> dict[str, Operand]:
+    scale = {"scale": Operand((size,), dtype, 0.1, 1.0)}
+    return scale | ({"bias": Operand((size,), dtype, 0.1)} if bias else {})
 
 
 def _rms_norm(rows: int, columns: int) -> NormCase:
     norm = Norm((1,), (0,), centred=False, epsilon=1e-6)
-
-    def ours(implementation: str | None) -> Function:
-        def function(x, scale):
-            epsilon = norm.epsilon
-            return {"y": ops.rms_norm(x, scale, epsilon=epsilon, implementation=implementation)}
-
-        return function
-
-    def in_torch(F, x, scale):
-        return F.rms_norm(x, (columns,), scale, norm.epsilon)
-
-    operands = {"x": Operand((rows, columns), offset=0.5), "scale": _scale(columns, "bfloat16")}
-    return NormCase(
+    return _case(
         f"rms_norm/{rows}x{columns}",
         "rows, with a scale; bfloat16",
-        operands,
-        tuple(operands),
-        4 * rows,
-        ours,
-        **formulations(norm),
-        torch=in_torch,
+        norm,
+        {"x": Operand((rows, columns), offset=0.5), **_vector(columns, "bfloat16", bias=False)},
+        partial(ops.rms_norm, epsilon=norm.epsilon),
+        lambda F, x, scale: F.rms_norm(x, (columns,), scale, norm.epsilon),
+        kept=4 * rows,
     )
 
 
 def _layer_norm(rows: int, columns: int) -> NormCase:
     norm = Norm((1,), (0,))
-
-    def ours(implementation: str | None) -> Function:
-        def function(x, scale, bias):
-            return {"y": ops.layer_norm(x, scale, bias, implementation=implementation)}
-
-        return function
-
-    def in_torch(F, x, scale, bias):
-        return F.layer_norm(x, (columns,), scale, bias, norm.epsilon)
-
-    operands = {
-        "x": Operand((rows, columns), offset=0.5),
-        "scale": _scale(columns, "bfloat16"),
-        "bias": Operand((columns,), scale=0.1),
-    }
-    return NormCase(
+    return _case(
         f"layer_norm/{rows}x{columns}",
         "rows, with scale and bias; bfloat16",
-        operands,
-        tuple(operands),
-        2 * 4 * rows,
-        ours,
-        **formulations(norm),
-        torch=in_torch,
+        norm,
+        {"x": Operand((rows, columns), offset=0.5), **_vector(columns, "bfloat16")},
+        ops.layer_norm,
+        lambda F, x, scale, bias: F.layer_norm(x, (columns,), scale, bias, norm.epsilon),
+        kept=2 * 4 * rows,
     )
 
 
 def _batch_norm(shape: tuple[int, ...], relu: bool = False, block: bool = False) -> NormCase:
     """``relu``: with that behind it; ``block``: and a residual in between, as at the end of a block
     of a ResNet."""
-    norm, channels = Norm((0, 1, 2), (0, 1, 2)), shape[-1]
+    norm, channels = Norm((0, 1, 2), (0, 1, 2), relu=relu), shape[-1]
 
-    def ours(implementation: str | None) -> Function:
-        def function(x, scale, bias, running_mean, running_var, **residual):
-            y, (mean, var) = ops.batch_norm(
-                x, scale, bias, running_mean, running_var, training=True, momentum=MOMENTUM,
-                epsilon=norm.epsilon, implementation=implementation, **residual,
-                activation="relu" if relu else None,
-            )  # fmt: skip
-            return {"y": y, "running_mean": mean, "running_var": var}
-
-        return function
+    def ours(**given: Any) -> Named:
+        y, (mean, var) = ops.batch_norm(
+            **given, training=True, momentum=MOMENTUM, epsilon=norm.epsilon,
+            activation="relu" if relu else None,
+        )  # fmt: skip
+        return {"y": y, "running_mean": mean, "running_var": var}
 
     def in_torch(F, x, scale, bias, running_mean, running_var, residual=None):
-        y = F.batch_norm(
-            _nchw(x), running_mean, running_var, scale, bias, True, 1 - MOMENTUM, norm.epsilon
-        )
-        y = _nhwc(y)
+        x = x.permute(0, 3, 1, 2)
+        y = F.batch_norm(x, running_mean, running_var, scale, bias, True, 1 - MOMENTUM, 1e-5)
+        y = y.permute(0, 2, 3, 1)
         y = y if residual is None else y + residual
         return F.relu(y) if relu else y
 
     operands = {
         "x": Operand(shape, offset=0.5),
-        "scale": _scale(channels, "float32"),
-        "bias": Operand((channels,), "float32", 0.1),
+        **_vector(channels, "float32"),
         **({"residual": Operand(shape)} if block else {}),
         "running_mean": Operand((channels,), "float32"),
         "running_var": Operand((channels,), "float32", 0.1, 1.0),
     }
-    return NormCase(
-        f"batch_norm{'-residual' * block}{'-relu' * relu}/{_shown(shape)}",
+    return _case(
+        f"batch_norm{'-residual' * block}{'-relu' * relu}/{'x'.join(map(str, shape))}",
         "training, NHWC, bfloat16; scale, bias and running statistics in float32"
         + "; relu of it" * relu
         + " and a residual" * block,
+        norm,
         operands,
-        tuple(name for name in operands if not name.startswith("running_")),
-        2 * 4 * channels + relu * math.prod(shape) // 8,
         ours,
-        **formulations(dataclasses.replace(norm, relu=relu)),
-        torch=in_torch,
+        in_torch,
+        kept=2 * 4 * channels + relu * math.prod(shape) // 8,
         rereads=True,
     )
 
@@ -211,42 +199,20 @@ def _batch_norm(shape: tuple[int, ...], relu: bool = False, block: bool = False)
 def _instance_norm(shape: tuple[int, ...]) -> NormCase:
     norm, channels = Norm((1, 2), (0, 1, 2)), shape[-1]
 
-    def ours(implementation: str | None) -> Function:
-        def function(x, scale, bias):
-            return {"y": ops.instance_norm(x, scale, bias, implementation=implementation)}
-
-        return function
-
     def in_torch(F, x, scale, bias):
-        return _nhwc(F.instance_norm(_nchw(x), weight=scale, bias=bias, eps=norm.epsilon))
+        x = x.permute(0, 3, 1, 2)
+        y = F.instance_norm(x, weight=scale, bias=bias, eps=norm.epsilon)
+        return y.permute(0, 2, 3, 1)
 
-    operands = {
-        "x": Operand(shape, offset=0.5),
-        "scale": _scale(channels, "float32"),
-        "bias": Operand((channels,), "float32", 0.1),
-    }
-    return NormCase(
-        f"instance_norm/{_shown(shape)}",
+    return _case(
+        f"instance_norm/{'x'.join(map(str, shape))}",
         "NHWC, bfloat16; scale and bias in float32",
-        operands,
-        tuple(operands),
-        2 * 4 * shape[0] * channels,
-        ours,
-        **formulations(norm),
-        torch=in_torch,
+        norm,
+        {"x": Operand(shape, offset=0.5), **_vector(channels, "float32")},
+        ops.instance_norm,
+        in_torch,
+        kept=2 * 4 * shape[0] * channels,
     )
-
-
-def _scale(size: int, dtype: str) -> Operand:
-    return Operand((size,), dtype, 0.1, 1.0)
-
-
-def _nchw(x: Any) -> Any:
-    return x.permute(0, 3, 1, 2)
-
-
-def _nhwc(x: Any) -> Any:
-    return x.permute(0, 2, 3, 1)
 
 
 _ROWS = ((8192, 4096), (32768, 8192), (16384, 4096), (4096, 16384), (1024, 12288), (8192, 128))
@@ -257,21 +223,14 @@ _NARROW = ((32768, 768), (8192, 1000))
 _IMAGES = ((256, 56, 56, 64), (256, 14, 14, 1024))
 
 
-def norm_cases() -> Iterator[NormCase]:
-    """All cases, in the order of the table."""
+def cases(tiny: bool = False) -> Iterator[NormCase]:
+    """All cases, in the order of the table; or each kind with a small shape, for a CPU."""
+    rows = ((128, 32),) if tiny else (*_ROWS, *_HEADS, *_NARROW)
+    images = ((4, 6, 6, 16),) if tiny else _IMAGES
     for kind in (_rms_norm, _layer_norm):
-        yield from (kind(*shape) for shape in (*_ROWS, *_HEADS, *_NARROW))
-    yield from map(_batch_norm, _IMAGES)
-    yield from map(functools.partial(_batch_norm, relu=True), _IMAGES)
-    yield from map(functools.partial(_batch_norm, relu=True, block=True), _IMAGES)
-    yield from map(_instance_norm, ((32, 64, 64, 256), (64, 32, 32, 128)))
-
-
-def tiny_cases() -> Iterator[NormCase]:
-    """The same with small shapes, for a CPU."""
-    yield _rms_norm(128, 32)
-    yield _layer_norm(128, 32)
-    yield _batch_norm((4, 6, 6, 16))
-    yield _batch_norm((4, 6, 6, 16), relu=True)
-    yield _batch_norm((4, 6, 6, 16), relu=True, block=True)
-    yield _instance_norm((4, 6, 6, 16))
+        yield from (kind(*shape) for shape in rows)
+    yield from map(_batch_norm, images)
+    yield from map(partial(_batch_norm, relu=True), images)
+    yield from map(partial(_batch_norm, relu=True, block=True), images)
+    small = images if tiny else ((32, 64, 64, 256), (64, 32, 32, 128))
+    yield from map(_instance_norm, small)

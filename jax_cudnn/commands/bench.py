@@ -17,13 +17,13 @@ from .avals import load_function, parse_aval
 from .comparison import Comparison as Comparison
 from .comparison import Formulation as Formulation
 from .comparison import compare as compare
+from .figures import OURS
 
 _EPILOG = """\
 example:
   python -m jax_cudnn bench mymodel:block "bf16[8,64,28,28]" "bf16[64,64,3,3]" \\
       --against mymodel:plain_block
 """
-OURS = "jax_cudnn"
 
 
 def add_parser(commands: Any) -> None:

@@ -11,8 +11,8 @@ from .comparison import Comparison
 from .timing import summary
 
 TIMED, WRONG, FAILED = "timed", "WRONG", "failed"
-REFERENCE = "reference"
-"""The name under which a graph's own reference, compiled by XLA, is timed."""
+OURS, REFERENCE = "jax_cudnn", "reference"
+"""The names under which a function of graphs, and the same with their references, are timed."""
 
 
 def compared(found: Comparison, cost: Cost) -> dict[str, Any]:

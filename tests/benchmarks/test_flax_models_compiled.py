@@ -44,7 +44,8 @@ def training(case, side):
     return run, (state, *jax.eval_shape(case.batch, jax.random.key(0)))
 
 
-@pytest.mark.parametrize("case", cases.tiny_cases(), ids=lambda case: case.name)
+@pytest.mark.long
+@pytest.mark.parametrize("case", cases.cases(tiny=True), ids=lambda case: case.name)
 def test_a_step_of_training_has_fewer_kernels_and_no_convolution_of_xlas(case):
     ours, plain = (
         collections.Counter(operations(compiled(run, *avals)))

@@ -6,9 +6,8 @@ import json
 import pytest
 
 import jax_cudnn as jc
-from benchmarks import documents, losses
+from benchmarks import documents, losses, run
 from benchmarks.__main__ import main
-from benchmarks.models.cases import model_cases
 from jax_cudnn._core.planning import losses as known
 from jax_cudnn.commands import programs
 
@@ -123,7 +122,7 @@ def test_normalizations_are_filed_under_their_plans(result):
 def test_the_committed_table_is_that_of_the_committed_results():
     """And their cases have the patterns still that they are filed under."""
     assert main(["losses", "--check"]) == 0
-    graphs = {case.name: case for case in model_cases()}
+    graphs = {case.name: case for case in run.cases("cases")}
     assert graphs.keys() == documents.read(documents.committed("h200"))["cases"].keys()
     for part in known.table().values():
         for name, cases in part["patterns"].items():

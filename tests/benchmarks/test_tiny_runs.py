@@ -1,22 +1,51 @@
-"""Every kind of measurement runs end to end on a CPU, with tiny shapes."""
+"""Every suite runs end to end on a CPU, with tiny shapes and without PyTorch."""
 
 import json
 
 import pytest
 
+import jax_cudnn as jc
+from benchmarks import run
 from benchmarks.__main__ import main
 
+FEW = {
+    "cases": "resnet50/3x3-256-at-14/*",
+    "steps": "per-example*",
+    "norms": "batch_norm-residual-relu*",
+    "attention": "packed*",
+    "flax": "resnet*",
+}
 
-@pytest.mark.parametrize(
-    ("kind", "only"), [("cases", "*relu*"), *((k, None) for k in ("steps", "norms", "attention"))]
-)
-def test_tiny_cases_are_measured_and_rendered(kind, only, tmp_path, capsys):
-    chosen = ["--only", only] if only else []
-    assert main(["run", kind, "--tiny", "--out", str(tmp_path), *chosen]) == 0
+
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("suite", FEW)
+def test_tiny_cases_are_measured_and_rendered(suite, few, tmp_path, capsys):
+    chosen = ["--only", FEW[suite]] if few else []
+    assert main(["run", suite, "--tiny", "--out", str(tmp_path), *chosen]) == 0
     (path,) = tmp_path.glob("*.json")
     result = json.loads(path.read_text())
-    assert {entry["status"] for entry in result[kind].values()} == {"timed"}
+    assert {entry["status"] for entry in result[suite].values()} == {"timed"}
     capsys.readouterr()
     assert main(["render", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in result[kind])
+    assert all(name in shown for name in result[suite])
+    assert "not measured: torch is not installed" in shown or suite not in ("norms", "attention")
+
+
+def test_cases_measured_anew_take_the_place_of_earlier_ones(tmp_path):
+    environment = {"device": "NVIDIA H200", "cudnn": "9.19.0", "date": "2026-01-01"}
+    earlier = {"environment": environment, "cases": {"a": {"ratio": 1.0}, "b": {"ratio": 2.0}}}
+    path = tmp_path / "h200.json"
+    path.write_text(json.dumps(earlier))
+    later = {**environment, "date": "2026-02-01"}
+    part = {"environment": later, "cases": {"b": {"ratio": 3.0}, "c": {"ratio": 4.0}}}
+    run.merged(part, path, "cases")
+    cases = {"a": {"ratio": 1.0}, "b": {"ratio": 3.0}, "c": {"ratio": 4.0}}
+    assert json.loads(path.read_text()) == {"environment": environment, "cases": cases}
+    other = {"environment": {**later, "cudnn": "9.28.0"}, "cases": {}, "steps": {}}
+    with pytest.raises(jc.GraphError, match="other versions"):
+        run.merged(other, path, "cases")
+    with pytest.raises(jc.GraphError, match="holds no steps"):
+        run.merged({**part, "steps": {}}, path, "steps")
+    with pytest.raises(jc.GraphError, match="no case"):
+        run.run("cases", tmp_path, only="no such case")

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax_cudnn._core.graph.trace import graph
 from jax_cudnn.commands.comparison import Formulation
 
-from .cases import ModelCase, Operand
+from ..case import Operand
+from .case import ModelCase
 
 Array = jax.Array
 

@@ -271,17 +271,15 @@ def _mlp(rows: int, model: int, hidden: int) -> StepCase:
     )
 
 
-def step_cases() -> Iterator[StepCase]:
-    """All cases, in the order of the table."""
+def cases(tiny: bool = False) -> Iterator[StepCase]:
+    """All cases, in the order of the table; or the same programs with small shapes, for a CPU."""
+    if tiny:
+        yield _residual_network(2, 8, 8, (1, 1))
+        yield _block(2, 6, 8)
+        yield _mlp(16, 8, 32)
+        yield _small_network(4, 6, (8, 8, 16))
+        return
     yield _residual_network(128, 56, 64, (3, 4, 6, 3))
     yield _block(128, 28, 128)
     yield _mlp(8192, 4096, 16384)
     yield _small_network(64, 32, (64, 64, 128, 128, 256))
-
-
-def tiny_cases() -> Iterator[StepCase]:
-    """The same programs with small shapes, for a CPU."""
-    yield _residual_network(2, 8, 8, (1, 1))
-    yield _block(2, 6, 8)
-    yield _mlp(16, 8, 32)
-    yield _small_network(4, 6, (8, 8, 16))

@@ -1,0 +1,101 @@
+"""Named cases from real models: a graph, and the best that XLA is known to do with the same.
+
+Both sides take the arrays that a JAX model holds: images channels-last (NHWC, NDHWC), matrices
+row-major. Weights and results of ``wgrad`` may have the order each side likes best, because a
+model can hold them so; `Formulation.prepare` and `finish` reorder them outside the timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jax_cudnn._core.errors import UnsupportedGraphError
+from jax_cudnn._core.graph.dtypes import FP8
+from jax_cudnn._core.implementation import CUDNN, implementation
+from jax_cudnn._core.planning import losses
+from jax_cudnn.commands import figures, programs
+from jax_cudnn.commands.comparison import Formulation, compare
+
+from ..case import REFERENCE, Operand
+from ..measure import Effort, Entry
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A computation of a real model, as a graph and as plain JAX.
+
+    Attributes:
+        name: ``model/shape/part``.
+        model: where the shape is from.
+        part: what it computes, such as "dgrad" or "scale, bias, relu".
+        ours: the graph on the model's arrays, as a function or a Formulation.
+        xla: formulations in plain JAX, by name; the fastest one is the opponent.
+        operands: what both sides get; `Formulation.prepare` may reorder them.
+        small: the same case with small shapes, which tests run on a CPU.
+    """
+
+    name: str
+    model: str
+    part: str
+    ours: Callable[..., Any]
+    xla: Mapping[str, Formulation]
+    operands: tuple[Operand, ...]
+    small: ModelCase | None = None
+
+    @property
+    def functions(self) -> dict[str, Formulation]:
+        """Ours first, as :func:`compare` takes them."""
+        ours = self.ours if isinstance(self.ours, Formulation) else Formulation(self.ours)
+        return {figures.OURS: ours, **self.xla}
+
+    @property
+    def what(self) -> str:
+        return " ".join(map(str, self.operands))
+
+    @property
+    def avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(operand.aval for operand in self.operands)
+
+    def arrays(self, key: jax.Array) -> list[jax.Array]:
+        """Random operands, the same for the same key."""
+        keys = jax.random.split(key, len(self.operands))
+        return [operand.array(k) for operand, k in zip(self.operands, keys, strict=True)]
+
+
+def base(case: ModelCase) -> Entry:
+    """What is always told of a case."""
+    operands = [str(operand) for operand in case.operands]
+    return {"model": case.model, "part": case.part, "operands": operands}
+
+
+def measure(case: ModelCase, effort: Effort) -> Entry:
+    """The entry of a case: cost, times in us, ratio, differences, engines.
+
+    Each graph of ours is one cuDNN plan (where "split" might leave it to XLA, which says nothing
+    about cuDNN), and is timed against its own reference, too; not so in float8, where XLA tuned the
+    reference, a product of converted operands, for minutes.
+    """
+    entry: Entry = {}
+    with implementation(CUDNN):
+        try:
+            found = programs.graphs(case.ours, *case.avals)
+            total = programs.graphs_cost(case.ours, *case.avals)
+            entry |= {"flops": total.flops, "bytes": total.bytes}
+            if len(found) == 1:
+                entry["pattern"] = losses.pattern(found[0][0])
+            functions, ours = case.functions, case.functions[figures.OURS]
+            if not any(operand.dtype in FP8 for operand in case.operands):
+                plain = programs.with_references(ours.function)
+                functions[REFERENCE] = Formulation(plain, ours.prepare, ours.finish)
+            arrays = case.arrays(jax.random.key(0))
+            how = {"calls": effort.calls, "rounds": effort.rounds, "seconds": effort.seconds}
+            entry |= figures.compared(compare(functions, *arrays, **how), total)
+            return entry | {"engines": figures.engines(found)}
+        except UnsupportedGraphError as error:
+            parts = [error.summary, error.why, *list(error.reasons.values())[:1]]
+            reason = "; ".join(" ".join(part.split()) for part in parts if part)[:1000]
+            return entry | {"status": "unsupported", "reason": reason}
