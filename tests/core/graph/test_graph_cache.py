@@ -125,17 +125,6 @@ def test_one_call_in_several_spellings_is_one_graph():
     assert scaled.cache_info().currsize == 2
 
 
-def test_shards_have_graphs_of_their_own_shapes():
-    scaled, calls = factory()
-    mesh = jax.make_mesh((4,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
-    parts = jax.P("b")
-    sharded = jax.shard_map(lambda x: scaled(x, 2.0)(x), mesh=mesh, in_specs=parts, out_specs=parts)
-    x = jnp.arange(24.0).reshape(8, 3)
-    np.testing.assert_array_equal(jax.jit(sharded)(x), 2 * x)
-    np.testing.assert_array_equal(jax.jit(lambda x: scaled(x, 2.0)(x))(x), 2 * x)
-    assert calls == [((2, 3), 2.0), ((8, 3), 2.0)]
-
-
 def test_no_array_is_kept():
     scaled, _ = factory()
     x = jnp.ones(7)

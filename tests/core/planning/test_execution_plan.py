@@ -3,17 +3,14 @@
 import dataclasses
 import hashlib
 import json
-import re
 import struct
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning import execution_plan as plans
-from jax_cudnn._core.planning import planner
 from jax_cudnn._core.planning.execution_plan import (
     CONSTANT,
     OPERAND,
@@ -188,25 +185,3 @@ def test_attributes_have_the_types_of_the_custom_call():
         "bindings": "int641", "fills": "int641", "scalars": "uint81",
     }  # fmt: skip
     assert attributes["bindings"].size % 4 == attributes["fills"].size % 4 == 0
-
-
-@pytest.mark.deviceless
-@pytest.mark.usefixtures("by_cudnn", "no_plans")
-def test_planning_again_gives_the_same_plan():
-    """But for padding in the parameters of kernels compiled at run time, which cuDNN leaves
-    uninitialised: equal bytes in another process need the plan itself to be handed over."""
-    aval = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16), jax.ShapeDtypeStruct((1, 8), jnp.bfloat16)
-
-    def planned():
-        (plan,) = jc.plan(scaled, *aval).execution_plans
-        return plan
-
-    with jc.target("H200"):
-        first = planned()
-        assert planned().text is first.text
-        planner.clear()
-        again = planned()
-    assert again is not first
-    padding = re.compile(r'"rawData":"[^"]*"')
-    assert padding.sub("", again.text) == padding.sub("", first.text)
-    assert dataclasses.replace(again, text="") == dataclasses.replace(first, text="")
