@@ -97,8 +97,12 @@ def test_forward_and_backward_are_those_of_float64(kind, x, scale, statistics):
     count = 1 if kind == "rmsnorm" else 2
     assert [v.shape for v in found[:count]] == [statistics] * count
     of_node = check(backward(kind), [jnp.cos(y), *operands[:2], *found[:count]])
-    _, pull = jax.vjp(lambda *o: jc.graph(forward(kind))(*o)[0], *operands)
-    for a, b in zip(pull(jnp.cos(y)), of_node, strict=False):
+    of_y = lambda *o: jc.graph(forward(kind))(*o)[0]  # noqa: E731
+    gradients = jax.vjp(of_y, *operands)[1](jnp.cos(y))
+    tangent = jax.jvp(of_y, operands, operands)[1]
+    along = sum(jnp.vdot(a, b) for a, b in zip(gradients, operands, strict=True))
+    np.testing.assert_allclose(jnp.vdot(jnp.cos(y), tangent), along, rtol=1e-3, atol=1e-3)
+    for a, b in zip(gradients, of_node, strict=False):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
