@@ -100,6 +100,7 @@ def test_gradients_of_padding_beyond_the_window(groups, window):
 _X, _W, _Y = (1, 4, 8, 8), (4, 4, 3, 3), (1, 4, 3, 3)
 WRONG = [
     ("fprop", (_X, (4, 3, 3, 3)), {}, ["channels", "OIHW"]),
+    ("fprop", (_X, (3, 2, 3, 3)), {}, ["K a multiple of the groups"]),
     ("fprop", ((1, 4, 2, 2), _W), {}, ["window", "at most 2"]),
     ("fprop", (_X, _W), {"stride": [1]}, ["stride", "2 numbers"]),
     ("dgrad", (_Y, (5, 4, 3, 3)), {}, ["'loss' and 'filter'", "k = 4"]),

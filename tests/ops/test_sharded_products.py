@@ -12,6 +12,7 @@ from flax import nnx
 from flax_cases import assert_near, followed
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from transformations import equations
 
 import jax_cudnn as jc
 import jax_cudnn.flax as jnn
@@ -177,6 +178,19 @@ def test_who_computes_on_a_mesh(caplog):
             plain, in_specs=(P("data", "model"), P()), out_specs=P("data", "model")
         )
         assert graphs(local, x, w) == 1
+
+
+def test_gradients_of_16_bit_products_on_a_mesh_are_of_16_bits():
+    x, w, b = (random(*s, dtype="bfloat16") for s in (TOKENS, (8, 8), (8,)))
+
+    def loss(x, w):
+        return jc.ops.matmul(x, w, bias=b).astype("float32").sum()
+
+    with mesh(AxisType.Auto):
+        found = equations(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w))
+    products = [e for e in found if e.primitive.name == "dot_general"]
+    assert len(products) >= 2
+    assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype("bfloat16")}
 
 
 def test_products_on_a_mesh_promote_no_ranks():
