@@ -1,16 +1,16 @@
-"""``python -m fuzz``, in ``tests``: random graphs, planned and, on a GPU, run."""
+"""``python -m fuzz``, in ``tests``: random graphs, planned and, on a GPU, run beside references.
 
-from __future__ import annotations
+Without a GPU they are planned for an H200, or for another profile (``--gpu``; ``none`` plans
+nothing). With ``--transforms`` their gradients, tangents and vmaps are planned and run, too: on the
+GPU, or interpreted. Exits with 1 if a graph fails.
+"""
 
 import argparse
 import concurrent.futures
-import contextlib
 import functools
-import importlib.metadata
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,24 +27,11 @@ from jax_cudnn.deviceless import profiles
 from .checks import Checks, Outcome, smallest
 from .graphs import random_graph
 
-_EXAMPLES = """\
-examples:
-  python -m fuzz --seeds 2000 --gpu H200 --workers 2   # planned without a GPU
-  python -m fuzz --seeds 300                           # run on this machine's GPU
-  python -m fuzz --transforms --seeds 300 --workers 6  # their gradients, tangents and vmaps
-  python -m fuzz --transforms --gpu none               # these interpreted, and nothing planned
-  python -m fuzz --seed 4711 --gpu H200                # one graph, told in full
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit status, 1 if a graph fails."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fuzz",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Runs the command; the exit status."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m fuzz", None, __doc__, formatter_class=formatter)
     parser.add_argument("--seeds", type=int, default=100, help="how many graphs (100)")
     parser.add_argument("--start", type=int, default=0, help="the first seed (0)")
     parser.add_argument("--seed", type=int, help="this graph only, told in full")
@@ -53,15 +40,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes (1)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the figures as JSON")
     options = parser.parse_args(arguments)
-    check = functools.partial(_outcome, options.gpu, options.transforms)
     if options.seed is not None:
         return _told_in_full(_checks(options.gpu, options.transforms), options.seed)
     outcomes, seeds = [], range(options.start, options.start + options.seeds)
+    check = functools.partial(_outcome, options.gpu, options.transforms)
     for outcome in _outcomes(check, seeds, options.workers):
         outcomes.append(outcome)
         if outcome.problem:
             print(f"seed {outcome.seed}: {outcome.problem}\n{random_graph(outcome.seed).spec}\n")
-    facts = {"gpu": options.gpu, "start": options.start, **figures(outcomes)}
+    compared = [c for outcome in outcomes for c in outcome.comparisons]
+    facts = {
+        "gpu": options.gpu,
+        "seeds": [seeds.start, seeds.stop],
+        "by_segments_of_cudnn": dict(sorted(Counter(sum(o.segments) for o in outcomes).items())),
+        "results": len(compared),
+        "worst_ratio": max((c.ratio for c in compared), default=0.0),
+        "ill_conditioned": sum(c.blunt > 0.5 for c in compared) + sum(o.skipped for o in outcomes),
+        "failures": [[o.seed, o.problem] for o in outcomes if o.problem],
+    }
     print(json.dumps(facts, indent=1))
     if options.write:
         options.write.write_text(json.dumps(facts, indent=1) + "\n")
@@ -74,9 +70,8 @@ def _outcomes(check: Any, seeds: range, workers: int) -> Iterator[Outcome]:
         yield from map(check, seeds)
         return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # they share the GPU
-    left, count = [*seeds], workers
+    left, count, spawn = [*seeds], workers, multiprocessing.get_context("spawn")
     while left:
-        spawn = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(count, spawn) as pool:
             futures = [pool.submit(check, seed) for seed in (left if count > 1 else left[:1])]
             try:
@@ -96,51 +91,23 @@ def _outcome(gpu: str | None, transformed: bool, seed: int) -> Outcome:
 
 @functools.cache
 def _checks(gpu: str | None, transformed: bool) -> Checks:
-    """For a profile, for this machine's GPU, or for an H200 where there is none."""
     if not device_nodes() and "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
     configure(plan_cache=None)  # planning is what is looked at
-    if gpu == "none":
-        return Checks(None, transformed)
-    if gpu is None:
-        with contextlib.suppress(RuntimeError):
-            return Checks(CudaDevice(jax.devices("gpu")[0].local_hardware_id), transformed)
-    return Checks(profiles.get(gpu or "H200"), transformed)
+    if gpu is None and device_nodes():
+        return Checks(CudaDevice(jax.devices("gpu")[0].local_hardware_id), transformed)
+    return Checks(None if gpu == "none" else profiles.get(gpu or "H200"), transformed)
 
 
 def _told_in_full(checks: Checks, seed: int) -> int:
     """The graph, what is wrong with it, and its smallest part that fails, or its plan."""
     spec, outcome = random_graph(seed).spec, checks.outcome(seed)
     print(spec, outcome, sep="\n")
-    if outcome.problem:
-        if checks.problem(spec):
-            print(f"the smallest part that fails alike:\n{smallest(spec, checks.problem)}")
-        return 1
-    if checks.site is not None:
+    if outcome.problem and checks.problem(spec):
+        print(f"the smallest part that fails alike:\n{smallest(spec, checks.problem)}")
+    elif checks.site is not None and not outcome.problem:
         print(*(plan.explain() for plan in checks.plans({f"random_{seed}": spec})), sep="\n")
-    return 0
-
-
-def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What happened, in numbers that JSON can hold; ``failures`` should be empty."""
-    compared = [c for outcome in outcomes for c in outcome.comparisons]
-    packages = "jax-cudnn", "jax", "jaxlib", "nvidia-cudnn-frontend"
-    versions = {}
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return {
-        "versions": versions,
-        "graphs": len(outcomes),
-        "nodes": sum(outcome.nodes for outcome in outcomes),
-        "by_segments_of_cudnn": dict(sorted(Counter(sum(o.segments) for o in outcomes).items())),
-        "planning_s": statistics.median(outcome.seconds for outcome in outcomes),
-        "results": len(compared),
-        "worst_ratio": max((c.ratio for c in compared), default=0.0),
-        "blunt": sum(c.blunt > 0.5 for c in compared),
-        "skipped": sum(outcome.skipped for outcome in outcomes),
-        "failures": [[o.seed, o.problem] for o in outcomes if o.problem],
-    }
+    return 1 if outcome.problem else 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """A graph as it is drawn: its operands, its operations so far, and the values of all of these."""
 
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +15,9 @@ from jax_cudnn._core.graph.builder import GraphBuilder
 from jax_cudnn._core.graph.dims import Shape, packed_strides
 from jax_cudnn._core.graph.dtypes import FLOATS, INTEGERS, is_floating
 from jax_cudnn._core.graph.node import REGISTRY, Node
-from jax_cudnn._core.graph.tensor import GraphTensor
 
-_ELEMENTS, _FLOPS = 200_000, 2e8  # of a tensor and of an operation, at most
-_LARGEST, _LEAST_RMS = 1000.0, 2e-3
-
+ELEMENTS, FLOPS = 200_000, 2e8  # of a tensor and of an operation, at most
+LARGEST, LEAST_RMS = 1000.0, 2e-3
 LAYOUTS: dict[str, Callable[[int], tuple[int, ...]]] = {
     "rows": lambda rank: tuple(range(rank)),
     "channels last": lambda rank: (0, *range(2, rank), 1),
@@ -40,10 +36,6 @@ class Operand:
     layout: str | None = None
     largest: int = 4
 
-    @property
-    def strides(self) -> tuple[int, ...] | None:
-        return stated(self.shape, self.layout)
-
     def draw(self, *seeds: int) -> np.ndarray:
         """Normal floats times ``scale``, integers up to ``largest``, or fair booleans; magnitudes
         of at least 0.25 (of integers, 1) where ``positive``."""
@@ -60,41 +52,25 @@ class Operand:
         return np.asarray(values).astype(jnp.dtype(self.dtype))
 
 
-@dataclass(eq=False)
 class Value:
     """A tensor of the graph; ``operand`` is what it is an argument from. One that is ``aside`` is a
     further result of an operation: a statistic."""
 
-    name: str
-    tensor: GraphTensor
-    array: np.ndarray
-    operand: Operand | None = None
-    uses: int = 0
-    aside: bool = False
-
-    @property
-    def shape(self) -> Shape:
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> str:
-        return str(self.tensor.dtype)
-
-    @property
-    def positive(self) -> bool:
-        return float(self.array.min()) >= 0.2
+    def __init__(self, name: str, tensor: Any, array: np.ndarray, operand: Operand | None = None):
+        self.name, self.tensor, self.array, self.operand = name, tensor, array, operand
+        self.shape, self.dtype = tensor.shape, str(tensor.dtype)
+        self.uses, self.aside, self.positive = 0, False, float(array.min()) >= 0.2
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A call of one of g's methods: at each port a value's name, a list of them, or a number."""
 
     method: str
-    ports: Mapping[str, Any]
-    attributes: Mapping[str, Any]
+    ports: dict[str, Any]
+    attributes: dict[str, Any]
     results: tuple[str, ...]
     dtype: str | None
-    strides: tuple[int, ...] | None
+    layout: str | None
 
 
 @dataclass
@@ -109,14 +85,7 @@ class Drawing:
     values: list[Value] = field(default_factory=list)
     hidden: list[Value] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._builder = GraphBuilder()
-
-    @property
-    def operands(self) -> dict[str, Operand]:
-        """The arguments by name: what operations use of them."""
-        return {v.name: v.operand for v in self.values if v.operand and v.uses}
+    builder: GraphBuilder = field(default_factory=GraphBuilder)
 
     def take(self, found: Value | Operand) -> Value:
         """An operand as a value, for several operations."""
@@ -129,62 +98,49 @@ class Drawing:
         return [value for value in self.values if fits(value)]
 
     def add(
-        self,
-        method: str,
-        ports: Mapping[str, Any],
-        attributes: Mapping[str, Any] | None = None,
-        dtype: str | None = None,
-        layout: str | None = None,
+        self, method: str, ports: Any, attributes: Any = (), dtype: Any = None, layout: Any = None
     ) -> list[Value]:
         """Adds an operation of Values, Operands, numbers and lists, and gives its results.
 
         Raises GraphError or GraphTypeError, and leaves the drawing as it was, where it cannot be
         written so, is too large, or its values are not tame."""
-        attributes, new = dict(attributes or {}), {}
-        used = {port: _mapped(x, lambda x: self._value(x, new)) for port, x in ports.items()}
-        given = {port: _mapped(x, lambda x: getattr(x, "tensor", x)) for port, x in used.items()}
-        made = getattr(self._builder, method)(**given, **attributes)
+        attributes, new = dict(attributes), {}
+        used = {port: each(x, lambda x: self._value(x, new)) for port, x in ports.items()}
+        given = {port: each(x, lambda x: getattr(x, "tensor", x)) for port, x in used.items()}
+        made = getattr(self.builder, method)(**given, **attributes)
         tensors = made if isinstance(made, tuple) else (made,)
-        node, flat = REGISTRY[method].create(**attributes), _by_port(used)
+        node = REGISTRY[method].create(**attributes)
+        lists = {port: x if isinstance(x, list) else [x] for port, x in used.items()}
+        numbered = {p: f"{p}_{{}}" if isinstance(x, list) else p for p, x in used.items()}
+        flat = {numbered[p].format(i): y for p, x in lists.items() for i, y in enumerate(x)}
         values = {port: x for port, x in flat.items() if isinstance(x, Value)}
         shapes = {port: value.shape for port, value in values.items()}
         shapes |= dict(zip(node.results, (t.shape for t in tensors), strict=True))
         sizes = [math.prod(shape) for shape in shapes.values()]
-        if max(sizes) > _ELEMENTS or node.flops(shapes) > _FLOPS or min(sizes) == 0:
+        if max(sizes) > ELEMENTS or node.flops(shapes) > FLOPS or min(sizes) == 0:
             raise GraphError("larger or smaller than the operations of a random graph")
         if node.product and not attends(node) and new:
             *_, last = new.values()
             self._rescale(last, node, shapes, [v for v in values.values() if v is not last])
         dtype = None if tensors[0].dtype == "bool" else dtype
-        if dtype is not None:
-            tensors[0].set_data_type(dtype)
-        if (strides := stated(tensors[0].shape, layout)) is not None:
-            tensors[0].set_stride(strides)
-        rank = len(tensors[0].shape)
-        arrays = {port: getattr(x, "array", x) for port, x in flat.items()}
-        arrays = {p: np.reshape(x, np.shape(x) or (1,) * rank) for p, x in arrays.items()}
-        with np.errstate(all="ignore"):
-            is_backward = hasattr(node, "extent") and method.endswith("_backward")
-            operation = _normalization_backward if is_backward else oracle.OPERATIONS[method]
-            exact = operation(node, **arrays)
-            results = exact if isinstance(exact, tuple) else (exact,)
-            results = [stored(x, str(t.dtype)) for x, t in zip(results, tensors, strict=True)]
-        found = [
-            Value(f"v{len(self.steps)}_{port}", tensor, x, aside=port != node.results[0])
-            for port, tensor, x in zip(node.results, tensors, results, strict=True)
-        ]
-        unseen = [attends(node) and bool(np.isneginf(value.array).any()) for value in found]
-        for value, hidden in zip(found, unseen, strict=True):
-            if not hidden:
-                _check(value.array, value.dtype)
+        state(tensors[0], dtype, layout)
+        found = []
+        for port, tensor, x in zip(
+            node.results, tensors, _results(node, flat, tensors), strict=True
+        ):
+            found.append(Value(f"v{len(self.steps)}_{port}", tensor, x))
+            found[-1].aside = port != node.results[0]
+        hidden = [v for v in found if attends(node) and np.isneginf(v.array).any()]
+        shown = [v for v in found if v not in hidden]
+        for value in shown:
+            _check(value)
         for value in values.values():
             value.uses += 1
-        self.values += new.values()
-        for value, hidden in zip(found, unseen, strict=True):
-            (self.hidden if hidden else self.values).append(value)
-        names = {port: _mapped(x, lambda x: getattr(x, "name", x)) for port, x in used.items()}
-        made_names = tuple(value.name for value in found)
-        self.steps.append(Step(method, names, attributes, made_names, dtype, strides))
+        self.values += [*new.values(), *shown]
+        self.hidden += hidden
+        names = {port: each(x, lambda x: getattr(x, "name", x)) for port, x in used.items()}
+        results = tuple(value.name for value in found)
+        self.steps.append(Step(method, names, attributes, results, dtype, layout))
         return found
 
     def _value(self, x: Any, new: dict[int, Value]) -> Any:
@@ -192,12 +148,11 @@ class Drawing:
         if not isinstance(x, Operand):
             return x
         if id(x) not in new:
-            if min(x.shape, default=1) < 1 or math.prod(x.shape) > _ELEMENTS:
+            if min(x.shape, default=1) < 1 or math.prod(x.shape) > ELEMENTS:
                 raise GraphError("larger or smaller than an operand of a random graph")
             number = len(self.values) + len(new)
-            tensor = self._builder.input(f"x{number}", x.shape, x.dtype)
-            if x.strides is not None:
-                tensor.set_stride(x.strides)
+            tensor = self.builder.input(f"x{number}", x.shape, x.dtype)
+            state(tensor, None, x.layout)
             array = x.draw(self.seed, 0, number).astype(float)
             new[id(x)] = Value(f"x{number}", tensor, array, x)
         return new[id(x)]
@@ -212,20 +167,38 @@ class Drawing:
             last.array = last.operand.draw(self.seed, 0, int(last.name[1:])).astype(float)
 
 
+def each(x: Any, function: Callable[[Any], Any]) -> Any:
+    """A function of what stands at a port, or of each item of a list that does."""
+    return [function(item) for item in x] if isinstance(x, list) else function(x)
+
+
 def attends(node: Node) -> bool:
     """Whether a node is attention or its backward."""
     return hasattr(node, "band")
 
 
-def stated(shape: Shape, layout: str | None) -> tuple[int, ...] | None:
-    """The strides by which a layout is stated."""
-    if layout is None or len(shape) < 3:
-        return None
-    return tuple(packed_strides(shape, LAYOUTS[layout](len(shape))))
+def state(tensor: Any, dtype: str | None, layout: str | None) -> None:
+    """States a tensor's dtype and how it lies in memory."""
+    if dtype is not None:
+        tensor.set_data_type(dtype)
+    if layout is not None and len(tensor.shape) > 2:
+        tensor.set_stride(packed_strides(tensor.shape, LAYOUTS[layout](len(tensor.shape))))
 
 
-def stored(x: np.ndarray, dtype: str) -> np.ndarray:
-    """What a tensor of this dtype keeps, in float64."""
+def _results(node: Any, flat: dict[str, Any], tensors: Any) -> list[np.ndarray]:
+    """What an operation's tensors keep, in float64."""
+    ones = (1,) * len(tensors[0].shape)
+    arrays = {port: getattr(x, "array", x) for port, x in flat.items()}
+    arrays = {port: np.reshape(x, np.shape(x) or ones) for port, x in arrays.items()}
+    is_backward = hasattr(node, "extent") and "grad" in arrays
+    operation = _normalization_backward if is_backward else oracle.OPERATIONS[node.method]
+    with np.errstate(all="ignore"):
+        found = operation(node, **arrays)
+        found = found if isinstance(found, tuple) else (found,)
+        return [_stored(x, str(tensor.dtype)) for x, tensor in zip(found, tensors, strict=True)]
+
+
+def _stored(x: np.ndarray, dtype: str) -> np.ndarray:
     if dtype in INTEGERS:
         x = np.clip(np.rint(x), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
     if dtype.startswith("float8"):
@@ -247,20 +220,9 @@ def _normalization_backward(
     return tuple(found[port] for port in node.results)
 
 
-def _check(array: np.ndarray, dtype: str) -> None:
+def _check(value: Value) -> None:
     """Raises GraphError for values with which no comparison would mean something."""
-    largest, limit = float(np.max(np.abs(array))), 2.0**20 if dtype == "int32" else _LARGEST
-    vanishes = is_floating(dtype) and not np.mean(array * array) >= _LEAST_RMS**2
-    if dtype != "bool" and (vanishes or not largest <= limit):
-        raise GraphError("the values are not tame", got=f"largest {largest:g}")
-
-
-def _mapped(x: Any, function: Callable[[Any], Any]) -> Any:
-    return [function(item) for item in x] if isinstance(x, list) else function(x)
-
-
-def _by_port(ports: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands at each port; a list at numbered ones, as in a spec."""
-    lists = {p: x if isinstance(x, list) else None for p, x in ports.items()}
-    single = {p: x for p, x in ports.items() if lists[p] is None}
-    return single | {f"{p}_{i}": y for p, x in lists.items() if x for i, y in enumerate(x)}
+    x, limit = value.array, 2.0**20 if value.dtype == "int32" else LARGEST
+    vanishes = is_floating(value.dtype) and not np.mean(x * x) >= LEAST_RMS**2
+    if value.dtype != "bool" and (vanishes or not float(np.max(np.abs(x))) <= limit):
+        raise GraphError("the values are not tame")

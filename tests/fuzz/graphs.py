@@ -1,7 +1,5 @@
 """Random graphs of 3 to 12 operations, for tests of what must hold for every graph."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random
@@ -14,16 +12,14 @@ import jax.numpy as jnp
 
 from jax_cudnn._core.errors import GraphError, GraphTypeError
 from jax_cudnn._core.graph.spec import GraphSpec
-from jax_cudnn._core.graph.tensor import GraphTensor
 from jax_cudnn._core.graph.trace import GraphFunction, graph
 
-from .drawing import Drawing, Operand
+from .drawing import Drawing, Operand, each, state
 from .nodes import add_node
 from .operands import shape
 from .patterns import PATTERNS, Writer
 
-LEAST, MOST = 3, 12
-"""Operations of a graph."""
+LEAST, MOST = 3, 12  # operations
 _DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
 # Without those that promise more than XLA may keep (deterministic) or name an engine.
 _OPTIONS: tuple[dict[str, Any], ...] = (
@@ -39,23 +35,22 @@ class RandomGraph:
 
     seed: int
     function: GraphFunction
-    avals: tuple[jax.ShapeDtypeStruct, ...]
-    _drawn: Mapping[str, Operand]
+    drawn: Mapping[str, Operand]
+
+    @functools.cached_property
+    def avals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(o.shape, jnp.dtype(o.dtype)) for o in self.drawn.values())
 
     @functools.cached_property
     def spec(self) -> GraphSpec:
         return self.function.trace(*self.avals)[1].spec
 
-    def operands(self, number: int = 0) -> list[jax.Array]:
-        """Random operands, other ones for other numbers; with the first the values are tame."""
-        drawn = (o.draw(self.seed, number, int(name[1:])) for name, o in self._drawn.items())
-        return [jnp.asarray(x) for x in drawn]
-
     def inputs(self, number: int = 0) -> list[jax.Array]:
-        """The operands as the spec's inputs: one without dimensions has the rank of what it
-        stands beside."""
-        tensors = self.spec.input_tensors
-        return [x.reshape(t.shape) for x, t in zip(self.operands(number), tensors, strict=True)]
+        """Operands of the spec, other ones for other numbers; with the first all values are tame.
+        One without dimensions has the rank of what it stands beside."""
+        drawn = (o.draw(self.seed, number, int(name[1:])) for name, o in self.drawn.items())
+        pairs = zip(drawn, self.spec.input_tensors, strict=True)
+        return [jnp.asarray(x).reshape(tensor.shape) for x, tensor in pairs]
 
 
 @functools.lru_cache(maxsize=512)
@@ -67,29 +62,28 @@ def random_graph(seed: int) -> RandomGraph:
     """
     rng = random.Random(seed)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        drawing = _draw(seed, rng)
+        drawing = _draw(Drawing(seed, rng, rng.choice(_DTYPES), shape(rng)))
     outputs = _outputs(rng, drawing)
     options = rng.choice(_OPTIONS) if rng.random() < 0.15 else {}
-    operands = drawing.operands
-    avals = (jax.ShapeDtypeStruct(o.shape, jnp.dtype(o.dtype)) for o in operands.values())
-    function = graph(_function(f"random_{seed}", drawing, outputs), **options)
-    return RandomGraph(seed, function, tuple(avals), operands)
+    operands = {v.name: v.operand for v in drawing.values if v.operand and v.uses}
+    function = _function(f"random_{seed}", drawing.steps, operands, outputs)
+    return RandomGraph(seed, graph(function, **options), operands)
 
 
-def _draw(seed: int, rng: random.Random) -> Drawing:
-    drawing = Drawing(seed, rng, rng.choice(_DTYPES), shape(rng))
+def _draw(drawing: Drawing) -> Drawing:
+    rng = drawing.rng
     count, share = rng.randint(LEAST, MOST), rng.choice((0.0, 0.15, 0.6))
-    alone = [pattern for pattern, size in PATTERNS.items() if size == count]
-    if alone and rng.random() < 0.35:
-        with contextlib.suppress(GraphError, GraphTypeError):  # what it added is a graph, too
-            rng.choice(alone)(Writer(drawing))
+    alone = rng.random() < 0.35  # a pattern and nothing else
     while (left := count - len(drawing.steps)) > 0:
-        fitting = [pattern for pattern, size in PATTERNS.items() if size <= left]
-        if fitting and rng.random() < share:
-            with contextlib.suppress(GraphError, GraphTypeError):
+        fitting = [
+            p for p, size in PATTERNS.items() if size <= left and (size == left or not alone)
+        ]
+        if fitting and (alone or rng.random() < share):
+            with contextlib.suppress(GraphError, GraphTypeError):  # what it added is a graph, too
                 rng.choice(fitting)(Writer(drawing))
         else:
             add_node(drawing)
+        alone = False
     return drawing
 
 
@@ -107,29 +101,18 @@ def _outputs(rng: random.Random, drawing: Drawing) -> list[str]:
     return outputs
 
 
-def _function(name: str, drawing: Drawing, outputs: list[str]) -> Callable[..., list[GraphTensor]]:
+def _function(name: str, steps: Any, operands: Any, outputs: list[str]) -> Callable[..., list[Any]]:
     """The graph function that makes the steps."""
-    operands, steps = drawing.operands, tuple(drawing.steps)
 
-    def function(g: Any, *arrays: GraphTensor) -> list[GraphTensor]:
+    def function(g: Any, *arrays: Any) -> list[Any]:
         values = dict(zip(operands, arrays, strict=True))
-
-        def at(port: Any) -> Any:
-            if isinstance(port, list):
-                return [values[name] for name in port]
-            return values[port] if isinstance(port, str) else port
-
         for operand, array in zip(operands.values(), arrays, strict=True):
-            if operand.strides is not None:
-                array.set_stride(operand.strides)
+            state(array, None, operand.layout)
         for step in steps:
-            ports = {port: at(names) for port, names in step.ports.items()}
-            made = getattr(g, step.method)(**ports, **step.attributes)
+            at = {p: each(x, lambda x: values.get(x, x)) for p, x in step.ports.items()}
+            made = getattr(g, step.method)(**at, **step.attributes)
             made = made if isinstance(made, tuple) else (made,)
-            if step.dtype is not None:
-                made[0].set_data_type(step.dtype)
-            if step.strides is not None:
-                made[0].set_stride(step.strides)
+            state(made[0], step.dtype, step.layout)
             values.update(zip(step.results, made, strict=True))
         return [values[name] for name in outputs]
 

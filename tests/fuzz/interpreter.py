@@ -4,8 +4,6 @@ A random graph's program runs once, and compiling it takes a second: most of wha
 would cost. Here only the few primitives that NumPy has no counterpart for are compiled.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -58,8 +56,13 @@ def _run(jaxpr: Any, arguments: Sequence[Array], noise: Any) -> list[Array]:
     for equation in jaxpr.eqns:
         results = _results(equation, [value(x) for x in equation.invars], noise)
         for x, result in zip(equation.outvars, results, strict=True):
-            values[x] = np.asarray(result).astype(x.aval.dtype, copy=False).reshape(x.aval.shape)
+            values[x] = _fitted(np.asarray(result), x.aval)
     return [value(x) for x in jaxpr.outvars]
+
+
+def _fitted(x: Array, aval: Any) -> Array:
+    x = x if x.size == math.prod(aval.shape) else np.broadcast_to(x, aval.shape)
+    return x.astype(aval.dtype, copy=False).reshape(aval.shape)
 
 
 def _results(equation: Any, inputs: list[Array], noise: Any) -> Sequence[Array]:
@@ -83,49 +86,31 @@ def _results(equation: Any, inputs: list[Array], noise: Any) -> Sequence[Array]:
 
 
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
-_NAMED = (
+_SAME = (
     *("abs", "ceil", "cos", "exp", "expm1", "floor", "log", "log1p", "sign", "sin", "sqrt"),
     *("square", "tan", "tanh", "add"),
 )
+_OTHERS = {
+    **{"add_any": "add", "sub": "subtract", "mul": "multiply", "neg": "negative"},
+    **{"max": "maximum", "min": "minimum", "pow": "power", "eq": "equal", "ne": "not_equal"},
+    **{"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "rem": "fmod"},
+    **{"is_finite": "isfinite", "and": "bitwise_and", "or": "bitwise_or", "not": "invert"},
+    "shift_right_arithmetic": "right_shift",
+}
 _FUNCTIONS: dict[str, Function] = {
-    **{name: getattr(np, name) for name in _NAMED},
-    "add_any": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "max": np.maximum,
-    "min": np.minimum,
-    "pow": np.power,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "is_finite": np.isfinite,
-    "rem": np.fmod,
+    **{name: getattr(np, name) for name in _SAME},
+    **{name: getattr(np, other) for name, other in _OTHERS.items()},
     "logistic": scipy.special.expit,
     "erf": scipy.special.erf,
     "erfc": scipy.special.erfc,
-    "shift_right_arithmetic": np.right_shift,
     "one_minus_square": lambda x: 1 - x * x,
     "polynomial": lambda x, *coefficients: np.polynomial.polynomial.polyval(x, coefficients),
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "not": np.invert,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "select_n": lambda which, *cases: (
         np.where(which, cases[1], cases[0]) if which.dtype == bool else np.choose(which, cases)
     ),
 }
-
-
-def _broadcast(params: Any, x: Array, *_: Array) -> Array:
-    shape = [1] * len(params["shape"])
-    for axis, size in zip(params["broadcast_dimensions"], x.shape, strict=True):
-        shape[axis] = size
-    return np.broadcast_to(x.reshape(shape), params["shape"])
 
 
 def _reduced(reduce: Any) -> Function:
@@ -136,30 +121,24 @@ def _reduced(reduce: Any) -> Function:
     return function
 
 
+def _broadcast(params: Any, x: Array, *_: Array) -> Array:
+    new = {*range(len(params["shape"]))} - {*params["broadcast_dimensions"]}
+    return np.broadcast_to(np.expand_dims(x, tuple(new)), params["shape"])
+
+
 def _cut(params: Any, x: Array) -> Array:
-    """Floats with fewer bits of mantissa, rounded to the nearest, even ones first."""
-    if (params["exponent_bits"], params["mantissa_bits"]) == (8, 7) and x.dtype == np.float32:
-        return x.astype(jnp.bfloat16)
-    return np.asarray(jax.lax.reduce_precision(x, **params))
-
-
-def _iota(params: Any) -> Array:
-    shape = [1] * len(params["shape"])
-    shape[params["dimension"]] = -1
-    values = np.arange(params["shape"][params["dimension"]]).reshape(shape)
-    return np.broadcast_to(values, params["shape"])
+    bfloat16 = (params["exponent_bits"], params["mantissa_bits"]) == (8, 7)
+    return x.astype(jnp.bfloat16) if bfloat16 else np.asarray(jax.lax.reduce_precision(x, **params))
 
 
 def _round(params: Any, x: Array) -> Array:
-    if params["rounding_method"] == jax.lax.RoundingMethod.TO_NEAREST_EVEN:
-        return np.rint(x)
-    return np.copysign(np.floor(np.abs(x) + 0.5), x)
+    to_even = params["rounding_method"] == jax.lax.RoundingMethod.TO_NEAREST_EVEN
+    return np.rint(x) if to_even else np.copysign(np.floor(np.abs(x) + 0.5), x)
 
 
 def _slice(params: Any, x: Array) -> Array:
-    strides = params["strides"] or [1] * x.ndim
-    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    return x[tuple(slice(*bound) for bound in bounds)]
+    strides = params["strides"] or [None] * x.ndim
+    return x[tuple(map(slice, params["start_indices"], params["limit_indices"], strides))]
 
 
 def _pad(params: Any, x: Array, value: Array) -> Array:
@@ -175,15 +154,13 @@ def _pad(params: Any, x: Array, value: Array) -> Array:
 
 
 def _dot(params: Any, a: Array, b: Array) -> Array:
-    (contracted_a, contracted_b), (batch_a, batch_b) = params["dimension_numbers"]
-    free_a = [i for i in range(a.ndim) if i not in (*contracted_a, *batch_a)]
-    free_b = [i for i in range(b.ndim) if i not in (*contracted_b, *batch_b)]
-    batch = [a.shape[i] for i in batch_a]
-    count = math.prod(a.shape[i] for i in contracted_a)
-    left = a.transpose(*batch_a, *free_a, *contracted_a).reshape(*batch, -1, count)
-    right = b.transpose(*batch_b, *contracted_b, *free_b).reshape(*batch, count, -1)
-    shape = (*batch, *(a.shape[i] for i in free_a), *(b.shape[i] for i in free_b))
-    return np.matmul(_wide(left), _wide(right)).reshape(shape)
+    (over_a, over_b), (batch_a, batch_b) = params["dimension_numbers"]
+    free_a = [i for i in range(a.ndim) if i not in (*over_a, *batch_a)]
+    free_b = [i for i in range(b.ndim) if i not in (*over_b, *batch_b)]
+    batch, count = [a.shape[i] for i in batch_a], math.prod(a.shape[i] for i in over_a)
+    left = a.transpose(*batch_a, *free_a, *over_a).reshape(*batch, -1, count)
+    right = b.transpose(*batch_b, *over_b, *free_b).reshape(*batch, count, -1)
+    return np.matmul(_wide(left), _wide(right))
 
 
 def _wide(x: Array) -> Array:
@@ -192,11 +169,10 @@ def _wide(x: Array) -> Array:
 
 
 def _convolution(params: Any, image: Array, weight: Array) -> Array:
-    numbers = params["dimension_numbers"]
+    numbers, dilation = params["dimension_numbers"], params["rhs_dilation"]
     image = _wide(image).transpose(numbers.lhs_spec)
     weight = _wide(weight).transpose(numbers.rhs_spec)
-    groups, batches = params["feature_group_count"], params["batch_group_count"]
-    rank, dilation = image.ndim - 2, params["rhs_dilation"]
+    rank = image.ndim - 2
     gaps = zip(params["padding"], params["lhs_dilation"], strict=True)
     padding = [(0, 0, 0)] * 2 + [(*pads, gap - 1) for pads, gap in gaps]
     image = _pad({"padding_config": padding}, image, np.zeros((), image.dtype))
@@ -205,11 +181,12 @@ def _convolution(params: Any, image: Array, weight: Array) -> Array:
     steps = (slice(None, None, s) for s in params["window_strides"])
     views = views[(slice(None), slice(None), *steps)]
     views = views[(..., *(slice(None, None, d) for d in dilation))]
-    taps, count = tuple(range(2 + rank, 2 + 2 * rank)), max(groups, batches)
-    pieces = np.split(views, count, 1 if groups > 1 else 0), np.split(weight, count, 0)
-    axes = (1, *taps), (1, *range(2, 2 + rank))
-    results = [np.tensordot(x, w, axes=axes) for x, w in zip(*pieces, strict=True)]
-    result = np.moveaxis(np.concatenate(results, -1), -1, 1)
+    groups = params["feature_group_count"]
+    count, axis = max(groups, params["batch_group_count"]), 1 if groups > 1 else 0
+    axes = (1, *range(2 + rank, 2 + 2 * rank)), (1, *range(2, 2 + rank))
+    pieces = zip(np.split(views, count, axis), np.split(weight, count, 0), strict=True)
+    result = np.concatenate([np.tensordot(x, w, axes=axes) for x, w in pieces], -1)
+    result = np.moveaxis(result, -1, 1)
     return result.transpose(sorted(range(result.ndim), key=lambda axis: numbers.out_spec[axis]))
 
 
@@ -218,19 +195,16 @@ _WITH_PARAMETERS: dict[str, Function] = {
     "integer_pow": lambda params, x: x ** np.asarray(params["y"], np.float32).astype(x.dtype),
     "broadcast_in_dim": _broadcast,
     "reshape": lambda params, x, *_: x.transpose(params["dimensions"] or range(x.ndim)),
-    "squeeze": lambda params, x: x,
-    "expand_dims": lambda params, x: x,
+    **dict.fromkeys(("squeeze", "expand_dims", "copy", "stop_gradient"), lambda params, x: x),
     "transpose": lambda params, x: x.transpose(params["permutation"]),
     "rev": lambda params, x: np.flip(x, tuple(params["dimensions"])),
     "concatenate": lambda params, *x: np.concatenate(x, params["dimension"]),
     "slice": _slice,
     "pad": _pad,
-    "copy": lambda params, x: x,
     "bitcast_convert_type": lambda params, x: x.view(params["new_dtype"]),
     "reduce_precision": _cut,
     "round": _round,
-    "iota": _iota,
-    "stop_gradient": lambda params, x: x,
+    "iota": lambda params: np.indices(params["shape"], sparse=True)[params["dimension"]],
     "reduce_sum": _reduced(np.sum),
     "reduce_max": _reduced(np.max),
     "reduce_min": _reduced(np.min),

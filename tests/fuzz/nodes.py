@@ -4,22 +4,20 @@ What a node takes is read off its ports, element types and examples, but for tho
 whose attributes depend on their operands' shapes. What does not fit the node refuses.
 """
 
-from __future__ import annotations
-
 import numbers
 import random
 from typing import Any
 
 from jax_cudnn._core.errors import GraphError, GraphTypeError
-from jax_cudnn._core.graph.dims import Shape
 from jax_cudnn._core.graph.node import REGISTRY, Node
 
 from . import layers
-from .drawing import Drawing, Operand, Value
+from .drawing import Drawing, Operand
 from .operands import (
     CHANNELS,
     Array,
     Proposal,
+    alike,
     beside,
     broadcast,
     layout,
@@ -29,14 +27,8 @@ from .operands import (
     weight,
 )
 
-_SHARES = {
-    "product": 0.22,
-    "each element": 0.43,
-    "movement": 0.13,
-    "normalization": 0.1,
-    "attention": 0.04,
-    "other": 0.12,
-}
+_KINDS = ("product", "each element", "movement", "normalization", "attention", "other")
+_SHARES = (0.22, 0.43, 0.13, 0.1, 0.04, 0.12)
 _TRIES = 6
 
 
@@ -57,7 +49,7 @@ def add_node(drawing: Drawing) -> None:
     """Adds one random operation; of what cannot be written another is drawn."""
     rng = drawing.rng
     while True:
-        (share,) = rng.choices(list(_SHARES), list(_SHARES.values()))
+        (share,) = rng.choices(_KINDS, _SHARES)
         nodes = [node for node in REGISTRY.values() if kind(node) == share]
         (node,) = rng.choices(nodes, [len(node.examples) ** 0.5 for node in nodes])
         draw = DRAWS.get(node.method) or (_elementwise if node.ports.is_elementwise else _example)
@@ -80,14 +72,12 @@ def _elementwise(drawing: Drawing, node: type[Node]) -> Proposal:
     ports: dict[str, Any] = {main: pick(drawing, node, positive=main in example.positive)}
     first = ports[main]
     for name in names:
-        if name == main:
-            continue
-        if dtype := example.dtypes.get(name):  # a mask
+        if name != main and (dtype := example.dtypes.get(name)):  # a mask
             rank = len(first.shape)
             known = drawing.known(lambda v, of=(dtype, rank): (v.dtype, len(v.shape)) == of)
             known = known if rng.random() < 0.8 else []
             ports[name] = rng.choice([*known, Operand(broadcast(rng, first.shape), dtype)])
-        else:
+        elif name != main:
             ports[name] = beside(drawing, first, node.dtypes, name in example.positive)
     return {name: ports[name] for name in names}, dict(example.attributes)
 
@@ -109,13 +99,9 @@ def _example(drawing: Drawing, node: type[Node]) -> Proposal:
 # -- products --------------------------------------------------------------------------------------
 
 
-def _is_image(rank: int) -> bool:
-    return 3 <= rank <= 5
-
-
 def _matmul(drawing: Drawing, node: type[Node]) -> Proposal:
     rng = drawing.rng
-    a = pick(drawing, node, lambda rank: rank == 3)
+    a = pick(drawing, node, (3,))
     batch, _, k = a.shape
     known = drawing.known(lambda v: len(v.shape) == 3 and v.shape[1] == k)
     if known and rng.random() < 0.5:
@@ -131,31 +117,29 @@ class Window:
         self.sizes = [rng.choice((1, 1, 2, 3, 3, 3, 5)) for _ in range(rank)]
         if rng.random() < 0.6:
             self.sizes = [rng.choice((1, 3, 3))] * rank
-        stride = [rng.choice((2, 2, 3)) if rng.random() < 0.25 else 1] * rank
-        dilation = [2 if rng.random() < 0.12 else 1] * rank
-        reach = [(r - 1) * d for r, d in zip(self.sizes, dilation, strict=True)]
+        stride = rng.choice((2, 2, 3)) if rng.random() < 0.25 else 1
+        dilation = 2 if rng.random() < 0.12 else 1
+        reach = [(r - 1) * dilation for r in self.sizes]
         same = rng.random() < 0.7
         before = after = [size // 2 if same else 0 for size in reach]
+        self.attributes: dict[str, Any] = {"padding": before}
         if rng.random() < 0.15:
             after = [rng.randint(0, size) for size in reach]
-        mode = "CONVOLUTION" if rng.random() < 0.06 else "CROSS_CORRELATION"
-        self.attributes: dict[str, Any] = {"padding": before}
-        if after != before:
             self.attributes = {"pre_padding": before, "post_padding": after}
-        self.attributes |= {"stride": stride, "dilation": dilation, "convolution_mode": mode}
-        lost = [d * (r - 1) + 1 for d, r in zip(dilation, self.sizes, strict=True)]
-        self._lost = [x - a - b for x, a, b in zip(lost, before, after, strict=True)]
-        self._stride = stride
+        mode = "CONVOLUTION" if rng.random() < 0.06 else "CROSS_CORRELATION"
+        self.attributes |= {"stride": [stride] * rank, "dilation": [dilation] * rank}
+        self.attributes["convolution_mode"] = mode
+        self.stride = stride
+        self.lost = [n + 1 - a - b for n, a, b in zip(reach, before, after, strict=True)]
 
-    def forward(self, image: Shape) -> list[int]:
+    def forward(self, image: Any) -> list[int]:
         """The spatial sizes of the result, for those of the image."""
-        columns = zip(image, self._lost, self._stride, strict=True)
-        return [(x - lost) // s + 1 for x, lost, s in columns]
+        return [(x - lost) // self.stride + 1 for x, lost in zip(image, self.lost, strict=True)]
 
-    def image(self, result: Shape, rng: random.Random) -> list[int]:
+    def image(self, result: Any, rng: random.Random) -> list[int]:
         """Spatial sizes of an image that gives this result."""
-        columns = zip(result, self._lost, self._stride, strict=True)
-        return [(y - 1) * s + lost + rng.randrange(s) for y, lost, s in columns]
+        extra = [lost + rng.randrange(self.stride) for lost in self.lost]
+        return [(y - 1) * self.stride + more for y, more in zip(result, extra, strict=True)]
 
 
 def _groups(rng: random.Random, *channels: int) -> int:
@@ -164,77 +148,49 @@ def _groups(rng: random.Random, *channels: int) -> int:
     return rng.choice(fitting) if fitting and rng.random() < 0.25 else 1
 
 
-def _conv_fprop(drawing: Drawing, node: type[Node]) -> Proposal:
-    rng = drawing.rng
-    image = pick(drawing, node, _is_image)
-    c = image.shape[1]
-    count = _groups(rng, c)
-    k = count if count == c and rng.random() < 0.7 else count * rng.choice((1, 2, 8, 16))
-    k = rng.choice(CHANNELS) if count == 1 else k
-    window = Window(rng, len(image.shape) - 2)
-    of = (k, c // count, *window.sizes)
-    known = drawing.known(lambda v: (v.shape, v.dtype) == (of, image.dtype))
-    filter = rng.choice(known) if known and rng.random() < 0.5 else weight(drawing, image, of)
-    return {"image": image, "weight": filter}, window.attributes
-
-
-def _conv_dgrad(drawing: Drawing, node: type[Node]) -> Proposal:
-    rng = drawing.rng
-    loss = pick(drawing, node, _is_image)
-    n, k, *y = loss.shape
-    count = _groups(rng, k)
-    i = 1 if count == k else rng.choice((4, 8, 16, 24, 3))
-    window = Window(rng, len(y))
-    image = [n, i * count, *window.image(tuple(y), rng)]
-    filter = weight(drawing, loss, (k, i, *window.sizes))
-    return {"loss": loss, "filter": filter}, window.attributes | {"out_dims": image}
-
-
-def _conv_wgrad(drawing: Drawing, node: type[Node]) -> Proposal:
-    rng = drawing.rng
-    image = pick(drawing, node, _is_image)
-    n, c, *x = image.shape
-    window = Window(rng, len(x))
-    y = tuple(window.forward(tuple(x)))
+def _convolution(drawing: Drawing, node: type[Node]) -> Proposal:
+    """An image, a loss for its gradient, or both for the filter's."""
+    rng, first = drawing.rng, pick(drawing, node, (3, 4, 5))
+    n, c, *sizes = first.shape
+    window, count = Window(rng, len(sizes)), _groups(rng, c)
+    if node.method == "conv_dgrad":
+        i = 1 if count == c else rng.choice((4, 8, 16, 24, 3))
+        out = {"out_dims": [n, i * count, *window.image(sizes, rng)]}
+        filter = weight(drawing, first, (c, i, *window.sizes))
+        return {"loss": first, "filter": filter}, window.attributes | out
+    if node.method == "conv_fprop":
+        k = count if count == c and rng.random() < 0.7 else count * rng.choice((1, 2, 8, 16))
+        of = (rng.choice(CHANNELS) if count == 1 else k, c // count, *window.sizes)
+        known = drawing.known(lambda v: (v.shape, v.dtype) == (of, first.dtype))
+        filter = rng.choice(known) if known and rng.random() < 0.5 else weight(drawing, first, of)
+        return {"image": first, "weight": filter}, window.attributes
+    y = tuple(window.forward(sizes))
     known = drawing.known(lambda v: v.shape[:1] + v.shape[2:] == (n, *y))
-    loss: Array = weight(drawing, image, (n, rng.choice((c, *CHANNELS)), *y))
-    loss = rng.choice(known) if known and rng.random() < 0.6 else loss
-    count = _groups(rng, c, loss.shape[1])
-    out = [loss.shape[1], c // count, *window.sizes]
-    return {"image": image, "loss": loss}, window.attributes | {"out_dims": out}
+    new = weight(drawing, first, (n, rng.choice((c, *CHANNELS)), *y))
+    loss = rng.choice(known) if known and rng.random() < 0.6 else new
+    k = loss.shape[1]
+    out = {"out_dims": [k, c // _groups(rng, c, k), *window.sizes]}
+    return {"image": first, "loss": loss}, window.attributes | out
 
 
-# -- reductions and movement -----------------------------------------------------------------------
+# -- of one operand, with attributes that its shape allows -----------------------------------------
 
 
-def _attribute(drawing: Drawing, node: type[Node], name: str) -> Any:
+def _attribute(rng: random.Random, node: type[Node], name: str) -> Any:
     """A value that the examples of a node give an attribute."""
-    examples = [e.attributes[name] for e in node.examples if name in e.attributes]
-    return drawing.rng.choice(list(dict.fromkeys(examples)))
+    return rng.choice([*{e.attributes[name]: 0 for e in node.examples if name in e.attributes}])
 
 
-def _reduction(drawing: Drawing, node: type[Node]) -> Proposal:
-    rng, value = drawing.rng, pick(drawing, node)
-    kept = rng.randrange(2 ** len(value.shape) - 1)  # a bit for each dimension; never all
+def _reduction(rng: random.Random, sizes: list[int], node: type[Node]) -> dict[str, Any]:
+    kept = rng.randrange(2 ** len(sizes) - 1)  # a bit for each dimension; never all
     if rng.random() < 0.3:
-        kept = rng.choice((0, 2, 1, 2 ** (len(value.shape) - 1) - 1))
-    out = [size if kept >> axis & 1 else 1 for axis, size in enumerate(value.shape)]
-    return {"input": value}, {"mode": _attribute(drawing, node, "mode"), "out_dims": out}
+        kept = rng.choice((0, 2, 1, 2 ** (len(sizes) - 1) - 1))
+    out = [size if kept >> axis & 1 else 1 for axis, size in enumerate(sizes)]
+    return {"mode": _attribute(rng, node, "mode"), "out_dims": out}
 
 
-def _genstats(drawing: Drawing, node: type[Node]) -> Proposal:
-    return {"input": pick(drawing, node, lambda rank: rank >= 3)}, {}
-
-
-def _gen_index(drawing: Drawing, node: type[Node]) -> Proposal:
-    value = pick(drawing, node)
-    return {"input": value}, {"axis": drawing.rng.randrange(len(value.shape))}
-
-
-def _reshape(drawing: Drawing, node: type[Node]) -> Proposal:
+def _reshape(rng: random.Random, sizes: list[int], node: type[Node]) -> dict[str, Any]:
     """Dimensions merged or split, to a rank that other operations take."""
-    rng, value = drawing.rng, pick(drawing, node)
-    sizes = list(value.shape)
     if len(sizes) > 3 or (len(sizes) > 1 and rng.random() < 0.5):
         at = rng.choice((len(sizes) - 2, len(sizes) - 2, rng.randrange(len(sizes) - 1)))
         sizes[at : at + 2] = [sizes[at] * sizes[at + 1]]
@@ -242,73 +198,71 @@ def _reshape(drawing: Drawing, node: type[Node]) -> Proposal:
         at = rng.randrange(len(sizes))
         part = rng.choice([n for n in (1, 2, 4, 8, 3, 16) if sizes[at] % n == 0])
         sizes[at : at + 1] = [sizes[at] // part, part]
-    return {"input": value}, {"out_dims": sizes}
+    return {"out_dims": sizes}
 
 
-def _transpose(drawing: Drawing, node: type[Node]) -> Proposal:
-    value = pick(drawing, node, lambda rank: rank >= 2)
-    axes = list(range(len(value.shape)))
-    if drawing.rng.random() < 0.5:
-        axes[-2:] = axes[:-3:-1]
-    else:
-        drawing.rng.shuffle(axes)
-    return {"input": value}, {"permutation": axes}
+def _transpose(rng: random.Random, sizes: list[int], node: type[Node]) -> dict[str, Any]:
+    axes = [*range(len(sizes))]
+    last = [*axes[:-2], *axes[:-3:-1]]
+    return {"permutation": last if rng.random() < 0.5 else rng.sample(axes, len(axes))}
 
 
-def _slice(drawing: Drawing, node: type[Node]) -> Proposal:
-    rng, value = drawing.rng, pick(drawing, node)
-    slices = [slice(None)] * len(value.shape)
-    for axis in rng.sample(range(len(slices)), rng.choice((1, 1, min(2, len(slices))))):
-        start = rng.randrange(value.shape[axis])
-        stop = rng.randint(start + 1, value.shape[axis])
-        slices[axis] = slice(start, stop, rng.choice((None, None, 2)))
-    return {"input": value}, {"slices": slices}
+def _slice(rng: random.Random, sizes: list[int], node: type[Node]) -> dict[str, Any]:
+    slices = [slice(None)] * len(sizes)
+    for axis in rng.sample(range(len(sizes)), rng.choice((1, 1, min(2, len(sizes))))):
+        start = rng.randrange(sizes[axis])
+        slices[axis] = slice(
+            start, rng.randint(start + 1, sizes[axis]), rng.choice((None, None, 2))
+        )
+    return {"slices": slices}
+
+
+def _resample(rng: random.Random, sizes: list[int], node: type[Node]) -> dict[str, Any]:
+    window = [rng.choice((1, 2, 2, 3)) for _ in sizes[2:]]
+    found = {"resample_mode": _attribute(rng, node, "resample_mode"), "window": window}
+    if rng.random() < 0.6:
+        found["stride"] = [rng.choice((1, 2, 2, 3)) for _ in window]
+    for name in ("pre_padding", "post_padding"):
+        if rng.random() < 0.4:
+            found[name] = [rng.randrange(size) for size in window]
+    return found
+
+
+_ATTRIBUTES: dict[str, tuple[Any, Any]] = {
+    "reduction": (range(9), _reduction),
+    "genstats": ((3, 4, 5), lambda rng, sizes, node: {}),
+    "gen_index": (range(9), lambda rng, sizes, node: {"axis": rng.randrange(len(sizes))}),
+    "reshape": (range(9), _reshape),
+    "transpose": (range(2, 9), _transpose),
+    "slice": (range(9), _slice),
+    "resample": ((3, 4, 5), _resample),
+}
+
+
+def _of_one(drawing: Drawing, node: type[Node]) -> Proposal:
+    ranks, attributes = _ATTRIBUTES[node.method]
+    value = pick(drawing, node, ranks)
+    return {"input": value}, attributes(drawing.rng, [*value.shape], node)
 
 
 def _concatenate(drawing: Drawing, node: type[Node]) -> Proposal:
     rng, first = drawing.rng, pick(drawing, node)
     axis = rng.randrange(len(first.shape))
 
-    def fits(v: Value) -> bool:
-        pairs = [*zip(v.shape, first.shape, strict=False)]
-        same = (v.dtype, len(v.shape)) == (first.dtype, len(first.shape))
-        return same and all(a == b or i == axis for i, (a, b) in enumerate(pairs))
-
+    fitting = drawing.known(lambda v: v.dtype == first.dtype and alike(v.shape, first.shape, axis))
     inputs: list[Array] = [first]
     for _ in range(rng.choice((1, 1, 2))):
         size = rng.choice((1, 8, first.shape[axis]))
         of = (*first.shape[:axis], size, *first.shape[axis + 1 :])
-        known = drawing.known(fits) if rng.random() < 0.6 else []
+        known = fitting if rng.random() < 0.6 else []
         inputs.append(rng.choice(known or [new_operand(drawing, of, (first.dtype,))]))
     rng.shuffle(inputs)
     return {"inputs": inputs}, {"axis": rng.choice((axis, axis - len(first.shape)))}
 
 
-def _resample(drawing: Drawing, node: type[Node]) -> Proposal:
-    rng, value = drawing.rng, pick(drawing, node, _is_image)
-    window = [rng.choice((1, 2, 2, 3)) for _ in value.shape[2:]]
-    mode = _attribute(drawing, node, "resample_mode")
-    attributes: dict[str, Any] = {"resample_mode": mode, "window": window}
-    if rng.random() < 0.6:
-        attributes["stride"] = [rng.choice((1, 2, 2, 3)) for _ in window]
-    for name in ("pre_padding", "post_padding"):
-        if rng.random() < 0.4:
-            attributes[name] = [rng.randrange(size) for size in window]
-    return {"input": value}, attributes
-
-
 DRAWS = {
-    "matmul": _matmul,
-    "conv_fprop": _conv_fprop,
-    "conv_dgrad": _conv_dgrad,
-    "conv_wgrad": _conv_wgrad,
-    "reduction": _reduction,
-    "genstats": _genstats,
-    "gen_index": _gen_index,
-    "reshape": _reshape,
-    "transpose": _transpose,
-    "slice": _slice,
-    "concatenate": _concatenate,
-    "resample": _resample,
+    **dict.fromkeys(("conv_fprop", "conv_dgrad", "conv_wgrad"), _convolution),
+    **dict.fromkeys(_ATTRIBUTES, _of_one),
+    **{"matmul": _matmul, "concatenate": _concatenate},
     **layers.DRAWS,
 }

@@ -1,15 +1,11 @@
 """What a random graph's operations stand on: new operands, values so far, dtypes, shapes."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from typing import Any
 
 from jax_cudnn._core.errors import GraphError
 from jax_cudnn._core.graph.dims import Shape
 from jax_cudnn._core.graph.dtypes import FLOATS
-from jax_cudnn._core.graph.node import Node
 
 from .drawing import LAYOUTS, Drawing, Operand, Value
 
@@ -28,7 +24,7 @@ _RESULTS = (None, *FLOATS, "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def shape(rng: random.Random) -> Shape:
-    """An image's of one to three dimensions, matrices', a row's; one with heads."""
+    """An image's, matrices', a row's, one with heads."""
     rank = rng.choice((4, 4, 4, 4, 3, 3, 3, 5, 2, 1))
     if rank == 4 and rng.random() < 0.2:
         return heads(rng)
@@ -68,16 +64,13 @@ def result_dtype(drawing: Drawing) -> str | None:
     return drawing.rng.choices(_RESULTS, (40, 1, 1, 1, 0.5, 0.5, 0.5))[0]
 
 
-def new_operand(
-    drawing: Drawing, of: Shape, dtypes: tuple[str, ...] = FLOATS, positive: bool = False
-) -> Operand:
+def new_operand(drawing: Drawing, of: Shape, dtypes: Any = FLOATS, positive: Any = 0) -> Operand:
     """A new operand, mostly of the graph's main dtype."""
-    rng = drawing.rng
-    kind = rng.random()
+    rng, kind = drawing.rng, drawing.rng.random()
     choice = [drawing.dtype] if kind < 0.86 else FLOATS if kind < 0.94 else dtypes
     allowed = [dtype for dtype in choice if dtype in dtypes] or dtypes
     allowed = [dtype for dtype in allowed if dtype != "int64"]  # JAX's arrays have 32 bits
-    return Operand(of, rng.choice(allowed), positive=positive, layout=layout(rng))
+    return Operand(of, rng.choice(allowed), positive=bool(positive), layout=layout(rng))
 
 
 def weight(drawing: Drawing, beside: Array, of: Shape) -> Operand:
@@ -93,24 +86,18 @@ def rather_new(rng: random.Random, values: list[Value]) -> Value:
     return rng.choices(values, weights)[0]
 
 
-def pick(
-    drawing: Drawing,
-    node: type[Node],
-    rank: Callable[[int], bool] = lambda rank: True,
-    positive: bool = False,
-) -> Array:
+def pick(drawing: Drawing, node: Any, ranks: Any = range(9), positive: bool = False) -> Array:
     """A value so far, or a new operand, or GraphError: where no value fits, other operations are
     mostly better."""
     rng = drawing.rng
-    found = drawing.known(
-        lambda v: v.dtype in node.dtypes and rank(len(v.shape)) and v.positive >= positive
-    )
+    found = drawing.known(lambda v: v.dtype in node.dtypes and len(v.shape) in ranks)
+    found = [value for value in found if value.positive >= positive]
     if found and rng.random() > 0.06:
         return rather_new(rng, found)
     if drawing.steps and not found and rng.random() < 0.6:
         raise GraphError("no value fits")
     wanted = drawing.shape if rng.random() < 0.8 else shape(rng)
-    while not rank(len(wanted)):
+    while len(wanted) not in ranks:
         wanted = shape(rng)
     return new_operand(drawing, wanted, node.dtypes, positive)
 
@@ -127,13 +114,15 @@ def beside(drawing: Drawing, first: Array, dtypes: tuple[str, ...], positive: bo
     if kind < 0.15 and "bool" not in dtypes:
         return rng.choice([n for n in _NUMBERS if n > 0 or not positive])
 
-    def fits(value: Value) -> bool:
-        if value.dtype not in dtypes or value.positive < positive:
-            return False
-        pairs = zip(value.shape, first.shape, strict=False)
-        same = len(value.shape) == len(first.shape)
-        return same and all(a == b or 1 in (a, b) for a, b in pairs)
-
-    if kind < 0.65 and (found := drawing.known(fits)):
+    found = drawing.known(lambda v: v.dtype in dtypes and v.positive >= positive)
+    found = [value for value in found if alike(value.shape, first.shape)]
+    if kind < 0.65 and found:
         return rng.choice(found)
     return new_operand(drawing, broadcast(rng, first.shape), dtypes, positive)
+
+
+def alike(a: Shape, b: Shape, but: int | None = None) -> bool:
+    """Whether shapes broadcast, or, given a dimension, differ at most there."""
+    pairs = [*enumerate(zip(a, b, strict=False))]
+    usual = (x == y or (1 in (x, y) if but is None else i == but) for i, (x, y) in pairs)
+    return len(a) == len(b) and all(usual)
