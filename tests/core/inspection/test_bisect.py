@@ -1,0 +1,519 @@
+"""jc.bisect: which fused operation is off, or makes the first NaN."""
+
+import doctest
+import math
+import re
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import FUSIONS, dtype_cases
+from helpers import assert_same, python
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_cudnn as jc
+from jax_cudnn._core import ffi, primitive
+from jax_cudnn._core.graph.reference import evaluate
+from jax_cudnn._core.inspection import program
+from jax_cudnn._core.inspection.compare import judge, measure
+from jax_cudnn._core.inspection.interpret import Interpreter
+
+block = jc.graph(lambda g, x, w: g.relu(g.matmul(x, w)))
+squash = jc.graph(lambda g, x: g.tanh(x) * 0.5)
+logarithm = jc.graph(lambda g, x: g.log(x))
+plus = jc.graph(lambda g, x, y: x + y)
+larger = jc.graph(lambda g, x, y: g.cmp_gt(x, y))
+for graph, name in ((block, "block"), (squash, "squash"), (logarithm, "logarithm"), (plus, "plus")):
+    graph.name = name
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """``wrong(method, change)``: what runs graphs with an operation is changed; references of
+    ``bisect`` are not."""
+    changes = {}
+
+    def run(spec, *operands, **options):
+        results = evaluate(spec, *operands, **options)
+        for method, change in changes.items():
+            if method in [call.node.method for call in spec.calls]:
+                results = [change(result) for result in results]
+        return results
+
+    monkeypatch.setattr(primitive, "evaluate", run)
+    return changes.__setitem__
+
+
+def operands(key, *shapes, dtype="float32"):
+    keys = jax.random.split(key, len(shapes))
+    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+
+
+def two_layers(x, w):
+    return squash(block(x, w)).astype("float32").sum()
+
+
+def stepwise(function, *args):
+    """The program's results, one step after the other; and whether all of it was looked into."""
+    jaxpr, inputs = program._traced(function, args, {}, "function")
+    interpreter = Interpreter(lambda *what: None)
+    return interpreter.run(jaxpr, inputs), not interpreter.unseen
+
+
+X = W = (1, 8, 8)
+
+
+@jax.custom_vjp
+def guarded(x):
+    return squash(x)
+
+
+guarded.defvjp(lambda x: (guarded(x), x), lambda x, t: (squash(x) * t,))
+
+
+@jax.custom_jvp
+def scaled(x):
+    return squash(x) * 2
+
+
+scaled.defjvp(lambda p, t: (scaled(*p), t[0] * 3))
+
+
+@custom_vmap
+def doubled_in_batches(x):
+    return squash(x)
+
+
+doubled_in_batches.def_vmap(lambda size, batched, x: (squash(x) * 2, True))
+
+
+def scanned(x, w):
+    def step(carry, each):
+        number, row = each
+        return squash(carry + row * w[0, 0, 0]), (carry.sum() + number, row)
+
+    return lax.scan(step, x, (jnp.arange(3), jnp.stack([x, 2 * x, -x])))
+
+
+def looped(x, w):
+    def go_on(state):
+        return (state[0] > 0) & (squash(state[1]).sum() < 1e9)
+
+    return lax.while_loop(go_on, lambda s: (s[0] - 1, plus(s[1], w)), (3, x))
+
+
+def branched(x, w):
+    branches = [lambda a: squash(a), lambda a: block(a, w), lambda a: -a]
+    return [lax.switch(i, branches, x) for i in (0, 1, 2, 9)]
+
+
+def keyed(x, w):
+    def step(key, _):
+        key, use = jax.random.split(key)
+        return key, squash(x + jax.random.normal(use, x.shape))
+
+    return lax.scan(step, jax.random.key(3), length=2)[1]
+
+
+PROGRAMS = {
+    "jit": lambda x, w: (jax.jit(block)(x, jax.jit(jnp.sin)(w)), x),
+    "scan_reverse": lambda x, w: lax.scan(
+        lambda c, row: (plus(c, row), c), x, jnp.stack([x, w, -x]), reverse=True
+    ),
+    "scan_of_nothing": lambda x, w: (
+        lax.scan(lambda c, r: (squash(c), r), x, jnp.ones((0, 2))),
+        squash(x),
+    ),
+    "scan_without_xs": lambda x, w: lax.scan(lambda c, _: (block(c, w), None), x, length=2),
+    "grad_of_scan": jax.grad(lambda x, w: scanned(x, w)[0].sum(), (0, 1)),
+    "while": looped,
+    "fori": lambda x, w: lax.fori_loop(0, 3, lambda i, a: plus(a, w * i), x),
+    "cond": branched,
+    "grad_of_cond": jax.grad(lambda x, w: sum(y.sum() for y in branched(x, w)), (0, 1)),
+    "remat": jax.grad(jax.checkpoint(two_layers), (0, 1)),
+    "remat_policy": jax.grad(jax.checkpoint(two_layers, policy=jc.save_cudnn), 1),
+    "custom_vjp": jax.value_and_grad(lambda x, w: guarded(x).sum()),
+    "custom_vjp_inside": lambda x, w: lax.map(guarded, jnp.stack([x, w])),
+    "custom_jvp": lambda x, w: (jax.jvp(scaled, (x,), (w,)), scaled(x) + w),
+    "vmap": lambda x, w: jax.vmap(jax.grad(two_layers), (0, None))(jnp.stack([x, -x]), w),
+    "vmap_of_while": jax.vmap(
+        lambda x, w: lax.while_loop(
+            lambda s: s[0].sum() > 0.1, lambda s: (squash(s[0]), plus(s[1], w)), (jnp.abs(x), w)
+        )
+    ),
+    "vmap_of_scan": lambda x, w: jax.vmap(scanned, (0, None))(jnp.stack([x, -x]), w),
+    "keys": keyed,
+    "custom_vmap": lambda x, w: (doubled_in_batches(x), jax.vmap(doubled_in_batches)(w)),
+    "pmap": lambda x, w: jax.pmap(squash)(x.reshape(8, 1, 8)),
+    "scalars": lambda x, w: plus(x, w.sum()) + squash(jnp.float32(0.5)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_step_by_step_a_program_gives_what_it_gives_and_nothing_is_suspect(name, key):
+    args = operands(key, X, W)
+    got, entered = stepwise(PROGRAMS[name], *args)
+    assert_same(got, jax.tree.leaves(PROGRAMS[name](*args)))
+    assert entered
+    report = jc.bisect(PROGRAMS[name], *args)
+    assert (report.suspects, report.first_nan) == ((), None)
+    assert 0 <= report.worst.times_rounding < 1.5
+
+
+def shows_a_tenth(case):
+    """Whether its results are floats of 16 bits and more, and nothing is compared on the way."""
+    spec = case.function.trace(*case.avals)[1].spec
+    made = [t.dtype for t in spec.tensors if t.name not in spec.inputs and t.value is None]
+    return {*made} <= {"float32", "bfloat16", "float16"}
+
+
+each_example = pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=() if i % 8 == 0 else pytest.mark.long)
+     for i, c in enumerate((*FUSIONS, *dtype_cases()))],
+)  # fmt: skip
+
+
+@each_example
+def test_an_example_is_suspect_only_where_it_is_wrong(case, key, monkeypatch):
+    report = jc.bisect(case.function, *case.operands(key))
+    assert (len(report), report.suspects, report.first_nan) == (1, (), None)
+    if shows_a_tenth(case):
+
+        def run(spec, *arrays, **options):
+            return [(y * 1.1).astype(y.dtype) for y in evaluate(spec, *arrays, **options)]
+
+        monkeypatch.setattr(primitive, "evaluate", run)
+        report = jc.bisect(case.function, *case.operands(key))
+        assert report.suspects == (report.worst,)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_wrong_lowering_is_the_worst(dtype, key, wrong):
+    wrong("tanh", lambda y: y * 1.1)
+    x, w = operands(key, X, W, dtype=dtype)
+    report = jc.bisect(two_layers, x, w)
+    assert [entry.name for entry in report.suspects] == [report.worst.name] == ["squash"]
+    np.testing.assert_allclose(report.worst.worst_output.relative, 0.1, rtol=0.05)
+    got, want = report.worst.operands["x"], jax.jit(block)(x, w)
+    np.testing.assert_allclose(*(np.asarray(v, "float32") for v in (got, want)), rtol=1e-2)
+
+
+def test_a_single_wrong_element_and_a_wrong_backward_are_seen(key, wrong):
+    wrong("matmul", lambda y: y.at[0, 3, 5].add(0.5))
+    report = jc.bisect(block, *operands(key, (1, 64, 64), (1, 64, 64)))
+    assert report.worst.worst_output.relative < 1e-2
+    assert report.suspects == (report.worst,)
+    wrong("matmul", lambda y: y)
+    wrong("relu_backward", lambda y: -y)
+    report = jc.bisect(jax.jit(jax.grad(two_layers)), *operands(key, X, W))
+    assert (report.worst.name, report.worst.role) == ("block", "backward")
+    assert len(report.suspects) == 1
+
+
+def test_paths_name_steps_of_loops_and_branches(key, wrong):
+    wrong("tanh", lambda y: y + 1)
+    wrong("add", lambda y: jnp.where(y > 50, y + 3, y))  # too large values, which come up later
+
+    def step(state):
+        i, x = state
+        return i + 1, lax.cond(i == 2, squash, lambda a: plus(a, a), x)
+
+    report = jc.bisect(lambda x: lax.while_loop(lambda s: s[0] < 4, step, (0, x)), jnp.ones(4))
+    found = [f"while[{i}]/cond[{branch}]" for i, branch in enumerate((0, 0, 1, 0))]
+    assert ([entry.path for entry in report], report.worst.path) == (found, found[2])
+    shifts = jnp.array([[1.0], [2.0], [90.0], [0.0]])
+    report = jc.bisect(lambda x: lax.scan(lambda c, s: (plus(c, s), c), x, shifts), jnp.ones(4))
+    assert {entry.path for entry in report.suspects} == {"scan[2]", "scan[3]"}
+    backward = jax.grad(lambda x, w: scanned(x, w)[0].sum())
+    roles = [(entry.role, entry.path) for entry in jc.bisect(backward, *operands(key, X, W))]
+    forward = [("forward", f"scan[{i}]") for i in (0, 1, 2)]
+    assert roles == [*forward, *(("backward", path) for _, path in forward[::-1])]
+
+
+def test_an_entry_has_the_users_line(key):
+    def here(x):
+        return squash(x)  # this line
+
+    (entry,) = jc.bisect(jax.jit(here), *operands(key, X))
+    assert re.search(r"test_bisect\.py:\d+, in .*here: return squash\(x\)  # this", entry.line)
+    y = jc.bisect(lambda x, w: jc.ops.matmul(x, w), *operands(key, X, W))
+    assert "jc.ops.matmul(x, w)" in y.worst.line
+
+
+def test_another_order_of_adding_is_not_suspect_even_where_terms_cancel():
+    """Of a sum whose terms are a million times larger a good part is rounding."""
+    g = jc.graph(lambda g, x: g.reduction(x, mode="ADD", out_dims=[4, 1]))
+    half = np.random.default_rng(0).normal(size=(4, 4096)).astype("float32") * 1e3
+    x = np.concatenate([half, -half], 1) + np.float32(1e-3)
+    spec = g.trace(x)[1].spec
+    backwards = np.cumsum(x[:, ::-1], 1, dtype="float32")[:, -1:]
+
+    def times(result):
+        figures = jax.tree.map(lambda f: f[None], measure(spec, False)(jnp.asarray(result), x))
+        return judge(spec, figures, False).outputs[0]
+
+    (exact,) = evaluate(spec, x)
+    assert times(backwards).relative > 1e-4
+    assert times(backwards).times_rounding < 4
+    assert times(exact * 1.5).times_rounding < 4  # nobody can tell
+    assert times(exact + 100.0).times_rounding > 4
+
+
+def test_empty_arrays_booleans_and_integers_are_compared(wrong):
+    assert jc.bisect(squash, jnp.ones((0, 4))).worst.times_rounding == 0
+    x = jnp.arange(16).reshape(2, 8)
+    assert jc.bisect(larger, x / 2, x * 0 + 3.0).worst.times_rounding == 0
+    wrong("cmp_gt", lambda y: ~y)
+    wrong("add", lambda y: y + 7)
+    assert jc.bisect(larger, x / 2, x * 0 + 3.0).suspects
+    assert jc.bisect(plus, x, x).suspects
+
+
+def test_the_first_nan_is_found_among_several_operations_in_a_scan():
+    def step(x, shift):
+        y = plus(x, shift)
+        return squash(y), logarithm(y)
+
+    shifts = jnp.array([1.0, 0.5, -9.0, 1.0, -9.0])
+    report = jc.bisect(lambda x: lax.scan(step, x, shifts), jnp.full((4, 8), 2.0))
+    first = report.first_nan
+    assert (first.name, first.path, first.nonfinite) == ("logarithm", "scan[2]", "both")
+    assert (first.outputs[0].nan, first.outputs[0].reference_nan) == (32, 32)
+    assert (np.asarray(first.operands["x"]) < 0).all()
+    assert report.suspects == ()
+    assert "first NaN: logarithm in scan[2]" in str(report)
+
+
+MINUS = -jnp.ones((1, 2, 4))
+NAN, INF = jnp.array([[1.0, jnp.nan]]), jnp.array([[1.0, jnp.inf]])
+NONFINITE = {
+    # program, operands, how results of an operation are changed -> who makes it for each entry
+    "swallowed": (logarithm, [MINUS], ("log", jnp.nan_to_num), ["reference"]),
+    "made": (squash, [MINUS], ("tanh", lambda y: y.at[0, 0].set(jnp.nan)), ["fused"]),
+    "of the arguments": (lambda x: squash(plus(x, x)), [NAN], None, ["operands"] * 2),
+    "a mask": (squash, [-INF], None, [""]),
+    "of a mask": (plus, [INF, -INF], None, ["both"]),
+    "passed on": (lambda x: squash(logarithm(x)), [MINUS], None, ["both", "operands"]),
+}
+
+
+@pytest.mark.parametrize("what", NONFINITE)
+def test_who_makes_a_nan_is_said(what, wrong):
+    function, arrays, change, who = NONFINITE[what]
+    if change:
+        wrong(*change)
+    with jax.debug_nans(True):  # which does not stop the search
+        report = jc.bisect(function, *arrays)
+    assert [entry.nonfinite for entry in report] == who
+    assert (report.first_nan is None) == ({*who} <= {"operands", "", "reference"})
+    if who == ["fused"]:
+        assert report.worst is report.first_nan
+        assert report.worst.times_rounding == math.inf
+
+
+def test_what_float16_cannot_hold_is_said():
+    x = jnp.full((1, 4, 8), 100, "float16")
+    report = jc.bisect(lambda x, w: squash(block(x, w)), x, jnp.full((1, 8, 4), 100, "float16"))
+    assert (report.first_nan.name, report.first_nan.nonfinite) == ("block", "both")
+    assert report.first_nan.outputs[0].overflows
+    assert "reaches 8e+04" in str(report)
+    assert not any(o.overflows for e in jc.bisect(squash, x) for o in e.outputs)
+
+
+def test_pytrees_keywords_and_python_values_are_taken(key):
+    x, w = operands(key, X, W)
+
+    def apply(params, x, mode, *, scale=1.0, bias=None):
+        logarithm(-jnp.abs(x))  # which no result needs
+        y = block(x, params["w"]) * scale
+        return {"y": squash(y) if mode == "squash" else y, "mode": mode, "bias": bias}
+
+    report = jc.bisect(apply, {"w": w, "none": None}, np.asarray(x), "squash", scale=2.0, bias=w)
+    assert [entry.name for entry in report] == ["block", "squash"]
+    static = jax.jit(lambda x, times: [squash(x) for _ in range(times)], static_argnums=1)
+    assert [e.name for e in jc.bisect(static, x, 3)] == ["squash"] * 3
+
+
+def branches(x):
+    return squash(x) if x.sum() > 0 else x
+
+
+ONES = np.ones(X, "float32")
+WRONG = [
+    (lambda: jc.bisect(lambda x: jnp.sin(x), ONES), jc.GraphError, "<lambda> holds no cuDNN graph"),
+    (lambda: jc.bisect(lambda x: (squash(x), x)[1], ONES), jc.GraphError, "no result"),
+    (lambda: jc.bisect(branches, ONES), jc.GraphTypeError, r"branches[^$]*TracerBoolConversion"),
+    (lambda: jc.bisect(squash(ONES), ONES), jc.GraphTypeError, "takes a function"),
+    (lambda: jc.bisect(squash, jax.eval_shape(squash, ONES)), jc.GraphTypeError, "runs"),
+    (lambda: jax.jit(lambda x: jc.bisect(squash, x))(ONES), jc.GraphTypeError, "inside"),
+    (
+        lambda: jc.bisect(lambda x: lax.cond(x.sum() > 1e9, squash, lambda x: x, x), ONES),
+        jc.GraphError,
+        "branches and loops",
+    ),
+    (lambda: jc.bisect(two_layers, ONES), TypeError, "missing 1 required"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), WRONG, ids=[words for *_, words in WRONG])
+def test_what_is_wrong_is_said(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def sharded(body, *specs, out, check_vma=False, kind=AxisType.Auto):
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    return mesh, jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+
+
+def local_loss(x, w):
+    def step(c, row):
+        y = block(c, w)
+        return c * row + lax.pmean(squash(y), "a"), y.sum()
+
+    c, sums = lax.scan(step, x, jnp.arange(2.0))
+    return c + lax.psum(sums.sum(), ("a",))
+
+
+@pytest.mark.parametrize(("check_vma", "grad"), [(True, False), (False, True), (True, True)])
+def test_shard_map_is_entered(check_vma, grad, key, wrong):
+    x, w = operands(key, (4, 8, 8), (1, 8, 8))
+    _, run = sharded(local_loss, P("a"), P(), out=P("a"), check_vma=check_vma)
+    total = jax.grad(lambda x, w: (run(x, w) ** 2).sum(), (0, 1)) if grad else run
+    got, entered = stepwise(total, x, w)
+    assert_same(got, jax.tree.leaves(jax.jit(total)(x, w)))
+    assert entered
+    report = jc.bisect(total, x, w)
+    assert report.suspects == ()
+    assert report.entries[0].path == "shard_map/scan[0]"
+    assert report.entries[0].outputs[0].shape == (1, 8, 8)
+    wrong("tanh", lambda y: y * 1.1)
+    assert jc.bisect(total, x, w).worst.name == "squash"
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_may_go_different_ways(check_vma, key):
+    """Then what they do is run, and not looked into, as the report says."""
+
+    def body(x):
+        device = lax.axis_index("a")
+        y = lax.cond(device == 1, squash, lambda x: x, x)
+        start = (device * 0 if check_vma else 0, y)
+        count, z = lax.while_loop(
+            lambda s: s[0] < 1 + device, lambda s: (s[0] + 1, squash(s[1])), start
+        )
+        return plus(y, z), count[None] + device * 0
+
+    _, run = sharded(body, P("a"), out=(P("a"), P("a")), check_vma=check_vma)
+    (x,) = operands(key, (4, 8, 8))
+    assert_same(stepwise(run, x)[0], jax.tree.leaves(jax.jit(run)(x)))
+    report = jc.bisect(run, x)
+    found = [("squash", "shard_map/while[0]"), ("plus", "shard_map")]
+    assert [(entry.name, entry.path) for entry in report] == found
+    assert "different branches" in str(report)
+    assert "different times" in str(report)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_arrays_are_taken(kind, key):
+    mesh, mapped = sharded(local_loss, P("a"), P(), out=P("a"), kind=kind)
+    arrays = zip(operands(key, (4, 8, 8), (1, 8, 8)), (P("a"), P()), strict=True)
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in arrays]
+
+    def run(x, w):
+        more = mapped(x, w)
+        return lax.scan(lambda c, _: (squash(block(c, w)) + more, c.sum()), x, length=2)
+
+    with jax.set_mesh(mesh):
+        assert_same(stepwise(run, *placed)[0], jax.tree.leaves(jax.jit(run)(*placed)))
+        report = jc.bisect(run, *placed)
+    assert report.suspects == ()
+    paths = {f"{where}scan[{i}]" for i in range(2) for where in ("", "shard_map/")}
+    assert {entry.path for entry in report} == paths
+
+
+def test_what_is_not_entered_is_named(key):
+    def solve(x):
+        half = lambda v: squash(jnp.zeros_like(v)) + v * 2  # noqa: E731
+        return lax.custom_linear_solve(half, x, lambda _, b: squash(b) * 0 + b / 2)
+
+    (x,) = operands(key, X)
+    with pytest.raises(jc.GraphError, match="custom_linear_solve"):
+        jc.bisect(solve, x)
+    report = jc.bisect(lambda x: plus(solve(x), x), x)
+    assert [entry.name for entry in report] == ["plus"]
+    assert "Not looked into: custom_linear_solve" in str(report)
+
+
+def test_the_table_has_the_most_suspicious_first_and_one_row_for_a_loop(key, wrong):
+    wrong("tanh", lambda y: y * 1.5)
+
+    def run(x, w):
+        return lax.scan(lambda c, _: (squash(block(c, w)), None), x, length=30)
+
+    report = jc.bisect(run, *operands(key, X, W))
+    text = str(report)
+    assert text.startswith("run: 2 fused operations, run 60 times on ")
+    rows = [line.split() for line in text.splitlines() if line.startswith(("squash", "block"))]
+    assert [row[0] for row in rows] == ["squash", "block"]
+    for words in ("1 suspect; the worst: squash in scan[", "implementation=", "No NVIDIA GPU"):
+        assert words in text
+    assert len(repr(report)) < 200
+    many = [replace(report.worst, name=f"squash_{i}") for i in range(30)]
+    assert "and 10 less suspicious ones" in str(replace(report, entries=tuple(many)))
+
+
+def test_the_example_runs_and_import_leaves_it_out():
+    result = doctest.testmod(sys.modules[jc.bisect.__module__])
+    assert (result.attempted, result.failed) == (5, 0)
+    python("""
+        import sys, jax_cudnn
+        assert jax_cudnn.bisect
+        lazy = ("program", "interpret", "compare", "report")
+        assert not {f"jax_cudnn._core.inspection.{m}" for m in lazy} & {*sys.modules}
+    """)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("case", FUSIONS, ids=lambda case: case.name)
+def test_an_example_and_its_gradient_are_not_suspect_on_the_gpu(case, grad, key):
+    def total(*arrays):
+        leaves = jax.tree.leaves(case.function(*arrays))
+        floats = [y for y in leaves if jnp.issubdtype(y.dtype, jnp.floating)]
+        return sum(jnp.sum(y.astype("float32")) for y in floats)
+
+    if grad and not all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in case.avals):
+        pytest.skip("has no gradient by all of its operands")
+    function = jax.grad(total, tuple(range(len(case.avals)))) if grad else case.function
+    report = jc.bisect(function, *case.operands(key))
+    assert report.suspects == (), str(report)
+    blamed = report.first_nan
+    assert blamed is None or any(output.overflows for output in blamed.outputs), str(report)
+
+
+@pytest.mark.gpu
+def test_a_wrong_kernel_is_named_on_the_gpu(key, by_cudnn, monkeypatch):
+    right = ffi.call
+
+    def call(plan, spec, name, *inputs):
+        results = right(plan, spec, name, *inputs)
+        return [y * 1.1 for y in results] if name == "squash_rows" else results
+
+    squash_rows = jc.graph(lambda g, x, w: g.tanh(g.matmul(x, w)))
+    squash_rows.name = "squash_rows"
+    monkeypatch.setattr(ffi, "call", call)
+
+    def loss(x, w):
+        return lax.scan(lambda c, _: (squash_rows(block(c, w), w), None), x, length=3)[0]
+
+    report = jc.bisect(jax.jit(loss), *operands(key, (1, 64, 64), (1, 64, 64), dtype="bfloat16"))
+    assert {entry.name for entry in report.suspects} == {"squash_rows"}
+    assert report.on_gpu
