@@ -8,15 +8,18 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-_QUERY = ("clocks.sm", "power.draw", "clocks.max.sm", "power.limit")
-_NAMES = ("MHz", "W", "most_MHz", "most_W")
+_QUERY = {
+    "MHz": "clocks.sm",
+    "W": "power.draw",
+    "most_MHz": "clocks.max.sm",
+    "most_W": "power.limit",
+}
 _BATCH = 0.008  # seconds of calls in a row behind a pause: less than the limit takes to act
 _PAUSE, _PAUSES = 0.4, 8
 _LONG = 2.5  # seconds of calls at length, of which the second half counts
@@ -30,7 +33,10 @@ def power(
     if shutil.which("nvidia-smi") is None:
         return None
     call = jax.jit(function).lower(*operands).compile()
-    found = _figures(lambda: call(*operands), flops)
+    found = {
+        "rested": _rested(lambda: call(*operands), flops),
+        "at_length": _at_length(lambda: call(*operands), flops),
+    }
     if equal:
         ones = jax.tree.map(jnp.ones_like, operands)
         found["equal_numbers"] = _at_length(lambda: call(*ones), flops)
@@ -51,31 +57,32 @@ def told(found: dict[str, Any]) -> str:
     return ", ".join(said)
 
 
-def _figures(call: Callable[[], Any], flops: float) -> dict[str, Any]:
+def _rested(call: Callable[[], Any], flops: float) -> dict[str, float]:
     jax.block_until_ready(call())
-    count = max(1, int(_BATCH / _seconds(call, 1)))
-    rested = []
+    count, times = max(1, int(_BATCH / _seconds(call, 1))), []
     for _ in range(_PAUSES):
         time.sleep(_PAUSE)
         jax.block_until_ready(call())
-        rested.append(_seconds(call, count))
-    return {
-        "rested": _rate(statistics.median(rested), flops),
-        "at_length": _at_length(call, flops),
-    }
+        times.append(_seconds(call, count))
+    return _rate(statistics.median(times), flops)
 
 
 def _at_length(call: Callable[[], Any], flops: float) -> dict[str, float]:
     jax.block_until_ready(call())
-    count = max(1, int(4 * _BATCH / _seconds(call, 1)))
-    times = []
-    with _sampled() as samples:
+    count, times = max(1, int(4 * _BATCH / _seconds(call, 1))), []
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(_QUERY.values())}"]
+    command += ["-lms", "50", "--format=csv,noheader,nounits"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         end = time.perf_counter() + _LONG
         while time.perf_counter() < end:
             times.append(_seconds(call, count))
-    late = samples()
-    late = late[len(late) // 2 :]
-    clock = dict(zip(_NAMES, map(statistics.median, zip(*late, strict=True)), strict=False))
+        process.terminate()
+        text = process.communicate()[0]
+    rows = [line.split(",") for line in text.splitlines()]
+    samples = [[float(x) for x in row] for row in rows if len(row) == len(_QUERY)]
+    late = zip(*samples[len(samples) // 2 :], strict=True)
+    clock = dict(zip(_QUERY, map(statistics.median, late), strict=False))
     return _rate(statistics.median(times[len(times) // 2 :]), flops) | clock
 
 
@@ -90,23 +97,3 @@ def _seconds(call: Callable[[], Any], count: int) -> float:
 
 def _rate(seconds: float, flops: float) -> dict[str, float]:
     return {"us": round(seconds * 1e6, 2), "tflops": round(flops / seconds / 1e12, 1)}
-
-
-@contextmanager
-def _sampled() -> Iterator[Callable[[], list[list[float]]]]:
-    """Gives the samples of _QUERY, when it has ended."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(_QUERY)}", "-lms", "50"]
-    command += ["--format=csv,noheader,nounits"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        text = ""
-
-        def samples() -> list[list[float]]:
-            rows = [line.split(",") for line in text.splitlines()]
-            return [[float(x) for x in row] for row in rows if len(row) == len(_QUERY)]
-
-        try:
-            yield samples
-        finally:
-            process.terminate()
-            text = process.communicate()[0]

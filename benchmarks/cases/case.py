@@ -23,6 +23,11 @@ from jax_cudnn.commands.comparison import Formulation, compare
 from ..case import REFERENCE, Operand
 from ..measure import Effort, Entry
 
+Way = Callable[..., Any] | Formulation
+Built = tuple[Way, dict[str, Way], tuple[Operand, ...]]
+Made = Callable[[bool], "ModelCase"]
+"""A case, or with True the same with small shapes, which tests run on a CPU."""
+
 
 @dataclass(frozen=True)
 class ModelCase:
@@ -30,27 +35,26 @@ class ModelCase:
 
     Attributes:
         name: ``model/shape/part``.
-        model: where the shape is from.
         part: what it computes, such as "dgrad" or "scale, bias, relu".
-        ours: the graph on the model's arrays, as a function or a Formulation.
+        ours: the graph on the model's arrays.
         xla: formulations in plain JAX, by name; the fastest one is the opponent.
         operands: what both sides get; `Formulation.prepare` may reorder them.
-        small: the same case with small shapes, which tests run on a CPU.
     """
 
     name: str
-    model: str
     part: str
-    ours: Callable[..., Any]
-    xla: Mapping[str, Formulation]
+    ours: Way
+    xla: Mapping[str, Way]
     operands: tuple[Operand, ...]
-    small: ModelCase | None = None
 
     @property
-    def functions(self) -> dict[str, Formulation]:
+    def model(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def functions(self) -> dict[str, Way]:
         """Ours first, as :func:`compare` takes them."""
-        ours = self.ours if isinstance(self.ours, Formulation) else Formulation(self.ours)
-        return {figures.OURS: ours, **self.xla}
+        return {figures.OURS: self.ours, **self.xla}
 
     @property
     def what(self) -> str:
@@ -64,6 +68,19 @@ class ModelCase:
         """Random operands, the same for the same key."""
         keys = jax.random.split(key, len(self.operands))
         return [operand.array(k) for operand, k in zip(self.operands, keys, strict=True)]
+
+
+def matrix_case(shape: str, part: str, build: Callable[..., Built], *arguments: Any) -> Made:
+    """The case of ``build(*arguments)``, or the same with small shapes."""
+
+    def make(tiny: bool) -> ModelCase:
+        # Sizes above 1 become 64 and 128 by turns, so that a swapped pair is a wrong shape.
+        sizes = iter((64, 128, 192))
+        few = (next(sizes) if isinstance(a, int) and a > 1 else a for a in arguments)
+        name = f"{shape}/{part.replace(', ', '-').replace(' ', '-')}"
+        return ModelCase(name, part, *build(*(few if tiny else arguments)))
+
+    return make
 
 
 def base(case: ModelCase) -> Entry:
@@ -87,7 +104,8 @@ def measure(case: ModelCase, effort: Effort) -> Entry:
             entry |= {"flops": total.flops, "bytes": total.bytes}
             if len(found) == 1:
                 entry["pattern"] = losses.pattern(found[0][0])
-            functions, ours = case.functions, case.functions[figures.OURS]
+            functions, ours = case.functions, case.ours
+            ours = ours if isinstance(ours, Formulation) else Formulation(ours)
             if not any(operand.dtype in FP8 for operand in case.operands):
                 plain = programs.with_references(ours.function)
                 functions[REFERENCE] = Formulation(plain, ours.prepare, ours.finish)

@@ -5,5 +5,4 @@ from .case import ModelCase
 
 
 def cases(tiny: bool = False) -> list[ModelCase]:
-    every = [*convs.cases(), *matmuls.cases(), *streams.cases()]
-    return [case.small for case in every if case.small] if tiny else every
+    return [make(tiny) for module in (convs, matmuls, streams) for make in module.cases()]

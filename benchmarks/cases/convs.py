@@ -13,10 +13,8 @@ import jax.numpy as jnp
 from jax_cudnn._core.graph.trace import graph
 from jax_cudnn.commands.comparison import Formulation
 
-from ..case import Operand
-from .case import ModelCase
-
-Array = jax.Array
+from ..case import Array, Operand
+from .case import Made, ModelCase
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ def _fused(conv: Conv, *, residual: bool) -> tuple[str, Any, Any, Any]:
         return _epilogue(y, *rest).astype(x.dtype)
 
     xla = {
-        "NHWC x OHWI, epilogue in bf16": Formulation(in_bf16),
+        "NHWC x OHWI, epilogue in bf16": in_bf16,
         "NHWC x HWIO, epilogue in f32": Formulation(in_f32, lambda x, w, *r: (x, hwio(w), *r)),
     }
     if conv.r == 1 and conv.stride == 1:
@@ -145,7 +143,7 @@ def _fused(conv: Conv, *, residual: bool) -> tuple[str, Any, Any, Any]:
             as_product, lambda x, w, *r: (x, w.reshape(w.shape[0], -1).T, *r)
         )
     else:
-        xla["NCHW x OIHW, epilogue in bf16"] = Formulation(in_nchw)
+        xla["NCHW x OIHW, epilogue in bf16"] = in_nchw
     vector = Operand((conv.features,))
     operands = (conv.image, conv.weight, vector, vector, *((conv.result,) * residual))
     part = "scale, bias, residual, relu" if residual else "scale, bias, relu"
@@ -205,7 +203,7 @@ def _channels_last(function: Callable[..., Array]) -> Callable[..., Array]:
     return lambda *operands: last(function(*map(first, operands)))
 
 
-def _in_layouts(function: Callable[..., Array], roles: str) -> dict[str, Formulation]:
+def _in_layouts(function: Callable[..., Array], roles: str) -> dict[str, Any]:
     """``function(layout, *operands)`` in the three layouts of lax that models use.
 
     The names are those of images; H W stands for D H W of volumes, too.
@@ -220,13 +218,13 @@ def _in_layouts(function: Callable[..., Array], roles: str) -> dict[str, Formula
         return last(function("NCs OIs", *map(first, operands)))
 
     return {
-        "NHWC x OHWI": Formulation(lambda *operands: function("NsC OsI", *operands)),
+        "NHWC x OHWI": partial(function, "NsC OsI"),
         "NHWC x HWIO": Formulation(
-            lambda *operands: function("NsC sIO", *operands),
+            partial(function, "NsC sIO"),
             reordered,
             ohwi if result == "weight" else None,
         ),
-        "NCHW x OIHW": Formulation(in_nchw),
+        "NCHW x OIHW": in_nchw,
     }
 
 
@@ -255,7 +253,7 @@ GROUPED = {
 UNET = Conv(4, 64, 64, 64, 3, rank=3)
 
 
-def cases() -> Iterator[ModelCase]:
+def cases() -> Iterator[Made]:
     for name, conv in RESNET.items():
         yield _case(f"resnet50/{name}", conv, partial(_fused, residual=False))
     yield _case("vgg/stem-3x3", STEM, partial(_fused, residual=False))
@@ -276,10 +274,9 @@ def cases() -> Iterator[ModelCase]:
         yield _case("unet3d/3x3x3-64-at-64", UNET, part)
 
 
-def _case(shape: str, conv: Conv, build: Callable[[Conv], Any]) -> ModelCase:
-    def make(conv: Conv, small: ModelCase | None) -> ModelCase:
-        part, ours, xla, operands = build(conv)
-        name = f"{shape}/{part.replace(', ', '-')}"
-        return ModelCase(name, shape.partition("/")[0], part, ours, xla, operands, small)
+def _case(shape: str, conv: Conv, build: Callable[[Conv], Any]) -> Made:
+    def make(tiny: bool) -> ModelCase:
+        part, *built = build(conv.small if tiny else conv)
+        return ModelCase(f"{shape}/{part.replace(', ', '-')}", part, *built)
 
-    return make(conv, make(conv.small, None))
+    return make

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,19 +12,17 @@ import jax.numpy as jnp
 from jax_cudnn._core.graph.trace import graph
 from jax_cudnn.commands.comparison import Formulation
 
-from ..case import Operand
-from .case import ModelCase
+from ..case import Array, Operand
+from .case import Built, Made, matrix_case
 
-Array = jax.Array
-F32, BF16 = jnp.float32, jnp.bfloat16
+F32, BF16, E4M3 = jnp.float32, jnp.bfloat16, "float8_e4m3fn"
 
 _LAYERS = ((32768, 768, 768), (32768, 768, 3072), (32768, 3072, 768), (8192, 4096, 4096))
 """Linear layers, rows x inputs x outputs: GPT-2's with 32 times 1024 tokens, and a wide one."""
 _ACTIVATIONS = {
     "relu": ("relu", jax.nn.relu),
-    "gelu": ("gelu_approx_tanh", lambda y: jax.nn.gelu(y, approximate=True)),
+    "gelu": ("gelu_approx_tanh", partial(jax.nn.gelu, approximate=True)),
 }
-Built = tuple[Callable[..., Array], dict[str, Formulation], tuple[Operand, ...]]
 
 
 def _transposed(x: Array, w: Array, *rest: Array) -> tuple[Array, ...]:
@@ -48,9 +47,6 @@ def linear(m: int, k: int, n: int, activation: str | None) -> Built:
     def ours(x, w, b):
         return matmul_bias_activation(x[None], w[None], b[None, None])[0]
 
-    def in_bf16(x, w, b):
-        return plain(jnp.dot(x, w) + b)
-
     def in_f32(x, w, b):
         return plain(jnp.dot(x, w, preferred_element_type=F32) + b).astype(x.dtype)
 
@@ -58,8 +54,8 @@ def linear(m: int, k: int, n: int, activation: str | None) -> Built:
         return plain(_rows(x, w, BF16) + b)
 
     xla = {
-        "epilogue in bf16": Formulation(in_bf16),
-        "epilogue in f32": Formulation(in_f32),
+        "epilogue in bf16": lambda x, w, b: plain(jnp.dot(x, w) + b),
+        "epilogue in f32": in_f32,
         "weight as (N, K), epilogue in bf16": Formulation(rows, _transposed),
     }
     return ours, xla, (Operand((m, k)), Operand((k, n), scale=k**-0.5), Operand((n,)))
@@ -101,11 +97,10 @@ def fp8(m: int, k: int, n: int, activation: str | None) -> Built:
 
     xla = {
         "weight as (N, K)": Formulation(rows, _transposed),
-        "weight as (K, N)": Formulation(columns),
+        "weight as (K, N)": columns,
         "dequantised operands, weight as (N, K)": Formulation(dequantised, _transposed),
     }
-    e4m3 = "float8_e4m3fn"
-    operands = (Operand((m, k), e4m3), Operand((k, n), e4m3), Operand((1, 1), "float32", k**-0.5))
+    operands = (Operand((m, k), E4M3), Operand((k, n), E4M3), Operand((1, 1), "float32", k**-0.5))
     bias = (Operand((n,)),) if activation else ()
     return Formulation(ours, _transposed), xla, (*operands, *bias)
 
@@ -117,15 +112,12 @@ def fp8_product(m: int, k: int, n: int) -> Built:
     def fp8_product(g, x, w):
         return g.matmul(x, w.set_stride([k * n, 1, k])).set_data_type("bfloat16")
 
-    def ours(x, w):
-        return fp8_product(x[None], w.T[None])[0]
-
     xla = {
         "weight as (N, K)": Formulation(lambda x, w: _rows(x, w, BF16), _transposed),
-        "weight as (K, N)": Formulation(lambda x, w: jnp.dot(x, w, preferred_element_type=BF16)),
+        "weight as (K, N)": lambda x, w: jnp.dot(x, w, preferred_element_type=BF16),
     }
-    e4m3 = "float8_e4m3fn"
-    return Formulation(ours, _transposed), xla, (Operand((m, k), e4m3), Operand((k, n), e4m3))
+    ours = Formulation(lambda x, w: fp8_product(x[None], w.T[None])[0], _transposed)
+    return ours, xla, (Operand((m, k), E4M3), Operand((k, n), E4M3))
 
 
 def int8_weights(m: int, k: int, n: int) -> Built:
@@ -135,12 +127,13 @@ def int8_weights(m: int, k: int, n: int) -> Built:
     def matmul_int8_weights(g, x, w):
         return g.matmul(x, g.identity(w).set_data_type("bfloat16")).set_data_type("bfloat16")
 
+    def mixed(x, w):
+        return jnp.dot(x, w, preferred_element_type=F32).astype(BF16)
+
     xla = {
-        "weight as (K, N)": Formulation(lambda x, w: jnp.dot(x, w.astype(BF16))),
+        "weight as (K, N)": lambda x, w: jnp.dot(x, w.astype(BF16)),
         "weight as (N, K)": Formulation(lambda x, w: _rows(x, w.astype(BF16), BF16), _transposed),
-        "mixed types in dot": Formulation(
-            lambda x, w: jnp.dot(x, w, preferred_element_type=F32).astype(BF16)
-        ),
+        "mixed types in dot": mixed,
     }
     operands = Operand((m, k)), Operand((k, n), "int8")
     return lambda x, w: matmul_int8_weights(x[None], w[None])[0], xla, operands
@@ -165,39 +158,26 @@ def product(m: int, k: int, n: int, transposed: str) -> Built:
 
     shapes = ((k, m) if transposed == "x" else (m, k)), ((n, k) if transposed == "w" else (k, n))
     operands = tuple(Operand(shape) for shape in shapes)
-    return ours, {"dot": Formulation(lambda x, w: jnp.dot(*arrays(x, w)))}, operands
+    return ours, {"dot": lambda x, w: jnp.dot(*arrays(x, w))}, operands
 
 
-def cases() -> Iterator[ModelCase]:
+def cases() -> Iterator[Made]:
     for m, k, n in _LAYERS:
         name = f"linear/{m}x{k}x{n}"
         yield matrix_case(name, "bias", linear, m, k, n, None)
         yield matrix_case(name, "input gradient", product, m, n, k, "w")
         yield matrix_case(name, "weight gradient", product, k, m, n, "x")
-    pixels = 64 * 56 * 56
-    yield matrix_case(
-        "convnext/pointwise-96-384-at-56", "bias, gelu", linear, pixels, 96, 384, "gelu"
-    )
-    mlp = (8192, 4096, 16384)
-    yield matrix_case("mlp/8192x4096x16384", "bias, relu", linear, *mlp, "relu")
-    yield matrix_case("mlp/8192x4096x16384", "bias, gelu", linear, *mlp, "gelu")
-    yield matrix_case("mlp/8192x4096x16384", "fp8", fp8, *mlp, None)
-    yield matrix_case("mlp/4096x4096x4096", "fp8", fp8, 4096, 4096, 4096, None)
-    yield matrix_case("mlp/8192x4096x16384", "fp8 product", fp8_product, *mlp)
-    yield matrix_case("mlp/4096x4096x4096", "fp8 product", fp8_product, 4096, 4096, 4096)
-    yield matrix_case("mlp/8192x4096x16384", "fp8, bias, gelu", fp8, *mlp, "gelu")
-    yield matrix_case("mlp/64x8192x28672", "int8 weights", int8_weights, 64, 8192, 28672)
-    yield matrix_case("mlp/4096x4096x4096", "int8 weights", int8_weights, 4096, 4096, 4096)
-
-
-def matrix_case(shape: str, part: str, build: Callable[..., Built], *arguments: Any) -> ModelCase:
-    """The case of ``build(*arguments)``, with its small version."""
-
-    def make(arguments: tuple[Any, ...], small: ModelCase | None) -> ModelCase:
-        name = f"{shape}/{part.replace(', ', '-').replace(' ', '-')}"
-        return ModelCase(name, shape.partition("/")[0], part, *build(*arguments), small)
-
-    # Sizes above 64 become 64 and 128 by turns, so that a swapped pair is a wrong shape.
-    sizes = iter((64, 128, 192))
-    few = tuple(next(sizes) if isinstance(a, int) and a > 1 else a for a in arguments)
-    return make(arguments, make(few, None))
+    pixels, big, square = 64 * 56 * 56, (8192, 4096, 16384), (4096, 4096, 4096)
+    for name, part, build, *arguments in (
+        ("convnext/pointwise-96-384-at-56", "bias, gelu", linear, pixels, 96, 384, "gelu"),
+        ("mlp/8192x4096x16384", "bias, relu", linear, *big, "relu"),
+        ("mlp/8192x4096x16384", "bias, gelu", linear, *big, "gelu"),
+        ("mlp/8192x4096x16384", "fp8", fp8, *big, None),
+        ("mlp/4096x4096x4096", "fp8", fp8, *square, None),
+        ("mlp/8192x4096x16384", "fp8 product", fp8_product, *big),
+        ("mlp/4096x4096x4096", "fp8 product", fp8_product, *square),
+        ("mlp/8192x4096x16384", "fp8, bias, gelu", fp8, *big, "gelu"),
+        ("mlp/64x8192x28672", "int8 weights", int8_weights, 64, 8192, 28672),
+        ("mlp/4096x4096x4096", "int8 weights", int8_weights, *square),
+    ):
+        yield matrix_case(name, part, build, *arguments)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax_cudnn._core.graph.trace import graph
 from jax_cudnn.commands.comparison import Formulation
 
-from ..case import Operand
-from .case import ModelCase
-from .matmuls import BF16, F32, Array, Built, matrix_case
+from ..case import Array, Operand
+from .case import Built, Made, matrix_case
+from .matmuls import BF16, F32
 
 
 def total(m: int, n: int, axis: int, dtype: str = "bfloat16") -> Built:
@@ -28,8 +28,8 @@ def total(m: int, n: int, axis: int, dtype: str = "bfloat16") -> Built:
         return jnp.expand_dims(jnp.tensordot(x, one, (axis, 0), preferred_element_type=F32), axis)
 
     xla = {
-        "sum": Formulation(lambda x: jnp.sum(x, axis, dtype=F32, keepdims=True)),
-        "product with ones": Formulation(by_product),
+        "sum": lambda x: jnp.sum(x, axis, dtype=F32, keepdims=True),
+        "product with ones": by_product,
     }
     return sums, xla, (Operand((m, n), dtype),)
 
@@ -45,9 +45,7 @@ def dots(m: int, n: int) -> Built:
         return jax.lax.dot_general(x, y, (((1,), (1,)), ((0,), (0,))), preferred_element_type=F32)
 
     xla = {
-        "sum of products": Formulation(
-            lambda x, y: jnp.sum(x.astype(F32) * y.astype(F32), 1, keepdims=True)
-        ),
+        "sum of products": lambda x, y: jnp.sum(x.astype(F32) * y.astype(F32), 1, keepdims=True),
         "batched product": Formulation(by_product, finish=lambda z: z[:, None]),
     }
     return row_dots, xla, (Operand((m, n)), Operand((m, n)))
@@ -64,8 +62,8 @@ def squares(m: int, n: int, dtype: str) -> Built:
         return jnp.sum(jnp.sum(jnp.square(x.astype(F32)), 1), keepdims=True)[:, None]
 
     xla = {
-        "sum of squares": Formulation(lambda x: jnp.sum(jnp.square(x.astype(F32)), keepdims=True)),
-        "rows first": Formulation(in_two),
+        "sum of squares": lambda x: jnp.sum(jnp.square(x.astype(F32)), keepdims=True),
+        "rows first": in_two,
     }
     return sum_of_squares, xla, (Operand((m, n), dtype),)
 
@@ -80,10 +78,7 @@ def gate(m: int, n: int) -> Built:
     def in_f32(a, b):
         return (jax.nn.silu(a.astype(F32)) * b.astype(F32)).astype(a.dtype)
 
-    xla = {
-        "in f32": Formulation(in_f32),
-        "in bf16": Formulation(lambda a, b: jax.nn.silu(a) * b),
-    }
+    xla = {"in f32": in_f32, "in bf16": lambda a, b: jax.nn.silu(a) * b}
     return swish_mul, xla, (Operand((m, n)), Operand((m, n)))
 
 
@@ -98,8 +93,8 @@ def joined(m: int, n: int) -> Built:
         return jax.nn.gelu(y, approximate=True).astype(BF16)
 
     xla = {
-        "in f32": Formulation(lambda a, b: plain(a.astype(F32) + b.astype(F32))),
-        "in bf16": Formulation(lambda a, b: plain(a + b)),
+        "in f32": lambda a, b: plain(a.astype(F32) + b.astype(F32)),
+        "in bf16": lambda a, b: plain(a + b),
     }
     return add_gelu, xla, (Operand((m, n)), Operand((m, n)))
 
@@ -112,25 +107,22 @@ def channels(m: int, n: int) -> Built:
     def scale_bias_relu(g, x, scale, bias):
         return g.relu(g.add(g.mul(x, scale), bias))
 
-    def plain(x, scale, bias):
-        return jax.nn.relu(x * scale + bias)
-
+    xla = {"plain": lambda x, scale, bias: jax.nn.relu(x * scale + bias)}
     vector = Operand((1, n), "float32")
-    return (
-        scale_bias_relu,
-        {"plain": Formulation(plain)},
-        (Operand((m, n), "float32"), vector, vector),
-    )
+    return scale_bias_relu, xla, (Operand((m, n), "float32"), vector, vector)
 
 
-def cases() -> Iterator[ModelCase]:
+def cases() -> Iterator[Made]:
     pixels = 64 * 56 * 56
-    yield matrix_case("mlp/8192x8192", "sum of rows", total, 8192, 8192, 1)
-    yield matrix_case("mlp/16384x4096", "dots of rows", dots, 16384, 4096)
-    yield matrix_case("mlp/8192x8192", "sum of columns", total, 8192, 8192, 0)
-    yield matrix_case("convnext/96-at-56", "sum of columns", total, pixels, 96, 0, "float32")
-    yield matrix_case("mlp/8192x8192", "sum of squares", squares, 8192, 8192, "bfloat16")
-    yield matrix_case("mlp/4096x4096", "sum of squares, float32", squares, 4096, 4096, "float32")
-    yield matrix_case("mlp/8192x14336", "swish gate", gate, 8192, 14336)
-    yield matrix_case("convnext/384-at-56", "add, gelu", joined, pixels, 384)
-    yield matrix_case("resnet50/128-at-28", "scale, bias, relu", channels, 256 * 28 * 28, 128)
+    for name, part, build, *arguments in (
+        ("mlp/8192x8192", "sum of rows", total, 8192, 8192, 1),
+        ("mlp/16384x4096", "dots of rows", dots, 16384, 4096),
+        ("mlp/8192x8192", "sum of columns", total, 8192, 8192, 0),
+        ("convnext/96-at-56", "sum of columns", total, pixels, 96, 0, "float32"),
+        ("mlp/8192x8192", "sum of squares", squares, 8192, 8192, "bfloat16"),
+        ("mlp/4096x4096", "sum of squares, float32", squares, 4096, 4096, "float32"),
+        ("mlp/8192x14336", "swish gate", gate, 8192, 14336),
+        ("convnext/384-at-56", "add, gelu", joined, pixels, 384),
+        ("resnet50/128-at-28", "scale, bias, relu", channels, 256 * 28 * 28, 128),
+    ):
+        yield matrix_case(name, part, build, *arguments)

@@ -1,20 +1,96 @@
-"""The models of ``python -m benchmarks run flax``, and tiny ones of them for any machine."""
+"""Training of Flax's models on random data: a model, its data and optimizer, and a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
-from . import gpt2, resnet, vit
-from .case import Batch, FlaxCase
-from .tables import CUDNN, PLAIN
+from .models import GPT2, ResNet, ViT, multiply_adds
+from .tables import CUDNN, OURS, PLAIN
 
+Batch = tuple[jax.Array, jax.Array]
 _DTYPE = jnp.bfloat16  # of the computation; parameters are float32
+
+
+@dataclass(frozen=True)
+class FlaxCase:
+    """A model in plain Flax, trained on random data.
+
+    Attributes:
+        name: model and size.
+        what: one line for the reader.
+        model: makes it, of ``rngs``, and of an ``attention_fn`` where it attends.
+        batch: inputs and labels, drawn by a key on the device.
+        optimizer: of optax.
+        items: how many of ``unit`` a step is of.
+        attends: whether the model takes an ``attention_fn``.
+        known: ms that were measured on an H200 before, by side.
+        goal: ms for an H200.
+    """
+
+    name: str
+    what: str
+    model: Callable[..., nnx.Module]
+    batch: Callable[[jax.Array], Batch]
+    optimizer: optax.GradientTransformation
+    items: int
+    unit: str
+    attends: bool = True
+    known: Mapping[str, float] = field(default_factory=dict)
+    goal: float | None = None
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The sides that differ: without attention there is no other function of it."""
+        return (OURS, PLAIN, CUDNN) if self.attends else (OURS, PLAIN)
+
+    def flops(self, model: nnx.Module) -> int:
+        """Of a step: those of the forward, and twice as many of its gradients."""
+        inputs, _ = jax.eval_shape(self.batch, jax.random.key(0))
+        return 3 * 2 * multiply_adds(model, inputs)
+
+    def make(self, side: str) -> nnx.Module:
+        """The model as this side's user writes it, before any layer is swapped."""
+        more = {"attention_fn": _attention_by_cudnn} if side == CUDNN else {}
+        drawn = jax.random.key(0, impl="rbg")  # whose many draws compile in a quarter of the time
+        return self.model(rngs=nnx.Rngs(drawn), **more)
+
+
+def _attention_by_cudnn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    **others: Any,  # without dropout they say nothing
+) -> jax.Array:
+    """``jax.nn``'s attention on cuDNN, as an ``attention_fn`` of Flax."""
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=is_causal, implementation="cudnn"
+    )
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def step(
+    model: nnx.Module, optimizer: nnx.Optimizer, inputs: jax.Array, labels: jax.Array
+) -> jax.Array:
+    """One update of a classifier; the loss before it, of logits in float32."""
+
+    def loss_of(model: nnx.Module) -> jax.Array:
+        logits = model(inputs).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    loss, gradients = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, gradients)
+    return loss
 
 
 def cases(tiny: bool = False) -> list[FlaxCase]:
@@ -22,9 +98,9 @@ def cases(tiny: bool = False) -> list[FlaxCase]:
     if tiny:
         attending = {"width": 32, "depth": 1, "heads": 2}
         return [
-            _resnet("resnet/tiny", 4, 32, 10, model={"blocks": (1, 1), "width": 8}),
-            _vit("vit/tiny", 4, 16, 10, model={"patch": 4, **attending}),
-            _gpt2("gpt2/tiny", 2, 32, 64, model=attending),
+            _resnet("resnet/tiny", 4, 32, 10, {"blocks": (1, 1), "width": 8}),
+            _vit("vit/tiny", 4, 16, 10, {"patch": 4, **attending}),
+            _gpt2("gpt2/tiny", 2, 32, 64, attending),
         ]
     return [
         _resnet("resnet50/batch-256", 256, 224, 1000, known={PLAIN: 37.9}, goal=32.8),
@@ -35,45 +111,38 @@ def cases(tiny: bool = False) -> list[FlaxCase]:
 
 
 def _resnet(
-    name: str, batch: int, size: int, classes: int, model: dict[str, Any] | None = None, **more: Any
+    name: str, batch: int, size: int, classes: int, model: Any = None, **more: Any
 ) -> FlaxCase:
     return FlaxCase(
         name,
         f"images of {size} x {size}; SGD with momentum",
-        partial(resnet.ResNet, classes=classes, dtype=_DTYPE, **(model or {})),
-        _images(batch, size, classes),
+        partial(ResNet, classes=classes, dtype=_DTYPE, **(model or {})),
+        partial(_images, batch, size, classes),
         optax.sgd(0.02, momentum=0.9),
         batch,
         "images",
-        lambda made: batch * resnet.multiply_adds(made, size),
         attends=False,
         **more,
     )
 
 
 def _vit(
-    name: str, batch: int, size: int, classes: int, model: dict[str, Any] | None = None, **more: Any
+    name: str, batch: int, size: int, classes: int, model: Any = None, **more: Any
 ) -> FlaxCase:
     return FlaxCase(
         name,
         f"images of {size} x {size}, the head reads the patches' mean; AdamW",
-        partial(vit.ViT, size=size, classes=classes, dtype=_DTYPE, **(model or {})),
-        _images(batch, size, classes),
+        partial(ViT, size=size, classes=classes, dtype=_DTYPE, **(model or {})),
+        partial(_images, batch, size, classes),
         optax.adamw(1e-4),
         batch,
         "images",
-        lambda made: batch * vit.multiply_adds(made),
         **more,
     )
 
 
 def _gpt2(
-    name: str,
-    batch: int,
-    length: int,
-    vocabulary: int,
-    model: dict[str, Any] | None = None,
-    **more: Any,
+    name: str, batch: int, length: int, vocabulary: int, model: Any = None, **more: Any
 ) -> FlaxCase:
     def tokens(key: jax.Array) -> Batch:
         drawn = jax.random.randint(key, (batch, length + 1), 0, vocabulary)
@@ -82,20 +151,16 @@ def _gpt2(
     return FlaxCase(
         name,
         f"vocabulary of {vocabulary}, logits by the tokens' embeddings; AdamW",
-        partial(gpt2.GPT2, vocabulary=vocabulary, length=length, dtype=_DTYPE, **(model or {})),
+        partial(GPT2, vocabulary=vocabulary, length=length, dtype=_DTYPE, **(model or {})),
         tokens,
         optax.adamw(1e-4),
         batch * length,
         "tokens",
-        lambda made: batch * gpt2.multiply_adds(made, length),
         **more,
     )
 
 
-def _images(batch: int, size: int, classes: int) -> Callable[[jax.Array], Batch]:
-    def draw(key: jax.Array) -> Batch:
-        pixels, kinds = jax.random.split(key)
-        images = jax.random.normal(pixels, (batch, size, size, 3), _DTYPE)
-        return images, jax.random.randint(kinds, (batch,), 0, classes)
-
-    return draw
+def _images(batch: int, size: int, classes: int, key: jax.Array) -> Batch:
+    pixels, kinds = jax.random.split(key)
+    images = jax.random.normal(pixels, (batch, size, size, 3), _DTYPE)
+    return images, jax.random.randint(kinds, (batch,), 0, classes)

@@ -15,6 +15,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from ..measure import short
+
 _FAR = 0.5  # of a gradient's norm; 16 bits make some hundredths
 _ALLOWED = 0.1  # of the arrays may be as far: in 16 bits some gradients are mostly rounding
 _LEAST = 0.3  # of each gradient is there, along the other side's, whatever rounding adds to it
@@ -22,20 +24,17 @@ _NONE = re.compile(r"\bkey\.bias\b")  # softmax does not see a key's bias: it ha
 
 
 def compared(ours: nnx.Optimizer, theirs: nnx.Optimizer) -> dict[str, Any]:
-    """How far the means of gradients of two optimizers are from each other, array by array and
-    relative to the norm: the median, which part of the arrays is ``off`` by half and more, and of
-    which parameter the ``least`` is there, along the other's gradient (1 where they are equal).
-
-    Args:
-        ours, theirs: of SGD with momentum or of Adam, after equal steps from equal parameters.
-    """
+    """How far the means of gradients of two optimizers (SGD with momentum or Adam, after equal
+    steps) are from each other, array by array and relative to the norm: the median, which part of
+    the arrays is ``off`` by half and more, and of which parameter the ``least`` is there, along the
+    other's gradient (1 where they are equal)."""
     means, others = _means(ours), _means(theirs)
     errors, along = map(np.asarray, _compared([*means.values()], [*others.values()]))
     at = int(np.argmin(np.where(np.isnan(along), -np.inf, along)))
     return {
-        "median": _short(np.median(errors)),
+        "median": short(np.median(errors), 2),
         "off": round(float((~(errors < _FAR)).mean()), 4),  # also what is no number
-        "least": _short(along[at]),
+        "least": short(along[at], 2),
         "at": list(others)[at],
     }
 
@@ -60,7 +59,3 @@ def _compared(ours: list[jax.Array], theirs: list[jax.Array]) -> tuple[jax.Array
     norms = jnp.stack([jnp.linalg.norm(b) for _, b in pairs])
     errors = jnp.stack([jnp.linalg.norm(a - b) for a, b in pairs])
     return errors / norms, jnp.stack([jnp.dot(a, b) for a, b in pairs]) / norms**2
-
-
-def _short(number: Any) -> float:
-    return float(f"{number:.2g}")

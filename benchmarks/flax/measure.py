@@ -24,7 +24,7 @@ from jax_cudnn.flax import accelerate
 from ..case import LIMIT
 from ..measure import FAILED, TIMED, WRONG, Effort, Entry, short, told
 from . import gradients
-from .case import Batch, FlaxCase, step
+from .cases import Batch, FlaxCase, step
 from .profile import profile
 from .tables import OURS, PLAIN
 
@@ -60,7 +60,7 @@ def base(case: FlaxCase) -> Entry:
         "what": case.what,
         "unit": case.unit,
         "items": case.items,
-        "known_ms": dict(case.known or {}),
+        "known_ms": dict(case.known),
         "goal_ms": case.goal,
         "sides": {},
     }

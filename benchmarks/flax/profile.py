@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,61 +26,27 @@ _INSTRUCTION = re.compile(
     r'^\s*(?:ROOT )?%?([\w.-]+) = (?:.*metadata=\{[^}]*?op_name="([^"]*)")?', re.MULTILINE
 )
 
-Event = tuple[str, float]
-"""The name of a kernel, or of what XLA made of an operation, and its time in ns."""
 
-
-def profile(call: Callable[[], Any], program: str | None) -> dict[str, Any]:
-    """The kernels of a call that take longest; ``program`` is its text in HLO, which says of what
-    of the model's a fusion is.
-
-    Times are ms of one call: of all kernels, of each kind, and of each kernel.
-    """
+def profile(call: Callable[[], Any], program: str) -> dict[str, Any]:
+    """Times in ms of one call: of all kernels, of each kind, and of the kernels that take longest.
+    ``program`` is the call's text in HLO, which says of what of the model's a fusion is."""
     jax.block_until_ready(call())
+    times: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(_STEPS):
                 last = call()
             jax.block_until_ready(last)
-        events = [event for path in Path(folder).rglob("*.xplane.pb") for event in read(path)]
-    return summed(events, _STEPS, operations(program or ""))
-
-
-def read(path: Path) -> list[Event]:
-    """The kernels of a GPU's streams in a profile; on a CPU the operations of XLA's programs."""
-    found: list[Event] = []
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        on_gpu = plane.name.startswith("/device:GPU")
-        for line in plane.lines:
-            if on_gpu and line.name.startswith("Stream"):
-                found += ((event.name, event.duration_ns) for event in line.events)
-            elif plane.name == "/host:CPU" and line.name.startswith("tf_XLA"):
-                found += (
-                    (event.name, event.duration_ns)
-                    for event in line.events
-                    if any(name == "hlo_op" for name, _ in event.stats)
-                )
-    return found
-
-
-def operations(program: str) -> dict[str, str]:
-    """What of the traced function each instruction stands for, by the name that its kernel has."""
-    found = _INSTRUCTION.findall(program)
-    return {kernel_name(name): _short(operation) for name, operation in found}
-
-
-def kernel_name(instruction: str) -> str:
-    return re.sub(r"[.-]", "_", instruction)
-
-
-def summed(events: Iterable[Event], steps: int, known: Mapping[str, str]) -> dict[str, Any]:
-    """Times by kernel and by kind, of one step."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for name, nanoseconds in events:
-        times[name].append(nanoseconds / 1e6)
+        for path in Path(folder).rglob("*.xplane.pb"):
+            for name, nanoseconds in _events(path):
+                times[name].append(nanoseconds / 1e6)
+    known = {
+        _kernel(name): operation.removeprefix("jit(step)/")[-120:]
+        for name, operation in _INSTRUCTION.findall(program)
+    }
     kinds: dict[str, float] = defaultdict(float)
     for name, each in times.items():
-        kinds[kind(name, kernel_name(name) in known)] += sum(each) / steps
+        kinds[_kind(name, _kernel(name) in known)] += sum(each) / _STEPS
     longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:_SHOWN]
     return {
         "busy_ms": round(sum(kinds.values()), 3),
@@ -88,22 +54,34 @@ def summed(events: Iterable[Event], steps: int, known: Mapping[str, str]) -> dic
         "kernels": [
             {
                 "kernel": name[:160],
-                "calls": round(len(each) / steps, 2),
-                "ms": round(sum(each) / steps, 4),
-                "of": known.get(kernel_name(name), ""),
+                "calls": round(len(each) / _STEPS, 2),
+                "ms": round(sum(each) / _STEPS, 4),
+                "of": known.get(_kernel(name), ""),
             }
             for name, each in longest
         ],
     }
 
 
-def kind(kernel: str, xlas: bool) -> str:
+def _events(path: Path) -> Iterator[tuple[str, float]]:
+    """The kernels of a GPU's streams in a profile; on a CPU the operations of XLA's programs."""
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        on_gpu = plane.name.startswith("/device:GPU")
+        for line in plane.lines:
+            streams = on_gpu and line.name.startswith("Stream")
+            if streams or (plane.name == "/host:CPU" and line.name.startswith("tf_XLA")):
+                for event in line.events:
+                    if streams or any(name == "hlo_op" for name, _ in event.stats):
+                        yield event.name, event.duration_ns
+
+
+def _kernel(instruction: str) -> str:
+    """The name that an instruction's kernel has."""
+    return re.sub(r"[.-]", "_", instruction)
+
+
+def _kind(kernel: str, xlas: bool) -> str:
     """What sort of work a kernel is, by its name; ``xlas`` says that XLA has made it."""
     words, other = (_XLAS, "XLA's fusions") if xlas else (_LIBRARIES, "others")
     name = kernel.lower()
     return next((kind for kind, fits in words.items() if re.search(fits, name)), other)
-
-
-def _short(operation: str) -> str:
-    """``jit(step)/jvp(Block)/dot_general`` without what all have."""
-    return operation.removeprefix("jit(step)/")[-120:]

@@ -6,10 +6,10 @@ Parameters are bfloat16, images NHWC, weights OHWI; both sides get the same arra
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,21 +17,14 @@ import jax.numpy as jnp
 
 from jax_cudnn import ops
 
-Array = jax.Array
-Program = Callable[..., Callable[[tuple[Any, ...], tuple[Any, ...]], Any]]
+from ..case import Array, Operand
+
+Loss = Callable[..., Array]
+Program = Callable[[Loss], Callable[[tuple[Any, ...], tuple[Any, ...]], Any]]
 """Of a loss: a function of its operands and of a direction in each of them."""
 
 _LAYOUT = ("NHWC", "OHWI", "NHWC")
 FORWARD, TRAINING, JVP = "forward", "forward and backward", "jvp"
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """An operand that is drawn: normal numbers times ``scale``, plus ``offset``."""
-
-    shape: tuple[int, ...]
-    scale: float = 1.0
-    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,14 +36,14 @@ class StepCase:
         what: one line for the reader.
         ours: the loss of the operands, by ``jc.ops``.
         plain: the same in plain JAX.
-        operands: trees of :class:`Drawn`, one for each argument of the losses.
+        operands: trees of :class:`Operand`, one for each argument of the losses.
         programs: what is made of a loss and timed, by name.
     """
 
     name: str
     what: str
-    ours: Callable[..., Array]
-    plain: Callable[..., Array]
+    ours: Loss
+    plain: Loss
     operands: tuple[Any, ...]
     programs: Mapping[str, Program]
 
@@ -77,35 +70,23 @@ class StepCase:
 # -- programs of a loss ----------------------------------------------------------------------------
 
 
-def forward(loss: Callable[..., Array]) -> Callable[..., Any]:
+def forward(loss: Loss) -> Any:
     return lambda operands, direction: loss(*operands)
 
 
 def training(*arguments: int) -> Program:
     """The loss with its gradients by these arguments."""
-
-    def program(loss: Callable[..., Array]) -> Callable[..., Any]:
-        return lambda operands, direction: jax.value_and_grad(loss, arguments)(*operands)
-
-    return program
+    return lambda loss: lambda operands, _: jax.value_and_grad(loss, arguments)(*operands)
 
 
-def along(loss: Callable[..., Array]) -> Callable[..., Any]:
+def along(loss: Loss) -> Any:
     """The loss with its derivative along the direction, by forward mode."""
     return lambda operands, direction: jax.jvp(loss, operands, direction)
 
 
-def per_example(loss: Callable[..., Array]) -> Callable[..., Any]:
-    """The gradient of each example's loss by the first argument, which all share."""
-
-    def program(operands: tuple[Any, ...], direction: tuple[Any, ...]) -> Any:
-        return jax.vmap(jax.grad(loss), (None, 0))(*operands)
-
-    return program
-
-
-def each(loss: Callable[..., Array]) -> Callable[..., Any]:
-    return lambda operands, direction: jax.vmap(loss, (None, 0))(*operands)
+def of_each(function: Loss) -> Any:
+    """Of each example; the first argument is shared by all."""
+    return lambda operands, direction: jax.vmap(function, (None, 0))(*operands)
 
 
 def mean_square(y: Array) -> Array:
@@ -115,48 +96,42 @@ def mean_square(y: Array) -> Array:
 # -- convolutions of a residual network ------------------------------------------------------------
 
 
-def _conv(x: Array, layer: dict[str, Array], stride: int = 1, *, relu: bool = True, **more: Any):
+def _conv(x: Array, layer: Any, stride: int = 1, relu: bool = True, residual: Any = None) -> Array:
     """``relu(conv(x) * scale + bias + residual)``, a layer without ``scale`` has none."""
-    pad = layer["weight"].shape[1] // 2
     return ops.conv(
         x,
         layer["weight"],
         scale=layer.get("scale"),
         bias=layer["bias"],
+        residual=residual,
         activation="relu" if relu else None,
         strides=stride,
-        padding=pad,
+        padding=layer["weight"].shape[1] // 2,
         dimension_numbers=_LAYOUT,
-        **more,
     )
 
 
 def _plain_conv(
-    x: Array,
-    layer: dict[str, Array],
-    stride: int = 1,
-    *,
-    relu: bool = True,
-    residual: Array | None = None,
-):
+    x: Array, layer: Any, stride: int = 1, relu: bool = True, residual: Any = None
+) -> Array:
     pad = layer["weight"].shape[1] // 2
     y = jax.lax.conv_general_dilated(
         x, layer["weight"], (stride, stride), [(pad, pad)] * 2, dimension_numbers=_LAYOUT
     )
-    if "scale" in layer:
-        y = y * layer["scale"]
+    y = y * layer["scale"] if "scale" in layer else y
     y = y + layer["bias"]
-    if residual is not None:
-        y = y + residual
+    y = y if residual is None else y + residual
     return jax.nn.relu(y) if relu else y
 
 
 def _layer(channels: int, features: int, window: int, scale: float | None = 1.0) -> Any:
     """Weights that keep the size of what relu gives; the scale is that of a frozen batch norm."""
     fan_in = window * window * channels
-    weight = Drawn((features, window, window, channels), (2 / fan_in) ** 0.5)
-    layer = {"weight": weight, "bias": Drawn((features,), 0.1)}
-    return layer if scale is None else layer | {"scale": Drawn((features,), 0.1 * scale, scale)}
+    weight = Operand((features, window, window, channels), scale=(2 / fan_in) ** 0.5)
+    layer = {"weight": weight, "bias": Operand((features,), scale=0.1)}
+    if scale is not None:
+        layer["scale"] = Operand((features,), scale=0.1 * scale, offset=scale)
+    return layer
 
 
 def _bottleneck(channels: int, width: int, features: int) -> dict[str, Any]:
@@ -170,7 +145,7 @@ def _bottleneck(channels: int, width: int, features: int) -> dict[str, Any]:
     return block | ({"project": _layer(channels, features, 1)} if channels != features else {})
 
 
-def _apply_block(conv: Callable[..., Array], x: Array, block: Any, stride: int) -> Array:
+def _apply_block(conv: Loss, block: Any, x: Array, stride: int = 1) -> Array:
     y = conv(x, block["reduce"])
     y = conv(y, block["spatial"], stride)
     if "project" in block:
@@ -178,46 +153,45 @@ def _apply_block(conv: Callable[..., Array], x: Array, block: Any, stride: int) 
     return conv(y, block["expand"], residual=x)
 
 
-def _network(conv: Callable[..., Array], blocks: Any, x: Array) -> Array:
-    """The mean square behind all stages, each a list of blocks, the first with stride 2 but for
-    the first stage."""
-    for number, stage in enumerate(blocks):
-        for place, block in enumerate(stage):
-            x = _apply_block(conv, x, block, 2 if number and not place else 1)
-    return mean_square(x)
+def _case(name: str, what: str, loss: Loss, operands: Any, programs: Any) -> StepCase:
+    """Of a loss that takes the convolution of either side."""
+    ours, plain = partial(loss, _conv), partial(loss, _plain_conv)
+    return StepCase(name, what, ours, plain, operands, programs)
 
 
 def _residual_network(batch: int, size: int, width: int, depths: tuple[int, ...]) -> StepCase:
-    """The stages of ResNet-50 behind its stem (which is XLA's on either side)."""
+    """The stages of ResNet-50 behind its stem (which is XLA's on either side), each of which but
+    the first begins with stride 2."""
+
+    def loss(conv: Loss, stages: Any, x: Array) -> Array:
+        for number, stage in enumerate(stages):
+            for place, block in enumerate(stage):
+                x = _apply_block(conv, block, x, 2 if number and not place else 1)
+        return mean_square(x)
+
     stages, channels = [], width
     for number, depth in enumerate(depths):
         inner = width << number
-        stages.append([])
-        for _ in range(depth):
-            stages[-1].append(_bottleneck(channels, inner, 4 * inner))
-            channels = 4 * inner
-    return StepCase(
+        inputs = [channels, *[4 * inner] * (depth - 1)]
+        stages.append([_bottleneck(each, inner, 4 * inner) for each in inputs])
+        channels = 4 * inner
+    return _case(
         f"resnet50/batch-{batch}",
         f"{sum(depths)} bottlenecks ({'-'.join(map(str, depths))}) of convolutions with scale, "
         "bias, residual and relu, all trained; image of "
         f"{size} x {size} behind the stem",
-        functools.partial(_network, _conv),
-        functools.partial(_network, _plain_conv),
-        (stages, Drawn((batch, size, size, width))),
+        loss,
+        (stages, Operand((batch, size, size, width))),
         {FORWARD: forward, TRAINING: training(0)},
     )
 
 
 def _block(batch: int, size: int, width: int) -> StepCase:
-    def loss(conv: Callable[..., Array], block: Any, x: Array) -> Array:
-        return mean_square(_apply_block(conv, x, block, 1))
-
-    return StepCase(
+    return _case(
         f"resnet50/bottleneck-{4 * width}-at-{size}",
         f"one bottleneck, batch {batch}, by its parameters and its image",
-        functools.partial(loss, _conv),
-        functools.partial(loss, _plain_conv),
-        (_bottleneck(4 * width, width, 4 * width), Drawn((batch, size, size, 4 * width))),
+        lambda conv, block, x: mean_square(_apply_block(conv, block, x)),
+        (_bottleneck(4 * width, width, 4 * width), Operand((batch, size, size, 4 * width))),
         {FORWARD: forward, TRAINING: training(0, 1), JVP: along},
     )
 
@@ -225,21 +199,20 @@ def _block(batch: int, size: int, width: int) -> StepCase:
 def _small_network(batch: int, size: int, widths: tuple[int, ...]) -> StepCase:
     """Convolutions with bias and relu, every second with stride 2, on one example."""
 
-    def loss(conv: Callable[..., Array], layers: Any, x: Array) -> Array:
+    def loss(conv: Loss, layers: Any, x: Array) -> Array:
         y = x[None]
         for number, layer in enumerate(layers):
             y = conv(y, layer, 1 + number % 2)
         return mean_square(jnp.mean(y.astype(jnp.float32), (1, 2)))
 
     layers = [_layer(c, k, 3, None) for c, k in itertools.pairwise(widths)]
-    return StepCase(
+    return _case(
         f"per-example/batch-{batch}",
         f"vmap of grad over {len(layers)} convolutions with bias and relu, images of {size} x "
         f"{size}, {'-'.join(map(str, widths))} channels",
-        functools.partial(loss, _conv),
-        functools.partial(loss, _plain_conv),
-        (layers, Drawn((batch, size, size, widths[0]))),
-        {FORWARD: each, "gradient of each example": per_example},
+        loss,
+        (layers, Operand((batch, size, size, widths[0]))),
+        {FORWARD: of_each, "gradient of each example": lambda loss: of_each(jax.grad(loss))},
     )
 
 
@@ -256,17 +229,17 @@ def _mlp(rows: int, model: int, hidden: int) -> StepCase:
         return mean_square(h @ p["down"] + p["down_bias"] + x)
 
     parameters = {
-        "up": Drawn((model, hidden), model**-0.5),
-        "up_bias": Drawn((hidden,), 0.1),
-        "down": Drawn((hidden, model), hidden**-0.5),
-        "down_bias": Drawn((model,), 0.1),
+        "up": Operand((model, hidden), scale=model**-0.5),
+        "up_bias": Operand((hidden,), scale=0.1),
+        "down": Operand((hidden, model), scale=hidden**-0.5),
+        "down_bias": Operand((model,), scale=0.1),
     }
     return StepCase(
         f"mlp/{rows}x{model}x{hidden}",
         "feed-forward of a transformer: gelu, biases and residual, by its parameters and its rows",
         ours,
         plain,
-        (parameters, Drawn((rows, model))),
+        (parameters, Operand((rows, model))),
         {FORWARD: forward, TRAINING: training(0, 1), JVP: along},
     )
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jax_cudnn.flax as jnn
 from benchmarks.flax import cases
-from benchmarks.flax.case import step
+from benchmarks.flax.cases import step
 from benchmarks.flax.tables import OURS, PLAIN
 
 pytestmark = [

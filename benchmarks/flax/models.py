@@ -1,0 +1,200 @@
+"""Models in plain Flax: ResNet v1.5, and ViT and GPT-2 without dropout.
+
+Sources: K. He et al., "Deep Residual Learning for Image Recognition", 2015, with strides in the 3x3
+convolutions; A. Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020, whose head reads the
+mean of the patches (L. Beyer et al., "Better plain ViT baselines for ImageNet-1k", 2022);
+A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Bottleneck(nnx.Module):
+    """Convolutions of 1x1, 3x3 and 1x1 beside the identity, or beside a projection."""
+
+    def __init__(
+        self, inputs: int, features: int, stride: int, *, dtype: Any = None, rngs: nnx.Rngs
+    ):
+        conv = partial(nnx.Conv, use_bias=False, dtype=dtype, rngs=rngs)
+        norm = partial(nnx.BatchNorm, momentum=0.9, dtype=dtype, rngs=rngs)
+        outputs = 4 * features
+        self.conv1 = conv(inputs, features, (1, 1))
+        self.norm1 = norm(features)
+        self.conv2 = conv(features, features, (3, 3), strides=stride, padding=1)
+        self.norm2 = norm(features)
+        self.conv3 = conv(features, outputs, (1, 1))
+        self.norm3 = norm(outputs, scale_init=nnx.initializers.zeros_init())
+        self.projects = stride != 1 or inputs != outputs
+        if self.projects:
+            self.conv4 = conv(inputs, outputs, (1, 1), strides=stride)
+            self.norm4 = norm(outputs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nnx.relu(self.norm1(self.conv1(x)))
+        y = nnx.relu(self.norm2(self.conv2(y)))
+        y = self.norm3(self.conv3(y))
+        if self.projects:
+            x = self.norm4(self.conv4(x))
+        return nnx.relu(x + y)
+
+
+class ResNet(nnx.Module):
+    """ResNet-50 by default; images (N, H, W, 3) to logits (N, classes)."""
+
+    def __init__(
+        self,
+        blocks: Sequence[int] = (3, 4, 6, 3),
+        *,
+        width: int = 64,
+        classes: int = 1000,
+        dtype: Any = None,
+        rngs: nnx.Rngs,
+    ):
+        how: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.stem = nnx.Conv(3, width, (7, 7), strides=2, padding=3, use_bias=False, **how)
+        self.norm = nnx.BatchNorm(width, momentum=0.9, **how)
+        made, inputs = [], width
+        for stage, count in enumerate(blocks):
+            for number in range(count):
+                features, stride = width * 2**stage, 2 if stage and not number else 1
+                made.append(Bottleneck(inputs, features, stride, **how))
+                inputs = 4 * features
+        self.blocks = nnx.List(made)
+        self.head = nnx.Linear(inputs, classes, **how)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        x = nnx.relu(self.norm(self.stem(images)))
+        x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        for block in self.blocks:
+            x = block(x)
+        return self.head(jnp.mean(x, axis=(1, 2)))
+
+
+class Block(nnx.Module):
+    """``x + attention(norm(x))``, and then ``x + mlp(norm(x))``; x (N, T, width)."""
+
+    def __init__(
+        self, width: int, heads: int, causal: bool, attention_fn: Any, dtype: Any, rngs: nnx.Rngs
+    ):
+        how: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.causal = causal
+        self.norm1 = nnx.LayerNorm(width, **how)
+        self.attention = nnx.MultiHeadAttention(
+            heads, width, attention_fn=attention_fn, decode=False, **how
+        )
+        self.norm2 = nnx.LayerNorm(width, **how)
+        self.up = nnx.Linear(width, 4 * width, **how)
+        self.down = nnx.Linear(4 * width, width, **how)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm1(x), is_causal=self.causal)
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class ViT(nnx.Module):
+    """ViT-B/16 by default; images (N, size, size, 3) to logits (N, classes).
+
+    There are as many tokens as patches, 196 by default: of an odd number, as with a token for the
+    class, ``jax.nn``'s cuDNN attention has no gradients.
+    """
+
+    def __init__(
+        self,
+        size: int = 224,
+        patch: int = 16,
+        width: int = 768,
+        depth: int = 12,
+        heads: int = 12,
+        *,
+        classes: int = 1000,
+        attention_fn: Any = nnx.dot_product_attention,
+        dtype: Any = None,
+        rngs: nnx.Rngs,
+    ):
+        how: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        window = (patch, patch)
+        self.patches = nnx.Conv(3, width, window, strides=patch, padding="VALID", **how)
+        normal = nnx.initializers.normal(0.02)
+        self.positions = nnx.Param(normal(rngs.params(), (1, (size // patch) ** 2, width)))
+        self.blocks = nnx.List(
+            Block(width, heads, False, attention_fn, **how) for _ in range(depth)
+        )
+        self.norm = nnx.LayerNorm(width, **how)
+        self.head = nnx.Linear(width, classes, **how)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        x = self.patches(images)
+        x = x.reshape(x.shape[0], -1, x.shape[-1])
+        x = x + self.positions[...].astype(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(jnp.mean(self.norm(x), axis=1))
+
+
+class GPT2(nnx.Module):
+    """GPT-2 of 124M parameters by default; tokens (N, T) to logits (N, T, vocabulary).
+
+    The vocabulary of 50257 is padded to a multiple of 128, and the logits are products with the
+    tokens' own embeddings.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 50304,
+        length: int = 1024,
+        width: int = 768,
+        depth: int = 12,
+        heads: int = 12,
+        *,
+        attention_fn: Any = nnx.dot_product_attention,
+        dtype: Any = None,
+        rngs: nnx.Rngs,
+    ):
+        how: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        normal = nnx.initializers.normal(0.02)
+        self.tokens = nnx.Embed(vocabulary, width, embedding_init=normal, **how)
+        self.positions = nnx.Embed(length, width, embedding_init=normal, **how)
+        self.blocks = nnx.List(Block(width, heads, True, attention_fn, **how) for _ in range(depth))
+        self.norm = nnx.LayerNorm(width, **how)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.tokens.attend(self.norm(x))
+
+
+def multiply_adds(model: nnx.Module, inputs: jax.ShapeDtypeStruct) -> int:
+    """Of the products and convolutions of a forward; of causal attention's products the half."""
+
+    def of(jaxpr: Any) -> int:
+        total = 0
+        for equation in jaxpr.eqns:
+            for value in equation.params.values():
+                inner = getattr(value, "jaxpr", value)
+                total += of(inner) if hasattr(inner, "eqns") else 0
+            shapes = [v.aval.shape for v in (*equation.invars, *equation.outvars)]
+            if equation.primitive.name == "dot_general":
+                (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+                size = math.prod(shapes[2]) * math.prod(shapes[0][i] for i in contracted)
+                total += size // (2 if causal and batch else 1)
+            elif equation.primitive.name == "conv_general_dilated":
+                features = equation.params["dimension_numbers"].rhs_spec[0]
+                window = math.prod(shapes[1]) // shapes[1][features]
+                total += math.prod(shapes[2]) * window
+        return total
+
+    blocks = getattr(model, "blocks", ())
+    causal = any(getattr(block, "causal", False) for block in blocks)
+    graphdef, state = nnx.split(model)
+    closed = jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x))(state, inputs)
+    return of(closed.jaxpr)
