@@ -92,30 +92,9 @@ def test_a_slice_has_the_strides_of_its_operand(shape, slices, order):
     assert (dims, [8 * s for s in strides]) == (want.shape, list(want.strides))
 
 
-@pytest.mark.deviceless
-def test_a_slice_of_an_operand_is_planned_into_a_matmul():
-    """By cuDNN 9.22 and newer; it reads the whole operand, at an offset."""
-    import cudnn
-
-    @jc.graph(implementation="cudnn")
-    def sliced(g, x, w):
-        return g.relu(g.matmul(g.slice(x, [slice(None), slice(None), slice(64, 128)]), w))
-
-    avals = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 64, 128), (1, 64, 32))]
-    with jc.target("H200"):
-        if cudnn.backend_version() >= 92200:
-            (plan,) = jc.plan(sliced, *avals).execution_plans
-            assert [row[1:] for row in plan.bindings[:2]] == [(0, 0, 16384), (0, 1, 4096)]
-        else:
-            with pytest.raises(jc.UnsupportedGraphError, match=r"9\.22"):
-                jc.plan(sliced, *avals)
-
-
 @pytest.mark.gpu
 def test_a_slice_into_a_matmul_on_the_gpu():
-    import cudnn
-
-    if cudnn.backend_version() < 92200:
+    if pytest.importorskip("cudnn").backend_version() < 92200:
         pytest.skip("cuDNN before 9.22 has no slices")
     x, w = (jax.random.normal(KEY, s).astype("bfloat16") for s in ((1, 64, 128), (1, 48, 32)))
     part = jc.graph(
@@ -123,9 +102,7 @@ def test_a_slice_into_a_matmul_on_the_gpu():
         implementation="cudnn",
     )
     want = x[:, 8:40, 64:112].astype("float32") @ w.astype("float32")
-    np.testing.assert_allclose(
-        np.asarray(jax.jit(part)(x, w), np.float32), want, rtol=2e-2, atol=0.1
-    )
+    np.testing.assert_allclose(jax.jit(part)(x, w).astype("float32"), want, rtol=2e-2, atol=0.1)
 
 
 @pytest.mark.deviceless
