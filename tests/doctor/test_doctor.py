@@ -1,0 +1,144 @@
+"""``python -m jax_cudnn doctor`` in healthy and in really broken set-ups."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+from doctor_setups import CUDNN, DRIVER, Answer, compiled, environment
+
+import jax_cudnn as jc
+from jax_cudnn._core.cuda import device_nodes
+from jax_cudnn._core.planning import frontend
+
+no_gpu = pytest.mark.skipif(bool(device_nodes()), reason="its set-up is a machine without a GPU")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or shutil.which("cc") is None,
+    reason="libraries are looked for as Linux does, and compiled by cc",
+)
+BARE = ("jax_plugins", "jax_cuda", "jax-cuda", "cudnn", "nvidia")
+NO_CUDNN = ("nvidia-", "nvidia_cudnn_cu", "nvidia_cub", "nvidia")
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory):
+    """Of an environment without the packages whose names begin so."""
+    made = {}
+
+    def of(*without):
+        if without not in made:
+            made[without] = environment(tmp_path_factory.mktemp("environment"), *without)
+        return made[without]
+
+    return of
+
+
+def long(*row):
+    return pytest.param(*row, marks=pytest.mark.long)
+
+
+def driver(init, **variables):
+    return compiled(DRIVER, "libcuda.so.1", init, **variables)
+
+
+def cudnn(version):
+    return compiled(CUDNN, "libcudnn.so.9", version)
+
+
+def old_frontend(folder):
+    (folder / "cudnn").mkdir()
+    (folder / "cudnn" / "__init__.py").write_text('__version__ = "1.10.0"\n')
+    return {"PYTHONPATH": str(folder)}
+
+
+# Packages that are not there, what makes the rest -> the first finding with a problem, words of it
+SETUPS = [
+    ((), None, "", ""),
+    (BARE, None, "", ""),
+    (NO_CUDNN, None, "cuDNN", "none found.*pip install -U 'nvidia-cudnn-cu1"),
+    ((), cudnn(92199), "cuDNN", "two cuDNNs.*9.21.99.*remove .* from LD_LIBRARY_PATH"),
+    long((), cudnn(-1), "cuDNN", "two cuDNNs.*SIGABRT"),
+    long((), old_frontend, "cuDNN frontend", "too old.*1.10.0.*pip install -U"),
+    (BARE, driver(0), "CUDA plugin", r"pip install 'jax-cudnn\[cuda13\]'"),
+    long((), driver(100), "GPUs", "answers 100: no CUDA.*--gpus all"),
+    long(BARE, driver(0, CUDA_VISIBLE_DEVICES="-1"), "GPUs", "1 hidden: Fake GPU.*'-1'.*unset"),
+    (BARE, driver(-1), "driver", "SIGABRT.*reinstall"),
+    long(BARE, lambda _: {"XLA_FLAGS": "--xla_no=1"}, "JAX's devices", "xla_no.*check XLA_FLAGS"),
+]
+
+
+@no_gpu
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("without", "more", "problem", "words"), SETUPS)
+def test_the_cause_is_found_and_advice_given(without, more, problem, words, interpreter, tmp_path):
+    """It stands before what follows from it."""
+    answer = Answer(interpreter(*without), more(tmp_path) if more else {}, tmp_path)
+    if without == NO_CUDNN and answer.json["cudnn"]:
+        pytest.skip(f"this machine has a cuDNN of its own: {answer.json['cudnn']}")
+    assert answer.code == bool(problem)
+    assert answer.problems()[:1] == [problem] * bool(problem)
+    verdict = " ".join(answer.json["verdict"].split())
+    if problem:
+        assert re.search(words, answer.text(problem), re.S), answer.text(problem)
+    elif not without:
+        assert "plans for a GPU elsewhere are built" in verdict
+        assert "right on the CPU" in answer.text("a graph")
+        assert "engine" in answer.text("planning")
+        used = "used by .*the frontend, the executor, the planning worker"
+        assert re.search(used, answer.text("cuDNN"))
+    else:
+        assert "graphs run as their reference" in verdict
+        for absent in ("driver", "GPUs", "CUDA plugin", "cuDNN frontend", "planning"):
+            assert answer.findings[absent]["status"] == "absent", absent
+
+
+def test_the_doctor_itself_loads_and_starts_nothing(interpreter, tmp_path):
+    code = """if True:
+        from jax._src import xla_bridge
+        from jax_cudnn._core.planning import frontend
+        from jax_cudnn.doctor.report import doctor
+        doctor()
+        assert not xla_bridge._backends
+        assert not frontend.loaded_paths()
+        assert "libcuda.so" not in open("/proc/self/maps").read()
+    """
+    command = [interpreter(*BARE), "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ok +Python +3\..*^verdict: ", done.stdout, re.M | re.S)
+
+
+@no_gpu
+@pytest.mark.parametrize(("text", "words"), [("not ELF", "too short"), (None, "No such file")])
+def test_an_executor_that_does_not_fit(tmp_path, text, words):
+    interpreter = environment(tmp_path, *BARE, "jax_cudnn-")
+    (package,) = tmp_path.glob("lib/python*/site-packages/jax_cudnn")
+    package.unlink()
+    shutil.copytree(jc.__path__[0], package, ignore=shutil.ignore_patterns("csrc", "__pycache__"))
+    library = package / "_lib" / "libjax_cudnn.so"
+    library.unlink()
+    if text:
+        library.write_text(text)
+    answer = Answer(interpreter, {}, tmp_path)
+    assert (answer.code, answer.problems()) == (1, ["executor"])
+    assert re.search(f"{words}.*install", answer.text("executor"), re.S)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    environ = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, "-m", "jax_cudnn", "doctor", "--json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    answer = json.loads(done.stdout)
+    findings = {finding["name"]: finding["value"] for finding in answer["findings"]}
+    model = jax.devices("gpu")[0].device_kind
+    assert model in findings["GPUs"]
+    assert findings["a graph"] == f"right on {model}, as one cuDNN plan"
+    loaded = frontend.version_text(frontend.load().backend_version())
+    assert re.search(f"^{loaded} from .*used by JAX", findings["cuDNN"], re.M)
+    assert "all works" in answer["verdict"]
