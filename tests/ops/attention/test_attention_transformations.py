@@ -1,4 +1,5 @@
-"""Attention: its dropout, its derivatives of higher order, batches, and the graphs it makes."""
+"""Attention: its dropout, derivatives of higher order and batches of each of its functions, and
+the graphs that they make."""
 
 import functools
 
@@ -10,7 +11,7 @@ import pytest
 from attention_checks import KEY, check_masks, drawing, kept, ours, qkv
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from transformations import graphs_of, methods, primitives
+from transformations import graphs_of, methods, primitives, relative_error
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
@@ -18,6 +19,7 @@ from jax_cudnn.ops import attention_reference
 from jax_cudnn.ops.ordered import Ordered
 
 S = jax.ShapeDtypeStruct
+theirs = jax.nn.dot_product_attention
 
 
 @pytest.fixture
@@ -29,9 +31,6 @@ def blocks(monkeypatch):
 @pytest.fixture
 def normal(key):
     return drawing(key)
-
-
-# -- dropout ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("blocks")
@@ -57,72 +56,167 @@ def test_keys_of_all_kinds_and_one_program_for_all(normal):
     np.testing.assert_array_equal(ours(q, k, v, dropout_rate=0.0), ours(q, k, v))
 
 
-def plain(q, k, v, sink, keep):
-    """In jnp, causal and with ALiBi, with a mask that is given."""
-    n, s = q.shape[2], k.shape[1]
-    distance = jnp.arange(s) - jnp.arange(s)[:, None]
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
-    scores += jnp.array(oracle_attention.slopes(n)).reshape(n, 1, 1) * distance
-    scores = jnp.where(distance <= 0, scores, -jnp.inf)
-    beside = jnp.broadcast_to(sink.reshape(1, n, 1, 1), (*scores.shape[:3], 1))
-    weights = jax.nn.softmax(jnp.concatenate([scores, beside], -1))[..., :-1]
-    return jnp.einsum("bnts,bsnh->btnh", weights * keep, v)
+# -- each of the functions -------------------------------------------------------------------------
 
 
-# -- transformations -------------------------------------------------------------------------------
+def with_dropout(rate):
+    """ALiBi, a sink and dropout, and the same in jnp with a mask that is given."""
+    dropout = {"dropout_rate": rate, "dropout_rng": KEY} if rate else {}
+
+    def function(q, k, v, sink):
+        return ours(q, k, v, sink=sink, is_causal=True, alibi=True, **dropout)
+
+    def plain(q, k, v, sink):
+        n, s = q.shape[2], k.shape[1]
+        distance = jnp.arange(s) - jnp.arange(s)[:, None]
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
+        scores += jnp.array(oracle_attention.slopes(n)).reshape(n, 1, 1) * distance
+        scores = jnp.where(distance <= 0, scores, -jnp.inf)
+        beside = jnp.broadcast_to(sink.reshape(1, n, 1, 1), (*scores.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, beside], -1))[..., :-1]
+        keep = kept(jnp.zeros(q.shape), jnp.zeros(k.shape), rate) if rate else 1.0
+        return jnp.einsum("bnts,bsnh->btnh", weights * keep / (1 - rate), v)
+
+    return function, plain, [(1, 10, 2, 8)] * 3 + [(2,)]
+
+
+def in_one(qkv, bias=None):
+    return jc.ops.dot_product_attention_qkv(qkv, 4, bias, is_causal=True)
+
+
+ENDS = np.array([[0, 7, 7, 20, 31], [0, 3, 10, 11, 25], [5, 9, 20, 30, 40]], "int32")
+
+
+def packed(q, k, v, ends=ENDS[0]):
+    """Of one array of heads, (T, N, H) each."""
+    return jc.ops.packed_dot_product_attention(
+        q, k, v, query_offsets=jnp.asarray(ends), max_query_length=16, is_causal=True
+    )
+
+
+def plain_packed(*operands):
+    parts = [slice(*ends) for ends in ((0, 7), (7, 20), (20, 31))]
+    each = [theirs(*(x[part] for x in operands), is_causal=True) for part in parts]
+    return jnp.concatenate([*each, jnp.zeros((9, *operands[0].shape[1:]))])
+
+
+TABLES = np.array([[[3, 1]], [[0, 4]], [[2, 2]]], "int32")
+LENGTHS = np.array([[7], [2], [0]], "int32")
+
+
+def paged(q, k, v, table=TABLES[0], lengths=LENGTHS[0]):
+    given = {"page_table": jnp.asarray(table), "key_value_seq_lengths": jnp.asarray(lengths)}
+    return jc.ops.paged_dot_product_attention(q, k, v, **given, is_causal=True)
+
+
+def plain_paged(q, k, v):
+    k, v = (x[TABLES[0, 0]].reshape(1, 8, *x.shape[2:])[:, :7] for x in (k, v))
+    return theirs(q, k, v, mask=jnp.tri(2, 7, 5, bool))
+
+
+def scaled(s, b, h, i, j, a):
+    return 2 * jnp.tanh(s * a) - (j > i) * 3.0
+
+
+def of_each(s, b, h, i, j, a):
+    return s * a * (1 + b)
+
+
+def modified(q, k, v, a, change=scaled):
+    return ours(q, k, v, score_mod=change, score_mod_operands=(a,))
+
+
+def plain_modified(q, k, v, a):
+    scores = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, 2, 2)) / q.shape[-1] ** 0.5
+    scores = scaled(scores, 0, 0, jnp.arange(6)[:, None], jnp.arange(7), a)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), jnp.repeat(v, 2, 2))
+
+
+FEW = [(40, 2, 4), (40, 1, 4), (40, 1, 4)]
+PAGES = [(1, 2, 2, 4), (5, 4, 1, 4), (5, 4, 1, 4)]
+DERIVATIVES = {
+    "dense": with_dropout(0.0),
+    "dropout": with_dropout(0.4),
+    "qkv": (in_one, lambda x: theirs(*jnp.split(x, [4, 6], 2), is_causal=True), [(1, 6, 8, 4)]),
+    "packed": (packed, plain_packed, FEW),
+    "pages": (paged, plain_paged, PAGES),
+    "score_mod": (
+        modified, plain_modified, [(1, 6, 2, 4), (1, 7, 1, 4), (1, 7, 1, 4), (1, 2, 1, 1)],
+    ),
+    "fp8": (
+        functools.partial(jc.ops.dot_product_attention_fp8, is_causal=True),
+        functools.partial(theirs, is_causal=True),
+        [(1, 12, 2, 16), (1, 12, 1, 16), (1, 12, 1, 16)],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("rate", [0.0, pytest.param(0.4, marks=pytest.mark.long)])
-def test_forward_mode_and_second_derivatives(rate, normal):
-    sizes = {"b": 1, "t": 10, "s": 10, "n": 2, "k": 2, "h": 8}
-    operands, along = ((*qkv(normal, **sizes), normal((2,))) for _ in range(2))
-    keep = kept(*operands[:2], rate) / (1 - rate) if rate else 1.0
-
-    def function(q, k, v, sink):
-        dropout = {"dropout_rate": rate, "dropout_rng": KEY} if rate else {}
-        return ours(q, k, v, sink=sink, is_causal=True, alibi=True, **dropout)
-
-    cubes = lambda f: jax.grad(lambda *x: jnp.sum(f(*x) ** 3), (0, 1, 2, 3))  # noqa: E731
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "dropout")) for n in DERIVATIVES]
+)
+def test_forward_mode_and_second_derivatives(name, normal):
+    function, plain, shapes = DERIVATIVES[name]
+    operands, along = (tuple(map(normal, shapes)) for _ in range(2))
 
     @functools.partial(jax.jit, static_argnums=0)
     def found(f):
-        along_gradient = lambda *x: sum(map(jnp.vdot, cubes(f)(*x), along))  # noqa: E731
-        return (
-            jax.jvp(f, operands, along)[1],
-            jax.jvp(cubes(f), operands, along)[1],
-            jax.grad(along_gradient, (0, 1, 2, 3))(*operands),
-        )
+        cubes = jax.grad(lambda *x: jnp.sum(f(*x) ** 3), tuple(range(len(shapes))))
+        first, second = (jax.jvp(g, operands, along)[1] for g in (f, cubes))
+        if name == "fp8":
+            return first, second
+        products = lambda *x: sum(map(jnp.vdot, cubes(*x), along))  # noqa: E731
+        return first, second, jax.grad(products, tuple(range(len(shapes))))(*operands)
 
-    want = found(lambda *x: plain(*x, keep))
-    for a, b in zip(jax.tree.leaves(found(function)), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-3)
+    want = jax.tree.leaves(found(plain))
+    for a, b in zip(jax.tree.leaves(found(function)), want, strict=True):
+        assert relative_error(np.asarray(a), np.asarray(b)) < (0.3 if name == "fp8" else 1e-4)
 
 
-VMAPS = {  # a function of what is mapped beside q, its axes, and examples of the folded call
-    "all": (lambda q, bias: ours(q, q, q, bias), (1, 4, 9, 9), (0, 0), 3),
-    "queries": (lambda q, bias: ours(q, q, q, bias), (1, 4, 9, 9), (0, None), 3),
-    "a sink": (lambda q, sink: ours(q, q, q, sink=sink), (4,), (0, None), 3),
-    "sinks": (lambda q, sink: ours(q, q, q, sink=sink), (4,), (0, 0), 1),
-    "numbers of dropout": (
-        lambda q, x: ours(q, q, q, dropout_rate=0.3, dropout_rng=x.view("uint32")), (2,), (0, 0), 1,
+HEADS, SINGLE = [(1, 9, 4, 8), (1, 11, 2, 8), (1, 11, 2, 8)], [(1, 9, 4, 8)]
+VMAPS = {  # a function; shapes, or values; axes; examples of the one call, or of each of three
+    "dense": (ours, [*HEADS, (1, 4, 9, 11)], (0, 0, 0, 0), 3),
+    "a bias": (ours, [*HEADS, (1, 4, 9, 11)], (0, None, None, None), 3),
+    "a sink": (lambda q, x: ours(q, q, q, sink=x), [*SINGLE, (4,)], (0, None), 3),
+    "sinks": (lambda q, x: ours(q, q, q, sink=x), [*SINGLE, (4,)], (0, 0), 1),
+    "dropout": (
+        lambda q, x: ours(q, q, q, dropout_rate=0.3, dropout_rng=x.astype("uint32")),
+        [*SINGLE, np.arange(6).reshape(3, 2)], (0, 0), 1,
+    ),
+    "qkv": (in_one, [(2, 9, 8, 8), (1, 4, 9, 9)], (0, None), 6),
+    "packed": (packed, FEW, (0, None, None), 40),
+    "offsets": (packed, [*FEW, ENDS], (0, 0, 0, 0), 40),
+    "pages": (paged, [*PAGES, TABLES, LENGTHS], (0, None, None, 0, 0), 3),
+    "other pages": (paged, PAGES, (None, 0, None), 1),
+    "score_mod of heads": (
+        modified, [(2, *x[1:]) for x in HEADS] + [(1, 4, 1, 1)], (0, 0, 0, 0), 2,
+    ),
+    "score_mod": (modified, [*HEADS, (1, 4, 1, 1)], (0, 0, 0, None), 3),
+    "score_mod of examples": (
+        functools.partial(modified, change=of_each), [*HEADS, (1, 1, 9, 1)], (1, 0, 0, 0), 1,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VMAPS)
 def test_vmap_is_a_dimension_of_examples_or_a_loop(name, normal):
-    f, shape, axes, examples = VMAPS[name]
-    q, x = normal((3, 1, 9, 4, 8)), normal((3, *shape))
-    x = x if axes[1] == 0 else x[0]
-    for g in (f, jax.grad(lambda *x: jnp.sum(f(*x) ** 2), (0,) if "drop" in name else (0, 1))):
-        each = [g(q[i], x[i] if axes[1] == 0 else x) for i in range(3)]
-        want = jax.tree.map(lambda *x: jnp.stack(x), *each)
-        got = jax.vmap(g, axes)(q, x)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-4)
-    (spec,) = graphs_of(jax.vmap(f, axes), q, x)
-    assert spec.tensor(dict(spec.calls[-1].inputs)["q"]).shape[0] == examples
+    f, shapes, axes, examples = VMAPS[name]
+    operands = [
+        jnp.asarray(x) if isinstance(x, np.ndarray) else normal(x if a is None else (3, *x))
+        for x, a in zip(shapes, axes, strict=True)
+    ]
+    turned = [x if a != 1 else jnp.swapaxes(x, 0, 1) for x, a in zip(operands, axes, strict=True)]
+    floats = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
+    total = lambda *x: (lambda out: (jnp.sum(out**2), out))(f(*x))  # noqa: E731
+    found = jax.jit(jax.value_and_grad(total, floats, has_aux=True))
+    each = [found(*(x if a is None else x[i] for x, a in zip(operands, axes, strict=True)))
+            for i in range(3)]  # fmt: skip
+    want = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    got = jax.vmap(found, axes)(*turned)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    (spec,) = graphs_of(jax.vmap(f, axes), *turned)
+    assert spec.tensor(spec.calls[-1].inputs[0][1]).shape[0] == examples
 
 
 def test_the_batch_may_be_sharded(normal):
@@ -131,15 +225,60 @@ def test_the_batch_may_be_sharded(normal):
 
     def local(q, k, v, sink, key):
         key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-        return ours(q, k, v, sink=sink, dropout_rate=0.3, dropout_rng=key)
+        change = lambda s, *_: 2 * jnp.tanh(s)  # noqa: E731
+        capped = ours(q, k, v, score_mod=change)
+        return capped + ours(q, k, v, sink=sink, dropout_rate=0.3, dropout_rng=key)
 
     specs = *[P("data")] * 3, P(), P()
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"))
     got = jax.jit(mapped)(*operands, sink, KEY)
-    for i in range(8):
-        given = {"dropout_rate": 0.3, "dropout_rng": jax.random.fold_in(KEY, i)}
-        want = ours(*(x[i : i + 1] for x in operands), sink=sink, **given)
-        np.testing.assert_allclose(got[i : i + 1], want, atol=1e-5)
+    numbered = jax.vmap(local, (0, 0, 0, None, None), axis_name="data")
+    want = numbered(*(x[:, None] for x in operands), sink, KEY)[:, 0]
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+LONG = S((1, 8192, 4, 16), "float32")
+
+
+def tangent_of_dropout(q):
+    return jax.jvp(lambda q: ours(q, q, q, dropout_rate=0.1, dropout_rng=KEY), (q,), (q,))
+
+
+def of_packed(q, ends):
+    run = jc.ops.packed_dot_product_attention
+    return run(q, q, q, query_offsets=ends, max_query_length=8192, is_causal=True).sum()
+
+
+def of_pages(q, k, table, lengths):
+    return jc.ops.paged_dot_product_attention(q, k, k, table, key_value_seq_lengths=lengths)
+
+
+MEMORY = {  # bytes of temporary arrays, where all scores (or keys) would take more
+    "dense": (2**29, jax.grad(lambda q: ours(q, q, q, is_causal=True).sum()), LONG),
+    "dropout": (2**29, tangent_of_dropout, LONG),
+    "a bias of all queries": (
+        2**28, jax.grad(lambda q, x: ours(q, q, q, x).sum(), (0, 1)),
+        S((1, 4096, 32, 8), "float32"), S((1, 32, 1, 4096), "float32"),
+    ),
+    "score_mod": (
+        2**29, jax.grad(lambda q, a: modified(q, q, q, a).sum()), LONG, S((1, 1, 8192, 1), "f4"),
+    ),
+    "packed": (2**29, jax.grad(of_packed), S((16384, 1, 16), "float32"), S((65,), "int32")),
+    "pages": (
+        2**29, of_pages, S((64, 1, 8, 128), "f4"), S((8200, 64, 8, 128), "f4"),
+        S((64, 128), "int32"), S((64,), "int32"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_is_linear_in_the_number_of_tokens(name):
+    most, function, *avals = MEMORY[name]
+    compiled = jax.jit(function).lower(*avals).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < most
+
+
+# -- graphs ----------------------------------------------------------------------------------------
 
 
 def attend(deterministic=False, **given):
@@ -178,28 +317,3 @@ def test_each_backward_of_the_registry_is_settled():
     for node in backwards:
         own = node.create(**node.examples[0].attributes)
         assert (own.deterministic, own.settled().deterministic) == (False, True)
-
-
-LONG = S((1, 8192, 4, 16), "float32")
-ROWS = S((1, 32, 1, 4096), "float32")
-MEMORY = {  # bytes of temporary arrays, where all scores would take more
-    "gradient": (2**29, jax.grad(lambda q: ours(q, q, q, is_causal=True).sum()), LONG),
-    "tangent of dropout": (
-        2**29,
-        lambda q: jax.jvp(lambda q: ours(q, q, q, dropout_rate=0.1, dropout_rng=KEY), (q,), (q,)),
-        LONG,
-    ),
-    "bias of all queries": (
-        2**28,
-        jax.grad(lambda q, x: ours(q, q, q, x).sum(), (0, 1)),
-        S((1, 4096, 32, 8), "float32"),
-        ROWS,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MEMORY)
-def test_memory_is_linear_in_the_number_of_queries(name):
-    most, function, *avals = MEMORY[name]
-    compiled = jax.jit(function).lower(*avals).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < most

@@ -1,0 +1,189 @@
+"""Attention by each of its functions: what is planned without a GPU and run on one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_checks import CAUSAL, KEY, LAST, S, ours
+
+import jax_cudnn as jc
+
+fp8, paged = jc.ops.dot_product_attention_fp8, jc.ops.paged_dot_product_attention
+softcap, prefix, documents = (
+    getattr(jc.ops.score_mods, name) for name in ("softcap", "prefix", "documents")
+)
+
+
+def ints(*values):
+    return jnp.array(values, "int32")
+
+
+def dense(
+    *, attend=ours, b=2, t=256, s=256, n=4, k=4, h=64, e=None, bias=None, sink=False, operands=(),
+    lengths=(), **given,
+):  # fmt: skip
+    """A function of arrays alone, their avals, and the count of those it has gradients by."""
+    shapes = [(b, t, n, h), (b, s, k, h), (b, s, k, e or h), *([bias] if bias else [])]
+    avals = [*(S(shape, "bfloat16") for shape in shapes), *[S((n,), "float32")] * sink]
+    count = len(avals) if "score_mod" not in given else 3
+    avals += [S(shape, dtype) for shape, dtype in operands]
+    names = ("query_seq_lengths", "key_value_seq_lengths")
+    given |= {name: ints(*ends) for name, ends in zip(names, lengths, strict=False)}
+
+    def function(q, k, v, *others, **more):
+        others = [*others]
+        named = {"bias": others.pop(0)} if bias else {}
+        named |= {"sink": others.pop(0)} if sink else {}
+        named |= {"score_mod_operands": others} if operands else {}
+        return attend(q, k, v, **named, **given, **more)
+
+    return function, avals, count
+
+
+def one_array(*, b=2, t=256, n=4, k=4, h=64, bias=None, **given):
+    shapes = [(b, t, n + 2 * k, h), *([bias] if bias else [])]
+
+    def function(qkv, bias=None, **more):
+        return jc.ops.dot_product_attention_qkv(qkv, n, bias, **given, **more)
+
+    return function, [S(shape, "bfloat16") for shape in shapes], len(shapes)
+
+
+# Five examples, one without queries, another without keys; the last tokens belong to none.
+QUERIES, KEYS = (0, 96, 96, 150, 240, 290), (0, 160, 200, 200, 290, 380)
+
+
+def packed(
+    *, t=300, s=400, n=8, k=2, h=64, e=None, bias=None, ends=(QUERIES, KEYS), longest=None, **given
+):
+    shapes = [(t, n, h), (s, k, h), (s, k, e or h), *([bias] if bias else [])]
+    longest = longest or [int(np.diff(x).max()) for x in ends]
+
+    def function(*operands, **more):
+        return jc.ops.packed_dot_product_attention(
+            *operands, query_offsets=ints(*ends[0]), key_value_offsets=ints(*ends[1]),
+            max_query_length=longest[0], max_key_value_length=longest[1], **given, **more,
+        )  # fmt: skip
+
+    return function, [S(shape, "bfloat16") for shape in shapes], len(shapes)
+
+
+def in_pages(*, t=1, n=8, k=2, h=64, page=64, per=5, **given):
+    """Of four examples one has no keys, and one a single one."""
+    shapes = (4, t, n, h), *[(4 * per + 3, page, k, h)] * 2
+    if given.get("heads_first"):
+        shapes = shapes[0], *[(4 * per + 3, k, page, h)] * 2
+    table = np.random.default_rng(0).permutation(4 * per + 3)[: 4 * per].reshape(4, per)
+
+    def function(*operands, **more):
+        lengths = {"key_value_seq_lengths": ints(320, 1, 100, 0)}
+        return paged(*operands, jnp.asarray(table, "int32"), **lengths, **given, **more)
+
+    return function, [S(shape, "bfloat16") for shape in shapes], 3
+
+
+def of_score(f):
+    return lambda score, *_: f(score)
+
+
+SHORT = [256, 128], [253, 133]
+WINDOW = {**CAUSAL, "local_window_size": (64, 0)}
+DROPOUT = {"dropout_rate": 0.1, "dropout_rng": KEY}
+HEADS, ROWS = ((1, 4, 1, 1), "float32"), ((2, 1, 256, 1), "int32")
+TABLE = {
+    "grouped heads": dense(n=8, k=2, **CAUSAL),
+    "odd lengths": dense(t=100, s=77, h=32),
+    "from the last": dense(t=128, h=128, **LAST),
+    "window, lengths": dense(lengths=SHORT, **WINDOW),
+    "bias": dense(bias=(1, 4, 256, 256)),
+    "row of bias": dense(k=2, bias=(2, 1, 1, 256)),
+    "column of bias": dense(bias=(1, 4, 256, 1)),
+    "sink": dense(k=2, sink=True, **CAUSAL),
+    "sink, lengths": dense(b=3, sink=True, lengths=([256, 9, 256], [0, 133, 256])),
+    "alibi of six heads": dense(n=6, k=2, alibi=True, **CAUSAL),
+    "dropout, bias": dense(bias=(1, 4, 256, 256), **DROPOUT),
+    "dropout and all": dense(k=2, sink=True, alibi=True, lengths=SHORT, **CAUSAL, **DROPOUT),
+    "qkv": one_array(t=200, n=8, k=2, h=128, **CAUSAL),
+    "qkv, number as bias": one_array(bias=(2, 4, 1, 1), **CAUSAL),
+    "packed, window": packed(**WINDOW),
+    "packed, from the last": packed(s=700, e=64, h=128, **LAST),
+    "packed, bias": packed(n=4, k=4, bias=(1, 4, 96, 160)),
+    "packed, row of bias": packed(n=4, k=4, bias=(5, 4, 1, 160)),
+    "pages, decode": in_pages(**CAUSAL),
+    "pages, prefill": in_pages(t=96, heads_first=True, **WINDOW),
+    "small pages": in_pages(t=4, page=16, per=20, k=1, **CAUSAL),
+    "fp8": dense(attend=fp8, n=8, k=2, h=128, **CAUSAL),
+    "fp8, lengths": dense(attend=fp8, t=128, s=384, h=128, lengths=([125, 9], [251, 381])),
+    "fp8, from the last": dense(attend=fp8, t=128, h=128, **LAST),  # on Blackwell alone
+    "fp8, values of another size": dense(attend=fp8, h=192, e=128, **CAUSAL),
+    "softcap, window": dense(k=2, score_mod=softcap(5.0), local_window_size=(64, 32)),
+    "softcap, lengths": dense(score_mod=softcap(5.0), lengths=SHORT, **CAUSAL),
+    "softcap, bias": dense(t=100, s=77, score_mod=softcap(5.0), bias=(1, 4, 100, 77)),
+    "prefix": dense(score_mod=prefix(16)),
+    "slopes": dense(
+        score_mod=lambda s, b, h, i, j, a: s - jnp.exp(a) * (i - j) / 16 * (1 + b + 0.1 * h),
+        operands=(HEADS,), **CAUSAL,
+    ),
+    "table": dense(score_mod=lambda *x: x[0] + x[-1], operands=(((2, 1, 256, 256), "float32"),)),
+    "row": dense(score_mod=lambda *x: x[0] + x[-1], operands=(((2, 1, 1, 256), "bfloat16"),)),
+    "documents": dense(
+        score_mod=documents, operands=(ROWS, ((2, 1, 1, 256), "int32")), **CAUSAL,
+    ),
+    "mask": dense(
+        score_mod=lambda s, b, h, i, j, m: jnp.where(m | (j == 0), s, -jnp.inf),
+        operands=(((2, 1, 256, 256), "bool"),),
+    ),
+    "remainders": dense(
+        score_mod=lambda s, b, h, i, j: jnp.where((i >= j) & ((i - j) % 3 < 2), s, -jnp.inf)
+    ),
+    "gelu and logarithm": dense(
+        score_mod=lambda s, b, h, i, j: jax.nn.gelu(s) - jnp.log(1.0 + abs(i - j))
+    ),
+    "cases": dense(score_mod=of_score(lambda s: jnp.where(s > 0.2, s, -s / 2))),
+}  # fmt: skip
+
+# Of -inf, which cuDNN gives its backward where tiles are not full, these make infinity or NaN.
+OF_INFINITY = {
+    "silu": (of_score(jax.nn.silu), ()),
+    "of late keys": (lambda s, b, h, q, kv: s * jnp.where(kv < 60, 1.0, -1.0), ()),
+    "by distance": (lambda s, b, h, q, kv: s * jnp.cos(0.02 * (q - kv)), ()),
+    "times an operand": (lambda s, b, h, q, kv, a: s * a, (HEADS,)),
+    "times an integer": (
+        lambda s, b, h, q, kv, a: s * (a + 1).astype("float32"), (((1, 4, 1, 1), "int32"),),
+    ),
+}  # fmt: skip
+
+# Queries that only a band hides all keys of.
+UNSEEING = {
+    "window": dense(s=128, k=2, local_window_size=(16, 0)),
+    "window of all lengths": dense(
+        s=128, k=2, local_window_size=(16, 0), lengths=([256, 256], [128, 128])
+    ),
+    "more queries than keys": dense(k=2, lengths=([256, 200], [99, 200]), **LAST),
+}
+
+# The scale is small: of equal queries and keys nearly all weight would be on the own key, and
+# gradients would be nothing but rounding.
+ONE_ARRAY = {
+    "keys and values": lambda g, q, k, *bias: g.sdpa(q, k, k, *bias, attn_scale=0.03)[0],
+    "queries and keys": lambda g, q, k, *bias: g.sdpa(q, q, k, *bias, attn_scale=0.03)[0],
+    "all": lambda g, q, k, *bias: g.sdpa(k, k, k, *bias, attn_scale=0.03)[0],
+}
+
+
+def of_several_dtypes(port, dtype):
+    """A graph of attention or of its backward with one operand in another dtype, and avals."""
+
+    def forward(g, q, k, v):
+        return g.sdpa(q, k, v, attn_scale=0.125)[0]
+
+    def backward(g, *operands):
+        return g.sdpa_backward(*operands, attn_scale=0.125)
+
+    given = {name: S((2, 4, 64, 64), "bfloat16") for name in ("q", "k", "v", "o", "dO")}
+    given |= {"stats": S((2, 4, 64, 1), "float32"), port: S((2, 4, 64, 64), dtype)}
+    function = forward if port == "v" else backward
+    return jc.graph(function), [*given.values()][: 3 if port == "v" else 6]
+
+
+def gradients(function, places):
+    return jax.grad(lambda *x: (function(*x).astype("float32") ** 2).sum(), tuple(places))

@@ -1,0 +1,158 @@
+"""What cuDNN and XLA are given of a function of attention's scores: each operation that such a
+function may have, and its derivative."""
+
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_checks import drawing
+from attention_table import of_score, softcap
+from test_score_mod import B, K, N, T, alibi, biased, places, scaled
+
+from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn.ops import attention_reference, score_mod_emission, score_mod_written
+
+
+@pytest.fixture
+def normal(key):
+    return drawing(key)
+
+
+def where(f):
+    """Scores where integers make it true."""
+    return lambda s, b, h, q, kv: jnp.where(f(q, kv), s, -jnp.inf)
+
+
+OF_EACH_ELEMENT = {
+    "softcap": softcap(2.0),
+    "blocks": where(lambda q, kv: q // 4 >= kv // 4),
+    "negative quotients": where(lambda q, kv: (q - kv) // 3 >= -2),
+    "remainders": where(lambda q, kv: (kv % 3 == 0) | ((q - kv) % 5 < 3)),
+    "not and xor": where(lambda q, kv: ~((q < kv) ^ (kv % 2 == 1)) | (kv == 0)),
+    "not equal": where(lambda q, kv: (kv != q) & (abs(kv - q) < 7)),
+    "sign": where(lambda q, kv: jnp.sign(q - kv) >= 0),
+    "a number as truth": where(lambda q, kv: (kv % 4).astype(bool)),
+    "a truth as number": where(lambda q, kv: (q > kv).astype("int32") + (kv > 3) >= 1),
+    "towards zero": where(lambda q, kv: ((q - kv) / 4).astype("int32") > -2),
+    "lax": where(lambda q, kv: jax.lax.rem(q - kv, 4) + jax.lax.div(q - kv, 3) >= -1),
+    "arithmetic": of_score(lambda s: 1 - s + 2 * s / 3 - (-s) + 1 / (2 + s * s) + s**0),
+    "powers": of_score(lambda s: s**3 - s**2 + (1 + s * s) ** -2 + (2 + abs(s)) ** 1.5 + 1.5**s),
+    "exponentials": of_score(lambda s: jnp.exp(s) + jnp.exp2(s) + jnp.expm1(s)),
+    "logarithms": of_score(lambda s: jnp.log(2 + s * s) + jnp.log1p(s * s)),
+    "roots": of_score(lambda s: jnp.sqrt(1 + s * s) + jax.lax.rsqrt(1 + s * s)),
+    "waves": of_score(lambda s: jnp.sin(s) + jnp.cos(s) + jnp.tan(0.1 * s)),
+    "activations": of_score(lambda s: jax.nn.gelu(s) + jax.nn.silu(s) + jax.nn.softplus(s)),
+    "exact gelu": of_score(lambda s: jax.nn.gelu(s, approximate=False) + jax.nn.relu(s)),
+    "sigmoid": of_score(lambda s: s * jax.nn.sigmoid(s) + jnp.tanh(s)),
+    "bounds": of_score(lambda s: jnp.clip(s, -1, 0.7) + jnp.minimum(s, 0.3) + jnp.maximum(0.1, s)),
+    "cases": of_score(lambda s: jnp.where(s > 0.2, jnp.where(s < 1, s, 2 * s), -s / 2)),
+    "steps": of_score(lambda s: s + jnp.floor(s) + jnp.ceil(s) + jnp.sign(s)),
+    "finite": of_score(lambda s: jnp.where(jnp.isfinite(s), 2 * s, 0.0)),
+    "folded": of_score(lambda s: s * jnp.sqrt(2.0) + jnp.arange(4.0).reshape(4, 1, 1)),
+    "jitted": of_score(jax.jit(lambda s: 2 * jnp.tanh(s))),
+}  # fmt: skip
+
+
+class Computed:
+    """A tensor of a pygraph that computes at once."""
+
+    def __init__(self, value, kind="", number=False):
+        self.value, self.kind, self.number = value, kind, number
+
+    def set_data_type(self, kind):
+        self.kind = kind
+        return self
+
+
+class ComputingGraph:
+    """A pygraph that computes at once, and refuses what cuDNN's engines for attention do."""
+
+    def __init__(self):
+        self.added = []
+
+    def __getattr__(self, method):
+        def add(*args, name="", compute_data_type="", axis=None, **named):
+            self.added.append(method)
+            cls = REGISTRY[method]
+            given = dict(zip(cls.ports.input_names, args, strict=False)) | named
+            assert list(given) == list(cls.ports.input_names)
+            assert not next(iter(given.values())).number
+            booleans = [port for port, x in given.items() if x.kind == "BOOLEAN"]
+            assert booleans in ([], ["mask"])
+            node = cls() if axis is None else cls(axis)
+            assert compute_data_type == ("FLOAT" if axis is None else "INT32")
+            values = {port: jnp.asarray(x.value, "float32") for port, x in given.items()}
+            (value,) = node.reference(**values)
+            return Computed(value)
+
+        return add
+
+    def tensor_scalar(self, value, kind):
+        assert value == float(np.float32(value)) or np.isnan(value)
+        return Computed(np.float32(value), number=True)
+
+
+@pytest.fixture
+def no_cudnn(monkeypatch):
+    """In its place what ComputingGraph understands."""
+    kinds = types.SimpleNamespace(FLOAT="FLOAT", INT32="INT32", BOOLEAN="BOOLEAN")
+    scalars = types.SimpleNamespace(scalar_type=types.SimpleNamespace(RUNTIME_PARAM=""))
+    fake = types.SimpleNamespace(data_type=kinds, _pybind_module=scalars)
+    monkeypatch.setitem(sys.modules, "cudnn", fake)
+
+
+def emitted(function, operands=()):
+    band = attention_reference.Band()
+    mod, read = score_mod_written.written(function, [*operands], (B, N, T, K), band, [])
+    given = dict(zip(mod.ports, read, strict=True))
+    tensors = {port: Computed(x) for port, x in given.items()}
+    return mod, given, score_mod_emission.Emission.with_derivative(mod, tensors)
+
+
+WITH_OPERANDS = {
+    "alibi": (alibi, ()), "biased": (biased, ((1, N, T, K),)), "scaled": (scaled, ((1, N, 1, 1),)),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_cudnn")
+@pytest.mark.parametrize("name", [*OF_EACH_ELEMENT, *WITH_OPERANDS])
+def test_cudnn_and_xla_are_given_the_function_and_its_derivative(name, normal):
+    change, shapes = WITH_OPERANDS.get(name) or (OF_EACH_ELEMENT[name], ())
+    operands = [normal(shape) for shape in shapes]
+    scores, gradient, graph = normal((B, N, T, K)), normal((B, N, T, K)), ComputingGraph()
+    mod, given, emission = emitted(change, operands)
+    out = emission.forward(graph, Computed(scores)).value
+    want, pull = jax.vjp(lambda s: change(s, *places(s.shape), *operands), scores)
+    np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(mod(scores, 0, given), want, rtol=2e-5, atol=2e-5)
+    back = emission.backward(graph, Computed(gradient)).value
+    np.testing.assert_allclose(back, pull(gradient)[0], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("no_cudnn")
+def test_the_derivative_reads_what_the_forward_made(normal):
+    """Of 50 tanh(score / 50) what stands in tanh, which cuDNN would compute twice."""
+    _, _, emission = emitted(softcap(50.0))
+    graph = ComputingGraph()
+    emission.forward(graph, Computed(normal((B, N, T, K))))
+    assert graph.added == ["mul", "tanh", "mul"]
+    emission.backward(graph, Computed(normal((B, N, T, K))))
+    assert graph.added[3:] == ["mul", "tanh_backward", "mul"]
+    mod, _, _ = emitted(lambda s, b, h, q, kv: jnp.where(s == s, q - kv, 0) * 1.0)
+    assert score_mod_emission.derivative(mod.spec).is_zero
+
+
+@pytest.mark.parametrize("name", ["expm1", "log1p"])
+def test_digits_near_zero(name):
+    x = [*(s * 10.0**-n for n in range(1, 9) for s in (1, -1)), 0, 0.6, 3, 20]
+    scores = jnp.broadcast_to(jnp.asarray(x, "float32"), (1, 1, 1, len(x)))
+    mod, _ = score_mod_written.written(of_score(getattr(jnp, name)), [], scores.shape)
+    assert mod.refused_backward((1, 1, 128, 128)) is None
+    got, slope = jax.jit(lambda s: jax.jvp(lambda s: mod(s, 0, {}), (s,), (s * 0 + 1,)))(scores)
+    wide = np.asarray(scores[0, 0, 0], np.float64)
+    np.testing.assert_allclose(got[0, 0, 0], getattr(np, name)(wide), rtol=1e-6)
+    want = np.exp(wide) if name == "expm1" else 1 / (1 + wide)
+    np.testing.assert_allclose(slope[0, 0, 0], want, rtol=1e-5)
