@@ -108,6 +108,7 @@ class Case:
     torch: Mapping[str, Sequence[Side] | str] = field(default_factory=dict)
     others: Mapping[str, Side | str] = field(default_factory=dict)
 
+    ways: ClassVar[tuple[str, ...]] = (WHOLE, OURS, REFERENCE)
     large: ClassVar[bool] = False
     """Whether formulations in plain JAX may need much memory: they do their work once."""
     reference_is_best: ClassVar[bool] = False
@@ -117,6 +118,11 @@ class Case:
     @property
     def programs(self) -> tuple[str, ...]:
         return (TRAINING, BACKWARD) if self.learned else (FORWARD,)
+
+    @property
+    def whole(self) -> Mapping[str, Callable[[Function], Function]]:
+        """Programs that are made of a side's function as a whole, and are cut in no halves."""
+        return {}
 
     def sides(self, program: str) -> tuple[str, ...]:
         """Those of ``xla`` that are another in this program."""
@@ -142,8 +148,8 @@ class Case:
         return 0.0
 
     def bytes(self, program: str) -> int:
-        """What must move, each array once."""
-        raise NotImplementedError
+        """What must move, each array once; 0 where nobody counts."""
+        return 0
 
     def limit_us(self, program: str) -> float:
         """The time of the bytes at the chip's limit."""
@@ -161,8 +167,8 @@ class Case:
         """Whether to measure what the GPU's power limit does to it."""
         return False
 
-    def told(self, program: str) -> dict[str, Any]:
-        """What an entry says of a program besides."""
+    def told(self, program: str, function: Function, operands: tuple[Any, ...]) -> dict[str, Any]:
+        """What an entry says of a program besides, which ours is."""
         return {}
 
     def about(self) -> dict[str, Any]:
@@ -170,7 +176,4 @@ class Case:
         return {}
 
     def described(self) -> dict[str, str]:
-        return {
-            n: str(x) if isinstance(x, Operand) else f"{x.dtype}[{','.join(map(str, x.shape))}]"
-            for n, x in self.operands.items()
-        }
+        return {n: f"{x.dtype}[{','.join(map(str, x.shape))}]" for n, x in self.operands.items()}

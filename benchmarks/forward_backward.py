@@ -50,6 +50,8 @@ _FAR = 4.0  # times the fastest: a formulation of XLA's that takes longer is slo
 _TOO_LONG = 10.0  # seconds of a call; such a side is not timed
 _AGAIN = 1.0  # seconds: of a call that takes less there is a second one, which may be quicker
 _NO_BACKWARD = "it has no backward"
+# Without the tuning of kernels, which takes longer than the one run that is wanted of it.
+_UNTUNED: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
 Given = Mapping[str, tuple[Any, tuple[Any, ...]]]
 """By side a function and its operands."""
@@ -63,7 +65,7 @@ def measure(case: Case, effort: Effort, fillers: queued.Fillers) -> Entry:
     bench.prepare()
     entries = {program: tried(bench.program, program, want[program]) for program in case.programs}
     found: Entry = {"status": worst(entries), "programs": entries}
-    if case.learned:
+    if BACKWARD in entries:
         forward, backward = (entries[program].get("us", {}) for program in (TRAINING, BACKWARD))
         us = {
             side: round(forward[side]["median"] + backward[side]["median"], 3)
@@ -82,15 +84,15 @@ def base(case: Case) -> Entry:
 
 def _exact(case: Case, operands: Named) -> dict[str, Named]:
     """Results of each program in float32."""
-    floats = jnp.floating
-    wide = {
-        n: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, floats) else x
-        for n, x in operands.items()
-    }
+    wide = jax.tree.map(
+        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, operands
+    )
     dy = wide.pop("dy", None)
 
-    @jax.jit
     def results(operands: Named, dy: Any) -> dict[str, Named]:
+        if case.whole:
+            made = {name: make(case.exact.function) for name, make in case.whole.items()}
+            return {name: function(**operands) for name, function in made.items()}
         if not case.learned:
             return dict.fromkeys(case.programs, case.exact.function(**operands))
         half = halves(case.exact.function, operands, case.learned)
@@ -99,7 +101,8 @@ def _exact(case: Case, operands: Named) -> dict[str, Named]:
         return {program: found.get(program, trained[0]) for program in case.programs}
 
     with jax.default_matmul_precision("highest"):
-        found = jax.block_until_ready(results(wide, dy))
+        program = jax.jit(results).lower(wide, dy).compile(_UNTUNED)
+    found = jax.block_until_ready(program(wide, dy))
     return {program: case.shown(result) for program, result in found.items()}
 
 
@@ -122,7 +125,7 @@ class _Bench:
         self.case, self.effort, self.fillers = case, effort, fillers
         self.operands = jax.block_until_ready(case.arrays(jax.random.key(0)))
         ways = {WHOLE: CUDNN, OURS: None, REFERENCE: XLA}
-        every = {side: case.ours(way) for side, way in ways.items()} | {**case.others, **case.xla}
+        every = {side: case.ours(ways[side]) for side in case.ways} | {**case.others, **case.xla}
         self.sides = {side: way for side, way in every.items() if isinstance(way, Side)}
         self.without = {side: way for side, way in every.items() if isinstance(way, str)}
         self.given: dict[str, Named] = {}
@@ -141,7 +144,7 @@ class _Bench:
                 given = jax.block_until_ready(way.given(self.operands))
                 self.dy[side] = given.get("dy")
                 self.given[side] = {name: x for name, x in given.items() if name != "dy"}
-                if self.case.learned and way.backward:
+                if self.case.learned and way.backward and not self.case.whole:
                     learned = self.case.learned
                     self.halves[side] = halves(way.function, self.given[side], learned)
             except Exception as error:
@@ -156,10 +159,9 @@ class _Bench:
         entry: Entry = {
             "status": TIMED,
             **({"flops": case.flops(program)} if case.flops(program) else {}),
-            "bytes": case.bytes(program),
-            "limit_us": round(limit, 3),
+            **({"bytes": case.bytes(program), "limit_us": round(limit, 3)} if limit else {}),
             "plans": {s: plans(*given[s]) for s in (WHOLE, OURS) if s in given},
-            **case.told(program),
+            **(case.told(program, *given[OURS]) if OURS in given else {}),
         }
         errors = self._compared(program, running, want, not_run)
         allowed = case.allowed(program)
@@ -195,7 +197,7 @@ class _Bench:
 
     def _repeats(self, limit: float) -> int:
         """How often a program does its work that takes so many us at the chip's limit."""
-        if self.effort.tiny:
+        if self.effort.tiny or not limit:
             return 1
         size = sum(x.nbytes for x in jax.tree.leaves(self.operands))
         return max(1, min(math.ceil(_SHORT / max(limit, 1e-3)), _MOST, _COPIES // size))
@@ -207,7 +209,10 @@ class _Bench:
         found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         for side in self.given.keys() - self.without.keys() - others:
             half, operands = self.halves.get(side), self.given[side]
-            if program == FORWARD or (half is None and program == TRAINING):
+            if program in case.whole:
+                made = case.whole[program](self.sides[side].function)
+                found[side] = partial(_by_name, made), (operands,)
+            elif program == FORWARD or (half is None and program == TRAINING):
                 found[side] = partial(_by_name, self.sides[side].function), (operands,)
             elif half is None:
                 not_run[side] = _NO_BACKWARD
@@ -359,11 +364,19 @@ class _Bench:
             )
         part = {side: 1e6 / running[side].repeats for side in found}
         us = {side: timing.summary(one.seconds, part[side]) for side, one in found.items()}
+        ours = [part[OURS] * s for s in found[OURS].seconds] if OURS in found else []
         return {
             "calls": calls,
             "repeats": {side: run.repeats for side, run in running.items()},
             "rounds": {side: len(one.seconds) for side, one in found.items()},
             "us": us,
+            "over_ours": {
+                side: timing.summary(
+                    [part[side] * b / a for a, b in zip(ours, one.seconds, strict=True)]
+                )
+                for side, one in found.items()
+                if side != OURS and len(one.seconds) == len(ours) and min(ours) > 0
+            },
             "host_us": {side: round(one.issued * part[side], 2) for side, one in found.items()},
             "host_hidden": {side: one.hidden for side, one in found.items()},
             **_rates({s: figures["median"] for s, figures in us.items()}, self.case, (program,)),
@@ -374,10 +387,11 @@ def _rates(us: Mapping[str, float], case: Case, programs: Sequence[str]) -> Entr
     """TFLOP/s and shares of the limit; None where a time is below what can be told from nothing."""
     flops, limit = (sum(map(one, programs)) for one in (case.flops, case.limit_us))
     best = fastest(us, [*case.xla, *[REFERENCE] * case.reference_is_best])
+    shares = {s: round(limit / time, 4) if time > 0 else None for s, time in us.items()}
     rates = {s: short(flops / time / 1e6) if time > 0 else None for s, time in us.items()}
     return {
         **({"tflops": rates} if flops else {}),
-        "of_limit": {s: round(limit / time, 4) if time > 0 else None for s, time in us.items()},
+        **({"of_limit": shares} if limit else {}),
         **({"best_xla": best} if best else {}),
     }
 

@@ -22,7 +22,7 @@ from .measure import TINY, Effort, Entry, environment, measured
 
 EFFORTS = {
     "cases": Effort(2.0, 30),  # all of them, compilation included, take some minutes
-    "steps": Effort(8.0, 10),
+    "steps": Effort(4.0, 10),
     "norms": Effort(1.5, 20, 21),
     "attention": Effort(2.0, 20),
     # In so many calls the first, whose issue nothing hides, counts little.
@@ -96,10 +96,6 @@ def _measure(
         from .cases.case import base, measure
 
         return partial(measure, effort=effort), base, {}
-    if suite == "steps":
-        from .steps.measure import measure
-
-        return partial(measure, effort=effort), lambda c: {"what": c.what, "programs": {}}, {}
     from .case import LIMIT
 
     if suite == "flax":
@@ -110,7 +106,8 @@ def _measure(
     from .attention.case import PUBLISHED
 
     fillers = queued.Fillers.made()
-    about = {"limit": LIMIT, **({"published": PUBLISHED} if suite == "attention" else {})}
+    about = {"limit": LIMIT} if suite != "steps" else {}
+    about |= {"published": PUBLISHED} if suite == "attention" else {}
     return (
         partial(forward_backward.measure, effort=effort, fillers=fillers),
         forward_backward.base,

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from cases import Case, node_cases  # tests/cases.py
 
-from jax_cudnn._core.errors import GraphError
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.planning.support import shipped, survey
 from jax_cudnn._core.planning.support_value import PUBLIC, Support, SupportRow
 
-_BLOCK = re.compile(r"<!-- support -->\n(.*?)<!-- /support -->", re.S)
 _WORKERS = 4  # at most: a worker takes some 400 MB
 
 
@@ -92,36 +87,3 @@ def _reasons(by_gpu: dict[str, list[SupportRow]]) -> str:
 def _words(reason: str) -> str:
     short = " ".join(reason.partition(" (")[0].split()).replace("|", "\\|")
     return short if len(short) <= 120 else short[:117] + "..."
-
-
-def block(document: Path) -> str:
-    """The table that a document shows between its marks; GraphError where it has none."""
-    return _found(document)[1].removesuffix("\n")
-
-
-def write(document: Path, shown: str) -> None:
-    """Puts a table between the marks of a document."""
-    begin, end = _found(document).span(1)
-    text = document.read_text(encoding="utf-8")
-    document.write_text(f"{text[:begin]}{shown}\n{text[end:]}", encoding="utf-8")
-
-
-def difference(document: Path, shown: str) -> str:
-    """What a document shows against what it should, as a diff; empty when they are the same."""
-    lines = difflib.unified_diff(
-        block(document).splitlines(), shown.splitlines(), str(document), "planned now", lineterm=""
-    )
-    return "\n".join(lines)
-
-
-def _found(document: Path) -> re.Match[str]:
-    try:
-        found = _BLOCK.search(document.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise GraphError(f"cannot read {document}", got=str(error)) from error
-    if found is None:
-        raise GraphError(
-            f"{document} has no place for the support table",
-            expected="a line <!-- support -->, and after the table a line <!-- /support -->",
-        )
-    return found

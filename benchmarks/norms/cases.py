@@ -68,7 +68,7 @@ class NormCase(Case):
         kept = self.kept if program == TRAINING else 0
         return sum(size.values()) + size["x"] + running + kept
 
-    def told(self, program: str) -> dict[str, Any]:
+    def told(self, program: str, *ours: Any) -> dict[str, Any]:
         if not self.rereads:
             return {}
         again = self._sizes()["x"] * (2 if program == BACKWARD else 1)

@@ -6,18 +6,29 @@ Parameters are bfloat16, images NHWC, weights OHWI; both sides get the same arra
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jax_cudnn import ops
+from jax_cudnn._core import compat, context
+from jax_cudnn._core.errors import TargetError
+from jax_cudnn._core.implementation import implementation
+from jax_cudnn._core.planning import placement
+from jax_cudnn.commands import agreement, programs
 
-from ..case import Array, Operand
+from ..case import OURS, REFERENCE, Array, Case, Operand, Side
+from ..planning import nothing_planned
+
+PLAIN = "XLA"
 
 Loss = Callable[..., Array]
 Program = Callable[[Loss], Callable[[tuple[Any, ...], tuple[Any, ...]], Any]]
@@ -28,26 +39,28 @@ FORWARD, TRAINING, JVP = "forward", "forward and backward", "jvp"
 
 
 @dataclass(frozen=True)
-class StepCase:
-    """A model's loss on both sides.
+class StepCase(Case):
+    """A model's loss on both sides; its operands are trees, one for each argument of the loss, and
+    programs take a direction in each of them, too.
 
     Attributes:
-        name: model and size.
-        what: one line for the reader.
-        ours: the loss of the operands, by ``jc.ops``.
-        plain: the same in plain JAX.
-        operands: trees of :class:`Operand`, one for each argument of the losses.
-        programs: what is made of a loss and timed, by name.
+        made: what is made of a loss and timed, by name.
     """
 
-    name: str
-    what: str
-    ours: Loss
-    plain: Loss
-    operands: tuple[Any, ...]
-    programs: Mapping[str, Program]
+    made: Mapping[str, Program] = field(default_factory=dict)
 
-    def arrays(self, key: Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    ways: ClassVar[tuple[str, ...]] = (OURS, REFERENCE)
+    worst: ClassVar[str] = "array"
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        return (*self.made,)
+
+    @property
+    def whole(self) -> Mapping[str, Program]:
+        return self.made
+
+    def arrays(self, key: Array) -> dict[str, Any]:
         """Random operands and a direction in them, drawn on the device.
 
         The direction is the operands themselves with a tenth of noise: along it the loss of a
@@ -62,9 +75,68 @@ class StepCase:
                 value = d.offset + d.scale * normal
                 values.append(value.astype(jnp.bfloat16))
                 along.append((value + 0.1 * d.scale * noise).astype(jnp.bfloat16))
-            return jax.tree.unflatten(structure, values), jax.tree.unflatten(structure, along)
+            trees = (jax.tree.unflatten(structure, leaves) for leaves in (values, along))
+            return dict(zip(("operands", "direction"), trees, strict=True))
 
         return jax.jit(draw)(key)
+
+    def allowed(self, program: str) -> float:
+        return 2.0**-6  # two roundings
+
+    def difference(self, got: Any, want: Any) -> agreement.Difference:
+        """In the norm over all arrays of the trees together, and the largest of one array."""
+        pairs = [(float(a), float(b)) for a, b in jax.device_get(_squares(got, want))]
+        tiny = float(jnp.finfo(jnp.float32).tiny)
+        whole = sum(a for a, _ in pairs) / (sum(b for _, b in pairs) + tiny)
+        arrays = [math.sqrt(a / (b + tiny)) if a == a else math.nan for a, b in pairs]
+        return agreement.Difference(math.sqrt(whole), agreement.largest(arrays))
+
+    def told(self, program: str, function: Any, operands: tuple[Any, ...]) -> dict[str, Any]:
+        """How many different graphs it holds; its loops over graphs (one that vmap folds is in
+        none); and with a GPU, or ``jax_cudnn.target``, how long all take to plan where nothing is
+        known."""
+        live, _ = compat.live_program(jax.make_jaxpr(function)(*operands))
+        specs = {spec: name for spec, name, _ in programs.of_jaxpr(live)}
+        entry: dict[str, Any] = {"different_graphs": len(specs), "loops": programs.loops(live)}
+        try:
+            site = context.site(jax.local_devices(), "bench")
+        except TargetError:  # references run
+            return entry
+        with nothing_planned():
+            began = time.perf_counter()
+            for spec, name in specs.items():
+                placement.place(spec, site, name)
+            return entry | {"cold_planning_s": round(time.perf_counter() - began, 2)}
+
+    def described(self) -> dict[str, str]:
+        return {}
+
+
+@jax.jit
+def _squares(got: Any, want: Any) -> list[tuple[Array, Array]]:
+    """Of each leaf the squared norms of the difference and of what is wanted."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
+    return [(jnp.sum((a - b) ** 2), jnp.sum(b * b)) for a, b in wide]
+
+
+def _step(
+    name: str,
+    what: str,
+    ours: Loss,
+    plain: Loss,
+    operands: tuple[Any, ...],
+    made: Mapping[str, Program],
+) -> StepCase:
+    def by_ours(way: str | None) -> Side:
+        def loss(*given: Any) -> Array:
+            with implementation(way) if way else contextlib.nullcontext():
+                return ours(*given)
+
+        return Side(loss)
+
+    sides: Any = (by_ours, {PLAIN: Side(plain)}, Side(plain))
+    return StepCase(name, what, operands, (), *sides, made=made)  # type: ignore[arg-type]
 
 
 # -- programs of a loss ----------------------------------------------------------------------------
@@ -76,7 +148,11 @@ def forward(loss: Loss) -> Any:
 
 def training(*arguments: int) -> Program:
     """The loss with its gradients by these arguments."""
-    return lambda loss: lambda operands, _: jax.value_and_grad(loss, arguments)(*operands)
+
+    def program(loss: Loss) -> Any:
+        return lambda operands, direction: jax.value_and_grad(loss, arguments)(*operands)
+
+    return program
 
 
 def along(loss: Loss) -> Any:
@@ -153,10 +229,9 @@ def _apply_block(conv: Loss, block: Any, x: Array, stride: int = 1) -> Array:
     return conv(y, block["expand"], residual=x)
 
 
-def _case(name: str, what: str, loss: Loss, operands: Any, programs: Any) -> StepCase:
+def _case(name: str, what: str, loss: Loss, operands: Any, made: Any) -> StepCase:
     """Of a loss that takes the convolution of either side."""
-    ours, plain = partial(loss, _conv), partial(loss, _plain_conv)
-    return StepCase(name, what, ours, plain, operands, programs)
+    return _step(name, what, partial(loss, _conv), partial(loss, _plain_conv), operands, made)
 
 
 def _residual_network(batch: int, size: int, width: int, depths: tuple[int, ...]) -> StepCase:
@@ -234,7 +309,7 @@ def _mlp(rows: int, model: int, hidden: int) -> StepCase:
         "down": Operand((hidden, model), scale=hidden**-0.5),
         "down_bias": Operand((model,), scale=0.1),
     }
-    return StepCase(
+    return _step(
         f"mlp/{rows}x{model}x{hidden}",
         "feed-forward of a transformer: gelu, biases and residual, by its parameters and its rows",
         ours,

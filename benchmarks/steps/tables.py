@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..case import OURS
+from ..case import OURS, REFERENCE
 from ..measure import TIMED
-from ..tables import listed, pair, spread, table, where
-from .measure import EXACT, IN_XLA, PLAIN
+from ..tables import listed, medians, pair, spread, table, where
+from .cases import PLAIN
 
 _TITLES = (
     "step",
@@ -31,8 +31,15 @@ def render(result: dict[str, Any]) -> str:
         notes.append(f"{name}: {entry['what']}")
         if "reason" in entry:
             notes.append(f"{name}, {entry['status']}: {entry['reason']}")
+        first = medians(next(iter(entry["programs"].values()), {}))
         for program, found in entry["programs"].items():
-            rows.append([name, program, *_cells(found)])
+            ms = medians(found)
+            over = (
+                {s: round(ms[s] / first[s], 3) for s in ms.keys() & first.keys()}
+                if ms != first
+                else {}
+            )
+            rows.append([name, program, *_cells(found, over)])
             if "reason" in found and found["status"] != TIMED:
                 notes.append(f"{name}, {program}, {found['status']}: {found['reason']}")
             for side, reason in found.get("not_run", {}).items():
@@ -47,34 +54,31 @@ def render(result: dict[str, Any]) -> str:
     return f"{text}\n\n{table(_TITLES, rows)}\n\n{listed(notes)}"
 
 
-def _cells(found: dict[str, Any]) -> list[str]:
-    graphs = f"{found['graphs']} ({found['different_graphs']})" if "graphs" in found else ""
+def _cells(found: dict[str, Any], over: dict[str, float]) -> list[str]:
+    """``over``: how much longer than the forward a side takes."""
+    plans = found.get("plans", {}).get(OURS, {})
+    graphs = f"{plans['graphs']} ({found['different_graphs']})" if "graphs" in plans else ""
     graphs += f", {found['loops']} in loops" if found.get("loops") else ""
-    segments = found.get("segments")
+    errors = {side: each["relative"] for side, each in found.get("errors", {}).items()}
     cut = [
         graphs,
-        f"{segments['cuDNN']} + {segments['XLA']}" if segments else "",
+        f"{plans['cuDNN']} + {plans['XLA']}" if "cuDNN" in plans else "",
         f"{found['cold_planning_s']:g}" if "cold_planning_s" in found else "",
-        _errors(found),
+        pair(errors, (OURS, PLAIN), "{:.2g}"),
     ]
     if found["status"] != TIMED:
         return [found["status"], "", "", "", "", *cut]
-    ms, ratios = found["ms"], found["over_ours"]
+    ratios = found["over_ours"]
+    ms = {
+        s: {k: round(v / 1e3, 3) for k, v in figures.items()} for s, figures in found["us"].items()
+    }
     return [
         spread(ms[OURS]),
         spread(ms[PLAIN]) if PLAIN in ms else "",
         *(
             "{median:.2f} ({min:.2f} to {max:.2f})".format(**ratios[side]) if side in ratios else ""
-            for side in (PLAIN, IN_XLA)
+            for side in (PLAIN, REFERENCE)
         ),
-        pair(found.get("over_forward", {}), (OURS, PLAIN), "{:.2f}"),
+        pair(over, (OURS, PLAIN), "{:.2f}"),
         *cut,
     ]
-
-
-def _errors(found: dict[str, Any]) -> str:
-    if found.get("errors_against") not in (EXACT, PLAIN):
-        return ""
-    figures = {side: each["relative"] for side, each in found["errors"].items()}
-    note = "" if found["errors_against"] == EXACT else " (against XLA)"
-    return pair(figures, (OURS, PLAIN), "{:.2g}") + note
