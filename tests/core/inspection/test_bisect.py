@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import FUSIONS, dtype_cases
+from cases import FUSIONS
 from helpers import assert_same, python
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
-from jax_cudnn._core import ffi, primitive
+from jax_cudnn._core import primitive
 from jax_cudnn._core.graph.reference import evaluate
 from jax_cudnn._core.inspection import program
 from jax_cudnn._core.inspection.compare import judge, measure
@@ -69,27 +69,11 @@ def stepwise(function, *args):
 X = W = (1, 8, 8)
 
 
-@jax.custom_vjp
-def guarded(x):
-    return squash(x)
-
-
+guarded = jax.custom_vjp(lambda x: squash(x))
 guarded.defvjp(lambda x: (guarded(x), x), lambda x, t: (squash(x) * t,))
-
-
-@jax.custom_jvp
-def scaled(x):
-    return squash(x) * 2
-
-
+scaled = jax.custom_jvp(lambda x: squash(x) * 2)
 scaled.defjvp(lambda p, t: (scaled(*p), t[0] * 3))
-
-
-@custom_vmap
-def doubled_in_batches(x):
-    return squash(x)
-
-
+doubled_in_batches = custom_vmap(lambda x: squash(x))
 doubled_in_batches.def_vmap(lambda size, batched, x: (squash(x) * 2, True))
 
 
@@ -99,13 +83,6 @@ def scanned(x, w):
         return squash(carry + row * w[0, 0, 0]), (carry.sum() + number, row)
 
     return lax.scan(step, x, (jnp.arange(3), jnp.stack([x, 2 * x, -x])))
-
-
-def looped(x, w):
-    def go_on(state):
-        return (state[0] > 0) & (squash(state[1]).sum() < 1e9)
-
-    return lax.while_loop(go_on, lambda s: (s[0] - 1, plus(s[1], w)), (3, x))
 
 
 def branched(x, w):
@@ -122,36 +99,28 @@ def keyed(x, w):
 
 
 PROGRAMS = {
-    "jit": lambda x, w: (jax.jit(block)(x, jax.jit(jnp.sin)(w)), x),
+    "jit": lambda x, w: (jax.jit(block)(x, jax.jit(jnp.sin)(w)), plus(x, w.sum())),
     "scan_reverse": lambda x, w: lax.scan(
         lambda c, row: (plus(c, row), c), x, jnp.stack([x, w, -x]), reverse=True
     ),
-    "scan_of_nothing": lambda x, w: (
-        lax.scan(lambda c, r: (squash(c), r), x, jnp.ones((0, 2))),
-        squash(x),
+    "scan_of_nothing": lambda x, w: lax.scan(
+        lambda c, r: (squash(c), r), squash(x), jnp.ones((0, 2))
     ),
-    "scan_without_xs": lambda x, w: lax.scan(lambda c, _: (block(c, w), None), x, length=2),
     "grad_of_scan": jax.grad(lambda x, w: scanned(x, w)[0].sum(), (0, 1)),
-    "while": looped,
+    "vmap_of_scan": lambda x, w: jax.vmap(scanned, (0, None))(jnp.stack([x, -x]), w),
     "fori": lambda x, w: lax.fori_loop(0, 3, lambda i, a: plus(a, w * i), x),
-    "cond": branched,
-    "grad_of_cond": jax.grad(lambda x, w: sum(y.sum() for y in branched(x, w)), (0, 1)),
-    "remat": jax.grad(jax.checkpoint(two_layers), (0, 1)),
-    "remat_policy": jax.grad(jax.checkpoint(two_layers, policy=jc.save_cudnn), 1),
-    "custom_vjp": jax.value_and_grad(lambda x, w: guarded(x).sum()),
-    "custom_vjp_inside": lambda x, w: lax.map(guarded, jnp.stack([x, w])),
-    "custom_jvp": lambda x, w: (jax.jvp(scaled, (x,), (w,)), scaled(x) + w),
-    "vmap": lambda x, w: jax.vmap(jax.grad(two_layers), (0, None))(jnp.stack([x, -x]), w),
     "vmap_of_while": jax.vmap(
         lambda x, w: lax.while_loop(
             lambda s: s[0].sum() > 0.1, lambda s: (squash(s[0]), plus(s[1], w)), (jnp.abs(x), w)
         )
     ),
-    "vmap_of_scan": lambda x, w: jax.vmap(scanned, (0, None))(jnp.stack([x, -x]), w),
-    "keys": keyed,
+    "grad_of_cond": jax.grad(lambda x, w: sum(y.sum() for y in branched(x, w)), (0, 1)),
+    "remat_policy": jax.grad(jax.checkpoint(two_layers, policy=jc.save_cudnn), 1),
+    "custom_vjp": jax.grad(lambda x, w: lax.map(guarded, jnp.stack([x, w])).sum()),
+    "custom_jvp": lambda x, w: (jax.jvp(scaled, (x,), (w,)), scaled(x) + w),
     "custom_vmap": lambda x, w: (doubled_in_batches(x), jax.vmap(doubled_in_batches)(w)),
+    "keys": keyed,
     "pmap": lambda x, w: jax.pmap(squash)(x.reshape(8, 1, 8)),
-    "scalars": lambda x, w: plus(x, w.sum()) + squash(jnp.float32(0.5)),
 }
 
 
@@ -173,25 +142,17 @@ def shows_a_tenth(case):
     return {*made} <= {"float32", "bfloat16", "float16"}
 
 
-each_example = pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, id=c.name, marks=() if i % 8 == 0 else pytest.mark.long)
-     for i, c in enumerate((*FUSIONS, *dtype_cases()))],
-)  # fmt: skip
-
-
-@each_example
+@pytest.mark.long
+@pytest.mark.parametrize("case", [*filter(shows_a_tenth, FUSIONS)], ids=lambda case: case.name)
 def test_an_example_is_suspect_only_where_it_is_wrong(case, key, monkeypatch):
+    def run(spec, *arrays, **options):
+        return [(y * 1.1).astype(y.dtype) for y in evaluate(spec, *arrays, **options)]
+
     report = jc.bisect(case.function, *case.operands(key))
     assert (len(report), report.suspects, report.first_nan) == (1, (), None)
-    if shows_a_tenth(case):
-
-        def run(spec, *arrays, **options):
-            return [(y * 1.1).astype(y.dtype) for y in evaluate(spec, *arrays, **options)]
-
-        monkeypatch.setattr(primitive, "evaluate", run)
-        report = jc.bisect(case.function, *case.operands(key))
-        assert report.suspects == (report.worst,)
+    monkeypatch.setattr(primitive, "evaluate", run)
+    report = jc.bisect(case.function, *case.operands(key))
+    assert report.suspects == (report.worst,)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -350,7 +311,6 @@ WRONG = [
     (lambda: jc.bisect(lambda x: jnp.sin(x), ONES), jc.GraphError, "<lambda> holds no cuDNN graph"),
     (lambda: jc.bisect(lambda x: (squash(x), x)[1], ONES), jc.GraphError, "no result"),
     (lambda: jc.bisect(branches, ONES), jc.GraphTypeError, r"branches[^$]*TracerBoolConversion"),
-    (lambda: jc.bisect(squash(ONES), ONES), jc.GraphTypeError, "takes a function"),
     (lambda: jc.bisect(squash, jax.eval_shape(squash, ONES)), jc.GraphTypeError, "runs"),
     (lambda: jax.jit(lambda x: jc.bisect(squash, x))(ONES), jc.GraphTypeError, "inside"),
     (
@@ -358,7 +318,6 @@ WRONG = [
         jc.GraphError,
         "branches and loops",
     ),
-    (lambda: jc.bisect(two_layers, ONES), TypeError, "missing 1 required"),
 ]
 
 
@@ -368,9 +327,9 @@ def test_what_is_wrong_is_said(call, kind, words):
         call()
 
 
-def sharded(body, *specs, out, check_vma=False, kind=AxisType.Auto):
-    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("a", "b"), axis_types=(kind,) * 2)
-    return mesh, jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+def sharded(body, *specs, out, check_vma):
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("a", "b"))
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
 
 
 def local_loss(x, w):
@@ -382,10 +341,10 @@ def local_loss(x, w):
     return c + lax.psum(sums.sum(), ("a",))
 
 
-@pytest.mark.parametrize(("check_vma", "grad"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("check_vma", "grad"), [(True, False), (False, True)])
 def test_shard_map_is_entered(check_vma, grad, key, wrong):
     x, w = operands(key, (4, 8, 8), (1, 8, 8))
-    _, run = sharded(local_loss, P("a"), P(), out=P("a"), check_vma=check_vma)
+    run = sharded(local_loss, P("a"), P(), out=P("a"), check_vma=check_vma)
     total = jax.grad(lambda x, w: (run(x, w) ** 2).sum(), (0, 1)) if grad else run
     got, entered = stepwise(total, x, w)
     assert_same(got, jax.tree.leaves(jax.jit(total)(x, w)))
@@ -398,20 +357,18 @@ def test_shard_map_is_entered(check_vma, grad, key, wrong):
     assert jc.bisect(total, x, w).worst.name == "squash"
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_devices_may_go_different_ways(check_vma, key):
+def test_devices_may_go_different_ways(key):
     """Then what they do is run, and not looked into, as the report says."""
 
     def body(x):
         device = lax.axis_index("a")
         y = lax.cond(device == 1, squash, lambda x: x, x)
-        start = (device * 0 if check_vma else 0, y)
         count, z = lax.while_loop(
-            lambda s: s[0] < 1 + device, lambda s: (s[0] + 1, squash(s[1])), start
+            lambda s: s[0] < 1 + device, lambda s: (s[0] + 1, squash(s[1])), (device * 0, y)
         )
         return plus(y, z), count[None] + device * 0
 
-    _, run = sharded(body, P("a"), out=(P("a"), P("a")), check_vma=check_vma)
+    run = sharded(body, P("a"), out=(P("a"), P("a")), check_vma=True)
     (x,) = operands(key, (4, 8, 8))
     assert_same(stepwise(run, x)[0], jax.tree.leaves(jax.jit(run)(x)))
     report = jc.bisect(run, x)
@@ -419,24 +376,6 @@ def test_devices_may_go_different_ways(check_vma, key):
     assert [(entry.name, entry.path) for entry in report] == found
     assert "different branches" in str(report)
     assert "different times" in str(report)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_arrays_are_taken(kind, key):
-    mesh, mapped = sharded(local_loss, P("a"), P(), out=P("a"), kind=kind)
-    arrays = zip(operands(key, (4, 8, 8), (1, 8, 8)), (P("a"), P()), strict=True)
-    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in arrays]
-
-    def run(x, w):
-        more = mapped(x, w)
-        return lax.scan(lambda c, _: (squash(block(c, w)) + more, c.sum()), x, length=2)
-
-    with jax.set_mesh(mesh):
-        assert_same(stepwise(run, *placed)[0], jax.tree.leaves(jax.jit(run)(*placed)))
-        report = jc.bisect(run, *placed)
-    assert report.suspects == ()
-    paths = {f"{where}scan[{i}]" for i in range(2) for where in ("", "shard_map/")}
-    assert {entry.path for entry in report} == paths
 
 
 def test_what_is_not_entered_is_named(key):
@@ -490,30 +429,9 @@ def test_an_example_and_its_gradient_are_not_suspect_on_the_gpu(case, grad, key)
         floats = [y for y in leaves if jnp.issubdtype(y.dtype, jnp.floating)]
         return sum(jnp.sum(y.astype("float32")) for y in floats)
 
-    if grad and not all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in case.avals):
-        pytest.skip("has no gradient by all of its operands")
-    function = jax.grad(total, tuple(range(len(case.avals)))) if grad else case.function
+    moving = (i for i, a in enumerate(case.avals) if jnp.issubdtype(a.dtype, jnp.floating))
+    function = jax.grad(total, tuple(moving)) if grad else case.function
     report = jc.bisect(function, *case.operands(key))
     assert report.suspects == (), str(report)
     blamed = report.first_nan
     assert blamed is None or any(output.overflows for output in blamed.outputs), str(report)
-
-
-@pytest.mark.gpu
-def test_a_wrong_kernel_is_named_on_the_gpu(key, by_cudnn, monkeypatch):
-    right = ffi.call
-
-    def call(plan, spec, name, *inputs):
-        results = right(plan, spec, name, *inputs)
-        return [y * 1.1 for y in results] if name == "squash_rows" else results
-
-    squash_rows = jc.graph(lambda g, x, w: g.tanh(g.matmul(x, w)))
-    squash_rows.name = "squash_rows"
-    monkeypatch.setattr(ffi, "call", call)
-
-    def loss(x, w):
-        return lax.scan(lambda c, _: (squash_rows(block(c, w), w), None), x, length=3)[0]
-
-    report = jc.bisect(jax.jit(loss), *operands(key, (1, 64, 64), (1, 64, 64), dtype="bfloat16"))
-    assert {entry.name for entry in report.suspects} == {"squash_rows"}
-    assert report.on_gpu
