@@ -42,6 +42,15 @@ def test_a_backward_operation_is_the_derivative_of_its_forward_one(forward, attr
     np.testing.assert_allclose(got, vjp(loss)[0], rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize("method", "tan sin cos erf exp log reciprocal rsqrt sqrt abs".split())
+def test_slopes_away_from_poles_are_jaxs(method):
+    x = jnp.linspace(0.2, 1.2, 24).reshape(4, 6)
+    function = jc.graph(lambda g, x: getattr(g, method)(x))
+    spec = function.trace(x)[1].spec
+    want = jax.grad(lambda x: evaluate(spec, x)[0].sum())(x)
+    np.testing.assert_allclose(jax.grad(lambda x: function(x).sum())(x), want, rtol=1e-5)
+
+
 def test_gradients_pass_comparisons_masks_and_indices(key):
     x, y = jax.random.normal(key, (2, 4, 16, 6, 10))
 
@@ -176,10 +185,12 @@ def test_dtype_of_the_result(method, dtypes):
         assert apply(method, *operands, **dict(node.examples[0].attributes)).dtype == wanted
 
 
-def test_integers_saturate_and_do_not_wrap():
+def test_integers_and_float8_saturate():
     x = jnp.full((2, 16, 3, 4), 100, jnp.int8)
     assert int(apply("add", x, x).min()) == 127
     assert int(apply("neg", jnp.full((2, 16, 3, 4), 5, jnp.uint8)).max()) == 0
+    rounded = jc.graph(lambda g, x: g.neg(x).set_data_type("float8_e4m3fn"))
+    assert rounded(jnp.asarray([1e4, -1e4])).tolist() == [-448, 448]
 
 
 def test_selection_by_numbers_is_by_those_that_are_not_zero():
