@@ -217,6 +217,7 @@ def test_float32_convolutions_leave_tensor_cores_out():
     assert plan(precision="high").engine == plan().engine  # bfloat16 has nothing to lose
     strict = spec(conv_bias_relu.with_options(precision="high"), FLOATS)
     assert "TENSOR_CORE" in choice.left_out(strict)
+    assert "NONDETERMINISTIC" in choice.left_out(spec(product.with_options(deterministic=True)))
 
 
 @pytest.mark.deviceless

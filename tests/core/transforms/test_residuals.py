@@ -214,3 +214,12 @@ def test_what_jumps_is_kept_and_not_computed_again():
         (name,) = forward.origin.residuals
         assert (name.split(".")[0], forward.tensor(name).dtype) == (kept, dtype)
         assert kept not in methods(backward)
+
+
+def test_what_is_no_pointwise_operation_is_not_computed_again():
+    """A product of two matmuls, each of which the other's gradient needs."""
+    graph = jc.graph(lambda g, a, b, c: g.mul(g.matmul(a, b), g.matmul(a, c)))
+    args = [jnp.ones(s) for s in ((2, 5, 4), (2, 4, 3), (2, 4, 3))]
+    forward, backward = graphs_of(jax.value_and_grad(total(graph), (1, 2)), *args)
+    assert len(forward.origin.residuals) == 2
+    assert methods(backward).count("matmul") == 2  # of the gradients
