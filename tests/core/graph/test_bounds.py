@@ -1,6 +1,7 @@
 """Operands that say where elements of others lie: a plan that runs by itself keeps them inside."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +137,20 @@ def test_integers_in_bounds_stay_as_they_are():
             given[name] = value.reshape(tensor.shape).astype("int32")
     for got, want in zip(bounded(spec, list(given.values())), given.values(), strict=True):
         np.testing.assert_array_equal(np.asarray(got, "float32"), np.asarray(want, "float32"))
+
+
+@pytest.mark.deviceless
+def test_an_operand_of_two_ports_keeps_the_bounds_of_both():
+    """5 queries, and keys of 4 pages of 16."""
+    spec = planned("pages").spec
+    (call,) = spec.calls
+    names = dict(call.inputs)
+    shared, other = names["seq_len_q"], names["seq_len_kv"]
+    call = replace(call, inputs=tuple((p, shared if n == other else n) for p, n in call.inputs))
+    inputs = tuple(name for name in spec.inputs if name != other)
+    spec = replace(spec, calls=(call,), inputs=inputs, _cache={})
+    given = [jnp.full(spec.tensor(n).shape, 50, spec.tensor(n).dtype) for n in inputs]
+    assert bounded(spec, given)[inputs.index(shared)].max() == 5
 
 
 @pytest.mark.gpu
