@@ -137,7 +137,7 @@ SETUPS = [
     (BARE, driver(0), "CUDA plugin", r"pip install 'jax-cudnn\[cuda13\]'"),
     long((), driver(100), "GPUs", "answers 100: no CUDA.*--gpus all"),
     long(BARE, driver(0, CUDA_VISIBLE_DEVICES="-1"), "GPUs", "1 hidden: Fake GPU.*'-1'.*unset"),
-    (BARE, driver(-1), "driver", "SIGABRT.*reinstall"),
+    long(BARE, driver(-1), "driver", "SIGABRT.*reinstall"),
     long(BARE, lambda _: {"XLA_FLAGS": "--xla_no=1"}, "JAX's devices", "xla_no.*check XLA_FLAGS"),
 ]
 
@@ -184,7 +184,7 @@ def test_the_doctor_itself_loads_and_starts_nothing(interpreter, tmp_path):
 
 
 @no_gpu
-@pytest.mark.parametrize(("text", "words"), [("not ELF", "too short"), (None, "No such file")])
+@pytest.mark.parametrize(("text", "words"), [("not ELF", "too short"), long(None, "No such file")])
 def test_an_executor_that_does_not_fit(tmp_path, text, words):
     interpreter = environment(tmp_path, *BARE, "jax_cudnn-")
     (package,) = tmp_path.glob("lib/python*/site-packages/jax_cudnn")
