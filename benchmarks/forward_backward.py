@@ -21,6 +21,7 @@ from jax_cudnn.commands import agreement, timing
 
 from . import power, queued, torch_graphs
 from .case import BACKWARD, FORWARD, OURS, REFERENCE, TRAINING, WHOLE, Case, Named, Side
+from .exact import exact
 from .halves import Halves, halves
 from .measure import (
     FAILED,
@@ -50,8 +51,6 @@ _FAR = 4.0  # times the fastest: a formulation of XLA's that takes longer is slo
 _TOO_LONG = 10.0  # seconds of a call; such a side is not timed
 _AGAIN = 1.0  # seconds: of a call that takes less there is a second one, which may be quicker
 _NO_BACKWARD = "it has no backward"
-# Without the tuning of kernels, which takes longer than the one run that is wanted of it.
-_UNTUNED: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
 Given = Mapping[str, tuple[Any, tuple[Any, ...]]]
 """By side a function and its operands."""
@@ -61,7 +60,7 @@ def measure(case: Case, effort: Effort, fillers: queued.Fillers) -> Entry:
     """The entry of a case: of each program the times in us on all sides, the chip's limit, and how
     far the results are from float32."""
     bench = _Bench(case, effort, fillers)
-    want = _exact(case, bench.operands)
+    want = exact(case, bench.operands)
     bench.prepare()
     entries = {program: tried(bench.program, program, want[program]) for program in case.programs}
     found: Entry = {"status": worst(entries), "programs": entries}
@@ -80,30 +79,6 @@ def base(case: Case) -> Entry:
     """What is always told of a case."""
     about = {"what": case.what, "operands": case.described(), **case.about()}
     return {**about, "programs": {}}
-
-
-def _exact(case: Case, operands: Named) -> dict[str, Named]:
-    """Results of each program in float32."""
-    wide = jax.tree.map(
-        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, operands
-    )
-    dy = wide.pop("dy", None)
-
-    def results(operands: Named, dy: Any) -> dict[str, Named]:
-        if case.whole:
-            made = {name: make(case.exact.function) for name, make in case.whole.items()}
-            return {name: function(**operands) for name, function in made.items()}
-        if not case.learned:
-            return dict.fromkeys(case.programs, case.exact.function(**operands))
-        half = halves(case.exact.function, operands, case.learned)
-        trained = half.training(operands)
-        found = {BACKWARD: half.backward(half.saved(operands, trained), dy)}
-        return {program: found.get(program, trained[0]) for program in case.programs}
-
-    with jax.default_matmul_precision("highest"):
-        program = jax.jit(results).lower(wide, dy).compile(_UNTUNED)
-    found = jax.block_until_ready(program(wide, dy))
-    return {program: case.shown(result) for program, result in found.items()}
 
 
 @dataclass
@@ -319,7 +294,9 @@ class _Bench:
     def _results(self, program: str, side: str, running: _Running) -> Named:
         """The results by name; what the backward needs is put aside, and a call is timed."""
         found, running.seconds = None, math.inf
-        for _ in range(2):
+        # PyTorch writes running statistics in place: a second call would move them again.
+        moved = any(name.startswith(torch_graphs.RUNNING) for name in self.operands)
+        for _ in range(1 if moved and side in self.case.torch else 2):
             found = None  # so that the next one has its memory
             began = time.perf_counter()
             found = jax.block_until_ready(running.call())
