@@ -47,6 +47,7 @@ def made(normal, sizes, has, dtype="float32", **given):
         tiles[:, :, 1] = False  # queries that see nothing
         exact["tiles"] = np.broadcast_to(tiles, (b, n, *shape[2:]))
         given["block_mask"] = jnp.asarray(tiles)
+    given |= {name: has.pop(name) for name in ("score_mod",) if name in has}
     named = {}
     if "bias" in has:
         named["bias"] = exact["bias"] = normal(has.pop("bias"), dtype)

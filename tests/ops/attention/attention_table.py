@@ -67,18 +67,18 @@ def packed(
     return function, [S(shape, "bfloat16") for shape in shapes], len(shapes)
 
 
-def in_pages(*, t=1, n=8, k=2, h=64, page=64, per=5, **given):
+def in_pages(*, t=1, n=8, k=2, h=64, page=64, per=5, ends=(320, 1, 100, 0), **given):
     """Of four examples one has no keys, and one a single one."""
-    shapes = (4, t, n, h), *[(4 * per + 3, page, k, h)] * 2
-    if given.get("heads_first"):
-        shapes = shapes[0], *[(4 * per + 3, k, page, h)] * 2
-    table = np.random.default_rng(0).permutation(4 * per + 3)[: 4 * per].reshape(4, per)
+    b = len(ends)
+    count = b * per + 3
+    pages = (count, k, page, h) if given.get("heads_first") else (count, page, k, h)
+    table = np.random.default_rng(0).permutation(count)[: b * per].reshape(b, per)
 
     def function(*operands, **more):
-        lengths = {"key_value_seq_lengths": ints(320, 1, 100, 0)}
+        lengths = {"key_value_seq_lengths": ints(*ends)}
         return paged(*operands, jnp.asarray(table, "int32"), **lengths, **given, **more)
 
-    return function, [S(shape, "bfloat16") for shape in shapes], 3
+    return function, [S(shape, "bfloat16") for shape in ((b, t, n, h), pages, pages)], 3
 
 
 def of_score(f):

@@ -55,6 +55,10 @@ CASES = {  # sizes, and what it has
     "lengths out of range": ({"b": 3}, {**LAST, "queries": [99, -2, 7], "keys": [20, 5, 99]}),
     "sink": ({"k": 2}, {**CAUSAL, "sink": True, "local_window_size": (5, 0)}),
     "sink, no key": ({"b": 3}, {**LENGTHS, "sink": True, "bias": (1, 4, 24, 24)}),
+    "sink, score_mod": (  # which has a reference of its own
+        {"b": 3},
+        {**LENGTHS, **LAST, "sink": True, "score_mod": lambda score, *_: score},
+    ),
     "alibi of six heads": (GROUPS, {**CAUSAL, "alibi": True, "sink": True}),
     "tiles": (TILED, {"tiles": (2, 4), "sink": True, "queries": [140, 70], "keys": [300, 150]}),
     "dropout": ({"k": 2, "e": 8}, {"rate": 0.3}),
@@ -203,3 +207,30 @@ def test_what_is_added_is_not_larger_than_the_mask(shape, normal):
     assert spec.tensor("bias").shape == (*(1,) * (4 - len(shape)), *shape)
     got, want = (attend(q, k, v, None, jnp.broadcast_to(mask, s)) for s in (shape, (2, 4, 6, 6)))
     np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+# -- queries, keys and values in one array ---------------------------------------------------------
+
+LEFT = jnp.ones((2, 1, 1, 9), bool).at[1, ..., :3].set(False)
+ENDS = jnp.array([9, 4], "int32"), jnp.array([7, 9], "int32")
+IN_ONE = {
+    "window": {**CAUSAL, "local_window_size": (3, 0), "scale": 0.3},
+    "hidden queries": {**LAST, "mask": LEFT},
+    "lengths": {"query_seq_lengths": ENDS[0], "key_value_seq_lengths": ENDS[1]},
+}
+
+
+@pytest.mark.parametrize(("name", "heads"), [("window", 6), ("hidden queries", 4), ("lengths", 6)])
+def test_of_one_array_it_is_that_of_three(name, heads, normal):
+    """Of 12 heads in all: 4 of each, and 6 of queries beside 3 of keys."""
+    one, given = jc.ops.dot_product_attention_qkv, {"return_residual": True, **IN_ONE[name]}
+    of_three = lambda x: jnp.split(x, [heads, (12 + heads) // 2], axis=2)  # noqa: E731
+    operands = normal((2, 9, 12, 8)), normal((1, heads, 9, 9))
+    along = normal((2, 9, heads, 8)), normal((2, 9, heads))
+    got = outcome(lambda x, bias: one(x, heads, bias, **given), operands, *along)
+    want = outcome(lambda x, bias: ours(*of_three(x), bias, **given), operands, *along)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    if heads == 4:
+        stacked = one(operands[0].reshape(2, 9, 3, 4, 8), None, operands[1], **given)
+        np.testing.assert_allclose(stacked[0], got[0], atol=1e-6)

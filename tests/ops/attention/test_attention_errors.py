@@ -112,6 +112,8 @@ X, FP8, FACTOR = S((2, 4, 8, 16), "bfloat16"), S((2, 4, 8, 16), E4M3), S((1,) * 
 WORDS, LENGTHS = S((1, 1, 1, 2), "uint32"), S((2, 1, 1, 1), "int32")
 drop = functools.partial(dict, dropout_probability=0.5)
 sdpa = lambda **more: lambda g, q: g.sdpa(q, q, q, **more)  # noqa: E731
+OTHERS = []
+jc.graph(lambda g, n: OTHERS.append(n) or g.abs(n)).trace(S((2, 1, 1, 1), "float32"))
 NODES = {  # words, and what is traced with which operands
     "unknown diagonal_alignment": (sdpa(diagonal_alignment="LEFT"), X),
     "diagonal_band_left_bound": (sdpa(diagonal_band_left_bound=0), X),
@@ -136,6 +138,16 @@ NODES = {  # words, and what is traced with which operands
     "float32[1, 4, 1, 1]": (lambda g, q, w: g.sdpa(q, q, q, sink_token=w), X, S((4,), "f4")),
     "uint8[2, 4, 1, 1]": (
         lambda g, q, w: g.sdpa(q, q, q, block_mask=w), X, S((2, 4, 1, 1), "int8"),
+    ),
+    "without a score_mod": (lambda g, q: g.sdpa(q, q, q, score_mod_operands=[q]), X),
+    "does not fit the scores": (
+        lambda g, q: g.sdpa(q, q, q, score_mod=lambda s, *x: s, score_mod_operands=[q]), X,
+    ),
+    "belongs to another graph": (
+        lambda g, q, n: g.sdpa(
+            q, q, q, score_mod=lambda s, *x: s + x[-1], score_mod_operands=[OTHERS[0]]
+        ),
+        X, LENGTHS,
     ),
     "'q' has the wrong dtype": (of_one_dtype, X, FACTOR),
     "expected: [1, 1, 1, 1]": (of_one_dtype, FP8, S((2, 1, 1, 1), "f4")),

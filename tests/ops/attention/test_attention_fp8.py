@@ -167,40 +167,22 @@ def backward(g, operands, stats, factors, *, kind=None, **attributes):
 ATTRIBUTES = {"attn_scale": 0.25, "right_bound": 4}
 
 
-def exactly(node, operands, **given):
-    """The node's results by the oracle, by name."""
-    names = ("q", "k", "v", "o", "dO", "stats")
-    given |= dict(zip(names, operands, strict=False))
-    given = {port: np.asarray(x, np.float64) for port, x in given.items()}
-    node = REGISTRY[node](**ATTRIBUTES)
-    found = oracle_attention.OPERATIONS[node.method](node, **given)
-    return dict(zip(node.results, found, strict=True))
-
-
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_largest_values_are_exact(dtype, normal):
+def test_largest_values_are_those_of_what_is_then_rounded(dtype, normal):
     operands = fp8_operands(normal, dtype)
     given = factors("sdpa_fp8", scale_o=8.0)
-    out, stats, amax_s, amax_o = forward(operands, given, kind="float32", **ATTRIBUTES)
-    assert float(amax_o[0, 0, 0, 0]) == float(jnp.abs(out).max()) / 8
-    want = exactly("sdpa_fp8", operands, **given)
-    np.testing.assert_allclose(stats, want["Stats"], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(amax_s, want["Amax_S"], rtol=1e-5)
+    out, stats, _, amax = forward(operands, given, kind="float32", **ATTRIBUTES)
+    assert float(amax[0, 0, 0, 0]) == float(jnp.abs(out).max()) / 8
     rounded = forward(operands, given, **ATTRIBUTES)[0]
     assert rounded.dtype == dtype
     np.testing.assert_array_equal(rounded, stored(out, dtype).astype(dtype))
-    grad = (normal(out.shape) * 8).astype(E5M2)
     scales = {"scale_dQ": 2.0, "scale_dK": 4.0, "scale_dV": 8.0, "scale_dP": 64.0}
     given = factors("sdpa_fp8_backward", **scales, descale_dP=1 / 64)
-    operands = [*operands, rounded, grad]
+    operands += [rounded, (normal(out.shape) * 8).astype(E5M2)]
     found = backward(operands, stats, given, kind="float32", **ATTRIBUTES)
-    want = exactly("sdpa_fp8_backward", [*operands, stats], **given)
-    for x, amax, name in zip(found[:3], found[3:6], scales, strict=False):
-        assert float(amax[0, 0, 0, 0]) == float(jnp.abs(x).max()) / scales[name]
-        limit = GRADIENTS if dtype == E4M3 else 2 * GRADIENTS
-        assert relative_error(np.asarray(x), want[name.removeprefix("scale_")]) < limit
-    np.testing.assert_allclose(found[6], want["amax_dP"], rtol=1e-4)
+    for x, amax, scale in zip(found[:3], found[3:6], (2, 4, 8), strict=True):
+        assert float(amax[0, 0, 0, 0]) == float(jnp.abs(x).max()) / scale
 
 
 def test_what_exceeds_fp8_saturates_and_rounding_is_straight_through(normal):
@@ -349,57 +331,8 @@ def test_the_backward_of_a_part_of_a_tile_is_left_to_xla():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bound", [None, 0])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_largest_values_and_statistics_on_the_gpu(dtype, bound, normal):
-    """The largest weight is of softmax's, not of what a kernel multiplies before it divides."""
-    operands, most = (
-        fp8_operands(normal, dtype, 2, 8, 2, 512, 384, 128),
-        float(jnp.finfo(dtype).max),
-    )
-    along = {"attn_scale": 128**-0.5, "right_bound": bound}
-    first = factors("sdpa_fp8", scale_s=most, descale_s=1 / most, scale_o=64.0)
-    scales = {
-        "scale_dP": 2.0**12,
-        "descale_dP": 2.0**-12,
-        "descale_dO": 1 / 64,
-        "descale_o": 1 / 64,
-    }
-    scales |= dict.fromkeys(("scale_dQ", "scale_dK", "scale_dV"), 256.0)
-    second = factors("sdpa_fp8_backward", scale_s=most, descale_s=1 / most, **scales)
-    grad = (normal(operands[0].shape) * 64).astype(E5M2)
-
-    def run(node, implementation, *given):
-        node = functools.partial(node.with_options(implementation=implementation), **along)
-        return [np.asarray(x, np.float64) for x in jax.jit(node)(*given)]
-
-    got, want = (run(forward, i, operands, first) for i in ("cudnn", "xla"))
-    np.testing.assert_allclose(got[1], want[1], rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(got[2], want[2], rtol=1e-2 if bound is None else 0.12)
-    np.testing.assert_allclose(got[3], want[3], rtol=0.12)
-    assert relative_error(got[0], want[0]) < GRADIENTS
-    given = (
-        [*operands, jnp.asarray(want[0]).astype(dtype), grad],
-        jnp.asarray(want[1], "f4"),
-        second,
-    )
-    got, want = (run(backward, i, *given) for i in ("cudnn", "xla"))
-    for at in range(3):  # results are rounded, so largest values agree to their digits
-        assert relative_error(got[at], want[at]) < GRADIENTS
-        assert np.abs(got[at]).max() / 256 == pytest.approx(got[3 + at].item(), rel=0.13)
-    np.testing.assert_allclose(np.ravel(got[3:]), np.ravel(want[3:]), rtol=0.12)
-
-
-@pytest.mark.gpu
-def test_cudnn_saturates_and_queries_may_see_no_key_on_the_gpu(normal):
+def test_cudnn_saturates_on_the_gpu(normal):
     operands = fp8_operands(normal, E4M3, 1, 2, 2, 128, 128, 128)
     run = jax.jit(forward.with_options(implementation="cudnn"))
     out = np.asarray(run(operands, factors("sdpa_fp8", scale_o=1e6))[0], np.float32)
     assert np.abs(out).max() == 448
-    operands = [normal((2, 64, 4, 128), "bfloat16") for _ in range(3)]
-    function = with_lengths(ours, {"queries": [40, 64], "keys": [64, 0]})
-    out = jax.jit(function)(*operands)
-    assert not out[0, 40:].any()
-    for x in (out, *jax.jit(jax.grad(loss(function), (0, 1, 2)))(*operands)):
-        assert np.isfinite(np.asarray(x, np.float32)).all()
-        assert not x[1].any()
