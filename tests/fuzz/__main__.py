@@ -18,13 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from jax_cudnn._core.cuda import CudaDevice, device_nodes
-from jax_cudnn._core.settings import configure
-from jax_cudnn.deviceless import profiles
-
-from .checks import Checks, Outcome, smallest
+from .checks import Checks, Outcome, checks_for, outcome, smallest
 from .graphs import random_graph
 
 
@@ -41,13 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the figures as JSON")
     options = parser.parse_args(arguments)
     if options.seed is not None:
-        return _told_in_full(_checks(options.gpu, options.transforms), options.seed)
+        return _told_in_full(checks_for(options.gpu, options.transforms), options.seed)
     outcomes, seeds = [], range(options.start, options.start + options.seeds)
-    check = functools.partial(_outcome, options.gpu, options.transforms)
-    for outcome in _outcomes(check, seeds, options.workers):
-        outcomes.append(outcome)
-        if outcome.problem:
-            print(f"seed {outcome.seed}: {outcome.problem}\n{random_graph(outcome.seed).spec}\n")
+    check = functools.partial(outcome, options.gpu, options.transforms)
+    for found in _outcomes(check, seeds, options.workers):
+        outcomes.append(found)
+        if found.problem:
+            print(f"seed {found.seed}: {found.problem}\n{random_graph(found.seed).spec}\n")
     compared = [c for outcome in outcomes for c in outcome.comparisons]
     facts = {
         "gpu": options.gpu,
@@ -85,29 +79,15 @@ def _outcomes(check: Any, seeds: range, workers: int) -> Iterator[Outcome]:
                 count = 1 if count > 1 else workers  # the next one alone: it may have done it
 
 
-def _outcome(gpu: str | None, transformed: bool, seed: int) -> Outcome:
-    return _checks(gpu, transformed).outcome(seed)
-
-
-@functools.cache
-def _checks(gpu: str | None, transformed: bool) -> Checks:
-    if not device_nodes() and "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")
-    configure(plan_cache=None)  # planning is what is looked at
-    if gpu is None and device_nodes():
-        return Checks(CudaDevice(jax.devices("gpu")[0].local_hardware_id), transformed)
-    return Checks(None if gpu == "none" else profiles.get(gpu or "H200"), transformed)
-
-
 def _told_in_full(checks: Checks, seed: int) -> int:
     """The graph, what is wrong with it, and its smallest part that fails, or its plan."""
-    spec, outcome = random_graph(seed).spec, checks.outcome(seed)
-    print(spec, outcome, sep="\n")
-    if outcome.problem and checks.problem(spec):
+    spec, found = random_graph(seed).spec, checks.outcome(seed)
+    print(spec, found, sep="\n")
+    if found.problem and checks.problem(spec):
         print(f"the smallest part that fails alike:\n{smallest(spec, checks.problem)}")
-    elif checks.site is not None and not outcome.problem:
+    elif checks.site is not None and not found.problem:
         print(*(plan.explain() for plan in checks.plans({f"random_{seed}": spec})), sep="\n")
-    return 1 if outcome.problem else 0
+    return 1 if found.problem else 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What must hold for every graph: planned, transformed and on a GPU it computes the same."""
 
+import functools
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,13 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_cudnn._core.cuda import CudaDevice
+from jax_cudnn._core.cuda import CudaDevice, device_nodes
 from jax_cudnn._core.errors import JaxCudnnError
 from jax_cudnn._core.graph.spec import GraphSpec
 from jax_cudnn._core.planning import placement
 from jax_cudnn._core.planning.collect import graphs
 from jax_cudnn._core.planning.plan import Plan
 from jax_cudnn._core.planning.split import part, run
+from jax_cudnn._core.settings import configure
+from jax_cudnn.deviceless import profiles
 
 from . import transforms
 from .comparison import Comparison
@@ -96,6 +100,22 @@ class Checks:
         ):
             results = jax.jit(function)(*jax.tree.map(np.asarray, data))
             return jax.tree.map(np.asarray, results)
+
+
+@functools.cache
+def checks_for(gpu: str | None, transformed: bool) -> Checks:
+    """For a profile, nothing (``none``), this machine's GPU, or an H200 where there is none."""
+    if not device_nodes() and "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+    configure(plan_cache=None)  # planning is what is looked at
+    if gpu is None and device_nodes():
+        return Checks(CudaDevice(jax.devices("gpu")[0].local_hardware_id), transformed)
+    return Checks(None if gpu == "none" else profiles.get(gpu or "H200"), transformed)
+
+
+def outcome(gpu: str | None, transformed: bool, seed: int) -> Outcome:
+    """What another process does; it finds nothing of a package's ``__main__``."""
+    return checks_for(gpu, transformed).outcome(seed)
 
 
 def check_segments(spec: GraphSpec, segments: Sequence[Any]) -> None:

@@ -1,6 +1,8 @@
 """Random graphs: none is refused or changed, nor by transformations; and the checks can fail."""
 
 import json
+import subprocess
+import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -197,6 +199,16 @@ def test_damaged_segments_are_noticed(damage):
         checks.check_segments(spec, change(*each))
 
 
+@pytest.mark.long
+def test_the_command_checks_in_processes():
+    options = ["--gpu", "none", "--transforms", "--seeds", "2", "--workers", "2"]
+    here = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-m", "fuzz", *options], cwd=here, capture_output=True)
+    facts = json.loads(done.stdout)
+    assert (done.returncode, facts["failures"]) == (0, [])
+    assert facts["results"] > 2
+
+
 def test_the_command_tells_a_refused_plan_and_its_smallest_part(
     many, monkeypatch, capsys, tmp_path
 ):
@@ -279,7 +291,7 @@ def test_every_graph_is_planned(start):
     assert any(any(outcome.segments) for outcome in outcomes)
 
 
-@starts(0, 5, long=range(10, 110, 10))
+@starts(0, 5, long=(*range(10, 60, 10), 228))
 def test_transformations_agree_with_the_references(start):
     seeds = range(start, start + (5 if start < 10 else 10))
     outcomes = check_all(Checks(None, transformed=True), seeds)

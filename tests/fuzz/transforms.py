@@ -104,7 +104,7 @@ def draw(spec: GraphSpec, operands: Callable[[int], Sequence[Any]], seed: int) -
     inputs, outputs = spec.input_tensors, spec.output_tensors
     floats, results = _floating(inputs), _floating(outputs)
     out_axes = [_axis(rng, len(tensor.shape)) for tensor in outputs]
-    cotangent_axes = [0 if rng.random() < 0.8 else None for _ in results]
+    cotangent_axes = [0 if rng.random() < 0.8 else None for _ in results if floats]
     cotangents, tangents = [[] for _ in drawn], {}
     if floats and results:
         reference = Reference(spec, drawn[0])
