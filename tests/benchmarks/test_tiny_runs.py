@@ -17,8 +17,14 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("suite", FEW)
+@pytest.mark.parametrize(
+    ("suite", "few"),
+    [
+        pytest.param(suite, few, marks=() if few and suite != "flax" else pytest.mark.long)
+        for suite in FEW
+        for few in (True, False)
+    ],
+)
 def test_tiny_cases_are_measured_and_rendered(suite, few, tmp_path, capsys):
     chosen = ["--only", FEW[suite]] if few else []
     assert main(["run", suite, "--tiny", "--out", str(tmp_path), *chosen]) == 0
