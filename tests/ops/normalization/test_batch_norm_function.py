@@ -43,7 +43,7 @@ NORMS = [  # with dtypes of x and of parameters
 ]
 
 
-@TWO
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("case", "dtype", "parameters"), NORMS)
 def test_values_statistics_and_gradients(case, dtype, parameters, training):
     """y has x's dtype, statistics theirs; y is rounded once, in training also in front of residual

@@ -14,7 +14,6 @@ import jax_cudnn as jc
 from jax_cudnn._core.graph.wire import wire
 
 each_kind = pytest.mark.parametrize("name", KINDS)
-
 CALLS = [(name, "float32", "float32") for name in CASES]
 CALLS += [(name, "bfloat16", "float32") for name in KINDS]  # of parameters wider than x
 CALLS += [(name, "float16", "float16") for name in KINDS]
@@ -145,8 +144,13 @@ def test_what_is_wrong_is_said(what):
         call()
 
 
+LONG = {*PLANNED} - {"rms", "ada", "instance", "layer, middle", "group, one"}
+
+
 @pytest.mark.deviceless
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in PLANNED]
+)
 def test_forward_and_backward_are_a_plan_each(name):
     case = PLANNED[name]
     step = jax.grad(total(case, implementation="cudnn"), tuple(range(len(case.shapes))))

@@ -54,7 +54,7 @@ def check_rows(length, dtype, kind, times=1, **keywords):
 RUNS = [("layer", "float32"), ("layer", "float16"), ("rms", "bfloat16")]
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 64, 65, 1000, 16385])
+@pytest.mark.parametrize("length", [1, 2, 7, 65, 1000, pytest.param(16385, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("kind", "dtype"), RUNS)
 def test_rows_of_any_length_and_mean(kind, dtype, length):
     check_rows(length, dtype, kind)
