@@ -63,8 +63,7 @@ ENDS = {"queries": [24, 9], "keys": [20, 24]}
 CASES = {
     "window": ({}, {**CAUSAL, "local_window_size": (6, 0)}, {}, "delayed"),
     "causal lengths": ({"n": 6, "k": 2, "h": 32}, CAUSAL, ENDS, "delayed"),
-    "from the last": ({"k": 1, "e": 48}, LAST, {}, "current"),
-    "float16": ({"dtype": "float16"}, {}, {}, "current"),
+    "from the last": ({"k": 1, "e": 48, "dtype": "float16"}, LAST, {}, "current"),
     "float32 of 2048 queries": (
         {"b": 1, "t": 2048, "s": 2048, "k": 1, "dtype": "float32"}, {}, {}, "current",
     ),
@@ -93,21 +92,20 @@ def test_results_and_gradients(name, normal, request):
     check(function, operands, weights, limits, **bounds(**band), **lengths)
 
 
-@pytest.mark.parametrize("size", [1e-4, 1e4])
-def test_current_scaling_does_not_depend_on_the_operands_sizes(size, normal):
+def test_current_scaling_does_not_depend_on_the_operands_sizes(normal):
     """Of values and gradients; powers of fp8's range apart. Nor does it need four dimensions."""
     q, k, v = qkv(normal, dtype="float32")
-    check(ours, (q, k, v * size), normal(q.shape) * size)
+    check(ours, (q, k, v * 1e4), normal(q.shape) * 1e-4)
     np.testing.assert_array_equal(ours(q[0], k[0], v[0]), ours(q[:1], k[:1], v[:1])[0])
 
 
 def test_zeros_and_queries_that_see_no_key(normal):
     q, k, v = qkv(normal, dtype="bfloat16")
-    *found, by_value = jax.grad(loss(ours), (0, 1, 2))(*[jnp.zeros_like(q)] * 3)
+    *found, by_value = jax.jit(jax.grad(loss(ours), (0, 1, 2)))(*[jnp.zeros_like(q)] * 3)
     assert not any(gradient.any() for gradient in found)
     np.testing.assert_allclose(by_value.astype("float32"), 1, rtol=0.15)
     masked = functools.partial(ours, key_value_seq_lengths=jnp.array([0, 24], "int32"))
-    for x in (masked(q, k, v), *jax.grad(loss(masked), (0, 1, 2))(q, k, v)):
+    for x in (masked(q, k, v), *jax.jit(jax.grad(loss(masked), (0, 1, 2)))(q, k, v)):
         assert np.isfinite(np.asarray(x, np.float32)).all()
         assert not x[0].any()
 
@@ -264,6 +262,7 @@ def causal(q, k, v):
     return ours(q, k, v, is_causal=True)
 
 
+@pytest.mark.long
 def test_vmap_has_scales_for_each_example_or_is_a_dimension_of_examples(normal):
     operands = [normal((3, *x.shape)) for x in qkv(normal, b=1)]
     operands[2] = operands[2] * jnp.array([1e-3, 1.0, 1e3]).reshape(3, 1, 1, 1, 1)

@@ -82,6 +82,7 @@ def backward(g, arrays, **attributes):
     return g.sdpa_mxfp8_backward(**arrays, **attributes)
 
 
+@pytest.mark.long
 def test_derivatives_are_by_the_values_alone(normal):
     """Of scales about 1: gradients of what has small scales are nothing in float8."""
     wide, *made = of_blocks(normal, b=1, h=2, n=1, s=32, t=32, d=32)

@@ -79,14 +79,17 @@ CASES = {
     "from the last, other keys": (OTHER, KEYS, {**LAST, "local_window_size": (4, 0)}, None),
     "tokens of no example": (offsets(3, 17, 30), None, LAST, None),
     "one token each": (np.arange(41, dtype="int32"), None, {}, None),
-    "bias of heads": (offsets(0, 13, 13, 22, 31), None, CAUSAL, (1, 4, 13, 13)),
+    "bias": (offsets(0, 13, 13, 22, 31), None, CAUSAL, (1, 4, 13, 13)),
     "bias of queries": (offsets(0, 13, 13, 22, 31), None, CAUSAL, (4, 1, 13, 1)),
     "bias of keys": (offsets(0, 13, 13, 22, 31), None, CAUSAL, (4, 4, 1, 13)),
 }
+OTHERS = ("one token each", "tokens of no example", "bias of queries")
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in OTHERS)) for n in CASES]
+)
 def test_results_and_gradients_are_those_of_each_example_by_itself(name, normal):
     queries, keys, band, shape = CASES[name]
     operands = qkv(normal, e=6)
@@ -103,15 +106,15 @@ def test_what_is_longer_than_said_is_left_out(normal):
     """Never read: offsets beyond the arrays and lengths beyond the limits are cut; and the longest
     keys are as long as the longest queries by default."""
     q, k, v = qkv(normal, t=20, s=20)
-    got = ours(q, k, v, query_offsets=offsets(0, 12, 90), max_query_length=6)
+    short = jax.jit(functools.partial(ours, max_query_length=6))
+    got = short(q, k, v, query_offsets=offsets(0, 12, 90))
     assert got.shape == q.shape
     for part in (slice(0, 6), slice(12, 18)):
         want = exact(q[part], k[part], v[part], [0, 6], [0, 6], q[part])[0]
         np.testing.assert_allclose(got[part], want, atol=1e-5)
     assert not got[6:12].any()
     assert not got[18:].any()
-    backwards = ours(q, k, v, query_offsets=offsets(15, 3, -4), max_query_length=6)
-    assert not backwards.any()
+    assert not short(q, k, v, query_offsets=offsets(15, 3, -4)).any()
     wide = packed(offsets(0, 7, 20), scale=jnp.float32(0.2))(q, k, v)[0]
     np.testing.assert_allclose(wide, packed(offsets(0, 7, 20), scale=0.2)(q, k, v)[0], atol=1e-6)
 

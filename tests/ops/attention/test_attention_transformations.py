@@ -198,7 +198,12 @@ VMAPS = {  # a function; shapes, or values; axes; examples of the one call, or o
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VMAPS)
+RARE = ("other pages", "sinks", "packed", "score_mod of heads", "a bias")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in RARE)) for n in VMAPS]
+)
 def test_vmap_is_a_dimension_of_examples_or_a_loop(name, normal):
     f, shapes, axes, examples = VMAPS[name]
     operands = [

@@ -123,8 +123,13 @@ CASES = {  # a function, the same in other words, operands' shapes, options, wha
 }  # fmt: skip
 
 
+RARE = ("bias of a row", "scale of a head", "prefix")
+
+
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in RARE)) for n in CASES]
+)
 def test_results_and_gradients(name, normal):
     function, change, shapes, options, seen = CASES[name]
     fixed = name == "documents"
