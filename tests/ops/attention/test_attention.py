@@ -12,7 +12,6 @@ from attention_checks import (
     KEY,
     LAST,
     check,
-    drawing,
     made,
     ours,
     outcome,
@@ -22,21 +21,12 @@ from attention_checks import (
 from transformations import graphs_of, relative_error
 
 import jax_cudnn as jc
-from jax_cudnn.ops import attention_reference
 
 S = jax.ShapeDtypeStruct
 theirs = jax.nn.dot_product_attention
 
 
-@pytest.fixture(autouse=True)
-def blocks(monkeypatch):
-    """The reference takes a few rows at a time, with some left over."""
-    monkeypatch.setattr(attention_reference, "_SCORES", 2000)
-
-
-@pytest.fixture
-def normal(key):
-    return drawing(key)
+pytestmark = pytest.mark.usefixtures("blocks")
 
 
 # -- beside float64 --------------------------------------------------------------------------------

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_attention
 import pytest
-from attention_checks import CAUSAL, LAST, bounds, drawing, qkv, turned
+from attention_checks import CAUSAL, LAST, bounds, qkv, turned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from transformations import graphs_of, methods, relative_error
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn.ops import attention_reference
 from jax_cudnn.ops.attention_fp8_reference import stored
 from jax_cudnn.ops.scaling import scale_of
 
@@ -25,17 +24,6 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 # Relative errors, in the norm, beside attention in float64: of results, which are rounded three
 # times to 3 binary digits, and of gradients, of which two roundings are to 2.
 RESULTS, GRADIENTS = 0.07, 0.13
-
-
-@pytest.fixture
-def normal(key):
-    return drawing(key)
-
-
-@pytest.fixture
-def blocks(monkeypatch):
-    """The reference takes a few rows at a time, with some left over."""
-    monkeypatch.setattr(attention_reference, "_SCORES", 2000)
 
 
 def loss(function, weights=1.0):

@@ -6,7 +6,6 @@ import numpy as np
 import oracle_attention
 import pytest
 import transformations
-from attention_checks import drawing
 from transformations import relative_error
 
 import jax_cudnn as jc
@@ -14,11 +13,6 @@ import jax_cudnn as jc
 S = jax.ShapeDtypeStruct
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 quantize, dequantize = jc.ops.quantize_mxfp8, jc.ops.dequantize_mxfp8
-
-
-@pytest.fixture
-def normal(key):
-    return drawing(key)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])

@@ -12,7 +12,6 @@ from attention_checks import (
     KEY,
     check,
     check_masks,
-    drawing,
     kept,
     made,
     ours,
@@ -38,11 +37,6 @@ import jax_cudnn as jc
 
 pytestmark = pytest.mark.gpu
 theirs = jax.nn.dot_product_attention
-
-
-@pytest.fixture
-def normal(key):
-    return drawing(key)
 
 
 def drawn(normal, aval, dtype="bfloat16"):

@@ -7,25 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_attention
 import pytest
-from attention_checks import CAUSAL, LAST, bounds, drawing, outcome, turned
+from attention_checks import CAUSAL, LAST, bounds, outcome, turned
 from transformations import graphs_of
 
 import jax_cudnn as jc
-from jax_cudnn.ops import attention_reference
 
 S = jax.ShapeDtypeStruct
 ours = jc.ops.packed_dot_product_attention
-
-
-@pytest.fixture
-def normal(key):
-    return drawing(key)
-
-
-@pytest.fixture
-def blocks(monkeypatch):
-    """The reference takes a few rows of an example at a time, with some left over."""
-    monkeypatch.setattr(attention_reference, "_SCORES", 200)
+SCORES_AT_A_TIME = 200
 
 
 def qkv(normal, t=40, s=40, n=4, k=2, h=8, e=None, dtype="float32"):

@@ -7,25 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_attention
 import pytest
-from attention_checks import CAUSAL, bounds, drawing, outcome, turned
+from attention_checks import CAUSAL, bounds, outcome, turned
 from transformations import graphs_of, methods, relative_error
 
 import jax_cudnn as jc
-from jax_cudnn.ops import attention_reference
 
 S = jax.ShapeDtypeStruct
 ours, write = jc.ops.paged_dot_product_attention, jc.ops.write_pages
-
-
-@pytest.fixture
-def normal(key):
-    return drawing(key)
-
-
-@pytest.fixture
-def blocks(monkeypatch):
-    """The reference takes one example at a time, and of that a few rows."""
-    monkeypatch.setattr(attention_reference, "_SCORES", 60)
+SCORES_AT_A_TIME = 60
 
 
 def cache(normal, b=3, t=5, n=4, k=2, h=8, e=None, page=4, per=6, dtype="float32"):

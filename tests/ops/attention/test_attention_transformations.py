@@ -8,29 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_attention
 import pytest
-from attention_checks import KEY, check_masks, drawing, kept, ours, qkv
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from attention_checks import KEY, check_masks, kept, ours, qkv
 from transformations import graphs_of, methods, primitives, relative_error
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn.ops import attention_reference
 from jax_cudnn.ops.ordered import Ordered
 
 S = jax.ShapeDtypeStruct
 theirs = jax.nn.dot_product_attention
-
-
-@pytest.fixture
-def blocks(monkeypatch):
-    """The reference takes a few rows at a time, with some left over."""
-    monkeypatch.setattr(attention_reference, "_SCORES", 2000)
-
-
-@pytest.fixture
-def normal(key):
-    return drawing(key)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -222,24 +208,6 @@ def test_vmap_is_a_dimension_of_examples_or_a_loop(name, normal):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     (spec,) = graphs_of(jax.vmap(f, axes), *turned)
     assert spec.tensor(spec.calls[-1].inputs[0][1]).shape[0] == examples
-
-
-def test_the_batch_may_be_sharded(normal):
-    operands, sink = qkv(normal, b=8, t=8, s=8), normal((4,))
-    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
-
-    def local(q, k, v, sink, key):
-        key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-        change = lambda s, *_: 2 * jnp.tanh(s)  # noqa: E731
-        capped = ours(q, k, v, score_mod=change)
-        return capped + ours(q, k, v, sink=sink, dropout_rate=0.3, dropout_rng=key)
-
-    specs = *[P("data")] * 3, P(), P()
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"))
-    got = jax.jit(mapped)(*operands, sink, KEY)
-    numbered = jax.vmap(local, (0, 0, 0, None, None), axis_name="data")
-    want = numbered(*(x[:, None] for x in operands), sink, KEY)[:, 0]
-    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 LONG = S((1, 8192, 4, 16), "float32")

@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_checks import drawing, qkv
+from attention_checks import qkv
 from attention_table import documents, of_score, prefix, softcap
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from transformations import graphs_of, methods, primitives
 
 import jax_cudnn as jc
-from jax_cudnn.ops import attention_reference, score_mod_written
+from jax_cudnn.ops import score_mod_written
 
 S = jax.ShapeDtypeStruct
 ours = jc.ops.dot_product_attention
+SCORES_AT_A_TIME = 1500
 B, T, K, N = 2, 20, 24, 4  # examples, queries, keys, heads
 
 
@@ -56,17 +57,6 @@ def biased(score, b, h, q, kv, table):
 
 def scaled(score, b, h, q, kv, scale):
     return score * jnp.exp(scale)
-
-
-@pytest.fixture
-def normal(key):
-    return drawing(key)
-
-
-@pytest.fixture
-def blocks(monkeypatch):
-    """The reference takes a few rows at a time, with some left over."""
-    monkeypatch.setattr(attention_reference, "_SCORES", 1500)
 
 
 def inputs(normal, dtype="float32", b=B, t=T, s=K, n=N, k=2, h=8):

@@ -8,17 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_checks import drawing
 from attention_table import of_score, softcap
 from test_score_mod import B, K, N, T, alibi, biased, places, scaled
 
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn.ops import attention_reference, score_mod_emission, score_mod_written
-
-
-@pytest.fixture
-def normal(key):
-    return drawing(key)
 
 
 def where(f):
