@@ -12,7 +12,7 @@ import jax_cudnn.flax as jnn
 
 
 def described(case):
-    return f"{case.ours.__name__}{case.arguments}{case.shape}{case.named}"
+    return "-".join([case.ours.__name__, str(len(case.shape)), *case.named])
 
 
 def compare(case: Case, key, steps=2e-5, derive=True, **calls):
