@@ -58,10 +58,6 @@ def test_all_graphs_of_a_gradient_have_plans_under_their_names(cudnn_takes):
     found = plans(jax.grad(loss(scaled), (0, 1, 2)), IMAGE, WEIGHT, SCALE)
     assert [*found] == ["scaled", "scaled (backward)"]
     assert [plan.name for plan in found.values()] == [*found]
-    along = plans(
-        lambda x, w, s: jax.jvp(lambda x: scaled(x, w, s), (x,), (x,)), IMAGE, WEIGHT, SCALE
-    )
-    assert [*along] == ["scaled", "scaled (tangent)"]
     twice = plans(jax.grad(lambda *a: loss(jax.grad(loss(scaled)))(*a), 1), IMAGE, WEIGHT, SCALE)
     assert any("of backward" in name for name in twice)
     with jc.target("H200"), pytest.raises(jc.GraphError, match=r"jax_cudnn\.plans"):
@@ -74,25 +70,11 @@ def test_residuals_are_told(cudnn_takes):
     (kept,) = found["scaled"].residuals
     assert (kept.shape, kept.dtype) == (IMAGE.shape, "bfloat16")  # the convolution's result
     data = found["scaled"].explain().to_json()
-    bytes_ = 4 * 16 * 10 * 10 * 2
-    assert data["residuals"] == [{"tensor": str(kept), "bytes": bytes_}]
-    assert data["role"] == "forward"
-    assert found["scaled (backward)"].explain().to_json()["role"] == "backward"
-    assert not found["scaled (backward)"].residuals
+    assert data["residuals"] == [{"tensor": str(kept), "bytes": 4 * 16 * 10 * 10 * 2}]
+    roles = [plan.explain().to_json()["role"] for plan in found.values()]
+    assert roles == ["forward", "backward"]
     (alone,) = plans(scaled, IMAGE, WEIGHT, SCALE).values()
     assert (alone.residuals, alone.explain().to_json()["role"]) == ((), "")
-
-
-def test_equal_graphs_share_a_plan_wherever_they_come_from(cudnn_takes, monkeypatch):
-    """A backward is planned as the graph that it is."""
-    cudnn_takes(one_product)
-    asked, build = [], planner._build
-    monkeypatch.setattr(planner, "_build", lambda s, site: asked.append(s) or build(s, site))
-    conv = jc.graph(lambda g, x, w: g.conv_fprop(x, w, padding=[1, 1]))
-    plans(jax.grad(loss(conv), 1), IMAGE, WEIGHT)
-    wgrad = jc.graph(lambda g, x, y: g.conv_wgrad(x, y, padding=[1, 1], out_dims=WEIGHT.shape))
-    plans(wgrad, IMAGE, IMAGE)
-    assert [s.calls[0].node.method for s in asked].count("conv_wgrad") == 1
 
 
 def test_strict_derivatives_may_be_cut_but_not_leave_products_to_xla(cudnn_takes):
@@ -110,13 +92,9 @@ def test_strict_derivatives_may_be_cut_but_not_leave_products_to_xla(cudnn_takes
 
 def test_strict_derivatives_are_cudnns_where_it_is_measured_to_lose(cudnn_takes, monkeypatch):
     cudnn_takes(one_product)
-    table = {"90": {"patterns": {"conv_wgrad": "0.5"}}}
-    monkeypatch.setattr(losses, "table", lambda: table)
-    monkeypatch.setattr(
-        losses,
-        "loss",
-        lambda spec, sm: "slower" if spec.calls[0].node.method == "conv_wgrad" else None,
-    )
+    monkeypatch.setattr(losses, "table", lambda: {"90": {"patterns": {"conv_wgrad": "0.5"}}})
+    slower = lambda spec, sm: spec.calls[0].node.method == "conv_wgrad" and "slower"  # noqa: E731
+    monkeypatch.setattr(losses, "loss", slower)
     split = jax.grad(loss(scaled), 1)
     assert owners(plans(split, IMAGE, WEIGHT, SCALE)["scaled (backward)"])["conv_wgrad.0"] == "XLA"
     strict = jax.grad(loss(scaled.with_options(implementation="cudnn")), 1)
@@ -142,13 +120,3 @@ def test_an_engine_is_the_forwards_alone(cudnn_takes):
     assert forward.spec.options.engine == 3
     backward = plans(jax.grad(loss(pinned)), IMAGE, WEIGHT, SCALE)["scaled (backward)"]
     assert backward.spec.options.engine is None
-
-
-@pytest.mark.deviceless
-def test_two_products_of_a_gradient_are_two_plans():
-    """cuDNN 9.19 takes both in one, and computes other matrices."""
-    product = jc.graph(lambda g, a, b: g.matmul(a, b))
-    a, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 128, 256), (1, 256, 512)))
-    found = plans(jax.grad(loss(product), (0, 1)), a, b)
-    (backward,) = [plan for name, plan in found.items() if "backward" in name]
-    assert len(backward.execution_plans) == 2

@@ -30,7 +30,7 @@ def operands(function, rows, columns):
     x, scale = S((rows, columns), "bfloat16"), S((1, columns), "bfloat16")
     if function in (LAYER, LAYER_INFERENCE):
         return x, scale, scale
-    if function in (RMS, BEHIND):
+    if function is RMS:
         return x, scale
     return x, x, scale, S((rows, 1), "float32"), S((rows, 1), "float32")
 
@@ -38,9 +38,6 @@ def operands(function, rows, columns):
 LAYER, LAYER_INFERENCE = forward("layernorm"), forward("layernorm", "INFERENCE")
 RMS = forward("rmsnorm")
 LAYER_BACKWARD, RMS_BACKWARD = backward("layernorm"), backward("rmsnorm")
-BEHIND = jc.graph(
-    lambda g, x, s: g.relu(g.rmsnorm(x, s, epsilon=1e-5, norm_forward_phase="INFERENCE"))
-)
 USUAL = {"STAGES": 1, "KERNEL_CFG": 0, "SPLIT_COLS": 0, "TILE_COLS": 4}
 SPLIT = {"STAGES": 1, "KERNEL_CFG": 3, "SPLIT_COLS": 1, "TILE_COLS": 2}
 FAST = {"STAGES": 1, "KERNEL_CFG": 2, "OCCUPANCY": 1, "SPLIT_COLS": 0, "TILE_COLS": 3}
@@ -54,10 +51,8 @@ INFERENCE = [(1, {}), (4, {}), (6, {"STAGES": 0})]
         (LAYER, (64, 4096), GIVEN, [2, 3, 1, 0]),
         (RMS, (64, 4096), GIVEN, [1, 2, 3, 0]),
         (LAYER_INFERENCE, (64, 4096), INFERENCE, [2, 1, 0]),
-        (BEHIND, (64, 4096), INFERENCE, [1, 2, 0]),
         # of the backwards, knobs that are measured to be faster
         (LAYER_BACKWARD, (1024, 12288), [(1, {}), (4, USUAL), (4, SPLIT)], [2, 1, 0]),
-        (LAYER_BACKWARD, (32768, 12288), [(1, {}), (4, USUAL), (4, SPLIT)], [1, 2, 0]),
         (LAYER_BACKWARD, (8192, 4096), [(1, {}), (4, USUAL), (4, FAST)], [2, 1, 0]),
         (LAYER_BACKWARD, (8192, 8192), [(1, {}), (4, USUAL), (4, FAST)], [1, 2, 0]),
     ],
@@ -67,11 +62,8 @@ def test_the_order_in_which_candidates_are_tried(function, shape, candidates, or
     assert choice.order(spec, candidates) == order
 
 
-each_slow = pytest.mark.parametrize("function", [LAYER, RMS, LAYER_BACKWARD, RMS_BACKWARD])
-
-
 @pytest.mark.deviceless
-@each_slow
+@pytest.mark.parametrize("function", [LAYER, RMS, LAYER_BACKWARD, RMS_BACKWARD])
 def test_what_only_a_slow_engine_takes_is_xlas_where_that_was_measured(function):
     given = operands(function, 64, 1000)
     with jc.target("H200"):
@@ -87,15 +79,14 @@ def test_what_only_a_slow_engine_takes_is_xlas_where_that_was_measured(function)
 
 @pytest.mark.deviceless
 @pytest.mark.usefixtures("no_plans")
-@pytest.mark.parametrize("first", ["cudnn", "split"])
-def test_a_split_on_disk_is_of_the_implementation_that_asked(first, tmp_path, monkeypatch):
+def test_a_split_on_disk_is_of_the_implementation_that_asked(tmp_path, monkeypatch):
     """Of derivatives "cudnn" looks for splits, too. Here nothing but the slow engine tells them
     apart: the architecture has no patterns."""
     bare = {**losses.table()["90"], "patterns": {}}
     monkeypatch.setattr(losses, "table", lambda: {"90": bare})
     jc.configure(plan_cache=tmp_path)
     found = {}
-    for implementation in (first, *({"cudnn", "split"} - {first})):
+    for implementation in ("cudnn", "split"):
         placement.clear()
         loss = lambda x, s: jc.ops.rms_norm(x, s).astype("float32").sum()  # noqa: E731
         with jc.target("H200"), jc.implementation(implementation):

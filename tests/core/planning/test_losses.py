@@ -2,12 +2,10 @@
 
 import jax
 import pytest
-from cases import node_cases
 from flax import nnx
 
 import jax_cudnn as jc
 import jax_cudnn.flax as jnn
-from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.planning import losses
 
 
@@ -41,14 +39,8 @@ def of_int8(g, x, w):
     return g.matmul(x, g.identity(w).set_data_type("bfloat16"))
 
 
-def attended(g, q, k, v, b):  # of several results: not a product of matrices
-    out, stats = g.sdpa(q, k, v, generate_stats=True)
-    return out + b, stats
-
-
 MATRICES = (1, 16, 32), (1, 32, 8)
 IMAGE, LOSS, HALF = (2, 16, 9, 9), (2, 16, 7, 7), (2, 16, 4, 4)
-ONE, BIAS = (16, 16, 1, 1), (1, 16, 1, 1)
 ROWS = [(8, 2048), (1, 2048)]
 NORMED = [IMAGE, IMAGE, *[(1, 16, 1, 1)] * 4], ["bfloat16", "bfloat16", *["float32"] * 4]
 DGRAD = node("conv_dgrad", out_dims=[*IMAGE])
@@ -59,46 +51,30 @@ FAST = product(compute_data_type="fast_float_for_fp8")
 LAYER, CONV = node("layernorm", epsilon=1e-5), node("conv_fprop")
 TABLE = [
     ("layernorm", LAYER, [(8, 4096), (1, 4096), (1, 4096)]),
-    ("layernorm of short rows", LAYER, [(8, 256), (1, 256), (1, 256)]),
     ("layernorm inference of long rows", INFERENCE, [(8, 4097), (1, 4097), (1, 4097)]),
     # What is read decides whether a normalization is inference.
     ("rmsnorm inference", lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5)[0], ROWS),
-    ("rmsnorm", lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5), ROWS),
-    ("batchnorm", batch_norm(lambda g, y, r: y), *NORMED),
     ("batchnorm + epilogue", batch_norm(lambda g, y, r: g.relu(y)), *NORMED),
     ("batchnorm + residual epilogue", batch_norm(lambda g, y, r: g.relu(y + r)), *NORMED),
     ("conv_fprop", node("conv_fprop", stride=[2, 2]), [IMAGE, (8, 16, 3, 3)]),
     ("conv_fprop depthwise", CONV, [IMAGE, (16, 1, 3, 3)]),
-    ("conv_fprop grouped", CONV, [IMAGE, (8, 4, 3, 3)]),
     ("conv_fprop few channels", CONV, [(2, 1, 9, 9), (8, 1, 3, 3)]),
-    ("conv_fprop few features", CONV, [IMAGE, (7, 16, 3, 3)]),
     ("conv_fprop 3-D dilated", DILATED, [(2, 16, 9, 9, 9), (8, 16, 3, 3, 3)]),
-    ("conv_fprop + epilogue", lambda g, x, w, b: g.conv_fprop(x, w) + b, [IMAGE, ONE, BIAS]),
-    ("conv_dgrad 1-D", node("conv_dgrad", out_dims=[2, 8, 9]), [(2, 16, 7), (16, 8, 3)]),
     ("conv_dgrad depthwise", DGRAD, [LOSS, (16, 1, 3, 3)]),
     ("conv_dgrad depthwise strided", STRIDED_DGRAD, [HALF, (16, 1, 3, 3)]),
-    ("conv_dgrad float32", node("conv_dgrad"), [LOSS, (16, 8, 3, 3)], "float32"),
-    ("conv_wgrad depthwise", node("conv_wgrad", out_dims=[16, 1, 3, 3]), [IMAGE, LOSS], "float16"),
     ("matmul", product(), MATRICES, "float16"),
-    ("matmul float32", product(), MATRICES, "float32"),
     ("matmul float8", product(), MATRICES, ["float8_e4m3fn", "float8_e5m2"]),
     ("matmul float8 in fast_float_for_fp8", FAST, MATRICES, "float8_e4m3fn"),
-    ("matmul int8", product(), MATRICES, "int8"),
     ("prologue of int8 + matmul", of_int8, MATRICES, ["bfloat16", "int8"]),
     ("prologue + matmul + epilogue", prologue, MATRICES),
     ("matmul + bias", product(), [*MATRICES, (1, 1, 8)]),
     ("matmul + epilogue", product(), [*MATRICES, (1, 16, 8)]),  # a residual
     ("matmul + epilogue", product(), [*MATRICES, (1, 16, 1)]),  # of rows
     ("matmul + epilogue", product(lambda g, y, b: g.relu(y + b)), [*MATRICES, (1, 1, 8)]),
-    ("matmul + epilogue", product(lambda g, y, b: y * b), [*MATRICES, (1, 1, 8)]),
-    ("sdpa + epilogue", attended, [*[(1, 2, 16, 32)] * 3, (1, 1, 1, 32)]),
     ("reduction of rows", total(4, 1, 3, 3), [(4, 8, 3, 3)]),  # channels lie last
     ("reduction of columns", total(1, 8, 1, 1), [(4, 8, 3, 3)]),
-    ("reduction of some dimensions", total(4, 8, 1, 1), [(4, 8, 3, 3)]),
-    ("reduction of everything", total(1, 1, 1), [(4, 8, 1)]),
     ("reduction of columns int8", total(1, 8), [(4, 8)], "int8"),
     ("pointwise", lambda g, x: g.relu(x * 2.0), [(4, 8)], "float32"),
-    ("pointwise bool", node("binary_select"), [(4, 8)] * 3, ["bfloat16"] * 2 + ["bool"]),
 ]
 
 
@@ -108,28 +84,13 @@ def test_a_graph_is_filed_under_what_it_is_at_heart(row):
     assert losses.pattern(traced(*graph)) == name
 
 
-@pytest.mark.parametrize(
-    ("cls", "arguments"),
-    [
-        (jnn.Linear, (8, 16)),
-        (jnn.LinearGeneral, (8, (2, 8))),
-        (jnn.Einsum, ("td,dhk->thk", (8, 2, 4), (2, 4))),
-    ],
-)
-def test_layers_of_flax_are_filed_under_the_bias_that_they_add(cls, arguments):
-    layer = cls(*arguments, dtype="bfloat16", rngs=nnx.Rngs(0))
-    jaxpr = jax.make_jaxpr(layer)(jax.ShapeDtypeStruct((32, 8), "bfloat16"))
-    (spec,) = (e.params["spec"] for e in jaxpr.eqns if "spec" in e.params)
-    assert losses.pattern(spec) == "matmul + bias"
-
-
-def test_every_node_has_a_pattern_and_only_pointwise_ones_share_it():
-    specs = {case.name: case.function.trace(*case.avals)[1].spec for case in node_cases()}
-    for method, node in REGISTRY.items():
-        mine = [spec for name, spec in specs.items() if name.startswith(f"{method}_")]
-        shared = node.pattern is REGISTRY["relu"].pattern or node.moves
-        expected = "pointwise" if shared else method
-        assert expected in {losses.pattern(spec).split()[0] for spec in mine}, method
+def test_layers_of_flax_are_filed_under_the_bias_that_they_add():
+    made = ((jnn.Linear, (8, 16)), (jnn.Einsum, ("td,dhk->thk", (8, 2, 4), (2, 4))))
+    for cls, arguments in made:
+        layer = cls(*arguments, dtype="bfloat16", rngs=nnx.Rngs(0))
+        jaxpr = jax.make_jaxpr(layer)(jax.ShapeDtypeStruct((32, 8), "bfloat16"))
+        (spec,) = (e.params["spec"] for e in jaxpr.eqns if "spec" in e.params)
+        assert losses.pattern(spec) == "matmul + bias"
 
 
 def test_a_loss_says_by_how_much_and_where_it_was_measured(monkeypatch):
