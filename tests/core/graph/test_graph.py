@@ -47,8 +47,8 @@ def test_statics_arrive_as_they_are(x):
     seen = []
     function = jc.graph(lambda g, x, *rest, s: (seen.append((*rest, s)), g.relu(x))[1])
     for s in (None, "relu", 1, 1.0, True, (1, "a")):  # 1, 1.0 and True are three
-        function(x, 1, 2.5, "a", None, True, s=s)
-        assert seen[-1] == (1, 2.5, "a", None, True, s)
+        function(x, 1, "a", s=s)
+        assert seen[-1] == (1, "a", s)
         assert type(seen[-1][-1]) is type(s)
 
 
@@ -73,20 +73,18 @@ def test_equal_functions_give_one_interned_spec(x):
 # -- closures -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
-def test_closed_over_array_is_an_operand_with_its_value_at_each_call(make, x):
-    box = [make(np.full((1, 1, 4), 2.0, np.float32))]
-    f = jc.graph(lambda g, x: g.mul(x, box[0]))
-    np.testing.assert_allclose(f(x), 2 * x, rtol=1e-6)
-    box[0] = make(np.full((1, 1, 4), 3.0, np.float32))
-    np.testing.assert_allclose(f(x), 3 * x, rtol=1e-6)
+def test_closed_over_array_is_an_operand_with_its_value_at_each_call(x):
+    box = []
+    f = jc.graph(lambda g, x: g.mul(x, box[-1]))
+    for value, make in ((2.0, np.full), (3.0, np.full), (4.0, jnp.full)):
+        box.append(make((1, 1, 4), value, np.float32))
+        np.testing.assert_allclose(f(x), value * x, rtol=1e-6)
     assert len(spec_of(lambda g, y: g.add(g.mul(y, x), x), x).inputs) == 2  # once
 
 
 CLOSING = {
     "jit_grad": lambda f: jax.jit(jax.grad(lambda x: f(x).sum())),
     "vmap": lambda f: jax.vmap(lambda x: f(x[None])),
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), c), x, None, length=3),
     "remat": lambda f: jax.grad(lambda x: jax.checkpoint(f)(x).sum()),
 }
 
@@ -123,14 +121,7 @@ def test_one_graph_over_a_new_tracer_at_each_trace(x):
 # -- the function itself --------------------------------------------------------------------------
 
 
-def test_graph_function_keeps_its_name_and_is_no_method(x):
-    @jc.graph
-    def inner(g, x):
-        """Doc."""
-        return g.relu(x)
-
-    assert (inner.__name__, inner.__doc__) == ("inner", "Doc.")
-    np.testing.assert_array_equal(jc.graph(lambda g, x: inner.fn(g, x))(x), inner(x))
+def test_methods_are_refused():
     with pytest.raises(jc.GraphTypeError, match="does not decorate methods"):
 
         class Layer:

@@ -1,10 +1,7 @@
 """The dtypes of values inside a graph: float32, but beside a product's 16-bit operand."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
-from transformations import relative_error
 
 import jax_cudnn as jc
 
@@ -46,17 +43,6 @@ def test_a_value_between_two_convolutions_is_rounded_as_a_result_is():
     assert np.any(two(X, W) != in_float32(X, W))
 
 
-def test_its_gradients_are_those_of_two_graphs():
-    def loss(function):
-        return lambda *arrays: jnp.sum(function(*arrays).astype("float32") ** 2)
-
-    got = jax.jit(jax.grad(loss(two), (0, 1)))(X, W)
-    want = jax.jit(jax.grad(loss(lambda x, w: conv_relu(conv_relu(x, w), w)), (0, 1)))(X, W)
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == b.dtype == jnp.bfloat16
-        assert relative_error(a, b) < 0.02
-
-
 def test_a_moved_value_and_its_source_have_one_dtype():
     def moved(g, a):
         y = g.relu(a)
@@ -70,45 +56,12 @@ def test_a_moved_value_and_its_source_have_one_dtype():
     assert inside(other, A.astype("float16"), A) == {"transpose.0::OUT_0": "float16"}
 
 
-@pytest.mark.parametrize(
-    ("function", "arrays"),
-    [
+def test_all_others_are_float32():
+    """Of a float32 operand, or of a sum; beside no operand of 16 bits; and without a product."""
+    for function, arrays in (
         (lambda g, a, b: g.matmul(g.relu(a), b), (A.astype("float32"), A)),
         (lambda g, a, b: g.matmul(g.reduction(a, "ADD").set_dim([2, 8, 1]), b), (A, A[:, :1])),
         (lambda g, a, b: g.matmul(g.relu(a), g.relu(b)), (A, A)),
         (lambda g, a, b: g.mul(g.relu(a), b), (A, A)),
-    ],
-    ids=["of float32", "float32 as a result", "neither is of 16 bits", "no product"],
-)
-def test_all_others_are_float32(function, arrays):
-    assert "bfloat16" not in inside(function, *arrays).values()
-
-
-@jc.graph
-def two_products(g, a, b):
-    return g.matmul(g.matmul(a, b), b)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("function", "image", "weight", "scale"),
-    [
-        (two, (8, 64, 28, 28), (64, 64, 3, 3), 0.06),
-        (two_products, (4, 128, 128), (4, 128, 128), 0.1),
-    ],
-    ids=["conv", "matmul"],
-)
-def test_two_products_and_their_gradients_on_the_gpu(function, image, weight, scale):
-    x = jax.random.normal(KEYS[0], image, "bfloat16")
-    w = scale * jax.random.normal(KEYS[1], weight, "bfloat16")
-
-    def both(function):
-        def loss(x, w):
-            y = function(x, w)
-            return jnp.sum(y.astype("float32") ** 2), y
-
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, w)
-
-    got, want = both(function), both(function.with_options(implementation="xla"))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert relative_error(a, b) < 0.03
+    ):
+        assert "bfloat16" not in inside(function, *arrays).values()

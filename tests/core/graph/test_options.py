@@ -48,23 +48,16 @@ WRONG = {
     "unknown option": ({"determinstic": True}, "deterministic"),
     "unknown note": ({"deselect_numeric_notes": ["TENSOR_CORES"]}, "TENSOR_CORE"),
     "unknown heuristic": ({"heuristics": ("C",)}, "FALLBACK"),
-    "no heuristic": ({"heuristics": ()}, "heuristics is empty"),
     "negative workspace": ({"max_workspace": -1}, "at least 0"),
     "knobs without engine": ({"knobs": {"TILE_SIZE": 1}}, "engine="),
-    "engine is a boolean": ({"engine": True}, "number of an engine"),
-    "intermediates are integers": ({"intermediate_data_type": "int8"}, "is no float"),
     "deterministic is a number": ({"deterministic": 1}, "True or False"),
     "unknown precision": ({"precision": "double"}, "highest"),
-    "unknown compute type": ({"compute_data_type": "float64"}, "float32"),
-    "unknown intermediate type": ({"intermediate_data_type": "complex64"}, "bfloat16"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_option_is_said_in_words(what):
     options, words = WRONG[what]
-    with pytest.raises(jc.JaxCudnnError, match=re.escape(words)):
-        conv_bias_relu.with_options(**options)
     with pytest.raises(jc.JaxCudnnError, match=re.escape(words)):
         jc.graph(**options)(conv_bias_relu.fn)
 
@@ -74,7 +67,6 @@ def test_options_are_part_of_the_graph_and_kept_by_functions():
     named = jc.Options(deselect_numeric_notes=["NONDETERMINISTIC"])
     assert jc.Options(deselect_numeric_notes=member) == named
     assert jc.Options(engine=3, knobs={"TILEK": 1, "EDGE": 2}).knobs == (("EDGE", 2), ("TILEK", 1))
-    assert hash(jc.Options(heuristics="B")) == hash(jc.Options(heuristics=["B"]))
     decorated = jc.graph(deterministic=True)(conv_bias_relu.fn)
     both = decorated.with_options(max_workspace=8)
     assert both.options == jc.Options(deterministic=True, max_workspace=8)
@@ -92,7 +84,8 @@ def test_options_are_part_of_the_graph_and_kept_by_functions():
 # -- where they come from --------------------------------------------------------------------------
 
 
-def test_precision_is_laxs():
+def test_precision_is_laxs_and_comes_from_jax_unless_it_is_given():
+    """And concerns graphs with float32 products alone."""
     meanings = {
         "default": [None],
         "high": [jax.lax.Precision.HIGH, "tensorfloat32"],
@@ -100,10 +93,6 @@ def test_precision_is_laxs():
     }
     for meant, spellings in meanings.items():
         assert [normal_precision(given) for given in spellings] == [meant] * len(spellings)
-
-
-def test_precision_comes_from_jax_unless_it_is_given():
-    """And concerns graphs with float32 products alone."""
     relu = jc.graph(lambda g, x: g.relu(x))
     with jax.default_matmul_precision("highest"):
         assert spec().options.precision == "highest"
@@ -151,14 +140,12 @@ def test_max_workspace_holds_and_says_what_is_needed():
 @pytest.mark.deviceless
 def test_explicit_engine_is_used_or_refused_in_words():
     chosen = plan()
-    (number,) = re.findall(r"\d+", chosen.engine.split("_")[0])
-    explicit = plan(engine=int(number))
-    assert explicit.engine.split("_")[0] == chosen.engine.split("_")[0]
-    assert explicit.candidates == 1
+    explicit = plan(engine=chosen.engine_id)
+    assert (explicit.engine_id, explicit.candidates) == (chosen.engine_id, 1)
     with pytest.raises(jc.UnsupportedGraphError, match="engine=9999"):
         plan(engine=9999)
     with pytest.raises(jc.JaxCudnnError, match="TILE_SIZE"):
-        plan(engine=int(number), knobs={"NO_SUCH_KNOB": 1})
+        plan(engine=chosen.engine_id, knobs={"NO_SUCH_KNOB": 1})
     for implementation in ("cudnn", "split"):
         again = plan(implementation=implementation, **chosen.pinned)
         assert (again.engine_id, again.knobs) == (chosen.engine_id, chosen.knobs)
@@ -184,10 +171,8 @@ def test_explicit_engine_does_not_override_the_notes(what):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize(
-    ("dtype", "compute"), [("float16", "float16"), ("float8_e4m3fn", "fast_float_for_fp8")]
-)
-def test_compute_type_of_a_graph_is_that_of_its_product(dtype, compute):
+def test_compute_type_of_a_graph_is_that_of_its_product():
+    dtype, compute = "float8_e4m3fn", "fast_float_for_fp8"
     avals = [jax.ShapeDtypeStruct((1, 64, 64), dtype) for _ in range(2)]
     fused = jc.graph(compute_data_type=compute)(lambda g, a, b: g.relu(g.matmul(a, b) * 0.5))
     computes = [call.node.compute_data_type for call in fused.trace(*avals)[1].spec.calls]
@@ -198,9 +183,7 @@ def test_compute_type_of_a_graph_is_that_of_its_product(dtype, compute):
 def test_compute_type_that_an_operation_does_not_have_is_refused():
     for method, dtype, compute in (
         ("matmul", "float32", "int32"),
-        ("matmul", "bfloat16", "fast_float_for_fp8"),
         ("matmul", "int8", "float32"),
-        ("add", "float16", "HALF"),
     ):
         a = jnp.ones((1, 8, 8), dtype)
         function = jc.graph(

@@ -65,7 +65,7 @@ def test_a_graph_without_booleans_at_its_edge_is_sent_as_it_is():
     assert wire(inside) is inside
 
 
-@pytest.mark.parametrize("kept", [range(6), (0, 3), (5,), (4,), (2, 1)], ids=str)
+@pytest.mark.parametrize("kept", [range(6), (5,), (2, 1)], ids=["all", "no mask", "two"])
 def test_with_numbers_for_booleans_the_graph_means_the_same(kept):
     spec = spec_of(lambda g, *given: [mixed(g, *given)[i] for i in kept], *MIXED)
     planned = wire(spec)
@@ -77,24 +77,9 @@ def test_with_numbers_for_booleans_the_graph_means_the_same(kept):
     assert_same_meaning(spec, drawn(spec, 0))
 
 
-def test_a_boolean_that_leaves_is_used_inside_too():
-    """Once as a number outside, once as cuDNN's own boolean inside."""
-
-    def graph(g, p, q):
-        both = g.logical_and(p, q)
-        return both, g.logical_not(both)
-
-    spec = spec_of(graph, (SHAPE, "bool"), (SHAPE, "bool"))
-    planned = wire(spec)
-    methods = [call.node.method for call in planned.calls]
-    assert methods == [*["cmp_gt"] * 2, "logical_and", "logical_not", *["binary_select"] * 2]
-    assert planned.tensor(spec.outputs[0]).dtype == "bool"
-    assert_same_meaning(spec, drawn(spec, 0))
-
-
-@pytest.mark.parametrize("small", [ROW, (2, 1, 4, 6)], ids=str)
-def test_a_smaller_mask_is_broadcast_before_the_plan(small):
+def test_a_smaller_mask_is_broadcast_before_the_plan():
     """Compared inside at its own shape it would be read out of bounds."""
+    small = (2, 1, 4, 6)
     logic = spec_of(lambda g, p, q: g.logical_or(p, q), (SHAPE, "bool"), (small, "bool"))
     given = [*[(SHAPE, "bfloat16")] * 2, (small, "bool")]
     choice = spec_of(lambda g, x, y, q: g.binary_select(x, y, q), *given)
@@ -130,39 +115,28 @@ def test_the_graph_that_is_planned_is_made_once_and_is_stable():
     spec, again = spec_of(mixed, *MIXED), spec_of(mixed, *MIXED)
     assert wire(spec) is wire(again) is wire(wire(spec))
     assert wire(spec).canonical() != spec.canonical()
-    names = [lambda g, a: g.logical_not(a), lambda g, b: g.logical_not(b)]
-    assert len({wire(spec_of(name, (SHAPE, "bool"))).canonical() for name in names}) == 1
-
-
-def custom_call(function, *avals):
-    """Types of the operands and results of the one custom call, and the program's own."""
-    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
-    with jc.target("H200"):
-        jitted = jax.jit(jc.graph(function, implementation="cudnn"))
-        lowered = jitted.trace(*structs).lower(lowering_platforms=("cuda",))
-    text = lowered.as_text()
-    (types,) = re.findall(r"custom_call @jax_cudnn\(.*\) -> .*", text)
-    operands, results = re.search(r": \((tensor.*)\) -> (.*)$", types).groups()
-    program = re.search(r"func.func public @main\((.*?)\) -> \((.*?)\) {", text)
-    found = [
-        re.findall(r"tensor<([^>]*)>", part) for part in (operands, results, *program.groups())
-    ]
-    return found, text
 
 
 @pytest.mark.deviceless
 def test_the_program_has_booleans_and_the_call_has_numbers():
     """A smaller mask reaches it whole; other operands keep their types."""
-    (operands, results, given, returned), text = custom_call(
-        lambda g, x, p, q: (g.binary_select(x, 0.0, g.logical_or(p, q)), g.cmp_gt(x, 0.0)),
-        *[(SHAPE, "bfloat16"), (SHAPE, "bool"), (ROW, "bool")],
-    )
-    assert given == ["2x16x4x6xbf16", "2x16x4x6xi1", "1x16x1x1xi1"]
-    assert returned == ["2x16x4x6xbf16", "2x16x4x6xi1"]
-    assert operands == ["2x16x4x6xbf16", "2x16x4x6xf32", "2x16x4x6xf32"]
-    assert results[:2] == ["2x16x4x6xbf16", "2x16x4x6xf32"]
+
+    @jc.graph(implementation="cudnn")
+    def function(g, x, p, q):
+        return g.binary_select(x, 0.0, g.logical_or(p, q)), g.cmp_gt(x, 0.0)
+
+    given = [(SHAPE, "bfloat16"), (SHAPE, "bool"), (ROW, "bool")]
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in given]
+    with jc.target("H200"):
+        text = jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    types = re.search(r"custom_call @jax_cudnn\(.*: \((tensor.*)\) -> (.*)", text).groups()
+    types += re.search(r"func.func public @main\((.*?)\) -> \((.*?)\) {", text).groups()
+    operands, results, given, returned = (re.findall(r"tensor<([^>]*)>", part) for part in types)
+    number, mask, small = "2x16x4x6xbf16", "2x16x4x6xi1", "1x16x1x1xi1"
+    assert (given, returned) == ([number, mask, small], [number, mask])
+    assert operands == [number, "2x16x4x6xf32", "2x16x4x6xf32"]
+    assert results[:2] == [number, "2x16x4x6xf32"]
     assert results[2].endswith("xui8")  # workspace
-    assert "broadcast_in_dim" in text
 
 
 @pytest.mark.gpu
