@@ -63,21 +63,12 @@ def test_it_is_the_graph_function_with_all_references_and_transformations(cudnn)
     assert (named.name, named.spec.options.implementation) == ("block", "xla")
     result = named({**dict(zip(inputs, arrays, strict=True)), y: want})
     np.testing.assert_array_equal(result[y], want)
-    assert [named.find_tensor(t).get_uid() for t in (*inputs, y)] == [
-        t.get_uid() for t in (*inputs, y)
-    ]
     _, others, other_y = conv_bias_relu(cudnn)
-    for call in (
-        lambda: jc.from_pygraph(g, others, [y]),
-        lambda: named({others[0]: 1}),
-        lambda: named.find_tensor(other_y),
-    ):
+    for call in (lambda: jc.from_pygraph(g, others, [y]), lambda: named.find_tensor(other_y)):
         with pytest.raises(jc.GraphError, match="has no tensor"):
             call()
-    gradients = [
-        jax.grad(lambda *a, f=f: (f(*a) ** 2).sum(), 1)(*arrays) for f in (function, plain)
-    ]
-    np.testing.assert_allclose(*gradients, rtol=1e-6)
+    with pytest.raises(jc.GraphError, match="the pygraph says it"):
+        jc.from_pygraph(g, io_data_type="HALF")
 
 
 SPECS = {case.name: case.function.trace(*case.avals)[1].spec for case in all_cases()}
@@ -118,13 +109,12 @@ def test_numbers_passed_by_value(cudnn):
     )
     half = g.tensor_scalar(0.5, cudnn.scalar_type.COMPILE_TIME_CONST)
     phase = cudnn.norm_forward_phase.INFERENCE
-    y, nothing = g.rmsnorm(input=x, scale=scale, epsilon=epsilon, norm_forward_phase=phase)
-    assert nothing is None
+    y, _ = g.rmsnorm(input=x, scale=scale, epsilon=epsilon, norm_forward_phase=phase)
     g.mul(y, half).set_output(True).set_name("y")
     function = jc.from_pygraph(g, inputs=["x", "scale", "epsilon"], outputs=["y"])
     a, s = jnp.arange(192.0).reshape(6, 32), jnp.full((1, 32), 2.0)
     want = a * jax.lax.rsqrt((a * a).mean(1, keepdims=True) + 0.1)
-    for given in (0.1, np.full((1, 1), 0.1, np.float32), jnp.float32(0.1)):
+    for given in (0.1, jnp.float32(0.1)):
         np.testing.assert_allclose(function(a, s, given), want, rtol=1e-5)
 
 
@@ -150,20 +140,12 @@ def test_dropout_and_gradients_that_are_asked_for(cudnn):
 
 
 def test_attn_scale_by_value_has_its_value(cudnn):
-    kind = cudnn.data_type.FLOAT
-
-    def attention(scale):
-        g = pygraph(cudnn, io_data_type="BFLOAT16")
-        q = g.tensor(name="q", dim=[1, 2, 16, 8])
-        o, _ = g.sdpa(q=q, k=q, v=q, attn_scale=scale(g), is_inference=True)
-        o.set_output(True)
-        return jc.from_pygraph(g)
-
-    (call,) = attention(lambda g: g.tensor_scalar(0.25, kind)).spec.calls
+    g = pygraph(cudnn, io_data_type="BFLOAT16")
+    q = g.tensor(name="q", dim=[1, 2, 16, 8])
+    scale = g.tensor_scalar(0.25, cudnn.data_type.FLOAT)
+    g.sdpa(q=q, k=q, v=q, attn_scale=scale, is_inference=True)[0].set_output(True)
+    (call,) = jc.from_pygraph(g).spec.calls
     assert call.node.attn_scale == 0.25
-    with pytest.raises(jc.GraphTypeError, match="attn_scale is a tensor") as caught:
-        attention(lambda g: g.tensor(dim=[1, 1, 1, 1], data_type=kind, is_pass_by_value=True))
-    assert "node 'sdpa.0'" in str(caught.value)
 
 
 def test_the_wrapper_takes_the_frontends_enumerations(cudnn):
@@ -206,17 +188,9 @@ def test_a_comparison_is_a_number_to_what_computes_with_it(cudnn):
     np.testing.assert_array_equal(got[1], np.where(array > 3, 1, 3))
 
 
-# -- errors ----------------------------------------------------------------------------------------
-
-
 def ragged(cudnn, g):
     x = g.tensor(name="x", dim=[4, 8], ragged_offset=g.tensor(name="r", dim=[5, 1]))
     g.relu(x).set_output(True)
-
-
-def no_counterpart(cudnn, g):
-    x, r = g.tensor(name="x", dim=[1, 1, 8, 8]), g.tensor(name="r", dim=[1, 1, 8, 8])
-    g.rope(x, r, name="turn").set_output(True)
 
 
 def reordered(cudnn, g):
@@ -225,28 +199,10 @@ def reordered(cudnn, g):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (ragged, "packed_dot_product_attention"),
-        (no_counterpart, "node 'turn': no operation"),
-        (reordered, "quantize_mxfp8"),
-        (lambda cudnn, g: g.relu(g.tensor(name="x", dim=[4])), "no output"),
-    ],
+    ("make", "words"), [(ragged, "packed_dot_product_attention"), (reordered, "quantize_mxfp8")]
 )
 def test_what_cannot_be_carried_over_is_named(cudnn, make, words):
-    if make is no_counterpart and not hasattr(cudnn.pygraph, "rope"):
-        pytest.skip("this frontend has it not either")
     g = pygraph(cudnn, io_data_type="FLOAT")
     make(cudnn, g)
-    with pytest.raises(jc.GraphError) as caught:
+    with pytest.raises(jc.GraphError, match=words):
         jc.from_pygraph(g)
-    assert words in str(caught.value)
-
-
-def test_what_is_no_pygraph_and_what_it_says_itself_is_refused(cudnn):
-    for other, words in ((object(), "or newer"), (jc.Graph(), r"got a jax_cudnn\.Graph")):
-        with pytest.raises(jc.GraphTypeError, match=words):
-            jc.from_pygraph(other)
-    g, *_ = conv_bias_relu(cudnn)
-    with pytest.raises(jc.GraphError, match="the pygraph says it"):
-        jc.from_pygraph(g, io_data_type="HALF")

@@ -22,7 +22,6 @@ def attention(**words):
     [
         {"use_causal_mask": True, "use_causal_mask_bottom_right": True},
         {"use_causal_mask": True, "diagonal_band_right_bound": 2},
-        {"use_causal_mask": True, "diagonal_alignment": "BOTTOM_RIGHT"},
         {"sliding_window_length": 2, "diagonal_band_left_bound": 3},
     ],
 )
@@ -35,10 +34,6 @@ def test_words_that_contradict_each_other_are_refused(words):
 @pytest.mark.parametrize(
     ("words", "bounds"),
     [
-        (
-            {"use_causal_mask": True, "diagonal_band_right_bound": 0},
-            {"diagonal_band_right_bound": 0},
-        ),
         (
             {"use_causal_mask_bottom_right": True, "diagonal_alignment": "TOP_LEFT"},
             {"diagonal_band_right_bound": 0, "diagonal_alignment": "BOTTOM_RIGHT"},
@@ -70,11 +65,10 @@ def test_attention_of_tokens_is_jaxs():
     assert graph.spec.tensor(graph.spec.outputs[0]).order == (0, 2, 1, 3)
 
 
-@pytest.mark.parametrize("dtype", ["INT32", "INT64"])
-def test_seed_and_offset_of_dropout_are_one_integer_or_two_words(dtype):
+def test_seed_and_offset_of_dropout_are_one_integer_or_two_words():
     q = jax.random.normal(KEY, (1, 2, 8, 16))
     with jc.Graph(inputs=["a::q", "seed", "offset"], outputs=["a::O"]) as graph:
-        words = [graph.tensor([1, 1, 1, 1], data_type=dtype, name=n) for n in ("seed", "offset")]
+        words = [graph.tensor([1, 1, 1, 1], data_type="INT64", name=n) for n in ("seed", "offset")]
         graph.sdpa(q, q, q, dropout=(0.5, *words), name="a")
     assert {(*t.shape, t.dtype.name) for t in words} == {(1, 1, 1, 2, "uint32")}
 
@@ -91,13 +85,3 @@ def test_seed_and_offset_of_dropout_are_one_integer_or_two_words(dtype):
     large = 2**40 + 7
     assert np.array_equal(graph(q, np.int64(large), large), graph(q, pair(large), pair(large)))
     assert not np.array_equal(graph(q, large, large), graph(q, 7, 7))
-
-
-@pytest.mark.parametrize("make", [np.full, jnp.full])
-def test_seed_and_offset_may_be_arrays(make):
-    q, word = jnp.ones((1, 2, 8, 16)), make((1, 1, 1, 1), 7, np.int32)
-    with jc.Graph() as graph:
-        words = word, make((1, 1, 1, 1), 9, np.int32)
-        graph.sdpa(q, q, q, dropout=(0.5, *words), name="a")[0].set_output(True)
-    given = {"a::q": q, "a::dropout::1": word, "a::offset": word}
-    assert set(np.unique(graph(given)["a::O"])) != {1.0}

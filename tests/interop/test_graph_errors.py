@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jax_cudnn as jc
@@ -67,47 +66,11 @@ def test_names_of_the_frontends_graphs_and_tensors_are_there_or_said_why_not():
         assert not without(dir(kind), there, NOT_IN_TENSORS)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("deserialize", "jax_cudnn.Plan.deserialize"),
-        ("execute_plan_at_index", "build_plan_at_index"),
-        ("deselect_engines", "select_plan"),
-        ("get_cuda_graph_retention", "command buffers"),
-        ("relu", "after the graph was built"),
-        ("references", "no operation"),
-    ],
-)
-def test_what_is_elsewhere_is_said(name, words):
-    graph = built()
-    assert not hasattr(graph, name)
-    with pytest.raises(Attribute, match=words):
-        getattr(graph, name)
-
-
 # -- building --------------------------------------------------------------------------------------
-
-
-def listed(build, inputs, outputs):
-    def then(g):
-        build(g)
-        g.set_io_tuples(inputs, outputs)
-
-    return then
 
 
 def e(g):
     return g.exp(X, name="e").set_output(True)
-
-
-def two_named_x(g):
-    g.add(g.tensor(name="x", dim=[4], data_type="FLOAT"), 1.0).set_name("x")
-    e(g)
-
-
-def of_exp(g):
-    y = g.exp(X, name="e")
-    g.exp(y, name="f").set_output(True)
 
 
 def vector(g, **options):
@@ -120,56 +83,30 @@ def used(g):
     return x
 
 
-def two(g):
-    g.add(X, X + 1, name="add").set_output(True)
-
-
-SCALE = {"dim": [1, 1, 1, 1], "data_type": "FLOAT", "is_pass_by_value": True}
-LENGTHS = dict.fromkeys(("seq_len_q", "seq_len_kv"), jnp.ones((1, 1, 1, 1)))
 SEED = jnp.ones((1, 1, 1, 1))
 BUILDING = [
     # references
     (lambda g: g.exp(X), Error, "set_output"),
     (lambda g: [e(g), g.set_io_tuples([X], [g.log(X)])], Error, "not listed"),
-    (listed(e, ["e::inptu"], ["e::OUT_0"]), Error, "did you mean 'e::input'"),
-    (listed(two_named_x, ["x"], ["e::OUT_0"]), Error, "name of several tensors"),
-    (listed(e, [X], ["e::OUT_0", "E::out_0"]), Error, "twice"),
-    (listed(two, ["add::a"], ["add::OUT_0"]), Error, "add add::b"),
-    (listed(of_exp, ["e::OUT_0"], ["f::OUT_0"]), Error, "the graph computes"),
+    (lambda g: [e(g), g.set_io_tuples(["e::inptu"], [])], Error, "did you mean 'e::input'"),
     (lambda g: [g.exp(X, name="a"), g.log(X, name="a")], Error, "two nodes are called 'a'"),
-    (lambda g: g.exp(X).set_uid(2**63), Error, "64 bits"),
-    (lambda g: g.exp(X).set_uid(1.7), Type, "an integer"),
-    (lambda g: g.exp(X).set_uid(True), Type, "an integer"),
     (lambda g: [g.exp(X).set_uid(9), g.log(X).set_uid(9)], Error, "two tensors"),
-    (lambda g: [e(g), g.find_tensor(True)], Error, "no tensor"),
     # tensors
     (lambda g: vector(g).set_output(True), Error, "identity"),
     (lambda g: g.exp(g.tensor(dim=[4])), Error, "io_data_type"),
     (lambda g: used(g).set_dim([5]), Error, "after it was"),
     (lambda g: used(g).set_data_type("HALF"), Error, "before an operation takes"),
     (lambda g: [e(g), g.find_tensor(X).set_data_type("HALF")], Error, "astype"),
-    (lambda g: vector(g).set_dim(["a"]), jc.JaxCudnnError, "set_dim"),
-    (lambda g: g.tensor(**{**SCALE, "dim": [1]}).set_dim([2]), Error, "one element"),
     (lambda g: vector(g, is_pass_by_value=True), Error, "one element"),
-    (lambda g: vector(g).set_is_pass_by_value(True), Error, "one element"),
-    (lambda g: vector(g, is_virtual=True), Error, "intermediates"),
     (lambda g: g.exp(X).set_reordering_type("F8_128x4"), Error, "quantize_mxfp8"),
-    (lambda g: g.exp(X).set_ragged_offset_multiplier(8), Error, "multiply the offsets"),
     (lambda g: g.tensor(dim=[4, 4], stride=[8, 1], data_type="FLOAT"), Error, "pack"),
     (lambda g: g.exp(jax.ShapeDtypeStruct((4,), "float64")), Type, "float64"),
     # operations
     (lambda g: g.conv_fprop(X, W[:, :3], **SPATIAL), Error, "conv_fprop"),
-    (lambda g: g.conv_fprop(X, weights=W), Type, "expected"),
     (lambda g: g.conv_forward(X), Attribute, "did you mean"),
-    (lambda g: g.serialize(), Attribute, "graph.plan()"),
-    (lambda g: g.sdpa(*Q, dropout=0.5), Error, "(probability, seed, offset)"),
     (lambda g: g.sdpa(*Q, dropout=(0.5, SEED, SEED)), Type, "jax.random.key_data"),
-    (lambda g: g.sdpa(*Q, rng_dump=X), Type, "rng_dump=True"),
-    (lambda g: g.sdpa(*Q, attn_scale=np.full((1, 1), 0.5)), Type, "multiply q by it"),
     (lambda g: g.sdpa(*Q, attn_scale=jnp.float32(0.5)), Type, "multiply q by it"),
-    (lambda g: g.sdpa(*Q, attn_scale=g.tensor(**SCALE)), Type, "multiply q by it"),
     (lambda g: g.sdpa(*Q, use_padding_mask=True), Error, "seq_len_q and seq_len_kv"),
-    (lambda g: g.sdpa(*Q, **LENGTHS, use_padding_mask=False), Error, "leave use_padding_mask"),
 ]
 
 
@@ -180,33 +117,11 @@ def test_errors_while_building(build, kind, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "words"),
-    [
-        ({"sm_count": 90}, Error, "jax_cudnn.target"),
-        ({"device_property": 90}, Error, "jax_cudnn.target"),
-        ({"inputs": np.array(["A"])}, Type, "inputs is no list"),
-        ({"heuristics": np.array(["A"])}, Type, "heuristics is no list"),
-        ({"name": 5}, Type, "name is no text"),
-    ],
-)
-def test_errors_of_options(options, kind, words):
-    with pytest.raises(kind, match=words):
-        jc.Graph(**options)
-
-
 CALLS = [
     (lambda g: g(X, W), Type, "3: conv::image"),
     (lambda g: g(X[:1], W, B), Error, "graph_cache"),
     (lambda g: g(X.astype("bfloat16"), W, B), Type, "bfloat16"),
-    (lambda g: g("x", W, B), Type, "no array"),
-    (lambda g: g({"conv::image": X}), Error, "conv::weight"),
     (lambda g: g({"conv::inptu": X}), Error, "'conv::inptu'"),
-    (lambda g: g({"conv::Y": X}), Error, "neither"),
-    (lambda g: g({1: X, 2: W, 4: B, 77: X}), Error, "another shape"),
-    (lambda g: g.__enter__(), Error, "built already"),
-    (lambda g: g.with_options(compute_data_type="float16"), Error, "jax_cudnn.Graph(...)"),
-    (lambda g: g(X, W, B, override_shapes=[]), TypeError, "override_shapes"),
     (lambda g: built()(X, W, B), Error, "set_io_tuples"),
     (lambda g: jc.Graph()(X), Error, "is not built"),
 ]
@@ -219,17 +134,12 @@ def test_errors_of_calls(call, kind, words):
     assert words in str(caught.value)
 
 
-# -- what an error leaves --------------------------------------------------------------------------
-
-
 def test_an_error_leaves_nothing_built():
     graph = jc.Graph(inputs=["exp.0::inptu"], outputs=["exp.0::OUT_0"])
     with pytest.raises(Error, match="did you mean"), graph:
         graph.exp(X).set_output(True)
     with pytest.raises(Error, match="is not built"):
         graph({"exp.0::input": X})
-    with pytest.raises(ZeroDivisionError), graph:
-        graph.exp(X, padding=1 / 0)
     with graph:
         graph.log(X).set_output(True)
         for early in (lambda: graph(X), lambda: graph.spec, graph.with_options):

@@ -72,15 +72,6 @@ def test_later_operations_follow_what_changes_late():
     assert computed["matmul.0"] == "INT32"
 
 
-def test_a_mask_does_not_make_chosen_integers_floats():
-    x, mask = jnp.arange(6, dtype="int32"), jnp.arange(6) % 2 == 0
-    with jc.Graph(inputs=["s::input0", "s::mask"], outputs=["s::OUT_0"]) as graph:
-        graph.binary_select(x, 3, mask, name="s")
-    got = graph(x, mask)
-    assert got.dtype == "int32"
-    np.testing.assert_array_equal(got, jnp.where(mask, x, 3))
-
-
 # -- numbers ---------------------------------------------------------------------------------------
 
 
@@ -108,8 +99,6 @@ def test_numbers_of_the_host_are_of_their_declared_type():
     [
         ("INT32", np.float32(np.nan), "no integer"),
         ("INT32", 2**31, "out of range"),
-        ("INT8", 128, "from -128 to 127"),
-        ("FLOAT", 1e39, "too large"),
         ("HALF", 1e5, "range of float16"),
     ],
 )
@@ -138,7 +127,6 @@ def test_arrays_of_the_host_with_one_element_may_be_numbers_at_the_call():
         graph.exp(a)
     for number in (a, 2.0, a.astype(np.float64), jnp.asarray(a)):
         close(graph(number), np.exp(a))
-    close(jax.jit(lambda: graph(a))(), np.exp(a))
     x = jnp.zeros((1, 1))
     with jc.Graph(inputs=[x, "s::b", "t::b"], outputs=["t::OUT_0"]) as graph:
         graph.mul(graph.add(x, a, name="s"), a, name="t").set_output(True)
@@ -150,28 +138,20 @@ def test_arrays_of_the_host_with_one_element_may_be_numbers_at_the_call():
 def test_an_epsilon_is_a_constant_if_a_number_and_an_operand_if_an_array():
     x = jax.random.normal(jax.random.key(3), (6, 32, 1, 1))
     scale, bias = jnp.full((1, 32, 1, 1), 2.0), jnp.ones((1, 32, 1, 1))
-    epsilon = np.full((1, 1, 1, 1), 1e-3, np.float32)
-    with jc.Graph(
-        inputs=["ln::input", "ln::scale", "ln::bias", "ln::epsilon"],
-        outputs=["ln::Y", "ln::MEAN", "ln::INV_VARIANCE"],
-    ) as graph:
-        given = {"scale": scale, "bias": bias, "epsilon": epsilon}
-        for result in graph.layernorm(name="ln", input=x, norm_forward_phase="TRAINING", **given):
-            result.set_output(True)
-    y, mean, inv_var = graph(x, scale, bias, epsilon)
-    close(mean, x.mean(1, keepdims=True))
-    close(inv_var, jax.lax.rsqrt(x.var(1, keepdims=True) + 1e-3))
-    close(y, (x - mean) * inv_var * 2 + 1)
-    for other in (1e-3, np.float64(1e-3), jnp.full((1, 1, 1, 1), 1e-3)):
-        close(graph(x, scale, bias, other)[0], y)
+    order = [f"ln::{port}" for port in ("input", "scale", "bias", "epsilon")]
+    with jc.Graph(inputs=order, outputs=["ln::Y"]) as graph:
+        epsilon = np.full((1, 1, 1, 1), 1e-3, np.float32)
+        y, *_ = graph.layernorm(x, scale, bias, epsilon, name="ln", norm_forward_phase="TRAINING")
+        y.set_output(True)
+    want = (x - x.mean(1, keepdims=True)) * jax.lax.rsqrt(x.var(1, keepdims=True) + 1e-3) * 2 + 1
+    for given in (epsilon, 1e-3, np.float64(1e-3), jnp.full((1, 1, 1, 1), 1e-3)):
+        close(graph(x, scale, bias, given), want)
     numbers = jax.make_jaxpr(lambda *args: graph(*args, 1e-3))(x, scale, bias)
     arrays = jax.make_jaxpr(graph)(x, scale, bias, jnp.float32(1e-3))
     specs = [jaxpr.eqns[-1].params["spec"] for jaxpr in (numbers, arrays)]
     assert [len(spec.inputs) for spec in specs] == [3, 4]
-    function = jc.graph(lambda g, x, s, b: g.layernorm(x, s, b, 1e-3))
-    assert specs[0].canonical() is function.trace(x, scale, bias)[1].spec.canonical()
     with jax.enable_x64(True):
-        assert graph(x, scale, bias, np.float64(1e-3))[0].dtype == jnp.float32
+        assert graph(x, scale, bias, np.float64(1e-3)).dtype == jnp.float32
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -193,16 +173,3 @@ def test_options_under_the_frontends_names():
     graph({"exp.0::input": X})
     with pytest.raises(jc.GraphError, match=r"graph\.with_options\(heuristics=...\)"):
         graph.create_execution_plans(["A"])
-
-
-def test_contexts_at_the_call_decide():
-    x = jnp.ones((1, 8, 8))
-    with jc.Graph(inputs=[x], outputs=["matmul.0::C"]) as graph:
-        graph.matmul(x, x)
-
-    def options():
-        return jax.make_jaxpr(graph)(x).eqns[-1].params["spec"].options
-
-    assert (options().implementation, options().precision) == ("split", "default")
-    with jc.implementation("xla"), jax.default_matmul_precision("highest"):
-        assert (options().implementation, options().precision) == ("xla", "highest")
