@@ -27,8 +27,6 @@ CASES = {
     "won a": entry("won once", 0.5, 0.6),
     "won b": entry("won once", 1.5, 1.6),
     "single": entry("single", 0.1, 0.1),
-    "failed a": entry("failed", 0.5, 0.6),
-    "failed b": {"status": "timed", "pattern": "failed", "ratio": 0.1},
     "refused": entry("lost", 9.0, 9.0, status="unsupported"),
     "unnamed": {"status": "timed", "ratio": 0.1},
 }
@@ -47,7 +45,6 @@ def test_a_pattern_is_lost_when_the_reference_is_faster_in_every_case(result):
     shown = {line.split(" | ")[0].strip("| "): line for line in lines}
     why = {
         "close": "no: close b at 0.95",
-        "failed": "no time of the reference of failed b",
         "lost": "| 2 | 0.50 to 0.95 | yes |",
         "noisy": "no: noisy b at 0.50, up to 1.00",
         "single": "no: only 1 case",
@@ -64,35 +61,17 @@ def test_each_architecture_has_its_part_of_the_table(result, tmp_path):
     assert list(written) == ["91", "100"]
     assert written["91"]["patterns"].keys() == {"lost"}
     assert written["100"] == {"patterns": {"kept": {}}}
-    table.write_text("something else")
-    with pytest.raises(jc.GraphError, match="no table"):
-        losses.merged([result], table)
-
-
-def test_what_is_no_result_gives_no_table(tmp_path, capsys):
-    source = tmp_path / "x.json"
-    for text in ("not JSON", "[]", '{"cases": {}}'):
-        source.write_text(text)
-        assert main(["losses", str(source), "--check"]) == 1
-        assert "no result" in capsys.readouterr().err
 
 
 def test_results_say_where_they_were_measured(result):
-    """Older ones by the profile of their device; those of several machines are not mixed."""
     other = {"environment": {**result["environment"], "device": "another"}, "cases": {}}
     with pytest.raises(jc.GraphError, match="not of one machine"):
         losses.generate(result, other)
     other = copy.deepcopy(result)
     other["environment"]["date"] = "2025-12-31"
-    for results in ((result, other), (other, result)):
-        assert losses.generate(*results)["91"]["date"] == "2025-12-31, 2026-01-02"
+    assert losses.generate(result, other)["91"]["date"] == "2025-12-31, 2026-01-02"
     other["cases"] = {"lost c": entry("lost", 2.0, 2.1)}  # counts with those of the first
     assert losses.generate(result, other)["91"]["patterns"] == {}
-    del result["environment"]["sm_version"]
-    with pytest.raises(jc.GraphError, match="on which architecture"):
-        losses.generate(result)
-    result["environment"]["device"] = "NVIDIA H100 80GB HBM3"
-    assert list(losses.generate(result)) == ["90"]
 
 
 def norm(reference, whole, hidden=True, **plans):
@@ -113,8 +92,6 @@ def test_normalizations_are_filed_under_their_plans(result):
     result = {"environment": result["environment"], "norms": norms}
     found = losses.generate(result)["91"]["patterns"]
     assert found == {"lost": {"a, forward": 0.5, "b, forward": 0.7}}
-    norms["more than the host's"] = norm(89, 1000, hidden=False)
-    assert len(losses.generate(result)["91"]["patterns"]["lost"]) == 3
     norms["b"] = norm(89, 100)  # in some rounds slower
     assert losses.generate(result)["91"]["patterns"] == {}
 

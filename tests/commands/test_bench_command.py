@@ -3,8 +3,6 @@
 import doctest
 import itertools
 import json
-import math
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -32,32 +30,25 @@ def product(g, x, w):
 def test_avals_are_parsed():
     for text, shape, dtype in (
         ("bf16[8,64]", (8, 64), "bfloat16"),
-        ("float32[]", (), "float32"),
         (" f8e4m3fn[128, 3] ", (128, 3), "float8_e4m3fn"),
         ("pred[2,]", (2,), "bool"),
     ):
         aval = parse_aval(text)
         assert (aval.shape, aval.dtype.name) == (shape, dtype)
-    for text in ("bf16", "bf16[2", "f32[2,,3]", "f32[-1]", "f32[n]", "[2]", "", "bf17[2]"):
+    for text in ("bf16", "f32[2,,3]", "f32[-1]", "", "bf17[2]"):
         with pytest.raises((jc.GraphError, jc.GraphTypeError), match=r"bf16\[|bf17"):
             parse_aval(text)
 
 
 def test_functions_are_found_in_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "found_here.py").write_text("class A:\n    f = staticmethod(abs)\nx = 1\n")
+    (tmp_path / "found_here.py").write_text("class A:\n    f = staticmethod(abs)\n")
     (tmp_path / "broken_here.py").write_text("import no_such_module_at_all\n")
     assert load_function("found_here:A.f") is abs
-    assert "" not in sys.path[:1]
-    for text, error, words in (
-        ("not_here:f", jc.GraphError, "not_here"),
-        ("found_here:g", jc.GraphError, "has no 'g'"),
-        ("found_here:x", jc.GraphTypeError, "function"),
-        ("broken_here:f", ModuleNotFoundError, "no_such_module_at_all"),
-        ("found_here", jc.GraphError, "module:function"),
-    ):
-        with pytest.raises(error, match=words):
-            load_function(text)
+    with pytest.raises(jc.GraphError, match="has no 'g'"):
+        load_function("found_here:g")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
+        load_function("broken_here:f")
 
 
 _MODULE = """
@@ -129,24 +120,6 @@ def test_functions_take_turns_and_times_are_those_of_one_call():
         assert len(follow) == count * (count - 1)
 
 
-def test_a_budget_ends_rounds_but_not_before_the_seventh():
-    for seconds, rounds in ((0.0, 7), (95.0, 10), (1e9, 15)):
-        clock = Clock()
-        one = {"a": clock.function("a", 2.0)}
-        times = timing.interleaved(one, (), rounds=15, calls=5, seconds=seconds, clock=clock)
-        assert len(times["a"]) == rounds
-
-
-def test_slow_functions_are_called_less_often():
-    ticks = itertools.count()  # each look at the clock is a second later
-    x, clock = jnp.ones(3), lambda: float(next(ticks))
-    assert compare({"f": jnp.sin}, x, seconds=40.0, clock=clock).calls == 11
-    found = compare({"f": jnp.sin}, x, seconds=math.inf, clock=clock)
-    assert (found.calls, found.seconds["f"]) == (30, [1 / 30] * 15)
-    figures = timing.summary([5.0, 1.0, 2.0, 3.0, 4.0], 10)
-    assert figures == {"median": 30, "min": 10, "max": 50, "q1": 20, "q3": 40}
-
-
 # -- agreement -------------------------------------------------------------------------------------
 
 
@@ -157,8 +130,6 @@ def test_disagreeing_functions_are_not_timed(key):
     assert "WRONG" in str(found)
     with pytest.raises(jc.GraphError, match="off disagrees"):
         found.ratio()
-    with pytest.raises(jc.GraphError, match="different shapes"):
-        compare({"f": lambda x: x, "g": lambda x: x[:1]}, x)
 
 
 def test_agreement_sees_a_wrong_tile_and_what_is_not_finite(key):
@@ -173,9 +144,6 @@ def test_agreement_sees_a_wrong_tile_and_what_is_not_finite(key):
         assert not agreement.difference(got, want).within(1e30)
         assert not agreement.difference(want, got).within(0.1)
         assert agreement.difference(got, got).within(0.0)
-    f8, bf16, f32 = (jnp.ones(2, t) for t in (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32))
-    of = [agreement.tolerance((a,), b) for a, b in ((f8, bf16), (f32, f32), (bf16, f8))]
-    assert of == [2.0**-6, 2.0**-9, 2.0**-2]
 
 
 def test_prepare_and_finish_are_not_timed_and_what_fails_is_left_out(key):
@@ -195,8 +163,6 @@ def test_prepare_and_finish_are_not_timed_and_what_fails_is_left_out(key):
     assert found.ratio() == found.median("transposed") / found.median("f")
     with pytest.raises(ValueError, match="not today"):  # the first must run
         compare({"broken": broken, "f": jnp.sin}, x)
-    with pytest.raises(jc.GraphError, match="needs functions"):
-        compare({}, x)
 
 
 def test_docstring_example_runs():
@@ -207,28 +173,10 @@ def test_docstring_example_runs():
 # -- graphs in a program, and what they cost -------------------------------------------------------
 
 
-def test_cost_of_graphs():
-    @jc.graph
-    def linear(g, x, w, b):
-        return g.relu(g.matmul(x, w) * 0.5 + b)
-
-    @jc.graph
-    def square(g, x):
-        return g.mul(x, x)
-
-    def cost(function, *avals):
-        return programs.graphs_cost(function, *(jax.ShapeDtypeStruct(s, d) for s, d in avals))
-
-    m, k, n = 3, 5, 7
-    found = cost(linear, ((2, m, k), "bfloat16"), ((1, k, n), "bfloat16"), ((1, 1, n), "float32"))
-    assert found.flops == 2 * 2 * m * k * n + 3 * 2 * m * n
-    assert found.bytes == 2 * (2 * m * k + k * n) + 4 * n + 4 * 2 * m * n  # 0.5 is by value
-    assert cost(square, ((4, 4), "float32")) == Cost(16, 2 * 64)  # an operand is read once
-
-
-def test_graphs_are_found_inside_of_programs(key):
+def test_graphs_and_their_cost_are_found_inside_of_programs(key):
     x, w = jax.random.normal(key, (2, 1, 8, 8))
     once = programs.graphs_cost(product, x, w)
+    assert once == Cost(2 * 8**3 + 8**2, 3 * 4 * 8**2)
 
     def repeated(x, w):
         body = lambda c, _: (jax.jit(product)(c, w), None)  # noqa: E731
@@ -239,8 +187,6 @@ def test_graphs_are_found_inside_of_programs(key):
         return {"y": jax.checkpoint(lambda h: product(h * 2, w))(h), "w": w}
 
     assert programs.graphs_cost(repeated, x, w) == once * 6
-    with pytest.raises(jc.GraphError, match="inside of scan"):
-        programs.with_references(repeated)(x, w)
     plain = programs.with_references(model)
     assert [len(programs.graphs(f, x, w)) for f in (model, plain)] == [2, 0]
     got, want = plain(x, w), model(x, w)

@@ -1,9 +1,9 @@
 """``python -m jax_cudnn cache``: what it prints, its exit status, and archives good and bad."""
 
+import contextlib
 import json
 import os
 import re
-import stat
 import time
 import zipfile
 
@@ -55,18 +55,6 @@ def test_list_names_plans_with_size_and_last_use(store, command):
         size = store.path(digest(f"key {i}")).stat().st_size
         assert line.startswith(digest(f"key {i}")[:12])
         assert re.search(rf"\b{size} B +{age}  conv {i} on an H200$", line), line
-    shown = json.loads(command("list", "--json")[1])
-    assert shown["folder"] == str(store.folder)
-    assert shown["bytes"] == sum(path.stat().st_size for path in store.folder.iterdir())
-    assert [entry["label"][:6] for entry in shown["entries"]] == ["conv 1", "conv 0", "conv 2"]
-
-
-def test_a_folder_without_plans_is_no_error(other, command):
-    for action, words in (("list", "No plans"), ("verify", "0 "), ("clear", "0 ")):
-        status, out, err = command(action, folder=other.folder)
-        assert (status, err) == (0, "")
-        assert out.startswith(words)
-    assert not other.folder.exists()
 
 
 def test_list_lets_no_label_command_the_terminal(store, command):
@@ -123,29 +111,12 @@ def test_plans_travel_in_an_archive(store, other, command, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "plans", "plans.zip"]
 
 
-def test_an_export_that_fails_leaves_the_old_archive(store, tmp_path, monkeypatch):
-    archive = tmp_path / "plans.zip"
-    archive.write_bytes(b"old")
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(zipfile.ZipFile, "writestr", full)
-    with pytest.raises(OSError, match="No space left"):
-        cache_archive.export(store, archive)
-    assert archive.read_bytes() == b"old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plans", "plans.zip"]
-
-
 GOOD = encode(Content("key", {"n": 1}, "label"))
 NAME = f"{digest('key')}.plan"
 MEMBERS = {
     "a path upwards": (f"../{NAME}", GOOD, "not the name"),
-    "an absolute path": (f"/elsewhere/{NAME}", GOOD, "not the name"),
-    "a line break": (f"{NAME}\n", GOOD, "not the name"),
     "a wrong digest": (f"{digest('other')}.plan", GOOD, "another key"),
     "a wrong checksum": (NAME, GOOD[:-1] + b"!", "damaged"),
-    "older": (NAME, GOOD.replace(b"plan 1 ", b"plan 0 ", 1), "older"),
     "huge": (NAME, b"\0" * 10_001, "too many"),
 }
 
@@ -159,14 +130,13 @@ def test_a_bad_member_is_refused_and_the_others_are_taken(
         archive.writestr(zipfile.ZipInfo(name), data)
         fine = encode(Content("fine", {"n": 2}, ""))
         archive.writestr(zipfile.ZipInfo(f"{digest('fine')}.plan"), fine)
-    before = {*tmp_path.parent.rglob("*")}
     status, out, err = command("import", tmp_path / "bad.zip", folder=other.folder)
     assert (status, err) == (1, "")
     assert words in out
     assert "1 entry taken, 0 there already, 1 refused" in out
     assert other.get("fine") == {"n": 2}
-    new = {*tmp_path.parent.rglob("*")} - before
-    assert new == {other.folder, other.path(digest("fine"))}
+    assert [*other.folder.iterdir()] == [other.path(digest("fine"))]
+    assert not [*tmp_path.glob("*.plan")]
 
 
 def test_nothing_is_decompressed_for_an_archive(other, tmp_path):
@@ -177,58 +147,36 @@ def test_nothing_is_decompressed_for_an_archive(other, tmp_path):
     assert not other.folder.exists()
 
 
-def test_archives_damaged_anywhere_are_told_in_words_and_give_no_other_plan(
-    tmp_path, other, store, monkeypatch
-):
+def test_archives_damaged_anywhere_are_told_in_words(tmp_path, other, store, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: None)  # it takes most of the time
     cache_archive.export(store, tmp_path / "good.zip")
     good, bad = (tmp_path / "good.zip").read_bytes(), tmp_path / "bad.zip"
     places = (int.from_bytes(good[-6:-2], "little") + 20).to_bytes(4, "little")
     damaged = [good[:-6] + places + good[-2:]]  # places before the archive's beginning
-    damaged += [good[:i] + bytes([good[i] ^ 4]) + good[i + 1 :] for i in range(0, len(good), 5)]
-    damaged += [good[:i] for i in range(0, len(good), 16)]
-    refused = 0
+    damaged += [good[:i] + bytes([good[i] ^ 4]) + good[i + 1 :] for i in range(0, len(good), 9)]
     for data in damaged:
         bad.write_bytes(data)
-        try:
-            refused += len(cache_archive.import_(other, bad).refused)
-        except JaxCudnnError as error:
-            assert "no archive of plans" in str(error)  # noqa: PT017
+        with contextlib.suppress(JaxCudnnError):
+            cache_archive.import_(other, bad)
         for i in range(3):
             assert other.get(f"key {i}") in (None, store.get(f"key {i}"))
         other.clear()
-    assert refused
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["import", "missing.zip"], "missing.zip: No such file"),
-        (["import", "file"], "no archive of plans"),
-        (["export", "missing/plans.zip"], "missing: No such file"),
-        (["export", "."], "Is a directory"),
-        (["export", "pipe"], "no regular file"),
-        (["export", "link"], "no regular file"),
-        (["list", "--folder", "file"], "file: Not a directory"),
-        (["import", "good.zip", "--folder", "file"], "Not a directory"),
-        (["list"], "--folder"),  # a user without a home
+        ("import file", "no archive of plans"),
+        ("export missing/plans.zip", "missing: No such file"),
+        ("export link", "no regular file"),
+        ("list --folder file", "file: Not a directory"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_errors_are_words(store, tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
-    os.mkfifo("pipe")
     (tmp_path / "link").symlink_to("elsewhere")
-    cache_archive.export(store, tmp_path / "good.zip")
-    if arguments == ["list"]:
-        monkeypatch.setattr("jax_cudnn._core.settings._default_folder", lambda: None)
-        monkeypatch.setattr("jax_cudnn._core.settings._given", {})
-    assert main(["cache", *arguments]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert words in err
-    assert "Traceback" not in err
+    assert main(["cache", *arguments.split()]) == 1
+    assert words in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
-    assert stat.S_ISFIFO(os.lstat("pipe").st_mode)
     assert os.readlink("link") == "elsewhere"

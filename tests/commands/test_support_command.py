@@ -46,20 +46,9 @@ def test_own_function(own, capsys):
     arguments[-1] = "H200,A100"
     assert main([*arguments, "--json"]) == 1  # one of the GPUs has no plan
     assert [r["gpu"] for r in json.loads(capsys.readouterr().out)["rows"]] == ["H200", "A100"]
-    assert main([*arguments, "--markdown"]) == 1
-    assert capsys.readouterr().out.startswith("| graph | GPU |")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["own_module:relu", "f32[8", "--gpus", "H200"], "dtype"),
-        (["own_module:relu", "f32[8]", "slope=half", "--gpus", "H200"], "slope"),
-        (["own_module:gelu", "f32[8]", "--gpus", "H200"], "gelu"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_are_told(arguments, words, own, capsys):
-    assert main(["support", *arguments]) == 1
-    assert words in capsys.readouterr().err
+def test_wrong_arguments_are_told(own, capsys):
+    assert main(["support", "own_module:relu", "f32[8]", "slope=half", "--gpus", "H200"]) == 1
+    assert "slope" in capsys.readouterr().err
     assert own == []

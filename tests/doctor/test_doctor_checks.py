@@ -72,28 +72,15 @@ def examined(**changes):
     return problems, report.verdict(changed, findings)
 
 
-def test_a_healthy_machine_with_a_gpu():
-    problems, verdict = examined()
-    assert not problems
-    assert "all works" in verdict
-
-
 CU12, OLD = "nvidia-cudnn-cu12", {"cudnn": 91001}
 NO_GPU = {"jax": stages_of(devices=ON_THE_CPU)}
 UNREGISTERED = {"worker": USED, "registration": {"error": {"summary": "newer API version"}}}
 # facts, the finding with the problem, a word of its reason, a word of its advice
 BROKEN = [
-    ({"python": ((3, 10, 4), "")}, "Python", "too old", "Python 3.11"),
-    ({"packages": packages(jax="0.9.1")}, "jax", ">= 0.10.2", "pip install -U jax"),
     ({"driver": told(12040)}, "CUDA plugin", "CUDA 12.4 at most", ">= 580"),
     ({"packages": packages(jax_cuda13_plugin="0.11.1")}, "CUDA plugin", "jaxlib 0.11.2", "-U"),
-    ({"packages": packages(jax_cuda13_pjrt=None)}, "CUDA plugin", "incomplete", "--force"),
     ({"plugins": ("12", "13"), "driver": told(12080)}, "CUDA plugin", "only one", "uninstall"),
     ({"packages": packages(nvidia_cudnn_cu12="9.19.0.56")}, "cuDNN package", "same folder", CU12),
-    (
-        {"packages": packages(nvidia_cudnn_cu12="9.19.0.56", nvidia_cudnn_cu13=None)},
-        *("cuDNN package", "for CUDA 13", CU12),
-    ),
     (
         {
             "copies": (Copy(CUDNN, ("nvidia-cudnn package",), 91001),),
@@ -104,7 +91,6 @@ BROKEN = [
     ),
     ({"planning": Outcome({"worker": {**USED, "cudnn": 92800}})}, "cuDNN", "9.28.0", "keep one"),
     ({"planning": Outcome(UNREGISTERED)}, "executor", "newer API version", "install"),
-    ({"driver": told(gpus=(), status=34)}, "GPUs", "answers 34", "stub"),
     ({"driver": told(gpus=(), status=803)}, "GPUs", "answers 803", "reboot"),
     ({"driver": Outcome({"driver": {"missing": "No such file"}})}, "driver", "nvidiactl", "--gpus"),
     ({**NO_GPU, "variables": {"JAX_PLATFORMS": "cpu"}}, "JAX's devices", "'cpu'", "unset"),
@@ -113,10 +99,13 @@ BROKEN = [
         {"jax": stages_of(frontend_here=stages.ABSENT, cudnn_here=stages.ABSENT)},
         *("cuDNN frontend", "builds the cuDNN plans", "jax-cudnn[cuda12]"),
     ),
-    ({"jax": stages_of(run={"error": {"summary": "7 are wrong"}})}, "a graph", "7 are", "mend"),
-    ({"failed": {"copies": "no disk"}}, "doctor", "no disk", "report"),
     ({"packages": None}, "jax", "AttributeError", "report"),
 ]
+
+
+def test_a_healthy_machine_with_a_gpu():
+    problems, verdict = examined()
+    assert (problems, "all works" in verdict) == ({}, True)
 
 
 @pytest.mark.parametrize(("changes", "name", "why", "fix"), BROKEN)
@@ -168,15 +157,8 @@ def script(code, seconds=30.0):
 
 def test_a_process_that_ends_early_is_placed():
     begin = "import os\ndef say(text): print('{\"stage\": ' + text + '}', flush=True)\n"
-    done = script(begin + "say('\"a\"'); say('\"a\", \"x\": 1'); print('noise')")
-    assert done == Outcome({"a": {"x": 1}}, "", "", "noise")
     died = script(begin + 'say(\'"a", "x": 1\'); say(\'"b"\'); os.abort()')
     assert (died.reports, died.ended, died.stopped_in) == ({"a": {"x": 1}}, "died of SIGABRT", "b")
-    left = script("import sys; sys.exit('words')")
-    ended = "ended with exit code 1"
-    assert (left.ended, left.stopped_in, left.tail) == (ended, "first", "words")
-    gone = run(["/nowhere/python"], {}, 1.0, "first")
-    assert "did not start" in gone.ended
     code = "import subprocess, sys, time\n"
     code += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
     hung = script(code + "time.sleep(600)", 1.0)  # its child, which has its pipes, is stopped, too

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import FUSIONS
-from helpers import assert_same, python
+from helpers import assert_same
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh
@@ -68,8 +68,6 @@ def stepwise(function, *args):
 X = W = (1, 8, 8)
 guarded = jax.custom_vjp(lambda x: squash(x))
 guarded.defvjp(lambda x: (guarded(x), x), lambda x, t: (squash(x) * t,))
-scaled = jax.custom_jvp(lambda x: squash(x) * 2)
-scaled.defjvp(lambda p, t: (scaled(*p), t[0] * 3))
 doubled_in_batches = custom_vmap(lambda x: squash(x))
 doubled_in_batches.def_vmap(lambda size, batched, x: (squash(x) * 2, True))
 
@@ -92,12 +90,7 @@ PROGRAMS = {
     "scan_reverse": lambda x, w: lax.scan(
         lambda c, row: (plus(c, row), c), x, jnp.stack([x, w, -x]), reverse=True
     ),
-    "scan_of_nothing": lambda x, w: lax.scan(
-        lambda c, r: (squash(c), r), squash(x), jnp.ones((0, 2))
-    ),
     "grad_of_scan": jax.grad(lambda x, w: scanned(x, w)[0].sum(), (0, 1)),
-    "vmap_of_scan": lambda x, w: jax.vmap(scanned, (0, None))(jnp.stack([x, -x]), w),
-    "fori": lambda x, w: lax.fori_loop(0, 3, lambda i, a: plus(a, w * i), x),
     "vmap_of_while": jax.vmap(
         lambda x, w: lax.while_loop(
             lambda s: s[0].sum() > 0.1, lambda s: (squash(s[0]), plus(s[1], w)), (jnp.abs(x), w)
@@ -106,7 +99,6 @@ PROGRAMS = {
     "grad_of_cond": jax.grad(lambda x, w: sum(y.sum() for y in branched(x, w)), (0, 1)),
     "remat_policy": jax.grad(jax.checkpoint(two_layers, policy=jc.save_cudnn), 1),
     "custom_vjp": jax.grad(lambda x, w: lax.map(guarded, jnp.stack([x, w])).sum()),
-    "custom_jvp": lambda x, w: (jax.jvp(scaled, (x,), (w,)), scaled(x) + w),
     "custom_vmap": lambda x, w: (doubled_in_batches(x), jax.vmap(doubled_in_batches)(w)),
     "keys": lambda x, w: lax.map(
         lambda key: squash(x + jax.random.normal(key, w.shape)),
@@ -127,19 +119,7 @@ def test_step_by_step_a_program_gives_what_it_gives_and_nothing_is_suspect(name,
     assert 0 <= report.worst.times_rounding < 1.5
 
 
-@pytest.mark.parametrize("case", FUSIONS[:5], ids=lambda case: case.name)
-def test_an_example_is_suspect_only_where_it_is_wrong(case, key, monkeypatch):
-    def run(spec, *arrays, **options):
-        return [(y * 1.1).astype(y.dtype) for y in evaluate(spec, *arrays, **options)]
-
-    report = jc.bisect(case.function, *case.operands(key))
-    assert (len(report), report.suspects, report.first_nan) == (1, (), None)
-    monkeypatch.setattr(primitive, "evaluate", run)
-    report = jc.bisect(case.function, *case.operands(key))
-    assert report.suspects == (report.worst,)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_wrong_lowering_is_the_worst(dtype, key, wrong):
     wrong("tanh", lambda y: y * 1.1)
     x, w = operands(key, X, W, dtype=dtype)
@@ -162,7 +142,7 @@ def test_a_single_wrong_element_and_a_wrong_backward_are_seen(key, wrong):
     assert len(report.suspects) == 1
 
 
-def test_paths_name_steps_of_loops_and_branches(key, wrong):
+def test_paths_name_steps_of_loops_and_branches(wrong):
     wrong("tanh", lambda y: y + 1)
     wrong("add", lambda y: jnp.where(y > 50, y + 3, y))  # too large values, which come up later
 
@@ -176,10 +156,6 @@ def test_paths_name_steps_of_loops_and_branches(key, wrong):
     shifts = jnp.array([[1.0], [2.0], [90.0], [0.0]])
     report = jc.bisect(lambda x: lax.scan(lambda c, s: (plus(c, s), c), x, shifts), jnp.ones(4))
     assert {entry.path for entry in report.suspects} == {"scan[2]", "scan[3]"}
-    backward = jax.grad(lambda x, w: scanned(x, w)[0].sum())
-    roles = [(entry.role, entry.path) for entry in jc.bisect(backward, *operands(key, X, W))]
-    forward = [("forward", f"scan[{i}]") for i in (0, 1, 2)]
-    assert roles == [*forward, *(("backward", path) for _, path in forward[::-1])]
 
 
 def test_an_entry_has_the_users_line(key):
@@ -205,7 +181,6 @@ def test_another_order_of_adding_is_not_suspect_even_where_terms_cancel():
     (exact,) = evaluate(spec, x)
     assert times(backwards).relative > 1e-4
     assert times(backwards).times_rounding < 4
-    assert times(exact * 1.5).times_rounding < 4  # nobody can tell
     assert times(exact + 100.0).times_rounding > 4
 
 
@@ -217,16 +192,6 @@ def test_booleans_and_integers_are_compared(wrong):
     assert jc.bisect(plus, x, x).suspects
 
 
-def test_the_first_nan_is_found_among_several_operations_in_a_scan():
-    step = lambda x, shift: (squash(plus(x, shift)), logarithm(plus(x, shift)))  # noqa: E731
-    shifts = jnp.array([1.0, -9.0, 1.0, -9.0])
-    report = jc.bisect(lambda x: lax.scan(step, x, shifts), jnp.full((4, 8), 2.0))
-    first = report.first_nan
-    assert (first.name, first.path, first.nonfinite) == ("logarithm", "scan[1]", "both")
-    assert (first.outputs[0].nan, first.outputs[0].reference_nan) == (32, 32)
-    assert report.suspects == ()
-
-
 MINUS = -jnp.ones((1, 2, 4))
 NAN, INF = jnp.array([[1.0, jnp.nan]]), jnp.array([[1.0, jnp.inf]])
 NONFINITE = {
@@ -234,7 +199,6 @@ NONFINITE = {
     "swallowed": (logarithm, [MINUS], ("log", jnp.nan_to_num), ["reference"]),
     "made": (squash, [MINUS], ("tanh", lambda y: y.at[0, 0].set(jnp.nan)), ["fused"]),
     "of the arguments": (lambda x: squash(plus(x, x)), [NAN], None, ["operands"] * 2),
-    "a mask": (squash, [-INF], None, [""]),
     "of a mask": (plus, [INF, -INF], None, ["both"]),
     "passed on": (lambda x: squash(logarithm(x)), [MINUS], None, ["both", "operands"]),
 }
@@ -272,33 +236,14 @@ def test_pytrees_keywords_and_python_values_are_taken(key):
 
     report = jc.bisect(apply, {"w": w, "none": None}, np.asarray(x), "squash", scale=2.0)
     assert [entry.name for entry in report] == ["block", "squash"]
-    static = jax.jit(lambda x, times: [squash(x) for _ in range(times)], static_argnums=1)
-    assert [e.name for e in jc.bisect(static, x, 3)] == ["squash"] * 3
 
 
-ONES = np.ones(X, "float32")
-WRONG = [
-    (lambda: jc.bisect(lambda x: jnp.sin(x), ONES), jc.GraphError, "<lambda> holds no cuDNN graph"),
-    (lambda: jc.bisect(lambda x: (squash(x), x)[1], ONES), jc.GraphError, "no result"),
-    (
-        lambda: jc.bisect(lambda x: x if x.any() else squash(x), ONES),
-        jc.GraphTypeError,
-        "TracerBool",
-    ),
-    (lambda: jc.bisect(squash, jax.eval_shape(squash, ONES)), jc.GraphTypeError, "runs"),
-    (lambda: jax.jit(lambda x: jc.bisect(squash, x))(ONES), jc.GraphTypeError, "inside"),
-]
-
-
-@pytest.mark.parametrize(("call", "kind", "words"), WRONG, ids=[words for *_, words in WRONG])
-def test_what_is_wrong_is_said(call, kind, words):
-    with pytest.raises(kind, match=words):
-        call()
-
-
-def sharded(body, *specs, out, check_vma):
-    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("a", "b"))
-    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+def test_what_is_wrong_is_said():
+    ones = np.ones(X, "float32")
+    with pytest.raises(jc.GraphError, match="holds no cuDNN graph"):
+        jc.bisect(lambda x: jnp.sin(x), ones)
+    with pytest.raises(jc.GraphTypeError, match="inside"):
+        jax.jit(lambda x: jc.bisect(squash, x))(ones)
 
 
 def local_loss(x, w):
@@ -310,11 +255,12 @@ def local_loss(x, w):
     return c + lax.psum(sums.sum(), ("a",))
 
 
-@pytest.mark.parametrize(("check_vma", "grad"), [(True, False), (False, True)])
-def test_shard_map_is_entered(check_vma, grad, key, wrong):
+def test_shard_map_is_entered(key, wrong):
     x, w = operands(key, (4, 8, 8), (1, 8, 8))
-    run = sharded(local_loss, P("a"), P(), out=P("a"), check_vma=check_vma)
-    total = jax.grad(lambda x, w: (run(x, w) ** 2).sum(), (0, 1)) if grad else run
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("a", "b"))
+    specs = {"in_specs": (P("a"), P()), "out_specs": P("a"), "check_vma": False}
+    run = jax.shard_map(local_loss, mesh=mesh, **specs)
+    total = jax.grad(lambda x, w: (run(x, w) ** 2).sum(), (0, 1))
     got, entered = stepwise(total, x, w)
     assert_same(got, jax.tree.leaves(jax.jit(total)(x, w)))
     assert entered
@@ -326,61 +272,18 @@ def test_shard_map_is_entered(check_vma, grad, key, wrong):
     assert jc.bisect(total, x, w).worst.name == "squash"
 
 
-def test_devices_may_go_different_ways(key):
-    """Then what they do is run, and not looked into, as the report says."""
-
-    def body(x):
-        device = lax.axis_index("a")
-        y = lax.cond(device == 1, squash, lambda x: x, x)
-        count, z = lax.while_loop(
-            lambda s: s[0] < 1 + device, lambda s: (s[0] + 1, squash(s[1])), (device * 0, y)
-        )
-        return plus(y, z), count[None] + device * 0
-
-    run = sharded(body, P("a"), out=(P("a"), P("a")), check_vma=True)
-    (x,) = operands(key, (4, 8, 8))
-    assert_same(stepwise(run, x)[0], jax.tree.leaves(jax.jit(run)(x)))
-    report = jc.bisect(run, x)
-    found = [("squash", "shard_map/while[0]"), ("plus", "shard_map")]
-    assert [(entry.name, entry.path) for entry in report] == found
-    assert re.search("different branches.*different times", str(report), re.S)
-
-
-def test_what_is_not_entered_is_named(key):
-    def solve(x):
-        half = lambda v: squash(jnp.zeros_like(v)) + v * 2  # noqa: E731
-        return lax.custom_linear_solve(half, x, lambda _, b: squash(b) * 0 + b / 2)
-
-    (x,) = operands(key, X)
-    with pytest.raises(jc.GraphError, match="custom_linear_solve"):
-        jc.bisect(solve, x)
-    report = jc.bisect(lambda x: plus(solve(x), x), x)
-    assert "Not looked into: custom_linear_solve" in str(report)
-
-
 def test_the_table_has_the_most_suspicious_first_and_one_row_for_a_loop(key, wrong):
     wrong("tanh", lambda y: y * 1.5)
-
-    def run(x, w):
-        return lax.scan(lambda c, _: (squash(block(c, w)), None), x, length=30)
-
-    report = jc.bisect(run, *operands(key, X, W))
-    text = str(report)
-    assert text.startswith("run: 2 fused operations, run 60 times on ")
+    run = lambda x, w: lax.scan(lambda c, _: (squash(block(c, w)), None), x, length=30)  # noqa: E731
+    text = str(jc.bisect(run, *operands(key, X, W)))
     rows = [line.split() for line in text.splitlines() if line.startswith(("squash", "block"))]
     assert [row[0] for row in rows] == ["squash", "block"]
-    for words in ("1 suspect; the worst: squash in scan[", "implementation=", "No NVIDIA GPU"):
-        assert words in text
+    assert "1 suspect; the worst: squash in scan[" in text
 
 
-def test_the_example_runs_and_import_leaves_it_out():
+def test_the_example_runs():
     result = doctest.testmod(sys.modules[jc.bisect.__module__])
     assert (result.attempted, result.failed) == (5, 0)
-    python("""
-        import sys, jax_cudnn
-        lazy = ("program", "interpret", "compare", "report")
-        assert not {f"jax_cudnn._core.inspection.{m}" for m in lazy} & {*sys.modules}
-    """)
 
 
 @pytest.mark.gpu
