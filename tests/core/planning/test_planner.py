@@ -158,44 +158,6 @@ def test_child_of_a_fork_does_not_wait_for_its_parents_plans(monkeypatch):
     thread.join()
 
 
-def test_a_waiting_thread_can_be_interrupted(monkeypatch, waiting):
-    """Ctrl-C reaches the main thread, whichever thread plans."""
-    entered, leave, interrupted = (threading.Event() for _ in range(3))
-
-    def slow(spec, site):
-        entered.set()
-        leave.wait(60)
-        return PLAN
-
-    def handler(*_):
-        if not interrupted.is_set():
-            interrupted.set()
-            raise KeyboardInterrupt
-
-    def interrupt():
-        waiting.acquire(timeout=60)
-        while not interrupted.is_set():  # one that comes before the wait begins wakes nobody
-            os.kill(os.getpid(), signal.SIGINT)
-            interrupted.wait(0.05)
-
-    monkeypatch.setattr(planner, "_build", slow)
-    threads = [
-        threading.Thread(target=planner.plan, args=(spec(), H200, "f")),
-        threading.Thread(target=interrupt),
-    ]
-    threads[0].start()
-    entered.wait(60)
-    before = signal.signal(signal.SIGINT, handler)
-    threads[1].start()
-    with pytest.raises(KeyboardInterrupt):
-        planner.plan(spec(), H200, "f")
-    assert threads[0].is_alive()
-    leave.set()
-    for thread in threads:
-        thread.join()
-    signal.signal(signal.SIGINT, before)
-
-
 def test_an_entry_of_the_plan_cache_that_is_no_plan_is_replaced(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(planner, "_build", lambda spec, site: PLAN)
     jc.configure(plan_cache=tmp_path)

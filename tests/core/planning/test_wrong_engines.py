@@ -31,31 +31,20 @@ INT8 = [((2, 16, 8, 8), "int8"), ((16, 16, 3, 3), "int8")]
 MATRICES = [((1, 64, 64), "float32")] * 2
 WRONG = [  # found by random graphs on an H200: function, operands, engines of 0 to 80
     (conv, INT8, dict.fromkeys((0, 28), "conv_fprop.0")),
-    (lambda g, x, w: conv(g, x, w).set_data_type("float32"), INT8, {}),
     (conv, IMAGES, {}),
     (two_results, IMAGES, dict.fromkeys(range(81), "conv_fprop.0")),
     (wide_dgrad, IMAGES, {8: "conv_dgrad.0"}),
     (lambda g, x, w: g.add(g.relu(x), conv(g, x, w)), WIDE, {8: "conv_fprop.0"}),
-    (
-        lambda g, x, w: g.add(g.relu(x), g.conv_dgrad(x, w, padding=[1, 1])),
-        WIDE,
-        {8: "conv_dgrad.0"},
-    ),
     (lambda g, x, w: g.relu(g.add(x, conv(g, x, w))), WIDE, {}),
     (lambda g, a, b: g.relu(g.matmul(a, b), negative_slope=0.1), MATRICES, {0: "relu.0"}),
-    (
-        lambda g, a, b: g.leaky_relu(g.matmul(a, b), negative_slope=0.1),
-        MATRICES,
-        {0: "leaky_relu.0"},
-    ),
     (lambda g, a, b: g.relu(g.matmul(a, b)), MATRICES, {}),
-    (lambda g, a: g.relu(a, negative_slope=0.1), MATRICES[:1], {}),
     (lambda g, a, b: g.matmul(a, b).set_data_type("float16"), MATRICES, {0: "matmul.0"}),
 ]
 
 
-@pytest.mark.parametrize(("function", "avals", "engines"), WRONG)
-def test_engines_found_wrong_are_known(function, avals, engines):
+@pytest.mark.parametrize("row", range(len(WRONG)))
+def test_engines_found_wrong_are_known(row):
+    function, avals, engines = WRONG[row]
     spec = traced(function, avals)
     found = {engine: choice.distrusted(spec, engine, {}) for engine in range(81)}
     assert {engine: name for engine, name in found.items() if name} == engines
