@@ -6,8 +6,6 @@ import pytest
 from helpers import python
 from jax import lax
 from jax.experimental import checkify
-from jax.sharding import AxisType, Mesh
-from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
 
@@ -27,18 +25,11 @@ def root(g, x):
 
 def checked_loss(x):
     checkify.check(jnp.all(x < 5), "too large: {m}", m=x.max())
-    y = logarithm(x).sum()
-    checkify.check(jnp.all(x < 20), "much too large: {m}", m=x.max())
-    return y
+    return logarithm(x).sum()
 
 
 def in_scan(x):
     return lax.scan(lambda c, row: (c, logarithm(row[None])), 0.0, x)
-
-
-def over_devices(x):
-    mesh = Mesh(jax.devices("cpu")[:2], ("a",), axis_types=(AxisType.Auto,))
-    return jax.shard_map(logarithm, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(x)
 
 
 PROGRAMS = {
@@ -46,8 +37,6 @@ PROGRAMS = {
     "grad": jax.value_and_grad(lambda x: logarithm(jnp.tanh(x)).sum()),
     "vmap": jax.vmap(lambda row: logarithm(row[None])),
     "scan": in_scan,
-    "cond": lambda x: lax.cond(x.sum() > 100, jnp.tanh, logarithm, x),
-    "shard_map": over_devices,
 }
 
 
@@ -64,21 +53,19 @@ def test_checkify_looks_at_floats_as_it_is_asked_to():
     """The derivative of a root at 0 is infinite, and its product with 0 is NaN."""
     derived = checkify.checkify(lambda x: jax.vjp(root, x)[1](0 * x), errors=NAN)
     assert "cudnn: root (backward)" in derived(jnp.zeros((2, 4)))[0].get()
-    error, out = checkify.checkify(logarithm, errors=checkify.index_checks)(BAD)
-    assert error.get() is None
-    assert jnp.isnan(out).all()
+    assert checkify.checkify(logarithm, errors=checkify.index_checks)(BAD)[0].get() is None
     larger = checkify.checkify(jc.graph(lambda g, x: (g.cmp_gt(x, 1), g.relu(x))), errors=NAN)
     assert "cudnn" in larger(jnp.full((2, 4), jnp.nan))[0].get()
     assert larger(jnp.ones((2, 4), "int32"))[0].get() is None
 
 
-@pytest.mark.parametrize("derive", [lambda f: f, jax.value_and_grad])
-def test_checks_of_the_user_stand_beside_ours(derive):
-    checked = jax.jit(checkify.checkify(derive(checked_loss), errors=checkify.user_checks | NAN))
+def test_checks_of_the_user_stand_beside_ours():
+    loss = jax.value_and_grad(checked_loss)
+    checked = jax.jit(checkify.checkify(loss, errors=checkify.user_checks | NAN))
     assert checked(GOOD)[0].get() is None
     assert checked(LARGE)[0].get().startswith("too large: 9.0")
     assert "cudnn: logarithm" in checked(BAD)[0].get()
-    assert checkify.checkify(derive(checked_loss))(BAD)[0].get() is None
+    assert checkify.checkify(loss)(BAD)[0].get() is None
 
 
 def test_checkify_is_imported_when_a_graph_is_traced_and_sees_what_was_traced_before():

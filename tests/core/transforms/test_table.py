@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import FUSIONS, all_cases, dtype_cases
+from cases import all_cases, dtype_cases
 from transformations import (
     ALL,
     FEW_PIXELS,
@@ -157,25 +157,3 @@ def test_transformations_on_the_gpu(name):
     spec, operands = spec_and_operands(CASES[name], SMALL if name in OVERFLOWING else FEW_PIXELS)
     allowed = tolerance(spec, on_gpu=True) * (AT_A_JUMP if name in JUMPING else 1)
     assert not failures(compare(spec, operands, ON_THE_GPU), allowed), str(spec)
-
-
-# Case -> the anchors that its training step runs in cuDNN, each in a plan of its own.
-TRAINED = {
-    "conv_bias_relu": ["conv_fprop", "conv_wgrad", "conv_dgrad"],
-    "conv_scale_bias_swish": ["conv_fprop", "conv_wgrad", "conv_dgrad"],
-    "matmul_bias_gelu": ["matmul", "matmul", "matmul"],
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", TRAINED)
-def test_forward_and_backward_are_plans_inside_one_program(name):
-    (case,) = (case for case in FUSIONS if case.name == name)
-    total = lambda *args: jnp.sum(case.function(*args).astype(jnp.float32))  # noqa: E731
-    step = jax.value_and_grad(total, tuple(range(len(case.avals))))
-    planned = jc.plans(step, *case.avals)
-    parts = [s.spec for p in planned.values() for s in p.segments if s.plan is not None]
-    anchors = [m for spec in parts for m in methods(spec) if m in TRAINED[name]]
-    assert sorted(anchors) == sorted(TRAINED[name])
-    program = jax.jit(step).lower(*case.avals).compile().as_text()
-    assert program.count('custom_call_target="jax_cudnn"') == len(parts)
