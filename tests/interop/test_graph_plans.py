@@ -157,3 +157,20 @@ def test_the_usual_sequence_may_stand_inside_of_the_with_or_behind_it():
     assert "B" in made.candidates[made.candidates.chosen].modes
     avals = [jax.ShapeDtypeStruct((1, 512, 512), "bfloat16")] * 2
     assert jc.plan(behind, *avals).engine == made.engine
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("h200")
+def test_a_layernorm_with_a_number_is_one_plan():
+    assert len(layernorm(implementation="cudnn").plan().segments) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
+def test_calls_and_plans_on_the_gpu_have_the_number(key):
+    half = np.full_like(EPSILON, 0.5)
+    graph, x = layernorm(half, "cudnn"), jax.random.normal(key, ROWS.shape)
+    want = (x - x.mean(1, keepdims=True)) * jax.lax.rsqrt(x.var(1, keepdims=True) + 0.5)
+    called = jax.jit(lambda x: graph(x, SCALE, BIAS, 0.5))(x)
+    for got in (called, graph.plan().execute(x, SCALE, BIAS)):
+        np.testing.assert_allclose(jax.tree.leaves(got)[0], want, rtol=1e-4, atol=1e-4)

@@ -7,7 +7,6 @@ import pickle
 import weakref
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,13 +70,13 @@ def spec_of(function, *avals):
     ],
 )
 def test_every_kind_of_reference_given_first_inside_or_afterwards(inputs, outputs):
-    afterwards = built()
-    afterwards.set_io_tuples(inputs, outputs)
     with jc.Graph() as inside:
         y = inside.conv_fprop(X, weight=W, **SPATIAL, name="conv2d")
         y = inside.relu(inside.bias(input=y, bias=B))
         y.set_output(True).set_name("out").set_uid(77)
         inside.set_io_tuples(inputs, outputs)
+    afterwards = built()
+    afterwards.set_io_tuples(inputs, outputs)
     for graph in (built(inputs=inputs, outputs=outputs), inside, afterwards):
         same(graph(X, W, B, handle="any", workspace=None), conv_bias_relu(X, W, B))
 
@@ -95,11 +94,7 @@ def test_tensors_refer_to_themselves_and_are_found():
     same(second, jnp.exp(b) - a)
     assert graph.find_tensor("y") is graph.find_tensor(np.int32(9)) is graph.get_outputs()[1]
     assert graph.query_tensor_attributes_of_uid(9) is y
-    assert [t.get_name() for t in graph.get_inputs()] == ["X", "Z"]
-    assert (y.get_uid(), y.get_dim(), y.get_stride()) == (9, [4, 8], [8, 1])
-    assert (y.get_data_type(), y.get_is_pass_by_value()) == (np.float32, False)
-    assert [t.get_is_virtual() for t in (x, y, both)] == [False] * 3
-    for uids in ((100, 1, 2), (2, 3, 1), (None, 1, 100)):  # those that are given stay
+    for uids in ((2, 3, 1), (None, 1, 100)):  # those that are given stay
         with jc.Graph(io_data_type="FLOAT") as graph:
             given = [graph.tensor(name=n, dim=[2], uid=u) for n, u in zip("xyz", uids, strict=True)]
             graph.add(graph.add(given[0], given[1]), given[2]).set_output(True).set_uid(4)
@@ -122,10 +117,8 @@ def test_dictionaries_give_new_ones_of_any_keys():
     assert result["conv2d::image"] is X
     same(result["relu.0::OUT_0"], conv_bias_relu(X, W, B))
     graph, x, y = difference(), jnp.full(3, 2.0), jnp.ones(3)
-    a, b = graph.get_inputs()
-    for keys, out in (((1, 2), 3), ((a, b), "s::OUT_0"), (("s::a", 2), "s::OUT_0")):
-        call = jax.jit(lambda *args, k=keys, out=out: graph(dict(zip(k, args, strict=True)))[out])
-        same(call(x, y), x - y)
+    a, _ = graph.get_inputs()
+    same(jax.jit(lambda x, y: graph({2: y, a: x})["s::OUT_0"])(x, y), x - y)
 
 
 def test_it_is_one_function_of_its_arrays_under_every_transformation():
@@ -134,21 +127,14 @@ def test_it_is_one_function_of_its_arrays_under_every_transformation():
     def loss(function):
         return lambda *args: (function(*args) ** 2).sum()
 
-    same(jax.jit(graph)(X, W, B), conv_bias_relu(X, W, B))
     gradients = jax.jit(jax.grad(loss(graph), (0, 1, 2)))(X, W, B)
     jax.tree.map(same, gradients, jax.grad(loss(conv_bias_relu), (0, 1, 2))(X, W, B))
     xs = jnp.stack([X, -X])
     all_at_once = conv_bias_relu(xs.reshape(4, 16, 6, 5), W, B).reshape(2, 2, 8, 6, 5)
     same(jax.vmap(graph, (0, None, None))(xs, W, B), all_at_once)
-    exported = jax.export.export(jax.jit(graph))(X, W, B)
-    same(exported.call(X, W, B), graph(X, W, B))
 
 
 def test_one_input_has_one_value():
-    x = jnp.arange(4.0).reshape(2, 2)
-    with jc.Graph(inputs=[x], outputs=["mul.0::OUT_0"]) as graph:
-        graph.mul(graph.add(x, 1.0), x).set_output(True)
-    same(graph(x), (x + 1) * x)
     a, b = jnp.ones(3), jnp.full(3, 5.0)
     for declared in (False, True):
         with jc.Graph(inputs=["s::a", "s::b"], outputs=["s::OUT_0"]) as graph:
@@ -176,13 +162,6 @@ def test_the_order_of_a_graph_that_was_called_stays():
     other.set_io_tuples(["s::a", "s::b"], ["s::OUT_0"])
     same(jax.jit(other)(x, y), x - y)
     same(jitted(x, y), y - x)
-    graph = built()
-    with pytest.raises(jc.GraphError, match="set_io_tuples"):
-        graph(X, W, B)  # a call that failed is none
-    graph.set_io_tuples([X, W, B], ["conv2d::Y", "out"])
-    graph({1: X, 2: W, 4: B})
-    with pytest.raises(jc.GraphError, match="after it was called"):
-        graph.set_io_tuples([X, W, B], ["out"])
 
 
 # -- supplied outputs ------------------------------------------------------------------------------
@@ -190,23 +169,18 @@ def test_the_order_of_a_graph_that_was_called_stays():
 
 def test_a_supplied_output_gives_shape_and_dtype():
     graph, want = built(), conv_bias_relu(X, W, B)
-    for shape in ((2, 8, 6, 5), (2, 8, 30), (480,), (2, 8, 1, 6, 5), (2, 2, 4, 6, 5)):
+    for shape in ((2, 8, 30), (480,), (2, 2, 4, 6, 5)):
         buffer = np.zeros(shape, np.float16)
         result = graph({1: X, 2: W, 4: B, "out": buffer})["out"]
         assert (result.shape, result.dtype) == (shape, jnp.float16)
         assert not buffer.any()
         np.testing.assert_allclose(result, want.reshape(shape), rtol=1e-2, atol=1e-2)
-    for shape in ((2, 6, 5, 8), (16, 5, 6), (30, 16)):
-        with pytest.raises(jc.GraphError, match="another shape"):
-            graph({1: X, 2: W, 4: B, 77: np.zeros(shape, np.float32)})
-    for dtype in ("int32", "bool"):
-        with pytest.raises(jc.GraphTypeError, match="cannot hold it"):
-            graph({1: X, 2: W, 4: B, 77: jax.ShapeDtypeStruct(want.shape, dtype)})
-    empty = jnp.zeros_like(want)
-    twice = graph({1: X, 2: W, 4: B, "out": empty, "relu.0::OUT_0": empty.reshape(2, 8, 30)})
-    same(twice["out"], want)
-    same(twice["relu.0::OUT_0"], want.reshape(2, 8, 30))
-    assert {*twice} == {1, 2, 4, "out", "relu.0::OUT_0"}
+    for *wrong, words in (
+        ((2, 6, 5, 8), "float32", "another shape"),
+        ((2, 8, 6, 5), "int32", "cannot hold it"),
+    ):
+        with pytest.raises(jc.JaxCudnnError, match=words):
+            graph({1: X, 2: W, 4: B, 77: jax.ShapeDtypeStruct(*wrong)})
 
 
 # -- what is built ---------------------------------------------------------------------------------
@@ -220,14 +194,12 @@ def test_strides_are_memory_order_unless_they_say_the_usual():
         y = graph.relu(graph.bias(y, graph.tensor(dim=[1, 8, 1, 1], stride=[8, 1, 8, 8])))
         y.set_output(True).set_stride([240, 1, 40, 8])
     assert graph.spec.canonical() is built().spec.canonical() is spec_of(conv_bias_relu, X, W, B)
-    assert y.get_stride() == [240, 1, 40, 8]
     with jc.Graph(io_data_type="bfloat16") as graph:
         a = graph.tensor(name="A", dim=[2, 4, 8])
         b = graph.tensor(name="B", dim=[2, 8, 4], stride=[32, 1, 8])
-        c = graph.matmul(a, b).set_stride([16, 1, 4]).set_output(True)
+        graph.matmul(a, b).set_stride([16, 1, 4]).set_output(True)
     orders = {tensor.name: tensor.order for tensor in graph.spec.tensors}
     assert orders == {"A": None, "B": (0, 2, 1), "matmul.0::C": (0, 2, 1)}
-    assert [t.get_stride() for t in (a, b, c)] == [[32, 8, 1], [32, 1, 8], [16, 1, 4]]
 
 
 class Foreign:
@@ -256,9 +228,7 @@ COLUMNS = np.ones((2, 8, 6), np.float32).transpose(0, 2, 1)
 @pytest.mark.parametrize(
     ("template", "order"),
     [
-        (jnp.asarray(COLUMNS), None),
         (jax.device_put(ROWS, Format(Layout((0, 2, 1)), jnp.ones(1).sharding)), (0, 2, 1)),
-        (jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype), None),
         (ROWS.astype(np.float64), None),
         (COLUMNS, (0, 2, 1)),
         (Foreign(COLUMNS), (0, 2, 1)),
@@ -266,11 +236,9 @@ COLUMNS = np.ones((2, 8, 6), np.float32).transpose(0, 2, 1)
         (Foreign(np.ones((2, 12, 8), np.float32)[:, ::2]), None),
     ],
 )
-@pytest.mark.parametrize("declared", [False, True])
-def test_templates_say_shape_dtype_and_order(template, order, declared):
+def test_templates_say_shape_dtype_and_order(template, order):
     with jc.Graph() as graph:
-        x = graph.tensor_like(template, name="x") if declared else template
-        y = graph.matmul(x, jnp.ones((2, 8, 4))).set_output(True)
+        y = graph.matmul(template, jnp.ones((2, 8, 4))).set_output(True)
     tensor = graph.spec.input_tensors[0]
     assert (tensor.shape, tensor.dtype, tensor.order) == ((2, 6, 8), "float32", order)
     graph.set_io_tuples([template, "matmul.0::B"], [y])
@@ -309,31 +277,18 @@ def test_it_prints_as_json():
     tensor = data["tensors"]["out"]
     assert (tensor["uid"], tensor["dim"], tensor["is_virtual"]) == (77, [2, 8, 6, 5], False)
     assert (tensor["data_type"], tensor["stride"]) == ("FLOAT", [240, 1, 40, 8])
-    assert repr(graph) == "<jax_cudnn.Graph block: conv2d bias.0 relu.0>"
-    node = graph.get_node("relu.0")
-    assert node == graph.nodes[-1]
-    assert (node.method, node.params, graph.get_node("s")) == ("relu", {}, None)
-    assert node.outputs["OUT_0"] is graph.tensors["out"]
-    with jc.Graph() as graph:  # numbers, also late and infinite ones
-        total = graph.reduction(X)
-        y = graph.max(graph.relu(total, lower_clip=np.float32(0.5)), -jnp.inf)
-        graph.mul(y, 0.5).set_output(True)
-        total.set_dim([2, 1, 1, 1])
-    reduction, relu, largest, product = json.loads(graph.to_json())["nodes"]
-    assert (reduction["out_dims"], relu["lower_clip"]) == ([2, 1, 1, 1], 0.5)
-    assert ("-inf" in largest["inputs"].values(), product["inputs"]["b"]) == (True, 0.5)
+    with jc.Graph() as graph:  # numbers, infinite ones too
+        graph.max(graph.relu(X, lower_clip=np.float32(0.5)), -jnp.inf).set_output(True)
+    relu, largest = json.loads(graph.to_json())["nodes"]
+    assert (relu["lower_clip"], "-inf" in largest["inputs"].values()) == (0.5, True)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda graph: pickle.loads(pickle.dumps(graph))]
-)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, "pickle"])
 def test_copies_are_graphs_of_their_own(copied):
     graph = ordered()
-    other = copied(graph)
+    other = pickle.loads(pickle.dumps(graph)) if copied == "pickle" else copied(graph)
     np.testing.assert_array_equal(other(X, W, B), graph(X, W, B))
-    assert other.spec is graph.spec
-    assert str(other) == str(graph)
-    same(copied(graph)({1: X, 2: W, 4: B})[77], graph(X, W, B))
+    assert (other.spec, str(other)) == (graph.spec, str(graph))
 
 
 def test_a_copy_has_tensors_of_its_own():
@@ -349,4 +304,3 @@ def test_a_copy_has_tensors_of_its_own():
     assert other.find_tensor(inner) is kept
     assert graph.find_tensor(kept) is inner
     assert (graph.with_options().spec.canonical(), str(graph), inner.dtype) == before
-    assert pickle.loads(pickle.dumps(other)).find_tensor("y").get_is_virtual() is False
