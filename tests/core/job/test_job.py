@@ -125,11 +125,8 @@ def test_who_waits_in_vain_is_told_for_whom(job_of_two, threads, begun):
 def test_all_raise_the_error_of_the_lowest(job_of_two):
     zero, one = job_of_two
 
-    class Mine(jc.UnsupportedGraphError):
-        """A user's own: it arrives as ours."""
-
-    refusal = Mine("linear: no engine", why="odd", graph="matmul", reasons={"eng0": "too odd"})
-    refusal.add_note("a note is no part of it")
+    reasons = {"eng0": "too odd"}
+    refusal = jc.UnsupportedGraphError("no engine", why="odd", graph="matmul", reasons=reasons)
 
     def make():
         raise refusal
@@ -137,11 +134,15 @@ def test_all_raise_the_error_of_the_lowest(job_of_two):
     assert error_of(lambda: zero.agreed(question(), make)) is refusal
     error = error_of(lambda: one.agreed(question(identity="another"), never))
     assert type(error) is jc.UnsupportedGraphError
-    assert error.summary == "in process 0, which plans for this job: linear: no engine"
-    assert (error.why, error.graph, error.reasons) == ("odd", "matmul", {"eng0": "too odd"})
+    assert error.summary == "in process 0, which plans for this job: no engine"
+    assert (error.why, error.graph, error.reasons) == ("odd", "matmul", reasons)
 
 
-@pytest.mark.parametrize("make", [lambda: 1 // 0, lambda: {"no JSON": object()}, dict])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: 1 // 0, lambda: {"no JSON": object()}, dict],
+    ids=["error", "no JSON", "no versions"],
+)
 def test_any_other_failure_ends_the_wait_as_well(job_of_two, make):
     def no_versions():
         raise ValueError("cuDNN cannot be loaded")
@@ -170,8 +171,8 @@ def test_a_retry_is_a_new_try(job_of_two):
     # The other process is behind: it meets the same failures in the same order.
     for text in ("missing", "still"):
         assert str(error_of(lambda: one.agreed(question(), never))).endswith(": " + text)
-    error = error_of(lambda: one.agreed(question(timeout=0.01), never))
-    assert "(attempt 3)" in str(error)
+    with pytest.raises(jc.JobError, match=r"\(attempt 3\)"):
+        one.agreed(question(timeout=0.01), never)
     assert zero.agreed(question(), make) == one.agreed(question(), never) == {"plan": 3}
 
 
@@ -188,9 +189,8 @@ def test_ranks_with_other_libraries_are_refused(job_of_two, monkeypatch):
         assert error.expected == "process 0: GPU memory 141, frontend 1.28.0"
         assert error.got == "process 1: GPU memory 80, frontend 1.32.0"
     monkeypatch.setattr(job_record, "_FORMAT", 2)
-    error = error_of(lambda: one.agreed(question(), never))
-    assert isinstance(error, jc.LibraryError)
-    assert "another version of jax_cudnn" in error.expected
+    with pytest.raises(jc.LibraryError, match="another version of jax_cudnn"):
+        one.agreed(question(), never)
 
 
 def test_threads_of_one_process_share_an_attempt(job_of_two, threads):
@@ -214,17 +214,6 @@ def test_threads_of_one_process_share_an_attempt(job_of_two, threads):
     wanted = ["failure 1", "failure 2", "{'plan': 3}", "{'plan': 3}"]
     assert sorted(results[:4]) == sorted(results[4:]) == wanted
     assert len(made) == 3
-
-
-def test_a_lost_store_is_an_error_of_ours(job_of_two):
-    def gone(*given):
-        raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset\nmore")
-
-    _, one = job_of_two
-    one.client.blocking_key_value_get_bytes = gone
-    error = error_of(lambda: one.agreed(question(), never))
-    assert isinstance(error, jc.JobError)
-    assert error.got == "UNAVAILABLE: connection reset"
 
 
 def test_without_a_job_everybody_decides(monkeypatch):

@@ -53,28 +53,18 @@ def one_product(methods):
     return sum(REGISTRY[method].anchor for method in methods) <= 1
 
 
-def test_all_graphs_of_a_gradient_have_plans_under_their_names(cudnn_takes):
+def test_all_graphs_of_a_gradient_have_plans_under_their_names_with_residuals(cudnn_takes):
     cudnn_takes(one_product)
     found = plans(jax.grad(loss(scaled), (0, 1, 2)), IMAGE, WEIGHT, SCALE)
     assert [*found] == ["scaled", "scaled (backward)"]
-    assert [plan.name for plan in found.values()] == [*found]
-    twice = plans(jax.grad(lambda *a: loss(jax.grad(loss(scaled)))(*a), 1), IMAGE, WEIGHT, SCALE)
-    assert any("of backward" in name for name in twice)
     with jc.target("H200"), pytest.raises(jc.GraphError, match=r"jax_cudnn\.plans"):
         jc.plan(jax.grad(loss(scaled)), IMAGE, WEIGHT, SCALE)
-
-
-def test_residuals_are_told(cudnn_takes):
-    cudnn_takes(one_product)
-    found = plans(jax.grad(loss(scaled), (0, 1, 2)), IMAGE, WEIGHT, SCALE)
     (kept,) = found["scaled"].residuals
     assert (kept.shape, kept.dtype) == (IMAGE.shape, "bfloat16")  # the convolution's result
     data = found["scaled"].explain().to_json()
     assert data["residuals"] == [{"tensor": str(kept), "bytes": 4 * 16 * 10 * 10 * 2}]
     roles = [plan.explain().to_json()["role"] for plan in found.values()]
     assert roles == ["forward", "backward"]
-    (alone,) = plans(scaled, IMAGE, WEIGHT, SCALE).values()
-    assert (alone.residuals, alone.explain().to_json()["role"]) == ((), "")
 
 
 def test_strict_derivatives_may_be_cut_but_not_leave_products_to_xla(cudnn_takes):
@@ -100,16 +90,6 @@ def test_strict_derivatives_are_cudnns_where_it_is_measured_to_lose(cudnn_takes,
     strict = jax.grad(loss(scaled.with_options(implementation="cudnn")), 1)
     engine = owners(plans(strict, IMAGE, WEIGHT, SCALE)["scaled (backward)"])
     assert engine["conv_wgrad.0"] == "eng0"
-
-
-def test_a_strict_forward_is_one_plan_also_over_a_batch(cudnn_takes):
-    cudnn_takes(lambda methods: "gelu" not in methods)
-    strict = scaled.with_options(implementation="cudnn")
-    many = jax.ShapeDtypeStruct((3, *IMAGE.shape), IMAGE.dtype)
-    mapped = jax.vmap(strict, (0, None, None))
-    for function, image in ((strict, IMAGE), (mapped, many)):
-        with pytest.raises(jc.UnsupportedGraphError):
-            plans(function, image, WEIGHT, SCALE)
 
 
 def test_an_engine_is_the_forwards_alone(cudnn_takes):

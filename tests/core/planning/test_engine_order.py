@@ -9,61 +9,47 @@ from jax_cudnn._core.planning import choice, losses, placement
 S = jax.ShapeDtypeStruct
 
 
-def forward(kind, phase="TRAINING"):
-    def function(g, *operands):
-        return getattr(g, kind)(*operands, epsilon=1e-5, norm_forward_phase=phase)
-
-    return jc.graph(function)
+@jc.graph
+def layer(g, x, scale, bias):
+    return g.layernorm(x, scale, bias, epsilon=1e-5, norm_forward_phase="TRAINING")
 
 
-def backward(kind):
-    def function(g, dy, x, scale, mean, inv_var):
-        if kind == "layernorm":
-            return g.layernorm_backward(dy, x, scale, mean, inv_var)
-        return g.rmsnorm_backward(dy, x, scale, inv_var, has_dbias=False)
-
-    return jc.graph(function)
+@jc.graph
+def backward(g, dy, x, scale, mean, inv_var):
+    return g.layernorm_backward(dy, x, scale, mean, inv_var)
 
 
 def operands(function, rows, columns):
-    """As many as the function takes: the forwards', or those of the backwards."""
     x, scale = S((rows, columns), "bfloat16"), S((1, columns), "bfloat16")
-    if function in (LAYER, LAYER_INFERENCE):
-        return x, scale, scale
-    if function is RMS:
-        return x, scale
-    return x, x, scale, S((rows, 1), "float32"), S((rows, 1), "float32")
+    statistic = S((rows, 1), "float32")
+    return (x, scale, scale) if function is layer else (x, x, scale, statistic, statistic)
 
 
-LAYER, LAYER_INFERENCE = forward("layernorm"), forward("layernorm", "INFERENCE")
-RMS = forward("rmsnorm")
-LAYER_BACKWARD, RMS_BACKWARD = backward("layernorm"), backward("rmsnorm")
 USUAL = {"STAGES": 1, "KERNEL_CFG": 0, "SPLIT_COLS": 0, "TILE_COLS": 4}
 SPLIT = {"STAGES": 1, "KERNEL_CFG": 3, "SPLIT_COLS": 1, "TILE_COLS": 2}
 FAST = {"STAGES": 1, "KERNEL_CFG": 2, "OCCUPANCY": 1, "SPLIT_COLS": 0, "TILE_COLS": 3}
 GIVEN = [(1, {}), (3, {}), (5, {"STAGES": 0}), (5, {"STAGES": 1})]
-INFERENCE = [(1, {}), (4, {}), (6, {"STAGES": 0})]
 
 
-@pytest.mark.parametrize(
-    ("function", "shape", "candidates", "order"),
-    [  # any shape's engine last, rows alone before rows with neighbours
-        (LAYER, (64, 4096), GIVEN, [2, 3, 1, 0]),
-        (RMS, (64, 4096), GIVEN, [1, 2, 3, 0]),
-        (LAYER_INFERENCE, (64, 4096), INFERENCE, [2, 1, 0]),
-        # of the backwards, knobs that are measured to be faster
-        (LAYER_BACKWARD, (1024, 12288), [(1, {}), (4, USUAL), (4, SPLIT)], [2, 1, 0]),
-        (LAYER_BACKWARD, (8192, 4096), [(1, {}), (4, USUAL), (4, FAST)], [2, 1, 0]),
-        (LAYER_BACKWARD, (8192, 8192), [(1, {}), (4, USUAL), (4, FAST)], [1, 2, 0]),
-    ],
-)
-def test_the_order_in_which_candidates_are_tried(function, shape, candidates, order):
+ORDERS = {
+    # any shape's engine last, rows alone before rows with neighbours
+    "forward": (layer, (64, 4096), GIVEN, [2, 3, 1, 0]),
+    # of the backward, knobs that are measured to be faster
+    "split columns": (backward, (1024, 12288), [(1, {}), (4, USUAL), (4, SPLIT)], [2, 1, 0]),
+    "occupancy": (backward, (8192, 4096), [(1, {}), (4, USUAL), (4, FAST)], [2, 1, 0]),
+    "usual": (backward, (8192, 8192), [(1, {}), (4, USUAL), (4, FAST)], [1, 2, 0]),
+}
+
+
+@pytest.mark.parametrize("what", ORDERS)
+def test_the_order_in_which_candidates_are_tried(what):
+    function, shape, candidates, order = ORDERS[what]
     spec = function.trace(*operands(function, *shape))[1].spec
     assert choice.order(spec, candidates) == order
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("function", [LAYER, RMS, LAYER_BACKWARD, RMS_BACKWARD])
+@pytest.mark.parametrize("function", [layer, backward], ids=["forward", "backward"])
 def test_what_only_a_slow_engine_takes_is_xlas_where_that_was_measured(function):
     given = operands(function, 64, 1000)
     with jc.target("H200"):

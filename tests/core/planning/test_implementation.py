@@ -110,14 +110,6 @@ def test_an_argument_comes_before_the_context_which_is_part_of_jaxs_cache_keys(b
             lowered(two, IMAGE, WEIGHT)
 
 
-def test_who_runs_a_graph_does_not_make_another_plan_of_it(built):
-    for name in ("cudnn", "split"):
-        assert calls(lowered(one.with_options(implementation=name), IMAGE, WEIGHT)) == 1
-    assert len(built) == 1
-    with pytest.raises(jc.UnsupportedGraphError, match="no engine"):  # it is not cut
-        lowered(two.with_options(engine=3), IMAGE, WEIGHT)
-
-
 def test_determinism_is_not_promised_for_what_xla_was_not_asked(built, monkeypatch):
     @jc.graph(deterministic=True)
     def gradients(g, loss, x):
@@ -167,18 +159,6 @@ def test_explain_says_what_runs_where_and_why(built, caplog):
     assert "shifted: XLA runs" in caplog.text
 
 
-def test_a_plan_in_several_segments(built):
-    with jc.target("H200"):
-        plan = jc.plan(two, IMAGE, WEIGHT)
-        single = jc.plan(one, IMAGE, WEIGHT)
-    assert plan.engine == "eng0 + eng0"
-    assert (plan.candidate_count, plan.workspace_bytes) == (6, 64)
-    assert len(plan.execution_plans) == 2
-    with pytest.raises(jc.GraphError, match=r"2 segments: eng0 \+ eng0"):
-        _ = plan.text
-    assert single.text == single.execution_plans[0].text
-
-
 def test_planning_that_takes_long_is_said_while_it_lasts(built, caplog, monkeypatch):
     monkeypatch.setattr(progress, "_SILENT", 0.05)
     told, tell, fast = threading.Semaphore(0), progress._Program.tell, planner._build
@@ -213,31 +193,9 @@ def test_after_a_warmup_nothing_is_planned(built):
     assert calls(text) == 3
     assert len(built) == 2  # one's graph is the first part of two's
     lowered(program, IMAGE, WEIGHT)
+    for name in ("cudnn", "split"):
+        lowered(one.with_options(implementation=name), IMAGE, WEIGHT)
     assert len(built) == 2
-
-
-def test_a_warmup_takes_what_jit_made(built):
-    jitted = jax.jit(lambda x, n: one(x, jnp.ones(WEIGHT.shape, x.dtype)) * n, static_argnums=1)
-    with jc.target("H200"):
-        assert calls(jc.warmup(jitted, IMAGE, 3).as_text()) == 1
-    assert calls(jc.warmup(jitted, IMAGE, 3).as_text()) == 0  # lowered for this machine's CPU
-
-
-@pytest.mark.deviceless
-def test_what_crosses_from_one_part_of_xlas_to_another_is_rounded():
-    """XLA would otherwise leave the rounding out where it sees both sides."""
-
-    @jc.graph
-    def around(g, x, a, w):
-        e = g.exp(x).set_data_type("bfloat16")
-        y = g.matmul(a, w).set_data_type("bfloat16")
-        return g.mul(e, y), g.transpose(g.mul(e, 0.1), [0, 2, 1])
-
-    kinds = [((1, 64, 32), "float32"), ((1, 64, 128), "bfloat16"), ((1, 128, 32), "bfloat16")]
-    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
-    text = lowered(around, *avals)
-    assert calls(text) == 1
-    assert "reduce_precision" in text
 
 
 def test_products_of_16_bits_are_asked_of_xla_in_what_it_has_kernels_for():
