@@ -1,6 +1,5 @@
 """From a jitted function to its program: when it is planned, for which GPU, and how often."""
 
-import dataclasses
 import json
 import re
 import types
@@ -89,21 +88,14 @@ def test_call_has_the_workspace_as_extra_result_and_the_program_drops_it(builds)
     assert "ui8" not in re.search(r"\n\s+return (.*)", text)[1]
 
 
-def test_every_forward_is_a_call_under_scan_remat_jvp_vmap_and_shard_map(builds):
+def test_a_forward_is_one_call_under_scan_remat_and_shard_map(builds):
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("d",))
-    over = jax.shard_map(linear, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
-    programs = {
-        "scan": lambda x, w: jax.lax.scan(lambda c, _: (linear(c, w), None), x, None, length=3),
-        "remat": jax.checkpoint(linear),
-        "jvp": lambda x, w: jax.jvp(linear, (x, w), (x, w)),
-        "shard_map": over,
-        "jit": jax.jit(linear),
-    }
-    counts = {name: lower(f, X, X).count(CALL) for name, f in programs.items()}
-    assert counts == {**dict.fromkeys(programs, 1), "jvp": 3}  # of two products, one each
-    stacked = jax.ShapeDtypeStruct((3, *X.shape), X.dtype)
-    text = lower(jax.vmap(linear, in_axes=(0, None)), stacked, X)
-    assert "-> (tensor<3x1x64x64xbf16>" in text
+    for function in (
+        lambda x, w: jax.lax.scan(lambda c, _: (linear(c, w), None), x, None, length=3),
+        jax.checkpoint(linear),
+        jax.shard_map(linear, mesh=mesh, in_specs=jax.P(), out_specs=jax.P()),
+    ):
+        assert lower(function, X, X).count(CALL) == 1
 
 
 def test_two_targets_on_one_jitted_function_give_two_programs(builds):
@@ -115,16 +107,12 @@ def test_two_targets_on_one_jitted_function_give_two_programs(builds):
     assert 'device_name = "NVIDIA Mine"' in texts[1]
     assert texts[2] == texts[3] == texts[0]
     assert [site for _, site in builds] == [H200, MINE]
-    with jc.target("H200"), jc.target(MINE):
-        nested = jitted.trace(X, X).lower(lowering_platforms=("cuda",)).as_text()
-    assert nested == texts[1]
 
 
 def test_no_device_and_no_target_is_said_in_words(builds):
     with pytest.raises(jc.TargetError, match="linear: planning for CUDA needs") as caught:
         lower(linear, X, X, target=None)
     assert all(name in str(caught.value) for name in ("jax_cudnn.target", *profiles.names()))
-    assert builds == []
     with pytest.raises(jc.TargetError, match="H200"):
         jc.target("H2OO")
 
@@ -145,60 +133,41 @@ def test_symbolic_dimensions_are_refused_for_cuda_and_work_on_cpu(key):
 
 def test_export_for_both_platforms_runs_here(builds, key):
     with jc.target("H200"):
-        export = jax.export.export(
-            jax.jit(linear), platforms=("cuda", "cpu"), disabled_checks=ALLOW
-        )
-        exported = export(X, X)
+        both = {"platforms": ("cuda", "cpu"), "disabled_checks": ALLOW}
+        exported = jax.export.export(jax.jit(linear), **both)(X, X)
     assert exported.mlir_module().count(CALL) == 1
     x, w = jax.random.normal(key, (2, *X.shape), X.dtype)
     np.testing.assert_array_equal(exported.call(x, w), jax.jit(linear)(x, w))
 
 
-@dataclasses.dataclass
-class Device:
-    """A GPU of a compilation, as far as the choice looks at it."""
-
-    device_kind: str = "NVIDIA H200"
-    process_index: int = 0
-    local_hardware_id: int = 0
-    platform: str = "gpu"
-    version: str = "PJRT C API\ncuda 12090"
-
-    @property
-    def client(self):
-        return types.SimpleNamespace(platform_version=self.version)
+def device(kind="NVIDIA H200", process=0, ordinal=0, platform="gpu", version="cuda 12090"):
+    """A device of a compilation, as far as the choice looks at it."""
+    return types.SimpleNamespace(
+        device_kind=kind,
+        process_index=process,
+        local_hardware_id=ordinal,
+        platform=platform,
+        client=types.SimpleNamespace(platform_version=f"PJRT C API\n{version}"),
+    )
 
 
-ROCM, CPU = Device("MI300", version="PJRT C API\nrocm 60000"), Device("cpu", platform="cpu")
+ROCM, CPU = device("MI300", version="rocm 60000"), device("cpu", platform="cpu")
 
 
-@pytest.mark.parametrize(
-    ("devices", "ordinal"),
-    [
-        ([Device(local_hardware_id=3)], 3),
-        ([Device(local_hardware_id=5), Device(local_hardware_id=2)], 5),
-        ([Device(process_index=1, local_hardware_id=7), Device(local_hardware_id=4)], 4),
-        ([CPU, Device(local_hardware_id=1)], 1),
-    ],
-)
-def test_plans_on_a_local_gpu_of_the_compilation(devices, ordinal):
-    assert context.site(devices, "f") == cuda.CudaDevice(ordinal)
-
-
-@pytest.mark.parametrize(
-    ("devices", "words"),
-    [
-        ([Device("NVIDIA H200"), Device("NVIDIA H100")], "NVIDIA H100, NVIDIA H200"),
-        ([Device(process_index=1)], "belongs to this process"),
-        ([], "needs to know the GPU"),
+def test_plans_on_a_local_gpu_of_the_compilation_or_for_a_target():
+    for devices, ordinal in (
+        ([device(ordinal=5), device(ordinal=2)], 5),
+        ([device(process=1, ordinal=7), device(ordinal=4)], 4),
+        ([CPU, device(ordinal=1)], 1),
+    ):
+        assert context.site(devices, "f") == cuda.CudaDevice(ordinal)
+    for devices, words in (
+        ([device("NVIDIA H200"), device("NVIDIA H100")], "NVIDIA H100, NVIDIA H200"),
+        ([device(process=1)], "belongs to this process"),
         ([CPU], "needs to know the GPU"),
         ([ROCM], "needs to know the GPU"),
-    ],
-    ids=["mixed", "remote", "none", "cpu", "rocm"],
-)
-def test_devices_that_cannot_be_planned_for_are_refused_and_a_target_wins(devices, words):
-    with pytest.raises(jc.TargetError, match=words) as caught:
-        context.site(devices, "f")
-    assert str(caught.value).startswith("f:")
-    with jc.target(MINE):
-        assert context.site(devices, "f") is MINE
+    ):
+        with pytest.raises(jc.TargetError, match=f"(?s)^f:.*{words}"):
+            context.site(devices, "f")
+        with jc.target(MINE):
+            assert context.site(devices, "f") is MINE

@@ -110,9 +110,8 @@ def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("name", ["packed", "packed_backward"])
-def test_packed_lengths_end_with_their_tokens(name):
-    plan = planned(name)
+def test_packed_lengths_end_with_their_tokens():
+    plan = planned("packed_backward")
     found, shapes = integers(plan.spec, bounded(plan.spec, [*operands(plan, -500, 60000)]))
     for kind, length in (("q", "seq_len_q"), ("k", "seq_len_kv")):
         size = np.prod(shapes[kind][1:])
@@ -168,5 +167,4 @@ def test_plans_execute_with_integers_from_everywhere(name):
         seen = np.isfinite(theirs) & (theirs != 0)
         assert seen.any() or "packed" in name  # whose offsets from everywhere leave no tokens
         np.testing.assert_allclose(ours[seen], theirs[seen], rtol=5e-2, atol=5e-2)
-    tame = [*operands(plan, 0, 1)]
-    jax.block_until_ready(plan.execute(*tame))  # the GPU's context lives
+    jax.block_until_ready(plan.execute(*operands(plan, 0, 1)))  # the GPU's context lives

@@ -34,10 +34,9 @@ def test_equal_kinds_give_the_same_graph():
     graph = scaled(x, 2.0)
     assert scaled(x + 1, 2.0) is graph
     assert scaled(jax.ShapeDtypeStruct((2, 3), "float32"), 2.0) is graph
-    assert scaled(np.ones((2, 3)), 2.0) is graph
     np.testing.assert_array_equal(jax.jit(lambda x: scaled(x, 2.0)(x))(x), 2 * x)
     assert len(calls) == 1
-    assert scaled.cache_info() == (4, 1, 256, 1)
+    assert scaled.cache_info() == (3, 1, 256, 1)
     assert scaled.__doc__ == "Times a factor."
 
 
@@ -67,7 +66,7 @@ def test_the_same_array_twice_is_another_kind():
     assert total([y, x]) is total([x, y])
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [False, True], ids=["built", "fails"])
 def test_threads_build_what_is_kept_once(fails):
     """Those that wait for one that fails build it themselves; a failure is not kept."""
     building, others, calls = threading.Event(), threading.Event(), []

@@ -1,4 +1,4 @@
-"""The contract of a node, checked when it is registered, and the registry against pygraph."""
+"""The contract of a node, checked when it is registered."""
 
 import dataclasses
 import inspect
@@ -6,7 +6,6 @@ import pickle
 
 import jax.numpy as jnp
 import pytest
-from helpers import python
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph import builder
@@ -68,31 +67,3 @@ def test_methods_have_signatures_and_documentation_with_its_source():
         assert "Source: " in " ".join(function.__doc__.split())
         made = cls.create(**cls.examples[0].attributes)  # travels to the planning worker
         assert pickle.loads(pickle.dumps(made)) == made
-
-
-# pygraph has a tuple of these, dropout.
-OF_DROPOUT = ("dropout_probability", "seed", "offset", "dropout_mask")
-OF_FUNCTIONS = ("score_mod_operands",)  # pygraph's functions read tensors of the graph around them
-XLAS = {"sdpa_backward": ["block_mask"]}  # ports with which cuDNN runs no such operation
-MASKS = ("relu_mask", "masked")  # comparisons and products to cuDNN, see graph/wire.py
-
-
-@pytest.mark.deviceless
-def test_pygraph_has_every_method_with_our_ports_and_attributes():
-    wanted, without = {}, ("out_dims", "compute_data_type", *OF_DROPOUT, *OF_FUNCTIONS)
-    for method, cls in REGISTRY.items():
-        if cls.leftover or method in MASKS:
-            continue
-        names = [*cls.ports.input_names, *(f.name for f in dataclasses.fields(cls)), "name"]
-        wanted[method] = [n for n in names if n not in (*without, *XLAS.get(method, []))]
-        if not cls.moves:  # those compute nothing; Python's pygraph takes the keyword
-            wanted[method].append("compute_data_type")
-    python(f"""
-        import cudnn
-        native = getattr(cudnn._pybind_module, "backend_graph", cudnn.pygraph)
-        for method, names in {wanted!r}.items():
-            assert callable(getattr(cudnn.pygraph, method)), method
-            signature = getattr(native, method).__doc__
-            for name in names:
-                assert name + ": " in signature, (method, name, signature)
-    """)
