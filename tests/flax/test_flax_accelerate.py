@@ -65,52 +65,36 @@ def test_variables_are_shared_and_the_model_is_as_it_was():
 
 def test_abstract_models_and_models_of_a_trace():
     abstract, _ = jnn.accelerate(nnx.eval_shape(lambda: Block(nnx.Rngs(0))))
-    leaves = jax.tree.leaves(nnx.state(abstract))
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     assert type(abstract.heads["one"]) is jnn.Linear
     theirs, x = Block(nnx.Rngs(0)), tokens()
     close(nnx.jit(lambda m, x: jnn.accelerate(m)[0](x))(theirs, x), theirs(x))
-    close(jax.jit(lambda x: jnn.accelerate(theirs)[0](x))(x), theirs(x))
 
 
 class Holder(nnx.Module):
     def __init__(self, rngs):
         layer = nnx.Linear(4, 4, rngs=rngs)
-        self.layer, self.again, self.me = layer, layer, self
+        self.layer, self.me = layer, self
         self.list = nnx.data([layer, [nnx.Linear(4, 4, rngs=rngs)]])
         self.dict = nnx.data({"a": (layer, 3), "b": Pair(layer, "x")})
-        self.sizes = (1, 2)
         self.bound = self.twice
-        self.partial = functools.partial(nnx.relu)
         self.leaves = jax.tree_util.Partial(layer)
 
     def twice(self, x):
         return self.layer(self.layer(x))
 
 
-def test_what_stands_in_several_places_does_so_again(monkeypatch):
-    made = []
-    of = jnn.Linear.of.__func__
-    counting = classmethod(lambda cls, layer: made.append(layer) or of(cls, layer))
-    monkeypatch.setattr(jnn.Linear, "of", counting)
+def test_what_stands_in_several_places_does_so_again():
     theirs = Holder(nnx.Rngs(0))
     ours, report = jnn.accelerate(theirs)
-    assert len(made) == 2
     assert type(ours.layer) is type(ours.list[1][0]) is jnn.Linear
-    places = (ours.again, ours.list[0], ours.dict["a"][0], ours.dict["b"].first, ours.leaves.func)
+    places = (ours.list[0], ours.dict["a"][0], ours.dict["b"].first, ours.leaves.func)
     assert all(place is ours.layer for place in places)
     assert (ours.me, ours.bound.__self__) == (ours, ours)
     assert (theirs.me, theirs.bound.__self__, type(theirs.list[0])) == (theirs, theirs, nnx.Linear)
-    assert ours.list is not theirs.list
-    assert (ours.sizes, ours.partial) == (theirs.sizes, theirs.partial)
-    assert (type(ours.leaves), type(ours.dict["b"])) == (jax.tree_util.Partial, Pair)
-    where = "layer, again, list.0, dict.a.0, dict.b.0, leaves"
+    where = "layer, list.0, dict.a.0, dict.b.0, leaves"
     assert [(e.path, e.swapped) for e in report.entries] == [(where, True), ("list.1.0", True)]
     x = jnp.ones((2, 4))
     close(nnx.jit(lambda m, x: m.bound(x))(nnx.clone(ours), x), theirs.twice(x))
-
-
-# -- what is kept, and the report ------------------------------------------------------------------
 
 
 @flax.struct.dataclass
@@ -130,14 +114,17 @@ class Mixed(nnx.Module):
         self.norm = nnx.BatchNorm(4, rngs=rngs)
         self.dropped = attention(dropout_rate=0.1)
         self.mine = attention(attention_fn=self.dot)
-        self.function = functools.partial(nnx.dot_product_attention, is_causal=True)
         self.wide = attention(dtype="float64")
         self.held = nnx.data(Held(nnx.Linear(3, 4, rngs=rngs)))
         self.usual = nnx.LinearGeneral(4, 4, dot_general=jax.lax.dot_general, rngs=rngs)
         self.marked = nnx.Linear(4, 4, rngs=rngs)
         self.marked.activation = "relu"  # a user's own attribute
-        derived = type("Derived", (jnn.Linear,), {})
-        self.derived = derived(4, 4, rngs=rngs)
+        self.closed = lambda x, layers=[self.embed]: layers[0](x)
+        self.compiled = jax.jit(self.dot)
+        self.method = jax.jit(self.called)
+
+    def called(self, x):
+        return self.own(x)
 
     @staticmethod
     def dot(*operands, **named):
@@ -147,16 +134,16 @@ class Mixed(nnx.Module):
 KEPT = {
     "own": "derived from Linear",
     "ours": "a layer of jax_cudnn",
-    "derived": "a layer of jax_cudnn",
     "hooked": "a dot_general of its own",
     "embed": "no such layer",
     "norm": "XLA fuses it",
     "mine": "an attention_fn of its own",
-    "function": "jax_cudnn.ops.attention_fn",
     "wide": "no graph computes in float64",
     **{f"wide.{n}": "no graph computes in float64" for n in ("query", "key", "value", "out")},
     "held.layer": "a container that accelerate does not look into",
     "marked": "activation",
+    "closed": "holds a module",
+    "method": "holds a module",
 }
 
 
@@ -177,11 +164,7 @@ def test_report_says_what_not_and_why():
     assert type(theirs.mine.query) is nnx.LinearGeneral
     with pytest.raises(jc.GraphError, match="rename it"):
         jnn.Linear.of(theirs.marked)
-    lines = str(report).splitlines()
-    assert lines[0].split() == ["path", "class", "swapped", "why"]
-    assert lines[-1] == f"{len(report.swapped)} swapped, {len(report.kept)} kept"
-    assert len(lines) == len(report.entries) + 2
-    assert report.to_json()[0].keys() == {"path", "name", "swapped", "why"}
+    assert str(report).splitlines()[-1] == f"{len(report.swapped)} swapped, {len(report.kept)} kept"
 
     ours.eval()
     assert (ours.dropped.deterministic, theirs.norm.use_running_average) == (True, False)
@@ -189,59 +172,9 @@ def test_report_says_what_not_and_why():
     assert ours.dropped.cached_key.shape == (1, 5, 2, 2)
 
 
-_SHARED = nnx.Linear(4, 4, rngs=nnx.Rngs(1))
-
-
-class Closed(nnx.Module):
-    """With functions that hold it, or a layer of it, in several ways."""
-
-    def __init__(self, rngs):
-        self.layer, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-        layers = [self.layer]
-        self.named = lambda x: self.dropout(self.layer(x))
-        self.listed = lambda x: layers[0](x)
-        self.default = lambda x, layer=self.layer: layer(x)
-        self.partial = functools.partial(self.named)
-        self.compiled = jax.jit(self.method)
-        self.object = functools.partial(jax.vmap(self.method))
-        self.of_file = lambda x: _SHARED(x)
-        self.swapped = functools.partial(Closed.method, self)
-        self.free = jax.jit(lambda x, scale=2.0: scale * x)
-
-    def method(self, x):
-        return self.layer(x)
-
-
-def test_report_tells_of_functions_that_hold_modules():
-    ours, report = jnn.accelerate(Closed(nnx.Rngs(0)))
-    found = {entry.path for entry in report.kept if "holds a module" in entry.why}
-    assert found == {"named", "listed", "default", "partial", "compiled", "of_file", "object"}
-    x = jnp.ones((2, 4))
-    ours.eval()
-    close(ours.dropout(x), x)
-    assert not ours.named(x).all()  # the given one's dropout, in its mode
-    assert type(ours.swapped.args[0].layer) is jnn.Linear
-
-
-def test_a_layer_by_itself_nothing_to_swap_and_what_is_no_module():
+def test_a_layer_by_itself_and_what_is_no_module():
     ours, report = jnn.accelerate(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
     assert (type(ours), [e.path for e in report.swapped]) == (jnn.Linear, ["model"])
-    again, report = jnn.accelerate(ours)
-    assert again is not ours
-    assert again.kernel is ours.kernel
-    assert (report.swapped, len(report.kept)) == ((), 1)
-    for given, words in (
-        (linen.Dense(3), "jax_cudnn.ops.attention_fn"),
-        (nnx.Linear, "the class Linear"),
-        (None, "NoneType"),
-    ):
-        with pytest.raises(jc.GraphTypeError, match=words):
+    for given in (linen.Dense(3), nnx.Linear):
+        with pytest.raises(jc.GraphTypeError):
             jnn.accelerate(given)
-
-
-def test_modules_that_are_nested_too_deep():
-    deep = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-    for _ in range(600):
-        deep = nnx.Sequential(deep)
-    with pytest.raises(jc.GraphError, match="nested too deep"):
-        jnn.accelerate(deep)

@@ -42,8 +42,7 @@ def test_decoding_is_flaxs_with_masks_too():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "page_size"),
-    [("float32", None, None), ("float32", 3, None), ("float32", 3, 5), ("bfloat16", None, None)],
+    ("dtype", "window", "page_size"), [("float32", 3, None), ("bfloat16", None, 5)]
 )
 def test_several_tokens_at_a_time(dtype, window, page_size):
     """In a cache of float32, under nnx.jit, where ranks may not be promoted."""
@@ -65,15 +64,10 @@ def test_decoding_says_what_is_missing():
         view = nnx.view(layer, decode=True, batch_size=BATCH, max_length=LENGTH)
         with pytest.raises(ValueError, match="init_cache"):
             view(inputs()[:, :1])
-    with pytest.raises(ValueError, match="No `decode` argument"):
-        pair(decode=None)[1](inputs())
     ours.init_cache((BATCH, LENGTH, FEATURES))
     for shape in ((3, 1, FEATURES), (BATCH, LENGTH + 1, FEATURES)):
         with pytest.raises(ValueError, match="Autoregressive cache shape error"):
             ours(inputs(*shape), decode=True)
-
-
-# -- pages -----------------------------------------------------------------------------------------
 
 
 def test_pages_that_a_server_gives():
@@ -97,25 +91,20 @@ def test_pages_hold_tokens_and_no_more_and_take_no_mask_and_no_dropout():
         named = {"decode": True, "dropout_rate": 0.5, "deterministic": False}
         return jnn.MultiHeadAttention(4, FEATURES, page_size=page_size, **named, rngs=nnx.Rngs(0))
 
-    for size in (0, -1, "8", 8.5, True):
-        for make in (layer, lambda size: jnn.PagedCache(2, LENGTH, 4, 8, page_size=size)):
-            with pytest.raises(jc.GraphError, match="page_size is no number of tokens"):
-                make(size)
+    for size in (0, 8.5):
+        with pytest.raises(jc.GraphError, match="page_size is no number of tokens"):
+            layer(size)
     cache = jnn.PagedCache(2, LENGTH, 4, 8, page_size=4)
     x = inputs(2, LENGTH + 1, 4, 8)
     assert cache(*(x[:, :LENGTH],) * 3).shape == (2, LENGTH, 4, 8)
     with pytest.raises(jc.GraphError, match=f"up to {LENGTH} for an example"):
         cache(x, x, x)
-    with pytest.raises(jc.GraphError, match=r"another batch\n.*2 examples(.|\n)*init_cache"):
-        cache(x[:1, :1], x[:1, :1], x[:1, :1])
     ours, token = layer(4), inputs()[:, :1]
     ours.init_cache((BATCH, LENGTH, FEATURES))
     with pytest.raises(jc.GraphError, match="mask, dropout, sow_weights"):
         ours(token, mask=jnp.ones((1, 1, 1, LENGTH), bool), sow_weights=True)
     assert ours(token, deterministic=True).shape == token.shape
 
-
-# -- plans and the GPU -----------------------------------------------------------------------------
 
 TOKENS = (4, 256, 512)
 
@@ -126,7 +115,7 @@ def large(**named):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("count", "page_size"), [(256, None), (1, None), (8, None), (1, 16)])
+@pytest.mark.parametrize(("count", "page_size"), [(256, None), (8, None), (1, 16)])
 def test_training_and_decoding_are_planned_on_cudnn(count, page_size, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     trains = count == TOKENS[1]
@@ -149,7 +138,7 @@ def test_training_and_decoding_are_planned_on_cudnn(count, page_size, monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("own", [{}, {"is_causal": True}, {"num_kv_heads": 2}])
+@pytest.mark.parametrize("own", [{}, {"is_causal": True, "num_kv_heads": 2}])
 def test_training_on_the_gpu(own):
     ours, found = large(**own), []
     for implementation in ("split", "xla"):
@@ -161,7 +150,7 @@ def test_training_on_the_gpu(own):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize(("count", "window"), [(1, None), (1, 64), (8, None), (8, 64)])
+@pytest.mark.parametrize(("count", "window"), [(1, 64), (8, None)])
 def test_decoding_on_the_gpu(count, window, page_size):
     ours = large(is_causal=True, local_window_size=window, page_size=page_size)
     x = inputs(4, 32, 512, dtype="bfloat16")

@@ -51,43 +51,29 @@ DERIVED = [
     conv(padding=[(-1, 2), (0, 1)], **MOVED),
     conv(input_dilation=(2, 1), padding=1, strides=2),
     conv(feature_group_count=2, mask=np.tri(3 * 2 * 2, 8).reshape(3, 2, 2, 8)),
-    Case(jnn.Conv, (4, 8, (3,)), (2, 3, 6, 4), {"padding": "CAUSAL", "kernel_dilation": 2}),
     transposed([(1, 2), (0, 1)], False, (3, 2)),
     transposed("SAME", True, 1),
-    Case(GENERAL, ((2, 3), (4, 5)), (2, 6, 3), {"axis": (0, -1)}),
     Case(GENERAL, (3, 4), (6, 3, 5), {"axis": 1, "batch_axis": {0: 6}}),
-    einsum("bd,bdk->bk", (3, 4, 5), (3, 5), (3, 4)),
     einsum("bij,jk->kbi", (4, 5), (5,), (2, 3, 4)),
     norm(jnn.LayerNorm, 20, reduction_axes=(2, 1), feature_axes=(1, 2)),
     norm(jnn.RMSNorm, 4, reduction_axes=1, feature_axes=1),
-    norm(jnn.GroupNorm, 6, None, 2, use_bias=False),
-    norm(jnn.InstanceNorm, 4, feature_axes=1),
     norm(jnn.BatchNorm, 5, axis=2, momentum=0.7, epsilon=0.1),
-    norm(jnn.BatchNorm, 6, use_bias=False, use_running_average=True),
 ]
 COMPUTED = [
-    conv(padding="REFLECT", **MOVED),
     conv(strides=None, kernel_dilation=None, input_dilation=None, precision="highest"),
     conv(preferred_element_type=jnp.float32, dtype=jnp.float16),
-    Case(jnn.Conv, (4, 8, (3, 2, 2)), (6, 5, 4, 4)),
     Case(jnn.Conv, (3, 4, (3, 3)), (2, 4, 8, 3), {"padding": [(-1, -1), (0, 0)]}),  # no window fits
     Case(jnn.ConvTranspose, (3, 4, (3, 3)), (2, 2, 2, 3), {"padding": [(0, 0), (0, 0)]}),
-    Case(jnn.ConvTranspose, (4, 8, (3, 2, 2)), (2, 3, 6, 5, 4, 4)),
-    transposed("CIRCULAR", False, 1),
     transposed([(9, 4)] * 2, True, 2),  # no gradient's
     Case(GENERAL, (3, (4, 5)), (6, 7, 3), {"batch_axis": {0: 6}}),
     einsum("nta,hab->nthb", (8, 2, 4), (8, 4), (16, 11, 2)),
-    einsum("...a,ab->...b", (4, 5), (5,), (2, 3, 4)),
     einsum("aab,bc->ac", (3, 4), None, (2, 2, 3)),
     einsum("abd,bc->c", (3, 4), (4,), (2, 3, 5)),
-    einsum("a b, b c -> a c", (4, 5), (5,), (2, 4)),
     einsum("bthd,hdo->bto", (4, 8, 6), (6,), (2, 5, 1, 8)),  # dimensions of 1 broadcast
     norm(jnn.LayerNorm, 6, reduction_axes=(1, 2), feature_axes=-1),
-    norm(jnn.LayerNorm, 6, use_bias=False, use_scale=False, reduction_axes=1, epsilon=0.1),
     norm(jnn.GroupNorm, 6, 3, reduction_axes=(1, 2, -1)),
     norm(jnn.BatchNorm, 3, axis=0),
-    norm(jnn.BatchNorm, 6, use_scale=False, use_fast_variance=False),
-    *(norm(cls, 8, **LINEN) for cls in (jnn.LayerNorm, jnn.BatchNorm, jnn.RMSNorm)),
+    norm(jnn.BatchNorm, 8, **LINEN),
     norm(jnn.Linear, 8, 8, **LINEN),
 ]
 
@@ -96,12 +82,6 @@ COMPUTED = [
 def test_settings_are_flaxs(case: Case, key):
     small = {"dtype", "param_dtype"} & case.named.keys()
     compare(case, key, 2**-9 if small else 2e-5, derive=case in DERIVED)
-
-
-def test_an_equation_of_the_call_comes_first(key):
-    ours = jnn.Einsum("ab,bc->ac", (4, 4), rngs=nnx.Rngs(0))
-    x = jax.random.normal(key, (4, 4))
-    assert_near(ours(x, "ab,bc->ca"), ours(x).T)
 
 
 def test_means_over_a_named_axis_are_flaxs_and_a_residual_comes_after(key):
@@ -118,11 +98,6 @@ def test_means_over_a_named_axis_are_flaxs_and_a_residual_comes_after(key):
     want = jax.nn.relu(nnx.BatchNorm(8, **named)(x) + residual)
     assert got.dtype == want.dtype == jnp.float32
     assert_near(got, want, 2**-6)
-    with pytest.raises(ValueError, match="use_running_average"):
-        jnn.BatchNorm(8, activation="relu", use_running_average=None, **named)(x)
-
-
-# -- Flax's own way, and what is refused -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,8 +105,6 @@ def test_means_over_a_named_axis_are_flaxs_and_a_residual_comes_after(key):
     [
         (jnn.Linear, (2, 4), {"dot_general": jc.ops.dot_general}, "dot_general"),
         (jnn.Linear, (2, 4), {"precision": "F16_F16_F32"}, "F16_F16_F32"),
-        (jnn.LinearGeneral, (2, 4), {"dot_general_cls": lambda: jax.lax.dot_general}, "dot_g"),
-        (jnn.LinearGeneral, (2, 4), {"dot_general": jax.lax.dot_general}, "None"),
         (jnn.Einsum, ("...b,bc->...c", (2, 4)), {"einsum_op": np.einsum}, "einsum_op"),
         (jnn.Conv, (2, 4, 3), {"conv_general_dilated": jc.ops.conv_general_dilated}, "dilated"),
         (jnn.ConvTranspose, (2, 4, (1,) * 4), {}, "4 spatial"),
@@ -145,21 +118,15 @@ def test_why_a_layer_is_not_fused(cls, arguments, named, words):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(jnn.Linear, (2, 3), (4, 5)),
-        Case(jnn.LinearGeneral, ((2, 8), 4), (3, 4, 4), {"axis": (-2, -1)}),
         Case(jnn.LinearGeneral, (8, 4), (8, 8), {"axis": 3}),
         Case(jnn.LinearGeneral, (3, 4), (5, 2, 3), {"batch_axis": {0: 6}}),
         Case(jnn.Einsum, ("bthk,hkd->btd", (2, 4, 8), (8,)), (3, 5, 4, 2)),
-        Case(jnn.Einsum, ("ab,bc->ad", (2, 3), None), (3, 2)),
         Case(jnn.Conv, (4, 4, (3, 3)), (2, 8, 8, 6), {"feature_group_count": 2}),
-        Case(jnn.Conv, (3, 4, (3, 3)), (2, 8, 8, 3), {"padding": "CAUSAL"}),
         Case(jnn.Conv, (4, 6, (3,)), (2, 7, 4), {"strides": 0}),
         Case(jnn.ConvTranspose, (3, 4, (3, 3)), (2, 8, 8, 5)),
         Case(jnn.BatchNorm, (4,), (2, 5), activation="relu"),
-        Case(jnn.LayerNorm, (4,), (2, 4), {"reduction_axes": 3, "feature_axes": 3}),
         Case(jnn.RMSNorm, (4,), (2, 5)),
         Case(jnn.GroupNorm, (4, 2), (2, 3, 6), {"use_scale": False, "use_bias": False}),
-        Case(jnn.InstanceNorm, (4,), (2, 5, 5)),
     ],
     ids=described,
 )
