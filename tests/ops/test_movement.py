@@ -44,17 +44,11 @@ def test_elements_are_moved_and_nothing_else(move, want):
 
 WRONG = [
     (lambda g, x: g.reshape(x, out_dims=[5, 5]), "25 elements"),
-    (lambda g, x: g.reshape(x, reshape_mode="COPY"), "VIEW_ONLY"),
     (lambda g, x: g.transpose(x, [0, 1, 1]), "each of 0 to 2 once"),
     (lambda g, x: g.slice(x, [slice(2)]), "3 slices"),
     (lambda g, x: g.slice(x, [slice(None, None, -1)] * 3), "steps of at least 1"),
-    (lambda g, x: g.slice(x, [1, 2, 3]), "Python slices"),
-    (lambda g, x: g.slice(x, [slice(0.5)] * 3), "of integers"),
     (lambda g, x: g.concatenate([x, x], axis=3), "-3 to 2"),
     (lambda g, x: g.concatenate([x, g.slice(x, [slice(2)] * 3)], 0), "one shape but"),
-    (lambda g, x: g.concatenate([x, x], 0, in_place_index=2), "0 to 1"),
-    (lambda g, x: g.concatenate([x, x], "channels"), "integers"),
-    (lambda g, x: g.concatenate(x, 0), "list"),
 ]
 
 
@@ -106,16 +100,17 @@ def test_a_slice_into_a_matmul_on_the_gpu():
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize(
-    ("move", "words"),
-    [
-        (lambda g, x, w: g.slice(g.matmul(x, w), [slice(2)] * 3), "no operand of the graph"),
-        (lambda g, x, w: g.slice(x, [slice(2)] * 3), "needs a copy"),
-        (lambda g, x, w: g.transpose(x, [0, 2, 1]), "XLA runs it in the same program"),
-    ],
-)
-def test_what_is_not_planned_is_refused_in_words(move, words):
-    avals = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 64, 32), (1, 32, 32))]
-    with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError) as caught:
-        jc.plan(jc.graph(move, implementation="cudnn"), *avals)
-    assert words in str(caught.value)
+def test_slices_that_are_no_view_of_an_operand_are_refused():
+    def of_a_product(g, x, w):
+        return g.slice(g.matmul(x, w), [slice(2)] * 3)
+
+    def of_two_batches(g, x, w):
+        return g.matmul(g.slice(x, [slice(2), slice(3), slice(0, 32), slice(32)]), w)
+
+    for function, batch, words in (
+        (of_a_product, (1,), "no operand of the graph"),
+        (of_two_batches, (2, 3), "one batch dimension"),
+    ):
+        avals = [jax.ShapeDtypeStruct((*batch, *s), jnp.bfloat16) for s in ((64, 32), (32, 48))]
+        with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError, match=words):
+            jc.plan(jc.graph(function, implementation="cudnn"), *avals)

@@ -43,17 +43,17 @@ NORMS = {name: {} for name in ("InstanceNorm", "LayerNorm", "RMSNorm", "BatchNor
 NORMS["GroupNorm"] = {"num_groups": 4}
 
 
-@pytest.mark.parametrize("spec", [P(None, None, "data"), P("data", "model")], ids=str)
 @pytest.mark.parametrize("name", NORMS)
-def test_normalizations_of_sharded_images(name, spec):
+def test_normalizations_of_sharded_images(name):
     def run(of):
         return lambda x: getattr(of, name)(8, **NORMS[name], rngs=nnx.Rngs(0))(x)
 
     with mesh():
-        assert_alike((run(jnn), run(nnx)), jax.device_put(random(4, 8, 8, 8), spec))
+        for spec in (P(None, None, "data"), P("data", "model")):
+            assert_alike((run(jnn), run(nnx)), jax.device_put(random(4, 8, 8, 8), spec))
 
 
-@pytest.mark.parametrize(("heads", "hidden"), [(4, True), (2, False), (2, True)])
+@pytest.mark.parametrize(("heads", "hidden"), [(4, True), (2, False)])
 def test_attention_under_a_mask_where_heads_are_sharded(heads, hidden):
     mask = random(4, 1, 8, 8, seed=4) > 0
     mask = mask.at[:, :, 3].set(not hidden)  # jax.nn's gradient of a row of no keys is another

@@ -24,8 +24,6 @@ def window(function, *operands):
         ((2, 12, 16, 6), (2, 4, 6, 16), (2, 4), "SAME", True),
         ((2, 32, 32, 3), (8, 8, 3, 16), (4, 4), "VALID", False),  # they overlap
         ((2, 33, 33, 3), (8, 8, 3, 16), (8, 8), "SAME", False),  # padding
-        ((2, 8, 8, 16), (2, 2, 16, 16), (2, 2), "VALID", False),  # many channels
-        ((2, 9, 9, 3), (3, 3, 3, 16), (3, 3), "VALID", False),  # odd patches
     ],
 )
 def test_results_and_gradients_are_laxs(image, weight, strides, padding, cut, key):
@@ -33,19 +31,15 @@ def test_results_and_gradients_are_laxs(image, weight, strides, padding, cut, ke
     x, w, c = (jax.random.normal(k, s) for k, s in zip(keys, (image, weight, (1,)), strict=True))
     given = {"padding": padding, "dimension_numbers": IMAGES}
 
-    def fused(x, w):
+    def ours(x, w):
         return jc.ops.conv(x, w, strides=strides, **given)
-
-    def hook(x, w):
-        return jc.ops.conv_general_dilated(x, w, strides, **given)
 
     want, pull = jax.vjp(lambda x, w: lax.conv_general_dilated(x, w, strides, **given), x, w)
     cotangent = c * want
-    for function in (fused, hook):
-        assert (set(window(function, x, w)) == {1}) == cut
-        got, own_pull = jax.vjp(function, x, w)
-        for a, b in zip((got, *own_pull(cotangent)), (want, *pull(cotangent)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * float(abs(b).max()))
+    assert (set(window(ours, x, w)) == {1}) == cut
+    got, own_pull = jax.vjp(ours, x, w)
+    for a, b in zip((got, *own_pull(cotangent)), (want, *pull(cotangent)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * float(abs(b).max()))
 
 
 def test_groups_are_no_patches(key):
