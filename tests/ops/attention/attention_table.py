@@ -85,6 +85,18 @@ def of_score(f):
     return lambda score, *_: f(score)
 
 
+def of_equal_operands(function, bias=None):
+    """The scale is small: of equal queries and keys nearly all weight would be on the own key, and
+    gradients would be nothing but rounding."""
+
+    def run(*operands, **more):
+        attend = lambda g, *x: g.sdpa(*function(*x), *x[2:], attn_scale=0.03)[0]  # noqa: E731
+        return jc.graph(attend).with_options(**more)(*operands)
+
+    x = S((2, 4, 128, 64), "bfloat16")
+    return run, [x, x, *([S(bias, "bfloat16")] if bias else [])], 2
+
+
 SHORT = [256, 128], [253, 133]
 WINDOW = {**CAUSAL, "local_window_size": (64, 0)}
 DROPOUT = {"dropout_rate": 0.1, "dropout_rng": KEY}
@@ -94,7 +106,6 @@ TABLE = {
     "odd lengths": dense(t=100, s=77, h=32),
     "from the last": dense(t=128, h=128, **LAST),
     "window, lengths": dense(lengths=SHORT, **WINDOW),
-    "bias": dense(bias=(1, 4, 256, 256)),
     "row of bias": dense(k=2, bias=(2, 1, 1, 256)),
     "column of bias": dense(bias=(1, 4, 256, 1)),
     "sink": dense(k=2, sink=True, **CAUSAL),
@@ -103,7 +114,6 @@ TABLE = {
     "dropout, bias": dense(bias=(1, 4, 256, 256), **DROPOUT),
     "dropout and all": dense(k=2, sink=True, alibi=True, lengths=SHORT, **CAUSAL, **DROPOUT),
     "qkv": one_array(t=200, n=8, k=2, h=128, **CAUSAL),
-    "qkv, number as bias": one_array(bias=(2, 4, 1, 1), **CAUSAL),
     "packed, window": packed(**WINDOW),
     "packed, from the last": packed(s=700, e=64, h=128, **LAST),
     "packed, bias": packed(n=4, k=4, bias=(1, 4, 96, 160)),
@@ -113,7 +123,7 @@ TABLE = {
     "small pages": in_pages(t=4, page=16, per=20, k=1, **CAUSAL),
     "fp8": dense(attend=fp8, n=8, k=2, h=128, **CAUSAL),
     "fp8, lengths": dense(attend=fp8, t=128, s=384, h=128, lengths=([125, 9], [251, 381])),
-    "fp8, from the last": dense(attend=fp8, t=128, h=128, **LAST),  # on Blackwell alone
+    "fp8, from the last": dense(attend=fp8, t=128, h=128, **LAST),
     "fp8, values of another size": dense(attend=fp8, h=192, e=128, **CAUSAL),
     "softcap, window": dense(k=2, score_mod=softcap(5.0), local_window_size=(64, 32)),
     "softcap, lengths": dense(score_mod=softcap(5.0), lengths=SHORT, **CAUSAL),
@@ -139,50 +149,23 @@ TABLE = {
         score_mod=lambda s, b, h, i, j: jax.nn.gelu(s) - jnp.log(1.0 + abs(i - j))
     ),
     "cases": dense(score_mod=of_score(lambda s: jnp.where(s > 0.2, s, -s / 2))),
-}  # fmt: skip
-
-# Of -inf, which cuDNN gives its backward where tiles are not full, these make infinity or NaN.
-OF_INFINITY = {
-    "silu": (of_score(jax.nn.silu), ()),
-    "of late keys": (lambda s, b, h, q, kv: s * jnp.where(kv < 60, 1.0, -1.0), ()),
-    "by distance": (lambda s, b, h, q, kv: s * jnp.cos(0.02 * (q - kv)), ()),
-    "times an operand": (lambda s, b, h, q, kv, a: s * a, (HEADS,)),
-    "times an integer": (
-        lambda s, b, h, q, kv, a: s * (a + 1).astype("float32"), (((1, 4, 1, 1), "int32"),),
-    ),
-}  # fmt: skip
-
-# Queries that only a band hides all keys of.
-UNSEEING = {
-    "window": dense(s=128, k=2, local_window_size=(16, 0)),
+    "equal keys and values": of_equal_operands(lambda q, k, *_: (q, k, k)),
+    "all equal, bias": of_equal_operands(lambda q, k, *_: (k, k, k), (1, 4, 128, 128)),
+    # queries that only a band hides all keys of
     "window of all lengths": dense(
         s=128, k=2, local_window_size=(16, 0), lengths=([256, 256], [128, 128])
     ),
     "more queries than keys": dense(k=2, lengths=([256, 200], [99, 200]), **LAST),
-}
+}  # fmt: skip
+ON_BLACKWELL = ("fp8, from the last", "fp8, values of another size")
+UNSEEN = dense(s=128, k=2, local_window_size=(16, 0))
 
-# The scale is small: of equal queries and keys nearly all weight would be on the own key, and
-# gradients would be nothing but rounding.
-ONE_ARRAY = {
-    "keys and values": lambda g, q, k, *bias: g.sdpa(q, k, k, *bias, attn_scale=0.03)[0],
-    "queries and keys": lambda g, q, k, *bias: g.sdpa(q, q, k, *bias, attn_scale=0.03)[0],
-    "all": lambda g, q, k, *bias: g.sdpa(k, k, k, *bias, attn_scale=0.03)[0],
-}
-
-
-def of_several_dtypes(port, dtype):
-    """A graph of attention or of its backward with one operand in another dtype, and avals."""
-
-    def forward(g, q, k, v):
-        return g.sdpa(q, k, v, attn_scale=0.125)[0]
-
-    def backward(g, *operands):
-        return g.sdpa_backward(*operands, attn_scale=0.125)
-
-    given = {name: S((2, 4, 64, 64), "bfloat16") for name in ("q", "k", "v", "o", "dO")}
-    given |= {"stats": S((2, 4, 64, 1), "float32"), port: S((2, 4, 64, 64), dtype)}
-    function = forward if port == "v" else backward
-    return jc.graph(function), [*given.values()][: 3 if port == "v" else 6]
+# Of -inf, which cuDNN gives its backward where tiles are not full, these make infinity or NaN.
+OF_INFINITY = {
+    "silu": (of_score(jax.nn.silu), ()),
+    "by distance": (lambda s, b, h, q, kv: s * jnp.cos(0.02 * (q - kv)), ()),
+    "times an operand": (lambda s, b, h, q, kv, a: s * a, (HEADS,)),
+}  # fmt: skip
 
 
 def gradients(function, places):
