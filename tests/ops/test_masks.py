@@ -1,7 +1,5 @@
 """relu with a mask of bits: values, derivatives, batches, and the plans that write and read it."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +8,6 @@ from transformations import graphs_of, methods
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.wire import wire
-
-ACTIVE = (0, 1, 2, 5)
 
 
 def normalized(relu):
@@ -56,20 +52,6 @@ def test_bits_are_those_of_the_channels(shape, key):
     np.testing.assert_array_equal(through, np.where(np.asarray(x) > 0, t, 0))
 
 
-def test_derivatives_and_batches_are_those_of_relu(key):
-    args = operands(key)
-    many = jnp.stack([args[0], -args[0]])
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(f, many, *args):
-        each = jax.vmap(jax.grad(loss(f), (0, 1)), (0, *[None] * 5))(many, *args[1:])
-        along = jax.jvp(loss(f), args, tuple(map(jnp.ones_like, args)))
-        return jax.grad(loss(f), ACTIVE)(*args), each, along
-
-    for a, b in zip(*(jax.tree.leaves(run(f, many, *args)) for f in (masked, plain)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
-
-
 def test_gradients_of_a_result_in_float8(key):
     """Which masked does not take."""
     rounded = jc.graph(lambda g, x: g.relu_mask(x)[0].set_data_type("float8_e5m2"))
@@ -100,15 +82,10 @@ def test_what_cudnn_gets_of_a_mask():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_on_the_gpu(dtype, key):
-    args = operands(key, (16, 64, 14, 14), dtype)
-    for of in (lambda f: f, lambda f: jax.grad(loss(f), ACTIVE)):
-        got, want = (jax.jit(of(f))(*args) for f in (masked, plain))
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+def test_on_the_gpu(key):
+    args = operands(key, (16, 64, 14, 14), "bfloat16")
+    for of in (lambda f: f, lambda f: jax.grad(loss(f), (0, 1, 2, 5))):
+        got, want = (jax.tree.leaves(jax.jit(of(f))(*args)) for f in (masked, plain))
+        for a, b in zip(got, want, strict=True):
             a, b = (np.asarray(v, np.float64) for v in (a, b))
             assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)
-    y, mask = jax.jit(jc.graph(lambda g, *a: g.relu_mask(
-        g.batchnorm(*a[:5], 1e-5, 0.1)[0] + a[5]), implementation="cudnn"))(*args)  # fmt: skip
-    bits = np.unpackbits(np.asarray(mask), axis=1, bitorder="little")
-    np.testing.assert_array_equal(bits, np.asarray(y, np.float32) > 0)

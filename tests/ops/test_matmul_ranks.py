@@ -80,7 +80,7 @@ def test_stated_strides_are_shown_where_the_batch_is_one_in_memory(strides, dims
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize("case", ["no batch", "both in part"])
 def test_products_with_epilogues_on_the_gpu(case):
     a, b = arrays(*SHAPES[case], dtype="bfloat16")
     a, b = jnp.tile(a, (8, 8)), jnp.tile(b, (8, 8))
@@ -88,7 +88,6 @@ def test_products_with_epilogues_on_the_gpu(case):
     bias, residual = arrays((1,) * (len(shape) - 1) + shape[-1:], shape, dtype="bfloat16")
     strict = fused.with_options(implementation="cudnn")
     got = jax.jit(strict)(a, b, bias, residual).astype(jnp.float32)
-    exact = (np.asarray(x, np.float64) for x in (a, b, bias, residual))
-    a, b, bias, residual = exact
+    a, b, bias, residual = (np.asarray(x, np.float64) for x in (a, b, bias, residual))
     want = np.maximum(a @ b + bias + residual, 0)
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-2 * np.abs(want).max())

@@ -70,14 +70,6 @@ def test_convolutions_of_one_to_three_dimensions(letters, key):
     same(jc.ops.conv_transpose(x, w, strides=2, dimension_numbers=numbers), want)
 
 
-def test_activations_are_jax_nns(key):
-    x, w = arrays(key, (1, 4, 5, 6), (4, 4, 1, 1))
-    y = lax.conv_general_dilated(x, w, (1, 1), "SAME")
-    own = {"gelu_exact": lambda y: jax.nn.gelu(y, approximate=False), "tanh": jnp.tanh}
-    for name in jc.ops.epilogue._ACTIVATIONS:
-        same(jc.ops.conv(x, w, activation=name), (own.get(name) or getattr(jax.nn, name))(y))
-
-
 def test_precision_and_preferred_type_reach_the_graph(key):
     x, w = operands(key, None, 1)
     (spec,) = graphs_of(lambda x, w: jc.ops.conv(x, w, precision="highest"), x, w)

@@ -53,10 +53,9 @@ def test_normalizations_of_sharded_images(name):
             assert_alike((run(jnn), run(nnx)), jax.device_put(random(4, 8, 8, 8), spec))
 
 
-@pytest.mark.parametrize(("heads", "hidden"), [(4, True), (2, False)])
-def test_attention_under_a_mask_where_heads_are_sharded(heads, hidden):
-    mask = random(4, 1, 8, 8, seed=4) > 0
-    mask = mask.at[:, :, 3].set(not hidden)  # jax.nn's gradient of a row of no keys is another
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_under_a_mask_where_heads_are_sharded(heads):
+    mask = (random(4, 1, 8, 8, seed=4) > 0).at[:, :, 3].set(heads == 2)  # or else a hidden row
     with mesh():
         operands = (
             jax.device_put(random(4, 8, n, 16, seed=i), P("data", None, "model"))
