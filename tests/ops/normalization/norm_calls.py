@@ -15,7 +15,6 @@ S = jax.ShapeDtypeStruct
 ROUNDED = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11}
 IN_FLOAT32 = 4e-6
 
-
 rms, layer, ada = jc.ops.rms_norm, jc.ops.layer_norm, jc.ops.ada_layer_norm
 instance, group = jc.ops.instance_norm, jc.ops.group_norm
 
@@ -106,13 +105,10 @@ CASES = KINDS | {
     "rms, 1 + scale": Case(rms, (2, 3, 4, 8), (3,), **ONE_MORE),
     "rms, all": Case(rms, (3, 4), (0, 1), **over((0, 1))),
     "layer, a vector": Case(layer, (12,), (0,)),
-    "layer, neither": Case(layer, (2, 3, 10), (2,), given=""),
     "layer, bias": Case(layer, (4, 3, 10), (2,), given="bias"),
     "layer, 1 + scale": Case(layer, (2, 5, 8), (2,), **ONE_MORE),
     "layer, middle": Case(layer, (2, 6, 3, 4), (1,), **over(-3)),
-    "layer, two last": Case(layer, (5, 3, 4), (1, 2), **over(np.array([-2, 2]))),
     "layer, first and last": Case(layer, (5, 3, 4), (0, 2), **over([2, 0], epsilon=0.1)),
-    "layer, all": Case(layer, (2, 3, 4), (0, 1, 2), **over((0, 1, 2))),
     "layer, rank 6": Case(layer, (2, 1, 3, 1, 2, 5), (5,)),
     "layer, axes of 1": Case(layer, (1, 4, 1, 6), (2, 3), **over((2, 3))),
     "ada, rank 2": Case(ada, (3, 10), (1,), (0, 1), "scale"),
@@ -124,10 +120,8 @@ CASES = KINDS | {
     "group, one": Case(group, (2, 5, 6), (), (2,), "scale", **groups(1)),
     "group, of each channel": Case(group, (2, 5, 6), (), (2,), **groups(6)),
     "rms, no rows": Case(rms, (0, 10), (1,)),
-    "ada, no rows": Case(ada, (3, 0, 10), (2,), (0, 2)),
     "ada, no examples": Case(ada, (0, 4, 10), (2,), (0, 2)),
-    "instance, no examples": Case(instance, (0, 3, 5, 7), (1, 2), (3,)),
-    **{f"{n} groups of nothing": Case(group, (0, 5, 6), (), (2,), **groups(n)) for n in (1, 2, 6)},
+    "2 groups of nothing": Case(group, (0, 5, 6), (), (2,), **groups(2)),
 }
 
 
@@ -139,10 +133,6 @@ def changed(name, x, **changes):
 PLANNED = {
     "rms": changed("rms", (64, 256)),
     "rms, 1 + scale": changed("rms, 1 + scale", (4, 6, 8, 128)),
-    "layer": changed("layer", (64, 256)),
-    "layer, 1 + scale": changed("layer, 1 + scale", (4, 32, 128)),
-    "layer, all": changed("layer, all", (2, 8, 32)),
-    "layer, rank 6": changed("layer, rank 6", (2, 1, 3, 1, 4, 64)),
     "layer, middle": changed("layer, middle", (4, 64, 6, 10)),
     "ada": changed("ada", (4, 32, 128)),
     "instance": changed("instance", (1, 8, 10, 32)),

@@ -40,19 +40,6 @@ def test_values_statistics_and_their_gradients(name, dtype, parameters):
 
 
 @each_kind
-def test_cotangents_of_one_result_only(name):
-    case = KINDS[name]
-    operands = case.operands()
-    results = jax.eval_shape(case, *operands)
-    for i in range(len(results)):
-        (cotangent,) = cotangents_of(results[i : i + 1])
-        got = outcome(lambda *a, i=i: case(*a)[i], operands, cotangent)[1]
-        want = exactly(lambda *a, i=i: case.plain(*a)[i], operands, cotangent)[1]
-        assert_close(got[: None if i == 0 else 1], want[: None if i == 0 else 1])
-        assert i == 0 or not any(np.any(g) for g in got[1:]), "statistics know nothing of scale"
-
-
-@each_kind
 def test_epsilon_as_an_array_with_its_gradient(name):
     case = KINDS[name]
     operands, epsilon = case.operands(), jnp.float32(0.3)
@@ -61,11 +48,6 @@ def test_epsilon_as_an_array_with_its_gradient(name):
     want = exactly(lambda e, *a: case.plain(*a, epsilon=e), [epsilon, *operands], cotangents)
     assert_close(got, want)
     assert np.abs(want[1][0]) > 1e-2
-    epsilons = jnp.float32([0.3, 1e-3, 2.0])
-    each = jax.vmap(lambda e, *a: case(*a, epsilon=e), (0, *[None] * len(operands)))
-    for a, *b in zip(each(epsilons, *operands), got[0], case(*operands, epsilon=2.0), strict=True):
-        np.testing.assert_allclose(a[0], b[0], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(a[2], b[1], rtol=1e-5, atol=1e-5)
 
 
 def total(case, **keywords):
@@ -83,12 +65,10 @@ def test_a_gradient_is_one_forward_and_one_backward(name):
     avals, method = case.avals(), METHODS.get(name, "layernorm")
     forward, backward = graphs_of(jax.grad(total(case), tuple(range(len(avals)))), *avals)
     assert (methods(forward), methods(backward)) == ([method], [f"{method}_backward"])
-    assert forward.origin.residuals == ()
     ports = [port for port, result in forward.calls[0].outputs if result in forward.outputs]
     assert ports == (["Y", "inv_var"] if name == "rms" else ["Y", "mean", "inv_var"])
     large = [t for t in backward.input_tensors if np.prod(t.shape) >= np.prod(case.x)]
     assert len(large) == 2, "x and the cotangent"
-
     _, backward = graphs_of(jax.grad(total(case)), *avals)
     (call,) = wire(backward).calls
     written = [port for port, _ in call.outputs]
@@ -96,9 +76,6 @@ def test_a_gradient_is_one_forward_and_one_backward(name):
     assert (len(backward.outputs), len(wire(backward).outputs)) == (1, len(written))
     assert wire(backward).outputs[0] == backward.outputs[0]
 
-    jaxpr = jax.make_jaxpr(case.y)(*avals)
-    (equation,) = (e for e in jaxpr.jaxpr.eqns if e.primitive.name == "cudnn")
-    assert equation.params["name"] == case.function.__name__
     (alone,) = graphs_of(case.y, *avals)
     (call,) = wire(alone).calls
     assert call.node.norm_forward_phase == "INFERENCE"
@@ -123,17 +100,11 @@ WRONG = {
     "integers": (lambda: layer(X.astype(int)), DTYPE, r"x[^$]*int32[^$]*x.astype"),
     "axis": (lambda: rms(X, axis=3), SHAPE, "rank 3[^$]*axis=3"),
     "axis twice": (lambda: rms(X, axis=(1, -2)), SHAPE, r"different axes[^$]*\(1, -2\)"),
-    "no axis": (lambda: rms(X, axis=()), SHAPE, r"axis=\(\)"),
     "groups": (lambda: group(X, num_groups=3), SHAPE, "divisor of 8"),
-    "groups of a kind": (lambda: group(X, num_groups=2.0), SHAPE, "num_groups=2.0"),
     "channels first": (lambda: instance(X, axis=0), SHAPE, "axis=0"),
     "no spatial axis": (lambda: instance(X[0]), SHAPE, r"\*spatial"),
     "no batch": (lambda: ada(X[0, 0], jnp.ones(8)), SHAPE, "batch"),
-    "no scale": (lambda: ada(X, None), SHAPE, "scale is missing"),
     "epsilons": (lambda: rms(X, epsilon=jnp.ones(2)), SHAPE, "epsilon"),
-    "epsilon of a kind": (lambda: rms(X, epsilon="a"), DTYPE, "epsilon[^$]*str: 'a'"),
-    "nothing": (lambda: layer(None), DTYPE, "x[^$]*NoneType"),
-    "implementation": (lambda: rms(X, implementation="cuda"), SHAPE, "split[^$]*cuda"),
 }
 
 
@@ -144,13 +115,8 @@ def test_what_is_wrong_is_said(what):
         call()
 
 
-LONG = {*PLANNED} - {"rms", "ada", "instance", "layer, middle", "group, one"}
-
-
 @pytest.mark.deviceless
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in PLANNED]
-)
+@pytest.mark.parametrize("name", PLANNED)
 def test_forward_and_backward_are_a_plan_each(name):
     case = PLANNED[name]
     step = jax.grad(total(case, implementation="cudnn"), tuple(range(len(case.shapes))))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from transformations import graphs_of, methods, primitives, shapes_of
+from transformations import graphs_of, shapes_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph import layout
@@ -64,58 +64,46 @@ def shapes_for(kind, x, scale, *_):
     return [x, *[scale] * (4 if kind == "batchnorm" else 2)]
 
 
-# What the functions and the cases of all nodes do not have: kind, x, scale, statistics.
+# What the cases of all nodes do not have: kind, x, scale, statistics.
 ODD = [
     ("rmsnorm", (6, 4), (6, 1), (1, 4)),
     ("layernorm", (3, 4, 5), (3, 1, 5), (1, 4, 1)),
     ("adalayernorm", (2, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1)),
-    ("adalayernorm", (3, 6), (3, 6), (3, 1)),
-    ("adalayernorm", (1, 4, 6), (1, 1, 6), (1, 4, 1)),
     ("batchnorm", (2, 3, 2, 3, 4), (1, 3, 1, 1, 1), (1, 3, 1, 1, 1)),
     ("batchnorm", (8, 16), (1, 16), (1, 16)),
 ]
 
 
-def check(function, operands, on_gpu=False):
+def check(function, operands, **options):
     """A graph beside the oracle."""
-    function = jc.graph(function)
-    if on_gpu:
-        function = function.with_options(implementation="cudnn")
+    function = jc.graph(function).with_options(**options)
     outputs = jax.jit(function)(*operands)
     trace = function.trace(*operands)[1]
-    oracle.check_outputs(trace.spec, [operands[i] for i in trace.operands], outputs, on_gpu)
+    given = [operands[i] for i in trace.operands]
+    oracle.check_outputs(trace.spec, given, outputs, on_gpu=bool(options))
     return outputs
 
 
 @pytest.mark.parametrize(("kind", "x", "scale", "statistics"), ODD)
 def test_forward_and_backward_are_those_of_float64(kind, x, scale, statistics):
-    """The backward on the forward's statistics, which is the gradient; also without a bias."""
+    """The backward on the forward's statistics; also without a bias."""
     operands = drawn(shapes_for(kind, x, scale))
     y, *found = check(forward(kind), operands)
     if kind in ("rmsnorm", "adalayernorm"):
         check(forward(kind), operands[:2])
-    count = 1 if kind == "rmsnorm" else 2
-    assert [v.shape for v in found[:count]] == [statistics] * count
-    of_node = check(backward(kind), [jnp.cos(y), *operands[:2], *found[:count]])
-    of_y = lambda *o: jc.graph(forward(kind))(*o)[0]  # noqa: E731
-    gradients = jax.vjp(of_y, *operands)[1](jnp.cos(y))
-    tangent = jax.jvp(of_y, operands, operands)[1]
-    along = sum(jnp.vdot(a, b) for a, b in zip(gradients, operands, strict=True))
-    np.testing.assert_allclose(jnp.vdot(jnp.cos(y), tangent), along, rtol=1e-3, atol=1e-3)
-    for a, b in zip(gradients, of_node, strict=False):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    found = found[: 1 if kind == "rmsnorm" else 2]
+    assert {v.shape for v in found} == {statistics}
+    check(backward(kind), [jnp.cos(y), *operands[:2], *found])
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("layernorm", "float8_e4m3fn"), ("batchnorm", "float8_e5m2")]
-)
-def test_a_result_in_float8_has_a_gradient(kind, dtype):
+def test_a_result_in_float8_has_a_gradient():
     """That of one that is cast behind; no node takes gradients in float8."""
-    x, *others = drawn(shapes_for(kind, *SHAPES[kind]))
+    dtype = "float8_e4m3fn"
+    x, *others = drawn(shapes_for("layernorm", *SHAPES["layernorm"]))
     weights = jnp.round(3 * jnp.cos(jnp.arange(x.size, dtype="float32"))).reshape(x.shape)
 
     def gradient(last):
-        function = jc.graph(lambda g, *x: last(forward(kind)(g, *x)[0]))
+        function = jc.graph(lambda g, *x: last(forward("layernorm")(g, *x)[0]))
         loss = lambda x: (function(x, *others).astype(dtype).astype("float32") * weights).sum()  # noqa: E731
         return jax.grad(loss)(x)
 
@@ -124,58 +112,31 @@ def test_a_result_in_float8_has_a_gradient(kind, dtype):
     assert jnp.abs(got).max() > 0.1
 
 
-# kind, which operands are mapped -> method and shape of x in the batched graph
+# Kind, position of the mapped operand -> method and shape of x in the batched graph.
 FOLDED = {
-    ("rmsnorm", "first"): ("rmsnorm", (192, 256)),
-    ("layernorm", "first"): ("layernorm", (192, 256)),
-    ("layernorm", "second"): ("adalayernorm", (3, 64, 256)),
-    ("layernorm", "all"): ("adalayernorm", (3, 64, 256)),
-    ("adalayernorm", "second"): ("adalayernorm", (12, 16, 256)),
-    ("instancenorm", "first"): ("instancenorm", (12, 64, 8, 6)),
-    ("instancenorm", "second"): ("instancenorm", (4, 192, 8, 6)),
-    ("batchnorm", "first"): ("batchnorm", (4, 192, 8, 6)),
-    ("rmsnorm_backward", "first"): ("rmsnorm_backward", None),
-    ("layernorm_backward", "first"): ("adalayernorm_backward", (3, 64, 256)),
-    ("adalayernorm_backward", "second"): ("adalayernorm_backward", (12, 16, 256)),
-    ("instancenorm_backward", "first"): ("instancenorm_backward", (4, 192, 8, 6)),
-    ("batchnorm_backward", "second"): ("batchnorm_backward", (4, 192, 8, 6)),
+    ("rmsnorm", 0): ("rmsnorm", (192, 256)),
+    ("layernorm", 0): ("layernorm", (192, 256)),
+    ("layernorm", 1): ("adalayernorm", (3, 64, 256)),
+    ("adalayernorm", 1): ("adalayernorm", (12, 16, 256)),
+    ("instancenorm", 0): ("instancenorm", (12, 64, 8, 6)),
+    ("instancenorm", 1): ("instancenorm", (4, 192, 8, 6)),
+    ("batchnorm", 0): ("batchnorm", (4, 192, 8, 6)),
 }
 
 
-def batched(kind, which):
-    """A node, vmapped; its operands, of which ``which`` are mapped; and their axes."""
-    kind, back, _ = kind.partition("_backward")
-    x, scale, statistics = SHAPES[kind]
-    function = jc.graph((backward if back else forward)(kind))
-    shapes = shapes_for(kind, x, scale)
-    if back:
-        shapes = [x, x, scale, *[statistics] * (1 if kind == "rmsnorm" else 2)]
-    moving = {"first": {0}, "second": {1}, "all": {*range(len(shapes))}}[which]
-    axes = tuple(0 if i in moving else None for i in range(len(shapes)))
-    operands = drawn([(3, *s) if i in moving else s for i, s in enumerate(shapes)])
-    return function, operands, axes
-
-
-@pytest.mark.parametrize(("kind", "which"), FOLDED)
-def test_a_node_takes_a_dimension_in(kind, which):
-    """Of backwards, where only the cotangent is mapped, or only x, too: sums are of each alone."""
-    function, operands, axes = batched(kind, which)
-    mapped = jax.vmap(function, in_axes=axes)
-    (spec,) = graphs_of(mapped, *operands)
-    method, shape = FOLDED[kind, which]
-    assert methods(spec).count(method) == 1
-    if shape is None:  # sums for each, of what cuDNN's DX leaves out
-        assert "reduction" in methods(spec)
-    else:
-        assert shapes_of(spec, method)["input"] == shape
-    assert not {"scan", "while"} & {*primitives(jax.make_jaxpr(mapped)(*operands))}
+@pytest.mark.parametrize(("kind", "mapped"), FOLDED)
+def test_a_node_takes_a_dimension_in(kind, mapped):
+    shapes = shapes_for(kind, *SHAPES[kind])
+    operands = drawn([(3, *s) if i == mapped else s for i, s in enumerate(shapes)])
+    axes = tuple(0 if i == mapped else None for i in range(len(shapes)))
+    (spec,) = graphs_of(jax.vmap(jc.graph(forward(kind)), in_axes=axes), *operands)
+    method, shape = FOLDED[kind, mapped]
+    assert shapes_of(spec, method)["input"] == shape
 
 
 MERGED = {
     # kind, x, scale -> the dimensions behind each of cuDNN's
     ("layernorm", (2, 3, 4, 10), (1, 1, 4, 10)): ((0, 1), (2, 3)),
-    ("layernorm", (3, 4, 10), (3, 4, 10)): ((), (0, 1, 2)),
-    ("layernorm", (1, 4, 1, 10), (1, 1, 1, 10)): ((0, 1, 2), (3,)),
     ("rmsnorm", (2, 1, 3, 1, 4, 10), (1, 1, 1, 1, 1, 10)): ((0, 1, 2, 3, 4), (5,)),
     ("adalayernorm", (3, 2, 4, 10), (3, 1, 4, 10)): ((0,), (1,), (2, 3)),
     # Only their meaning tells these apart: the scale has all that x has.
@@ -204,8 +165,6 @@ def test_a_residual_parts_what_it_is_broadcast_along():
 
 
 def test_stated_orders():
-    """All of one order are merged in that; else there is no matrix to be seen."""
-
     def transposed(both):
         def function(g, x, s):
             x.set_stride([1, 4])
@@ -215,7 +174,6 @@ def test_stated_orders():
         return spec_of(function, (4, 8), (4, 1) if both else (1, 8))
 
     assert layout.merged(transposed(both=False)) is None
-    # Normalized is the dimension that is last in memory: the first.
     spec = transposed(both=True)
     assert layout.merged(spec) == ((1,), (0,))
     assert layout.view(spec, spec.tensor("x")) == ((8, 4), [4, 1])
@@ -224,11 +182,9 @@ def test_stated_orders():
 WRONG = [
     (lambda g, x, s, w: g.layernorm(x, w, w, 1e-5), r"'scale'[^$]*\[1, 1, 8\]"),
     (lambda g, x, s: g.layernorm(x, s, x, 1e-5), r"'bias'[^$]*\[4, 6, 8\]"),
-    (lambda g, x, s: g.instancenorm(x, s, s, 1e-5), r"'scale'[^$]*\[1, 6, 1\]"),
     (lambda g, x, s: g.adalayernorm(x, s, epsilon=1e-5), r"'scale'[^$]*\[4, 1, 8\]"),
     (lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5, norm_forward_phase="TEST"), "'TEST'"),
     (lambda g, x, s: g.layernorm_backward(x, x, s, s, s), r"'mean'[^$]*\[4, 6, 1\]"),
-    (lambda g, x, s: g.rmsnorm_backward(s, x, s, x, has_dbias=False), "'grad' and 'input'"),
     (lambda g, x, s: g.batchnorm_inference(x, s, s, s, s), r"'mean'[^$]*\[1, 6, 1\]"),
 ]
 
@@ -238,8 +194,6 @@ def test_what_is_wrong_is_said(function, words):
     shapes = ((4, 6, 8), (1, 1, 8), (1, 1, 5))[: function.__code__.co_argcount - 1]
     with pytest.raises(jc.GraphError, match=words):
         spec_of(function, *shapes)
-    with pytest.raises(jc.GraphTypeError, match="does not take int8"):
-        spec_of(lambda g, x: g.rmsnorm(x, x, epsilon=1e-5), (4, 8), dtype="int8")
 
 
 def avals(kind, dtype="bfloat16"):
@@ -251,21 +205,17 @@ def avals(kind, dtype="bfloat16"):
 
 # What is done to y, x or scale; r is an array of x's shape.
 BEHIND = {
-    "relu": lambda g, y, r: g.relu(y),
-    "swish": lambda g, y, r: g.swish(y),
     "add": lambda g, y, r: g.add(y, r),
     "mul, gelu": lambda g, y, r: g.gelu(g.mul(y, r)),
     "add, relu": lambda g, y, r: g.relu(g.add(y, r)),
 }
-# Which cuDNN takes into the plan of the node, by what H200 plans say, and which not.
+# Which cuDNN takes into the plan of the node.
 TAKEN = [
-    *(("rmsnorm", what) for what in (*BEHIND, "add in front", "1 + scale")),
+    *(("rmsnorm", what) for what in ("add", "mul, gelu", "add in front", "1 + scale")),
     *(("layernorm", what) for what in ("mul, gelu", "add in front", "1 + scale")),
     *(("adalayernorm", what) for what in ("add, relu", "add in front")),
-    *(("batchnorm", what) for what in ("relu", "swish", "add, relu")),
-    *(("instancenorm", what) for what in ("relu", "add, relu")),
+    *((kind, "add, relu") for kind in ("batchnorm", "instancenorm")),
 ]
-NOT_TAKEN = [("adalayernorm", "1 + scale"), ("batchnorm", "add"), ("instancenorm", "mul, gelu")]
 
 
 def around(kind, what, phase="TRAINING"):
@@ -288,13 +238,9 @@ def planned(function, *operands, implementation="cudnn"):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("kind", "what"), [*TAKEN, *NOT_TAKEN])
+@pytest.mark.parametrize(("kind", "what"), TAKEN)
 def test_neighbours_are_in_the_plan(kind, what):
-    if (kind, what) in TAKEN:
-        assert len(planned(around(kind, what), *avals(kind)).execution_plans) == 1
-    else:
-        with pytest.raises(jc.UnsupportedGraphError):
-            planned(around(kind, what), *avals(kind))
+    assert len(planned(around(kind, what), *avals(kind)).execution_plans) == 1
 
 
 B, F = "bfloat16", "float32"
@@ -306,25 +252,14 @@ REFUSED = [
     ),
     (forward("batchnorm"), [S((4, 12, 8, 8), B), *[S((1, 12, 1, 1), F)] * 4], "12 channels"),
     (
-        lambda g, x, s: g.batchnorm_inference(x, s, s, s, s),
-        [S((4, 16, 8, 8), B), S((1, 16, 1, 1), F)],
-        "no engine for it",
+        lambda g, x, s, e: g.rmsnorm(x, s, epsilon=e)[0],
+        [S((64, 64), B), S((1, 64), B), S((), F)],
+        "epsilon is computed on the device",
     ),
-    (forward("layernorm"), [S((64, 32), B), *[S((64, 1), B)] * 2], r"\[0\] are not the last"),
     (
         lambda g, x, s: g.layernorm(x.set_stride([1, 8, 64]), s, s, 1e-5)[0],
         [S((8, 8, 64), B), S((1, 1, 64), B)],
         "in memory",
-    ),
-    (
-        lambda g, x, s, m: [*g.batchnorm(x, s, s, s, s, 1e-5, m)],
-        [S((4, 16, 8, 8), B), S((1, 16, 1, 1), F), S((), F)],
-        "momentum is computed on the device",
-    ),
-    (
-        lambda g, x, s, e: g.rmsnorm(x, s, epsilon=e)[0],
-        [S((64, 64), B), S((1, 64), B), S((), F)],
-        "epsilon is computed on the device",
     ),
     (forward("rmsnorm"), [S((64, 1), B), *[S((1, 1), B)] * 2], "one element"),
     # nvidia-cudnn-frontend 1.28 reads a null pointer there, which would end the process.
@@ -358,9 +293,9 @@ def test_a_gradient_behind_is_cut_off(caplog):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [B, "float16", F])
+@pytest.mark.parametrize("dtype", [B, F])
 @pytest.mark.parametrize(("kind", "what"), TAKEN)
 def test_neighbours_in_the_plan_are_computed_rightly(kind, what, dtype):
     operands = [drawn([a.shape], a.dtype)[0] for a in avals(kind, dtype)]
     for phase in ("TRAINING", "INFERENCE")[: 1 if kind == "batchnorm" else 2]:
-        check(around(kind, what, phase), operands, on_gpu=True)
+        check(around(kind, what, phase), operands, implementation="cudnn")

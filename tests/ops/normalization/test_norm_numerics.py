@@ -54,7 +54,7 @@ def check_rows(length, dtype, kind, times=1, **keywords):
 RUNS = [("layer", "float32"), ("layer", "float16"), ("rms", "bfloat16")]
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 65, 1000, pytest.param(16385, marks=pytest.mark.long)])
+@pytest.mark.parametrize("length", [1, 7, 1000, pytest.param(16385, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("kind", "dtype"), RUNS)
 def test_rows_of_any_length_and_mean(kind, dtype, length):
     check_rows(length, dtype, kind)
@@ -80,15 +80,12 @@ def test_what_is_not_finite_stays_in_its_rows(name):
             assert np.isnan(got[together]).any()
 
 
-each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-
-
 @pytest.mark.gpu
-@each_dtype
-@pytest.mark.parametrize("name", [*PLANNED, "layer, neither", "instance, channels second"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", [*PLANNED, "instance, channels second"])
 def test_values_and_gradients_on_the_gpu(name, dtype):
     """In cuDNN's plans: XLA runs none of them."""
-    case = PLANNED.get(name) or changed(name, (6, 7, 96) if "layer" in name else (1, 32, 8, 10))
+    case = PLANNED.get(name) or changed(name, (1, 32, 8, 10))
     operands = case.operands(dtype)
     y = functools.partial(case.y, implementation="cudnn")
     (cotangent,) = cotangents_of([jax.eval_shape(y, *operands)])
@@ -99,20 +96,18 @@ def test_values_and_gradients_on_the_gpu(name, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("length", [2, 7, 64, 65, 1000, 16385, 65536])
+@pytest.mark.parametrize("length", [2, 65, 1000, 65536])
 @pytest.mark.parametrize(("kind", "dtype"), RUNS)
 def test_rows_of_any_length_and_mean_on_the_gpu(kind, dtype, length):
     check_rows(length, dtype, kind, times=3, implementation="cudnn")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["rms", "layer", "ada", "instance"])
+@pytest.mark.parametrize("name", ["rms", "ada", "instance"])
 def test_what_is_not_finite_stays_in_its_rows_on_the_gpu(name):
     case = dataclasses.replace(PLANNED[name], x=(4, *PLANNED[name].x[1:]))
     x, *parameters = case.operands("bfloat16")
     run = jax.jit(functools.partial(case.y, implementation="cudnn"))
-    clean = np.asarray(run(x, *parameters), np.float32)
-    for bad in (np.nan, np.inf):
-        got = np.asarray(run(x.at[1].set(bad), *parameters), np.float32)
-        assert not np.isfinite(got[1]).any()
-        np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(clean, 1, 0))
+    clean, got = (np.float32(run(v, *parameters)) for v in (x, x.at[1].set(np.nan)))
+    assert not np.isfinite(got[1]).any()
+    np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(clean, 1, 0))
