@@ -6,7 +6,6 @@ import json
 import struct
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jax_cudnn as jc
@@ -114,19 +113,10 @@ def test_a_part_of_an_operand_is_a_view_of_its_row():
         assert plan.bindings[3:] == ((70, VIEW, 1, 8), (71, VIEW, 0, 32))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"variant_pack_uids": [X, 77]}, ["77", "newest.txt"]),
-        ({"cudnn_backend_data": '{"deviceName":"x"}'}, ["cudnnVersion", "newest.txt"]),
-    ],
-    ids=["operand", "no version"],
-)
-def test_blob_of_an_unknown_kind_is_a_library_error(changes, words):
-    with pytest.raises(jc.LibraryError) as caught:
-        made(**changes)
-    for word in words:
-        assert word in str(caught.value)
+def test_blob_of_an_unknown_kind_is_a_library_error():
+    for changes in ({"variant_pack_uids": [X, 77]}, {"cudnn_backend_data": '{"deviceName":"x"}'}):
+        with pytest.raises(jc.LibraryError, match=r"newest\.txt"):
+            made(**changes)
 
 
 def test_equal_gpus_get_equal_text_and_digest():
@@ -135,19 +125,3 @@ def test_equal_gpus_get_equal_text_and_digest():
     assert (a, hash(a)) == (b, hash(b))
     assert dataclasses.replace(a, text="{}").digest != a.digest
     assert a.digest == hashlib.sha256(a.text.encode()).hexdigest()
-
-
-def test_attributes_have_the_types_of_the_custom_call():
-    attributes = with_modification([1, 0, [16.0]]).attributes("f")
-    kinds = {
-        name: value.dtype.name + str(value.ndim)
-        if isinstance(value, np.ndarray | np.generic)
-        else type(value).__name__
-        for name, value in attributes.items()
-    }
-    assert kinds == {
-        "plan": "str", "digest": "str", "name": "str", "device_name": "str",
-        "cudnn_version": "int640", "workspace_bytes": "int640", "plan_workspace_offset": "int640",
-        "bindings": "int641", "fills": "int641", "scalars": "uint81",
-    }  # fmt: skip
-    assert attributes["bindings"].size % 4 == attributes["fills"].size % 4 == 0

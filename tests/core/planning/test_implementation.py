@@ -5,7 +5,6 @@ import functools
 import json
 import logging
 import re
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.reference import NARROW, WIDE, evaluate
-from jax_cudnn._core.planning import losses, planner, progress
+from jax_cudnn._core.planning import planner
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 
 IMAGE = jax.ShapeDtypeStruct((4, 16, 10, 10), jnp.bfloat16)
@@ -124,21 +123,6 @@ def test_determinism_is_not_promised_for_what_xla_was_not_asked(built, monkeypat
     assert calls(lowered(gradients, IMAGE, IMAGE)) == 0
 
 
-def test_split_leaves_measured_losses_to_xla_and_says_so(built, caplog, monkeypatch):
-    ratios = {"conv_fprop + epilogue": {"some/case": 0.4, "another/case": 0.5}}
-    where = {"device": "NVIDIA H200", "date": "2026-11-21", "cudnn": "9.19.0"}
-    monkeypatch.setattr(losses, "table", lambda: {"90": {**where, "patterns": ratios}})
-    caplog.set_level(logging.DEBUG, "jax_cudnn")
-    assert calls(lowered(one, IMAGE, WEIGHT)) == 0
-    with jc.target("H200"):
-        plan = jc.plan(one, IMAGE, WEIGHT)
-    assert plan.engine == "XLA"  # no part of it is tried: nothing is measured of parts
-    assert "conv_fprop + epilogue" in str(plan.explain())
-    assert any("one: XLA runs" in m and "faster" in m for m in caplog.messages)
-    with jc.implementation("cudnn"):
-        assert engines(one, IMAGE, WEIGHT) == "eng0"
-
-
 def test_explain_says_what_runs_where_and_why(built, caplog):
     caplog.set_level(logging.DEBUG, "jax_cudnn")
     with jc.target("H200"):
@@ -157,28 +141,6 @@ def test_explain_says_what_runs_where_and_why(built, caplog):
     assert "computed in the graph" in of_xla  # and then broadcast: cuDNN reads it out of bounds
     assert "two: cut in 2 segments" in caplog.text
     assert "shifted: XLA runs" in caplog.text
-
-
-def test_planning_that_takes_long_is_said_while_it_lasts(built, caplog, monkeypatch):
-    monkeypatch.setattr(progress, "_SILENT", 0.05)
-    told, tell, fast = threading.Semaphore(0), progress._Program.tell, planner._build
-    monkeypatch.setattr(progress._Program, "tell", lambda *of: (tell(*of), told.release()))
-
-    def slow(spec, site):
-        assert told.acquire(timeout=20)
-        return fast(spec, site)
-
-    monkeypatch.setattr(planner, "_build", slow)
-    lowered(lambda x, w: (one(x, w), two(x, w)), IMAGE, WEIGHT)
-    first, *_, last = [r for r in caplog.records if "planning for cuDNN" in r.getMessage()]
-    assert first.levelname == "WARNING"
-    assert "0 graphs and parts of graphs in" in first.getMessage()
-    assert "2 graphs and parts of graphs in" in last.getMessage()
-    assert "now for two" in last.getMessage()
-    caplog.clear()
-    monkeypatch.setattr(planner, "_build", fast)
-    lowered(lambda x, w: one(x * 2, w), IMAGE, WEIGHT)  # another program: nothing is planned
-    assert "planning for cuDNN" not in caplog.text
 
 
 def test_after_a_warmup_nothing_is_planned(built):

@@ -17,7 +17,6 @@ from jax_cudnn._core import package
 from jax_cudnn._core.planning import planner, single_flight
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn._core.planning.planner import identity
-from jax_cudnn._core.planning.single_flight import SingleFlight
 from jax_cudnn._core.store import cache
 from jax_cudnn.deviceless import client, profiles
 
@@ -122,16 +121,6 @@ def test_what_a_plan_depends_on_is_the_gpu_and_the_libraries_and_no_name():
         assert (identity(dataclasses.replace(H200, properties_json=like)) == identity(H200)) == same
     for version in client.call("jax_cudnn._core.planning.frontend:versions"):
         assert f'"{version}"' in identity(H200)
-
-
-def test_plans_in_memory_are_bounded(monkeypatch):
-    built = []
-    monkeypatch.setattr(planner, "_build", lambda spec, site: built.append(spec) or PLAN)
-    monkeypatch.setattr(planner, "_plans", SingleFlight(3))
-    relu = jc.graph(lambda g, x: g.relu(x))
-    for size in (1, 2, 3, 4, 4, 2, 1):  # the fourth pushes the first one out
-        planner.plan(relu.trace(jnp.ones((1, size)))[1].spec, H200, "f")
-    assert [spec.input_tensors[0].shape[1] for spec in built] == [1, 2, 3, 4, 1]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")

@@ -115,18 +115,6 @@ def test_the_cut_that_moves_fewest_bytes_is_taken():
         assert names(segments) == ["conv_fprop.0 sigmoid.0 relu.0", "[relu.1 tanh.0]"]
 
 
-def test_a_value_and_what_is_computed_of_it_stay_together_or_part_together():
-    def swish(g, x, w):
-        y = g.conv_fprop(x, w, padding=[1, 1])
-        return g.mul(y, g.sigmoid(y))
-
-    # sigmoid alone beside the convolution would write two tensors that XLA reads again.
-    assert names(search(traced(swish, BIG, SQUARE), refusing(1))) == [
-        "conv_fprop.0",
-        "[sigmoid.0 mul.0]",
-    ]
-
-
 def test_a_final_answer_ends_the_search_around_a_convolution():
     """What is measured to be slower is not tried in parts, of which nothing is known."""
 
@@ -179,22 +167,6 @@ def test_segments_are_custom_calls_with_xla_between_them():
         assert text.count("stablehlo.reduce_window") == 1
 
 
-@pytest.mark.gpu
-def test_segments_on_the_gpu():
-    keys = jax.random.split(jax.random.key(2), 3)
-    operands = [
-        (jax.random.normal(k, a.shape) / np.sqrt(np.prod(a.shape[1:]) if i else 1)).astype(a.dtype)
-        for i, (k, a) in enumerate(zip(keys, STEM, strict=True))
-    ]
-    got = jax.jit(stem)(*operands)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        want = stem(*(jax.device_put(np.asarray(x)) for x in operands))
-    for name, value in want.items():
-        np.testing.assert_allclose(
-            np.asarray(got[name], np.float32), np.asarray(value, np.float32), rtol=2e-2, atol=1e-2
-        )
-
-
 # -- how much is asked -----------------------------------------------------------------------------
 
 
@@ -214,11 +186,7 @@ def deep(count, width):
 
 @pytest.mark.parametrize(
     ("count", "width", "limit", "most"),
-    [
-        (1, 24, 0, 66),
-        (100, 1, 4, 101),
-        (60, 2, 0, 1024 + 64 + 60),  # from there on with convolutions alone
-    ],
+    [(100, 1, 4, 101), (60, 2, 0, 1024 + 64 + 60)],  # from there on with convolutions alone
 )
 def test_the_search_is_bounded_and_finds_all_convolutions(count, width, limit, most):
     asked = []

@@ -119,18 +119,6 @@ def test_function_without_one_plannable_graph_is_told(plans):
 # -- plan ----------------------------------------------------------------------------------------
 
 
-def test_plan_for_several_gpus(plans):
-    mine = jc.Profile("mine", 90, "NVIDIA Mine", H200.properties_json)
-    made = jc.plan(relu, X, gpus=["h200", mine, "NVIDIA A100-SXM4-80GB", "H200"])
-    assert {gpu: [p.device_name for p in plan.execution_plans] for gpu, plan in made.items()} == {
-        "H200": ["NVIDIA H200"],
-        "mine": ["NVIDIA Mine"],
-        "A100": ["NVIDIA A100-SXM4-80GB"],
-    }
-    assert all(plan.gpu == gpu for gpu, plan in made.items())
-    assert [site for _, site in plans] == [H200, mine, A100]
-
-
 def test_wrong_gpus_are_told(plans):
     for gpus in ("H200", [], ["H300"]):
         with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
