@@ -1,4 +1,4 @@
-"""Attention of a Graph in cuDNN's words: masks, dropout, arrays that lie as tokens."""
+"""Attention of a Graph: packed tokens, pages, masks in cuDNN's words, dropout."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,307 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core.planning import frontend
+from jax_cudnn.interop import declaring
 
+B, H, N, S, D = 3, 4, 2, 16, 8
+LENGTHS = jnp.array([5, 16, 0], jnp.int32)
+BEGINS = jnp.cumulative_sum(LENGTHS, include_initial=True, dtype=jnp.int32)
 KEY = jax.random.key(0)
+OPTIONS = {"attn_scale": 0.3, "use_causal_mask": True, "use_padding_mask": True}
+
+
+def strides(heads, size):
+    return [S * heads * size, size, heads * size, 1]
+
+
+def offsets(per_token, begins=BEGINS):
+    return (begins * per_token).reshape(-1, 1, 1, 1)
+
+
+def tokens(heads, size=D, seed=0, dtype="float32"):
+    """(B S, heads, size): as many as there are places for."""
+    return jax.random.normal(jax.random.fold_in(KEY, seed), (B * S, heads, size), dtype)
+
+
+def as_cudnn(x):
+    """(B S, heads, size) as (B, heads, S, size), which lies the same way."""
+    return jnp.swapaxes(x.reshape(B, S, *x.shape[1:]), 1, 2)
+
+
+def as_tokens(x):
+    return jnp.swapaxes(x, 1, 2).reshape(B * S, x.shape[1], x.shape[3])
+
+
+def integers(g, name, *dim, kind="int32"):
+    dim = [*dim, 1, 1, 1][:4]
+    return g.tensor(name=name, dim=dim, stride=[dim[2], dim[2], 1, 1], data_type=kind)
+
+
+def declared(g, name, heads, kind="float32", of_integers="int32"):
+    """An array of packed tokens, and where each sequence begins."""
+    begins = integers(g, f"{name} begins", B + 1, kind=of_integers)
+    array = g.tensor(name=name, dim=[B, heads, S, D], stride=strides(heads, D), data_type=kind)
+    return array.set_ragged_offset(begins), begins
+
+
+def write_packed(g, kind, of_integers, stats=False):
+    """Attention of packed tokens, in a Graph or a pygraph."""
+    kinds = kind, of_integers
+    (q, begins), (k, _), (v, _) = (
+        declared(g, name, n, *kinds) for name, n in (("q", H), ("k", N), ("v", N))
+    )
+    names = "seq_len_q", "seq_len_kv"
+    lengths = {name: integers(g, name, B, kind=of_integers) for name in names}
+    o, total = g.sdpa(q=q, k=k, v=v, **OPTIONS, is_inference=not stats, **lengths, name="sdpa")
+    o.set_output(True).set_name("o").set_dim([B, H, S, D]).set_stride(strides(H, D))
+    o.set_data_type(kind).set_ragged_offset(begins)
+    if stats:
+        begins = integers(g, "stats begins", B + 1)
+        total.set_output(True).set_name("stats").set_ragged_offset(begins)
+
+
+def forward(dtype="float32", stats=True):
+    with jc.Graph() as g:
+        write_packed(g, dtype, "int32", stats)
+    return g
+
+
+def carried_over(write, *options):
+    """The same as a pygraph."""
+    cudnn = frontend.load()
+    g = cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT)
+    write(g, cudnn.data_type.FLOAT, cudnn.data_type.INT32, *options)
+    return jc.from_pygraph(g)
+
+
+def operands(dtype="float32", **changed):
+    return {
+        "q": as_cudnn(tokens(H, dtype=dtype)),
+        "k": as_cudnn(tokens(N, seed=1, dtype=dtype)),
+        "v": as_cudnn(tokens(N, seed=2, dtype=dtype)),
+        "q begins": offsets(H * D),
+        "k begins": offsets(N * D),
+        "v begins": offsets(N * D),
+        "stats begins": offsets(H),
+        "seq_len_q": LENGTHS.reshape(-1, 1, 1, 1),
+        "seq_len_kv": LENGTHS.reshape(-1, 1, 1, 1),
+        **changed,
+    }
+
+
+def of(graph, given):
+    """Those of the operands that a graph has as inputs."""
+    names = {tensor.get_name() for tensor in graph.get_inputs()}
+    return {name: x for name, x in given.items() if name in names}
+
+
+def plain(q, k, v, **options):
+    return jc.ops.packed_dot_product_attention(
+        q, k, v, query_offsets=BEGINS, max_query_length=S, scale=0.3, is_causal=True, **options
+    )
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("make", ["forward", "pygraph"])
+def test_packed_tokens_have_the_results_and_derivatives_of_ops(make):
+    graph = forward() if make == "forward" else carried_over(write_packed)
+    given = of(graph, operands())
+
+    def loss(q, k, v):
+        results = graph({**given, "q": q, "k": k, "v": v})
+        return (results["sdpa::O"] ** 2).sum(), results
+
+    packed = tokens(H), tokens(N, seed=1), tokens(N, seed=2)
+    (_, results), got = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(
+        *map(as_cudnn, packed)
+    )
+    o, total = plain(*packed, return_residual=True)
+    np.testing.assert_allclose(as_tokens(results["sdpa::O"]), o, rtol=1e-5, atol=1e-6)
+    if make == "forward":
+        np.testing.assert_allclose(as_tokens(results["sdpa::Stats"])[..., 0], total, rtol=1e-5)
+    want = jax.jit(jax.grad(lambda *x: (plain(*x) ** 2).sum(), (0, 1, 2)))(*packed)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(as_tokens(ours), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_packed_tokens_as_a_graph():
+    with jc.Graph() as g:
+        heads = {"q": H, "k": N, "v": N, "o": H, "dO": H}
+        both = {name: declared(g, name, n) for name, n in heads.items()}
+        arrays = {name: array for name, (array, _) in both.items()}
+        arrays["dO"].set_ragged_offset(arrays["o"].get_ragged_offset())
+        stats = g.tensor(name="stats", dim=[B, H, S, 1], stride=strides(H, 1), data_type="float32")
+        stats.set_ragged_offset(offsets(H))
+        lengths = LENGTHS.reshape(-1, 1, 1, 1)
+        made = g.sdpa_backward(
+            **arrays, stats=stats, **OPTIONS, seq_len_q=lengths, seq_len_kv=lengths,
+            max_total_seq_len_q=B * S, name="back",
+        )  # fmt: skip
+        for x, name in zip(made, "qkv", strict=True):
+            x.set_output(True).set_ragged_offset(arrays[name].get_ragged_offset())
+    packed = [tokens(H), tokens(N, seed=1), tokens(N, seed=2)]
+    (o, total), back = jax.vjp(lambda *x: plain(*x, return_residual=True), *packed)
+    cotangent = tokens(H, seed=3)
+    given = {
+        **dict(zip(heads, map(as_cudnn, (*packed, o, cotangent)), strict=True)),
+        "stats": as_cudnn(total[..., None]),
+        **{f"{name} begins": offsets(n * D) for name, n in heads.items() if name != "dO"},
+        "stats::ragged_offset": offsets(H),
+        "back::seq_len_q": LENGTHS.reshape(-1, 1, 1, 1),
+    }
+    got = g(given)
+    for name, want in zip(
+        ("dQ", "dK", "dV"), back((cotangent, jnp.zeros_like(total))), strict=True
+    ):
+        np.testing.assert_allclose(as_tokens(got[f"back::{name}"]), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"q begins": offsets(H * D) + 10**6, "stats begins": offsets(H) + 10**6},
+        {"k begins": -offsets(N * D), "seq_len_q": jnp.full((B, 1, 1, 1), 99, jnp.int32)},
+        {"seq_len_kv": jnp.full((B, 1, 1, 1), -3, jnp.int32)},
+    ],
+    ids=["beyond", "before", "negative lengths"],
+)
+def test_what_would_read_foreign_memory_is_brought_into_bounds(wrong, monkeypatch):
+    seen = {}
+
+    def bind(spec, name, *values):
+        seen.update(zip(spec.inputs, values, strict=True))
+        return real(spec, name, *values)
+
+    real = declaring.bind
+    monkeypatch.setattr(declaring, "bind", bind)
+    forward()(operands(**wrong))
+    for lengths, ports in (("seq_len_q", {"q": H * D, "stats": H}), ("seq_len_kv", {"k": N * D})):
+        for port, size in ports.items():
+            begins = np.asarray(seen[f"{port} begins"]).ravel()
+            assert (begins % size == 0).all()
+            assert begins.min() >= 0
+            ends = begins[:-1] + np.asarray(seen[lengths]).ravel() * size
+            assert ends.max() <= B * S * size
+        assert (np.asarray(seen[lengths]) >= 0).all()
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+P, U, PAGES = 12, 4, 4
+TABLE = jax.random.permutation(KEY, P)[: B * PAGES].reshape(B, PAGES).astype(jnp.int32)
+KEYS = jnp.array([7, 16, 1], jnp.int32)
+
+
+def write_paged(g, kind, of_integers, queries, one_length=False):
+    """Attention over pages, in a Graph or a pygraph."""
+    q = g.tensor(
+        name="q", dim=[B, H, queries, D], stride=[H * queries * D, queries * D, D, 1],
+        data_type=kind,
+    )  # fmt: skip
+    shape = {"dim": [P, N, U, D], "stride": [N * U * D, U * D, D, 1], "data_type": kind}
+    k, v = (g.tensor(name=name, **shape) for name in "kv")
+    tables = [integers(g, f"t{name}", B, 1, PAGES, kind=of_integers) for name in "kv"]
+    lengths = [integers(g, f"l{name}", B, kind=of_integers) for name in "qk"]
+    o, _ = g.sdpa(
+        q=q, k=k, v=v, attn_scale=0.3, is_inference=True, use_padding_mask=True,
+        seq_len_q=lengths[0], seq_len_kv=lengths[0 if one_length else 1],
+        paged_attention_k_table=tables[0], paged_attention_v_table=tables[1],
+        paged_attention_max_seq_len_kv=PAGES * U, name="decode",
+    )  # fmt: skip
+    o.set_output(True).set_data_type(kind)
+
+
+def paged(queries, dtype="float32", **options):
+    with jc.Graph() as g:
+        write_paged(g, dtype, "int32", queries, **options)
+    return g
+
+
+def pages(queries, dtype="float32"):
+    shapes = {"q": (B, H, queries, D), "k": (P, N, U, D), "v": (P, N, U, D)}
+    arrays = {
+        name: jax.random.normal(jax.random.fold_in(KEY, i), shape, dtype)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    table = TABLE[:, None, :, None]
+    lengths = jnp.full((B, 1, 1, 1), queries, jnp.int32)
+    return {**arrays, "tk": table, "tv": table, "lq": lengths, "lk": KEYS.reshape(-1, 1, 1, 1)}
+
+
+@pytest.mark.deviceless
+def test_pages_are_those_of_ops():
+    graphs = (paged(3), 3), (carried_over(write_paged, 1), 1)
+    for graph, queries in graphs:
+        given = pages(queries)
+        want = jc.ops.paged_dot_product_attention(
+            jnp.swapaxes(given["q"], 1, 2), given["k"], given["v"], TABLE,
+            key_value_seq_lengths=KEYS, heads_first=True, scale=0.3,
+        )  # fmt: skip
+        got = jax.jit(graph)(given)["decode::O"]
+        np.testing.assert_allclose(jnp.swapaxes(got, 1, 2), want, rtol=1e-5, atol=1e-6)
+        beyond = graph({**given, "tk": given["tk"] + P, "tv": given["tv"] - P})["decode::O"]
+        assert jnp.isfinite(beyond).all()
+
+
+def test_one_tensor_of_both_lengths_keeps_the_bounds_of_both():
+    graph, given = paged(3, one_length=True), pages(3)
+    beyond, within = (jnp.full((B, 1, 1, 1), n, jnp.int32) for n in (9, 3))
+    results = [graph(of(graph, {**given, "lq": n}))["decode::O"] for n in (beyond, within)]
+    np.testing.assert_array_equal(*results)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def packed(g, q, k, v, **lengths):
+    o, _ = g.sdpa(q=q, k=k, v=v, **lengths)
+    o.set_output(True).set_ragged_offset(q.get_ragged_offset())
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda g, q, k, v, **n: g.sdpa(q, k, v, **n)[0].set_output(True), "sdpa.0::O"),
+        (lambda g, q, k, v, **_: packed(g, q, k, v), "seq_len_q and seq_len_kv"),
+        (lambda g, q, k, v, **_: g.relu(q).set_output(True), "relu.0 takes no ragged offsets"),
+        (
+            lambda g, q, *kv, **n: packed(g, q.set_stride([H * S * D, S * D, D, 1]), *kv, **n),
+            "tokens in front of its heads",
+        ),
+    ],
+    ids=["result", "lengths", "relu", "heads first"],
+)
+def test_what_packed_tokens_are_not_for(build, words):
+    g = jc.Graph()
+    with pytest.raises(jc.GraphError, match=words), g:
+        build(
+            g,
+            *(declared(g, n, h)[0] for n, h in (("q", H), ("k", N), ("v", N))),
+            **{n: integers(g, n, B) for n in ("seq_len_q", "seq_len_kv")},
+        )
+
+
+# -- the GPU --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [0, 1, 3])
+def test_packed_tokens_and_pages_on_the_gpu(queries):
+    make = (lambda: paged(queries, "bfloat16")) if queries else (lambda: forward("bfloat16"))
+    graph, given = make(), pages(queries, "bfloat16") if queries else operands("bfloat16")
+    got = jax.jit(graph)(given)
+    with jc.implementation("xla"):
+        want = jax.jit(make())(given)
+    for port in ("decode::O",) if queries else ("sdpa::O", "sdpa::Stats"):
+        ours, theirs = (np.asarray(x[port], np.float32) for x in (got, want))
+        if not queries:  # the tokens that there are
+            ours, theirs = (as_tokens(x)[: int(LENGTHS.sum())] for x in (ours, theirs))
+        np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+# -- words of masks, and dropout -------------------------------------------------------------------
+
 Q, K = jnp.ones((1, 2, 4, 8)), jnp.cos(jnp.arange(128.0)).reshape(1, 2, 8, 8)
 
 
