@@ -95,8 +95,7 @@ def test_the_others_take_what_the_lowest_made(job_of_two):
     for process in (zero, one, agreement.Job(zero.client, 0)):
         assert process.agreed(question(), never) == {**made, "tuple": [1, 2]}
     assert zero.client.values == published
-    for i, other in enumerate([question("graph 2"), question(processes=(0, 2))]):
-        assert zero.agreed(other, lambda i=i: {"plan": i}) == {"plan": i}  # decided apart
+    assert zero.agreed(question("graph 2"), dict) == {}  # decided apart
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -111,11 +110,8 @@ def test_who_waits_in_vain_is_told_for_whom(job_of_two, threads, begun):
     patient = threads.submit(one.agreed, question(timeout=20), never)
     error = error_of(lambda: one.agreed(question(timeout=0.1), never))
     assert isinstance(error, jc.JobError)
-    text = str(error)
-    assert "linear: process 1 waited 0.1 s for process 0 to plan it" in text
-    assert "job_timeout=" in text
-    assert ("has begun" in text) == begun
-    assert ("same program in the same order" in text) != begun
+    assert "linear: process 1 waited 0.1 s for process 0 to plan it" in str(error)
+    assert ("has begun" in str(error)) == begun
     finish.set()
     if not begun:
         planning = threads.submit(zero.agreed, question(), lambda: {"late": True})
@@ -139,17 +135,11 @@ def test_all_raise_the_error_of_the_lowest(job_of_two):
 
 
 @pytest.mark.parametrize(
-    "make",
-    [lambda: 1 // 0, lambda: {"no JSON": object()}, dict],
-    ids=["error", "no JSON", "no versions"],
+    "make", [lambda: 1 // 0, lambda: {"no JSON": object()}], ids=["error", "no JSON"]
 )
 def test_any_other_failure_ends_the_wait_as_well(job_of_two, make):
-    def no_versions():
-        raise ValueError("cuDNN cannot be loaded")
-
     zero, one = job_of_two
-    asked = agreement.Question("graph", (0, 1), "linear", no_versions, 5.0)
-    original = error_of(lambda: zero.agreed(asked, make))
+    original = error_of(lambda: zero.agreed(question(), make))
     error = error_of(lambda: one.agreed(question(), never))
     assert isinstance(error, jc.JobError)
     assert error.got == f"{type(original).__name__}: {original}"
@@ -193,29 +183,6 @@ def test_ranks_with_other_libraries_are_refused(job_of_two, monkeypatch):
         one.agreed(question(), never)
 
 
-def test_threads_of_one_process_share_an_attempt(job_of_two, threads):
-    made, all_ask = [], threading.Barrier(8)
-
-    def make():
-        made.append(1)
-        if len(made) < 3:
-            raise jc.LibraryError(f"failure {len(made)}")
-        return {"plan": len(made)}
-
-    def ask(process):
-        all_ask.wait(20)
-        try:
-            return str(process.agreed(question(timeout=20), make if process is zero else never))
-        except jc.LibraryError as error:
-            return str(error).removeprefix("in process 0, which plans for this job: ")
-
-    zero, one = job_of_two
-    results = [*threads.map(ask, [zero] * 4 + [one] * 4)]
-    wanted = ["failure 1", "failure 2", "{'plan': 3}", "{'plan': 3}"]
-    assert sorted(results[:4]) == sorted(results[4:]) == wanted
-    assert len(made) == 3
-
-
 def test_without_a_job_everybody_decides(monkeypatch):
     def ask(*processes):
         options = {"name": "linear", "identity": lambda: VERSIONS, "timeout": 0.01}
@@ -225,7 +192,6 @@ def test_without_a_job_everybody_decides(monkeypatch):
     assert ask(0, 1) is made  # no jax.distributed
     monkeypatch.setattr(compat, "distributed_client", lambda: store)
     assert ask() is ask(0) is made
-    assert not store.values
     assert ask(0, 1) == {"tuple": [1, 2]}
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     store = Store()  # jax.distributed was shut down and initialised anew
@@ -248,22 +214,18 @@ def ranks(tmp_path_factory):
 
 def test_two_processes_agree(ranks):
     assert [(rank["processes"], rank["leader"]) for rank in ranks] == [([0, 0, 1, 1], 0)] * 2
-    assert ranks[0]["agreed"] == ranks[1]["agreed"] == {"decided by": 0, "size": 2_000_000}
+    assert ranks[0]["agreed"] == ranks[1]["agreed"] == [0, True]
     assert ranks[0]["failure"] == ["UnsupportedGraphError", "linear: no engine"]
     wanted = "in process 0, which plans for this job: linear: no engine"
     assert ranks[1]["failure"] == ["UnsupportedGraphError", wanted]
-    assert ranks[1]["late"][0] == "JobError"
-    assert ranks[1]["interrupted"]
 
 
 @pytest.mark.deviceless
 def test_two_processes_compile_the_same_program(ranks):
     zero, one = (rank["programs"] for rank in ranks)
-    for name in ("together", "another GPU", "calls", "lowered for"):
+    for name in ("together", "calls", "lowered for"):
         assert zero[name] == one[name]
     assert (zero["calls"], zero["lowered for"]) == (1, [0, 0, 1, 1])
-    assert isinstance(zero["another GPU"], str), zero["another GPU"]
-    assert zero["another GPU"] != zero["together"]
     # Where each process plans for itself, equal programs differ in a plan's bytes.
     assert zero["alone"] != one["alone"]
     assert zero["other versions"] == 1

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core import compat, cuda
-from jax_cudnn._core.planning import collect, frontend, planner, support, support_value
+from jax_cudnn._core.planning import collect, planner, support
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn.deviceless import profiles
 
@@ -116,9 +114,6 @@ def test_function_without_one_plannable_graph_is_told(plans):
     assert plans == []
 
 
-# -- plan ----------------------------------------------------------------------------------------
-
-
 def test_wrong_gpus_are_told(plans):
     for gpus in ("H200", [], ["H300"]):
         with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
@@ -126,71 +121,6 @@ def test_wrong_gpus_are_told(plans):
     with pytest.raises(jc.TargetError, match="two different profiles"):
         jc.support(relu, X, gpus=["H200", dataclasses.replace(A100, name="H200")])
     assert plans == []
-
-
-# -- the GPUs of this process, as far as the choice looks at them --------------------------------
-
-
-@dataclasses.dataclass
-class Device:
-    device_kind: str = "NVIDIA H200"
-    local_hardware_id: int = 0
-    process_index: int = 0
-    platform: str = "gpu"
-    client: types.SimpleNamespace = dataclasses.field(
-        default_factory=lambda: types.SimpleNamespace(platform_version="cuda 13000")
-    )
-
-
-CPU = Device("cpu", platform="cpu")
-L4 = Device("NVIDIA L4", 5)
-
-
-@pytest.fixture
-def machine(monkeypatch, plans):
-    """A function that gives this process devices and a default one."""
-
-    def give(devices, default=None):
-        by_name = {"cuda": devices, "cpu": [CPU]}
-        local = lambda backend=None: by_name.get(backend, devices)  # noqa: E731
-        monkeypatch.setattr(jax, "local_devices", local)
-        monkeypatch.setattr(compat, "default_device", lambda: default)
-
-    monkeypatch.setattr(frontend, "load", lambda: None)
-    monkeypatch.setattr(cuda.CudaDevice, "properties", lambda self, cudnn: H200.properties_json)
-    return give
-
-
-def test_plan_is_for_the_default_device_if_that_is_a_gpu(machine, plans):
-    rows = ((None, 0), (Device(local_hardware_id=1), 1), (L4, 5), (CPU, 0), ("cuda", 0))
-    for default, ordinal in rows:
-        plans.clear()
-        machine([Device(), Device(local_hardware_id=1)], default)
-        assert jc.plan(relu, X).gpu == "NVIDIA H200"
-        with jc.target("H200"):
-            assert jc.plan(relu, X).gpu == "H200"
-        assert plans == [("relu", cuda.CudaDevice(ordinal)), ("relu", H200)]
-
-
-def test_support_plans_for_local_gpus_with_their_handles(machine, plans):
-    machine([Device(local_hardware_id=1), Device(local_hardware_id=2), L4])
-    found = jc.support(relu, X)
-    assert found.gpus == ("A100", "H100", "H200", "B200", "L4")
-    sites = dict(zip(found.gpus, (site for _, site in plans), strict=True))
-    assert sites["H200"] == cuda.CudaDevice(1)
-    assert sites["L4"] == cuda.CudaDevice(5)
-    assert {row.gpu: row.basis for row in found} == {
-        **dict.fromkeys(("H200", "L4"), support_value.DEVICE),
-        **dict.fromkeys(("A100", "H100", "B200"), support_value.PUBLIC),
-    }
-    assert "L4 (here)" in str(found)
-    machine([CPU])
-    assert jc.support(relu, X)["H200"].rows[0].basis == support_value.MEASURED
-    with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
-        jc.plan(relu, X)
-
-
-# -- the value -----------------------------------------------------------------------------------
 
 
 def test_support_is_a_table_of_graphs_and_gpus_text_and_data(plans):

@@ -135,26 +135,17 @@ def test_processes_that_write_at_once_agree(store, setup, damaged):
     assert len(names(store.folder)) == 50  # nothing temporary is left
 
 
-@pytest.mark.parametrize("vanished", ["temporary file", "entry", "folder"])
-def test_a_folder_that_is_cleared_while_it_is_used_is_no_trouble(
-    store, warnings, monkeypatch, vanished
-):
+def test_a_folder_that_is_cleared_while_it_is_used_is_no_trouble(store, warnings, monkeypatch):
     store.put("a", VALUE)
-    if vanished == "entry":
-        read = cache.read
-        monkeypatch.setattr(cache, "read", lambda path: (store.clear(), read(path))[1])
+    read, write = cache.read, cache._write
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "read", lambda path: (store.clear(), read(path))[1])
         assert store.entries() == []
-    elif vanished == "folder":
-        store.clear()
-        store.folder.rmdir()
-        assert store.get("a") is None
-    else:
-        write = cache._write
-        monkeypatch.setattr(cache, "_write", lambda *file: (write(*file), store.clear()))
+        patch.setattr(cache, "_write", lambda *file: (write(*file), store.clear()))
         assert store.put("b", VALUE) is VALUE
-    monkeypatch.undo()
+    store.folder.rmdir()
+    assert store.get("a") is None
     assert store.put("b", VALUE) == PlanCache(store.folder, LIMIT).get("b")
-    assert len(names(store.folder)) == 1
     assert not warnings()
 
 
@@ -244,38 +235,22 @@ def test_no_flipped_bit_and_no_cut_goes_unseen():
             decode(GOOD[:i], digest(KEY))
 
 
-def failing(monkeypatch, number, write):
-    """Has writing fail, half way where it is not at its end, and noting uses as well."""
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, None], ids=["full", "no", "file"])
+def test_a_folder_that_cannot_be_written_means_memory_only(tmp_path, warnings, monkeypatch, number):
+    """Values come back, there is one warning that names the folder and says what to do."""
+    store = PlanCache(tmp_path / "folder", LIMIT)
 
     def fail(*arguments):
         raise OSError(number, os.strerror(number))
 
-    own = cache._write
-    if write:
-        monkeypatch.setattr(cache, "_write", lambda path, data: fail(own(path, data[:9])))
-    monkeypatch.setattr(os, "fsync", fail)
-    monkeypatch.setattr(os, "utime", fail)
-
-
-@pytest.mark.parametrize(
-    ("folder", "words"),
-    [
-        ("full", "No space left"),
-        ("another user's", "Permission denied"),
-        ("file", "Not a directory"),
-    ],
-)
-def test_a_folder_that_cannot_be_written_means_memory_only(
-    tmp_path, warnings, monkeypatch, folder, words
-):
-    """Values come back, there is one warning that names the folder and says what to do."""
-    (tmp_path / "file").write_text("mine")
-    store = PlanCache(tmp_path / folder, LIMIT)
-    numbers = {"full": errno.ENOSPC, "another user's": errno.EACCES}
-    if folder in numbers:
+    if number is None:
+        store.folder.write_text("mine")
+    else:
         store.put("before", {"n": 1})
         os.utime(store.path(digest("before")), (1, 1))
-        failing(monkeypatch, numbers[folder], folder == "full")
+        own = cache._write  # it fails half way, and noting uses as well
+        monkeypatch.setattr(cache, "_write", lambda path, data: fail(own(path, data[:9])))
+        monkeypatch.setattr(os, "utime", fail)
         assert store.get("before") == {"n": 1}
     for key in "ab":
         assert store.put(key, VALUE, "label") is VALUE
@@ -283,12 +258,12 @@ def test_a_folder_that_cannot_be_written_means_memory_only(
     assert store.put("a", VALUE) is VALUE  # this process has given up
     assert store.get("a") is None
     (warning,) = warnings()
-    for word in (words, str(store.folder), "memory only", "jax_cudnn.configure(plan_cache=...)"):
+    for word in (str(store.folder), "memory only", "jax_cudnn.configure(plan_cache=...)"):
         assert word in warning
-    if folder in numbers:
+    if number is None:
+        assert store.folder.read_text() == "mine"
+    else:
         assert len(names(store.folder)) == 1
-        assert PlanCache(store.folder, LIMIT).put("a", VALUE) == store.get("a")
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_the_entries_used_last_are_kept_within_the_limit(store, warnings):
@@ -307,24 +282,15 @@ def test_the_entries_used_last_are_kept_within_the_limit(store, warnings):
     assert not warnings()
 
 
-def test_a_limit_holds_while_one_process_writes_much(tmp_path):
+def test_a_limit_holds_while_one_process_writes_much_or_what_is_too_large(tmp_path, warnings):
     store = PlanCache(tmp_path, 100_000)
     for i in range(100):
         store.put(str(i), {"data": random.Random(i).randbytes(2000).hex()})
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 100_000 * 65 / 64
     assert (store.get("0"), store.get("99") is not None) == (None, True)
-
-
-def test_what_is_too_large_is_not_kept_and_drives_nothing_out(tmp_path, warnings, monkeypatch):
-    store = PlanCache(tmp_path, 5000)
-    store.put("a", VALUE)
-    large = {"data": random.Random(0).randbytes(5000).hex()}
+    large = {"data": random.Random(0).randbytes(100_000).hex()}
     assert store.put("large", large) is large
-    monkeypatch.setattr(cache_entry, "LARGEST", 1000)
-    packs_well = {"data": "0" * 2000}  # its file would be small, but could not be read back
-    assert store.put("large", packs_well) is packs_well
-    assert store.get("large") is None
-    assert store.put("b", store.get("a")) == store.get("b") == VALUE
+    assert (store.get("large"), store.get("99") is not None) == (None, True)
     (text,) = warnings()
     assert "too large" in text
 
