@@ -11,34 +11,22 @@ from jax.sharding import PartitionSpec as P
 from transformations import graphs_of, methods, relative_error
 
 ALL = "scale bias residual"
-TWO = pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-
 STRIDED = {"strides": (2, 1), "padding": [(1, 2), (0, 1)], "dilation": (1, 2)}
 MOVED, VOLUMES = ("HWNC", "OIHW", "CHWN"), ("NDHWC", "DHWIO", "NDHWC")
 CONV = Case((2, 5, 6, 4), w=(3, 3, 4, 6), given=ALL)
 NORMS = [  # with dtypes of x and of parameters
-    (Case((9, 5), 1, given="", activation="relu"), "float32", "float32"),
     (Case((4, 6, 5), given=ALL, activation="relu"), "bfloat16", "float32"),
     (Case((1, 6)), "float32", "float32"),  # of one element, which is its own mean
-    (Case((1, 1, 1, 6)), "bfloat16", "float32"),
-    (with_(IMAGE, given="scale", activation="gelu"), "float32", "bfloat16"),
     (with_(IMAGE, given=ALL), "float16", "float32"),
-    (with_(IMAGE, activation="tanh"), "float32", "float32"),
-    (Case((4, 8, 3, 5), 1, given=ALL, activation="silu"), "float32", "float32"),
     (Case((4, 3, 7, 5), 2, given="bias", activation="gelu_exact"), "float16", "bfloat16"),
-    (Case((4, 3, 7, 5), 2, given="residual", activation="elu"), "float32", "float32"),
     (Case((3, 2, 4, 3, 6), given="scale residual", activation="relu6"), "bfloat16", "bfloat16"),
-    (Case((3, 8, 2, 4, 3), -4, activation="relu"), "float32", "float16"),
-    (Case((2, 3, 2, 7, 2, 3), -3, given="bias", activation="leaky_relu"), "float16", "float16"),
-    (Case((2, 3, 2, 2, 3, 4), given=ALL, activation="softplus"), "bfloat16", "float32"),
+    (Case((2, 3, 2, 7, 2, 3), -3, given="", activation="leaky_relu"), "float32", "float32"),
     (with_(CONV, activation="silu"), "bfloat16", "float32"),
     (with_(CONV, activation="gelu", fused=True), "float32", "float32"),
-    (with_(CONV, given="", fused=True), "float16", "bfloat16"),
     (with_(CONV, w=(3, 3, 2, 6), given="scale", conv={"groups": 2}), "float32", "float32"),
     (Case((2, 4, 5, 6), 1, w=(6, 4, 3, 3), numbers=None), "float32", "float32"),
     (Case((2, 7, 6, 4), w=(3, 2, 4, 6), given="bias", conv=STRIDED), "float32", "float32"),
     (Case((5, 6, 2, 4), 0, w=(6, 4, 3, 3), numbers=MOVED, fused=True), "float32", "bfloat16"),
-    (Case((3, 9, 4), w=(3, 4, 6), numbers=("NHC", "HIO", "NHC")), "float32", "float32"),
     (Case((2, 3, 4, 3, 4), w=(2, 2, 2, 4, 6), numbers=VOLUMES), "float32", "float32"),
 ]
 
@@ -59,18 +47,6 @@ def test_values_statistics_and_gradients(case, dtype, parameters, training):
     assert relative_error(got[0], want[0]) <= once * (2 if twice else 1)
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8), (2, 3, 0)], ids=str)
-@TWO
-def test_empty_arrays(shape, training):
-    case = Case(shape, training=training)
-    y, mean, var = case(*case.operands())
-    assert (y.shape, mean.shape, var.shape) == (shape, shape[-1:], shape[-1:])
-    unknown = training and shape[-1] > 0  # as jnp.mean's of nothing
-    assert np.isnan(mean).all() == np.isnan(var).all() == (unknown or not shape[-1])
-    (dx, *_) = outcome(case, case.operands(), cotangents_of([y, mean, var]))[1]
-    assert dx.shape == shape
-
-
 @pytest.mark.parametrize("fused", [None, False, True], ids=["alone", "conv", "fused"])
 def test_nan_in_the_running_statistics_stays_out_of_a_training_step(fused):
     """Nor does infinity reach y: the sums of fused_statistics are of distances from the mean."""
@@ -87,32 +63,25 @@ def test_nan_in_the_running_statistics_stays_out_of_a_training_step(fused):
         assert np.isfinite(dx).all()
 
 
-@pytest.mark.parametrize(
-    "number", [1, np.float64(0.25), np.asarray(0.25, np.float32), jnp.bfloat16(0.25)], ids=repr
-)
-@TWO
+@pytest.mark.parametrize("number", [1, jnp.bfloat16(0.25)], ids=["int", "array"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_momentum_and_epsilon_in_any_form_and_the_gradient_by_it(number, training):
     case = with_(IMAGE, training=training, epsilon=float(number))
     operands = case.operands()
     operands[3] = jnp.float32(number)
     want = case.plain(*operands)
     same(case(*operands, momentum=number, epsilon=number), want)
-    same(jax.jit(lambda n, *a: case(*a, momentum=n, epsilon=n))(number, *operands), want)
     cotangents = cotangents_of(want)
     given = [jnp.float32(number), *operands]
     got = outcome(lambda e, *a: case(*a, epsilon=e), given, cotangents)
     same(got, exactly(lambda e, *a: with_(case, epsilon=e).plain(*a), given, cotangents), 2e-4)
 
 
-needs_devices = pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 (host) devices")
-
-
-@needs_devices
+@pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 (host) devices")
 @pytest.mark.parametrize(
     ("w", "kind", "spec"),
     [
-        ((), AxisType.Auto, P("data")),
-        ((3, 3, 8, 4), AxisType.Explicit, P("data")),
+        ((3, 3, 8, 4), AxisType.Auto, P("data")),
         ((), AxisType.Explicit, P(None, None, None, "data")),  # where no axis is sliced
     ],
 )
@@ -143,9 +112,9 @@ IMAGES, MASK = [((4, 8, 3, 3), "bfloat16")], [((4, 1, 3, 3), "uint8")]
 
 @pytest.mark.parametrize(
     ("activation", "given", "kept"),
-    [(None, ALL, []), ("relu", ALL, []), ("relu6", ALL, []), ("gelu", ALL, IMAGES),
-     ("relu", "scale bias", MASK)],
-)  # fmt: skip
+    [(None, ALL, []), ("gelu", ALL, IMAGES), ("relu", "scale bias", MASK)],
+    ids=str,
+)
 def test_the_forward_keeps_statistics_and_what_the_activation_needs(activation, given, kept):
     """Behind relu its sign, which is in the result; of relu without a residual a bit an element."""
     case = Case((4, 3, 3, 8), given=given, activation=activation)

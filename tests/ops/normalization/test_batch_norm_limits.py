@@ -11,8 +11,6 @@ from transformations import FLOAT32_ON_GPU, relative_error
 import jax_cudnn as jc
 
 ALL = "scale bias residual"
-FUSED = {"fused": True}
-PLAIN = Case((2, 5, 6, 4), w=(3, 3, 4, 6))
 BIG = Case((8, 14, 14, 32), w=(64, 3, 3, 32), numbers=("NHWC", "OHWI", "NHWC"))
 
 
@@ -25,14 +23,14 @@ def check_large_means(case, ratio, least=1e-5):
     got = jax.device_get(outcome(case, operands, cotangents))
     want = exactly(case.plain, *jax.device_get((operands, cotangents)))
     allowed = least + 1e-6 * ratio
-    errors = [relative_error(a, b) for a, b in zip(got[0], want[0], strict=True)]
-    assert errors[0] <= allowed
-    assert errors[1] <= least / 5
-    assert errors[2] <= least / 5 + allowed**2  # the square of what the mean is off by
+    y, mean, variance = (relative_error(a, b) for a, b in zip(got[0], want[0], strict=True))
+    assert y <= allowed
+    assert mean <= least / 5
+    assert variance <= least / 5 + allowed**2  # the square of what the mean is off by
     assert relative_error(got[1][0], want[1][0]) <= 4 * allowed
 
 
-@pytest.mark.parametrize("ratio", [0, 1000, 30000])
+@pytest.mark.parametrize("ratio", [0, 30000])
 def test_large_means_with_small_variances(ratio):
     check_large_means(Case((8, 6, 6, 4), epsilon=1e-12), ratio)
 
@@ -41,9 +39,6 @@ def test_large_means_with_small_variances(ratio):
 OUTLIERS = [
     ((8, 56, 56), [(28, 28)], 2e-6),
     ((8, 56, 56), [(28, 28), (14, 14)], 2e-3),
-    ((8, 56, 56), [(0, 0)], 2e-6),
-    ((1, 256, 256), [(128, 128), (64, 64)], 2e-6),
-    ((4, 100000), [(50000,), (25000,)], 2e-6),
     ((1, 40, 40, 40), [(20, 20, 20), (10, 10, 10)], 2e-6),
 ]
 
@@ -66,34 +61,29 @@ def test_statistics_of_images_with_an_outlier(shape, places, allowed, value, mea
 
 def test_fused_statistics_are_those_of_the_rounded_result():
     """In bfloat16: y is normalized by the statistics of what is normalized."""
-    case = with_(PLAIN, **FUSED, given="", epsilon=0)
+    case = Case((2, 5, 6, 4), w=(3, 3, 4, 6), fused=True, given="", epsilon=0)
     y, *_ = case(*case.operands("bfloat16"))
     np.testing.assert_allclose(np.float32(y).mean((0, 1, 2)), 0, atol=2**-9)
     np.testing.assert_allclose(np.float32(y).std((0, 1, 2)), 1, atol=2**-9)
 
 
-def losses(case, ratio):
-    """Relative errors of the variance with fused statistics and without, where the running mean is
-    as many deviations off; of exact products, because x has few bits and weights are 0 and 1."""
+@pytest.mark.parametrize("ratio", [0, 10, 1000])
+def test_what_fused_statistics_lose(ratio):
+    """About ``1e-6 * (1 + ratio**2)`` of the variance where the running mean is as many deviations
+    off; without them nothing. Of exact products: x has few bits and weights are 0 and 1."""
+    case = Case((8, 6, 6, 8), w=(16, 1, 1, 8), numbers=BIG.numbers)
     x, w, _, var, _, scale, bias = case.operands()
-    x, w = jnp.round(x * 64) / 64, jnp.tile(jnp.eye(case.x[-1]), (2, 1)).reshape(case.w)
+    x, w = jnp.round(x * 64) / 64, jnp.tile(jnp.eye(8), (2, 1)).reshape(case.w)
     y = np.asarray(jnp.concatenate([x, x], -1), np.float64)
     of_batch, spread = y.mean((0, 1, 2)), y.var((0, 1, 2))
     mean = jnp.asarray(of_batch + ratio * np.sqrt(spread), "float32")
     operands = [x, w, mean, var, jnp.float32(0), scale, bias]
-    return [
+    fused, unfused = (
         np.max(np.abs(np.asarray(jax.jit(with_(case, fused=fused))(*operands)[2]) / spread - 1))
         for fused in (True, False)
-    ]
-
-
-@pytest.mark.parametrize("ratio", [0, 10, 1000])
-def test_what_fused_statistics_lose(ratio):
-    """About ``1e-6 * (1 + ratio**2)`` of the variance; without them nothing."""
-    fused, unfused = losses(with_(BIG, x=(8, 6, 6, 8), w=(16, 1, 1, 8)), ratio)
+    )
     assert fused <= 4e-6 * (1 + ratio**2)
     assert unfused <= 2e-6
-    assert ratio < 1000 or fused >= 1e-4, "so that the test shows a loss where there is one"
 
 
 NORM = {"x": jnp.ones((4, 5, 3, 6)), "scale": None, "bias": None, "running_mean": jnp.zeros(6)}
@@ -101,44 +91,29 @@ NORM |= {"running_var": jnp.ones(6), "training": True}
 CONV = NORM | {"w": jnp.ones((6, 6, 3, 3)), "dimension_numbers": ("NHWC", "OIHW", "NHWC")}
 ERRORS = [
     ({"running_mean": jnp.ones(5)}, r"running_mean does not fit[^$]*\(6,\)"),
-    ({"running_var": jnp.ones((1, 6))}, "running_var does not fit"),
     ({"running_mean": jnp.ones(6, int)}, "running_mean has a dtype"),
     ({"scale": jnp.ones((6, 1))}, r"scale does not fit[^$]*\(6,\)"),
-    ({"bias": jnp.ones(6, bool)}, "bias has a dtype"),
     ({"residual": jnp.ones((4, 5, 1, 6))}, "residual does not fit"),
     ({"activation": "mish"}, "unknown activation"),
     ({"epsilon": jnp.ones(6)}, "epsilon is no number"),
     ({"momentum": jnp.ones(6)}, "momentum is no number"),
-    ({"training": jnp.array(True)}, "Python bool"),
+    ({"training": jnp.array(True)}, r"Python bool[^$]*static_argnames"),
 ]
 OF_BATCH_NORM = [
     ({"x": jnp.ones((4, 5, 3, 6), "int8")}, "x has a dtype"),
     ({"axis": 4}, "axis is not valid"),
     ({"axis": 0}, "not the first"),
-    ({"axis": (1, 2)}, "no such axes"),
-    ({"x": jnp.ones(6)}, "no such axes"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "words"), [*ERRORS, *OF_BATCH_NORM], ids=lambda v: str(v)[:30])
 def test_what_is_wrong_is_said(wrong, words):
-    """Also in inference, where there is no momentum, and by convolutions."""
     with pytest.raises(jc.JaxCudnnError, match=words):
         jc.ops.batch_norm(**NORM | wrong)
     if "axis" not in wrong and "x" not in wrong:
-        for more in ({}, {"fused_statistics": True}, {"training": False}):
-            if not {*more} & {*wrong} and ("momentum" not in wrong or "training" not in more):
-                with pytest.raises(jc.JaxCudnnError, match=words):
-                    jc.ops.conv_batch_norm(**CONV | more | wrong)
-
-
-def test_training_may_be_static():
-    rest = {k: v for k, v in NORM.items() if k != "training"}
-    norm = lambda training: jc.ops.batch_norm(training=training, **rest)[0]  # noqa: E731
-    with pytest.raises(jc.GraphTypeError, match=r"Python bool[^$]*static_argnames"):
-        jax.jit(norm)(True)
-    step = jax.jit(norm, static_argnames="training")
-    assert not np.array_equal(step(training=True), step(training=np.bool_(False)))
+        for more in ({}, {"fused_statistics": True}):
+            with pytest.raises(jc.JaxCudnnError, match=words):
+                jc.ops.conv_batch_norm(**CONV | more | wrong)
 
 
 IMAGES = Case((8, 14, 14, 64))
@@ -168,8 +143,8 @@ def test_training_is_one_plan_and_its_backward_one(dtype, epilogue):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_inference_and_fused_statistics_are_one_plan_with_the_convolution(dtype):
+def test_inference_and_fused_statistics_are_one_plan_with_the_convolution():
+    dtype = "bfloat16"
     case = with_(BIG, training=False, given=ALL, activation="relu")
     with jc.implementation("cudnn"):
         (segments,) = planned(case, *case.avals(dtype)).values()
@@ -181,14 +156,11 @@ def test_inference_and_fused_statistics_are_one_plan_with_the_convolution(dtype)
     }
 
 
-NORMS = [Case((32, 64)), Case((8, 16, 9), 1), Case((4, 9, 7, 8)), Case((4, 8, 9, 7), 1)]
-NORMS += [Case((4, 9, 7, 1000)), Case((64, 1, 1, 64)), Case((2, 5, 4, 3, 16))]
+NORMS = [Case((32, 64)), Case((4, 9, 7, 8)), Case((4, 8, 9, 7), 1), Case((4, 9, 7, 1000))]
 NORMS += [Case((2, 3, 4, 3, 2, 16))]
-OTHERS = [
-    *(with_(IMAGES, activation="relu", given=given) for given in ("scale bias", ALL)),
-    *(with_(IMAGES, x=(4, 9, 7, n), activation="silu", given=ALL) for n in (30, 64)),
-    *(with_(BIG, activation="silu", given=ALL, **way) for way in ({}, FUSED, {"training": False})),
-]
+OTHERS = [with_(IMAGES, activation="relu", given=given) for given in ("scale bias", ALL)]
+for way in ({}, {"fused": True}, {"training": False}):
+    OTHERS.append(with_(BIG, activation="silu", given=ALL, **way))
 
 
 @pytest.mark.gpu
@@ -213,13 +185,6 @@ def test_values_and_gradients_on_the_gpu(case, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ratio", [30, 1000, 30000])
+@pytest.mark.parametrize("ratio", [30, 30000])
 def test_large_means_on_the_gpu(ratio):
     check_large_means(Case((8, 12, 12, 64), epsilon=1e-12), ratio, FLOAT32_ON_GPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ratio", [0, 10, 100])
-def test_what_fused_statistics_lose_on_the_gpu(ratio):
-    fused, _ = losses(with_(BIG, w=(64, 1, 1, 32)), ratio)
-    assert fused <= 2e-6 * (1 + ratio**2)
