@@ -71,10 +71,8 @@ def test_options_are_part_of_the_graph_and_kept_by_functions():
     limited = product.with_options(max_workspace=1024)
     assert product.with_options(max_workspace=1024) is limited  # and shares traces
     assert pickle.loads(pickle.dumps(limited)).options == limited.options
-    plain, other = spec(), spec(limited)
-    assert plain != other
-    assert plain.canonical() != other.canonical()
-    assert str(other).endswith("options: max_workspace=1024")
+    other = spec(limited)
+    assert spec().canonical() != other.canonical()
     assert pickle.loads(pickle.dumps(other)) == other
 
 

@@ -123,15 +123,3 @@ def test_the_program_has_booleans_and_the_call_has_numbers():
     assert operands == [number, "2x16x4x6xf32", "2x16x4x6xf32"]
     assert results[:2] == [number, "2x16x4x6xf32"]
     assert results[2].endswith("xui8")  # workspace
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("by_cudnn")
-def test_masks_on_the_gpu(key):
-    one, other = jax.random.split(key)
-    p, q = jax.random.bernoulli(one, 0.5, SHAPE), jax.random.bernoulli(other, 0.5, ROW)
-    both = jc.graph(lambda g, p, q: (g.logical_and(p, q), g.logical_or(p, g.logical_not(p))))
-    got, always = jax.jit(both)(p, q)
-    assert got.dtype == bool
-    np.testing.assert_array_equal(got, p & q)
-    assert bool(always.all())

@@ -1,6 +1,5 @@
 """vmap: where the dimension goes in a graph, and what is run in turn."""
 
-import dataclasses
 import itertools
 import logging
 
@@ -13,10 +12,7 @@ from helpers import assert_same
 from transformations import graphs, methods, primitives, shapes_of
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph import builder
-from jax_cudnn._core.graph.builder import register
-from jax_cudnn._core.graph.example import Example
-from jax_cudnn._core.graph.node import REGISTRY, Node
+from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.planning import collect
 from jax_cudnn._core.transforms.batch import NoFold, batch
 
@@ -138,49 +134,26 @@ def test_vmaps_nest_with_names_for_meshes():
 # -- a node that takes no dimension --------------------------------------------------------------
 
 
-@pytest.fixture
-def running_sum():
-    """Registers a node without ``folds``, and takes it back."""
-
-    @register
-    @dataclasses.dataclass(frozen=True)
-    class RunningSum(Node):
-        """Sums of all elements up to each. Source: this test."""
-
-        method = "running_sum"
-        dims = "a: n c -> Y: n c"
-        examples = (Example({"a": (2, 3)}),)
-
-        def reference(self, a):
-            return (jnp.cumsum(a.reshape(-1)).reshape(a.shape),)
-
-    yield jc.graph(lambda g, x, b: g.add(g.running_sum(x), b))
-    del REGISTRY["running_sum"], builder.GraphBuilder.running_sum
-
-
-def test_what_takes_no_dimension_runs_in_turn_and_says_so(running_sum, caplog):
-    args = operands([(2, 4), (1, 4)], [True, False])
-    mapped = vmapped(running_sum, [True, False])
+def test_what_takes_no_dimension_runs_in_turn_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(REGISTRY["exp"], "folds", lambda *_: ())
+    graph = jc.graph(lambda g, x, b: g.add(g.exp(x), b))
+    one, args = [True, False], operands([(2, 7), (1, 7)], [True, False])
+    mapped = vmapped(graph, one)
     with caplog.at_level(logging.DEBUG, "jax_cudnn"):
-        assert_same(mapped(*args), in_turn(running_sum, [True, False], args))
-    reason = "running_sum.0 takes no dimension of vmap for x"
+        assert_same(mapped(*args), in_turn(graph, one, args))
+    reason = "exp.0 takes no dimension of vmap for x"
     assert f"runs {SIZE} times in turn: {reason}" in caplog.text
-    jaxpr = jax.make_jaxpr(mapped)(*args)
-    assert [e.primitive.name for e in jaxpr.eqns] == ["scan"]
+    assert primitives(jax.make_jaxpr(mapped)(*args)) == ["cudnn"]
     # So it is among the graphs that jc.plan and jc.plans explain.
     assert [*collect.graphs(mapped, args, {})] == [f"<lambda> ({SIZE} in turn: {reason})"]
-
-
-def test_what_runs_in_turn_nests_and_is_differentiated_but_not_under_cudnn(running_sum):
-    one, args = [True, False], operands([(2, 4), (1, 4)], [True, False])
-    gradients = jax.grad(lambda x, b: jnp.sum(jnp.sin(running_sum(x, b))), (0, 1))
+    gradients = jax.grad(lambda x, b: jnp.sum(jnp.sin(graph(x, b))), (0, 1))
     assert_same(vmapped(gradients, one)(*args), in_turn(gradients, one, args))
     stacked = [jnp.stack([args[0], -args[0]], -1), args[1]]
-    nested = jax.vmap(vmapped(running_sum, one), in_axes=(-1, None))
-    want = in_turn(lambda *a: in_turn(running_sum, one, a), one, stacked, axis=-1)
+    nested = jax.vmap(mapped, in_axes=(-1, None))
+    want = in_turn(lambda *a: in_turn(graph, one, a), one, stacked, axis=-1)
     assert_same(nested(*stacked), want)
-    mapped = vmapped(running_sum.with_options(implementation="cudnn"), one)
-    with pytest.raises(jc.UnsupportedGraphError, match=r"(?s)3 times.*running_sum\.0 takes no"):
+    mapped = vmapped(graph.with_options(implementation="cudnn"), one)
+    with pytest.raises(jc.UnsupportedGraphError, match=r"(?s)3 times.*exp\.0 takes no"):
         jax.make_jaxpr(mapped)(*args)
 
 
@@ -198,13 +171,9 @@ def test_no_operation_of_the_table_runs_in_turn():
         batch(spec, 2, frozenset(spec.inputs))
 
 
-@pytest.mark.parametrize("method", ["bias", "scale"])
-def test_a_number_takes_the_shape_of_the_operand_beside_it(method):
+def test_a_number_takes_the_shape_of_the_operand_beside_it():
     """Also where vmap gives that one a dimension more."""
-    graph = jc.graph(lambda g, b: getattr(g, method)(3.0, b))
+    graph = jc.graph(lambda g, b: g.bias(3.0, b))
     b = jnp.arange(6.0).reshape(2, 1, 3, 1, 1)
-    want = 3.0 + b if method == "bias" else 3.0 * b
-    np.testing.assert_array_equal(jax.vmap(graph)(b), want)
-    np.testing.assert_array_equal(
-        jax.vmap(jax.vmap(graph, 1, 1), 3, 3)(b[..., None]), want[..., None]
-    )
+    assert_same(jax.vmap(graph)(b), 3 + b)
+    assert_same(jax.vmap(jax.vmap(graph, 1, 1), 3, 3)(b[..., None]), 3 + b[..., None])

@@ -116,11 +116,6 @@ def test_pointwise_values_are_computed_again_from_what_is_kept_in_the_operands_d
         forward, backward = value_and_gradients(function, *drawn(dtype))
         (name,) = forward.origin.residuals
         assert forward.tensor(name).dtype == dtype
-        assert [m for m in methods(forward) if m != "identity"] == [
-            "scale",
-            "add",
-            "gelu",
-        ]
         assert methods(backward)[: methods(backward).index("gelu_backward")] == ["scale", "add"]
 
 
