@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax import lax
+from transformations import graphs_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph import layout
@@ -72,26 +74,25 @@ def paddings(jaxpr):
 @pytest.mark.parametrize(("groups", "window"), [(1, (2, 1)), (2, (1, 1))])
 def test_gradients_of_padding_beyond_the_window(groups, window):
     """jaxlib 0.10.2 convolves out of bounds on a CPU where padding is negative before and positive
-    after the image, so that the reference and its derivatives never pad so."""
+    after the image, so that the reference never pads so."""
     spatial = {"pre_padding": [2, 0], "post_padding": [0, 3], "stride": [1, 2]}
     image, weight = drawn(2, 4, 6, 5), drawn(8, 4 // groups, *window)
     fprop = jc.graph(lambda g, x, w: g.conv_fprop(x, w, **spatial))
     dgrad = jc.graph(lambda g, y, w: g.conv_dgrad(y, w, **spatial, out_dims=image.shape))
     wgrad = jc.graph(lambda g, x, y: g.conv_wgrad(x, y, **spatial, out_dims=weight.shape))
     loss = drawn(*jax.eval_shape(fprop, image, weight).shape)
-    by_graph = lambda x, w, y: (dgrad(y, w), wgrad(x, y))  # noqa: E731
-    by_vjp = lambda x, w, y: jax.vjp(fprop, x, w)[1](y)  # noqa: E731
-    specs = [f.trace(*a)[1].spec for f, a in ((dgrad, (loss, weight)), (wgrad, (image, loss)))]
-    for function in (by_graph, by_vjp):
-        found = jax.jit(function)(image, weight, loss)
-        for spec, operands, got in zip(specs, ((loss, weight), (image, loss)), found, strict=True):
+    by_vjp = jax.vjp(fprop, image, weight)[1](loss)
+    for function, operands, also in (
+        (dgrad, (loss, weight), by_vjp[0]),
+        (wgrad, (image, loss), by_vjp[1]),
+    ):
+        spec = function.trace(*operands)[1].spec
+        for got in (function(*operands), also):
             oracle.check_outputs(spec, operands, [got], on_gpu=False)
-    used = []
-    for spec, operands in zip(specs, ((loss, weight), (image, loss)), strict=True):
         program = jax.make_jaxpr(lambda *a, spec=spec: evaluate(spec, *a))(*operands)
-        used += paddings(program.jaxpr)
-    assert len(used) >= 4
-    assert not [pair for pair in used if pair[0] < 0]
+        used = [*paddings(program.jaxpr)]
+        assert used
+        assert not [pair for pair in used if pair[0] < 0]
 
 
 _X, _W, _Y = (1, 4, 8, 8), (4, 4, 3, 3), (1, 4, 3, 3)
@@ -148,3 +149,35 @@ def test_products_of_integers_are_summed_exactly(channels, convolutions):
     made = [line for line in text.splitlines() if "stablehlo.convolution(" in line]
     assert len(made) == convolutions
     assert all("xf32>" in line for line in made)
+
+
+# -- images cut into patches: convolutions with windows of one pixel -------------------------------
+
+
+@pytest.mark.parametrize(
+    ("image", "weight", "strides", "padding", "cut"),
+    [
+        ((2, 35, 41, 3), (8, 8, 3, 16), (8, 8), "VALID", True),  # some pixels are left over
+        ((2, 12, 16, 6), (2, 4, 6, 16), (2, 4), "SAME", True),
+        ((2, 32, 32, 3), (8, 8, 3, 16), (4, 4), "VALID", False),  # they overlap
+        ((2, 33, 33, 3), (8, 8, 3, 16), (8, 8), "SAME", False),  # padding
+        ((2, 16, 16, 4), (8, 8, 2, 8), (8, 8), "VALID", False),  # groups
+    ],
+    ids=["left over", "rectangles", "overlap", "padding", "groups"],
+)
+def test_results_and_gradients_of_patches_are_laxs(image, weight, strides, padding, cut):
+    x, w = drawn(*image), drawn(*weight)
+    numbers, groups = ("NHWC", "HWIO", "NHWC"), image[3] // weight[2]
+    how = {"padding": padding, "dimension_numbers": numbers}
+
+    def ours(x, w):
+        return jc.ops.conv(x, w, strides=strides, groups=groups, **how)
+
+    def laxs(x, w):
+        return lax.conv_general_dilated(x, w, strides, feature_group_count=groups, **how)
+
+    (spec,) = graphs_of(ours, x, w)
+    assert (set(spec.tensor(dict(spec.calls[0].inputs)["weight"]).shape[2:]) == {1}) == cut
+    (got, own_pull), (want, pull) = (jax.vjp(f, x, w) for f in (ours, laxs))
+    for a, b in zip((got, *own_pull(want)), (want, *pull(want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * float(abs(b).max()))

@@ -129,24 +129,7 @@ def test_the_largest_and_smallest_pass_over_nan_and_a_product_over_zeros():
         assert got.tolist() == [[wanted]]
 
 
-# -- dtypes, attributes, errors ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("method", "dtypes"),
-    [
-        ("add", {"bfloat16": "bfloat16", "float32": "float32", "int32": "int32"}),
-        ("exp", {"bfloat16": "bfloat16", "int32": "float32"}),
-        ("cmp_lt", {"bfloat16": "bool", "int32": "bool"}),
-        ("gen_index", {"bfloat16": "int32", "int32": "int32"}),
-        ("logical_or", {"bool": "bool"}),
-    ],
-)
-def test_dtype_of_the_result(method, dtypes):
-    node = REGISTRY[method]
-    for dtype, wanted in dtypes.items():
-        operands = [jnp.ones((2, 16, 3, 4), dtype) for _ in node.ports.inputs]
-        assert apply(method, *operands, **dict(node.examples[0].attributes)).dtype == wanted
+# -- dtypes and whole numbers ----------------------------------------------------------------------
 
 
 def test_integers_and_float8_saturate():
@@ -161,27 +144,6 @@ def test_selection_by_numbers_is_by_those_that_are_not_zero():
     x, y = jnp.ones((1, 4)), jnp.zeros((1, 4))
     for mask in (jnp.asarray([[0.0, -0.5, 1e-3, 0.0]]), jnp.asarray([[0, 2, -1, 0]], jnp.int8)):
         assert apply("binary_select", x, y, mask).tolist() == [[0, 1, 1, 0]]
-
-
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (lambda g, x: g.gen_index(x, axis=4), "axis from -4 to 3"),
-        (lambda g, x: g.logical_and(x, x), "logical_and does not take float32"),
-        (
-            lambda g, x: g.binary_select(g.cmp_gt(x, 0), g.cmp_lt(x, 0), x),
-            "binary_select does not take bool for 'input0'",
-        ),
-        (lambda g, x: g.scale(x, jnp.ones((8, 16, 3, 4))), "scale is larger than input"),
-    ],
-    ids=["axis", "logic", "booleans", "scale"],
-)
-def test_errors_say_what_was_expected(function, words):
-    with pytest.raises((jc.GraphError, jc.GraphTypeError), match=words):
-        jc.graph(function)(jnp.ones((1, 16, 3, 4)))
-
-
-# -- whole numbers ---------------------------------------------------------------------------------
 
 
 def test_whole_numbers_beside_integers_are_of_32_bits():

@@ -1,4 +1,4 @@
-"""Products of arrays that a mesh shards along dimensions that a graph merges into one."""
+"""Products, normalizations and attention of arrays that a mesh shards: as lax's and Flax's."""
 
 import collections
 import functools
@@ -157,3 +157,40 @@ def test_gradients_of_16_bit_products_on_a_mesh_are_of_16_bits():
     products = [e for e in found if e.primitive.name == "dot_general"]
     assert len(products) >= 2
     assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype("bfloat16")}
+
+
+# -- normalizations and attention ------------------------------------------------------------------
+
+
+def assert_alike(ours, theirs, *arrays):
+    (got, _), (want, _) = step(ours, *arrays), step(theirs, *arrays)
+    assert_near(got, want, 1e-5)
+    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert jax.typeof(x).sharding == jax.typeof(y).sharding
+
+
+NORMS = {name: {} for name in ("InstanceNorm", "LayerNorm", "RMSNorm", "BatchNorm")}
+NORMS["GroupNorm"] = {"num_groups": 4}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_normalizations_of_sharded_images(name):
+    def run(of):
+        return lambda x: getattr(of, name)(8, **NORMS[name], rngs=nnx.Rngs(0))(x)
+
+    with mesh(AxisType.Explicit):
+        for spec in (P(None, None, "data"), P("data", "model")):
+            assert_alike(run(jnn), run(nnx), jax.device_put(random(4, 8, 8, 8), spec))
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_attention_under_a_mask_where_heads_are_sharded(heads):
+    mask = (random(4, 1, 8, 8, seed=4) > 0).at[:, :, 3].set(heads == 2)  # or else a hidden row
+    with mesh(AxisType.Explicit):
+        operands = (
+            jax.device_put(random(4, 8, n, 16, seed=i), P("data", None, "model"))
+            for i, n in enumerate((4, heads, heads))
+        )
+        mask = jax.device_put(mask, P("data"))
+        both = jc.ops.dot_product_attention, jax.nn.dot_product_attention
+        assert_alike(*(functools.partial(f, mask=mask) for f in both), *operands)
