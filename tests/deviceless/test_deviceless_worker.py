@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -81,18 +80,6 @@ def echo(value, delay: float = 0.0):
 def begin(pipe: str) -> None:
     Path(pipe).write_text("begun")
     time.sleep(600)
-
-
-def meet(number: int) -> int:
-    """Waits for the same call with the other number (0 and 1) in another worker."""
-    folder = Path(tempfile.gettempdir()) / f"meet-{os.getppid()}"
-    folder.mkdir(exist_ok=True)
-    (folder / str(number)).touch()
-    for _ in range(3000):
-        if (folder / str(1 - number)).exists():
-            return os.getpid()
-        time.sleep(0.01)
-    raise TimeoutError("nobody came")
 
 
 def test_profiles_say_whether_they_are_from_public_specifications():
@@ -191,21 +178,15 @@ def test_errors_keep_their_type():
 
 
 @deviceless
-def test_threads_get_their_own_answers():
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        found = pool.map(lambda i: call(f"{HERE}:echo", i, 0.002 * (i % 3)), range(60))
-    assert [*found] == [*range(60)]
-
-
-@deviceless
-def test_workers_run_at_the_same_time_and_end_with_the_block():
+def test_threads_get_their_own_answers_of_several_workers():
     first = call("os:getpid")
     with client.workers(2):
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
-            # Each waits for the other: one worker alone would answer the second too late.
-            pids = list(pool.map(lambda i: call(f"{HERE}:meet", i), range(2)))
+            found = pool.map(lambda i: call(f"{HERE}:echo", i, 0.002 * (i % 3)), range(60))
+        assert [*found] == [*range(60)]
+        pids = [seat.worker.process.pid for seat in client._seats]
         assert first in pids
-        assert len({*pids}) == 2
+    assert len({*pids}) == 2
     wait_until_gone(next(pid for pid in pids if pid != call("os:getpid")))
 
 

@@ -4,7 +4,6 @@ of it. cuDNN's answers are made up here, but for tests marked deviceless."""
 import functools
 import json
 import logging
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.reference import NARROW, WIDE, evaluate
+from jax_cudnn._core.graph.reference import evaluate
 from jax_cudnn._core.planning import planner
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 
@@ -134,9 +133,7 @@ def test_explain_says_what_runs_where_and_why(built, caplog):
         (["conv_fprop.0", "relu.0"], "cuDNN"),
         (["conv_fprop.1", "sigmoid.0"], "cuDNN"),
     ]
-    pixels = 4 * 16 * 10 * 10
-    assert data["cut_bytes"] == data["segments"][0]["writes_bytes"] == pixels * 2
-    assert data["segments"][0]["reads_bytes"] == (pixels + 16 * 16 * 9) * 2
+    assert data["cut_bytes"] == data["segments"][0]["writes_bytes"] == 4 * 16 * 10 * 10 * 2
     assert "1. XLA: reduction.0, sub.0" in of_xla
     assert "computed in the graph" in of_xla  # and then broadcast: cuDNN reads it out of bounds
     assert "two: cut in 2 segments" in caplog.text
@@ -158,29 +155,6 @@ def test_after_a_warmup_nothing_is_planned(built):
     for name in ("cudnn", "split"):
         lowered(one.with_options(implementation=name), IMAGE, WEIGHT)
     assert len(built) == 2
-
-
-def test_products_of_16_bits_are_asked_of_xla_in_what_it_has_kernels_for():
-    def traced(fn, *avals):
-        return jc.graph(fn).trace(*avals)[1].spec
-
-    rounded = traced(lambda g, x, w: g.conv_fprop(x, w, padding=[1, 1]), IMAGE, WEIGHT)
-    fused = traced(lambda g, x, w: g.relu(g.conv_fprop(x, w, padding=[1, 1])), IMAGE, WEIGHT)
-    x = jax.random.normal(jax.random.key(0), IMAGE.shape, IMAGE.dtype)
-    w = jax.random.normal(jax.random.key(1), WEIGHT.shape, WEIGHT.dtype) / 12
-    for spec, products, kinds in (
-        (rounded, "", ["bf16", "bf16", "f32"]),
-        (rounded, NARROW, ["bf16", "bf16", "bf16"]),
-        (rounded, WIDE, ["f32", "f32", "f32"]),
-        (fused, NARROW, ["bf16", "bf16", "f32"]),  # relu reads it in float32
-    ):
-        evaluated = jax.jit(functools.partial(evaluate, spec, products=products))
-        (line,) = re.findall(r"stablehlo.convolution\(.*", evaluated.lower(x, w).as_text())
-        assert re.findall(r"x(bf16|f32)>", line) == kinds
-        (got,), (want,) = evaluated(x, w), evaluate(spec, x, w)
-        assert got.dtype == want.dtype
-        got, want = (np.asarray(y, np.float32) for y in (got, want))
-        np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])

@@ -21,8 +21,8 @@ def total(*dims):
     return node("reduction", mode="ADD", out_dims=[*dims])
 
 
-def product(after=lambda g, y, *terms: sum(terms, start=y), **named):
-    return lambda g, x, w, *terms: after(g, g.matmul(x, w, **named), *terms)
+def product(after=lambda g, y, *terms: sum(terms, start=y)):
+    return lambda g, x, w, *terms: after(g, g.matmul(x, w), *terms)
 
 
 def batch_norm(after):
@@ -44,18 +44,14 @@ NORMED = [IMAGE, IMAGE, *[(1, 16, 1, 1)] * 4], ["bfloat16", "bfloat16", *["float
 DGRAD = node("conv_dgrad", out_dims=[*IMAGE])
 STRIDED_DGRAD = node("conv_dgrad", out_dims=[*IMAGE], stride=[2, 2])
 INFERENCE = node("layernorm", epsilon=1e-5, norm_forward_phase="INFERENCE")
-FAST = product(compute_data_type="fast_float_for_fp8")
 CONV = node("conv_fprop")
 TABLE = [
     ("layernorm inference of long rows", INFERENCE, [(8, 4097), (1, 4097), (1, 4097)]),
     # What is read decides whether a normalization is inference.
     ("rmsnorm inference", lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5)[0], ROWS),
-    ("batchnorm + epilogue", batch_norm(lambda g, y, r: g.relu(y)), *NORMED),
     ("batchnorm + residual epilogue", batch_norm(lambda g, y, r: g.relu(y + r)), *NORMED),
     ("conv_fprop depthwise", CONV, [IMAGE, (16, 1, 3, 3)]),
-    ("conv_fprop few channels", CONV, [(2, 1, 9, 9), (8, 1, 3, 3)]),
     ("conv_dgrad depthwise strided", STRIDED_DGRAD, [HALF, (16, 1, 3, 3)]),
-    ("matmul float8 in fast_float_for_fp8", FAST, MATRICES, "float8_e4m3fn"),
     ("prologue of int8 + matmul", of_int8, MATRICES, ["bfloat16", "int8"]),
     ("prologue + matmul + epilogue", prologue, MATRICES),
     ("matmul + bias", product(), [*MATRICES, (1, 1, 8)]),
@@ -75,21 +71,15 @@ def test_a_graph_is_filed_under_what_it_is_at_heart(row):
 
 
 def test_a_loss_says_by_how_much_and_where_it_was_measured(monkeypatch):
-    patterns = {
-        "conv_dgrad depthwise": {"a/7x7/dgrad": 0.4, "b/3x3/dgrad": 0.625},
-        "pointwise": {"c": 0.9, "d": 0.91},
-    }
+    patterns = {"conv_dgrad depthwise": {"a": 0.4, "b": 0.625}, "pointwise": {"c": 0.9}}
     where = {"device": "NVIDIA X", "date": "2026-01-02", "cudnn": "9.99.0"}
     monkeypatch.setattr(losses, "table", lambda: {"91": {**where, "patterns": patterns}})
     depthwise, relu = (DGRAD, [LOSS, (16, 1, 3, 3)]), (node("relu"), [(4, 8)])
     found = losses.loss(traced(*depthwise), 91)
-    cases = ("a/7x7/dgrad", "b/3x3/dgrad")
-    assert found == losses.Loss("conv_dgrad depthwise", 0.625, *where.values(), cases)
-    for words in ("'conv_dgrad depthwise'", "62%", "2 cases", *where.values()):
-        assert words in str(found)
-    assert losses.loss(traced(product(), MATRICES), 91) is None  # not listed
-    for unmeasured in (90, 9):
-        assert losses.loss(traced(*depthwise), unmeasured) is None
+    assert found == losses.Loss("conv_dgrad depthwise", 0.625, *where.values(), ("a", "b"))
+    assert "62%" in str(found)
+    for absent, gpu in (((product(), MATRICES), 91), (depthwise, 90)):  # not listed, not measured
+        assert losses.loss(traced(*absent), gpu) is None
     # Who names an engine gets it; determinism is not left to XLA, but where nothing depends on it.
     assert losses.loss(traced(*relu, engine=1), 91) is None
     assert losses.loss(traced(*depthwise, deterministic=True), 91) is None

