@@ -23,12 +23,11 @@ SCORES_AT_A_TIME = 1500
 B, T, K, N = 2, 20, 24, 4  # examples, queries, keys, heads
 
 
-def plain(q, k, v, *operands, change, scale=None, seen=True, bias=0.0):
+def plain(q, k, v, *operands, change, seen=True, bias=0.0):
     """Attention with a function of the scores; a query that sees no key gives 0."""
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest")
+    scores = q.shape[-1] ** -0.5 * jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest")
     changed = change(scores, *places(scores.shape), *operands)
     scores = jnp.where(seen, changed + bias, -jnp.inf)
     largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
@@ -59,12 +58,8 @@ def scaled(score, b, h, q, kv, scale):
     return score * jnp.exp(scale)
 
 
-def inputs(normal, dtype="float32", b=B, t=T, s=K, n=N, k=2, h=8):
-    return tuple(qkv(normal, b, t, s, n, k, h, dtype=dtype))
-
-
-def places_of_floats(operands):
-    return tuple(i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating))
+def inputs(normal, dtype="float32", b=B):
+    return tuple(qkv(normal, b, T, K, N, 2, 8, dtype=dtype))
 
 
 def agree(normal, f, g, operands, limit=3e-4):
@@ -74,7 +69,7 @@ def agree(normal, f, g, operands, limit=3e-4):
     @functools.partial(jax.jit, static_argnums=0)
     def found(f, *operands):
         loss = lambda *x: (lambda out: (jnp.vdot(out, along), out))(f(*x))  # noqa: E731
-        return jax.value_and_grad(loss, places_of_floats(operands), has_aux=True)(*operands)
+        return jax.value_and_grad(loss, range(len(operands)), has_aux=True)(*operands)
 
     want = jax.tree.leaves(found(g, *operands))
     for a, b in zip(jax.tree.leaves(found(f, *operands)), want, strict=True):
@@ -100,7 +95,6 @@ CASES = {  # a function, the same in other words, operands' shapes, options, wha
         (AT < ENDS[0]) & (J < ENDS[1]) & (J <= AT + ENDS[1] - ENDS[0]),
     ),
     "relative bias": (biased, lambda s, *x: s + x[-1], ((1, N, T, K),), BELOW, J <= AT + K - T),
-    "bias of a row": (biased, lambda s, *x: s + x[-1], ((B, 1, 1, K),), {}, True),
     "scale of a head": (scaled, lambda s, *x: s * jnp.exp(x[-1]), ((N, 1, 1),), {}, True),
     "documents": (
         documents, lambda s, *_: s, DOCUMENTS, {}, NUMBERS[:T, None] == NUMBERS,
@@ -113,13 +107,8 @@ CASES = {  # a function, the same in other words, operands' shapes, options, wha
 }  # fmt: skip
 
 
-RARE = ("bias of a row", "scale of a head", "prefix")
-
-
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in RARE)) for n in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients(name, normal):
     function, change, shapes, options, seen = CASES[name]
     fixed = name == "documents"
@@ -176,14 +165,11 @@ def test_queries_of_which_it_hides_all_keys_and_what_is_no_number(normal):
     assert np.isnan(of_v[:, :, 0]).all()  # the head of values that this query reads
 
 
-# -- tracing, and transformations ------------------------------------------------------------------
-
-
 def test_functions_are_traced_once_let_go_and_equal_ones_make_equal_graphs(normal):
     class Doubling:
         __hash__ = None
 
-        def __call__(self, score, b, h, q, kv):
+        def __call__(self, score, *_):
             return 2 * score
 
     traced = []
@@ -201,13 +187,10 @@ def test_functions_are_traced_once_let_go_and_equal_ones_make_equal_graphs(norma
     del change, doubling, function
     gc.collect()
     assert [x() for x in held] == [None, None]
-    both = [lambda s, *_: jnp.tanh(s) * 2, lambda s, *_: jnp.tanh(s) * 2]
-    (one,), (other,) = (graphs_of(functools.partial(ours, score_mod=f), *arrays) for f in both)
-    assert one is other
     for first, second in ((2.0, 2.0), (2.0, 3.0)):
         caps = [functools.partial(ours, score_mod=softcap(c)) for c in (first, second)]
         (one,), (other,) = (graphs_of(f, *arrays) for f in caps)
-        assert (one == other) == (first == second)
+        assert (one is other) == (first == second)
 
 
 def test_arrays_that_it_closes_over_are_those_of_the_call(normal):
@@ -220,11 +203,11 @@ def test_arrays_that_it_closes_over_are_those_of_the_call(normal):
         holds.update(table=table, number=number)
         return ours(*arrays, score_mod=change)
 
+    one = jnp.ones((1, N, 1, 1))
     for number in (1.0, 2.0):
-        got = call(jnp.ones((1, N, 1, 1)), jnp.float32(number))
         want = plain(*arrays, change=lambda s, *_, n=number: s * n)
-        np.testing.assert_allclose(got, want, atol=1e-5)
-    assert jnp.all(jax.grad(lambda x: (call(x, 1.0) ** 2).sum())(jnp.ones((1, N, 1, 1))) != 0)
+        np.testing.assert_allclose(call(one, jnp.float32(number)), want, atol=1e-5)
+    assert jnp.all(jax.grad(lambda x: (call(x, 1.0) ** 2).sum())(one) != 0)
 
 
 def test_a_gradient_is_one_forward_and_one_backward_and_operands_are_the_references(normal):
@@ -247,13 +230,12 @@ def test_a_gradient_is_one_forward_and_one_backward_and_operands_are_the_referen
 @pytest.mark.parametrize(
     ("function", "hides"),
     [
-        (softcap(2.0), False),
         (lambda s, b, h, q, kv: jnp.tanh(s / 3) + (kv <= q), False),
         (causal, True),
         (lambda s, b, h, q, kv: s + jnp.log((kv <= q).astype("float32")), True),
-        (lambda s, b, h, q, kv: s - jnp.exp(1e3 * (kv > q)), True),
         (prefix(np.int64(3)), False),
     ],
+    ids=["finite", "causal", "logarithm", "prefix"],
 )
 def test_whether_it_may_hide_all_keys(function, hides):
     mod, _ = score_mod_written.written(function, [], (B, N, T, K))
@@ -279,24 +261,17 @@ def test_within_a_mesh(kind, normal):
     np.testing.assert_allclose(got, call(q, slope), atol=1e-6)
 
 
-# -- errors ----------------------------------------------------------------------------------------
-
-Q, ROWS = jnp.ones((2, 8, 4, 16), "bfloat16"), jnp.ones((8, 8))
+Q = jnp.ones((2, 8, 4, 16), "bfloat16")
 WRONG = {  # words, and a function with its operands
     "is no function": (3, ()),
-    "NoneType": (None, (Q,)),
-    "reduce_max": (of_score(lambda s: s - s.max(-1, keepdims=True)), ()),
     "dot_general": (of_score(lambda s: s @ s), ()),
     "rev": (of_score(lambda s: s + s[..., ::-1]), ()),
-    "[1, 4, 8, 8]": (of_score(lambda s: s[:1]), ()),
+    "1, 4, 8, 8": (of_score(lambda s: s[:1]), ()),
     "test_score_mod.py": (lambda s, b, h, q, kv: (q - kv) * 1.0, ()),
     "jnp.where": (lambda s, b, h, q, kv: s > 0, ()),
-    "is no array": (lambda *_: None, ()),
     "leave the cast out": (of_score(lambda s: s.astype("bfloat16") * 2.0 + s), ()),
-    "bits of integers": (lambda s, b, h, q, kv: s + (q & 3), ()),
-    "score_mod_operands[0] does not fit": (lambda *x: x[0], (jnp.ones((3, 1, 1, 8)),)),
     "random": (of_score(lambda s: s + jax.random.normal(jax.random.key(0), s.shape)), ()),
-    "no tuple": (biased, ROWS),
+    "does not fit": (lambda *x: x[0], (jnp.ones((3, 1, 1, 8)),)),
     "'table'": (biased, ()),
 }
 
@@ -309,9 +284,7 @@ def test_errors_of_functions(word):
     assert word in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("function", "value"), [(softcap, jnp.ones(3)), (softcap, "3"), (softcap, 0.0), (prefix, -1)]
-)
-def test_errors_of_numbers(function, value):
-    with pytest.raises((jc.GraphError, jc.GraphTypeError), match=r"cap is not|length is not"):
-        function(value)
+def test_errors_of_numbers():
+    for function, value in ((softcap, jnp.ones(3)), (softcap, 0.0), (prefix, -1)):
+        with pytest.raises((jc.GraphError, jc.GraphTypeError), match=r"cap is not|length is not"):
+            function(value)
