@@ -11,8 +11,6 @@ from transformations import graphs_of
 import jax_cudnn as jc
 from jax_cudnn._core.planning import variety
 
-S = jax.ShapeDtypeStruct
-
 
 def test_buckets_hold_their_lengths_with_little_padding():
     found = [jc.ops.bucket(n) for n in range(2100)]
@@ -70,7 +68,7 @@ def test_a_function_of_many_shapes_is_told_of(monkeypatch, caplog):
         return jc.ops.dot_product_attention(q, q, q, score_mod=cap)
 
     def count(function, *shape):
-        (spec,) = graphs_of(function, S(shape, "float32"))
+        (spec,) = graphs_of(function, jax.ShapeDtypeStruct(shape, "float32"))
         variety.count(spec, "some function")
 
     with caplog.at_level(logging.WARNING, "jax_cudnn"):
@@ -80,13 +78,10 @@ def test_a_function_of_many_shapes_is_told_of(monkeypatch, caplog):
             count(capped, 1, length, 2, 8)
         assert not caplog.records
         count(capped, 1, 32, 2, 8)
-        count(relu, 4, 32)
-        assert len(caplog.messages) == 2
-        for length in (40, 48, 56):
+        for length in (32, 40, 48, 56):
             count(relu, 4, length)
         assert len(caplog.messages) == 2
         count(relu, 4, 64)
     variety.clear()
     assert len(caplog.messages) == 3
-    told = caplog.messages[1].replace(" ", "")
-    assert all(words in told for words in ("4differentshapes", "[4,32]", "pad_to_bucket"))
+    assert "pad_to_bucket" in caplog.messages[1]
