@@ -67,7 +67,8 @@ class SdpaFp8(Scaled):
         descale_s: of the weights, ``1 / scale_s``.
         scale_s: of the weights; the largest finite fp8 number is safe, as weights are at most 1.
         scale_o: of O.
-        seq_len_q: how many queries of each example there are, (B, 1, 1, 1) in int32; optional.
+        seq_len_q: how many queries of each example there are, (B, 1, 1, 1) in int32; optional. The
+            rows of O behind them hold anything.
         seq_len_kv: how many keys; together with seq_len_q.
         attn_scale: factor of the scores.
         diagonal_alignment: as in ``sdpa``; "BOTTOM_RIGHT" from SM 100 on.
