@@ -1,4 +1,4 @@
-"""Gradients of convolutions, pooling and movement in NumPy float64, for oracle.py."""
+"""Convolutions and their gradients, pooling and movement in NumPy float64, for oracle.py."""
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -14,29 +14,36 @@ def _spatial(node, rank):
     )
 
 
-def _taps(node, window, outputs):
-    """For each element of the weight: its index, and where in the padded image it is applied."""
+def _terms(node, weight, channels, sizes):
+    """Of each group and element of a weight: itself, and what it joins of image and result."""
+    k, i, *window = weight
     _, _, stride, dilation = _spatial(node, len(window))
     for tap in np.ndindex(*window):
         first = [r * d for r, d in zip(tap, dilation, strict=True)]
         where = tuple(
-            slice(b, b + s * (y - 1) + 1, s) for b, s, y in zip(first, stride, outputs, strict=True)
+            slice(b, b + s * (y - 1) + 1, s) for b, s, y in zip(first, stride, sizes, strict=True)
         )
         if node.convolution_mode == "CONVOLUTION":
             tap = tuple(size - 1 - r for r, size in zip(tap, window, strict=True))
-        yield tap, where
+        per = k * i // channels
+        for g in range(channels // i):
+            ks, cs = slice(g * per, (g + 1) * per), slice(g * i, (g + 1) * i)
+            yield (ks, slice(None), *tap), (slice(None), cs, *where), (slice(None), ks)
 
 
-def _groups(k, c, i):
-    """The output and the input channels of each group of ``i`` input channels."""
-    for g in range(c // i):
-        per = k // (c // i)
-        yield slice(g * per, (g + 1) * per), slice(g * i, (g + 1) * i)
+def fprop(image, weight, node):
+    pre, post, stride, dilation = _spatial(node, image.ndim - 2)
+    image = np.pad(image, [(0, 0), (0, 0), *zip(pre, post, strict=True)])
+    sizes = zip(image.shape[2:], weight.shape[2:], stride, dilation, strict=True)
+    sizes = [(x - d * (r - 1) - 1) // s + 1 for x, r, s, d in sizes]
+    result = np.zeros((len(image), len(weight), *sizes))
+    for w, x, y in _terms(node, weight.shape, image.shape[1], sizes):
+        result[y] += np.moveaxis(np.tensordot(image[x], weight[w], axes=(1, 1)), -1, 1)
+    return result
 
 
 def dgrad(loss, filter, node):
-    """Each element of the loss is scattered to the image by each element of the filter."""
-    k, i, *r = filter.shape
+    _, i, *r = filter.shape
     pre, post, stride, dilation = _spatial(node, len(r))
     x = [
         (n - 1) * s + d * (w - 1) + 1 - b - a
@@ -44,17 +51,13 @@ def dgrad(loss, filter, node):
     ]
     n, c, *x = node.out_dims or (len(loss), i, *x)
     image = np.zeros((n, c, *(s + b + a for s, b, a in zip(x, pre, post, strict=True))))
-    for tap, where in _taps(node, r, loss.shape[2:]):
-        for ks, cs in _groups(k, c, i):
-            weight = filter[(ks, slice(None), *tap)]
-            part = np.tensordot(loss[:, ks], weight, axes=(1, 0))
-            image[(slice(None), cs, *where)] += np.moveaxis(part, -1, 1)
+    for w, here, y in _terms(node, filter.shape, c, loss.shape[2:]):
+        image[here] += np.moveaxis(np.tensordot(loss[y], filter[w], axes=(1, 0)), -1, 1)
     inner = (slice(b, b + s) for b, s in zip(pre, x, strict=True))
     return image[(slice(None), slice(None), *inner)]
 
 
 def wgrad(image, loss, node):
-    """Each element of the weight is the product of the loss and of what it was applied to."""
     k, c, rank = loss.shape[1], image.shape[1], loss.ndim - 2
     pre, post, stride, dilation = _spatial(node, rank)
     image = np.pad(image, [(0, 0), (0, 0), *zip(pre, post, strict=True)])
@@ -63,12 +66,9 @@ def wgrad(image, loss, node):
         for x, y, s, d in zip(image.shape[2:], loss.shape[2:], stride, dilation, strict=True)
     ]
     weight = np.zeros(node.out_dims or (k, c, *r))
-    i = weight.shape[1]
-    for tap, where in _taps(node, weight.shape[2:], loss.shape[2:]):
-        rest = (0, *range(2, rank + 2))
-        for ks, cs in _groups(k, c, i):
-            part = image[(slice(None), cs, *where)]
-            weight[(ks, slice(None), *tap)] = np.tensordot(loss[:, ks], part, axes=(rest, rest))
+    rest = (0, *range(2, rank + 2))
+    for w, x, y in _terms(node, weight.shape, c, loss.shape[2:]):
+        weight[w] = np.tensordot(loss[y], image[x], axes=(rest, rest))
     return weight
 
 
@@ -103,6 +103,7 @@ def join(parts, node):
 
 
 OPERATIONS = {
+    "conv_fprop": lambda node, image, weight: fprop(image, weight, node),
     "conv_dgrad": lambda node, loss, filter: dgrad(loss, filter, node),
     "conv_wgrad": lambda node, image, loss: wgrad(image, loss, node),
     "resample": lambda node, input: pool(input, node),

@@ -1,6 +1,5 @@
 """The transformations of JAX that every graph goes through, applied to it and to plain jnp."""
 
-import itertools
 from dataclasses import fields, replace
 from functools import partial
 
@@ -23,9 +22,8 @@ SIZE = 3  # of the dimensions of vmap
 # to three of them (residual, cotangent, result), a second one twice as many.
 TOLERANCES = {"float32": 2e-5, "float16": 2.5e-3, "bfloat16": 2e-2}
 TOLERANCES |= {"float8_e4m3fn": 0.1, "float8_e5m2": 0.2}
-# On a GPU: exp, tanh, erf and powers in float32 (1e-5 and less are seen); products of float32 in
-# TF32, whose operands are rounded by up to 2**-11; and cuDNN's tan, which is off by 7e-3 beside its
-# poles, where its second derivative has its cube.
+# On a GPU: exp, tanh, erf and powers (1e-5 is seen); products in TF32, whose operands are rounded
+# by up to 2**-11; and cuDNN's tan, off by 7e-3 beside its poles, whose cube derivatives have.
 FLOAT32_ON_GPU, TF32_ON_GPU, TAN_ON_GPU = 1e-4, 4e-3, 0.1
 
 # Sizes of the cases -> those of the table, which takes less than a second for each case then.
@@ -204,17 +202,6 @@ class Transformations:
             results.append(jax.vmap(f, in_axes=axes)(*chosen))
         return results
 
-    def vmap_of_vmap(self, f, d):
-        """Each operand in turn belongs to the inner one, to the outer one (of 2), or to both."""
-        kinds = list(itertools.islice(itertools.cycle("ibo"), len(d["operands"])))
-        chosen = [
-            {"i": s, "o": s[:2], "b": jnp.stack([s, s[::-1]])}[kind]
-            for s, kind in zip(d["stacks"], kinds, strict=True)
-        ]
-        inner, outer = ([0 if k in axis else None for k in kinds] for axis in ("ib", "ob"))
-        once = jax.vmap(f, in_axes=inner)
-        return (jax.vmap(once, in_axes=outer) if set(outer) != {None} else once)(*chosen)
-
     def vmap_of_vjp(self, f, d):
         """Gradients of each example."""
 
@@ -225,10 +212,6 @@ class Transformations:
         return jax.vmap(gradients)(d["stacks"], d["stacked_cotangents"])
 
     # -- inside others
-
-    def remat(self, f, d):
-        function, at = self.floats(f, d["operands"])
-        return jax.vjp(jax.checkpoint(function), *at)[1](d["cotangents"])
 
     def shard_map(self, f, d):
         """Gradients of each example, on a device of its own."""
@@ -244,8 +227,8 @@ class Transformations:
 
 
 ALL = ("forward", "vjp", "vjp_of_one", "jvp", "jvp_of_vjp", "vjp_of_vjp")
-ALL += ("vmap", "vmap_of_each", "vmap_of_vmap", "vmap_of_vjp", "remat", "shard_map")
-OF_ANYTHING = ("forward", "vmap", "vmap_of_each", "vmap_of_vmap")  # also where nothing moves
+ALL += ("vmap", "vmap_of_each", "vmap_of_vjp", "shard_map")
+OF_ANYTHING = ("forward", "vmap", "vmap_of_each")  # also where nothing moves
 
 
 # -- comparison ----------------------------------------------------------------------------------
@@ -304,20 +287,16 @@ def compare(spec, operands, names=ALL):
 
 def equations(jaxpr):
     """All equations, those of inner jaxprs (of jit, scan, remat) in place of what holds them."""
+
+    def is_jaxpr(value):
+        return hasattr(getattr(value, "jaxpr", value), "eqns")
+
     found = []
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        inner = [
-            e
-            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr)
-            if is_jaxpr(value)
-            for e in equations(value)
-        ]
+        values = jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr)
+        inner = [e for value in filter(is_jaxpr, values) for e in equations(value)]
         found += inner or [equation]
     return found
-
-
-def is_jaxpr(value):
-    return hasattr(getattr(value, "jaxpr", value), "eqns")
 
 
 def primitives(jaxpr):

@@ -1,6 +1,5 @@
 """From a jitted function to its program: when it is planned, for which GPU, and how often."""
 
-import re
 import types
 
 import jax
@@ -70,25 +69,6 @@ def test_other_platforms_get_the_reference_and_no_plan(builds):
         assert "custom_call @jax_cudnn" not in text
         assert "dot_general" in text
     assert builds == []
-
-
-def test_call_has_the_workspace_as_extra_result_and_the_program_drops_it(builds):
-    text = lower(linear, X, X)
-    assert text.count(CALL) == 1
-    assert "(tensor<1x64x64xbf16>, tensor<256xui8>)" in text
-    results = re.search(r"func.func public @main\(.*\) -> \((.*)\) \{", text)[1]
-    assert results.count("tensor<") == 1
-    assert "ui8" not in re.search(r"\n\s+return (.*)", text)[1]
-
-
-def test_a_forward_is_one_call_under_scan_remat_and_shard_map(builds):
-    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("d",))
-    for function in (
-        lambda x, w: jax.lax.scan(lambda c, _: (linear(c, w), None), x, None, length=3),
-        jax.checkpoint(linear),
-        jax.shard_map(linear, mesh=mesh, in_specs=jax.P(), out_specs=jax.P()),
-    ):
-        assert lower(function, X, X).count(CALL) == 1
 
 
 def test_two_targets_on_one_jitted_function_give_two_programs(builds):

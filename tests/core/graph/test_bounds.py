@@ -18,10 +18,9 @@ LENGTHS = S((3,), "int32")
 
 
 def packed(q, k, v, queries, keys):
-    return jc.ops.packed_dot_product_attention(
-        q, k, v, query_offsets=queries, key_value_offsets=keys, max_query_length=16,
-        max_key_value_length=24,
-    )  # fmt: skip
+    most = {"max_query_length": 16, "max_key_value_length": 24}
+    offsets = {"query_offsets": queries, "key_value_offsets": keys}
+    return jc.ops.packed_dot_product_attention(q, k, v, **offsets, **most)
 
 
 def gradients(*operands):
@@ -32,10 +31,9 @@ def paged(q, k, v, table, lengths):
     return jc.ops.paged_dot_product_attention(q, k, v, table, key_value_seq_lengths=lengths)
 
 
-def qkv(x, lengths):
-    return jc.ops.dot_product_attention_qkv(
-        x, num_heads=4, query_seq_lengths=lengths, key_value_seq_lengths=lengths
-    )
+def qkv(x, n):
+    lengths = {"query_seq_lengths": n, "key_value_seq_lengths": n}
+    return jc.ops.dot_product_attention_qkv(x, num_heads=4, **lengths)
 
 
 TOKENS = [S((40, 4, 64), "bfloat16"), *[S((60, 2, 64), "bfloat16")] * 2, OFFSETS, OFFSETS]
@@ -62,10 +60,10 @@ def operands(plan, low, high):
     """Floats, and integers from everywhere."""
     random = np.random.default_rng(0)
     for tensor in plan.spec.input_tensors:
-        if tensor.dtype == "int32":
-            yield jnp.asarray(random.integers(low, high, tensor.shape), "int32")
-        else:
-            yield jnp.asarray(random.standard_normal(tensor.shape), tensor.dtype)
+        values = random.integers(low, high, tensor.shape)
+        if tensor.dtype != "int32":
+            values = random.standard_normal(tensor.shape)
+        yield jnp.asarray(values, tensor.dtype)
 
 
 def integers(spec, values):

@@ -1,12 +1,12 @@
-"""Shapes of a node's ports that do not match, spellings of dtypes, and orders of strides."""
+"""Shapes that do not match, orders of strides, and dtypes: their spellings, and inside a graph."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph import layout
 from jax_cudnn._core.graph.dims import Dims, order_of_strides
 from jax_cudnn._core.graph.dtypes import FROM_CUDNN, TO_CUDNN, canonical, itemsize
 
@@ -25,7 +25,6 @@ def test_shapes_match_or_the_mismatch_is_said_in_words():
         dims, sizes = match(MATMUL, left, right, broadcast="b")
         assert dims.shape("C", sizes) == (5, 3, 6)
     for text, shapes, words in (
-        (MATMUL, [(2, 3, 4), (2, 5, 6)], ["'A' and 'B'", "dimension 'k'", "k = 4", "k = 5"]),
         (MATMUL, [(2, 3, 4), (3, 4, 6)], ["dimension 'b'", "b = 2", "b = 3"]),
         (MATMUL, [(3, 4), (2, 4, 6)], ["'A'", "wrong rank", "[3, 4]", "(B, M, K)"]),
         (CONV, [(3,), (2, 4)], ["'image'", "at least 2 dimensions", "[3]"]),
@@ -74,17 +73,57 @@ def test_order_of_strides_knows_packed_tensors():
         assert order_of_strides(shape, strides) == order
 
 
-def traced(function, *shapes):
-    return jc.graph(function).trace(*(jnp.zeros(shape) for shape in shapes))[1].spec
+# -- inside a graph: float32, but beside a product's 16-bit operand ------------------------------
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+X = jax.random.normal(KEYS[0], (2, 8, 6, 6), "bfloat16")
+W = 0.2 * jax.random.normal(KEYS[1], (8, 8, 3, 3), "bfloat16")
+A = jax.random.normal(KEYS[2], (2, 8, 8), "bfloat16")
+PAD = {"padding": [1, 1]}
 
 
-def test_products_keep_their_rank_and_operands_the_order_of_their_strides():
-    spec = traced(lambda g, x, w: g.matmul(x.set_stride([12, 1, 3]), w), (2, 3, 4), (2, 4, 5))
-    x, w = spec.input_tensors
-    assert layout.major_to_minor(spec, x) == (0, 2, 1)
-    assert layout.major_to_minor(spec, w) == (0, 1, 2)
-    assert layout.view(spec, x) == ((2, 3, 4), [12, 1, 3])
-    spec = traced(lambda g, x, w: g.conv_fprop(x, w), (2, 8, 10), (4, 8, 3))  # a row of two
-    x, w = spec.input_tensors
-    assert layout.view(spec, x) == ((2, 8, 1, 10), [80, 1, 80, 8])
-    assert layout.view(spec, w) == ((4, 8, 1, 3), [24, 1, 24, 8])
+@jc.graph
+def conv_relu(g, x, w):
+    return g.relu(g.conv_fprop(x, w, **PAD))
+
+
+@jc.graph
+def two(g, x, w):
+    y = g.relu(g.conv_fprop(x, w, **PAD))
+    return g.relu(g.conv_fprop(y, w, **PAD))
+
+
+@jc.graph
+def in_float32(g, x, w):
+    y = g.relu(g.conv_fprop(x, w, **PAD)).set_data_type("float32")
+    return g.relu(g.conv_fprop(y, w, **PAD))
+
+
+def inside(function, *arrays):
+    spec = jc.graph(function).trace(*arrays)[1].spec
+    return {t.name: t.dtype for t in spec.tensors if t.name not in (*spec.inputs, *spec.outputs)}
+
+
+def test_a_value_between_two_convolutions_is_rounded_as_a_result_is():
+    spec = two.trace(X, W)[1].spec
+    assert spec.tensor("conv_fprop.0::Y").dtype == "float32"
+    assert spec.tensor("relu.0::OUT_0").dtype == "bfloat16"
+    assert in_float32.trace(X, W)[1].spec.tensor("relu.0::OUT_0").dtype == "float32"
+    np.testing.assert_array_equal(two(X, W), conv_relu(conv_relu(X, W), W))
+    assert np.any(two(X, W) != in_float32(X, W))
+
+
+def test_a_moved_value_and_its_source_have_one_dtype():
+    def moved(g, a):
+        y = g.relu(a)
+        b = g.matmul(g.reshape(g.transpose(y, [0, 2, 1]), out_dims=[2, 8, 8]), a)
+        return g.matmul(g.transpose(y, [0, 2, 1]), b)
+
+    dtypes = inside(moved, A)
+    assert len(dtypes) == 5
+    assert set(dtypes.values()) == {"bfloat16"}
+    other = lambda g, a, b: g.matmul(g.transpose(a, [0, 2, 1]), b)  # noqa: E731
+    assert inside(other, A.astype("float16"), A) == {"transpose.0::OUT_0": "float16"}
+    for one, product in ((A.astype("float32"), "matmul"), (A, "mul")):
+        spec = lambda g, a, b, m=product: getattr(g, m)(g.relu(a), b)  # noqa: E731
+        assert inside(spec, one, A) == {"relu.0::OUT_0": "float32"}

@@ -1,7 +1,5 @@
 """Wrong use: which kind of error it raises, what it says, and that it points at the user's line."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +26,6 @@ FOREIGN = {
     "nn.gelu": (lambda g, x: jax.nn.gelu(x), ["use g.gelu_approx_tanh("]),
     "lax.conv": (lambda g, x: lax.conv_general_dilated(x, x, (1,), "SAME"), ["g.conv_fprop"]),
     "np.tanh": (lambda g, x: np.tanh(x), ["use g.tanh("]),
-    "math.exp": (lambda g, x: math.exp(x), ["float()"]),
     "[0]": (lambda g, x: x[0], ["indexing", "use g.slice("]),
     "if": (lambda g, x: g.relu(x) if x else x, ["if, while, and, or", "g.binary_select("]),
     "==": (lambda g, x: x == 0, ["comparison eq"]),
@@ -53,15 +50,12 @@ WRONG = {
     "too many": (lambda g, x, w: g.relu(x, 0.0, 0.0, 1.0, 2.0), Type, ["g.relu", "too many"]),
     "k": (lambda g, x, w: g.matmul(w, x), Value, ["g.matmul", "'k'", "k = 2", "k = 4"]),
     "shapes": (lambda g, x, w: x - w, Value, ["g.sub", "do not broadcast", "[1, 8, 2]"]),
-    "bias": (lambda g, x, w: g.bias(g.reduction(x), x), Value, ["bias is larger", "swap"]),
     "window": (lambda g, x, w: g.conv_fprop(x, x, dilation=[2]), Value, ["at most 8", "15"]),
-    "set_dim": (lambda g, x, w: g.relu(x).set_dim([1, 1, 1]), Value, ["follows from its inputs"]),
     "complex": (lambda g, x, w: x * 1j, Type, ["g.mul", "complex"]),
     "bool": (lambda g, x, w: x * np.ones(X, bool), Type, ["g.mul", "bool", "astype"]),
     "typed": (lambda g, x, w: x.set_data_type("bfloat16"), Value, ["input x", "astype"]),
     "overflow": (lambda g, x, w: x * 1e300, Value, ["g.mul", "float32", "1e+300"]),
     "mode": (lambda g, x, w: g.reduction(x, mode="MUL_"), Value, ["reduction mode", "'ADD'"]),
-    "padding": (lambda g, x, w: g.conv_fprop(x, w, padding=[1], pre_padding=[1]), Value, ["twice"]),
     "stride": (lambda g, x, w: g.conv_fprop(x, w, stride=[0]), Value, ["stride", "at least 1"]),
     "astype": (lambda g, x, w: x.astype("int8"), AttributeError, [".astype", "set_data_type"]),
     "name": (lambda g, x, w: g.conv(x, x), AttributeError, ["did you mean", "g.conv_fprop"]),
@@ -102,11 +96,5 @@ def test_wrong_results_and_arguments_are_refused():
         error = raised(function, ONES, *more)
         assert isinstance(error, kind)
         assert words in str(error)
-
-
-def test_users_own_exceptions_pass_through():
-    def function(g, x):
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match=r"^mine$"):
-        jc.graph(function)(ONES)
+    with pytest.raises(ZeroDivisionError):  # the user's own pass through
+        jc.graph(lambda g, x: g.relu(x, negative_slope=1 / 0))(ONES)

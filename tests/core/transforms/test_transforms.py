@@ -1,4 +1,4 @@
-"""Loops, branches, custom rules, meshes and odd operands: what the table does not show."""
+"""Loops, branches, custom rules, odd operands and meshes: what the table does not show."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from helpers import assert_same, linear, plain_linear
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
 
 
-def operands(key):
-    shapes = (2, 3, 4), (1, 4, 4), (1, 1, 4)
+def operands(key, *shapes):
+    shapes = shapes or ((2, 3, 4), (1, 4, 4), (1, 1, 4))
     keys = jax.random.split(key, len(shapes))
     return [jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True)]
 
@@ -30,13 +32,12 @@ def half(args):
     return tuple(0.5 * arg for arg in args)
 
 
-def vmapped(f, axes=(0, None, 1)):
-    def run(*args):
-        stacked = [
-            arg if axis is None else jnp.stack([arg, -arg, 2 * arg], axis)
-            for arg, axis in zip(args, axes, strict=True)
-        ]
-        return jax.vmap(f, in_axes=axes)(*stacked)
+def vmapped(f):
+    """Along the first and the last of three operands."""
+
+    def run(x, w, b):
+        stacked = [jnp.stack([arg, -arg, 2 * arg], axis) for arg, axis in ((x, 0), (b, 1))]
+        return jax.vmap(f, in_axes=(0, None, 1))(stacked[0], w, stacked[1])
 
     return run
 
@@ -52,17 +53,6 @@ def loops(f):
             lax.switch(jnp.int32(jnp.sum(x) > -1e6), branches, x, *rest),
             lax.map(lambda x: f(x, *rest), jnp.stack([x, 2 * x, -x]), batch_size=2),
         )
-
-    return run
-
-
-def while_loop(f):
-    def run(*args):
-        def body(state):
-            i, value = state
-            return i + 1, value + total(f)(*args) * i
-
-        return lax.while_loop(lambda state: state[0] < 3, body, (0, 0.0))[1]
 
     return run
 
@@ -93,8 +83,6 @@ TRANSFORMS = {
     "third_order": third_order,
     "grad of loops": lambda f: grad(loops(f)),
     "vmap_grad of loops": lambda f: vmapped(grad(loops(jax.checkpoint(f)))),
-    "jvp of while": lambda f: jvp(while_loop(f)),
-    "vmap of while": lambda f: vmapped(while_loop(f), (0, None, None)),
     "vmap_grad of own gradient": lambda f: vmapped(grad(own_gradient(f))),
 }
 
@@ -162,3 +150,32 @@ def test_arrays_without_elements():
         args = [jnp.ones(shape) for shape in shapes]
         ours, theirs = (jax.jit(vmapped(grad(f)))(*args) for f in (graph, plain))
         assert_same(ours, theirs)
+
+
+# -- over several devices: jit on Auto and Explicit meshes, and shard_map ----------------------
+
+LAYOUTS = {
+    "data": (P("data"), P(), P(), P("data")),
+    "both": (P("data"), *[P(None, None, "model")] * 2, P("data", None, "model")),
+}
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 (host) devices")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_values_and_gradients_of_sharded_operands(kind, layout, key):
+    *specs, out = LAYOUTS[layout]
+    devices = jax.devices("cpu")[:8]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), devices=devices, axis_types=(kind,) * 2)
+    args = operands(key, (8, 4, 6), (1, 6, 8), (1, 1, 8))
+    places = [NamedSharding(mesh, spec) for spec in specs]
+    sharded = [jax.device_put(a, place) for a, place in zip(args, places, strict=True)]
+    want = grad(plain_linear)(*args)
+    with jax.set_mesh(mesh):
+        got = jax.jit(grad(linear))(*sharded)
+        ours, theirs = (jax.eval_shape(f, *sharded) for f in (linear, plain_linear))
+    assert_same(jax.device_get(got), jax.device_get(want))
+    assert [s.sharding for s in ours.values()] == [s.sharding for s in theirs.values()]
+    if kind is AxisType.Auto:
+        mapped = jax.shard_map(linear, mesh=mesh, in_specs=tuple(specs), out_specs=out)
+        assert_same(jax.device_get(jax.jit(grad(mapped))(*sharded)), jax.device_get(want))
