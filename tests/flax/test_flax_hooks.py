@@ -34,16 +34,12 @@ def test_arguments_are_flaxs(flaxs):
         assert ours[name].default == theirs[name].default
 
 
-@pytest.mark.parametrize(
-    ("flaxs", "dtype"),
-    [(linen.dot_product_attention, "bfloat16"), (nnx.dot_product_attention, "float32")],
-)
-def test_attention_is_flaxs(flaxs, dtype):
+@pytest.mark.parametrize("dtype", WITHIN)
+def test_attention_is_flaxs(dtype):
     """With masks and biases that broadcast in any dimension of the batch."""
+    flaxs = linen.dot_product_attention
     q, k, v = (inputs(2, 3, 8, 4, 16, dtype=dtype, seed=i) for i in range(3))
     bias = inputs(1, 1, 4, 8, 8, dtype=dtype, seed=4)
-    if flaxs is nnx.dot_product_attention:  # NNX folds only what is whole
-        bias = jnp.broadcast_to(bias, (2, 3, 4, 8, 8))
     mask = jnp.tril(jnp.ones((2, 3, 1, 8, 8), bool))
     named = {"bias": bias, "mask": mask, "deterministic": True}
     want = value_and_gradients(functools.partial(flaxs, **named), q, k, v)

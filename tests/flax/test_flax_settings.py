@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_cases import CASES, Case, assert_near, gradients, outcome
+from flax_cases import Case, assert_near, gradients, outcome
 
 import jax_cudnn as jc
 import jax_cudnn.flax as jnn
@@ -118,11 +118,9 @@ def test_why_a_layer_is_not_fused(cls, arguments, named, words):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(jnn.LinearGeneral, (8, 4), (8, 8), {"axis": 3}),
         Case(jnn.LinearGeneral, (3, 4), (5, 2, 3), {"batch_axis": {0: 6}}),
         Case(jnn.Einsum, ("bthk,hkd->btd", (2, 4, 8), (8,)), (3, 5, 4, 2)),
         Case(jnn.Conv, (4, 4, (3, 3)), (2, 8, 8, 6), {"feature_group_count": 2}),
-        Case(jnn.Conv, (4, 6, (3,)), (2, 7, 4), {"strides": 0}),
         Case(jnn.ConvTranspose, (3, 4, (3, 3)), (2, 8, 8, 5)),
         Case(jnn.BatchNorm, (4,), (2, 5), activation="relu"),
         Case(jnn.RMSNorm, (4,), (2, 5)),
@@ -134,15 +132,3 @@ def test_what_does_not_fit_is_refused_in_flaxs_words(case: Case):
     ours, theirs = (outcome(layer, jnp.ones(case.shape)) for layer in case.both())
     assert isinstance(theirs, tuple), theirs
     assert ours == theirs
-
-
-@pytest.mark.parametrize(
-    ("name", "parameter", "shape"),
-    [("linear", "bias", ()), ("linear", "kernel", (8, 2, 2)), ("conv", "bias", (1,))],
-)
-def test_a_parameter_of_another_shape_is_flaxs(name, parameter, shape, key):
-    found = []
-    for layer in CASES[name].both():
-        setattr(layer, parameter, nnx.Param(jnp.full(shape, 0.5)))
-        found.append(outcome(layer, jax.random.normal(key, CASES[name].shape)))
-    assert found[0] == found[1] if isinstance(found[1], tuple) else np.allclose(*found, atol=1e-5)

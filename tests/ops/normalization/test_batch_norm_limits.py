@@ -15,24 +15,22 @@ BIG = Case((8, 14, 14, 32), w=(64, 3, 3, 32), numbers=("NHWC", "OHWI", "NHWC"))
 
 
 def check_large_means(case, ratio, least=1e-5):
-    """The variance is of distances from the mean: what float32 loses of x itself is lost, and
-    a mean that is off by an ulp of x moves y by as much, in deviations."""
+    """What float32 loses of x is lost, and a mean that is off by an ulp moves y by as much."""
     x, mean, var, _, scale, bias = case.operands()
     operands = [x * 0.01 + 0.01 * ratio, mean, var, jnp.float32(0), scale, bias]
     cotangents = cotangents_of(jax.eval_shape(case, *operands))
-    got = jax.device_get(outcome(case, operands, cotangents))
-    want = exactly(case.plain, *jax.device_get((operands, cotangents)))
+    got, (dx, *_) = jax.device_get(outcome(case, operands, cotangents))
+    want, (want_dx, *_) = exactly(case.plain, *jax.device_get((operands, cotangents)))
+    y, mean, variance = (relative_error(a, b) for a, b in zip(got, want, strict=True))
     allowed = least + 1e-6 * ratio
-    y, mean, variance = (relative_error(a, b) for a, b in zip(got[0], want[0], strict=True))
     assert y <= allowed
     assert mean <= least / 5
     assert variance <= least / 5 + allowed**2  # the square of what the mean is off by
-    assert relative_error(got[1][0], want[1][0]) <= 4 * allowed
+    assert relative_error(dx, want_dx) <= 4 * allowed
 
 
-@pytest.mark.parametrize("ratio", [0, 30000])
-def test_large_means_with_small_variances(ratio):
-    check_large_means(Case((8, 6, 6, 4), epsilon=1e-12), ratio)
+def test_a_large_mean_with_small_variances():
+    check_large_means(Case((8, 6, 6, 4), epsilon=1e-12), 30000)
 
 
 # Images of which one pixel, or two of those that make the guess of the mean, are unlike the others.
@@ -122,7 +120,7 @@ IMAGES = Case((8, 14, 14, 64))
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
     ("dtype", "epilogue"),
-    [("bfloat16", ()), ("bfloat16", ("relu",)), ("float16", ("add", "relu")), ("float32", ())],
+    [("bfloat16", ("relu",)), ("float16", ("add", "relu")), ("float32", ())],
     ids=str,
 )
 def test_training_is_one_plan_and_its_backward_one(dtype, epilogue):
@@ -130,16 +128,12 @@ def test_training_is_one_plan_and_its_backward_one(dtype, epilogue):
     case = with_(IMAGES, given=ALL if "add" in epilogue else "scale bias", activation=activation)
     found = planned(jax.value_and_grad(loss(case), moving(case)), *case.avals(dtype))
     alone = epilogue == ("relu",)
-    names = ["batchnorm", "relu_mask"] if alone else ["batchnorm", *epilogue]
     # Behind a residual cuDNN is measured to be slower than XLA.
+    names = ["batchnorm", "relu_mask"] if alone else ["batchnorm", *epilogue]
     assert found["batch_norm"] == [("add" not in epilogue, names)]
-    *before, backward = found["batch_norm (backward)"]
-    assert backward == (True, ["masked"] * alone + ["batchnorm_backward"])
-    assert [(by_cudnn, names[0]) for by_cudnn, names in before] == (
-        [] if activation is None or alone else [(False, "relu_backward")]
-    )
-    forward = lambda *a: case(*a, implementation="cudnn")  # noqa: E731
-    assert planned(forward, *case.avals(dtype)) == {"batch_norm": [(True, names)]}
+    backward = found["batch_norm (backward)"]
+    assert backward[-1] == (True, ["masked"] * alone + ["batchnorm_backward"])
+    assert len(backward) == 1 + ("add" in epilogue)
 
 
 @pytest.mark.deviceless
@@ -185,6 +179,5 @@ def test_values_and_gradients_on_the_gpu(case, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ratio", [30, 30000])
-def test_large_means_on_the_gpu(ratio):
-    check_large_means(Case((8, 12, 12, 64), epsilon=1e-12), ratio, FLOAT32_ON_GPU)
+def test_a_large_mean_on_the_gpu():
+    check_large_means(Case((8, 12, 12, 64), epsilon=1e-12), 30000, FLOAT32_ON_GPU)

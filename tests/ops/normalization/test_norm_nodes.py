@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from transformations import graphs_of, shapes_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph import layout
@@ -94,24 +93,6 @@ def test_forward_and_backward_are_those_of_float64(kind, x, scale, statistics):
     found = found[: 1 if kind == "rmsnorm" else 2]
     assert {v.shape for v in found} == {statistics}
     check(backward(kind), [jnp.cos(y), *operands[:2], *found])
-
-
-# Kind, position of the mapped operand -> method and shape of x in the batched graph.
-FOLDED = {
-    ("rmsnorm", 0): ("rmsnorm", (192, 256)),
-    ("layernorm", 0): ("layernorm", (192, 256)),
-    ("batchnorm", 0): ("batchnorm", (4, 192, 8, 6)),
-}
-
-
-@pytest.mark.parametrize(("kind", "mapped"), FOLDED)
-def test_a_node_takes_a_dimension_in(kind, mapped):
-    shapes = shapes_for(kind, *SHAPES[kind])
-    operands = drawn([(3, *s) if i == mapped else s for i, s in enumerate(shapes)])
-    axes = tuple(0 if i == mapped else None for i in range(len(shapes)))
-    (spec,) = graphs_of(jax.vmap(jc.graph(forward(kind)), in_axes=axes), *operands)
-    method, shape = FOLDED[kind, mapped]
-    assert shapes_of(spec, method)["input"] == shape
 
 
 MERGED = {
