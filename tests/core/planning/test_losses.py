@@ -25,8 +25,8 @@ def product(after=lambda g, y, *terms: sum(terms, start=y)):
     return lambda g, x, w, *terms: after(g, g.matmul(x, w), *terms)
 
 
-def batch_norm(after):
-    return lambda g, x, r, *of: after(g, g.batchnorm(x, *of, 1e-5, 0.1)[0], r)
+def batch_norm(g, x, r, *of):
+    return g.relu(g.batchnorm(x, *of, 1e-5, 0.1)[0] + r)
 
 
 def prologue(g, x, w):
@@ -49,7 +49,7 @@ TABLE = [
     ("layernorm inference of long rows", INFERENCE, [(8, 4097), (1, 4097), (1, 4097)]),
     # What is read decides whether a normalization is inference.
     ("rmsnorm inference", lambda g, x, s: g.rmsnorm(x, s, epsilon=1e-5)[0], ROWS),
-    ("batchnorm + residual epilogue", batch_norm(lambda g, y, r: g.relu(y + r)), *NORMED),
+    ("batchnorm + residual epilogue", batch_norm, *NORMED),
     ("conv_fprop depthwise", CONV, [IMAGE, (16, 1, 3, 3)]),
     ("conv_dgrad depthwise strided", STRIDED_DGRAD, [HALF, (16, 1, 3, 3)]),
     ("prologue of int8 + matmul", of_int8, MATRICES, ["bfloat16", "int8"]),

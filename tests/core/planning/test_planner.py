@@ -6,7 +6,7 @@ import os
 import signal
 import struct
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -48,22 +48,6 @@ def waiting(monkeypatch):
     return waiting
 
 
-def in_threads(count, work):
-    def run(i):
-        try:
-            results[i] = work()
-        except BaseException as error:
-            results[i] = error
-
-    results = [None] * count
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
-
-
 @pytest.mark.parametrize(
     ("error", "left"),
     [(None, [PLAN] * 6), (jc.LibraryError("no cuDNN"), []), (KeyboardInterrupt(), [PLAN] * 5)],
@@ -83,7 +67,9 @@ def test_threads_share_one_build(error, left, monkeypatch, waiting):
         return PLAN
 
     monkeypatch.setattr(planner, "_build", build)
-    results = in_threads(6, lambda: planner.plan(spec(), H200, "f"))
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(planner.plan, spec(), H200, "f") for _ in range(6)]
+    results = [each.exception() or each.result() for each in asked]
     assert [result for result in results if result is PLAN] == left
     assert all(result is PLAN or type(result) is type(error) for result in results)
     assert len(built) == (2 if isinstance(error, KeyboardInterrupt) else 1)
@@ -101,14 +87,6 @@ def test_names_do_not_matter_but_attributes_and_profiles_do(on_disk, monkeypatch
         if on_disk:
             planner.clear()
     assert len(built) == 3
-
-    def fail(spec, site):
-        raise jc.UnsupportedGraphError("no engine on this GPU", reasons={"engine 1": "because"})
-
-    monkeypatch.setattr(planner, "_build", fail)
-    with pytest.raises(jc.UnsupportedGraphError, match=r"^mine: no engine on H200") as caught:
-        planner.plan(spec("y", 0.25), H200, "mine")
-    assert "graph(y: float32[8,8])" in str(caught.value)
 
 
 @pytest.mark.deviceless

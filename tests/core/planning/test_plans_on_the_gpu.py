@@ -135,8 +135,6 @@ def test_a_cuda_graph_is_populated_replayed_and_updated():
             driver("cuStreamSynchronize", stream)
 
         plan.populate_cuda_graph(graph.value, first, [of_first], workspace)
-        with pytest.raises(jc.LibraryError, match="empty"):
-            plan.populate_cuda_graph(graph.value, first, [of_first], workspace)
         driver(
             "cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0)
         )
@@ -147,9 +145,6 @@ def test_a_cuda_graph_is_populated_replayed_and_updated():
         driver("cuGraphExecUpdate_v2", executable, graph, outcome)
         launch()
         driver("cuGraphExecDestroy", executable)
-    with graph_and_stream() as (_, empty, _):
-        with pytest.raises(jc.LibraryError, match="populate it first"):
-            plan.update_cuda_graph(empty.value, first, [of_first], workspace)
     for operands, result in ((first, of_first), (second, of_second)):
         np.testing.assert_array_equal(np.asarray(result), np.asarray(plan.execute(*operands)))
         assert oracle.distance(result, wanted(dense, *operands)) < 1e-2

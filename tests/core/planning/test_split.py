@@ -133,36 +133,10 @@ def test_a_final_answer_ends_the_search_around_a_convolution():
     assert second.reason == "conv_fprop.1, sigmoid.0: slower"
 
 
-@jc.graph
-def stem(g, x, w, v):
-    """Two convolutions with a pooling between them; the first one's bias-free result is kept."""
-    y = g.relu(g.conv_fprop(x, w, padding=[1, 1])).set_data_type("bfloat16")
-    p = g.resample(y, "MAXPOOL", window=[3, 3], stride=[2, 2], pre_padding=[1, 1])
-    return {"y": y, "z": g.sigmoid(g.conv_fprop(p, v, padding=[1, 1]))}
-
-
-STEM = [
-    jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4, 16, 20, 20), (32, 16, 3, 3), (32, 32, 3, 3))
-]
-
-
 def test_the_maximum_keeps_nan_and_infinity():
     x = jnp.array([jnp.nan, 1.0, 2.0, -jnp.inf, -jnp.inf, 3.0]).reshape(1, 1, 6)
     pooled = jc.graph(lambda g, x: g.resample(x, "MAXPOOL", window=[2], stride=[2]))
     np.testing.assert_array_equal(pooled(x).ravel(), [jnp.nan, 2.0, 3.0])
-
-
-# -- lowered ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.deviceless
-def test_segments_are_custom_calls_with_xla_between_them():
-    with jc.target("H200"):
-        plan = jc.plan(stem, *STEM)
-        assert [s.plan is not None for s in plan.segments] == [True, False, True]
-        text = jax.jit(stem).trace(*STEM).lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("custom_call @jax_cudnn") == 2
-        assert text.count("stablehlo.reduce_window") == 1
 
 
 # -- how much is asked -----------------------------------------------------------------------------
