@@ -74,8 +74,7 @@ def wgrad(image, loss, node):
 
 def pool(x, node):
     rank = x.ndim - 2
-    before = node.pre_padding or (0,) * rank
-    after = node.post_padding or (0,) * rank
+    before, after = (pads or (0,) * rank for pads in (node.pre_padding, node.post_padding))
     beyond = {"MAXPOOL": -np.inf, "AVGPOOL_INCLUDE_PADDING": 0.0}.get(node.resample_mode, np.nan)
     pads = [(0, 0), (0, 0), *zip(before, after, strict=True)]
     axes = tuple(range(2, 2 + rank))

@@ -110,9 +110,8 @@ def test_xlas_flag_asks_for_determinism(monkeypatch):
 @pytest.mark.deviceless
 def test_max_workspace_holds_and_says_what_is_needed():
     wgrad = jc.graph(lambda g, x, y: g.conv_wgrad(x, y, padding=[1, 1]).set_dim([64, 64, 3, 3]))
-    images = [jax.ShapeDtypeStruct((32, 64, 56, 56), dtype) for dtype in ("bfloat16", "float32")]
-    needs = {image: plan(wgrad, (image, image)).workspace_bytes for image in images}
-    image, most = max(needs.items(), key=lambda item: item[1])
+    image = jax.ShapeDtypeStruct((32, 64, 56, 56), "float32")
+    most = plan(wgrad, (image, image)).workspace_bytes
     assert most > 0, "no plan here needs workspace: take other shapes"
     for limit in (most - 1, 0):
         try:

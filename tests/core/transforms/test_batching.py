@@ -150,8 +150,7 @@ def test_what_takes_no_dimension_runs_in_turn_and_says_so(monkeypatch, caplog):
 
 
 def test_no_operation_of_the_table_runs_in_turn():
-    """All that is registered takes a dimension, of any one operand and of all; but where a result
-    is one of all examples (a largest value), and vmap is to give one of each."""
+    """But where a result is one of all examples (a largest value), and vmap gives one of each."""
     for case in all_cases():
         spec = case.function.trace(*case.avals)[1].spec
         if any(call.node.of_all_examples for call in spec.calls):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same, linear
+from helpers import linear
 from jax import lax
 from transformations import graphs_of, methods, primitives
 
@@ -48,22 +48,11 @@ def test_each_way_holds_as_few_graphs_as_it_can():
     again = value_and_gradients(jax.checkpoint(block), *args)
     assert roles(again) == ["forward", "forward", "backward"]
     assert methods(again[1]) == ["conv_fprop", "bias", "identity"]
-    kept = jax.checkpoint(block, policy=jc.save_cudnn)
-    assert roles(value_and_gradients(kept, *args)) == ["forward", "backward"]
-
-
-def test_save_cudnn_computes_all_else_again():
-    args = drawn("float32")
-
-    def layer(*args):
-        return jnp.cos(block(*(jnp.tanh(a) for a in args)))
-
-    plain = jax.value_and_grad(lambda *a: layer(*a).sum(), (0, 1, 2))
-    saved = jax.checkpoint(layer, policy=jc.save_cudnn)
-    f = jax.jit(jax.value_and_grad(lambda *a: saved(*a).sum(), (0, 1, 2)))
-    names = primitives(jax.make_jaxpr(f)(*args))
+    layer = lambda *a: jnp.cos(block(*map(jnp.tanh, a)))  # noqa: E731
+    saved = jax.checkpoint(layer, policy=jc.save_cudnn)  # which computes all else again
+    step = jax.value_and_grad(total(saved), (0, 1, 2))
+    names = primitives(jax.make_jaxpr(step)(*args))
     assert (names.count("cudnn"), names.count("tanh")) == (2, 6)
-    assert_same(f(*args), plain(*args))
 
 
 # -- what is not needed --------------------------------------------------------------------------
