@@ -131,35 +131,24 @@ def test_packed_tokens_have_the_results_and_derivatives_of_ops(make):
 
 
 def test_gradients_of_packed_tokens_as_a_graph():
+    heads = {"q": H, "k": N, "v": N, "o": H, "dO": H}
     with jc.Graph() as g:
-        heads = {"q": H, "k": N, "v": N, "o": H, "dO": H}
         both = {name: declared(g, name, n) for name, n in heads.items()}
         arrays = {name: array for name, (array, _) in both.items()}
-        arrays["dO"].set_ragged_offset(arrays["o"].get_ragged_offset())
+        arrays["dO"].set_ragged_offset(both["o"][1])
         stats = g.tensor(name="stats", dim=[B, H, S, 1], stride=strides(H, 1), data_type="float32")
-        stats.set_ragged_offset(offsets(H))
-        lengths = LENGTHS.reshape(-1, 1, 1, 1)
-        made = g.sdpa_backward(
-            **arrays, stats=stats, **OPTIONS, seq_len_q=lengths, seq_len_kv=lengths,
-            max_total_seq_len_q=B * S, name="back",
-        )  # fmt: skip
+        stats.set_ragged_offset(integers(g, "stats begins", B + 1))
+        lengths = {name: integers(g, name, B) for name in ("seq_len_q", "seq_len_kv")}
+        made = g.sdpa_backward(**arrays, stats=stats, **OPTIONS, **lengths, name="back")
         for x, name in zip(made, "qkv", strict=True):
             x.set_output(True).set_ragged_offset(arrays[name].get_ragged_offset())
     packed = [tokens(H), tokens(N, seed=1), tokens(N, seed=2)]
     (o, total), back = jax.vjp(lambda *x: plain(*x, return_residual=True), *packed)
     cotangent = tokens(H, seed=3)
-    given = {
-        **dict(zip(heads, map(as_cudnn, (*packed, o, cotangent)), strict=True)),
-        "stats": as_cudnn(total[..., None]),
-        **{f"{name} begins": offsets(n * D) for name, n in heads.items() if name != "dO"},
-        "stats::ragged_offset": offsets(H),
-        "back::seq_len_q": LENGTHS.reshape(-1, 1, 1, 1),
-    }
-    got = g(given)
-    for name, want in zip(
-        ("dQ", "dK", "dV"), back((cotangent, jnp.zeros_like(total))), strict=True
-    ):
-        np.testing.assert_allclose(as_tokens(got[f"back::{name}"]), want, rtol=1e-4, atol=1e-5)
+    results = {"o": as_cudnn(o), "dO": as_cudnn(cotangent), "stats": as_cudnn(total[..., None])}
+    got = g(operands(**results, **{"o begins": offsets(H * D)}))
+    for name, want in zip("QKV", back((cotangent, jnp.zeros_like(total))), strict=True):
+        np.testing.assert_allclose(as_tokens(got[f"back::d{name}"]), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -266,24 +255,6 @@ def test_what_packed_tokens_are_not_for():
             build(g, declared(g, "q", H)[0])
 
 
-# -- the GPU --------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("queries", [0, 1, 3])
-def test_packed_tokens_and_pages_on_the_gpu(queries):
-    make = (lambda: paged(queries, "bfloat16")) if queries else (lambda: forward("bfloat16"))
-    graph, given = make(), pages(queries, "bfloat16") if queries else operands("bfloat16")
-    got = jax.jit(graph)(given)
-    with jc.implementation("xla"):
-        want = jax.jit(make())(given)
-    for port in ("decode::O",) if queries else ("sdpa::O", "sdpa::Stats"):
-        ours, theirs = (np.asarray(x[port], np.float32) for x in (got, want))
-        if not queries:  # the tokens that there are
-            ours, theirs = (as_tokens(x)[: int(LENGTHS.sum())] for x in (ours, theirs))
-        np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2)
-
-
 # -- words of masks, and dropout -------------------------------------------------------------------
 
 Q, K = jnp.ones((1, 2, 4, 8)), jnp.cos(jnp.arange(128.0)).reshape(1, 2, 8, 8)
@@ -315,21 +286,6 @@ def test_words_of_masks_are_bounds():
             attention(**words)
 
 
-def test_attention_of_tokens_is_jaxs():
-    q, k, v = jax.random.normal(KEY, (3, 2, 16, 4, 8))  # B S H D
-    transposed = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
-    with jc.Graph(inputs=["a::q", "a::k", "a::v"], outputs=["a::O", "a::STATS"]) as graph:
-        words = {"use_causal_mask": True, "sliding_window_length": 4, "use_padding_mask": False}
-        given = dict(zip("qkv", transposed, strict=True), attn_scale=np.float32(8**-0.5))
-        out, stats = graph.sdpa(name="a", **given, **words, is_inference=False)
-        out.set_output(True).set_dim([2, 4, 16, 8]).set_stride([512, 8, 32, 1])
-        stats.set_output(True).set_data_type("FLOAT")
-    got, _ = graph(*transposed)
-    want = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(3, 0))
-    np.testing.assert_allclose(got.transpose(0, 2, 1, 3), want, rtol=1e-4, atol=1e-5)
-    assert graph.spec.tensor(graph.spec.outputs[0]).order == (0, 2, 1, 3)
-
-
 def test_seed_and_offset_of_dropout_are_one_integer_or_two_words():
     q = jax.random.normal(KEY, (1, 2, 8, 16))
     with jc.Graph(inputs=["a::q", "seed", "offset"], outputs=["a::O"]) as graph:
@@ -343,10 +299,9 @@ def test_seed_and_offset_of_dropout_are_one_integer_or_two_words():
 
     for seed, offset in ((7, 9), (-3, 5)):
         want = graph(q, pair(seed), pair(offset))
-        for kind in (int, np.int64, jnp.int32, lambda x: np.full((1, 1, 1, 1), x)):
+        for kind in (int, np.int64, lambda x: np.full((1, 1, 1, 1), x)):
             assert np.array_equal(graph(q, kind(seed), kind(offset)), want)
         given = [jnp.full((1, 1, 1, 1), x, "int32") for x in (seed, offset)]
         assert np.array_equal(jax.jit(graph)(q, *given), want)
     large = 2**40 + 7
     assert np.array_equal(graph(q, np.int64(large), large), graph(q, pair(large), pair(large)))
-    assert not np.array_equal(graph(q, large, large), graph(q, 7, 7))

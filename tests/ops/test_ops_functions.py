@@ -217,23 +217,3 @@ def test_arrays_are_read_where_they_lie(key):
         entry = text[text.index("\nENTRY ") :]
         assert entry.count('custom_call_target="jax_cudnn"') == plans
         assert not re.findall(r" (copy|transpose|fusion)\(", entry)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("by_cudnn")
-@pytest.mark.parametrize("ours", [jc.ops.conv, jc.ops.conv_transpose])
-@pytest.mark.parametrize(
-    ("letters", "dtype", "within"),
-    [("H", "float16", 1e-3), ("HW", "bfloat16", 5e-3), ("DHW", "float32", 1e-3)],
-)
-def test_functions_on_the_gpu(letters, dtype, within, ours, key):
-    rank = len(letters)
-    how = {"dimension_numbers": (f"N{letters}C", f"{letters}IO", f"N{letters}C")}
-    x, w, b = arrays(key, (2, *(9,) * rank, 32), (*(3,) * rank, 32, 16), (16,), dtype=dtype)
-    plain = lax.conv_transpose if ours is jc.ops.conv_transpose else lax.conv_general_dilated
-    with jax.default_matmul_precision("highest"):
-        want = plain(*(a.astype("float32") for a in (x, w)), [2] * rank, "SAME", **how)
-    want = jax.nn.relu(want + b.astype("float32"))
-    got = jax.jit(lambda *a: ours(*a[:2], bias=a[2], activation="relu", strides=2, **how))(x, w, b)
-    error = jnp.linalg.norm(got.astype("float32") - want) / jnp.linalg.norm(want)
-    assert float(error) < within

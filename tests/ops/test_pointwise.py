@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from transformations import graphs_of, methods
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.graph.reference import evaluate
+from jax_cudnn._core.graph.wire import wire
 
 
 def apply(method, *operands, **attributes):
@@ -167,3 +169,62 @@ def test_a_mask_does_not_make_chosen_integers_floats():
         got = jc.graph(function)(x, mask)
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
+
+
+# -- relu with a mask of bits ----------------------------------------------------------------------
+
+
+def normalized(g, x, scale, bias, mean, var, residual):
+    y, mask = g.relu_mask(g.batchnorm(x, scale, bias, mean, var, 1e-5, 0.1)[0] + residual)
+    return y.set_data_type(x.dtype), mask
+
+
+IMAGE, CHANNELS = (32, 64, 56, 56), (1, 64, 1, 1)
+AVALS = [
+    jax.ShapeDtypeStruct(shape, dtype)
+    for shape, dtype in ((IMAGE, "bfloat16"), *[(CHANNELS, "float32")] * 4, (IMAGE, "bfloat16"))
+]
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 3), (2, 24, 2, 3, 2)])
+def test_bits_are_those_of_the_channels(shape, key):
+    x = jax.random.normal(key, shape)
+    y, mask = jc.graph(lambda g, x: g.relu_mask(x))(x)
+    np.testing.assert_array_equal(y, np.maximum(x, 0))
+    assert (mask.shape, mask.dtype) == ((shape[0], shape[1] // 8, *shape[2:]), jnp.uint8)
+    bits = np.unpackbits(np.asarray(mask), axis=1, bitorder="little")
+    np.testing.assert_array_equal(bits, np.asarray(x) > 0)
+    t = jax.random.normal(jax.random.key(1), shape)
+    through = jc.graph(lambda g, t, mask: g.masked(t, mask))(t, mask)
+    np.testing.assert_array_equal(through, np.where(np.asarray(x) > 0, t, 0))
+
+
+def test_gradients_of_a_result_in_float8(key):
+    """Which masked does not take."""
+    rounded = jc.graph(lambda g, x: g.relu_mask(x)[0].set_data_type("float8_e5m2"))
+    x = jax.random.normal(key, (2, 16, 3, 4))
+    along = jnp.ones(x.shape, "float8_e5m2")
+    np.testing.assert_array_equal(jax.vjp(rounded, x)[1](along)[0], x > 0)
+
+
+def test_the_derivative_keeps_the_mask_and_not_the_result():
+    def loss(*args):
+        return jnp.sum(jnp.sin(jc.graph(normalized)(*args)[0].astype(jnp.float32)))
+
+    _, backward = graphs_of(jax.grad(loss), *AVALS)
+    (kept,) = (str(t) for t in backward.input_tensors if "MASK" in t.name)
+    assert "uint8[32,8,56,56]" in kept
+    assert not any("OUT_0" in t.name and "d(" not in t.name for t in backward.input_tensors)
+
+
+def test_what_cudnn_gets_of_a_mask():
+    """Nothing, where nothing reads it; alone, a comparison with what relu gives."""
+    result, mask = (
+        jc.graph(lambda g, *args, i=i: normalized(g, *args)[i]).trace(*AVALS)[1].spec
+        for i in (0, 1)
+    )
+    assert methods(wire(result)) == ["batchnorm", "add", "relu"]
+    sent = wire(mask)
+    assert methods(sent) == ["batchnorm", "add", "relu", "cmp_gt"]
+    assert sent.tensor(sent.outputs[0]).dtype == "bool"
+    assert sent.outputs[1] == dict(sent.calls[2].outputs)["OUT_0"]  # written, and dropped
