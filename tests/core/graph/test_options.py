@@ -76,9 +76,6 @@ def test_options_are_part_of_the_graph_and_kept_by_functions():
     assert pickle.loads(pickle.dumps(other)) == other
 
 
-# -- where they come from --------------------------------------------------------------------------
-
-
 def test_precision_is_laxs_and_comes_from_jax_unless_it_is_given():
     """And concerns graphs with float32 products alone."""
     spellings = (None, jax.lax.Precision.HIGH, "tensorfloat32", ("default", "highest"))
@@ -102,9 +99,6 @@ def test_xlas_flag_asks_for_determinism(monkeypatch):
     ):
         monkeypatch.setenv("XLA_FLAGS", flags)
         assert spec().options.deterministic is expected
-
-
-# -- what they do ----------------------------------------------------------------------------------
 
 
 @pytest.mark.deviceless

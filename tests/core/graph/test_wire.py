@@ -60,10 +60,9 @@ def test_with_numbers_for_booleans_the_graph_means_the_same(kept):
 
 def test_a_smaller_mask_is_broadcast_before_the_plan():
     """Compared inside at its own shape it would be read out of bounds."""
-    small = (2, 1, 4, 6)
-    logic = spec_of(lambda g, p, q: g.logical_or(p, q), (SHAPE, "bool"), (small, "bool"))
-    given = [*[(SHAPE, "bfloat16")] * 2, (small, "bool")]
-    choice = spec_of(lambda g, x, y, q: g.binary_select(x, y, q), *given)
+    numbers, small = (SHAPE, "bfloat16"), ((2, 1, 4, 6), "bool")
+    logic = spec_of(lambda g, p, q: g.logical_or(p, q), (SHAPE, "bool"), small)
+    choice = spec_of(lambda g, x, y, q: g.binary_select(x, y, q), numbers, numbers, small)
     for spec in (logic, choice):
         assert {t.shape for t in wire(spec).input_tensors} == {SHAPE}
         assert_same_meaning(spec)

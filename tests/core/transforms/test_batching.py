@@ -123,9 +123,6 @@ def test_vmaps_nest_with_names_for_meshes():
     assert primitives(jax.make_jaxpr(nested)(*args)).count("cudnn") == 1
 
 
-# -- a node that takes no dimension --------------------------------------------------------------
-
-
 def test_what_takes_no_dimension_runs_in_turn_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(REGISTRY["exp"], "folds", lambda *_: ())
     graph = jc.graph(lambda g, x, b: g.add(g.exp(x), b))

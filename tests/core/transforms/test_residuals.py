@@ -39,9 +39,6 @@ def roles(specs):
     return [spec.origin.role for spec in specs]
 
 
-# -- how many equations --------------------------------------------------------------------------
-
-
 def test_each_way_holds_as_few_graphs_as_it_can():
     args = drawn()
     assert roles(value_and_gradients(jax.jit(block), *args)) == ["forward", "backward"]
@@ -53,9 +50,6 @@ def test_each_way_holds_as_few_graphs_as_it_can():
     step = jax.value_and_grad(total(saved), (0, 1, 2))
     names = primitives(jax.make_jaxpr(step)(*args))
     assert (names.count("cudnn"), names.count("tanh")) == (2, 6)
-
-
-# -- what is not needed --------------------------------------------------------------------------
 
 
 def lowered(function, *args):
@@ -91,9 +85,6 @@ def test_unused_results_are_removed_before_lowering():
     pair = jc.graph(lambda g, x: (g.exp(x), g.sin(x)))
     (spec,) = lowered(lambda x: lax.scan(lambda h, _: pair(h), x, None, length=2)[0], x)
     assert methods(spec) == ["exp"]
-
-
-# -- what is kept --------------------------------------------------------------------------------
 
 
 def test_pointwise_values_are_computed_again_from_what_is_kept_in_the_operands_dtype():

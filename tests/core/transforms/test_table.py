@@ -118,9 +118,6 @@ def test_a_cast_of_a_constant_alone_stays():
     np.testing.assert_allclose(jax.vmap(jc.ops.rms_norm)(x, scale), 1, rtol=1e-2)
 
 
-# -- on the GPU ----------------------------------------------------------------------------------
-
-
 def by_cudnn(case):
     """The same in one plan, measured losses or not; but cut around what is always XLA's."""
     if any(call.node.leftover for call in SPECS[case.name].calls):

@@ -99,9 +99,6 @@ def test_types_are_known_and_disable_jit_export_and_donation_change_nothing(key)
     assert all(a.is_deleted() for a in donated)
 
 
-# -- operands that do not move, and odd ones -------------------------------------------------------
-
-
 def test_gradients_beside_operands_and_results_of_integers():
     quantized = jc.graph(lambda g, x, w, s: g.matmul(x, g.mul(w, s).set_data_type("float32")))
     plain = lambda x, w, s: x @ (w.astype(jnp.float32) * s)  # noqa: E731
