@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cotangents_of, exactly, outcome
-from norm_calls import CASES, KINDS, PLANNED, ada, assert_close, group, instance, layer, rms
+from norm_calls import CASES, KINDS, PLANNED, assert_close, group, instance, layer, rms
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
@@ -103,7 +103,6 @@ WRONG = {
     "groups": (lambda: group(X, num_groups=3), SHAPE, "divisor of 8"),
     "channels first": (lambda: instance(X, axis=0), SHAPE, "axis=0"),
     "no spatial axis": (lambda: instance(X[0]), SHAPE, r"\*spatial"),
-    "no batch": (lambda: ada(X[0, 0], jnp.ones(8)), SHAPE, "batch"),
     "epsilons": (lambda: rms(X, epsilon=jnp.ones(2)), SHAPE, "epsilon"),
 }
 
