@@ -1,8 +1,16 @@
-"""A pytest plugin: what was tested must be the installed package, not the source tree."""
+"""A pytest plugin: what was tested must be the installed package, and golden plans must be there."""
 
 import os
 import sys
 from pathlib import Path
+
+
+skipped: list[str] = []
+
+
+def pytest_runtest_logreport(report):
+    if report.skipped and "golden" in report.nodeid:
+        skipped.append(report.nodeid)
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -13,6 +21,7 @@ def pytest_sessionfinish(session, exitstatus):
     assert packaged_library("libjax_cudnn.so").is_file(), "tested without the executor"
     if hasattr(session.config, "workerinput"):  # one of several workers
         return
+    assert not skipped, f"no golden file of these versions: {skipped}"
     tested = Path(os.environ["CI_TESTED"])
     tested.with_suffix(".prefix").write_text(sys.prefix)
     if exitstatus == 0:

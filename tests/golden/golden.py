@@ -1,7 +1,7 @@
 """Golden plans: what is stable of each case's plans and derivatives, one file per set of versions.
 
-    python tests/golden/golden.py            # compares with the file of the installed versions
-    python tests/golden/golden.py --write    # writes it
+    cd tests && python -m golden.golden            # compares with the file of these versions
+    cd tests && python -m golden.golden --write    # writes it
 
 For every case of the registry, by GPU: the segments of the graph as the default implementation
 runs it and as ``implementation="cudnn"`` does (operations, cuDNN's engine with its knobs and a

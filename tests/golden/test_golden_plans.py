@@ -13,11 +13,13 @@ def wanted():
     installed = golden.versions()
     path = golden.file_of(installed)
     if path is None:
-        pytest.skip(f"no golden file of {installed}: write one with golden.py --write")
+        pytest.skip(f"no golden file of {installed}: write one, see golden.py")
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("gpu", golden.GPUS)
+@pytest.mark.parametrize(
+    "gpu", ["H200", *(pytest.param(g, marks=pytest.mark.long) for g in ("A100", "H100", "B200"))]
+)
 def test_plans_are_the_golden_ones(gpu, wanted):
     got = {name: golden.plans(case, gpu) for name, case in golden.cases().items()}
     found = golden.differences(got, golden.golden_plans(wanted, gpu))
