@@ -79,7 +79,6 @@ UNREGISTERED = {"worker": USED, "registration": {"error": {"summary": "newer API
 BROKEN = [
     ({"driver": told(12040)}, "CUDA plugin", "CUDA 12.4 at most", ">= 580"),
     ({"packages": packages(jax_cuda13_plugin="0.11.1")}, "CUDA plugin", "jaxlib 0.11.2", "-U"),
-    ({"plugins": ("12", "13"), "driver": told(12080)}, "CUDA plugin", "only one", "uninstall"),
     ({"packages": packages(nvidia_cudnn_cu12="9.19.0.56")}, "cuDNN package", "same folder", CU12),
     (
         {
@@ -89,17 +88,14 @@ BROKEN = [
         },
         *("cuDNN", ">= 9.19.0", "pip install -U nvidia-cudnn"),
     ),
-    ({"planning": Outcome({"worker": {**USED, "cudnn": 92800}})}, "cuDNN", "9.28.0", "keep one"),
     ({"planning": Outcome(UNREGISTERED)}, "executor", "newer API version", "install"),
     ({"driver": told(gpus=(), status=803)}, "GPUs", "answers 803", "reboot"),
-    ({"driver": Outcome({"driver": {"missing": "No such file"}})}, "driver", "nvidiactl", "--gpus"),
     ({**NO_GPU, "variables": {"JAX_PLATFORMS": "cpu"}}, "JAX's devices", "'cpu'", "unset"),
     (NO_GPU, "JAX's devices", "cuInit(0) failed: 803", "see JAX's own message"),
     (
         {"jax": stages_of(frontend_here=stages.ABSENT, cudnn_here=stages.ABSENT)},
         *("cuDNN frontend", "builds the cuDNN plans", "jax-cudnn[cuda12]"),
     ),
-    ({"packages": None}, "jax", "AttributeError", "report"),
 ]
 
 

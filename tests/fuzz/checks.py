@@ -21,7 +21,6 @@ from jax_cudnn._core.settings import configure
 from jax_cudnn.deviceless import profiles
 
 from . import transforms
-from .comparison import Comparison
 from .drawing import Operand
 from .graphs import random_graph
 from .interpreter import interpreted
@@ -33,12 +32,11 @@ class WrongSegments(JaxCudnnError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one random graph: for each planned segment whether it is cuDNN's, how close
-    each result is, for how many examples that says nothing, and why it counts as failed, if so."""
+    """What became of one random graph: for each planned segment whether it is cuDNN's, for how many
+    examples derivatives say nothing, and why it counts as failed, if so."""
 
     seed: int
     segments: tuple[bool, ...] = ()
-    comparisons: Sequence[Comparison] = ()
     skipped: int = 0
     problem: str = ""
 
@@ -79,27 +77,23 @@ class Checks:
 
     def _outcome(self, spec: GraphSpec, operands: Callable[[int], Any], seed: int) -> Outcome:
         case = transforms.draw(spec, operands, seed) if self.transformed else None
-        segments, compared, skipped = [], [], 0
+        segments, skipped = [], 0
         if self.site is not None:
             specs = graphs(case.program(), case.data, {}) if case else {f"random_{seed}": spec}
             segments = [segment for plan in self.plans(specs) for segment in plan.segments]
         if case:
-            compared, skipped = transforms.check(case, self.run(case.program(), *case.data))
+            skipped = transforms.check(case, self.run(case.program(), *case.data))
         elif isinstance(self.site, CudaDevice):
             got = self.run(lambda *xs: transforms.bind(spec, "random", *xs), *operands(0))
-            compared = transforms.check_results(spec, operands(0), got)
-        return Outcome(seed, tuple(s.plan is not None for s in segments), compared, skipped)
+            transforms.check_results(spec, operands(0), got)
+        return Outcome(seed, tuple(s.plan is not None for s in segments), skipped)
 
     def run(self, function: Callable[..., Any], *data: Any) -> Any:
         """What a program gives on the GPU, or interpreted."""
         if not isinstance(self.site, CudaDevice):
             return interpreted(function)(*data)
-        devices = jax.local_devices(backend="gpu")
-        with jax.default_device(
-            next(d for d in devices if d.local_hardware_id == self.site.ordinal)
-        ):
-            results = jax.jit(function)(*jax.tree.map(np.asarray, data))
-            return jax.tree.map(np.asarray, results)
+        with jax.default_device(jax.local_devices(backend="gpu")[0]):
+            return jax.device_get(jax.jit(function)(*data))
 
 
 @functools.cache

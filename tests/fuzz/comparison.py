@@ -24,8 +24,7 @@ class Noise:
 @dataclass(frozen=True)
 class Comparison:
     """A result beside the reference's: the largest error in units of its tolerance, without the
-    outliers that are allowed, and how many there are; and the share of elements whose tolerance is
-    as large as the values themselves.
+    outliers that are allowed, and how many there are.
 
     An element's tolerance is twice its largest move in the disturbed runs, more by the root mean
     square of all moves and by one unit in the last place. Beyond it may be, unless they are larger
@@ -35,7 +34,6 @@ class Comparison:
     ratio: float
     outliers: int = 0
     allowed: int = 0
-    blunt: float = 0.0
 
     @property
     def right(self) -> bool:
@@ -62,7 +60,7 @@ def compare(got: Any, want: Any, disturbed: Callable[..., Any], step: float) -> 
 
 
 def _measured(errors: np.ndarray, want: np.ndarray, runs: list[np.ndarray]) -> Comparison:
-    moves, values, size = np.stack(runs), np.abs(want.astype(np.float64)), root_mean_square(want)
+    moves, values = np.stack(runs), np.abs(want.astype(np.float64))
     place: Any = 0.0
     if is_floating(str(want.dtype)):
         info = jnp.finfo(want.dtype)
@@ -78,8 +76,7 @@ def _measured(errors: np.ndarray, want: np.ndarray, runs: list[np.ndarray]) -> C
     allowed = 0 if beyond_all else 2 * most + errors.size // _EDGES
     ratios = np.sort(_ratios(errors, tolerance(moves)))
     inside = ratios[: max(ratios.size - allowed, 1)]
-    blunt = float(np.mean(tolerance(moves) >= max(size, 1e-30)))
-    return Comparison(float(inside[-1]), int(np.sum(ratios > 1)), allowed, blunt)
+    return Comparison(float(inside[-1]), int(np.sum(ratios > 1)), allowed)
 
 
 def _within(errors: np.ndarray, want: np.ndarray, step: float) -> Comparison | None:

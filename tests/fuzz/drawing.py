@@ -87,13 +87,6 @@ class Drawing:
     steps: list[Step] = field(default_factory=list)
     builder: GraphBuilder = field(default_factory=GraphBuilder)
 
-    def take(self, found: Value | Operand) -> Value:
-        """An operand as a value, for several operations."""
-        if isinstance(found, Operand):
-            found = self._value(found, {})
-            self.values.append(found)
-        return found
-
     def known(self, fits: Callable[[Value], bool]) -> list[Value]:
         return [value for value in self.values if fits(value)]
 

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn._core.errors import GraphError, GraphTypeError
+from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.graph.spec import GraphSpec
 from jax_cudnn._core.graph.trace import GraphFunction, graph
 
 from .drawing import Drawing, Operand, each, state
-from .nodes import add_node
+from .nodes import DRAWS, add_node
 from .operands import shape
-from .patterns import PATTERNS, Writer
 
 LEAST, MOST = 3, 12  # operations
 _DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
@@ -26,6 +26,12 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"precision": "highest"},
     {"intermediate_data_type": "bfloat16"},
     {"intermediate_data_type": "float16"},
+)
+
+
+_EPILOGUE = (
+    *("bias", "scale", "add", "mul", "sub", "max", "relu_backward", "swish_backward"),
+    *("relu", "gelu", "gelu_approx_tanh", "swish", "sigmoid", "tanh", "elu", "abs", "identity"),
 )
 
 
@@ -71,20 +77,27 @@ def random_graph(seed: int) -> RandomGraph:
 
 
 def _draw(drawing: Drawing) -> Drawing:
-    rng = drawing.rng
-    count, share = rng.randint(LEAST, MOST), rng.choice((0.0, 0.15, 0.6))
-    alone = rng.random() < 0.35  # a pattern and nothing else
-    while (left := count - len(drawing.steps)) > 0:
-        fitting = [
-            p for p, size in PATTERNS.items() if size <= left and (size == left or not alone)
-        ]
-        if fitting and (alone or rng.random() < share):
-            with contextlib.suppress(GraphError, GraphTypeError):  # what it added is a graph, too
-                rng.choice(fitting)(Writer(drawing))
-        else:
-            add_node(drawing)
-        alone = False
+    rng, count = drawing.rng, drawing.rng.randint(LEAST, MOST)
+    if rng.random() < 0.3:
+        with contextlib.suppress(GraphError, GraphTypeError):  # what it added is a graph, too
+            _fusion(drawing, rng.randint(3, count))
+    while len(drawing.steps) < count:
+        add_node(drawing)
     return drawing
+
+
+def _fusion(drawing: Drawing, size: int) -> None:
+    """A product and operations on each element of its result, for one plan of cuDNN's."""
+    rng = drawing.rng
+    method = rng.choice(("matmul", "conv_fprop", "conv_fprop", "conv_dgrad", "conv_wgrad"))
+    value = drawing.add(method, *DRAWS[method](drawing, REGISTRY[method]))[0]
+    for left in reversed(range(size - 1)):
+        method = rng.choice(_EPILOGUE)
+        ports, full = REGISTRY[method].ports.input_names, value.shape
+        bias = (1, full[1], *[1] * (len(full) - 2))
+        other = full if method.endswith("_backward") or rng.random() < 0.4 else bias
+        operands = dict(zip(ports, (value, Operand(other, drawing.dtype)), strict=False))
+        value = drawing.add(method, operands, {}, None if left else drawing.dtype)[0]
 
 
 def _outputs(rng: random.Random, drawing: Drawing) -> list[str]:

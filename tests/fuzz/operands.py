@@ -102,12 +102,6 @@ def pick(drawing: Drawing, node: Any, ranks: Any = range(9), positive: bool = Fa
     return new_operand(drawing, wanted, node.dtypes, positive)
 
 
-def of_shape(drawing: Drawing, of: Shape, share: float, new: Operand, but: Any = None) -> Array:
-    """With this probability a float value of a shape, if there is one; else the new operand."""
-    known = drawing.known(lambda v: v.shape == of and v.dtype in FLOATS and v is not but)
-    return drawing.rng.choice(known) if known and drawing.rng.random() < share else new
-
-
 def beside(drawing: Drawing, first: Array, dtypes: tuple[str, ...], positive: bool) -> Any:
     """What an operation on each element takes beside its first operand."""
     rng, kind = drawing.rng, drawing.rng.random()
@@ -121,8 +115,6 @@ def beside(drawing: Drawing, first: Array, dtypes: tuple[str, ...], positive: bo
     return new_operand(drawing, broadcast(rng, first.shape), dtypes, positive)
 
 
-def alike(a: Shape, b: Shape, but: int | None = None) -> bool:
-    """Whether shapes broadcast, or, given a dimension, differ at most there."""
-    pairs = [*enumerate(zip(a, b, strict=False))]
-    usual = (x == y or (1 in (x, y) if but is None else i == but) for i, (x, y) in pairs)
-    return len(a) == len(b) and all(usual)
+def alike(a: Shape, b: Shape) -> bool:
+    """Whether shapes of one rank broadcast."""
+    return len(a) == len(b) and all(x == y or 1 in (x, y) for x, y in zip(a, b, strict=True))

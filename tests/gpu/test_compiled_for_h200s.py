@@ -44,14 +44,6 @@ def test_a_bias_is_in_the_epilogue_of_xlas_product():
     assert '"epilogue":"BIAS"' in program.as_text()
 
 
-def test_an_activation_is_in_the_epilogue_of_cudnns():
-    run, state = layer(jnn.Linear, 768, 3072, activation="relu")
-    program = compiled(run, state, aval(8, 1024, 768))
-    assert operations(program).count(CUDNN) == 1
-    assert CUBLAS not in operations(program)
-    assert "maximum(" not in program.as_text()
-
-
 def test_attention_whose_mask_may_hide_all_keys_is_one_plan_each_way():
     """What stands beside it, the mean of the values in hidden rows, takes no memory of its own
     that grows with queries times keys."""
