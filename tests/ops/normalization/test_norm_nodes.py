@@ -85,11 +85,16 @@ def check(function, operands, **options):
 
 @pytest.mark.parametrize(("kind", "x", "scale", "statistics"), ODD)
 def test_forward_and_backward_are_those_of_float64(kind, x, scale, statistics):
-    """The backward on the forward's statistics; also without a bias."""
+    """The backward on the forward's statistics, and the tangent; also without a bias."""
     operands = drawn(shapes_for(kind, x, scale))
     y, *found = check(forward(kind), operands)
     if kind in ("rmsnorm", "adalayernorm"):
         check(forward(kind), operands[:2])
+    of_y = lambda *o: jc.graph(forward(kind))(*o)[0]  # noqa: E731
+    along = jnp.vdot(jnp.cos(y), jax.jvp(of_y, operands, operands)[1])
+    gradients = jax.vjp(of_y, *operands)[1](jnp.cos(y))
+    want = sum(map(jnp.vdot, gradients, operands))
+    np.testing.assert_allclose(along, want, rtol=1e-3, atol=1e-3)
     found = found[: 1 if kind == "rmsnorm" else 2]
     assert {v.shape for v in found} == {statistics}
     check(backward(kind), [jnp.cos(y), *operands[:2], *found])
