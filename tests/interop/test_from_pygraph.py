@@ -133,15 +133,6 @@ def test_attention_with_dropout_its_scale_and_gradients_that_are_asked_for(cudnn
     assert (call.node.dropout_probability, call.node.attn_scale) == (0.1, 0.25)
 
 
-def test_the_wrapper_takes_the_frontends_enumerations(cudnn):
-    types = cudnn.data_type
-    with jc.Graph(io_data_type=types.HALF, heuristics=[cudnn.heur_mode.A]) as graph:
-        a = graph.tensor(name="a", dim=[2, 4, 8], data_type=types.NOT_SET)
-        top = graph.reduction(a, mode=cudnn.reduction_mode.MAX).set_dim([2, 1, 8])
-        top.set_output(True).set_data_type(types.FLOAT)
-    assert (a.dtype, top.dtype, graph.spec.options.heuristics) == ("float16", "float32", ("A",))
-
-
 def test_integers_inside_are_of_the_intermediate_type(cudnn):
     g = pygraph(cudnn)
     a = g.tensor(name="a", dim=[4, 8], data_type=cudnn.data_type.INT32)

@@ -143,12 +143,6 @@ def test_the_usual_sequence_may_stand_inside_of_the_with_or_behind_it():
     assert "B" in made.candidates[made.candidates.chosen].modes
 
 
-@pytest.mark.deviceless
-@pytest.mark.usefixtures("h200")
-def test_a_layernorm_with_a_number_is_one_plan():
-    assert len(layernorm(implementation="cudnn").plan().segments) == 1
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("by_cudnn")
 def test_calls_and_plans_on_the_gpu_have_the_number(key):

@@ -97,16 +97,6 @@ def test_numbers_of_the_host_are_of_their_declared_type():
             of_number(data_type)(x, number)
 
 
-def test_weak_types_become_what_promotion_makes_of_them():
-    with jc.Graph(inputs=["x", "n"], outputs=["add.0::OUT_0"]) as graph:
-        x = graph.tensor(name="x", dim=[1], data_type="BFLOAT16")
-        graph.add(x, graph.tensor(name="n", dim=[1], data_type="INT32")).set_output(True)
-    close(jax.jit(graph)(1.5, 3), [4.5])
-    for call, number in ((graph, 2.7), (graph, 2**40), (jax.jit(graph), 2.7)):
-        with pytest.raises(jc.GraphTypeError):
-            call(1.0, number)
-
-
 def test_arrays_of_the_host_with_one_element_may_be_numbers_at_the_call():
     a = np.full((1, 1), 2.0, np.float32)
     with jc.Graph(inputs=[a], outputs=["exp.0::OUT_0"]) as graph:

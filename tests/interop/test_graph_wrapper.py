@@ -65,15 +65,10 @@ def spec_of(function, *avals):
         ([X, W, B], ["RELU.0::out_0"]),
     ],
 )
-def test_every_kind_of_reference_given_first_inside_or_afterwards(inputs, outputs):
-    with jc.Graph() as inside:
-        y = inside.conv_fprop(X, weight=W, **SPATIAL, name="conv2d")
-        y = inside.relu(inside.bias(input=y, bias=B))
-        y.set_output(True).set_name("out").set_uid(77)
-        inside.set_io_tuples(inputs, outputs)
+def test_every_kind_of_reference_given_first_or_afterwards(inputs, outputs):
     afterwards = built()
     afterwards.set_io_tuples(inputs, outputs)
-    for graph in (built(inputs=inputs, outputs=outputs), inside, afterwards):
+    for graph in (built(inputs=inputs, outputs=outputs), afterwards):
         same(graph(X, W, B, handle="any", workspace=None), conv_bias_relu(X, W, B))
 
 
@@ -163,9 +158,6 @@ def test_a_supplied_output_gives_shape_and_dtype():
             graph({1: X, 2: W, 4: B, 77: jax.ShapeDtypeStruct(*wrong)})
 
 
-# -- what is built ---------------------------------------------------------------------------------
-
-
 def test_strides_are_memory_order_unless_they_say_the_usual():
     with jc.Graph(io_data_type=np.float32) as graph:
         x = graph.tensor(dim=[2, 16, 6, 5], stride=[480, 1, 80, 16])
@@ -174,12 +166,6 @@ def test_strides_are_memory_order_unless_they_say_the_usual():
         y = graph.relu(graph.bias(y, graph.tensor(dim=[1, 8, 1, 1], stride=[8, 1, 8, 8])))
         y.set_output(True).set_stride([240, 1, 40, 8])
     assert graph.spec.canonical() is built().spec.canonical() is spec_of(conv_bias_relu, X, W, B)
-    with jc.Graph(io_data_type="bfloat16") as graph:
-        a = graph.tensor(name="A", dim=[2, 4, 8])
-        b = graph.tensor(name="B", dim=[2, 8, 4], stride=[32, 1, 8])
-        graph.matmul(a, b).set_stride([16, 1, 4]).set_output(True)
-    orders = {tensor.name: tensor.order for tensor in graph.spec.tensors}
-    assert orders == {"A": None, "B": (0, 2, 1), "matmul.0::C": (0, 2, 1)}
 
 
 class Foreign:
@@ -277,38 +263,25 @@ def test_copies_have_tensors_of_their_own():
 # -- errors ----------------------------------------------------------------------------------------
 
 Q = [jnp.ones((1, 1, 8, 8))] * 3
+SEED = jnp.ones((1, 1, 1, 1))
 Error, Type, Attribute = jc.GraphError, jc.GraphTypeError, jc.GraphAttributeError
 
 
-def e(g):
-    return g.exp(X, name="e").set_output(True)
-
-
-def vector(g, **options):
-    return g.tensor(dim=[4], data_type="FLOAT", **options)
-
-
 def used(g):
-    x = vector(g)
+    x = g.tensor(dim=[4], data_type="FLOAT")
     g.exp(x).set_output(True)
     return x
 
 
-SEED = jnp.ones((1, 1, 1, 1))
 BUILDING = [
-    # references
     (lambda g: g.exp(X), Error, "set_output"),
-    (lambda g: [e(g), g.set_io_tuples([X], [g.log(X)])], Error, "not listed"),
-    (lambda g: [e(g), g.set_io_tuples(["e::inptu"], [])], Error, "did you mean 'e::input'"),
+    (lambda g: [used(g), g.set_io_tuples([X], [g.log(X)])], Error, "not listed"),
+    (lambda g: [used(g), g.set_io_tuples(["exp.0::inptu"], [])], Error, "'exp.0::input'"),
     (lambda g: [g.exp(X).set_uid(9), g.log(X).set_uid(9)], Error, "two tensors"),
-    # tensors
-    (lambda g: vector(g).set_output(True), Error, "identity"),
     (lambda g: g.exp(g.tensor(dim=[4])), Error, "io_data_type"),
     (lambda g: used(g).set_dim([5]), Error, "after it was"),
     (lambda g: used(g).set_data_type("HALF"), Error, "before an operation takes"),
     (lambda g: g.tensor(dim=[4, 4], stride=[8, 1], data_type="FLOAT"), Error, "pack"),
-    (lambda g: g.exp(jax.ShapeDtypeStruct((4,), "float64")), Type, "float64"),
-    # operations
     (lambda g: g.conv_forward(X), Attribute, "did you mean"),
     (lambda g: g.sdpa(*Q, dropout=(0.5, SEED, SEED)), Type, "jax.random.key_data"),
     (lambda g: g.sdpa(*Q, attn_scale=jnp.float32(0.5)), Type, "multiply q by it"),
@@ -323,31 +296,17 @@ def test_errors_while_building(build, kind, words):
     assert words in str(caught.value)
 
 
-CALLING = [
-    (lambda g: g(X, W), Type, "3: conv2d::image"),
-    (lambda g: g(X[:1], W, B), Error, "graph_cache"),
-    (lambda g: g(X.astype("bfloat16"), W, B), Type, "bfloat16"),
-    (lambda g: g({"conv2d::inptu": X}), Error, "'conv2d::inptu'"),
-    (lambda g: built()(X, W, B), Error, "set_io_tuples"),
-    (lambda g: jc.Graph()(X), Error, "is not built"),
-]
-
-
-@pytest.mark.parametrize(("call", "kind", "words"), CALLING)
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda g: g(X, W), Type, "3: conv2d::image"),
+        (lambda g: g(X[:1], W, B), Error, "graph_cache"),
+        (lambda g: g(X.astype("bfloat16"), W, B), Type, "bfloat16"),
+        (lambda g: g({"conv2d::inptu": X}), Error, "'conv2d::inptu'"),
+        (lambda g: built()(X, W, B), Error, "set_io_tuples"),
+        (lambda g: jc.Graph()(X), Error, "is not built"),
+    ],
+)
 def test_errors_of_calls(call, kind, words):
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=words):
         call(built(inputs=[X, W, B], outputs=["out"]))
-    assert words in str(caught.value)
-
-
-def test_an_error_leaves_nothing_built():
-    graph = jc.Graph(inputs=["exp.0::inptu"], outputs=["exp.0::OUT_0"])
-    with pytest.raises(Error, match="did you mean"), graph:
-        graph.exp(X).set_output(True)
-    with graph:
-        graph.log(X).set_output(True)
-        for early in (lambda: graph(X), lambda: graph.spec, graph.with_options):
-            with pytest.raises(Error, match="being built"):
-                early()
-        graph.set_io_tuples(["log.0::input"], ["log.0::OUT_0"])
-    same(graph(jnp.exp(X)), X)
