@@ -47,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     render.add_argument("file", type=Path, nargs="?", help="print those of this result instead")
     losses = commands.add_parser("losses", help="write the table of patterns lost to XLA")
     losses.add_argument("files", type=Path, nargs="*", help="of these results")
-    support = commands.add_parser("support", help="plan all operations' examples for the README")
+    support = commands.add_parser(
+        "support", help="plan all operations' examples for docs/operations.md"
+    )
     numerics = commands.add_parser("numerics", help="write docs/numerics.md")
     for command in (render, losses, support, numerics):
         command.add_argument("--check", action="store_true", help="compare, write nothing")
@@ -95,7 +97,7 @@ def _written(options: argparse.Namespace) -> list[str]:
     elif options.command == "support":
         from .support_table import render
 
-        found = [documents.placed(documents.README, "support", render(), check)]
+        found = [documents.placed(documents.OPERATIONS, "support", render(), check)]
     elif options.command == "losses":
         from jax_cudnn._core.planning.losses import TABLE
 

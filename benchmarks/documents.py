@@ -1,4 +1,4 @@
-"""What README, BUILD and docs show of the results, and whether they still do."""
+"""What the docs show of the results, and whether they still do."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .norms.tables import render as render_norms
 from .steps.tables import render as render_steps
 
 RESULTS = Path(__file__).parent / "results"
-README, BUILD = ROOT / "README.md", ROOT / "BUILD.md"
+PAGE, OPERATIONS = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "operations.md"
 PICTURE = RESULTS / "h200.svg"
-SHOWN: list[tuple[str, str, Callable[[dict[str, Any]], str], list[Path]]] = [
-    ("bench", "h200", render_host, [README, BUILD]),
-    ("cases", "h200", render_cases, [README]),
-    ("steps", "steps_h200", render_steps, [README]),
-    ("flax", "flax_h200", render_flax, [README]),
-    ("norms", "norms_h200", render_norms, [README]),
-    ("attention", "attention_h200", render_attention, [README]),
+SHOWN: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
+    ("bench", "h200", render_host),
+    ("cases", "h200", render_cases),
+    ("steps", "steps_h200", render_steps),
+    ("flax", "flax_h200", render_flax),
+    ("norms", "norms_h200", render_norms),
+    ("attention", "attention_h200", render_attention),
 ]
-"""Between which marks the table of which result stands, and where."""
+"""Between which marks of the page the table of which result stands."""
 
 _HELD = {"bench": "host"}
 
@@ -55,7 +55,7 @@ def printed(path: Path) -> str:
     """The tables of one result."""
     held = read(path)
     try:
-        shown = [rendered(held) for mark, _, rendered, _ in SHOWN if _HELD.get(mark, mark) in held]
+        shown = [rendered(held) for mark, _, rendered in SHOWN if _HELD.get(mark, mark) in held]
     except (AttributeError, KeyError, TypeError) as error:
         raise _no_result(path, repr(error)) from error
     return "\n\n".join(shown)
@@ -70,11 +70,9 @@ def _no_result(path: Path, got: str) -> GraphError:
 
 
 def tables() -> Iterator[tuple[Path, str, str]]:
-    """Each document with the marks and the table between them."""
-    for mark, name, rendered, documents in SHOWN:
-        text = rendered(read(committed(name)))
-        for document in documents:
-            yield document, mark, text
+    """The page with the marks and the table between them."""
+    for mark, name, rendered in SHOWN:
+        yield PAGE, mark, rendered(read(committed(name)))
 
 
 def placed(document: Path, mark: str, shown: str, check: bool) -> str:

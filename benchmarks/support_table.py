@@ -1,4 +1,4 @@
-"""The table "What runs where" of the README: each operation's examples, planned for each GPU."""
+"""The table of docs/operations.md: each operation's examples, planned for each GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention as README.md shows it between its ``attention`` marks."""
+"""Attention as docs/benchmarks.md shows it between its ``attention`` marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of real models and the host's times as README.md and BUILD.md show them."""
+"""Cases of real models and the host's times as docs/benchmarks.md and BUILD.md show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of Flax's models as README.md shows them between its ``flax`` marks.
+"""Steps of Flax's models as docs/benchmarks.md shows them between its ``flax`` marks.
 
 Without Flax a result can be read, too, so nothing here needs it.
 """

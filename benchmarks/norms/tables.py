@@ -1,4 +1,4 @@
-"""Normalizations as README.md shows them between its ``norms`` marks."""
+"""Normalizations as docs/benchmarks.md shows them between its ``norms`` marks."""
 
 from __future__ import annotations
 

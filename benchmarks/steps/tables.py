@@ -1,4 +1,4 @@
-"""Training steps as README.md shows them between its ``steps`` marks."""
+"""Training steps as docs/benchmarks.md shows them between its ``steps`` marks."""
 
 from __future__ import annotations
 

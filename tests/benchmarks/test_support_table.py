@@ -1,4 +1,4 @@
-"""The README's table of what runs where, and how documents are compared and rewritten."""
+"""The table of what runs where, and how documents are compared and rewritten."""
 
 import pytest
 

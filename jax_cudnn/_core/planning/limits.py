@@ -1,7 +1,7 @@
 """What cuDNN is not asked for: graphs that it would refuse, or accept and compute wrongly.
 
 The second kind was found by running every pattern on an H200 with cuDNN 9.19 and comparing with
-float64 (``tests/test_broadcasts_on_the_gpu.py`` runs all that pass these rules):
+float64 (``tests/gpu/test_broadcasts_on_the_gpu.py`` runs all that pass these rules):
 
 - Behind a matmul every broadcast is right. Behind fprop and dgrad those of (1, C, 1, 1),
   (N, 1, H, W) and (1, 1, 1, 1) are; behind wgrad that of (1, 1, 1, 1). Others are read out of
