@@ -47,9 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     render.add_argument("file", type=Path, nargs="?", help="print those of this result instead")
     losses = commands.add_parser("losses", help="write the table of patterns lost to XLA")
     losses.add_argument("files", type=Path, nargs="*", help="of these results")
-    support = commands.add_parser(
-        "support", help="plan all operations' examples for docs/operations.md"
-    )
+    support = commands.add_parser("support", help="write docs/operations.md")
     numerics = commands.add_parser("numerics", help="write docs/numerics.md")
     for command in (render, losses, support, numerics):
         command.add_argument("--check", action="store_true", help="compare, write nothing")

@@ -1,9 +1,8 @@
-"""A pytest plugin: what was tested must be the installed package, and golden plans must be there."""
+"""A pytest plugin: the installed package was tested, and no golden plan was skipped."""
 
 import os
 import sys
 from pathlib import Path
-
 
 skipped: list[str] = []
 
