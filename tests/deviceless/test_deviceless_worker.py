@@ -190,6 +190,7 @@ def test_interrupt_does_not_leave_an_answer_behind():
     assert call(f"{HERE}:echo", "new") == "new"
 
 
+@pytest.mark.long
 @deviceless
 def test_fork():
     python("""
@@ -205,6 +206,7 @@ def test_fork():
     """)
 
 
+@pytest.mark.long
 @deviceless
 @pytest.mark.parametrize("busy", [False, True])
 def test_worker_ends_when_its_client_exits_or_is_killed(tmp_path, busy):

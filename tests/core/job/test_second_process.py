@@ -32,6 +32,7 @@ PROGRAM = """if True:
 
 
 @pytest.mark.deviceless
+@pytest.mark.long
 def test_a_second_process_builds_no_plan_and_lowers_the_same_program(tmp_path, monkeypatch):
     found = []
     for seed in "12":

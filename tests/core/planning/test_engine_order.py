@@ -72,7 +72,7 @@ def test_a_split_on_disk_is_of_the_implementation_that_asked(tmp_path, monkeypat
     monkeypatch.setattr(losses, "table", lambda: {"90": bare})
     jc.configure(plan_cache=tmp_path)
     found = {}
-    for implementation in ("cudnn", "split"):
+    for implementation in ("split", "cudnn"):
         placement.clear()
         loss = lambda x, s: jc.ops.rms_norm(x, s).astype("float32").sum()  # noqa: E731
         with jc.target("H200"), jc.implementation(implementation):
