@@ -25,6 +25,14 @@ def wide_dgrad(g, dy, w):
     return g.conv_dgrad(dy, w, padding=[1, 1], out_dims=[2, 64, 8, 8]).set_data_type("float32")
 
 
+def uneven_wgrad(after):
+    def wgrad(g, x, dy):
+        return g.conv_wgrad(x, dy, pre_padding=[0], post_padding=[after], out_dims=[64, 64, 3])
+
+    return wgrad
+
+
+LINES = [((2, 64, 9), "float32"), ((2, 64, 8), "float32")]
 IMAGES = [((2, 64, 8, 8), "bfloat16"), ((64, 64, 3, 3), "bfloat16")]
 WIDE = [(shape, "float32") for shape, _ in IMAGES]
 INT8 = [((2, 16, 8, 8), "int8"), ((16, 16, 3, 3), "int8")]
@@ -34,6 +42,8 @@ WRONG = [  # found by random graphs on an H200: function, operands, engines of 0
     (conv, IMAGES, {}),
     (two_results, IMAGES, dict.fromkeys(range(81), "conv_fprop.0")),
     (wide_dgrad, IMAGES, {8: "conv_dgrad.0"}),
+    (uneven_wgrad(1), LINES, dict.fromkeys((1, 18, 20), "conv_wgrad.0")),
+    (uneven_wgrad(0), [LINES[0], ((2, 64, 7), "float32")], {}),
     (lambda g, x, w: g.add(g.relu(x), conv(g, x, w)), WIDE, {8: "conv_fprop.0"}),
     (lambda g, x, w: g.relu(g.add(x, conv(g, x, w))), WIDE, {}),
     (lambda g, a, b: g.relu(g.matmul(a, b), negative_slope=0.1), MATRICES, {0: "relu.0"}),
