@@ -91,22 +91,19 @@ def test_zeros_and_queries_that_see_no_key(normal):
         assert not x[0].any()
 
 
-@pytest.mark.parametrize("scaling", ["current", "delayed"])
-def test_what_is_no_number_stays_none_and_moves_no_scale(scaling, normal):
+@pytest.mark.parametrize("state", [None, create(4)], ids=["current", "delayed"])
+def test_what_is_no_number_stays_none_and_moves_no_scale(state, normal):
     """Nor does what is infinite become the largest number of fp8."""
     operands = qkv(normal, b=1, t=8, s=8, n=2, k=2, dtype="float32")
-    state = create(4) if scaling == "delayed" else None
 
     @jax.jit
     def run(*operands):
-        squares = lambda *x: (lambda out: (jnp.sum(out**2), out))(ours(*x, state))  # noqa: E731
-        gradients, out = jax.grad(squares, (0, 1, 2), has_aux=True)(*operands)
-        return out, gradients
+        out, pull = jax.vjp(lambda *x: ours(*x, state), *operands)
+        return out, pull(out)
 
     whole, _ = run(*operands)
     for at, value in itertools.product(range(3), [np.nan, np.inf]):
-        given = [*operands]
-        given[at] = given[at].at[0, 3, 1, 2].set(value)
+        given = [x.at[0, 3, 1, 2].set(value) if i == at else x for i, x in enumerate(operands)]
         out, gradients = run(*given)
         hit = np.zeros((1, 8, 2), bool)
         hit[0, 3 if at == 0 else slice(None), 1] = True
@@ -204,24 +201,19 @@ def test_the_gradient_by_the_state_is_the_state_of_the_next_step():
 
 def test_states_of_layers_in_a_scan_and_steps_without_the_attention(normal):
     """Each layer's gradient is its own new state; where it is not run, one to begin with."""
-    x = normal((1, 16, 2, 16))
-    states = jax.vmap(lambda _: create(4))(jnp.arange(3))
+    x, states = normal((1, 16, 2, 16)), jax.vmap(lambda _: create(4))(jnp.arange(3))
 
     def total(states, taken):
-        def layer(x, state):
-            return x + 2 * ours(x, x, x, state), None
-
-        run = lambda s: jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, s)[0] ** 2)  # noqa: E731
+        layer = jax.checkpoint(lambda x, state: (x + 2 * ours(x, x, x, state), None))
+        run = lambda s: jnp.sum(jax.lax.scan(layer, x, s)[0] ** 2)  # noqa: E731
         return jax.lax.cond(taken, run, lambda s: 0.0, states)
 
     step = jax.jit(jax.grad(total))
-    after = step(step(states, True), True)
-    assert after.scale.shape == (3, 9)
-    largest = after.amax_history[:, 0, 0]
+    largest = step(step(states, True), True).amax_history[:, 0, 0]
     np.testing.assert_allclose(largest[0], jnp.abs(x).max(), rtol=1e-6)
     assert float(largest[0]) < float(largest[1]) < float(largest[2])
-    for a, b in zip(step(step(states, False), True).scale, step(states, True).scale, strict=True):
-        np.testing.assert_array_equal(a, b)
+    again = step(step(states, False), True).scale
+    np.testing.assert_array_equal(again, step(states, True).scale)
 
 
 @pytest.mark.long
@@ -234,31 +226,6 @@ def test_vmap_has_scales_for_each_example_or_is_a_dimension_of_examples(normal):
     for i, x in enumerate(zip(*operands, strict=True)):  # whose sizes differ by powers of ten
         for a, b in zip(got, step(*x), strict=True):
             assert relative_error(np.asarray(a[i]), np.asarray(b)) < 1e-2
-    state = settled(ours, [x[0] for x in operands])
-    (spec,) = graphs_of(jax.vmap(functools.partial(ours, scaling=state)), *operands)
-    (folded,) = (call for call in spec.calls if call.node.method == "sdpa_fp8")
-    assert spec.tensor(dict(folded.inputs)["q"]).shape[0] == 3
-    # Where something asks for the largest values, each has its own.
-    largest = lambda *x: forward(x, factors("sdpa_fp8"))[3]  # noqa: E731
-    pairs = [*zip(fp8_operands(normal), fp8_operands(normal), strict=True)]
-    got = jax.vmap(largest)(*(jnp.stack(pair) for pair in pairs))
-    np.testing.assert_allclose(got, [largest(*x) for x in zip(*pairs, strict=True)], rtol=1e-5)
-    assert got[0] != got[1]
-
-
-def test_forward_mode_and_second_derivatives(normal):
-    """Of attention itself, whatever its roundings."""
-    shapes = (1, 12, 2, 16), (1, 12, 1, 16), (1, 12, 1, 16)
-    operands, along = (tuple(map(normal, shapes)) for _ in range(2))
-
-    def found(f):
-        f = functools.partial(f, is_causal=True)
-        cubes = jax.grad(lambda *x: jnp.sum(f(*x) ** 3), (0, 1, 2))
-        return jax.jit(lambda: [jax.jvp(g, operands, along)[1] for g in (f, cubes)])()
-
-    want = jax.tree.leaves(found(jax.nn.dot_product_attention))
-    for a, b in zip(jax.tree.leaves(found(ours)), want, strict=True):
-        assert relative_error(np.asarray(a), np.asarray(b)) < 0.3
 
 
 def test_devices_with_one_state_learn_the_largest_values_of_all(normal):
@@ -294,11 +261,3 @@ def test_the_backward_of_a_part_of_a_tile_is_left_to_xla():
         with jc.target("H200"):
             (segment,) = jc.plan(backward, [*[x] * 4, S(x.shape, E5M2)], stats, given).segments
         assert ("multiples of 128" in segment.reason) == (length == 100)
-
-
-@pytest.mark.gpu
-def test_cudnn_saturates_on_the_gpu(normal):
-    operands = fp8_operands(normal, E4M3, 1, 2, 2, 128, 128, 128)
-    run = jax.jit(forward.with_options(implementation="cudnn"))
-    out = np.asarray(run(operands, factors("sdpa_fp8", scale_o=1e6))[0], np.float32)
-    assert np.abs(out).max() == 448

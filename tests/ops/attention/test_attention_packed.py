@@ -5,14 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle_attention
 import pytest
-from attention_checks import CAUSAL, LAST, bounds, outcome, turned
+from attention_checks import CAUSAL, LAST, S, outcome
+from attention_checks import ours as dense
 from transformations import graphs_of
 
 import jax_cudnn as jc
 
-S = jax.ShapeDtypeStruct
 ours = jc.ops.packed_dot_product_attention
 SCORES_AT_A_TIME = 200
 
@@ -25,35 +24,24 @@ def offsets(*ends):
     return np.array(ends, "int32")
 
 
-def exact(q, k, v, queries, keys, dout, dlogs=None, bias=None, **bounds):
-    """One example after the other: the result, the statistic, and the gradients."""
-    dlogs = np.zeros(q.shape[:2]) if dlogs is None else dlogs
-    out, logs = np.zeros(dout.shape), np.full(dlogs.shape, -np.inf)
-    gradients = [np.zeros(x.shape) for x in (q, k, v)]
-    longest = [int(np.diff(ends).max()) for ends in (queries, keys)]
-    scores = np.zeros((len(queries) - 1, q.shape[1], *longest))
-    whole = np.broadcast_to(0.0 if bias is None else np.asarray(bias, np.float64), scores.shape)
-    for i in range(len(queries) - 1):
-        own, others = (slice(int(ends[i]), int(ends[i + 1])) for ends in (queries, keys))
-        t, s = (max(x.stop - x.start, 0) for x in (own, others))
-        if t == 0 or s == 0:
-            continue
-        given = (turned(x[part][None]) for x, part in ((q, own), (k, others), (v, others)))
-        found = oracle_attention.Attention(*given, bias=whole[i, :, :t, :s], **bounds)
-        back = found.gradients(turned(dout[own][None]), turned(dlogs[own][None, ..., None]))
-        out[own], logs[own] = turned(found.out)[0], turned(found.stats)[0, ..., 0]
-        for gradient, part, name in zip(gradients, (own, others, others), "qkv", strict=True):
-            gradient[part] = turned(back[name])[0]
-        scores[i, :, :t, :s] = back["scores"][0]
-    if bias is not None:
-        axes = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
-        gradients.append(scores.sum(axes, keepdims=True))
-    return out, logs, *gradients
+def apart(queries, keys, **band):
+    """As examples of their lengths in arrays of the longest one."""
+    lengths = [np.diff(ends) for ends in (queries, keys)]
+    near = [np.arange(length.max()) for length in lengths]
+    at, of = (np.minimum(x[:-1, None] + i, 39) for x, i in zip((queries, keys), near, strict=True))
+    there = near[0] < lengths[0][:, None]
+    band |= {"query_seq_lengths": lengths[0], "key_value_seq_lengths": lengths[1]}
+
+    def function(q, k, v, *bias):
+        found = dense(q[at], k[of], v[of], *bias, **band, return_residual=True)
+        whole = jnp.zeros((*q.shape[:2], v.shape[2])), jnp.full(q.shape[:2], -jnp.inf)
+        return tuple(x.at[at[there]].set(y[there]) for x, y in zip(whole, found, strict=True))
+
+    return function
 
 
 def packed(queries, keys=None, **arguments):
-    both = (queries, queries if keys is None else keys)
-    lengths = [int(np.diff(ends).max()) for ends in both]
+    lengths = [int(np.diff(x).max()) for x in (queries, queries if keys is None else keys)]
     return functools.partial(
         ours, query_offsets=queries, key_value_offsets=keys, max_query_length=lengths[0],
         max_key_value_length=lengths[1], return_residual=True, **arguments,
@@ -62,23 +50,17 @@ def packed(queries, keys=None, **arguments):
 
 EMPTY, OTHER = offsets(0, 0, 12, 12, 40, 40), offsets(0, 9, 9, 20, 33)
 KEYS = offsets(2, 10, 15, 15, 38)
-CASES = {
+CASES = {  # offsets of queries and keys, band, shape of a bias
     "causal": (offsets(0, 17, 30, 40), None, CAUSAL, None),
     "window, empty examples": (EMPTY, None, {"local_window_size": (3, 2)}, None),
     "from the last, other keys": (OTHER, KEYS, {**LAST, "local_window_size": (4, 0)}, None),
-    "tokens of no example": (offsets(3, 17, 30), None, LAST, None),
-    "one token each": (np.arange(41, dtype="int32"), None, {}, None),
     "bias": (offsets(0, 13, 13, 22, 31), None, CAUSAL, (1, 4, 13, 13)),
-    "bias of queries": (offsets(0, 13, 13, 22, 31), None, CAUSAL, (4, 1, 13, 1)),
     "bias of keys": (offsets(0, 13, 13, 22, 31), None, CAUSAL, (4, 4, 1, 13)),
 }
-OTHERS = ("one token each", "tokens of no example", "bias of queries")
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in OTHERS)) for n in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_those_of_each_example_by_itself(name, normal):
     queries, keys, band, shape = CASES[name]
     operands = qkv(normal, e=6)
@@ -86,9 +68,9 @@ def test_results_and_gradients_are_those_of_each_example_by_itself(name, normal)
     dout, dlogs = normal((40, 4, 6)), normal((40, 4))
     got = outcome(packed(queries, keys, **band), [*operands, *bias], dout, dlogs)
     keys = queries if keys is None else keys
-    want = exact(*operands, queries, keys, dout, dlogs, *bias, **bounds(**band))
+    want = outcome(apart(queries, keys, **band), [*operands, *bias], dout, dlogs)
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5 * max(1, np.abs(b[np.isfinite(b)]).max()))
+        np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 def test_what_is_longer_than_said_is_left_out(normal):
@@ -99,7 +81,7 @@ def test_what_is_longer_than_said_is_left_out(normal):
     got = short(q, k, v, query_offsets=offsets(0, 12, 90))
     assert got.shape == q.shape
     for part in (slice(0, 6), slice(12, 18)):
-        want = exact(q[part], k[part], v[part], [0, 6], [0, 6], q[part])[0]
+        want = dense(q[part], k[part], v[part])
         np.testing.assert_allclose(got[part], want, atol=1e-5)
     assert not got[6:12].any()
     assert not got[18:].any()
@@ -108,12 +90,12 @@ def test_what_is_longer_than_said_is_left_out(normal):
     np.testing.assert_allclose(wide, packed(offsets(0, 7, 20), scale=0.2)(q, k, v)[0], atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 8), (20, 4, 8)])
-def test_without_tokens_or_without_examples(shape):
-    q, k = jnp.ones(shape), jnp.ones((shape[0], 2, 8))
-    ends = offsets(0) if shape[0] else offsets(0, 0)
+@pytest.mark.parametrize("tokens", [0, 20])
+def test_without_tokens_or_without_examples(tokens):
+    q, k = jnp.ones((tokens, 4, 8)), jnp.ones((tokens, 2, 8))
+    ends = offsets(0) if tokens else offsets(0, 0)
     out, logs = ours(q, k, k, query_offsets=ends, max_query_length=4, return_residual=True)
-    assert out.shape == shape
+    assert out.shape == q.shape
     assert not out.any()
     assert np.isneginf(logs).all()
 
@@ -124,10 +106,8 @@ def test_what_is_no_number_stays_in_its_example(normal):
 
     @jax.jit
     def missing(*operands):
-        run = packed(offsets(0, 9, 24))
-        squares = lambda *x: (lambda found: (jnp.sum(found[0] ** 2), found))(run(*x))  # noqa: E731
-        gradients, results = jax.grad(squares, (0, 1, 2), has_aux=True)(*operands)
-        return [jnp.isnan(x).reshape(24, -1).any(1) for x in (*results, *gradients)]
+        out, pull = jax.vjp(lambda *x: packed(offsets(0, 9, 24))(*x)[0], *operands)
+        return [jnp.isnan(x).reshape(24, -1).any(1) for x in (out, *pull(out))]
 
     for at in range(3):
         given = [*operands]
