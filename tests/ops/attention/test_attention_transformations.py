@@ -13,32 +13,34 @@ from transformations import graphs_of, methods, primitives
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn.ops import attention_reference
 from jax_cudnn.ops.ordered import Ordered
 
 S = jax.ShapeDtypeStruct
 
 
-@pytest.mark.usefixtures("blocks")
 def test_forward_and_backward_drop_the_same_weights(monkeypatch):
-    check_masks(monkeypatch)
+    """Whichever rows are computed at a time."""
+    masks = []
+    for scores in (2000, 2**24):
+        monkeypatch.setattr(attention_reference, "_SCORES", scores)
+        jax.clear_caches()
+        masks.append(check_masks())
+    np.testing.assert_array_equal(*masks)
 
 
 def test_keys_of_all_kinds_and_one_program_for_all(normal):
-    q, k, v = qkv(normal)
-    calls = []
+    arrays, calls = qkv(normal), []
 
     @jax.jit
     def function(key):
         calls.append(key)
-        return ours(q, k, v, dropout_rate=0.3, dropout_rng=key)
+        return ours(*arrays, dropout_rate=0.3, dropout_rng=key)
 
     typed, raw = function(jax.random.key(3)), function(jax.random.PRNGKey(3))
     np.testing.assert_array_equal(typed, raw)
     assert (function(jax.random.key(4)) != typed).any()
     assert len(calls) == 2  # the key is no part of the program
-    wide = ours(q, k, v, dropout_rate=0.3, dropout_rng=jax.random.key(3, impl="rbg"))
-    assert np.isfinite(wide).all()
-    np.testing.assert_array_equal(ours(q, k, v, dropout_rate=0.0), ours(q, k, v))
 
 
 def every(rate=0.0):
@@ -165,13 +167,6 @@ def of_pages(q, k, table, lengths):
 MEMORY = {  # bytes of temporary arrays, where all scores (or keys) would take more
     "dense": (2**29, jax.grad(lambda q: ours(q, q, q, is_causal=True).sum()), LONG),
     "dropout": (2**29, lambda q: jax.jvp(lambda q: every(0.1)(q, q, q, None), (q,), (q,)), LONG),
-    "a bias of all queries": (
-        2**28, jax.grad(lambda q, x: ours(q, q, q, x).sum(), (0, 1)),
-        S((1, 4096, 32, 8), "float32"), S((1, 32, 1, 4096), "float32"),
-    ),
-    "score_mod": (
-        2**29, jax.grad(lambda q, a: modified(q, q, q, a).sum()), LONG, S((1, 1, 8192, 1), "f4"),
-    ),
     "packed": (2**29, jax.grad(of_packed), S((16384, 1, 16), "float32"), S((65,), "int32")),
     "pages": (
         2**29, of_pages, S((64, 1, 8, 128), "f4"), S((8200, 64, 8, 128), "f4"),
@@ -200,16 +195,13 @@ def test_a_gradient_is_one_forward_and_one_backward(normal, monkeypatch):
     forward, backward = graphs_of(dropped, *operands)
     assert (methods(forward), methods(backward)) == (["sdpa"], ["sdpa_backward"])
     assert [t.dtype for t in forward.output_tensors] == ["bfloat16", "float32"]
-    assert forward.is_paired
-    assert backward.origin.family == forward.origin.family
+    assert forward.is_paired and backward.origin.family == forward.origin.family
     assert backward.calls[0].node.results == ("dQ", "dK", "dV", "dSink_token")
     (alone,) = graphs_of(ours, *operands[:3])
     assert len(alone.outputs) == 1  # no statistic, where nothing reads it
     # A deterministic one adds up the gradient of sinks in XLA.
     ordered = graphs_of(step(True), *operands)[-1]
     assert sorted(methods(ordered)) == ["sdpa_backward", "sdpa_sink_gradient"]
-    for a, b in zip(step(True)(*operands), step()(*operands), strict=True):
-        np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), atol=1e-2)
     for flag in ("--xla_gpu_deterministic_ops=true", ""):
         monkeypatch.setenv("XLA_FLAGS", flag)
         calls = graphs_of(step(return_residual=False), *operands)[-1].calls
