@@ -13,7 +13,7 @@ import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn._core.planning.cost import Cost
 from jax_cudnn.commands import agreement, comparison, programs, timing
-from jax_cudnn.commands.avals import load_function, parse_aval
+from jax_cudnn.commands.avals import parse_aval
 from jax_cudnn.commands.bench import Formulation, compare
 
 QUICK = {"calls": 1, "rounds": 1, "seconds": 0.0}
@@ -38,17 +38,6 @@ def test_avals_are_parsed():
     for text in ("bf16", "f32[2,,3]", "f32[-1]", "", "bf17[2]"):
         with pytest.raises((jc.GraphError, jc.GraphTypeError), match=r"bf16\[|bf17"):
             parse_aval(text)
-
-
-def test_functions_are_found_in_the_current_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "found_here.py").write_text("class A:\n    f = staticmethod(abs)\n")
-    (tmp_path / "broken_here.py").write_text("import no_such_module_at_all\n")
-    assert load_function("found_here:A.f") is abs
-    with pytest.raises(jc.GraphError, match="has no 'g'"):
-        load_function("found_here:g")
-    with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
-        load_function("broken_here:f")
 
 
 _MODULE = """

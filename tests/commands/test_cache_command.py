@@ -161,22 +161,3 @@ def test_archives_damaged_anywhere_are_told_in_words(tmp_path, other, store, mon
         for i in range(3):
             assert other.get(f"key {i}") in (None, store.get(f"key {i}"))
         other.clear()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("import file", "no archive of plans"),
-        ("export missing/plans.zip", "missing: No such file"),
-        ("export link", "no regular file"),
-        ("list --folder file", "file: Not a directory"),
-    ],
-)
-def test_errors_are_words(store, tmp_path, monkeypatch, capsys, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "link").symlink_to("elsewhere")
-    assert main(["cache", *arguments.split()]) == 1
-    assert words in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == "mine"
-    assert os.readlink("link") == "elsewhere"

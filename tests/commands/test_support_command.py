@@ -46,9 +46,3 @@ def test_own_function(own, capsys):
     arguments[-1] = "H200,A100"
     assert main([*arguments, "--json"]) == 1  # one of the GPUs has no plan
     assert [r["gpu"] for r in json.loads(capsys.readouterr().out)["rows"]] == ["H200", "A100"]
-
-
-def test_wrong_arguments_are_told(own, capsys):
-    assert main(["support", "own_module:relu", "f32[8]", "slope=half", "--gpus", "H200"]) == 1
-    assert "slope" in capsys.readouterr().err
-    assert own == []

@@ -36,14 +36,6 @@ def layer(cls, *arguments, **named):
     return lambda state, x: nnx.merge(graphdef, state)(x), state
 
 
-def test_a_bias_is_in_the_epilogue_of_xlas_product():
-    run, state = layer(jnn.Linear, 768, 3072)
-    program = compiled(run, state, aval(8, 1024, 768))
-    assert operations(program).count(CUBLAS) == 1
-    assert CUDNN not in operations(program)
-    assert '"epilogue":"BIAS"' in program.as_text()
-
-
 def test_attention_whose_mask_may_hide_all_keys_is_one_plan_each_way():
     """What stands beside it, the mean of the values in hidden rows, takes no memory of its own
     that grows with queries times keys."""
