@@ -198,8 +198,8 @@ def mutated(work, name, mutation, tests):
         gone = {line.rpartition("/tests/")[2] for line in output.splitlines() if NONE in line}
         run = [test for test in run if test.removeprefix("tests/") not in gone] if gone else []
     shutil.rmtree(to)
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    found = status in (1, 2)  # tests failed, or could not be collected
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    found = status in (1, 2) or bool(failed)  # tests failed, or could not be collected
     return told(name, found, len(tests), failed[0] if failed else "", started)
 
 
