@@ -294,4 +294,5 @@ def test_operands_of_score_mod_reach_cudnn_in_shapes_that_it_reads_rightly(shape
     assert segment.plan is not None
     assert wire(plan.spec).input_tensors[-1].shape == (wanted or shape)
     if wanted:
-        assert f"to {list(wanted)}, {4 * math.prod(wanted):,} bytes" in " ".join(str(plan.explain()).split())
+        told = " ".join(str(plan.explain()).split())
+        assert f"to {list(wanted)}, {4 * math.prod(wanted):,} bytes" in told
