@@ -248,7 +248,7 @@ class ConvWgrad(ConvolutionGradient):
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
         # Measured on H100 and H200 with cuDNN 9.19, 16-bit and float32: they read the image at
-        # wrong places where the padding before and after differs (errors of 7e-2 and more).
+        # wrong places where the padding before and after differs (relative errors of 7e-2 and more).
         uneven = self.pre_padding != self.post_padding
         return (*((1, 18, 20) if uneven else ()), *super().distrusted(tensors, graph))
 

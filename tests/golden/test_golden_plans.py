@@ -13,7 +13,7 @@ def wanted():
     installed = golden.versions()
     path = golden.file_of(installed)
     if path is None:
-        pytest.skip(f"no golden file of {installed}: write one, see golden.py")
+        pytest.skip(f"no golden file of {installed}; to write one: python -m golden.golden --write")
     return json.loads(path.read_text())
 
 
