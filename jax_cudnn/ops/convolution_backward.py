@@ -247,8 +247,8 @@ class ConvWgrad(ConvolutionGradient):
         return 2 * math.prod(shapes["loss"]) * math.prod(shapes["DW"][1:])
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        # Measured on H100 and H200 with cuDNN 9.19, 16-bit and float32: they read the image at
-        # wrong places where the padding before and after differs (relative errors of 7e-2 and more).
+        # Measured with cuDNN 9.19 on H100 and H200 (float32) and H100 (bfloat16): where the padding
+        # before and after differs they are wrong, by relative errors of 7e-2 and more.
         uneven = self.pre_padding != self.post_padding
         return (*((1, 18, 20) if uneven else ()), *super().distrusted(tensors, graph))
 
