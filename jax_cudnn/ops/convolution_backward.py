@@ -121,9 +121,11 @@ class ConvDgrad(ConvolutionGradient):
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
         # Measured on an H200 with cuDNN 9.19: of 16-bit operands it rounds a float32 result to
-        # 16 bits.
+        # 16 bits. On an H100: where the padding before and after differs, engine 50 of float32 is
+        # wrong (relative error 1.4).
         wide = tensors["DX"].dtype == "float32" != tensors["loss"].dtype
-        return (8,) if wide else super().distrusted(tensors, graph)
+        uneven = (50,) if self.pre_padding != self.post_padding else ()
+        return (*uneven, *((8,) if wide else super().distrusted(tensors, graph)))
 
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, loss: jax.Array, filter: jax.Array, *, precision: Any = None

@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import oracle
 import pytest
+from transformations import relative_error
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning import build, choice
@@ -32,6 +35,10 @@ def uneven_wgrad(after):
     return wgrad
 
 
+def uneven_dgrad(g, dy, w):
+    return g.conv_dgrad(dy, w, pre_padding=[0], post_padding=[1], out_dims=[2, 64, 9])
+
+
 LINES = [((2, 64, 9), "float32"), ((2, 64, 8), "float32")]
 IMAGES = [((2, 64, 8, 8), "bfloat16"), ((64, 64, 3, 3), "bfloat16")]
 WIDE = [(shape, "float32") for shape, _ in IMAGES]
@@ -42,6 +49,7 @@ WRONG = [  # found by random graphs on an H200: function, operands, engines of 0
     (conv, IMAGES, {}),
     (two_results, IMAGES, dict.fromkeys(range(81), "conv_fprop.0")),
     (wide_dgrad, IMAGES, {8: "conv_dgrad.0"}),
+    (uneven_dgrad, [LINES[1], ((64, 64, 3), "float32")], {50: "conv_dgrad.0"}),
     (uneven_wgrad(1), LINES, dict.fromkeys((1, 18, 20), "conv_wgrad.0")),
     (uneven_wgrad(0), [LINES[0], ((2, 64, 7), "float32")], {}),
     (lambda g, x, w: g.add(g.relu(x), conv(g, x, w)), WIDE, {8: "conv_fprop.0"}),
@@ -69,6 +77,43 @@ def test_distrusted_engines_are_not_chosen():
         plan = jc.plan(jc.graph(conv), *images)
         assert {row.engine for row in plan.candidates if row.reason == wrongly} == {0, 28}
         assert plan.pinned["engine"] not in (0, 28)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
+def test_engines_that_are_left_read_uneven_padding(kind, rank, dtype):
+    image, result = [2, 64, 9, 11][: 2 + rank], [2, 64, 8, 10][: 2 + rank]
+    weight = [64, 64, 3, 3][: 2 + rank]
+    given, out = {
+        "fprop": ([image, weight], {}),
+        "dgrad": ([result, weight], {"out_dims": image}),
+        "wgrad": ([image, result], {"out_dims": weight}),
+    }[kind]
+    padding = {"pre_padding": [0, 1][:rank], "post_padding": [1, 0][:rank]}
+
+    @jc.graph
+    def convolution(g, a, b):
+        return getattr(g, f"conv_{kind}")(a, b, **padding, **out)
+
+    random = np.random.default_rng(0)
+    operands = [jnp.asarray(random.standard_normal(shape), dtype) for shape in given]
+    plan = jc.plan(convolution, *operands)
+    (want,) = oracle.evaluate(plan.spec, operands)
+    errors = {}
+    for row in plan.candidates:
+        if row.engine in errors or row.reason:
+            continue
+        try:
+            chosen = plan.select(row)
+        except jc.UnsupportedGraphError:  # it does not compile
+            continue
+        errors[row.engine] = relative_error(chosen.execute(*operands), want)
+    print(errors)
+    assert errors, "no engine has run"
+    assert max(errors.values()) < 6e-3, errors  # bfloat16's rounding, or TF32's
 
 
 def test_failure_of_the_device_is_no_unsupported_graph():
