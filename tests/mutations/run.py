@@ -5,7 +5,8 @@
 Works on copies of the installed package. One run of the whole suite, with a probe in front of each
 statement that is mutated, says which tests execute it; then each mutation has only these run on
 it, up to the first failure and for at most five minutes, those first that execute the fewest of
-the mutated statements. Mutations of C++ have the executor's tests (CMake, Ninja) instead.
+the mutated statements; a test that then fails without the mutation, too, has found nothing. Each
+process has one core. Mutations of C++ have the executor's tests (CMake, Ninja) instead.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ PROBES = '''
 import os
 
 seen = set()
+cores = sorted(os.sched_getaffinity(0))
+worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+os.sched_setaffinity(0, {cores[worker % len(cores)]})
 
 
 def hit(number):
@@ -79,8 +83,16 @@ def main():
         hits = executed(work, python, options)
         count = collections.Counter(test for tests in hits.values() for test in tests)
         orders = {n: sorted(tests, key=lambda t: (count[t], t)) for n, tests in hits.items()}
-        with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-            runs = {n: pool.submit(mutated, work, n, m, orders[n]) for n, m in python.items()}
+        original = copied(work, "original")
+        cores = iter(sorted(os.sched_getaffinity(0)) * options.workers)
+
+        def pin():  # this thread and the processes that it starts
+            os.sched_setaffinity(0, {next(cores)})
+
+        with concurrent.futures.ThreadPoolExecutor(options.workers, initializer=pin) as pool:
+            runs = {
+                n: pool.submit(mutated, work, n, m, orders[n], original) for n, m in python.items()
+            }
             runs |= {
                 n: pool.submit(compiled, work, n, m) for n, m in chosen.items() if n not in runs
             }
@@ -182,7 +194,7 @@ def run_pytest(to, options, environment=(), timeout=None):
     return done.returncode, done.stdout + done.stderr
 
 
-def mutated(work, name, mutation, tests):
+def mutated(work, name, mutation, tests, original):
     file, old, new = mutation
     to = copied(work, f"mutated-{list(MUTATIONS).index(name)}")
     path = to / "jax_cudnn" / file
@@ -190,23 +202,30 @@ def mutated(work, name, mutation, tests):
     assert text.count(old) == 1, f"{name}: not once in {file}"
     path.write_text(text.replace(old, new))
     started = time.monotonic()
-    options = ["-x", "-n0", "-m", "", "--timeout=300", f"@{to / 'tests.txt'}"]
-    status, output, run = USAGE, "", tests
-    while run and status == USAGE:  # some ids differ from process to process, or by the mutation
+    options = ["-x", "-n0", "-m", "", "--timeout=300"]
+    run, by = tests, ""
+    while run and not by:
         (to / "tests.txt").write_text("\n".join(run))
-        status, output = run_pytest(to, options, timeout=MOST - (time.monotonic() - started))
+        left = MOST - (time.monotonic() - started)
+        status, output = run_pytest(to, [*options, f"@{to / 'tests.txt'}"], timeout=left)
         gone = {line.rpartition("/tests/")[2] for line in output.splitlines() if NONE in line}
-        run = [test for test in run if test.removeprefix("tests/") not in gone] if gone else []
+        failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        if status == USAGE and gone:  # ids differ from process to process, or by the mutation
+            run = [test for test in run if test.removeprefix("tests/") not in gone]
+        elif status in (1, 2) or failed:
+            by = failed[0].partition(" - ")[0].partition(" ")[2] if failed else "collection"
+            if by in run and run_pytest(original, [*options, by], timeout=MOST)[0]:
+                by, run = "", run[run.index(by) + 1 :]
+        else:
+            break
     shutil.rmtree(to)
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    found = status in (1, 2) or bool(failed)  # tests failed, or could not be collected
-    return told(name, found, len(tests), failed[0] if failed else "", started)
+    return told(name, len(tests), by, started)
 
 
-def told(name, found, tests, by, started):
+def told(name, tests, by, started):
     seconds = round(time.monotonic() - started)
-    print(f"{'found' if found else 'NOT FOUND'}: {name} ({tests} tests, {seconds} s) {by[:120]}")
-    return {"found": found, "tests": tests, "by": by.partition(" - ")[0].partition(" ")[2]}
+    print(f"{'found' if by else 'NOT FOUND'}: {name} ({tests} tests, {seconds} s) {by[:120]}")
+    return {"found": bool(by), "tests": tests, "by": by, "seconds": seconds}
 
 
 def compiled(work, name, mutation):
@@ -225,7 +244,7 @@ def compiled(work, name, mutation):
         subprocess.run(command, check=True, capture_output=True)
     test = ["ctest", "--test-dir", to / "build", "--no-tests=error"]
     done = subprocess.run(test, capture_output=True, text=True, check=False)
-    return told(name, done.returncode != 0, 1, "FAILED executor", started)
+    return told(name, 1, "executor" if done.returncode else "", started)
 
 
 if __name__ == "__main__":
