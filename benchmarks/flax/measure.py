@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_cudnn.commands import timing
-from jax_cudnn.flax import accelerate
+from jax_cudnn.flax import accelerate, report
 
 from ..case import LIMIT
 from ..measure import FAILED, TIMED, WRONG, Effort, Entry, short, told
@@ -143,12 +143,12 @@ def _ready(
 
 def _made(case: FlaxCase, side: str, initial: nnx.State, batch: Batch) -> Training:
     """The side's model, with a copy of the parameters and an optimizer of its own."""
-    model, report = nnx.eval_shape(lambda: case.make(side)), None
+    model, swapped = nnx.eval_shape(lambda: case.make(side)), None
     nnx.update(model, jax.tree.map(jnp.copy, initial))
     if side == OURS:
-        model, report = accelerate(model)
+        model, swapped = accelerate(model), report(model)
     optimizer = nnx.Optimizer(model, case.optimizer, wrt=nnx.Param)
-    return Training(model, optimizer, batch, report=report)
+    return Training(model, optimizer, batch, report=swapped)
 
 
 def _begun(ready: dict[str, Training], not_run: dict[str, str]) -> dict[str, Entry]:

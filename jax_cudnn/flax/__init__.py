@@ -1,10 +1,10 @@
-"""Flax NNX's layers on cuDNN: ``jax_cudnn.flax.Linear`` in the place of ``flax.nnx.Linear``."""
+"""Flax NNX layers that run on cuDNN: ``jax_cudnn.flax.Linear`` replaces ``flax.nnx.Linear``."""
 
 from . import requirement as requirement
 
 # isort: split
-from .accelerate import Report as Report
 from .accelerate import accelerate as accelerate
+from .accelerate import report as report
 from .attention import MultiHeadAttention as MultiHeadAttention
 from .conv_norm_act import ConvNormAct as ConvNormAct
 from .convolution import Conv as Conv
@@ -19,3 +19,4 @@ from .normalization import InstanceNorm as InstanceNorm
 from .normalization import LayerNorm as LayerNorm
 from .normalization import RMSNorm as RMSNorm
 from .paged_cache import PagedCache as PagedCache
+from .reports import Report as Report

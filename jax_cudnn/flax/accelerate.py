@@ -1,4 +1,4 @@
-"""A model whose layers are ours, with the Variables of one of Flax's."""
+"""Replace Flax's layers in a model, sharing its Variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax import lax
 
 from .._core.errors import GraphError, GraphTypeError
 from .layer import SWAPPED, Layer, shallow, taken
-from .report import Entry, Report
+from .reports import Entry, Report
 
 M = TypeVar("M", bound=nnx.Module)
 _EMPTY = types.CellType()
@@ -28,46 +28,76 @@ _FUNCTIONS = (
 )
 
 
-def accelerate(model: M) -> tuple[M, Report]:
-    """The model with every layer of Flax in whose place there is one here, and what was swapped.
+def accelerate(model: M) -> M:
+    """Returns a copy of the model in which cuDNN layers replace Flax's, where there is one.
 
-    The new model shares all Variables with the given one: training one trains the other. The
-    given one is as before, and so are its lists, dicts and tuples. What stands in several places
-    of it, also in a cycle, does so in the new one. ``nnx.state`` of both is the same. What is no
-    Variable is of each model: ``eval()`` and ``train()``, ``init_cache``, views.
+    The copy shares all Variables with the given model: training one trains the other, and
+    ``nnx.state`` of both is the same. The given model, its lists, dicts and tuples do not change.
+    A layer that the model holds in several places, also in a cycle, is one layer in the copy.
+    State that is not a Variable is separate: ``eval()`` and ``train()``, ``init_cache``, views.
 
-    Layers in other containers than these stay Flax's. A function that holds a module (a ``lambda``
-    that names ``self``, ``jax.jit(self.method)``) goes on computing with that one: with Flax's
-    layers, and in its modes, whatever ``eval()`` of the new model says. The report tells of both.
+    :func:`report` lists which layers are replaced, which are not, and why. These stay as they are:
+
+    - classes derived from a layer of Flax, because they may compute something else;
+    - layers that would fall back to Flax's implementation for any operands;
+    - layers that have an attribute with the name of one of our arguments;
+    - BatchNorm, because XLA is faster for one without a fused activation or residual;
+    - layers in containers other than lists, dicts and tuples.
+
+    A function that holds a module (a ``lambda`` that uses ``self``, ``jax.jit(self.method)``) keeps
+    calling the original module, with Flax's layers, and ignores ``eval()`` of the copy.
 
     Args:
-        model: a module, abstract (``nnx.eval_shape``) or not; also under ``nnx.jit``.
+        model: an NNX module, concrete or abstract (``nnx.eval_shape``); also under ``nnx.jit``.
 
-    Returns: the new model, of the same class (of one layer, of ours), and a :class:`Report`;
-    ``print(report)`` shows a table. Classes that are derived from a layer of Flax are not swapped,
-    because they may compute something else, nor are layers that Flax's own way computes whatever
-    their operands are, layers with an attribute of your own that is an argument here, nor a
-    BatchNorm: without an activation or residual of ours, XLA's is faster.
+    Returns:
+        A model of the same class. If the model is a single layer, our layer.
 
     Raises:
-        GraphTypeError: what is given is no module of NNX.
-        GraphError: modules are nested deeper than Python's limit of recursion.
+        GraphTypeError: the model is not an NNX module.
+        GraphError: modules are nested deeper than Python's recursion limit.
 
     Source: ``flax.nnx``, "Surgery".
 
     Example:
         >>> import jax_cudnn.flax as jnn
         >>> from flax import nnx
-        >>> rngs = nnx.Rngs(0)
-        >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.relu)
-        >>> fast, report = jnn.accelerate(model)
+        >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.relu)
+        >>> fast = jnn.accelerate(model)
         >>> type(fast.layers[0]) is jnn.Linear, fast.layers[0].kernel is model.layers[0].kernel
         (True, True)
-        >>> print(report)
+    """
+    return _copied(model)[0]
+
+
+def report(model: nnx.Module) -> Report:
+    """Lists which layers of a model :func:`accelerate` replaces, which it keeps, and why.
+
+    The report of a model and of its accelerated copy are equal.
+
+    Args:
+        model: an NNX module, before or after :func:`accelerate`.
+
+    Returns:
+        A :class:`Report`. ``print(report)`` shows it as a table.
+
+    Raises:
+        GraphTypeError: the model is not an NNX module.
+        GraphError: modules are nested deeper than Python's recursion limit.
+
+    Example:
+        >>> import jax_cudnn.flax as jnn
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.relu)
+        >>> print(jnn.report(model))
         path      class   swapped  why
         layers.0  Linear  yes
         1 swapped, 0 kept
     """
+    return _copied(model)[1]
+
+
+def _copied(model: M) -> tuple[M, Report]:
     _check_module(model)
     copied = _Copy()
     try:
@@ -75,8 +105,8 @@ def accelerate(model: M) -> tuple[M, Report]:
         copied.note_others(model)
     except RecursionError as error:
         raise GraphError(
-            "the model's modules are nested too deep",
-            expected="a depth within Python's limit of recursion",
+            "the model's modules are nested too deeply",
+            expected="a depth within Python's recursion limit",
             got=f"a limit of {sys.getrecursionlimit()}",
             fix="hold layers in an nnx.List, or raise sys.setrecursionlimit",
         ) from error
@@ -84,16 +114,16 @@ def accelerate(model: M) -> tuple[M, Report]:
 
 
 class _Copy:
-    """A copy of what holds modules, one for each object."""
+    """Copies whatever holds modules, each object once."""
 
     def __init__(self) -> None:
         self.made: dict[int, Any] = {}
         self.entries: dict[Any, Entry] = {}
 
     def of(self, value: Any, path: tuple[str, ...]) -> Any:
-        """The value for the new model; itself where it holds no module."""
+        """The value for the new model: the same object if it holds no module."""
         if id(value) in self.made:
-            if entry := self.entries.get(id(value)):  # another path of the same
+            if entry := self.entries.get(id(value)):  # another path to the same object
                 where = f"{entry.path}, {_joined(path)}"
                 self.entries[id(value)] = replace(entry, path=where)
             return self.made[id(value)]
@@ -120,7 +150,7 @@ class _Copy:
             return types.MethodType(value.__func__, self.of(value.__self__, path))
         if callable(value) and _holds_a_module(value, set()):
             name = str(getattr(value, "__name__", type(value).__name__))
-            why = "a function that holds a module: it computes with that one, and in its modes"
+            why = "a function that holds a module: it calls the original module, in its modes"
             self.note(path, path, name, False, why)
         return value
 
@@ -150,29 +180,29 @@ class _Copy:
         return made
 
     def note(self, key: Any, path: tuple[str, ...], name: str, swapped: bool, why: str) -> None:
-        """An entry of what the report tells of."""
+        """Adds an entry to the report."""
         self.entries[key] = Entry(_joined(path), name, swapped, why)
 
     def note_others(self, model: nnx.Module) -> None:
-        """An entry of each layer of Flax that was not reached."""
+        """Adds an entry for each layer of Flax that was not reached."""
         for path, module in nnx.iter_graph(model):
             if type(module) in SWAPPED and id(module) not in self.made:
-                why = "it is in a container that accelerate does not look into"
+                why = "it is in a container other than a list, dict or tuple"
                 where = tuple(map(str, path))
                 self.note(id(module), where, type(module).__name__, False, why)
 
     def note_function(self, value: Any, path: tuple[str, ...]) -> None:
-        """An entry of a function that a module of the user's calls."""
+        """Adds an entry for a function that a user's module holds and ``ops`` has, too."""
         inner = value.func if isinstance(value, functools.partial) else value
         for function, ours in _FUNCTIONS:
             if inner is function:
-                why = f"a function of your own module: jax_cudnn.ops.{ours} can stand for it"
+                why = f"your own module holds it: jax_cudnn.ops.{ours} can replace it"
                 self.note(path, path, function.__name__, False, why)
 
 
 def _holds_a_module(value: Any, seen: set[int]) -> bool:
-    """Whether a function reaches a module: as what it is bound to, by what it wraps, or by a
-    variable of the function that it is made in or of its file; an object, by an attribute."""
+    """Whether a function reaches a module: it is bound to one, wraps one, or has one as a default,
+    in its closure or in a global that it uses; a callable object, in an attribute."""
     if isinstance(value, nnx.Module):
         return True
     if id(value) in seen:
@@ -183,7 +213,7 @@ def _holds_a_module(value: Any, seen: set[int]) -> bool:
         held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         held += [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY]
         named = (value.__globals__.get(name) for name in value.__code__.co_names)
-        held += [x for x in named if isinstance(x, nnx.Module)]  # not what functions of files hold
+        held += [x for x in named if isinstance(x, nnx.Module)]  # not through global functions
     elif isinstance(value, types.MethodType):
         held.append(value.__func__)
     elif isinstance(value, functools.partial):
@@ -204,30 +234,54 @@ def _joined(path: tuple[str, ...]) -> str:
 
 
 def _told(module: Any, ours: Layer | None) -> tuple[bool, str] | None:
-    """Whether swapped, and why or when not; None of what the report does not tell."""
+    """Whether a module is replaced, and why not (or when Flax computes a part of it); None for
+    modules that the report leaves out."""
     kind = type(module)
-    if ours is not None:
-        return not ours.kept, ours.kept or ours.remark or ""
+    if ours is not None or isinstance(module, Layer):
+        layer: Layer = module if ours is None else ours
+        return not layer.kept, layer.kept or layer.remark or ""
     if why := taken(module):
         return False, why
-    if isinstance(module, Layer):
-        return False, "it is a layer of jax_cudnn"
     if bases := [base.__name__ for base in kind.__mro__ if base in SWAPPED]:
-        return False, f"a class derived from {bases[0]}: it may compute otherwise"
+        return False, f"a class derived from {bases[0]}: it may compute something else"
     if isinstance(module, nnx.Module) and kind.__module__.startswith("flax.nnx.nn."):
-        return False, "there is no such layer here"
+        return False, "jax_cudnn has no such layer"
+    return None
+
+
+_ADVICE = {
+    "flax.linen": "pass jax_cudnn.ops.attention_fn, dot_general and conv_general_dilated to Linen's "
+    'layers ("Flax Linen" in docs/flax_and_others.md)',
+    "equinox": "call jax_cudnn.ops in an equinox.Module of your own "
+    '("Equinox" in docs/flax_and_others.md)',
+    "haiku": "call jax_cudnn.ops in a haiku.Module of your own "
+    '("Haiku" in docs/flax_and_others.md)',
+}
+"""What to do with a model of another framework."""
+
+
+def _framework(model: Any) -> str | None:
+    """The framework that defines a model, or the model that a method or a wrapper holds: known by
+    the names of modules, so that the framework is not imported."""
+    while model is not None:
+        for kind in (model, *type(model).__mro__, *getattr(model, "__mro__", ())):
+            for name in _ADVICE:
+                if f"{getattr(kind, '__module__', '')}.".startswith(f"{name}."):
+                    return name
+        held = (getattr(model, name, None) for name in ("__self__", "__wrapped__", "func"))
+        model = next((inner for inner in held if inner is not None), None)
     return None
 
 
 def _check_module(model: Any) -> None:
     if isinstance(model, nnx.Pytree):
         return
-    fix = "give the module itself, as nnx.merge or its class makes it"
-    if any(base.__module__.startswith("flax.linen") for base in type(model).__mro__):
-        fix = "Linen's layers take jax_cudnn.ops.attention_fn, dot_general, conv_general_dilated"
+    fix = "pass the module itself, as its class or nnx.merge returns it"
+    if framework := _framework(model):
+        fix = _ADVICE[framework]
     kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise GraphTypeError(
-        "accelerate is for modules of Flax NNX",
+        "jax_cudnn.flax takes modules of Flax NNX",
         expected="an nnx.Module",
         got=kind,
         fix=fix,

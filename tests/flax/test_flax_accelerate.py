@@ -1,4 +1,4 @@
-"""jc.flax.accelerate: the same Variables in other layers, the model as it was, and the report."""
+"""jc.flax.accelerate shares Variables and leaves the model as it is; jc.flax.report says why."""
 
 import collections
 import functools
@@ -49,23 +49,23 @@ def held(model, kind, of):
 def test_variables_are_shared_and_the_model_is_as_it_was():
     theirs = Block(nnx.Rngs(0))
     variables, modules = held(theirs, nnx.Variable, id), held(theirs, nnx.Module, type)
-    ours, report = jnn.accelerate(theirs)
+    ours, report = jnn.accelerate(theirs), jnn.report(theirs)
     assert held(theirs, nnx.Variable, id) == held(ours, nnx.Variable, id) == variables
     assert held(theirs, nnx.Module, type) == modules
     swapped = {path: SWAPPED.get(kind, kind) for path, kind in modules.items()}
     assert held(ours, nnx.Module, type) == swapped
     assert len(report.swapped) == sum(kind in SWAPPED for kind in modules.values()) == 9
-    assert report.kept == ()
+    assert (report.kept, report) == ((), jnn.report(ours))
     found = [nnx.jit(nnx.value_and_grad(loss))(m, tokens()) for m in (ours, theirs)]
     close(*map(without_key_bias, found))
-    abstract, _ = jnn.accelerate(nnx.eval_shape(lambda: Block(nnx.Rngs(5))))
+    abstract = jnn.accelerate(nnx.eval_shape(lambda: Block(nnx.Rngs(5))))
     nnx.update(abstract, nnx.state(theirs))
     close(nnx.merge(*nnx.split(abstract))(tokens()), theirs(tokens()))
 
 
 def test_models_of_a_trace():
     theirs, x = Block(nnx.Rngs(0)), tokens()
-    close(nnx.jit(lambda m, x: jnn.accelerate(m)[0](x))(theirs, x), theirs(x))
+    close(nnx.jit(lambda m, x: jnn.accelerate(m)(x))(theirs, x), theirs(x))
 
 
 class Holder(nnx.Module):
@@ -83,7 +83,7 @@ class Holder(nnx.Module):
 
 def test_what_stands_in_several_places_does_so_again():
     theirs = Holder(nnx.Rngs(0))
-    ours, report = jnn.accelerate(theirs)
+    ours, report = jnn.accelerate(theirs), jnn.report(theirs)
     assert type(ours.layer) is type(ours.list[1][0]) is jnn.Linear
     places = (ours.list[0], ours.dict["a"][0], ours.dict["b"].first, ours.leaves.func)
     assert all(place is ours.layer for place in places)
@@ -127,14 +127,13 @@ class Mixed(nnx.Module):
 
 KEPT = {
     "own": "derived from Linear",
-    "ours": "a layer of jax_cudnn",
     "hooked": "a dot_general of its own",
-    "embed": "no such layer",
+    "embed": "has no such layer",
     "norm": "XLA fuses it",
     "mine": "an attention_fn of its own",
     "wide": "no graph computes in float64",
     **{f"wide.{n}": "no graph computes in float64" for n in ("query", "key", "value", "out")},
-    "held.layer": "a container that accelerate does not look into",
+    "held.layer": "a container other than a list",
     "closed": "holds a module",
     "method": "holds a module",
 }
@@ -143,7 +142,8 @@ KEPT = {
 def test_report_says_what_not_and_why():
     with jax.enable_x64(True):
         theirs = Mixed(nnx.Rngs(0))
-        ours, report = jnn.accelerate(theirs)
+        ours, report = jnn.accelerate(theirs), jnn.report(theirs)
+        assert jnn.report(ours) == report
     kept = {entry.path: entry.why for entry in report.kept}
     assert kept.keys() == KEPT.keys()
     for path, words in KEPT.items():
@@ -160,9 +160,22 @@ def test_report_says_what_not_and_why():
     assert (ours.dropped.deterministic, theirs.norm.use_running_average) == (True, False)
 
 
-def test_a_layer_by_itself_and_what_is_no_module():
-    ours, report = jnn.accelerate(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
-    assert (type(ours), [e.path for e in report.swapped]) == (jnn.Linear, ["model"])
-    for given in (linen.Dense(3), nnx.Linear):
-        with pytest.raises(jc.GraphTypeError):
+def named_as(module):
+    """An object of a framework that need not be installed, as a method of it that JAX wraps."""
+    kind = type("Model", (), {"__module__": module, "apply": lambda self, x: x})
+    return functools.partial(jax.jit(kind().apply))
+
+
+def test_a_single_layer_and_models_of_other_frameworks():
+    layer = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    assert type(jnn.accelerate(layer)) is jnn.Linear
+    assert [e.path for e in jnn.report(layer).swapped] == ["model"]
+    for given, fix in (
+        (nnx.Linear, "pass the module itself"),
+        (linen.Dense(3), '"Flax Linen" in docs/flax_and_others.md'),
+        (linen.Dense(3).apply, "Flax Linen"),
+        (named_as("equinox._module"), '"Equinox" in'),
+        (named_as("haiku._src.transform"), '"Haiku" in'),
+    ):
+        with pytest.raises(jc.GraphTypeError, match=fix):
             jnn.accelerate(given)

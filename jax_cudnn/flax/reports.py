@@ -1,4 +1,4 @@
-"""What became of a model's layers."""
+"""Which layers of a model are replaced."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Entry:
     """One layer of a model, or one function that a module holds.
 
     Attributes:
-        path: where it is, ``blocks.0.attention``; every path for what is in several places.
-        name: its class, or the function's name.
-        swapped: whether the new model has a layer of this package there.
-        why: why not; of a swapped layer, when Flax computes a part of it.
+        path: its path in the model, ``blocks.0.attention``; all paths, if it has several.
+        name: the name of its class or of the function.
+        swapped: whether the accelerated model has a layer of this package there.
+        why: why not; for a swapped layer, when Flax computes a part of it.
     """
 
     path: str
@@ -25,30 +25,31 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`jax_cudnn.flax.accelerate` swapped, and what not and why.
+    """The result of :func:`jax_cudnn.flax.report`: the layers that are swapped or kept, and why.
 
     Attributes:
-        entries: layers of Flax, functions for which there is another here, and functions that hold
-            a module, in the model's order. Modules of the user's are none: what they hold is.
+        entries: in the model's order: layers of Flax and of this package, functions that
+            ``jax_cudnn.ops`` could replace, and functions that hold a module. Modules of your own
+            have no entry; their layers have.
 
     Example:
         >>> import jax_cudnn.flax as jnn
         >>> from flax import nnx
-        >>> _, report = jnn.accelerate(nnx.Embed(3, 4, rngs=nnx.Rngs(0)))
+        >>> report = jnn.report(nnx.Embed(3, 4, rngs=nnx.Rngs(0)))
         >>> [(entry.name, entry.why) for entry in report.kept]
-        [('Embed', 'there is no such layer here')]
+        [('Embed', 'jax_cudnn has no such layer')]
     """
 
     entries: tuple[Entry, ...]
 
     @property
     def swapped(self) -> tuple[Entry, ...]:
-        """Those with a layer of this package."""
+        """The entries with a layer of this package."""
         return tuple(entry for entry in self.entries if entry.swapped)
 
     @property
     def kept(self) -> tuple[Entry, ...]:
-        """Those that are as they were."""
+        """The entries that stay as they are."""
         return tuple(entry for entry in self.entries if not entry.swapped)
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -56,7 +57,7 @@ class Report:
         return [asdict(entry) for entry in self.entries]
 
     def __str__(self) -> str:
-        """A table, and the numbers of layers below it."""
+        """A table, followed by the counts."""
         head = ("path", "class", "swapped", "why")
         rows = [(e.path, e.name, "yes" if e.swapped else "no", e.why) for e in self.entries]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
