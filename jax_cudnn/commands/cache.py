@@ -95,7 +95,7 @@ def _list(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
         f"{entry.digest[:12]}  {_size(entry.size):>8}  {_age(now - entry.used):>8}  {_text(entry)}"
         for entry in entries
     ]
-    head = f"{'digest':12}  {'size':>8}  {'last use':>8}  label"
+    head = f"{'digest':12}  {'size':>8}  {'last use':>8}  operations: operands -> results; plan"
     total = f"{_entries(len(entries))}, {_size(size)} of {_size(cache.limit)}, in {cache.folder}"
     return 0, facts, "\n".join((head, *lines, total))
 

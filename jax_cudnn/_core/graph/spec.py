@@ -239,6 +239,17 @@ class GraphSpec:
     def __repr__(self) -> str:
         return f"GraphSpec({' '.join(call.node.method for call in self.calls)})"
 
+    @property
+    def label(self) -> str:
+        """Operations, operands and results on one line: ``matmul relu: f[2,3], f[3,4] -> f[2,4]``,
+        with dtypes for f."""
+        results = [self.tensor(name) for name in self.outputs]
+        sides = [
+            ", ".join(f"{t.dtype}[{','.join(map(str, t.shape))}]" for t in tensors)
+            for tensors in (self.input_tensors, results)
+        ]
+        return f"{' '.join(call.node.method for call in self.calls)}: {' -> '.join(sides)}"
+
 
 @functools.lru_cache(maxsize=4096)
 def intern(spec: GraphSpec) -> GraphSpec:

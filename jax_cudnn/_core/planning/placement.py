@@ -198,7 +198,7 @@ def _split(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str
     rows = tuple((s.calls, s.leftover, s.reason) for s in segments)
     if len(rows) == 1 and not rows[0][1]:
         return rows  # one plan, which has an entry of its own
-    stored = cache.put(key, {"segments": rows}, label=f"{spec!r} in {len(rows)} segments")
+    stored = cache.put(key, {"segments": rows}, label=f"{spec.label}; {len(rows)} segments")
     return planner.decoded(key, stored, rows_of) or rows
 
 

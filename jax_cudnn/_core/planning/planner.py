@@ -101,7 +101,7 @@ def _obtain(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Execution
     with progress.planning(name) as clock:
         made = _build(spec, site)
     log.debug("%s: planned in %.3f s: %s", name, clock.seconds, made)
-    label = f"{spec!r}: {made}, cuDNN {frontend.version_text(made.cudnn_version)}"
+    label = f"{spec.label}; {made}, cuDNN {frontend.version_text(made.cudnn_version)}"
     data = made.to_json()
     stored = cache.put(key, data, label=label)
     return made if stored is data else decoded(key, stored, ExecutionPlan.from_json) or made
