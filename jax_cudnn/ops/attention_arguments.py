@@ -1,4 +1,4 @@
-"""Dropout, sinks, ALiBi and block masks as arguments of the functions of attention."""
+"""Dropout, sinks, ALiBi and block masks as arguments of the attention functions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def further(
     block_mask: Any,
     is_causal: bool,
 ) -> tuple[float | None, dict[str, jax.Array]]:
-    """The node's dropout_probability, and its operands by port, from the arguments beside a query
-    (B, T, N, H) and a key (B, S, K, H)."""
+    """The node's dropout_probability and its operands by port, for a query (B, T, N, H) and a key
+    (B, S, K, H)."""
     rate, operands = _rate(dropout_rate), {}
     if rate is not None:
         operands["seed"] = _seed(dropout_rng)
@@ -38,8 +38,8 @@ def further(
             "alibi without is_causal",
             expected="is_causal=True",
             got=f"is_causal={is_causal!r}",
-            why="distances to later keys have no slopes",
-            fix="give the distances that are meant as bias",
+            why="ALiBi defines slopes only for earlier keys",
+            fix="pass is_causal=True, or pass other distances as bias",
         )
     return rate, operands
 
@@ -47,8 +47,8 @@ def further(
 def with_sinks_alone(
     residual: jax.Array, sink: jax.Array, queries: jax.Array | None, keys: jax.Array
 ) -> jax.Array:
-    """The residual (B, T, N), whose queries see their sinks also in an example without keys: that
-    has gone through the graph as one without queries."""
+    """The residual (B, T, N) with sinks for the queries of batch elements without keys, which the
+    graph has treated as having no queries."""
     i, (count, heads) = jnp.arange(residual.shape[1])[:, None], residual.shape[1:]
     there = i < (count if queries is None else jnp.asarray(queries)[:, None, None])
     alone = there & (keys[:, None, None] <= 0)
@@ -60,21 +60,21 @@ def _rate(rate: Any) -> float | None:
     if not number or not 0 <= float(rate) < 1:
         raise GraphError(
             "dropout_rate is not valid",
-            expected="a Python number, at least 0 and below 1",
+            expected="a Python scalar, at least 0 and below 1",
             got=repr(rate)[:200],
-            why="it is part of the program; under jax.jit name it in static_argnames",
+            why="it is static; under jax.jit list it in static_argnames",
         )
     return float(rate) or None
 
 
 def _seed(key: Any) -> jax.Array:
-    """The key as cuDNN's seed, the low word first: ``jax.random.key(7)`` is seed 7."""
+    """The key as cuDNN's seed, low word first: ``jax.random.key(7)`` is seed 7."""
     if key is None:
         raise GraphError(
             "dropout_rate without dropout_rng",
-            expected="a key, as jax.random.key(0) is",
+            expected="a random key, such as jax.random.key(0)",
             got="dropout_rng=None",
-            fix="give a key, or leave dropout_rate out where nothing is trained",
+            fix="pass dropout_rng, or omit dropout_rate outside of training",
         )
     key = jnp.asarray(key)
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
@@ -82,8 +82,8 @@ def _seed(key: Any) -> jax.Array:
         key = data if data.size == 2 else jax.random.bits(key, (2,), jnp.uint32)
     if key.shape != (2,) or key.dtype != jnp.uint32:
         raise GraphTypeError(
-            "dropout_rng is no key",
-            expected="a key of jax.random, or its data, uint32[2]",
+            "dropout_rng is not a key",
+            expected="one jax.random key, or its data, uint32[2]",
             got=f"{key.dtype}{list(key.shape)}",
         )
     return key[::-1].reshape(1, 1, 1, 2)
@@ -94,7 +94,7 @@ def _sink(sink: Any, heads: int) -> jax.Array:
     if sink.shape != (heads,) or not jnp.issubdtype(sink.dtype, jnp.floating):
         raise GraphError(
             "sink is not valid",
-            expected=f"float32[{heads}], a logit for each head of the query",
+            expected=f"float32[{heads}], one logit per query head",
             got=f"{sink.dtype}{list(sink.shape)}",
         )
     return sink.astype(jnp.float32).reshape(1, heads, 1, 1)
@@ -109,9 +109,9 @@ def _tiles(mask: Any, query: Aval, key: Aval) -> jax.Array:
     if not fits or mask.dtype != jnp.bool_:
         raise (GraphTypeError if fits else GraphError)(
             "block_mask is not valid",
-            expected=f"bool{list(wanted)}, or 1 in the first two",
+            expected=f"bool{list(wanted)}, or 1 in the first two dimensions",
             got=f"{mask.dtype}{list(mask.shape)}",
-            why=f"each element stands for {extras.TILE} queries and {extras.TILE} keys",
+            why=f"each element covers {extras.TILE} queries and {extras.TILE} keys",
         )
     packed = extras.packed(mask)
     return jnp.broadcast_to(packed, (b, n, *packed.shape[2:]))

@@ -1,4 +1,5 @@
-"""Queries all of whose keys a mask hides: the mean of the values, as jax.nn's, and its gradient."""
+"""Queries whose keys are all hidden by a mask: the mean of the values, as in jax.nn, and its
+gradient."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def hidden(
     lengths: Lengths,
     block_mask: jax.Array | None = None,
 ) -> jax.Array | None:
-    """The queries, (B or 1, N or 1, T, 1), all of whose keys ``mask`` hides, of those that see some
-    without it; None where there is no mask.
+    """The queries that see some key without ``mask`` but none with it, (B or 1, N or 1, T, 1); None
+    if there is no mask.
 
     Args:
         mask: of rank 4.
@@ -44,8 +45,8 @@ def hidden(
 
 
 def shown(mask: jax.Array | None, rows: jax.Array | None) -> jax.Array | None:
-    """The mask with all keys of these rows shown, where that needs no larger one: their scores are
-    then numbers like others, and not all of them one large number."""
+    """The mask with all keys of these rows shown, unless that needs a larger mask: their scores are
+    then ordinary values instead of the same large one."""
     if mask is None or rows is None:
         return mask
     fits = all(a in (1, b) for a, b in zip(rows.shape[:3], mask.shape[:3], strict=True))
@@ -55,11 +56,11 @@ def shown(mask: jax.Array | None, rows: jax.Array | None) -> jax.Array | None:
 def with_means(
     out: jax.Array, statistic: jax.Array, value: jax.Array, rows: jax.Array | None, lengths: Lengths
 ) -> tuple[jax.Array, jax.Array]:
-    """The result (B, N, T, E) with the mean of an example's values (B, K, S, E) in these rows, and
-    the statistic (B, N, T, 1) that hidden keys have.
+    """The result (B, N, T, E) with the mean of a batch element's values (B, K, S, E) in these rows,
+    and the statistic (B, N, T, 1) of hidden keys.
 
-    Where all scores of a row are one large number, its statistic holds no logarithm of how many
-    there are, from which a backward computes their weights.
+    If all scores of a row are the same large value, its statistic does not resolve the logarithm of
+    their count, from which the backward pass computes their weights.
     """
     if rows is None:
         return out, statistic
@@ -70,7 +71,7 @@ def with_means(
         count = keys
     mean = value.astype(jnp.float32).sum(2, keepdims=True) / count
     batch, heads, _, size = mean.shape
-    groups = out.shape[1] // heads  # jnp.repeat takes no heads that a mesh shards
+    groups = out.shape[1] // heads  # jnp.repeat does not support heads sharded over a mesh
     mean = jnp.tile(mean[:, :, None], (1, 1, groups, 1, 1)).reshape(batch, -1, 1, size)
-    found = jnp.where(rows, mean, out.astype(jnp.float32))  # so that a gradient's sum is in float32
+    found = jnp.where(rows, mean, out.astype(jnp.float32))  # the gradient's sum is then in float32
     return found.astype(out.dtype), jnp.where(rows, unseen(out.dtype), statistic)

@@ -49,48 +49,52 @@ def attention_fn(
 ) -> jax.Array:
     """``flax.nnx.dot_product_attention`` and ``flax.linen.dot_product_attention`` on cuDNN.
 
-    For Flax: ``nnx.MultiHeadAttention(..., attention_fn=jax_cudnn.ops.attention_fn)``, and the same
-    of ``linen.MultiHeadDotProductAttention``. Letters as in
-    :func:`jax_cudnn.ops.dot_product_attention`, which computes it.
+    Use it as ``nnx.MultiHeadAttention(..., attention_fn=jax_cudnn.ops.attention_fn)``, and likewise
+    with ``linen.MultiHeadDotProductAttention``. It calls
+    :func:`jax_cudnn.ops.dot_product_attention`, whose letters it uses.
 
     Args:
-        query: (*batch, T, N, H), with any number of dimensions in front, or none.
+        query: (*batch, T, N, H), with any number of leading dimensions, or none.
         key: (*batch, S, K, H).
         value: (*batch, S, K, E).
         bias: added to the scores, broadcast to (*batch, N, T, S).
-        mask: true, or not 0, where a key is seen; broadcast likewise.
-        broadcast_dropout: one mask of dropout for all examples and heads.
-        dropout_rng: a key; with ``broadcast_dropout=False`` the mask is cuDNN's, another than
-            Flax's.
-        dropout_rate: how probably a weight is dropped.
-        deterministic: nothing is dropped.
-        dtype: of the operands and the result, by default what the operands promote to.
-        precision: lax's; "highest" keeps float32 from TF32.
+        mask: true, or nonzero, where a query sees a key; broadcast likewise.
+        broadcast_dropout: share one dropout mask between all batch elements and heads.
+        dropout_rng: a key; with ``broadcast_dropout=False`` cuDNN draws the mask, which differs
+            from Flax's.
+        dropout_rate: the probability of dropping a weight.
+        deterministic: disable dropout.
+        dtype: of the operands and the result, by default the promoted dtype of the operands.
+        precision: lax's precision; "highest" avoids TF32 for float32.
         module: where the attention weights are sown.
         promote_dtype: NNX's function that promotes the operands.
         is_causal: a query sees keys up to its own position.
-        force_fp32_for_softmax: it is float32 always, and the result has the operands' dtype.
-        einsum_dot_general: Linen's.
-        qk_attn_weights_einsum: Linen's.
-        attn_weights_value_einsum: Linen's.
-        local_window_size: as in ``dot_product_attention``; with ``functools.partial``.
-        key_value_seq_lengths: likewise, (B,) for all examples in one row.
+        force_fp32_for_softmax: no effect: softmax is always float32, and the result has the
+            operands' dtype.
+        einsum_dot_general: as in Linen.
+        qk_attn_weights_einsum: as in Linen.
+        attn_weights_value_einsum: as in Linen.
+        local_window_size: as in ``dot_product_attention``; set it with ``functools.partial``.
+        key_value_seq_lengths: likewise, (B,) with all batch dimensions flattened.
         bottom_right: likewise.
-        others: what else ``dot_product_attention`` takes: sink, alibi, score_mod, options, ...
+        others: further arguments of ``dot_product_attention``: sink, alibi, score_mod, options, ...
 
     Returns: (*batch, T, N, E).
 
-    Flax's own function computes what cuDNN has not, with a line in the debug log of the logger
-    ``jax_cudnn``: weights that are sown, dropout that examples and heads share (Flax's default:
-    give ``broadcast_dropout=False``), einsums of one's own, float64, and empty arrays. A
-    ``dropout_rate`` outside of [0, 1) is its business, too: newer versions of it refuse one.
+    It falls back to Flax's implementation, with a line in the debug log of the logger
+    ``jax_cudnn``, for sown attention weights, shared dropout masks (Flax's default: pass
+    ``broadcast_dropout=False``), custom einsums, float64 and empty arrays. It also leaves a
+    ``dropout_rate`` outside of [0, 1) to Flax, whose newer versions reject it.
 
-    A query that sees no key by ``is_causal``, window or lengths alone gives 0; where ``mask`` hides
-    all that they leave, the mean of all values, as in Flax (here of those within the lengths).
+    A query that sees no key because of ``is_causal``, window or lengths alone returns 0. If
+    ``mask`` hides all remaining keys, the result is the mean of all values, as in Flax (here of
+    those within the lengths).
 
     Raises:
-        GraphError: shapes or arguments do not fit; ``others`` where Flax's function computes.
-        UnsupportedGraphError: under ``jax_cudnn.implementation("cudnn")``, where cuDNN does not.
+        GraphError: shapes or arguments do not fit, or Flax's implementation is needed but does not
+            support ``others``.
+        UnsupportedGraphError: cuDNN does not support it, under
+            ``jax_cudnn.implementation("cudnn")``.
 
     Source: ``flax.nnx.dot_product_attention``, ``flax.linen.dot_product_attention``.
 
@@ -134,12 +138,13 @@ def attention_fn(
         return out if query.ndim <= 4 else out.reshape(*batch, t, n, value.shape[-1])
     if others:
         raise GraphError(
-            "Flax's own attention does not take these arguments",
+            "Flax's attention does not support these arguments",
             expected="arguments of Flax's dot_product_attention",
             got=", ".join(sorted(others)),
-            why=f"{reason}, which cuDNN does not compute",
+            why=f"attention_fn falls back to Flax's implementation because of {reason}",
+            fix="remove these arguments, or the cause of the fallback",
         )
-    log.debug("attention_fn: Flax's own function runs it: %s", reason)
+    log.debug("attention_fn falls back to Flax's implementation: %s", reason)
     hidden = _seen(query, key, is_causal, local_window_size, key_value_seq_lengths, bottom_right)
     masks = [x for x in (mask, hidden) if x is not None]
     return _flaxs(module, einsums, force_fp32_for_softmax)(
@@ -172,15 +177,15 @@ def _flaxs_reason(
     rate: float,
     broadcast_dropout: bool,
 ) -> str | None:
-    """Why Flax's own function computes it, or None."""
+    """Why attention_fn falls back to Flax's implementation, or None."""
     if module is not None:
-        return "the attention weights are sown"
+        return "sown attention weights"
     if any(einsums.values()):
-        return "an einsum of one's own"
+        return "a custom einsum"
     if not 0 <= rate < 1:
         return f"the dropout_rate {rate}"
     if rate and broadcast_dropout:
-        return "dropout that examples and heads share"
+        return "a dropout mask shared by batch elements and heads"
     if str(query.dtype) not in FLOATS:
         return f"the dtype {query.dtype}"
     if 0 in (*query.shape, *key.shape, *value.shape):
@@ -189,9 +194,9 @@ def _flaxs_reason(
 
 
 def _flaxs(module: Any, einsums: dict[str, Any], force_fp32_for_softmax: bool) -> Callable:
-    """Flax's function: Linen's for what NNX's does not take."""
+    """Flax's function: Linen's for arguments that NNX's does not support."""
     from flax import linen
-    from flax.nnx.nn import attention  # nnx's own name may stand for the hook
+    from flax.nnx.nn import attention  # nnx's public name may be bound to this hook
 
     if any(einsums.values()) or force_fp32_for_softmax or isinstance(module, linen.Module):
         return functools.partial(
@@ -205,7 +210,7 @@ def _in_one_batch(x: jax.Array) -> jax.Array:
 
 
 def _broadcasting_batch(x: Any, batch: list[int]) -> Any:
-    """What broadcasts to (*batch, N, T, S) as what broadcasts to (B, N, T, S)."""
+    """An array that broadcasts to (*batch, N, T, S), as one that broadcasts to (B, N, T, S)."""
     if x is None or len(batch) < 2 or x.ndim <= 3:
         return x
     own = x.shape[:-3]
@@ -222,7 +227,7 @@ def _seen(
     lengths: jax.Array | None,
     bottom_right: bool,
 ) -> jax.Array | None:
-    """The keys that band and lengths leave, as a mask (*batch or 1, 1, T, S)."""
+    """The keys within band and lengths, as a mask (*batch or 1, 1, T, S)."""
     left, right = window_bounds(window)
     right = 0 if is_causal else right
     if left is right is lengths is None:

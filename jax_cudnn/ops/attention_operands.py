@@ -1,4 +1,4 @@
-"""Operands of the functions of attention: checked, and in the form that graphs take."""
+"""Operands of the attention functions: checked and converted to the form that graphs take."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .attention_reference import Band
 from .score_mod import ScoreMod, check_function
 
 BY_TOKEN = (0, 2, 1, 3)
-"""(B, H, S, D) in the memory of (B, S, H, D), and back."""
+"""(B, H, S, D) in the memory layout of (B, S, H, D), and back."""
 Aval = jax.Array | jax.ShapeDtypeStruct
-_MASKED = -0.7  # of the largest number
+_MASKED = -0.7  # times the largest finite value
 
 
 def operand(name: str, x: Any, rank: int, heads_first: bool = False) -> jax.Array:
-    """An argument with rank 4; GraphError where its rank is not that of the query."""
+    """An argument with rank 4; GraphError if its rank differs from the query's."""
     x = floating(name, x)
     if x.ndim != rank or rank not in (3, 4):
         form = "N, T, H" if heads_first else "T, N, H"
         raise GraphError(
             f"{name} has the wrong rank",
-            expected=f"query, key and value all (B, {form}) or all ({form})",
+            expected=f"query, key and value all of the form (B, {form}) or all of ({form})",
             got=f"{name} of shape {list(x.shape)}",
         )
     return x if rank == 4 else x[None]
 
 
 def by_token(x: jax.Array, heads_first: bool) -> Aval:
-    """What is known of an operand as (B, T, N, H)."""
+    """An operand's shape and dtype as (B, T, N, H)."""
     if not heads_first:
         return x
     b, n, t, h = x.shape
@@ -43,8 +43,8 @@ def by_token(x: jax.Array, heads_first: bool) -> Aval:
 
 
 def check_operands(query: Aval, key: Aval, value: Aval) -> None:
-    """GraphError or GraphTypeError where (B, T, N, H), (B, S, K, H) and (B, S, K, E) do not fit
-    together."""
+    """GraphError or GraphTypeError unless the operands are (B, T, N, H), (B, S, K, H) and
+    (B, S, K, E)."""
     (b, _, n, h), (*bs, heads, size) = query.shape, key.shape
     fits = size == h and bs[0] == b and value.shape[:3] == key.shape[:3]
     if not fits or heads == 0 or n % heads:
@@ -64,18 +64,18 @@ def check_operands(query: Aval, key: Aval, value: Aval) -> None:
 
 
 def check_size(size: int, x: Aval) -> None:
-    """GraphError where the heads of queries, in this array, have no elements."""
+    """GraphError if the query heads in this array have no elements."""
     if size == 0:
         raise GraphError(
-            "heads of queries have no elements",
-            expected="a size H of at least 1",
+            "query heads have no elements",
+            expected="a head size H of at least 1",
             got=f"shape {list(x.shape)}",
-            why="scores are sums over H, by default divided by its root",
+            why="scores are sums over H, by default divided by sqrt(H)",
         )
 
 
 def scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
-    """The query and the number that multiplies the scores; an array multiplies the query."""
+    """The query and the scalar factor of the scores; an array multiplies the query."""
     if scale is None:
         return query, query.shape[-1] ** -0.5
     if isinstance(scale, numbers.Real):
@@ -84,8 +84,7 @@ def scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
 
 
 def window_bounds(window: Any) -> tuple[int | None, int | None]:
-    """The bounds of cuDNN's band for local_window_size: its left one is the first key that is not
-    seen."""
+    """The bounds of cuDNN's band for local_window_size; the left bound is exclusive."""
     if window is None:
         return None, None
     both = window if isinstance(window, (tuple, list)) else (window, window)
@@ -93,7 +92,7 @@ def window_bounds(window: Any) -> tuple[int | None, int | None]:
     if len(both) != 2 or not valid or min(both) < 0:
         raise GraphError(
             "local_window_size is not valid",
-            expected="(left, right) of integers of at least 0, or one for both",
+            expected="two integers (left, right) of at least 0, or one for both",
             got=repr(window)[:200],
         )
     return int(both[0]) + 1, int(both[1])
@@ -102,7 +101,7 @@ def window_bounds(window: Any) -> tuple[int | None, int | None]:
 def lengths_of(
     queries: Any, keys: Any, query: Aval, key: Aval
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Both as (B, 1, 1, 1) and in range, where there is one."""
+    """Both lengths as (B, 1, 1, 1) and in range; None if neither is given."""
     if queries is None and keys is None:
         return None
     found = []
@@ -115,7 +114,7 @@ def lengths_of(
         if given.shape != (batch,) or given.dtype != jnp.int32:
             raise GraphError(
                 f"{name} is not valid",
-                expected=f"int32[{batch}], the length of each example",
+                expected=f"int32[{batch}], one length per batch element",
                 got=f"{given.dtype}{list(given.shape)}",
             )
         found.append(jnp.clip(given, 0, of.shape[1]).reshape(batch, 1, 1, 1))
@@ -123,29 +122,29 @@ def lengths_of(
 
 
 def without_keys(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both lengths so that cuDNN writes all results: of an example without keys it leaves them
-    unwritten, of one without queries not."""
+    """Both lengths such that cuDNN writes all results: it leaves them unwritten for a batch element
+    without keys, but not for one without queries."""
     none = keys <= 0
     return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
 
 
 def masking(mask: Any, query: Aval, key: Aval) -> jax.Array | None:
-    """The mask with rank 4; GraphTypeError where it is none."""
+    """The mask with rank 4; GraphTypeError if it is not boolean."""
     if mask is None:
         return None
     mask = broadcasting("mask", mask, query, key)
     if mask.dtype != jnp.bool_:
         raise GraphTypeError(
             "mask is not boolean",
-            expected="bool, True where a key is seen",
+            expected="bool, True where a query sees a key",
             got=f"{mask.dtype}{list(mask.shape)}",
-            fix="give an additive mask as bias",
+            fix="pass an additive mask as bias, or use mask.astype(bool)",
         )
     return mask
 
 
 def additive(bias: Any, mask: jax.Array | None, query: Aval, key: Aval) -> jax.Array | None:
-    """What is added to the scores for a bias and what :func:`masking` gives, with rank 4."""
+    """The bias, with the mask from :func:`masking` folded in, with rank 4."""
     if bias is not None:
         bias = broadcasting("bias", bias, query, key)
         _check_bias(bias)
@@ -157,17 +156,19 @@ def additive(bias: Any, mask: jax.Array | None, query: Aval, key: Aval) -> jax.A
 
 
 def unseen(dtype: Any) -> float:
-    """The score of a key that a mask hides; rows of nothing else are attention_hidden's."""
+    """The score of a key hidden by a mask; attention_hidden handles rows of hidden keys only."""
     return _MASKED * float(jnp.finfo(dtype).max)
 
 
 def _check_bias(bias: jax.Array) -> None:
     if bias.dtype == jnp.bool_ or jnp.issubdtype(bias.dtype, jnp.complexfloating):
         raise GraphTypeError(
-            "bias holds no real numbers",
+            "bias is not real-valued",
             expected="floats, which are added to the scores",
             got=f"{bias.dtype}{list(bias.shape)}",
-            fix="give it as mask=, True where a key is seen" if bias.dtype == jnp.bool_ else "",
+            fix="pass it as mask=, True where a query sees a key"
+            if bias.dtype == jnp.bool_
+            else "",
         )
 
 
@@ -179,8 +180,8 @@ def modification(
     band: Band,
     lengths: Sequence[jax.Array],
 ) -> tuple[ScoreMod, tuple[jax.Array, ...]]:
-    """The function of the scores, with the band and the lengths, as a value, and its operands as a
-    graph takes them."""
+    """The score_mod with band and lengths as a value, and its operands in the form that graphs
+    take."""
     from .score_mod_written import written  # importing jax_cudnn does without
 
     check_function(function)
@@ -189,7 +190,9 @@ def modification(
         x = None if given is None else broadcasting(f"score_mod_operands[{i}]", given, query, key)
         if x is None or jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise GraphTypeError(
-                f"score_mod_operands[{i}] is no array of numbers", got=repr(given)[:200]
+                f"score_mod_operands[{i}] is not a real-valued array",
+                expected="an array of floats, integers or booleans",
+                got=repr(given)[:200],
             )
         if x.dtype == jnp.bool_:
             truths.append(i)
@@ -202,18 +205,25 @@ def modification(
 
 
 def _scores(query: Aval, key: Aval) -> tuple[int, ...]:
-    """The scores' shape."""
+    """The shape of the scores."""
     return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
 
 
 def broadcasting(name: str, x: Any, query: Aval, key: Aval) -> jax.Array:
-    """With rank 4; GraphError for what does not broadcast to the scores."""
+    """An array with rank 4; GraphError if it does not broadcast to the scores."""
     x, scores = jnp.asarray(x), _scores(query, key)
     shape = (*(1,) * (4 - x.ndim), *x.shape)
-    if x.ndim > 4 or any(a not in (1, b) for a, b in zip(shape, scores, strict=True)):
+    if not _fits(shape, scores):
+        per_batch = x.ndim == 3 and _fits((x.shape[0], 1, *x.shape[1:]), scores)
         raise GraphError(
             f"{name} does not fit the scores",
-            expected=f"what broadcasts to (B, N, T, S) = {list(scores)}",
+            expected=f"a shape that broadcasts to (B, N, T, S) = {list(scores)}",
             got=f"shape {list(x.shape)}",
+            why="rank 3 broadcasts as (N, T, S), as in jax.nn" if per_batch else None,
+            fix=f"did you mean {name}[:, None]?" if per_batch else None,
         )
     return x.reshape(shape)
+
+
+def _fits(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
+    return len(shape) == 4 and all(a in (1, b) for a, b in zip(shape, scores, strict=True))

@@ -98,93 +98,97 @@ def dot_product_attention(
     implementation: str | None = None,
     options: Options | None = None,
 ) -> Any:
-    """Scaled dot-product attention, with the arguments of :func:`jax.nn.dot_product_attention`.
+    """Scaled dot-product attention with the arguments of :func:`jax.nn.dot_product_attention`.
 
     ``softmax(scale * query key^T + bias) value`` for each head, over the keys that a query sees.
-    Letters: B examples, T queries, S keys, N heads of queries, K of keys and values, H and E their
-    sizes.
+    Letters: B batch elements, T queries, S keys, N query heads, K key and value heads, H and E
+    the head sizes of keys and of values.
 
     Args:
-        query: (B, T, N, H) or (T, N, H); bfloat16, float16 or float32. Of float32
-            cuDNN runs the forward alone, without lengths, with products in TF32, and nothing where
-            JAX's default matmul precision is "highest".
-        key: (B, S, K, H) or (S, K, H), of query's dtype. Each head serves N / K neighbouring ones
-            of query.
+        query: (B, T, N, H) or (T, N, H); bfloat16, float16 or float32. In float32 cuDNN runs only
+            the forward pass, without lengths and with products in TF32, and nothing if JAX's
+            default matmul precision is "highest".
+        key: (B, S, K, H) or (S, K, H), of query's dtype. Each key head serves N / K consecutive
+            query heads.
         value: (B, S, K, E) or (S, K, E), of query's dtype. E may differ from H.
-        bias: added to the scaled scores; of rank 4 or less and broadcast to (B, N, T, S); for
-            cuDNN copied where keys share its elements, and where its own gradient is wanted and
-            queries do, which ``explain()`` states. Rounded to query's dtype: ``g.sdpa`` keeps one
-            in float32 beside 16-bit queries (cuDNN plans that forward). Has a gradient.
-        mask: True where a key is seen, broadcast like bias. It becomes a bias of its shape in
-            memory; what can be said by ``is_causal``, ``local_window_size`` or lengths costs
-            nothing, and tiles of keys that these hide are passed over.
+        bias: added to the scaled scores; of rank 4 or less, broadcast to (B, N, T, S) and rounded
+            to query's dtype. Differentiable. It is copied to full size for cuDNN if it is
+            broadcast over keys, or over queries when its gradient is needed; ``explain()`` reports
+            this. (``g.sdpa`` keeps a float32 bias with 16-bit queries; cuDNN runs that forward.)
+        mask: True where a query sees a key, broadcast like bias: a mask (B, T, S) needs
+            ``mask[:, None]``. It becomes a bias of its shape in memory. ``is_causal``,
+            ``local_window_size`` and lengths cost nothing instead, and skip hidden tiles of keys.
         scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
         is_causal: a query sees keys up to its own position.
-        query_seq_lengths: (B,) in int32, how many queries each example has; the rest give 0. A
-            length below 0 is 0, and one above T is T.
-        key_value_seq_lengths: (B,) in int32, how many keys, from 0 up to S likewise. What is behind
-            the lengths must be finite: tiles hold some of it, with weights of 0.
-        local_window_size: (left, right) or one number for both: a query sees so many keys before
-            and after its own position. With ``is_causal`` none after.
-        bottom_right: positions are counted so that the last query and the last key are at the
-            same, as where keys of earlier tokens are cached.
-        dropout_rate: how probably a weight is dropped, a Python number, at least 0 and below 1; the
-            others are divided by one minus that.
-        dropout_rng: a key of jax.random, typed or raw uint32 data, which dropout_rate needs. A key
-            gives one mask, in the forward and in derivatives; another key is no other program. The
-            mask of an element follows from the key and its place in the arrays of one call: on a
-            mesh fold the device's index into the key. With vmap the calls run in turn. cuDNN's
-            masks are others than XLA's.
-        sink: a logit for each head, (N,) in float32, that is in the sum of softmax and has no
-            value: a query may attend to nothing. Has a gradient.
-        alibi: lower scores by a slope for each head times the distance of the key (Press et al.
-            2022, arXiv:2108.12409): ``2 ** (-8 i / N)``, i = 1 ... N, where N is a power of two,
-            and as in its code else. With ``is_causal`` alone.
+        query_seq_lengths: (B,) in int32, the number of queries of each batch element, clipped to
+            [0, T]; rows after it are 0.
+        key_value_seq_lengths: (B,) in int32, the number of keys, clipped to [0, S]. Values after
+            the lengths must be finite: kernels may read them, with weight 0.
+        local_window_size: (left, right), or one integer for both: how many keys before and after
+            its own position a query sees. With ``is_causal``, none after.
+        bottom_right: align the last query with the last key, as with cached keys of earlier
+            tokens. By default the first ones are aligned.
+        dropout_rate: the probability of dropping a weight, a Python scalar in [0, 1); the
+            remaining weights are divided by ``1 - dropout_rate``.
+        dropout_rng: a jax.random key, typed or raw uint32 data; required by dropout_rate. One key
+            gives one mask, for the forward pass and derivatives; a new key does not recompile.
+            The mask depends on the key and the position within the arrays of a call: on a mesh,
+            fold the device index into the key. Under vmap the calls run sequentially. cuDNN and
+            XLA draw different masks.
+        sink: one logit per head, (N,) in float32, added to the sum of the softmax without a value,
+            so that a query may attend to nothing. Differentiable.
+        alibi: subtract a slope per head times the distance to the key (Press et al. 2022,
+            arXiv:2108.12409): ``2 ** (-8 i / N)``, i = 1 ... N, if N is a power of two, otherwise
+            as in the authors' code. Requires ``is_causal``.
         block_mask: which tiles of 128 queries see which tiles of 128 keys, booleans of shape
-            (B or 1, N or 1, ceil(T / 128), ceil(S / 128)). cuDNN has a forward for Blackwell (from
-            9.26 on); the backward, and all on other GPUs, is XLA's, which computes every tile.
-        score_mod: ``f(score, b, h, q, kv, *score_mod_operands)``, a function in jnp that gives what
-            stands for the scaled scores: ``score`` is (B, N, T, S) in float32, and the indices of
-            example, head, query and key are int32 and broadcast with it. Operators, comparisons,
-            ``jnp.where``, and functions of each element become part of cuDNN's kernel, and so does
-            their derivative; nothing may look at other scores. ``bias`` is added to its result, and
-            ``is_causal``, window and lengths hide keys of it; with ALiBi, dropout, sinks or block
-            masks XLA runs it. Ready ones are in ``jax_cudnn.ops.score_mods``. A function that is
-            equal to an earlier one is not traced again; what it closes over is as under
-            ``jax.jit``, arrays are traced at each call.
-        score_mod_operands: arrays that it reads, broadcast like bias; floats come to it as float32,
-            integers as int32 and booleans as such. Those of floats have gradients, which XLA
-            computes. For cuDNN one that queries share, (B, 1, 1, S) say, is broadcast to all of
-            them in memory; ``jax_cudnn.plan(...).explain()`` says how many bytes, and what to use.
+            (B or 1, N or 1, ceil(T / 128), ceil(S / 128)). cuDNN 9.26 and newer run the forward
+            pass on Blackwell; the backward pass and all other GPUs run in XLA, which computes
+            every tile.
+        score_mod: ``f(score, b, h, q, kv, *score_mod_operands)``, a jnp function that returns the
+            modified scaled scores. ``score`` is (B, N, T, S) in float32; the indices of batch
+            element, head, query and key are int32 and broadcast with it. Operators, comparisons,
+            ``jnp.where`` and elementwise functions become part of cuDNN's kernel, as does their
+            derivative; the function must not combine different scores. ``bias`` is added to its
+            result, then ``is_causal``, window and lengths hide keys. With ALiBi, dropout, sinks
+            or block masks it runs in XLA. ``jax_cudnn.ops.score_mods`` has common ones. Equal
+            functions are traced once; closures work as under ``jax.jit``, and arrays they capture
+            are traced at each call.
+        score_mod_operands: arrays passed to score_mod, broadcast like bias: floats as float32,
+            integers as int32, booleans as booleans. Float operands are differentiable, in XLA. An
+            operand broadcast over queries, such as (B, 1, 1, S), is copied to full size for cuDNN;
+            ``jax_cudnn.plan(...).explain()`` reports the bytes and alternatives.
         heads_first: query, key and value are (B, N, T, H), (B, K, S, H) and (B, K, S, E), and the
-            result (B, N, T, E), or all without B. Either form is read where it lies.
-        return_residual: also return the logarithm of each row's sum of exponentials.
+            result (B, N, T, E), or all without B. Neither form is copied.
+        return_residual: also return the log-sum-exp of each row.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
-    Returns: (B, T, N, E) or (T, N, E), of query's dtype; with ``return_residual`` also the natural
-    logarithm of the sum of ``exp`` of what softmax gets, (B, T, N) or (T, N) in float32, N before T
-    with ``heads_first``. Both may be differentiated; the forward keeps both for that.
+    Returns: (B, T, N, E) or (T, N, E), of query's dtype. With ``return_residual`` also the natural
+    log-sum-exp of the softmax's input, (B, T, N) or (T, N) in float32, or with N before T under
+    ``heads_first``. Both are differentiable, and the forward pass keeps both for the backward pass.
 
-    Where it differs from ``jax.nn``: a query that sees no key by ``is_causal``, window or lengths
-    gives 0 and a residual of -inf, as cuDNN's kernels do (jax.nn's "xla" gives the mean of all
-    values). Where ``mask`` hides all keys that these leave, it gives the mean of all values, as
-    jax.nn (here of those within the lengths, and 0 with a sink). A bias of -inf for all keys gives
-    0 (jax.nn: NaN); one of large negative numbers for all keys of a query has inexact gradients,
-    from about -1e5 on wrong ones, because the backward reads the logarithm of the row's sum in
-    float32: say it by ``mask``. A bias in float32 is rounded to query's dtype (jax.nn adds it in
-    float32). The residual is float32, and differentiated. With a sink, the
-    residual contains it, and is the sink where a query sees no key.
+    Differences from ``jax.nn``:
 
-    ``options=Options(deterministic=True)`` gives gradients that are the same in each run. cuDNN's
-    engine for that takes ``2 B N T S`` bytes of workspace on Hopper and older GPUs. Where that is
-    more than ``Options.max_workspace``, by default a quarter of the GPU's memory, cuDNN 9.25 and
-    newer run a slower engine on Hopper whose workspace is linear; else XLA runs the backward.
-    ``jax_cudnn.plan(...).explain()`` says which, and how many bytes.
+    - A query that sees no key because of ``is_causal``, window or lengths returns 0 and a residual
+      of -inf, as cuDNN's kernels do (jax.nn's "xla" returns the mean of all values).
+    - If ``mask`` hides all remaining keys, the result is the mean of all values, as in jax.nn (here
+      of those within the lengths; 0 with a sink).
+    - A bias of -inf for all keys returns 0 (jax.nn: NaN). Large negative biases for all keys of a
+      query give inexact gradients, and from about -1e5 wrong ones, because the backward pass reads
+      the log-sum-exp in float32: use ``mask`` instead.
+    - A float32 bias is rounded to query's dtype (jax.nn adds it in float32).
+    - The residual is float32 and differentiable. With a sink it includes the sink, and equals the
+      sink if a query sees no key.
+
+    ``options=Options(deterministic=True)`` makes gradients reproducible. cuDNN's engine for that
+    takes ``2 B N T S`` bytes of workspace on Hopper and older GPUs. If that exceeds
+    ``Options.max_workspace`` (by default a quarter of the GPU's memory), cuDNN 9.25 and newer run
+    a slower engine with linear workspace on Hopper; otherwise the backward pass falls back to XLA.
+    ``jax_cudnn.plan(...).explain()`` reports the choice and the bytes.
 
     Raises:
         GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
-        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it.
+        UnsupportedGraphError: cuDNN does not support it, with ``implementation="cudnn"``.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762; Dao 2023, arXiv:2307.08691; cuDNN documentation,
     "Scaled Dot Product Attention".
@@ -223,14 +227,14 @@ def dot_product_attention(
     )
     operands = listed(score_mod_operands)
     if score_mod is not None or operands:
-        if alibi or sink is not None:  # XLA runs it, with a band and lengths of its own
+        if alibi or sink is not None:  # XLA runs it, with separate band and lengths
             limits = Band(), ()
-        else:  # they become a part of the function
+        else:  # they become part of the function
             limits, lengths = (band, lengths or ()), None
             left, right, bottom_right = None, None, False
         score_mod, operands = modification(score_mod, operands, queries, keys, *limits)
     mask, rows = masking(mask, queries, keys), None
-    if sink is None:  # or else the sink is what such a query sees
+    if sink is None:  # with a sink, such a query sees the sink
         rows = hidden(mask, queries, keys, band=band, lengths=ends, block_mask=block_mask)
     out, statistic = chosen(ATTENTION, options, None, implementation)(
         q, k, v, additive(bias, shown(mask, rows), queries, keys), lengths, extras, operands,

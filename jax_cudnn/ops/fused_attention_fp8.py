@@ -1,4 +1,4 @@
-"""Attention in fp8 of arrays that are wider: with scales of what they hold, or of earlier steps."""
+"""fp8 attention of wider arrays, with current or delayed scaling."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 from .attention_operands import BY_TOKEN, check_operands, lengths_of, operand, window_bounds
 from .scaling import E4M3, DelayedScaling, amax_of, largest, quantizable, scale_of
 
-_WEIGHTS = largest(E4M3)  # the scale of softmax's weights, which are at most 1
+_WEIGHTS = largest(E4M3)  # the scale of the softmax weights, which are at most 1
 _FACTORS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 _GRADIENTS = ("dQ", "dK", "dV")
 _ONE = (1, 1, 1, 1)
 
 
 class _Kind(NamedTuple):
-    """What an attention is, besides its arrays."""
+    """The parameters of an attention call, without its arrays."""
 
     scale: float
     left: int | None
@@ -41,7 +41,7 @@ class _Kind(NamedTuple):
 
 
 def _placed(x):
-    """A (B, N, T, H) tensor in the memory of (B, T, N, H)."""
+    """A (B, N, T, H) tensor in the memory layout of (B, T, N, H)."""
     return x.set_stride(packed_strides(x.shape, BY_TOKEN))
 
 
@@ -120,50 +120,53 @@ def dot_product_attention_fp8(
     implementation: str | None = None,
     options: Options | None = None,
 ) -> jax.Array:
-    """Scaled dot-product attention whose products are of fp8 numbers.
+    """Scaled dot-product attention with fp8 matrix products.
 
-    ``softmax(scale * query key^T) value`` for each head, where query, key, value and the softmax's
-    weights are rounded to float8_e4m3fn, each with a scale that brings it into range; sums, maxima
+    ``softmax(scale * query key^T) value`` for each head. Query, key, value and the softmax weights
+    are rounded to float8_e4m3fn, each multiplied by a scale that maps it into range; sums, maxima
     and exponentials are float32. Letters as in :func:`dot_product_attention`.
 
-    **Current scaling** (``scaling=None``): scales are of what the arrays hold, computed in the same
-    program: query, key and value by their largest values, the weights by 1, the result by the
-    largest value (it is a mean of values). In the backward the gradient of the result becomes
-    float8_e5m2 by its largest value, and what is computed from it by bounds that hold for any
-    input. These are generous: from 32k queries of one head of keys on, small elements of the
-    gradients by key and value get below what float8_e5m2 resolves.
+    **Current scaling** (``scaling=None``): the program computes scales from the arrays: from the
+    largest absolute values of query, key and value, from 1 for the weights, and from the largest
+    absolute value of value for the result (a weighted mean of values). In the backward pass the
+    gradient of the result is scaled by its largest absolute value and rounded to float8_e5m2; the
+    scales of derived quantities come from bounds that hold for any input. These are generous: from
+    32k queries per key head on, small elements of the key and value gradients underflow in
+    float8_e5m2.
 
-    **Delayed scaling** (a :class:`DelayedScaling`): scales are of earlier steps, which spares the
-    passes over query, key and value before the call, and fit the gradients closely. The gradient by
-    ``scaling`` is the state of the next step. What exceeds the range of a scale saturates. Reverse
-    mode only.
+    **Delayed scaling** (a :class:`DelayedScaling`): scales come from earlier steps. This saves the
+    passes over query, key and value before the call, and the gradients' scales are tight. The
+    gradient with respect to ``scaling`` is the state of the next step. Values out of range
+    saturate. Reverse mode only.
 
     Args:
-        query: (B, T, N, H) or (T, N, H) in bfloat16, float16 or float32. cuDNN takes H in multiples
-            of 16, for the backward on SM 90 only 128.
+        query: (B, T, N, H) or (T, N, H) in bfloat16, float16 or float32. cuDNN requires H to be a
+            multiple of 16, and 128 for the backward pass on SM 90.
         key: (B, S, K, H) or (S, K, H), of query's dtype.
         value: (B, S, K, E) or (S, K, E), of query's dtype.
         scaling: the state of delayed scaling, or None.
         scale: factor of the scores, by default ``H**-0.5``.
         is_causal: a query sees keys up to its own position.
-        query_seq_lengths: (B,) in int32, how many queries each example has; the rest give 0.
-        key_value_seq_lengths: (B,) in int32, how many keys. What is behind the lengths must be
+        query_seq_lengths: (B,) in int32, the number of queries of each batch element; rows after
+            it are 0.
+        key_value_seq_lengths: (B,) in int32, the number of keys. Values after the lengths must be
             finite.
-        local_window_size: (left, right) or one number for both.
-        bottom_right: the last query and the last key are at the same position; from SM 100 on.
+        local_window_size: (left, right), or one integer for both.
+        bottom_right: align the last query with the last key; needs SM 100 or newer.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
-    Returns: (B, T, N, E) or (T, N, E), of query's dtype; NaN for rows that NaN or infinite values
-    reach, which scales leave out. The gradient is cuDNN's backward in fp8;
-    of random numbers results are about 6 %, gradients about 10 % (relative, in the norm) from those
-    in float32; over thousands of keys, where gradients are small sums of large terms, more (21 % at
-    8192, causal). Under ``vmap`` each example has largest values of its own, so examples run in
-    turn (a batch belongs in B), but for results alone with one state of delayed scaling.
+    Returns: (B, T, N, E) or (T, N, E), of query's dtype. NaN and infinite inputs do not affect the
+    scales, and give NaN in the rows that depend on them. Gradients run in cuDNN's fp8 backward
+    pass. Compared with float32, random inputs give results with a relative error (in the norm) of
+    about 6 % and gradients with about 10 %, and more over thousands of keys, where gradients are
+    small sums of large terms (21 % at 8192, causal). Under ``vmap`` each element has its own
+    scales, so the calls run sequentially (put a batch in B), except for results without gradients
+    under one shared state of delayed scaling.
 
     Raises:
         GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
-        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it.
+        UnsupportedGraphError: cuDNN does not support it, with ``implementation="cudnn"``.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433; Shah et al. 2024, arXiv:2407.08608; cuDNN
     documentation, "Scaled Dot Product Attention FP8".
@@ -177,7 +180,7 @@ def dot_product_attention_fp8(
     if scaling is not None and not isinstance(scaling, DelayedScaling):
         raise GraphTypeError(
             "scaling is not valid",
-            expected="a DelayedScaling, or None for scales of what the arrays hold",
+            expected="a DelayedScaling, or None for current scaling",
             got=f"{type(scaling).__name__}: {scaling!r}"[:200],
         )
     is_causal, bottom_right = flags(is_causal=is_causal, bottom_right=bottom_right)
@@ -202,7 +205,7 @@ def dot_product_attention_fp8(
     else:
         out = _delayed(kind, operands, lengths, scaling)
     out = jnp.swapaxes(out, 1, 2)
-    if lengths is not None:  # cuDNN 9.19 writes some rows behind the last query on an H200
+    if lengths is not None:  # cuDNN 9.19 writes some rows after the last query on an H200
         out = jnp.where(jnp.arange(out.shape[1]).reshape(1, -1, 1, 1) < lengths[0], out, 0)
     return out if rank == 4 else out[0]
 
@@ -212,17 +215,17 @@ def _factor(x: jax.Array) -> jax.Array:
 
 
 def _current_scales(*operands: jax.Array) -> dict[str, jax.Array]:
-    """The factors of q, k, v, and of the result: those of v."""
+    """The factors of q, k and v, and of the result, which uses those of v."""
     found = {}
     for port, x in zip("qkv", operands, strict=True):
-        numbers = jnp.where(jnp.isfinite(x), x, 0)  # what is none leaves the rest its scale
+        numbers = jnp.where(jnp.isfinite(x), x, 0)  # other elements do not affect the scale
         scale = _factor(scale_of(jax.lax.stop_gradient(amax_of(numbers)), E4M3))
         found |= {f"scale_{port}": scale, f"descale_{port}": 1 / scale}
     return {**found, **_of_weights(), "scale_o": found["scale_v"], "descale_o": found["descale_v"]}
 
 
 def _of_weights() -> dict[str, jax.Array]:
-    """The factors of softmax's weights, as arrays: cuDNN reads them from the GPU's memory."""
+    """The factors of the softmax weights, as arrays: cuDNN reads them from device memory."""
     factors = {"scale_s": _WEIGHTS, "descale_s": 1 / _WEIGHTS}
     return {name: jnp.full(_ONE, factor, jnp.float32) for name, factor in factors.items()}
 
@@ -243,7 +246,7 @@ def _delayed(
 def _narrow(
     operands: tuple[jax.Array, ...], scaling: DelayedScaling
 ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-    """The operands in fp8, and the forward's factors."""
+    """The operands in fp8, and the factors of the forward pass."""
     scales = scaling.scales()
     narrow = [_quantized(x, scales[p], E4M3) for p, x in zip("qkv", operands, strict=True)]
     factors = {f"descale_{port}": _factor(1 / scales[port]) for port in "qkv"}
@@ -260,7 +263,7 @@ def _delayed_forward(
     narrow, factors = _narrow(operands, scaling)
     out, stats, amax = kind.run(FORWARD, narrow, factors, lengths, keep=True)
     largest = {port: amax_of(x) for port, x in zip("qkv", operands, strict=True)} | {"o": amax}
-    like = jnp.zeros(0, operands[0].dtype)  # says the dtype of the operands
+    like = jnp.zeros(0, operands[0].dtype)  # carries the dtype of the operands
     kept = [*narrow, out], stats, lengths, scaling, largest, like
     return _wide(out, scaling, operands[0].dtype), kept
 

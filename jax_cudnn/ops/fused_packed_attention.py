@@ -1,4 +1,4 @@
-"""Attention of examples that lie one behind the other, in the conventions of ``jax.nn``."""
+"""Attention over variable-length sequences packed along the token axis."""
 
 from __future__ import annotations
 
@@ -49,59 +49,57 @@ def packed_dot_product_attention(
     implementation: str | None = None,
     options: Options | None = None,
 ) -> Any:
-    """Scaled dot-product attention of examples of different lengths, packed without padding.
+    """Scaled dot-product attention over variable-length sequences, packed along the token axis.
 
-    The tokens of example i are those from ``offsets[i]`` up to ``offsets[i + 1]``; its queries see
-    its own keys alone: ``softmax(scale * query key^T + bias) value`` for each head. Letters: B
-    examples, T queries and S keys of all of them together, N heads of queries, K of keys and
-    values, H and E their sizes. From lengths to offsets:
+    Sequence i holds the tokens ``offsets[i]`` to ``offsets[i + 1] - 1``, without padding, and its
+    queries see only its own keys: ``softmax(scale * query key^T + bias) value`` for each head (the
+    THD layout). Letters: B sequences, T queries and S keys in total, N query heads, K key and value
+    heads, H and E the head sizes of keys and of values. Offsets follow from lengths by
     ``jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")``.
 
     Args:
-        query: (T, N, H); 16 bits, or float32, which XLA runs.
-        key: (S, K, H), of query's dtype. Each head serves N / K neighbouring ones of query.
+        query: (T, N, H); bfloat16 or float16, or float32, which runs in XLA.
+        key: (S, K, H), of query's dtype. Each key head serves N / K consecutive query heads.
         value: (S, K, E), of query's dtype. E may differ from H.
-        bias: added to the scaled scores, by position in an example; it broadcasts to (B, N,
-            max_query_length, max_key_value_length). Rounded to query's dtype. Has a gradient.
+        bias: added to the scaled scores, indexed by position in a sequence; broadcast to (B, N,
+            max_query_length, max_key_value_length) and rounded to query's dtype. Differentiable.
         query_offsets: (B + 1,) in int32, ascending, between 0 and T. Tokens before the first and
-            behind the last one belong to no example.
-        max_query_length: at least the largest number of queries of an example; of more the rest
-            is left out. Plans are made for it: a few values of it are a few plans.
+            after the last offset belong to no sequence.
+        max_query_length: at least the largest number of queries in a sequence; excess queries are
+            ignored. Each value needs its own plan, so use few.
         key_value_offsets: (B + 1,) in int32, between 0 and S; by default ``query_offsets``.
-        max_key_value_length: as max_query_length, of keys; by default that for self-attention,
-            and S else.
+        max_key_value_length: the same for keys; by default max_query_length for self-attention,
+            otherwise S.
         scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
-        is_causal: a query sees keys up to its own position in the example.
-        local_window_size: (left, right) or one number for both: a query sees so many keys before
-            and after its own position. With ``is_causal`` none after.
-        bottom_right: positions are counted so that the last query and the last key of an example
-            are at the same.
-        return_residual: also return the logarithm of each row's sum of exponentials.
+        is_causal: a query sees keys up to its own position in the sequence.
+        local_window_size: (left, right), or one integer for both: how many keys before and after
+            its own position a query sees. With ``is_causal``, none after.
+        bottom_right: align the last query of a sequence with its last key. By default the first
+            ones are aligned.
+        return_residual: also return the log-sum-exp of each row.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
-    Returns: (T, N, E) of query's dtype, 0 for queries that see no key and for tokens of no example,
-    whose gradients are 0, too; with ``return_residual`` also the natural logarithm of the sum of
-    ``exp`` of what softmax gets, (T, N) in float32, which is -inf for these. Both may be
-    differentiated.
+    Returns: (T, N, E) of query's dtype. With ``return_residual`` also the natural log-sum-exp of
+    the softmax's input, (T, N) in float32. Queries that see no key, and tokens of no sequence, have
+    results and gradients of 0 and a residual of -inf. Both results are differentiable.
 
-    Memory: that of the arrays, and in the backward cuDNN's workspace, which holds the gradient of
-    the queries in float32. Offsets out of range are brought into it, so no foreign memory is
-    read. All tokens must be finite: a tile at the end of an example may hold some of the next one,
-    with weights of 0.
+    Memory is linear in the number of tokens; cuDNN's workspace for the backward pass holds the
+    query gradient in float32. Offsets are clipped to the valid range, so no other memory is read.
+    All tokens must be finite: a tile at the end of a sequence may read the next one, with weight 0.
 
-    Under vmap it runs once for each element; rather give all examples in one call.
+    Under vmap the calls run sequentially; pass all sequences in one call instead.
 
     Raises:
         GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
-        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it.
+        UnsupportedGraphError: cuDNN does not support it, with ``implementation="cudnn"``.
 
     Source: cuDNN documentation, "Scaled Dot Product Attention", ragged tensors.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
         >>> q, k = jnp.ones((100, 8, 64), "bfloat16"), jnp.ones((100, 2, 64), "bfloat16")
-        >>> offsets = jnp.array([0, 30, 90], "int32")  # examples of 30 and 60 tokens
+        >>> offsets = jnp.array([0, 30, 90], "int32")  # sequences of 30 and 60 tokens
         >>> jc.ops.packed_dot_product_attention(
         ...     q, k, k, query_offsets=offsets, max_query_length=64, is_causal=True
         ... ).shape
@@ -123,8 +121,8 @@ def packed_dot_product_attention(
         keys, longest = _offsets("key_value_offsets", key_value_offsets), len(key)
     if keys.shape != queries.shape:
         raise GraphError(
-            "key_value_offsets is not of the same examples",
-            expected=f"int32{list(queries.shape)}, as query_offsets",
+            "key_value_offsets and query_offsets have different shapes",
+            expected=f"int32{list(queries.shape)}, the shape of query_offsets",
             got=f"int32{list(keys.shape)}",
         )
     longest = longest if max_key_value_length is None else max_key_value_length
@@ -157,7 +155,7 @@ def _tokens(name: str, x: Any) -> jax.Array:
     if x.ndim != 3:
         raise GraphError(
             f"{name} has the wrong rank",
-            expected="tokens, heads and size: (T, N, H), (S, K, H) and (S, K, E)",
+            expected="rank 3 (tokens, heads, head size): (T, N, H), (S, K, H) and (S, K, E)",
             got=f"{name} of shape {list(x.shape)}",
         )
     return x
@@ -168,9 +166,9 @@ def _offsets(name: str, x: Any) -> jax.Array:
     if x.ndim != 1 or len(x) < 1 or x.dtype != jnp.int32:
         raise GraphError(
             f"{name} is not valid",
-            expected="int32[B + 1], where each example begins and the last one ends",
+            expected="int32[B + 1], the start of each sequence and the end of the last one",
             got=f"{x.dtype}{list(x.shape)}",
-            fix='of lengths: jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")',
+            fix='from lengths: jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")',
         )
     return x
 
@@ -179,8 +177,9 @@ def _limit(name: str, x: Any, tokens: int) -> int:
     if not isinstance(x, (int, np.integer)) or isinstance(x, bool) or x < 1:
         raise GraphError(
             f"{name} is not valid",
-            expected="an integer of at least 1: plans are made for it, so it is static",
+            expected="a Python integer of at least 1",
             got=repr(x)[:200],
+            why="it is static: each value needs its own plan",
         )
     return max(1, min(int(x), tokens))
 
@@ -192,7 +191,7 @@ def _lengths(offsets: jax.Array, limit: int) -> jax.Array:
 def _in_elements(
     queries: jax.Array, keys: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> dict[str, jax.Array]:
-    """Offsets in each array, in its elements: of as many where sizes are equal."""
+    """The offsets within each array, counted in elements."""
     n, h = query.shape[1:]
     k, e = value.shape[1:]
     per_token = {"q": n * h, "o": n * e, "stats": n}
@@ -209,7 +208,7 @@ def _bias(bias: Any, scores: tuple[int, ...], query: jax.Array) -> jax.Array | N
     if bias.ndim > 4 or any(a not in (1, b) for a, b in zip(shape, scores, strict=True)):
         raise GraphError(
             "bias does not fit the scores",
-            expected="what broadcasts to (B, N, max_query_length, max_key_value_length) = "
+            expected="a shape that broadcasts to (B, N, max_query_length, max_key_value_length) = "
             f"{list(scores)}",
             got=f"shape {list(bias.shape)}",
         )

@@ -1,4 +1,4 @@
-"""Attention over a cache of keys and values in pages, and how tokens get there."""
+"""Attention over a paged cache of keys and values, and writing tokens to the cache."""
 
 from __future__ import annotations
 
@@ -45,48 +45,48 @@ def paged_dot_product_attention(
     implementation: str | None = None,
     options: Options | None = None,
 ) -> Any:
-    """Scaled dot-product attention over keys and values in pages, as a server caches them.
+    """Scaled dot-product attention over a paged cache of keys and values, as used for serving.
 
-    Token t of example b is the one at ``t % U`` of page ``page_table[b, t // U]``; over these
-    ``softmax(scale * query key^T) value`` for each head, without bringing them together in memory.
-    One query an example is decoding, several with ``is_causal`` are a prefill (the last part of a
-    prompt, whose keys are in the pages already). Letters: B examples, T queries, n pages an
-    example, P pages of U tokens in all, N heads of queries, K of keys and values, H and E their
-    sizes.
+    Token t of batch element b is in slot ``t % U`` of page ``page_table[b, t // U]``. Each head
+    computes ``softmax(scale * query key^T) value`` over these tokens, without gathering them in
+    memory. One query per batch element is a decoding step; several with ``is_causal`` are a prefill
+    (the last part of a prompt, whose keys are already in the pages). Letters: B batch elements, T
+    queries, n pages per batch element, P pages of U tokens in total, N query heads, K key and value
+    heads, H and E the head sizes of keys and of values.
 
     Args:
-        query: (B, T, N, H); bfloat16 or float16, or float32, which XLA runs.
-        key_pages: (P, U, K, H), of query's dtype. Each head serves N / K neighbouring ones of
-            query.
+        query: (B, T, N, H); bfloat16 or float16, or float32, which runs in XLA.
+        key_pages: (P, U, K, H), of query's dtype. Each key head serves N / K consecutive query
+            heads.
         value_pages: (P, U, K, E), of query's dtype.
-        page_table: (B, n) in int32, from 0 up to P - 1. Entries behind an example's length may
-            be anything. Numbers out of range are brought into it: cuDNN would read foreign memory.
-        key_value_seq_lengths: (B,) in int32, how many keys each example has, at most n * U.
-            What pages hold behind them must be finite: tiles hold some of it, with weights of 0.
-        query_seq_lengths: (B,) in int32, how many queries; the rest give 0. By default T.
-        value_page_table: the same for value_pages, by default page_table. A cache that holds keys
-            in its even pages and values in its odd ones is given for both, with tables ``2 * t``
-            and ``2 * t + 1``.
-        heads_first: whether pages are (P, K, U, H) and (P, K, U, E). Either is read as it lies.
+        page_table: (B, n) in int32, indices in [0, P). Entries after a sequence's length may be
+            anything. Indices are clipped to this range, so no other memory is read.
+        key_value_seq_lengths: (B,) in int32, the number of keys of each batch element, at most
+            n * U. Slots after it must hold finite values: kernels may read them, with weight 0.
+        query_seq_lengths: (B,) in int32, the number of queries, by default T; rows after it are 0.
+        value_page_table: the same for value_pages, by default page_table. If one cache holds keys
+            in its even pages and values in its odd ones, pass it as both, with the tables
+            ``2 * t`` and ``2 * t + 1``.
+        heads_first: pages are (P, K, U, H) and (P, K, U, E). Neither form is copied.
         scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
         is_causal: a query sees keys up to its own position.
-        local_window_size: (left, right) or one number for both: a query sees so many keys before
-            and after its own position. With ``is_causal`` none after.
-        bottom_right: positions are counted so that the last query and the last key of an example
-            are at the same; otherwise so that the first ones are.
-        return_residual: also return the logarithm of each row's sum of exponentials.
+        local_window_size: (left, right), or one integer for both: how many keys before and after
+            its own position a query sees. With ``is_causal``, none after.
+        bottom_right: align the last query of a batch element with its last key; if False, align
+            the first ones.
+        return_residual: also return the log-sum-exp of each row.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
-    Returns: (B, T, N, E) of query's dtype, 0 for queries that see no key; with ``return_residual``
-    also the natural logarithm of the sum of ``exp`` of what softmax gets, (B, T, N) in float32.
+    Returns: (B, T, N, E) of query's dtype, 0 for queries that see no key. With ``return_residual``
+    also the natural log-sum-exp of the softmax's input, (B, T, N) in float32.
 
-    Derivatives are XLA's, which brings together some examples' keys at a time: cuDNN has none of
-    keys in pages. Under vmap of all but the pages, elements are further examples.
+    Derivatives run in XLA, which gathers the keys of a few batch elements at a time: cuDNN has no
+    derivative for paged keys. If vmap does not map the pages, its axis joins the batch.
 
     Raises:
         GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
-        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it.
+        UnsupportedGraphError: cuDNN does not support it, with ``implementation="cudnn"``.
 
     Source: Kwon et al. 2023, arXiv:2309.06180; cuDNN documentation, "Scaled Dot Product Attention",
     paged attention.
@@ -116,7 +116,7 @@ def paged_dot_product_attention(
     right = 0 if is_causal else right
     batch, count = query.shape[:2]
     if count == 1 and bottom_right:
-        right = None  # the last query sees all keys anyway, and cuDNN has faster engines then
+        right = None  # the last query sees all keys anyway, and cuDNN has faster engines for this
     tables = {
         "page_table_k": _table("page_table", page_table, batch, len(keys)),
         "page_table_v": _table(
@@ -130,7 +130,7 @@ def paged_dot_product_attention(
     if len(pages) > 1:
         raise GraphError(
             "page_table and value_page_table have different shapes",
-            expected="as many pages of values as of keys",
+            expected="the same number of pages per batch element for keys and values",
             got=" and ".join(map(str, sorted(pages))),
         )
     if query_seq_lengths is None:
@@ -166,19 +166,19 @@ def write_pages(
     seq_lengths: jax.Array | None = None,
     heads_first: bool = False,
 ) -> jax.Array:
-    """The pages with new tokens in them, as :func:`paged_dot_product_attention` reads them.
+    """Write new tokens to pages in the layout of :func:`paged_dot_product_attention`.
 
-    Token t of ``new[b]`` goes to position ``positions[b] + t`` of example b. Under ``jax.jit`` with
-    the pages donated (``donate_argnums``) they are written where they lie.
+    Token t of ``new[b]`` goes to position ``positions[b] + t`` of batch element b. Under
+    ``jax.jit`` with donated pages (``donate_argnums``) the update is in place.
 
     Args:
         pages: (P, U, K, H), or (P, K, U, H) with ``heads_first``.
         new: (B, T, K, H); cast to the dtype of pages.
-        page_table: (B, n) in int32. What would go to a page out of range, or behind the last one
-            of an example, is left out.
-        positions: (B,) in int32, the number of tokens that each example has already.
-        seq_lengths: (B,) in int32, how many of the T tokens there are; by default all.
-        heads_first: how the pages lie.
+        page_table: (B, n) in int32. Tokens for a page out of range, or after a batch element's
+            last page, are dropped.
+        positions: (B,) in int32, the number of tokens that each batch element already has.
+        seq_lengths: (B,) in int32, how many of the T tokens are valid; by default all.
+        heads_first: pages are (P, K, U, H).
 
     Returns: the shape and dtype of pages.
 
@@ -243,7 +243,7 @@ def _check(query: jax.Array, keys: jax.Array, values: jax.Array, heads_first: bo
             expected=f"(B, T, N, H), ({lies}, H) and ({lies}, E), with N a multiple of K and at "
             "least one page",
             got=f"{list(query.shape)}, {list(keys.shape)} and {list(values.shape)}",
-            fix="say how the pages lie, heads_first=True for (P, K, U, H)",
+            fix="set heads_first=True for pages (P, K, U, H), and False for (P, U, K, H)",
         )
     check_size(h, query)
     if not query.dtype == keys.dtype == values.dtype:
@@ -269,7 +269,7 @@ def _integers(name: str, x: Any, shape: tuple[int | None, ...]) -> jax.Array:
 
 
 def _table(name: str, x: Any, batch: int, count: int) -> jax.Array:
-    """(B, 1, n, 1), with numbers of pages that there are."""
+    """(B, 1, n, 1), with indices of existing pages."""
     return jnp.clip(_integers(name, x, (batch, None)), 0, count - 1)[:, None, :, None]
 
 

@@ -1,4 +1,4 @@
-"""Attention of one array of queries, keys and values, in the conventions of ``jax.nn``."""
+"""Attention over one array of queries, keys and values, in the conventions of ``jax.nn``."""
 
 from __future__ import annotations
 
@@ -47,43 +47,44 @@ def dot_product_attention_qkv(
     implementation: str | None = None,
     options: Options | None = None,
 ) -> Any:
-    """Self-attention of queries, keys and values in one array, read where they lie.
+    """Self-attention over queries, keys and values stored in one array, without copying them.
 
-    ``dot_product_attention(qkv[:, :, :N], qkv[:, :, N : N + K], qkv[:, :, N + K :])``, for which
-    XLA would copy the three parts; in the backward the gradients are written as one array, which
-    XLA would put together. What a projection of all three computes is
-    ``jnp.einsum("btm,mhd->bthd", x, weights)``, of weights (model, N + 2 K, H). Letters: B
-    examples, T tokens, N heads of queries, K of keys and values, H their size.
+    ``dot_product_attention(qkv[:, :, :N], qkv[:, :, N : N + K], qkv[:, :, N + K :])``, without the
+    copies of the three slices that XLA would make; the backward pass writes one array of gradients,
+    without a concatenation. A joint projection computes qkv as
+    ``jnp.einsum("btm,mhd->bthd", x, weights)``, with weights (model, N + 2 K, H). Letters: B batch
+    elements, T tokens, N query heads, K key and value heads, H the head size.
 
     Args:
-        qkv: (B, T, N + 2 K, H), heads of queries first, then those of keys, then of values, with
+        qkv: (B, T, N + 2 K, H), query heads first, then key heads, then value heads, with
             ``num_heads``; or (B, T, 3, N, H). 16 bits or float32, see
             :func:`dot_product_attention`.
-        num_heads: N, the heads of queries. Each head of keys serves N / K neighbouring ones.
-        bias: added to the scaled scores; of rank 4 or less and broadcast to (B, N, T, T). Rounded
-            to qkv's dtype. Has a gradient.
-        mask: True where a key is seen, broadcast like bias; it becomes a bias in memory.
-        scale: factor of the scores, a Python number, by default ``H**-0.5``.
+        num_heads: N, the number of query heads. Each key head serves N / K consecutive ones.
+        bias: added to the scaled scores; of rank 4 or less, broadcast to (B, N, T, T) and rounded
+            to qkv's dtype. Differentiable.
+        mask: True where a query sees a key, broadcast like bias; it becomes a bias in memory.
+        scale: factor of the scores, a Python scalar, by default ``H**-0.5``.
         is_causal: a query sees keys up to its own position.
-        query_seq_lengths: (B,) in int32, how many queries each example has; the rest give 0.
-        key_value_seq_lengths: (B,) in int32, how many keys. What is behind the lengths must be
+        query_seq_lengths: (B,) in int32, the number of queries of each batch element; rows after
+            it are 0.
+        key_value_seq_lengths: (B,) in int32, the number of keys. Values after the lengths must be
             finite.
-        local_window_size: (left, right) or one number for both: a query sees so many keys before
-            and after its own position. With ``is_causal`` none after.
-        bottom_right: positions are counted from the last query and the last key.
-        return_residual: also return the logarithm of each row's sum of exponentials.
+        local_window_size: (left, right), or one integer for both: how many keys before and after
+            its own position a query sees. With ``is_causal``, none after.
+        bottom_right: align the last query with the last key.
+        return_residual: also return the log-sum-exp of each row.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
-    Returns: (B, T, N, H), and with ``return_residual`` (B, T, N) in float32, both as those of
+    Returns: (B, T, N, H), and with ``return_residual`` (B, T, N) in float32, both as in
     :func:`dot_product_attention`.
 
-    Parts that are not side by side in these orders (heads of queries, keys and values in turn) are
-    no array that cuDNN reads: give them to :func:`dot_product_attention`, which costs a copy.
+    cuDNN cannot read other orders of heads, such as interleaved query, key and value heads: pass
+    the parts to :func:`dot_product_attention`, which costs a copy.
 
     Raises:
         GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
-        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it.
+        UnsupportedGraphError: cuDNN does not support it, with ``implementation="cudnn"``.
 
     Source: cuDNN documentation, "Scaled Dot Product Attention", strides.
 
@@ -124,7 +125,7 @@ def dot_product_attention_qkv(
 
 
 def _parts(qkv: jax.Array, heads: Any) -> tuple[jax.Array, int, int]:
-    """The array with rank 4, and the heads of its queries and of its keys."""
+    """The array with rank 4, and its numbers of query heads and key heads."""
     if qkv.ndim == 5 and qkv.shape[2] == 3 and heads in (None, qkv.shape[3]):
         b, t, _, n, h = qkv.shape
         return qkv.reshape(b, t, 3 * n, h), n, n
