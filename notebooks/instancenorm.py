@@ -146,7 +146,7 @@ check(jax.jit(inference)(x, scale, bias), y)
 image = x.transpose(0, 2, 3, 1)
 last = jc.ops.instance_norm(image, scale.reshape(32), bias.reshape(32))
 check(last.transpose(0, 3, 1, 2), y)
-groups = jc.ops.group_norm(image, scale.reshape(32), bias.reshape(32), num_groups=32)
+groups = jc.ops.group_norm(image, 32, scale.reshape(32), bias.reshape(32))
 check(groups, last, 2e-2)
 
 in_eights = image.reshape(4, 16, 16, 4, 8).astype(jnp.float32)

@@ -113,7 +113,7 @@ class GroupNorm(Layer, nnx.GroupNorm):
         x, scale, bias, out = found
 
         def ours() -> jax.Array:
-            y = ops.group_norm(x, scale, bias, num_groups=self.num_groups, epsilon=self.epsilon)
+            y = ops.group_norm(x, self.num_groups, scale, bias, epsilon=self.epsilon)
             return y.astype(out)
 
         return merged_or_plain(

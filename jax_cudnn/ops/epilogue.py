@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,11 +43,15 @@ def activation_name(activation: Activation) -> str | None:
     listed = not isinstance(activation, str) and callable(activation)
     name = _FUNCTIONS.get(activation, _gelu(activation)) if listed else None
     if name is None:
+        given = getattr(activation, "__name__", str(activation)).lower()
+        near = difflib.get_close_matches(given, _ACTIVATIONS, n=2)
         raise GraphError(
             "unknown activation",
-            expected=", ".join(map(repr, _ACTIVATIONS)) + ", or jax.nn's function of that name",
+            expected=", ".join(map(repr, _ACTIVATIONS)) + ", or the jax.nn function of that name",
             got=repr(activation),
-            fix="apply another activation to the result, or write the graph with jax_cudnn.graph",
+            fix=f"did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else "apply another activation to the result, or write the graph with jax_cudnn.graph",
         )
     return name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -68,36 +69,39 @@ def conv(
     strides: int | Sequence[int] = 1,
     padding: Padding = "SAME",
     dilation: int | Sequence[int] = 1,
-    groups: int = 1,
+    groups: int | None = None,
     dimension_numbers: Any = None,
     precision: Any = None,
     preferred_element_type: Any = None,
     implementation: str | None = None,
     options: Options | None = None,
 ) -> jax.Array:
-    """Convolution with its epilogue in one cuDNN plan.
+    """Convolution with a fused epilogue, in one cuDNN plan.
 
     ``activation(conv(x, w) * scale + bias + residual)``, where conv is
     ``lax.conv_general_dilated`` (a cross-correlation) over 1, 2 or 3 spatial dimensions.
 
     Args:
-        x: the image, as ``dimension_numbers`` says; (N, C, *spatial) when omitted.
-        w: the weights, (features, C / groups, *spatial) when omitted.
+        x: the image, (N, C, *spatial) unless ``dimension_numbers`` says otherwise. The batch
+            dimension may be missing, as in Equinox: then it is missing from the result, too.
+        w: the weights, (features, C / groups, *spatial) unless ``dimension_numbers`` says
+            otherwise.
         bias, scale: (features,) or a scalar.
-        residual: of the result's shape.
+        residual: has the shape of the result.
         activation: a name ("relu", "relu6", "leaky_relu", "gelu", "gelu_exact", "silu",
-            "sigmoid", "tanh", "elu", "softplus") or jax.nn's function. "gelu" is jax.nn's default,
-            the tanh approximation (``g.gelu_approx_tanh``); "gelu_exact" is ``g.gelu``.
-        strides, dilation: one number, or one for each spatial dimension.
-        padding: "SAME", "SAME_LOWER", "VALID", one number, or (low, high) for each spatial
-            dimension.
-        groups: feature groups; C of them is a depthwise convolution.
-        dimension_numbers: as for lax, for example ("NHWC", "OHWI", "NHWC"). In memory cuDNN
-            wants images channels-last and weights (features, *spatial, C / groups): arrays that
-            lie so are not copied, others once.
+            "sigmoid", "tanh", "elu", "softplus") or the function from ``jax.nn``. "gelu" is the
+            tanh approximation, the default of ``jax.nn.gelu`` (``g.gelu_approx_tanh``);
+            "gelu_exact" is ``g.gelu``.
+        strides, dilation: one integer, or one per spatial dimension.
+        padding: "SAME", "SAME_LOWER", "VALID", one integer, or (low, high) per spatial dimension.
+        groups: number of feature groups; C groups make a depthwise convolution. If omitted, it
+            follows from the shapes, with a Python warning if it is greater than 1.
+        dimension_numbers: as in lax, for example ("NHWC", "OHWI", "NHWC"). cuDNN reads images
+            channels-last and weights as (features, *spatial, C / groups): arrays stored in this
+            order are not copied, arrays in any other order are copied once.
         precision: of float32 products, as in lax: DEFAULT allows TF32.
-        preferred_element_type: dtype of the result; by default the operands' dtype, for float8
-            and for int8 with an epilogue float32, for int8 alone int32.
+        preferred_element_type: dtype of the result. Default: the dtype of the operands; float32
+            for float8, and for int8 with an epilogue; int32 for int8 without one.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
@@ -106,8 +110,8 @@ def conv(
 
     Raises:
         GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
-        UnsupportedGraphError: with ``implementation="cudnn"``, compiled for a GPU on which cuDNN
-            has no engine for it.
+        UnsupportedGraphError: with ``implementation="cudnn"``, when compiled for a GPU on which
+            cuDNN has no engine for this convolution.
 
     Source: ``jax.lax.conv_general_dilated``; cuDNN documentation,
     ``CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD``.
@@ -119,10 +123,24 @@ def conv(
         ...             dimension_numbers=("NHWC", "OHWI", "NHWC")).shape
         (2, 8, 8, 32)
     """
+    x, w = promoted(x, w)
+    unbatched = x.ndim == w.ndim - 1
+    if unbatched:
+        dimension_numbers = numbers(x[None], w, dimension_numbers)
+        x = jnp.expand_dims(x, dimension_numbers.lhs_spec[0])
+    if groups is None:
+        groups = _groups_of_shapes(x, w, dimension_numbers)
+        if groups > 1:
+            warnings.warn(
+                f"jax_cudnn.ops.conv infers {groups} groups from an image of shape {x.shape} and "
+                f"weights of shape {w.shape}. Pass groups={groups} if this is what you want; "
+                "otherwise check dimension_numbers.",
+                stacklevel=2,
+            )
     image, weight, shape, spec, windows = prepared(
         x, w, strides, padding, dilation, groups, dimension_numbers
     )
-    terms = _terms(scale, bias, residual, activation, shape, weight, spec)
+    terms = _terms(scale, bias, residual, activation, shape, weight, spec, unbatched)
     y = chosen(CONV, options, precision, implementation)(
         image,
         weight,
@@ -131,7 +149,17 @@ def conv(
         activation=terms.activation,
         out=out_dtype(image, weight, preferred_element_type, terms.given),
     )
-    return transpose(y, np.argsort(spec.out_spec))
+    y = transpose(y, np.argsort(spec.out_spec))
+    return y.squeeze(spec.out_spec[0]) if unbatched else y
+
+
+def _groups_of_shapes(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> int:
+    spec = numbers(x, w, dimension_numbers)
+    channels, of_weights = x.shape[spec.lhs_spec[1]], w.shape[spec.rhs_spec[1]]
+    if channels == of_weights or not of_weights or channels % of_weights:
+        return 1
+    groups = channels // of_weights
+    return 1 if w.shape[spec.rhs_spec[0]] % groups else groups
 
 
 class Prepared(NamedTuple):
@@ -276,16 +304,22 @@ def _terms(
     shape: tuple[int, ...],
     weight: jax.Array,
     spec: lax.ConvDimensionNumbers,
+    unbatched: bool = False,
 ) -> Terms:
-    """The epilogue of a convolution whose result is (N, C, *spatial) of ``shape``."""
+    """The epilogue of a convolution with a result (N, C, *spatial) of ``shape``."""
     features, rank = weight.shape[0], weight.ndim
-    user_shape = laid_out(shape, spec.out_spec)
+    user_shape = list(laid_out(shape, spec.out_spec))
+    if unbatched:
+        del user_shape[spec.out_spec[0]]
     terms = Terms.of(
-        scale, bias, residual, activation, shape=user_shape, features=features, rank=rank, axis=1
-    )
+        scale, bias, residual, activation, shape=(*user_shape,), features=features, rank=rank,
+        axis=1,
+    )  # fmt: skip
     if terms.residual is None:
         return terms
-    return terms._replace(residual=transpose(terms.residual, spec.out_spec))
+    residual = terms.residual
+    residual = jnp.expand_dims(residual, spec.out_spec[0]) if unbatched else residual
+    return terms._replace(residual=transpose(residual, spec.out_spec))
 
 
 def dilated(

@@ -1,4 +1,4 @@
-"""Instance and group normalization in the conventions of Flax."""
+"""Instance and group normalization with Flax's conventions."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def instance_norm(
     implementation: str | None = None,
     options: Options | None = None,
 ) -> Any:
-    """Instance normalization: each channel of each image by itself.
+    """Instance normalization: normalizes each channel of each batch element independently.
 
     ``(x - mean) * inv_std * scale + bias`` with ``inv_std = (var + epsilon)**-0.5``; mean and
-    (biased) variance over all axes but the first and ``axis``.
+    (biased) variance over all axes except the first and ``axis``.
 
     Args:
-        x: (batch, *spatial, channels), or with its channels at ``axis``; at least one spatial axis.
-        scale: (channels,); none is 1.
-        bias: (channels,); none is 0.
-        axis: where the channels are.
+        x: (batch, *spatial, channels), or with the channels at ``axis``; at least one spatial axis.
+        scale: (channels,); 1 if omitted.
+        bias: (channels,); 0 if omitted.
+        axis: the channel axis.
         epsilon, return_statistics, implementation, options: as in :func:`layer_norm`.
 
     Returns, Raises: as :func:`layer_norm`. Source: Ulyanov et al. 2016, arXiv:1607.08022;
@@ -57,7 +57,7 @@ def instance_norm(
     image = Moved(transpose(x, order), order)
     shape = image.x.shape
     scale, bias = per_channel(shape, scale, bias, x.dtype)
-    # cuDNN has up to three spatial dimensions.
+    # cuDNN supports up to three spatial dimensions.
     spatial = shape[2:] if len(shape) < 6 else (math.prod(shape[2:]),)
     found = Asked(INSTANCE_NORM, "instancenorm", epsilon, options, implementation).of(
         image.x.reshape(*shape[:2], *spatial),
@@ -72,42 +72,42 @@ def instance_norm(
 
 def group_norm(
     x: jax.Array,
+    num_groups: int,
     scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     *,
-    num_groups: int,
     axis: int = -1,
     epsilon: Scalar = 1e-5,
     return_statistics: bool = False,
     implementation: str | None = None,
     options: Options | None = None,
 ) -> Any:
-    """Group normalization: each group of channels of each image by itself.
+    """Group normalization: normalizes each group of channels of each batch element independently.
 
     ``(x - mean) * inv_std * scale + bias`` with ``inv_std = (var + epsilon)**-0.5``; mean and
-    (biased) variance over the channels of a group and all axes but the first.
+    (biased) variance over the channels of a group and all axes except the first and ``axis``.
 
     Args:
-        x: (batch, ..., channels), or with its channels at ``axis``.
-        scale: (channels,); none is 1.
-        bias: (channels,); none is 0.
+        x: (batch, ..., channels), or with the channels at ``axis``.
         num_groups: a divisor of the number of channels.
-        axis: where the channels are.
+        scale: (channels,); 1 if omitted.
+        bias: (channels,); 0 if omitted.
+        axis: the channel axis.
         epsilon, return_statistics, implementation, options: as in :func:`layer_norm`.
 
-    Returns: y, of the shape and dtype of x; with ``return_statistics`` (y, (mean, inv_std)), these
-    in float32 and of shape (batch, num_groups).
+    Returns: y, with the shape and dtype of x; with ``return_statistics`` (y, (mean, inv_std)), the
+    statistics in float32 with shape (batch, num_groups).
 
-    cuDNN's graphs have no such operation. One group, and a group for each channel, are rows and
-    instances to it; XLA runs the rest, in the same program. Of several groups with a scale or bias
-    XLA normalizes, by the statistics; these and x are kept for the backward.
+    cuDNN graphs have no group normalization. A single group runs as a layer normalization, one
+    group per channel as an instance normalization. With several groups and a scale or bias, XLA
+    normalizes from the statistics; the forward keeps only x and the statistics for the backward.
 
     Raises: as :func:`layer_norm`. Source: Wu and He 2018, arXiv:1803.08494;
     ``flax.nnx.GroupNorm``.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
-        >>> jc.ops.group_norm(jnp.ones((2, 8, 8, 16)), num_groups=4).shape
+        >>> jc.ops.group_norm(jnp.ones((2, 8, 8, 16)), 4, jnp.ones(16), jnp.zeros(16)).shape
         (2, 8, 8, 16)
     """
     x = floating("x", x)
@@ -121,9 +121,10 @@ def group_norm(
         groups = 0
     if groups < 1 or channels % groups:
         raise GraphError(
-            "num_groups does not divide the channels",
+            "num_groups does not divide the number of channels",
             expected=f"a divisor of {channels}, the size of axis {axis}",
-            got=f"num_groups={num_groups!r}",
+            got=f"num_groups={num_groups!r}"[:200],
+            fix="the order of the arguments is group_norm(x, num_groups, scale, bias)",
         )
     scale, bias = (parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
     if 1 < groups == channels and spatial:
@@ -133,14 +134,15 @@ def group_norm(
         )  # fmt: skip
         y, statistics = moved.back(y), tuple(v.reshape(batch, groups) for v in found)
         return (y, statistics) if return_statistics else y
-    # Of (batch, pixels, groups, channels of each) the second and last are a group's.
+    # Of (batch, pixels, groups, channels per group) the second and last axes are one group.
     inner = channels // groups
-    wide = moved.x.reshape(batch, math.prod(spatial), channels)  # a mesh takes one step at a time
+    # Two reshapes: with a mesh, each may split or merge axes, not both.
+    wide = moved.x.reshape(batch, math.prod(spatial), channels)
     wide = wide.reshape(batch, math.prod(spatial), groups, inner)
     if groups == 1:
         wide = wide.reshape(batch, math.prod(spatial) * channels)
     row = (1, *(1 if axis == 2 else size for axis, size in enumerate(wide.shape) if axis))
-    apart = groups > 1 and not (scale is None and bias is None)  # no factor is of a group alone
+    apart = groups > 1 and not (scale is None and bias is None)  # factors are per channel
     within = (
         jnp.full(row, neutral, x.dtype)
         if apart or p is None
@@ -163,8 +165,8 @@ def _scaled_groups(
     scale: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """Groups of the last axis by their statistics, then scale and bias by channel; of x and the
-    statistics nothing more is kept for the backward."""
+    """Normalizes groups of the last axis by their statistics, then applies scale and bias per
+    channel. Nothing but x and the statistics is kept for the backward."""
     batch, groups = mean.shape
     each = (batch, *(1,) * (x.ndim - 2), groups, 1)
     wide = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups).astype(jnp.float32)

@@ -1,6 +1,7 @@
-"""jax_cudnn.ops in lax's and jnp's conventions: the same results, and errors in words."""
+"""jax_cudnn.ops in lax's and jnp's conventions: the same results, and clear errors."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,41 @@ def test_convolutions_of_one_to_three_dimensions(letters, key):
     same(jc.ops.conv(x, w, strides=2, dimension_numbers=numbers), want)
     want = lax.conv_transpose(x, w, [2] * len(letters), "SAME", dimension_numbers=numbers)
     same(jc.ops.conv_transpose(x, w, strides=2, dimension_numbers=numbers), want)
+
+
+@pytest.mark.parametrize("numbers", [None, ("HWNC", "OHWI", "CHWN")])
+def test_conv_of_an_image_without_a_batch_dimension(numbers, key):
+    """As Equinox has it, with every transformation."""
+    x, w = operands(key, numbers, 1)
+    axes = (0, 0) if numbers is None else (2, 3)
+    image, how = jnp.take(x, 0, axes[0]), {"dimension_numbers": numbers, "activation": "tanh"}
+
+    def of(x, w, residual):
+        return jc.ops.conv(x, w, residual=residual, **how)
+
+    wide = jc.ops.conv(jnp.expand_dims(image, axes[0]), w, **how)
+    (residual,) = arrays(key, jnp.squeeze(wide, axes[1]).shape)
+    want = jnp.squeeze(of(jnp.expand_dims(image, axes[0]), w, jnp.expand_dims(residual, axes[1])))
+    same(of(image, w, residual), want)
+    stacked = jax.vmap(of, (axes[0], None, None), axes[1])(x, w, residual)
+    same(jnp.take(stacked, 0, axes[1]), want)
+    got = jax.grad(lambda x: of(x, w, residual).sum())(image)
+    wide = jax.grad(lambda x: jax.vmap(of, (0, None, None))(x, w, residual).sum())(image[None])
+    same(got, wide[0])
+    with pytest.raises(jc.GraphError, match="residual does not fit"):
+        of(image, w, residual[None])
+
+
+def test_conv_warns_where_groups_follow_from_shapes_alone(key):
+    x, w = operands(key, None, 4)
+    with pytest.warns(UserWarning, match="Pass groups=4") as caught:
+        inferred = jc.ops.conv(x, w)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same(inferred, jc.ops.conv(x, w, groups=4))
+        jc.ops.conv(*operands(key, None, 1))
+        jc.graph(lambda g, x, w: g.conv_fprop(x, w))(x, w)
 
 
 def test_precision_and_preferred_type_reach_the_graph(key):
@@ -159,7 +195,7 @@ def test_dot_general_is_laxs(left, right, numbers, key):
     same(jc.ops.dot_general(a, b, numbers), lax.dot_general(a, b, numbers))
 
 
-# -- what is XLA's, and what is refused ------------------------------------------------------------
+# -- what falls back to XLA, and errors ------------------------------------------------------------
 
 
 XLAS = {
@@ -188,10 +224,12 @@ def test_what_cudnn_has_no_operation_for_is_laxs_and_said(words, key, caplog):
         (lambda x, w: jc.ops.conv(x, w, groups=3), "weights do not fit"),
         (lambda x, w: jc.ops.conv(x, w, bias=jnp.ones(5)), "bias does not fit"),
         (lambda x, w: jc.ops.conv(x, w, activation="mish"), "gelu_exact"),
+        (lambda x, w: jc.ops.conv(x, w, activation="GELU"), "did you mean 'gelu'"),
+        (lambda x, w: jc.graph(lambda g, x: g.ReLU(x))(x), r"did you mean g\.relu"),
         (lambda x, w: jc.ops.conv(x, w.astype(jnp.int8)), "no product in cuDNN"),
         (lambda x, w: jc.ops.matmul(x, w[..., :2]), "do not fit"),
     ],
-    ids=["groups", "bias", "activation", "dtype", "contraction"],
+    ids=["groups", "bias", "activation", "capitals", "operation", "dtype", "contraction"],
 )
 def test_wrong_argument_is_said_in_words(call, words, key):
     with pytest.raises(jc.JaxCudnnError, match=words):

@@ -60,11 +60,12 @@ class GraphBuilder:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
-        near = [name for name in REGISTRY if name.startswith(method)][:3]
-        near = near or difflib.get_close_matches(method, REGISTRY, n=3, cutoff=0.5)
+        given = method.lower()
+        near = [name for name in REGISTRY if name.startswith(given)][:3]
+        near = near or difflib.get_close_matches(given, REGISTRY, n=3, cutoff=0.5)
         raise GraphAttributeError(
             f"g has no operation {method!r}",
-            expected=", ".join(REGISTRY),
+            expected="an operation of the support table, such as conv_fprop, matmul or relu",
             fix=f"did you mean {' or '.join(f'g.{m}' for m in near)}?" if near else None,
             where=user_line(),
         )

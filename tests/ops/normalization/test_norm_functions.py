@@ -1,6 +1,5 @@
 """The norms of jax_cudnn.ops x their options, beside float64."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -82,11 +81,21 @@ def test_a_gradient_is_one_forward_and_one_backward(name):
     assert [port for port, _ in call.outputs] == ["Y"]
 
 
+def test_group_norm_takes_arguments_in_the_order_of_other_libraries():
+    x, scale, bias = (
+        jnp.arange(n * 16.0).reshape(s) for n, s in ((12, (2, 6, 16)), (1, 16), (1, 16))
+    )
+    want = jc.ops.group_norm(x, scale=scale, bias=bias, num_groups=8)
+    np.testing.assert_array_equal(jc.ops.group_norm(x, 8, scale, bias), want)
+    with pytest.raises(jc.GraphError, match=r"group_norm\(x, num_groups, scale, bias\)"):
+        jc.ops.group_norm(x, scale, bias)
+
+
 def test_group_norm_with_a_scale_by_channel_keeps_x_and_statistics_alone():
     x = jnp.ones((2, 4, 4, 16), jnp.bfloat16)
     scale = bias = jnp.ones(16, jnp.bfloat16)
     _, pull = jax.eval_shape(
-        lambda *o: jax.vjp(functools.partial(group, num_groups=4), *o), x, scale, bias
+        lambda x, *o: jax.vjp(lambda x, *o: group(x, 4, *o), x, *o), x, scale, bias
     )
     kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.size >= x.size]
     assert {str(leaf.dtype) for leaf in kept} == {"bfloat16"}
