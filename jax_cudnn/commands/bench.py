@@ -1,4 +1,4 @@
-"""``python -m jax_cudnn bench module:function``: one's own function, measured against XLA."""
+"""``python -m jax_cudnn bench module:function``: time your own function against XLA."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._core.errors import JaxCudnnError
 from . import figures, programs, timing
 from .avals import load_function, parse_aval
 from .comparison import Comparison as Comparison
 from .comparison import Formulation as Formulation
 from .comparison import compare as compare
 from .figures import OURS
+from .progress import Progress
 
 _EPILOG = """\
 example:
@@ -30,30 +32,40 @@ def add_parser(commands: Any) -> None:
     """Adds the command to the subparsers of ``python -m jax_cudnn``."""
     parser = commands.add_parser(
         "bench",
-        help="time a function of yours against XLA",
-        description="Times a function on random operands against another, or against itself with "
-        "its graphs computed by XLA. Exits with 1 if the results differ, or nothing was timed.",
+        help="time your function against XLA",
+        description="Times a function on random operands against another function, or against "
+        "itself with its graphs run by XLA. Without a GPU, it compares the results with --against "
+        "and times nothing. Exits with 1 if the results differ or the other function fails.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("function", help="module:function, of arrays")
-    parser.add_argument("avals", nargs="*", help='its operands, such as "bf16[8,64,28,28]"')
-    parser.add_argument("--against", help="module:function of a plain function to compare with")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the figures there as JSON")
+    parser.add_argument("function", help="module:function that takes arrays")
+    parser.add_argument("avals", nargs="*", help='operands, such as "bf16[8,64,28,28]"')
+    parser.add_argument("--against", help="module:function to compare with")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the results as JSON to DIR")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the parsed command; the exit status."""
+    """Runs the parsed command and returns the exit status."""
     function = load_function(options.function)
     avals = [parse_aval(text) for text in options.avals]
     against = (options.against, load_function(options.against)) if options.against else None
-    result = measure(options.function, function, avals, against)
+    gpu = timing.environment()["sm_version"] is not None
+    if not gpu and against is None:
+        raise JaxCudnnError(
+            "bench needs an NVIDIA GPU: without one XLA runs both sides (--against OTHER compares "
+            "results here)"
+        )
+    progress = Progress()
+    how = {} if gpu else {"rounds": 0}
+    result = measure(options.function, function, avals, against, progress=progress, **how)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / (re.sub(r"[^\w.]+", "-", options.function) + ".json")
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written to {path}")
-    return 0 if result["cases"][options.function]["status"] == figures.TIMED else 1
+    status = result["cases"][options.function]["status"]
+    return int(status not in (figures.TIMED, figures.CHECKED))
 
 
 def measure(
@@ -65,12 +77,16 @@ def measure(
 ) -> dict[str, Any]:
     """Times a function on random operands, prints a table, and returns the figures.
 
-    ``options`` are those of :func:`compare`. What the function raises is raised.
+    ``options`` are those of :func:`compare`. Errors of the function propagate.
     """
-    label, other = against or ("its reference in XLA", programs.with_references(function))
+    label, other = against or ("its graphs in XLA", programs.with_references(function))
     keys = jax.random.split(jax.random.key(0), max(len(avals), 1))
     operands = [drawn(key, aval) for key, aval in zip(keys, avals, strict=False)]
-    found = compare({OURS: function, label: other}, *operands, **options)
+    try:
+        found = compare({OURS: function, label: other}, *operands, **options)
+    finally:
+        if isinstance(progress := options.get("progress"), Progress):
+            progress.done()
     cost = programs.graphs_cost(function, *avals)
     entry = figures.compared(found, cost)
     entry["operands"] = [f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in avals]
@@ -78,11 +94,11 @@ def measure(
     environment = timing.environment()
     where = "{device}, cuDNN {cudnn}, jax {jax}".format(**environment)
     if environment["sm_version"] is None:
-        where += ". No GPU: both sides are XLA's, and the ratio says nothing about cuDNN"
+        where += ". No GPU: XLA runs both sides"
     print(f"{where}\n\n{found}\n")
     if "tflops" in entry:
         rates = (f"{entry[kind][OURS]:g} {unit}" for kind, unit in _UNITS.items())
-        print(f"{OURS}: {', '.join(rates)}, {', '.join(entry['engines']) or 'no engine of cuDNN'}")
+        print(f"{OURS}: {', '.join(rates)}, {', '.join(entry['engines']) or 'no cuDNN engine'}")
     else:
         print(entry["reason"])
     return {"environment": environment, "cases": {name: entry}}
@@ -94,12 +110,12 @@ _UNITS = {"tflops": "TFLOP/s", "gbytes_s": "GB/s"}
 def draw(
     key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float, offset: float
 ) -> jax.Array:
-    """Normal numbers times ``scale`` plus ``offset``, integers up to 127, or fair booleans."""
+    """Normal samples times ``scale`` plus ``offset``, integers up to 127, or fair booleans."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return jax.random.bernoulli(key, 0.5, shape)
     if jnp.issubdtype(dtype, jnp.integer):
         return jax.random.randint(key, shape, -127, 128, jnp.int32).astype(dtype)
-    # Drawn in a 16-bit type: operands may take up to a GiB.
+    # Drawn in 16 bits, because operands may take up to a GiB.
     return (jax.random.normal(key, shape, jnp.bfloat16) * scale + offset).astype(dtype)
 
 
@@ -107,5 +123,5 @@ _draw = jax.jit(draw, static_argnums=(1, 2))
 
 
 def drawn(key: jax.Array, aval: Any, scale: float = 1.0, offset: float = 0.0) -> jax.Array:
-    """A random array of this shape and dtype."""
+    """A random array of the aval's shape and dtype."""
     return _draw(key, aval.shape, aval.dtype, scale, offset)

@@ -1,4 +1,4 @@
-"""``jax_cudnn.commands.bench.compare``: functions timed against each other, once they agree."""
+"""``jax_cudnn.commands.bench.compare``: checks that functions agree, then times them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CALLS, _ROUNDS, _LEAST_ROUNDS = 30, 15, 7
 
 @dataclass(frozen=True)
 class Formulation:
-    """A way to compute something, with what happens before and after that is not timed.
+    """A function to time, with conversions before and after it that are not timed.
 
     Attributes:
         function: what is compiled and timed.
-        prepare: brings the common operands into the form that ``function`` takes, for example
-            weights into another order; returns them all.
-        finish: brings the result into the common form, for the check of agreement alone.
+        prepare: converts the common operands to those that ``function`` takes, for example
+            transposes weights; returns all of them.
+        finish: converts the result to the common form, only to compare it.
     """
 
     function: Callable[..., Any]
@@ -36,7 +36,7 @@ class Formulation:
     finish: Callable[[Any], Any] | None = None
 
     def __call__(self, *operands: Any) -> Any:
-        """From common operands to a common result."""
+        """The common result of common operands."""
         given = operands if self.prepare is None else self.prepare(*operands)
         result = self.function(*given)
         return result if self.finish is None else self.finish(result)
@@ -44,15 +44,16 @@ class Formulation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found; the first function is the one that others are held against.
+    """The result of :func:`compare`; the first function is the baseline.
 
     Attributes:
         names: the functions, in the given order.
-        differences: of each other function's result from the first one's.
-        tolerance: what they may differ by.
+        differences: the difference of each other function's result from the first one's.
+        tolerance: the largest allowed difference.
         failed: functions that could not be compiled or run, with the reason; never the first.
-        seconds: seconds a call, one figure a round; empty when the results disagree.
-        calls: executions in each figure.
+        seconds: seconds per call, one value per round; empty if results disagree or if no rounds
+            were requested.
+        calls: executions per value.
     """
 
     names: tuple[str, ...]
@@ -64,7 +65,7 @@ class Comparison:
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """Functions whose results differ from the first one's by more than rounding."""
+        """Functions whose results differ from the first one's by more than the tolerance."""
         return tuple(n for n, d in self.differences.items() if not d.within(self.tolerance))
 
     def median(self, name: str) -> float:
@@ -72,16 +73,17 @@ class Comparison:
 
     @property
     def best_other(self) -> str | None:
-        """The fastest function besides the first, by median; None when there is none."""
+        """The fastest function other than the first, by median; None if there is none."""
         others = [name for name in self.names[1:] if name in self.seconds]
         return min(others, key=self.median, default=None)
 
     def ratio(self, name: str | None = None) -> float:
-        """Median of another function (the best one) over the first one's: > 1, the first wins."""
+        """Median time of a function (by default the best other one) over the first one's: above 1,
+        the first is faster."""
         name = name or self.best_other
         if name is None or name not in self.seconds:
             raise GraphError(
-                "there is no second time to divide by the first",
+                "no second function was timed, so there is no ratio",
                 got=f"times of {', '.join(self.seconds) or 'no function'}",
                 why="; ".join(f"{n} disagrees" for n in self.wrong)
                 or "; ".join(f"{n}: {reason}" for n, reason in self.failed.items()),
@@ -89,12 +91,12 @@ class Comparison:
         return self.median(name) / self.median(self.names[0])
 
     def ratios(self, name: str) -> list[float]:
-        """That ratio in each round: functions of a round ran one right after the other."""
+        """That ratio in each round, in which the functions ran back to back."""
         pairs = zip(self.seconds[name], self.seconds[self.names[0]], strict=True)
         return [other / first for other, first in pairs]
 
     def __str__(self) -> str:
-        lines = ["| function | us a call: median (smallest to largest) | against the first |"]
+        lines = ["| function | us per call: median (min to max) | relative to the first |"]
         lines.append("|---|---|---|")
         for name in self.names:
             if name in self.failed:
@@ -107,6 +109,7 @@ class Comparison:
                 )
             else:
                 how = f"WRONG: {self.differences[name]}" if name in self.wrong else "not timed"
+                how = how if name in self.wrong or name not in self.differences else "agrees"
                 lines.append(f"| {name} | {how} | |")
         return "\n".join(lines)
 
@@ -119,32 +122,33 @@ def compare(
     rounds: int = _ROUNDS,
     seconds: float = 4.0,
     clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Times jitted functions of the same operands against each other, in this process.
+    """Times jitted functions of the same operands in this process.
 
-    All are compiled, then run once, and their results compared: when one differs from the
-    first one's by more than rounding, nothing is timed. Then they take turns in rounds of
-    ``calls`` asynchronous executions and one wait, so that the host's and the GPU's moods reach
-    all of them alike.
+    First it compiles all functions, runs each once and compares the results. If one differs from
+    the first by more than the tolerance, nothing is timed. Then the functions take turns, in
+    rounds of ``calls`` asynchronous executions followed by one wait, so that variations of the
+    host and the GPU affect all of them alike.
 
     Args:
-        functions: name -> function or :class:`Formulation`. The first is the one that the
-            others are held against, and must run; another that fails is left out, with its
-            reason in the result.
-        *operands: arrays, the same for all. Not zeros: GPUs draw less power and clock higher on
-            them.
+        functions: name -> function or :class:`Formulation`. The first is the baseline, and must
+            run. Another one that fails is left out, and the result holds the reason.
+        *operands: arrays, the same for all functions. Avoid zeros: GPUs draw less power and clock
+            higher on them.
         tolerance: largest relative difference of results; by default twice the machine epsilon
             of the coarsest type of 16 bits or more among operands and results.
-        calls: executions in a round; fewer, when seven rounds would take far more than
-            ``seconds``.
-        rounds: at most so many, at least seven.
-        seconds: after so many, no round beyond the seventh begins.
+        calls: executions per round; fewer if seven rounds would take far more than ``seconds``.
+        rounds: the largest number of rounds, of which at least seven run; 0 compares results only.
+        seconds: no round after the seventh starts once they have passed.
+        progress: called with a line of text at each step.
 
     Returns:
         A Comparison; printed, it is a table.
 
     Raises:
-        What the first function raises; GraphError for no functions or results of other shapes.
+        GraphError: there are no functions, or results have different shapes.
+        Exception: whatever the first function raises.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -160,11 +164,14 @@ def compare(
     ways = {
         name: f if isinstance(f, Formulation) else Formulation(f) for name, f in functions.items()
     }
+    progress("compiling")
     ready, failed = _compiled(ways, operands)
+    progress("comparing results")
     differences, allowed = _check(ways, ready, operands, failed, tolerance)
     found = Comparison(names, differences, allowed, failed)
-    if found.wrong:
+    if found.wrong or not rounds:
         return found
+    progress("timing")
     if seconds < math.inf:
         calls = _affordable(ready, calls, seconds, clock)
     times = timing.interleaved(
@@ -175,6 +182,7 @@ def compare(
         seconds=seconds,
         least=_LEAST_ROUNDS,
         clock=clock,
+        progress=progress,
     )
     return Comparison(names, differences, allowed, failed, times, calls)
 
@@ -182,7 +190,7 @@ def compare(
 def _compiled(
     ways: Mapping[str, Formulation], operands: tuple[Any, ...]
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Each function compiled and bound to its operands; and the reasons of those that failed."""
+    """Each function, compiled and bound to its operands; and why others failed."""
     lowered, bound = {}, {}
     failed: dict[str, str] = {}
     first = next(iter(ways))
@@ -190,7 +198,7 @@ def _compiled(
         try:
             prepare = way.prepare
             bound[name] = operands if prepare is None else jax.jit(prepare)(*operands)
-            # Here and not in the threads below: JAX's context managers belong to a thread.
+            # Not in the threads below: JAX's context managers are thread-local.
             lowered[name] = jax.jit(way.function).lower(*bound[name])
         except Exception as error:
             _record(error, name, first, failed)
@@ -242,7 +250,7 @@ def _record(error: Exception, name: str, first: str, failed: dict[str, str]) -> 
 def _affordable(
     ready: Mapping[str, Callable[[], Any]], calls: int, seconds: float, clock: Callable[[], float]
 ) -> int:
-    """``calls``, or fewer when seven rounds of them would take over twice ``seconds``."""
+    """``calls``, or fewer if seven rounds would take more than twice ``seconds``."""
     began = clock()
     for function in ready.values():
         jax.block_until_ready(function())

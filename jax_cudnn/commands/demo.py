@@ -1,24 +1,33 @@
-"""``python -m jax_cudnn demo``: a small classifier of handwritten digits, fitted and run fused."""
+"""``python -m jax_cudnn demo``: fit a small classifier of digits, run it fused, and time it."""
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import ops
 from .._core.context import target
 from .._core.cuda import device_nodes
 from .._core.errors import LibraryError
 from .._core.graph.trace import graph
 from .._core.package import install
 from .._core.planning.support import plan
+from ..doctor.facts import cuda_plugins
+from .comparison import compare
+from .figures import OURS
+from .progress import Progress
 
 _CHANNELS = 32
-_SECONDS = 5.0
+_SECONDS, _STEPS = 3.0, 300
+_WIDTH = 40
 
 
 @graph
@@ -32,7 +41,7 @@ def matmul_bias(g, x, weight, bias):
 
 
 def classify(parameters: dict[str, jax.Array], images: jax.Array) -> jax.Array:
-    """Logits (N, 10) of images (N, 1, 8, 8): two graphs, each one cuDNN plan on a GPU."""
+    """Logits (N, 10) of images (N, 1, 8, 8): two graphs, each of them one cuDNN plan on a GPU."""
     x = conv_bias_relu(images, parameters["conv"], parameters["conv_bias"])
     x = matmul_bias(x.reshape(1, len(x), -1), parameters["dense"], parameters["dense_bias"])
     return x[0]
@@ -46,9 +55,9 @@ def classify_plainly(parameters: dict[str, jax.Array], images: jax.Array) -> jax
 
 
 def demo() -> None:
-    """Fits, classifies, compares, and says what ran where."""
+    """Fits, classifies, compares and times; says what ran where, and what to do next."""
     if not device_nodes() and "JAX_PLATFORMS" not in os.environ:
-        # Without a GPU the CUDA plugin only prints its failure to find one.
+        # Without a GPU the CUDA plugin only prints an error.
         jax.config.update("jax_platforms", "cpu")
     train, test = _digits()
     where = jax.devices()[0]
@@ -65,12 +74,48 @@ def demo() -> None:
     same = float(jnp.mean(logits.argmax(-1) == plain.argmax(-1)))
     difference = float(jnp.linalg.norm(logits - plain) / jnp.linalg.norm(plain))
     on_gpu = _on_cuda(classify, parameters, images)
-    print(
-        f"classified      {len(labels)} digits, " + ("on cuDNN" if on_gpu else "on the reference")
-    )
+    print(f"classified      {len(labels)} digits, {'on cuDNN' if on_gpu else 'on the reference'}")
     print(f"accuracy        {accuracy:.1%}")
     print(f"plain JAX       {same:.1%} equal classes, relative difference {difference:.1e}")
     _print_plans(parameters, images, on_gpu)
+    if on_gpu:
+        print("speed           ms per call, median:")
+        for name, times in _times(parameters, images):
+            print(f"  {name}\n{chart(times)}")
+    print(f"next            {_advice(on_gpu)}")
+
+
+def _times(parameters: Any, images: jax.Array) -> Any:
+    """The demo's model and causal attention: ms per call of ours and of plain JAX."""
+    many = jnp.tile(images, (20, 1, 1, 1))
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 2048, 16, 64), jnp.bfloat16)
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
+    ours = functools.partial(ops.dot_product_attention, is_causal=True)
+    for name, functions, operands in (
+        (f"{len(many)} digits", (classify, classify_plainly), (parameters, many)),
+        ("causal attention, bfloat16[4,2048,16,64]", (ours, plain), (q, k, v)),
+    ):
+        named = dict(zip((OURS, "plain JAX"), functions, strict=True))
+        found = compare(named, *operands, tolerance=0.05, seconds=1.0)
+        yield name, {way: 1e3 * found.median(way) for way in found.seconds}
+
+
+def chart(times: Mapping[str, float]) -> str:
+    """A bar of text for each time."""
+    bar = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
+    longest = max(times.values(), default=1.0)
+    return "\n".join(
+        f"    {name:<10} {ms:8.3f}  {bar * max(1, round(_WIDTH * ms / longest))}"
+        for name, ms in times.items()
+    )
+
+
+def _advice(on_gpu: bool) -> str:
+    """What to do next."""
+    text = 'accelerate your own model: "Quickstart" in README.md'
+    if not on_gpu and cuda_plugins() and "JAX_PLATFORMS" not in os.environ:
+        text += "; without a GPU, set JAX_PLATFORMS=cpu, or JAX prints an error at each start"
+    return text
 
 
 def _digits() -> Any:
@@ -79,7 +124,7 @@ def _digits() -> Any:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise LibraryError(
-            "the demo needs scikit-learn for its data",
+            "the demo reads its data from scikit-learn, which cannot be imported",
             got=str(error),
             fix=install("demo"),
         ) from error
@@ -91,7 +136,7 @@ def _digits() -> Any:
 
 
 def _fit(images: jax.Array, labels: jax.Array) -> tuple[dict[str, jax.Array], int]:
-    """Gradient descent with momentum through the graphs, for a few seconds."""
+    """Gradient descent with momentum, for a few seconds."""
     keys = jax.random.split(jax.random.key(0), 2)
     features = _CHANNELS * images.shape[2] * images.shape[3]
     parameters = {
@@ -112,30 +157,34 @@ def _fit(images: jax.Array, labels: jax.Array) -> tuple[dict[str, jax.Array], in
         return jax.tree.map(lambda p, m: p - 0.05 * m, parameters, momentum), momentum
 
     momentum = jax.tree.map(jnp.zeros_like, parameters)
+    progress = Progress()
+    progress("fitting: compiling a step")
     batch, steps, started = 200, 0, time.perf_counter()
-    while steps < 300 and time.perf_counter() - started < _SECONDS:
+    while steps < _STEPS and time.perf_counter() - started < _SECONDS:
         at = steps * batch % len(images)
         chunk = slice(at, at + batch)
         parameters, momentum = step(parameters, momentum, images[chunk], labels[chunk])
         jax.block_until_ready(parameters)
         steps += 1
+        progress(f"fitting: step {steps} of at most {_STEPS}")
+    progress.done()
     return parameters, steps
 
 
 def _on_cuda(function: Any, *arguments: Any) -> bool:
-    """Whether the compiled function really holds our custom calls."""
+    """Whether the compiled function holds our custom calls."""
     program = jax.jit(function).lower(*arguments).compile().as_text()
     return 'custom_call_target="jax_cudnn"' in (program or "")
 
 
 def _print_plans(parameters: dict[str, jax.Array], images: jax.Array, on_gpu: bool) -> None:
-    """The plans that ran, or those an H200 would run."""
+    """Prints the plans that ran, or those that an H200 would run."""
     hidden = jax.ShapeDtypeStruct((1, len(images), parameters["dense"].shape[1]), jnp.float32)
     calls = {
         conv_bias_relu: (images, parameters["conv"], parameters["conv_bias"]),
         matmul_bias: (hidden, parameters["dense"], parameters["dense_bias"]),
     }
-    print("cuDNN plans     " + ("as run:" if on_gpu else "for an H200, built here without a GPU:"))
+    print("cuDNN plans     " + ("as run:" if on_gpu else "for an H200, built without a GPU:"))
     try:
         with target(None if on_gpu else "H200"):
             plans = {

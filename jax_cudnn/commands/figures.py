@@ -1,4 +1,4 @@
-"""What a comparison says, as JSON: status, times in us, ratios, rates, differences, engines."""
+"""A comparison as JSON: status, times in us, ratios, rates, differences, engines."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from . import programs
 from .comparison import Comparison
 from .timing import summary
 
-TIMED, WRONG, FAILED = "timed", "WRONG", "failed"
+TIMED, WRONG, FAILED, CHECKED = "timed", "WRONG", "failed", "checked"
 OURS, REFERENCE = "jax_cudnn", "reference"
-"""The names under which a function of graphs, and the same with their references, are timed."""
+"""The names of a function of graphs, and of the same function with references in their place."""
 
 
 def compared(found: Comparison, cost: Cost) -> dict[str, Any]:
-    """The figures of a comparison of graphs that cost so much; the first function is ours."""
+    """The figures of a comparison; the first function is ours, and its graphs have this cost."""
     first = found.names[0]
     timed = [name for name in found.names[1:] if name in found.seconds]
-    # The reference is what XLA would run in our place, and no formulation that a user would write.
+    # The reference is what XLA would run instead, not a formulation that a user would write.
     best = min((name for name in timed if name != REFERENCE), key=found.median, default=None)
     entry: dict[str, Any] = {
         "status": WRONG if found.wrong else TIMED if best else FAILED,
@@ -34,14 +34,17 @@ def compared(found: Comparison, cost: Cost) -> dict[str, Any]:
             for name in found.wrong
         )
         return entry
+    if found.differences and not found.seconds:
+        reason = "The results agree. Timing needs an NVIDIA GPU: nothing was timed."
+        return entry | {"status": CHECKED, "reason": reason}
+    if not found.seconds:
+        return entry | {"reason": "no function ran: " + "; ".join(found.failed.values())}
     entry |= {"calls": found.calls, "rounds": len(found.seconds[first])}
     entry["us"] = {name: summary(values, 1e6) for name, values in found.seconds.items()}
     if REFERENCE in timed:
         entry |= _ratios(found, REFERENCE, "ratio_reference")
     if best is None:
-        return entry | {
-            "reason": "no formulation of XLA's ran: " + "; ".join(found.failed.values())
-        }
+        return entry | {"reason": "no XLA formulation ran: " + "; ".join(found.failed.values())}
     entry["best_xla"] = best
     entry |= _ratios(found, best, "ratio")
     entry["tflops"] = {n: _rate(cost.flops, found.median(n), 1e12) for n in (first, best)}
@@ -50,7 +53,7 @@ def compared(found: Comparison, cost: Cost) -> dict[str, Any]:
 
 
 def _ratios(found: Comparison, name: str, key: str) -> dict[str, float]:
-    """A function's time over ours: of the medians, and the least and largest of a round."""
+    """A function's time divided by ours: of the medians, and the extremes over rounds."""
     rounds = found.ratios(name)
     figures = {key: found.ratio(name), f"{key}_min": min(rounds), f"{key}_max": max(rounds)}
     return {key: round(value, 4) for key, value in figures.items()}
@@ -61,7 +64,7 @@ def _rate(amount: int, seconds: float, unit: float) -> float:
 
 
 def engines(graphs: list[Any]) -> list[str]:
-    """The engines of the graphs' plans, in the order of the graphs; empty without a GPU."""
+    """The engines of the graphs' plans, in graph order; empty without a GPU."""
     try:
         plans = programs.placed(graphs)
     except JaxCudnnError:  # references ran, not plans

@@ -1,4 +1,4 @@
-"""Timing of jitted functions, and what a result must say about where it was measured."""
+"""Timing of jitted functions, and the environment that a result records."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ def interleaved(
     clock: Callable[[], float] = time.perf_counter,
     warm: int = 3,
     mixed: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> dict[Any, list[float]]:
-    """Seconds a call of each function, one figure a round, the functions taking turns.
+    """Seconds per call of each function, one value per round; the functions take turns.
 
-    Each round dispatches ``calls`` executions of each function and waits for the last, after as
-    many as are to ``warm`` up. Rounds end early, but not before ``least`` of them, once ``seconds``
-    have passed. Where they are ``mixed``, each has an order of its own: what runs behind a long
-    load finds the device hot and its clock low, which should not always be the same function.
+    After ``warm`` calls of each function, each round dispatches ``calls`` executions of each
+    function and waits for the last. No round starts once ``seconds`` have passed, but at least
+    ``least`` rounds run. With ``mixed``, the order differs from round to round: a function that
+    runs after a long load finds the device hot and its clock low, and this should not always be the
+    same function.
     """
     names = list(functions)
     for function in functions.values():
@@ -47,6 +49,7 @@ def interleaved(
         for position in balanced(len(names), number) if mixed else range(len(names)):
             name = names[position]
             function = functions[name]
+            progress(f"timing {name}, round {number + 1} of {rounds} at most")
             start = clock()
             result = None
             for _ in range(calls):
@@ -57,11 +60,11 @@ def interleaved(
 
 
 def balanced(count: int, number: int) -> list[int]:
-    """The order of so many in a round.
+    """The order of ``count`` functions in round ``number``.
 
-    In ``count`` rounds each follows each other once; of an odd count in one more, and some twice
-    (E. J. Williams, "Experimental designs balanced for the estimation of residual effects of
-    treatments", 1949).
+    In ``count`` rounds each function follows each other function once. An odd count takes one round
+    more, in which some follow twice (E. J. Williams, "Experimental designs balanced for the
+    estimation of residual effects of treatments", 1949).
     """
     size = count + count % 2
     apart = [(i + 1) // 2 * (1 if i % 2 else -1) for i in range(size)]  # 0, 1, -1, 2, -2, ...
@@ -70,7 +73,7 @@ def balanced(count: int, number: int) -> list[int]:
 
 
 def summary(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
-    """Median, smallest, largest and the quartiles, times ``scale``."""
+    """Median, minimum, maximum and quartiles, times ``scale``."""
     scaled = sorted(value * scale for value in values)
     q1, _, q3 = (
         statistics.quantiles(scaled, n=4, method="inclusive") if len(scaled) > 1 else scaled * 3
@@ -86,8 +89,8 @@ def summary(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Date, device and versions of a measurement, also of more packages; ``sm_version`` is None
-    without a GPU."""
+    """Date, device and versions of a measurement, including those of ``packages``; ``sm_version``
+    is None without a GPU."""
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", None)  # "9.0"
     return {

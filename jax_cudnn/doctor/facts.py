@@ -104,7 +104,7 @@ def collect() -> Facts:
             unhidden = safe("driver", lambda: _driver(others), _NOTHING)
         return Facts(
             packages=safe("packages", _packages, {}),
-            plugins=safe("plugins", _plugins, ()),
+            plugins=safe("plugins", cuda_plugins, ()),
             variables={k: v for k, v in sorted(os.environ.items()) if VARIABLES.fullmatch(k)},
             nodes=safe("device files", lambda: tuple(device_nodes()), ()),
             kernel_driver=safe("kernel driver", _kernel_driver, ""),
@@ -127,7 +127,8 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _plugins() -> tuple[str, ...]:
+def cuda_plugins() -> tuple[str, ...]:
+    """Majors of the CUDA plugins that JAX finds, such as "12"."""
     spec = importlib.util.find_spec("jax_plugins")
     roots = spec.submodule_search_locations if spec is not None else None
     found = {path.name for root in roots or () for path in Path(root).glob("xla_cuda*")}

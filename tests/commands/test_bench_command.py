@@ -1,4 +1,4 @@
-"""`python -m jax_cudnn bench`: honest clocks, checked results, a function of one's own."""
+"""`python -m jax_cudnn bench`: honest clocks, checked results, a user's own function."""
 
 import doctest
 import itertools
@@ -56,14 +56,23 @@ def plain(x, w):
 
 
 def test_a_users_function_is_measured(tmp_path, monkeypatch, capsys):
-    """Against its reference or another function, which must agree; a mistake is told as it is."""
+    """Against its reference or another function, which must agree; on a GPU it is timed."""
     name = f"mine_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{name}.py").write_text(_MODULE)
     monkeypatch.chdir(tmp_path)
     avals = ["bf16[1,16,16]", "bf16[1,16,16]"]
+    assert main(["bench", f"{name}:model", *avals]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "bench needs an NVIDIA GPU" in line
+    assert main(["bench", f"{name}:product", *avals, "--against", f"{name}:plain"]) == 0
+    printed = capsys.readouterr()
+    assert "The results agree" in printed.out
+    assert "compiling" in printed.err
+    environment = timing.environment()
+    monkeypatch.setattr(timing, "environment", lambda: {**environment, "sm_version": 90})
     assert main(["bench", f"{name}:model", *avals, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert all(words in printed for words in ("| its reference in XLA |", "No GPU", "TFLOP/s"))
+    assert all(words in printed for words in ("| its graphs in XLA |", "TFLOP/s"))
     (path,) = tmp_path.glob("*.json")
     entry = json.loads(path.read_text())["cases"][f"{name}:model"]
     assert (entry["status"], entry["operands"]) == ("timed", ["bfloat16[1,16,16]"] * 2)

@@ -7,8 +7,10 @@ import re
 import time
 import zipfile
 
+import jax.numpy as jnp
 import pytest
 
+import jax_cudnn as jc
 from jax_cudnn import JaxCudnnError
 from jax_cudnn.__main__ import main
 from jax_cudnn._core.store import archive as cache_archive
@@ -51,6 +53,12 @@ def put(store, key, data):
 def test_list_names_plans_with_size_and_last_use(store, command):
     status, out, err = command("list")
     assert (status, err) == (0, "")
+    assert out.startswith(
+        "digest            size  last use  operations: operands -> results; plan\n"
+    )
+    product = jc.graph(lambda g, x, w: g.relu(g.matmul(x, w)))
+    spec = product.trace(jnp.ones((1, 2, 3)), jnp.ones((1, 3, 4)))[1].spec
+    assert spec.label == "matmul relu: float32[1,2,3], float32[1,3,4] -> float32[1,2,4]"
     for line, i, age in zip(out.splitlines()[1:4], (1, 0, 2), ("now", "3 h", "2 d"), strict=True):
         size = store.path(digest(f"key {i}")).stat().st_size
         assert line.startswith(digest(f"key {i}")[:12])
