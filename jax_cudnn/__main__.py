@@ -5,37 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 import jax
 
 from . import JaxCudnnError
 from ._core.cuda import device_nodes
-
-
-def _version() -> str:
-    try:
-        return version("jax-cudnn")
-    except PackageNotFoundError:
-        return "a source tree that is not installed"
+from ._core.package import version
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; errors of this package are printed without a traceback."""
+    """Runs a command; prints errors of this package without a traceback."""
     from .commands import bench, cache, support
 
     parser = argparse.ArgumentParser(prog="python -m jax_cudnn", description=__doc__)
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("demo", help="fit a small classifier on real data and run it fused")
+    commands.add_parser("demo", help="train a small classifier on real data and run it fused")
     bench.add_parser(commands)
-    doctor = commands.add_parser("doctor", help="say what is installed and whether it fits")
-    doctor.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    doctor = commands.add_parser("doctor", help="check the installation: versions, GPUs, drivers")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     support.add_parser(commands)
     cache.add_parser(commands)
     options = parser.parse_args(arguments)
     if options.command != "doctor" and not device_nodes() and "JAX_PLATFORMS" not in os.environ:
-        # Without a GPU the CUDA plugin only prints its failure to find one.
+        # Without a GPU the CUDA plugin only prints that it finds none.
         jax.config.update("jax_platforms", "cpu")
     try:
         if options.command == "demo":

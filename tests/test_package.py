@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ def test_import_loads_no_backend_no_cudnn_and_nothing_before_it_is_asked_for():
         assert all(getattr(jc, name).__name__ == name for name in later.HOMES)
         assert not hasattr(jc, "nothing")
     """)
+
+
+def test_public_names_alone_are_shown():
+    import jax_cudnn.ops.attention  # importable, but not an attribute
+
+    assert jc.__version__[0].isdigit()
+    assert {"ops", "flax", "plan", "graph"} <= {*dir(jc)}
+    assert not {"TYPE_CHECKING", "_core", "deviceless"} & {*dir(jc)}
+    with pytest.raises(AttributeError, match="did you mean dot_product_attention"):
+        _ = jax_cudnn.ops.attention
+    rooms = [jc.ops, *([jc.flax] if importlib.util.find_spec("flax") else [])]
+    for room in rooms:
+        shown = {name for name in dir(room) if inspect.ismodule(getattr(room, name))}
+        assert shown <= {"score_mods"}
+        assert not any(name.startswith("_") for name in dir(room))
 
 
 @pytest.mark.skipif(

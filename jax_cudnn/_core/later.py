@@ -1,4 +1,4 @@
-"""Public names that are loaded when they are asked for: importing the package does without."""
+"""Public names that are loaded on first use, so that importing the package stays cheap."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from .errors import LibraryAttributeError, LibraryImportError, rebuild
+from .package import version
 
 _PACKAGE = __name__.partition(".")[0]
 HOMES = {
@@ -28,9 +29,9 @@ HOMES = {
     "target": "_core.context",
     "warmup": "_core.planning.warmup",
 }
-"""The module of each."""
+"""The module of each name."""
 ROOMS = ("flax",)
-"""Public rooms that need what is not always installed."""
+"""Public subpackages with optional dependencies."""
 
 
 def __getattr__(name: str) -> Any:
@@ -38,12 +39,19 @@ def __getattr__(name: str) -> Any:
     if name in ROOMS:
         try:
             return importlib.import_module(f"{_PACKAGE}.{name}")
-        except LibraryImportError as error:  # so that hasattr is False; an import says it itself
+        except LibraryImportError as error:  # so that hasattr is False
             raise rebuild(LibraryAttributeError, vars(error)) from error
+    if name == "__version__":
+        return version()
     if name not in HOMES:
         raise AttributeError(f"module {_PACKAGE!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{_PACKAGE}.{HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*vars(sys.modules[_PACKAGE]), *HOMES, *ROOMS})
+    """The public names alone: what the package imports by name, and what it loads on first use."""
+    loaded = vars(sys.modules[_PACKAGE]).items()
+    names = {
+        name for name, value in loaded if getattr(value, "__module__", "").startswith(_PACKAGE)
+    }
+    return sorted({*names, *HOMES, *ROOMS, "ops"} - {"__dir__", "__getattr__"})

@@ -17,11 +17,11 @@ def install(*extras: str) -> str:
 
 
 def version() -> str:
-    """This package's version, as pip has installed it."""
+    """This package's version as installed; a valid version also for a bare source tree."""
     try:
         return importlib.metadata.version("jax-cudnn")
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return "0+not.installed"
 
 
 @functools.cache

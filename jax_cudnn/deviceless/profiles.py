@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 from pathlib import Path
@@ -87,9 +88,14 @@ def get(name: str) -> Profile:
             "unknown GPU",
             expected=f"one of {', '.join(names())}",
             got=repr(name),
-            why="planning without a GPU needs a description of it, and none is shipped for this",
-            fix=_HOW_TO_READ,
+            why="planning without a GPU needs a profile of it, and none is shipped for this one",
+            fix=" ".join(filter(None, [_nearest(name), _HOW_TO_READ])),
         ) from None
+
+
+def _nearest(name: object) -> str:
+    near = difflib.get_close_matches(str(name).upper(), names(), 1)
+    return f"did you mean {near[0]!r}? Else," if near else ""
 
 
 def shipped() -> tuple[Profile, ...]:

@@ -20,3 +20,27 @@ from .normalization import LayerNorm as LayerNorm
 from .normalization import RMSNorm as RMSNorm
 from .paged_cache import PagedCache as PagedCache
 from .reports import Report as Report
+
+__all__ = [
+    "BatchNorm",
+    "Conv",
+    "ConvNormAct",
+    "ConvTranspose",
+    "Einsum",
+    "GatedMLP",
+    "GroupNorm",
+    "InstanceNorm",
+    "LayerNorm",
+    "Linear",
+    "LinearGeneral",
+    "MultiHeadAttention",
+    "PagedCache",
+    "RMSNorm",
+    "Report",
+    "accelerate",
+    "report",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,6 @@
-"""The operations: nodes, one file a cuDNN family, and functions in JAX's conventions."""
+"""The operations: functions in JAX's conventions, and graph nodes in one file per cuDNN family."""
+
+from types import ModuleType as _ModuleType
 
 from . import activation as activation
 from . import activation_backward as activation_backward
@@ -47,3 +49,56 @@ from .norms import rms_norm as rms_norm
 from .norms_of_channels import group_norm as group_norm
 from .norms_of_channels import instance_norm as instance_norm
 from .scaling import DelayedScaling as DelayedScaling
+
+__all__ = [
+    "DelayedScaling",
+    "ada_layer_norm",
+    "attention_fn",
+    "batch_norm",
+    "bucket",
+    "conv",
+    "conv_batch_norm",
+    "conv_general_dilated",
+    "conv_transpose",
+    "dequantize_mxfp8",
+    "dot_general",
+    "dot_product_attention",
+    "dot_product_attention_fp8",
+    "dot_product_attention_qkv",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "matmul",
+    "packed_dot_product_attention",
+    "pad_to_bucket",
+    "paged_dot_product_attention",
+    "quantize_mxfp8",
+    "rms_norm",
+    "score_mods",
+    "write_pages",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_FUNCTIONS = {
+    "attention": "dot_product_attention",
+    "convolution": "conv",
+    "normalization": "layer_norm, rms_norm, group_norm or batch_norm",
+    "batch_normalization": "batch_norm",
+    "instance_normalization": "instance_norm",
+    "attention_fp8": "dot_product_attention_fp8",
+}
+
+
+def __getattr__(name: str) -> object:
+    hint = f": did you mean {_FUNCTIONS[name]}?" if name in _FUNCTIONS else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+
+
+# Internal modules are importable, but are not attributes where users look for functions.
+for _name in [name for name, value in globals().items() if isinstance(value, _ModuleType)]:
+    if _name not in __all__:
+        del globals()[_name]

@@ -35,13 +35,16 @@ def graphs(
     if isinstance(fn, GraphFunction):
         found = [(fn.name, fn.trace(*args, **static)[1].spec)]
     else:
-        found = list(dict.fromkeys(_in_jaxpr(_jaxpr(fn, args, static))))
+        found = list(dict.fromkeys(in_jaxpr(_jaxpr(fn, args, static))))
     if not found:
         raise GraphError(
-            f"{_name(fn)} holds no cuDNN graph",
-            expected="a function decorated with @jax_cudnn.graph, or one that calls such functions",
+            f"{_name(fn)} contains no cuDNN graph",
+            expected="a function that calls jax_cudnn.ops, jax_cudnn.flax layers or functions "
+            "decorated with @jax_cudnn.graph",
             got="a program of XLA's own operations",
-            fix="decorate the function with @jax_cudnn.graph, or plan the graph function itself",
+            why="operations of jax.numpy and jax.nn never run on cuDNN through jax_cudnn",
+            fix="call jax_cudnn.ops.conv, matmul, layer_norm or dot_product_attention in their "
+            "place, or use the layers of jax_cudnn.flax",
         )
     named: dict[str, GraphSpec] = {}
     for name, spec in found:
@@ -83,13 +86,14 @@ def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
     return compat.without_dead_code(closed.jaxpr)  # as jax.jit lowers it
 
 
-def _in_jaxpr(jaxpr: Any) -> Iterator[tuple[str, GraphSpec]]:
+def in_jaxpr(jaxpr: Any) -> Iterator[tuple[str, GraphSpec]]:
+    """All graphs of a jaxpr with their names, equal ones too."""
     for equation in jaxpr.eqns:
         if equation.primitive in (cudnn_p, cudnn_local_p):
             name, spec = equation.params["name"], equation.params["spec"]
             yield spec.origin.titled(name), spec
         for inner in compat.inner_jaxprs(equation):
-            yield from _in_jaxpr(inner)
+            yield from in_jaxpr(inner)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -1,13 +1,22 @@
-"""What a graph costs at least: arithmetic and memory traffic, from its spec alone.
+"""The least that a graph costs, from its spec alone: arithmetic, memory traffic and time.
 
-XLA's cost analysis sees nothing inside a custom call; this is what stands in for it.
+It replaces XLA's cost analysis, which sees nothing inside a custom call.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
+from ...deviceless.profiles import Profile
+from ..cuda import CudaDevice
+from ..graph.dtypes import itemsize
 from ..graph.spec import Call, GraphSpec
+from . import frontend
+
+_FLOPS_PER_CYCLE = {80: 2048, 90: 4096, 100: 8192}
+"""Of one SM's tensor cores with 16-bit operands, by compute capability times ten (NVIDIA's
+architecture whitepapers): narrower operands are proportionally faster, float32 runs as TF32."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,28 @@ def cost(spec: GraphSpec) -> Cost:
     )
     moved = sum(tensor.nbytes for tensor in (*spec.input_tensors, *spec.output_tensors))
     return Cost(flops, moved)
+
+
+def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None:
+    """The least seconds that one execution takes: all bytes at the memory's full rate, or all
+    arithmetic at the tensor cores' full rate. None where the GPU's rates are not known."""
+    if site is None:
+        return None
+    known = isinstance(site, Profile)
+    gpu = json.loads(site.properties_json if known else site.properties(frontend.load()))
+    rate = gpu.get("memoryBusWidth", 0) / 8 * 2 * gpu.get("memClockRateKHz", 0) * 1e3
+    if not rate:
+        return None
+    least = cost(spec)
+    cycles = gpu["multiProcessorCount"] * gpu["smClockRateKHz"] * 1e3
+    peak = cycles * _FLOPS_PER_CYCLE.get(int(gpu["deviceVer"]) // 10, 0)
+    width = min((itemsize(tensor.dtype) for tensor in spec.input_tensors), default=4)
+    return max(least.bytes / rate, least.flops * width / 2 / peak if peak else 0.0)
+
+
+def size(count: int) -> str:
+    """Bytes for people, in MB from one million on."""
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count:,} bytes"
 
 
 def _ports(call: Call) -> tuple[tuple[str, str], ...]:

@@ -1,31 +1,36 @@
-"""What runs where and why, as text and as JSON."""
+"""Which parts of a graph run where, and why: as text and as JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .cost import cost
+from ...deviceless import profiles
+from ..errors import TargetError
+from .cost import cost, roofline, size
 
 if TYPE_CHECKING:
+    from ...deviceless.profiles import Profile
+    from ..cuda import CudaDevice
     from ..graph.spec import Call, GraphSpec
     from .plan import Plan, PlannedSegment
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of a :class:`Plan`: data for ``json.dumps``, which prints as text."""
+    """The explanation of a :class:`Plan`: prints as text; ``to_json`` gives data."""
 
     data: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """``{"name", "role", "residuals", "gpu", "implementation", "graph", "cut_bytes",
         "segments": [{"runs_on", "operations", "engine", "workspace_bytes", "candidates",
-        "reads_bytes", "writes_bytes", "flops", "reason", "advice"}]}``; a new dictionary
-        each time."""
+        "reads_bytes", "writes_bytes", "flops", "roofline_seconds", "reason", "advice"}]}``;
+        a new dictionary each time."""
         return json.loads(json.dumps(self.data))
 
     def __str__(self) -> str:
@@ -39,25 +44,29 @@ class Explanation:
             f"{data['name']} on {data['gpu']}, implementation {data['implementation']!r}: {count}"
         )
         if engine := data["engine_of_another_graph"]:
-            said = f"note: {engine} is of the graph from which vmap or a derivative made this one"
+            said = (
+                f"note: {engine} belongs to the graph from which vmap or autodiff derived this one"
+            )
             yield from _wrapped(said, "  ")
         for number, segment in enumerate(segments, 1):
             yield f"  {number}. {segment['runs_on']}: {', '.join(segment['operations'])}"
             if segment["runs_on"] == "cuDNN":
                 yield (
                     f"     engine {segment['engine']} of {segment['candidates']} candidates, "
-                    f"{segment['workspace_bytes']} bytes of workspace"
+                    f"{size(segment['workspace_bytes'])} of workspace"
                 )
-            moved = segment["reads_bytes"], segment["writes_bytes"], segment["flops"]
-            yield "     reads {:,} bytes, writes {:,}, computes {:,} operations".format(*moved)
+            reads, writes = size(segment["reads_bytes"]), size(segment["writes_bytes"])
+            seconds = segment["roofline_seconds"]
+            least = "" if seconds is None else f"; at least {seconds * 1e6:,.1f} us"
+            yield f"     reads {reads}, writes {writes}, {segment['flops']:,} operations{least}"
             for advice in segment["advice"]:
                 yield from _wrapped(f"note: {advice}", "     ")
             if segment["reason"] and segment["runs_on"] == "XLA":
                 yield from _wrapped(f"because {segment['reason']}", "     ")
         for kept in data["residuals"]:
-            yield f"  keeps {kept['tensor']} for the derivative, {kept['bytes']:,} bytes"
+            yield f"  keeps {kept['tensor']} for the derivative, {size(kept['bytes'])}"
         if len(segments) > 1:
-            yield f"  {data['cut_bytes']:,} bytes cross the cuts"
+            yield f"  {size(data['cut_bytes'])} cross the cuts"
             reasons = dict.fromkeys(s["reason"] for s in segments if s["runs_on"] == "cuDNN")
             for reason in filter(None, reasons):
                 yield from _wrapped(f"not one plan because {reason}", "  ")
@@ -69,6 +78,9 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 def explain(plan: Plan) -> Explanation:
     """The explanation of a plan."""
+    site = plan.site
+    with contextlib.suppress(TargetError):  # a plan that was read from bytes knows the name alone
+        site = site or profiles.get(plan.gpu)
     made = {name: s for s in plan.segments for name in s.spec.outputs}
     crossing = sum(
         plan.spec.tensor(name).nbytes
@@ -88,12 +100,12 @@ def explain(plan: Plan) -> Explanation:
             "implementation": plan.implementation,
             "graph": str(plan.spec),
             "cut_bytes": crossing,
-            "segments": [_segment(segment) for segment in plan.segments],
+            "segments": [_segment(segment, site) for segment in plan.segments],
         }
     )
 
 
-def _segment(segment: PlannedSegment) -> dict[str, Any]:
+def _segment(segment: PlannedSegment, site: Profile | CudaDevice | None) -> dict[str, Any]:
     spec, plan = segment.spec, segment.plan
     return {
         "runs_on": "XLA" if plan is None else "cuDNN",
@@ -104,6 +116,7 @@ def _segment(segment: PlannedSegment) -> dict[str, Any]:
         "reads_bytes": sum(tensor.nbytes for tensor in spec.input_tensors),
         "writes_bytes": sum(tensor.nbytes for tensor in spec.output_tensors),
         "flops": cost(spec).flops,
+        "roofline_seconds": roofline(spec, site),
         "reason": segment.reason,
         "advice": [advice for call in spec.calls if (advice := _advice(spec, call))],
     }

@@ -16,10 +16,11 @@ from ..compat import Device
 from ..cuda import CudaDevice
 from ..errors import GraphError, TargetError, UnsupportedGraphError
 from ..graph.spec import GraphSpec
-from . import frontend
+from . import frontend, progress
 from .collect import graphs, pieces
 from .plan import XLA, Plan
 from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
+from .table import ByGpu, Plans
 from .unsupported import most_telling
 
 # A GPU to plan for: by its name, a profile, or a GPU of this process.
@@ -41,24 +42,25 @@ def plan(
     """How a function's graph runs on a GPU for these arguments: cuDNN's plans and XLA's parts.
 
     Args:
-        fn: a graph function, or any JAX function that holds exactly one graph.
+        fn: a graph function, or any JAX function that contains exactly one graph.
         *args: arrays, or ``jax.ShapeDtypeStruct`` for shapes alone, in any pytree.
-        gpus: names of profiles ("H200") or profiles. None: ``jax_cudnn.target``, else
-            ``jax.default_device`` if it is an NVIDIA GPU, else this process's GPU.
+        gpus: names of profiles ("H200") or profiles; no GPU is needed for these. None:
+            ``jax_cudnn.target``, else ``jax.default_device`` if it is an NVIDIA GPU, else this
+            process's GPU.
         **static: keyword arguments of ``fn``.
 
     Returns:
         A :class:`Plan` (``segments``, ``engine``, ``workspace_bytes``, ``explain()``); with
-        ``gpus`` a dictionary of them by the name of the GPU, built without one.
+        ``gpus`` a dictionary of plans by the name of the GPU.
 
     Raises:
         UnsupportedGraphError: under ``implementation="cudnn"``, when cuDNN has no engine for the
             whole graph on that GPU.
-        GraphError: the function holds several graphs, or none.
+        GraphError: the function contains several graphs, or none.
         TargetError: there is no GPU and no target, or no profile of that name.
 
-    In a ``jax.distributed`` job this process plans for itself: a program of several processes runs
-    what the lowest of them planned.
+    In a ``jax.distributed`` job this call plans for its own process only; a program that runs on
+    several processes uses the plans of the process with the lowest index.
 
     Example:
         >>> import jax, jax_cudnn as jc
@@ -66,59 +68,75 @@ def plan(
         >>> x = jax.ShapeDtypeStruct((64, 128), "bfloat16")
         >>> plans = jc.plan(relu, x, gpus=["A100", "H200"])                   # doctest: +SKIP
     """
-    from .placement import place  # and all of planning: importing jax_cudnn does without
-
     chosen = None if gpus is None else _profiles(gpus)
     found = graphs(fn, args, static)
     if len(found) > 1:
         raise GraphError(
-            f"{getattr(fn, '__name__', 'the function')} holds {len(found)} graphs",
-            expected="one graph: a plan belongs to one",
+            f"{getattr(fn, '__name__', 'the function')} contains {len(found)} graphs",
+            expected="one graph",
             got=", ".join(found),
-            fix="jax_cudnn.plans gives those of all",
+            fix="jax_cudnn.plans gives the plans of all",
         )
-    ((name, spec),) = found.items()
-    if chosen is None:
-        return place(spec, context.site(_default_devices(), name), name)
-    return ByGpu({gpu: place(spec, profile, name) for gpu, profile in chosen.items()})
+    (name,) = found
+    made = _plans(found, chosen)
+    if isinstance(made, Plans):
+        return made[name]
+    return ByGpu({gpu: plans[name] for gpu, plans in made.items()})
 
 
-class ByGpu(dict[str, Any]):
-    """Values by the names of GPUs, found under each spelling that ``jax_cudnn.target`` takes."""
-
-    def __missing__(self, gpu: str) -> Any:
-        with contextlib.suppress(TargetError):
-            if (name := profiles.get(gpu).name) in self:
-                return self[name]
-        raise KeyError(gpu)
-
-
-def plans(fn: Callable[..., Any], *args: Any, **static: Any) -> dict[str, Plan]:
-    """How all graphs of a function run on a GPU: those of a gradient, say.
+@overload
+def plans(fn: Callable[..., Any], *args: Any, gpus: None = None, **static: Any) -> Plans: ...
+@overload
+def plans(
+    fn: Callable[..., Any], *args: Any, gpus: Iterable[str | Profile], **static: Any
+) -> dict[str, Plans]: ...
+def plans(
+    fn: Callable[..., Any],
+    *args: Any,
+    gpus: Iterable[str | Profile] | None = None,
+    **static: Any,
+) -> Plans | dict[str, Plans]:
+    """How all graphs of a function run on a GPU, such as those of a gradient.
 
     Args:
-        fn, *args, **static: as for :func:`plan`; ``fn`` may hold several graphs.
+        fn, *args, gpus, **static: as for :func:`plan`; ``fn`` may contain several graphs.
 
     Returns:
-        A :class:`Plan` for each graph by its name, in the order of the program. What was derived
-        of a graph says so, as in "conv (backward)"; a second of one name is "conv 2".
+        A dictionary with the :class:`Plan` of each graph by its name, in program order; it prints
+        as a table of operands, bytes and roofline times. Derived graphs are named after their
+        source, as in "conv (backward)"; the second graph of one name is "conv 2". With ``gpus``
+        a dictionary of these by the name of the GPU.
 
-    Raises: as :func:`plan`, but for several graphs.
+    Raises: as :func:`plan`, except for several graphs.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_cudnn as jc
         >>> relu = jc.graph(lambda g, x: g.relu(x))
         >>> x = jax.ShapeDtypeStruct((64, 128), "float32")
         >>> with jc.target("H200"):
-        ...     plans = jc.plans(jax.grad(lambda x: relu(x).sum()), x)        # doctest: +SKIP
+        ...     print(jc.plans(jax.grad(lambda x: relu(x).sum()), x))          # doctest: +SKIP
     """
-    from .placement import place
+    chosen = None if gpus is None else _profiles(gpus)
+    return _plans(graphs(fn, args, static), chosen)
 
-    found = graphs(fn, args, static)
-    return {
-        name: place(spec, context.site(_default_devices(), name), name)
-        for name, spec in found.items()
-    }
+
+def _plans(found: Mapping[str, GraphSpec], chosen: Sites | None) -> Plans | dict[str, Plans]:
+    """The plans of graphs, on chosen GPUs or the default one."""
+    from .placement import place  # and all of planning: importing jax_cudnn does without
+
+    with progress.counted(len(found) * (1 if chosen is None else len(chosen))) as program:
+
+        def planned(site: Profile | CudaDevice | None) -> Plans:
+            made = Plans()
+            for name, spec in found.items():
+                with program.graph():
+                    there = site or context.site(_default_devices(), name)
+                    made[name] = place(spec, there, name)
+            return made
+
+        if chosen is None:
+            return planned(None)
+        return ByGpu({gpu: planned(site) for gpu, site in chosen.items()})
 
 
 def support(

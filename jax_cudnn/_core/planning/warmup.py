@@ -9,6 +9,8 @@ import jax
 
 from .. import context
 from ..errors import GraphTypeError
+from . import progress
+from .collect import in_jaxpr
 
 
 def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -45,4 +47,5 @@ def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowe
         )
     jitted: Any = fn if hasattr(fn, "trace") and hasattr(fn, "lower") else jax.jit(fn)
     traced = jitted.trace(*args, **kwargs)
-    return traced.lower(lowering_platforms=("cuda",)) if context.targeted() else traced.lower()
+    with progress.counted(len({*in_jaxpr(traced.jaxpr.jaxpr)})):
+        return traced.lower(lowering_platforms=("cuda",)) if context.targeted() else traced.lower()

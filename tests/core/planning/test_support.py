@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.planning import collect, planner, support
+from jax_cudnn._core.planning import collect, planner, progress, support
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn.deviceless import profiles
 
@@ -95,12 +96,12 @@ def test_pytrees_statics_and_other_python_values_reach_the_function():
 
 
 def test_function_without_one_plannable_graph_is_told(plans):
-    with pytest.raises(jc.GraphError, match="holds no cuDNN graph"):
+    with pytest.raises(jc.GraphError, match=r"contains no cuDNN graph(.|\n)*jax_cudnn\.ops"):
         jc.plan(lambda x: x.sum(), X)
     symbolic = jax.ShapeDtypeStruct((jax.export.symbolic_shape("batch")[0], 4), jnp.float32)
     with pytest.raises(jc.GraphError, match="relu: symbolic dimensions"):
         jc.plan(jax.jit(relu), symbolic)
-    with pytest.raises(jc.GraphError, match=r"holds 2 graphs(.|\n)*jax_cudnn\.plans"):
+    with pytest.raises(jc.GraphError, match=r"contains 2 graphs(.|\n)*jax_cudnn\.plans"):
         jc.plan(HIDING_PLACES["called"], X)
     assert plans == []
 
@@ -109,9 +110,49 @@ def test_wrong_gpus_are_told(plans):
     for gpus in ("H200", [], ["H300"]):
         with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
             jc.plan(relu, X, gpus=gpus)
+    with pytest.raises(jc.TargetError, match="did you mean 'H200'"):
+        jc.target("H20")
     with pytest.raises(jc.TargetError, match="two different profiles"):
         jc.support(relu, X, gpus=["H200", dataclasses.replace(A100, name="H200")])
     assert plans == []
+
+
+def test_plans_are_tables_by_gpu(plans):
+    found = jc.plans(HIDING_PLACES["called"], X, gpus=["H200", "A100"])
+    assert found["nvidia h200"]["double"].gpu == "H200"
+    assert [line.split() for line in str(found["H200"]).splitlines()] == [
+        ["graph", "operands", "runs", "on", "MB", "roofline", "us"],
+        ["relu", "bf16[8,16]", "cuDNN", "0.00", "0.0"],
+        ["double", "bf16[8,16]", "cuDNN", "0.00", "0.0"],
+        ["total", "2", "cuDNN,", "0", "XLA", "0.00", "0.0"],
+    ]
+    assert ["double", "bf16[8,16]", "XLA"] in [line.split()[:3] for line in str(found).splitlines()]
+    product = jc.graph(lambda g, a, b: g.matmul(a, b))
+    square = jax.ShapeDtypeStruct((1, 4096, 4096), "bfloat16")
+    explained = str(jc.plans(product, square, square, gpus=["H200"])["H200"]["<lambda>"].explain())
+    assert "reads 67.1 MB, writes 33.6 MB" in explained
+    assert "at least 128.4 us" in explained  # 2 * 4096**3 / (132 SMs * 4096 * 1.98 GHz)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("run", [jc.warmup, jc.plans])
+def test_progress_counts_the_graphs_of_a_program(run, terminal, plans, monkeypatch, caplog, capsys):
+    monkeypatch.setattr(progress, "_SILENT", 0.005)
+    monkeypatch.setattr(progress, "_REDRAW", 0.005)
+    monkeypatch.setattr(progress, "_on_terminal", lambda: terminal)
+
+    def slow(spec, site, name, advise=True):
+        with progress.planning(name):
+            time.sleep(0.02)
+        return ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 7)
+
+    monkeypatch.setattr(planner, "plan", slow)
+    with jc.target("H200"):
+        run(lambda x: double(relu(x)), X)
+    shown = capsys.readouterr().err if terminal else caplog.text
+    assert "graph 1 of 2" in shown
+    assert "graph 2 of 2" in shown
+    assert ("[##########          ]" in shown, shown.endswith("\x1b[K")) == (terminal, terminal)
 
 
 def test_support_is_a_table_of_graphs_and_gpus_text_and_data(plans):

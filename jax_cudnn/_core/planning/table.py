@@ -1,0 +1,78 @@
+"""Plans by the names of their graphs, which print as a table."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ...deviceless import profiles
+from ...deviceless.profiles import Profile
+from ..cuda import CudaDevice
+from ..errors import TargetError
+from ..graph.spec import GraphSpec
+from .cost import cost, roofline
+from .plan import Plan
+
+_HEADER = ("graph", "operands", "runs on", "MB", "roofline us")
+
+
+class Plans(dict[str, Plan]):
+    """The plans of a function's graphs by name; prints as a table.
+
+    ``MB`` counts each operand and result of a cuDNN plan or XLA part once. ``roofline us`` is the
+    least time that these bytes and the arithmetic can take on the GPU. Equal graphs share a row.
+    """
+
+    def __str__(self) -> str:
+        lines = [_HEADER, *self._cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = str.ljust, str.ljust, str.ljust, str.rjust, str.rjust
+        return "\n".join(
+            "  ".join(f(cell, width) for f, cell, width in zip(aligned, line, widths, strict=True))
+            for line in lines
+        )
+
+    def _cells(self) -> Iterator[tuple[str, ...]]:
+        site = next((plan.site for plan in self.values() if plan.site is not None), None)
+        every: list[GraphSpec] = []
+        for name, plan in self.items():
+            specs = [segment.spec for segment in plan.segments]
+            yield name, _operands(plan.spec), _where(plan), *_figures(specs, site)
+            every += specs
+        fused = sum(len(plan.execution_plans) for plan in self.values())
+        yield "total", "", f"{fused} cuDNN, {len(every) - fused} XLA", *_figures(every, site)
+
+
+class ByGpu(dict[str, Any]):
+    """Values by the names of GPUs, found under each spelling that ``jax_cudnn.target`` takes."""
+
+    def __missing__(self, gpu: str) -> Any:
+        with contextlib.suppress(TargetError):
+            if (name := profiles.get(gpu).name) in self:
+                return self[name]
+        raise KeyError(gpu)
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{gpu}\n{value}" for gpu, value in self.items())
+
+
+def _where(plan: Plan) -> str:
+    fused = len(plan.execution_plans)
+    others = len(plan.segments) - fused
+    cudnn = "" if not fused else "cuDNN" if fused == 1 else f"{fused} cuDNN"
+    xla = "" if not others else "XLA" if others == 1 else f"{others} XLA"
+    return " + ".join(filter(None, (cudnn, xla)))
+
+
+def _operands(spec: GraphSpec) -> str:
+    shapes = (f"{t.dtype}[{','.join(map(str, t.shape))}]" for t in spec.input_tensors)
+    return re.sub(r"(?<=u)int|(?<=i)nt|(?<=f)loat", "", ", ".join(shapes))  # bf16, i32 as in JAX
+
+
+def _figures(specs: Sequence[GraphSpec], site: Profile | CudaDevice | None) -> tuple[str, str]:
+    seconds = [roofline(spec, site) for spec in specs]
+    known = [s * 1e6 for s in seconds if s is not None]
+    moved = sum(cost(spec).bytes for spec in specs) / 1e6
+    return f"{moved:,.2f}", f"{sum(known):,.1f}" if len(known) == len(specs) else "unknown"
