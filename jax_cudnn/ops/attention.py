@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _OPTIONAL = {"dBias": "bias", "dSink_token": "sink_token"}
-# Hopper's engine with the knobs by which dQ is added up in one order, in linear workspace: STAGES.
+# Hopper's engine, with the knobs (STAGES) that sum dQ in a fixed order with linear workspace.
 _ORDERED = (
     6,
     {"TILE_M": 2, "TILE_N": 1, "KERNEL_CFG": 2, "STREAM_K": 0, "TILE_CGA_M": 0, "STAGES": 4},
@@ -40,45 +40,45 @@ class SdpaBackward(Ordered, Attending):
     """Gradients of sdpa.
 
     With ``P = exp(scores - stats)`` and ``dP = dO v^T``: ``dS = P * (dP - rowsum(dO * o))``,
-    ``dQ = attn_scale * dS k``, ``dK = attn_scale * dS^T q``, ``dV = P^T dO``, and dBias the sum of
-    dS over what bias broadcasts. Heads of k and v get the sum over the heads of q that they serve.
-    With dropout, P in dV and dP are 0 where a weight was dropped, and else divided by one minus
-    dropout_probability. dSink_token is minus the sum of
+    ``dQ = attn_scale * dS k``, ``dK = attn_scale * dS^T q``, ``dV = P^T dO``, and dBias is dS
+    summed over the broadcast dimensions of bias. dK and dV are summed over the heads of q that
+    share a head of k and v. With dropout, P in dV and dP are 0 where a weight was dropped, and
+    otherwise divided by ``1 - dropout_probability``. dSink_token is minus the sum of
     ``exp(sink_token - stats) * rowsum(dO * o)``.
 
     Args:
         q: (B, H, Sq, D).
         k: (B, N, Skv, D).
         v: (B, N, Skv, E).
-        o: the forward's O, (B, H, Sq, E).
-        dO: the gradient by O.
-        stats: the forward's Stats, (B, H, Sq, 1) in float32.
-        bias: as in the forward.
-        seq_len_q: as in the forward.
-        seq_len_kv: as in the forward.
-        seed: as in the forward: then the mask is the same.
-        offset: as in the forward.
-        dropout_mask: as in the forward.
-        sink_token: as in the forward.
-        block_mask: as in the forward; then XLA runs it.
-        score_mod_operands: as in the forward.
-        attn_scale: as in the forward.
-        diagonal_alignment: as in the forward.
-        diagonal_band_left_bound: as in the forward.
-        diagonal_band_right_bound: as in the forward.
-        dropout_probability: as in the forward.
-        use_alibi_mask: as in the forward.
-        score_mod: as in the forward.
-        dBias: whether that is computed, too.
-        dSink_token: whether that is; cuDNN adds it up in no fixed order.
-        use_deterministic_algorithm: sums have one order. Set by ``Options(deterministic=True)``.
+        o: O from ``sdpa``, (B, H, Sq, E).
+        dO: the gradient with respect to O.
+        stats: Stats from ``sdpa``, (B, H, Sq, 1) in float32.
+        bias: as in ``sdpa``.
+        seq_len_q: as in ``sdpa``.
+        seq_len_kv: as in ``sdpa``.
+        seed: as in ``sdpa``: the dropout mask is then the same.
+        offset: as in ``sdpa``.
+        dropout_mask: as in ``sdpa``.
+        sink_token: as in ``sdpa``.
+        block_mask: as in ``sdpa``; the backward pass then runs in XLA.
+        score_mod_operands: as in ``sdpa``.
+        attn_scale: as in ``sdpa``.
+        diagonal_alignment: as in ``sdpa``.
+        diagonal_band_left_bound: as in ``sdpa``.
+        diagonal_band_right_bound: as in ``sdpa``.
+        dropout_probability: as in ``sdpa``.
+        use_alibi_mask: as in ``sdpa``.
+        score_mod: as in ``sdpa``.
+        dBias: whether to compute dBias.
+        dSink_token: whether to compute dSink_token; cuDNN sums it in no fixed order.
+        use_deterministic_algorithm: sum in a fixed order. Set by ``Options(deterministic=True)``.
             On Hopper and older it takes ``2 B H Sq Skv`` bytes of workspace (lengths rounded up to
-            64); where that is too much, cuDNN 9.25 and newer have on Hopper a slower engine whose
-            workspace is linear in the lengths. On Blackwell it has little workspace, and no engine
-            beside dropout, ALiBi or dBias.
+            64); if that is too much, cuDNN 9.25 and newer have a slower engine on Hopper with
+            workspace linear in the lengths. On Blackwell the workspace is small, and no engine
+            supports dropout, ALiBi or dBias.
 
-    Returns: dQ, dK, dV, and where asked for dBias and dSink_token, of the dtypes of q, k, v, bias
-    and sink_token. Source: cuDNN documentation, "Scaled Dot Product Attention Backward".
+    Returns: dQ, dK, dV, and if requested dBias and dSink_token, of the dtypes of q, k, v, bias and
+    sink_token. Source: cuDNN documentation, "Scaled Dot Product Attention Backward".
     """
 
     method = "sdpa_backward"
@@ -118,21 +118,21 @@ class SdpaBackward(Ordered, Attending):
             if getattr(self, name) and port not in inputs:
                 article = "a " * (port == "bias")
                 raise GraphError(
-                    f"{name} without {article}{port}", fix=f"give the {port}, or leave {name} out"
+                    f"{name} without {article}{port}", fix=f"pass {port}, or omit {name}"
                 )
         of = {"dQ": "q", "dK": "k", "dV": "v", **_OPTIONAL}
         return {name: (inputs[of[name]].shape, inputs[of[name]].dtype) for name in self.results}
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         if "block_mask" in tensors:
-            return "cuDNN's backward of attention takes no block mask"
+            return "cuDNN's attention backward does not support a block mask"
         if self.score_mod is not None:
             if self.dBias:
-                return "cuDNN's dBias is wrong beside a score_mod"
+                return "cuDNN computes a wrong dBias together with a score_mod"
             if reason := self.score_mod.refused_backward(self.scores(tensors)):
                 return reason
         if self.dSink_token and graph.options.deterministic:
-            return "cuDNN adds up dSink_token in no fixed order"
+            return "cuDNN sums dSink_token in no fixed order"
         return super().refuses(tensors, graph)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -189,54 +189,54 @@ class SdpaBackward(Ordered, Attending):
 @register
 @frozen
 class Sdpa(Attending):
-    """Attention: ``O = softmax(attn_scale * q k^T + bias) v``, row by row.
+    """Attention: ``O = softmax(attn_scale * q k^T + bias) v``, with softmax along each row.
 
-    Query ``i`` sees the keys ``j`` with ``i - left < j <= i + right``, where positions count from
-    the first query and key, or, with "BOTTOM_RIGHT", so that the last ones are equal; and with
-    lengths those below its example's seq_len_kv, and with a block_mask those of its tiles. A query
-    that sees none, or is not below seq_len_q, has O = 0 and Stats = -inf (with a sink, which it
-    sees, Stats is that; not those beyond seq_len_q).
+    Query ``i`` sees the keys ``j`` with ``i - left < j <= i + right``. Positions are aligned at the
+    first query and key or, with "BOTTOM_RIGHT", at the last ones. Lengths restrict this to keys
+    below seq_len_kv, and a block_mask to keys in visible tiles. A query that sees no key, or is not
+    below seq_len_q, has O = 0 and Stats = -inf. (Queries below seq_len_q also see the sink, if any;
+    Stats is then the sink.)
 
     Args:
         q: (B, H, Sq, D).
-        k: (B, N, Skv, D); each head of it serves H / N neighbouring heads of q.
+        k: (B, N, Skv, D); each head serves H / N consecutive heads of q.
         v: (B, N, Skv, E).
-        bias: added to the scaled scores, (B, H, Sq, Skv) with any of these 1; optional.
-        seq_len_q: how many queries of each example there are, (B, 1, 1, 1) in int32; optional.
-        seq_len_kv: how many keys; together with seq_len_q. cuDNN leaves results of an example
-            unwritten where this is 0: give it no queries and one key instead, for zeros. What is
-            behind the lengths must be finite.
+        bias: added to the scaled scores, (B, H, Sq, Skv) or 1 in any dimension; optional.
+        seq_len_q: the number of queries of each batch element, (B, 1, 1, 1) in int32; optional.
+        seq_len_kv: the number of keys; requires seq_len_q. If it is 0, cuDNN leaves the results of
+            that batch element unwritten: pass 0 queries and 1 key instead to get zeros. Values
+            after the lengths must be finite.
         seed: of dropout, (1, 1, 1, 2) in uint32: the low and the high word of a 64-bit integer.
-        offset: likewise, where in the stream of random numbers to begin; together with seed. They
-            are pygraph's ``dropout=(dropout_probability, seed, offset)``.
-        dropout_mask: in place of these, what each weight is multiplied by, (B, H, Sq, Skv) in
-            float32, as RNG_DUMP is; XLA runs that.
-        sink_token: a logit for each head that is in the sum of softmax, and has no value:
-            (1, H, 1, 1) in float32.
-        block_mask: which tiles of 128 queries see which tiles of 128 keys, in bits:
+        offset: likewise, the start in the random stream; requires seed. pygraph's form is
+            ``dropout=(dropout_probability, seed, offset)``.
+        dropout_mask: instead of seed and offset, a factor for each weight as in RNG_DUMP,
+            (B, H, Sq, Skv) in float32; runs in XLA.
+        sink_token: one logit per head, (1, H, 1, 1) in float32, added to the sum of the softmax
+            without a value.
+        block_mask: which tiles of 128 queries see which tiles of 128 keys, packed in bits:
             (B, H, ceil(Sq / 128), ceil(ceil(Skv / 128) / 8)) in uint8, bit ``j`` of byte ``i`` for
-            tile ``8 i + j``. cuDNN has an engine for Blackwell, from 9.26 on.
-        score_mod_operands: a list of what score_mod reads, each of the scores' shape
-            (B, H, Sq, Skv), with any of these 1; floats, or int32; optional.
+            tile ``8 i + j``. Requires Blackwell and cuDNN 9.26.
+        score_mod_operands: the operands of score_mod, a list of arrays of the scores' shape
+            (B, H, Sq, Skv), or 1 in any dimension; floats or int32; optional.
         attn_scale: factor of the scores.
         diagonal_alignment: "TOP_LEFT" or "BOTTOM_RIGHT", or the member of
             ``cudnn.diagonal_alignment``.
-        diagonal_band_left_bound: left, at least 1; None for all keys on that side.
-        diagonal_band_right_bound: right, at least 0, which is causal attention; None for all.
-        dropout_probability: how probably a weight is dropped, between 0 and 1; the others are
-            divided by one minus that.
-        use_alibi_mask: add ``slope * (j - i)`` to the scores, a slope for each head (Press et al.
-            2022, arXiv:2108.12409); with diagonal_band_right_bound=0 alone.
-        score_mod: ``f(score, b, h, q, kv, *score_mod_operands)``, a function in jnp of the scaled
-            scores, which gives those that bias, band and lengths are applied to; see
+        diagonal_band_left_bound: left, at least 1; None for no bound.
+        diagonal_band_right_bound: right, at least 0 (0 is causal attention); None for no bound.
+        dropout_probability: the probability of dropping a weight, between 0 and 1; the remaining
+            weights are divided by ``1 - dropout_probability``.
+        use_alibi_mask: add ``slope * (j - i)`` to the scores, with one slope per head (Press et al.
+            2022, arXiv:2108.12409); requires diagonal_band_right_bound=0.
+        score_mod: ``f(score, b, h, q, kv, *score_mod_operands)``, a jnp function of the scaled
+            scores, applied before bias, band and lengths; see
             :func:`jax_cudnn.ops.dot_product_attention`.
-        generate_stats: whether Stats is a result.
-        rng_dump: whether RNG_DUMP is.
+        generate_stats: whether to return Stats.
+        rng_dump: whether to return RNG_DUMP.
 
-    Returns: O, (B, H, Sq, E) of q's dtype, and Stats, (B, H, Sq, 1) in float32: the natural
-    logarithm of each row's sum of exponentials of what softmax gets. Where asked for RNG_DUMP,
-    (B, H, Sq, Skv) in float32: 1 where dropout keeps a weight, else 0. Source: cuDNN documentation,
-    "Scaled Dot Product Attention Forward".
+    Returns: O, (B, H, Sq, E) of q's dtype; Stats, (B, H, Sq, 1) in float32, the natural log-sum-exp
+    of each row of the softmax's input; if requested RNG_DUMP, (B, H, Sq, Skv) in float32: 1 where
+    dropout keeps a weight, else 0. Source: cuDNN documentation, "Scaled Dot Product Attention
+    Forward".
     """
 
     method = "sdpa"
@@ -283,14 +283,16 @@ class Sdpa(Attending):
     def without(self, results: Collection[str]) -> Node:
         node = dataclasses.replace(self, rng_dump=self.rng_dump and "RNG_DUMP" not in results)
         if "Stats" in results and self.dropout_probability is None:
-            # With dropout the engine stays the one that writes it, and with it the mask.
+            # With dropout the engine must stay the one that writes Stats, to keep its mask.
             node = dataclasses.replace(node, generate_stats=False)
         return node
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         self.checked(inputs)
         if self.rng_dump and "seed" not in inputs:
-            raise GraphError("rng_dump without dropout", fix="give dropout_probability and a seed")
+            raise GraphError(
+                "rng_dump without dropout", fix="pass dropout_probability, seed and offset"
+            )
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         found = {
             "O": ((*q.shape[:3], v.shape[3]), q.dtype),
@@ -300,7 +302,7 @@ class Sdpa(Attending):
         return {port: found[port] for port in self.results}
 
     def backward(self, wanted: Collection[str]) -> Node:
-        """The node of the gradients, of bias and sink_token where they are wanted."""
+        """The node that computes the gradients, optionally of bias and sink_token."""
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Attending)}
         return SdpaBackward(**shared, dBias="bias" in wanted, dSink_token="sink_token" in wanted)
 
@@ -344,7 +346,7 @@ class Sdpa(Attending):
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
         inputs = extras.with_mask(self, g, inputs)
-        # Of eight bits O is too coarse for the backward, which subtracts its products with dO.
+        # An 8-bit O is too coarse for the backward pass, which subtracts its products with dO.
         if "Stats" not in outputs or outputs["O"].dtype.itemsize == 1:
             return super().jvp(g, tangents, inputs, outputs)
         from .attention_tangent import AttentionTangent  # importing jax_cudnn does without

@@ -1,4 +1,4 @@
-"""Attention whose arrays lie otherwise than as one array of examples each for q, k and v."""
+"""Attention over other storage layouts than one dense array each for q, k and v."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 @frozen
 class Arranged(Node):
-    """``base`` with other ports: the same attention of arrays that lie otherwise.
+    """``base`` with other ports: the same attention over another storage layout.
 
-    Functions of ``jax_cudnn.ops`` make such nodes: what their operands of integers must hold is
-    checked there, and a plan would read foreign memory where they are wrong. So ``g`` has no method
-    for them.
+    Functions of ``jax_cudnn.ops`` create these nodes and check their integer operands, because a
+    plan reads out of bounds if these are wrong. So ``g`` has no method for them.
     """
 
     base: Any  # Sdpa or SdpaBackward
@@ -75,12 +74,12 @@ class Arranged(Node):
         }
 
     def backward(self, wanted: Collection[str]) -> Node:
-        """The node of the gradients by these ports."""
+        """The node that computes the gradients with respect to these ports."""
         raise NotImplementedError
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         if len(graph.calls) > 1:
-            return f"cuDNN is asked for {self.method} by itself: its arrays lie otherwise"
+            return f"{self.method} needs its own plan, because of its storage layout"
         return wrong_dtypes(self.results, tensors)
 
     def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
@@ -94,7 +93,7 @@ class Arranged(Node):
         return super().sizes({p: x for p, x in inputs.items() if p not in self.integers})
 
     def checked_shapes(self, inputs: Mapping[str, Tensor], wanted: Mapping[str, Shape]) -> None:
-        """GraphError for operands of other shapes."""
+        """GraphError if operands do not have these shapes."""
         for port, shape in wanted.items():
             if port in inputs and inputs[port].shape != shape:
                 raise GraphError(

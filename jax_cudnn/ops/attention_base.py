@@ -1,4 +1,4 @@
-"""What attention and its backward have in common: attributes, shapes, batches."""
+"""The common base of attention and its backward pass: attributes, shapes, batching."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
 LENGTHS = ("seq_len_q", "seq_len_kv")
-_OF_HEADS = 8  # of which their sizes are multiples
+_OF_HEADS = 8  # head sizes are multiples of this
 _REQUIRES = (
-    "bfloat16 or float16, in the forward without lengths also float32 (products in TF32), sizes of "
-    "heads multiples of 8, SM 80; seq_len_q and seq_len_kv together"
+    "bfloat16 or float16, in the forward without lengths also float32 (products in TF32), head "
+    "sizes that are multiples of 8, SM 80; seq_len_q and seq_len_kv together"
 )
 
 
 def checked_band(attributes: dict[str, Any], bounds: Sequence[str]) -> dict[str, Any]:
-    """The attributes with the alignment by name and both bounds, left and right, as integers;
-    GraphError where they are none."""
+    """The attributes with the alignment by name and the left and right bounds as integers;
+    GraphError if they are not valid."""
     alignment = attributes.get("diagonal_alignment", TOP_LEFT)
     name = getattr(alignment, "name", alignment)
     if name not in (TOP_LEFT, BOTTOM_RIGHT):
@@ -61,13 +61,13 @@ def _bound(name: str, value: Any, least: int) -> int | None:
 
 
 def check_shapes(inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> None:
-    """GraphError where numbers of heads, lengths, the statistic or operands that must have a shape
-    of ``further`` do not fit q, k and v."""
+    """GraphError if head counts, lengths, the statistic, or operands with a shape in ``further`` do
+    not fit q, k and v."""
     q, k, v = (inputs[port].shape for port in ("q", "k", "v"))
     if k[1] == 0 or q[1] % max(k[1], 1) or v[1] != k[1]:
         raise GraphError(
             "the numbers of heads do not fit",
-            expected="as many heads of k and v, and of q a multiple of that",
+            expected="as many heads of v as of k, and a multiple of that of q",
             got=f"q has {q[1]} heads, k {k[1]}, v {v[1]}",
         )
     wanted = {**further, **dict.fromkeys(LENGTHS, (q[0], 1, 1, 1)), "stats": (*q[:3], 1)}
@@ -76,30 +76,30 @@ def check_shapes(inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> 
             raise GraphError(
                 f"{port!r} has the wrong shape",
                 expected=str(list(shape)),
-                got=f"{list(inputs[port].shape)}, beside q {list(q)} and k {list(k)}",
+                got=f"{list(inputs[port].shape)}, with q {list(q)} and k {list(k)}",
             )
     if (LENGTHS[0] in inputs) != (LENGTHS[1] in inputs):
         raise GraphError(
             "one of the lengths is missing",
-            expected="seq_len_q and seq_len_kv, or neither",
+            expected="both seq_len_q and seq_len_kv, or neither",
             got=", ".join(inputs),
         )
 
 
 def odd_heads(tensors: Mapping[str, Tensor]) -> str | None:
-    """Why cuDNN takes no heads of these sizes, or None."""
+    """Why cuDNN does not support these head sizes, or None."""
     for size in (tensors[port].shape[3] for port in ("q", "v")):
         if size % _OF_HEADS:
             return (
-                f"heads of {size} elements, where cuDNN takes multiples of {_OF_HEADS}: pad query, "
-                f"key and value with zeros to {size + -size % _OF_HEADS}, give scale={size}**-0.5, "
-                "and cut the result"
+                f"the head size is {size}, and cuDNN requires a multiple of {_OF_HEADS}: pad "
+                f"query, key and value with zeros to {size + -size % _OF_HEADS}, pass "
+                f"scale={size}**-0.5, and slice the result"
             )
     return None
 
 
 def structure(keywords: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-    """A node's keywords, with the alignment and the lengths said as pygraph wants it."""
+    """A node's keywords, with the alignment and the lengths in pygraph's form."""
     import cudnn
 
     if alignment := keywords.pop("diagonal_alignment", None):
@@ -110,8 +110,8 @@ def structure(keywords: dict[str, Any], tensors: Collection[str]) -> dict[str, A
 def as_examples(
     batched: Collection[str], tensors: Tensors, ports: Collection[str], queries: str
 ) -> Iterable[dict[str, int]]:
-    """The ways to fold a dimension of vmap into the examples of these ports: a bias of all of them
-    stays one, where it may."""
+    """The ways to fold a vmap dimension into the batch of these ports; a bias shared by the batch
+    stays shared if possible."""
     bias = tensors.get("bias")
     shared = bias is not None and bias.shape[0] == 1
     if shared and "bias" not in batched and "dBias" not in tensors:
@@ -124,45 +124,45 @@ _ALIKE = {"O": "q", "dQ": "q", "dK": "k", "dV": "v", "dQKV": "qkv", "dBias": "bi
 
 
 def wrong_dtypes(results: Collection[str], tensors: Tensors) -> str | None:
-    """Why cuDNN is not asked for attention of these dtypes, or None. All of it was measured:
+    """Why cuDNN does not run attention with these dtypes, or None. All of this was measured:
 
-    - of operands of several dtypes it reads all as the first one's, some beyond their ends;
-    - of float32 it writes results of queries behind their length, which are 0;
-    - it writes results in their operands' dtype, whatever their arrays hold.
+    - with mixed operand dtypes it reads all in the first one's dtype, some out of bounds;
+    - in float32 it writes nonzero results for queries after their length;
+    - it writes results in the operands' dtype, whatever the arrays' dtype.
     """
     ports = [port for port in ("q", "k", "v", "qkv", "o", "dO") if port in tensors]
     if len({tensors[port].dtype for port in ports}) > 1:
         said = ", ".join(f"{port} {tensors[port].dtype}" for port in ports)
         return (
-            f"cuDNN reads operands of attention in one dtype alone, not {said}: cast them, or "
-            "state what the graph computes by .set_data_type"
+            f"cuDNN requires attention operands of one dtype, not {said}: cast them, or set the "
+            "dtype of computed ones by .set_data_type"
         )
     if "seq_len_q" in tensors and tensors[ports[0]].dtype == "float32":
         return (
-            "of float32 cuDNN's attention writes more than 0 for queries behind seq_len_q: say by "
-            "a mask (B, 1, 1, S) which keys there are, or compute in 16 bits"
+            "in float32 cuDNN's attention writes nonzero results for queries after seq_len_q: "
+            "use a mask (B, 1, 1, S) for the keys, or compute in 16 bits"
         )
     for port in results:
         like = tensors.get(_ALIKE.get(port, ""))
         if like is not None and tensors[port].dtype != like.dtype:
-            return f"cuDNN writes {port} in {like.dtype} alone, the dtype of {_ALIKE[port]}"
+            return f"cuDNN writes {port} only in {like.dtype}, the dtype of {_ALIKE[port]}"
     return None
 
 
 def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> str | None:
-    """Why cuDNN is not asked for what reads results of attention in the same plan, or None: it
-    takes some such graphs, and misses a pointer when they run (measured of dQ)."""
+    """Why an operation that reads an attention result is not part of its plan, or None: cuDNN
+    accepts some such graphs, but a pointer is missing when they run (measured for dQ)."""
     made = {tensors[port].name: port for port in results}
     for call in graph.calls:
         for _, name in call.inputs:
             if name in made:
-                return f"cuDNN's attention is a plan by itself: {call.name} reads {made[name]}"
+                return f"attention needs its own plan, and {call.name} reads {made[name]}"
     return None
 
 
 @frozen
 class Attending(Biased):
-    """What the forward and the backward have in common."""
+    """The common base of the forward and backward nodes."""
 
     anchor = True
     product = True
@@ -173,7 +173,7 @@ class Attending(Biased):
     broadcasts_around = NUMBERS_ONLY
     dtypes = FLOATS
     requires = _REQUIRES
-    rounding = "weights of 16 bits in the second product; sums, maxima and exponentials in float32"
+    rounding = "16-bit weights in the second product; sums, maxima and exponentials in float32"
 
     attn_scale: float = 1.0
     diagonal_alignment: str = TOP_LEFT
@@ -226,11 +226,11 @@ class Attending(Biased):
         )
 
     def checked(self, inputs: Mapping[str, Tensor]) -> None:
-        """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
+        """GraphError or GraphTypeError if shapes or dtypes do not fit."""
         self.sizes(inputs)
         if self.compute_data_type != "float32":
             raise GraphTypeError(
-                f"compute_data_type {self.compute_data_type} is not for {self.method}",
+                f"{self.method} does not support compute_data_type {self.compute_data_type}",
                 expected="float32",
                 got=self.compute_data_type,
             )
@@ -256,14 +256,14 @@ class Attending(Biased):
             return extras.refusal(tensors)
         others = {"seed", "dropout_mask", "sink_token", "block_mask"}
         if self.use_alibi_mask or others & {*tensors}:
-            return "cuDNN is not asked for a score_mod beside dropout, sinks, ALiBi or block masks"
+            return "a score_mod with dropout, sinks, ALiBi or block masks runs only in XLA"
         return self.score_mod.refused(tensors)
 
     def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
         return {**self._stretched(tensors), **super().broadcast_to(tensors)}
 
     def _stretched(self, tensors: Tensors) -> Mapping[str, Shape]:
-        """Operands of score_mod that cuDNN would read wrongly."""
+        """Operands of score_mod that cuDNN would misread."""
         return {} if self.score_mod is None else self.score_mod.stretches(tensors)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
@@ -275,16 +275,15 @@ class Attending(Biased):
         for port, shape in self._stretched(tensors).items():
             nbytes = dataclasses.replace(tensors[port], shape=shape).nbytes
             said.append(
-                f"where cuDNN runs it, XLA first broadcasts {port}, {list(tensors[port].shape)}, "
-                f"to {list(shape)}, {nbytes:,} bytes in memory: cuDNN reads an operand wrongly of "
-                "which rows of queries share an element; what is added costs none as bias, "
-                "documents as packed_dot_product_attention, and numbers of heads alone as "
-                "(1, N, 1, 1)"
+                f"for cuDNN, XLA first broadcasts {port}, {list(tensors[port].shape)}, to "
+                f"{list(shape)}, {nbytes:,} bytes in memory, because cuDNN misreads operands that "
+                "are broadcast over queries; to avoid the copy, pass an additive term as bias, use "
+                "packed_dot_product_attention for documents, and (1, N, 1, 1) for values per head"
             )
         return "; ".join(said)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
-        """As further examples; a bias of all examples stays one, unless its gradient is wanted."""
+        """Into the batch; a bias shared by the batch stays shared unless its gradient is needed."""
         ports = extras.folds(batched, tensors)
         if self.score_mod is not None and ports:
             further = {port: tensors[port] for port in ports}
@@ -320,8 +319,8 @@ class Attending(Biased):
         return tuple(tensor for tensor in made if tensor is not None)
 
     def callbacks(self, mod: ScoreMod, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by which cuDNN is given a function of the scores."""
-        from .score_mod_emission import Emission  # for planning alone
+        """The arguments that pass score_mod to cuDNN."""
+        from .score_mod_emission import Emission  # only for planning
 
         return {"score_mod": Emission(mod, tensors).forward}
 

@@ -1,13 +1,13 @@
-"""What attention may have besides scores and a band: dropout, sinks, ALiBi, masks of tiles.
+"""Extensions of attention: dropout, sinks, ALiBi and block masks.
 
-**Dropout.** cuDNN draws its mask from a seed and an offset, 64-bit integers that a plan reads in
-device memory, and from an element's place: forward and backward draw the same. The reference's
-masks are others (jax.random's), so graphs with dropout are ``Node.paired``. Derivatives that XLA
-computes beside cuDNN's forward do not draw: they read the mask that a forward writes
+**Dropout.** cuDNN draws its mask from a seed and an offset, 64-bit integers in device memory, and
+from an element's position: forward and backward passes draw the same mask. The reference draws
+other masks (with jax.random), so graphs with dropout are ``Node.paired``. Derivatives that XLA
+computes for cuDNN's forward pass do not draw: they read the mask that a forward pass writes
 (``rng_dump``).
 
-**Masks of tiles** are bits: bit ``j`` of a byte ``i`` says whether queries of a tile see the keys
-of tile ``8 * i + j``.
+**Block masks** are packed in bits: bit ``j`` of byte ``i`` says whether a tile of queries sees the
+keys of tile ``8 * i + j``.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ if TYPE_CHECKING:
 TILE = 128
 """Queries, and keys, of a tile of a block mask."""
 BITS = 8
-CUDNN_OF_TILES = 92600  # before, a first tile of keys that is masked leaves the result undefined
-NEEDS_OF_TILES = "a block mask needs a Blackwell GPU and cuDNN 9.26"
+CUDNN_OF_TILES = 92600  # earlier, masking the first tile of keys gives an undefined result
+NEEDS_OF_TILES = "a block mask requires a Blackwell GPU and cuDNN 9.26"
 
 WORDS = ("seed", "offset")
 RAW = (*WORDS, "block_mask")
-"""Ports that take no floats."""
+"""Ports with integer dtypes."""
 SHARED = ("sink_token", "dSink_token")
-"""Ports of which all examples have one."""
+"""Ports shared by all batch elements."""
 
 
 # -- what the nodes check --------------------------------------------------------------------------
 
 
 def probability(value: Any) -> float | None:
-    """A node's dropout_probability; GraphError where it is none."""
+    """A node's dropout_probability; GraphError if it is not valid."""
     if value is None:
         return None
     number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     if not number or not 0 < value < 1:
         raise GraphError(
             "dropout_probability is not valid",
-            expected="a Python number between 0 and 1, or None",
+            expected="a Python scalar between 0 and 1, or None",
             got=repr(value)[:200],
         )
     return float(value)
 
 
 def check(node: Attending, inputs: Mapping[str, Tensor]) -> None:
-    """GraphError or GraphTypeError where these operands or attributes do not fit."""
+    """GraphError or GraphTypeError if these operands or attributes do not fit."""
     (b, h, queries, _), keys = inputs["q"].shape, inputs["k"].shape[2]
     wanted = {
         **dict.fromkeys(WORDS, ((1, 1, 1, 2), "uint32")),
@@ -73,7 +73,7 @@ def check(node: Attending, inputs: Mapping[str, Tensor]) -> None:
             f"{port!r} has the wrong shape or dtype",
             expected=f"{dtype}{list(shape)}",
             got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
-            fix="jax.random.key_data(key).reshape(1, 1, 1, 2) is such a pair of words"
+            fix="jax.random.key_data(key).reshape(1, 1, 1, 2) makes such a pair of words"
             if port in WORDS
             else None,
         )
@@ -83,7 +83,7 @@ def check(node: Attending, inputs: Mapping[str, Tensor]) -> None:
     if drops != whole or (drawn and not whole):
         raise GraphError(
             "dropout is not complete",
-            expected="dropout_probability, seed and offset, or none of these",
+            expected="all of dropout_probability, seed and offset, or none of them",
             got=", ".join([*drawn, f"dropout_probability={node.dropout_probability}"]),
         )
     if node.use_alibi_mask and node.diagonal_band_right_bound != 0:
@@ -91,35 +91,35 @@ def check(node: Attending, inputs: Mapping[str, Tensor]) -> None:
             "use_alibi_mask without causal attention",
             expected="diagonal_band_right_bound=0",
             got=f"diagonal_band_right_bound={node.diagonal_band_right_bound}",
-            why="it lowers scores by the distance of earlier keys, and would raise those of later",
-            fix="give a bias for other distances",
+            why="it lowers the scores of earlier keys by distance, and would raise later ones",
+            fix="pass other distances as bias",
         )
 
 
 def tiles(queries: int, keys: int, packed: bool = False) -> tuple[int, int]:
-    """How many tiles there are; with ``packed`` bytes in place of the second."""
+    """The numbers of tiles of queries and keys; with ``packed``, bytes for the latter."""
     columns = -(-keys // TILE)
     return -(-queries // TILE), -(-columns // BITS) if packed else columns
 
 
-# -- what cuDNN is given ---------------------------------------------------------------------------
+# -- what cuDNN gets -------------------------------------------------------------------------------
 
 
 def dropout_of(node: Attending, tensors: dict[str, Any]) -> dict[str, Any]:
-    """pygraph's keyword for dropout, whose operands are taken out of ``tensors``."""
+    """pygraph's keyword for dropout, whose operands are removed from ``tensors``."""
     words = [tensors.pop(port) for port in WORDS if port in tensors]
     return {"dropout": (node.dropout_probability, *words)} if words else {}
 
 
 def refusal(inputs: Collection[str]) -> str | None:
-    """Why cuDNN is not asked with these operands, or None."""
+    """Why cuDNN does not run these operands, or None."""
     if "dropout_mask" in inputs:
-        return "a mask of dropout that is given is XLA's: cuDNN draws it from seed and offset"
+        return "a given dropout_mask runs only in XLA: cuDNN draws it from seed and offset"
     return None
 
 
 def with_mask(node: Attending, g: Derivation, inputs: Values) -> Values:
-    """The operands with the mask that the forward draws, for derivatives by the reference."""
+    """The operands with the mask that the forward pass draws, for derivatives by the reference."""
     if node.dropout_probability is None or "dropout_mask" in inputs:
         return inputs
     from .attention import Sdpa
@@ -136,7 +136,7 @@ def kept(
     arrays: Mapping[str, jax.Array], rate: float, shape: tuple[int, ...], first: Any
 ) -> jax.Array:
     """1 where a weight is kept and 0 where it is dropped, (B, H, S, T) for S queries from ``first``
-    on. Each query has numbers of its own, however many are computed at a time."""
+    on. Each query draws independently of how many are computed at a time."""
     b, h, queries, keys = shape
     key = jax.random.wrap_key_data(arrays["seed"].reshape(2), impl="threefry2x32")
     for word in arrays["offset"].reshape(2):
@@ -148,9 +148,9 @@ def kept(
 
 def slopes(heads: int) -> np.ndarray:
     """ALiBi's slope of each head: ``2 ** (-8 i / n)`` for i = 1 ... n, where n is the largest power
-    of two that is not above ``heads``; the other heads have those of 2 n at odd i.
+    of two up to ``heads``; the remaining heads have the slopes for 2 n at odd i.
 
-    Source: Press et al. 2022, arXiv:2108.12409, and its code for other numbers of heads.
+    Source: Press et al. 2022, arXiv:2108.12409, and the authors' code for other head counts.
     """
     n = 1 << (heads.bit_length() - 1)
     exponents = [*range(1, n + 1), *(i + 0.5 for i in range(heads - n))]
@@ -158,14 +158,14 @@ def slopes(heads: int) -> np.ndarray:
 
 
 def seen_tiles(mask: jax.Array, rows: jax.Array, keys: int) -> jax.Array:
-    """Whether queries at positions ``rows`` see keys, by a mask of tiles: (B, H, S, T)."""
+    """Whether queries at positions ``rows`` see keys by a block mask: (B, H, S, T)."""
     columns = jnp.arange(keys) // TILE
     of_rows = jnp.take(mask, rows // TILE, axis=2, mode="clip")
     return (of_rows[..., columns // BITS] >> (columns % BITS).astype(mask.dtype)) & 1 != 0
 
 
 def packed(mask: jax.Array) -> jax.Array:
-    """Bits in bytes, for booleans (B, N, tiles of queries, tiles of keys)."""
+    """Booleans (B, N, tiles of queries, tiles of keys) packed along the last axis into bytes."""
     columns = mask.shape[-1]
     count = -(-columns // BITS)
     padded = jnp.pad(mask, [(0, 0)] * 3 + [(0, count * BITS - columns)])
@@ -174,13 +174,13 @@ def packed(mask: jax.Array) -> jax.Array:
 
 
 def weights(scores: jax.Array, stats: jax.Array) -> jax.Array:
-    """Softmax's weights of rows with these statistics: 0 in those that see no key, and no numbers
-    in those whose scores are none."""
+    """The softmax weights of rows with these statistics: 0 in rows that see no key, NaN where
+    scores are NaN."""
     return jnp.exp(scores - jnp.where(jnp.isneginf(stats), jnp.inf, stats))
 
 
 def sink_gradient(o: jax.Array, grad: jax.Array, stats: jax.Array, sink: jax.Array) -> jax.Array:
-    """The gradient by sinks (1, H, 1, 1): minus each query's weight of its sink times its
+    """The gradient of the sinks (1, H, 1, 1): minus the sum of each query's sink weight times
     ``rowsum(dO * o)``."""
     mean = jnp.sum(grad.astype(jnp.float32) * o.astype(jnp.float32), axis=-1, keepdims=True)
     along = jnp.where(jnp.isneginf(stats), 0, weights(sink, stats) * mean)
@@ -188,10 +188,9 @@ def sink_gradient(o: jax.Array, grad: jax.Array, stats: jax.Array, sink: jax.Arr
 
 
 def folds(batched: frozenset[str], tensors: Tensors) -> Collection[str]:
-    """The ports that a dimension of vmap is folded into as further examples; none where it is not.
+    """The ports whose batch a vmap dimension is folded into; none if it cannot be folded.
 
-    A seed is one number for all: examples folded into one call would draw other masks than calls
-    of their own.
+    A call has one seed: elements folded into one call would draw other masks than separate calls.
     """
     shared = {port for port in SHARED if port in tensors}
     if "seed" in tensors or "dropout_mask" in tensors or batched & shared:
