@@ -1,4 +1,4 @@
-"""Which cuDNN: the installed packages, every copy, which one is used by whom, and why."""
+"""cuDNN: installed packages, all copies, which copy each process uses, and why."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .copies import LIBRARY_PATH, WHEEL, Copy
 from .facts import Facts
 from .finding import ABSENT, OK, PROBLEM, WARNING, Finding, blamed, failure, stage
 
-_LEAVE = "nothing now; uninstall what is not used if versions are ever mixed"
+_LEAVE = "nothing for now; uninstall unused copies if versions ever get mixed"
 
 
 def cudnn_package(facts: Facts, name: str) -> Finding:
-    """The nvidia-cudnn wheel: one, and for the plugin's CUDA."""
+    """The nvidia-cudnn wheel: exactly one, for the plugin's CUDA."""
     wheels = [f"nvidia-cudnn-cu{major}" for major in ("12", "13")]
     found = {wheel: facts.packages[wheel] for wheel in wheels if wheel in facts.packages}
     value = ", ".join(f"{wheel} {version}" for wheel, version in found.items())
     if not found:
-        return Finding(name, ABSENT, "not installed", "a system's cuDNN 9 may serve, too")
+        return Finding(name, ABSENT, "not installed", "a system-wide cuDNN 9 works, too")
     majors = facts.plugins or ("12", "13")
     wrong = [wheel for wheel in found if wheel[-2:] not in majors]
     if len(found) > 1:
         fix = f"pip uninstall {' '.join(found)}; then {_install(facts)}"
-        return Finding(name, PROBLEM, value, "both fill the same folder, nvidia/cudnn", fix)
+        return Finding(name, PROBLEM, value, "both install into the same folder, nvidia/cudnn", fix)
     if wrong:
         why = f"JAX's CUDA plugin is for CUDA {majors[0]}"
         return Finding(name, PROBLEM, value, why, f"pip uninstall {wrong[0]}; {_install(facts)}")
@@ -32,7 +32,7 @@ def cudnn_package(facts: Facts, name: str) -> Finding:
 
 
 def cudnn_library(facts: Facts, name: str) -> Finding:
-    """Every libcudnn.so.9: versions, users, and whether there is one version for all of them."""
+    """Every libcudnn.so.9: versions and users, and whether all users have the same version."""
     here, worker = stage(facts.jax, "cudnn_here"), stage(facts.planning, "worker")
     needed = facts.gpu_present or "absent" not in here
     if not facts.copies:
@@ -45,15 +45,17 @@ def cudnn_library(facts: Facts, name: str) -> Finding:
     versions = {copy.version for copy in preferred}
     if len(versions) > 1:
         texts = ", ".join(f"{_text(c)} ({', '.join(c.found_by)})" for c in preferred)
-        why = f"two cuDNNs: {texts}. JAX loads the package's, the planning worker and the "
-        why += "frontend prefer LD_LIBRARY_PATH's; a plan of one does not run with the other"
+        why = (
+            f"two versions of cuDNN: {texts}. JAX loads the package's; the planning worker and the "
+        )
+        why += "frontend prefer LD_LIBRARY_PATH's. Plans of one do not run on the other"
         return Finding(name, PROBLEM, value, why, _keep_one(facts, preferred))
     users = {"JAX's process": here, "the planning worker": worker}
     used = {who: report["cudnn"] for who, report in users.items() if "cudnn" in report}
     ran = stage(facts.jax, "executor").get("cudnn")
     used |= {"the executor": ran} if ran else {}
     if len(set(used.values())) > 1:
-        why = ", ".join(f"{who} has {frontend.version_text(v)}" for who, v in used.items())
+        why = ", ".join(f"{who} uses {frontend.version_text(v)}" for who, v in used.items())
         return Finding(name, PROBLEM, value, why, _keep_one(facts, list(facts.copies)))
     for version in used.values():
         try:
@@ -61,14 +63,14 @@ def cudnn_library(facts: Facts, name: str) -> Finding:
         except LibraryError as error:
             why = f"{error.summary}: expected {error.expected}"
             return Finding(name, PROBLEM, value, why, error.fix or "")
-    own = not blamed(stage(facts.jax, "frontend_here"))  # else it is the frontend's finding
+    own = not blamed(stage(facts.jax, "frontend_here"))  # else the frontend's finding reports it
     for report in (here, worker):
         if own and blamed(report):
             return failure(name, report, fix=_install(facts))
     others = {copy.version for copy in facts.copies} - {*used.values()}
     if used and others:
-        why = "copies of other versions are found, but not used now: a change of LD_LIBRARY_PATH "
-        why += "would mix them"
+        why = "there are unused copies of other versions: a change of LD_LIBRARY_PATH could mix "
+        why += "versions"
         return Finding(name, WARNING, value, why, _LEAVE)
     return Finding(name, OK, value, _reason(facts))
 
@@ -84,7 +86,7 @@ def _text(copy: Copy) -> str:
 
 
 def _paths(facts: Facts) -> dict[str, set[str]]:
-    """Who has loaded which files."""
+    """The files that each process or component has loaded."""
     devices, here = stage(facts.jax, "devices"), stage(facts.jax, "cudnn_here")
     ran = stage(facts.jax, "executor").get("cudnn_path")
     paths = {
@@ -97,24 +99,24 @@ def _paths(facts: Facts) -> dict[str, set[str]]:
 
 
 def _reason(facts: Facts) -> str:
-    """Why the copy that is used is the one."""
+    """Why this copy is the one in use."""
     paths = _paths(facts)
     used = [copy for copy in facts.copies if any(copy.path in found for found in paths.values())]
     if not used:
-        return "none is loaded: there is no frontend that would use it"
+        return "none is loaded: the frontend that would use it is missing"
     if paths["JAX"] and WHEEL in used[0].found_by:
-        return "JAX's CUDA plugin loads its package's copy first, and all others then take that"
+        return "JAX's CUDA plugin loads the package's copy first, and everything else then uses it"
     if LIBRARY_PATH in used[0].found_by:
         return "LD_LIBRARY_PATH comes first"
     if WHEEL in used[0].found_by:
-        return "none is in LD_LIBRARY_PATH, so the package's copy is taken"
-    return "none is in LD_LIBRARY_PATH or site-packages, so the dynamic linker's is taken"
+        return "LD_LIBRARY_PATH has none, so the package's copy is used"
+    return "LD_LIBRARY_PATH and site-packages have none, so the dynamic linker's copy is used"
 
 
 def _keep_one(facts: Facts, copies: list[Copy]) -> str:
     folders = {os.path.dirname(c.path) for c in copies if LIBRARY_PATH in c.found_by}
     if not folders:
-        return "keep one of them: remove the other"
+        return "keep one of them and remove the other"
     wheel = next((w for w in facts.packages if w.startswith("nvidia-cudnn-cu")), "")
     fix = f"keep one of them: remove {', '.join(sorted(folders))} from LD_LIBRARY_PATH"
     return fix + (f", or pip uninstall {wheel}" if wheel else "")

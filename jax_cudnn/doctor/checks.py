@@ -1,4 +1,4 @@
-"""The checks, in the order of the report: a cause stands before what follows from it."""
+"""The checks, in the order of the report: causes before consequences."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .finding import ABSENT, AFTERWARDS, OK, PROBLEM, Finding, blamed, failure, 
 
 OLDEST_PYTHON = (3, 11)
 INSTALL = install("cuda12", "cuda13")
-# The oldest drivers, by the newest CUDA they support, that run a plugin of CUDA 12 or 13.
+# The oldest drivers (and the newest CUDA that they support) for plugins of CUDA 12 and 13.
 OLDEST_DRIVER = {"12": (12000, "525"), "13": (13000, "580")}
 
 _DRIVER_ADVICE = {
-    34: "the libcuda.so.1 found is the toolkit's stub: remove its folder from LD_LIBRARY_PATH",
-    100: "in a container, start it with its GPUs (docker run --gpus all); under a scheduler, ask "
-    "for a GPU; else see what nvidia-smi says. On a machine without a GPU, uninstall the driver",
-    802: "start NVIDIA's fabric manager, and try again",
-    803: "the kernel's driver and libcuda.so.1 differ in version: reboot after a driver update, or "
-    "remove the other libcuda.so.1 from LD_LIBRARY_PATH",
+    34: "this libcuda.so.1 is the CUDA toolkit's stub: remove its folder from LD_LIBRARY_PATH",
+    100: "start a container with its GPUs (docker run --gpus all); request a GPU from a "
+    "scheduler; otherwise run nvidia-smi. On a machine without a GPU, uninstall the driver",
+    802: "start NVIDIA's fabric manager and try again",
+    803: "the versions of the kernel driver and libcuda.so.1 differ: reboot after a driver update, "
+    "or remove the other libcuda.so.1 from LD_LIBRARY_PATH",
     804: "this GPU does not support the forward-compatible libcuda.so.1 of CUDA's compat folder: "
     "remove that folder from LD_LIBRARY_PATH, or update the driver",
 }
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """All findings; a check that fails itself is a finding, too."""
+    """All findings; a check that raises an error is also a finding."""
     findings = [
-        Finding("doctor", PROBLEM, f"could not look at: {what}", why, "please report this")
+        Finding("doctor", PROBLEM, f"cannot examine: {what}", why, "please report this")
         for what, why in facts.failed.items()
     ]
     for name, check in CHECKS.items():
@@ -62,15 +62,15 @@ def jax(facts: Facts, name: str) -> Finding:
 
 
 def driver(facts: Facts, name: str) -> Finding:
-    """libcuda.so.1, and NVIDIA's module in the kernel."""
+    """libcuda.so.1 and NVIDIA's kernel module."""
     kernel = f"kernel module {facts.kernel_driver}" if facts.kernel_driver else ""
     if facts.driver.ended or not facts.driver_report:
-        ended = facts.driver.ended or "said nothing"
-        why = f"the process that asked it {ended}. {facts.driver.tail}"
+        ended = facts.driver.ended or "printed nothing"
+        why = f"the process that queried the driver {ended}. {facts.driver.tail}"
         return Finding(name, PROBLEM, kernel or "does not answer", why, "reinstall NVIDIA's driver")
     missing = facts.driver_report.get("missing")
     if missing is None:
-        value = f"{cuda_text(facts.driver_report['version'])} at most"
+        value = f"supports up to {cuda_text(facts.driver_report['version'])}"
         details = [value, facts.driver_report["path"], kernel]
         return Finding(name, OK, ", ".join(filter(None, details)))
     signs = [*facts.nodes, *([f"the {kernel}"] if kernel else [])]
@@ -78,22 +78,22 @@ def driver(facts: Facts, name: str) -> Finding:
         return Finding(
             name,
             PROBLEM,
-            kernel or "none that can be loaded",
-            f"{missing}" + (f", although there is {', '.join(signs)}" if signs else ""),
-            "install NVIDIA's driver; in a container, start it with its GPUs (docker run --gpus "
-            "all), which brings the driver's libraries along",
+            kernel or "cannot be loaded",
+            f"{missing}" + (f", but there is {', '.join(signs)}" if signs else ""),
+            "install NVIDIA's driver; start a container with its GPUs (docker run --gpus all), "
+            "which mounts the driver's libraries",
         )
     return Finding(name, ABSENT, "none", "there is no libcuda.so.1 and no sign of an NVIDIA GPU")
 
 
 def gpus(facts: Facts, name: str) -> Finding:
-    """The GPUs of the driver, before JAX is asked."""
+    """The GPUs that the driver reports, before JAX starts."""
     if facts.gpus:
         rows = enumerate(facts.gpus)
         text = "{}: {name}, compute capability {capability}, {gib} GiB"
         return Finding(name, OK, "\n".join(text.format(n, **gpu) for n, gpu in rows))
     if not facts.driver_report or "missing" in facts.driver_report:
-        return Finding(name, ABSENT, "none", "there is no driver to ask")
+        return Finding(name, ABSENT, "none", "there is no driver")
     visible = facts.variables.get("CUDA_VISIBLE_DEVICES")
     if facts.hidden_gpus:
         count = len(facts.hidden_gpus)
@@ -102,28 +102,28 @@ def gpus(facts: Facts, name: str) -> Finding:
             PROBLEM,
             f"none visible, {count} hidden: {facts.hidden_gpus[0]['name']}",
             f"CUDA_VISIBLE_DEVICES is {visible!r}",
-            "unset CUDA_VISIBLE_DEVICES, or name in it what to use: "
+            "unset CUDA_VISIBLE_DEVICES, or list the GPUs to use: "
             + ",".join(map(str, range(count))),
         )
     status, text = facts.driver_report["status"], facts.driver_report["text"]
-    why = f"the driver answers {status}: {text}" if status else "the driver counts 0 GPUs"
+    why = f"the driver returned {status}: {text}" if status else "the driver reports 0 GPUs"
     if visible is not None:
-        why += f" (without CUDA_VISIBLE_DEVICES={visible!r}, too)"
+        why += f" (also without CUDA_VISIBLE_DEVICES={visible!r})"
     elif not facts.nodes:
-        why += "; /dev/nvidiactl and /dev/nvidia0 are not there"
-    fix = _DRIVER_ADVICE.get(status or 100, "see what nvidia-smi says, and the system's log")
+        why += "; /dev/nvidiactl and /dev/nvidia0 are missing"
+    fix = _DRIVER_ADVICE.get(status or 100, "run nvidia-smi, and read the system log")
     return Finding(name, PROBLEM, "none visible", why, fix)
 
 
 def plugin(facts: Facts, name: str) -> Finding:
-    """JAX's CUDA plugin: one, whole, of jaxlib's version, and for this driver."""
+    """JAX's CUDA plugin: one, complete, of jaxlib's version, and supported by the driver."""
     parts = [f"jax-cuda{m}-{part}" for m in ("12", "13") for part in ("plugin", "pjrt")]
     found = {part: facts.packages[part] for part in parts if part in facts.packages}
     majors = sorted({*facts.plugins, *(re.sub(r"\D", "", part) for part in found)})
     newest = facts.driver_report.get("version", 0)
     if not majors:
         if not facts.gpu_present:
-            return Finding(name, ABSENT, "none", "it is needed on a machine with a GPU only")
+            return Finding(name, ABSENT, "none", "only a machine with a GPU needs it")
         extras = ("cuda12", "cuda13") if newest < OLDEST_DRIVER["13"][0] else ("cuda13", "cuda12")
         why = "without it JAX does not see the GPU"
         return Finding(name, PROBLEM, "none, but there is a GPU", why, install(*extras))
@@ -133,27 +133,29 @@ def plugin(facts: Facts, name: str) -> Finding:
         keep = "12" if 0 < newest < OLDEST_DRIVER["13"][0] else "13"
         remove = "12" if keep == "13" else "13"
         fix = f"pip uninstall jax-cuda{remove}-plugin jax-cuda{remove}-pjrt nvidia-cudnn-cu{remove}"
-        return Finding(name, PROBLEM, value, "JAX can use only one of them", fix)
+        return Finding(name, PROBLEM, value, "JAX can use only one CUDA plugin", fix)
     major = majors[0]
     again = f"pip install -U 'jax[cuda{major}]'"
     if found and (len(found) == 1 or major not in facts.plugins):
-        why = "the plugin is incomplete: it is jax-cuda*-plugin and jax-cuda*-pjrt"
+        why = "the plugin is incomplete: it consists of jax-cuda*-plugin and jax-cuda*-pjrt"
         fix = f"pip install --force-reinstall 'jax[cuda{major}]'"
         return Finding(name, PROBLEM, value, why, fix)
     jaxlib = facts.packages.get("jaxlib", "")
     if any(numbers(version) != numbers(jaxlib) for version in found.values()):
-        return Finding(name, PROBLEM, value, f"JAX refuses it with jaxlib {jaxlib}", again)
+        return Finding(
+            name, PROBLEM, value, f"it does not match jaxlib {jaxlib}, so JAX rejects it", again
+        )
     oldest, release = OLDEST_DRIVER.get(major, (0, ""))
     if newest and newest < oldest:
         other = " (or use CUDA 12: pip uninstall jax-cuda13-plugin jax-cuda13-pjrt; "
         other = other + f"{install('cuda12')})" if major == "13" and newest >= 12000 else ""
-        why = f"this driver supports {cuda_text(newest)} at most"
+        why = f"this driver supports up to {cuda_text(newest)}"
         return Finding(name, PROBLEM, value, why, f"update the driver to >= {release}{other}")
     return Finding(name, OK, value)
 
 
 def jax_devices(facts: Facts, name: str) -> Finding:
-    """What JAX really uses, in a fresh process."""
+    """The devices that JAX uses in a fresh process."""
     report = stage(facts.jax, "devices")
     platforms, flags = (facts.variables.get(v) for v in ("JAX_PLATFORMS", "XLA_FLAGS"))
     if blamed(report):
@@ -164,12 +166,15 @@ def jax_devices(facts: Facts, name: str) -> Finding:
         return Finding(name, OK, f"{len(report['gpus'])} x {report['gpus'][0]}")
     value = f"no GPU; JAX runs on {report['platform']}"
     if not facts.gpu_present:
+        if facts.plugins and not platforms:
+            why = "without a GPU, JAX's CUDA plugin prints an error at each start"
+            return Finding(name, OK, value, why, "export JAX_PLATFORMS=cpu")
         return Finding(name, OK, value)
     if platforms and not {"cuda", "gpu"} & set(re.split(r"\W+", platforms)):
         why, fix = f"JAX_PLATFORMS is {platforms!r}", "unset JAX_PLATFORMS"
     else:
         why = "\n".join(report["heard"]) or "JAX gives no reason"
-        fix = """see JAX's own message: python -c 'import jax; jax.devices("cuda")'"""
+        fix = """read JAX's message: python -c 'import jax; jax.devices("cuda")'"""
         if not facts.gpus or not facts.plugins:
             fix = AFTERWARDS
     return Finding(name, PROBLEM, value, why, fix)
@@ -180,17 +185,17 @@ def frontend(facts: Facts, name: str) -> Finding:
     report = stage(facts.jax, "frontend_here")
     if "absent" in report:
         status = PROBLEM if facts.gpu_present else ABSENT
-        return Finding(name, status, "not installed", "it builds the cuDNN plans", INSTALL)
+        return Finding(name, status, "not installed", "it builds cuDNN plans", INSTALL)
     if blamed(report):
-        fix = "pip install --force-reinstall nvidia-cudnn-frontend; see also which `cudnn` Python "
+        fix = "pip install --force-reinstall nvidia-cudnn-frontend; check which `cudnn` Python "
         return failure(name, report, fix=fix + "imports (PYTHONPATH)")
     return Finding(name, OK, f"{report['version']}, {report['path']}")
 
 
 def executor(facts: Facts, name: str) -> Finding:
-    """Our compiled library, taken by this jaxlib."""
+    """Our compiled library, accepted by this jaxlib."""
     if not facts.system.startswith("linux"):
-        why = "there is no CUDA on this system: graphs run as their reference"
+        why = "this system has no CUDA: graphs run on their reference"
         return Finding(name, ABSENT, "not built", why)
     report = stage(facts.jax, "executor")
     for tried in (report, stage(facts.planning, "registration")):
@@ -201,11 +206,11 @@ def executor(facts: Facts, name: str) -> Finding:
 
 
 def planning(facts: Facts, name: str) -> Finding:
-    """A small graph is planned for a GPU that need not be here."""
+    """Plans a small graph for an absent GPU."""
     report = stage(facts.planning, "planned")
     if "absent" in report or not facts.system.startswith("linux"):
         why = str(report.get("absent", "it needs Linux"))
-        return Finding(name, ABSENT, "not possible here", why, INSTALL)
+        return Finding(name, ABSENT, "not available", why, INSTALL)
     if blamed(report):
         return failure(name, report, fix=AFTERWARDS)
     value = f"works: engine {report['engine']} for an H200, {report['seconds']} s"
@@ -213,19 +218,19 @@ def planning(facts: Facts, name: str) -> Finding:
 
 
 def run(facts: Facts, name: str) -> Finding:
-    """A small fused graph, compared with NumPy."""
+    """Runs a small fused graph and compares it with NumPy."""
     report = stage(facts.jax, "run")
     if blamed(report):
         return failure(name, report, fix=AFTERWARDS)
     if report["platform"] == "cpu":
-        return Finding(name, OK, "right on the CPU, as its reference")
-    return Finding(name, OK, f"right on {report['device']}, as one cuDNN plan")
+        return Finding(name, OK, "correct on the CPU (reference)")
+    return Finding(name, OK, f"correct on {report['device']}, in one cuDNN plan")
 
 
 def settings(facts: Facts, name: str) -> Finding:
-    """Environment variables that matter; shown, not judged."""
+    """Environment variables that matter; listed, not checked."""
     rows = [f"{variable}={value}" for variable, value in facts.variables.items()]
-    return Finding(name, OK, "\n".join(rows) or "no variable of JAX, XLA or CUDA is set")
+    return Finding(name, OK, "\n".join(rows) or "no JAX, XLA or CUDA variable is set")
 
 
 CHECKS: dict[str, Callable[[Facts, str], Finding]] = {
@@ -246,7 +251,7 @@ CHECKS: dict[str, Callable[[Facts, str], Finding]] = {
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """'0.12.0.1.dev3' -> (0, 12, 0, 1), as JAX compares its plugins' versions."""
+    """'0.12.0.1.dev3' -> (0, 12, 0, 1), as JAX compares the versions of plugins."""
     leading = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, leading[0].split("."))) if leading else ()
 

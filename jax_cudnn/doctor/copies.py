@@ -1,4 +1,4 @@
-"""Every copy of libcudnn.so.9 that a process on this machine could get, and where from."""
+"""Every copy of libcudnn.so.9 that a process on this machine could load, and its origin."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ print(json.dumps({"stage": "version", "version": library.cudnnGetVersion()}))
 
 @dataclass(frozen=True)
 class Copy:
-    """One file: where it was found (several ways may lead to it), and its version.
+    """One file, the places in which it was found, and its version.
 
-    ``version`` is ``cudnnGetVersion()``, or None for a file that cannot be loaded; then
-    ``broken`` says why.
+    ``version`` is ``cudnnGetVersion()``, or None for a file that cannot be loaded; ``broken`` then
+    says why.
     """
 
     path: str
@@ -48,12 +48,12 @@ class Copy:
 
     @property
     def by_name(self) -> bool:
-        """Whether JAX or the frontend may take it before they ask the dynamic linker."""
+        """Whether JAX or the frontend may load it by path, before the dynamic linker's search."""
         return LIBRARY_PATH in self.found_by or WHEEL in self.found_by
 
 
 def find(variables: Mapping[str, str]) -> tuple[Copy, ...]:
-    """All copies, in the order of the frontend's search; equal files are listed once."""
+    """All copies, in the order of the frontend's search; the same file is listed once."""
     found: dict[str, list[str]] = {}
     for how, path in _places(variables):
         if os.path.exists(path):
@@ -65,7 +65,7 @@ def find(variables: Mapping[str, str]) -> tuple[Copy, ...]:
 
 def _places(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for folder in filter(None, variables.get("LD_LIBRARY_PATH", "").split(os.pathsep)):
-        # Without the version, too: the frontend takes such a link.
+        # Also without a version: the frontend accepts such a link.
         yield from ((LIBRARY_PATH, os.path.join(folder, n)) for n in (SONAME, "libcudnn.so"))
     site = [os.path.join(sysconfig.get_path("purelib"), "nvidia", "cudnn", "lib")]
     yield from ((WHEEL, os.path.join(f, SONAME)) for f in [*site, *environment.wheel_folders()])
@@ -90,7 +90,7 @@ def _linker_cache() -> list[str]:
 
 
 def _version(path: str) -> tuple[int | None, str]:
-    """Asked in a process of its own: loading a broken library can end a process."""
+    """Queries it in a separate process, because loading a broken library can crash."""
     command = [environment.python(), "-I", "-S", "-c", _ASK, path]
     asked = process.run(command, os.environ, 60, "version")
     report = asked.reports.get("version")

@@ -1,7 +1,7 @@
-"""What the CUDA driver says: ``python driver.py`` prints one report for ``process.run``.
+"""Queries the CUDA driver: ``python driver.py`` prints one report for ``process.run``.
 
-A script of the standard library alone, so that it starts at once and nothing else can break it.
-It makes no context: no memory of a GPU is taken.
+This script uses the standard library alone, so that it starts quickly and nothing else can break
+it. It creates no CUDA context, and so uses no GPU memory.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MIN
 
 
 def ask() -> dict:
-    """``missing`` (why there is no driver), or ``version``, ``status``, ``text``, ``gpus``."""
+    """``missing`` (why there is no driver), or ``version``, ``status``, ``text`` and ``gpus``."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -47,7 +47,7 @@ def _gpu(driver: ctypes.CDLL, ordinal: int) -> dict:
 
 def _check(driver: ctypes.CDLL, status: int) -> None:
     if status != 0:
-        sys.exit(f"the CUDA driver answered {status}: {_text(driver, status)}")
+        sys.exit(f"the CUDA driver returned {status}: {_text(driver, status)}")
 
 
 def _text(driver: ctypes.CDLL, status: int) -> str:

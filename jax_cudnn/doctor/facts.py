@@ -1,4 +1,4 @@
-"""What the checks look at, gathered once. Nothing here judges, and nothing here raises."""
+"""The facts that the checks examine, gathered once. Nothing here judges or raises."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = (
 )
 FIRST_STAGES = {"jax": "devices", "planning": "worker"}  # of stages.STAGES
 _NOTHING = process.Outcome(ended="was not started")
-# What changes which GPU, which libraries or which compiler options a process gets.
+# Variables that select GPUs, libraries or compiler options.
 VARIABLES = re.compile(
     r"JAX_\w+|XLA_\w+|CUDA_\w+|CUDNN_\w+|NVIDIA_VISIBLE_DEVICES|LD_(LIBRARY_PATH|PRELOAD)"
     r"|CONDA_PREFIX|PYTHONPATH"
@@ -35,20 +35,20 @@ VARIABLES = re.compile(
 
 @dataclass(frozen=True)
 class Facts:
-    """A machine and an installation.
+    """Facts about a machine and an installation.
 
     Attributes:
         python: version and interpreter.
-        packages: versions of the installed ones of ``PACKAGES``.
-        plugins: majors of the CUDA plugins that JAX finds ("12", "13").
-        variables: the environment variables of interest.
+        packages: versions of those ``PACKAGES`` that are installed.
+        plugins: CUDA major versions of the plugins that JAX finds ("12", "13").
+        variables: the relevant environment variables.
         nodes: device files of an NVIDIA GPU.
         kernel_driver: version of NVIDIA's kernel module, or "".
-        driver: ``driver.py`` in this environment.
-        unhidden: the same without CUDA_VISIBLE_DEVICES; only if no GPU was seen with it.
+        driver: the outcome of ``driver.py`` in this environment.
+        unhidden: the same without CUDA_VISIBLE_DEVICES, if no GPU is visible with it.
         copies: every libcudnn.so.9.
-        jax, planning: the two rows of ``stages.STAGES``.
-        failed: what could not be gathered, and why.
+        jax, planning: the outcomes of the two rows of ``stages.STAGES``.
+        failed: facts that could not be gathered, and why.
     """
 
     python: tuple[tuple[int, ...], str] = (tuple(sys.version_info[:3]), sys.executable or "")
@@ -84,7 +84,7 @@ class Facts:
 
 
 def collect() -> Facts:
-    """The facts of this machine, in some seconds; everything risky in processes of their own."""
+    """The facts of this machine, in a few seconds; risky steps run in separate processes."""
     failed: dict[str, str] = {}
 
     def safe(name: str, gather: Callable[[], T], otherwise: T) -> T:
@@ -94,7 +94,7 @@ def collect() -> Facts:
             failed[name] = f"{type(error).__name__}: {error}"
             return otherwise
 
-    with ThreadPoolExecutor() as threads:  # these two take longest, and mostly wait
+    with ThreadPoolExecutor() as threads:  # these two take longest, mostly waiting
         jax = threads.submit(safe, "jax", lambda: _stages("jax"), _NOTHING)
         planning = threads.submit(safe, "planning", lambda: _stages("planning"), _NOTHING)
         driver = safe("driver", lambda: _driver(os.environ), _NOTHING)
@@ -154,9 +154,9 @@ def _stages(which: str) -> process.Outcome:
     variables = {
         **os.environ,
         "PYTHONPATH": inherited["PYTHONPATH"],
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the GPU may be in use by others
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # other processes may use the GPU
     }
-    if which == "planning":  # without a GPU, as where there is none
+    if which == "planning":  # as on a machine without a GPU
         variables |= {name: inherited[name] for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")}
     module = ["-P", "-m", "jax_cudnn.doctor.stages", which]
     first = FIRST_STAGES[which]

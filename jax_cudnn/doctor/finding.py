@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from .process import Outcome
 
 OK, WARNING, PROBLEM, ABSENT = "ok", "warning", "problem", "absent"
-AFTERWARDS = "mend what stands above, and try again"  # advice for what only follows
+AFTERWARDS = "fix the problems above, then try again"  # advice for consequences
 Status = Literal["ok", "warning", "problem", "absent"]
 
 
@@ -17,11 +17,11 @@ class Finding:
     """One row of the report.
 
     Attributes:
-        name: what was looked at.
-        status: "ok"; "absent": not installed, and not needed for what this machine can do;
-            "warning": works now, but may not last; "problem": installed and does not work or
-            fit, or a GPU that cannot be used.
-        value: versions and places, perhaps in several lines.
+        name: what was checked.
+        status: "ok"; "absent": not installed, and not needed on this machine; "warning": works
+            now, but may break; "problem": installed but broken or incompatible, or a GPU that
+            cannot be used.
+        value: versions and locations, possibly on several lines.
         why: the reason for the status.
         fix: what to do.
     """
@@ -34,13 +34,13 @@ class Finding:
 
 
 def stage(outcome: Outcome, name: str) -> dict[str, Any]:
-    """A stage's report; ``error`` or ``untried`` in place of one that did not come."""
+    """A stage's report; ``error`` or ``untried`` if the stage printed none."""
     report = outcome.reports.get(name)
     if report is not None:
         return report
     if outcome.stopped_in != name:
-        return {"untried": f"its process ended before, in stage {outcome.stopped_in!r}"}
-    ended = f"the process that tries it {outcome.ended}"
+        return {"untried": f"its process ended earlier, in stage {outcome.stopped_in!r}"}
+    ended = f"its process {outcome.ended}"
     return {"error": {"summary": ended, "why": outcome.tail or "it printed nothing"}}
 
 
@@ -49,7 +49,7 @@ def blamed(report: dict[str, Any]) -> bool:
 
 
 def failure(name: str, report: dict[str, Any], fix: str) -> Finding:
-    """The finding for an ``error`` (its own advice before ours) or an ``untried`` stage."""
+    """The finding for an ``untried`` stage or an ``error``, whose own advice takes precedence."""
     if "untried" in report:
         return Finding(name, WARNING, "not tried", report["untried"])
     error = report["error"]

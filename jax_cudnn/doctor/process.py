@@ -1,4 +1,4 @@
-"""Run what could end, hang or hold a GPU in a process of its own, and hear how far it came."""
+"""Run code that could crash, hang or hold a GPU in a separate process, and report its progress."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_TAIL = 1500  # characters of a process's own words in a report
+_TAIL = 1500  # characters of a process's output in a report
 
 _FRAME = re.compile(r"\s*@ +0x|\*\*\* Check failure stack trace")  # of XLA's stack traces
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a process reported, a line of JSON each, and how it ended.
+    """What a process reported, one line of JSON per report, and how it ended.
 
     Attributes:
-        reports: what it reported, by the name of the stage.
-        ended: "" for a normal end, else in words ("died of SIGSEGV").
-        stopped_in: the stage that it did not finish, or the first one if none began.
-        tail: the end of what it and its libraries printed.
+        reports: its reports, by stage.
+        ended: "" for a normal end, else a description ("died of SIGSEGV").
+        stopped_in: the stage that it did not finish; the first stage if none began.
+        tail: the end of the output of the process and its libraries.
     """
 
     reports: Mapping[str, Any] = field(default_factory=dict)
@@ -36,10 +36,10 @@ class Outcome:
 def run(
     command: Sequence[str], environment: Mapping[str, str], seconds: float, first: str
 ) -> Outcome:
-    """Runs a command that prints ``{"stage": name, ...}`` on stdout; never raises for it.
+    """Runs a command that prints ``{"stage": name, ...}`` on stdout; never raises.
 
-    A line without more keys says that the stage begins, so that a crash has a place; one before
-    any such line is the ``first`` stage's.
+    A line without other keys marks the begin of a stage, so that a crash can be attributed to it;
+    a crash before any such line belongs to the ``first`` stage.
     """
     try:
         process = subprocess.Popen(
@@ -48,7 +48,7 @@ def run(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=dict(environment),
-            start_new_session=True,  # a time limit then ends its own children, too
+            start_new_session=True,  # so that a time limit also ends its children
         )
     except OSError as error:
         return Outcome(ended=f"did not start: {error}", stopped_in=first)
@@ -66,7 +66,7 @@ def run(
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """The process and what it has started: they share its session's process group."""
+    """Stops the process and its children, which share its process group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (OSError, AttributeError):
@@ -74,7 +74,7 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def _reports(out: str) -> tuple[dict[str, Any], str, list[str]]:
-    """What was reported, the stage that began last, and all other lines."""
+    """The reports, the stage that began last, and all other lines."""
     reports: dict[str, Any] = {}
     last, noise = "", []
     for line in out.splitlines():
@@ -82,7 +82,7 @@ def _reports(out: str) -> tuple[dict[str, Any], str, list[str]]:
             report = json.loads(line)
             last = report.pop("stage")
         except (ValueError, AttributeError, KeyError, TypeError):
-            noise.append(line)  # something a library printed
+            noise.append(line)  # a library printed it
             continue
         if report:
             reports[last] = report

@@ -1,4 +1,4 @@
-"""The doctor's findings as a table or JSON, its verdict and its exit code."""
+"""The doctor's report: a table or JSON, a verdict and an exit code."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MARKS = {OK: "ok", WARNING: "warning", ABSENT: "absent", PROBLEM: "PROBLEM"}
 
 
 def doctor(as_json: bool = False) -> int:
-    """Prints what is installed here, whether it fits, and what to do.
+    """Prints what is installed, whether it works together, and what to do.
 
-    Returns the exit code: 1 if there is a problem, that is something installed that does not
-    work or does not fit, or a GPU that cannot be used; else 0. A machine without a GPU, with or
-    without cuDNN, is no problem: graphs run as their reference there.
+    Returns the exit code: 1 if there is a problem (something is installed but broken or
+    incompatible, or a GPU cannot be used), else 0. A machine without a GPU, with or without cuDNN,
+    is not a problem: graphs run on their reference there.
     """
     facts = collect()
     findings = checks.examine(facts)
@@ -38,7 +38,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def as_dict(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Everything, for other programs: ``ok``, ``verdict``, ``findings``, and raw facts."""
+    """The report for other programs: ``ok``, ``verdict``, ``findings``, and the raw facts."""
     return {
         "jax_cudnn": facts.packages.get("jax-cudnn"),
         "ok": exit_code(findings) == 0,
@@ -52,7 +52,7 @@ def as_dict(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """One row a finding: status, name, value; below it why, and what to do."""
+    """One row per finding: status, name, value; below it the reason and what to do."""
     left = max(len(mark) for mark in _MARKS.values()) + 2
     middle = max(len(finding.name) for finding in findings) + 2
     lines = []
@@ -66,7 +66,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
-    """What works here, or what does not and what to do, the cause before its consequences."""
+    """What works; or what does not work and how to fix it, causes before consequences."""
     problems = [finding for finding in findings if finding.status == PROBLEM]
     if problems:
         names = ", ".join(finding.name for finding in problems)
@@ -78,18 +78,20 @@ def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
         head = _wrapped("verdict: ", f"{count}: {names}. What to do, in this order:", 0)
         return "\n".join([*head, *steps])
     if facts.gpus:
-        text = "all works: graphs run as cuDNN plans on this machine's GPU."
+        text = "everything works: graphs run as cuDNN plans on this machine's GPU."
     elif "engine" in facts.planning.reports.get("planned", {}):
-        text = "nothing is broken. There is no GPU: graphs run as their reference, and plans for a "
-        text += "GPU elsewhere are built (jax_cudnn.target)."
+        text = (
+            "nothing is broken. There is no GPU: graphs run on their reference, and plans can be "
+        )
+        text += "built for an absent GPU (jax_cudnn.target)."
     else:
-        text = "nothing is broken. There is no GPU and nothing to plan with: graphs run as their "
-        text += f"reference. To plan for a GPU elsewhere: {checks.INSTALL}"
+        text = "nothing is broken. There is no GPU, and cuDNN or its frontend is missing: graphs "
+        text += f"run on their reference. To plan for an absent GPU: {checks.INSTALL}"
     return "\n".join(_wrapped("verdict: ", text, 0))
 
 
 def _wrapped(label: str, text: str, indent: int) -> list[str]:
-    """Paragraphs with a hanging label; long paths and commands stay whole."""
+    """Paragraphs with a hanging label; long paths and commands are not broken."""
     lines = []
     for paragraph in text.splitlines():
         lines += textwrap.wrap(

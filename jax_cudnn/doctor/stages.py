@@ -1,8 +1,8 @@
-"""What is tried for real: ``python -m jax_cudnn.doctor.stages jax | planning``.
+"""Trial runs: ``python -m jax_cudnn.doctor.stages jax | planning``.
 
-Each stage prints one report for ``process.run``: its result, ``absent`` if what it needs is not
-installed, or ``error`` with the parts of a JaxCudnnError. A stage that ends the process leaves the
-reports of the others.
+Each stage prints one report for ``process.run``: its result, ``absent`` if a package that it needs
+is not installed, or ``error`` with the parts of a JaxCudnnError. If a stage crashes the process,
+the reports of earlier stages remain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TARGET = "H200"  # the profile for which planning is tried
 ABSENT = {"absent": "nvidia-cudnn-frontend is not installed"}
 
 
-@jc.graph(implementation="cudnn")  # or XLA would run it where cuDNN does not work
+@jc.graph(implementation="cudnn")  # so that it does not fall back to XLA
 def matmul_bias_relu(g, x, w, b):
     """relu(x @ w + b): x (1, m, k), w (1, k, n), b (1, 1, n), bfloat16; one fused plan."""
     return g.relu(g.bias(g.matmul(x, w), b))
@@ -44,11 +44,11 @@ def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, w, rng.integers(-3, 4, (1, 1, 64))
 
 
-# -- in the process that would use the GPU ---------------------------------------------------------
+# -- in the process that uses the GPU --------------------------------------------------------------
 
 
 def devices() -> dict[str, Any]:
-    """JAX's devices, what it logged while it looked for them, and the cuDNN it has loaded."""
+    """JAX's devices, what JAX logged while it looked for them, and the cuDNN that it loaded."""
     heard: list[str] = []
     logging.getLogger("jax").addHandler(_Listener(heard))
     with warnings.catch_warnings(record=True) as caught:
@@ -64,7 +64,7 @@ def devices() -> dict[str, Any]:
 
 
 def frontend_here() -> dict[str, Any]:
-    """The frontend can be imported, and its version fits."""
+    """The frontend can be imported, and its version is supported."""
     if importlib.util.find_spec("cudnn") is None:
         return ABSENT
     cudnn = importlib.import_module("cudnn")
@@ -80,7 +80,7 @@ def cudnn_here() -> dict[str, Any]:
 
 
 def executor() -> dict[str, Any]:
-    """Our library is loaded, and which cuDNN it runs."""
+    """Loads our library; reports which cuDNN it runs."""
     library = ffi.library()
     return {
         "path": library._name,
@@ -90,7 +90,7 @@ def executor() -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    """The graph under jit, on the GPU if JAX has one; equal to NumPy's result."""
+    """Runs the graph under jit, on a GPU if JAX has one, and compares it with NumPy."""
     x, w, b = operands()
     expected = np.maximum(x @ w + b, 0)
     y = jax.jit(matmul_bias_relu)(*(jax.numpy.asarray(a, "bfloat16") for a in (x, w, b)))
@@ -112,7 +112,7 @@ def worker() -> dict[str, Any]:
 
 
 def planned() -> dict[str, Any]:
-    """A real plan for a GPU that need not be here, built anew."""
+    """Builds a plan for an absent GPU, without the plan cache."""
     if importlib.util.find_spec("cudnn") is None:
         return ABSENT
     began = time.perf_counter()
@@ -126,12 +126,12 @@ def planned() -> dict[str, Any]:
 
 
 def registration() -> dict[str, Any]:
-    """This jaxlib takes our library's handlers.
+    """This jaxlib accepts our library's handlers.
 
-    Once the CPU's backend is there XLA registers at once, and refuses handlers of a newer FFI than
-    its own; for CUDA without its plugin it would only be noted. Not in the process that uses the
-    GPU: the type of our state would be registered here, and XLA's CUDA compiler, which does not
-    know it, aborts.
+    For the CPU, XLA registers handlers immediately, and refuses those of a newer FFI than its own;
+    for CUDA without a plugin it would only queue them. This does not run in the process that uses
+    the GPU: it would register the type of our state for the CPU, which makes XLA's CUDA compiler
+    abort.
     """
     library = ffi.library()
     stages = {"instantiate": "Instantiate", "initialize": "Initialize", "execute": "Execute"}
@@ -148,7 +148,7 @@ STAGES: dict[str, tuple[Callable[[], dict[str, Any]], ...]] = {
 
 
 class _Listener(logging.Handler):
-    """Keeps what JAX logs about plugins that it could not use."""
+    """Keeps what JAX logs about plugins that it cannot use."""
 
     def __init__(self, heard: list[str]):
         super().__init__(logging.WARNING)
@@ -170,7 +170,7 @@ def _report(stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    # What libraries print to stdout must not get between the reports.
+    # Keep what libraries print to stdout out of the reports.
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for stage in STAGES[sys.argv[1]]:

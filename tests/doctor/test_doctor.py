@@ -1,4 +1,4 @@
-"""``python -m jax_cudnn doctor`` in healthy and in really broken set-ups."""
+"""``python -m jax_cudnn doctor`` in healthy and in broken set-ups."""
 
 import json
 import os
@@ -16,10 +16,10 @@ import jax_cudnn as jc
 from jax_cudnn._core.cuda import device_nodes
 from jax_cudnn._core.planning import frontend
 
-no_gpu = pytest.mark.skipif(bool(device_nodes()), reason="its set-up is a machine without a GPU")
+no_gpu = pytest.mark.skipif(bool(device_nodes()), reason="it needs a machine without a GPU")
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or shutil.which("cc") is None,
-    reason="libraries are looked for as Linux does, and compiled by cc",
+    reason="it needs Linux's search for libraries, and cc",
 )
 BARE = ("jax_plugins", "jax_cuda", "jax-cuda", "cudnn", "nvidia")
 NO_CUDNN = ("nvidia-", "nvidia_cudnn_cu", "nvidia_cub", "nvidia")
@@ -39,7 +39,7 @@ def newer_cudnn(folder):
 
 
 def environment(folder, *without):
-    """An interpreter that has this one's packages, but those whose names begin so."""
+    """An interpreter with this one's packages, except those whose names begin so."""
     venv.create(folder, symlinks=True, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     for entry in (Path(entry) for path in sys.path for entry in sorted(Path(path).glob("*"))):
@@ -54,7 +54,7 @@ def environment(folder, *without):
 
 
 class Answer:
-    """What the doctor says in an environment, and its exit code."""
+    """The doctor's report in an environment, and its exit code."""
 
     def __init__(self, interpreter, variables, folder):
         hidden = ("JAX_", "XLA_", "CUDA_", "PYTHON", "LD_", "VIRTUAL_ENV")
@@ -76,12 +76,17 @@ class Answer:
         return [name for name, finding in self.findings.items() if finding["status"] == "problem"]
 
 
-# Packages that are not there, what makes the rest -> the first finding with a problem, words of it
+# Packages left out, what adds the rest -> the first finding with a problem, words of it
 SETUPS = {
     "healthy": ((), None, "", ""),
     "bare": (BARE, None, "", ""),
     "no cuDNN": (NO_CUDNN, None, "cuDNN", "none found.*pip install -U 'nvidia-cudnn-cu1"),
-    "two": ((), newer_cudnn, "cuDNN", "two cuDNNs.*9.21.99.*remove .* from LD_LIBRARY_PATH"),
+    "two": (
+        (),
+        newer_cudnn,
+        "cuDNN",
+        "two versions.*9.21.99.*remove .* from LD_LIBRARY_PATH",
+    ),
 }
 
 
@@ -89,24 +94,24 @@ SETUPS = {
 @pytest.mark.deviceless
 @pytest.mark.parametrize(("without", "more", "problem", "words"), SETUPS.values(), ids=SETUPS)
 def test_the_cause_is_found_and_advice_given(without, more, problem, words, tmp_path):
-    """It stands before what follows from it."""
+    """It comes before its consequences."""
     python = environment(tmp_path / "environment", *without)
     answer = Answer(python, more(tmp_path) if more else {}, tmp_path)
     if without == NO_CUDNN and answer.json["cudnn"]:
-        pytest.skip(f"this machine has a cuDNN of its own: {answer.json['cudnn']}")
+        pytest.skip(f"this machine has a system-wide cuDNN: {answer.json['cudnn']}")
     assert answer.code == bool(problem)
     assert answer.problems()[:1] == [problem] * bool(problem)
     verdict = " ".join(answer.json["verdict"].split())
     if problem:
         assert re.search(words, answer.text(problem), re.S), answer.text(problem)
     elif not without:
-        assert "plans for a GPU elsewhere are built" in verdict
-        assert "right on the CPU" in answer.text("a graph")
+        assert "plans can be built for an absent GPU" in verdict
+        assert "correct on the CPU" in answer.text("a graph")
         assert "engine" in answer.text("planning")
         used = "used by .*the frontend, the executor, the planning worker"
         assert re.search(used, answer.text("cuDNN"))
     else:
-        assert "graphs run as their reference" in verdict
+        assert "graphs run on their reference" in verdict
         for absent in ("driver", "GPUs", "CUDA plugin", "cuDNN frontend", "planning"):
             assert answer.findings[absent]["status"] == "absent", absent
 
@@ -137,7 +142,7 @@ def test_on_a_gpu():
     findings = {finding["name"]: finding["value"] for finding in answer["findings"]}
     model = jax.devices("gpu")[0].device_kind
     assert model in findings["GPUs"]
-    assert findings["a graph"] == f"right on {model}, as one cuDNN plan"
+    assert findings["a graph"] == f"correct on {model}, in one cuDNN plan"
     loaded = frontend.version_text(frontend.load().backend_version())
     assert re.search(f"^{loaded} from .*used by JAX", findings["cuDNN"], re.M)
-    assert "all works" in answer["verdict"]
+    assert "everything works" in answer["verdict"]

@@ -1,4 +1,4 @@
-"""The doctor's rules on facts that no machine at hand has, and its processes."""
+"""The doctor's rules on made-up facts, and its processes."""
 
 import dataclasses
 import sys
@@ -77,7 +77,7 @@ NO_GPU = {"jax": stages_of(devices=ON_THE_CPU)}
 UNREGISTERED = {"worker": USED, "registration": {"error": {"summary": "newer API version"}}}
 # facts, the finding with the problem, a word of its reason, a word of its advice
 BROKEN = [
-    ({"driver": told(12040)}, "CUDA plugin", "CUDA 12.4 at most", ">= 580"),
+    ({"driver": told(12040)}, "CUDA plugin", "up to CUDA 12.4", ">= 580"),
     ({"packages": packages(jax_cuda13_plugin="0.11.1")}, "CUDA plugin", "jaxlib 0.11.2", "-U"),
     ({"packages": packages(nvidia_cudnn_cu12="9.19.0.56")}, "cuDNN package", "same folder", CU12),
     (
@@ -89,19 +89,27 @@ BROKEN = [
         *("cuDNN", ">= 9.19.0", "pip install -U nvidia-cudnn"),
     ),
     ({"planning": Outcome(UNREGISTERED)}, "executor", "newer API version", "install"),
-    ({"driver": told(gpus=(), status=803)}, "GPUs", "answers 803", "reboot"),
+    ({"driver": told(gpus=(), status=803)}, "GPUs", "returned 803", "reboot"),
     ({**NO_GPU, "variables": {"JAX_PLATFORMS": "cpu"}}, "JAX's devices", "'cpu'", "unset"),
-    (NO_GPU, "JAX's devices", "cuInit(0) failed: 803", "see JAX's own message"),
+    (NO_GPU, "JAX's devices", "cuInit(0) failed: 803", "read JAX's message"),
     (
         {"jax": stages_of(frontend_here=stages.ABSENT, cudnn_here=stages.ABSENT)},
-        *("cuDNN frontend", "builds the cuDNN plans", "jax-cudnn[cuda12]"),
+        *("cuDNN frontend", "builds cuDNN plans", "jax-cudnn[cuda12]"),
     ),
 ]
 
 
 def test_a_healthy_machine_with_a_gpu():
     problems, verdict = examined()
-    assert (problems, "all works" in verdict) == ({}, True)
+    assert (problems, "everything works" in verdict) == ({}, True)
+
+
+def test_without_a_gpu_the_plugins_error_can_be_silenced():
+    driver = Outcome({"driver": {"missing": "No such file"}})
+    changed = dataclasses.replace(HEALTHY, driver=driver, nodes=(), kernel_driver="", **NO_GPU)
+    for variables, fix in (({}, "export JAX_PLATFORMS=cpu"), ({"JAX_PLATFORMS": "cpu"}, "")):
+        found = checks.jax_devices(dataclasses.replace(changed, variables=variables), "devices")
+        assert (found.status, found.fix) == ("ok", fix)
 
 
 @pytest.mark.parametrize(("changes", "name", "why", "fix"), BROKEN)
