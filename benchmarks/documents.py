@@ -22,7 +22,7 @@ from .steps.tables import render as render_steps
 
 RESULTS = Path(__file__).parent / "results"
 PAGE, OPERATIONS = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "operations.md"
-PICTURE = RESULTS / "h200.svg"
+PICTURE, OVERVIEW = RESULTS / "h200.svg", RESULTS / "overview.svg"
 SHOWN: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
     ("bench", "h200", render_host),
     ("cases", "h200", render_cases),
@@ -102,18 +102,25 @@ def written(file: Path, text: str, check: bool) -> str:
 
 
 def picture(check: bool) -> str:
-    """Draws the picture, or with ``check`` says whether its text would be another: each version of
-    matplotlib draws its own lines."""
-    from .plot import plot
+    """Draws the pictures, or with ``check`` says whether the text of one would be another: each
+    version of matplotlib draws its own lines."""
+    from . import overview, plot
 
+    different = []
+    results = {name: read(committed(name)) for _, name, _ in SHOWN}
     with tempfile.TemporaryDirectory() as folder:
         drawn = Path(folder) / "drawn.svg"
-        plot(read(committed("h200")), drawn)
-        new = drawn.read_text(encoding="utf-8")
-    if not check:
-        PICTURE.write_text(new, encoding="utf-8")
-    old = PICTURE.read_text(encoding="utf-8")
-    return "" if _words(new) == _words(old) else f"{PICTURE} is not what its result gives"
+        for file, draw in (
+            (PICTURE, lambda: plot.plot(results["h200"], drawn)),
+            (OVERVIEW, lambda: overview.plot(results, drawn)),
+        ):
+            draw()
+            new = drawn.read_text(encoding="utf-8")
+            if not check:
+                file.write_text(new, encoding="utf-8")
+            if not file.exists() or _words(new) != _words(file.read_text(encoding="utf-8")):
+                different.append(f"{file} is not what its result gives")
+    return "\n".join(different)
 
 
 def _words(svg: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     Raises LibraryError without matplotlib, GraphError when the result has no timed case.
     """
-    figure_class, svg, context = _matplotlib()
     cases = {n: e for n, e in result.get("cases", {}).items() if e["status"] == TIMED}
     if not cases:
         raise GraphError(
@@ -27,11 +28,22 @@ def plot(result: dict[str, Any], path: Path) -> None:
             expected="a result of `python -m benchmarks run cases` with timed cases",
             got=", ".join(result) or "an empty result",
         )
+    with drawing(path, (9, 1.2 + 0.24 * len(cases))) as axes:
+        _draw(axes, cases, result["environment"])
+
+
+@contextmanager
+def drawing(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """The axes of a picture that is written at the end.
+
+    Raises LibraryError without matplotlib.
+    """
+    figure_class, svg, context = _matplotlib()
     # Text stays text, and ids do not depend on the run: equal results give equal bytes.
     with context({"svg.hashsalt": "jax_cudnn", "svg.fonttype": "none", "font.size": 8}):
-        figure = figure_class(figsize=(9, 1.2 + 0.24 * len(cases)), layout="constrained")
+        figure = figure_class(figsize=size, layout="constrained")
         svg(figure)
-        _draw(figure.add_subplot(), cases, result["environment"])
+        yield figure.add_subplot()
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
