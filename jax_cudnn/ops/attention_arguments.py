@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dtypes import wide
 from . import attention_extras as extras
 from .attention_operands import Aval
 
@@ -30,7 +31,7 @@ def further(
         operands["seed"] = _seed(dropout_rng)
         operands["offset"] = jnp.zeros((1, 1, 1, 2), jnp.uint32)
     if sink is not None:
-        operands["sink_token"] = _sink(sink, query.shape[2])
+        operands["sink_token"] = _sink(sink, query)
     if block_mask is not None:
         operands["block_mask"] = _tiles(block_mask, query, key)
     if alibi and not is_causal:
@@ -89,15 +90,15 @@ def _seed(key: Any) -> jax.Array:
     return key[::-1].reshape(1, 1, 1, 2)
 
 
-def _sink(sink: Any, heads: int) -> jax.Array:
-    sink = jnp.asarray(sink)
+def _sink(sink: Any, query: Aval) -> jax.Array:
+    sink, heads = jnp.asarray(sink), query.shape[2]
     if sink.shape != (heads,) or not jnp.issubdtype(sink.dtype, jnp.floating):
         raise GraphError(
             "sink is not valid",
             expected=f"float32[{heads}], one logit per query head",
             got=f"{sink.dtype}{list(sink.shape)}",
         )
-    return sink.astype(jnp.float32).reshape(1, heads, 1, 1)
+    return sink.astype(wide(query)).reshape(1, heads, 1, 1)
 
 
 def _tiles(mask: Any, query: Aval, key: Aval) -> jax.Array:

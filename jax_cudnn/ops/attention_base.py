@@ -228,7 +228,7 @@ class Attending(Biased):
     def checked(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError or GraphTypeError if shapes or dtypes do not fit."""
         self.sizes(inputs)
-        if self.compute_data_type != "float32":
+        if self.compute_data_type not in ("float32", "float64"):
             raise GraphTypeError(
                 f"{self.method} does not support compute_data_type {self.compute_data_type}",
                 expected="float32",

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dtypes import wide
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -146,7 +147,7 @@ def kept(
     return (jnp.moveaxis(bits, 0, 2) >= np.uint32(rate * 2**32)).astype(jnp.float32)
 
 
-def slopes(heads: int) -> np.ndarray:
+def slopes(heads: int, dtype: Any = np.float32) -> np.ndarray:
     """ALiBi's slope of each head: ``2 ** (-8 i / n)`` for i = 1 ... n, where n is the largest power
     of two up to ``heads``; the remaining heads have the slopes for 2 n at odd i.
 
@@ -154,7 +155,7 @@ def slopes(heads: int) -> np.ndarray:
     """
     n = 1 << (heads.bit_length() - 1)
     exponents = [*range(1, n + 1), *(i + 0.5 for i in range(heads - n))]
-    return np.array([2.0 ** (-8.0 * e / n) for e in exponents], np.float32)
+    return np.array([2.0 ** (-8.0 * e / n) for e in exponents], dtype)
 
 
 def seen_tiles(mask: jax.Array, rows: jax.Array, keys: int) -> jax.Array:
@@ -182,7 +183,8 @@ def weights(scores: jax.Array, stats: jax.Array) -> jax.Array:
 def sink_gradient(o: jax.Array, grad: jax.Array, stats: jax.Array, sink: jax.Array) -> jax.Array:
     """The gradient of the sinks (1, H, 1, 1): minus the sum of each query's sink weight times
     ``rowsum(dO * o)``."""
-    mean = jnp.sum(grad.astype(jnp.float32) * o.astype(jnp.float32), axis=-1, keepdims=True)
+    kind = wide(grad, o)
+    mean = jnp.sum(grad.astype(kind) * o.astype(kind), axis=-1, keepdims=True)
     along = jnp.where(jnp.isneginf(stats), 0, weights(sink, stats) * mean)
     return -jnp.sum(along, axis=(0, 2), keepdims=True)
 

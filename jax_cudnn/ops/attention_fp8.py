@@ -1,4 +1,4 @@
-"""fp8 attention with a scale for each tensor: cuDNN's flash attention and its backward."""
+"""fp8 attention with one scale per tensor: cuDNN's flash attention and its backward pass."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
-_ROUNDING = "{} in fp8 in the second product, saturated; sums and exponentials in float32"
+_ROUNDING = "{} rounded to fp8 in the second product; sums and exponentials in float32"
 _ONE = (1, 1, 1, 1)
 
 
 def _example(shapes: dict[str, Shape], factors: str, dtype: str = E4M3, **more: object) -> Example:
-    """Operands whose factors are float32 numbers of moderate size."""
+    """Operands whose factors are float32 values of moderate size."""
     names = factors.split()
     float32 = [*names, *(port for port in ("stats",) if port in shapes)]
     return Example(
@@ -49,38 +49,39 @@ _BACKWARD = (
 @register
 @frozen
 class SdpaFp8(Scaled):
-    """Attention of fp8 arrays: ``O = scale_o * softmax(scores) v``, with
+    """Attention of fp8 arrays: ``O = scale_o * softmax(scores) (descale_v * v)``, with
     ``scores = attn_scale * (descale_q * q) (descale_k * k)^T``.
 
-    A tensor's scale multiplies its values before they are rounded to fp8, which saturates; its
-    descale, one over that, multiplies what was computed from the rounded ones. Softmax's weights
-    enter the second product as fp8, too, scaled by ``scale_s``. Which keys a query sees: as in
+    A tensor's scale multiplies its values before they are rounded to fp8 (with saturation); its
+    descale, the inverse, multiplies what is computed from the rounded values. The softmax weights
+    also enter the second product as fp8, scaled by ``scale_s``. The band and lengths work as in
     ``sdpa``.
 
     Args:
         q: (B, H, Sq, D) in fp8.
-        k: (B, N, Skv, D) of q's dtype; each head of it serves H / N neighbouring heads of q.
+        k: (B, N, Skv, D) of q's dtype; each head serves H / N consecutive heads of q.
         v: (B, N, Skv, E) of q's dtype.
-        descale_q: (1, 1, 1, 1) in float32 like all factors.
-        descale_k: of k.
-        descale_v: of v.
-        descale_s: of the weights, ``1 / scale_s``.
-        scale_s: of the weights; the largest finite fp8 number is safe, as weights are at most 1.
-        scale_o: of O.
-        seq_len_q: how many queries of each example there are, (B, 1, 1, 1) in int32; optional. The
-            rows of O behind them hold anything.
-        seq_len_kv: how many keys; together with seq_len_q.
+        descale_q: the descale of q, (1, 1, 1, 1) in float32 like all scales.
+        descale_k: the descale of k.
+        descale_v: the descale of v.
+        descale_s: the descale of the weights, ``1 / scale_s``.
+        scale_s: the scale of the weights; the largest finite fp8 value is safe, as weights are at
+            most 1.
+        scale_o: the scale of O.
+        seq_len_q: the number of queries of each batch element, (B, 1, 1, 1) in int32; optional. The
+            rows of O after them are undefined.
+        seq_len_kv: the number of keys; requires seq_len_q.
         attn_scale: factor of the scores.
-        diagonal_alignment: as in ``sdpa``; "BOTTOM_RIGHT" from SM 100 on.
+        diagonal_alignment: as in ``sdpa``; "BOTTOM_RIGHT" needs SM 100 or newer.
         left_bound: ``diagonal_band_left_bound`` of ``sdpa``.
         right_bound: ``diagonal_band_right_bound`` of ``sdpa``; 0 is causal attention.
-        generate_stats: whether Stats is a result.
+        generate_stats: whether to return Stats.
 
-    Returns: O, (B, H, Sq, E) of q's dtype (another fp8 dtype, or from SM 100 on bfloat16 or
-    float16, by ``set_data_type``); Stats as in ``sdpa``; Amax_S, the largest weight, and Amax_O,
-    the largest absolute value of O before its scale, (1, 1, 1, 1) in float32. Differentiated by its
-    fp8 operands it is cuDNN's backward, with gradients scaled by bounds of their size. Source:
-    cuDNN documentation, "Scaled Dot Product Attention FP8 Forward".
+    Returns: O, (B, H, Sq, E) of q's dtype (or by ``set_data_type`` another fp8 dtype, or bfloat16
+    or float16 from SM 100 on); Stats as in ``sdpa``; Amax_S, the largest weight, and Amax_O, the
+    largest absolute value of O before its scale, (1, 1, 1, 1) in float32. The derivative with
+    respect to the fp8 operands runs in cuDNN's backward pass, with gradients scaled by bounds of
+    their magnitude. Source: cuDNN documentation, "Scaled Dot Product Attention FP8 Forward".
     """
 
     method = "sdpa_fp8"
@@ -90,8 +91,8 @@ class SdpaFp8(Scaled):
         "-> O: b h s e, Stats: *l, Amax_S: *x, Amax_O: *y"
     )
     requires = (
-        "fp8 of one dtype, SM 90, sizes of heads multiples of 16 up to 256 (SM 100: 128, or 192 "
-        "beside 128), more than one query; seq_len_q and seq_len_kv together"
+        "fp8 of one dtype, SM 90, head sizes that are multiples of 16 up to 256 (SM 100: up to "
+        "128, or 192 with 128), more than one query; seq_len_q and seq_len_kv together"
     )
     rounding = _ROUNDING.format("weights")
     examples = (
@@ -151,44 +152,43 @@ class SdpaFp8(Scaled):
 @register
 @frozen
 class SdpaFp8Backward(Ordered, Scaled):
-    """Gradients of sdpa_fp8, by q, k, v as they were before their scales.
+    """Gradients of sdpa_fp8 with respect to the unscaled q, k and v.
 
     With all fp8 operands times their descales, ``P = exp(scores - stats)`` and ``dP = dO v^T``:
     ``dS = attn_scale * P * (dP - rowsum(dO * o))``, ``dQ = dS k``, ``dK = dS^T q`` and
-    ``dV = P^T dO``, each times its scale. P, of q's dtype, and dS, of dO's, enter the products as
-    fp8, scaled by ``scale_s`` and ``scale_dP``.
+    ``dV = P^T dO``, each times its scale. P and dS enter the products as fp8, P in q's dtype scaled
+    by ``scale_s``, and dS in dO's dtype scaled by ``scale_dP``.
 
     Args:
         q: (B, H, Sq, D) in fp8.
         k: (B, N, Skv, D).
         v: (B, N, Skv, E).
-        o: the forward's O, (B, H, Sq, E) in fp8.
-        dO: the gradient by O, in fp8; float8_e5m2 has more range for it.
-        stats: the forward's Stats, (B, H, Sq, 1) in float32.
-        descale_q: (1, 1, 1, 1) in float32 like all factors.
-        descale_k: of k.
-        descale_v: of v.
-        descale_o: of o.
-        descale_dO: of dO.
-        descale_s: of the weights, ``1 / scale_s``.
-        descale_dP: of dS, ``1 / scale_dP``.
-        scale_s: as in the forward.
-        scale_dQ: of dQ.
-        scale_dK: of dK.
-        scale_dV: of dV.
-        scale_dP: of dS.
-        seq_len_q: as in the forward.
-        seq_len_kv: as in the forward.
-        attn_scale: as in the forward.
-        diagonal_alignment: as in the forward.
-        left_bound: as in the forward.
-        right_bound: as in the forward.
-        use_deterministic_algorithm: an engine whose sums have one order. Set by
-            ``Options(deterministic=True)``.
+        o: O from ``sdpa_fp8``, (B, H, Sq, E) in fp8.
+        dO: the gradient with respect to O, in fp8; float8_e5m2 has more range for it.
+        stats: Stats from ``sdpa_fp8``, (B, H, Sq, 1) in float32.
+        descale_q: the descale of q, (1, 1, 1, 1) in float32 like all scales.
+        descale_k: the descale of k.
+        descale_v: the descale of v.
+        descale_o: the descale of o.
+        descale_dO: the descale of dO.
+        descale_s: the descale of the weights, ``1 / scale_s``.
+        descale_dP: the descale of dS, ``1 / scale_dP``.
+        scale_s: as in ``sdpa_fp8``.
+        scale_dQ: the scale of dQ.
+        scale_dK: the scale of dK.
+        scale_dV: the scale of dV.
+        scale_dP: the scale of dS.
+        seq_len_q: as in ``sdpa_fp8``.
+        seq_len_kv: as in ``sdpa_fp8``.
+        attn_scale: as in ``sdpa_fp8``.
+        diagonal_alignment: as in ``sdpa_fp8``.
+        left_bound: as in ``sdpa_fp8``.
+        right_bound: as in ``sdpa_fp8``.
+        use_deterministic_algorithm: sum in a fixed order. Set by ``Options(deterministic=True)``.
 
-    Returns: dQ, dK, dV of dO's dtype (another by ``set_data_type``), and the largest absolute
-    values before the scales, amax_dQ, amax_dK, amax_dV and amax_dP (of dS), (1, 1, 1, 1) in
-    float32. Source: cuDNN documentation, "Scaled Dot Product Attention FP8 Backward".
+    Returns: dQ, dK, dV of dO's dtype (or another by ``set_data_type``), and the largest absolute
+    values before scaling, amax_dQ, amax_dK, amax_dV and amax_dP (of dS), (1, 1, 1, 1) in float32.
+    Source: cuDNN documentation, "Scaled Dot Product Attention FP8 Backward".
     """
 
     method = "sdpa_fp8_backward"
@@ -200,8 +200,8 @@ class SdpaFp8Backward(Ordered, Scaled):
         "amax_dQ: *a, amax_dK: *b, amax_dV: *c, amax_dP: *d"
     )
     requires = (
-        "fp8, SM 90 with sizes of heads 128, or SM 100 with multiples of 16 up to 128 (or 192 "
-        "beside 128); seq_len_q and seq_len_kv together"
+        "fp8, SM 90 with head sizes of 128, or SM 100 with multiples of 16 up to 128 (or 192 with "
+        "128); seq_len_q and seq_len_kv together"
     )
     rounding = _ROUNDING.format("weights and their gradients")
     examples = (
@@ -234,9 +234,9 @@ class SdpaFp8Backward(Ordered, Scaled):
     def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
         if tensors["q"].shape[2] % TILE or tensors["k"].shape[2] % (TILE // 2):
             return (
-                f"of {tensors['q'].shape[2]} queries and {tensors['k'].shape[2]} keys cuDNN's fp8 "
-                f"backward takes a part of dQ for zero: pad them to multiples of {TILE}, with "
-                "their lengths as seq_len_q and seq_len_kv"
+                f"with {tensors['q'].shape[2]} queries and {tensors['k'].shape[2]} keys cuDNN's "
+                f"fp8 backward writes zeros to part of dQ: pad them to multiples of {TILE}, and "
+                "pass the lengths as seq_len_q and seq_len_kv"
             )
         return super().refuses(tensors, graph)
 

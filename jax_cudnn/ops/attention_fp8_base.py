@@ -1,4 +1,4 @@
-"""What fp8 attention and its backward have in common: attributes, shapes, scales."""
+"""The common base of fp8 attention and its backward pass: attributes, shapes, scales."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from .._core.transforms.derivation import Derivation
 
 TILE = 128
-"""Queries and keys of a tile of cuDNN's, of whole ones of which its backward is right."""
+"""Queries and keys per tile; cuDNN's backward pass is correct only for whole tiles."""
 
 
 @frozen
 class Scaled(Node):
-    """Attention whose operands have scales of their own. Subclasses state the fields ``bounds``,
-    which pygraph's methods name differently, and the ports that are fp8 and float32."""
+    """Attention whose operands have scales. Subclasses state the fields ``bounds``, whose names
+    differ between pygraph's methods, and the ports that are fp8 and float32."""
 
     anchor = True
     product = True
@@ -48,7 +48,7 @@ class Scaled(Node):
     )  # fmt: skip
     bounds: ClassVar[tuple[str, str]] = ("left_bound", "right_bound")
     others: ClassVar[Mapping[str, str]] = {"stats": "float32"}
-    """Ports that are neither fp8 nor factors, with their dtypes."""
+    """Ports that are neither fp8 nor scales, with their dtypes."""
 
     attn_scale: float = 1.0
     diagonal_alignment: str = TOP_LEFT
@@ -70,7 +70,7 @@ class Scaled(Node):
         return "float32"
 
     def checked(self, inputs: Mapping[str, Tensor]) -> None:
-        """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
+        """GraphError or GraphTypeError if shapes or dtypes do not fit."""
         lengths = dict.fromkeys(LENGTHS, "int32")
         factors = [port for port in inputs if port.startswith(("scale_", "descale_"))]
         wanted = {**lengths, **self.others, **dict.fromkeys(factors, self.factor_dtype())}
@@ -85,7 +85,7 @@ class Scaled(Node):
         self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
         if self.compute_data_type != "float32":
             raise GraphTypeError(
-                f"compute_data_type {self.compute_data_type} is not for {self.method}",
+                f"{self.method} does not support compute_data_type {self.compute_data_type}",
                 expected="float32",
                 got=self.compute_data_type,
             )
@@ -94,9 +94,9 @@ class Scaled(Node):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         kinds = {tensors[port].dtype for port in ("q", "k", "v")}
         if len(kinds) > 1:
-            return f"cuDNN's fp8 attention takes q, k and v of one dtype, not {', '.join(kinds)}"
+            return f"cuDNN's fp8 attention requires q, k and v of one dtype, not {', '.join(kinds)}"
         if any(t.value is not None for t in tensors.values()):
-            return "cuDNN's fp8 attention reads factors from the GPU's memory: give them as arrays"
+            return "cuDNN's fp8 attention reads scales from device memory: pass them as arrays"
         return read_again(self.results, tensors, graph)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
@@ -104,13 +104,13 @@ class Scaled(Node):
         return 2 * b * h * s * t * (d + e)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
-        """As further examples, where these have their factors in common."""
+        """Into the batch, if all batch elements share the scales."""
         common = {*self.of_all_examples, *filter(self.is_common, tensors)}
         if not batched & common:
             yield dict.fromkeys({*tensors} - common, 0)
 
     def is_common(self, port: str) -> bool:
-        """Whether an operand is one for all examples."""
+        """Whether all batch elements share an operand."""
         return port.startswith(("scale_", "descale_"))
 
     def jvp(

@@ -1,6 +1,6 @@
-"""fp8 attention in jnp, with cuDNN's scales, roundings and largest values; chunked as attention is.
+"""fp8 attention in jnp, with cuDNN's scales, rounding and amax values; chunked like attention.
 
-A scale multiplies a value before it is rounded to fp8, a descale afterwards undoes that.
+A scale multiplies a value before it is rounded to fp8; a descale undoes that afterwards.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from . import attention_extras as extras
 from .attention_reference import Arrays, Attention, _grouped, _heads, _over_rows, within_lengths
 
 _ONE = (1, 1, 1, 1)
-_WEIGHTS = 256.0  # the scale of softmax's weights beside scales of blocks
+_WEIGHTS = 256.0  # the scale of the softmax weights with block scaling
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def stored(x: jax.Array, dtype: Any) -> jax.Array:
-    """float32 as an fp8 array of it holds it, saturated; itself where the dtype is another. Its
-    derivative is 1 throughout ("straight through")."""
+    """float32 values rounded to fp8, with saturation; unchanged for other dtypes. The derivative is
+    1 everywhere (a straight-through estimator)."""
     name = str(dtype)
     if name not in FP8:
         return x
-    # The cut is an operation of its own: XLA may leave out a conversion and its inverse.
+    # The rounding is a separate operation: XLA may remove a conversion and its inverse.
     kept = rounded(x, name).astype(jnp.float32)
     return jax.lax.reduce_precision(kept, 8, jnp.finfo(name).nmant)
 
@@ -40,16 +40,16 @@ def _stored_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax
 
 @dataclass(frozen=True)
 class Fp8Attention(Attention):
-    """Attention of fp8 arrays with a scale for each. ``weights`` is the dtype that softmax's
-    weights have in the second product, if it is not q's."""
+    """Attention of fp8 arrays with one scale each. ``weights`` is the dtype of the softmax weights
+    in the second product, by default q's."""
 
     weights: str = ""
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """O times its scale, Stats, and the largest absolute values of the weights and of O.
 
-        As in a kernel that goes over the keys once, weights are rounded relative to their row's
-        largest one.
+        As in a kernel with a single pass over the keys, weights are rounded relative to the
+        largest one in their row.
         """
         x = _wide(arrays)
         kind = self.weights or arrays["q"].dtype
@@ -66,8 +66,8 @@ class Fp8Attention(Attention):
         return o * x["scale_o"], _heads(total), _amax(largest), _amax(o)
 
     def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
-        """The gradients times their scales, and the largest absolute values of these and of dP
-        without."""
+        """The gradients times their scales, and their largest absolute values and dP's before
+        scaling."""
         x = _wide(arrays)
         weights_kind, slopes_kind = arrays["q"].dtype, arrays["dO"].dtype
 
@@ -103,8 +103,8 @@ class Fp8Attention(Attention):
 
 @dataclass(frozen=True)
 class MxAttention(Attention):
-    """Attention of fp8 arrays with scales of their blocks, which are applied already: all operands
-    are float32. ``weights`` is the dtype that softmax's weights have in the second product."""
+    """Attention of fp8 arrays with block scales, which are already applied: all operands are
+    float32. ``weights`` is the dtype of the softmax weights in the second product."""
 
     weights: str = ""
 
@@ -136,7 +136,7 @@ class MxAttention(Attention):
                 "dV": self._product("bngst,bngse->bnte", weights, grad_turned),
             }
 
-        # What has rows of queries goes through the blocks side by side.
+        # Concatenate the arrays with rows of queries, so that they are split into blocks together.
         sides = [arrays[n] for n in ("q", "q_T", "dO", "dO_T", "o_f16", "dO_f16")]
         ends = [sum(x.shape[-1] for x in sides[:i]) for i in range(1, len(sides))]
         rows = {"q": jnp.concatenate(sides, -1), "k": arrays["k"], "stats": arrays["stats"]}
@@ -146,7 +146,7 @@ class MxAttention(Attention):
 
 
 def _wide(arrays: Arrays) -> dict[str, jax.Array]:
-    """All in float32, k with the factors that descale the scores."""
+    """All arrays in float32, with the descales of the scores multiplied into k."""
     lengths = {name: x for name, x in arrays.items() if name.startswith("seq_len")}
     wide = {n: x.astype(jnp.float32) for n, x in arrays.items() if n not in lengths}
     wide["k"] = wide["k"] * (wide["descale_q"] * wide["descale_k"])

@@ -1,5 +1,5 @@
-"""The derivative of fp8 attention: a tangent in float32, whose transpose is cuDNN's backward with
-gradients that are scaled by bounds of their size."""
+"""The derivative of fp8 attention: a float32 tangent whose transpose is cuDNN's backward pass, with
+gradients scaled by bounds of their magnitude."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @frozen
 class WideTangent(Tangent):
-    """Tangents from the reference, in float32 where their values are fp8: these have no scale."""
+    """Tangents from the reference, in float32 if the values are fp8, as tangents have no scale."""
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         found = super().infer({port: inputs[port] for port in self.inner})
@@ -38,12 +38,12 @@ class WideTangent(Tangent):
 
 @frozen
 class Quantize(Node):
-    """``scale * input`` in a dtype, saturated; in fp8 NaN of what is infinite. XLA computes it, and
-    fuses it with its neighbours; its derivative takes the rounding for none and the scale for
-    constant."""
+    """``scale * input`` in a dtype, with saturation; infinite values become NaN in fp8. It runs in
+    XLA, which fuses it with adjacent operations. The derivative ignores the rounding and treats the
+    scale as constant."""
 
     method = "quantize"
-    requires = "XLA runs it: no part of a cuDNN graph"
+    requires = "runs in XLA: not an operation of cuDNN graphs"
     leftover = True
     outside = True
     ports = derived_ports(("input", "scale"), ("OUT_0",))
@@ -77,17 +77,18 @@ class Quantize(Node):
 
 @frozen
 class QuantizeGradient(Node):
-    """The gradient by O in fp8, and the scales of what cuDNN's backward computes from it.
+    """The gradient with respect to O in fp8, and the scales for cuDNN's backward pass.
 
-    ``scale_dO`` is of the gradient's own largest value. The others are of bounds, with the largest
-    norms |dO| and |v| of a token: ``|dS| <= attn_scale |dO| |v| / 2``, as the difference of dP from
-    its mean is at most (1 - P) times its range; ``|dQ| <= attn_scale |dO| |v| max(k)``;
-    ``|dK| <= n max(dS) max(q)`` and ``|dV| <= n max(dO)`` for n queries of a head of k and v.
-    What a bound takes too much is range, not digits, of which float8_e5m2 has much.
+    ``scale_dO`` follows from the gradient's largest absolute value. The others follow from bounds,
+    with the largest norms |dO| and |v| of a token: ``|dS| <= attn_scale |dO| |v| / 2``, as dP
+    differs from its mean by at most (1 - P) times its range;
+    ``|dQ| <= attn_scale |dO| |v| max(k)``; ``|dK| <= n max(dS) max(q)`` and ``|dV| <= n max(dO)``
+    for n queries per head of k and v. A loose bound costs range, which float8_e5m2 has plenty of,
+    and not precision.
     """
 
     method = "quantize_gradient"
-    requires = "XLA runs it: no part of a cuDNN graph"
+    requires = "runs in XLA: not an operation of cuDNN graphs"
     leftover = True
     outside = True
 
@@ -134,7 +135,7 @@ class QuantizeGradient(Node):
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
-        """Scales are constants: what they multiply by is divided by, later."""
+        """Scales are constants: later operations divide by them."""
         if "dO" not in tangents:
             return {}
         to = Quantize("float32")
@@ -147,7 +148,7 @@ class Unscale(Node):
     """``input / descale`` in float32."""
 
     method = "unscale"
-    requires = "XLA runs it: no part of a cuDNN graph"
+    requires = "runs in XLA: not an operation of cuDNN graphs"
     leftover = True
     outside = True
     ports = derived_ports(("input", "descale"), ("OUT_0",))
@@ -163,7 +164,7 @@ class Unscale(Node):
 
 
 def _largest(x: jax.Array) -> jax.Array:
-    """Of what is a number: the rest is NaN in fp8, whatever its scale."""
+    """The largest finite value: other elements become NaN in fp8, whatever the scale."""
     return jnp.max(jnp.where(jnp.isfinite(x), x, 0), initial=0).reshape(1, 1, 1, 1)
 
 

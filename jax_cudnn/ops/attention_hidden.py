@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from .._core.graph.dtypes import wide
 from . import attention_extras as extras
 from .attention_operands import Aval, unseen
 from .attention_reference import Band
@@ -69,9 +70,10 @@ def with_means(
         _, keys = lengths
         value = jnp.where(jnp.arange(count).reshape(1, 1, count, 1) < keys, value, 0)
         count = keys
-    mean = value.astype(jnp.float32).sum(2, keepdims=True) / count
+    kind = wide(value)
+    mean = value.astype(kind).sum(2, keepdims=True) / count
     batch, heads, _, size = mean.shape
     groups = out.shape[1] // heads  # jnp.repeat does not support heads sharded over a mesh
     mean = jnp.tile(mean[:, :, None], (1, 1, groups, 1, 1)).reshape(batch, -1, 1, size)
-    found = jnp.where(rows, mean, out.astype(jnp.float32))  # the gradient's sum is then in float32
+    found = jnp.where(rows, mean, out.astype(kind))  # the gradient's sum is then in float32
     return found.astype(out.dtype), jnp.where(rows, unseen(out.dtype), statistic)

@@ -1,4 +1,4 @@
-"""Attention of fp8 arrays with a scale for each block of 32 elements: cuDNN's MXFP8 attention."""
+"""Attention of fp8 arrays with one scale per block of 32 elements: cuDNN's MXFP8 attention."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 _ONE = (1, 1, 1, 1)
 _OTHERS = {"stats": "float32", "o_f16": "bfloat16", "dO_f16": "bfloat16"}
-_DIMS = "16 up to 128 (or 192 beside 128)"
+_DIMS = "16 up to 128 (or 192 with 128)"
 
 
 def _along(port: str, backward: bool) -> int:
-    """The axis of an operand along which its blocks lie: that over which it is multiplied."""
+    """The axis of an operand's blocks, which is the axis of summation."""
     return -2 if port.endswith("_T") or (port == "v" and not backward) else -1
 
 
@@ -48,7 +48,7 @@ def _example(shapes: dict[str, Shape], backward: bool, scaled: str, **more: Any)
 
 
 class BlockScaled(Scaled):
-    """What the forward and the backward have in common."""
+    """The common base of the forward and backward nodes."""
 
     def factor_dtype(self) -> str:
         return E8M0
@@ -71,7 +71,7 @@ class BlockScaled(Scaled):
         return super().emit(pygraph, tensors, common)
 
     def dequantized(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """All operands but the scales, in float32."""
+        """All operands except the scales, in float32."""
         found = {}
         for port, x in arrays.items():
             if f"descale_{port}" in arrays:
@@ -85,28 +85,28 @@ class BlockScaled(Scaled):
 @register
 @frozen
 class SdpaMxfp8(BlockScaled):
-    """Attention of fp8 arrays whose blocks of 32 have scales, each a power of two.
+    """Attention of fp8 arrays with one power-of-two scale per block of 32 elements (MXFP8).
 
-    ``O = softmax(attn_scale * q k^T) v`` of the values times their scales. Blocks of q and k lie
-    along D, those of v along the keys, as these are what the products sum over;
-    :func:`jax_cudnn.ops.quantize_mxfp8` makes values and scales. Which keys a query sees: as in
+    ``O = softmax(attn_scale * q k^T) v`` of the values times their scales. Blocks are along D for q
+    and k and along the keys for v, because the products sum over these axes.
+    :func:`jax_cudnn.ops.quantize_mxfp8` computes values and scales. The band and lengths work as in
     ``sdpa``.
 
     Args:
         q: (B, H, Sq, D) in fp8.
-        k: (B, N, Skv, D) of q's dtype; each head of it serves H / N neighbouring heads of q.
+        k: (B, N, Skv, D) of q's dtype; each head serves H / N consecutive heads of q.
         v: (B, N, Skv, E) of q's dtype.
         descale_q: the scales of q, (B, H, Sq', D'/32) in float8_e8m0fnu, in cuDNN's order
-            F8_128x4; a prime is for multiples of 128.
-        descale_k: of k, (B, N, Skv', D'/32).
-        descale_v: of v, (B, N, Skv'/32, E').
-        seq_len_q: how many queries of each example there are, (B, 1, 1, 1) in int32; optional.
-        seq_len_kv: how many keys; together with seq_len_q.
+            F8_128x4; primes mark sizes rounded up to multiples of 128.
+        descale_k: the scales of k, (B, N, Skv', D'/32).
+        descale_v: the scales of v, (B, N, Skv'/32, E').
+        seq_len_q: the number of queries of each batch element, (B, 1, 1, 1) in int32; optional.
+        seq_len_kv: the number of keys; requires seq_len_q.
         attn_scale: factor of the scores.
         diagonal_alignment: as in ``sdpa``.
         diagonal_band_left_bound: as in ``sdpa``.
         diagonal_band_right_bound: as in ``sdpa``.
-        generate_stats: whether Stats is a result.
+        generate_stats: whether to return Stats.
 
     Returns: O, (B, H, Sq, E) in bfloat16; Stats as in ``sdpa``; Amax_O, the largest absolute value
     of O, (1, 1, 1, 1) in float32. Source: cuDNN documentation, "Scaled Dot Product Attention FP8
@@ -118,7 +118,7 @@ class SdpaMxfp8(BlockScaled):
         "q: b h s d, k: b n t d, v: b n t e, descale_q: *q, descale_k: *k, descale_v: *v, "
         "?seq_len_q: *i, ?seq_len_kv: *j -> O: b h s e, Stats: *l, Amax_O: *y"
     )
-    requires = f"cuDNN 9.21, SM 100, fp8 of one dtype, sizes of heads multiples of {_DIMS}"
+    requires = f"cuDNN 9.21, SM 100, fp8 of one dtype, head sizes that are multiples of {_DIMS}"
     rounding = "weights in fp8 in the second product; sums, maxima and exponentials in float32"
     bounds = ("diagonal_band_left_bound", "diagonal_band_right_bound")
     examples = (
@@ -171,35 +171,34 @@ class SdpaMxfp8Backward(Ordered, BlockScaled):
 
     With ``P = exp(scores - stats)`` and ``dP = dO v^T``:
     ``dS = attn_scale * P * (dP - rowsum(dO_f16 * o_f16))``, ``dQ = dS k_T``, ``dK = dS^T q_T`` and
-    ``dV = P^T dO_T``. An operand of two products comes twice, with blocks along D, and, by the
-    suffix _T, the same values (not transposed) with blocks along the tokens.
+    ``dV = P^T dO_T``. An operand of two products is passed twice: with blocks along D, and with the
+    suffix _T as the same values (not transposed) with blocks along the tokens.
 
     Args:
         q: (B, H, Sq, D) in fp8, blocks along D.
         q_T: q with blocks along the queries.
         k: (B, N, Skv, D), blocks along D.
         k_T: k with blocks along the keys.
-        v: (B, N, Skv, E), blocks along E, unlike the forward's.
-        o_f16: the forward's O, (B, H, Sq, E) in bfloat16.
-        dO_f16: the gradient by O in bfloat16.
+        v: (B, N, Skv, E), blocks along E, unlike in ``sdpa_mxfp8``.
+        o_f16: O from ``sdpa_mxfp8``, (B, H, Sq, E) in bfloat16.
+        dO_f16: the gradient with respect to O in bfloat16.
         dO: the same in fp8, blocks along E.
         dO_T: the same, blocks along the queries.
-        stats: the forward's Stats, (B, H, Sq, 1) in float32.
-        descale_q: the scales of q, as :func:`jax_cudnn.ops.quantize_mxfp8` gives them.
-        descale_q_T: of q_T.
-        descale_k: of k.
-        descale_k_T: of k_T.
-        descale_v: of v.
-        descale_dO: of dO.
-        descale_dO_T: of dO_T.
-        seq_len_q: as in the forward.
-        seq_len_kv: as in the forward.
-        attn_scale: as in the forward.
-        diagonal_alignment: as in the forward.
-        left_bound: the forward's ``diagonal_band_left_bound``.
-        right_bound: the forward's ``diagonal_band_right_bound``.
-        use_deterministic_algorithm: an engine whose sums have one order. Set by
-            ``Options(deterministic=True)``.
+        stats: Stats from ``sdpa_mxfp8``, (B, H, Sq, 1) in float32.
+        descale_q: the scales of q from :func:`jax_cudnn.ops.quantize_mxfp8`.
+        descale_q_T: the scales of q_T.
+        descale_k: the scales of k.
+        descale_k_T: the scales of k_T.
+        descale_v: the scales of v.
+        descale_dO: the scales of dO.
+        descale_dO_T: the scales of dO_T.
+        seq_len_q: as in ``sdpa_mxfp8``.
+        seq_len_kv: as in ``sdpa_mxfp8``.
+        attn_scale: as in ``sdpa_mxfp8``.
+        diagonal_alignment: as in ``sdpa_mxfp8``.
+        left_bound: ``diagonal_band_left_bound`` of ``sdpa_mxfp8``.
+        right_bound: ``diagonal_band_right_bound`` of ``sdpa_mxfp8``.
+        use_deterministic_algorithm: sum in a fixed order. Set by ``Options(deterministic=True)``.
 
     Returns: dQ, dK, dV in bfloat16, and their largest absolute values, amax_dQ, amax_dK and
     amax_dV, (1, 1, 1, 1) in float32. Source: cuDNN documentation, "Scaled Dot Product Attention FP8
@@ -214,8 +213,8 @@ class SdpaMxfp8Backward(Ordered, BlockScaled):
         "?seq_len_q: *i, ?seq_len_kv: *j -> dQ: b h s d, dK: b n t d, dV: b n t e, "
         "amax_dQ: *o, amax_dK: *p, amax_dV: *q"
     )
-    requires = "cuDNN 9.21, SM 100, float8_e4m3fn, sizes of heads multiples of 16 up to 128"
-    rounding = "gradients of the scores in blocks of fp8, too, in their products"
+    requires = "cuDNN 9.21, SM 100, float8_e4m3fn, head sizes that are multiples of 16 up to 128"
+    rounding = "the scores' gradients also enter their products as block-scaled fp8"
     others: ClassVar[Mapping[str, str]] = _OTHERS
     examples = (
         _example(
@@ -242,7 +241,7 @@ class SdpaMxfp8Backward(Ordered, BlockScaled):
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         if tensors["q"].shape[3] > 128:
-            return "the order of q_T's and k_T's scales beyond heads of 128 is not established"
+            return "the order of the scales of q_T and k_T is unknown for head sizes above 128"
         return super().refuses(tensors, graph)
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dtypes import wide
 from .arguments import floating
 from .attention_reference import Band
 from .score_mod import ScoreMod, check_function
@@ -185,7 +186,7 @@ def modification(
     from .score_mod_written import written  # importing jax_cudnn does without
 
     check_function(function)
-    found, truths = [], []
+    found, truths, kind = [], [], wide(query)
     for i, given in enumerate(operands):
         x = None if given is None else broadcasting(f"score_mod_operands[{i}]", given, query, key)
         if x is None or jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -199,8 +200,10 @@ def modification(
             x = x.astype(query.dtype)
         elif jnp.issubdtype(x.dtype, jnp.integer):
             x = x.astype(jnp.int32)
-        found.append(x.astype(jnp.float32) if x.dtype.itemsize == 8 else x)
-    mod, read = written(function, found, _scores(query, key), band, lengths, tuple(truths))
+        found.append(x.astype(kind) if x.dtype.itemsize == 8 else x)
+    mod, read = written(
+        function, found, _scores(query, key), band, lengths, tuple(truths), kind=kind.name
+    )
     return mod, tuple(read)
 
 

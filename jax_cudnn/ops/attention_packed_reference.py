@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._core.graph.dtypes import wide
 from . import attention_reference
 from .attention_reference import Attention
 
@@ -84,7 +85,7 @@ class Packing:
                 totals[name] = _added(totals[name], part, self._start(given, port, *which))
             return totals, _tokens(found["dQ"])
 
-        zeros = {name: (given[port] * 0).astype(jnp.float32) for name, port in sums.items()}
+        zeros = {name: (given[port] * 0).astype(wide(given[port])) for name, port in sums.items()}
         which = blocks.example, blocks.first, blocks.queries
         totals, each = jax.lax.scan(step, zeros, which)
         found = {"dQ": _restored(each, blocks=blocks, arrays=arrays)}

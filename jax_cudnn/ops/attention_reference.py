@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from .._core.graph.dtypes import wide
 from . import attention_extras as extras
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class Attention:
         def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
             scores = self._scores(rows, arrays, first)
             weights = extras.weights(scores, rows["stats"])
-            grad = rows["dO"].astype(jnp.float32)
-            mean = jnp.sum(grad * rows["o"].astype(jnp.float32), axis=-1, keepdims=True)
+            grad = rows["dO"].astype(scores.dtype)
+            mean = jnp.sum(grad * rows["o"].astype(scores.dtype), axis=-1, keepdims=True)
             along = self._product("bngse,bnte->bngst", rows["dO"], v)
             used = weights
             if self.dropout is not None:
@@ -132,7 +133,7 @@ class Attention:
             keys = arrays["k"].shape[2]
             keep = extras.kept(arrays, self.dropout, (b, n * g, s, keys), first)
             keep = keep.reshape(b, n, g, s, keys)
-        return keep.astype(jnp.float32) / (1 - self.dropout)
+        return keep.astype(wide(rows["q"])) / (1 - self.dropout)
 
     def _softmax(
         self, rows: Arrays, arrays: Arrays, first: jax.Array
@@ -156,13 +157,13 @@ class Attention:
         """Scaled scores in float32, -inf where a key is not seen."""
         scores = self._modified(self._products(rows, arrays), rows, first)
         if "bias" in rows:
-            scores = scores + rows["bias"].astype(jnp.float32)
+            scores = scores + rows["bias"].astype(scores.dtype)
         if self.alibi:
             n, g = scores.shape[1:3]
-            of_heads = extras.slopes(n * g).reshape(n, g)
+            of_heads = extras.slopes(n * g, scores.dtype).reshape(n, g)
             i, j, queries, keys = self._positions(arrays, first, scores.shape[3])
             further = j - self.band.at(i, keys - queries)
-            scores = scores + of_heads[:, :, None, None] * further.astype(jnp.float32)
+            scores = scores + of_heads[:, :, None, None] * further.astype(scores.dtype)
         return jnp.where(self._seen(arrays, first, scores.shape[3]), scores, -jnp.inf)
 
     def _products(self, rows: Arrays, arrays: Arrays) -> jax.Array:
@@ -202,7 +203,7 @@ class Attention:
         if "sink_token" not in arrays:
             return None
         q = rows["q"]
-        sink = arrays["sink_token"].astype(jnp.float32).reshape(1, *q.shape[1:3], 1, 1)
+        sink = arrays["sink_token"].astype(wide(q)).reshape(1, *q.shape[1:3], 1, 1)
         i = (first + jnp.arange(q.shape[3]))[:, None]
         there = i < _length(arrays.get("seq_len_q"), arrays["q"].shape[2])
         return jnp.where(there, sink, -jnp.inf)
@@ -211,7 +212,7 @@ class Attention:
         """In the arrays' own 16-bit dtype, as cuDNN does, with sums in float32."""
         a = a.astype(b.dtype) if b.dtype.itemsize == 2 else a
         return jnp.einsum(
-            equation, a, b, precision=self.precision, preferred_element_type=jnp.float32
+            equation, a, b, precision=self.precision, preferred_element_type=wide(a, b)
         )
 
 

@@ -1,4 +1,4 @@
-"""Sequences of any length in arrays of a few lengths: each shape takes a plan and a compilation."""
+"""Pad sequences to a few lengths, because each shape needs a plan and a compilation."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .._core.errors import GraphError
 
 
 def bucket(length: int, *, least: int = 128, per_doubling: int = 4) -> int:
-    """The shortest bucket that holds ``length`` tokens.
+    """The size of the smallest bucket that holds ``length`` tokens.
 
-    Buckets are ``least`` and, from each doubling of it to the next, ``per_doubling`` in equal
-    steps: by default 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, ... Less than
-    ``1 / per_doubling`` of a bucket's lower end is padding, and lengths up to ``n`` have
-    ``1 + per_doubling * log2(n / least)`` buckets.
+    Bucket sizes are ``least`` and ``per_doubling`` equal steps per doubling: by default 128, 160,
+    192, 224, 256, 320, 384, 448, 512, 640, ... Padding is less than ``1 / per_doubling`` of the
+    length (above ``least``), and lengths up to ``n`` use ``1 + per_doubling * log2(n / least)``
+    buckets.
 
     Args:
-        length: how many tokens, a Python integer of at least 0.
-        least: the shortest bucket, a multiple of ``per_doubling``.
-        per_doubling: how many buckets there are to twice a length.
+        length: the number of tokens, a Python integer of at least 0.
+        least: the smallest bucket, a multiple of ``per_doubling``.
+        per_doubling: the number of buckets per doubling of the length.
 
     Raises:
-        GraphError: no such integers.
+        GraphError: an argument is out of range or not a Python integer.
 
     Example:
         >>> import jax_cudnn as jc
@@ -41,14 +41,16 @@ def bucket(length: int, *, least: int = 128, per_doubling: int = 4) -> int:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < lowest:
             raise GraphError(
                 f"{name} is not valid",
-                expected=f"a Python integer of at least {lowest}: shapes are static",
+                expected=f"a Python integer of at least {lowest}",
                 got=repr(value)[:200],
+                why="shapes are static",
             )
     if least % per_doubling:
         raise GraphError(
-            "least is no multiple of per_doubling",
-            expected="equal steps between buckets",
+            "least is not a multiple of per_doubling",
+            expected=f"a multiple of {per_doubling}",
             got=f"least={least}, per_doubling={per_doubling}",
+            why="the steps between buckets are equal integers",
         )
     if length <= least:
         return least
@@ -65,25 +67,24 @@ def pad_to_bucket(
     least: int = 128,
     per_doubling: int = 4,
 ) -> tuple[jax.Array, jax.Array]:
-    """An array of sequences, padded to the length of a :func:`bucket`, and how long each is.
+    """Pad sequences to the size of a :func:`bucket`, and return their lengths.
 
-    Functions of sequences of every length make a program, and cuDNN a plan, for each; of padded
-    ones for each bucket. Attention's results do not depend on what is behind the lengths, as
-    long as that is finite, as zeros are.
+    Each sequence length needs a compiled program and a cuDNN plan; with padding, each bucket does.
+    Attention with lengths ignores the padding, as long as it is finite.
 
     Args:
-        x: (B, T, ...), or with its tokens at ``axis``; examples are in front. A NumPy array stays
-            one, so that nothing is compiled for T.
-        axis: where the tokens are.
-        lengths: (B,) in int32, where examples are shorter than T; by default all have T. They are
-            brought into the range from 0 to T.
-        least, per_doubling: as :func:`bucket`.
+        x: (B, T, ...), or with tokens along another ``axis``; the batch comes first. A NumPy array
+            stays a NumPy array, so that nothing is compiled for T.
+        axis: the axis of the tokens.
+        lengths: (B,) in int32, the length of each sequence, clipped to [0, T]; by default T.
+        least: as for :func:`bucket`.
+        per_doubling: as for :func:`bucket`.
 
-    Returns: x with zeros behind its tokens, and the lengths, (B,) in int32, as
+    Returns: x padded with zeros after its tokens, and the lengths, (B,) in int32, for
     ``query_seq_lengths`` and ``key_value_seq_lengths`` of :func:`dot_product_attention`.
 
     Raises:
-        GraphError: an axis or lengths that do not fit; as :func:`bucket`.
+        GraphError: axis or lengths do not fit, or as for :func:`bucket`.
 
     Example:
         >>> import numpy as np, jax_cudnn as jc
@@ -95,8 +96,8 @@ def pad_to_bucket(
     x = array.asarray(x)
     if not -x.ndim <= axis < x.ndim or axis % max(x.ndim, 1) == 0:
         raise GraphError(
-            "no axis of tokens",
-            expected=f"an axis behind the first, for an array of rank {x.ndim}",
+            "axis is not valid",
+            expected=f"an axis after the batch axis 0, for an array of rank {x.ndim}",
             got=f"axis={axis}, shape {list(x.shape)}",
         )
     axis %= x.ndim
@@ -106,7 +107,7 @@ def pad_to_bucket(
     if found.shape != x.shape[:1] or found.dtype != np.int32:
         raise GraphError(
             "lengths are not valid",
-            expected=f"int32[{x.shape[0]}], the length of each example",
+            expected=f"int32[{x.shape[0]}], one length per batch element",
             got=f"{found.dtype}{list(found.shape)}",
         )
     more = bucket(size, least=least, per_doubling=per_doubling) - size

@@ -1,8 +1,8 @@
-"""relu with a mask of bits for its derivative, as cuDNN's normalizations write and read it.
+"""relu with a bit mask for its derivative, as cuDNN's normalizations write and read it.
 
-A mask of (N, C, ...) is an array of bytes, (N, C / 8, ...): bit ``j`` of byte ``i`` belongs to
-channel ``8 * i + j``. Channels-last in memory cuDNN lays out booleans so: a plan writes and reads
-such an array as it is: a sixteenth of what keeping relu's 16-bit result costs.
+The mask of an array (N, C, ...) is an array of bytes (N, C / 8, ...): bit ``j`` of byte ``i``
+belongs to channel ``8 * i + j``. This is cuDNN's channels-last layout of booleans, so a plan writes
+and reads it directly. It takes a sixteenth of the memory of relu's 16-bit result.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
-# Else the nodes that a plan has are cuDNN's, see graph/wire.py.
-_OTHERWISE = "cuDNN runs it {}, with a mask that nothing but g.masked reads"
+# In plans these nodes become cuDNN's own, see graph/wire.py.
+_OTHERWISE = "cuDNN runs it only {}, with a mask that only g.masked reads"
 _IMAGES, _MASK = (8, 64, 14, 14), (8, 8, 14, 14)
 
 
 def _mask_shape(shape: Shape) -> Shape:
     if len(shape) < 3 or shape[1] % BITS:
         raise GraphError(
-            "input has no mask",
+            "input does not support a bit mask",
             expected=f"(N, C, *spatial) with C a multiple of {BITS}",
             got=f"shape {list(shape)}",
-            why="a byte of the mask stands for eight channels",
-            fix="g.relu needs no mask: its derivative reads its result",
+            why="each byte of the mask covers eight channels",
+            fix="use g.relu, whose derivative reads its result instead of a mask",
         )
     return (shape[0], shape[1] // BITS, *shape[2:])
 
 
 def _folds(tensors: Tensors) -> Iterable[dict[str, int]]:
-    """Into images or channels: both lie in the mask as in the input."""
+    """Into the batch or the channels: the mask and the input have these axes in common."""
     yield dict.fromkeys(tensors, 0)
     yield dict.fromkeys(tensors, 1)
 
@@ -58,16 +58,16 @@ def _folds(tensors: Tensors) -> Iterable[dict[str, int]]:
 @register
 @frozen
 class ReluMask(Node):
-    """relu, and the mask of what it lets through: ``OUT_0 = max(input, 0)``.
+    """relu, and the bit mask of its positive results: ``OUT_0 = max(input, 0)``.
 
-    The derivative reads the mask: ``g.masked(tangent, MASK)``. Worth it behind a normalization of
-    channels, whose plan writes the mask, and whose backward's plan reads it.
+    The derivative reads the mask: ``g.masked(tangent, MASK)``. Use it after a batch normalization,
+    whose plan writes the mask and whose backward plan reads it.
 
     Args:
         input: (N, C, *spatial), C a multiple of 8.
 
     Returns: OUT_0, like input; MASK, (N, C / 8, *spatial) of uint8, bit ``j`` of byte ``i`` for
-    channel ``8 * i + j``: whether OUT_0 is larger than 0. Source: cuDNN documentation,
+    channel ``8 * i + j``: whether OUT_0 is greater than 0. Source: cuDNN documentation,
     ``CUDNN_POINTWISE_RELU_FWD`` and ``CUDNN_POINTWISE_CMP_GT`` with a result of
     ``CUDNN_DATA_BOOLEAN``.
     """
@@ -75,7 +75,7 @@ class ReluMask(Node):
     method = "relu_mask"
     dims = "input: *x -> OUT_0: *x, MASK: *m"
     dtypes = FLOATS
-    requires = "beside batchnorm"
+    requires = "together with batchnorm"
     masks = ("MASK",)
     examples = (Example({"input": _IMAGES}, alone=False),)
 
@@ -117,7 +117,7 @@ class ReluMask(Node):
 
 @register
 class Masked(Node):
-    """What a mask of ``relu_mask`` lets through: ``OUT_0 = input`` where its bit is set, else 0.
+    """Apply a mask from ``relu_mask``: ``OUT_0 = input`` where its bit is set, else 0.
 
     Args:
         input: (N, C, *spatial), C a multiple of 8.
@@ -130,7 +130,7 @@ class Masked(Node):
     method = "masked"
     dims = "input: *x, mask: *m -> OUT_0: *x"
     dtypes = FLOATS
-    requires = "beside batchnorm_backward"
+    requires = "together with batchnorm_backward"
     masks = ("mask",)
     examples = (Example({"input": _IMAGES, "mask": _MASK}, dtypes={"mask": "uint8"}, alone=False),)
 
@@ -138,11 +138,13 @@ class Masked(Node):
         x, mask = inputs["input"], inputs["mask"]
         wanted = _mask_shape(x.shape)
         if x.dtype not in FLOATS:
-            raise GraphTypeError("'input' is no float", expected=", ".join(FLOATS), got=x.dtype)
+            raise GraphTypeError(
+                "'input' has the wrong dtype", expected=", ".join(FLOATS), got=x.dtype
+            )
         if (mask.shape, mask.dtype) != (wanted, "uint8"):
             raise GraphError(
                 "'mask' does not fit 'input'",
-                expected=f"uint8{list(wanted)}, as g.relu_mask gives it",
+                expected=f"uint8{list(wanted)}, as g.relu_mask returns it",
                 got=f"{mask.dtype}{list(mask.shape)}",
             )
         return {"OUT_0": (x.shape, x.dtype)}
@@ -163,7 +165,7 @@ class Masked(Node):
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor]:
         x = cotangents["OUT_0"]
-        if str(x.dtype) not in FLOATS:  # of a result that relu_mask rounds to float8
+        if str(x.dtype) not in FLOATS:  # relu_mask has rounded its result to float8
             x = g.rounded(x, "float32")
         return {"input": g.masked(x, inputs["mask"])}
 

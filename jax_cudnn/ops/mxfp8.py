@@ -1,4 +1,4 @@
-"""MXFP8: fp8 numbers with a power of two for each block of 32, and how cuDNN wants these to lie."""
+"""MXFP8: fp8 values with one power-of-two scale per block of 32, and cuDNN's layout of scales."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .arguments import floating
 from .scaling import E4M3, fp8_name, largest
 
 BLOCK = 32
-"""Neighbours that have a scale together."""
+"""Consecutive elements that share a scale."""
 _ROWS, _COLUMNS = 128, 4  # of a tile of scales
 _BIAS = 127  # of the exponents
-_NAN = 255  # the scale that is no number
+_NAN = 255  # the code of NaN
 
 
 def _up(size: int, multiple: int) -> int:
@@ -26,8 +26,8 @@ def _up(size: int, multiple: int) -> int:
 
 
 def scales_shape(shape: Shape, axis: int) -> Shape:
-    """The shape of the scales of (B, H, S, D), in blocks along D (-1) or S (-2): with the blocks in
-    their place, and both dimensions filled up to whole tiles."""
+    """The shape of the scales of (B, H, S, D) for blocks along D (-1) or S (-2): the number of
+    blocks replaces that dimension, and both are rounded up to whole tiles."""
     b, h, s, d = shape
     if axis == -1:
         return b, h, _up(s, _ROWS), _up(-(-d // BLOCK), _COLUMNS)
@@ -35,25 +35,26 @@ def scales_shape(shape: Shape, axis: int) -> Shape:
 
 
 def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax.Array, jax.Array]:
-    """An array as fp8 numbers and the scales of blocks of 32 of them, as ``sdpa_mxfp8`` takes them.
+    """Quantize an array to fp8 values with one scale per block of 32, as in ``sdpa_mxfp8``.
 
-    A block's scale is the least power of two by which its largest value fits into the dtype's
-    range; values are divided by it and rounded. With NaN or an infinite value it is NaN.
+    A block's scale is the smallest power of two that brings its largest absolute value into the
+    dtype's range; values are divided by it and rounded. If a block contains NaN or infinity, its
+    scale is NaN.
 
     Args:
         x: (B, H, S, D), of floats.
-        axis: -1 for blocks along D (q, k and dO of a product over D), -2 for blocks along S
-            (v, and q, k and dO of products over tokens).
+        axis: -1 for blocks along D (q, k and dO in products over D), -2 for blocks along S (v,
+            and q, k and dO in products over tokens).
         dtype: float8_e4m3fn or float8_e5m2.
 
     Returns: (B, H, S, D) of ``dtype``, and the scales in float8_e8m0fnu, of shape
-    (B, H, S', D'/32) or (B, H, S'/32, D'), where S' and D' are multiples of 128. Of each matrix, of
-    blocks by what they do not go along, tiles of 128 by 4 scales lie one after the other, and in a
-    tile scale (i, j) at ``16 (i % 32) + 4 (i // 32) + j``: so an element's index says nothing about
-    its place, and :func:`dequantize_mxfp8` knows it.
+    (B, H, S', D'/32) or (B, H, S'/32, D'), with S' and D' rounded up to multiples of 128. The
+    scales are in cuDNN's order: the matrix of scales, with the block index as its second axis, is
+    stored as consecutive tiles of 128 by 4, with scale (i, j) of a tile at offset
+    ``16 (i % 32) + 4 (i // 32) + j``. So do not index it; use :func:`dequantize_mxfp8`.
 
     Raises:
-        GraphError, GraphTypeError: another rank, axis or dtype.
+        GraphError, GraphTypeError: the rank, axis or dtype is not supported.
 
     Source: OCP Microscaling Formats 1.0; cuBLAS documentation, "1D Block Scaling Factors Layout".
 
@@ -80,17 +81,17 @@ def quantize_mxfp8(x: jax.Array, axis: int = -1, dtype: Any = E4M3) -> tuple[jax
 
 
 def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> jax.Array:
-    """The float32 numbers that :func:`quantize_mxfp8` has rounded.
+    """The inverse of :func:`quantize_mxfp8`, up to rounding: values times their blocks' scales.
 
     Args:
         values: (B, H, S, D) in fp8.
-        scales: of ``values``, in float8_e8m0fnu.
-        axis: -1 or -2, along which the blocks lie.
+        scales: the scales of ``values``, in float8_e8m0fnu.
+        axis: the axis of the blocks, -1 or -2.
 
     Returns: (B, H, S, D) in float32.
 
     Raises:
-        GraphError, GraphTypeError: another rank or axis, or scales of other blocks.
+        GraphError, GraphTypeError: the rank or axis is not supported, or the scales do not fit.
 
     Source: OCP Microscaling Formats 1.0.
 
@@ -105,9 +106,9 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
     if scales.shape != wanted or str(scales.dtype) != E8M0:
         raise (GraphError if scales.shape != wanted else GraphTypeError)(
             "the scales do not fit the values",
-            expected=f"{E8M0}{list(wanted)}, of blocks along axis {axis}",
+            expected=f"{E8M0}{list(wanted)}, for blocks along axis {axis}",
             got=f"{scales.dtype}{list(scales.shape)}",
-            fix="give what quantize_mxfp8 has returned, and its axis",
+            fix="pass the scales from quantize_mxfp8 and the same axis",
         )
     rows = values if axis == -1 else jnp.swapaxes(values, 2, 3)
     *_, count, size = rows.shape
@@ -119,26 +120,26 @@ def dequantize_mxfp8(values: jax.Array, scales: jax.Array, axis: int = -1) -> ja
 def _check_blocks(x: jax.Array, axis: Any) -> None:
     if x.ndim != 4 or axis not in (-1, -2):
         raise GraphError(
-            "the blocks are not valid",
+            "the rank or the axis of the blocks is not valid",
             expected="an array (B, H, S, D), and axis=-1 or -2",
             got=f"shape {list(x.shape)}, axis={axis}",
         )
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """The least n with x <= 2**n, of those that the scales have; -127 of 0."""
+    """The smallest representable n with x <= 2**n; -127 for 0."""
     mantissa, exponent = jnp.frexp(x)
     least = exponent - (mantissa == 0.5)
     return jnp.clip(jnp.where(x > 0, least, -_BIAS), -_BIAS, _BIAS)
 
 
 def _power(exponent: jax.Array) -> jax.Array:
-    """2**exponent, exactly; 0 where that is no normal float32."""
+    """2**exponent, exactly; 0 if that is not a normal float32."""
     return jax.lax.bitcast_convert_type((exponent + _BIAS) << 23, jnp.float32)
 
 
 def _swizzled(codes: jax.Array, shape: Shape) -> jax.Array:
-    """Codes (B, H, rows, blocks) in the order of tiles, as an array of a shape."""
+    """Codes (B, H, rows, blocks) in the order of tiles, reshaped."""
     b, h, rows, blocks = codes.shape
     m, n = _up(rows, _ROWS), _up(blocks, _COLUMNS)
     filled = jnp.pad(codes, ((0, 0), (0, 0), (0, m - rows), (0, n - blocks)))
@@ -148,7 +149,7 @@ def _swizzled(codes: jax.Array, shape: Shape) -> jax.Array:
 
 
 def _unswizzled(scales: jax.Array, axis: int) -> jax.Array:
-    """(B, H, rows, blocks) of scales of blocks along an axis."""
+    """The scales of blocks along an axis, as (B, H, rows, blocks)."""
     b, h, *sizes = scales.shape
     m, n = sizes if axis == -1 else sizes[::-1]
     tiles = scales.reshape(b, h, m // _ROWS, n // _COLUMNS, 32, 4, _COLUMNS)

@@ -1,4 +1,4 @@
-"""Scales that bring arrays into the range of fp8: of what they hold now, or held before."""
+"""Scales that map arrays into the range of fp8: current and delayed scaling."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .._core.graph.dtypes import FP8
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FORWARD, BACKWARD = ("q", "k", "v", "o"), ("dO", "dP", "dQ", "dK", "dV")
-_LARGEST = 2.0**120  # a scale whose inverse is no float32 would make zeros infinite
+_LARGEST = 2.0**120  # a scale whose inverse underflows in float32 would make zeros infinite
 
 
 def fp8_name(argument: str, dtype: Any) -> str:
-    """The name of an fp8 dtype; GraphTypeError for others."""
+    """The name of an fp8 dtype; GraphTypeError for other dtypes."""
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
@@ -32,7 +32,7 @@ def fp8_name(argument: str, dtype: Any) -> str:
 
 
 def largest(dtype: str) -> float:
-    """The largest finite number of an fp8 dtype: 448 or 57344."""
+    """The largest finite value of an fp8 dtype: 448 or 57344."""
     return float(jnp.finfo(dtype).max)
 
 
@@ -42,14 +42,14 @@ def amax_of(x: jax.Array) -> jax.Array:
 
 
 def quantizable(x: jax.Array) -> jax.Array:
-    """An array in float32 with NaN for what is infinite: fp8 would hold its largest number."""
+    """An array in float32 with infinity replaced by NaN, which would otherwise saturate in fp8."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.isinf(x), jnp.nan, x)
 
 
 def scale_of(amax: jax.Array, dtype: str, margin: float = 0.0, otherwise: Any = 1.0) -> jax.Array:
-    """``max / amax / 2**margin`` with the dtype's largest number; ``otherwise`` where amax is 0 or
-    not finite."""
+    """``max / amax / 2**margin`` with the dtype's largest finite value; ``otherwise`` if amax is 0
+    or not finite."""
     usable = (amax > 0) & jnp.isfinite(amax)
     scale = largest(dtype) / 2.0**margin / jnp.where(usable, amax, 1)
     return jnp.where(usable, jnp.minimum(scale, _LARGEST), otherwise)
@@ -57,25 +57,25 @@ def scale_of(amax: jax.Array, dtype: str, margin: float = 0.0, otherwise: Any = 
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """Scales of one fp8 attention from the largest values of earlier steps; a pytree.
+    """Scales of one fp8 attention from the largest absolute values of earlier steps; a pytree.
 
-    A tensor's scale is ``max / amax / 2**margin``, with the largest finite number of its fp8 dtype
-    and the largest value of its ``amax_history``; without one (all 0, or not finite) the scale
-    stays as it was. Softmax's weights, at most 1, have a constant scale instead.
+    A tensor's scale is ``max / amax / 2**margin``, with the largest finite value of its fp8 dtype
+    and the largest value in its ``amax_history``. If that is 0 or not finite, the scale does not
+    change. The softmax weights are at most 1 and have a constant scale.
 
-    The backward learns as much as the forward, so the state of the next step is what
-    :func:`jax.grad` returns for this one, as with Flax's ``OVERWRITE_WITH_GRADIENT``: it replaces
-    the state, and no optimizer sees it. So a state belongs to one attention, used once in a step;
-    JAX would add up the new states of several uses, of the examples of :func:`jax.vmap` and of the
-    parts of an accumulated gradient. Layers have their own, stacked for :func:`jax.lax.scan`.
-    Devices of :func:`jax.shard_map` that share a state (``P()``) learn the largest values of all of
-    them; that needs its ``check_vma=True``, the default.
+    The backward pass also contributes values, so :func:`jax.grad` with respect to the state returns
+    the state of the next step, as with Flax's ``OVERWRITE_WITH_GRADIENT``: replace the state by it,
+    and do not pass it to an optimizer. A state belongs to one attention call, used once per step:
+    JAX would sum the new states of several uses, of elements under :func:`jax.vmap` and of
+    accumulated gradients. Each layer needs a state, stacked for :func:`jax.lax.scan`. Under
+    :func:`jax.shard_map`, devices that share a state (``P()``) use the maximum over all of them;
+    that requires the default ``check_vma=True``.
 
     Attributes:
-        scale: (9,) in float32, by which q, k, v, o, dO, dP, dQ, dK, dV are multiplied.
-        amax_history: (length, 9) in float32, the newest first; 0 where there is none yet.
-        margin: powers of 2 that are left free above the largest value.
-        grad_dtype: of dO, dP, dQ, dK and dV; the others are float8_e4m3fn.
+        scale: (9,) in float32, the factors of q, k, v, o, dO, dP, dQ, dK, dV.
+        amax_history: (length, 9) in float32, newest first; 0 for steps not yet taken.
+        margin: how many powers of 2 to keep free above the largest value.
+        grad_dtype: the dtype of dO, dP, dQ, dK and dV; the other tensors are float8_e4m3fn.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433; Transformer Engine's ``DelayedScaling``.
 
@@ -98,10 +98,11 @@ class DelayedScaling:
     def create(
         cls, amax_history_length: int = 1024, *, margin: float = 0.0, grad_dtype: Any = E5M2
     ) -> DelayedScaling:
-        """The state before the first step: scales of 1, nothing in the history.
+        """The state before the first step: scales of 1 and an empty history.
 
         Raises:
-            GraphError: a length below 1. GraphTypeError: a gradient's dtype that is not fp8.
+            GraphError: the length is below 1.
+            GraphTypeError: grad_dtype is not fp8.
         """
         length = amax_history_length
         if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 1:
@@ -123,18 +124,18 @@ class DelayedScaling:
         return E4M3 if tensor in FORWARD else self.grad_dtype
 
     def scales(self) -> dict[str, jax.Array]:
-        """Each tensor's scale; 1 where it is 0, as after a step without the attention, whose
-        gradient says nothing (a branch of :func:`jax.lax.cond` that was not taken)."""
+        """Each tensor's scale. A scale of 0 becomes 1: the gradient is 0 after a step that did not
+        run the attention (a branch of :func:`jax.lax.cond` that was not taken)."""
         scale = jnp.where(self.scale > 0, self.scale, 1)
         return dict(zip((*FORWARD, *BACKWARD), scale, strict=True))
 
     def updated(self, amax: Mapping[str, jax.Array]) -> DelayedScaling:
-        """The state after a step in which these were the tensors' largest values."""
+        """The state after a step with these largest absolute values."""
         tensors = (*FORWARD, *BACKWARD)
         newest = jnp.stack([jnp.reshape(amax[name], ()).astype(jnp.float32) for name in tensors])
         newest = _of_all_devices(newest, self.scale)
         before = jnp.max(self.amax_history, axis=0)
-        newest = jnp.where(jnp.isfinite(newest), newest, before)  # one bad step is no history
+        newest = jnp.where(jnp.isfinite(newest), newest, before)  # ignore one bad step
         history = jnp.roll(self.amax_history, 1, axis=0).at[0].set(newest)
         scale = [
             scale_of(most, self.dtype_of(name), self.margin, old)
@@ -146,7 +147,7 @@ class DelayedScaling:
 
 
 def _of_all_devices(amax: jax.Array, state: jax.Array) -> jax.Array:
-    """Under :func:`jax.shard_map`, of the devices that have this state in common."""
+    """Under :func:`jax.shard_map`, the maximum over the devices that share this state."""
     apart = varying_axes(jax.typeof(amax)) - varying_axes(jax.typeof(state))
     return jax.lax.pmax(amax, tuple(apart)) if apart else amax
 
