@@ -1,4 +1,4 @@
-"""Whether two results are the same up to rounding: checked before anything is timed."""
+"""Whether two results agree up to rounding; checked before anything is timed."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _TF32_EPS = 2.0**-10
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a result is from the expected one.
+    """The difference of a result from the expected one.
 
     Attributes:
-        relative: ``|got - want| / |want|`` in the Euclidean norm, the largest over all leaves.
-        worst: ``max |got - want| / (|want| + rms(want))`` over all elements. A wrong tile in a
-            large array, which the norm would hide, is of order 1 here.
+        relative: ``|got - want| / |want|`` in the Euclidean norm; the maximum over all leaves.
+        worst: ``max |got - want| / (|want| + rms(want))`` over all elements. For a wrong tile in
+            a large array, which the norm would hide, it is of order 1.
     """
 
     relative: float
     worst: float
 
     def within(self, tolerance: float) -> bool:
-        """Both figures; single elements may be four times as far off as all together."""
+        """Whether both are small enough; single elements may differ four times as much."""
         return self.relative <= tolerance and self.worst <= 4 * tolerance
 
     def json(self) -> dict[str, float | None]:
-        """As JSON has no infinity: None where a value is not finite."""
+        """As JSON, with None for values that are not finite."""
         figures = {"relative": self.relative, "worst": self.worst}
         return {k: float(f"{v:.3g}") if math.isfinite(v) else None for k, v in figures.items()}
 
 
 def difference(got: Any, want: Any) -> Difference:
-    """The Difference of two pytrees of arrays; GraphError when their shapes differ."""
+    """The Difference of two pytrees of arrays; raises GraphError if their shapes differ."""
     ours, theirs = jax.tree.leaves(got), jax.tree.leaves(want)
     shapes = [[leaf.shape for leaf in leaves] for leaves in (ours, theirs)]
     if shapes[0] != shapes[1]:
@@ -48,8 +48,8 @@ def difference(got: Any, want: Any) -> Difference:
             "the functions return different shapes",
             expected=str(shapes[1]),
             got=str(shapes[0]),
-            fix="compare functions that compute the same thing, or give a Formulation whose "
-            "`finish` brings the result into the common form",
+            fix="compare functions that compute the same thing, or pass a Formulation whose "
+            "`finish` converts the result to the common form",
         )
     figures = [jax.device_get(_of_leaf(a, b)) for a, b in zip(ours, theirs, strict=True) if a.size]
     relative, worst = ([float(pair[i]) for pair in figures] for i in (0, 1))
@@ -57,7 +57,7 @@ def difference(got: Any, want: Any) -> Difference:
 
 
 def largest(values: Sequence[float]) -> float:
-    """The largest; infinity for NaN, which max would pass over."""
+    """The largest value; infinity for NaN, which max could miss."""
     return max((math.inf if math.isnan(value) else value for value in values), default=0.0)
 
 
@@ -74,11 +74,10 @@ def _of_leaf(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def tolerance(operands: Sequence[Any], results: Any) -> float:
-    """Twice the machine epsilon of the coarsest type that either side may round to.
+    """Twice the machine epsilon of the coarsest dtype to which either side may round.
 
-    That is 2**-6 for bfloat16, about nine times the error of one rounding, so that epilogues in
-    bfloat16 pass and a wrong operand does not. An 8-bit float is exact in a product and counts
-    only as a result.
+    For bfloat16 this is 2**-6, about nine times the error of one rounding: epilogues in bfloat16
+    pass, a wrong operand does not. 8-bit floats are exact in products, and count only as results.
     """
     coarsest = _TF32_EPS
     for leaf in jax.tree.leaves(results):

@@ -1,4 +1,4 @@
-"""Shapes and functions as a user writes them in a shell: ``bf16[8,64,28,28]``, ``module:name``."""
+"""Shapes and functions on a command line: ``bf16[8,64,28,28]``, ``module:name``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_aval(text: str) -> jax.ShapeDtypeStruct:
     """The shape and dtype in ``dtype[sizes]``, as JAX and XLA print them.
 
     ``bf16[8,64,28,28]``, ``bfloat16[8,64]``, ``f8e4m3fn[128,128]``, ``s8[4]``; ``f32[]`` is a
-    scalar. Raises GraphError for other text, GraphTypeError for an unknown dtype.
+    scalar. Raises GraphError for any other text, and GraphTypeError for an unknown dtype.
 
     Example:
         >>> parse_aval("bf16[8,64]")
@@ -51,16 +51,16 @@ def parse_aval(text: str) -> jax.ShapeDtypeStruct:
     sizes = match[2].strip().removesuffix(",") if match else ""
     if match is None or (sizes and not all(size.strip().isdigit() for size in sizes.split(","))):
         raise GraphError(
-            "this is no shape with a dtype",
+            "not a dtype with a shape",
             expected="dtype[sizes], for example bf16[8,64,28,28] or float32[]",
             got=repr(text),
-            fix="write it without blanks, or in quotes: shells expand brackets",
+            fix="quote it: shells expand brackets",
         )
     try:
         dtype = jnp.dtype(_SHORT.get(match[1], match[1]))
     except TypeError as error:
         raise GraphTypeError(
-            "no dtype of JAX has this name",
+            "JAX has no dtype of this name",
             expected=f"a name such as bfloat16, or one of {', '.join(_SHORT)}",
             got=f"{match[1]!r} in {text!r}",
         ) from error
@@ -68,16 +68,15 @@ def parse_aval(text: str) -> jax.ShapeDtypeStruct:
 
 
 def load_function(text: str) -> Callable[..., Any]:
-    """The function that ``module:name`` names; ``name`` may have dots.
+    """The function that ``module:name`` names; ``name`` may contain dots.
 
-    Modules in the current folder are found, too. Raises GraphError when there is no such module
-    or name, GraphTypeError when what it names cannot be called; an error inside the module is
-    that error.
+    The module may be in the current folder. Raises GraphError if the module or name does not exist,
+    and GraphTypeError if the object is not callable; errors of the module itself propagate.
     """
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise GraphError(
-            "this names no function",
+            "not the name of a function",
             expected="module:function, for example mymodel.layers:conv_bias_relu",
             got=repr(text),
         )
@@ -94,7 +93,7 @@ def load_function(text: str) -> Callable[..., Any]:
         found = getattr(found, part)
     if not callable(found):
         raise GraphTypeError(
-            f"{text} is no function",
+            f"{text} is not a function",
             expected="a function of arrays, such as one decorated with @jax_cudnn.graph",
             got=type(found).__name__,
         )
@@ -107,12 +106,12 @@ def _module(name: str, text: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise  # something that the user's module imports is missing
+            raise  # an import of the user's module is missing
         raise GraphError(
             f"there is no module {error.name!r}",
-            expected="a module that Python finds in the current folder or that is installed",
+            expected="a module in the current folder, or an installed one",
             got=repr(text),
-            fix="run the command in the folder that holds it, or install it",
+            fix="run the command in the module's folder, or install it",
         ) from error
     finally:
         sys.path.remove("")

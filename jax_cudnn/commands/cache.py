@@ -1,4 +1,4 @@
-"""``python -m jax_cudnn cache``: what the plan cache holds, whether it is sound, and moving it."""
+"""``python -m jax_cudnn cache``: list, verify, clear, export and import the plan cache."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _EXAMPLE = """\
 examples:
   python -m jax_cudnn cache list
   python -m jax_cudnn cache verify --delete
-  python -m jax_cudnn cache export plans.zip      # on a machine that has planned
-  python -m jax_cudnn cache import plans.zip      # on others with this GPU and these versions
+  python -m jax_cudnn cache export plans.zip      # on a machine that has the plans
+  python -m jax_cudnn cache import plans.zip      # on others with the same GPU and versions
 
-A plan is code for the GPU: import only archives that you trust as you trust a program.
+A plan is code for the GPU: import only archives that you trust like a program.
 """
 
 
@@ -28,14 +28,14 @@ def add_parser(commands: Any) -> None:
     """Adds the command to the subparsers of ``python -m jax_cudnn``."""
     parser = commands.add_parser(
         "cache",
-        help="list, verify, clear, export or import the plans on disk",
-        description="The plans that are kept from process to process.",
+        help="list, verify, clear, export or import plans on disk",
+        description="The plans that processes share on disk.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
-        "--folder", type=_folder, metavar="DIR", help="another folder than the user's"
+        "--folder", type=_folder, metavar="DIR", help="the cache folder (default: the user's)"
     )
     common.add_argument("--json", action="store_true", help="print JSON")
     actions = parser.add_subparsers(dest="action", required=True)
@@ -43,28 +43,30 @@ def add_parser(commands: Any) -> None:
     def add(name: str, does: str) -> argparse.ArgumentParser:
         return actions.add_parser(name, help=does, description=does, parents=[common])
 
-    add("list", "print each entry's label, size, last use and digest")
-    verify = add("verify", "say which entries cannot be used; exit with 1 if there are any")
+    add("list", "print each entry's digest, size, last use and graph")
+    verify = add("verify", "print unusable entries; exit with 1 if there are any")
     verify.add_argument("--delete", action="store_true", help="delete them")
-    add("clear", "delete all entries, and no other files")
+    add("clear", "delete all entries, but no other files")
     for name, does in (
         ("export", "write all usable entries into one archive"),
-        ("import", "take the entries of an archive, each after checks"),
+        ("import", "check the entries of an archive and add them"),
     ):
         add(name, does).add_argument("file", type=Path, metavar="FILE", help="the archive, a zip")
 
 
 def _folder(text: str) -> Path:
     if not text:
-        raise argparse.ArgumentTypeError("the name of a folder is empty")
+        raise argparse.ArgumentTypeError("the folder name is empty")
     return Path(text).expanduser()
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the parsed command; the exit status."""
+    """Runs the parsed command and returns the exit status."""
     folder = options.folder or settings().plan_cache
     if folder is None:
-        raise JaxCudnnError("no folder for plans: this user has no home", fix="--folder DIR")
+        raise JaxCudnnError(
+            "there is no cache folder: this user has no home", fix="pass --folder DIR"
+        )
     try:
         status, facts, text = _ACTIONS[options.action](PlanCache(folder), options)
     except OSError as error:
@@ -89,7 +91,7 @@ def _list(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
         "entries": [entry._asdict() for entry in entries],
     }
     if not entries:
-        return 0, facts, f"No plans in {cache.folder} yet; programs add theirs."
+        return 0, facts, f"{cache.folder} holds no plans. Programs add theirs when they run."
     now = time.time()
     lines = [
         f"{entry.digest[:12]}  {_size(entry.size):>8}  {_age(now - entry.used):>8}  {_text(entry)}"
@@ -109,8 +111,8 @@ def _verify(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
         facts["deleted"] = len(unusable) - left
         lines.append(f"{facts['deleted']} deleted")
     elif unusable:
-        lines.append("They are ignored, and replaced when planned again; --delete deletes them.")
-    total = f"{_entries(count)} checked, {len(unusable)} cannot be used, in {cache.folder}"
+        lines.append("They are ignored, and replaced by new plans. --delete deletes them.")
+    total = f"{_entries(count)} checked, {len(unusable)} unusable, in {cache.folder}"
     return int(bool(unusable)), facts, "\n".join((*lines, total))
 
 
@@ -129,10 +131,10 @@ def _export(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
 
 def _import(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
     done = archive.import_(cache, options.file)
-    lines = [f"refused: {_printable(name)}: {why}" for name, why in done.refused.items()]
+    lines = [f"rejected: {_printable(name)}: {why}" for name, why in done.refused.items()]
     lines.append(
-        f"{_entries(done.taken)} taken, {done.present} there already, "
-        f"{len(done.refused)} refused, in {cache.folder}"
+        f"{_entries(done.taken)} imported, {done.present} already present, "
+        f"{len(done.refused)} rejected, in {cache.folder}"
     )
     return int(bool(done.refused)), done._asdict(), "\n".join(lines)
 
@@ -155,7 +157,7 @@ def _text(entry: Entry) -> str:
 
 
 def _printable(text: str) -> str:
-    """Names and labels may come from an archive: nothing in them shall command a terminal."""
+    """Replaces control characters: names and labels may come from an archive."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""The graphs inside a JAX function: what they cost, and the function with their references."""
+"""The graphs in a JAX function: their cost, and the function with references in their place."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _LOOPS = ("scan", "while")
 
 
 def graphs(function: Callable[..., Any], *operands: Any) -> list[tuple[GraphSpec, str, int]]:
-    """Each graph in the traced function: its spec, its name, and how many times it runs.
+    """Each graph in the traced function: its spec, its name, and how often it runs.
 
-    The body of a scan counts as often as it is long; that of a while loop once, and of a
-    conditional each branch, because how often they run is not known before.
+    Graphs in a scan run once per iteration. Graphs in a while loop and in each branch of a
+    conditional count once, because how often they run is unknown.
     """
     return of_jaxpr(jax.make_jaxpr(function)(*operands).jaxpr)
 
 
 def of_jaxpr(jaxpr: Any) -> list[tuple[GraphSpec, str, int]]:
-    """The same of a jaxpr."""
+    """The same for a jaxpr."""
     return list(_graphs(jaxpr, 1))
 
 
 def placed(graphs: list[tuple[GraphSpec, str, int]]) -> list[Plan]:
-    """How each graph is cut on this machine's GPU, or for ``jax_cudnn.target``; TargetError without
-    one, where references run."""
+    """The plan of each graph for this machine's GPU or for ``jax_cudnn.target``. Raises TargetError
+    if there is neither."""
     site = context.site(jax.local_devices(), "bench")
     return [placement.place(spec, site, name) for spec, name, _ in graphs]
 
 
 def loops(jaxpr: Any) -> int:
-    """How many loops a jaxpr holds that run graphs in turn."""
+    """The number of loops in a jaxpr whose bodies hold graphs."""
     count = 0
     for equation in jaxpr.eqns:
         inner = [jaxpr for jaxpr, _ in _inner(equation)]
@@ -57,16 +57,16 @@ def loops(jaxpr: Any) -> int:
 
 
 def graphs_cost(function: Callable[..., Any], *operands: Any) -> Cost:
-    """The sum over all graphs of the function; what XLA does around them is not in it."""
+    """The total cost of the function's graphs, without what XLA runs around them."""
     found = graphs(function, *operands)
     return sum((cost(spec) * times for spec, _, times in found), Cost())
 
 
 def with_references(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, each graph of it computed by its reference in jnp, as XLA runs it.
+    """The same function with the jnp reference of each graph in its place.
 
-    This is what the function would be without cuDNN, on a GPU, too. GraphError where a graph is
-    inside of a loop, conditional or shard_map.
+    This is the function without cuDNN, also on a GPU. It raises GraphError for a graph in a loop,
+    conditional or shard_map.
     """
 
     def reference(*operands: Any) -> Any:
@@ -129,9 +129,9 @@ def _inlined(equation: Any, operands: list[Any]) -> list[Any]:
     name = equation.primitive.name
     if name not in _INLINED:
         raise GraphError(
-            f"a graph inside of {name} has no reference to compare with",
-            why="graphs are replaced by their references only outside of control flow",
-            fix="name the function to compare with: --against module:function",
+            f"cannot replace a graph inside of {name} by its reference",
+            why="graphs are replaced only outside of control flow",
+            fix="pass a function to compare with: --against module:function",
         )
     jaxpr, consts = next(_inner(equation))
     return _evaluate(jaxpr, consts, operands)

@@ -1,4 +1,4 @@
-"""``python -m jax_cudnn support``: where the graphs of a function run."""
+"""``python -m jax_cudnn support``: where a function's graphs run."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def add_parser(commands: Any) -> None:
     """Adds the command to the subparsers of ``python -m jax_cudnn``."""
     parser = commands.add_parser(
         "support",
-        help="plan a function's graphs for GPUs that may be elsewhere",
-        description="Where the graphs of a function run: cuDNN's plan for each GPU, or its reason "
-        "in words. Exits with 1 if a graph has no plan on one of the GPUs.",
+        help="plan a function's graphs for GPUs, absent ones included",
+        description="Where a function's graphs run: cuDNN's plan for each GPU, or why it has none. "
+        "Exits with 1 if a graph has no plan on one of the GPUs.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("function", help="module:function")
     parser.add_argument("arguments", nargs="*", help="dtype[sizes], or static arguments key=value")
-    parser.add_argument("--gpus", help="names of profiles, with commas (default: all, and yours)")
+    parser.add_argument("--gpus", help="GPUs, separated by commas (default: all)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print Markdown")
     form.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the parsed command; the exit status."""
+    """Runs the parsed command and returns the exit status."""
     positional, static = _arguments(options.arguments)
     gpus = options.gpus.split(",") if options.gpus else None
     found = support(load_function(options.function), *positional, gpus=gpus, **static)
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _arguments(texts: list[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Shapes by position, and ``key=value`` with a Python literal as keyword."""
+    """Positional shapes, and keywords from ``key=value`` with a Python literal."""
     positional, static = [], {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -61,7 +61,7 @@ def _arguments(texts: list[str]) -> tuple[list[Any], dict[str, Any]]:
             static[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             raise GraphError(
-                f"{key} is no static argument",
+                f"the value of {key} is not a Python literal",
                 expected="key=value with a Python literal, such as causal=True or mode='ADD'",
                 got=repr(text),
             ) from None

@@ -142,9 +142,7 @@ def plugin(facts: Facts, name: str) -> Finding:
         return Finding(name, PROBLEM, value, why, fix)
     jaxlib = facts.packages.get("jaxlib", "")
     if any(numbers(version) != numbers(jaxlib) for version in found.values()):
-        return Finding(
-            name, PROBLEM, value, f"it does not match jaxlib {jaxlib}, so JAX rejects it", again
-        )
+        return Finding(name, PROBLEM, value, f"JAX rejects it with jaxlib {jaxlib}", again)
     oldest, release = OLDEST_DRIVER.get(major, (0, ""))
     if newest and newest < oldest:
         other = " (or use CUDA 12: pip uninstall jax-cuda13-plugin jax-cuda13-pjrt; "

@@ -80,10 +80,8 @@ def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
     if facts.gpus:
         text = "everything works: graphs run as cuDNN plans on this machine's GPU."
     elif "engine" in facts.planning.reports.get("planned", {}):
-        text = (
-            "nothing is broken. There is no GPU: graphs run on their reference, and plans can be "
-        )
-        text += "built for an absent GPU (jax_cudnn.target)."
+        text = "nothing is broken. There is no GPU: graphs run on their reference, and plans can "
+        text += "be built for an absent GPU (jax_cudnn.target)."
     else:
         text = "nothing is broken. There is no GPU, and cuDNN or its frontend is missing: graphs "
         text += f"run on their reference. To plan for an absent GPU: {checks.INSTALL}"

@@ -250,8 +250,8 @@ def _told(module: Any, ours: Layer | None) -> tuple[bool, str] | None:
 
 
 _ADVICE = {
-    "flax.linen": "pass jax_cudnn.ops.attention_fn, dot_general and conv_general_dilated to Linen's "
-    'layers ("Flax Linen" in docs/flax_and_others.md)',
+    "flax.linen": "pass jax_cudnn.ops.attention_fn, dot_general and conv_general_dilated to "
+    'Linen\'s layers ("Flax Linen" in docs/flax_and_others.md)',
     "equinox": "call jax_cudnn.ops in an equinox.Module of your own "
     '("Equinox" in docs/flax_and_others.md)',
     "haiku": "call jax_cudnn.ops in a haiku.Module of your own "

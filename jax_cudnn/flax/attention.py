@@ -1,4 +1,4 @@
-"""MultiHeadAttention: flash attention between projections that are layers here, too."""
+"""MultiHeadAttention: flash attention between projections that run on cuDNN, too."""
 
 from __future__ import annotations
 
@@ -24,45 +24,48 @@ _ROPE = getattr(nnx, "dot_product_attention_with_rope", None)  # from Flax 0.12.
 class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     """``flax.nnx.MultiHeadAttention`` on cuDNN's flash attention.
 
-    ``softmax(q k^T / sqrt(head_dim)) v`` for each head, where q, k and v are projections of the
-    inputs, and a projection of the result.
+    It projects the inputs to q, k and v, computes ``softmax(q k^T / sqrt(head_dim)) v`` for each
+    head, and projects the result.
 
-    Args: those of ``nnx.MultiHeadAttention``, and
-        is_causal: a query sees keys up to its own position, without a mask in memory. The argument
-            of the call, True or False, says it for one call.
-        local_window_size: what ``jax_cudnn.ops.dot_product_attention`` takes, or None.
-        page_size: for calls with ``decode=True``: keys and values lie in pages of so many tokens
-            (``paged_cache``, a :class:`PagedCache`), or None. ``init_cache`` makes them, and a
-            cache of any kind; ``nnx.view(layer, batch_size=..., max_length=...)`` makes none, of
-            Flax's layer neither. Calls with ``decode=False`` neither read nor write pages.
+    Args:
+        is_causal: each query attends to keys up to its own position, without a mask in memory. The
+            argument of the same name of a call overrides it.
+        local_window_size: as for ``jax_cudnn.ops.dot_product_attention``, or None.
+        page_size: tokens per page of the cache for calls with ``decode=True``, a
+            :class:`PagedCache` in ``paged_cache``; None for Flax's cache. ``init_cache`` makes
+            either cache; ``nnx.view(layer, batch_size=..., max_length=...)`` makes none, as in
+            Flax. Calls with ``decode=False`` neither read nor write pages.
+        *args, **named: the arguments of ``nnx.MultiHeadAttention``.
 
-    Shapes: inputs (*batch, length, in_features), the result (*batch, length, out_features);
-    parameters as in Flax, those of the four projections and of normalize_qk's two norms.
+    Shapes: inputs (*batch, length, in_features), result (*batch, length, out_features). Parameters
+    are Flax's: those of the four projections and of the two norms of normalize_qk.
 
-    With ``decode`` the cache has Flax's Variables (``cached_key``, ``cached_value``,
-    ``cache_index``), and attention reads them up to a length instead of through a mask. Where Flax
-    takes one token, several may come: each sees those before it. Tokens behind the end of the cache
-    overwrite its last ones, as in Flax: to be kept from happening by the caller. Keys are cast to
-    the cache's dtype. Where a mask hides every key, the result is the mean of the values in the
-    cache, while Flax's is the mean over the whole cache, empty places too.
+    With ``decode``, the cache has Flax's Variables (``cached_key``, ``cached_value``,
+    ``cache_index``), and attention reads them up to a length instead of through a mask. Flax takes
+    one token per call; this layer takes several, each of which attends to those before it. Tokens
+    past the end of the cache overwrite its last ones, as in Flax: the caller must prevent this.
+    Keys are cast to the cache's dtype. For a query whose mask hides every key, the result is the
+    mean of the values in the cache; in Flax, the mean over the whole cache, including empty places.
 
-    Flax's own way computes attention with an ``attention_fn`` of one's own (but for
-    ``nnx.dot_product_attention_with_rope``, where nothing is decoded), where weights are sown, and
-    where ``dropout_rate`` is not 0 and ``broadcast_dropout`` is, in training: give
-    ``broadcast_dropout=False``, and cuDNN draws the mask, which is another than Flax's.
+    Attention falls back to Flax's implementation for a custom ``attention_fn`` (except
+    ``nnx.dot_product_attention_with_rope`` without decoding), for sown weights, and for training
+    with a ``dropout_rate`` and ``broadcast_dropout``. With ``broadcast_dropout=False`` cuDNN draws
+    the dropout mask, which differs from Flax's.
 
-    Projections are layers of this package in any case. Of the same inputs in 16 bits they are one
-    product, which attention reads where it lies, if nothing else reads them (normalize_qk, dropout,
-    a mask, a cache, ``nnx.capture``), if there are at least as many tokens as features, and if all
-    devices are known to have whole kernels: JAX has one device, or the types of traced kernels
-    (with an explicit mesh) say so, or the kernels themselves (not traced).
+    The projections are layers of this package in any case. Projections of the same inputs in 16
+    bits are one matrix product, which attention reads in place, if
+
+    - nothing else reads them: normalize_qk, dropout, a mask, a cache, ``nnx.capture``;
+    - there are at least as many tokens as features; and
+    - every device is known to hold whole kernels: JAX has one device, or the kernels' sharding
+      (for traced kernels, the types under an explicit mesh) says so.
 
     Raises:
-        GraphError: ``local_window_size`` where Flax's own way computes attention (an
-            ``attention_fn`` of one's own, a precision that cuDNN does not have, rotary embeddings
-            beside ``decode`` or ``input_positions``); ``page_size`` below 1, or with another
-            ``attention_fn`` than Flax's default or ``jax_cudnn.ops.attention_fn``; a mask or
-            dropout beside pages; more tokens at once than a cache has room for.
+        GraphError: ``local_window_size`` where attention falls back to Flax (a custom
+            ``attention_fn``, a precision that cuDNN does not support, rotary embeddings with
+            ``decode`` or ``input_positions``); ``page_size`` below 1, or with an ``attention_fn``
+            other than Flax's default or ``jax_cudnn.ops.attention_fn``; a mask or dropout with
+            pages; more tokens in one call than the cache has room for.
 
     Source: ``flax.nnx.MultiHeadAttention``; Vaswani et al. 2017, arXiv:1706.03762.
 
@@ -89,7 +92,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     @property
     def unfused(self) -> str | None:
         if self._attention() is None:
-            return "it has an attention_fn of its own"
+            return "it has a custom attention_fn"
         return unknown(None, self.precision)
 
     @property
@@ -99,7 +102,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     @property
     def remark(self) -> str | None:
         if self.dropout_rate and self.broadcast_dropout:
-            return "in training Flax computes its dropout, which examples and heads share"
+            return "in training, dropout with broadcast_dropout=True falls back to Flax"
         return None
 
     def __call__(
@@ -114,13 +117,13 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         is_causal: bool | None = None,
         **others: Any,
     ) -> jax.Array:
-        """``nnx.MultiHeadAttention``'s, with its arguments."""
+        """Attends; the arguments are those of ``nnx.MultiHeadAttention``."""
         inputs = inputs_q, inputs_k, inputs_v
         is_causal = self.is_causal if is_causal is None else is_causal
         decode = self.decode if decode is None else decode
         attention: Any = self._attention()
         flaxs = self._flaxs_reason(attention, decode, others)
-        if flaxs or decode is None or (decode and self._lacks_cache()):  # which Flax says
+        if flaxs or decode is None or (decode and self._lacks_cache()):  # an error that Flax raises
             self._check_no_window(flaxs)
             named = {"mask": mask, "sow_weights": sow_weights, "decode": decode}
             return super().__call__(*inputs, is_causal=is_causal, **named, **others)
@@ -138,7 +141,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         return self._with(attention_fn=attention)(*inputs, **{**named, "is_causal": is_causal})
 
     def init_cache(self, input_shape: Any, dtype: Any = jnp.float32) -> None:
-        """``nnx.MultiHeadAttention``'s; with a page_size, ``paged_cache`` for as many tokens."""
+        """Makes the cache for inputs of this shape, in pages if ``page_size`` is set."""
         if self.page_size is None:
             return super().init_cache(input_shape, dtype)
         self._check_pages()
@@ -154,7 +157,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         return None
 
     def _attention(self) -> Callable[..., jax.Array] | None:
-        """The function that attends on cuDNN, or None where it is the user's."""
+        """The attention function that runs on cuDNN, or None for a custom one."""
         function = self.attention_fn
         whole = function if isinstance(function, functools.partial) else functools.partial(function)
         if whole.func is ops.attention_fn:
@@ -166,10 +169,10 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         return None
 
     def _flaxs_reason(self, attention: Any, decode: bool | None, others: Any) -> str | None:
-        """Why Flax's own way computes this call, or None."""
+        """Why this call falls back to Flax's implementation, or None."""
         rotates = getattr(attention, "func", None) is _attention_with_rope
         if rotates and (decode or others.get("input_positions") is not None):
-            return "rotary embeddings beside decode or input_positions are Flax's"
+            return "rotary embeddings with decode or input_positions fall back to Flax"
         return self.unfused
 
     def _lacks_cache(self) -> bool:
@@ -178,11 +181,11 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
     def _check_no_window(self, why: str | None) -> None:
         if why is not None and self.local_window_size is not None:
             raise GraphError(
-                "Flax's own way computes this attention, and has no local_window_size",
+                "this attention falls back to Flax, which has no local_window_size",
                 expected="local_window_size=None",
                 got=f"local_window_size={self.local_window_size!r}",
                 why=why,
-                fix="give the window as a mask, or leave out what makes it Flax's",
+                fix="pass the window as a mask, or remove the cause",
             )
 
     def _check_pages(self) -> None:
@@ -190,17 +193,17 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
             return
         check_page_size(self.page_size)
         plain = self._attention() is ops.attention_fn
-        if why := self.unfused or (None if plain else "its attention_fn does more than attend"):
+        if why := self.unfused or (None if plain else "its attention_fn also rotates"):
             raise GraphError(
-                "page_size where attention does not read pages",
+                "this attention cannot read pages, but page_size is set",
                 expected="nnx.dot_product_attention or jax_cudnn.ops.attention_fn as attention_fn",
                 got=f"page_size={self.page_size}",
                 why=why,
-                fix="leave page_size out: the cache is then one array",
+                fix="leave out page_size: the cache is then one array",
             )
 
     def _with(self, **attributes: Any) -> Any:
-        """Flax's layer with all that this one has, and other attributes."""
+        """Flax's layer with the attributes of this one, except the given ones."""
         layer = object.__new__(self.flaxs())
         vars(layer).update(vars(self), **attributes)
         return layer
@@ -216,11 +219,11 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         input_positions: Any = None,
         **_: Any,
     ) -> jax.Array | None:
-        """The three projections of the same inputs, where nothing but attention reads them."""
+        """The three projections of the same inputs, if only attention reads them; else None."""
         itself = all(x is None or x is query for x in (key, value))
         still = self.deterministic if deterministic is None else deterministic
         rate = self.dropout_rate
-        drops = rate != 0 and not (still and 0 < rate < 1)  # Flax refuses other rates
+        drops = rate != 0 and not (still and 0 < rate < 1)  # Flax rejects other rates
         behind = self.normalize_qk or drops
         if not itself or behind or qkv_sharding is not None or input_positions is not None:
             return None
@@ -231,7 +234,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
         return joint.projected((self.query, self.key, self.value), query)
 
     def _of_joint(self, projected: jax.Array, is_causal: bool) -> Any:
-        """Flax's layer whose projections and attention are of one array."""
+        """Flax's layer, with projections and attention that use one array."""
 
         def projection(x: jax.Array, out_sharding: Any = None) -> jax.Array:
             return projected
@@ -254,7 +257,7 @@ class MultiHeadAttention(Layer, nnx.MultiHeadAttention):
 
 
 def _sown(attention: Any, layer: nnx.Module, *operands: Any, **named: Any) -> jax.Array:
-    """Attention whose weights the layer gets: Flax's names itself, or none."""
+    """Attention with the layer as ``module``, so that it sows its weights there."""
     return attention(*operands, **{**named, "module": layer})
 
 

@@ -1,4 +1,4 @@
-"""A convolution, the batch normalization of its result, and an activation."""
+"""A convolution, batch normalization and an activation."""
 
 from __future__ import annotations
 
@@ -18,26 +18,34 @@ from .normalization import BatchNorm, move, normalized, parameters
 
 
 class ConvNormAct(nnx.Module):
-    """``activation(norm(conv(x)) + residual)`` of an ``nnx.Conv`` and an ``nnx.BatchNorm``.
+    """``activation(norm(conv(x)) + residual)`` for an ``nnx.Conv`` and an ``nnx.BatchNorm``.
 
-    With running averages all of it is one cuDNN plan, in which the normalization is the
-    convolution's epilogue. In training there are two: the convolution, and the normalization with
-    its activation.
+    With running averages it is one cuDNN plan, in which the normalization is the epilogue of the
+    convolution. In training there are two plans: the convolution, and the normalization with the
+    activation.
 
     Args:
-        in_features, out_features, kernel_size, strides: as for ``nnx.Conv``.
-        activation: what ``jax_cudnn.ops.conv_batch_norm`` takes, or None.
-        use_running_average, momentum, epsilon: as for ``nnx.BatchNorm``.
-        dtype, param_dtype, rngs: as for both.
-        use_bias, and others: those of ``nnx.Conv``; ``use_bias`` is False.
+        in_features: as for ``nnx.Conv``.
+        out_features: as for ``nnx.Conv``.
+        kernel_size: as for ``nnx.Conv``.
+        strides: as for ``nnx.Conv``.
+        activation: as for ``jax_cudnn.ops.conv_batch_norm``, or None.
+        use_running_average: as for ``nnx.BatchNorm``.
+        momentum: as for ``nnx.BatchNorm``.
+        epsilon: as for ``nnx.BatchNorm``.
+        use_bias: whether the convolution has a bias.
+        dtype: as for both layers.
+        param_dtype: as for both layers.
+        rngs: as for both layers.
+        **conv: other arguments of ``nnx.Conv``.
 
-    Parameters and statistics are those of the two inside, ``conv`` and ``norm``: their names,
-    shapes and initialisers are Flax's.
+    The parameters and statistics are those of the inner layers ``conv`` and ``norm``, with Flax's
+    names, shapes and initialisers.
 
-    A bias of the convolution, input dilation, negative padding, a ``dtype`` that is not the
-    convolution's result's, a residual that widens it or broadcasts, an activation or another class
-    of a layer inside, and whatever is Flax's own way for one of the two: they compute one after the
-    other, each as it does by itself.
+    The two layers run sequentially, each as it does alone, if either falls back to Flax; if an
+    inner layer has an activation or another class; or for a bias of the convolution, input
+    dilation, negative padding, a ``dtype`` other than that of the convolution's result, or a
+    residual that broadcasts or widens the result.
 
     Source: ``jax_cudnn.ops.conv_batch_norm``.
 
@@ -84,9 +92,13 @@ class ConvNormAct(nnx.Module):
 
     @classmethod
     def of(cls, conv: nnx.Conv, norm: nnx.BatchNorm, activation: Activation = None) -> Self:
-        """The block of two layers of Flax's, or of :class:`Conv` and :class:`BatchNorm`, whose
-        Variables it shares. The activation comes in the place of the norm's own, which it is where
-        None is given. A derived class's constructor is not called. GraphError for other layers."""
+        """Makes a block that shares the Variables of two layers, of Flax or of this package. The
+        activation replaces the norm's own; None keeps that. The constructor of a derived class is
+        not called.
+
+        Raises:
+            GraphError: a layer has another class.
+        """
         made = shallow(nnx.Module(), cls)
         made.conv, made.norm = Conv.of(conv), BatchNorm.of(norm)
         given = made.norm.activation if activation is None else activation
@@ -100,7 +112,8 @@ class ConvNormAct(nnx.Module):
         *,
         residual: jax.Array | None = None,
     ) -> jax.Array:
-        """Of x (*batch, *spatial, in_features), and a residual that broadcasts to the result."""
+        """Applies the block to x (*batch, *spatial, in_features); the residual broadcasts to the
+        result."""
         norm, averages = self.norm, use_running_average
         residual = None if residual is None else jnp.asarray(residual)
         if averages is None:
@@ -130,7 +143,7 @@ class ConvNormAct(nnx.Module):
         return y.reshape(shape)
 
     def _of_layers(self, x: jax.Array, averages: bool | None, residual: Any) -> jax.Array:
-        """One layer after the other, whatever they are."""
+        """Runs the layers sequentially, whatever their classes."""
         norm, y = self.norm, self.conv(x)
         if type(norm) is BatchNorm and norm.activation is None:
             return normalized(norm, y, averages, None, residual, self.activation)
@@ -138,8 +151,8 @@ class ConvNormAct(nnx.Module):
         return finished(y, self.activation, residual=residual)
 
     def _fused(self, x: jax.Array, residual: jax.Array | None) -> Any:
-        """What :func:`windows` gives where both layers are one graph, whose dtype is that of both
-        results and of the sum with the residual."""
+        """The result of :func:`windows` if both layers fit into one graph, whose dtype is that of
+        both results and of the sum with the residual; else None."""
         conv, norm = self.conv, self.norm
         if type(conv) is not Conv or type(norm) is not BatchNorm:
             return None
@@ -152,7 +165,7 @@ class ConvNormAct(nnx.Module):
             return None
         found, _, shape = prepared
         dtypes = {found.x.dtype, jnp.dtype(found.out)}
-        dtypes |= {jnp.dtype(norm.dtype or jnp.float32)}  # that of the statistics, at least
+        dtypes |= {jnp.dtype(norm.dtype or jnp.float32)}  # at least that of the statistics
         if len(dtypes) > 1 or any(v.shape != shape[-1:] for v in of_norm):
             return None
         fits = residual is None or (

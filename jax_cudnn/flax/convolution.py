@@ -1,4 +1,4 @@
-"""Convolutions whose bias and activation cuDNN runs in their epilogue."""
+"""Convolutions with a bias and an activation in cuDNN's epilogue."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _WRAPPED = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
 
 
 class Conv(Layer, nnx.Conv):
-    """``flax.nnx.Conv``, its bias and an activation fused: ``activation(conv(x, W) + b)``.
+    """``flax.nnx.Conv`` with fused bias and activation: ``activation(conv(x, W) + b)``.
 
-    Args: those of ``nnx.Conv``, and
-        activation: what ``jax_cudnn.ops.conv`` takes, or None.
+    Args:
+        activation: as for ``jax_cudnn.ops.conv``, or None.
+        *args, **named: the arguments of ``nnx.Conv``.
 
-    Shapes: x (*batch, *spatial, in_features), any number of batch dimensions; kernel (*kernel_size,
-    in_features / feature_group_count, out_features), bias (out_features,), as in Flax. cuDNN reads
-    (out_features, *kernel_size, in_features): the kernel is transposed once a call.
+    Shapes: x (*batch, *spatial, in_features), with any number of batch dimensions; kernel
+    (*kernel_size, in_features / feature_group_count, out_features); bias (out_features,), as in
+    Flax. cuDNN reads (out_features, *kernel_size, in_features), so each call transposes the kernel.
 
-    Input dilation, negative padding and more than three spatial dimensions are
-    ``jax_cudnn.ops.conv_general_dilated``, and XLA runs what is behind it. A
-    ``conv_general_dilated`` of one's own, a precision that cuDNN does not have, an
-    ``out_sharding``, float64, complex and empty arrays, an empty result among them, compute by
-    Flax's way.
+    With input dilation, negative padding or more than three spatial dimensions, the layer calls
+    ``jax_cudnn.ops.conv_general_dilated``, and XLA runs bias and activation. A custom
+    ``conv_general_dilated``, a precision that cuDNN does not support, an ``out_sharding``, float64,
+    complex and empty arrays, and empty results fall back to Flax's implementation.
 
     Source: ``flax.nnx.Conv``.
 
@@ -55,7 +55,7 @@ class Conv(Layer, nnx.Conv):
     @property
     def unfused(self) -> str | None:
         if self.conv_general_dilated is not lax.conv_general_dilated:
-            return "it has a conv_general_dilated of its own"
+            return "it has a custom conv_general_dilated"
         return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
@@ -83,17 +83,19 @@ class Conv(Layer, nnx.Conv):
 class ConvTranspose(Layer, nnx.ConvTranspose):
     """``flax.nnx.ConvTranspose`` as the data gradient of a convolution, with an activation.
 
-    Args: those of ``nnx.ConvTranspose``, and
-        activation: what ``jax_cudnn.ops.conv_transpose`` takes, or None.
+    Args:
+        activation: as for ``jax_cudnn.ops.conv_transpose``, or None.
+        *args, **named: the arguments of ``nnx.ConvTranspose``.
 
-    Shapes: x (*batch, *spatial, in_features), any number of batch dimensions; kernel (*kernel_size,
-    in_features, out_features), or with ``transpose_kernel`` (*kernel_size, out_features,
-    in_features); bias (out_features,), as in Flax. Without strides the epilogue is cuDNN's, else
-    XLA's.
+    Shapes: x (*batch, *spatial, in_features), with any number of batch dimensions; kernel
+    (*kernel_size, in_features, out_features), or with ``transpose_kernel`` (*kernel_size,
+    out_features, in_features); bias (out_features,), as in Flax. Without strides cuDNN runs bias
+    and activation, otherwise XLA.
 
-    Padding in words other than "SAME" and "VALID", padding that no convolution's gradient has (see
-    ``jax_cudnn.ops.conv_transpose``), a precision that cuDNN does not have, more than three spatial
-    dimensions, float64, complex and empty arrays compute by Flax's way, the activation behind it.
+    These fall back to Flax's implementation, followed by the activation: named padding other than
+    "SAME" and "VALID", padding that does not occur in the gradient of a convolution (see
+    ``jax_cudnn.ops.conv_transpose``), a precision that cuDNN does not support, more than three
+    spatial dimensions, float64, complex and empty arrays.
 
     Source: ``flax.nnx.ConvTranspose``.
 
@@ -111,11 +113,11 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
     @property
     def unfused(self) -> str | None:
         if self.padding == "CIRCULAR":
-            return "its padding is circular, which no gradient of a convolution has"
+            return "its padding is circular, which the gradient of a convolution cannot have"
         if len(self.kernel_size) > 3:
             return f"it has {len(self.kernel_size)} spatial dimensions"
         if isinstance(self.padding, str) and self.padding not in ("SAME", "VALID"):
-            return f"padding {self.padding!r} is Flax's to compute or to refuse"
+            return f"padding {self.padding!r} is handled by Flax"
         return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -141,13 +143,13 @@ class ConvTranspose(Layer, nnx.ConvTranspose):
                 precision=self.precision,
                 preferred_element_type=found.out,
             )
-        except GraphError as error:  # wrong arguments are refused by Flax then, in its words
+        except GraphError as error:  # for wrong arguments Flax raises its own error
             log.debug("ConvTranspose: XLA runs it: %s", error)
             return None
 
 
 def _operands(layer: Any, inputs: jax.Array) -> Operands | None:
-    """Input, kernel (masked) and bias; None where Flax's own way computes or refuses them."""
+    """Input, masked kernel and bias; None where Flax handles or rejects them."""
     if inputs.ndim <= len(layer.kernel_size):
         return None
     kernel = layer.kernel[...]
@@ -159,7 +161,7 @@ def _operands(layer: Any, inputs: jax.Array) -> Operands | None:
 
 
 def plain(layer: nnx.Conv) -> bool:
-    """Whether ``ops.conv`` has what a layer asks for, beside what ``windows`` prepares."""
+    """Whether ``ops.conv`` supports a layer's settings once ``windows`` has prepared them."""
     rank = len(layer.kernel_size)
     padding = canonicalize_padding(layer.padding, rank)
     inwards = not isinstance(padding, str) and np.min(padding, initial=0) < 0
@@ -173,9 +175,9 @@ def _batch(layer: Any, inputs: jax.Array) -> tuple[int, ...]:
 def windows(
     layer: Conv, inputs: jax.Array
 ) -> tuple[Operands, dict[str, Any], tuple[int, ...]] | None:
-    """Operands, the image with one batch dimension and padded where cuDNN does not, ``ops.conv``'s
-    arguments for what is left, and the result's shape; None where Flax's own way computes or
-    refuses them."""
+    """The operands, with one batch dimension and with padding that cuDNN does not support applied;
+    the remaining arguments for ``ops.conv``; and the result's shape. None where Flax handles or
+    rejects them."""
     found = None if layer.unfused else _operands(layer, inputs)
     groups = layer.feature_group_count
     if found is None or found.x.shape[-1] != groups * found.kernel.shape[-2]:
@@ -199,7 +201,7 @@ def windows(
         return None
     text = isinstance(padding, str)
     if min(*strides, *between, 1) < 1:
-        return None  # for Flax to refuse
+        return None  # Flax rejects it
     pads = arguments.pads(padding, sizes, window, strides) if text else padding
     room = [size + sum(p) - r for size, p, r in zip(sizes, pads, reach, strict=True)]
     if min(room, default=1) < 1:
@@ -217,7 +219,7 @@ def windows(
 
 
 def _channels_last(rank: int) -> lax.ConvDimensionNumbers:
-    """(N, *spatial, C), and kernels (*spatial, I, O)."""
+    """Images (N, *spatial, C) and kernels (*spatial, I, O)."""
     spatial = range(rank)
     image = (0, rank + 1, *(1 + axis for axis in spatial))
     return lax.ConvDimensionNumbers(image, (rank + 1, rank, *spatial), image)

@@ -1,4 +1,4 @@
-"""Attention to a cache, for Flax's layer to call in the place of its attention_fn."""
+"""Attention to a cache, called by Flax's layer as its attention_fn."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def cached(
     is_causal: bool,
     **named: Any,
 ) -> jax.Array:
-    """Attention to the layer's ``cached_key`` and ``cached_value``, with the new ones in them; each
-    token sees those before it, whatever is_causal says."""
+    """Writes new keys and values to the layer's ``cached_key`` and ``cached_value``, and attends to
+    them; each token attends to those before it, whatever is_causal says."""
     keys, values, index = layer.cached_key, layer.cached_value, layer.cache_index
     *batch, most, heads, size = keys.shape
     count = key.shape[-3]
     if key.shape != (*batch, count, heads, size) or count > most:
         raise GraphError(
             "Autoregressive cache shape error",
-            expected=f"keys {[*batch, 1, heads, size]}, or more tokens, up to {most}",
+            expected=f"keys {[*batch, 1, heads, size]}, or up to {most} tokens",
             got=str(list(key.shape)),
             fix="call init_cache with the shape of the inputs",
         )
@@ -68,7 +68,7 @@ def paged(
     precision: Any = None,
     **_: Any,
 ) -> jax.Array:
-    """Attention to the layer's ``paged_cache``, with the new keys and values in it."""
+    """Writes new keys and values to the layer's ``paged_cache``, and attends to them."""
     given = {
         "mask": mask is not None,
         "dropout": dropout_rate > 0 and not deterministic,
@@ -77,10 +77,10 @@ def paged(
     }
     if any(given.values()):
         raise GraphError(
-            "attention to keys in pages does not take these",
-            expected="lengths, is_causal and local_window_size alone",
+            "attention to a paged cache does not support these",
+            expected="no arguments but lengths, is_causal and local_window_size",
             got=", ".join(name for name in given if given[name]),
-            fix="leave page_size out: the cache is then one array",
+            fix="leave out page_size: the cache is then one array",
         )
     four = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
     out = layer.paged_cache(

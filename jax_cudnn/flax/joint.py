@@ -1,4 +1,4 @@
-"""Queries, keys and values of the same inputs, by one product."""
+"""Queries, keys and values of the same inputs in one matrix product."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SETTINGS = ("dtype", "precision", "preferred_element_type", "in_features", "axi
 
 
 def projected(layers: Sequence[Any], x: jax.Array) -> jax.Array | None:
-    """What the three projections compute of x, one behind the other along the heads; None where
-    they are no one product of 16 bits, or of so few tokens that putting the kernels together costs
-    more than it saves, or where devices may hold parts of the kernels.
+    """The three projections of x, concatenated along the heads; None if they are not one product in
+    16 bits, if there are so few tokens that concatenating the kernels costs more than it saves, or
+    if devices may hold parts of the kernels.
 
-    One product reads x once, and in the backward writes its gradient once; attention reads the
-    parts where they lie (:func:`jax_cudnn.ops.dot_product_attention_qkv`).
+    One product reads x once and writes its gradient once; attention reads the parts in place
+    (:func:`jax_cudnn.ops.dot_product_attention_qkv`).
 
     Args:
-        layers: of queries, keys and values, each with a kernel (features, heads, size).
+        layers: the projections of queries, keys and values, with kernels (features, heads, size).
         x: (..., features).
     """
     one, *_ = layers
@@ -64,7 +64,7 @@ def attention(
     local_window_size: int | tuple[int, int] | None = None,
     precision: Any = None,
 ) -> jax.Array:
-    """Attention of an array (*batch, tokens, heads of all three, size)."""
+    """Attention for an array (*batch, tokens, heads of all three, size)."""
     out = ops.dot_product_attention_qkv(
         joint.reshape(-1, *joint.shape[-3:]),
         heads,
@@ -78,15 +78,14 @@ def attention(
 def _plain(layer: LinearGeneral) -> bool:
     one_axis = len(layer.in_features) == 1 and layer.axis == (-1,) and not layer.batch_axis
     untouched = layer.activation is None and layer.preferred_element_type is None
-    untouched &= layer.promote_dtype is promote_dtype  # one of a user's own takes three arrays
+    untouched &= layer.promote_dtype is promote_dtype  # a custom one expects three arrays
     return one_axis and untouched and layer.unfused is None and len(layer.kernel.shape) == 3
 
 
 def _whole(parameter: Any) -> bool:
-    """Whether it is known that no device holds a part of a parameter alone: put together with
-    others along the heads, and taken apart again, parts would travel between devices. A traced one
-    without a mesh says nothing (``jax.jit(..., in_shardings=...)`` comes later), nor does one whose
-    mesh has axes that are the compiler's (Auto)."""
+    """Whether each device is known to hold the whole parameter: otherwise concatenating along the
+    heads and splitting again would move parts between devices. A traced parameter does not say so
+    without a mesh (``jax.jit(..., in_shardings=...)`` applies later) or with Auto axes."""
     if not isinstance(parameter, Tracer):
         return not isinstance(parameter, jax.Array) or parameter.sharding.is_fully_replicated
     sharding = jax.typeof(parameter).sharding

@@ -1,4 +1,4 @@
-"""What every layer here adds to the layer of Flax that it stands for."""
+"""The base of the layers: what each adds to the layer of Flax that it replaces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._core.errors import GraphError
-from .._core.graph.dtypes import FLOATS
+from .._core.graph.dtypes import CUDNN_FLOATS as FLOATS
 from .._core.graph.options import normal_precision
 from ..ops import epilogue
 from ..ops.epilogue import Activation
@@ -19,14 +19,14 @@ from ..ops.epilogue import Activation
 _T = TypeVar("_T")
 
 SWAPPED: dict[type[nnx.Module], type[Layer]] = {}
-"""A layer of Flax, and the layer here that stands for it."""
+"""Each layer of Flax, and the layer here that replaces it."""
 
 
 def finished(
     y: jax.Array, activation: Activation = None, bias: Any = None, residual: Any = None
 ) -> jax.Array:
-    """``activation(y + bias + residual)`` behind what no epilogue of cuDNN's is behind: computed in
-    float32 at least, of the dtype that the sum has. The bias broadcasts."""
+    """``activation(y + bias + residual)`` for a ``y`` without a cuDNN epilogue: computed in float32
+    or wider, and rounded to the dtype of the sum. The bias broadcasts."""
     name = epilogue.activation_name(activation)
     if name is None and bias is None and residual is None:
         return y
@@ -36,32 +36,32 @@ def finished(
 
 
 def fusible(*operands: jax.Array | None) -> bool:
-    """Whether graphs compute what these hold; Flax's layers take float64 and complex, too."""
+    """Whether graphs support these arrays; Flax's layers also take float64, complex, empty."""
     given = [x for x in operands if x is not None]
     return all(x.size and x.dtype.name in FLOATS for x in given)
 
 
 def unknown(dtype: Any, precision: Any = None) -> str | None:
-    """In words that no graph computes in a layer's ``dtype``, or that its precision is one of XLA's
-    that cuDNN does not have, or None. A dtype of None is known at the call only."""
+    """Why cuDNN does not support a layer's ``dtype`` or precision, or None. With a dtype of None,
+    operands decide at the call."""
     if dtype is not None and (name := jax.dtypes.canonicalize_dtype(dtype).name) not in FLOATS:
-        return f"no graph computes in {name}"
+        return f"graphs do not support {name}"
     try:
         normal_precision(precision)
     except GraphError:
-        return f"cuDNN has no precision {precision!r}"
+        return f"cuDNN does not support precision {precision!r}"
     return None
 
 
 class Layer:
-    """Stands before Flax's class among the bases of a layer, which it fills in ``SWAPPED``.
+    """The first base of a layer, before Flax's class; enters the layer in ``SWAPPED``.
 
-    Parameters, their names, shapes and initialisers are Flax's, because its constructor makes them;
-    this one takes the arguments of ``own`` beside its, and keeps them as attributes.
+    Parameters have Flax's names, shapes and initialisers, because Flax's constructor makes them.
+    This constructor also takes the arguments in ``own``, and keeps them as attributes.
     """
 
     own: ClassVar[Mapping[str, Any]] = {}
-    """Arguments that Flax's constructor does not have, and their defaults."""
+    """Arguments in addition to those of Flax's constructor, and their defaults."""
 
     def __init_subclass__(cls, **others: Any):
         super().__init_subclass__(**others)
@@ -89,19 +89,23 @@ class Layer:
 
     @classmethod
     def flaxs(cls) -> type[nnx.Module]:
-        """The layer of Flax: the base behind this one."""
+        """The layer of Flax: the next base."""
         return cls.__mro__[cls.__mro__.index(Layer) + 1]
 
     @classmethod
     def of(cls, layer: nnx.Module) -> Self:
-        """A layer with the Variables, settings and inner modules of one of Flax's, shared; or of
-        one of ours, with what ``own`` names, too. A derived class's constructor is not called.
-        GraphError for others: a class derived from Flax's may compute something else; and where
-        what ``own`` names is an attribute of a user's own (:func:`taken`)."""
+        """Makes this layer from a layer of Flax, whose Variables, settings and inner modules it
+        shares; or from one of ours, whose additional arguments it keeps. The constructor of a
+        derived class is not called.
+
+        Raises:
+            GraphError: the layer has another class (one derived from Flax's may compute something
+                else), or has an attribute named like one of our arguments.
+        """
         kinds = cls.__mro__[: cls.__mro__.index(cls.flaxs()) + 1]
         if type(layer) not in kinds:
             raise GraphError(
-                f"{cls.__name__}.of takes another layer",
+                f"{cls.__name__}.of cannot convert this layer",
                 expected=f"flax.nnx.{cls.flaxs().__name__}, or {cls.__name__} itself",
                 got=f"{type(layer).__module__}.{type(layer).__qualname__}",
                 why="a derived class may compute something else",
@@ -109,7 +113,9 @@ class Layer:
             )
         if why := taken(layer):
             raise GraphError(
-                f"{cls.__name__}.of takes no layer with such an attribute", got=why, fix="rename it"
+                f"{cls.__name__}.of cannot convert this layer",
+                got=why,
+                fix="rename the attributes",
             )
         made = shallow(layer, cls)
         made._keep({name: getattr(layer, name, default) for name, default in cls.own.items()})
@@ -117,39 +123,41 @@ class Layer:
 
     @property
     def unfused(self) -> str | None:
-        """Why Flax's own way computes this layer whatever its operands are, or None."""
+        """Why this layer falls back to Flax's implementation for any operands, or None."""
         raise NotImplementedError
 
     @property
     def remark(self) -> str | None:
-        """When Flax's own way computes a part of this layer that a user can have here, or None."""
+        """When a part of this layer falls back although cuDNN could run it, or None."""
         return None
 
     @property
     def kept(self) -> str | None:
-        """Why ``accelerate`` leaves Flax's layer in its place, or None."""
+        """Why ``accelerate`` keeps Flax's layer, or None."""
         return self.unfused
 
 
 def shallow(node: Any, cls: type[_T]) -> _T:
-    """An object of this class with the attributes of another, which may be changed here."""
+    """An object of this class with the attributes of another; both may change independently."""
     made = object.__new__(cls)
     vars(made).update(vars(node))  # NNX's own entries, too
     if (state := vars(node).get("_pytree__state")) is not None:
-        vars(made)["_pytree__state"] = jax.tree.map(lambda x: x, state)  # of the trace of now
+        vars(made)["_pytree__state"] = jax.tree.map(lambda x: x, state)  # of the current trace
     return made
 
 
 def taken(layer: nnx.Module) -> str | None:
-    """In words that one of Flax's layers has an attribute of a user's own that is an argument here:
-    it says nothing to Flax's, and other code may read it. Or None."""
+    """Why a layer of Flax cannot be replaced: a user's attribute is named like one of our
+    arguments, means nothing to Flax's layer, and may be read by other code. Or None."""
     own = SWAPPED[type(layer)].own if type(layer) in SWAPPED else ()
     names = ", ".join(name for name in own if name in vars(layer))
-    return f"it has attributes of your own that are arguments here: {names}" if names else None
+    return (
+        f"it has attributes named like arguments of jax_cudnn's layer: {names}" if names else None
+    )
 
 
 def stand_in(value: Any) -> Any:
-    """The layer that stands for one of Flax's, and any other value itself."""
+    """The layer that replaces a layer of Flax; any other value unchanged."""
     if type(value) not in SWAPPED or taken(value):
         return value
     ours = SWAPPED[type(value)].of(value)

@@ -1,4 +1,4 @@
-"""Products whose bias and activation cuDNN runs in their epilogue."""
+"""Matrix products with a bias and an activation in cuDNN's epilogue."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from .operands import Operands
 
 Pairs = tuple[tuple[int, ...], tuple[int, ...]]
 Numbers = tuple[Pairs, Pairs]
-"""lax.dot_general's: contracted dimensions of both operands, and batch dimensions."""
+"""Dimension numbers as for lax.dot_general: contracted and batch dimensions of both operands."""
 
 
 class Linear(Layer, nnx.Linear):
-    """``flax.nnx.Linear``, its bias and an activation fused: ``activation(x W + b)``.
+    """``flax.nnx.Linear`` with fused bias and activation: ``activation(x W + b)``.
 
-    Args: those of ``nnx.Linear``, and
-        activation: what ``jax_cudnn.ops.matmul`` takes, or None.
+    Args:
+        activation: as for ``jax_cudnn.ops.matmul``, or None.
+        *args, **named: the arguments of ``nnx.Linear``.
 
-    Shapes: x (..., in_features), the result (..., out_features); kernel (in_features,
-    out_features), bias (out_features,), as in Flax. The sum with the bias and the activation are
-    computed in float32 and rounded once, where Flax rounds after each step.
+    Shapes: x (..., in_features), result (..., out_features); kernel (in_features, out_features),
+    bias (out_features,), as in Flax. Bias and activation are computed in float32 and rounded once,
+    while Flax rounds after each step.
 
-    A ``dot_general`` of one's own, a precision that cuDNN does not have, an ``out_sharding``,
-    float64, complex and empty arrays compute by Flax's way, the activation behind it.
+    A custom ``dot_general``, a precision that cuDNN does not support, an ``out_sharding``, float64,
+    complex and empty arrays fall back to Flax's implementation, followed by the activation.
 
     Source: ``flax.nnx.Linear``.
 
@@ -52,7 +53,7 @@ class Linear(Layer, nnx.Linear):
     @property
     def unfused(self) -> str | None:
         if self.dot_general is not lax.dot_general:
-            return "it has a dot_general of its own"
+            return "it has a custom dot_general"
         return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
@@ -63,17 +64,20 @@ class Linear(Layer, nnx.Linear):
 
 
 class LinearGeneral(Layer, nnx.LinearGeneral):
-    """``flax.nnx.LinearGeneral``, its bias and an activation fused.
+    """``flax.nnx.LinearGeneral`` with fused bias and activation.
 
-    Args: those of ``nnx.LinearGeneral``, and
+    Args:
         activation: as for :class:`Linear`.
+        *args, **named: the arguments of ``nnx.LinearGeneral``.
 
-    Shapes: as in Flax. Where the last axes are transformed and ``batch_axis`` is empty, the product
-    is one of matrices, its bias and activation in its epilogue; any other is
-    ``jax_cudnn.ops.dot_general``, and XLA runs what is behind it.
+    Shapes: as in Flax. If the last axes are contracted and ``batch_axis`` is empty, this is a
+    matrix product with bias and activation in its epilogue. Otherwise it is
+    ``jax_cudnn.ops.dot_general``, and XLA runs bias and activation.
 
-    A ``dot_general`` or ``dot_general_cls`` of one's own, and what :class:`Linear` says, compute by
-    Flax's way. Source: ``flax.nnx.LinearGeneral``.
+    A custom ``dot_general`` or ``dot_general_cls``, and the cases listed at :class:`Linear`, fall
+    back to Flax's implementation.
+
+    Source: ``flax.nnx.LinearGeneral``.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
@@ -89,7 +93,7 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
     @property
     def unfused(self) -> str | None:
         if self.dot_general not in (None, lax.dot_general) or self.dot_general_cls is not None:
-            return "it has a dot_general of its own"
+            return "it has a custom dot_general"
         return unknown(self.dtype, self.precision)
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
@@ -97,7 +101,7 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
         numbers = None if operands is None else self._numbers(operands)
         if operands is None or numbers is None:
             return finished(super().__call__(inputs, out_sharding), self.activation)
-        if operands.bias is not None:  # beside the result: batch, other, and output dimensions
+        if operands.bias is not None:  # aligned with the result: batch, other and output dimensions
             (axes, _), (batch, _) = numbers
             others = [(a, size) for a, size in enumerate(operands.x.shape) if a not in axes]
             beside = (size if a in batch else 1 for a, size in others)
@@ -105,7 +109,7 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
         return _product(operands, numbers, self.precision, self.activation)
 
     def _numbers(self, operands: Operands) -> Numbers | None:
-        """Numbers of the dimensions, or None where they are no product's."""
+        """Dimension numbers, or None if the operands do not fit them."""
         rank = operands.x.ndim
         axes, batch = (_sorted(given, rank) for given in (self.axis, self.batch_axis))
         leading, inner = range(len(batch)), range(len(batch), len(batch) + len(axes))
@@ -115,18 +119,20 @@ class LinearGeneral(Layer, nnx.LinearGeneral):
 
 
 class Einsum(Layer, nnx.Einsum):
-    """``flax.nnx.Einsum``, its bias and an activation fused.
+    """``flax.nnx.Einsum`` with fused bias and activation.
 
-    Args: those of ``nnx.Einsum``, and
+    Args:
         activation: as for :class:`Linear`.
+        *args, **named: the arguments of ``nnx.Einsum``.
 
-    Shapes: as in Flax. Where the contracted letters are the last of the input and the first of the
-    kernel, no letter is a batch's, and the result has the input's letters before the kernel's, the
-    product is one of matrices, its bias and activation in its epilogue. Any other is
-    ``jax_cudnn.ops.dot_general`` and a transpose, and XLA runs what is behind it.
+    Shapes: as in Flax. If the contracted letters come last in the input and first in the kernel,
+    there is no batch letter, and the result has the input's letters before the kernel's, this is a
+    matrix product with bias and activation in its epilogue. Otherwise it is
+    ``jax_cudnn.ops.dot_general`` and a transpose, and XLA runs bias and activation.
 
-    An ``einsum_op`` of one's own, an equation that sums over a letter of one operand alone or takes
-    a diagonal, and what :class:`Linear` says, compute by Flax's way.
+    A custom ``einsum_op``, an equation that sums over a letter of only one operand or takes a
+    diagonal, and the cases listed at :class:`Linear`, fall back to Flax's implementation.
+
     Source: ``flax.nnx.Einsum``.
 
     Example:
@@ -143,7 +149,7 @@ class Einsum(Layer, nnx.Einsum):
     @property
     def unfused(self) -> str | None:
         if self.einsum_op is not jnp.einsum:
-            return "it has an einsum_op of its own"
+            return "it has a custom einsum_op"
         return unknown(self.dtype, self.precision)
 
     def __call__(
@@ -171,7 +177,7 @@ class Einsum(Layer, nnx.Einsum):
 
 
 def of_rows(layer: nnx.Linear, inputs: jax.Array) -> Operands | None:
-    """Operands of ``x W + b``; None where Flax's own way computes or refuses them."""
+    """The operands of ``x W + b``; None where Flax handles or rejects them."""
     operands = _operands(layer, inputs)
     if operands is None or not operands.x.ndim or operands.kernel.ndim != 2:
         return None
@@ -188,8 +194,8 @@ def _numbers(x: jax.Array) -> Numbers:
 
 
 def _fit(operands: Operands, numbers: Numbers) -> bool:
-    """Whether dimensions that belong together are equal: a reshape of them would not tell, and an
-    einsum broadcasts those of one number."""
+    """Whether paired dimensions are equal: a reshape would hide a mismatch, and einsum broadcasts
+    dimensions of size 1."""
     x, kernel = operands.x.shape, operands.kernel.shape
     return all([x[a] for a in one] == [kernel[a] for a in other] for one, other in numbers)
 
@@ -197,7 +203,7 @@ def _fit(operands: Operands, numbers: Numbers) -> bool:
 def _product(
     operands: Operands, numbers: Numbers, precision: Any, activation: Activation
 ) -> jax.Array:
-    """``activation(lax.dot_general(x, kernel, numbers) + bias)``, the bias of the result's rank."""
+    """``activation(lax.dot_general(x, kernel, numbers) + bias)``; bias has the result's rank."""
     x, kernel, bias, out = operands
     (of_x, of_kernel), (batch, _) = numbers
     rows, columns = x.shape[: x.ndim - len(of_x)], kernel.shape[len(of_kernel) :]
@@ -232,8 +238,8 @@ def _product(
 
 
 def _letters(equation: str | None, operands: Operands) -> tuple[str, str, str] | None:
-    """The letters of both operands and of the result, "..." written out; None for an equation that
-    is no product of two operands, or none of these."""
+    """The letters of both operands and of the result, with "..." expanded; None if the equation is
+    not a product of two operands, or does not fit these."""
     if equation is None or "->" not in equation or equation.count(",") != 1:
         return None
     shapes = operands.x.shape, operands.kernel.shape

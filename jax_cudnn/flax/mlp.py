@@ -1,4 +1,4 @@
-"""A gated MLP: SwiGLU, GEGLU and their like."""
+"""A gated MLP: SwiGLU, GEGLU and similar."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ GATED = GraphFunction(_gated, name="gated_mlp")
 
 
 class GatedMLP(nnx.Module):
-    """``down(activation(gate(x)) * up(x))``, the gate in the epilogue of the second product.
+    """``down(activation(gate(x)) * up(x))``, with the gate in the epilogue of the second product.
 
     Args:
-        in_features: of x.
-        hidden_features: of the gate.
-        out_features: of the result; None for in_features.
-        activation: what ``jax_cudnn.ops.matmul`` takes: "silu" for SwiGLU, "gelu" for GEGLU,
-            "sigmoid" for GLU, None for a bilinear layer.
-        use_bias, rngs, and others: those of ``nnx.Linear``, for each of the three; ``use_bias`` is
-            False.
+        in_features: features of x.
+        hidden_features: features of the gate.
+        out_features: features of the result; None for in_features.
+        activation: as for ``jax_cudnn.ops.matmul``: "silu" for SwiGLU, "gelu" for GEGLU, "sigmoid"
+            for GLU, None for a bilinear layer.
+        use_bias: whether the three ``nnx.Linear`` have a bias.
+        rngs: as for ``nnx.Linear``.
+        **linear: other arguments of each ``nnx.Linear``.
 
-    Shapes: x (..., in_features), the result (..., out_features). Parameters are those of three
-    ``nnx.Linear`` inside: ``gate`` and ``up`` (in_features, hidden_features), ``down``
-    (hidden_features, out_features).
+    Shapes: x (..., in_features), result (..., out_features). Parameters are those of three
+    ``nnx.Linear``: ``gate`` and ``up`` (in_features, hidden_features), ``down`` (hidden_features,
+    out_features).
 
-    Each product is one cuDNN plan; the gate's is rounded to the result's dtype before the
-    activation, everything else of the second is computed in float32 and rounded once. With another
-    layer as ``up`` than a :class:`Linear` without an activation, the layers compute one by one.
+    Each product is one cuDNN plan. The first product is rounded to the result's dtype before the
+    activation; the rest of the second is computed in float32 and rounded once. If ``up`` is not a
+    :class:`Linear` without an activation, the layers run sequentially.
 
     Source: Shazeer 2020, arXiv:2002.05202.
 

@@ -18,22 +18,22 @@ from .layer import Layer, finished, fusible, unknown
 
 @property
 def _unfused(layer: Any) -> str | None:
-    """``Layer.unfused`` of every normalization."""
+    """``Layer.unfused`` of all normalizations."""
     if layer.axis_name is not None:
-        return "it takes means over a named axis"
+        return "it averages over a named axis"
     return unknown(layer.dtype)
 
 
 class LayerNorm(Layer, nnx.LayerNorm):
     """``flax.nnx.LayerNorm``: ``(x - mean) * (var + epsilon)**-0.5 * scale + bias``.
 
-    Args: those of ``nnx.LayerNorm``. ``use_fast_variance`` is Flax's: cuDNN takes the variance of
-        distances from the mean, from which no digits are lost, in the same time.
+    The arguments are those of ``nnx.LayerNorm``. ``use_fast_variance`` has no effect: cuDNN
+    averages squared distances from the mean, which loses no digits and takes no longer.
 
-    Shapes: as in Flax. Statistics and what follows are computed in float32, and rounded once.
+    Shapes: as in Flax. Everything is computed in float32 and rounded once.
 
-    An ``axis_name``, a mask, features that are not among the reduced axes, float64, complex and
-    empty arrays compute by Flax's way.
+    An ``axis_name``, a mask, features outside of the reduced axes, float64, complex and empty
+    arrays fall back to Flax's implementation.
 
     Source: Ba et al. 2016, arXiv:1607.06450; ``flax.nnx.LayerNorm``.
 
@@ -58,8 +58,7 @@ class LayerNorm(Layer, nnx.LayerNorm):
 class RMSNorm(Layer, nnx.RMSNorm):
     """``flax.nnx.RMSNorm``: ``x * (mean(x**2) + epsilon)**-0.5 * scale``.
 
-    Args: those of ``nnx.RMSNorm``. Shapes, and when Flax's own way computes: as for
-    :class:`LayerNorm`.
+    The arguments are those of ``nnx.RMSNorm``. Shapes and fallbacks are as for :class:`LayerNorm`.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467; ``flax.nnx.RMSNorm``.
 
@@ -82,15 +81,15 @@ class RMSNorm(Layer, nnx.RMSNorm):
 
 
 class GroupNorm(Layer, nnx.GroupNorm):
-    """``flax.nnx.GroupNorm``: each group of channels of each image by itself.
+    """``flax.nnx.GroupNorm``: normalizes each group of channels of each image independently.
 
-    Args: those of ``nnx.GroupNorm``; ``use_fast_variance`` as for :class:`LayerNorm`.
+    The arguments are those of ``nnx.GroupNorm``; ``use_fast_variance`` has no effect.
+    ``jax_cudnn.ops.group_norm`` documents what runs on cuDNN.
 
-    Shapes: x (batch, ..., num_features). ``reduction_axes`` that are not all but the first, and
-    what :class:`LayerNorm` says, compute by Flax's way.
+    Shapes: x (batch, ..., num_features). ``reduction_axes`` other than all but the first, and the
+    cases listed at :class:`LayerNorm`, fall back to Flax's implementation.
 
-    Source: Wu and He 2018, arXiv:1803.08494; ``flax.nnx.GroupNorm``; what of it cuDNN runs:
-    ``jax_cudnn.ops.group_norm``.
+    Source: Wu and He 2018, arXiv:1803.08494; ``flax.nnx.GroupNorm``.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn.flax as jnn
@@ -122,12 +121,13 @@ class GroupNorm(Layer, nnx.GroupNorm):
 
 
 class InstanceNorm(Layer, nnx.InstanceNorm):
-    """``flax.nnx.InstanceNorm``: each channel of each image by itself.
+    """``flax.nnx.InstanceNorm``: normalizes each channel of each image independently.
 
-    Args: those of ``nnx.InstanceNorm``; ``use_fast_variance`` as for :class:`LayerNorm`.
+    The arguments are those of ``nnx.InstanceNorm``; ``use_fast_variance`` has no effect.
 
-    Shapes: x (batch, *spatial, num_features), or with its channels at ``feature_axes``. Several of
-    them, no spatial axis, and what :class:`LayerNorm` says, compute by Flax's way.
+    Shapes: x (batch, *spatial, num_features), or with the channels at ``feature_axes``. Several
+    feature axes, inputs without a spatial axis, and the cases listed at :class:`LayerNorm`, fall
+    back to Flax's implementation.
 
     Source: Ulyanov et al. 2016, arXiv:1607.08022; ``flax.nnx.InstanceNorm``.
 
@@ -155,18 +155,19 @@ class BatchNorm(Layer, nnx.BatchNorm):
     """``flax.nnx.BatchNorm``, with a residual and an activation:
     ``activation((x - mean) * (var + epsilon)**-0.5 * scale + bias + residual)``.
 
-    Args: those of ``nnx.BatchNorm``, and
-        activation: what ``jax_cudnn.ops.batch_norm`` takes, or None; relu is cuDNN's.
+    Args:
+        activation: as for ``jax_cudnn.ops.batch_norm``, or None; only relu runs on cuDNN.
+        *args, **named: the arguments of ``nnx.BatchNorm``.
 
-    Shapes: x (batch, ..., num_features), or with its channels at ``axis``; the residual broadcasts
-    to x, and the result has the dtype of Flax's with the residual added. Running statistics are
-    Flax's, with the biased variance, in float32.
+    Shapes: x (batch, ..., num_features), or with the channels at ``axis``; the residual broadcasts
+    to x. The result has the dtype of the sum of Flax's result and the residual. Running statistics
+    are Flax's, with the biased variance, in float32.
 
-    With neither activation nor residual it computes by Flax's way: XLA fuses it with what is behind
-    it, and is faster so. An ``axis_name``, a mask, channels in several axes or in the first,
-    float64, complex and empty arrays compute so, too, residual and activation behind it. In any
-    other case, and only there, ``use_fast_variance`` has no effect, and running statistics and
-    parameters that normalize stay in float32, while Flax rounds them to ``dtype`` first.
+    Without an activation and a residual, the layer falls back to Flax's implementation: XLA fuses
+    it with the operations that follow, which is faster. It also falls back, followed by residual
+    and activation, for an ``axis_name``, a mask, channels in several axes or in the first, float64,
+    complex and empty arrays. Otherwise ``use_fast_variance`` has no effect, and the running
+    statistics and parameters that normalize stay in float32, while Flax rounds them to ``dtype``.
 
     Source: Ioffe and Szegedy 2015, arXiv:1502.03167; ``flax.nnx.BatchNorm``.
 
@@ -187,7 +188,7 @@ class BatchNorm(Layer, nnx.BatchNorm):
     @property
     def remark(self) -> str | None:
         if self.activation is None:
-            return "XLA fuses it with what is behind it; cuDNN with an activation= or a residual="
+            return "XLA fuses it with what follows; cuDNN runs it with activation= or residual="
         return None
 
     @property
@@ -213,7 +214,7 @@ def normalized(
     residual: Any,
     activation: Activation,
 ) -> jax.Array:
-    """``activation(norm(x) + residual)``, whatever the layer's own activation is."""
+    """``activation(norm(x) + residual)``, ignoring the layer's own activation."""
     averages = layer.use_running_average if averages is None else averages
     x, residual = jnp.asarray(x), None if residual is None else jnp.asarray(residual)
     axes, plain = _axes(x, layer.axis), activation is None and residual is None
@@ -244,7 +245,7 @@ def normalized(
 
 
 def parameters(layer: nnx.BatchNorm) -> tuple[jax.Array | None, jax.Array | None]:
-    """Scale and bias in float32, which costs cuDNN nothing."""
+    """Scale and bias in float32, at no cost for cuDNN."""
     scale, bias = layer.scale, layer.bias
     return (
         None if scale is None else scale[...].astype(jnp.float32),
@@ -253,12 +254,12 @@ def parameters(layer: nnx.BatchNorm) -> tuple[jax.Array | None, jax.Array | None
 
 
 def move(layer: nnx.BatchNorm, running: tuple[jax.Array, jax.Array]) -> None:
-    """Keeps new running statistics, through which no gradient goes."""
+    """Stores new running statistics, without their gradient."""
     layer.mean[...], layer.var[...] = jax.lax.stop_gradient(running)
 
 
 def _addable(residual: jax.Array | None, x: jax.Array) -> bool:
-    """Whether a graph adds it to x: floats that broadcast to x's shape."""
+    """Whether a graph can add it to x: floats that broadcast to x's shape."""
     if residual is None:
         return True
     pairs = zip(reversed(residual.shape), reversed(x.shape), strict=False)
@@ -274,9 +275,9 @@ def _axes(x: jax.Array, axes: Any) -> tuple[int, ...]:
 def _operands(
     layer: Any, x: jax.Array, features: tuple[int, ...], *names: str
 ) -> tuple[Any, ...] | None:
-    """x and Variables promoted as Flax promotes them, and the dtype of the result, which x has at
-    least; None for dtypes that no graph computes with, empty arrays, and Variables of another
-    number of features than x has in these axes."""
+    """x and the Variables promoted as Flax promotes them (x at least to the result's dtype), and
+    the result's dtype; None for unsupported dtypes, empty arrays, and Variables whose number of
+    features is not that of x."""
     variables = (getattr(layer, name) for name in names)
     given = (x, *(None if v is None else v[...] for v in variables))
     if not {*features} <= {*range(x.ndim)} or not fusible(*given[1:]):
@@ -292,7 +293,7 @@ def _operands(
 
 
 def _of_rows(layer: Any, x: jax.Array, *names: str) -> tuple[Any, ...] | None:
-    """The same with the axes of a row, and parameters of its shape; None where they are not."""
+    """The same with the axes of a row, and parameters broadcast to it; None if they do not fit."""
     axes, features = _axes(x, layer.reduction_axes), _axes(x, layer.feature_axes)
     found = _operands(layer, x, features, *names) if {*axes} <= {*range(x.ndim)} else None
     if found is None:

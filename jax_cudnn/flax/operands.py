@@ -1,4 +1,4 @@
-"""What a layer with a kernel computes with, promoted as Flax promotes it."""
+"""The operands of a layer with a kernel, promoted as Flax promotes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.dtypes import FLOATS
+from .._core.graph.dtypes import CUDNN_FLOATS as FLOATS
 from .layer import fusible
 
 
@@ -16,16 +16,16 @@ class Operands(NamedTuple):
     kernel: jax.Array
     bias: jax.Array | None
     out: str
-    """The result's dtype: that of the product or ``preferred_element_type``, with the bias."""
+    """The result's dtype: of the product (or ``preferred_element_type``) plus the bias."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of ``x W``."""
+        """The shape of ``x W``."""
         return (*self.x.shape[:-1], self.kernel.shape[-1])
 
     @classmethod
     def of(cls, layer: Any, x: jax.Array, kernel: jax.Array) -> Operands | None:
-        """None where no graph computes with their dtypes (float64, complex) or empty arrays."""
+        """None if graphs do not support them: float64, complex and empty arrays."""
         bias = None if layer.bias is None else layer.bias[...]
         x, kernel, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
         if not fusible(x, kernel, bias):
@@ -36,6 +36,6 @@ class Operands(NamedTuple):
 
 
 def dimensions(setting: Any, rank: int) -> tuple[int, ...]:
-    """A setting of a convolution for each spatial dimension; None is 1."""
+    """A setting of a convolution for each spatial dimension; None means 1."""
     setting = 1 if setting is None else setting
     return (setting,) * rank if isinstance(setting, int) else tuple(setting)

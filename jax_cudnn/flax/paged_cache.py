@@ -1,4 +1,4 @@
-"""A cache of keys and values in pages, as Variables."""
+"""A paged cache of keys and values."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from .._core.errors import GraphError
 
 
 class PagedCache(nnx.Module):
-    """Keys and values of a decoding ``MultiHeadAttention``, in pages that a table names.
+    """The keys and values of a decoding ``MultiHeadAttention``, in pages listed by a page table.
 
     Variables, all ``nnx.Cache``: ``key_pages`` and ``value_pages`` (pages, page_size, num_kv_heads,
-    head_dim), ``page_table`` (batch, ceil(max_length / page_size)) and ``lengths`` (batch,), both
-    int32. At first each example has pages of its own, one after the other; with fewer ``pages``
-    than that takes, the table is to be written before the first call. A server gives pages to
-    examples by writing into the table, and an example begins anew with a length of 0; entries
-    behind its length may be anything. Tokens behind the last page of an example are not kept: a
-    length beyond that is for the server to keep from happening, which knows it before the call.
+    head_dim); ``page_table`` (batch, ceil(max_length / page_size)) and ``lengths`` (batch,), both
+    int32. Initially each sequence has its own consecutive pages; with fewer ``pages`` than that,
+    write the table before the first call. A server assigns pages by writing to the table, and
+    starts a sequence by setting its length to 0; table entries past its length are ignored. Tokens
+    past the last page of a sequence are lost: the server must prevent this before the call.
 
     Args:
-        batch: number of examples.
-        max_length: the largest length of an example, to which the table has room.
-        num_kv_heads: heads of keys and values.
-        head_dim: their size.
-        page_size: tokens in a page.
-        pages: how many pages there are, by default as many as the table names.
-        dtype: of keys and values.
+        batch: number of sequences.
+        max_length: the largest length of a sequence, which sets the width of the table.
+        num_kv_heads: number of key and value heads.
+        head_dim: size of each head.
+        page_size: tokens per page.
+        pages: number of pages; by default one for each entry of the table.
+        dtype: dtype of keys and values.
 
     Raises:
-        GraphError: page_size is no integer above 0; more tokens in one call than an example has
-            room for; other examples than the cache has.
+        GraphError: page_size is not a positive integer; a call has more tokens than a sequence has
+            room for, or another batch size than the cache.
 
     Source: Kwon et al. 2023, arXiv:2309.06180; see
     :func:`jax_cudnn.ops.paged_dot_product_attention`.
@@ -72,32 +71,33 @@ class PagedCache(nnx.Module):
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **named: Any
     ) -> jax.Array:
-        """Attention of new tokens to those of the cache and to themselves, up to each one's own
-        position.
+        """Appends new keys and values to the cache; each new token attends to all tokens up to its
+        own position.
 
         Args:
             query: (batch, T, N, head_dim).
-            key: (batch, T, num_kv_heads, head_dim), which the cache has then.
-            value: likewise.
-            named: what :func:`jax_cudnn.ops.paged_dot_product_attention` takes.
+            key: (batch, T, num_kv_heads, head_dim).
+            value: like key.
+            **named: other arguments of :func:`jax_cudnn.ops.paged_dot_product_attention`.
 
-        Returns: (batch, T, N, head_dim), of query's dtype.
+        Returns:
+            (batch, T, N, head_dim), in query's dtype.
         """
         table, lengths = self.page_table[...], self.lengths[...]
         if key.shape[0] != table.shape[0]:
             raise GraphError(
-                "the cache is of another batch",
-                expected=f"{table.shape[0]} examples, those of the page table",
+                "the keys and the cache have different batch sizes",
+                expected=f"{table.shape[0]} sequences, as in the page table",
                 got=f"{key.shape[0]}",
-                fix="call init_cache with the shape of the inputs, or make a PagedCache of as many",
+                fix="call init_cache with the shape of the inputs, or make a larger PagedCache",
             )
         room = table.shape[1] * self.key_pages.shape[1]
         if key.shape[1] > room:
             raise GraphError(
-                "more tokens than a paged cache has room for",
-                expected=f"up to {room} for an example: {table.shape[1]} pages in its row",
-                got=f"{key.shape[1]} at once",
-                fix="call init_cache with the largest length, or give a larger max_length",
+                "more tokens than the paged cache has room for",
+                expected=f"up to {room} per sequence: {table.shape[1]} pages per table row",
+                got=f"{key.shape[1]} in one call",
+                fix="call init_cache with the largest length, or pass a larger max_length",
             )
         for pages, new in ((self.key_pages, key), (self.value_pages, value)):
             pages[...] = ops.write_pages(pages[...], new, table, lengths)
@@ -116,9 +116,9 @@ class PagedCache(nnx.Module):
 
 
 def check_page_size(page_size: int) -> None:
-    """GraphError for what is no number of tokens."""
+    """Raises GraphError if page_size is not a positive integer."""
     whole = isinstance(page_size, (int, np.integer)) and not isinstance(page_size, bool)
     if not whole or page_size < 1:
         raise GraphError(
-            "page_size is no number of tokens", expected="an integer > 0", got=repr(page_size)
+            "page_size is not a number of tokens", expected="an integer > 0", got=repr(page_size)
         )

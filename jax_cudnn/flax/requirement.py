@@ -1,4 +1,4 @@
-"""Flax, or an error that says in words what is missing; imported before the layers."""
+"""Checks that a supported Flax is installed; imported before the layers."""
 
 import re
 
@@ -8,7 +8,7 @@ OLDEST = (0, 12, 8)
 
 
 def check(version: str) -> None:
-    """LibraryImportError for a Flax older than ``OLDEST``."""
+    """Raises LibraryImportError for a Flax older than ``OLDEST``."""
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
         raise LibraryImportError(
             "Flax is too old for jax_cudnn.flax",
@@ -25,6 +25,6 @@ except ImportError as error:
         "jax_cudnn.flax needs Flax",
         expected=f"flax >= {'.'.join(map(str, OLDEST))}",
         got=f"{type(error).__name__}: {error}",
-        fix=f'pip install "flax>={".".join(map(str, OLDEST))}"; all else here runs without Flax',
+        fix=f'pip install "flax>={".".join(map(str, OLDEST))}"; only jax_cudnn.flax needs it',
     ) from error
 check(__version__)

@@ -108,7 +108,7 @@ def test_plans_travel_in_an_archive(store, other, command, tmp_path):
     for taken, present in ((3, 0), (0, 3)):
         status, out, err = command("import", archive, folder=other.folder)
         assert (status, err) == (0, "")
-        assert re.match(rf"{taken} entries taken, {present} there already, 0 refused", out)
+        assert re.match(rf"{taken} entries imported, {present} already present, 0 rejected", out)
     put(other, "key 0", b"")
     other.path(digest("key 1")).unlink()
     other.put("key 1", {"n": "kept"})
@@ -141,7 +141,7 @@ def test_a_bad_member_is_refused_and_the_others_are_taken(
     status, out, err = command("import", tmp_path / "bad.zip", folder=other.folder)
     assert (status, err) == (1, "")
     assert words in out
-    assert "1 entry taken, 0 there already, 1 refused" in out
+    assert "1 entry imported, 0 already present, 1 rejected" in out
     assert other.get("fine") == {"n": 2}
     assert [*other.folder.iterdir()] == [other.path(digest("fine"))]
     assert not [*tmp_path.glob("*.plan")]

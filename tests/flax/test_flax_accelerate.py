@@ -127,12 +127,12 @@ class Mixed(nnx.Module):
 
 KEPT = {
     "own": "derived from Linear",
-    "hooked": "a dot_general of its own",
+    "hooked": "a custom dot_general",
     "embed": "has no such layer",
     "norm": "XLA fuses it",
-    "mine": "an attention_fn of its own",
-    "wide": "no graph computes in float64",
-    **{f"wide.{n}": "no graph computes in float64" for n in ("query", "key", "value", "out")},
+    "mine": "a custom attention_fn",
+    "wide": "graphs do not support float64",
+    **{f"wide.{n}": "graphs do not support float64" for n in ("query", "key", "value", "out")},
     "held.layer": "a container other than a list",
     "closed": "holds a module",
     "method": "holds a module",

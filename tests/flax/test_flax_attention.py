@@ -89,7 +89,7 @@ def test_functions_of_ones_own_and_precision():
     layers = pair(attention_fn=doubled)
     close(*(layer(x) for layer in layers))
     layers[1].local_window_size = 2  # which is not ignored
-    with pytest.raises(jc.GraphError, match=r"no local_window_size(?s:.)*an attention_fn"):
+    with pytest.raises(jc.GraphError, match=r"no local_window_size(?s:.)*custom attention_fn"):
         layers[1](x)
     scaled = pair(attention_fn=functools.partial(jc.ops.attention_fn, scale=8**-0.5))[1]
     assert scaled.unfused is None

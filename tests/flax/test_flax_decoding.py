@@ -82,12 +82,12 @@ def test_pages_hold_tokens_and_no_more_and_take_no_mask_and_no_dropout():
         return jnn.MultiHeadAttention(4, FEATURES, page_size=page_size, **named, rngs=nnx.Rngs(0))
 
     for size in (0, 8.5):
-        with pytest.raises(jc.GraphError, match="page_size is no number of tokens"):
+        with pytest.raises(jc.GraphError, match="page_size is not a number of tokens"):
             layer(size)
     cache = jnn.PagedCache(2, LENGTH, 4, 8, page_size=4)
     x = inputs(2, LENGTH + 1, 4, 8)
     assert cache(*(x[:, :LENGTH],) * 3).shape == (2, LENGTH, 4, 8)
-    with pytest.raises(jc.GraphError, match=f"up to {LENGTH} for an example"):
+    with pytest.raises(jc.GraphError, match=f"up to {LENGTH} per sequence"):
         cache(x, x, x)
     ours, token = layer(4), inputs()[:, :1]
     ours.init_cache((BATCH, LENGTH, FEATURES))
