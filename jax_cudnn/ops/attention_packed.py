@@ -1,4 +1,4 @@
-"""Attention of examples of different lengths that lie one behind the other, without padding."""
+"""Attention over variable-length sequences packed along the token axis, without padding."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from .._core.graph.node import Tensors
     from .._core.graph.spec import GraphSpec, Tensor
 
-# Port -> which of the offsets it lies by; those of queries and those of keys.
+# Port -> the offsets of its array; ports of queries and ports of keys.
 QUERIES = {"q": "q", "dQ": "q", "o": "o", "O": "o", "dO": "o", "stats": "stats", "Stats": "stats"}
 KEYS = {"k": "k", "dK": "k", "v": "v", "dV": "v"}
 _OFFSETS = tuple(f"ragged_offset_{kind}" for kind in ("q", "k", "v", "o", "stats"))
 _LENGTHS = ("seq_len_q", "seq_len_kv")
 _INTEGERS = (*_LENGTHS, *_OFFSETS)
 _PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
-_MOST = 2**31  # elements that offsets of 32 bits tell apart
+_MOST = 2**31  # elements that 32-bit offsets can address
 
 
 @frozen
 class _Packed(Biased, Arranged):
-    """What both directions have in common.
+    """The common base of the forward and backward nodes.
 
     ``max_seq_len_q`` and ``max_seq_len_kv`` bound the lengths; ``max_total_seq_len_q`` and
-    ``max_total_seq_len_kv`` are T and S, by which cuDNN sizes its workspace. seq_len_q and
-    seq_len_kv are (B, 1, 1, 1), and each ragged_offset (B + 1, 1, 1, 1): the element of its array
-    at which an example begins, behind them the end of the last.
+    ``max_total_seq_len_kv`` are T and S, from which cuDNN computes its workspace size. seq_len_q
+    and seq_len_kv are (B, 1, 1, 1), and each ragged_offset is (B + 1, 1, 1, 1): the offset in
+    elements at which each sequence begins, and the end of the last one.
     """
 
     max_seq_len_q: int
@@ -47,8 +47,8 @@ class _Packed(Biased, Arranged):
 
     integers = _INTEGERS
     requires = (
-        "bfloat16 or float16, sizes of heads multiples of 8, SM 80, and SM 90 for gradients; "
-        "arrays of less than 2**31 elements"
+        "bfloat16 or float16, head sizes that are multiples of 8, SM 80, and SM 90 for gradients; "
+        "arrays of fewer than 2**31 elements"
     )
 
     @property
@@ -56,7 +56,7 @@ class _Packed(Biased, Arranged):
         return self.max_seq_len_q, self.max_seq_len_kv
 
     def checked(self, inputs: Mapping[str, Tensor]) -> None:
-        """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
+        """GraphError or GraphTypeError if shapes or dtypes do not fit."""
         sizes = self.sizes(inputs)
         batch = inputs["seq_len_q"].shape[0]
         assert (self.max_total_seq_len_q, self.max_total_seq_len_kv) == (sizes["t"], sizes["s"])
@@ -68,23 +68,24 @@ class _Packed(Biased, Arranged):
         if not sizes["n"] or inputs["q"].shape[1] % inputs["k"].shape[1]:
             raise GraphError(
                 "the numbers of heads do not fit",
-                expected="heads of q a multiple of those of k",
+                expected="a multiple of k's heads for q",
                 got=f"q has {inputs['q'].shape[1]} heads, k {inputs['k'].shape[1]}",
             )
         for port in ("q", "k", "v", "o"):
             if port in inputs and math.prod(inputs[port].shape) >= _MOST:
                 raise GraphError(
                     f"{port!r} has too many elements",
-                    expected="less than 2**31: offsets are numbers of elements in 32 bits",
+                    expected="fewer than 2**31",
                     got=f"{list(inputs[port].shape)}",
-                    fix="call it on parts of the examples",
+                    why="offsets count elements in 32 bits",
+                    fix="split the sequences between several calls",
                 )
 
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         return (tensors["seq_len_q"].shape[0], tensors["q"].shape[1], *self.limits)
 
     def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
-        """(tokens, heads, size) as examples of the largest length, each from its offset on."""
+        """(tokens, heads, size) as sequences of the maximum length, each from its offset on."""
         limit = self.limits[port in KEYS]
         if port not in QUERIES and port not in KEYS:
             return super().views(port, tensors)
@@ -93,7 +94,7 @@ class _Packed(Biased, Arranged):
         return (View(port, (batch, heads, limit, size), strides),)
 
     def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
-        """Offsets within their arrays, and lengths of no more tokens than up to the next offset."""
+        """Offsets clipped to their arrays, and lengths clipped to the distance between offsets."""
         found = dict(given)
         rooms: tuple[list[jax.Array], list[jax.Array]] = ([], [])  # of queries, of keys
         for port, kind in (QUERIES | KEYS).items():
@@ -129,7 +130,7 @@ class _Packed(Biased, Arranged):
 
     @property
     def totals(self) -> dict[str, int]:
-        """What pygraph's method is told besides."""
+        """Further arguments of pygraph's method."""
         return {}
 
     def packing(self, precision: Any) -> Packing:
@@ -143,7 +144,7 @@ class _Packed(Biased, Arranged):
 @frozen
 class PackedSdpaBackward(_Packed):
     """Gradients of packed attention, (T, H, D), (S, N, D) and (S, N, E), and dBias; 0 for tokens of
-    no example. Source: cuDNN documentation, "Scaled Dot Product Attention Backward"."""
+    no sequence. Source: cuDNN documentation, "Scaled Dot Product Attention Backward"."""
 
     method = "packed_sdpa_backward"
     dims = (
@@ -161,7 +162,7 @@ class PackedSdpaBackward(_Packed):
 
     def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
         if self.max_seq_len_q == self.max_seq_len_kv == 1:
-            return "cuDNN has no gradients of one query and one key"
+            return "cuDNN does not support gradients for one query and one key"
         return super().refuses(tensors, graph)
 
     @property
@@ -178,9 +179,9 @@ class PackedSdpaBackward(_Packed):
 
 @frozen
 class PackedSdpa(_Packed):
-    """Attention of each example's queries (T, H, D) over its keys and values, (S, N, D) and
-    (S, N, E). O is (T, H, E) and Stats (T, H, 1); of tokens of no example 0 and -inf. Source: cuDNN
-    documentation, "Scaled Dot Product Attention Forward"."""
+    """Attention of each sequence's queries (T, H, D) over its keys and values, (S, N, D) and
+    (S, N, E). O is (T, H, E) and Stats (T, H, 1); 0 and -inf for tokens of no sequence. Source:
+    cuDNN documentation, "Scaled Dot Product Attention Forward"."""
 
     method = "packed_sdpa"
     dims = f"q: t h d, k: s n d, v: s n e, ?bias: *m, {_PORTS} -> O: t h e, Stats: *l"

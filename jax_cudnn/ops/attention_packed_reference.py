@@ -1,7 +1,7 @@
-"""Packed attention in jnp, a block of one example's queries at a time.
+"""Packed attention in jnp, one block of a sequence's queries at a time.
 
-Memory is linear in the numbers of tokens: a block sees a window of keys from its example's first
-one on, as long as an example may be, and nothing is padded to that length.
+Memory is linear in the number of tokens: a block reads a window of keys from its sequence's first
+one on, of the maximum length, and no array is padded to that length.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from . import attention_reference
 from .attention_reference import Attention
 
 Arrays = Mapping[str, jax.Array]
-_ROWS = {"q": 0.0, "o": 0.0, "dO": 0.0, "stats": -jnp.inf}  # and what stands behind the last
+_ROWS = {"q": 0.0, "o": 0.0, "dO": 0.0, "stats": -jnp.inf}  # with the padding after the last row
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Which queries each block holds. Arrays of (blocks,), but ``example``'s own."""
+    """Which queries each block holds. Arrays are (blocks,), except ``begins``."""
 
     rows: int
-    """Of a block."""
+    """Rows per block."""
     example: jax.Array
     first: jax.Array
-    """Position of its first query in its example."""
+    """Position of its first query in its sequence."""
     queries: jax.Array
-    """Queries of its example; 0 in blocks that stand for nothing."""
+    """Number of queries of its sequence; 0 in unused blocks."""
     begins: jax.Array
-    """First block of each example."""
+    """First block of each sequence."""
 
     @classmethod
     def of(cls, lengths: jax.Array, tokens: int, rows: int) -> _Blocks:
-        """As many as each example needs: together at most one each, beside the full ones."""
+        """As many blocks as the sequences need: full ones, and at most one partial one each."""
         count = -(-lengths // rows)
         ends = jnp.cumsum(count)
         block = jnp.arange(tokens // rows + len(lengths), dtype=jnp.int32)
@@ -50,15 +50,15 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class Packing:
-    """One packed attention, without its arrays: (tokens, heads, size), beside the lengths and the
-    offsets of the examples."""
+    """One packed attention, without its arrays (tokens, heads, size) and the sequences' lengths and
+    offsets."""
 
     attention: Attention
     max_queries: int
     max_keys: int
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-        """O, and the statistic (tokens, heads, 1); of tokens of no example 0, and -inf."""
+        """O, and the statistic (tokens, heads, 1); 0 and -inf for tokens of no sequence."""
 
         @jax.checkpoint
         def block(*which: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -72,7 +72,7 @@ class Packing:
         return restored(o), restored(total, fill=-jnp.inf)
 
     def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
-        """The gradients by q, k, v and bias, by port."""
+        """The gradients of q, k, v and bias, by port."""
         blocks = self._blocks(arrays)
         given = self._padded(arrays, blocks.rows)
         sums = {"dK": "k", "dV": "v"} | ({"dBias": "bias"} if "bias" in arrays else {})
@@ -101,8 +101,8 @@ class Packing:
         return _Blocks.of(lengths.astype(jnp.int32), tokens, rows)
 
     def _padded(self, arrays: Arrays, rows: int) -> dict[str, jax.Array]:
-        """The arrays, so that a block's part never ends behind their end; and where examples begin,
-        in tokens."""
+        """The arrays, padded so that a block never extends past their end, and the start of each
+        sequence in tokens."""
         found = {}
         for port, x in arrays.items():
             if port in _ROWS:
@@ -118,7 +118,7 @@ class Packing:
     def _start(
         self, given: Arrays, port: str, example: jax.Array, first: jax.Array, queries: jax.Array
     ) -> tuple[Any, ...]:
-        """The place in an array at which a block's part begins."""
+        """The start of a block's part of an array."""
         if port in _ROWS:
             return given["starts_q"][example] + first, 0, 0
         if port != "bias":
@@ -129,7 +129,7 @@ class Packing:
     def _block(
         self, given: Arrays, rows: int, example: jax.Array, first: jax.Array, queries: jax.Array
     ) -> dict[str, jax.Array]:
-        """A block as one example of attention with padding."""
+        """A block as one batch element of attention with padding."""
         found = {}
         for port in (*_ROWS, "k", "v", "bias"):
             if port not in given:
@@ -147,13 +147,13 @@ class Packing:
 
 
 def _starts(arrays: Arrays, port: str) -> jax.Array:
-    """The token with which each example begins in the array at a port."""
+    """The first token of each sequence in the array at a port."""
     _, heads, size = arrays[port].shape
     return arrays[f"ragged_offset_{port}"].reshape(-1)[:-1] // (heads * size)
 
 
 def _restored(each: jax.Array, *, blocks: _Blocks, arrays: Arrays, fill: float = 0.0) -> jax.Array:
-    """The rows of all blocks at the places of their tokens, of (blocks, rows, heads, size)."""
+    """The rows of (blocks, rows, heads, size) at the positions of their tokens."""
     starts, lengths = _starts(arrays, "q"), arrays["seq_len_q"].reshape(-1)
     token = jnp.arange(arrays["q"].shape[0], dtype=jnp.int32)
     example = jnp.maximum(jnp.searchsorted(starts, token, side="right") - 1, 0)

@@ -1,4 +1,4 @@
-"""Attention over keys and values that lie in pages, which a table names for each example."""
+"""Attention over paged keys and values, with a page table for each batch element."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class PagedSdpa(Arranged):
     """Attention of q (B, Sq, H, D) over k (pages, tokens, N, D) and v (pages, tokens, N, E), or
     with ``heads_first`` (pages, N, tokens, D) and (pages, N, tokens, E).
 
-    page_table_k and page_table_v, (B, 1, n, 1), name the n pages of each example in their order,
-    seq_len_q and seq_len_kv, (B, 1, 1, 1), say how many queries and keys it has. O is (B, Sq, H, E)
+    page_table_k and page_table_v, (B, 1, n, 1), list the n pages of each batch element in order;
+    seq_len_q and seq_len_kv, (B, 1, 1, 1), are its numbers of queries and keys. O is (B, Sq, H, E)
     and Stats (B, H, Sq, 1). With ``queries_heads_first`` q is (B, H, Sq, D) and O (B, H, Sq, E), in
     any order in memory. Source: cuDNN documentation, "Scaled Dot Product Attention Forward",
     paged attention.
@@ -43,15 +43,15 @@ class PagedSdpa(Arranged):
     dims = f"q: b s h d, k: p *k d, v: w *k e, {_PORTS} -> O: b s h e, Stats: *l"
     integers = _INTEGERS
     requires = (
-        "bfloat16 or float16, sizes of heads multiples of 8, SM 80; no derivative: cuDNN has none "
-        "of keys in pages"
+        "bfloat16 or float16, head sizes that are multiples of 8, SM 80; no derivative: cuDNN has "
+        "none for paged keys"
     )
 
     heads_first: bool = False
     queries_heads_first: bool = False
 
     def _queries(self, q: Shape) -> Shape:
-        """B, Sq, H and D of the shape of q."""
+        """B, Sq, H and D from the shape of q."""
         b, s, h, d = q
         return (b, h, s, d) if self.queries_heads_first else q
 
@@ -65,14 +65,14 @@ class PagedSdpa(Arranged):
         if heads == 0 or h % heads:
             raise GraphError(
                 "the numbers of heads do not fit",
-                expected="heads of q a multiple of those of k",
+                expected="a multiple of k's heads for q",
                 got=f"q has {h} heads, k {heads}",
             )
         found = {"O": ((*q[:3], v[3]), inputs["q"].dtype), "Stats": ((b, h, s, 1), "float32")}
         return {port: found[port] for port in self.results}
 
     def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
-        """With heads in front of tokens."""
+        """The arrays with heads before tokens."""
         tokens_first = {
             "q": not self.queries_heads_first,
             "O": not self.queries_heads_first,
@@ -85,7 +85,7 @@ class PagedSdpa(Arranged):
         return (View(port, (b, h, s, d), (s * h * d, d, h * d, 1)),)
 
     def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
-        """Pages that there are, and lengths of no more tokens than these hold."""
+        """Page indices and lengths, clipped to the existing pages."""
         k, queries = tensors["k"].shape, self._queries(tensors["q"].shape)[1]
         tables = {port: jnp.clip(given[port], 0, k[0] - 1) for port in _TABLES}
         keys = given["page_table_k"].shape[2] * k[2 if self.heads_first else 1]
@@ -113,12 +113,12 @@ class PagedSdpa(Arranged):
         return Node.jvp(self, g, tangents, inputs, outputs)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
-        """As further examples, of the same pages."""
+        """Into the batch, with shared pages."""
         if not batched & {"k", "v"}:
             yield dict.fromkeys({*tensors} - {"k", "v"}, 0)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Some examples at a time: only their keys and values are brought together."""
+        """A few batch elements at a time: only their keys and values are gathered."""
         attention = self.base.attention(precision)
 
         @jax.checkpoint

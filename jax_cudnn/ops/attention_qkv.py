@@ -1,4 +1,4 @@
-"""Attention of queries, keys and values that lie in one array, as one projection writes them."""
+"""Attention over queries, keys and values in one array, as a joint projection writes them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PORTS = "?bias: *bias, ?seq_len_q: *i, ?seq_len_kv: *j"
 
 @frozen
 class _Qkv(Biased, Arranged):
-    """What both directions have in common. ``heads`` are those of the queries: of the M = heads +
-    2 N heads of qkv the first ones, before N of keys and N of values."""
+    """The common base of the forward and backward nodes. ``heads`` counts the query heads: the
+    first of the M = heads + 2 N heads of qkv, followed by N key heads and N value heads."""
 
     heads: int
 
@@ -38,15 +38,15 @@ class _Qkv(Biased, Arranged):
         return self.base.requires
 
     def checked(self, inputs: Mapping[str, Tensor]) -> None:
-        """GraphError or GraphTypeError for shapes and dtypes that do not fit."""
+        """GraphError or GraphTypeError if shapes or dtypes do not fit."""
         self.sizes(inputs)
         batch, tokens, heads, _ = inputs["qkv"].shape
         of_keys = (heads - self.heads) // 2
         if of_keys < 1 or heads != self.heads + 2 * of_keys or self.heads % of_keys:
             raise GraphError(
                 "the numbers of heads do not fit",
-                expected="N heads of queries, and K of keys and of values, N a multiple of K",
-                got=f"{heads} heads in all, {self.heads} of queries",
+                expected="N query heads, K key heads and K value heads, with N a multiple of K",
+                got=f"{heads} heads in total, {self.heads} of them query heads",
             )
         wanted = dict.fromkeys(_LENGTHS, (batch, 1, 1, 1))
         self.checked_shapes(inputs, {**wanted, "stats": (batch, self.heads, tokens, 1)})
@@ -57,12 +57,12 @@ class _Qkv(Biased, Arranged):
         return (batch, self.heads, tokens, tokens)
 
     def parts(self, heads: int) -> tuple[tuple[int, int], ...]:
-        """Where queries, keys and values begin and end among the heads."""
+        """The ranges of query, key and value heads."""
         n = (heads - self.heads) // 2
         return (0, self.heads), (self.heads, self.heads + n), (self.heads + n, heads)
 
     def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
-        """Parts of (examples, tokens, heads, size), with heads in front of tokens."""
+        """Parts of (batch, tokens, heads, size), with heads before tokens."""
         names = {"qkv": ("q", "k", "v"), "dQKV": ("dQ", "dK", "dV")}.get(port, (port,))
         if port not in ("qkv", "dQKV", "o", "O", "dO"):
             return super().views(port, tensors)
@@ -75,7 +75,7 @@ class _Qkv(Biased, Arranged):
         ]
 
     def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
-        """Lengths of no more tokens than there are."""
+        """Lengths clipped to the number of tokens."""
         tokens = tensors["qkv"].shape[1]
         lengths = without_keys(*(jnp.clip(given[port], 0, tokens) for port in _LENGTHS))
         return dict(zip(_LENGTHS, lengths, strict=True))
@@ -86,7 +86,7 @@ class _Qkv(Biased, Arranged):
         return self.base.emit(pygraph, tensors, common)
 
     def arrays(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """As the reference takes them: q, k and v, and heads in front of tokens."""
+        """The arrays in the reference's form: q, k and v, with heads before tokens."""
         found = {
             port: jnp.swapaxes(x, 1, 2) if port in ("qkv", "o", "dO") else x
             for port, x in arrays.items()
@@ -96,7 +96,7 @@ class _Qkv(Biased, Arranged):
         return found | dict(zip("qkv", parts, strict=True))
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
-        """As further examples; a bias of all examples stays one, unless its gradient is wanted."""
+        """Into the batch; a bias shared by the batch stays shared unless its gradient is needed."""
         return as_examples(batched, tensors, tensors, "qkv")
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
@@ -106,7 +106,7 @@ class _Qkv(Biased, Arranged):
 
 @frozen
 class QkvSdpaBackward(_Qkv):
-    """Gradients of attention of one array, as one array, and dBias. Source: cuDNN documentation,
+    """Gradients of attention over one array, as one array, and dBias. Source: cuDNN documentation,
     "Scaled Dot Product Attention Backward"."""
 
     method = "qkv_sdpa_backward"
@@ -125,7 +125,7 @@ class QkvSdpaBackward(_Qkv):
 
     def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
         if tensors["qkv"].shape[1] == 1:
-            return "cuDNN has no gradients of one query and one key"
+            return "cuDNN does not support gradients for one query and one key"
         return super().refuses(tensors, graph)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -137,7 +137,7 @@ class QkvSdpaBackward(_Qkv):
 
 @frozen
 class QkvSdpa(_Qkv):
-    """Attention of qkv (B, S, M, D): O is (B, S, heads, D), Stats (B, heads, S, 1). Source: cuDNN
+    """Attention over qkv (B, S, M, D): O is (B, S, heads, D), Stats (B, heads, S, 1). Source: cuDNN
     documentation, "Scaled Dot Product Attention Forward"."""
 
     method = "qkv_sdpa"

@@ -1,7 +1,7 @@
-"""Attention in jnp, some rows of queries at a time: memory is linear in their number.
+"""Attention in jnp, some rows of queries at a time: memory is linear in the number of queries.
 
-Arrays are (B, H, S, D) as cuDNN's; k and v may have fewer heads, each of which serves as many
-neighbouring heads of q.
+Arrays are (B, H, S, D) as in cuDNN; k and v may have fewer heads, each of which serves equally many
+consecutive heads of q.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from . import attention_extras as extras
 if TYPE_CHECKING:
     from .score_mod import ScoreMod
 
-_SCORES = 2**24  # scores that are in memory at a time, 64 MiB of float32
+_SCORES = 2**24  # scores in memory at a time, 64 MiB of float32
 
 Arrays = Mapping[str, jax.Array]
 _OF_QUERIES = "q", "q_T", "o", "o_f16", "dO", "dO_T", "dO_f16", "stats"
 _OF_KEYS = "k", "k_T", "v", "dK", "dV"
 OPERANDS = "score_mod_operands"
-"""How the names of those arrays begin that a function of the scores reads."""
+"""The prefix of the names of score_mod's operands."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """Which keys a query sees: those at positions ``j`` with ``i - left < j <= i + right``, where
-    ``i`` is its own; without a bound, all on that side. ``bottom_right``: positions are counted
-    from the last query and the last key, which see each other."""
+    """Which keys a query at position ``i`` sees: those at positions ``j`` with
+    ``i - left < j <= i + right``; None means no bound. ``bottom_right``: positions are aligned at
+    the last query and the last key instead of the first ones."""
 
     left: int | None = None
     right: int | None = None
     bottom_right: bool = False
 
     def at(self, i: jax.Array, more_keys: Any) -> jax.Array:
-        """Positions of queries ``i`` among the keys, of which there are so many more."""
+        """Positions of queries ``i`` among the keys; ``more_keys`` is keys minus queries."""
         return i + more_keys if self.bottom_right else i
 
     def sees(self, i: jax.Array, j: jax.Array, more_keys: Any) -> Any:
-        """Whether queries at ``i`` see keys at ``j``, where so many more keys than queries are."""
+        """Whether queries at ``i`` see keys at ``j``; ``more_keys`` is keys minus queries."""
         at, seen = self.at(i, more_keys), True
         if self.left is not None:
             seen &= j > at - self.left
@@ -63,9 +63,9 @@ class Attention:
     score_mod: ScoreMod | None = None
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-        """O, and the logarithm of each row's sum of exponentials, of q, k and v, and of bias,
-        seq_len_q, seq_len_kv and what else there may be, where they are given; and of first, the
-        position that the first query of each example has, where that is not 0."""
+        """O and the log-sum-exp of each row, from q, k, v and the optional operands (bias,
+        seq_len_q, seq_len_kv, ...); ``first`` is the position of each batch element's first query,
+        by default 0."""
 
         arrays = within_lengths(arrays, arrays)
         k = arrays["k"]
@@ -80,7 +80,7 @@ class Attention:
         return _heads(o), _heads(total)
 
     def backward(self, arrays: Arrays) -> dict[str, jax.Array]:
-        """The gradients by q, k, v and bias, by port, of the same operands with O, its gradient dO
+        """The gradients of q, k, v and bias, by port, from the same operands, O, its gradient dO
         and the statistic."""
         arrays = within_lengths(arrays, arrays)
         k, v, bias = arrays["k"], arrays["v"], arrays.get("bias")
@@ -125,7 +125,7 @@ class Attention:
         return extras.kept(arrays, self.dropout, (b, h, s, t), 0)
 
     def _kept(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array:
-        """What weights are multiplied by: 0, or one over the probability that they are kept."""
+        """The factors of the weights: 0, or one over the probability of keeping a weight."""
         assert self.dropout is not None
         b, n, g, s, _ = rows["q"].shape
         keep = rows.get("dropout_mask")
@@ -138,7 +138,7 @@ class Attention:
     def _softmax(
         self, rows: Arrays, arrays: Arrays, first: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Weights, and the statistic; of a query that sees no key 0, and -inf."""
+        """Weights and the statistic; 0 and -inf for a query that sees no key."""
         scores = self._scores(rows, arrays, first)
         largest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
         sink = self._sink(rows, arrays, first)
@@ -149,12 +149,12 @@ class Attention:
         total = jnp.sum(each, axis=-1, keepdims=True)
         if sink is not None:
             total = total + jnp.exp(sink - largest)
-        none = total == 0  # of no number neither this nor total > 0 is true
+        none = total == 0  # false for NaN, as is total > 0
         total = jnp.where(none, 1, total)
         return each / total, jnp.where(none, -jnp.inf, largest + jnp.log(total))
 
     def _scores(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array:
-        """Scaled scores in float32, -inf where a key is not seen."""
+        """Scaled scores in float32, -inf for hidden keys."""
         scores = self._modified(self._products(rows, arrays), rows, first)
         if "bias" in rows:
             scores = scores + rows["bias"].astype(scores.dtype)
@@ -189,8 +189,8 @@ class Attention:
     def _positions(
         self, arrays: Arrays, first: jax.Array, count: int
     ) -> tuple[jax.Array, jax.Array, Any, Any]:
-        """Those of ``count`` queries from ``first`` on, (B or 1, 1, 1, S, 1), and of all keys; the
-        lengths of both."""
+        """The positions of ``count`` queries from ``first`` on, (B or 1, 1, 1, S, 1), and of all
+        keys, and the lengths of both."""
         queries, keys = (
             _length(arrays.get(name), arrays[of].shape[2])
             for name, of in (("seq_len_q", "q"), ("seq_len_kv", "k"))
@@ -199,7 +199,7 @@ class Attention:
         return i, jnp.arange(arrays["k"].shape[2])[None, :], queries, keys
 
     def _sink(self, rows: Arrays, arrays: Arrays, first: jax.Array) -> jax.Array | None:
-        """The logit that each query has beside its keys, -inf for those that are none."""
+        """The sink logit of each query, -inf for queries after the length."""
         if "sink_token" not in arrays:
             return None
         q = rows["q"]
@@ -209,7 +209,7 @@ class Attention:
         return jnp.where(there, sink, -jnp.inf)
 
     def _product(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        """In the arrays' own 16-bit dtype, as cuDNN does, with sums in float32."""
+        """A product in the arrays' 16-bit dtype, as in cuDNN, with sums in float32."""
         a = a.astype(b.dtype) if b.dtype.itemsize == 2 else a
         return jnp.einsum(
             equation, a, b, precision=self.precision, preferred_element_type=wide(a, b)
@@ -217,8 +217,8 @@ class Attention:
 
 
 def within_lengths(arrays: Arrays, lengths: Arrays) -> dict[str, jax.Array]:
-    """The arrays with zeros behind each example's lengths, and statistics of -inf: what stands
-    there has weights of 0, and 0 times NaN is NaN."""
+    """The arrays with zeros after each batch element's lengths, and statistics of -inf: weights are
+    0 there, and 0 times NaN is NaN."""
     found = dict(arrays)
     for ports, port, first in (
         (_OF_QUERIES, "seq_len_q", lengths.get("first", 0)),
@@ -237,7 +237,7 @@ def _length(given: jax.Array | None, whole: int) -> Any:
 
 
 def _grouped(arrays: Arrays) -> dict[str, jax.Array]:
-    """Arrays with rows of queries, with the heads in groups by that of k: (B, N, G, S, ...)."""
+    """Arrays with rows of queries, with heads grouped by the heads of k: (B, N, G, S, ...)."""
     heads = arrays["k"].shape[1]
     found = {}
     operands = (name for name in arrays if name.startswith(OPERANDS))
@@ -254,7 +254,7 @@ def _heads(x: jax.Array) -> jax.Array:
 
 
 def _summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The sum over what was broadcast, of (B, N, G, S, T) for a bias of this shape."""
+    """The sum of (B, N, G, S, T) over the broadcast dimensions of a bias of this shape."""
     axes = [axis for axis, size in ((0, shape[0]), (4, shape[3])) if size == 1]
     axes += [1, 2] * (shape[1] == 1) + [3] * (shape[2] == 1)
     return jnp.sum(x, axis=tuple(axes), keepdims=True)
@@ -263,21 +263,21 @@ def _summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _over_rows(
     function: Callable[..., Any], rows: dict[str, jax.Array], keys: int, sums: bool = False
 ) -> Any:
-    """The results of all rows of queries, some at a time; with ``sums`` the second of two is added
-    up."""
+    """The results of all rows of queries, some at a time; with ``sums`` the second of two results
+    is summed."""
     *heads, queries, _ = rows["q"].shape
     count = max(1, _SCORES // max(math.prod(heads) * keys, 1))
     if count >= queries:
         return function(rows, jnp.zeros((), jnp.int32))
     blocks = -(-queries // count)
-    shared = {name: x for name, x in rows.items() if x.shape[3] == 1}  # by all queries
+    shared = {name: x for name, x in rows.items() if x.shape[3] == 1}  # broadcast over queries
 
     def run(first: jax.Array, own: dict[str, jax.Array]) -> Any:
         return function({**shared, **own}, first)
 
     def cut(name: str, x: jax.Array) -> jax.Array:
         behind = [(0, blocks * count - queries if axis == 3 else 0) for axis in range(5)]
-        if name.startswith(OPERANDS):  # no function meets a value that it does not know
+        if name.startswith(OPERANDS):  # score_mod sees only existing operand values
             padded = jnp.pad(x, behind, mode="edge")
         else:
             padded = jnp.pad(x, behind, constant_values=-jnp.inf if name == "stats" else 0)

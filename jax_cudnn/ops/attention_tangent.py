@@ -1,4 +1,4 @@
-"""The tangent of attention, beside its result and statistic; its transpose is cuDNN's backward."""
+"""The tangent of attention, given its result and statistic; its transpose is cuDNN's backward."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _LARGEST = 3e38  # of float32, nearly
 
 @frozen
 class SinkGradient(Node):
-    """dSink_token of sdpa_backward in one order of its sum, by XLA."""
+    """dSink_token of sdpa_backward, summed by XLA in a fixed order."""
 
     method = "sdpa_sink_gradient"
     leftover = True
     ports = derived_ports(("o", "dO", "stats", "sink_token"), ("dSink_token",))
-    requires = "XLA adds up the gradient of sinks: cuDNN's sum has no fixed order, and no padding"
+    requires = "XLA sums the gradient of sinks: cuDNN's sum has no fixed order, and no padding"
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         return {"dSink_token": (inputs["sink_token"].shape, "float32")}
@@ -75,10 +75,10 @@ class AttentionTangent(Tangent):
         if out not in cotangents or not {*inputs} >= {*self._read}:
             return super().transpose(g, cotangents, inputs, tensors)
         assert isinstance(self.base, (Sdpa, Arranged))
-        # Of padding the statistic is -inf, which cuDNN's sum over all queries does not pass over.
+        # Padding has a statistic of -inf, which cuDNN's sum over all queries does not skip.
         apart = g.options.deterministic or "seq_len_q" in inputs
         node = self.base.backward({*linear} - ({"sink_token"} if apart else set()))
-        drawn = "seed" in inputs  # then the mask of weights is drawn again
+        drawn = "seed" in inputs  # the dropout mask is then drawn again
         inner = [port for port in self.inner if port != "dropout_mask" or not drawn]
         values = {port: inputs[port] for port in inner}
         values |= {"o": inputs["O"], "stats": inputs["Stats"], "dO": cotangents[out]}
@@ -93,7 +93,7 @@ class AttentionTangent(Tangent):
         if of_mod:
             passed |= self._by_reference(g, of_mod, cotangents, inner, inputs, tensors)
         others = tuple(name for name in cotangents if name != out)
-        if others:  # of the statistic, which v does not move
+        if others:  # of the statistic, which does not depend on v
             moved = {p: name for p, name in linear.items() if p != "v" and p not in of_mod}
             of_others = {name: cotangents[name] for name in others}
             further = self._by_reference(g, moved, of_others, inner, inputs, tensors)
@@ -110,7 +110,7 @@ class AttentionTangent(Tangent):
         inputs: Values,
         tensors: Tensors,
     ) -> dict[str, GraphTensor]:
-        """What reaches the tangents ``moved`` from some cotangents, from the reference."""
+        """The cotangents of the tangents ``moved``, from some cotangents, by the reference."""
         if not moved:
             return {}
         avals = tuple((n, tensors[n].shape, tensors[n].dtype) for n in moved.values())
@@ -122,6 +122,6 @@ class AttentionTangent(Tangent):
 
 
 def _finite(g: Derivation, stats: GraphTensor) -> GraphTensor:
-    """The statistic, so large where a query sees no key that the weights of all are 0: with -inf
-    cuDNN's backward computes no number. One that is none already stays so."""
+    """The statistic, made so large for a query that sees no key that all its weights are 0: with
+    -inf cuDNN's backward computes NaN. NaN stays NaN."""
     return g.binary_select(stats, _LARGEST, g.logical_not(g.cmp_le(stats, -_LARGEST)))

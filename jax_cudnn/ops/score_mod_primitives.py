@@ -1,6 +1,6 @@
-"""JAX's operations on each element as cuDNN's, for functions of attention's scores.
+"""JAX's elementwise operations as cuDNN's, for score_mod.
 
-Numbers are float32 here, integers, too, and truths are 1 and 0.
+All values are float32 here, including integers, and booleans are 1 and 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .score_mod_trace import Traced
 
 TAKEN = (
-    "operations on each element: operators, comparisons, jnp.where, minimum, maximum, clip, abs, "
-    "exp, log, tanh, sigmoid, sqrt, power, sin, cos, floor, and what is made of them"
+    "elementwise operations: operators, comparisons, jnp.where, minimum, maximum, clip, abs, exp, "
+    "log, tanh, sigmoid, sqrt, power, sin, cos, floor, and functions composed of them"
 )
 
 
@@ -31,7 +31,7 @@ def _as(method: str) -> Callable[..., GraphTensor]:
 def _of_truths(method: str) -> Callable[..., GraphTensor]:
     def write(g: Traced, eqn: Any, *operands: Any) -> GraphTensor:
         if any(str(x.aval.dtype) != "bool" for x in eqn.invars):
-            raise GraphError("it combines the bits of integers", expected=TAKEN)
+            raise GraphError("bitwise operations on integers are not supported", expected=TAKEN)
         return g.made(method, *operands)
 
     return write
@@ -59,12 +59,12 @@ def _towards_zero(g: Traced, x: Any) -> GraphTensor:
 def _quotient(g: Traced, eqn: Any, a: Any, b: Any) -> GraphTensor:
     if not _is_whole(eqn):
         return g.made("div", a, b)
-    away = g.made("mul", _sign(g, eqn, a), 0.5)  # no rounding crosses an integer
+    away = g.made("mul", _sign(g, eqn, a), 0.5)  # rounding errors then do not cross an integer
     return _towards_zero(g, g.made("div", g.made("add", a, away), b))
 
 
 def _floor_divided(g: Traced, a: Any, b: Any) -> GraphTensor:
-    """Of integers; of a positive divisor exactly."""
+    """Floor division of integers; exact for positive divisors."""
     sign = _sign(g, None, b)
     half = g.made("mul", sign, 0.5) if isinstance(sign, GraphTensor) else 0.5 * sign
     return g.made("floor", g.made("div", g.made("add", a, half), b))
@@ -86,10 +86,10 @@ def _converted(g: Traced, eqn: Any, x: Any) -> Any:
         return x
     if is_floating(new):
         raise GraphError(
-            f"it rounds to {new}",
+            f"casts to {new} are not supported",
             expected="float32 throughout",
-            why="scores and all that is computed of them stay in float32",
-            fix="leave the cast out",
+            why="scores and all values computed from them stay in float32",
+            fix="remove the cast",
         )
     return _towards_zero(g, x) if is_floating(old) else x
 
@@ -105,14 +105,15 @@ def _power(g: Traced, eqn: Any, x: Any) -> GraphTensor:
 
 
 def _exponential_less_one(g: Traced, eqn: Any, x: Any) -> GraphTensor:
-    """``tanh(x / 2) (exp(x) + 1)``: near 0 a difference would lose digits."""
+    """``tanh(x / 2) (exp(x) + 1)``: near 0, ``exp(x) - 1`` would lose precision."""
     half = g.made("tanh", g.made("mul", x, 0.5))
     return g.made("mul", half, g.made("add", g.made("exp", x), 1.0))
 
 
 def _logarithm_of_more_than_one(g: Traced, eqn: Any, x: Any) -> GraphTensor:
-    """Near 0 ``2 artanh(x / (2 + x))`` by its series, where the sum would lose digits; both parts
-    are added, each 0 where the other counts, because a selection's derivative begins with a number.
+    """Near 0 the series of ``2 artanh(x / (2 + x))``, because ``1 + x`` would lose precision. Both
+    parts are added, each 0 where the other applies, because the derivative of a selection would
+    have a scalar as its first operand.
     """
     size = g.made("abs", x)
     near = g.made("mul", x, g.made("cmp_lt", size, 0.1))
@@ -126,7 +127,9 @@ def _logarithm_of_more_than_one(g: Traced, eqn: Any, x: Any) -> GraphTensor:
 
 def _picked(g: Traced, eqn: Any, which: Any, *cases: Any) -> Any:
     if len(cases) != 2:
-        raise GraphError(f"it selects from {len(cases)} cases", expected="two, as jnp.where")
+        raise GraphError(
+            f"selecting from {len(cases)} cases is not supported", expected="two, as in jnp.where"
+        )
     return g.made("binary_select", cases[1], cases[0], which)
 
 
@@ -169,7 +172,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "copy_p": lambda g, eqn, x: x,
 }  # fmt: skip
 
-# What jnp writes of several operations, of integers.
+# jnp functions of integers that consist of several primitives.
 SHORT: dict[str, Callable[..., GraphTensor]] = {
     "floor_divide": _floor_divided,
     "remainder": _modulo,

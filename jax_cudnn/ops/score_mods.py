@@ -1,8 +1,8 @@
-"""Functions of attention's scores, ready for ``score_mod=``.
+"""Common functions for ``score_mod=``.
 
-Each is, or makes, a function ``f(score, b, h, q, kv, *operands)`` as users write them, see
-:func:`jax_cudnn.ops.dot_product_attention`. For equal arguments it is the same one, which is traced
-once.
+Each is, or returns, a function ``f(score, b, h, q, kv, *operands)``, see
+:func:`jax_cudnn.ops.dot_product_attention`. Equal arguments return the same function, which is
+traced once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from .._core.graph.dtypes import float32_range
 
 
 def softcap(cap: float) -> Callable[..., Any]:
-    """Bounds the scores: ``cap * tanh(score / cap)``.
+    """Soft-cap the scores: ``cap * tanh(score / cap)``.
 
     Args:
-        cap: the bound, above 0; 50 in Gemma 2.
+        cap: the bound, a Python scalar above 0; 50 in Gemma 2.
 
-    Raises GraphError for others. Source: Gemma Team 2024, arXiv:2408.00118.
+    Raises:
+        GraphError: cap is not a positive scalar.
+
+    Source: Gemma Team 2024, arXiv:2408.00118.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
@@ -37,7 +40,7 @@ def softcap(cap: float) -> Callable[..., Any]:
     number = isinstance(cap, numbers.Real) and not isinstance(cap, bool)
     if not number or not float32_range("cap", cap) > 0:
         raise GraphError(
-            "cap is not valid", expected="a Python number above 0", got=repr(cap)[:200]
+            "cap is not valid", expected="a Python scalar above 0", got=repr(cap)[:200]
         )
     return _capped(float(cap))
 
@@ -51,12 +54,15 @@ def _capped(cap: float) -> Callable[..., Any]:
 
 
 def prefix(length: int) -> Callable[..., Any]:
-    """Causal attention, but for the first keys, which all queries see (a prefix language model).
+    """Causal attention with a prefix of keys that all queries see (a prefix language model).
 
     Args:
-        length: how many keys these are, at least 0.
+        length: the number of keys in the prefix, at least 0.
 
-    Raises GraphError for others. Source: Raffel et al. 2020, arXiv:1910.10683.
+    Raises:
+        GraphError: length is not a non-negative integer.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
@@ -77,24 +83,23 @@ def _prefixed(length: int) -> Callable[..., Any]:
     def seen(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return jnp.where((kv <= q) | (kv < length), score, -jnp.inf)
 
-    return _showing(seen)  # the first key, if no other
+    return _showing(seen)  # each query sees at least the first key
 
 
 def documents(score: Any, b: Any, h: Any, q: Any, kv: Any, of_queries: Any, of_keys: Any) -> Any:
-    """Hides the keys of other documents than the query's, where several are one sequence.
+    """Hide the keys of other documents, for sequences that hold several documents.
 
-    Give ``score_mod_operands=(of_queries, of_keys)`` in int32, (B, 1, T, 1) and (B, 1, 1, S): the
-    number of each token's document. cuDNN is given the second as (B, 1, T, S) in memory; several
-    documents of one sequence cost less as examples of
-    :func:`jax_cudnn.ops.packed_dot_product_attention`.
+    Pass ``score_mod_operands=(of_queries, of_keys)`` in int32, (B, 1, T, 1) and (B, 1, 1, S): the
+    index of each token's document. The second is copied to (B, 1, T, S) in memory for cuDNN;
+    :func:`jax_cudnn.ops.packed_dot_product_attention` costs less for contiguous documents.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
         >>> q = jnp.ones((1, 6, 1, 8))
-        >>> number = jnp.array([0, 0, 0, 1, 1, 1])
-        >>> given = number.reshape(1, 1, 6, 1), number.reshape(1, 1, 1, 6)
+        >>> document = jnp.array([0, 0, 0, 1, 1, 1])
+        >>> operands = document.reshape(1, 1, 6, 1), document.reshape(1, 1, 1, 6)
         >>> jc.ops.dot_product_attention(
-        ...     q, q, q, score_mod=jc.ops.score_mods.documents, score_mod_operands=given
+        ...     q, q, q, score_mod=jc.ops.score_mods.documents, score_mod_operands=operands
         ... ).shape
         (1, 6, 1, 8)
     """
@@ -102,6 +107,6 @@ def documents(score: Any, b: Any, h: Any, q: Any, kv: Any, of_queries: Any, of_k
 
 
 def _showing(function: Any) -> Callable[..., Any]:
-    """A function that leaves each query some key, so that no statistic is to be looked at."""
+    """Mark a function that leaves each query at least one key, so that statistics are finite."""
     function.hides_queries = False
     return function

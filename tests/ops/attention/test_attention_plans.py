@@ -211,7 +211,7 @@ def test_a_backward_that_makes_no_number_of_what_tiles_hold_beyond_the_scores_is
         *_, segment = backward.segments
         assert (segment.plan is None) == ((t, s) != (256, 384))
         if segment.plan is None:
-            assert f"of {t} queries and {s} keys cuDNN's backward gives" in segment.reason
+            assert f"cuDNN's backward pads {t} queries and {s} keys" in segment.reason
 
 
 def test_what_reads_a_result_or_shares_a_bias_is_no_part_of_the_plan():

@@ -231,7 +231,7 @@ WRONG = {  # words, and a function with its operands
     "1, 4, 8, 8": (of_score(lambda s: s[:1]), ()),
     "test_score_mod.py": (lambda s, b, h, q, kv: (q - kv) * 1.0, ()),
     "jnp.where": (lambda s, b, h, q, kv: s > 0, ()),
-    "leave the cast out": (of_score(lambda s: s.astype("bfloat16") * 2.0 + s), ()),
+    "remove the cast": (of_score(lambda s: s.astype("bfloat16") * 2.0 + s), ()),
     "random": (of_score(lambda s: s + jax.random.normal(jax.random.key(0), s.shape)), ()),
     "'table'": (biased, ()),
 }
