@@ -26,25 +26,24 @@ class Row(NamedTuple):
     programs: Sequence[str] = ()  # whose times are added
 
 
+_ATTENTION, _CASES = ("attention_h200", "attention"), ("h200", "cases")
+_STEPS, _FLAX = ("steps_h200", "steps"), ("flax_h200", "flax")
 ROWS = (
-    Row("attention: decode, paged cache", "attention_h200", "attention", "paged/64x8192x64-8x128",
-        (FORWARD,)),
-    Row("attention: packed sequences", "attention_h200", "attention", "packed/8x4096x32-8x128",
-        _BOTH),
-    Row("attention: softcap (score_mod)", "attention_h200", "attention", "softcap/1x4096x32-8x128",
-        _BOTH),
-    Row("attention: causal", "attention_h200", "attention", "causal/1x8192x64-8x128", _BOTH),
-    Row("attention: float8 (others bfloat16)", "attention_h200", "attention", "float8/1x8192x64-8x128", _BOTH),
-    Row("3-D convolution, forward", "h200", "cases", "unet3d/3x3x3-64-at-64/fprop"),
-    Row("ConvNeXt 1x1 + bias + GELU, forward", "h200", "cases", "convnext/pointwise-96-384-at-56/bias-gelu"),
-    Row("float8 matmul, forward", "h200", "cases", "mlp/4096x4096x4096/fp8"),
+    Row("attention: decode, paged cache", *_ATTENTION, "paged/64x8192x64-8x128", (FORWARD,)),
+    Row("attention: packed sequences", *_ATTENTION, "packed/8x4096x32-8x128", _BOTH),
+    Row("attention: softcap (score_mod)", *_ATTENTION, "softcap/1x4096x32-8x128", _BOTH),
+    Row("attention: causal", *_ATTENTION, "causal/1x8192x64-8x128", _BOTH),
+    Row("attention: float8 (others bfloat16)", *_ATTENTION, "float8/1x8192x64-8x128", _BOTH),
+    Row("3-D convolution, forward", *_CASES, "unet3d/3x3x3-64-at-64/fprop"),
+    Row("1x1 + bias + GELU, forward", *_CASES, "convnext/pointwise-96-384-at-56/bias-gelu"),
+    Row("float8 matmul, forward", *_CASES, "mlp/4096x4096x4096/fp8"),
     Row("RMS norm, 8192x4096", "norms_h200", "norms", "rms_norm/8192x4096", _BOTH),
-    Row("per-example gradients of a CNN", "steps_h200", "steps", "per-example/batch-64", (_EXAMPLES,)),
-    Row("MLP, 4096-16384", "steps_h200", "steps", "mlp/8192x4096x16384", (_STEP,)),
-    Row("ResNet-50, training step", "flax_h200", "flax", "resnet50/batch-256"),
-    Row("ViT-B/16, training step", "flax_h200", "flax", "vit-b-16/batch-256"),
-    Row("GPT-2 124M, training step", "flax_h200", "flax", "gpt2-124m/32x1024"),
-)  # fmt: skip
+    Row("per-example gradients of a CNN", *_STEPS, "per-example/batch-64", (_EXAMPLES,)),
+    Row("MLP, 4096-16384", *_STEPS, "mlp/8192x4096x16384", (_STEP,)),
+    Row("ResNet-50, training step", *_FLAX, "resnet50/batch-256"),
+    Row("ViT-B/16, training step", *_FLAX, "vit-b-16/batch-256"),
+    Row("GPT-2 124M, training step", *_FLAX, "gpt2-124m/32x1024"),
+)
 
 
 def ratios(row: Row, result: Mapping[str, Any]) -> dict[str, float]:

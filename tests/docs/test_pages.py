@@ -1,4 +1,4 @@
-"""README, the pages in docs/ and the notebooks: what they show runs, and what they name exists."""
+"""The pages in docs/ and the notebooks: what they show runs, and what they name exists."""
 
 import doctest
 import re
@@ -10,7 +10,6 @@ import jax_cudnn as jc
 from jax_cudnn._core.graph import trace
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.planning import support
-from jax_cudnn.deviceless import profiles
 from jax_cudnn.interop import factory, pygraph, wrapper
 
 ROOT = Path(__file__).parents[2]
@@ -30,26 +29,6 @@ def blocks(path):
 def run(code, names):
     for block in code:
         exec(block, names)
-
-
-@pytest.mark.deviceless
-def test_readme_examples_run_in_order(capsys):
-    names = {}
-    run(blocks("README.md"), names)
-    assert (names["y"].shape, names["y"].dtype.name) == ((8, 64, 28, 28), "bfloat16")
-    (plan,) = names["plan"].execution_plans
-    assert plan.digest in names["lowered"].as_text()
-    assert [*names["plans"]] == ["conv_bias_relu", "conv_bias_relu (backward)"]
-    x, w, b = (names[name] for name in "xwb")
-    assert names["gradients"](x, w, b)[1].shape == w.shape
-    assert names["per_example"](x).shape == names["y"].shape
-    printed = capsys.readouterr().out
-    assert all(word in printed for word in (*profiles.names(), "LayerNorm", "conv_wgrad.0"))
-
-
-def test_readme_leads_to_the_pages():
-    readme = (ROOT / "README.md").read_text()
-    assert [page for page in PAGES if f"(docs/{page})" not in readme] == []
 
 
 @pytest.mark.deviceless

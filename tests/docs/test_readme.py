@@ -1,0 +1,38 @@
+"""README: its code runs, it shows what a run prints, and it stays short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.deviceless
+def test_examples_run_in_order_and_print_what_is_shown(capsys):
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", README, re.S):
+        exec(block, names)
+    assert names["fast"].layers[0].scale is names["model"].layers[0].scale
+    assert names["Up"](64, 8, key=names["jax"].random.key(0))(names["jnp"].ones((3, 64))).shape == (
+        3,
+        8,
+    )
+    assert names["packed"].shape == names["tokens"].shape
+    assert names["gradients"]["down"].any()
+    (shown,) = re.findall(r"```text\n(.*?)```", README, re.S)
+    printed = capsys.readouterr().out.splitlines()
+    of_any_cudnn = [re.split(r"  +", line)[:2] for line in shown.splitlines()[:-1]]
+    assert of_any_cudnn == [re.split(r"  +", line)[:2] for line in printed[-9:-1]]
+
+
+def test_readme_leads_to_every_page():
+    pages = [path.name for path in (ROOT / "docs").glob("*.md")]
+    assert [page for page in pages if f"(docs/{page})" not in README] == []
+
+
+def test_readme_and_build_are_short():
+    assert README.count("\n") <= 150
+    assert len(README.encode()) <= 10_000
+    assert (ROOT / "BUILD.md").read_text().count("\n") <= 250
