@@ -349,7 +349,7 @@ class Sdpa(Attending):
         # An 8-bit O is too coarse for the backward pass, which subtracts its products with dO.
         if "Stats" not in outputs or outputs["O"].dtype.itemsize == 1:
             return super().jvp(g, tangents, inputs, outputs)
-        from .attention_tangent import AttentionTangent  # importing jax_cudnn does without
+        from .attention_tangent import AttentionTangent  # lazy, for a fast import
 
         outputs = {port: x for port, x in outputs.items() if port != "RNG_DUMP"}  # is constant
         node = AttentionTangent(self, tuple(tangents), tuple(outputs), tuple(inputs))

@@ -107,7 +107,7 @@ class Arranged(Node):
     ) -> dict[str, GraphTensor]:
         if "Stats" not in outputs:
             return super().jvp(g, tangents, inputs, outputs)
-        from .attention_tangent import AttentionTangent  # importing jax_cudnn does without
+        from .attention_tangent import AttentionTangent  # lazy, for a fast import
 
         node = AttentionTangent(self, tuple(tangents), tuple(outputs), tuple(inputs))
         along = {node.given[port]: tangent for port, tangent in tangents.items()}

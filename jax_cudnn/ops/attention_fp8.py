@@ -129,7 +129,7 @@ class SdpaFp8(Scaled):
         return {port: found.get(port, (_ONE, "float32")) for port in self.results}
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        from .attention_fp8_reference import Fp8Attention  # importing jax_cudnn does without
+        from .attention_fp8_reference import Fp8Attention  # lazy, for a fast import
 
         made = Fp8Attention(self.attn_scale, self.band).forward(arrays)
         found = dict(zip(self.ports.output_names, made, strict=True))

@@ -156,7 +156,7 @@ class SdpaMxfp8(BlockScaled):
         return {port: found[port] for port in self.results}
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        from .attention_fp8_reference import MxAttention  # importing jax_cudnn does without
+        from .attention_fp8_reference import MxAttention  # lazy, for a fast import
 
         attention = MxAttention(self.attn_scale, self.band, weights=str(arrays["q"].dtype))
         made = attention.forward(self.dequantized(arrays))

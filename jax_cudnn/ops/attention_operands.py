@@ -183,7 +183,7 @@ def modification(
 ) -> tuple[ScoreMod, tuple[jax.Array, ...]]:
     """The score_mod with band and lengths as a value, and its operands in the form that graphs
     take."""
-    from .score_mod_written import written  # importing jax_cudnn does without
+    from .score_mod_written import written  # lazy, for a fast import
 
     check_function(function)
     found, truths, kind = [], [], wide(query)

@@ -199,7 +199,7 @@ def dot_product_attention(
         >>> jc.ops.dot_product_attention(q, k, k, is_causal=True).shape
         (2, 128, 8, 64)
     """
-    from .attention_arguments import further, with_sinks_alone  # importing jax_cudnn does without
+    from .attention_arguments import further, with_sinks_alone  # lazy, for a fast import
     from .attention_hidden import hidden, shown, with_means
 
     is_causal, bottom_right, alibi, heads_first, return_residual = flags(

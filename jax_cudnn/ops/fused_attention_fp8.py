@@ -59,7 +59,7 @@ def _padding(lengths):
 
 
 def _current(g, operands, scales, lengths, *, options, implementation, **kind):
-    from .attention_fp8_tangent import Quantize  # importing jax_cudnn does without
+    from .attention_fp8_tangent import Quantize  # lazy, for a fast import
 
     def quantized(x, scale, dtype):
         states = {"input": x._state, "scale": scale._state}

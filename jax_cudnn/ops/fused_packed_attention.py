@@ -18,7 +18,7 @@ from .attention_operands import check_operands, scaled, window_bounds
 
 
 def _packed(g, q, k, v, bias, lengths, offsets, *, limits, **attributes):
-    from .attention_packed import PackedSdpa  # importing jax_cudnn does without
+    from .attention_packed import PackedSdpa  # lazy, for a fast import
 
     ports = {"q": q, "k": k, "v": v, **lengths, **offsets}
     if bias is not None:

@@ -17,7 +17,7 @@ from .attention_operands import check_size, scaled, window_bounds, without_keys
 
 
 def _paged(g, q, k, v, integers, *, heads_first, **attributes):
-    from .attention_paged import PagedSdpa  # importing jax_cudnn does without
+    from .attention_paged import PagedSdpa  # lazy, for a fast import
 
     ports = {"q": q, "k": k, "v": v, **integers}
     node = PagedSdpa(Sdpa.create(**attributes), heads_first)

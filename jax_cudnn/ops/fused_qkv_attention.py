@@ -19,7 +19,7 @@ from .attention_reference import Band
 
 
 def _qkv(g, qkv, bias, lengths, *, heads, **attributes):
-    from .attention_qkv import QkvSdpa  # importing jax_cudnn does without
+    from .attention_qkv import QkvSdpa  # lazy, for a fast import
 
     ports = {"qkv": qkv} if bias is None else {"qkv": qkv, "bias": bias}
     if lengths is not None:
@@ -94,7 +94,7 @@ def dot_product_attention_qkv(
         >>> jc.ops.dot_product_attention_qkv(qkv, 8, is_causal=True).shape
         (2, 128, 8, 64)
     """
-    from .attention_hidden import hidden, shown, with_means  # importing jax_cudnn does without
+    from .attention_hidden import hidden, shown, with_means  # lazy, for a fast import
 
     is_causal, bottom_right, return_residual = flags(
         is_causal=is_causal, bottom_right=bottom_right, return_residual=return_residual

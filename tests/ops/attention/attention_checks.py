@@ -1,4 +1,4 @@
-"""What tests of attention share: operands, options, and the comparison with the oracle."""
+"""Shared by the attention tests: operands, options, and the comparison with the oracle."""
 
 import functools
 
@@ -19,7 +19,7 @@ ours = jc.ops.dot_product_attention
 
 
 def drawing(key):
-    """A function of a shape (and a dtype) that draws normal numbers, others in each call."""
+    """A function of a shape (and a dtype) that draws new normal values in each call."""
     rng = np.random.default_rng(int(jax.random.bits(key)))
     return lambda shape, dtype="float32": jnp.asarray(rng.standard_normal(shape), dtype)
 
@@ -29,7 +29,7 @@ def qkv(normal, b=2, t=24, s=24, n=4, k=4, h=16, e=None, dtype="float32"):
 
 
 def made(normal, sizes, has, dtype="float32", **given):
-    """A function of (query, key, value, bias, sink), these, and the oracle's arguments."""
+    """A function of (query, key, value, bias, sink), its operands, and the oracle's arguments."""
     q, k, v = qkv(normal, **sizes, dtype=dtype)
     (b, t, n, _), s = q.shape, k.shape[1]
     has, exact = dict(has), {}
@@ -69,7 +69,7 @@ def bounds(*, is_causal=False, local_window_size=None, bottom_right=False, alibi
 
 
 def kept(q, k, rate, implementation=None):
-    """The mask of the weights, as the forward writes it."""
+    """The dropout mask, as the forward pass writes it."""
     graph = jc.graph(
         lambda g, q, k, seed, offset: g.sdpa(
             q, k, k, seed=seed, offset=offset, dropout_probability=rate, rng_dump=True
@@ -80,7 +80,7 @@ def kept(q, k, rate, implementation=None):
 
 
 def outcome(function, operands, dout, dlogs=None):
-    """Results (the result and the statistic) and gradients of a function, in one program; without
+    """Results (the output and the statistic) and gradients of a function, in one program; without
     ``dlogs`` the statistic has no cotangent."""
 
     @jax.jit
@@ -99,7 +99,7 @@ def turned(x):
 
 
 def check(normal, function, operands, exact, limit=1e-5, of_logs=True):
-    """Results and gradients beside the oracle, also those of the statistic unless told not to."""
+    """Compares results and gradients with the oracle, by default also the statistic's."""
     q, _, v, *others = operands
     dout = normal((*q.shape[:3], v.shape[3]), q.dtype)
     dlogs = normal(q.shape[:3]) if of_logs else None
@@ -125,7 +125,7 @@ def check(normal, function, operands, exact, limit=1e-5, of_logs=True):
 
 
 def weights_of(rate, key, implementation=None, dtype="float32", t=64):
-    """(B, N, T, S) by the forward, and by the backward: values and cotangent are identities."""
+    """(B, N, T, S) from the forward and backward passes: values and cotangent are identities."""
     q, k = (x.astype(dtype) for x in jax.random.normal(jax.random.key(3), (2, 2, t, 4, 64)))
     v = jnp.broadcast_to(jnp.eye(t, dtype=dtype)[:, None], (2, t, 4, t))
 
@@ -140,10 +140,10 @@ def weights_of(rate, key, implementation=None, dtype="float32", t=64):
 
 
 def check_masks(limit=1e-5, **arguments):
-    """Forward and backward drop the same weights, of each key, example, head and query others."""
+    """Forward and backward passes drop the same weights, which depend on key and position."""
     rate, (whole, _) = 0.3, weights_of(0.0, KEY, **arguments)
     masks = []
-    for key in (KEY, jax.random.key(8), jnp.array([1, 7], "uint32")):  # the last: of other words
+    for key in (KEY, jax.random.key(8), jnp.array([1, 7], "uint32")):  # the last one as raw data
         forward, backward = weights_of(rate, key, **arguments)
         mask = forward != 0
         np.testing.assert_array_equal(mask, backward != 0)

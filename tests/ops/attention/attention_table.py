@@ -1,4 +1,4 @@
-"""Attention by each of its functions: what is planned without a GPU and run on one."""
+"""Cases of each attention function, planned without a GPU and run on one."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def dense(
     *, attend=ours, b=2, t=256, s=256, n=4, k=4, h=64, e=None, bias=None, sink=False, operands=(),
     lengths=(), **given,
 ):  # fmt: skip
-    """A function of arrays alone, their avals, and the count of those it has gradients by."""
+    """A function of arrays, their avals, and how many of them are differentiated."""
     shapes = [(b, t, n, h), (b, s, k, h), (b, s, k, e or h), *([bias] if bias else [])]
     avals = [*(S(shape, "bfloat16") for shape in shapes), *[S((n,), "float32")] * sink]
     count = len(avals) if "score_mod" not in given else 3
@@ -68,7 +68,7 @@ def packed(
 
 
 def in_pages(*, t=1, n=8, k=2, h=64, page=64, per=5, ends=(320, 1, 100, 0), **given):
-    """Of four examples one has no keys, and one a single one."""
+    """One of four batch elements has no keys, and one has a single key."""
     b = len(ends)
     count = b * per + 3
     pages = (count, k, page, h) if given.get("heads_first") else (count, page, k, h)
@@ -86,8 +86,8 @@ def of_score(f):
 
 
 def of_equal_operands(function, bias=None):
-    """The scale is small: of equal queries and keys nearly all weight would be on the own key, and
-    gradients would be nothing but rounding."""
+    """With a small scale: otherwise a query would put nearly all weight on the equal key, and
+    gradients would be only rounding errors."""
 
     def run(*operands, **more):
         attend = lambda g, *x: g.sdpa(*function(*x), *x[2:], attn_scale=0.03)[0]  # noqa: E731
@@ -151,7 +151,7 @@ TABLE = {
     "cases": dense(score_mod=of_score(lambda s: jnp.where(s > 0.2, s, -s / 2))),
     "equal keys and values": of_equal_operands(lambda q, k, *_: (q, k, k)),
     "all equal, bias": of_equal_operands(lambda q, k, *_: (k, k, k), (1, 4, 128, 128)),
-    # queries that only a band hides all keys of
+    # queries whose keys are all hidden by the band
     "window of all lengths": dense(
         s=128, k=2, local_window_size=(16, 0), lengths=([256, 256], [128, 128])
     ),

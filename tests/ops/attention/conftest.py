@@ -1,4 +1,4 @@
-"""Fixtures of attention's tests."""
+"""Fixtures of the attention tests."""
 
 import pytest
 from attention_checks import drawing
@@ -8,12 +8,12 @@ from jax_cudnn.ops import attention_reference
 
 @pytest.fixture
 def normal(key):
-    """Draws normal numbers of a shape, others in each call."""
+    """Draws new normal values of a shape in each call."""
     return drawing(key)
 
 
 @pytest.fixture
 def blocks(monkeypatch, request):
-    """The reference takes a few rows at a time, with some left over."""
+    """The reference computes a few rows at a time, with a remainder."""
     few = getattr(request.module, "SCORES_AT_A_TIME", 2000)
     monkeypatch.setattr(attention_reference, "_SCORES", few)

@@ -1,4 +1,4 @@
-"""Attention: all of its options beside float64, what only it does, and its derivatives."""
+"""Attention: all options compared with float64, special cases, and derivatives."""
 
 import functools
 
@@ -30,7 +30,7 @@ CASES = {  # sizes, and what it has
     "lengths out of range": ({"b": 3}, {**LAST, "queries": [99, -2, 7], "keys": [20, 5, 99]}),
     "sink": ({"k": 2}, {**CAUSAL, "sink": True, "local_window_size": (5, 0)}),
     "sink, no key": ({"b": 3}, {**LENGTHS, "sink": True, "bias": (1, 4, 24, 24)}),
-    "sink, score_mod": (  # which has a reference of its own
+    "sink, score_mod": (  # which has a separate reference
         {"b": 3},
         {**LENGTHS, **LAST, "sink": True, "score_mod": lambda score, *_: score},
     ),
@@ -68,7 +68,7 @@ def test_heads_before_tokens_three_dimensions_and_a_scale_that_is_an_array(norma
 
 
 def test_gradients_of_a_result_in_float8_do_not_go_on_from_it(normal):
-    """The result is rounded, its derivative is not."""
+    """The result is rounded, and its derivative is not."""
     dtype = "float8_e5m2"
     graph = jc.graph(lambda g, q, k, v: g.sdpa(q, k, v, attn_scale=0.25)[0].set_data_type(dtype))
     q, k, v, along = normal((4, 2, 2, 24, 16))
@@ -78,7 +78,7 @@ def test_gradients_of_a_result_in_float8_do_not_go_on_from_it(normal):
         np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(b).max())
 
 
-EMPTY = {  # examples, queries, keys, and what else
+EMPTY = {  # batch elements, queries, keys, and options
     "examples": (0, 8, 8, {"dropout_rate": 0.1, "dropout_rng": KEY}),
     "queries": (2, 0, 8, {}),
     "keys": (2, 8, 0, {"dropout_rate": 0.1, "dropout_rng": KEY}),
@@ -127,8 +127,8 @@ HIDDEN = {
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_where_a_mask_hides_all_keys_it_is_as_jax_nn(name, normal):
-    """The mean of the values, which queries and keys do not move; no rank is promoted; and the
-    residual is lower than any, so that whoever joins parts by it gives it no weight."""
+    """The mean of the values, independent of queries and keys, without rank promotion. The
+    residual is below all others, so that combining parts by it gives this part no weight."""
     mask, more = HIDDEN[name]
     operands, dout = qkv(normal, t=6, s=6, h=8, k=2), normal((2, 6, 4, 8))
     plain = lambda *x: (theirs(*x, None, mask, **more), jnp.zeros((2, 6, 4)))  # noqa: E731
@@ -164,13 +164,13 @@ def test_hidden_queries_beside_sinks_lengths_tiles_and_infinite_biases(normal):
     of_sink = lambda v: ours(q, k, v, None, mask, sink=jnp.zeros(4))[:, 1]  # noqa: E731
     assert not of_sink(v).any()
     assert not jax.grad(lambda v: of_sink(v).sum())(v).any()
-    low = jnp.zeros((6, 6)).at[3].set(-jnp.inf)  # where jax.nn has NaN
+    low = jnp.zeros((6, 6)).at[3].set(-jnp.inf)  # jax.nn returns NaN here
     np.testing.assert_array_equal(ours(q, k, v, low)[:, 3], 0)
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (1, 1, 1, 6), (1, 4, 6, 6)])
 def test_what_is_added_is_not_larger_than_the_mask(shape, normal):
-    """Also where lengths and bands, which differ by example and query, hide its keys."""
+    """Also with lengths and bands, which hide other keys for each batch element and query."""
     q, k, v = qkv(normal, t=6, s=6, h=8)
     attend = functools.partial(ours, key_value_seq_lengths=jnp.array([3, 6], "int32"), **CAUSAL)
     mask = jnp.ones(shape, bool).at[..., :4].set(False)
@@ -181,7 +181,7 @@ def test_what_is_added_is_not_larger_than_the_mask(shape, normal):
 
 
 def test_of_one_array_it_is_that_of_three(normal):
-    """6 heads of queries beside 3 of keys; or as many of each, with hidden queries."""
+    """6 query heads with 3 key heads; or equally many, with hidden queries."""
     one, ends = jc.ops.dot_product_attention_qkv, jnp.array([[9, 4], [7, 9]], "int32")
     given = {"query_seq_lengths": ends[0], "key_value_seq_lengths": ends[1], "scale": 0.3}
     given |= {"local_window_size": (3, 2), "return_residual": True}

@@ -1,4 +1,4 @@
-"""What functions and nodes of attention refuse: the kind of error, and a telling word or two."""
+"""Errors of attention functions and nodes: their class, and a few characteristic words."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Attention in fp8: scales, largest values, derivatives, plans."""
+"""fp8 attention: scales, amax values, derivatives, plans."""
 
 import functools
 import itertools
@@ -74,7 +74,7 @@ def test_results_and_gradients(name, normal, request):
 
 
 def test_current_scaling_does_not_depend_on_the_operands_sizes(normal):
-    """Of values and gradients; powers of fp8's range apart. Nor does it need four dimensions."""
+    """For values and gradients far beyond fp8's range, and without a batch dimension."""
     q, k, v = qkv(normal, dtype="float32")
     check(ours, (q, k, v * 1e4), normal(q.shape) * 1e-4)
     np.testing.assert_array_equal(ours(q[0], k[0], v[0]), ours(q[:1], k[:1], v[:1])[0])
@@ -93,7 +93,7 @@ def test_zeros_and_queries_that_see_no_key(normal):
 
 @pytest.mark.parametrize("state", [None, create(4)], ids=["current", "delayed"])
 def test_what_is_no_number_stays_none_and_moves_no_scale(state, normal):
-    """Nor does what is infinite become the largest number of fp8."""
+    """And infinity does not become the largest fp8 value."""
     operands = qkv(normal, b=1, t=8, s=8, n=2, k=2, dtype="float32")
 
     @jax.jit
@@ -117,7 +117,7 @@ FACTORS = {n: jnp.full((1, 1, 1, 1), 1.0, jnp.float32) for n in NAMES if "scale_
 
 
 def test_what_exceeds_fp8_saturates_and_rounding_is_straight_through(normal):
-    """As in cuDNN; a plain conversion to float8_e5m2 makes infinities, to float8_e4m3fn NaN."""
+    """As in cuDNN; a plain conversion gives infinity in float8_e5m2 and NaN in float8_e4m3fn."""
     for dtype, most in ((E4M3, 448.0), (E5M2, 57344.0)):
         np.testing.assert_array_equal(stored(jnp.array([1e9, -1e9, 2.0]), dtype), [most, -most, 2])
         operands = [(normal((2, 4, 24, 16)) * 8).astype(dtype)] * 3
@@ -143,7 +143,7 @@ def one_step(state, size=1.0):
 
 
 def test_the_gradient_by_the_state_is_the_state_of_the_next_step():
-    """A scale is of the largest value in the window; infinities leave no trace."""
+    """A scale follows from the largest value in the history; infinities are ignored."""
     after = one_step(create(3, margin=1))
     # q, k, v, o, dO, and dV: each key gets 1/16 of 16 queries' gradients
     np.testing.assert_allclose(after.amax_history[0, :5], [1, 2, 3, 3, 0.5], rtol=1e-6)
@@ -163,7 +163,7 @@ def test_the_gradient_by_the_state_is_the_state_of_the_next_step():
 
 
 def test_states_of_layers_in_a_scan_and_steps_without_the_attention(normal):
-    """Each layer's gradient is its own new state; where it is not run, one to begin with."""
+    """Each layer's gradient is its new state; a layer that did not run returns an initial one."""
     x, states = normal((1, 16, 2, 16)), jax.vmap(lambda _: create(4))(jnp.arange(3))
 
     def total(states, taken):
@@ -204,7 +204,7 @@ def test_devices_with_one_state_learn_the_largest_values_of_all(normal):
 
 @pytest.mark.deviceless
 def test_with_delayed_scaling_there_is_nothing_but_the_plans():
-    """With current scaling XLA finds the scales around them. Precision is of float32 alone."""
+    """With current scaling XLA computes the scales. Precision applies to float32 only."""
     avals = [*[S((2, 256, 4, 128), "bfloat16")] * 3, jax.eval_shape(lambda: create(4))]
     step = jax.grad(loss(functools.partial(ours, implementation="cudnn")), range(4))
     with jc.target("H200"), jax.default_matmul_precision("highest"):

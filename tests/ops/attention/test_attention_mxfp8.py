@@ -1,4 +1,4 @@
-"""Attention in fp8 with a scale for each block of 32 (MXFP8)."""
+"""fp8 attention with one scale per block of 32 elements (MXFP8)."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def test_blocks_of_zeros_of_what_is_exact_of_what_is_no_number_and_of_nothing():
 
 @pytest.mark.long
 def test_derivatives_are_by_the_values_alone(normal):
-    """Of scales about 1: gradients of what has small scales are nothing in float8."""
+    """With scales of about 1: gradients with small scales would underflow in fp8."""
     arrays = {}
     for port, axis in {"q": -1, "k": -1, "v": -2}.items():
         values, scales = quantize(normal((1, 1 + (port == "q"), 32, 32)), axis)

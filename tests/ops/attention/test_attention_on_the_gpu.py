@@ -1,5 +1,5 @@
-"""Attention by cuDNN on the GPU: what is planned beside XLA's, which other tests compare with
-float64; and what its engines were seen to get wrong."""
+"""Attention on the GPU: cuDNN compared with XLA, which other tests compare with float64; and cases
+that cuDNN's engines got wrong."""
 
 import functools
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 def drawn(normal, aval, dtype="bfloat16"):
     if aval.dtype == "bool":
         return normal(aval.shape) < 0.8
-    if aval.dtype == "int32":  # of documents, say
+    if aval.dtype == "int32":  # for example document indices
         places = np.indices(aval.shape)[int(np.argmax(aval.shape))]
         return jnp.asarray(places // 100, "int32")
     return normal(aval.shape, dtype if aval.dtype == "bfloat16" else aval.dtype)
@@ -43,8 +43,8 @@ def near(got, want, limit=2e-2):
 
 
 def compare(function, operands, limit=2e-2, shared=False):
-    """Results and gradients beside XLA's in float32; of a bias that all keys share the gradient is
-    0, and what is found is rounding."""
+    """Results and gradients compared with XLA in float32; the gradient of a bias shared by all keys
+    is 0 up to rounding."""
     places = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
     wide = [x.astype("float32") if i in places else x for i, x in enumerate(operands)]
 
@@ -64,7 +64,7 @@ def distant(s, b, h, i, j):
 
 
 LENGTHS = [2048, 64, 0, 1500, 300, 777, 128, 1000]
-OTHERS = {  # of as many tokens and heads as language models have, and of parts of tiles
+OTHERS = {  # sizes of language models, and partial tiles
     "many tiles": dense(b=1, t=2048, s=2048, n=8, k=2, h=128, score_mod=distant, **CAUSAL),
     "fp8 of many": dense(attend=fp8, b=1, t=2048, s=2048, n=8, k=2, h=128, **CAUSAL),
     "pages": in_pages(ends=range(2048, 0, -128), n=32, k=8, h=128, per=32, **CAUSAL),
@@ -95,7 +95,7 @@ def test_results_and_gradients(name, dtype, normal):
 
 
 def rows(function, operands, **more):
-    """The result, the statistic and the gradients; by cuDNN, and by XLA in float32."""
+    """The result, the statistic and the gradients, from cuDNN and from XLA in float32."""
     found = []
     for implementation, dtype in ((None, "bfloat16"), ("xla", "float32")):
         given = {"implementation": implementation, "return_residual": True, **more}
@@ -111,7 +111,7 @@ UNSEEING = ("window of all lengths", "more queries than keys", "pages, prefill",
 
 @pytest.mark.parametrize("name", ["window", *UNSEEING, "sink, lengths"])
 def test_queries_that_see_no_key_and_statistics(name, normal):
-    """Natural logarithms of sums of exponentials; of what is not seen, nothing is written."""
+    """Natural log-sum-exps; rows that see no key keep their initial value."""
     function, avals, _ = UNSEEN if name == "window" else TABLE[name]
     got, want = rows(function, [drawn(normal, a) for a in avals])
     unseen = np.isneginf(want[1])
@@ -123,7 +123,7 @@ def test_queries_that_see_no_key_and_statistics(name, normal):
 
 
 def test_dropout(normal):
-    """Forward and backward drop the same weights, which the forward writes."""
+    """Forward and backward passes drop the same weights, which the forward pass writes."""
     dtype = "bfloat16"
     check_masks(limit=2e-2, implementation="cudnn", dtype=dtype, t=128)
     has = {"rate": 0.1, "sink": True, "alibi": True, "queries": [256, 128], "keys": [253, 133]}

@@ -1,4 +1,4 @@
-"""Packed attention: examples of different lengths one behind the other."""
+"""Packed attention: variable-length sequences concatenated along the token axis."""
 
 import functools
 
@@ -25,7 +25,7 @@ def offsets(*ends):
 
 
 def apart(queries, keys, **band):
-    """As examples of their lengths in arrays of the longest one."""
+    """The same sequences, padded to the longest one."""
     lengths = [np.diff(ends) for ends in (queries, keys)]
     near = [np.arange(length.max()) for length in lengths]
     at, of = (np.minimum(x[:-1, None] + i, 39) for x, i in zip((queries, keys), near, strict=True))
@@ -74,8 +74,8 @@ def test_results_and_gradients_are_those_of_each_example_by_itself(name, normal)
 
 
 def test_what_is_longer_than_said_is_left_out(normal):
-    """Never read: offsets beyond the arrays and lengths beyond the limits are cut; and the longest
-    keys are as long as the longest queries by default."""
+    """Never read: offsets are clipped to the arrays and lengths to the limits; by default the limit
+    of keys is that of queries."""
     q, k, v = qkv(normal, t=20, s=20)
     short = jax.jit(functools.partial(ours, max_query_length=6))
     got = short(q, k, v, query_offsets=offsets(0, 12, 90))
@@ -119,7 +119,7 @@ def test_what_is_no_number_stays_in_its_example(normal):
 
 @pytest.mark.deviceless
 def test_other_operations_are_no_part_of_the_plan():
-    """They would see the packed array otherwise than attention does."""
+    """They would read the packed array in another layout than attention."""
     q = S((300, 8, 64), "bfloat16")
     (spec,) = graphs_of(lambda q: packed(offsets(0, 100, 300))(q, q, q), q)
 

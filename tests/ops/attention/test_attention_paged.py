@@ -1,4 +1,4 @@
-"""Attention over keys and values in pages, and the tokens that are written there."""
+"""Attention over paged keys and values, and writing tokens to pages."""
 
 import functools
 
@@ -16,14 +16,14 @@ SCORES_AT_A_TIME = 60
 
 
 def cache(normal, t=5, e=8):
-    """query, both kinds of pages, and a table of pages in any order; some belong to nobody."""
+    """query, key and value pages, and a page table in random order; some pages are unused."""
     table = np.random.default_rng(0).permutation(21)[:18].reshape(3, 6)
     shapes = (3, t, 4, 8), (21, 4, 2, 8), (21, 4, 2, e)
     return *(normal(shape) for shape in shapes), jnp.asarray(table, "int32")
 
 
 def gathered(table, lengths, **given):
-    """Attention over the tokens that the pages hold, one behind the other."""
+    """Attention over the tokens of the pages, gathered in order."""
 
     def function(q, *pages):
         k, v = (x[table].reshape(len(q), -1, *x.shape[2:]) for x in pages)
@@ -48,7 +48,7 @@ def agree(got, want, limit=2e-5):
         np.testing.assert_allclose(a, b, atol=limit * max(1, np.abs(b[np.isfinite(b)]).max()))
 
 
-CASES = {  # queries, what attention is told, lengths of keys
+CASES = {  # queries, options, lengths of keys
     "one": (1, CAUSAL, [24, 9, 5]),
     "causal window": (5, {**CAUSAL, "local_window_size": (3, 0)}, [24, 9, 5]),
     "from the first": (5, {**CAUSAL, "bottom_right": False}, [24, 9, 5]),
@@ -79,7 +79,7 @@ def test_pages_with_heads_first_and_one_cache_of_both(normal):
 
 
 def test_nothing_is_read_behind_the_lengths_and_out_of_range(normal):
-    """cuDNN would read foreign memory; so do entries that nobody set."""
+    """cuDNN would read out of bounds; unused entries may be anything."""
     q, k, v, table = cache(normal)
     want = call(table, LENGTHS)(q, k, v)
     wild = table.at[1, 3:].set(-1).at[2, 2:].set(2**31 - 1)
@@ -88,7 +88,7 @@ def test_nothing_is_read_behind_the_lengths_and_out_of_range(normal):
     agree(call(table, LENGTHS)(q, *behind), want)
     cut, beyond = (jnp.array(x, "int32") for x in ([24, 9, 0], [999, 9, -5]))
     agree(call(table, beyond)(q, k, v), call(table, cut)(q, k, v))
-    # Entries within the lengths lead to the nearest page that there is.
+    # Entries within the lengths are clipped to existing pages.
     last, far = (call(jnp.full_like(table, x), LENGTHS)(q, k, v) for x in (len(k) - 1, 2**31 - 1))
     agree(far, last)
     assert np.isfinite(far[0]).all()
@@ -129,7 +129,7 @@ def test_tokens_without_a_place_are_left_out_and_donated_pages_are_written_where
 
 
 def test_a_loop_that_decodes(normal):
-    """A prompt is written and attended to at once, then one token after the other."""
+    """A prompt is written and attended to in one call, then token by token."""
     arrays = normal((2, 11, 4, 8)), normal((2, 11, 2, 8)), normal((2, 11, 2, 8))
     table = jnp.array([[5, 0, 3], [1, 6, 2]], "int32")
 
@@ -149,7 +149,7 @@ def test_a_loop_that_decodes(normal):
 
 
 def test_one_last_query_has_no_band(normal):
-    """It sees all keys anyway, and cuDNN splits them among its blocks."""
+    """It sees all keys anyway, and cuDNN then splits them between its blocks."""
     *operands, table = cache(normal, t=1)
     (spec,) = graphs_of(call(table, LENGTHS, **CAUSAL), *operands)
     assert methods(spec) == ["paged_sdpa"]

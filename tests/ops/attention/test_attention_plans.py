@@ -1,4 +1,4 @@
-"""What cuDNN plans of attention, and what it is not asked for, without a GPU."""
+"""Which attention cuDNN plans, and which runs in XLA, without a GPU."""
 
 import functools
 import math
@@ -61,7 +61,7 @@ BESIDE = {"add", "cmp_le", "logical_not", "binary_select", "sdpa_sink_gradient"}
 def test_forward_and_backward_are_a_plan_each(name, gpu):
     forward, backward = plans_of(TABLE[name], gpu)
     assert len(forward.execution_plans) == 1
-    # cuDNN has no backward of pages; it begins one of cases with a number, and computes it wrongly.
+    # cuDNN has no backward for pages; and it computes one with a leading scalar wrongly.
     without = "pages" in name or name == "cases"
     assert len(backward.execution_plans) == (not without)
     for plan in (forward, backward):
@@ -74,7 +74,7 @@ def test_forward_and_backward_are_a_plan_each(name, gpu):
                 np.testing.assert_allclose(s.plan.tables[0], oracle_attention.slopes(6), rtol=1e-6)
 
 
-LIE = {  # rows, and how many arrays are tokens before heads in both calls
+LIE = {  # rows, and how many arrays have tokens before heads in both calls
     "arrays": dense(k=2, **CAUSAL),
     "heads first": dense(t=4, n=256, s=2, k=256, heads_first=True, **CAUSAL),
     "qkv": one_array(n=8, k=2),
@@ -98,7 +98,7 @@ def test_arrays_are_read_where_they_lie(name):
             arrays = shapes.count("64xbf16")
             turned = arrays if name == "arrays" else 0
             assert at.count("dense<[3, 1, 2, 0]> : tensor<4xindex>") == turned
-    if name == "qkv":  # nor is it cut and put together
+    if name == "qkv":  # nor is it sliced and concatenated
         for operation in ("slice", "concatenate", "pad", "transpose"):
             assert f"stablehlo.{operation}" not in text
         for plan, arrays in zip(plans_of(LIE[name], "H200"), (1, 2), strict=True):
@@ -128,7 +128,7 @@ def rounded(g, q, k, v, o, dO, stats):
 
 
 def two_selections(s, b, h, i, j, a, c):
-    """cuDNN 9.19 ends the process."""
+    """cuDNN 9.19 crashes the process."""
     return jnp.where(i < a, jnp.where(j < c, s, -jnp.inf), -jnp.inf)
 
 
@@ -144,7 +144,7 @@ def backward_of(row):
 NUMBERS = [((2, 1, 1, 1), "int32")] * 2
 SIX = [*[X] * 5, S((2, 4, 128, 1), "float32")]
 LENGTHS, WIDE = ([100, 128], [128, 30]), S(X.shape, "float32")
-REASONS = {  # a function and operands, words of the reason; on an H200 unless said
+REASONS = {  # a function and operands, words of the reason; on an H200 by default
     "lengths of float32": (
         (dense(lengths=LENGTHS)[0], [S(TOKENS.shape, "float32")] * 3), ["after seq_len_q"],
     ),
@@ -162,7 +162,7 @@ REASONS = {  # a function and operands, words of the reason; on an H200 unless s
     ),
     "packed": (backward_of(TABLE["packed, window"]), ["LSE is not supported"], "A100"),
     "fp8 from the last": (TABLE["fp8, from the last"][:2], ["Blackwell"]),
-    # Of it an H200 took a part of dQ for zero, with lengths and without.
+    # Here an H200 wrote zeros to part of dQ, with lengths and without.
     **{
         f"fp8 of a part of a tile, {len(ends)} lengths": (
             backward_of(dense(attend=fp8, t=100, s=100, h=128, lengths=ends)), ["multiples of 128"],
@@ -185,7 +185,7 @@ REASONS = {  # a function and operands, words of the reason; on an H200 unless s
 
 @pytest.mark.parametrize("name", REASONS)
 def test_it_is_xlas_with_a_reason(name):
-    """On an H200 some gave other numbers, missed pointers, or were written out of bounds."""
+    """On an H200 some of these gave wrong values, missed pointers, or wrote out of bounds."""
     (function, operands), words, *gpu = REASONS[name]
     with jc.target(*gpu or ["H200"]):
         plans = [*jc.plans(function, *operands).values()]
@@ -205,7 +205,7 @@ def test_a_backward_that_makes_no_number_of_what_tiles_hold_beyond_the_scores_is
     for t, s in ((256, 384), (256, 200), (100, 256)):
         row = dense(t=t, s=s, score_mod=change, operands=operands)
         watched = jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow")
-        with watched[0], watched[1], watched[2]:  # it is tried whatever is watched for
+        with watched[0], watched[1], watched[2]:  # the check ignores these modes
             forward, backward = plans_of(row, "H200")
         assert forward.segments[0].plan is not None
         *_, segment = backward.segments
@@ -215,7 +215,7 @@ def test_a_backward_that_makes_no_number_of_what_tiles_hold_beyond_the_scores_is
 
 
 def test_what_reads_a_result_or_shares_a_bias_is_no_part_of_the_plan():
-    """On an H200 a plan that added to dQ missed a pointer. Results stay in 16 bits for it."""
+    """On an H200 a plan that added to dQ missed a pointer. Results stay in 16 bits."""
 
     def added(g, q, k, v, o, dO, stats):
         dq, dk, dv = g.sdpa_backward(q, k, v, o, dO, stats)

@@ -1,5 +1,5 @@
-"""Attention: its dropout, derivatives of higher order and batches of each of its functions, and
-the graphs that they make."""
+"""Attention: dropout, higher-order derivatives, and vmap of each attention function, and the graphs
+that they create."""
 
 import functools
 
@@ -20,7 +20,7 @@ S = jax.ShapeDtypeStruct
 
 
 def test_forward_and_backward_drop_the_same_weights(monkeypatch):
-    """Whichever rows are computed at a time."""
+    """However many rows are computed at a time."""
     masks = []
     for scores in (2000, 2**24):
         monkeypatch.setattr(attention_reference, "_SCORES", scores)
@@ -40,7 +40,7 @@ def test_keys_of_all_kinds_and_one_program_for_all(normal):
     typed, raw = function(jax.random.key(3)), function(jax.random.PRNGKey(3))
     np.testing.assert_array_equal(typed, raw)
     assert (function(jax.random.key(4)) != typed).any()
-    assert len(calls) == 2  # the key is no part of the program
+    assert len(calls) == 2  # the key is not part of the program
 
 
 def every(rate=0.0):
@@ -57,7 +57,7 @@ ENDS = np.array([[0, 7, 7, 20, 31], [0, 3, 10, 11, 25], [5, 9, 20, 30, 40]], "in
 
 
 def packed(q, k, v, ends=ENDS[0]):
-    """Of one array of heads, (T, N, H) each."""
+    """Over one array of heads, (T, N, H) each."""
     return jc.ops.packed_dot_product_attention(
         q, k, v, query_offsets=jnp.asarray(ends), max_query_length=16, is_causal=True
     )
@@ -101,14 +101,14 @@ DERIVATIVES = {
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "dropout")) for n in DERIVATIVES]
 )
 def test_forward_mode_and_second_derivatives(name, normal):
-    """Beside differences."""
+    """Compared with finite differences."""
     function, shapes = DERIVATIVES[name]
     operands = tuple(map(normal, shapes))
     check_grads(jax.jit(function), operands, 2, atol=2e-2, rtol=2e-2, eps=1e-2)
 
 
 HEADS, SINGLE = [(1, 9, 4, 8), (1, 11, 2, 8), (1, 11, 2, 8)], [(1, 9, 4, 8)]
-VMAPS = {  # a function; shapes, or values; axes; examples of the one call, or of each of three
+VMAPS = {  # a function; shapes, or values; axes; batch of the one call, or of each of three
     "dense": (ours, [*HEADS, (1, 4, 9, 11)], (0, 0, 0, 0), 3),
     "a sink": (lambda q, x: ours(q, q, q, sink=x), [*SINGLE, (4,)], (0, None), 3),
     "sinks": (lambda q, x: ours(q, q, q, sink=x), [*SINGLE, (4,)], (0, 0), 1),
@@ -199,8 +199,8 @@ def test_a_gradient_is_one_forward_and_one_backward(normal, monkeypatch):
     assert backward.origin.family == forward.origin.family
     assert backward.calls[0].node.results == ("dQ", "dK", "dV", "dSink_token")
     (alone,) = graphs_of(ours, *operands[:3])
-    assert len(alone.outputs) == 1  # no statistic, where nothing reads it
-    # A deterministic one adds up the gradient of sinks in XLA.
+    assert len(alone.outputs) == 1  # no statistic if nothing reads it
+    # A deterministic one sums the gradient of sinks in XLA.
     ordered = graphs_of(step(True), *operands)[-1]
     assert sorted(methods(ordered)) == ["sdpa_backward", "sdpa_sink_gradient"]
     for flag in ("--xla_gpu_deterministic_ops=true", ""):

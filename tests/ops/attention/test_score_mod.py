@@ -1,4 +1,4 @@
-"""Functions of attention's scores: what they mean, their derivatives, batches and errors."""
+"""score_mod: results, derivatives, batching and errors."""
 
 import functools
 import gc
@@ -20,7 +20,7 @@ from jax_cudnn.ops import score_mod_written
 S = jax.ShapeDtypeStruct
 ours = jc.ops.dot_product_attention
 SCORES_AT_A_TIME = 1500
-B, T, K, N = 2, 20, 24, 4  # examples, queries, keys, heads
+B, T, K, N = 2, 20, 24, 4  # batch elements, queries, keys, heads
 
 
 def causal(score, b, h, q, kv):
@@ -44,7 +44,7 @@ def inputs(normal, dtype="float32", b=B):
 
 
 def agree(normal, f, g, operands):
-    """Results, and gradients by all operands of floats."""
+    """Results, and gradients of all float operands."""
     along = normal(jax.eval_shape(g, *operands).shape)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -64,7 +64,7 @@ WITHIN = {**LAST, "query_seq_lengths": ENDS[0], "key_value_seq_lengths": ENDS[1]
 NUMBERS = jnp.sort(jax.random.randint(jax.random.key(0), (K,), 0, 3))
 DOCUMENTS = NUMBERS[:T].reshape(1, 1, T, 1), NUMBERS.reshape(1, 1, 1, K)
 NEAR = {"local_window_size": (4, 2)}
-CASES = {  # a function, the same in other words, shapes of operands, what both have
+CASES = {  # a function, an equivalent one, shapes of operands, shared options
     "heads, window": (scaled, lambda q, a, **x: ours(q * jnp.exp(a).T, **x), [(1, N, 1, 1)], NEAR),
     "causal": (causal, lambda q, **x: ours(q, is_causal=True, **x), [], {}),
     "alibi, lengths": (alibi, lambda q, **x: ours(q, alibi=True, **x), [], WITHIN),
@@ -78,7 +78,7 @@ CASES = {  # a function, the same in other words, shapes of operands, what both 
         prefix(5), lambda q, **x: ours(q, mask=jnp.tri(T, K, dtype=bool).at[:, :5].set(True), **x),
         [], {},
     ),
-    "beside alibi": (  # XLA runs it, with distances by the band's own corner
+    "with alibi": (  # runs in XLA, with distances by the band's own alignment
         lambda s, *_: 2 * s, lambda q, **x: ours(2 * q, **x), [], {**LAST, "alibi": True},
     ),
 }  # fmt: skip
@@ -126,13 +126,13 @@ def test_queries_of_which_it_hides_all_keys_and_what_is_no_number(normal):
     assert np.isneginf(residual[:, 3]).all()
     for gradient in jax.grad(lambda *x: (call(*x)[0] ** 2).sum(), (0, 1, 2))(q, k, v):
         assert np.isfinite(gradient).all()
-    # A statistic that is no number is not taken for that of a query which sees no key.
+    # A NaN statistic is not mistaken for that of a query that sees no key.
     bias = jnp.zeros((1, N, T, K)).at[0, 1, 3, 2].set(jnp.nan)
     given = {"score_mod": softcap(5.0), "query_seq_lengths": jnp.array([18], "int32")}
     loss = lambda q, v: (ours(q, k, v, bias, **given) ** 2).sum()  # noqa: E731
     of_q, of_v = jax.jit(jax.grad(loss, (0, 1)))(q, v)
     assert np.argwhere(np.isnan(of_q).any(-1)).tolist() == [[0, 3, 1]]
-    assert np.isnan(of_v[:, :, 0]).all()  # the head of values that this query reads
+    assert np.isnan(of_v[:, :, 0]).all()  # the value head that this query reads
 
 
 def test_functions_are_traced_once_let_go_and_equal_ones_make_equal_graphs(normal):
@@ -213,7 +213,7 @@ def test_whether_it_may_hide_all_keys(function, hides):
 
 
 def test_within_a_mesh(normal):
-    """jnp.where and what it selects beside indices: JAX puts operations of the mesh between."""
+    """jnp.where with indices: JAX inserts operations of the mesh."""
     q, slope = normal((1, 2, 1, 8)), jnp.full((1, 1, 1, 1), 0.5)
     change = lambda s, b, h, i, j: jnp.where(j <= i, slope * s, -jnp.inf)  # noqa: E731
     call = lambda q: ours(q, q, q, score_mod=change)  # noqa: E731

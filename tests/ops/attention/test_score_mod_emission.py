@@ -1,5 +1,4 @@
-"""What cuDNN and XLA are given of a function of attention's scores: each operation that such a
-function may have, and its derivative."""
+"""How score_mod is passed to cuDNN and XLA: each supported operation and its derivative."""
 
 import sys
 import types
@@ -16,7 +15,7 @@ from jax_cudnn.ops import attention_reference, score_mod_emission, score_mod_wri
 
 
 def where(f):
-    """Scores where integers make it true."""
+    """Scores selected by comparisons of integers."""
     return lambda s, b, h, q, kv: jnp.where(f(q, kv), s, -jnp.inf)
 
 
@@ -48,7 +47,7 @@ CHANGES = {  # functions, and the shape of an operand
 
 
 class Computed:
-    """A tensor of a pygraph that computes at once."""
+    """A tensor of a pygraph that computes eagerly."""
 
     def __init__(self, value, kind="", number=False):
         self.value, self.kind, self.number = value, kind, number
@@ -59,7 +58,7 @@ class Computed:
 
 
 class ComputingGraph:
-    """A pygraph that computes at once, and refuses what cuDNN's engines for attention do."""
+    """A pygraph that computes eagerly, with the restrictions of cuDNN's attention engines."""
 
     def __init__(self):
         self.added = []
@@ -88,7 +87,7 @@ class ComputingGraph:
 
 @pytest.fixture
 def no_cudnn(monkeypatch):
-    """In its place what ComputingGraph understands."""
+    """A replacement with the values that ComputingGraph understands."""
     kinds = types.SimpleNamespace(FLOAT="FLOAT", INT32="INT32", BOOLEAN="BOOLEAN")
     scalars = types.SimpleNamespace(scalar_type=types.SimpleNamespace(RUNTIME_PARAM=""))
     fake = types.SimpleNamespace(data_type=kinds, _pybind_module=scalars)
@@ -124,7 +123,7 @@ def test_cudnn_and_xla_are_given_the_function_and_its_derivative(name, normal):
 
 @pytest.mark.usefixtures("no_cudnn")
 def test_the_derivative_reads_what_the_forward_made(normal):
-    """Of 50 tanh(score / 50) what stands in tanh, which cuDNN would compute twice."""
+    """The argument of tanh in 50 tanh(score / 50), which cuDNN would compute twice."""
     emission, graph = emitted(softcap(50.0))[2], ComputingGraph()
     emission.forward(graph, Computed(normal((B, N, T, K))))
     emission.backward(graph, Computed(normal((B, N, T, K))))
