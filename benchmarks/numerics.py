@@ -11,43 +11,66 @@ from jax_cudnn._core.planning.choice import NOTES_OF_FULL_FLOAT32
 
 _HEAD = f"""# Numerics
 
-Written by `python -m benchmarks numerics` from the operations; a test compares.
+What is computed in which type, and where values are rounded. Generated from the operations by
+`python -m benchmarks numerics`.
 
-**Compute type.** An operation computes and accumulates in the type of its column below, whatever
-its operands' dtype. For convolutions and matmuls `compute_data_type=`, of the method of `g` or of
-`jax_cudnn.graph`, selects float16, or fast_float_for_fp8 for float8 operands: both accumulate with
+## Compute type
+
+An operation computes and accumulates in the type that [the table](#operations) gives, whatever the
+dtype of its operands. Convolutions and matmuls take `compute_data_type=`, of the method of `g` or
+of `jax_cudnn.graph`, for float16, or fast_float_for_fp8 with float8 operands. Both accumulate with
 fewer bits.
 
-**Rounding points, fused.** An operand has its array's dtype. A value inside the graph is rounded
-once, to its tensor's dtype: float32 unless `intermediate_data_type=` or `.set_data_type(...)` says
-otherwise. What a product multiplies with a 16-bit operand has that one's dtype, if it would have it
-as an output; integers and booleans keep theirs, and moved elements that of their source. An output
-is rounded once, to the promoted dtype of the operands unless `.set_data_type(...)` says otherwise.
-So `relu(conv(x, w) + b)` in bfloat16 rounds once in one graph.
+## Rounding in one graph
 
-**Rounding points, split.** The same computation as several graphs, or in `jnp`, rounds every result
-that passes from one to the next to that array's dtype: twice more here. Pooling, reshape, transpose
-and concatenate in a graph are XLA's: what they take and give crosses memory in the tensors' dtypes.
+Each value inside a graph is rounded once, to the dtype of its tensor:
 
-**To integers** values round to the nearest (ties to even) and saturate; to float8 they saturate,
-but on a GPU give NaN beyond float16's range (65504), through which cuDNN converts.
+| value | dtype |
+|---|---|
+| operand | its array's |
+| intermediate value | float32, `intermediate_data_type=`, or `.set_data_type(...)` |
+| factor of a product with a 16-bit operand | that operand's, if it were the output's, too |
+| integers and booleans | their own |
+| moved elements (slices, reshapes) | their source's |
+| output | the promoted dtype of the operands, or `.set_data_type(...)` |
 
-**TF32.** Products of float32 operands may be computed in TF32 (10 bits of mantissa, about 3e-4 of
-relative error) at precision DEFAULT, as in lax on a GPU. HIGH and HIGHEST (as `precision=` or
-`jax.default_matmul_precision`) leave out engines that note {" or ".join(NOTES_OF_FULL_FLOAT32)}:
-convolutions then run in float32. cuDNN has no float32 matmul without TF32: there matmuls of float32
-run in XLA (`implementation="cudnn"` refuses them).
+So `relu(conv(x, w) + b)` in bfloat16 rounds once in one graph. The same computation as several
+graphs, or in `jnp`, rounds each result that passes from one to the next: two more roundings here.
+XLA runs pooling, reshape, transpose and concatenate inside a graph; their operands and results are
+stored in the dtypes of the tensors.
 
-**float8 products** accumulate in the tensor cores of SM90 with fewer bits than float32 (about 1e-4
-of relative error was measured on an H200), whatever the compute type.
+The reference, which runs on CPU and TPU, rounds at the same points.
 
-**Determinism.** A plan gives the same bits in each run, except for engines that note
-NONDETERMINISTIC, which operations of the last column may have; `deterministic=True`, or XLA's flag
-`--xla_gpu_deterministic_ops`, leaves them out.
+## Conversions
 
-The reference (on CPU and TPU) rounds at the same points.
+Conversions to integers round to nearest, ties to even, and saturate. Conversions to float8 saturate
+as well, except that on a GPU values beyond float16's range (65504) become NaN, because cuDNN
+converts through float16.
 
-| operation | computes in | result | TF32 | deterministic | to know |
+## TF32
+
+At precision DEFAULT, products of float32 operands may use TF32 (10 bits of mantissa, about 3e-4
+relative error), as in lax on a GPU. HIGH and HIGHEST (`precision=` or
+`jax.default_matmul_precision`) exclude engines that note {" or ".join(NOTES_OF_FULL_FLOAT32)}:
+convolutions then run in float32. cuDNN has no float32 matmul without TF32: float32 matmuls then run in
+XLA, and `implementation="cudnn"` raises an error.
+
+## float8
+
+The tensor cores of SM90 accumulate float8 products with fewer bits than float32 (about 1e-4
+relative error, measured on an H200), whatever the compute type.
+
+## Determinism
+
+A plan gives the same bits in each run, except for engines with the note NONDETERMINISTIC, which
+operations marked "on request" may use. `deterministic=True`, or XLA's flag
+`--xla_gpu_deterministic_ops`, excludes them.
+
+## Operations
+
+<details markdown><summary>All operations: compute type, result, TF32, determinism</summary>
+
+| operation | computes in | result | TF32 | deterministic | notes |
 |---|---|---|---|---|---|
 """
 
@@ -55,12 +78,12 @@ The reference (on CPU and TPU) rounds at the same points.
 def render() -> str:
     """The page as Markdown."""
     rows = (_row(method, REGISTRY[method]) for method in sorted(REGISTRY))
-    return _HEAD + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    return _HEAD + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n</details>\n"
 
 
 def _row(method: str, node: type[Node]) -> Iterator[str]:
     yield f"`{method}`"
-    yield "nothing: elements are moved" if node.moves else _by_kind(node, _compute)
+    yield "moves elements" if node.moves else _by_kind(node, _compute)
     yield _by_kind(node, _result)
     yield "yes" if node.product and "float32" in node.dtypes else ""
     settled = node.create(**node.examples[0].attributes).deterministic

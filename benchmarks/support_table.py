@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from cases import Case, node_cases  # tests/cases.py
 
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.planning.support import shipped, survey
 from jax_cudnn._core.planning.support_value import PUBLIC, Support, SupportRow
+from jax_cudnn.deviceless import profiles
+
+Line = tuple[str, ...]
 
 _WORKERS = 4  # at most: a worker takes some 400 MB
 
@@ -24,34 +29,109 @@ def render(cases: Iterable[Case] | None = None) -> str:
     return table(survey(graphs, shipped(), workers=min(cpus, _WORKERS)), others)
 
 
+_FAMILIES = {
+    "convolution": "convolutions and their gradients",
+    "matrix": "matrix products",
+    "attention": "attention",
+    "attention_fp8": "attention in float8",
+    "attention_mxfp8": "attention in MXFP8",
+    "normalization": "normalizations",
+    "batch_normalization": "normalizations",
+    "instance_normalization": "normalizations",
+    "reduction": "reductions",
+    "statistics": "batch statistics",
+    "movement": "data movement",
+    "slicing": "data movement",
+    "pooling": "pooling",
+}
+"""By module of ``jax_cudnn.ops``, without "_backward"; all other modules are pointwise."""
+_ALONE = "in some graphs"
+
+
 def table(support: Support, others: Iterable[str] = ()) -> str:
-    """One line an operation, one column a GPU: how many of its examples have a plan, and why
-    the rest have none. ``others`` have no engine by themselves: cuDNN runs them beside others, if
-    at all, or XLA does."""
+    """A line for each family, and folded one for each operation: how many of its examples have a
+    plan on each GPU, and why the rest have none. ``others`` have no engine alone: cuDNN runs them
+    together with other operations, if at all, or XLA does."""
     public = [gpu for gpu in support.gpus if support[gpu].rows[0].basis == PUBLIC]
-    lines = [*_lines(support), *(_other(method, len(support.gpus)) for method in others)]
+    lines = {line[0].strip("`"): line for line in _lines(support)}
+    lines |= {method: _other(method, support.gpus) for method in others}
     head = ("operation", *support.gpus, "where not, why")
     text = (
-        "How many of an operation's examples have a plan, each planned without a GPU by cuDNN "
-        f"{support.cudnn}, nvidia-cudnn-frontend {support.frontend}."
+        f"Planned without a GPU by cuDNN {support.cudnn}, nvidia-cudnn-frontend {support.frontend}."
     )
     if public:
-        text += f" The profiles of {', '.join(public)} are from public specifications, not read "
-        text += "on a device."
-    rows = [head, ("---",) * len(head), *sorted(lines, key=lambda line: line[0].strip("`"))]
-    return "\n".join([text, "", *(f"| {' | '.join(row)} |" for row in rows)])
+        text += f" The profiles of {', '.join(public)} come from public specifications, not from a "
+        text += "device."
+    return "\n".join(
+        [
+            text,
+            "",
+            *_rows(("family", *support.gpus, "exceptions"), _families(lines, support.gpus)),
+            "",
+            "<details markdown><summary>Each operation: how many of its examples have a plan, and "
+            "why the others do not</summary>",
+            "",
+            *_rows(head, (lines[method] for method in sorted(lines))),
+            "",
+            "</details>",
+        ]
+    )
 
 
-def _other(method: str, gpus: int) -> tuple[str, ...]:
-    where = "XLA" if _in_xla(method) else "not alone"
-    return f"`{method}`", *(where,) * gpus, _words(REGISTRY[method].requires)
+def _rows(head: Line, rows: Iterable[Line]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
+
+
+def _families(lines: dict[str, Line], gpus: Sequence[str]) -> Iterator[Line]:
+    """For each family and GPU what most of its operations say; the others are exceptions."""
+    members: dict[str, list[str]] = {family: [] for family in (*_FAMILIES.values(), "pointwise")}
+    for method in sorted(lines):
+        module = REGISTRY[method].__module__.rpartition(".")[2].removesuffix("_backward")
+        members[_FAMILIES.get(module, "pointwise")].append(method)
+    for family, methods in members.items():
+        columns = zip(*([_short(cell) for cell in lines[m][1:-1]] for m in methods), strict=True)
+        usual = [Counter(column).most_common(1)[0][0] for column in columns]
+        yield family, *usual, "; ".join(_exceptions(methods, usual, lines, gpus))
+
+
+def _exceptions(
+    methods: Sequence[str], usual: Sequence[str], lines: dict[str, Line], gpus: Sequence[str]
+) -> Iterator[str]:
+    named: dict[str, list[str]] = {}
+    for method in methods:
+        cells = [_short(cell) for cell in lines[method][1:-1]]
+        other = {g: c for g, c, of_most in zip(gpus, cells, usual, strict=True) if c != of_most}
+        for cell in dict.fromkeys(other.values()):
+            where = [gpu for gpu in other if other[gpu] == cell]
+            on = f" on {', '.join(where)}" if len(where) < len(gpus) else ""
+            named.setdefault(f"{on}: {cell}", []).append(f"`{method}`")
+    for how, which in named.items():
+        yield f"{', '.join(which)}{how}"
+
+
+def _short(cell: str) -> str:
+    return {"all": "yes", "none": "no"}.get(cell.split()[0], cell)
+
+
+def _other(method: str, gpus: Sequence[str]) -> Line:
+    requires = REGISTRY[method].requires
+    newest = re.search(r"\bSM (\d+)", requires)
+    cells = [
+        "XLA"
+        if _in_xla(method)
+        else "no"
+        if newest and profiles.get(gpu).sm_version < int(newest[1])
+        else _ALONE
+        for gpu in gpus
+    ]
+    return f"`{method}`", *cells, _words(requires)
 
 
 def _in_xla(method: str) -> bool:
     return method in REGISTRY and REGISTRY[method].leftover
 
 
-def _lines(support: Support) -> Iterator[tuple[str, ...]]:
+def _lines(support: Support) -> Iterator[Line]:
     rows: dict[str, dict[str, list[SupportRow]]] = {}
     for row in support:
         by_gpu = rows.setdefault(_method(row.graph), {gpu: [] for gpu in support.gpus})
