@@ -52,8 +52,8 @@ converts through float16.
 At precision DEFAULT, products of float32 operands may use TF32 (10 bits of mantissa, about 3e-4
 relative error), as in lax on a GPU. HIGH and HIGHEST (`precision=` or
 `jax.default_matmul_precision`) exclude engines that note {" or ".join(NOTES_OF_FULL_FLOAT32)}:
-convolutions then run in float32. cuDNN has no float32 matmul without TF32: float32 matmuls then run in
-XLA, and `implementation="cudnn"` raises an error.
+convolutions then run in float32. cuDNN has no float32 matmul without TF32: float32 matmuls then
+run in XLA, and `implementation="cudnn"` raises an error.
 
 ## float8
 
