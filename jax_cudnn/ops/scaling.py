@@ -100,6 +100,11 @@ class DelayedScaling:
     ) -> DelayedScaling:
         """The state before the first step: scales of 1 and an empty history.
 
+        Args:
+            amax_history_length: the number of steps in the history.
+            margin: how many powers of 2 to keep free above the largest value.
+            grad_dtype: the fp8 dtype of gradients.
+
         Raises:
             GraphError: the length is below 1.
             GraphTypeError: grad_dtype is not fp8.
@@ -121,6 +126,7 @@ class DelayedScaling:
         )
 
     def dtype_of(self, tensor: str) -> str:
+        """The fp8 dtype of a tensor."""
         return E4M3 if tensor in FORWARD else self.grad_dtype
 
     def scales(self) -> dict[str, jax.Array]:
