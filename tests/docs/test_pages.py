@@ -15,7 +15,9 @@ from jax_cudnn.interop import factory, pygraph, wrapper
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-QUICK = {"sharp_bits.md"}
+QUICK = {"graphs.md", "many_gpus.md", "plans_and_cache.md", "sharp_bits.md"}
+# What a page says that a line of its code prints, up to a colon.
+_PRINTED = re.compile(r"^print\(.*\)  # ([\d(\[TF].*?)(?::.*)?$", re.M)
 # An absolute path of two parts or more.
 _PATH = re.compile(r"(?<![\w.:<])/\w[\w.-]*/\w")
 # What plans say that are of no GPU of the process, which goes by its long name, NVIDIA H200.
@@ -40,30 +42,19 @@ def run(code, names):
         if blocks(f"docs/{page}")
     ],
 )
-def test_examples_of_a_page_run_in_order(page):
-    names = {}
-    run(blocks(f"docs/{page}"), names)
+def test_examples_of_a_page_run_in_order(page, capsys):
+    names, code = {}, blocks(f"docs/{page}")
+    run(code, names)
     assert {"jax", "jnp", "jc"} <= {*names}, "a page begins with its imports"
-
-
-def test_the_module_of_a_page_is_one_of_equinox():
-    (block,) = (b for b in blocks("docs/flax_and_others.md") if "class SelfAttention:" in b)
-    decorators = "@jax.tree_util.register_dataclass\n@dataclasses.dataclass\n"
-    assert decorators in block
-    code = block.replace(decorators, "").replace(
-        "class SelfAttention:", "class SelfAttention(equinox.Module):"
-    )
-    imports = "import dataclasses, equinox, jax, jax.numpy as jnp, jax_cudnn as jc"
-    names = {}
-    run([imports, "x = jax.random.normal(jax.random.key(0), (2, 16, 64))", code], names)
-    assert names["gradients"].out.any()
+    printed = iter(capsys.readouterr().out.splitlines())
+    assert [text for block in code for text in _PRINTED.findall(block) if text not in printed] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_on_a_page_exist(page):
     text = (ROOT / "docs" / page).read_text()
-    for name in set(re.findall(r"\bjc((?:\.[A-Za-z_]\w*)+)", text)):
-        found = jc
+    for module, name in set(re.findall(r"\b(jc|jnn)((?:\.[A-Za-z_]\w*)+)", text)):
+        found = jc if module == "jc" else jc.flax
         for part in name.split(".")[1:]:
             found = getattr(found, part)
     assert {*re.findall(r"`g\.(\w+)", text)} <= {*REGISTRY}
