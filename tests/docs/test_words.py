@@ -1,0 +1,74 @@
+"""Words and phrases that must not come back into what people read."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+from jax_cudnn._core.graph.node import REGISTRY
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "BUILD.md", "CHANGELOG.md")]
+MODULES = [f"jax_cudnn{part}" for part in ("", ".ops", ".ops.score_mods", ".flax")]
+_RATHER = r"(?!longer|more|less|fewer|slower|faster|larger|smaller|better|worse|later|other)"
+PHRASES = [
+    r"beside",  # next to, compared with
+    r"behind",  # after
+    r"in front of",  # before
+    r"of (its|their) own",  # own, separate
+    r"(?<!there\s)(?<!which\s)(is|are) no " + _RATHER + r"[a-z]+",  # is not a
+    r"there (is|are) no \w+ yet",
+    r"(is|are|was|were|be|not) told( so)?",  # reports, passes
+    r"(is|are|was|were) asked for",  # requested
+    r"in words",
+    r"(?<!dims\s)(is|are) (XLA|cuDNN)'s(?=[.,;:)]|\s+and)",  # runs in XLA, on cuDNN
+    r"by (Flax|lax|JAX)'s (own )?way",  # falls back to
+    r"one (after|behind|beside) (the other|another)",  # sequentially, packed along the token axis
+    r"by itself",  # independently, alone
+    r"(cuDNN|XLA|Flax|JAX) has (not|none)",
+    r"mend(s|ed|ing)?",  # fixed
+    r"for ever",
+    r"wish(es|ed)?",
+    r"and the like",
+    r"looked into",
+    r"doors?",
+    r"(is|are) (left|given) to (XLA|Flax|lax|cuDNN)",
+    r"(in|at) the place of",
+    r"who(ever)? (drives|wants|knows|writes|asks)",
+]
+FOUND = re.compile(r"\b(" + "|".join(p.replace(" ", r"\s+") for p in PHRASES) + r")(?!\w)", re.I)
+
+
+def texts():
+    """What people read: the file, its first line there, and the text."""
+    for path in (*PAGES, *sorted((ROOT / "docs").glob("*.md"))):
+        yield path, 1, path.read_text()
+    shown = [getattr(m, n) for m in map(importlib.import_module, MODULES) for n in dir(m)]
+    names = {getattr(v, "__name__", "") for v in (*shown, *REGISTRY.values())}
+    for path in sorted((ROOT / "jax_cudnn").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        public = [node for node in tree.body if getattr(node, "name", "_")[0] != "_"]
+        public = [node for node in public if node.name in names]
+        methods = [m for node in public for m in node.body if getattr(m, "name", "_")[0] != "_"]
+        for node in (*public, *methods):
+            if ast.get_docstring(node):
+                yield path, node.body[0].lineno, node.body[0].value.value
+        for error in filter(_is_error, ast.walk(tree)):
+            for node in ast.walk(error):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield path, node.lineno, node.value
+
+
+def _is_error(node):
+    return isinstance(node, ast.Raise) or (
+        isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Error", "warn"))
+    )
+
+
+def test_no_phrase_comes_back():
+    found = {
+        f"{path.relative_to(ROOT)}:{first + text.count(chr(10), 0, hit.start())}: {hit[0]}"
+        for path, first, text in texts()
+        for hit in FOUND.finditer(text)
+    }
+    assert not found, "\n".join(sorted(found))
