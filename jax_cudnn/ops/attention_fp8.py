@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .._core.graph.tensor import GraphTensor
     from .._core.transforms.derivation import Derivation
 
-_ROUNDING = "{} rounded to fp8 in the second product; sums and exponentials in float32"
+_ROUNDING = "{} in fp8 with saturation in the second product; sums and exponentials in float32"
 _ONE = (1, 1, 1, 1)
 
 
