@@ -1,4 +1,4 @@
-"""A Graph's spec in the form of a graph function's, so that equal graphs are equal values."""
+"""A Graph's spec in the form of a graph function's, so that equal graphs compare equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._core.graph.spec import GraphSpec, Tensor, intern
 
 
 def with_constants(spec: GraphSpec, literals: dict[str, str]) -> GraphSpec:
-    """The same graph where inputs are numbers; in it those are float32 or int32."""
+    """The same graph with these inputs as constants, in float32 or int32."""
     if not literals:
         return spec
 
@@ -26,8 +26,8 @@ def with_constants(spec: GraphSpec, literals: dict[str, str]) -> GraphSpec:
 
 
 def inputs_first(spec: GraphSpec, order: Sequence[str]) -> GraphSpec:
-    """The same graph with its inputs in this order, and its tensors in a graph function's: equal
-    graphs share plans."""
+    """The same graph with its inputs in this order, and its tensors in the order of a graph
+    function, so that equal graphs share plans."""
     inputs = sorted(spec.inputs, key=order.index)
     places = {name: place for place, name in enumerate(inputs)}
     ordered = sorted(spec.tensors, key=lambda tensor: places.get(tensor.name, len(places)))
@@ -35,8 +35,8 @@ def inputs_first(spec: GraphSpec, order: Sequence[str]) -> GraphSpec:
 
 
 def with_usual_orders(spec: GraphSpec) -> GraphSpec:
-    """The same graph where tensors state no memory order that they have anyway: such a graph is the
-    same value as one that states none, and may be shown to cuDNN under other dims."""
+    """The same graph without memory orders that tensors have by default: it then equals a graph
+    that states none, and may be passed to cuDNN with other dims."""
     if all(tensor.order is None for tensor in spec.tensors):
         return spec
     silent = tuple(replace(tensor, order=None) for tensor in spec.tensors)

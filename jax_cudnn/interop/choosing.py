@@ -1,4 +1,4 @@
-"""How a Graph is to be planned: options, under the names of pygraph's methods."""
+"""Plan options of a Graph, under the names of pygraph's methods."""
 
 from __future__ import annotations
 
@@ -14,77 +14,81 @@ from .ordering import Ordering
 
 _XLAS = "leave it out: XLA's command buffers capture the calls of jitted functions"
 _CANDIDATES = "graph.plan().candidates lists engines, knobs and notes"
-# pygraph's methods that act on a device, or on one of its plans, and what does it here.
+# pygraph's methods that act on a device or on one of its plans, and their equivalents here.
 _ELSEWHERE = {
     "backend_plan_entries": _CANDIDATES,
-    "deselect_engines": "graph.select_plan(i) takes one of graph.plan().candidates; "
-    "graph.deselect_behavior_notes(...) and graph.deselect_numeric_notes(...) leave engines out",
-    "deserialize": "jax_cudnn.Plan.deserialize(content) reads what plan.serialize() wrote",
-    "execute": "call the graph; graph.plan().execute(*arrays) runs that very plan",
+    "deselect_engines": "graph.select_plan(i) selects one of graph.plan().candidates; "
+    "graph.deselect_behavior_notes(...) and graph.deselect_numeric_notes(...) exclude engines",
+    "deserialize": "jax_cudnn.Plan.deserialize(content) reads the result of plan.serialize()",
+    "execute": "call the graph; graph.plan().execute(*arrays) runs exactly that plan",
     "execute_plan_at_index": "graph.build_plan_at_index(i).execute(*arrays)",
     "get_cuda_graph_retention": _XLAS,
     "get_engine_count": _CANDIDATES,
     "get_knobs_for_engine": _CANDIDATES,
     "is_cuda_graph_replay_expected": _XLAS,
-    "key": "graph.spec is the graph as a value, which can be hashed",
+    "key": "graph.spec is the graph as a hashable value",
     "plans": _CANDIDATES,
     "populate_cuda_graph": "graph.plan().populate_cuda_graph(cuda_graph, operands, results)",
-    "selected_engine": "graph.plan().pinned has the engine and its knobs",
+    "selected_engine": "graph.plan().pinned holds the engine and its knobs",
     "serialize": "graph.plan().serialize() writes the plan, pickle.dumps(graph) the graph",
     "update_cuda_graph": "graph.plan().update_cuda_graph(cuda_graph, operands, results)",
 }
 
 
 class Choosing(Ordering):
-    """The part of a Graph that concerns options."""
+    """The part of a Graph that handles options."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _ELSEWHERE:
             return super().__getattr__(name)
         raise GraphAttributeError(
             f"a Graph has no {name}",
-            why="JAX runs it, and it is planned for the GPU that the program is compiled for",
+            why="JAX runs the graph, and compiles it for a GPU of its choice",
             fix=_ELSEWHERE[name],
             where=user_line(),
         )
 
     def create_execution_plans(self, heuristics: Sequence[Any]) -> Self:
-        """Choose among what these modes of heuristics propose: "A", "B", "FALLBACK"."""
+        """Choose among the candidates of these heuristic modes: "A", "B", "FALLBACK"."""
         return self._choose("create_execution_plans", heuristics=listed("heuristics", heuristics))
 
     def create_execution_plan(self, engine_id: int, knobs: Any = None) -> Self:
-        """Take this engine, with these knobs."""
+        """Use this engine with these knobs."""
         return self._choose("create_execution_plan", engine=engine_id, knobs=knobs or {})
 
     def select_numeric_notes(self, notes: Sequence[Any]) -> Self:
-        """Take an engine that carries one of these notes."""
+        """Use only engines that have one of these notes."""
         return self._note("select_numeric_notes", notes)
 
     def deselect_numeric_notes(self, notes: Sequence[Any]) -> Self:
-        """Take no engine that carries one of these notes."""
+        """Exclude engines that have one of these notes."""
         return self._note("deselect_numeric_notes", notes)
 
     def select_behavior_notes(self, notes: Sequence[Any]) -> Self:
-        """Take an engine that carries one of these notes."""
+        """Use only engines that have one of these notes."""
         return self._note("select_behavior_notes", notes)
 
     def deselect_behavior_notes(self, notes: Sequence[Any]) -> Self:
-        """Take no engine that carries one of these notes."""
+        """Exclude engines that have one of these notes."""
         return self._note("deselect_behavior_notes", notes)
 
     def deselect_workspace_greater_than(self, workspace: int) -> Self:
-        """Take no plan that needs more bytes of workspace."""
+        """Exclude plans that need more bytes of workspace."""
         return self._choose("deselect_workspace_greater_than", max_workspace=workspace)
 
     def with_options(self, **options: Any) -> Self:
-        """The same graph with other plan options, see :class:`jax_cudnn.Options`; with none, a
-        graph whose order ``set_io_tuples`` may set.
+        """The same graph with other plan options; without arguments, a copy whose order
+        ``set_io_tuples`` may set.
 
-        ``graph.with_options(**plan.pinned)`` is the graph with the very engine and knobs of a
+        ``graph.with_options(**plan.pinned)`` is the graph with exactly the engine and knobs of a
         :class:`jax_cudnn.Plan`.
 
-        Raises: GraphError for ``intermediate_data_type`` and ``compute_data_type``, which are part
-        of the graph, and inside the graph's ``with``.
+        Args:
+            **options: fields of :class:`jax_cudnn.Options`.
+
+        Raises:
+            GraphError: inside the graph's ``with``, or for another ``intermediate_data_type`` or
+                ``compute_data_type``, which are part of the graph.
         """
         self._check_complete()
         made = copy.copy(self)
@@ -95,11 +99,11 @@ class Choosing(Ordering):
             had, has = getattr(self._options, name), getattr(made._options, name)
             if had != has:
                 raise GraphError(
-                    f"with_options of another {name}",
+                    f"with_options cannot change {name}",
                     expected=f"{name}={had!r}",
                     got=f"{name}={has!r}",
                     why="the graph's operations were checked with it",
-                    fix="give it to jax_cudnn.Graph(...)",
+                    fix="pass it to jax_cudnn.Graph(...)",
                     where=user_line(),
                 )
         return made
@@ -108,8 +112,8 @@ class Choosing(Ordering):
         _ = self._built
         if self._was_called:
             raise GraphError(
-                f"{method} of {self.name} after it was called",
-                why="jax.jit keeps what it compiled with the options that the graph had",
+                f"{method} of {self.name} after the graph was called",
+                why="jax.jit keeps programs that were compiled with the previous options",
                 fix=f"other = graph.with_options({', '.join(f'{name}=...' for name in options)})",
                 where=user_line(),
             )
@@ -118,6 +122,6 @@ class Choosing(Ordering):
         return self
 
     def _note(self, method: str, notes: Sequence[Any]) -> Self:
-        """Notes of the kind of a method, beside those that were given before."""
+        """Adds notes to those of earlier calls."""
         before = getattr(self._options, method)
         return self._choose(method, **{method: (*before, *listed("notes", notes))})

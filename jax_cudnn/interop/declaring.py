@@ -1,4 +1,4 @@
-"""Declaring: what a Graph is made of, its tensors and operations."""
+"""The tensors and operations of a Graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GraphNode(NamedTuple):
 
 
 class Declaring:
-    """The part of a Graph that concerns tensors and operations."""
+    """The part of a Graph that handles tensors and operations."""
 
     def __init__(self, name: str, io_data_type: str | None, options: Options) -> None:
         self.name = self.__name__ = text("name", name)  # the latter names jitted programs
@@ -66,21 +66,22 @@ class Declaring:
 
         Args:
             dim: its shape.
-            stride: packed element strides, in any order: its memory order. Left out, that is what
+            stride: packed element strides, which give its memory order; by default the order that
                 the operations prefer.
-            data_type: its dtype; the graph's ``io_data_type`` if left out, or what
-                ``set_data_type`` says before an operation takes the tensor.
-            is_virtual: False: intermediates are made by operations.
-            is_pass_by_value: whether it is one number in the host's memory. Given as a Python
-                number or NumPy array, it then is a constant of the plan; given as a JAX array it
+            data_type: its dtype; by default the graph's ``io_data_type``, or that of
+                ``set_data_type``, called before an operation uses the tensor.
+            is_virtual: must be False: operations create the intermediates.
+            is_pass_by_value: whether it is one scalar in host memory. A call may then pass a Python
+                number or NumPy array, which becomes a constant of the plan, or a JAX array, which
                 is an operand.
-            ragged_offset: where each example begins, see :meth:`NamedTensor.set_ragged_offset`.
-            reordering_type: None.
-            name: by which it can be referred to.
-            uid: a number for the same.
+            ragged_offset: where each sequence begins, see :meth:`NamedTensor.set_ragged_offset`.
+            reordering_type: must be None.
+            name: a name to refer to it.
+            uid: an integer to refer to it.
 
-        Raises: GraphError for strides with gaps or overlaps; without a dtype, where an operation
-        takes the tensor.
+        Raises:
+            GraphError: the strides have gaps or overlaps; or, when an operation uses the tensor, it
+                has no dtype.
         """
         recorder = self._building("tensor")
         refuse_virtual(is_virtual)
@@ -115,13 +116,13 @@ class Declaring:
         return self._called(made, name)
 
     def find_tensor(self, reference: Any) -> NamedTensor:
-        """The tensor that a reference means; GraphError where there is none."""
+        """The tensor of a reference; raises GraphError if there is none."""
         return self._built.references.find(reference)
 
     query_tensor_attributes_of_uid = find_tensor
 
     def get_inputs(self) -> list[NamedTensor]:
-        """The inputs that the outputs need, in the order in which they were declared."""
+        """The inputs that the outputs depend on, in the order of declaration."""
         self._check_complete()
         return [*self._inputs]
 
@@ -131,13 +132,13 @@ class Declaring:
         return [*self._outputs]
 
     def _called(self, tensor: NamedTensor, name: str) -> NamedTensor:
-        """A declared tensor that can be referred to by the name it was given, or by its own."""
+        """Makes a declared tensor known by the given name, or else by its own."""
         if not name:
             self._built.references.name(tensor.name, tensor)
         return tensor.set_name(name)
 
     def tensor_scalar(self, value: float, scalar_type: Any = None, name: str = "") -> float:
-        """A constant of the graph: a Python number is one wherever an operation takes a tensor."""
+        """Returns the value: any operation takes a Python number as a constant."""
         self._building("tensor_scalar")
         return value
 
@@ -147,9 +148,9 @@ class Declaring:
         if name in REGISTRY:
             try:
                 return getattr(self._building(name), name)
-            except GraphError as error:  # hasattr and inspect know attributes' errors alone
+            except GraphError as error:  # hasattr and inspect expect an AttributeError
                 raise rebuild(GraphAttributeError, vars(error)) from None
-        return (self._recorder or Recorder(DEFAULTS, None)).__getattr__(name)  # raises, in words
+        return (self._recorder or Recorder(DEFAULTS, None)).__getattr__(name)  # raises
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *REGISTRY})
@@ -161,7 +162,7 @@ class Declaring:
         self._spec.cache_clear()
 
     def _take(self, recorder: Recorder) -> None:
-        """Have the graph hold a copy of its recorder instead."""
+        """Replaces the graph's recorder by a copy."""
         self._recorder = recorder
 
         def own(tensors: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
@@ -171,12 +172,12 @@ class Declaring:
         self._order = None if self._order is None else own(self._order)
 
     def _forget_numbers(self) -> None:
-        """Have the graph stand for all numbers in the places of those that it was built with."""
+        """Forgets the values of the scalars that the graph was built with."""
         for tensor in self._recorder.handles.values() if self._recorder else ():
             tensor.number = None
 
     def _run(self, values: Mapping[str, Any]) -> list[jax.Array]:
-        """The outputs, for values of the inputs by the tensors' names."""
+        """The outputs, for inputs by tensor name."""
         self._check_given(values)
         constants = {
             tensor.name: value
@@ -196,7 +197,7 @@ class Declaring:
         return bind(spec, self.name, *bounded(spec, operands))
 
     def _check_given(self, values: Mapping[str, Any], unknown: Sequence[Any] = ()) -> None:
-        """GraphError where inputs are missing; ``unknown`` are keys that mean no tensor."""
+        """Raises GraphError for missing inputs; ``unknown`` are keys that refer to no tensor."""
         missing = [tensor for tensor in self._inputs if tensor.name not in values]
         if missing:
             raise GraphError(
@@ -215,13 +216,13 @@ class Declaring:
         return self._built.finished(self._outputs, self._options, around, constants, order)
 
     def _in_order(self) -> list[NamedTensor]:
-        """The inputs that the outputs need, in the order of positional calls where there is one."""
+        """The inputs that the outputs depend on, in the order of positional calls if set."""
         if self._order is None:
             return [*self._inputs]
         places = [tensor.name for tensor in self._order]
         return sorted(self._inputs, key=lambda tensor: places.index(tensor.name))
 
-    # -- what it holds --------------------------------------------------------------------------
+    # -- contents -----------------------------------------------------------------------------
 
     @property
     def spec(self) -> GraphSpec:
@@ -230,8 +231,8 @@ class Declaring:
         return self._spec(Surroundings.now(), ())
 
     def to_json(self) -> str:
-        """The graph's context, nodes and tensors as JSON, under the frontend's keys. Numbers that
-        are not finite are the texts "inf", "-inf" and "nan"."""
+        """The graph's context, nodes and tensors as JSON, with the frontend's keys. Non-finite
+        values are the strings "inf", "-inf" and "nan"."""
         context = {
             "name": self.name,
             "io_data_type": self._io_data_type,
@@ -246,14 +247,14 @@ class Declaring:
 
     @property
     def tensors(self) -> dict[str, NamedTensor]:
-        """The tensors by their names, those without one by where they are made."""
+        """The tensors by name; those without a name by node and port."""
         recorder = self._built
         tensors = [t for t in recorder.handles.values() if t._state.value is None]
         return {label(recorder, tensor): tensor for tensor in tensors}
 
     @property
     def nodes(self) -> tuple[GraphNode, ...]:
-        """The operations in the order in which they were written."""
+        """The operations, in the order in which they were added."""
         return tuple(
             GraphNode(
                 name,
@@ -266,7 +267,7 @@ class Declaring:
         )
 
     def get_node(self, name: str) -> GraphNode | None:
-        """The operation of this name; None where there is none."""
+        """The operation of this name, or None."""
         return next((node for node in self.nodes if node.name == name), None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -288,7 +289,7 @@ class Declaring:
         if self._recorder is None:
             raise GraphError(
                 f"{self.name} is not built",
-                fix=f"with jax_cudnn.Graph(...) as {self.name}: ... adds its operations",
+                fix=f"add operations: with jax_cudnn.Graph(...) as {self.name}: ...",
                 where=user_line(),
             )
         return self._recorder
@@ -297,7 +298,7 @@ class Declaring:
         if self._built.spec is None:
             raise GraphError(
                 f"{self.name} is still being built",
-                fix="do it after its `with`",
+                fix="do this after its `with`",
                 where=user_line(),
             )
 

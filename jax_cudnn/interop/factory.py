@@ -1,4 +1,4 @@
-"""graph_cache: a function that builds a graph, called once for each kind of arguments."""
+"""graph_cache: call a function that builds a graph once for each kind of arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .templates import Template, is_array
 
 
 class CacheInfo(NamedTuple):
-    """What a cache was asked for; as ``functools.lru_cache`` has it."""
+    """Statistics of a cache, as of ``functools.lru_cache``."""
 
     hits: int
     misses: int
@@ -36,27 +36,29 @@ def graph_cache(
     maxsize: int = 256,
     key_fn: Callable[..., Hashable] | None = None,
 ) -> Any:
-    """Decorate a function that builds a graph: equal kinds of arguments give the same graph.
+    """Decorate a function that builds a graph, so that equal kinds of arguments share a graph.
 
-    Of arrays, in any pytree, shape, dtype and memory order are the kind, and which of them are the
-    same array; of all else, NumPy's scalars too, the value and its type. Defaults count as given,
-    and it is one whether an argument is given by position or by name. The graph that was asked for
-    longest ago goes when there are more than ``maxsize``. Threads that ask for the same one wait
-    for the first of them to build it. No array is kept alive; the instance of a method is, as
-    other arguments that are no arrays are.
+    The key holds the shape, dtype and memory order of each array, in any pytree, and which
+    arguments are the same array. It holds the value and type of all other arguments, including
+    NumPy scalars. Defaults count as passed, and positional and keyword arguments are equivalent.
+    The cache keeps the ``maxsize`` graphs used most recently. If threads request the same graph,
+    one builds it and the rest wait. The cache keeps no array alive, but it does keep other
+    arguments alive, such as the instance of a method.
 
     Args:
-        fn: the function; left out in ``@graph_cache(maxsize=...)``.
-        maxsize: how many graphs are kept.
-        key_fn: what makes the key of the arguments instead; by keyword, unlike in
+        fn: the function; omitted in ``@graph_cache(maxsize=...)``.
+        maxsize: how many graphs to keep.
+        key_fn: a function that returns the key for given arguments; keyword-only, unlike in
             ``cudnn.graph_cache``.
 
-    Returns: the function, with ``cache_info()`` and ``cache_clear()``.
+    Returns:
+        The function, with ``cache_info()`` and ``cache_clear()``.
 
-    Raises: GraphTypeError for an argument that is neither an array nor hashable.
+    Raises:
+        GraphTypeError: an argument is neither an array nor hashable.
 
-    Source: "Using wrapper in larger codebases" in NVIDIA's cudnn-frontend, where it is built by
-    hand, and its ``cudnn.graph_cache``.
+    Source: ``cudnn.graph_cache`` and "Using wrapper in larger codebases" in NVIDIA's
+    cudnn-frontend.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_cudnn as jc
@@ -79,14 +81,12 @@ def graph_cache(
             fix="@graph_cache, or @graph_cache(maxsize=..., key_fn=...)",
         )
     if isinstance(maxsize, bool) or not isinstance(maxsize, int) or maxsize < 1:
-        raise GraphError(
-            "maxsize is not valid", expected="an integer of at least 1", got=repr(maxsize)
-        )
+        raise GraphError("invalid maxsize", expected="an integer of at least 1", got=repr(maxsize))
     return _Factory(fn, maxsize, key_fn)
 
 
 class _Entry:
-    """A graph that is there, or that a thread is building."""
+    """A graph that is built, or that a thread is building."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -112,7 +112,7 @@ class _Factory:
         while True:
             entry = self._asked_for(key)
             with entry.lock:
-                if entry.failed:  # in the thread that this one waited for: it is forgotten
+                if entry.failed:  # in the thread that this one waited for
                     continue
                 if entry.graph is None:
                     try:
@@ -127,7 +127,7 @@ class _Factory:
         if self._key_fn is not None:
             return self._key_fn(*args, **kwargs)
         if self._parameters is not None:
-            with contextlib.suppress(TypeError):  # which the function raises, too
+            with contextlib.suppress(TypeError):  # the function will raise it
                 bound = self._parameters.bind(*args, **kwargs)
                 bound.apply_defaults()
                 args, kwargs = bound.args, bound.kwargs
@@ -135,10 +135,10 @@ class _Factory:
             return _kind(args, kwargs)
         except ValueError as error:  # JAX sorts the keys of dictionaries
             raise GraphTypeError(
-                f"{self._title}: an argument is no pytree",
+                f"{self._title}: an argument is not a pytree",
                 expected="dictionaries whose keys can be sorted",
                 got=str(error).splitlines()[0],
-                fix="give graph_cache a key_fn",
+                fix="pass key_fn to graph_cache",
                 where=defined_at(self._fn),
             ) from error
 
@@ -148,12 +148,12 @@ class _Factory:
         except TypeError as error:
             own = self._key_fn is None
             raise GraphTypeError(
-                f"{self._title}: {'an argument' if own else 'what key_fn returns'} is not hashable",
-                expected="arrays, and Python values such as numbers, strings and tuples"
+                f"{self._title}: {'an argument' if own else 'a key of key_fn'} is not hashable",
+                expected="arrays, or hashable values such as numbers, strings and tuples"
                 if own
-                else "a hashable value, a tuple for example",
+                else "a hashable value, for example a tuple",
                 got=str(error),
-                fix="give graph_cache a key_fn" if own else None,
+                fix="pass key_fn to graph_cache" if own else None,
                 where=defined_at(self._fn),
             ) from None
 
@@ -165,7 +165,7 @@ class _Factory:
         return getattr(self, "__qualname__", "graph_cache")  # pickled as functions are
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method: its instance is the first argument; the cache is that of the class."""
+        """As a method: the instance is the first argument, and all instances share the cache."""
         if instance is None:
             return self
         bound: Any = functools.partial(self, instance)
@@ -173,7 +173,7 @@ class _Factory:
         return bound
 
     def cache_info(self) -> CacheInfo:
-        """Hits, misses, and how many graphs are kept."""
+        """Hits, misses, and the number of graphs."""
         with self._lock:
             return CacheInfo(self._hits, self._misses, self._maxsize, len(self._entries))
 
@@ -203,8 +203,8 @@ class _Factory:
 
 
 def _for_all_numbers(made: Any) -> Any:
-    """What a function made, with graphs that stand for all arrays of their kind, also where these
-    are numbers in the host's memory."""
+    """The function's result, whose graphs forget the values of scalars in host memory: they serve
+    all arrays of their kind."""
     for leaf in jax.tree.leaves(made):
         if isinstance(leaf, Declaring):
             leaf._forget_numbers()
@@ -214,12 +214,12 @@ def _for_all_numbers(made: Any) -> Any:
 def _parameters(fn: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(fn)
-    except (TypeError, ValueError):  # of a few built-in functions
+    except (TypeError, ValueError):  # for a few built-in functions
         return None
 
 
 def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """What tells apart arguments for which other graphs are built."""
+    """The key of arguments that share a graph."""
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: leaf is None)
     first: dict[int, int] = {}
     kinds = (_of_leaf(leaf, first.setdefault(id(leaf), i)) for i, leaf in enumerate(leaves))
@@ -227,9 +227,9 @@ def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
 
 
 def _of_leaf(leaf: Any, place: int) -> Hashable:
-    """A leaf's kind. ``place`` is where the same object was first: the same array is one input."""
+    """A leaf's part of the key. ``place`` is the first place of the same object: one input."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return place, leaf.shape, leaf.dtype  # keys of random numbers
-    if isinstance(leaf, np.generic):  # a graph has it as a number
+        return place, leaf.shape, leaf.dtype  # random keys
+    if isinstance(leaf, np.generic):  # a graph holds its value
         return type(leaf), leaf.tobytes()
     return (place, Template.of(leaf)) if is_array(leaf) else typed(leaf)

@@ -1,4 +1,4 @@
-"""Shapes and dtypes of a Graph's tensors, inferred anew when the user changes some of them late."""
+"""Infer shapes and dtypes of a Graph's tensors again when the user changes some of them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from .tensors import NamedTensor
 
 
 class Inferring(GraphBuilder):
-    """A builder that knows what of its tensors was said, and what followed from operands."""
+    """A builder that distinguishes what the user stated from what it inferred."""
 
     def __init__(self, options: Options, io_data_type: str | None) -> None:
         super().__init__(options)
         self.handles: dict[str, NamedTensor] = {}
         self._io_data_type = io_data_type
         self._returned: set[str] = set()
-        self._computes: dict[str, str] = {}  # calls and the compute types that were said
+        self._computes: dict[str, str] = {}  # calls and their stated compute types
         self._integers: set[str] = set()  # constants that were written as integers
 
-    def _lift(self, value: Any, port: str, rank: int, integral: bool) -> Tensor:
-        lifted = super()._lift(value, port, rank, integral)
+    def _lift(
+        self, value: Any, port: str, rank: int, integral: bool, kind: str = "float32"
+    ) -> Tensor:
+        lifted = super()._lift(value, port, rank, integral, kind)
         if isinstance(value, int):
             self._integers.add(lifted.name)
         return lifted
@@ -39,12 +41,12 @@ class Inferring(GraphBuilder):
             try:
                 self._infer_call(index)
             except JaxCudnnError as error:
-                error.summary = f"{call.name}, after tensors were changed: {error.summary}"
+                error.summary = f"{call.name}, after a change of tensors: {error.summary}"
                 raise
 
     def _infer_again(self) -> None:
-        """What operations make of tensors that were changed after they were used; what does not
-        fit yet may be changed, too, until :meth:`conclude`."""
+        """Infers the results of operations after a tensor changed; until :meth:`conclude`, further
+        changes may resolve a mismatch."""
         for index in range(len(self._calls)):
             with contextlib.suppress(JaxCudnnError):
                 self._infer_call(index)
@@ -66,7 +68,7 @@ class Inferring(GraphBuilder):
             self._put(replace(self._tensors[name], shape=shape, dtype=dtype))
 
     def _inputs_of(self, call: Call) -> dict[str, Tensor]:
-        """The tensors at the input ports, constants in the type that stands beside the others."""
+        """The tensors at the input ports, with constants in a dtype that suits the rest."""
         inputs = {port: self._tensors[name] for port, name in call.inputs}
         arrays = [tensor.dtype for tensor in inputs.values() if tensor.value is None]
         for port, tensor in inputs.items():
@@ -77,7 +79,7 @@ class Inferring(GraphBuilder):
         return inputs
 
     def _is_said(self, node: Node) -> bool:
-        """Whether the graph says in which type a node computes."""
+        """Whether the graph states the node's compute type."""
         return node.product and self._options.compute_data_type is not None
 
     def _put(self, state: Tensor) -> None:
@@ -85,8 +87,8 @@ class Inferring(GraphBuilder):
 
 
 def _fixes(node: Node, port: str, inputs: dict[str, Tensor]) -> bool:
-    """Whether the operation says of which type a result is, whatever its operands are: statistics
-    of a normalization are float32."""
+    """Whether the operation fixes the dtype of a result for any operands: statistics of a
+    normalization are float32."""
     if node.ports.output_names == (port,):
         return False
     narrow = {
@@ -95,5 +97,5 @@ def _fixes(node: Node, port: str, inputs: dict[str, Tensor]) -> bool:
     }
     try:
         return node.infer(narrow)[port][1] == "float32"
-    except JaxCudnnError:  # it takes no such operands
+    except JaxCudnnError:  # it does not support such operands
         return node.infer(inputs)[port][1] != result_dtype(inputs)

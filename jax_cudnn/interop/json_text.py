@@ -1,4 +1,4 @@
-"""A Graph as JSON: context, nodes and tensors, under the keys of cuDNN's frontend."""
+"""A Graph as JSON: context, nodes and tensors, with the keys of cuDNN's frontend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tensors import NamedTensor
 
 
 def as_json(recorder: Recorder, context: Mapping[str, Any]) -> str:
-    """The text, indented, with tensors and nodes in the order in which they were made."""
+    """Indented JSON, with tensors and nodes in the order of creation."""
     nodes = [_node(recorder, name) for name in recorder.nodes]
     tensors = {
         label(recorder, tensor): _tensor(recorder, tensor)
@@ -58,13 +58,13 @@ def _tensor(recorder: Recorder, tensor: NamedTensor) -> dict[str, Any]:
 
 
 def label(recorder: Recorder, tensor: NamedTensor) -> str:
-    """The tensor's name, if it has one that no other has; else the graph's for it."""
+    """The tensor's name if it is unique, else its canonical name."""
     same = [t for t in recorder.handles.values() if t.label == tensor.label]
     return tensor.label if tensor.label and len(same) == 1 else canonical_name(recorder, tensor)
 
 
 def canonical_name(recorder: Recorder, tensor: NamedTensor) -> str:
-    """``node::port`` of the node that computes a tensor; an input's is that of its declaration."""
+    """``node::port`` of the node that computes a tensor; for an input, the declared name."""
     for node, call in recorder.nodes.items():
         for port, name in call.outputs:
             if name == tensor.name:
@@ -78,6 +78,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        # JSON has no number for an infinity: "inf", "-inf", "nan", which float() reads.
+        # JSON has no infinities: write "inf", "-inf", "nan", which float() reads.
         return float(value) if math.isfinite(value) else str(float(value))
     return value if isinstance(value, (str, bool)) else str(value)

@@ -1,4 +1,4 @@
-"""A plan of a Graph whose numbers in the host's memory are not all known."""
+"""A plan of a Graph that lacks the values of some scalars in host memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .._core.planning.plan import Plan
 
 @dataclass(frozen=True)
 class NumberlessPlan(Plan):
-    """A plan that says how a graph runs, and does not run: it lacks numbers.
+    """A plan that can be inspected but not run, because some scalars have no value.
 
-    cuDNN's engines, candidates and workspace do not depend on them; what is computed does.
+    cuDNN's engines, candidates and workspace do not depend on the values; results do.
 
     Attributes:
-        lacking: the inputs that are numbers and were given none, by name.
+        lacking: names of the scalar inputs without a value.
     """
 
     lacking: tuple[str, ...] = ()
@@ -39,10 +39,10 @@ class NumberlessPlan(Plan):
 
     def _refuse(self, what: str) -> NoReturn:
         raise GraphError(
-            f"{self.name}: {what} of a plan without its numbers",
-            expected=f"numbers for {', '.join(self.lacking)}",
+            f"{self.name}: cannot {what} a plan without the values of its scalars",
+            expected=f"values for {', '.join(self.lacking)}",
             got="none",
-            why="a number in the host's memory is a constant of cuDNN's plan",
+            why="a scalar in host memory is a constant of cuDNN's plan",
             fix=f"graph.plan(numbers={{{self.lacking[0]!r}: ...}})",
             where=user_line(),
         )

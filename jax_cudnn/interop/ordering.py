@@ -14,22 +14,23 @@ from .tensors import NamedTensor
 
 
 class Ordering(Declaring):
-    """The part of a Graph that concerns what calls take and return."""
+    """The part of a Graph that handles the arguments and results of calls."""
 
     _io: tuple[Sequence[Any] | None, Sequence[Any] | None] = None, None
 
     def set_io_tuples(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Say in which order positional calls take inputs and return outputs.
+        """Set the order in which positional calls take inputs and return outputs.
 
         Args:
-            inputs: references to all inputs. Two may mean one input, to which one array was given
-                twice while building: then calls give both the same array.
-            outputs: references to results; each that ``set_output`` marked must be among them, and
-                each that is among them is an output.
+            inputs: references to all inputs. If an array was passed twice while building, two
+                references may refer to one input; calls then pass the same array for both.
+            outputs: references to results, which become the outputs; they must include all results
+                that ``set_output`` marked.
 
-        Raises: GraphError for unknown references, outputs named twice, what is missing, and for
-        another order than the one with which the graph was called: compiled code has that.
-        ``graph.with_options()`` is a graph whose order may be set.
+        Raises:
+            GraphError: a reference is unknown; an output is listed twice; an input or output is
+                missing; or the graph was already called with another order, which compiled code
+                uses. The order of ``graph.with_options()``, a copy, may be set.
         """
         inputs, outputs = listed("inputs", inputs), listed("outputs", outputs)
         if self._built.spec is None:
@@ -44,31 +45,31 @@ class Ordering(Declaring):
     def _check_uncalled(
         self, order: tuple[NamedTensor, ...], outputs: tuple[NamedTensor, ...]
     ) -> None:
-        """GraphError where another order of inputs or outputs would leave compiled calls stale."""
+        """Raises GraphError if another order would make compiled calls stale."""
         same = {t.name for t in self._outputs} == {t.name for t in outputs}
         if self._order is not None:  # else it was called by name
             had, has = (*self._order, *self._outputs), (*order, *outputs)
             same = [t.name for t in had] == [t.name for t in has]
         if self._was_called and not same:
             raise GraphError(
-                f"set_io_tuples of {self.name} after it was called",
+                f"set_io_tuples of {self.name} after the graph was called",
                 expected=f"inputs {names(self._order or self._inputs)}, "
                 f"outputs {names(self._outputs)}",
                 got=f"inputs {names(order)}, outputs {names(outputs)}",
-                why="jax.jit keeps what it compiled for the order that the graph had",
+                why="jax.jit keeps programs that were compiled for the previous order",
                 fix="other = graph.with_options(); other.set_io_tuples(...)",
                 where=user_line(),
             )
 
     def _end(self) -> None:
-        """End the building of the graph: its outputs, and the order of calls if one was said."""
+        """Completes the graph: sets its outputs, and the order of calls if given."""
         inputs, outputs = self._io
         self._conclude(self._marked(outputs))
         if inputs or outputs:
             self._order = self._ordered(inputs, self._inputs)
 
     def _so_far(self) -> Self:
-        """The graph; inside its ``with`` a copy, as if that ended here."""
+        """The graph; inside its ``with``, a copy that is complete at this point."""
         if self._built.spec is not None:
             return self
         made = copy.copy(self)
@@ -77,8 +78,8 @@ class Ordering(Declaring):
         return made
 
     def _marked(self, references: Sequence[Any] | None) -> tuple[NamedTensor, ...]:
-        """The outputs, in the order of references to them; GraphError where there are none, or
-        others are marked."""
+        """The outputs, in the order of their references. Raises GraphError if there are none, or
+        if a marked output is not listed."""
         recorder = self._built
         marked = [tensor for tensor in recorder.handles.values() if tensor.is_output]
         outputs = marked
@@ -93,7 +94,7 @@ class Ordering(Declaring):
                 f"{self.name} has {problem}",
                 expected=names(marked) or "at least one result of an operation",
                 got=names(outputs) or "none",
-                fix="y.set_output(True) marks a result; outputs=[...] lists all of them",
+                fix="mark results by y.set_output(True), or list all of them in outputs=[...]",
                 where=user_line(),
             )
         return tuple(outputs)
@@ -101,7 +102,7 @@ class Ordering(Declaring):
     def _ordered(
         self, references: Sequence[Any] | None, needed: tuple[NamedTensor, ...]
     ) -> tuple[NamedTensor, ...]:
-        """The inputs as positional calls take them; GraphError where a needed one is missing."""
+        """The inputs in the order of positional calls; raises GraphError if one is missing."""
         if references is None:
             return needed
         recorder = self._built
@@ -111,11 +112,11 @@ class Ordering(Declaring):
         missing = [tensor for tensor in needed if tensor.name not in known]
         if results or missing:
             raise GraphError(
-                f"{self.name}: these are not the inputs",
+                f"{self.name}: wrong list of inputs",
                 expected=names(needed),
                 got=names(inputs) or "none",
                 why=f"the graph computes {names(results)}" if results else None,
-                fix=f"add {names(missing)}" if missing else "leave out what the graph computes",
+                fix=f"add {names(missing)}" if missing else f"leave out {names(results)}",
                 where=user_line(),
             )
         return tuple(inputs)

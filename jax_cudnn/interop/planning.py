@@ -1,4 +1,4 @@
-"""The plans of a Graph, under the names of pygraph's methods."""
+"""Plans of a Graph, under the names of pygraph's methods."""
 
 from __future__ import annotations
 
@@ -24,29 +24,31 @@ from .tensors import NamedTensor
 
 
 class Planning(Choosing):
-    """The part of a Graph that concerns plans.
+    """The part of a Graph that handles plans.
 
-    What plans a graph may stand inside its ``with``, as pygraph's sequence of ``validate`` to
-    ``build_plans`` does: it then plans the graph as if that ended there.
+    Methods that plan may be called inside the graph's ``with``, like pygraph's sequence from
+    ``validate`` to ``build_plans``: they plan the graph as built so far.
     """
 
     def plan(self, *, gpus: Any = None, numbers: Mapping[Any, float] | None = None) -> Any:
-        """How the graph runs on a GPU, as :func:`jax_cudnn.plan` says it.
+        """Plan the graph for a GPU, like :func:`jax_cudnn.plan`.
 
         Args:
-            gpus: names of GPUs that need not be here. None: ``jax_cudnn.target``, else the GPU of
-                this process.
-            numbers: the values of inputs that are numbers in the host's memory, by references:
-                ``{"ln::epsilon": 1e-5}``. Left out, it is the value that the operation was given
-                while building; graphs of :func:`jax_cudnn.graph_cache` stand for all values.
+            gpus: names of GPUs, which may be absent. By default the GPU of ``jax_cudnn.target``, or
+                else of this process.
+            numbers: values of scalar inputs in host memory, by reference: ``{"ln::epsilon":
+                1e-5}``. By default the values passed while building; graphs of
+                :func:`jax_cudnn.graph_cache` have no default values.
 
-        Returns: a :class:`jax_cudnn.Plan`, whose arrays are the graph's inputs in the order of
-        positional calls, without those numbers; with ``gpus`` a dictionary of plans. Where a number
-        is not known the plan tells all that does not depend on it, and refuses to run and to be
-        written.
+        Returns:
+            A :class:`jax_cudnn.Plan`, whose operands are the graph's inputs in the order of
+            positional calls, without those scalars; with ``gpus``, a dictionary of plans. If a
+            scalar has no value, the plan can be inspected, but not run or serialized.
 
-        Raises: UnsupportedGraphError under ``implementation="cudnn"``; TargetError without a GPU;
-        GraphError for ``numbers`` of other inputs.
+        Raises:
+            UnsupportedGraphError: cuDNN cannot run the graph, with ``implementation="cudnn"``.
+            TargetError: there is no GPU.
+            GraphError: ``numbers`` refers to an input that is not a scalar.
 
         Example:
             >>> import jax.numpy as jnp, jax_cudnn as jc
@@ -70,7 +72,7 @@ class Planning(Choosing):
         return type(made)({gpu: _numberless(one, lacking) for gpu, one in made.items()})
 
     def support(self, *, gpus: Any = None) -> Support:
-        """On which GPUs the graph is one cuDNN plan, as :func:`jax_cudnn.support` says it."""
+        """On which GPUs the graph is one cuDNN plan, like :func:`jax_cudnn.support`."""
         from .._core.planning.support import support
 
         graph = self._so_far()
@@ -78,34 +80,34 @@ class Planning(Choosing):
         return support(function, *avals, gpus=gpus)
 
     def validate(self) -> None:
-        """Nothing is left to check: operations are checked where they are written."""
+        """Does nothing: operations are checked when they are added."""
         _ = self._built
 
     def build_operation_graph(self) -> None:
-        """Nothing is left to do, see :meth:`validate`."""
+        """Does nothing, see :meth:`validate`."""
         _ = self._built
 
     def check_support(self) -> None:
-        """UnsupportedGraphError where the graph is not one cuDNN plan on the GPU at hand."""
+        """Raises UnsupportedGraphError if the graph is not one cuDNN plan on the current GPU."""
         self._so_far().with_options(implementation="cudnn").plan()
 
     def build_plans(self) -> Plan:
-        """Plan now what the first compilation of a call on this GPU would plan."""
+        """Plan now, instead of at the first compilation of a call on this GPU."""
         return self.plan()
 
     def build(self, heuristics: Sequence[Any] | None = None) -> Plan:
-        """The same, with other heuristics if these are given."""
+        """Like :meth:`build_plans`, with other heuristics if given."""
         if heuristics is None:
             return self.plan()
         return self._so_far().with_options(heuristics=listed("heuristics", heuristics)).plan()
 
     def get_workspace_size(self) -> int:
-        """Bytes of device memory that its plans need while they run."""
+        """Bytes of device memory that the plans need while they run."""
         return self.plan().workspace_bytes
 
     def get_execution_plan_count(self) -> int:
-        """How many plans there are to choose from: those of ``graph.plan().candidates``, which is
-        what an index means here; one where an engine was named, by ``select_plan`` for example."""
+        """The number of ``graph.plan().candidates``, to which an index refers; 1 if the options
+        name an engine, for example after ``select_plan``."""
         return len(self._candidates(self.plan()))
 
     def get_plan_name_at_index(self, index: int) -> str:
@@ -113,20 +115,20 @@ class Planning(Choosing):
         return self._at(index)[1].name
 
     def get_engine_and_knobs_at_index(self, index: int) -> tuple[int, dict[str, int]]:
-        """A candidate's engine by its number, and the values of its knobs by name."""
+        """A candidate's engine id, and the values of its knobs by name."""
         _, candidate = self._at(index)
         return candidate.engine, dict(candidate.knobs)
 
     def get_behavior_notes_for_plan_at_index(self, index: int) -> tuple[str, ...]:
-        """What cuDNN says of a candidate: "RUNTIME_COMPILATION", for example."""
+        """The behavior notes of a candidate, for example "RUNTIME_COMPILATION"."""
         return self._at(index)[1].behavior_notes
 
     def get_workspace_size_plan_at_index(self, index: int) -> int:
-        """Bytes of device memory that a candidate needs while it runs; it is built for that."""
+        """Bytes of device memory that a candidate needs while it runs; builds its plan."""
         return self.build_plan_at_index(index).workspace_bytes
 
     def get_behavior_notes(self) -> tuple[str, ...]:
-        """What cuDNN says of the plan's engine."""
+        """The behavior notes of the plan's engine."""
         return self.plan().only.behavior_notes
 
     def build_plan_at_index(self, index: int) -> Plan:
@@ -135,14 +137,14 @@ class Planning(Choosing):
         return made.select(candidate)
 
     def select_plan(self, index: int) -> Self:
-        """The same graph with the engine and the knobs of a candidate.
+        """The same graph with the engine and knobs of a candidate.
 
-        ``graph.plan().candidates`` lists them, ``graph.plan().autotune(...)`` finds the fastest.
+        ``graph.plan().candidates`` lists them; ``graph.plan().autotune(...)`` finds the fastest.
         """
         return self.with_options(**self.build_plan_at_index(index).pinned)
 
     def _candidates(self, made: Plan) -> Sequence[Candidate]:
-        """What the graph's plan is chosen from."""
+        """The candidates for the graph's plan."""
         if self._options.engine is None:
             return made.candidates
         own = made.only
@@ -150,7 +152,7 @@ class Planning(Choosing):
         return [Candidate(0, own.engine_id, own.engine, knobs, {}, behavior_notes=notes)]
 
     def _at(self, index: int) -> tuple[Plan, Candidate]:
-        """The graph's plan, and the candidate of an index."""
+        """The graph's plan, and the candidate at an index."""
         made = self.plan()
         candidates = self._candidates(made)
         try:
@@ -168,16 +170,16 @@ class Planning(Choosing):
         return made, candidates[at]
 
     def _numbers(self, given: Mapping[Any, Any]) -> tuple[dict[str, float], tuple[str, ...]]:
-        """The numbers among the inputs by the tensors' names, and which of them are not known."""
+        """The values of scalar inputs by tensor name, and the names of those without a value."""
         said: dict[str, float] = {}
         for reference, value in given.items():
             tensor = self.find_tensor(reference)
             if not tensor.by_value or number(value) is None:
                 raise GraphError(
                     f"{self.name}: numbers={{{reference!r}: ...}}",
-                    expected="a Python or NumPy number for an input that is one"
+                    expected="a Python or NumPy number"
                     if tensor.by_value
-                    else "an input that is a number in the host's memory (is_pass_by_value)",
+                    else "a scalar input in host memory (is_pass_by_value)",
                     got=repr(value)[:200] if tensor.by_value else f"the tensor {tensor._state}",
                     where=user_line(),
                 )
@@ -193,12 +195,13 @@ class Planning(Choosing):
         return values, tuple(lacking)
 
     def _constants(self) -> list[NamedTensor]:
-        """The inputs that are constants of the plan: numbers, but for the operand it needs."""
+        """The inputs that are constants of the plan: scalars, except one if there is no other
+        operand."""
         numbers = [tensor for tensor in self._inputs if tensor.by_value]
         return numbers[1:] if len(numbers) == len(self._inputs) else numbers
 
     def _of_operands(self, numbers: Mapping[str, float]) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-        """A function of the inputs that are no constants, in their order, and their shapes."""
+        """A function of the inputs that are not constants, in order, and their shapes."""
         arrays = [tensor for tensor in self._in_order() if tensor.name not in numbers]
 
         def function(*operands: Any) -> list[jax.Array]:

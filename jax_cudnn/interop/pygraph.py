@@ -1,4 +1,4 @@
-"""from_pygraph: a graph that was built with cuDNN's frontend, as a JAX function."""
+"""from_pygraph: convert a graph of cuDNN's frontend to a JAX function."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ def from_pygraph(
     name: str | None = None,
     **options: Any,
 ) -> Graph:
-    """Make a JAX function of a ``cudnn.pygraph``, by its nodes; it need not be built or planned.
+    """Convert a ``cudnn.pygraph`` to a JAX function, node by node; it need not be built or planned.
 
-    Tensors keep their names and uids, nodes their names, so that all references of
-    :class:`jax_cudnn.Graph` work, pygraph's own tensors among them. A tensor that is passed by
-    value and has a value is a constant; one without is an input, which a Python number or NumPy
-    array makes a constant of the plan. A seed or offset of dropout, one INT64 in cuDNN, is two
-    uint32 here, (1, 1, 1, 2): the low and the high word; calls take one integer, too.
+    Tensors keep their names and uids, and nodes their names, so that all references of
+    :class:`jax_cudnn.Graph` work, including pygraph's own tensors. A tensor that is passed by value
+    is a constant if it has a value; otherwise it is an input, for which a Python number or NumPy
+    array becomes a constant of the plan. A seed or offset of dropout, one INT64 in cuDNN, is two
+    uint32 here, (1, 1, 1, 2): the low and the high word. Calls accept one integer, too.
 
     Args:
         graph: a ``cudnn.pygraph`` of nvidia-cudnn-frontend 1.28 or newer.
-        inputs: references in the order of positional calls; in the order of use if left out.
-        outputs: references in the order of results; all non-virtual results if left out.
-        name: of the graph, in profiles and errors; the pygraph's own if left out.
+        inputs: references in the order of positional calls; by default in the order of use.
+        outputs: references in the order of results; by default all non-virtual results.
+        name: name of the graph in profiles and errors; by default the pygraph's.
         **options: fields of :class:`jax_cudnn.Options`.
 
-    Returns: a :class:`jax_cudnn.Graph`: callable with arrays or with a dictionary, with all
-    transformations.
+    Returns:
+        A :class:`jax_cudnn.Graph`, which is called with arrays or a dictionary and supports all
+        transformations.
 
     Raises:
-        GraphTypeError: it is no pygraph that keeps its nodes in Python.
-        GraphError: an operation or attribute has no counterpart here; the node is named.
+        GraphTypeError: the graph is not a pygraph that keeps its nodes in Python.
+        GraphError: an operation or attribute is not supported; the message names the node.
 
     Example:
         >>> import cudnn, jax, jax.numpy as jnp, jax_cudnn as jc
@@ -60,27 +61,27 @@ def from_pygraph(
     outputs = None if outputs is None else listed("outputs", outputs)
     if isinstance(graph, Graph):
         raise GraphTypeError(
-            "from_pygraph got a jax_cudnn.Graph",
+            "from_pygraph takes a pygraph, not a jax_cudnn.Graph",
             expected="a cudnn.pygraph",
             got=repr(graph),
-            why="it is a JAX function already",
+            why="it already is a JAX function",
             fix="call it; graph.with_options(...) is the same graph with other options",
             where=user_line(),
         )
     nodes = getattr(graph, "nodes", None)
     if not isinstance(nodes, list) or not hasattr(graph, "context"):
         raise GraphTypeError(
-            "from_pygraph got no pygraph that keeps its nodes",
+            "not a pygraph that keeps its nodes",
             expected="a cudnn.pygraph of nvidia-cudnn-frontend 1.28 or newer",
             got=f"{type(graph).__name__}",
-            fix="upgrade the frontend; a deserialised graph has plans, but no nodes",
+            fix="upgrade the frontend; a deserialized graph has plans, but no nodes",
             where=user_line(),
         )
     if said := [option for option in _OF_CONTEXT if option in options]:
         raise GraphError(
-            f"from_pygraph of another {said[0]}",
+            f"from_pygraph cannot change {said[0]}",
             got=f"{said[0]}={options[said[0]]!r}",
-            why="the pygraph says it",
+            why="the pygraph defines it",
             fix=f"cudnn.pygraph({said[0]}=...)",
             where=user_line(),
         )
@@ -101,23 +102,23 @@ def from_pygraph(
 
 
 class _Copy:
-    """Carries nodes over, and knows what became of each tensor."""
+    """Copies nodes, and maps each tensor to its copy."""
 
     def __init__(self, graph: Graph, intermediate: Any) -> None:
         self._graph, self._intermediate = graph, intermediate
         self._made: dict[int, Any] = {}
-        self._numbers: dict[str, NamedTensor] = {}  # for truths
+        self._numbers: dict[str, NamedTensor] = {}  # for booleans
 
     @property
     def _recorder(self) -> Recorder:
         return self._graph._built
 
     def add(self, node: Any) -> None:
-        """Adds a node; GraphError that names it where there is no counterpart."""
+        """Adds a node; raises GraphError that names it if it is not supported."""
         method = _method(node)
         try:
             arguments = self._arguments(method, node)
-            name = None if node.name in self._recorder.nodes else node.name  # it need be no other's
+            name = None if node.name in self._recorder.nodes else node.name  # unless taken
             getattr(self._graph, method)(**arguments, name=name)
         except JaxCudnnError as error:
             error.summary = f"from_pygraph: node {node.name!r}: {error.summary}"
@@ -125,23 +126,25 @@ class _Copy:
         call = [*self._recorder.nodes.values()][-1]
         made = {port: self._recorder.handles[result] for port, result in call.outputs}
         for port, tensor in dict(node.outputs).items():
-            if len(made) == 1:  # which may have another name there
+            if len(made) == 1:  # it may have another name there
                 (port,) = made
             result = made[ASKED_FOR.get(port, port)]
             self._describe(result, tensor)
             self._place(result, tensor, method)
 
     def _arguments(self, method: str, node: Any) -> dict[str, Any]:
-        """The keywords of pygraph's method, from a node's ports and parameters."""
+        """The keyword arguments of pygraph's method, from a node's ports and parameters."""
         if method not in REGISTRY:
             raise GraphError(
-                "no operation here is its counterpart", expected=", ".join(REGISTRY), got=method
+                "jax_cudnn does not support this operation",
+                expected=", ".join(REGISTRY),
+                got=method,
             )
         cls, params = REGISTRY[method], dict(node.params)
         operands = {
             port: self._operand(tensor, method, port) for port, tensor in node.inputs.items()
         }
-        if params.get("mode") == method:  # an operation on each element: its ports are numbered
+        if params.get("mode") == method:  # pointwise: its ports are numbered
             del params["mode"]
             operands = dict(zip(cls.ports.input_names, operands.values(), strict=True))
         if "bool" not in cls.dtypes or method == "binary_select":
@@ -159,8 +162,8 @@ class _Copy:
         functions = [name for name, value in given.items() if callable(value)]
         if functions:
             raise GraphError(
-                f"{functions[0]} is a function of cuDNN's graphs",
-                why="it adds to a graph of the frontend's, which JAX does not see",
+                f"{functions[0]} is a function that builds a frontend graph",
+                why="it adds nodes to the frontend's graph, not to this one",
                 fix="jax_cudnn.ops.dot_product_attention(score_mod=...) takes a function of arrays",
             )
         compute = _known(node.compute_data_type)
@@ -171,7 +174,7 @@ class _Copy:
     def _operand(self, tensor: Any, method: str, port: str) -> Any:
         if tensor.uid in self._made:
             return self._made[tensor.uid]
-        if "mxfp8" not in method:  # which orders its scales itself
+        if "mxfp8" not in method:  # it reorders scales itself
             refuse_reordered(tensor.reordering_type)
         if tensor.pass_by_value is not None:
             return tensor.pass_by_value
@@ -190,13 +193,13 @@ class _Copy:
         return made
 
     def _place(self, made: NamedTensor, tensor: Any, method: str) -> None:
-        """Says where a tensor's examples lie, if they lie behind each other."""
+        """Copies a tensor's ragged offset, if it has one."""
         if tensor.ragged_offset is not None:
             made.set_ragged_offset(self._operand(tensor.ragged_offset, method, "ragged_offset"))
             made.set_ragged_offset_multiplier(getattr(tensor, "ragged_offset_multiplier", 1))
 
     def _as_number(self, value: Any) -> Any:
-        """cuDNN's comparisons are numbers, 1 or 0, to what computes with them."""
+        """Converts a boolean to a number: cuDNN's comparisons return 1 or 0."""
         if not isinstance(value, NamedTensor) or value._state.dtype != "bool":
             return value
         if value.name not in self._numbers:
@@ -209,7 +212,7 @@ class _Copy:
         self._recorder.references.remember(tensor, made)
 
     def _describe(self, result: NamedTensor, tensor: Any) -> None:
-        """What was said of a result."""
+        """Copies the stated properties of a result."""
         self._became(tensor, result)
         result.set_name(tensor.name).set_uid(tensor.uid)
         if tensor.dim and (tensor.dim_assigned or self._recorder.is_open_in_shape(result)):
@@ -220,7 +223,7 @@ class _Copy:
         if not tensor.is_virtual:
             result.set_output(True)
         elif data_type in (None, self._intermediate):
-            # What floats have anyway; here integers would keep their own, and truths are truths.
+            # The default for floats; integers would keep their dtype, and booleans stay booleans.
             data_type = self._intermediate if result._state.dtype in INTEGERS else None
         if data_type is not None:
             result.set_data_type(data_type)
@@ -231,12 +234,12 @@ _OF_CONTEXT = "io_data_type", "intermediate_data_type"
 
 
 def _method(node: Any) -> str:
-    """pygraph's method by which a node was made."""
+    """pygraph's method that created a node."""
     kind: str = node.node_type.name
     return node.params["mode"] if kind == "POINTWISE" else _METHODS.get(kind, kind.lower())
 
 
-# Where the kind of a node is not its method's name.
+# Kinds of nodes that are not named like their method.
 _METHODS: dict[str, str] = {
     f"{method.removesuffix('_backward').upper()}_BWD": method
     for method in REGISTRY

@@ -1,4 +1,4 @@
-"""Recorder: the graph builder behind a Graph, with names for nodes and tensors."""
+"""Recorder: the graph builder of a Graph, with names for nodes and tensors."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from .tensors import NamedTensor, one_element
 from .tokens import IN_MEMORY, PAGES, check_given, packed, paged_node
 
 Constants = tuple[tuple[str, str], ...]
-"""Inputs that are numbers, each with ``float.hex`` of its value."""
+"""Scalar inputs, each with ``float.hex`` of its value."""
 
 
 class Recorder(Inferring):
-    """Collects operations as a graph function's ``g`` does, from pygraph's calls.
+    """Collects operations from pygraph's calls, like ``g`` of a graph function.
 
-    Arrays become inputs. Nodes have names; shapes and dtypes that the user changes after a tensor
-    was used are inferred anew when the graph is concluded.
+    Arrays become inputs. Nodes have names. If the user changes a shape or dtype after a tensor was
+    used, all are inferred again when the graph is concluded.
     """
 
     def __init__(self, options: Options, io_data_type: str | None) -> None:
@@ -49,10 +49,10 @@ class Recorder(Inferring):
         self.spec: GraphSpec | None = None
         self._uids: dict[int, NamedTensor] = {}
         self._chosen_uids: set[int] = set()
-        self._declared: set[str] = set()  # inputs that no operation was given an array for
+        self._declared: set[str] = set()  # inputs that were not passed as arrays
         self._untyped: set[str] = set()  # those of them that have no dtype yet
         self._ragged: dict[str, str] = {}  # tensors and their ragged offsets
-        self.family = object()  # what a graph and its copies have in common
+        self.family = object()  # shared by a graph and its copies
 
     @property
     def nodes(self) -> dict[str, Call]:
@@ -62,7 +62,7 @@ class Recorder(Inferring):
     # -- tensors --------------------------------------------------------------------------------
 
     def declare(self, name: str, template: Template, value: float | None = None) -> NamedTensor:
-        """An input of the graph; ``value`` is its own where it is a number."""
+        """Adds an input of the graph; ``value`` is that of a scalar."""
         tensor = self.handles[self.input(name, template.shape, template.dtype).name]
         tensor.by_value, tensor.number = template.by_value, value
         if template.order is not None:
@@ -70,7 +70,7 @@ class Recorder(Inferring):
         return tensor
 
     def leave_open(self, tensor: NamedTensor, *, without_dtype: bool) -> None:
-        """Have an input's setters change it until an operation takes it."""
+        """Allows setters to change an input until an operation uses it."""
         self._declared.add(tensor.name)
         if without_dtype:
             self._untyped.add(tensor.name)
@@ -111,8 +111,8 @@ class Recorder(Inferring):
         if self.is_used(tensor):
             raise GraphError(
                 f"{method} of the input {tensor.name} after it was used",
-                why="operations were checked with what it was",
-                fix=f"graph.tensor(...).{method}(...), before an operation takes the tensor",
+                why="operations were checked with its previous value",
+                fix=f"call graph.tensor(...).{method}(...) before an operation uses the tensor",
                 where=user_line(),
             )
 
@@ -127,7 +127,7 @@ class Recorder(Inferring):
         return any(tensor.name in dict(call.outputs).values() for call in self._calls)
 
     def dtype(self, tensor: NamedTensor) -> str:
-        """The tensor's dtype in this graph: outputs have others than intermediates."""
+        """The tensor's dtype in this graph, which depends on whether it is an output."""
         return self._tensors[tensor.name].dtype
 
     def is_virtual(self, tensor: NamedTensor) -> bool:
@@ -141,31 +141,33 @@ class Recorder(Inferring):
         return any(field.name == "out_dims" for c in makers for field in fields(c.node))
 
     def check_result(self, tensor: GraphTensor, method: str) -> None:
-        """GraphError for an input or a constant."""
+        """Raises GraphError for an input or a constant."""
         if not self.is_result(tensor):
             raise GraphError(
                 f"{method} of the input {tensor.name}",
                 expected="a result of an operation",
-                fix="pass it through g.identity to return it",
+                fix="return g.identity(x) instead",
                 where=user_line(),
             )
 
     def give_ragged_offset(self, tensor: NamedTensor, offset: Any) -> None:
-        """The tensor's examples begin where ``offset``, a tensor or an array, says."""
+        """Sets the ragged offset of a tensor: where each sequence begins, a tensor or an array."""
         if offset is None:
             self._ragged.pop(tensor.name, None)
             return
         self._ragged[tensor.name] = self._operand(offset, tensor.name, "ragged_offset", 0).name
 
     def ragged_offset(self, tensor: NamedTensor) -> NamedTensor | None:
-        """Where the tensor's examples begin, if they lie behind each other."""
+        """The ragged offset of a tensor, or None."""
         return self.handles.get(self._ragged.get(tensor.name, ""))
 
     def give_uid(self, tensor: NamedTensor, uid: int) -> None:
-        """The tensor's number is ``uid``; a tensor that has it by itself gets another one."""
+        """Sets the tensor's uid; a tensor with this uid by default gets another one."""
         if not -(2**63) <= uid < 2**63:
             raise GraphError(
-                f"set_uid({uid})", expected="an integer of 64 bits, as in cuDNN", where=user_line()
+                f"set_uid({uid}): out of range",
+                expected="a 64-bit integer, as in cuDNN",
+                where=user_line(),
             )
         holder = self._uids.get(uid)
         if holder is not tensor:
@@ -173,7 +175,7 @@ class Recorder(Inferring):
                 raise GraphError(
                     f"set_uid({uid}): two tensors would have this uid",
                     got=f"{holder.name} and {tensor.name}",
-                    fix="give one of them another uid, or none",
+                    fix="set another uid for one of them, or none",
                     where=user_line(),
                 )
             del self._uids[tensor.uid]
@@ -186,7 +188,7 @@ class Recorder(Inferring):
         self._chosen_uids.add(uid)
 
     def strides(self, tensor: NamedTensor) -> list[int]:
-        """Of a concluded graph's tensor as cuDNN sees it, else as far as they are known."""
+        """A tensor's strides: as cuDNN sees them once the graph is complete, else as stated."""
         order = tensor._state.order
         if self.spec is not None and tensor.name in {t.name for t in self.spec.tensors}:
             order = layout.major_to_minor(self.spec, self.spec.tensor(tensor.name))
@@ -195,12 +197,12 @@ class Recorder(Inferring):
     # -- operations -----------------------------------------------------------------------------
 
     def check_open(self, what: str) -> None:
-        """GraphError when the graph is concluded."""
+        """Raises GraphError if the graph is complete."""
         if self.spec is not None:
             raise GraphError(
                 f"{what} after the graph was built",
                 why="a graph is fixed when its `with` ends",
-                fix="do it inside, or build another graph",
+                fix="do this inside the `with`, or build another graph",
                 where=user_line(),
             )
 
@@ -215,7 +217,7 @@ class Recorder(Inferring):
         try:
             bound = _signature(method).bind(*args, **kwargs)
         except TypeError:
-            super()._apply(method, *args, **kwargs)  # which says it in words
+            super()._apply(method, *args, **kwargs)  # it raises a better error
             raise
         ports = {port.name for port in REGISTRY[method].ports.inputs}
         for position, name in enumerate(_signature(method).parameters):
@@ -231,7 +233,7 @@ class Recorder(Inferring):
         return self._results(node, self._calls[-1])
 
     def _apply_to_pages(self, node: str, arguments: dict[str, Any], tables: dict[str, Any]) -> None:
-        """Attention over keys and values in pages."""
+        """Adds attention with paged keys and values."""
         ports = {port.name for port in REGISTRY["sdpa"].ports.inputs}
         given = {name: x for name, x in arguments.items() if name in ports and x is not None}
         for name, port in PAGES.items():
@@ -250,13 +252,13 @@ class Recorder(Inferring):
         if name in self._positions:
             raise GraphError(
                 f"two nodes are called {name!r}",
-                fix="give one another name, or none",
+                fix="give one of them another name, or none",
                 where=user_line(),
             )
         return name
 
     def _operand(self, value: Any, node: str, port: str, position: int) -> Any:
-        """What a port is given, arrays as inputs of the graph; references to it are noted."""
+        """The operand of a port, with arrays as inputs of the graph; records references to it."""
         if isinstance(value, (list, tuple)):
             return [self._operand(x, f"{node}::{port}", str(i), i) for i, x in enumerate(value)]
         if isinstance(value, np.generic):
@@ -282,7 +284,7 @@ class Recorder(Inferring):
         return value
 
     def _take_words(self, tensor: NamedTensor) -> None:
-        """Have an input that is one integer be the two words that stand for cuDNN's INT64."""
+        """Converts an input that is one integer to the two words that represent cuDNN's INT64."""
         state = tensor._state
         if state.dtype in INTEGERS and math.prod(state.shape) == 1 and not self.is_used(tensor):
             tensor.by_value = False
@@ -291,15 +293,15 @@ class Recorder(Inferring):
     def _check_typed(self, tensor: NamedTensor) -> None:
         if self.is_untyped(tensor):
             raise GraphError(
-                f"{tensor.get_name()} is a tensor without a data type",
+                f"the tensor {tensor.get_name()} has no data type",
                 fix="graph.tensor(..., data_type=...), .set_data_type(...), or "
                 "Graph(io_data_type=...)",
                 where=user_line(),
             )
 
     def _results(self, node: str, call: Call) -> Any:
-        """What the frontend's method returns: a tensor, or a list that has None for those that a
-        node with these attributes has not."""
+        """The return value of the frontend's method: a tensor, or a list with None for results that
+        a node with these attributes does not have."""
         self._positions[node] = len(self._calls) - 1
         made = {port: self.handles[name] for port, name in call.outputs}
         for port, tensor in made.items():
@@ -310,7 +312,7 @@ class Recorder(Inferring):
         return [made.get(port) for port in ports if port in made or always_returned(port)]
 
     def _unused(self, tensor: GraphTensor, method: str) -> None:
-        """Tensors may be changed after they were used: see :meth:`conclude`."""
+        """Accepts changes of tensors after their use: see :meth:`conclude`."""
 
     # -- the graph ------------------------------------------------------------------------------
 
@@ -324,7 +326,7 @@ class Recorder(Inferring):
         return packed(spec, self._ragged, self._tensors, self._inputs) if self._ragged else spec
 
     def copied(self) -> Recorder:
-        """A recorder with the same operations, whose outputs may become others."""
+        """A recorder with the same operations, whose outputs may change."""
         made = copy.copy(self)
         for name, held in vars(self).items():
             if isinstance(held, (dict, list, set)):
@@ -335,15 +337,15 @@ class Recorder(Inferring):
         return made
 
     def needed(self, outputs: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
-        """The inputs that the outputs need."""
+        """The inputs that the outputs depend on."""
         return tuple(self.handles[name] for name in self.finish(outputs).inputs)
 
     def conclude(self, outputs: Sequence[NamedTensor]) -> GraphSpec:
-        """End the building of a graph with these outputs: every shape and dtype is final.
+        """Completes a graph with these outputs; all shapes and dtypes become final.
 
-        A floating output without a dtype of its own has the graph's ``io_data_type``, unless the
-        operation fixes it (statistics of a normalization are float32). Where this raises, nothing
-        is changed.
+        A floating output without a stated dtype gets the graph's ``io_data_type``, unless the
+        operation fixes it (statistics of a normalization are float32). If this raises, nothing
+        changes.
         """
         before = self._returned, [*self._calls], [*self._tensors.values()]
         try:
@@ -367,15 +369,15 @@ class Recorder(Inferring):
         constants: Constants = (),
         order: Sequence[NamedTensor] = (),
     ) -> GraphSpec:
-        """The spec for these outputs, with inputs in this order; those that are numbers become
-        constants of it."""
+        """The spec for these outputs, with inputs in this order and ``constants`` in place of
+        scalar inputs."""
         spec = with_constants(self.finish(outputs, options, around), dict(constants))
         names = [tensor.name for tensor in order] or self._inputs
         return with_usual_orders(inputs_first(spec, names))
 
 
 _IN_DROPOUT = {"seed": 1, "offset": 2}
-"""Where these stand in the frontend's argument ``dropout``."""
+"""Their positions in the frontend's argument ``dropout``."""
 
 
 @functools.cache

@@ -64,7 +64,7 @@ def test_it_is_the_graph_function_with_all_references_and_transformations(cudnn)
     _, others, _ = conv_bias_relu(cudnn)
     with pytest.raises(jc.GraphError, match="has no tensor"):
         jc.from_pygraph(g, others, [y])
-    with pytest.raises(jc.GraphError, match="the pygraph says it"):
+    with pytest.raises(jc.GraphError, match="the pygraph defines it"):
         jc.from_pygraph(g, io_data_type="HALF")
 
 

@@ -71,7 +71,7 @@ def test_a_plan_without_its_numbers_does_not_run():
         lambda: made.populate_cuda_graph(1, [], []),
         lambda: made.update_cuda_graph(1, [], []),
     ):
-        with pytest.raises(jc.GraphError, match="without its numbers"):
+        with pytest.raises(jc.GraphError, match="without the values of its scalars"):
             call()
     assert np.isnan(constants(made)[0]), "no number is made up"
 
