@@ -143,7 +143,12 @@ def _outside(markdown: str) -> list[str]:
 
 def _inside(markdown: str) -> str:
     """A page from the root of the repository, as if it stood in docs/."""
-    return re.sub(r"\]\(docs/", "](", markdown)
+
+    def moved(link: re.Match[str]) -> str:
+        outside = (ROOT / link[1]).is_file() and not link[1].startswith("docs/")
+        return f"](../{link[1]}" if outside else "](" + link[1].removeprefix("docs/")
+
+    return re.sub(r"\]\(([^)#\s]+)", moved, markdown)
 
 
 # -- docstrings ------------------------------------------------------------------------------------
