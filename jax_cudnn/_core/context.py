@@ -1,4 +1,4 @@
-"""The GPU that a lowering is for: the user's target, or the compilation's."""
+"""The GPU that a program is lowered for: the user's target, or that of the compilation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .user_context import TARGET
 
 
 def target(gpu: str | Profile | None) -> Any:
-    """Context manager and decorator: plan for this GPU model, whether or not one is here.
+    """Context manager and decorator: plan for this GPU model, with or without such a GPU.
 
-    Like all contexts of JAX it holds in the thread that entered it; enter it around the call or
-    the lowering of a jitted function, not inside of one.
+    Like all JAX contexts it applies to the thread that entered it. Enter it around the call or
+    the lowering of a jitted function, not inside the function.
 
     Args:
-        gpu: the name of a profile ("H200"), a ``Profile`` of your own, or None for the GPU of
+        gpu: the name of a profile ("H200"), your own :class:`Profile`, or None for the GPU of
             the compilation.
 
     Raises:
-        TargetError: no profile of this name.
+        TargetError: there is no profile with this name.
 
     Example:
         >>> import jax, jax_cudnn as jc
@@ -35,38 +35,38 @@ def target(gpu: str | Profile | None) -> Any:
     """
     if not isinstance(gpu, (str, Profile, type(None))):
         raise TargetError(
-            "jax_cudnn.target got no GPU",
-            expected="a profile's name, a jax_cudnn.Profile, or None",
+            "jax_cudnn.target got something that is not a GPU",
+            expected="the name of a profile, a jax_cudnn.Profile, or None",
             got=f"{type(gpu).__name__}: {gpu!r}"[:200],
         )
     return TARGET.entered(get(gpu) if isinstance(gpu, str) else gpu)
 
 
 def targeted() -> bool:
-    """Whether the user has named a GPU."""
+    """Whether the user has set a target."""
     return TARGET.value is not None
 
 
 def site(devices: Sequence[Device], name: str) -> Profile | CudaDevice:
-    """The user's target, else the one model of the CUDA devices among ``devices``."""
+    """The user's target, else the single model of the CUDA devices among ``devices``."""
     if TARGET.value is not None:
         return TARGET.value
     devices = [device for device in devices if compat.is_cuda(device)]
     if not devices:
         raise TargetError(
-            f"{name}: planning for CUDA needs to know the GPU",
+            f"{name}: the GPU to plan for is not known",
             got="no CUDA device in this compilation and no jax_cudnn.target",
-            why="a cuDNN plan is built for one GPU model while lowering",
+            why="cuDNN plans are built for one GPU model during lowering",
             fix=_NAME_A_TARGET,
         )
     models = sorted({device.device_kind for device in devices})
     if len(models) > 1:
         raise TargetError(
-            f"{name}: one program for different GPU models",
+            f"{name}: the program is for several GPU models",
             expected="devices of one model",
             got=", ".join(models),
-            why="a cuDNN plan runs only on the model it was built for",
-            fix="compile one program for each model",
+            why="a cuDNN plan runs only on the GPU model for which it was built",
+            fix="compile one program per model",
         )
     local = [d for d in devices if d.process_index == jax.process_index()]
     if not local:
@@ -81,5 +81,5 @@ def site(devices: Sequence[Device], name: str) -> Profile | CudaDevice:
 _NAME_A_TARGET = (
     "with jax_cudnn.target(NAME): ...   NAME is one of "
     + ", ".join(names())
-    + ", or a jax_cudnn.Profile of your own"
+    + ", or your own jax_cudnn.Profile"
 )

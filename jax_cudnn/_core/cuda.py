@@ -1,4 +1,4 @@
-"""The CUDA driver as far as planning needs it: one device's context around a cuDNN handle."""
+"""The part of the CUDA driver that planning needs: a device's context around a cuDNN handle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .errors import LibraryError
 
 
 def device_nodes() -> list[str]:
-    """Files by which this machine shows an NVIDIA GPU; empty on one without."""
+    """Device files of this machine's NVIDIA GPUs; empty without one."""
     return [path for path in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg") if os.path.exists(path)]
 
 
@@ -28,7 +28,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Makes the device's primary context current, as cuDNN expects it."""
+        """Make the device's primary context current, as cuDNN expects."""
         driver = _driver()
         device, context, previous = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         _check(driver.cuDeviceGet(ctypes.byref(device), self.ordinal), "cuDeviceGet")
@@ -48,7 +48,7 @@ class CudaDevice:
             yield _planning_handle(self, cudnn)
 
     def properties(self, cudnn: Any) -> str:
-        """The device's properties as cuDNN writes them (JSON text)."""
+        """The device's properties in cuDNN's format (JSON text)."""
         return _properties(self, cudnn)
 
     def model(self, cudnn: Any) -> tuple[str, int]:
@@ -82,7 +82,7 @@ def _driver() -> ctypes.CDLL:
         raise LibraryError(
             "the CUDA driver cannot be loaded",
             got=str(error),
-            fix="install NVIDIA's driver, or plan for another machine with jax_cudnn.target",
+            fix="install the NVIDIA driver, or plan for another machine with jax_cudnn.target",
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""cuDNN's native CUDA graphs, for users who drive CUDA graphs themselves.
+"""cuDNN's native CUDA graphs, for users who build CUDA graphs themselves.
 
-In a program of XLA's nothing of this is needed: its command buffers capture our calls.
+XLA programs need none of this: XLA's command buffers capture our calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .planning.plan import Plan
 
 NOTE = "SUPPORTS_CUDA_GRAPH_NATIVE_API"
-_INSTEAD = "capture a jitted call on a stream, or leave it to XLA's command buffers"
+_INSTEAD = "capture a jitted call on a stream, or rely on XLA's command buffers"
 
 
 class _Plan(ctypes.Structure):
@@ -79,7 +79,7 @@ def record(
     _check(plan)
     if not _is_address(cuda_graph):
         raise GraphTypeError(
-            f"{plan.name}: this is no CUDA graph",
+            f"{plan.name}: not a CUDA graph",
             expected="a cudaGraph_t as an integer",
             got=repr(cuda_graph)[:80],
         )
@@ -152,7 +152,7 @@ def _new_call_site(plan: ExecutionPlan, name: str) -> int:
 
 
 def _check(plan: Plan) -> None:
-    """Whether cuDNN can put the plan into a CUDA graph, and nothing is to be done around it."""
+    """Checks that cuDNN can put the plan into a CUDA graph, and that it needs nothing else."""
     own, spec = plan.only, plan.spec
     if NOTE not in own.behavior_notes:
         able = []
@@ -172,18 +172,22 @@ def _check(plan: Plan) -> None:
         strict=False,
     )
     around = [
-        *["offsets, lengths and numbers of pages are brought into bounds"] * has_bounds(spec),
-        *("it fills its workspace" for _ in own.fills),
-        *("it reads tables of its own" for _ in own.tables),
+        *["offsets, lengths and page indices are clipped to their bounds"] * has_bounds(spec),
+        *("its workspace is initialised" for _ in own.fills),
+        *("it reads additional tables" for _ in own.tables),
         *(f"{t.name} is converted" for t, s in edge if stored(s) != (t.shape, t.dtype)),
-        *(f"{t.name} is begun" for t in sent.output_tensors if layout.initial(sent, t) is not None),
+        *(
+            f"{t.name} is initialised"
+            for t in sent.output_tensors
+            if layout.initial(sent, t) is not None
+        ),
         *(f"{name} is dropped" for name in sent.outputs[len(spec.outputs) :]),
     ]
     if around:
         raise UnsupportedGraphError(
             f"{plan.name}: this plan needs more than its kernels",
             got="; ".join(dict.fromkeys(around)),
-            why="XLA does this around the call, and a CUDA graph of cuDNN's holds the call alone",
+            why="XLA does this around the call, and the CUDA graph would hold the call alone",
             fix=_INSTEAD,
         )
 
@@ -191,12 +195,12 @@ def _check(plan: Plan) -> None:
 def _pointers(
     plan: Plan, tensors: Sequence[Tensor], arrays: Sequence[Any], what: str, device: Device
 ) -> list[tuple[int, int]]:
-    """Pointer and bytes of each array, which is seen to lie as the plan reads it."""
+    """Pointer and bytes of each array, after checking its layout against the plan."""
     if len(arrays) != len(tensors):
         raise GraphError(
-            f"{plan.name}: not as many {what} as the graph has",
+            f"{plan.name}: expected {len(tensors)} {what}, got {len(arrays)}",
             expected=", ".join(map(str, tensors)) or "none",
-            got=f"{len(arrays)} of them",
+            got=f"{len(arrays)} {what}",
         )
     return [
         (_pointer(plan, tensor, array, device), tensor.nbytes)
@@ -214,8 +218,8 @@ def _pointer(plan: Plan, tensor: Tensor, array: Any, device: Device) -> int:
         shown = f"{array.dtype.name}{list(array.shape)}, order {got}" if got else repr(array)[:80]
         raise GraphError(
             f"{plan.name}: {tensor.name!r} does not fit the plan",
-            expected=f"a JAX array {tensor} with its dimensions in the order {order} in memory, "
-            "slowest first; or a device pointer",
+            expected=f"a JAX array {tensor} with dimensions in memory order {order}, slowest "
+            "first, or a device pointer",
             got=shown,
             fix="jax.device_put(x, jax.experimental.layout.Format(Layout(order), x.sharding))",
         )
@@ -227,26 +231,26 @@ def _is_address(x: Any) -> bool:
 
 
 def _address(plan: Plan, what: str, array: jax.Array, device: Device) -> int:
-    """Where an array lies on the GPU whose kernels will read it."""
+    """The address of an array on the GPU whose kernels will read it."""
     if array.devices() != {device}:
         raise GraphError(
             f"{plan.name}: {what!r} is not on the GPU of the plan",
             expected=str(device),
             got=", ".join(sorted(map(str, array.devices()))),
-            why="the CUDA graph keeps the address, which means other memory there",
-            fix="bring it there, jax.device_put(x, device), and keep that array alive",
+            why="the CUDA graph stores an address, which is valid on one GPU only",
+            fix="move it there, jax.device_put(x, device), and keep that array alive",
         )
     return array.unsafe_buffer_pointer()
 
 
 def _order(array: Any) -> tuple[int, ...]:
-    """The dimensions of a JAX array from the slowest in memory to the fastest."""
+    """The dimensions of a JAX array, from slowest to fastest in memory."""
     order = getattr(array.format.layout, "major_to_minor", None)
     return tuple(range(array.ndim)) if order is None else tuple(order)
 
 
 def _strided(shape: Sequence[int], order: Sequence[int] | None) -> list[int]:
-    """The order of the dimensions that are no 1."""
+    """The order of the dimensions whose size is not 1."""
     return [axis for axis in order or () if shape[axis] != 1]
 
 
@@ -260,6 +264,6 @@ def _workspace(plan: Plan, workspace: Any, device: Device) -> tuple[int, int]:
         return 0, 0
     raise GraphError(
         f"{plan.name}: the workspace is too small",
-        expected=f"a JAX array of {needed} bytes on the GPU, or a device pointer to as many",
+        expected=f"a JAX array of {needed} bytes on the GPU, or a device pointer to {needed} bytes",
         got="none" if workspace is None else f"{getattr(workspace, 'nbytes', workspace)!r}",
     )

@@ -1,4 +1,4 @@
-"""One family of exceptions. Each says what was expected, what was got, why, and what to do."""
+"""All exceptions of this package: each says what was expected, what was got, why, and the fix."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JaxCudnnError(Exception):
 
 
 def rebuild(cls: type[JaxCudnnError], state: dict) -> JaxCudnnError:
-    """An error of a class with these attributes, as it was in another process."""
+    """An error of another process from its class and attributes."""
     error = cls.__new__(cls)
     Exception.__init__(error, state.get("summary", ""))
     error.__dict__.update(state)
@@ -47,15 +47,15 @@ def rebuild(cls: type[JaxCudnnError], state: dict) -> JaxCudnnError:
 
 
 class GraphError(JaxCudnnError, ValueError):
-    """A graph that cannot be written so: a wrong shape, rank, attribute or port."""
+    """An invalid graph: a wrong shape, rank, attribute or port."""
 
 
 class GraphTypeError(JaxCudnnError, TypeError):
-    """A value of the wrong kind: a wrong dtype, or something that is no graph tensor."""
+    """A value of the wrong type: a wrong dtype, or not a graph tensor."""
 
 
 class GraphAttributeError(GraphTypeError, AttributeError):
-    """An attribute of arrays asked of a graph tensor."""
+    """An array attribute accessed on a graph tensor."""
 
 
 class UnsupportedGraphError(JaxCudnnError, NotImplementedError):
@@ -90,7 +90,7 @@ class TargetError(JaxCudnnError, ValueError):
 
 
 class LibraryError(JaxCudnnError, RuntimeError):
-    """cuDNN, its frontend or our binary is missing, or two copies disagree."""
+    """cuDNN, its frontend or this package's binary is missing, or two copies disagree."""
 
 
 class LibraryImportError(LibraryError, ImportError):
@@ -98,12 +98,12 @@ class LibraryImportError(LibraryError, ImportError):
 
 
 class LibraryAttributeError(LibraryError, AttributeError):
-    """The same where that part is asked for as an attribute of the package."""
+    """The same error when that part is accessed as an attribute of the package."""
 
 
 class PlanningWorkerError(JaxCudnnError, RuntimeError):
-    """The subprocess that plans without a GPU died; its output is part of the message."""
+    """The subprocess that plans without a GPU failed; its output is part of the message."""
 
 
 class JobError(JaxCudnnError, RuntimeError):
-    """The processes of a jax.distributed job could not agree: one waited for another in vain."""
+    """The processes of a jax.distributed job did not agree on a plan in time."""

@@ -1,4 +1,4 @@
-"""A plan that runs by itself: on given arrays, on a given GPU, once or in place of an operand."""
+"""Runs one plan eagerly: on given arrays, on a given GPU, optionally in place."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ InPlace = Mapping[str | int, str | int]
 
 # https://docs.nvidia.com/deeplearning/cudnn/backend/latest/developer/graph-api.html
 _ONE_NODE = (
-    "cuDNN takes a graph of several operations in which a result has an operand's memory for a "
-    "cycle; it supports in-place operation for graphs of one node"
+    "cuDNN supports in-place operation for graphs of one node only; in larger graphs it treats a "
+    "result that shares an operand's memory as a cycle"
 )
 
 
@@ -46,7 +46,7 @@ def execute(
 
 @functools.lru_cache(maxsize=256)
 def program(plan: Plan, in_place: tuple[tuple[int, int], ...] = ()) -> Any:
-    """The jitted function of a plan's arrays; ``in_place`` has operands and results by position."""
+    """The jitted function that runs a plan; ``in_place`` pairs operands and results by position."""
     call = functools.partial(_call, in_place=dict(in_place))
     run = functools.partial(lowering.run, plan, plan.name, call)
     return jax.jit(run, donate_argnums=[operand for operand, _ in in_place])
@@ -64,7 +64,7 @@ def on_device(
     arrays: Sequence[Any],
     device: Device | None,
 ) -> list[jax.Array]:
-    """The arrays on the GPU that the plan is to run on, once they are seen to fit."""
+    """The arrays on the GPU that will run the plan, after checking that they fit."""
     _check_arrays(plan, arrays)
     gpu = gpu_for(plan, arrays, device)
     return [x if _lies_on(x, gpu) else jax.device_put(x, gpu) for x in arrays]
@@ -75,13 +75,15 @@ def gpu_for(
     arrays: Sequence[Any],
     device: Device | None,
 ) -> Device:
-    """The GPU named, else that of the arrays, else the plan's own, else the first of its model.
+    """The given GPU, else that of the arrays, else that of the plan, else the first of its model.
 
-    TargetError where there is none, or one of another model; GraphTypeError for what is no device.
+    Raises:
+        TargetError: there is no GPU, or it has another model.
+        GraphTypeError: ``device`` is not a jax.Device.
     """
     if device is not None and not isinstance(device, jax.Device):
         raise GraphTypeError(
-            f"{plan.name}: device is no device of JAX",
+            f"{plan.name}: device is not a jax.Device",
             expected="one of jax.devices()",
             got=f"{type(device).__name__}: {device!r}"[:200],
             fix='device=jax.devices("cuda")[0]',
@@ -92,10 +94,10 @@ def gpu_for(
         device = next(filter(compat.is_cuda, local), None)
     if device is None or not compat.is_cuda(device):
         raise TargetError(
-            f"{plan.name}: a plan executes on an NVIDIA GPU",
+            f"{plan.name}: a plan executes on an NVIDIA GPU only",
             got="no GPU in this process" if device is None else str(device),
-            why="what is planned is cuDNN's kernel",
-            fix="call the function itself, which runs everywhere: its reference computes the same",
+            why="a plan is a cuDNN kernel",
+            fix="call the function itself: elsewhere it runs its reference, with the same results",
         )
     models = {own.device_name for own in plan.execution_plans} - {device.device_kind}
     if models:
@@ -103,8 +105,8 @@ def gpu_for(
             f"{plan.name}: this plan is for another GPU",
             expected=", ".join(sorted(models)),
             got=f"{device.device_kind}, {device}",
-            why="a cuDNN plan runs only on the model that it was built for",
-            fix="plan for this GPU: jax_cudnn.plan(fn, *args) outside of jax_cudnn.target",
+            why="a cuDNN plan runs only on the GPU model for which it was built",
+            fix="plan for this GPU: jax_cudnn.plan(fn, *args) outside jax_cudnn.target",
         )
     return device
 
@@ -115,7 +117,7 @@ def _is_planned_on(plan: Plan, device: Device) -> bool:
 
 
 def _lies_on(array: Any, device: Device) -> bool:
-    """Whether an array stays there: one that is not committed follows ``jax.default_device``."""
+    """Whether an array is committed to a device; others follow ``jax.default_device``."""
     return isinstance(array, jax.Array) and array.committed and array.devices() == {device}
 
 
@@ -123,17 +125,17 @@ def _check_arrays(plan: Plan, arrays: Sequence[Any]) -> None:
     expected = plan.spec.input_tensors
     if len(arrays) != len(expected):
         raise GraphError(
-            f"{plan.name}: not as many arrays as the graph has operands",
+            f"{plan.name}: expected {len(expected)} arrays, got {len(arrays)}",
             expected=", ".join(map(str, expected)) or "none",
             got=f"{len(arrays)} arrays",
         )
     for tensor, array in zip(expected, arrays, strict=True):
         if isinstance(array, Tracer):
             raise GraphTypeError(
-                f"{plan.name}: a plan executes arrays, not values of a trace",
+                f"{plan.name}: a plan executes with arrays, not tracers",
                 got=str(array),
-                fix="inside jit call the function, with this plan's choice if you like: "
-                "fn.with_options(**plan.pinned)(...)",
+                fix="inside jit, call the function; fn.with_options(**plan.pinned)(...) makes the "
+                "same choice of engine",
             )
         if not isinstance(array, (jax.Array, np.ndarray, np.generic)) or (
             (array.shape, array.dtype.name) != (tensor.shape, tensor.dtype)
@@ -151,11 +153,11 @@ def _check_arrays(plan: Plan, arrays: Sequence[Any]) -> None:
 
 
 def _pairs(plan: Plan, in_place: InPlace) -> tuple[tuple[int, int], ...]:
-    """Operands and results by position, once it is seen that they may share memory."""
+    """Operands and results by position, after checking that they may share memory."""
     if not isinstance(in_place, Mapping):
         raise GraphTypeError(
-            f"{plan.name}: in_place is no dictionary",
-            expected='results and the operands whose memory they take: {0: 0}, or {"y": "x"}',
+            f"{plan.name}: in_place is not a dictionary",
+            expected='results and the operands whose memory they reuse: {0: 0}, or {"y": "x"}',
             got=f"{type(in_place).__name__}: {in_place!r}"[:200],
         )
     if not in_place:
@@ -165,22 +167,22 @@ def _pairs(plan: Plan, in_place: InPlace) -> tuple[tuple[int, int], ...]:
     if others:
         raise _not_in_place(plan, _ONE_NODE, got=", ".join(call.name for call in spec.calls))
     if not call.node.ports.is_elementwise or own.tables:
-        why = f"{call.name} reads elements that it would have written already"
-        raise _not_in_place(plan, why, expected="an operation on each element")
+        why = f"{call.name} would read elements that it has already overwritten"
+        raise _not_in_place(plan, why, expected="an elementwise operation")
     pairs = []
     for output, operand in in_place.items():
         result, source = _tensor(plan, output, "outputs"), _tensor(plan, operand, "inputs")
         if (result.shape, result.dtype) != (source.shape, source.dtype) or result.dtype == "bool":
-            why = "a result takes an operand's memory where both have one shape and dtype"
+            why = "a result and the operand whose memory it reuses need the same shape and dtype"
             raise _not_in_place(plan, why, got=f"{source} and {result}; booleans are converted")
         orders = {layout.major_to_minor(spec, tensor) for tensor in (result, source)}
         if orders != {tuple(range(len(result.shape)))}:
-            why = "JAX's arrays lie row-major, and cuDNN's here in another order: XLA copies them"
+            why = "JAX arrays are row-major, and this plan uses another layout: XLA would copy them"
             raise _not_in_place(plan, why, got=f"orders {orders} of {source} and {result}")
         pairs.append((spec.inputs.index(source.name), spec.outputs.index(result.name)))
     for both in zip(*pairs, strict=True):  # operands, results
         if len({*both}) < len(both):
-            why = "one operand's memory holds one result, and a result lies in one operand's"
+            why = "each operand can hold one result, and each result can reuse one operand"
             raise _not_in_place(plan, why, got=repr(in_place))
     return tuple(sorted(pairs))
 
@@ -190,7 +192,7 @@ def _tensor(plan: Plan, key: str | int, which: str) -> Tensor:
     known = {**dict(zip(names, names, strict=True)), **dict(enumerate(names))}
     if key not in known:
         raise GraphError(
-            f"{plan.name}: in_place names no tensor at the graph's edge",
+            f"{plan.name}: in_place names something that is not an input or output of the graph",
             expected=f"{{output: operand}}; {which}: {', '.join(names)}, or their positions",
             got=repr(key),
         )
@@ -201,7 +203,7 @@ def _not_in_place(plan: Plan, why: str, **parts: str) -> GraphError:
     return GraphError(
         f"{plan.name}: this graph cannot run in place",
         why=why,
-        fix="leave in_place out, or donate the array to a jitted function: XLA then gives its "
-        "memory to a later result",
+        fix="omit in_place, or donate the array to a jitted function: XLA then reuses its memory "
+        "for a later result",
         **parts,
     )

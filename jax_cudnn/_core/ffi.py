@@ -1,4 +1,4 @@
-"""The shared library: found, registered with XLA, and the custom call into it."""
+"""Loads the shared library, registers it with XLA, and makes the custom call."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(packaged_library(LIBRARY)), mode=ctypes.RTLD_LOCAL)
     except OSError as error:
         raise LibraryError(
-            "jax_cudnn's executor library cannot be loaded",
+            "the executor library of jax_cudnn cannot be loaded",
             got=str(error),
-            why="it is built for Linux only, by `pip install`; elsewhere graphs run as their "
-            "reference, on CPU and TPU",
+            why="`pip install` builds it on Linux only; elsewhere, and on CPU and TPU, graphs run "
+            "as their reference",
             fix="install the wheel for this system, or build it: pip install . (needs a C++17 "
             "compiler)",
         ) from error

@@ -1,4 +1,4 @@
-"""Who runs a graph: cuDNN in one plan, cuDNN and XLA together, or XLA alone."""
+"""Where a graph runs: on cuDNN in one plan, split between cuDNN and XLA, or in XLA alone."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _implementation = UserContext(SPLIT)
 
 
 def implementation(name: str) -> Any:
-    """Context manager and decorator: who runs the graphs traced inside of it on an NVIDIA GPU.
+    """Context manager and decorator: how graphs traced inside it run on an NVIDIA GPU.
 
-    An ``implementation=`` that a graph function or an operation was given comes first. Like all
-    contexts of JAX it holds in the thread that entered it.
+    An explicit ``implementation=`` of a graph function or operation takes precedence. Like all
+    JAX contexts it applies to the thread that entered it.
 
     Args:
-        name: "split" (the default): cuDNN runs what it has engines for and is not measured to
-            lose at, XLA the rest, in one program. "cudnn": the whole graph is one cuDNN plan, or
-            an UnsupportedGraphError says why it cannot be; its derivatives may be several, with
-            XLA between them, but every convolution and matmul in them is cuDNN's. "xla": the
-            graph's reference.
+        name: "split" (the default): cuDNN runs the parts for which it has engines and is not
+            measured to be slower, XLA runs the rest of the same program. "cudnn": the whole graph
+            is one cuDNN plan, or an UnsupportedGraphError says why not; its derivatives may take
+            several plans with XLA between them, but every convolution and matmul in them runs on
+            cuDNN. "xla": XLA compiles the graph's reference.
 
     Raises:
-        GraphError: another name.
+        GraphError: an unknown name.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
@@ -38,7 +38,7 @@ def implementation(name: str) -> Any:
 
 
 def current() -> str:
-    """The implementation that holds in this thread."""
+    """The implementation set in this thread."""
     return _implementation.value
 
 

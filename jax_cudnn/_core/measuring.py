@@ -1,4 +1,4 @@
-"""How long a plan takes on its GPU, and which of cuDNN's candidates is the fastest."""
+"""Measures the device time of plans, and finds the fastest candidate."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def time(
 ) -> float:
     """See :meth:`jax_cudnn.Plan.time`.
 
-    Two programs run the plan 8 and 40 times in a row, where each execution waits for the one
-    before; the difference is free of what a program costs to start, and the device does not wait
-    for Python in between.
+    Two programs run the plan 8 and 40 times in sequence, each execution waiting for the previous
+    one. The difference excludes the start of a program, and the device never waits for Python.
     """
     _ = plan.only
     placed = execution.on_device(plan, arrays or random_arrays(plan), device)
@@ -88,7 +87,7 @@ def autotune(
 
 
 def random_arrays(plan: Plan) -> list[np.ndarray]:
-    """Operands as they may occur: kernels can be faster with zeros."""
+    """Realistic operands: kernels can be faster with zeros."""
     generator = np.random.default_rng(0)
     return [_random(plan, tensor, generator) for tensor in plan.spec.input_tensors]
 
@@ -98,10 +97,10 @@ def _random(plan: Plan, tensor: Tensor, generator: np.random.Generator) -> np.nd
         return generator.random(tensor.shape) < 0.5
     if not is_floating(tensor.dtype):
         raise GraphError(
-            f"{plan.name}: operand {tensor.name!r} cannot be drawn at random",
+            f"{plan.name}: operand {tensor.name!r} cannot be random",
             got=str(tensor),
-            why="whole numbers can be lengths or positions, which not every number is",
-            fix="give the arrays: plan.time(x, ...)",
+            why="integers can be lengths or positions, for which random values may be invalid",
+            fix="pass the arrays: plan.time(x, ...)",
         )
     values = generator.standard_normal(tensor.shape, np.float32)
     return values.astype(jax.numpy.dtype(tensor.dtype))
@@ -110,7 +109,7 @@ def _random(plan: Plan, tensor: Tensor, generator: np.random.Generator) -> np.nd
 def _timed(
     plan: Plan, row: Candidate, placed: Sequence[jax.Array]
 ) -> tuple[Candidate, float | None]:
-    """A candidate, now known to be supported or not, with its time."""
+    """A candidate with its time, and with ``supported`` set."""
     row = selection.tried(plan, row)
     if not row.supported:
         return row, None
@@ -128,7 +127,7 @@ def _seconds(program: Any) -> float:
 
 @functools.lru_cache(maxsize=8)
 def _repeated(plan: Plan, count: int) -> Any:
-    """The jitted function that executes a plan so many times, one after the other."""
+    """The jitted function that executes a plan ``count`` times in sequence."""
 
     def run(*given: jax.Array) -> Sequence[jax.Array]:
         arrays = bounded(plan.spec, given)

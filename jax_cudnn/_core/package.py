@@ -1,4 +1,4 @@
-"""Where the package's own binaries lie."""
+"""This package's installation: version, binaries, and how to install extras."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def version() -> str:
 
 @functools.cache
 def fingerprint() -> str:
-    """Of the code that decides how graphs are planned: with any change of it, what was decided
-    before is not used any more."""
+    """A digest of the code that plans graphs: any change to it invalidates cached plans."""
     package = Path(__file__).parent.parent
     sources = sorted([*package.glob("_core/**/*.py"), *package.glob("ops/**/*.py")])
     digest = hashlib.sha256()
@@ -38,10 +37,8 @@ def fingerprint() -> str:
 
 
 def packaged_library(name: str) -> Path:
-    """The path of a library in ``_lib``.
-
-    Beside the package; or where the distribution is installed, for a package imported from a
-    source tree (``python -m jax_cudnn`` in a clone, editable installs).
+    """The path of a library in ``_lib``: next to the package, or in the installed distribution
+    when the package is imported from a source tree (a clone, an editable install).
     """
     package = (__package__ or "").partition(".")[0]
     roots = [Path(root) for root in sys.modules[package].__path__]

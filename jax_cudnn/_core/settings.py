@@ -1,4 +1,4 @@
-"""Settings of the process: where plans are kept, and how long processes wait for each other."""
+"""Settings of the process: the plan cache, and how long processes wait for each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNCHANGED: Any = ...  # None means something: no cache on disk
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``configure`` decides; see there."""
+    """The values that ``configure`` sets."""
 
     plan_cache: Path | None
     plan_cache_bytes: int = 2**30
@@ -32,22 +32,24 @@ def configure(
     plan_cache_bytes: int = _UNCHANGED,
     job_timeout: float = _UNCHANGED,
 ) -> None:
-    """Changes settings of this process, for plans from now on; what is not given stays.
+    """Change settings of this process for all later plans; omitted settings keep their value.
 
     Args:
-        plan_cache: the folder in which plans are kept from process to process. Whoever may write
-            there decides what runs on your GPU. None keeps them in memory only. Default:
+        plan_cache: the folder that keeps plans for later processes. Plans hold kernels that run on
+            your GPU: let nobody else write there. None keeps plans in memory only. Default:
             ``jax_cudnn/plans`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``).
-        plan_cache_bytes: how large the folder may grow, in bytes; plans that were not used for
-            longest are deleted first. Default: 1 GiB.
+        plan_cache_bytes: the largest size of the folder in bytes; the least recently used plans
+            are deleted first. Default: 1 GiB.
         job_timeout: how long, in seconds, a process of a ``jax.distributed`` job waits for the
-            plans of the one that makes them. Default: 300.
+            plans of the process that makes them. Default: 300.
 
     Raises:
         GraphTypeError: a value of the wrong type.
-        GraphError: no folder, no positive number. Nothing is changed then.
+        GraphError: not a valid path, or not a positive number. All settings stay unchanged then.
 
-    Example: ``jax_cudnn.configure(plan_cache="/scratch/plans", plan_cache_bytes=10**9)``
+    Example:
+        >>> import jax_cudnn as jc
+        >>> jc.configure(plan_cache="/scratch/plans", plan_cache_bytes=10**9)  # doctest: +SKIP
     """
     global _given
     changes: dict[str, Any] = {}
@@ -61,12 +63,12 @@ def configure(
 
 
 def settings() -> Settings:
-    """What is set now."""
+    """The current settings."""
     return Settings(**{"plan_cache": _default_folder(), **_given})
 
 
 def _default_folder() -> Path | None:
-    """By the convention of the platform; None for a user without a home."""
+    """The platform's cache folder; None for a user without a home."""
     import platformdirs
 
     folder = platformdirs.user_cache_path("jax_cudnn", appauthor=False) / "plans"

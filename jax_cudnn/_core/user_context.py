@@ -1,4 +1,4 @@
-"""What the user has entered with ``with``: values that are part of JAX's cache keys."""
+"""Values that users set with ``with``; they are part of JAX's cache keys."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class UserContext(Generic[T]):
-    """A value of this thread, ``default`` outside of any ``with``.
+    """A thread-local value, ``default`` outside any ``with``.
 
-    A user context is part of JAX's cache keys for tracing, lowering and compilation; a plain
-    context manager is not, and would give the first value's program for the second.
+    JAX includes user contexts in its cache keys for tracing, lowering and compilation. A plain
+    context manager is not included: the program of the first value would serve the second.
     """
 
     def __init__(self, default: T) -> None:
@@ -51,5 +51,5 @@ class _Entered(contextlib.ContextDecorator):
 
 
 TARGET: UserContext[Profile | None] = UserContext(None)
-"""The GPU that :mod:`.context` plans for. That is loaded when it is asked for; this is made before,
-since JAX traces anew what it has traced before a user context is made."""
+"""The GPU that :mod:`.context` plans for. That module loads on first use; this value exists from
+the start: JAX retraces functions that it traced before a user context was created."""

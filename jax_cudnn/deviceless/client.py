@@ -1,9 +1,8 @@
-"""Run functions in the planning worker: a subprocess of each process, started when needed.
+"""Run functions in the planning worker: a subprocess that each process starts when needed.
 
-Planning without a GPU always happens there, also on a machine that has one, because the null
-driver must never be in a process that may use a GPU. There is one worker, unless ``workers`` asks
-for more: cuDNN plans one graph at a time in a process, so that more workers are the only way to
-plan in parallel.
+Planning for a profile always happens there, even on a machine with a GPU, because the null driver
+must never be loaded in a process that may use a GPU. There is one worker unless ``workers`` allows
+more: cuDNN plans one graph at a time per process, so parallel planning needs several workers.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ _TAIL = 4096  # bytes of the worker's output in an error
 _condition = threading.Condition()  # guards the three below
 _seats: list[_Seat] = []
 _free: list[_Seat] = []
-_wanted: list[int] = []  # how many workers each ``workers`` block that is open asks for
+_wanted: list[int] = []  # the count of each ``workers`` block that is open
 
 
 def call(function: str, *args: Any, timeout: float = 600.0, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)`` in the planning worker, which has the null driver.
 
     ``function`` is ``"package.module:name"``; arguments and result are pickled. The worker has
-    this process's ``sys.path``, but not its ``__main__``. ``timeout`` is in seconds, a start of
-    the worker included; waiting for other threads' calls is not.
+    this process's ``sys.path``, but not its ``__main__``. ``timeout`` is in seconds; it includes
+    starting the worker, but not waiting for calls of other threads.
 
     Raises what the function raises (an exception that does not pickle becomes a ``RuntimeError``
-    with its traceback), ``PlanningWorkerError`` if the worker dies or is late, ``LibraryError`` if
-    it cannot be started. After a death the next call starts a new worker.
+    with its traceback), ``PlanningWorkerError`` if the worker dies or times out, ``LibraryError``
+    if it cannot be started. After that, the next call starts a new worker.
     """
     request = wire.pack((function, args, kwargs))
     with _seat() as seat:
@@ -62,10 +61,10 @@ def call(function: str, *args: Any, timeout: float = 600.0, **kwargs: Any) -> An
 
 @contextlib.contextmanager
 def workers(count: int) -> Iterator[None]:
-    """Inside, up to ``count`` threads' calls run at the same time, each in a worker of its own.
+    """Inside, calls of up to ``count`` threads run at the same time, each in a separate worker.
 
-    Workers are started as calls need them; those in excess end with the block. A worker takes
-    about two seconds to start and some 400 MB of memory.
+    Workers start as calls need them; additional ones end with the block. A worker takes about two
+    seconds to start and about 400 MB of memory.
     """
     with _condition:
         _wanted.append(count)
@@ -88,7 +87,7 @@ def _limit() -> int:
 
 @contextlib.contextmanager
 def _seat() -> Iterator[_Seat]:
-    """A place for one call at a time; waits for one."""
+    """Waits for a slot, which serves one call at a time."""
     with _condition:
         _condition.wait_for(lambda: _free or len(_seats) < _limit())
         if not _free:
@@ -110,12 +109,12 @@ def _seat() -> Iterator[_Seat]:
 
 
 class _Seat:
-    """One of the workers, or the place for it."""
+    """A slot for one worker."""
 
     worker: _Worker | None = None
 
     def current(self) -> _Worker:
-        """The worker, started if there is none that lives."""
+        """The worker, started if none is alive."""
         if self.worker is not None and self.worker.owner != os.getpid():
             self.worker.forget()
         if self.worker is not None and self.worker.process.poll() is not None:
@@ -148,7 +147,7 @@ def _unpack(answer: bytes) -> Any:
 
 
 class _Worker:
-    """The subprocess, our end of its socket, and the file of its output."""
+    """The subprocess, our end of its socket, and the file that takes its output."""
 
     def __init__(self) -> None:
         interpreter = [environment.python(), "-P", "-X", "faulthandler"]
@@ -179,18 +178,18 @@ class _Worker:
         return wire.receive(self.connection, deadline)
 
     def death(self, function: str, timeout: float | None = None) -> PlanningWorkerError:
-        """Stop it and say how it ended: by itself, or by us after ``timeout`` seconds."""
-        fix = "the next call starts a new worker; if the same graph kills it again, report it"
+        """Stop it; the error says whether it died or was stopped after ``timeout`` seconds."""
+        fix = "try again: the next call starts a new worker; report a graph that kills it again"
         if timeout is not None:
             how = f"did not answer within {timeout:g} s and was stopped"
-            fix = "give call() a longer timeout, or plan a smaller graph"
+            fix = "pass call() a longer timeout, or plan a smaller graph"
         else:
             how = f"died: {self._exit_reason()}"
         tail = self._tail()
         self.stop()
         return PlanningWorkerError(
             f"the planning worker {how}",
-            got=f"while it ran {function}",
+            got=f"while running {function}",
             why="its last output:\n" + tail if tail else "it printed nothing",
             fix=fix,
         )

@@ -17,12 +17,12 @@ def null_driver() -> Path:
 
 
 def check() -> None:
-    """Raises ``LibraryError`` in words if planning without a GPU cannot work here."""
+    """Raises ``LibraryError`` if planning without a GPU cannot work here."""
     if not sys.platform.startswith("linux"):
         raise LibraryError(
-            "planning for a GPU that is not there needs Linux",
+            "planning without a GPU needs Linux",
             got=sys.platform,
-            why="cuDNN's runtime-compiled engines need libcuda.so.1, which we stand in for",
+            why="it replaces libcuda.so.1, which cuDNN's runtime-compiled engines need",
             fix="lower the program on Linux",
         )
     if not null_driver().is_file():
@@ -34,7 +34,7 @@ def check() -> None:
         )
     if importlib.util.find_spec("cudnn") is None:
         raise LibraryError(
-            "cuDNN's Python frontend is not installed",
+            "the Python frontend of cuDNN is not installed",
             expected="the module `cudnn` of nvidia-cudnn-frontend",
             fix="pip install 'nvidia-cudnn-frontend>=1.28', or all that planning needs: "
             + install("cuda12", "cuda13"),
@@ -42,22 +42,22 @@ def check() -> None:
 
 
 def python() -> str:
-    """The interpreter for the worker. An embedded Python has none, and is told so."""
+    """The interpreter for the worker; LibraryError for an embedded Python, which has none."""
     executable = sys.executable or ""
     if "python" not in Path(executable).name.lower() or getattr(sys, "frozen", False):
         raise LibraryError(
-            "planning for a GPU that is not there needs a Python interpreter to start",
+            "planning without a GPU needs a Python interpreter",
             expected="sys.executable to be a Python interpreter",
             got=repr(executable),
-            why="it runs in a subprocess, and this Python is embedded in another program",
-            fix="set sys.executable to the python of this environment",
+            why="planning runs in a subprocess, and this Python is embedded in another program",
+            fix="set sys.executable to the Python interpreter of this environment",
         )
     return executable
 
 
 def variables() -> dict[str, str]:
     """The worker's environment: no GPU, this process's ``sys.path``, CUDA's wheels."""
-    # The order is the frontend's own: LD_LIBRARY_PATH as the user set it, then the wheels.
+    # The same order as in the frontend: the user's LD_LIBRARY_PATH, then the wheels.
     libraries = [path for path in (os.environ.get("LD_LIBRARY_PATH"), *wheel_folders()) if path]
     paths = [os.path.abspath(path) for path in sys.path if os.pathsep not in path]
     return {

@@ -19,22 +19,25 @@ _FOLDER = Path(__file__).parent / "profiles"
 _LATER_FIELDS = {"smCountOrigin": 0, "oversizedSharedMemoryPerBlock": 0, "memoryBusWidth": 0}
 
 _HOW_TO_READ = (
-    "on a machine with the GPU, save cudnn.create_device_properties(0).serialize() to a "
-    "file and give it to Profile.from_json"
+    "on a machine with the GPU, save cudnn.create_device_properties(0).serialize() to a file and "
+    "pass it to jax_cudnn.Profile.from_json"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """One GPU model, hashable.
+    """A description of one GPU model, which planning without a GPU needs. Hashable.
 
-    ``name`` is what users write (``"H200"``), ``sm_version`` the compute capability times ten
-    (90), ``device_name`` the driver's name (``"NVIDIA H200"``), and ``properties_json`` the text
-    for ``cudnn.create_device_properties``. ``measured`` says where the properties come from: read
-    on a device, or (False) put together from public specifications, which the ``source`` of a file
-    in ``profiles/`` names. The latter's clocks, cache, bus and memory are rounded figures: with
-    each of them 5 to 25 % lower, an A100 got the same engines and workspace for all of 45 graphs
-    (convolutions, matmuls, pointwise) by cuDNN 9.28. Only the number of SMs mattered: it is exact.
+    Attributes:
+        name: the name that users write (``"H200"``).
+        sm_version: the compute capability times ten (90).
+        device_name: the driver's name (``"NVIDIA H200"``).
+        properties_json: the text for ``cudnn.create_device_properties``.
+        measured: True if the properties were read on a device; False if they come from public
+            specifications, which ``source`` in a file of ``profiles/`` names. Clocks, cache, bus
+            and memory are then rounded: with each of them 5 to 25 % lower, cuDNN 9.28 chose the
+            same engines and workspace on an A100 for all of 45 graphs (convolutions, matmuls,
+            pointwise). Only the number of SMs mattered: it is exact.
     """
 
     name: str
@@ -45,11 +48,16 @@ class Profile:
 
     @classmethod
     def from_json(cls, source: str | Path, name: str | None = None) -> Profile:
-        """A profile from a file's path or from JSON text.
+        """A profile from a file or from JSON text.
 
-        Takes cuDNN's own properties (``cudnn.create_device_properties(0).serialize()``) or a file
-        like those in ``profiles/``. ``name`` defaults to the one in the file, or the device's.
-        Raises ``TargetError`` for a file that cannot be read or that is no description of a GPU.
+        Args:
+            source: the path or the text of cuDNN's device properties
+                (``cudnn.create_device_properties(0).serialize()``), or of a file like those in
+                ``profiles/``.
+            name: by default the name in the file, else that of the device.
+
+        Raises:
+            TargetError: the file cannot be read, or does not describe a GPU.
         """
         content = _parse(source)
         properties = content.get("properties", content)
@@ -75,11 +83,12 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Profile:
-    """The profile of that name, or of that device name, in upper or lower case.
+    """The profile with this name or device name, ignoring case.
 
-    ``"H100"``, ``"NVIDIA H100"`` and the driver's ``"NVIDIA H100 80GB HBM3"`` are one.
+    ``"H100"``, ``"NVIDIA H100"`` and the driver's ``"NVIDIA H100 80GB HBM3"`` are the same.
 
-    Raises ``TargetError``, which lists the profiles, for any other name.
+    Raises:
+        TargetError: there is no such profile; the message lists all.
     """
     try:
         return _by_any_name()[name.strip().lower().removeprefix("nvidia ")]

@@ -18,8 +18,8 @@ def pack(message: Any) -> bytes:
 
 
 def send(connection: socket.socket, packed: bytes, deadline: float | None = None) -> None:
-    """Send a packed message. ``EOFError`` if the other side is gone, ``TimeoutError`` if it does
-    not take it before ``deadline`` (of ``time.monotonic``)."""
+    """Send a packed message. Raises ``EOFError`` if the other side is gone, ``TimeoutError`` if it
+    does not receive it before ``deadline`` (of ``time.monotonic``)."""
     _limit(connection, deadline)
     try:
         connection.sendall(packed)

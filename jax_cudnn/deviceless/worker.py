@@ -1,13 +1,13 @@
 """The planning worker: ``python -m jax_cudnn.deviceless.worker FD NULL_DRIVER``.
 
-A process that has the null driver in place of ``libcuda.so.1`` and so must never use a GPU. It is
-started by ``client.py``, answers over the socket ``FD``, and ends when the other side is gone.
+A process with the null driver in place of ``libcuda.so.1``, which must never use a GPU.
+``client.py`` starts it; it answers over the socket ``FD`` and ends when the other side is gone.
 A request is ``("package.module:function", args, kwargs)``; an answer is ``("ok", result)`` or
-``("error", pickled exception or None, its type and traceback as text)``. The first answer comes
-unasked, once the worker is ready.
+``("error", pickled exception or None, its type and traceback as text)``. The first message comes
+without a request, once the worker is ready.
 
-Its stdout and stderr are a file of the client's, so nothing that is printed here, by cuDNN
-either, can get between the messages.
+Its stdout and stderr are a file that the client owns, so nothing printed here, not even by cuDNN,
+can get between the messages.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _answer(request: bytes) -> bytes:
 
 
 def resolve(function: str) -> Any:
-    """The object that ``"package.module:qualified.name"`` names."""
+    """The object with the name ``"package.module:qualified.name"``."""
     module, _, name = function.partition(":")
     if not module or not name:
         raise ValueError(f"expected 'package.module:function', got {function!r}")
@@ -91,8 +91,8 @@ def _load_null_driver(path: str) -> None:
 
 
 def _end_with_client(fd: int) -> None:
-    # Asking for no event leaves POLLHUP: the client closed its end or was killed. It may come
-    # while a plan is being built, so this is a thread. No clean-up: cuDNN's can hang.
+    # Registering no events leaves POLLHUP: the client closed its end or was killed. That may
+    # happen while a plan is built, so this is a thread. No clean-up: that of cuDNN can hang.
     poll = select.poll()
     poll.register(fd, 0)
     poll.poll()

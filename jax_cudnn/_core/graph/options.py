@@ -1,4 +1,4 @@
-"""Options: what a user may decide about the choice of a plan. A part of the GraphSpec."""
+"""Options: the user's constraints on the choice of a plan. A part of the GraphSpec."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _PRECISIONS = {
 
 
 class Surroundings(NamedTuple):
-    """What JAX and XLA are set to: part of the key under which a trace is kept."""
+    """The relevant settings of JAX and XLA: part of the key of the trace cache."""
 
     precision: Any = None
     deterministic: bool = False
@@ -65,32 +65,32 @@ class Surroundings(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """How cuDNN is to choose a plan. Hashable; equal options of equal graphs share a plan.
+    """How to choose a cuDNN plan. Hashable; equal graphs with equal options share a plan.
 
     Attributes:
-        heuristics: modes asked in turn, of "A", "B" and "FALLBACK".
-        select_numeric_notes, deselect_numeric_notes: keep only, or leave out, engines that carry
+        heuristics: the modes to query, in this order, from "A", "B" and "FALLBACK".
+        select_numeric_notes, deselect_numeric_notes: keep only, or exclude, engines that carry
             one of these notes ("TENSOR_CORE", "NONDETERMINISTIC", "WINOGRAD", ...).
         select_behavior_notes, deselect_behavior_notes: the same for behaviour notes
             ("RUNTIME_COMPILATION", "CUBLASLT_DEPENDENCY", ...).
-        max_workspace: plans that need more bytes of workspace are left out; by default a quarter of
-            the GPU's memory.
-        engine, knobs: this engine, by cuDNN's number, with these knobs
-            (``{"TILE_SIZE": 3}``); heuristics are not asked, and the graph is not cut. It is of
-            this graph alone: those that vmap and derivatives make choose their own, and `explain()`
-            of their plans says so.
-        deterministic: leave out engines whose results can differ from run to run. Also so where
-            XLA_FLAGS holds ``--xla_gpu_deterministic_ops`` or
-            ``--xla_gpu_exclude_nondeterministic_ops`` (``compiler_options`` of jax.jit are not
-            seen: a plan is chosen before them).
-        precision: of products of float32, as in lax: "default" (TF32 allowed), "high" or
-            "highest" (float32). None takes ``jax.default_matmul_precision``.
-        intermediate_data_type: the dtype of values inside the graph, but for those that a product
-            multiplies with a 16-bit operand: they have that one's.
-        compute_data_type: of convolutions and matmuls for which none is named; None is float32,
-            and int32 for integers.
-        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`, whose
-            value None takes.
+        max_workspace: the largest workspace of a plan in bytes; by default a quarter of the GPU's
+            memory.
+        engine, knobs: use this engine, by cuDNN's index, with these knobs (``{"TILE_SIZE": 3}``),
+            without heuristics and without splitting the graph. It applies to this graph alone:
+            graphs derived by vmap and autodiff choose their own engine, and ``explain()`` of
+            their plans says so.
+        deterministic: exclude engines whose results can differ from run to run. Also set by
+            ``--xla_gpu_deterministic_ops`` and ``--xla_gpu_exclude_nondeterministic_ops`` in
+            XLA_FLAGS (not by ``compiler_options`` of jax.jit: plans are chosen before those
+            are read).
+        precision: of float32 products, as in lax: "default" (TF32 allowed), "high" or
+            "highest" (float32). None follows ``jax.default_matmul_precision``.
+        intermediate_data_type: the dtype of values inside the graph, except where a product
+            multiplies them with a 16-bit operand: those take the dtype of that operand.
+        compute_data_type: the accumulation type of convolutions and matmuls that set none; None
+            means float32, and int32 for integers.
+        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`; None
+            follows that context.
 
     Source: cuDNN documentation, "Heuristics", "Numerical notes", "Behavior notes".
     """
@@ -121,7 +121,7 @@ class Options:
                 name = f"{verb}_{field}_notes"
                 put(name, _names(name, getattr(self, name), known))
         put("max_workspace", _count("max_workspace", self.max_workspace, "a number of bytes"))
-        put("engine", _count("engine", self.engine, "cuDNN's number of an engine"))
+        put("engine", _count("engine", self.engine, "the index of a cuDNN engine"))
         knobs = self.knobs.items() if isinstance(self.knobs, Mapping) else self.knobs
         try:
             pairs = sorted((str(getattr(k, "name", k)), int(v)) for k, v in knobs)
@@ -133,7 +133,7 @@ class Options:
             ) from None
         put("knobs", tuple(pairs))
         if self.knobs and self.engine is None:
-            raise GraphError("knobs without an engine", fix="name the engine: engine=...")
+            raise GraphError("knobs without an engine", fix="add engine=...")
         if not isinstance(self.deterministic, bool):
             raise GraphTypeError(
                 "deterministic is not valid", expected="True or False", got=repr(self.deterministic)
@@ -143,7 +143,7 @@ class Options:
         put("intermediate_data_type", canonical(self.intermediate_data_type))
         if not is_floating(self.intermediate_data_type):
             raise GraphError(
-                "intermediate_data_type is no float",
+                "intermediate_data_type is not a float type",
                 expected=", ".join((*FLOATS, *FP8)),
                 got=self.intermediate_data_type,
                 why="values inside a graph would be rounded to whole numbers",
@@ -155,14 +155,14 @@ class Options:
 
     @property
     def named_engine(self) -> str:
-        """The engine with its knobs, in words; empty where none is named."""
+        """The engine and its knobs as text; empty if none is set."""
         if self.engine is None:
             return ""
         return f"engine={self.engine}" + (f", knobs={dict(self.knobs)}" if self.knobs else "")
 
     def resolved(self, around: Surroundings, float32_products: bool) -> Options:
-        """The same with what the surroundings decide. Precision concerns float32 products: other
-        graphs are the same graph at any."""
+        """These options with the settings of JAX and XLA filled in. Precision matters for float32
+        products only: other graphs are the same graph at any precision."""
         precision = "default"
         if float32_products:
             precision = self.precision or normal_precision(around.precision)
@@ -186,13 +186,13 @@ class Options:
 
 
 def replaced(options: Options, changes: Mapping[str, Any]) -> Options:
-    """Options with some of them changed; GraphTypeError that lists them for unknown names."""
+    """Options with changes; GraphTypeError for unknown names, listing the known ones."""
     known = [field.name for field in dataclasses.fields(Options)]
     changes = dict(changes)
     options = changes.pop("options", options)
     if not isinstance(options, Options):
         raise GraphTypeError(
-            "options is no jax_cudnn.Options",
+            "options is not a jax_cudnn.Options",
             expected="jax_cudnn.Options(...)",
             got=f"{type(options).__name__}: {options!r}"[:200],
         )
@@ -205,7 +205,7 @@ def replaced(options: Options, changes: Mapping[str, Any]) -> Options:
 
 
 def normal_precision(precision: Any) -> str:
-    """lax's precision, however it is spelled, as "default", "high" or "highest"."""
+    """Any spelling of lax's precision as "default", "high" or "highest"."""
     if isinstance(precision, (tuple, list)):  # lax takes one for each operand
         both = [normal_precision(p) for p in precision]
         return max(both, key=("default", "high", "highest").index) if both else "default"
@@ -237,7 +237,7 @@ def _count(name: str, value: Any, meaning: str) -> int | None:
 
 
 def _names(option: str, values: Any, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Members of cuDNN's enum by name, given as strings, as its members, or as one of them."""
+    """Names of cuDNN enum members, given as strings or members, several or a single one."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         values = (values,)
     names = tuple(str(getattr(value, "name", value)) for value in values)
@@ -251,7 +251,7 @@ def _names(option: str, values: Any, known: tuple[str, ...]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _asks_for_determinism(xla_flags: str) -> bool:
-    """Whether one of XLA's two flags is on; of each the last occurrence counts, as in XLA."""
+    """Whether one of the two XLA flags is on; the last occurrence of each counts, as in XLA."""
     found = re.findall(
         r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(?:=(\w+))?(?!\S)", xla_flags
     )

@@ -1,4 +1,4 @@
-"""GraphTensor: the symbolic tensor that a graph function sees, and what it refuses to be."""
+"""GraphTensor: the symbolic tensor inside a graph function, with errors for use as an array."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class GraphTensor:
-    """A tensor of the graph being built: what ``g``'s methods take and return.
+    """A tensor of the graph under construction: methods of ``g`` take and return these.
 
-    Operators are g's methods: ``+ - * / ** @``, ``< <= > >=``, unary minus and ``abs``. jnp
-    functions don't apply, because the graph runs in cuDNN and holds no JAX values.
+    Operators call methods of g: ``+ - * / ** @``, ``< <= > >=``, unary minus and ``abs``. jnp
+    functions do not apply, because the graph runs in cuDNN and holds no JAX values.
     """
 
     __slots__ = ("_builder", "_state")
@@ -45,22 +45,22 @@ class GraphTensor:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype the tensor has when it leaves the graph (inside it may be float32)."""
+        """The dtype of the tensor as an output of the graph (inside it may be float32)."""
         return jax.numpy.dtype(self._state.dtype)
 
     def get_dim(self) -> list[int]:
         return list(self.shape)
 
     def set_data_type(self, data_type: Any) -> GraphTensor:
-        """Round the tensor to this dtype, as output and as input of later operations."""
+        """Round the tensor to this dtype, as an output and as an input of later operations."""
         dtype = canonical(data_type)
         return self._builder._set_dtype(self, dtype)
 
     def set_stride(self, stride: Sequence[int]) -> GraphTensor:
-        """State how the tensor lies in memory, by its element strides (packed, any order).
+        """Set the memory layout of the tensor by its element strides (packed, in any order).
 
-        XLA hands an operand over, and takes a result, in that layout: a transposed array costs
-        no copy. Without it, arrays of rank four and five are channels-last, others row-major.
+        XLA passes operands and results in that layout, so a transposed array costs no copy. By
+        default, arrays of rank four and five are channels-last, others row-major.
         """
         try:
             strides = list(integers("set_stride", stride))
@@ -76,21 +76,21 @@ class GraphTensor:
                 "set_stride: these strides do not pack the tensor",
                 expected=f"{self.ndim} strides that visit each of {list(self.shape)} once",
                 got=str(strides),
-                why="XLA's arrays have no gaps and no overlaps",
+                why="XLA arrays have no gaps and no overlaps",
                 where=user_line(),
             )
         return self._builder._set_order(self, order)
 
     def set_dim(self, dim: Sequence[int]) -> GraphTensor:
-        """Give the output's shape to an operation that leaves it open (a reduction)."""
+        """Set the output shape of an operation that does not determine it (a reduction)."""
         return self._builder._set_dim(self, dim)
 
     def set_output(self, is_output: bool = True) -> GraphTensor:
-        """Accepted for pygraph's sake; the tensors a graph function returns are its outputs."""
+        """No effect, as in code for pygraph: the tensors that are returned are the outputs."""
         return self
 
     def set_name(self, name: str) -> GraphTensor:
-        """Accepted for pygraph's sake; printed graphs use the operations' names."""
+        """No effect, as in code for pygraph: printed graphs use the operations' names."""
         return self
 
     def __array_ufunc__(self, ufunc: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
@@ -101,8 +101,8 @@ class GraphTensor:
 
     @property
     def __jax_array__(self) -> Any:
-        # For JAX array + graph tensor we are no array: then JAX's operator defers to __radd__.
-        # Everywhere else JAX's question whether we are one is answered with the error itself.
+        # For JAX array + graph tensor this is not an array: JAX's operator then defers to
+        # __radd__. Everywhere else JAX gets the error.
         if in_jax_operator():
             raise AttributeError("__jax_array__")
         raise self._refusal(jax_caller())
@@ -117,7 +117,7 @@ class GraphTensor:
         return refusal(called, user_line(), str(self._state))
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_"):  # protocols that libraries ask for
+        if name.startswith("_"):  # protocols that libraries look up
             raise AttributeError(name)
         error = refusal(name, user_line(), str(self._state))
         raise GraphAttributeError(
@@ -128,7 +128,7 @@ class GraphTensor:
         return f"<graph tensor {self._state}>"
 
 
-# Habits of jnp that have another name here.
+# jnp's spellings and their equivalents here.
 _INSTEAD = {
     "astype": "x.set_data_type(...)",
     "T": "g.transpose(x, permutation)",
@@ -139,7 +139,7 @@ _INSTEAD = {
 
 
 def refusal(called: str | None, where: str, got: str | None = None) -> GraphTypeError:
-    """The error for a graph tensor given to something that is no method of g."""
+    """The error for a graph tensor passed to something that is not a method of g."""
     name = (called or "").rpartition(" ")[2]  # "operator matmul" -> "matmul"
     instead = _INSTEAD.get(name)
     # jnp.max is a reduction, pygraph's max is not: what a node says it stands for comes first.
@@ -148,8 +148,8 @@ def refusal(called: str | None, where: str, got: str | None = None) -> GraphType
     return GraphTypeError(
         f"{called or 'an array function'} got a graph tensor",
         got=got,
-        why="inside @jax_cudnn.graph values are symbolic: only g's methods apply to them; a "
-        "Python value stays one under jax.jit only if named in static_argnames",
+        why="values inside @jax_cudnn.graph are symbolic: only methods of g apply to them; under "
+        "jax.jit a Python value stays static only if listed in static_argnames",
         fix=(
             f"use {instead}"
             if instead

@@ -1,4 +1,4 @@
-"""``@graph``: a Python function of graph operations becomes a JAX function."""
+"""``@graph`` turns a Python function of graph operations into a JAX function."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _TRACE_CACHE_SIZE = 4096
 
 
 class Trace(NamedTuple):
-    """What one trace of a user's function gave.
+    """The result of tracing a user's function once.
 
-    ``leaves`` says where each leaf of the result comes from: an output of the spec (its name)
-    or an operand handed through (its position). ``operands`` are the positions, among the array
-    arguments followed by the captured arrays, of the spec's inputs.
+    ``leaves`` gives the source of each leaf of the result: an output of the spec (by name) or an
+    operand passed through (by position). ``operands`` gives the position of each input of the
+    spec among the array arguments followed by the captured arrays.
     """
 
     spec: GraphSpec
@@ -39,7 +39,7 @@ class Trace(NamedTuple):
 
 
 class GraphFunction:
-    """A cuDNN graph as a JAX function; made by :func:`graph`."""
+    """A cuDNN graph as a JAX function; created by :func:`graph`."""
 
     def __init__(
         self, fn: Callable[..., Any], options: Options = DEFAULTS, name: str | None = None
@@ -80,7 +80,7 @@ class GraphFunction:
         arrays, trace = self.trace(*args, **static)
         values = [*arrays, *trace.captured]
         operands = [
-            # A scalar beside tensors has become one of their rank.
+            # A scalar among tensors was traced with their rank.
             values[i] if values[i].ndim else values[i].reshape(tensor.shape)
             for i, tensor in zip(trace.operands, trace.spec.input_tensors, strict=True)
         ]
@@ -92,7 +92,7 @@ class GraphFunction:
     def with_options(self, **options: Any) -> GraphFunction:
         """The same function with other plan options, see :class:`Options`.
 
-        ``options=Options(...)`` replaces all of them; fields by name change these.
+        ``options=Options(...)`` replaces all options; other keywords change single ones.
         """
         return self._with(replaced(self.options, options))
 
@@ -148,8 +148,8 @@ class GraphFunction:
     def _cacheable_trace(self, key: tuple) -> Trace:
         trace = self._trace(key)
         if trace.captured:
-            # A closed-over array may be another one (or another tracer) at the next call;
-            # lru_cache keeps no result of a call that raises.
+            # The next call may close over another array (or tracer): do not cache. lru_cache
+            # keeps no result of a call that raises.
             raise _Captures(trace)
         return trace
 
@@ -186,7 +186,7 @@ class GraphFunction:
         for output in outputs:
             if not isinstance(output, GraphTensor):
                 raise GraphTypeError(
-                    f"{self.name} returned something that is no graph tensor",
+                    f"{self.name} returned something that is not a graph tensor",
                     expected="graph tensors, in any pytree",
                     got=f"{type(output).__name__}: {output!r}"[:200],
                     where=defined_at(self.fn),
@@ -196,7 +196,7 @@ class GraphFunction:
         if not computed:
             raise GraphError(
                 f"{self.name} returned no result of a graph operation",
-                fix="return at least one tensor made by a method of g",
+                fix="return at least one tensor that a method of g computed",
                 where=defined_at(self.fn),
             )
         spec = builder.finish(computed)
@@ -214,31 +214,31 @@ class GraphFunction:
 
 
 def graph(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Make a JAX function of a function that calls cuDNN graph operations.
+    """Turn a function that calls cuDNN graph operations into a JAX function.
 
-    ``fn(g, *arrays, **static)`` gets ``g``, which offers ``cudnn.pygraph``'s methods under the
-    same names and keywords, and symbolic tensors for its arrays; it returns tensors in any
-    pytree. Arrays follow cuDNN's dims: NCHW images, OIHW weights, (1, C, 1, 1) biases,
-    (B, M, K) matrices. Python scalars and keyword arguments are static; arrays that ``fn``
-    closes over become operands.
+    ``fn(g, *arrays, **static)`` receives ``g``, whose methods have the names and keywords of
+    ``cudnn.pygraph``, and a symbolic tensor for each array; it returns tensors in any pytree.
+    Arrays follow cuDNN's dims: NCHW images, OIHW weights, (1, C, 1, 1) biases, (B, M, K)
+    matrices. Python scalars and keyword arguments are static; arrays that ``fn`` closes over
+    become operands.
 
-    The result runs as one cuDNN plan where it is compiled for an NVIDIA GPU (or as several, with
-    XLA between them, see :func:`jax_cudnn.implementation`) and as its jnp reference elsewhere.
-    Products accumulate in float32, intermediates are float32, and an output has the promoted dtype
-    of its inputs (a reduction's is float32) unless ``.set_data_type`` says otherwise.
+    Compiled for an NVIDIA GPU, the result runs as one cuDNN plan (or as several with XLA between
+    them, see :func:`jax_cudnn.implementation`); elsewhere it runs as its jnp reference. Products
+    accumulate in float32, intermediates are float32, and an output has the promoted dtype of its
+    inputs (that of a reduction is float32) unless ``.set_data_type`` sets another.
 
-    As under ``jax.jit``, Python values that ``fn`` closes over are those of its first trace.
+    As under ``jax.jit``, Python values that ``fn`` closes over are read once, when it is traced.
 
     Args:
-        fn: the function; left out in ``@graph(option=...)``.
-        **options: how cuDNN is to choose the plan, see :class:`Options`:
-            ``implementation="cudnn"``, ``deterministic=True``, ``max_workspace=2**28``,
-            ``precision="highest"``, ...; or all of them, ``options=Options(...)``.
+        fn: the function; omitted in ``@graph(option=...)``.
+        **options: how to choose the plan, see :class:`Options`: ``implementation="cudnn"``,
+            ``deterministic=True``, ``max_workspace=2**28``, ``precision="highest"``, ...; or all
+            options at once, ``options=Options(...)``.
 
     Raises:
-        GraphError, GraphTypeError: at trace time, naming the line of ``fn``.
+        GraphError, GraphTypeError: at trace time, with the line of ``fn``.
         UnsupportedGraphError: under ``implementation="cudnn"``, when compiled for a GPU on which
-            cuDNN has no engine for it.
+            cuDNN has no engine for the graph.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_cudnn as jc
@@ -265,7 +265,7 @@ class _Captures(Exception):
 
 
 def _refusal_behind(error: BaseException) -> JaxCudnnError | None:
-    """Our error about a graph tensor in jnp, where JAX has wrapped it in or raised its own."""
+    """Our error about a graph tensor in jnp, where JAX wrapped it or raised another instead."""
     if isinstance(error, JaxCudnnError):
         return error
     if repr(GraphTensor) not in str(error):

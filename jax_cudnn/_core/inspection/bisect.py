@@ -1,4 +1,4 @@
-"""``bisect``: each fused operation of a program beside its reference."""
+"""``bisect`` compares each fused operation of a program with its reference."""
 
 from __future__ import annotations
 
@@ -10,46 +10,44 @@ if TYPE_CHECKING:
 
 
 def bisect(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Bisection:
-    """Which fused operation of a program differs most from its reference, or makes the first NaN.
+    """Find the fused operation that differs most from its reference, or produces the first NaN.
 
-    Runs the program that ``jax.jit(fn)`` would run on the default device, one step after the
-    other. At each of our graphs, its tangents and backwards included, it runs the graph as the
-    program does and, on the same operands, its reference in float32 (products at precision
-    "highest"). Loops (``scan``, ``while_loop``) go step by step, of ``cond`` the branch that is
-    taken; jit, remat, custom derivatives and ``shard_map`` are entered, too.
+    Runs the program of ``jax.jit(fn)`` on the default device, step by step. At each graph of this
+    package, including tangents and backwards, it runs the graph as the program does and, on the
+    same operands, its reference in float32 (products at precision "highest"). It steps through
+    loops (``scan``, ``while_loop``) and the taken branch of ``cond``, and enters jit, remat,
+    custom derivatives and ``shard_map``.
 
-    For each result ``f`` beside its reference ``r`` there is the largest ``|f - r|``, the relative
-    ``|f - r| / |r|`` in the Euclidean norm, and both in units of what rounding explains: the
-    rounding of the result's dtype and of the arithmetic (float32; TF32 where a GPU may use it), and
-    how far the reference moves when its operands are moved by as much. A right operation is
-    between 0 and about 1; from 4 on it is suspect.
+    For each result ``f`` with reference ``r`` it reports the largest ``|f - r|``, the relative
+    error ``|f - r| / |r|`` in the Euclidean norm, and both in units of the error that rounding
+    explains: the rounding of the result's dtype and of the arithmetic (float32, or TF32 where a
+    GPU may use it), and the change of the reference when its operands change by as much. A
+    correct operation is between 0 and about 1; from 4 on it is suspect.
 
     Args:
-        fn: a function of arrays, jitted or not, that holds graphs.
-        *args, **kwargs: its arguments: arrays in any pytree; everything else stays the Python
-            value it is.
+        fn: a function of arrays, jitted or not, that contains graphs.
+        *args, **kwargs: its arguments: arrays in any pytree; other values stay Python values.
 
     Returns:
-        A :class:`Bisection`: ``worst``, ``first_nan``, ``entries``; prints as a table, the most
-        suspicious first, with what to do next.
+        A :class:`Bisection` with ``worst``, ``first_nan`` and ``entries``; prints as a table, the
+        most suspicious operation first, with next steps.
 
     Raises:
-        GraphTypeError: ``fn`` is no function or cannot be traced by ``jax.jit``, or ``bisect`` is
-            called inside of a traced function or with shapes in place of arrays.
-        GraphError: the program holds no graph of ours that can be looked into.
+        GraphTypeError: ``fn`` is not a function or cannot be traced by ``jax.jit``, or ``bisect``
+            is called inside a traced function or with shapes instead of arrays.
+        GraphError: the program contains no graph that can be inspected.
 
-    What it does not see: the program's operations between graphs are compiled in parts, so that XLA
-    may fuse them otherwise than in the whole; a graph inside of what is not entered (named in
-    ``notes``) is run, but not compared; inside a graph nothing is looked at but its results; arrays
-    must lie on devices of this process. Where no NVIDIA GPU runs the program the fused operation is
-    XLA's run of the reference, and differs by rounding alone.
+    Limits: operations between graphs are compiled in parts, so XLA may fuse them differently than
+    in the whole program; a graph inside something that is not entered (listed in ``notes``) runs
+    without comparison; only results of a graph are compared; arrays must be on devices of this
+    process. Without an NVIDIA GPU, XLA runs the reference as the fused operation, so only rounding
+    differs.
 
-    See also ``jax.config.update("jax_debug_nans", True)``, which stops with a FloatingPointError
-    that names the graph whose result has a NaN (inside of a loop or a compiled gradient it names
-    these alone), and ``jax.experimental.checkify`` with ``float_checks``, which finds the first
-    NaN in a result of a graph inside of compiled programs. Neither can look into a graph: a NaN
-    that reaches no result, a division by zero that makes none and an index out of bounds inside
-    stay unseen.
+    See also ``jax.config.update("jax_debug_nans", True)``, which raises a FloatingPointError with
+    the name of the graph that returned a NaN (inside a loop or a compiled gradient it names only
+    that), and ``jax.experimental.checkify`` with ``float_checks``, which finds the first NaN that
+    a graph returns inside compiled programs. Neither looks inside a graph: a NaN that reaches no
+    result, a division by zero without a NaN, and an index out of bounds stay unseen.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_cudnn as jc

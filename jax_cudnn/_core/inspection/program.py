@@ -37,10 +37,11 @@ def inspected(
     jaxpr, operands = _traced(fn, args, kwargs, name)
     if not any(map(holds_graph, jaxpr.eqns)):
         raise GraphError(
-            f"{name} holds no cuDNN graph",
-            expected="a function that calls functions decorated with @jax_cudnn.graph, or jc.ops",
+            f"{name} contains no cuDNN graph",
+            expected="a function that calls jax_cudnn.ops or functions decorated with "
+            "@jax_cudnn.graph",
             got="a program of XLA's own operations",
-            why="what no result of the program needs is left out, as jit does",
+            why="operations that no result needs are removed, as in jit",
         )
     observer = _Observer()
     interpreter = Interpreter(observer.see)
@@ -48,11 +49,11 @@ def inspected(
         interpreter.run(jaxpr, operands)
     if not observer.entries:
         raise GraphError(
-            f"no graph of {name} could be looked into",
+            f"no graph of {name} could be inspected",
             got=", ".join(interpreter.unseen) or "branches and loops that run none of them",
-            fix="call bisect with the function inside, and the arguments it gets there"
+            fix="call bisect with the inner function and its arguments"
             if interpreter.unseen
-            else "give arguments for which a graph runs",
+            else "pass arguments for which a graph runs",
         )
     return observer.report(name, tuple(interpreter.unseen))
 
@@ -125,7 +126,7 @@ def _traced(
             "bisect runs the function",
             expected="arrays",
             got="jax.ShapeDtypeStruct",
-            fix="give arrays, for example jax.random.normal(key, shape, dtype)",
+            fix="pass arrays, for example jax.random.normal(key, shape, dtype)",
         )
 
     def of_arrays(*given: Any) -> list[Any]:
@@ -142,19 +143,19 @@ def _traced(
             f"{name} cannot be traced",
             expected="a function that jax.jit can compile for these arguments",
             got=f"{type(error).__name__}: {str(error).splitlines()[0]}"[:400],
-            why="bisect takes the program apart that jax.jit would run",
-            fix="call bisect with the part of it that is jitted, or give the values on which it "
-            "branches as Python values",
+            why="bisect runs the program of jax.jit step by step",
+            fix="call bisect with the jitted part of it, or pass the values on which it branches "
+            "as Python values",
         ) from error
     jaxpr, consts = compat.live_program(closed)
     operands = [*consts, *arrays]
     if any(isinstance(x, jax.core.Tracer) for x in operands):
         raise GraphTypeError(
-            "bisect was called inside of a traced function",
+            "bisect was called inside a traced function",
             expected="arrays with values",
             got="tracers",
             why="it runs the program step by step",
-            fix="call it outside of jit, grad, vmap and scan, with the function that holds these",
+            fix="call it outside jit, grad, vmap and scan, with the function that contains these",
         )
     return jaxpr, operands
 

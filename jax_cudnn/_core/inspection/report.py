@@ -1,4 +1,4 @@
-"""What ``bisect`` found: one entry for each time that a graph ran, and a table with words."""
+"""The report of ``bisect``: one entry per run of a graph, a table and next steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..graph.spec import GraphSpec
 from .compare import Output
 
 SUSPECT = 4.0
-"""From so many times of what rounding explains an operation is suspect."""
+"""An operation is suspect from this multiple of the error that rounding explains."""
 _ROWS = 20
 _HEADER = ("operation", "role", "where", "runs", "result", "largest error", "relative")
 _HEADER = (*_HEADER, "times rounding", "NaN and Inf")
@@ -22,8 +22,8 @@ _HEADER = (*_HEADER, "times rounding", "NaN and Inf")
 FUSED, BOTH, OPERANDS, REFERENCE = "fused", "both", "operands", "reference"
 _NONFINITE = {
     "": "",
-    FUSED: "made by the fused operation alone",
-    BOTH: "made, by the reference too",
+    FUSED: "from the fused operation alone",
+    BOTH: "from the operation and its reference",
     OPERANDS: "already in the operands",
     REFERENCE: "in the reference alone",
 }
@@ -31,21 +31,21 @@ _NONFINITE = {
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One graph that ran once, beside its reference.
+    """One run of a graph, compared with its reference.
 
     Attributes:
         name: the graph function's name.
-        role: "" for the graph as written, "forward" (with what its backward needs), "tangent",
-            "backward", ...
+        role: "" for the graph as written, "forward" (with residuals for its backward),
+            "tangent", "backward", ...
         path: where in the program: "scan[3]/cond[1]" is branch 1 in step 3 of a scan.
-        line: the line of the user's that called it, "file:line, in function: text", or "".
+        line: the user's line that called it, "file:line, in function: text", or "".
         outputs: its results, see :class:`Output`.
-        nonfinite: who made the NaN or Inf in the results: "fused" (the reference is finite there),
-            "both", "operands" (they had some before), "reference" (the fused operation has none),
-            or "".
+        nonfinite: the source of NaN or Inf in the results: "fused" (the reference is finite
+            there), "both", "operands" (they contained some already), "reference" (the fused
+            operation has none), or "".
         spec: the graph; prints as its operations.
-        operands: arrays by their names in the graph; kept for the report's ``worst`` and
-            ``first_nan``, else None. Inside a shard_map they have a leading dimension, one element
+        operands: arrays by their names in the graph, for ``worst`` and ``first_nan`` of the
+            report; else None. Inside a shard_map they have a leading dimension with one element
             for each device over which they vary.
     """
 
@@ -60,7 +60,7 @@ class Entry:
 
     @property
     def times_rounding(self) -> float:
-        """The largest of its results'."""
+        """The largest ``times_rounding`` of its results."""
         return max((output.times_rounding for output in self.outputs), default=0.0)
 
     @property
@@ -70,7 +70,7 @@ class Entry:
 
     @property
     def title(self) -> str:
-        """Name, role and path in words."""
+        """Name, role and path as text."""
         name = self.spec.origin.titled(self.name)
         return f"{name} in {self.path}" if self.path else name
 
@@ -81,14 +81,14 @@ class Entry:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bisection:
-    """What :func:`bisect` found. Prints as a table, the most suspicious operation first.
+    """The result of :func:`bisect`. Prints as a table, the most suspicious operation first.
 
     Attributes:
         name: the function's name.
-        device: what the graphs ran on.
+        device: the device that ran the graphs.
         on_gpu: whether that is an NVIDIA GPU.
-        entries: one for each time that a graph ran, in the order of the program.
-        notes: what holds graphs that were run, but not looked into.
+        entries: one for each run of a graph, in program order.
+        notes: constructs whose graphs ran without comparison.
     """
 
     name: str
@@ -105,18 +105,18 @@ class Bisection:
 
     @property
     def worst(self) -> Entry:
-        """The entry that differs most from its reference, in units of what rounding explains."""
+        """The entry with the largest error, in units of the error that rounding explains."""
         return max(self.entries, key=lambda entry: entry.times_rounding)
 
     @property
     def suspects(self) -> tuple[Entry, ...]:
-        """The entries that differ by at least 4 times what rounding explains, the worst first."""
+        """The entries with at least 4 times the error that rounding explains, worst first."""
         found = [entry for entry in self.entries if entry.times_rounding >= SUSPECT]
         return tuple(sorted(found, key=lambda entry: -entry.times_rounding))
 
     @property
     def first_nan(self) -> Entry | None:
-        """The first entry that makes NaN or Inf of operands without; None if there is none."""
+        """The first entry that produces NaN or Inf from finite operands, or None."""
         return next((e for e in self.entries if e.nonfinite in (FUSED, BOTH)), None)
 
     def __repr__(self) -> str:
@@ -129,11 +129,11 @@ class Bisection:
         operations = len({entry._group for entry in self.entries})
         yield (
             f"{self.name}: {operations} fused operation{'s' * (operations != 1)}, run "
-            f"{len(self)} time{'s' * (len(self) != 1)} on {self.device} beside float32 references"
+            f"{len(self)} time{'s' * (len(self) != 1)} on {self.device}, compared with float32"
         )
         suspects = {entry._group: entry for entry in reversed(self.suspects)}
         if suspects:
-            times = f"{_number(self.worst.times_rounding)} times what rounding explains"
+            times = f"{_number(self.worst.times_rounding)} times the error that rounding explains"
             yield f"{len(suspects)} suspect; the worst: {self.worst.title}, {times}"
         else:
             yield "none differs from its reference by more than rounding explains"
@@ -142,7 +142,7 @@ class Bisection:
             kinds = _kinds(self.first_nan)
             yield f"first {kinds}: {self.first_nan.title}, {_NONFINITE[self.first_nan.nonfinite]}"
         elif arrived is not None and arrived.nonfinite == OPERANDS:
-            yield f"NaN or Inf came in with the operands, first at {arrived.title}"
+            yield f"the operands already contained NaN or Inf, first at {arrived.title}"
 
     def _table(self) -> Iterator[str]:
         groups: dict[Any, list[Entry]] = {}
@@ -159,7 +159,7 @@ class Bisection:
             if entry.line:
                 yield f"    {_short(entry.line)}"
         if len(rows) > _ROWS:
-            yield f"and {len(rows) - _ROWS} less suspicious ones"
+            yield f"and {len(rows) - _ROWS} less suspicious operations"
 
     def _next_steps(self) -> Iterator[str]:
         yield "What to do next"
@@ -175,14 +175,14 @@ def _advice(report: Bisection) -> Iterator[str]:
         name = "worst" if report.suspects else "first_nan"
         entry = getattr(report, name)
         yield (
-            f"Let XLA run {entry.name} and see whether the program is right: "
+            f"Run {entry.name} in XLA and check whether the program is correct: "
             f'{entry.name}.with_options(implementation="xla"), or with '
-            'jax_cudnn.implementation("xla"): around the trace of the call.'
+            'jax_cudnn.implementation("xla"): around the call while it is traced.'
         )
         yield (
-            f"Keep the case for a report: report.{name}.operands are its arrays by name, "
-            f"print(report.{name}.spec) its operations. The debug log of the logger jax_cudnn "
-            "names the engines."
+            f"Save the case for a bug report: report.{name}.operands holds its arrays by name, "
+            f"print(report.{name}.spec) prints its operations. The logger jax_cudnn names the "
+            "engines at level DEBUG."
         )
     if blamed is not None and blamed.nonfinite == BOTH:
         over = [output for output in blamed.outputs if output.overflows]
@@ -194,28 +194,27 @@ def _advice(report: Bisection) -> Iterator[str]:
             )
         else:
             yield (
-                f"{blamed.title} makes it in float32, too: it is what its operations are at these "
-                "operands (report.first_nan.operands), whoever computes them."
+                f"{blamed.title} produces it in float32 as well: its operations have no finite "
+                "result for these operands (report.first_nan.operands), on cuDNN or in XLA."
             )
     arrived = next((entry for entry in report if entry.nonfinite), None)
     if arrived is not None and arrived.nonfinite == OPERANDS:
         yield (
-            f"What {arrived.title} was given holds NaN or Inf already: from the arguments, or from "
-            'XLA\'s operations, among which jax.config.update("jax_debug_nans", True) finds it.'
+            f"The operands of {arrived.title} already contain NaN or Inf, from the arguments or "
+            'from operations of XLA; jax.config.update("jax_debug_nans", True) finds the latter.'
         )
     if not report.suspects and blamed is None:
         yield (
-            "Nothing, as far as these operations go. If the program is off nevertheless, look at "
-            "what lies between them, and at what the dtypes cost: compare it with itself in "
-            "float32."
+            "These operations are correct. If the program is still wrong, check the operations "
+            "between them, and the precision of the dtypes: compare with the program in float32."
         )
     if not report.on_gpu:
         yield (
-            "No NVIDIA GPU ran this: XLA computed the operations from their references, so cuDNN's "
-            "kernels were not looked at."
+            "No NVIDIA GPU ran this: XLA computed the operations from their references, so no "
+            "cuDNN kernel was compared."
         )
     for note in report.notes:
-        yield f"Not looked into: {note}."
+        yield f"Not inspected: {note}."
 
 
 def _suspicion(entry: Entry) -> tuple[int, float]:
@@ -256,7 +255,7 @@ def _number(value: float) -> str:
 
 
 def _short(line: str) -> str:
-    """A line of the user's without the folders of its file, and not too long."""
+    """The user's line without the folders of its file, shortened."""
     place, comma, rest = line.partition(", in ")
     short = os.path.basename(place) + comma + rest.replace("<locals>.", "")
     return short if len(short) <= 96 else f"{short[:93]}..."

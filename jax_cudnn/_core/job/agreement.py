@@ -1,13 +1,13 @@
-"""One decision for all processes of a jax.distributed job: one makes it, the others take it over.
+"""One decision for all processes of a jax.distributed job: one process makes it, all use it.
 
-Processes that plan for themselves may choose differently, and even one choice has other bytes at
-each build (cuDNN compiles kernels into its plans). They would then compile different programs and
-hang in the first collective.
+Processes that plan independently may choose differently, and even the same choice has different
+bytes in each build (cuDNN compiles kernels into its plans). They would then compile different
+programs and hang in the first collective.
 
-A success holds for the life of the job. A failure belongs to one attempt: asking for the key again
-takes part in the next one, so that a retry on all processes is a new try. So all must ask equally
-often: who asks once more than the lowest process waits for an attempt that it never makes, and who
-missed a failure (by a timeout) is told it at the next ask.
+A success holds for the life of the job. A failure belongs to one attempt: requesting the key again
+joins the next attempt, so a retry on all processes is a new attempt. All processes must therefore
+request equally often: an additional request waits for an attempt that the lowest process never
+makes, and a process that missed a failure (by a timeout) gets it at its next request.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SLICE = 1.0  # seconds: Python sees Ctrl-C only between two calls of the client
 
 
 def leader(devices: Sequence[Device]) -> int | None:
-    """The process that decides for the program on these devices: the lowest of theirs.
+    """The process that decides for the program on these devices: their lowest process index.
 
-    None where there is nothing to agree on: no devices, those of one process, or none of this
+    None if there is nothing to agree on: no devices, devices of one process, or none of this
     process, which then never runs the program.
     """
     processes = _processes(devices)
@@ -52,25 +52,25 @@ def agreed(
     identity: Callable[[], str],
     timeout: float,
 ) -> dict[str, Any]:
-    """What ``make()`` gives in the lowest process of the devices; the same in all of them.
+    """The result of ``make()`` in the lowest process of the devices, in all of their processes.
 
-    Without several processes, or without ``jax.distributed.initialize``, simply ``make()``.
+    With one process, or without ``jax.distributed.initialize``, simply ``make()``.
 
     Args:
-        key: what is decided, equal in all processes: the graph, its options, ``jax_cudnn.target``.
-            What may differ by mistake belongs to ``identity``.
-        devices: of the compilation, those of other processes included.
-        make: decides; returns a dictionary that JSON can hold. Called in the lowest process only.
+        key: the subject of the decision, equal in all processes: the graph, its options,
+            ``jax_cudnn.target``. What may differ by mistake belongs to ``identity``.
+        devices: those of the compilation, including those of other processes.
+        make: decides; returns a dictionary for JSON. Called in the lowest process only.
         name: the user's function, for messages.
-        identity: gives what the decision depends on and all processes must have alike: versions
-            and GPU, in words or as a JSON object, of which messages show what differs.
+        identity: returns what the decision depends on and all processes must share: versions and
+            GPU, as text or as a JSON object, whose differences messages show.
         timeout: seconds that this process waits for the lowest one.
 
     Raises:
         JobError: the lowest process did not answer in time, or failed with an error that is not
             of this package, or the job's store cannot be reached.
         LibraryError: the lowest process has another identity, or another jax_cudnn.
-        JaxCudnnError: what ``make`` raised, in all processes, with their number in its summary.
+        JaxCudnnError: the error of ``make``, in all processes.
     """
     global _job
     client = compat.distributed_client()
@@ -85,7 +85,7 @@ def agreed(
 
 @dataclass
 class _Answer:
-    """What this process knows of a decision; the lock is held while it asks or decides."""
+    """This process's view of a decision; the lock is held while it waits or decides."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     attempt: int = 0
@@ -93,7 +93,7 @@ class _Answer:
 
 
 class Job:
-    """This process's part in a job: the client of its store, and what it knows by now."""
+    """This process's part in a job: the client of the job's store, and all known decisions."""
 
     def __init__(self, client: Any, process: int):
         self.client, self.process = client, process
@@ -104,7 +104,7 @@ class Job:
         deadline = time.monotonic() + question.timeout
         with self._lock:
             answer = self._answers.setdefault(question.path, _Answer())
-        # One thread at a time takes part in an attempt: each ask that fails is one attempt, in
+        # One thread at a time takes part in an attempt: each failed request is one attempt, in
         # every process, whatever the order of its threads.
         leads = self.process == question.leader
         limit = -1 if leads else min(question.timeout, threading.TIMEOUT_MAX)
@@ -130,12 +130,12 @@ class Job:
     def _decide(
         self, question: Question, answer: _Answer, path: str, make: Callable[[], dict[str, Any]]
     ) -> bytes:
-        """Runs ``make`` and publishes what comes of it, an error as well."""
+        """Runs ``make`` and publishes its result or error."""
         started = time.monotonic()
         self._put(path + "/begun", b"1")
         try:
             record = pack(made=make(), identity=question.identity())
-        except Exception as error:  # an interrupt is no answer: the same attempt goes on later
+        except Exception as error:  # not an interrupt: then the same attempt goes on later
             answer.attempt += 1
             try:
                 self._put(path, pack(error=sent(error)))
@@ -172,17 +172,16 @@ class Job:
         begun = self._get(f"{question.path}/{answer.attempt}/begun", 0.1) is not None
         first = f"process {question.leader}"
         if begun:
-            got = f"{first} has begun to plan it and has not finished"
+            got = f"{first} has started planning and has not finished"
             why = "planning takes longer than this, or that process hangs"
             fix = "jax_cudnn.configure(job_timeout=SECONDS)"
         else:
-            got = f"{first} has not begun to plan it"
-            why = f"{first} is busy with something else, has ended, or compiles another program"
+            got = f"{first} has not started planning"
+            why = f"{first} is busy, has ended, or compiles another program"
             fix = (
-                "run the same program in the same order, with the same shapes, options, "
-                "jax_cudnn.target, jax_cudnn.implementation, matmul precision and XLA_FLAGS, in "
-                "all processes; "
-                f"if {first} is only late, jax_cudnn.configure(job_timeout=SECONDS)"
+                "in all processes, run the same program in the same order, with the same shapes, "
+                "options, jax_cudnn.target, jax_cudnn.implementation, matmul precision and "
+                f"XLA_FLAGS; if {first} is only late, jax_cudnn.configure(job_timeout=SECONDS)"
             )
         return JobError(
             f"{question.name}: process {self.process} waited {question.timeout:g} s for {first} "
@@ -200,7 +199,7 @@ class Job:
             raise self._unreachable(error) from error
 
     def _get(self, path: str, seconds: float = 0) -> bytes | None:
-        """The value, waiting so long for it; None if it is not there."""
+        """The value, after waiting up to ``seconds``; None if there is none."""
         try:
             if seconds > 0:
                 milliseconds = max(1, round(seconds * 1000))
@@ -215,8 +214,8 @@ class Job:
         return JobError(
             f"process {self.process} cannot reach the store of its jax.distributed job",
             got=str(error).splitlines()[0],
-            why="the processes of a job agree on plans through it",
-            fix="see whether the coordinator (process 0) still runs",
+            why="the processes of a job agree on plans through this store",
+            fix="check that the coordinator (process 0) is still running",
         )
 
 

@@ -1,4 +1,4 @@
-"""What travels between the processes of a job: a decision, or the error that there is none."""
+"""Messages between the processes of a job: a decision, or an error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FORMAT = 1  # of a record; not a part of its key, so that a process can say tha
 
 @dataclass(frozen=True)
 class Question:
-    """What the processes are to agree on: the arguments of ``agreement.agreed``, and the indices
-    of the processes that take part, ascending."""
+    """The subject of an agreement: the arguments of ``agreement.agreed``, and the indices of the
+    processes that take part, ascending."""
 
     key: str
     processes: Sequence[int]
@@ -32,7 +32,7 @@ class Question:
 
     @property
     def path(self) -> str:
-        """The name of its answers in the job's store."""
+        """The key of its answers in the job's store."""
         text = json.dumps([self.key, list(self.processes)])
         return "jax_cudnn/agreed/" + hashlib.sha256(text.encode()).hexdigest()
 
@@ -43,7 +43,7 @@ def pack(**content: Any) -> bytes:
 
 
 def unpack(record: bytes, question: Question, process: int) -> dict[str, Any]:
-    """A record's content: new objects each time. Refuses what another installation wrote."""
+    """The content of a record; LibraryError if another installation wrote it."""
     content = json.loads(zlib.decompress(record))
     if content["format"] != _FORMAT:
         theirs, ours = "another version of jax_cudnn", "this one"
@@ -54,16 +54,16 @@ def unpack(record: bytes, question: Question, process: int) -> dict[str, Any]:
     else:
         theirs, ours = _differences(content["identity"], own)
     raise LibraryError(
-        f"{question.name}: the processes of this job plan with different libraries or GPUs",
+        f"{question.name}: the processes of this job use different libraries or GPUs",
         expected=f"process {question.leader}: {theirs}",
         got=f"process {process}: {ours}",
-        why="a plan runs only with the versions and on the GPU model it was built for",
-        fix="install the same versions everywhere, and give a program GPUs of one model",
+        why="a plan runs only with the versions and on the GPU model for which it was built",
+        fix="install the same versions everywhere, and use GPUs of one model per program",
     )
 
 
 def _differences(a: str, b: str) -> tuple[str, str]:
-    """Of two texts that are JSON objects only what differs, objects within them included."""
+    """The differences between two JSON objects, nested ones included; else both texts."""
     try:
         left, right = json.loads(a), json.loads(b)
         names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
@@ -81,7 +81,7 @@ def _differences(a: str, b: str) -> tuple[str, str]:
 
 
 def sent(error: BaseException) -> dict[str, Any]:
-    """An error as it travels: by the class of ours that it is, else as text."""
+    """An error as data: with its class if it is from this package, else as text."""
     if not isinstance(error, JaxCudnnError):
         return {"text": f"{type(error).__name__}: {error}"}
     ours = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)

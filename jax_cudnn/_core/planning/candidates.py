@@ -1,4 +1,4 @@
-"""Candidates: the plans that cuDNN's heuristics propose for a graph, with what is known of each."""
+"""Candidates: the plans that cuDNN's heuristics propose for a graph, with their properties."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SUPPORTED = {True: "yes", False: "no", None: "not tried"}
 
 
 class Numbers(Mapping[str, int]):
-    """Integers by name, as a value: hashable, and it stays as it is."""
+    """An immutable, hashable mapping of names to integers."""
 
     def __init__(self, numbers: Mapping[str, int]) -> None:
         self._numbers = dict(numbers)
@@ -40,17 +40,17 @@ class Candidate:
 
     Attributes:
         index: its position among :class:`Candidates`.
-        engine: cuDNN's number of the engine.
+        engine: the index of the engine in cuDNN.
         name: the engine with its knobs, as cuDNN writes them.
         knobs: the values of its knobs by name.
-        modes: which modes of cuDNN's heuristics propose it, and at which place (0 is first).
-        numeric_notes, behavior_notes: what cuDNN says of it: "TENSOR_CORE", "NONDETERMINISTIC",
+        modes: the modes of cuDNN's heuristics that propose it, with its rank in each (0 is first).
+        numeric_notes, behavior_notes: cuDNN's notes on it: "TENSOR_CORE", "NONDETERMINISTIC",
             "RUNTIME_COMPILATION", "SUPPORTS_CUDA_GRAPH_NATIVE_API", ...
-        workspace_bytes: device memory it needs while it runs, as cuDNN states it beforehand; None
-            where it does not.
-        supported: whether it can be taken; None is not known before it is built.
-        reason: why it cannot.
-        seconds: the device's time, where :meth:`jax_cudnn.Plan.time_candidates` measured it.
+        workspace_bytes: device memory in use while it runs, as far as cuDNN reports it before
+            building; else None.
+        supported: whether it can be selected; None if not known before it is built.
+        reason: why it cannot be selected.
+        seconds: device time, if :meth:`jax_cudnn.Plan.time_candidates` measured it.
     """
 
     index: int
@@ -77,13 +77,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates(Sequence[Candidate]):
-    """The plans that cuDNN proposes for a graph on a GPU, those of the plan's own heuristics first
-    and as they are tried; prints as a table.
+    """The plans that cuDNN proposes for a graph on a GPU, starting with those of the plan's own
+    heuristics in the order in which they are tried; prints as a table.
 
     Attributes:
         rows: the candidates.
         gpu: the GPU's name.
-        chosen: the position of the plan's own; None where it is none of them.
+        chosen: the index of the plan's own candidate; None if it is not among them.
     """
 
     rows: tuple[Candidate, ...]
@@ -104,16 +104,16 @@ class Candidates(Sequence[Candidate]):
         return self.rows[index]
 
     def built(self) -> Candidates:
-        """The same with ``supported`` True or False for each: those not tried yet are built.
+        """The same candidates with ``supported`` True or False: builds those not tried before.
 
-        That takes about a millisecond where the kernel comes with cuDNN, and 0.2 to 1 s where it
-        is compiled (behaviour note RUNTIME_COMPILATION). What is built is kept, in memory and in
-        the plan cache: ``select`` and ``time_candidates`` do not build it again.
+        Building takes about a millisecond for kernels that ship with cuDNN, and 0.2 to 1 s for
+        those that are compiled (behaviour note RUNTIME_COMPILATION). Built plans stay in memory
+        and in the plan cache: ``select`` and ``time_candidates`` do not build them again.
         """
         return self.replaced(map(self._try, self.rows))
 
     def replaced(self, rows: Iterator[Candidate]) -> Candidates:
-        """The same with other rows."""
+        """A copy with other rows."""
         return dataclasses.replace(self, rows=tuple(rows))
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ class Candidates(Sequence[Candidate]):
         lines = [header, *(self._cells(row, timed) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        said = f"* is the plan's own; {', '.join(HEURISTICS)}: its place in a mode of heuristics"
+        said = f"*: the plan's own; {', '.join(HEURISTICS)}: rank in each mode of the heuristics"
         return "\n".join([f"{len(self)} candidates on {self.gpu}", *table, said])
 
     def _cells(self, row: Candidate, timed: bool) -> tuple[str, ...]:

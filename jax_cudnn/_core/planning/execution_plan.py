@@ -1,4 +1,4 @@
-"""ExecutionPlan: a cuDNN execution plan as text, with everything the executor needs to run it."""
+"""ExecutionPlan: a cuDNN execution plan as text, with all data that the executor needs."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _PER_DEVICE = re.compile(r'("(?:pciDeviceId|cudaDeviceId|totalGlobalMem)"\s*:\s*
 
 
 def canonical_properties(text: str) -> str:
-    """ExecutionPlan or property text without what tells one GPU of a model from another."""
+    """Plan or property text without the fields that differ between GPUs of one model."""
     return _PER_DEVICE.sub(r"\g<1>0", text)
 
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """What cuDNN built for a graph on one GPU model.
+    """The plan that cuDNN built for a graph on one GPU model.
 
     Attributes:
         text: the backend's plan (JSON). Valid for ``cudnn_version`` and ``device_name`` only.
         engine: the engine with its knobs, as cuDNN names it.
-        workspace_bytes: device memory the call needs while it runs.
-        bindings: rows (uid, kind, value, bytes) that say what each tensor of the plan points to.
+        workspace_bytes: device memory in use during the call.
+        bindings: rows (uid, kind, value, bytes): what each tensor of the plan points to.
         fills: rows (offset, unit bytes, count, word) of workspace to set before each run.
-        tables: constants that the kernels read in device memory, as ALiBi's slopes: float32
-            operands behind those of the graph.
+        tables: constants that kernels read from device memory, such as the slopes of ALiBi:
+            float32 operands after those of the graph.
         scalars: the by-value constants, 16 bytes each, those of the graph first.
         candidates: how many plans cuDNN's heuristics proposed.
-        engine_id, knobs: the engine by its number and the values of its knobs;
-            ``fn.with_options(**plan.pinned)`` asks for this very plan again.
-        behavior_notes: what cuDNN says of the engine, "RUNTIME_COMPILATION" for example.
+        engine_id, knobs: the index of the engine and the values of its knobs;
+            ``fn.with_options(**plan.pinned)`` selects the same plan again.
+        behavior_notes: cuDNN's notes on the engine, "RUNTIME_COMPILATION" for example.
     """
 
     text: str
@@ -71,7 +71,7 @@ class ExecutionPlan:
 
     @property
     def pinned(self) -> dict[str, Any]:
-        """The options that name this engine with its knobs."""
+        """The options that select this engine with its knobs."""
         return {"engine": self.engine_id, "knobs": dict(self.knobs)}
 
     @property
@@ -79,8 +79,8 @@ class ExecutionPlan:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     def with_constants(self, spec: GraphSpec) -> ExecutionPlan:
-        """The plan for an equal graph with constants of its own: it reads them at each run, an
-        epsilon for example."""
+        """The plan for an equal graph with other constants, such as epsilon, which it reads at
+        each run."""
         own = b"".join(map(_packed, spec.constants))
         scalars = own + self.scalars[len(own) :]
         return self if scalars == self.scalars else dataclasses.replace(self, scalars=scalars)
@@ -91,7 +91,7 @@ class ExecutionPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ExecutionPlan:
-        """The plan that ``to_json`` gave; KeyError, TypeError or ValueError for other data."""
+        """The plan that ``to_json`` wrote; KeyError, TypeError or ValueError for other data."""
         rows = {
             name: tuple(map(tuple, data[name])) for name in ("bindings", "fills", "knobs", "tables")
         }
@@ -165,16 +165,16 @@ def decode(
     knobs: tuple[tuple[str, int], ...] = (),
     behavior_notes: tuple[str, ...] = (),
 ) -> ExecutionPlan:
-    """The ExecutionPlan in what the frontend serialises around a backend plan.
+    """The ExecutionPlan from the frontend's serialized form of a backend plan.
 
-    The frontend resolves by-value constants, initialised workspace and slices at every execute;
-    here they become plain rows once.
+    The frontend resolves by-value constants, initialised workspace and slices in every execution;
+    here they become rows once.
     """
     missing = [field for field in _FIELDS if field not in blob]
     if missing:
         raise LibraryError(
             f"the frontend's plan has no {', '.join(missing)}",
-            why="this version of nvidia-cudnn-frontend writes plans in a way unknown here",
+            why="this version of nvidia-cudnn-frontend writes plans in an unknown format",
             fix="install a tested version (see newest.txt) or a newer jax_cudnn",
         )
     uids = Uids.of(spec)
@@ -218,7 +218,7 @@ def decode(
         raise LibraryError(
             "the frontend's plan has tensors that are not in the graph",
             got=f"uids {sorted(unknown)}",
-            why="this version of nvidia-cudnn-frontend lays out plans in a way unknown here",
+            why="this version of nvidia-cudnn-frontend lays out plans in an unknown way",
             fix="install a tested version (see newest.txt) or a newer jax_cudnn",
         )
     text = canonical_properties(blob["cudnn_backend_data"])
@@ -264,7 +264,7 @@ def _by_value(given: dict[str, Any]) -> bytes:
         raise LibraryError(
             "the frontend's plan has a constant of an unknown type",
             got=repr(given),
-            why="this version of nvidia-cudnn-frontend writes plans in a way unknown here",
+            why="this version of nvidia-cudnn-frontend writes plans in an unknown format",
             fix="install a tested version (see newest.txt) or a newer jax_cudnn",
         )
     return struct.pack(formats[given["index"]], value)
@@ -302,7 +302,7 @@ def _field(pattern: str, text: str) -> str:
     if match is None:
         raise LibraryError(
             f"cuDNN's plan text has no {pattern.split(':')[0]}",
-            why="this version of cuDNN writes plans in a way unknown here",
+            why="this version of cuDNN writes plans in an unknown format",
             fix="install a tested version (see newest.txt) or a newer jax_cudnn",
         )
     return match[1]

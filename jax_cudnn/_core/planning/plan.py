@@ -1,4 +1,4 @@
-"""Plan: how one graph runs on one GPU, segment by segment, with the reason for each cut."""
+"""Plan: how one graph runs on one GPU, by segments, with the reason for each cut."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from .candidates import Candidate, Candidates
 
 XLA = "XLA"
-"""What stands for an engine where nothing is cuDNN's."""
+"""The engine name of a segment that runs in XLA."""
 
 
 @dataclass(frozen=True)
 class PlannedSegment:
-    """A part of a graph and what runs it.
+    """A part of a graph, run by cuDNN or XLA.
 
     Attributes:
         spec: the part; its inputs and outputs are tensors of the whole graph, by name.
-        calls: which operations of the whole graph it holds, by position.
-        plan: cuDNN's plan; None where XLA runs the part's reference.
-        reason: why XLA runs it; of cuDNN's, why it is not one plan with the rest.
+        calls: the positions of its operations in the whole graph.
+        plan: the cuDNN plan; None if XLA runs the reference of the part.
+        reason: why XLA runs it; for a cuDNN segment, why it is not one plan with the rest.
     """
 
     spec: GraphSpec
@@ -52,9 +52,9 @@ class Plan:
         gpu: the GPU's name.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         spec: the graph.
-        segments: its parts, in the order in which they run.
-        site: the GPU that it was planned for, a profile or one of this process; None where nothing
-            is cuDNN's, or where the plan was read from bytes.
+        segments: its parts, in execution order.
+        site: the GPU that it was planned for, a profile or a GPU of this process; None if nothing
+            runs on cuDNN, or if the plan was read from bytes.
     """
 
     name: str
@@ -66,35 +66,35 @@ class Plan:
 
     @property
     def execution_plans(self) -> tuple[ExecutionPlan, ...]:
-        """cuDNN's plans, in the order in which they run."""
+        """The cuDNN plans, in execution order."""
         return tuple(segment.plan for segment in self.segments if segment.plan is not None)
 
     @property
     def engine(self) -> str:
-        """cuDNN's name of the engine with its knobs; of several segments, one after the other."""
+        """The engine with its knobs, as cuDNN names it; several segments are joined by " + "."""
         return " + ".join(segment.engine for segment in self.segments)
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that is needed while it runs: the largest of its plans'."""
+        """Device memory in use while it runs: the largest workspace of its plans."""
         return max((plan.workspace_bytes for plan in self.execution_plans), default=0)
 
     @property
     def candidate_count(self) -> int:
-        """How many plans cuDNN proposed for all segments while these were planned: in the modes
-        that the options name, and 1 for each segment whose engine they name. ``candidates`` are of
-        all modes, whatever the options name."""
+        """How many plans cuDNN proposed during planning, summed over the segments: in the modes of
+        the options, and 1 for a segment whose engine the options fix. ``candidates`` covers all
+        modes, whatever the options are."""
         return sum(plan.candidates for plan in self.execution_plans)
 
     @property
     def candidates(self) -> Candidates:
-        """What cuDNN's heuristics propose for the graph in their modes A, B and FALLBACK.
+        """The plans that cuDNN's heuristics propose for the graph in modes A, B and FALLBACK.
 
-        Nothing is built for it: a list takes 0.1 to 0.7 s once, and is then kept in memory.
-        ``candidates.built()`` says of each whether it can be built.
+        Nothing is built: the first access takes 0.1 to 0.7 s, later ones read memory.
+        ``candidates.built()`` finds which of them can be built.
 
         Raises:
-            GraphError: the graph is cut, or XLA's: take ``plan.parts``.
+            GraphError: the graph is cut or runs in XLA: use ``plan.parts``.
 
         Example:
             >>> import jax, jax_cudnn as jc
@@ -108,19 +108,19 @@ class Plan:
         return selection.candidates(self)
 
     def select(self, which: int | Candidate) -> Plan:
-        """The plan of another candidate: of this engine with these knobs.
+        """The plan of another candidate, with its engine and knobs.
 
         ``fn.with_options(**plan.select(i).pinned)`` makes the same choice for a graph function or a
-        :class:`jax_cudnn.Graph`, also under jit. An engine with its knobs is one of a whole graph:
-        a forward that is to be differentiated keeps it, as long as it has the same graph. The
-        graphs of its backward, and the larger graph of a vmap, are others, for which cuDNN chooses.
-        ``jc.plans(fn, *args)`` says what runs each.
+        :class:`jax_cudnn.Graph`, also under jit. The choice applies to one whole graph: the
+        forward keeps it under differentiation if its graph stays the same, but for the graphs of
+        the backward, and for the larger graph of a vmap, cuDNN chooses anew.
+        ``jc.plans(fn, *args)`` shows the engine of each.
 
         Args:
             which: a :class:`jax_cudnn.Candidate` of ``plan.candidates``, or its index.
 
         Raises:
-            UnsupportedGraphError: cuDNN cannot build it, or the graph's options leave it out.
+            UnsupportedGraphError: cuDNN cannot build it, or the graph's options exclude it.
             GraphError: there is no such candidate, or the graph is cut.
         """
         from . import selection
@@ -129,11 +129,10 @@ class Plan:
 
     @property
     def parts(self) -> tuple[Plan, ...]:
-        """A plan for each of cuDNN's segments, which has candidates of its own.
+        """A separate plan for each cuDNN segment, with its own candidates.
 
-        It is one of a graph of its own: ``select``, ``execute`` and ``time`` go with it, but an
-        engine names one plan of a whole graph, so that what ``pinned`` says of a part is not for
-        the options of the function that was cut.
+        ``select``, ``execute`` and ``time`` work on each part. ``pinned`` of a part does not fit
+        the options of the function that was cut: there, an engine applies to the whole graph.
         """
         from . import selection
 
@@ -141,39 +140,39 @@ class Plan:
 
     @property
     def residuals(self) -> tuple[Tensor, ...]:
-        """The results of a forward that only its derivatives need."""
+        """The results of a forward graph that only its derivatives need."""
         return tuple(self.spec.tensor(name) for name in self.spec.origin.residuals)
 
     @property
     def pinned(self) -> dict[str, Any]:
-        """The options that name this engine with its knobs, of a graph that is one plan."""
+        """The options that fix this engine with its knobs, for a graph that is one plan."""
         return self.only.pinned
 
     @property
     def text(self) -> str:
-        """The backend's plan (JSON), of a graph that is one plan."""
+        """The backend's plan (JSON), for a graph that is one plan."""
         return self.only.text
 
     @property
     def only(self) -> ExecutionPlan:
-        """cuDNN's plan, of a graph that is one plan; GraphError for others."""
+        """The cuDNN plan of a graph that is one plan; otherwise raises GraphError."""
         plans = self.execution_plans
         if len(self.segments) > 1 or not plans:
             raise GraphError(f"{self.name} is not one cuDNN plan", **self._instead())
         return plans[0]
 
     def _instead(self) -> dict[str, str | None]:
-        """What there is in the place of one cuDNN plan, and what to do."""
+        """What the graph runs as instead of one cuDNN plan, and what to do."""
         if self.execution_plans:
             return {
                 "got": f"{len(self.segments)} segments: {self.engine}",
-                "fix": "take its parts: plan.parts; plan.explain() says why it is cut",
+                "fix": "use its parts, plan.parts; plan.explain() says why it is cut",
             }
-        asks = "implementation='cudnn' asks cuDNN for it, and says why where it has no plan"
+        insist = "implementation='cudnn' requires a cuDNN plan, or says why there is none"
         return {
-            "got": f"{self.engine}: nothing of it is cuDNN's",
+            "got": f"{self.engine}: all of it runs in XLA",
             "why": "; ".join(dict.fromkeys(s.reason for s in self.segments)),
-            "fix": None if self.implementation == CUDNN else asks,
+            "fix": None if self.implementation == CUDNN else insist,
         }
 
     def execute(
@@ -182,28 +181,28 @@ class Plan:
         device: Device | None = None,
         in_place: Mapping[str | int, str | int] | None = None,
     ) -> Any:
-        """Run this very plan, eagerly.
+        """Run exactly this plan, eagerly.
 
-        It is the same call as in a jitted function, compiled once for a plan and not planned anew.
+        It makes the same call as a jitted function; it is compiled once per plan.
 
         Args:
             *arrays: one for each of ``plan.spec.inputs``, with these shapes and dtypes. Offsets,
-                lengths and numbers of pages are brought into the bounds of what they speak of.
-            device: the GPU to run on, to which arrays are brought. None: the GPU of the arrays,
-                else the one that was planned for, else the first.
-            in_place: results by name or position that take an operand's memory, as
-                ``{"y": "x"}`` or ``{0: 0}``; these operands are donated, and gone afterwards. For
-                graphs of a single operation on each element that lie row-major in cuDNN's plan, as
-                arrays of rank 3 and less do. Images, of rank 4 and 5, lie channels-last there: XLA
-                would copy them, so these are refused.
+                lengths and page indices are clipped to the bounds of the arrays they refer to.
+            device: the GPU to run on; arrays are moved there. None: the GPU of the arrays, else
+                the GPU that was planned for, else the first one.
+            in_place: results, by name or position, that reuse the memory of an operand, as
+                ``{"y": "x"}`` or ``{0: 0}``; these operands are donated and deleted. Only for
+                graphs of a single elementwise operation whose tensors are row-major in the cuDNN
+                plan, which holds up to rank 3. Images (rank 4 and 5) are channels-last there: XLA
+                would copy them, so they raise an error.
 
         Returns:
             The result on that GPU, or a tuple of several, in the order of ``plan.spec.outputs``.
 
         Raises:
-            TargetError: there is no GPU, or it is of another model than the plan.
+            TargetError: there is no GPU, or its model differs from that of the plan.
             GraphError: the arrays do not fit, or the graph cannot run in place.
-            jax.errors.JaxRuntimeError: cuDNN is of another version than the plan.
+            jax.errors.JaxRuntimeError: the version of cuDNN differs from that of the plan.
 
         Example:
             >>> import jax.numpy as jnp, jax_cudnn as jc
@@ -216,17 +215,18 @@ class Plan:
         return execution.execute(self, arrays, device, in_place)
 
     def time(self, *arrays: Any, device: Device | None = None) -> float:
-        """Seconds of the device for one execution: the median of some rounds, after warming up.
+        """Device time of one execution in seconds: the median of several rounds after a warm-up.
 
-        Executions are measured in a row within one program, so that Python has no part in it;
-        below some 4 us it is the time that a launch takes. All of them read the same operands: what
-        fits into the GPU's L2 cache is read from there, and such times are of warm data.
+        One program runs many executions in sequence, so Python adds nothing; below about 4 us the
+        result is the time of a kernel launch. All executions read the same operands: data that
+        fits into the L2 cache of the GPU is read from there.
 
         Args:
             *arrays, device: as for :meth:`execute`; without arrays, random floats.
 
-        Raises: as :meth:`execute`; GraphError for a cut graph, and for whole numbers that would
-            have to be drawn.
+        Raises:
+            GraphError: the graph is cut, or an integer operand would have to be random.
+            TargetError: as for :meth:`execute`.
         """
         from .. import measuring
 
@@ -238,9 +238,9 @@ class Plan:
         device: Device | None = None,
         limit: int | None = 12,
     ) -> Candidates:
-        """The candidates with ``seconds``, of the first ``limit`` that can be built (None: of all).
+        """The candidates with ``seconds`` for the first ``limit`` that can be built (None: all).
 
-        Each is built, which may compile it, and compiled into programs of its own: 1 to 2 s each.
+        Building and compiling takes 1 to 2 s for each candidate.
 
         Args and Raises: as :meth:`time`.
         """
@@ -254,7 +254,7 @@ class Plan:
         device: Device | None = None,
         limit: int | None = 12,
     ) -> Plan:
-        """The plan of the candidate that :meth:`time_candidates` measures to be the fastest.
+        """The plan of the fastest candidate, as measured by :meth:`time_candidates`.
 
         Args and Raises: as :meth:`time_candidates`.
 
@@ -276,29 +276,29 @@ class Plan:
         results: Sequence[Any],
         workspace: Any = None,
     ) -> None:
-        """Put this plan into a CUDA graph of yours (``cudnnBackendPopulateCudaGraph``).
+        """Put this plan into your own CUDA graph (``cudnnBackendPopulateCudaGraph``).
 
-        For those who drive CUDA graphs themselves: XLA's programs hold command buffers of their
-        own, which capture the calls of jitted functions. The graph launches kernels of the plan,
-        which stay loaded for the life of the process.
+        Only for code that builds CUDA graphs itself: XLA programs have their own command buffers,
+        which capture the calls of jitted functions. The graph launches kernels of the plan, which
+        stay loaded until the process ends.
 
         Args:
             cuda_graph: an empty ``cudaGraph_t``, as an integer.
-            operands: for each of ``plan.spec.inputs`` a JAX array on the plan's GPU that lies in
-                memory as the plan reads it, or a device pointer as an integer. Keep them alive,
-                and call ``jax.block_until_ready`` on them before a launch: JAX gives out arrays
-                that are still being computed, and a launch of yours does not wait for its streams.
-            results: the same for each of ``plan.spec.outputs``: their memory is written at each
-                launch. JAX takes its arrays for constant, so share them with nothing else.
-            workspace: an array or a pointer of ``plan.workspace_bytes`` bytes; None for none.
+            operands: for each of ``plan.spec.inputs`` a JAX array on the plan's GPU in the memory
+                layout of the plan, or a device pointer as an integer. Keep them alive, and call
+                ``jax.block_until_ready`` on them before a launch: JAX returns arrays that are
+                still being computed, and your launch does not wait for its streams.
+            results: the same for each of ``plan.spec.outputs``; each launch overwrites their
+                memory. JAX assumes that arrays never change, so share them with nothing else.
+            workspace: an array or pointer of ``plan.workspace_bytes`` bytes; None for no bytes.
 
         Raises:
             UnsupportedGraphError: the engine has no such graph (behaviour note
                 SUPPORTS_CUDA_GRAPH_NATIVE_API), or the plan needs more than its kernels.
-            GraphError: the arrays do not fit or lie on another device, or the graph is cut.
-            GraphTypeError: ``cuda_graph`` is no integer.
+            GraphError: the arrays do not fit or are on another device, or the graph is cut.
+            GraphTypeError: ``cuda_graph`` is not an integer.
             TargetError: there is no GPU of the plan's model.
-            LibraryError: cuDNN or the driver refuses, in their words.
+            LibraryError: cuDNN or the driver reports an error.
         """
         from .. import cuda_graphs
 
@@ -311,9 +311,9 @@ class Plan:
         results: Sequence[Any],
         workspace: Any = None,
     ) -> None:
-        """Give a CUDA graph that :meth:`populate_cuda_graph` has filled other pointers
-        (``cudnnBackendUpdateCudaGraph``); ``cudaGraphExecUpdate`` then takes them over into what
-        was instantiated of it.
+        """Change the pointers in a CUDA graph that :meth:`populate_cuda_graph` filled
+        (``cudnnBackendUpdateCudaGraph``); ``cudaGraphExecUpdate`` then applies them to its
+        instances.
 
         Args and Raises: as :meth:`populate_cuda_graph`.
         """
@@ -322,15 +322,15 @@ class Plan:
         cuda_graphs.record(self, cuda_graph, operands, results, workspace, update=True)
 
     def to_json(self) -> dict[str, Any]:
-        """What runs, as data for ``json.dumps``: the graph, its segments, cuDNN's plans. A float
-        that JSON has no number for is ``["float", "inf"]``, ``"-inf"`` or ``"nan"``."""
+        """The graph, its segments and the cuDNN plans as data for ``json.dumps``. Infinities and
+        NaN, which JSON lacks, are ``["float", "inf"]``, ``"-inf"`` or ``"nan"``."""
         from . import plan_record
 
         return plan_record.data(self)
 
     def serialize(self) -> bytes:
-        """The plan as bytes, for a file: :meth:`deserialize` reads them in another process, where
-        it executes without being planned anew. 3 to 120 KB for each of cuDNN's plans."""
+        """The plan as bytes for a file: :meth:`deserialize` reads them in another process, which
+        executes the plan without planning. 3 to 120 KB per cuDNN plan."""
         from . import plan_record
 
         return plan_record.dumped(self)
@@ -339,20 +339,19 @@ class Plan:
     def deserialize(cls, content: bytes) -> Plan:
         """The plan that :meth:`serialize` wrote.
 
-        It runs with the version of cuDNN and on the GPU model that it was planned for, and says so
-        elsewhere. Reading makes no objects but graphs and plans; what runs is the kernel in it, so
-        read bytes that you trust.
+        It runs only with the cuDNN version and on the GPU model that it was planned for, and
+        raises an error elsewhere. Reading creates graphs and plans only, but running the plan runs
+        the kernel in it: read only bytes that you trust.
 
         Raises:
-            GraphError: the bytes are no plan, or one of a version of this package that is too
-                different.
+            GraphError: not a serialized plan, or one of an incompatible version of this package.
         """
         from . import plan_record
 
         return plan_record.loaded(content)
 
     def explain(self) -> Explanation:
-        """What runs where and why; prints as text, ``.to_json()`` gives data."""
+        """Which parts run where, and why; prints as text, ``.to_json()`` gives data."""
         return explain(self)
 
     def __str__(self) -> str:

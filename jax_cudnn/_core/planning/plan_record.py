@@ -1,4 +1,4 @@
-"""A Plan as data and as bytes: what runs, without what else cuDNN proposed."""
+"""A Plan as data and as bytes, without the other candidates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .plan import Plan, PlannedSegment
 
 _KIND = "jax_cudnn plan"
 _FORMAT = 1
-_AGAIN = "plan the function again, jax_cudnn.plan(fn, *args), and serialize that plan"
+_AGAIN = "plan the function again with jax_cudnn.plan(fn, *args) and serialize that plan"
 
 
 def data(plan: Plan) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def data(plan: Plan) -> dict[str, Any]:
 
 
 def dumped(plan: Plan) -> bytes:
-    """The same as UTF-8 text."""
+    """The data as UTF-8 text."""
     return json.dumps(data(plan), separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -50,9 +50,9 @@ def loaded(content: bytes) -> Plan:
         raise _no_plan(repr(content[:60]))
     if found.get("format") != _FORMAT:
         raise GraphError(
-            "this plan was written in another format",
-            expected=f"format {_FORMAT}, of jax_cudnn {version()}",
-            got=f"format {found.get('format')}, of jax_cudnn {found.get('jax_cudnn')}",
+            "this plan has another format",
+            expected=f"format {_FORMAT}, written by jax_cudnn {version()}",
+            got=f"format {found.get('format')}, written by jax_cudnn {found.get('jax_cudnn')}",
             fix=_AGAIN,
         )
     try:
@@ -63,9 +63,9 @@ def loaded(content: bytes) -> Plan:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise GraphError(
             "this plan cannot be read",
-            expected=f"one of jax_cudnn {version()}",
-            got=f"one of jax_cudnn {found.get('jax_cudnn')}: {type(error).__name__}: {error}",
-            why="a plan holds its graph, whose operations differ between versions",
+            expected=f"a plan written by jax_cudnn {version()}",
+            got=f"written by jax_cudnn {found.get('jax_cudnn')}: {type(error).__name__}: {error}",
+            why="a plan holds its graph, and operations differ between versions",
             fix=_AGAIN,
         ) from error
 
@@ -88,7 +88,7 @@ def _read_segment(row: dict[str, Any]) -> PlannedSegment:
 def _graph(content: Any) -> GraphSpec:
     spec = record.decoded(content)
     if not isinstance(spec, GraphSpec):
-        raise ValueError(f"a graph is expected, not {spec!r}"[:200])
+        raise ValueError(f"expected a graph, got {spec!r}"[:200])
     names = {tensor.name for tensor in spec.tensors}
     ports = [name for call in spec.calls for _, name in (*call.inputs, *call.outputs)]
     if unknown := sorted({*spec.inputs, *spec.outputs, *ports} - names):
@@ -100,8 +100,8 @@ def _graph(content: Any) -> GraphSpec:
 
 def _no_plan(got: str) -> GraphError:
     return GraphError(
-        "these bytes are no plan",
-        expected="what Plan.serialize() gave",
+        "not a serialized plan",
+        expected="the bytes of Plan.serialize()",
         got=got,
         fix=_AGAIN,
     )

@@ -1,4 +1,4 @@
-"""One of cuDNN's candidates in the place of a plan's own."""
+"""Selects another of cuDNN's candidates for a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .unsupported import most_telling
 
 
 def candidates(plan: Plan) -> Candidates:
-    """What cuDNN proposes for a plan's graph on its GPU."""
+    """The plans that cuDNN proposes for a plan's graph on its GPU."""
     own = plan.only
     rows = planner.candidates(plan.spec, _site(plan), plan.name)
     mine = own.engine_id, dict(own.knobs)
@@ -39,9 +39,9 @@ def select(plan: Plan, which: int | Candidate) -> Plan:
     _check_known(plan, candidate)
     if candidate.supported is False:
         raise UnsupportedGraphError(
-            f"{plan.name}: candidate {candidate.index}, {candidate.name}, cannot be taken",
+            f"{plan.name}: candidate {candidate.index}, {candidate.name}, cannot be selected",
             why=candidate.reason,
-            fix="take another one of plan.candidates, or other options of the graph",
+            fix="select another of plan.candidates, or change the options of the graph",
             graph=str(plan.spec),
         )
     knobs = tuple(sorted(candidate.knobs.items()))
@@ -53,7 +53,7 @@ def select(plan: Plan, which: int | Candidate) -> Plan:
 
 
 def parts(plan: Plan) -> tuple[Plan, ...]:
-    """A plan for each of cuDNN's segments."""
+    """A plan for each cuDNN segment."""
     if len(plan.segments) == 1:
         return (plan,) if plan.execution_plans else ()
     return tuple(_part(plan, segment) for segment in plan.segments if segment.plan is not None)
@@ -66,7 +66,7 @@ def _part(plan: Plan, segment: PlannedSegment) -> Plan:
 
 
 def tried(plan: Plan, candidate: Candidate) -> Candidate:
-    """A candidate with the answer whether it can be built."""
+    """A candidate with ``supported`` set, after trying to build it."""
     if candidate.supported is not None:
         return candidate
     try:
@@ -80,13 +80,13 @@ def tried(plan: Plan, candidate: Candidate) -> Candidate:
 
 
 def _check_known(plan: Plan, candidate: Candidate) -> None:
-    """GraphError for a candidate that is none of the plan's: cuDNN might build it, or says that it
-    is for another GPU."""
+    """GraphError for a candidate of another plan: cuDNN might still build it, or report that it is
+    for another GPU."""
     rows = planner.candidates(plan.spec, _site(plan), plan.name)
     if (candidate.engine, candidate.knobs) not in [(row.engine, row.knobs) for row in rows]:
         raise GraphError(
             f"{plan.name}: no such candidate",
-            expected="one of plan.candidates, of this plan",
+            expected="one of the candidates of this plan",
             got=f"{candidate.name}, which cuDNN does not propose for this graph and GPU",
         )
 
@@ -107,7 +107,7 @@ def _site(plan: Plan) -> Profile | CudaDevice:
     if plan.site is None:
         raise GraphError(
             f"{plan.name}: the candidates of this plan are not known",
-            why="it was read from bytes, which hold what runs, and not what else was proposed",
+            why="it was read from bytes, which hold the plan without the other candidates",
             fix="plan the function again: jax_cudnn.plan(fn, *args)",
         )
     return plan.site

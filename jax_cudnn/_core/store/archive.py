@@ -1,4 +1,4 @@
-"""Plans carried from one machine to another: a zip archive of entries of the plan cache."""
+"""Plans for another machine: a zip archive of entries of the plan cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .entry import LARGEST, NAME, Content, Unusable, decode, read
 
 
 class Imported(NamedTuple):
-    """What became of an archive's members; ``refused`` maps names to reasons."""
+    """The outcome for an archive's members; ``refused`` maps names to reasons."""
 
     taken: int
     present: int
@@ -24,10 +24,10 @@ class Imported(NamedTuple):
 
 
 def export(cache: PlanCache, path: str | os.PathLike[str]) -> int:
-    """Writes all entries that can be used into an archive, whole or not at all; how many."""
+    """Writes all usable entries to an archive, atomically; returns their number."""
     path = Path(path).absolute()
     if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
-        raise OSError(errno.EINVAL, "no regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     count = 0
     try:
@@ -45,13 +45,13 @@ def export(cache: PlanCache, path: str | os.PathLike[str]) -> int:
 
 
 def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
-    """Takes the entries of an archive, each if it passes the checks of the cache's own files.
+    """Imports the entries of an archive that pass the same checks as files of the cache.
 
     Names in the archive are compared, never used as paths; nothing is decompressed by the rules
     of the archive. A plan is code for the GPU: import only what you trust, see ``entry.py``.
 
     Raises:
-        JaxCudnnError: this is no archive.
+        JaxCudnnError: not an archive of plans.
         OSError: it cannot be read, or the folder cannot be written.
     """
     taken, present, refused = 0, 0, {}
@@ -59,7 +59,7 @@ def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
         archive = zipfile.ZipFile(path)
     except _BROKEN as error:
         raise JaxCudnnError(
-            f"{path} is no archive of plans",
+            f"{path} is not an archive of plans",
             expected="a file written by: python -m jax_cudnn cache export FILE",
             got=str(error),
         ) from error

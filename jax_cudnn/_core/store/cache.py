@@ -1,12 +1,12 @@
-"""Plans on disk: one file for each key, in a folder that many processes share.
+"""Plans on disk: one file per key, in a folder that many processes share.
 
-A file has the format of ``entry.py`` and the SHA-256 of its key as name. It is written under
-a temporary name and then linked to its own, so that it is there as a whole or not at all, whenever
-its writer dies. The first writer wins: all processes use the same bytes.
+A file has the format of ``entry.py``, and the SHA-256 of its key as name. It is written under a
+temporary name and then linked to its final one, so it is complete or absent even if its writer
+dies. The first writer wins: all processes use the same bytes.
 
-Reading and writing never raise for what a disk can do. A full disk, a folder that cannot be
-written, or a file that is damaged, foreign or of another format gives one warning in each process;
-the caller goes on with the value it has in memory.
+Disk errors never raise. A full disk, a folder that is not writable, or a file that is damaged,
+foreign or of another format causes one warning per process; the caller continues with the value
+that it has in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _warned: set[tuple[Path, str]] = set()
 
 
 def get(key: str) -> dict[str, Any] | None:
-    """The value that the configured folder has for a key (any canonical text), or None."""
+    """The value of a key (any canonical text) in the configured folder, or None."""
     cache = _configured()
     return None if cache is None else cache.get(key)
 
@@ -48,19 +48,19 @@ def discard(key: str, problem: str) -> None:
 
 
 def put(key: str, value: dict[str, Any], label: str = "") -> dict[str, Any]:
-    """Keeps a value in the configured folder; see ``PlanCache.put``."""
+    """Stores a value in the configured folder; see ``PlanCache.put``."""
     cache = _configured()
     return value if cache is None else cache.put(key, value, label)
 
 
 class Entry(NamedTuple):
-    """An entry as the shell command shows it.
+    """An entry, for the shell command.
 
     Attributes:
         digest: SHA-256 of its key, in hexadecimal.
-        label: what it is, for humans; whoever wrote the file wrote this, too.
+        label: a description for people, written by the writer of the file.
         size: of the file, in bytes.
-        used: when it was last used, in seconds of ``time.time()``, to an hour.
+        used: the time of its last use, in seconds of ``time.time()``, accurate to an hour.
         problem: why it cannot be used, or "".
     """
 
@@ -75,9 +75,9 @@ class PlanCache:
     """A folder of plans.
 
     Args:
-        folder: made when something is written.
-        limit: bytes of all entries. Above it those that were not used for longest are deleted. A
-            process looks after every 1/64 of it that it has written. None: as configured.
+        folder: created by the first write.
+        limit: bytes of all entries. Above it the least recently used entries are deleted. A
+            process checks after writing each 1/64 of the limit. None: as configured.
     """
 
     def __init__(self, folder: str | os.PathLike[str], limit: int | None = None):
@@ -87,7 +87,7 @@ class PlanCache:
         self._unseen = self.limit  # bytes written since sizes were looked at; look at the first put
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The value of a key, or None. It counts as used now."""
+        """The value of a key, or None. Counts as a use."""
         path = self.path(digest(key))
         try:
             value = decode(read(path), path.stem).value
@@ -96,8 +96,8 @@ class PlanCache:
         except (Unusable, OSError) as error:
             self._warn(
                 "entry",
-                f"{path.name} is ignored ({error}), and replaced by a new plan. Other such files: "
-                f"python -m jax_cudnn cache verify --folder {self.folder}",
+                f"{path.name} is ignored ({error}), and replaced by a new plan. To find more such "
+                f"files: python -m jax_cudnn cache verify --folder {self.folder}",
             )
             return None
         with contextlib.suppress(OSError):  # another user's file, or deleted just now
@@ -106,40 +106,40 @@ class PlanCache:
         return value
 
     def discard(self, key: str, problem: str) -> None:
-        """Removes an entry whose value is no use, so that another can take its place."""
+        """Removes an entry with an unusable value, so that another can replace it."""
         path = self.path(digest(key))
         self._warn("entry", f"{path.name} is ignored ({problem}), and replaced by a new plan.")
         _remove(path)
 
     def put(self, key: str, value: dict[str, Any], label: str = "") -> dict[str, Any]:
-        """Keeps a value (JSON), unless there is one; returns the one that all processes get.
+        """Stores a value (JSON) unless there is one; returns the value that all processes use.
 
-        That is ``value`` itself where nothing can be written; then this process writes no more.
+        If nothing can be written, that is ``value``, and this process stops writing.
         """
         found = self.get(key)
         if found is None and self._writable:
             try:
                 found = self.add(Content(key, value, label))
             except Unusable as error:
-                self._warn("size", f"{label} is not kept: {error}")
+                self._warn("size", f"{label} is not stored: {error}")
             except OSError as error:
                 self._writable = False
                 self._warn(
                     "folder",
-                    f"{error.strerror or error}. New plans of this process are kept in memory "
-                    "only; mend that, or name another folder: jax_cudnn.configure(plan_cache=...)",
+                    f"{error.strerror or error}. New plans of this process stay in memory only; "
+                    "fix the folder or set another: jax_cudnn.configure(plan_cache=...)",
                 )
         return value if found is None else found
 
     def add(self, content: Content) -> dict[str, Any] | None:
-        """Writes an entry, or returns the value of the one that is there.
+        """Writes an entry, or returns the value of an existing one.
 
-        Raises OSError, and Unusable for what is too large.
+        Raises OSError, and Unusable for an entry that is too large.
         """
         data, path = encode(content), self.path(digest(content.key))
         if len(data) > _FULL * self.limit:
             raise Unusable(f"too large: {len(data)} bytes, and the limit of all is {self.limit}")
-        with contextlib.suppress(FileExistsError):  # a file is told about when it is used as folder
+        with contextlib.suppress(FileExistsError):  # a file: reported when it is used as a folder
             self.folder.mkdir(0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.tmp")
         try:
@@ -161,11 +161,11 @@ class PlanCache:
         return None
 
     def path(self, digest: str) -> Path:
-        """Of the entry whose key has this digest."""
+        """The file of the entry whose key has this digest."""
         return self.folder / f"{digest}.plan"
 
     def entries(self) -> list[Entry]:
-        """All entries, read and checked, the last used first."""
+        """All entries, read and checked, most recently used first."""
         found = []
         for name, status in self._files():
             if NAME.fullmatch(name):
@@ -180,7 +180,7 @@ class PlanCache:
         return sorted(found, key=lambda entry: entry.used, reverse=True)
 
     def verify(self, delete: bool = False) -> tuple[int, list[Entry]]:
-        """How many entries there are, and those that cannot be used; deletes them if asked to."""
+        """The number of entries, and the unusable ones; deletes the latter with ``delete``."""
         entries = self.entries()
         unusable = [entry for entry in entries if entry.problem]
         if delete:
@@ -189,7 +189,7 @@ class PlanCache:
         return len(entries), unusable
 
     def clear(self) -> tuple[int, int]:
-        """Deletes the files of the cache, and no others; how many, and their bytes."""
+        """Deletes the files of the cache and no others; returns their number and bytes."""
         sizes = []
         for name, status in self._files():
             _remove(self.folder / name)
@@ -198,7 +198,7 @@ class PlanCache:
         return len(sizes), sum(sizes)
 
     def _evict(self, written: int) -> None:
-        """Deletes what was not used for longest, if there is too much, and what killed writers
+        """Deletes the least recently used entries above the limit, and files that killed writers
         left. Other processes may do the same at the same time."""
         self._unseen += written
         if self._unseen <= self.limit // 64:
@@ -219,7 +219,7 @@ class PlanCache:
             total -= size
 
     def _files(self) -> Iterator[tuple[str, os.stat_result]]:
-        """The cache's own files, also unfinished ones; none if there is no folder."""
+        """The files of the cache, including unfinished ones; none if there is no folder."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as files:
             for file in files:
                 if NAME.fullmatch(file.name) or _TEMPORARY.fullmatch(file.name):
@@ -228,7 +228,7 @@ class PlanCache:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """One process at a time, where the file system has locks; where not, the last one wins."""
+        """One process at a time if the file system has locks; otherwise the last writer wins."""
         import fcntl  # not on Windows
 
         descriptor = os.open(self.folder, os.O_RDONLY)
@@ -240,10 +240,10 @@ class PlanCache:
             os.close(descriptor)
 
     def _warn(self, kind: str, message: str) -> None:
-        """Once in a process for each folder and kind of trouble."""
+        """Warns once per process for each folder and kind of problem."""
         level = logging.DEBUG if (self.folder, kind) in _warned else logging.WARNING
         _warned.add((self.folder, kind))
-        log.log(level, "jax_cudnn's plan cache %s: %s", self.folder, message)
+        log.log(level, "jax_cudnn plan cache %s: %s", self.folder, message)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -254,7 +254,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Deletes a file, or an empty folder in its place, if that can be done."""
+    """Deletes a file, or an empty folder in its place, if possible."""
     with contextlib.suppress(OSError):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 

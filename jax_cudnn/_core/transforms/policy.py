@@ -1,4 +1,4 @@
-"""What jax.checkpoint is to keep."""
+"""A policy for jax.checkpoint."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 
 def save_cudnn(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy for ``jax.checkpoint``: keeps the results of our graphs, and what their backwards
-    need of them, and computes all else again.
+    """A policy for ``jax.checkpoint``: saves the results of cuDNN graphs and the residuals that
+    their backwards need, and recomputes everything else.
 
     Example:
         >>> import jax, jax.numpy as jnp, jax_cudnn as jc

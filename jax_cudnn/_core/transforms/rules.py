@@ -34,10 +34,11 @@ def jvp_rule(
     for n in moving:
         if spec.tensor(n).dtype == E8M0:
             raise GraphTypeError(
-                f"{name}: there is no derivative with respect to {n}",
+                f"{name} has no derivative with respect to {n}",
                 got=E8M0,
-                why="it holds powers of two alone: neither a zero nor a sign for a tangent",
-                fix="differentiate with respect to what has been quantized, or to the values alone",
+                why="it holds powers of two only, which cannot be zero or negative tangents",
+                fix="differentiate with respect to the array before quantization, or to the values "
+                "alone",
             )
     linear = linearize(spec, frozenset(moving)) if moving else None
     forward = spec if linear is None else linear.forward
@@ -131,13 +132,13 @@ def _in_turn(
     why = f"{error.call.name} takes no dimension of vmap for {', '.join(sorted(mapped))}"
     if spec.options.implementation == CUDNN:
         raise UnsupportedGraphError(
-            f"{name}: vmap would run the graph {size} times, one run after the other",
+            f"{name}: vmap would run the graph {size} times sequentially",
             why=why,
-            fix="write the dimension into the graph, or leave out implementation='cudnn'",
+            fix="add the dimension to the graph, or remove implementation='cudnn'",
             graph=str(spec),
         )
-    log.debug("%s: runs %d times in turn: %s", name, size, why)
-    title = f"{name} ({size} in turn: {why})"
+    log.debug("%s: runs %d times sequentially: %s", name, size, why)
+    title = f"{name} ({size} times sequentially: {why})"
 
     def one(each: dict[str, Any]) -> list[Any]:
         return bind(spec, title, *({**arrays, **each}[n] for n in spec.inputs))
