@@ -11,13 +11,11 @@ from jax_cudnn._core.errors import GraphError, LibraryError
 from jax_cudnn._core.package import install
 from jax_cudnn.commands.figures import TIMED
 
-from .cases.tables import survey
-
-_WIN, _LOSS, _SURVEY = "#76b900", "#b0b0b0", "#d62728"
+_WIN, _LOSS = "#76b900", "#b0b0b0"
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Writes an SVG: one bar a timed case, whiskers from round to round, the survey as diamonds.
+    """Writes an SVG: one bar per timed case, whiskers from round to round.
 
     Raises LibraryError without matplotlib, GraphError when the result has no timed case.
     """
@@ -56,14 +54,6 @@ def _draw(axes: Any, cases: dict[str, Any], environment: dict[str, Any]) -> None
         axes.plot([entry["ratio_min"], entry["ratio_max"]], [row, row], color="black", lw=0.8)
         at_the_right = axes.get_yaxis_transform()
         axes.text(1.01, row, f"{ratio:.2f}", transform=at_the_right, va="center", fontsize=7)
-    earlier = survey()["cases"]
-    label = "earlier survey"
-    for row, name in zip(rows, cases, strict=True):
-        if name in earlier:
-            low, high = earlier[name]["ratio"]
-            marks = [low] if low == high else [low, high]
-            axes.plot(marks, [row] * len(marks), "D:", color=_SURVEY, ms=4, lw=0.8, label=label)
-            label = "_more"
     axes.axvline(1, color="black", lw=0.8)
     axes.set_xscale("log")
     ticks = [0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 4, 8]
@@ -77,8 +67,6 @@ def _draw(axes: Any, cases: dict[str, Any], environment: dict[str, Any]) -> None
     axes.set_xlabel("time of XLA's best formulation / time of jax_cudnn (right of 1: faster)")
     e = environment
     axes.set_title(f"{e['device']}, {e['date']}, cuDNN {e['cudnn']}, jax {e['jax']}", fontsize=8)
-    if label == "_more":
-        axes.legend(loc="upper left", fontsize=7)
 
 
 def _matplotlib() -> tuple[Any, Any, Any]:

@@ -72,7 +72,7 @@ def packed_case(
 
     return AttentionCase(
         f"packed/{len(lengths)}x{size}x{heads}-{served}x{width}",
-        f"causal; examples of {', '.join(map(str, lengths))} tokens, one behind the other, or "
+        f"causal; sequences of {', '.join(map(str, lengths))} tokens, packed, or "
         f"padded to {size}; bfloat16",
         {**operands, "lengths": counts},
         ("q", "k", "v"),

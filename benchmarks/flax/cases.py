@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,6 @@ class FlaxCase:
         optimizer: of optax.
         items: how many of ``unit`` a step is of.
         attends: whether the model takes an ``attention_fn``.
-        known: ms that were measured on an H200 before, by side.
-        goal: ms for an H200.
     """
 
     name: str
@@ -43,8 +41,6 @@ class FlaxCase:
     items: int
     unit: str
     attends: bool = True
-    known: Mapping[str, float] = field(default_factory=dict)
-    goal: float | None = None
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -103,10 +99,10 @@ def cases(tiny: bool = False) -> list[FlaxCase]:
             _gpt2("gpt2/tiny", 2, 32, 64, attending),
         ]
     return [
-        _resnet("resnet50/batch-256", 256, 224, 1000, known={PLAIN: 37.9}, goal=32.8),
-        _vit("vit-b-16/batch-256", 256, 224, 1000, known={PLAIN: 89.0, CUDNN: 68.0}, goal=59.0),
-        _gpt2("gpt2-124m/32x1024", 32, 1024, 50304, known={PLAIN: 125.8, CUDNN: 66.0}, goal=60.0),
-        _gpt2("gpt2-124m/4x8192", 4, 8192, 50304, known={CUDNN: 100.6}, goal=80.0),
+        _resnet("resnet50/batch-256", 256, 224, 1000),
+        _vit("vit-b-16/batch-256", 256, 224, 1000),
+        _gpt2("gpt2-124m/32x1024", 32, 1024, 50304),
+        _gpt2("gpt2-124m/4x8192", 4, 8192, 50304),
     ]
 
 

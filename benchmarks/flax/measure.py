@@ -60,8 +60,6 @@ def base(case: FlaxCase) -> Entry:
         "what": case.what,
         "unit": case.unit,
         "items": case.items,
-        "known_ms": dict(case.known),
-        "goal_ms": case.goal,
         "sides": {},
     }
 

@@ -28,17 +28,16 @@ _TITLES = (*_BOTH, "of the limit: jax_cudnn, best other", "jax_cudnn runs")
 
 
 def render(result: dict[str, Any]) -> str:
-    """A table for each program, one for forward and backward together, what of the goals is met,
-    and what did not run."""
+    """A table for each program, one for forward and backward together, and what did not run."""
     environment, limit = result["environment"], result["limit"]
     text = (
-        f"{measured_where(result, 'torch', 'triton')}, driver {environment['driver']}; medians of "
-        "rounds in which all sides take turns, of the GPU's "
-        "time alone (jax_cudnn with the quartiles). The limit is that of the bytes "
-        f"which must move, each array once, at {limit['tbytes_s']:g} TB/s ({limit['of']}, "
-        f"{limit['source']}); what fits into the L2 cache can be faster. jax_cudnn is the default, "
-        'cuDNN `implementation="cudnn"`, XLA `implementation="xla"`, XLA\'s best that of several '
-        "formulations in plain JAX, by name, torch.compile the better of its default and "
+        f"{measured_where(result, 'torch', 'triton')}, driver {environment['driver']}. GPU time "
+        "only, medians over rounds in which all implementations take turns (jax_cudnn with "
+        "quartiles). The limit is the time for the bytes that must move, each array once, at "
+        f"{limit['tbytes_s']:g} TB/s ({limit['of']}, {limit['source']}); what fits into the L2 "
+        "cache can be faster. Columns: jax_cudnn is the default, cuDNN is "
+        '`implementation="cudnn"`, XLA is `implementation="xla"`, XLA\'s best is the fastest of '
+        "several formulations in plain JAX, torch.compile the better of its default and "
         "max-autotune. Spreads, engines and errors are in the data."
     )
     parts, entries = [text], result["norms"]
@@ -98,7 +97,7 @@ def _both(name: str, entry: dict[str, Any], limit: dict[str, Any]) -> list[str]:
 
 
 def _goals(result: dict[str, Any]) -> list[str]:
-    """Which lines are within 15 % of the limit, and which are slower than another side."""
+    """How many lines are within 15 % of the limit, and how many not slower than another side."""
     lines = [
         (f"{name}, {program}", program, found)
         for name, entry in result["norms"].items()
@@ -106,7 +105,7 @@ def _goals(result: dict[str, Any]) -> list[str]:
         if OURS in found.get("us", {})
     ]
     backward = [(line, found["of_limit"][OURS]) for line, p, found in lines if p == BACKWARD]
-    far = [f"{line} ({share})" for line, share in backward if share is None or share < _NEAR]
+    far = sum(share is None or share < _NEAR for _, share in backward)
     again = [
         f"{found['bytes_read_twice'] / found['bytes'] * found['of_limit'][OURS]:.2f} ({line})"
         for line, _, found in lines
@@ -119,8 +118,8 @@ def _goals(result: dict[str, Any]) -> list[str]:
         if program != BACKWARD
     ]
     text = (
-        "statistics of a batch are of more than the chip holds, so x, and in the backward its "
-        "gradient, are read twice; of the limit of these bytes jax_cudnn reaches "
+        "batch statistics need more data than the chip holds, so x, and in the backward its "
+        "gradient, are read twice. Of the limit for these bytes, jax_cudnn reaches "
     )
     return [
         met("backward within 15 % of the limit", len(backward), far),

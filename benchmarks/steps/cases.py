@@ -254,7 +254,7 @@ def _residual_network(batch: int, size: int, width: int, depths: tuple[int, ...]
         f"resnet50/batch-{batch}",
         f"{sum(depths)} bottlenecks ({'-'.join(map(str, depths))}) of convolutions with scale, "
         "bias, residual and relu, all trained; image of "
-        f"{size} x {size} behind the stem",
+        f"{size} x {size} after the stem",
         loss,
         (stages, Operand((batch, size, size, width))),
         {FORWARD: forward, TRAINING: training(0)},

@@ -15,8 +15,8 @@ _TITLES = (
     "jax_cudnn, ms",
     "XLA's default, ms",
     "XLA / jax_cudnn",
-    "its graphs in XLA / jax_cudnn",
-    "over forward: jax_cudnn, XLA",
+    "the same graphs in XLA / jax_cudnn",
+    "times the forward: jax_cudnn, XLA",
     "graphs (different)",
     "segments: cuDNN + XLA",
     "planning, s",
@@ -46,10 +46,9 @@ def render(result: dict[str, Any]) -> str:
                 if reason != found.get("reason"):
                     notes.append(f"{name}, {program}, {side} did not run: {reason}")
     text = (
-        f"{where(result)}; median (smallest to largest) of rounds in which the programs take "
-        "turns; bfloat16, random data. Ratios are medians of rounds. A step's graphs are cut in "
-        "segments, and planned from nothing. Errors are relative to the same program in float32, "
-        "over all its results."
+        f"{where(result)}. Median (minimum to maximum) of rounds in which the programs take turns; "
+        "bfloat16, random data. Ratios are medians over rounds. Planning starts with empty "
+        "caches. Errors are relative to the same program in float32, over all its results."
     )
     return f"{text}\n\n{table(_TITLES, rows)}\n\n{listed(notes)}"
 
