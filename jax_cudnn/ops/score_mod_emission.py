@@ -1,4 +1,4 @@
-"""How cuDNN is given a function of attention's scores, and the derivative of it."""
+"""Passing a score_mod and its derivative to cuDNN."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
     from .score_mod import ScoreMod
 
 _LARGEST = 3e38  # of float32, nearly
-_COMPARED = {"cmp_le": [3, 2], "cmp_ge": [2, 3]}  # the indices of causal masks
+_COMPARED = {"cmp_le": [3, 2], "cmp_ge": [2, 3]}  # the index axes of causal masks
 _SWAPPED = {method: method for method in ("add", "mul", "min", "max", "cmp_eq", "cmp_neq")}
 _SWAPPED |= {"cmp_lt": "cmp_gt", "cmp_gt": "cmp_lt", "cmp_le": "cmp_ge", "cmp_ge": "cmp_le"}
 
 
 @dataclass(frozen=True)
 class Derivative:
-    """How a gradient goes back: ``backward`` reads ``values`` (its operand: the tensor of
-    ``forward``) and the gradient of the result, its operand ``gradient``, and gives that of the
-    scores, its result ``result``. Without a ``backward``, that is the same; or 0, if ``is_zero``.
+    """The backward graph: ``backward`` reads ``values`` (its operand: the tensor of ``forward``)
+    and the gradient of the result (its operand ``gradient``), and returns the gradient of the
+    scores (its result ``result``). Without ``backward`` the gradient is passed through, or 0 if
+    ``is_zero``.
     """
 
     forward: GraphSpec
@@ -42,7 +43,7 @@ class Derivative:
 
 @functools.lru_cache(maxsize=1024)
 def derivative(spec: GraphSpec) -> Derivative:
-    """The derivative of a function of the scores by these, from those of its nodes."""
+    """The derivative of a score_mod with respect to the scores, from its nodes' derivatives."""
     linear = linearize(spec, frozenset({spec.inputs[0]}))
     tangent = linear.tangent
     (along,) = tangent.results
@@ -68,14 +69,14 @@ def derivative(spec: GraphSpec) -> Derivative:
 
 
 class Emission:
-    """Adds a function of the scores to a cudnn.pygraph, and its derivative behind it.
+    """Adds a score_mod to a cudnn.pygraph, followed by its derivative.
 
-    cuDNN's engines for attention read a number only as the second operand, and booleans only where
-    they select: there a comparison is one, elsewhere 1 or 0.
+    cuDNN's attention engines read a scalar only as the second operand, and booleans only as
+    selectors: a comparison that selects is boolean, others are 1 or 0.
 
-    Of causal attention they pass over what is hidden only if the mask comes first. Then the
-    function gets -inf for hidden scores, and of what it makes of these the sum with -inf is taken;
-    the derivative needs no mask, because it multiplies weights of 0.
+    They skip the hidden scores of causal attention only if the mask comes first. The function then
+    gets -inf for hidden scores, and -inf is added to its results there; the derivative needs no
+    mask, because it multiplies weights of 0.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Emission:
         self._operands = {name: operands[port] for name, port in mod.named.items()}
         self._tensors: dict[str, Any] = {}
         self._numbers: dict[tuple[int, str], Any] = {}
-        self._tensors_of: dict[tuple[int, str], Any] = {}  # numbers at every score
+        self._tensors_of: dict[tuple[int, str], Any] = {}  # scalars in the scores' shape
         self._known: dict[tuple[Any, ...], Any] = {}  # by node, kind and operands
         self._score: Any = None
 
@@ -109,7 +110,7 @@ class Emission:
         return self._hidden(graph, made, seen) if self._mod.masks_first else made
 
     def _causal(self, graph: Any) -> Any:
-        """The scores, -inf where the key comes after the query."""
+        """The scores, with -inf where the key comes after the query."""
         kinds = _kinds()
         seen = graph.cmp_ge(
             self._index(graph, 2), self._index(graph, 3), compute_data_type=kinds.FLOAT
@@ -118,7 +119,7 @@ class Emission:
         return made.set_data_type(kinds.FLOAT)
 
     def _hidden(self, graph: Any, made: Any, seen: Any) -> Any:
-        """What is made of the scores, and -inf where these are that."""
+        """The modified scores, with -inf where the scores are -inf."""
         kind = _kinds().FLOAT
         far = graph.add(seen, self._number(graph, _LARGEST), compute_data_type=kind)
         least = graph.min(far.set_data_type(kind), self._number(graph, 0.0), compute_data_type=kind)
@@ -127,7 +128,7 @@ class Emission:
         )
 
     def backward(self, graph: Any, gradient: Any) -> Any:
-        """The callback ``score_mod_bprop``, behind the other."""
+        """The callback ``score_mod_bprop``, called after ``score_mod``."""
         found = self._found
         assert found is not None
         if found.is_zero:
@@ -142,8 +143,8 @@ class Emission:
         return self._tensors[found.result]
 
     def _add(self, graph: Any, spec: GraphSpec, read: Collection[str], title: str) -> None:
-        """All calls of a graph, but for those that were added before, which cuDNN would compute
-        again; comparisons that are ``read`` are numbers."""
+        """Add all calls of a graph, except those added before, which cuDNN would compute again;
+        comparisons in ``read`` are numeric."""
         for call in spec.calls:
             ((_, name),) = call.outputs
             title_of = f"{title}::{call.name}"
@@ -181,7 +182,7 @@ class Emission:
         return made.set_data_type(kind)
 
     def _everywhere(self, graph: Any, value: float) -> Any:
-        """A number as a tensor of the scores' shape."""
+        """A scalar as a tensor of the scores' shape."""
         key = id(graph), value.hex()
         if key not in self._tensors_of:
             kind = _kinds().FLOAT
@@ -195,18 +196,18 @@ class Emission:
     def _number(self, graph: Any, value: float) -> Any:
         import cudnn
 
-        # The frontend takes a number that float32 does not hold for one of float64.
+        # The frontend treats a value that float32 cannot represent as float64.
         value = float(np.float32(value))
         key = id(graph), value.hex()
         if key not in self._numbers:
-            # A parameter: versions of cuDNN before 9.22 have no constants.
+            # A runtime parameter, because cuDNN before 9.22 has no constants.
             kind = cudnn._pybind_module.scalar_type.RUNTIME_PARAM
             self._numbers[key] = graph.tensor_scalar(value, kind)
         return self._numbers[key]
 
 
 def reads_leading_numbers(mod: ScoreMod) -> bool:
-    """Whether the derivative has operations on a number that cannot be their second operand."""
+    """Whether the derivative has operations on a scalar that cannot be their second operand."""
     behind = derivative(_emitted(mod)).backward
     return behind is not None and any(
         _leading_number(behind, call) is not None for call in behind.calls
@@ -214,13 +215,13 @@ def reads_leading_numbers(mod: ScoreMod) -> bool:
 
 
 def _emitted(mod: ScoreMod) -> GraphSpec:
-    """What is added operation by operation."""
+    """The graph that is added operation by operation."""
     inner = before_causal_mask(mod.spec) if mod.masks_first else None
     return inner or mod.spec
 
 
 def _leading_number(spec: GraphSpec, call: Call) -> float | None:
-    """The number that is a call's first operand, where it cannot be the second."""
+    """The scalar that is a call's first operand and cannot be its second; else None."""
     (_, first), *others = call.inputs
     value = spec.tensor(first).value
     alone = all(spec.tensor(name).value is None for _, name in others)
@@ -229,8 +230,8 @@ def _leading_number(spec: GraphSpec, call: Call) -> float | None:
 
 @functools.lru_cache(maxsize=1024)
 def before_causal_mask(spec: GraphSpec) -> GraphSpec | None:
-    """The graph without its last operation, where that is a causal mask and the rest a function of
-    the score alone."""
+    """The graph without its last operation, if that is a causal mask and the rest is a function of
+    the score alone; else None."""
     made = {name: call for call in spec.calls for _, name in call.outputs}
     last = made[spec.outputs[0]]
     if last.node.method != "binary_select" or len(spec.inputs) > 1:
@@ -260,7 +261,7 @@ def before_causal_mask(spec: GraphSpec) -> GraphSpec | None:
 
 
 def _numbers_in(spec: GraphSpec) -> set[str]:
-    """What a graph reads otherwise than to select by it."""
+    """The tensors that a graph reads other than as selectors."""
     return {name for call in spec.calls for port, name in call.inputs if port != "mask"}
 
 
