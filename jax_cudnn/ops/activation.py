@@ -1,4 +1,4 @@
-"""Activations, element by element. They compute in float32."""
+"""Element-wise activations. They compute in float32."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _UNARY = (*usual("input"), Example({"input": (4, 32, 15, 17)}, "float16"))
 
 
 def ignores_attributes(graph: GraphSpec) -> tuple[int, ...]:
-    """The engine (cuBLASLt's) that takes every relu for max(input, 0), measured with cuDNN 9.19."""
+    """The engine (cuBLASLt) that treats every relu as max(input, 0), measured with cuDNN 9.19."""
     return (0,) if graph.has_anchor else ()
 
 
 def small(ports: tuple[str, ...], *attributes: dict[str, float]) -> tuple[Example, ...]:
-    """One small example for each set of attributes."""
+    """One small example per set of attributes."""
     return tuple(Example(dict.fromkeys(ports, _SMALL), "float32", values) for values in attributes)
 
 
@@ -43,7 +43,7 @@ def small(ports: tuple[str, ...], *attributes: dict[str, float]) -> tuple[Exampl
     slopes={"input": lambda g, t, input: g.elu_backward(t, input)},
 )
 def elu(input: jax.Array) -> jax.Array:
-    """Exponential linear unit: ``input`` where positive, else ``exp(input) - 1`` (alpha is 1).
+    """Exponential linear unit: ``input`` where positive, otherwise ``exp(input) - 1`` (alpha = 1).
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_ELU_FWD``, ``CUDNN_ATTR_POINTWISE_ELU_ALPHA``.
     """
@@ -57,7 +57,7 @@ def elu(input: jax.Array) -> jax.Array:
     slopes={"input": lambda g, t, input: g.gelu_approx_tanh_backward(t, input)},
 )
 def gelu_approx_tanh(input: jax.Array) -> jax.Array:
-    """GELU by its tanh approximation, ``jax.nn.gelu(input, approximate=True)``.
+    """GELU in its tanh approximation, ``jax.nn.gelu(input, approximate=True)``.
 
     ``OUT_0 = 0.5 * input * (1 + tanh(sqrt(2 / pi) * (input + 0.044715 * input**3)))``.
     Source: cuDNN documentation, ``CUDNN_POINTWISE_GELU_APPROX_TANH_FWD``.
@@ -72,9 +72,9 @@ def gelu_approx_tanh(input: jax.Array) -> jax.Array:
     slopes={"input": lambda g, t, input: g.gelu_backward(t, input)},
 )
 def gelu(input: jax.Array) -> jax.Array:
-    """GELU ``OUT_0 = input * Phi(input)``, Phi being the normal distribution function.
+    """GELU ``OUT_0 = input * Phi(input)`` with the normal distribution function Phi.
 
-    That is ``jax.nn.gelu(input, approximate=False)``, ``0.5 * input * (1 + erf(input / sqrt(2)))``.
+    This is ``jax.nn.gelu(input, approximate=False)``: ``0.5 * input * (1 + erf(input / sqrt(2)))``.
     Source: cuDNN documentation, ``CUDNN_POINTWISE_GELU_FWD``.
     """
     return jax.nn.gelu(input, approximate=False)
@@ -155,15 +155,16 @@ class Relu(Clipped):
     """Rectified linear unit with optional slope and clips.
 
     ``OUT_0 = lower_clip + negative_slope * (input - lower_clip)`` where ``input <= lower_clip``,
-    else ``min(input, upper_clip)``; without arguments ``max(input, 0)``.
+    otherwise ``min(input, upper_clip)``; without attributes ``max(input, 0)``.
 
     Args:
         input: any shape.
-        negative_slope: slope below ``lower_clip`` (0 when omitted).
-        lower_clip: 0 when omitted. upper_clip: none when omitted.
+        negative_slope: slope below ``lower_clip``; default 0.
+        lower_clip: default 0. upper_clip: default none.
 
-    NaN stays NaN, as in jnp, but not everywhere: cuDNN's precompiled convolution engines with a
-    fused relu give 0 (measured with cuDNN 9.19 on an H200; alone and after a matmul it is NaN).
+    NaN stays NaN, as in jnp, with one exception: cuDNN's precompiled convolution engines with a
+    fused relu return 0 (measured with cuDNN 9.19 on an H200; relu alone or after a matmul
+    returns NaN).
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_RELU_FWD``.
     """
@@ -176,7 +177,7 @@ class Relu(Clipped):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         # Measured on an H200 with cuDNN 9.19: with both, 0.7 of relative error.
         if graph.has_anchor and self.steepness and self.upper_clip is not None:
-            return "behind a convolution or matmul, with a slope and an upper clip"
+            return "it follows a convolution or matmul and has both a slope and an upper clip"
         return super().refuses(tensors, graph)
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
@@ -190,8 +191,8 @@ class Relu(Clipped):
         return (jnp.where(input <= low, low + slope * (input - low) if slope else low, above),)
 
     def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor:
-        # The result tells as well which branch it was, unless the slope turns signs around, or
-        # its rounding crosses a clip.
+        # The result determines the branch, unless a negative slope flips signs or rounding moves
+        # the result across a clip.
         clips = [clip for clip in (self.low, self.upper_clip) if clip is not None]
         exact = all(float(np.asarray(c, d)) == c for c in clips for d in ("float16", jnp.bfloat16))
         source = "OUT_0" if self.steepness >= 0 and exact else "input"
@@ -203,7 +204,7 @@ class Relu(Clipped):
 @register
 @frozen
 class LeakyRelu(Pointwise):
-    """Leaky relu: ``input`` where positive, else ``negative_slope * input``.
+    """Leaky relu: ``input`` where positive, otherwise ``negative_slope * input``.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_RELU_FWD`` with a slope.
     """
@@ -237,7 +238,7 @@ class Swish(Pointwise):
 
     Args:
         input: any shape.
-        swish_beta: 1 when omitted.
+        swish_beta: default 1.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_SWISH_FWD``.
     """

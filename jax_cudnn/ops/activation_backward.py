@@ -1,7 +1,8 @@
-"""Gradients of the activations, element by element. They compute in float32.
+"""Gradients of the activations. They compute in float32.
 
-Each takes ``loss``, the gradient of the loss by the activation's result, and ``input``, what the
-activation was applied to, and gives the gradient by ``input``; cuDNN takes the two of one shape.
+Each takes ``loss``, the gradient with respect to the activation's result, and ``input``, the
+activation's operand, and returns the gradient with respect to ``input``. cuDNN requires equal
+shapes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _BACKWARD = (
     },
 )
 def elu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
-    """Gradient of elu: ``loss`` where ``input`` is positive, else ``loss * exp(input)``.
+    """Gradient of elu: ``loss`` where ``input`` is positive, otherwise ``loss * exp(input)``.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_ELU_BWD``.
     """
@@ -58,7 +59,7 @@ def elu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
 def gelu_backward(loss: jax.Array, input: jax.Array) -> jax.Array:
     """Gradient of gelu: ``loss * (Phi(input) + input * phi(input))``.
 
-    Phi is the normal distribution function and ``phi(x) = exp(-x**2 / 2) / sqrt(2 pi)``.
+    Phi is the normal distribution function, and ``phi(x) = exp(-x**2 / 2) / sqrt(2 pi)``.
     Source: cuDNN documentation, ``CUDNN_POINTWISE_GELU_BWD``.
     """
     density = jnp.exp(-0.5 * input * input) * (2 * np.pi) ** -0.5
@@ -145,10 +146,13 @@ class ReluBackward(Clipped):
     """Gradient of relu with its slope and clips.
 
     ``OUT_0 = negative_slope * loss`` where ``input <= lower_clip``, 0 where
-    ``input >= upper_clip``, else ``loss`` (also where ``input`` is NaN); without arguments 0 where
-    ``input <= 0``, else ``loss``.
+    ``input >= upper_clip``, otherwise ``loss`` (also where ``input`` is NaN); without attributes 0
+    where ``input <= 0``, otherwise ``loss``.
 
-    Args: as relu's; ``loss`` and ``input`` of one shape.
+    Args:
+        loss, input: of one shape.
+        negative_slope, lower_clip, upper_clip: as in relu.
+
     Source: cuDNN documentation, ``CUDNN_POINTWISE_RELU_BWD``.
     """
 
@@ -175,7 +179,7 @@ class ReluBackward(Clipped):
 @register
 @frozen
 class LeakyReluBackward(Pointwise):
-    """Gradient of leaky_relu: ``negative_slope * loss`` where ``input <= 0``, else ``loss``.
+    """Gradient of leaky_relu: ``negative_slope * loss`` where ``input <= 0``, otherwise ``loss``.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_RELU_BWD`` with a slope.
     """
@@ -208,7 +212,7 @@ class SwishBackward(Pointwise):
 
     Args:
         loss, input: broadcast.
-        swish_beta: the ``b`` of the formula, 1 when omitted.
+        swish_beta: ``b`` in the formula; default 1.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_SWISH_BWD``.
     """

@@ -1,4 +1,4 @@
-"""lax's arguments, checked and brought into the form that graphs take."""
+"""Checks lax's arguments and converts them to the form that graphs take."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Padding = str | int | Sequence[int | tuple[int, int]]
 
 
 def array(name: str, x: Any, expected: str) -> jax.Array:
-    """An argument as an array; GraphTypeError for what is none."""
+    """An argument as an array; GraphTypeError if it is not an array."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise GraphTypeError(
-            f"{name} is no array", expected=expected, got=f"{type(x).__name__}: {x!r}"[:200]
+            f"{name} is not an array", expected=expected, got=f"{type(x).__name__}: {x!r}"[:200]
         ) from error
 
 
 def floating(name: str, x: Any) -> jax.Array:
-    """An argument as an array of floats; GraphTypeError for others."""
+    """An argument as an array of floats; GraphTypeError for other dtypes."""
     x = array(name, x, "an array of floats")
     if str(x.dtype) not in FLOATS:
         raise GraphTypeError(
-            f"{name} has a dtype that this operation does not take",
+            f"{name} has a dtype that this operation does not support",
             expected=", ".join(FLOATS),
             got=f"{x.dtype}{list(x.shape)}",
             fix=f"cast it before the call: {name}.astype(jnp.float32)",
@@ -44,35 +44,35 @@ def floating(name: str, x: Any) -> jax.Array:
 
 
 def flags(**given: Any) -> list[bool]:
-    """Arguments as Python bools; GraphTypeError for those that have no value while tracing."""
+    """Arguments as Python bools; GraphTypeError if a value is not known while tracing."""
     for name, value in given.items():
         try:
             given[name] = bool(value)
         except (TypeError, ValueError) as error:
             raise GraphTypeError(
-                f"{name} is no Python bool",
+                f"{name} is not a Python bool",
                 expected="True or False",
                 got=f"{type(value).__name__}: {value!r}"[:200],
-                why="it is static: it decides which program is made",
-                fix=f"pass it as a Python bool, under jax.jit by static_argnames={name!r}",
+                why="it is static: it selects the program to compile",
+                fix=f"pass a Python bool; under jax.jit use static_argnames={name!r}",
             ) from error
     return [*given.values()]
 
 
 def number(name: str, value: Any) -> float:
-    """An argument as a Python number; GraphTypeError for arrays, which are not known in time."""
+    """An argument as a Python scalar; GraphTypeError for arrays, which are known too late."""
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     raise GraphTypeError(
-        f"{name} is no Python number",
-        expected="a Python or NumPy number: it is static, as a part of the plan",
+        f"{name} is not a Python scalar",
+        expected="a Python or NumPy scalar: it is static, a part of the plan",
         got=f"{type(value).__name__}: {value!r}"[:200],
-        fix=f"multiply the query by the array; under jax.jit name {name} in static_argnames",
+        fix=f"multiply the query by the array, or under jax.jit list {name} in static_argnames",
     )
 
 
 def promoted(x: Any, w: Any) -> tuple[jax.Array, jax.Array]:
-    """Both as arrays; floats of different widths as the wider one."""
+    """Both as arrays; floats of different dtypes are promoted."""
     x, w = jnp.asarray(x), jnp.asarray(w)
     if x.dtype != w.dtype and {str(x.dtype), str(w.dtype)} <= {*FLOATS}:
         dtype = jnp.result_type(x, w)
@@ -85,23 +85,23 @@ def numbers(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> lax.ConvDimen
     if x.ndim != w.ndim or x.ndim not in (3, 4, 5):
         raise GraphError(
             "a convolution has 1, 2 or 3 spatial dimensions",
-            expected="an image and weights of rank 3, 4 or 5 both",
+            expected="an image and weights of equal rank 3, 4 or 5",
             got=f"image {x.shape}, weights {w.shape}",
-            fix="add or fold a batch dimension",
+            fix="add a batch dimension with x[None], or merge several into one",
         )
     try:
         return lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
     except (TypeError, ValueError) as error:
         raise GraphError(
             "dimension_numbers is not valid",
-            expected='for example ("NHWC", "HWIO", "NHWC"), of the arrays\' rank',
+            expected='for example ("NHWC", "HWIO", "NHWC"), with the rank of the arrays',
             got=repr(dimension_numbers),
             why=str(error),
         ) from None
 
 
 def transpose(x: jax.Array, axes: Any) -> jax.Array:
-    """``jnp.transpose``, and the array itself where nothing moves."""
+    """``jnp.transpose``; returns the array itself if nothing moves."""
     axes = tuple(int(axis) for axis in axes)
     if len(axes) != x.ndim:
         raise GraphError(
@@ -118,20 +118,20 @@ def laid_out(shape: Sequence[int], spec: Sequence[int]) -> tuple[int, ...]:
 def check_channels(
     channels: int, of_weights: int, groups: int, spec: lax.ConvDimensionNumbers
 ) -> None:
-    """GraphError where the weights are for another number of channels."""
+    """GraphError if the weights are for a different number of channels."""
     if groups < 1 or of_weights * groups != channels:
         raise GraphError(
             "the weights do not fit the image's channels",
-            expected=f"weights for C / groups channels of an image with C = {channels}, which is "
-            f"its dimension {spec.lhs_spec[1]}",
+            expected=f"weights for C / groups channels, with C = {channels} from dimension "
+            f"{spec.lhs_spec[1]} of the image",
             got=f"weights for {of_weights} (their dimension {spec.rhs_spec[1]}), groups={groups}",
-            fix='say how the arrays lie, dimension_numbers=("NHWC", "OHWI", "NHWC") for example, '
-            "or how many groups there are",
+            fix='pass the layout, for example dimension_numbers=("NHWC", "OHWI", "NHWC"), or '
+            "groups",
         )
 
 
 def each(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    """One number for each spatial dimension."""
+    """One integer per spatial dimension."""
     try:
         values = tuple(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
@@ -140,7 +140,7 @@ def each(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
     if len(values) != rank:
         raise GraphError(
             f"{name} has the wrong length",
-            expected=f"one number, or {rank} of them",
+            expected=f"one integer, or {rank} of them",
             got=f"{name}={value!r}",
         )
     return values
@@ -159,7 +159,7 @@ def pads(
 
 
 def pairs(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
-    """(low, high) for each spatial dimension from numbers and pairs."""
+    """(low, high) for each spatial dimension, from integers and pairs."""
     try:
         given = [padding] * rank if isinstance(padding, (int, np.integer)) else list(padding)
         found = [(p, p) if isinstance(p, (int, np.integer)) else tuple(p) for p in given]
@@ -186,24 +186,24 @@ def transposed_pads(
         return low, total - low
     raise GraphError(
         "padding is not valid",
-        expected="'SAME', 'VALID', a number, or (low, high) for each spatial dimension",
+        expected="'SAME', 'VALID', an integer, or (low, high) for each spatial dimension",
         got=f"padding={padding!r}",
     )
 
 
 def out_dtype(x: jax.Array, w: jax.Array, preferred: Any, epilogue: bool = False) -> str:
-    """The dtype of a product; GraphTypeError for operands that cuDNN does not multiply.
+    """The dtype of a product; GraphTypeError for dtypes that cuDNN does not multiply.
 
-    With an epilogue 8-bit integers give float32: it computes in that.
+    With an epilogue, which computes in float32, int8 gives float32.
     """
     names = {str(x.dtype), str(w.dtype)}
     integers_only = names == {"int8"}
     if not names <= {*PRODUCTS} or (len(names) > 1 and not names <= {*FP8}):
         raise GraphTypeError(
-            "these operands have no product in cuDNN",
-            expected=f"one of {', '.join(PRODUCTS)} for both (two kinds of float8 may be mixed)",
+            "cuDNN has no product of these dtypes",
+            expected=f"one of {', '.join(PRODUCTS)} for both (the two float8 formats may be mixed)",
             got=f"{x.dtype} and {w.dtype}",
-            fix="cast them, with .astype",
+            fix="cast them with .astype",
         )
     if preferred is not None:
         return canonical(preferred)
@@ -220,8 +220,8 @@ def chosen(
     precision: Any = None,
     implementation: str | None = None,
 ) -> GraphFunction:
-    """The function with options, in which ``precision`` (lax's, any spelling) and
-    ``implementation`` come first."""
+    """The function with options; ``precision`` (any spelling of lax) and ``implementation`` take
+    precedence over ``options``."""
     changes: dict[str, Any] = {} if options is None else {"options": options}
     if precision is not None:
         changes["precision"] = normal_precision(precision)
@@ -234,6 +234,6 @@ def _unknown_padding(padding: Any, rank: int | None = None) -> GraphError:
     spatial = "each spatial dimension" if rank is None else f"each of {rank} spatial dimensions"
     return GraphError(
         "padding is not valid",
-        expected=f"'SAME', 'SAME_LOWER', 'VALID', a number, or (low, high) for {spatial}",
+        expected=f"'SAME', 'SAME_LOWER', 'VALID', an integer, or (low, high) for {spatial}",
         got=f"padding={padding!r}",
     )

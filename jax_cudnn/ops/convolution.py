@@ -32,14 +32,14 @@ class ConvFprop(Convolution):
     Args:
         image: (N, C, *spatial), one to three spatial dimensions.
         weight: (K, C / groups, *spatial); the number of groups follows from the shapes.
-        padding: zeros on both sides, one number a spatial dimension (0 when omitted); or
-            ``pre_padding`` and ``post_padding`` for the two sides apart.
-        stride, dilation: one number a spatial dimension (1 when omitted).
+        padding: zeros on both sides, one integer per spatial dimension (default 0); or
+            ``pre_padding`` and ``post_padding`` for the two sides separately.
+        stride, dilation: one integer per spatial dimension (default 1).
         convolution_mode: "CROSS_CORRELATION", or "CONVOLUTION", which flips the weight.
 
     Element types: floats, accumulated in float32 (float32 inputs may be rounded to TF32, as in
-    lax at default precision); 8-bit integers, accumulated in int32. Raises GraphError for ranks
-    and sizes that do not fit. Source: cuDNN documentation,
+    lax at default precision); 8-bit integers, accumulated in int32. Raises GraphError if ranks or
+    sizes do not fit. Source: cuDNN documentation,
     ``CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD``.
     """
 
@@ -50,9 +50,9 @@ class ConvFprop(Convolution):
     prologue = "genstats"  # in float16
     jax_names = ("conv_general_dilated", "conv", "conv_with_general_padding")
     requires = (
-        "one convolution a graph; both operands of one dtype, or of two float8 formats; float8 "
-        "without depthwise groups and convolution_mode; around it, operands of pointwise "
-        "operations are full, (1, K, 1, 1), (N, 1, H, W) or numbers"
+        "one convolution per graph; both operands of one dtype, or of two float8 formats; float8 "
+        "without depthwise groups and convolution_mode; operands of pointwise operations in the "
+        "graph are full, (1, K, 1, 1), (N, 1, H, W) or scalars"
     )
     examples = (
         Example(
@@ -93,20 +93,20 @@ class ConvFprop(Convolution):
         return {"Y": (self.forward_shape(**inputs), product_dtype(inputs))}
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        # Measured on an H200 with cuDNN 9.19: for int8 engines 0 and 28 write int32 results that
-        # are not the sums (832 becomes 1610612736); the others are right. For float32 engine 53
-        # fails when it is executed, where an intermediate value is a second result, as it is kept
-        # for a derivative (CUDNN_STATUS_INTERNAL_ERROR: get_user_ptrs()[idx] != nullptr); 52, which
-        # is of its kind, is chosen without a GPU.
+        # Measured on an H200 with cuDNN 9.19: for int8, engines 0 and 28 write wrong int32 results
+        # (832 becomes 1610612736); the other engines are correct. For float32, engine 53 fails at
+        # execution if an intermediate value is a second result, for example kept for a derivative
+        # (CUDNN_STATUS_INTERNAL_ERROR: get_user_ptrs()[idx] != nullptr); 52 is of the same kind and
+        # is what planning without a GPU chooses.
         if tensors["Y"].dtype == "int32":
             return (0, 28)
         wide = tensors["image"].dtype == "float32" and len(graph.outputs) > 1
         return (*((52, 53) if wide else ()), *super().distrusted(tensors, graph))
 
     def needs_knob(self, graph: GraphSpec) -> str:
-        # Measured on an H200 with cuDNN 9.19: the engines that were written for convolution, bias
-        # and relu (0, 11, 51) accept graphs with two results, and fail when they are executed. The
-        # engines that write a kernel for any graph have this knob.
+        # Measured on an H200 with cuDNN 9.19: the engines written for convolution, bias and relu
+        # (0, 11, 51) accept graphs with two results and fail at execution. The engines that
+        # generate a kernel for any graph have this knob.
         pointwise = all(c.node.anchor or c.node.ports.is_elementwise for c in graph.calls)
         return "KERNEL_CFG" if pointwise and len(graph.outputs) > 1 else ""
 
@@ -119,7 +119,7 @@ class ConvFprop(Convolution):
         weight = self.cross_correlated(weight)
         rank = image.ndim - 2
         pre, post, stride, dilation = self.spatial(rank)
-        # What a window cannot reach is padded apart: lax's derivative would pad by less than 0.
+        # Padding beyond a window's reach is separate: lax's derivative would need negative padding.
         reach = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
         beyond = [
             (max(before - most, 0), max(after - most, 0), 0)

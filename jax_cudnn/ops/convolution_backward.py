@@ -1,4 +1,4 @@
-"""The gradients of a convolution: of its image (dgrad) and of its weight (wgrad)."""
+"""The gradients of a convolution with respect to its image (dgrad) and weight (wgrad)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class ConvDgrad(ConvolutionGradient):
     """Gradient of a convolution with respect to its image.
 
     ``DX[n, g*i + c, x] = sum over k, y, r of loss[n,k,y] * filter[k,c,r]`` where ``stride*y +
-    dilation*r - pre_padding = x`` and ``g`` is the group of ``k``: what ``jax.vjp`` of
-    ``conv_fprop`` gives for its image.
+    dilation*r - pre_padding = x`` and ``g`` is the group of ``k``: the image's cotangent from
+    ``jax.vjp`` of ``conv_fprop``.
 
     Args:
         loss: (N, K, *spatial), the cotangent of the forward's output.
-        filter: (K, C / groups, *spatial), the forward's weight.
-        padding, pre_padding, post_padding, stride, dilation, convolution_mode: the forward's.
-        out_dims: the shape of DX; the number of groups follows from its channels. When omitted,
-            one group and the smallest image that gives this loss: ``(y - 1)*stride +
+        filter: (K, C / groups, *spatial), the weight of the forward.
+        padding, pre_padding, post_padding, stride, dilation, convolution_mode: as in the forward.
+        out_dims: the shape of DX; the number of groups follows from its channels. Default: one
+            group and the smallest image that gives this loss, ``(y - 1)*stride +
             dilation*(r - 1) + 1 - pre_padding - post_padding``. ``.set_dim([...])`` on the result
-            does the same, as in pygraph.
+            is equivalent, as in pygraph.
 
-    Element types as in ``conv_fprop``. Raises GraphError for shapes that do not fit. Source:
+    Element types as in ``conv_fprop``. Raises GraphError if the shapes do not fit. Source:
     cuDNN documentation, ``CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA``.
     """
 
@@ -50,10 +50,10 @@ class ConvDgrad(ConvolutionGradient):
     jax_names = ("conv_transpose",)
     deterministic = False
     requires = (
-        "one convolution a graph; both operands of one dtype, or of two float8 formats; no "
-        "integers; cuDNN 9.19 has neither float8 nor float32 results of 16-bit operands; 9.28 has "
-        "both, float8 in one group, with strides of 1, channels in multiples of 16 and no flipped "
-        "filter"
+        "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
+        "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
+        "supports both, float8 with one group, strides of 1, channels in multiples of 16 and no "
+        "flipped filter"
     )
     examples = (
         Example(
@@ -92,7 +92,7 @@ class ConvDgrad(ConvolutionGradient):
         loss, filter = inputs["loss"], inputs["filter"]
         rank = len(filter.shape) - 2
         image = []
-        if len(loss.shape) == len(filter.shape):  # else forward_shape says it in words
+        if len(loss.shape) == len(filter.shape):  # otherwise forward_shape raises
             pre, post, stride, dilation = self.spatial(rank)
             image = [
                 (y - 1) * s + d * (r - 1) + 1 - before - after
@@ -105,14 +105,14 @@ class ConvDgrad(ConvolutionGradient):
         return {"DX": (shape, product_dtype(inputs))}
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        # Measured on an H200 with cuDNN 9.19: of 16 bits it refuses that by itself, of float32 it
-        # computes something else (relative error 1.0).
+        # Measured on an H200 with cuDNN 9.19: for 16 bits cuDNN refuses this, for float32 it
+        # computes wrong results (relative error 1.0).
         if any(step > 1 for step in self.stride) and len(graph.calls) > 1:
-            return "beside other operations, with strides"
+            return "it has strides and the graph has other operations"
         return super().refuses(tensors, graph)
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        # Strides spread the loss out, and cuDNN and XLA have other kernels for that.
+        # Strides dilate the loss; cuDNN and XLA have separate kernels for that.
         strided = any(step > 1 for step in self.stride)
         return super().pattern(tensors) + " strided" * strided
 
@@ -120,9 +120,9 @@ class ConvDgrad(ConvolutionGradient):
         return 2 * math.prod(shapes["loss"]) * math.prod(shapes["filter"][1:])
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        # Measured on an H200 with cuDNN 9.19: of 16-bit operands it rounds a float32 result to
-        # 16 bits. On an H100: where the padding before and after differs, engine 50 of float32 is
-        # wrong (relative error 1.4).
+        # Measured on an H200 with cuDNN 9.19: with 16-bit operands it rounds a float32 result to
+        # 16 bits. On an H100: if the padding before and after differs, engine 50 is wrong for
+        # float32 (relative error 1.4).
         wide = tensors["DX"].dtype == "float32" != tensors["loss"].dtype
         uneven = (50,) if self.pre_padding != self.post_padding else ()
         return (*uneven, *((8,) if wide else super().distrusted(tensors, graph)))
@@ -139,7 +139,7 @@ class ConvDgrad(ConvolutionGradient):
         else:
             ends = zip(y, stride, reach, pre, post, strict=True)
             x, groups = [(n - 1) * s + e + 1 - b - a for n, s, e, b, a in ends], 1
-        # The loss, spread out by the stride, is correlated with the flipped filter.
+        # The loss, dilated by the stride, is correlated with the flipped filter.
         before = [e - b for e, b in zip(reach, pre, strict=True)]
         after = [
             size + e - (n - 1) * s - 1 - b
@@ -168,19 +168,19 @@ class ConvWgrad(ConvolutionGradient):
     """Gradient of a convolution with respect to its weight.
 
     ``DW[k,c,r] = sum over n, y of image[n, g*i + c, stride*y + dilation*r - pre_padding] *
-    loss[n,k,y]`` where ``g`` is the group of ``k``: what ``jax.vjp`` of ``conv_fprop`` gives for
-    its weight.
+    loss[n,k,y]`` where ``g`` is the group of ``k``: the weight's cotangent from ``jax.vjp`` of
+    ``conv_fprop``.
 
     Args:
-        image: (N, C, *spatial), the forward's image.
+        image: (N, C, *spatial), the image of the forward.
         loss: (N, K, *spatial), the cotangent of the forward's output.
-        padding, pre_padding, post_padding, stride, dilation, convolution_mode: the forward's.
-        out_dims: the shape of DW; the number of groups follows from its channels. When omitted,
-            one group and the largest window that fits: ``(x + pre_padding + post_padding -
-            (y - 1)*stride - 1) // dilation + 1``. ``.set_dim([...])`` on the result does the
-            same, as in pygraph.
+        padding, pre_padding, post_padding, stride, dilation, convolution_mode: as in the forward.
+        out_dims: the shape of DW; the number of groups follows from its channels. Default: one
+            group and the largest window that fits, ``(x + pre_padding + post_padding -
+            (y - 1)*stride - 1) // dilation + 1``. ``.set_dim([...])`` on the result is equivalent,
+            as in pygraph.
 
-    Element types as in ``conv_fprop``. Raises GraphError for shapes that do not fit. Source:
+    Element types as in ``conv_fprop``. Raises GraphError if the shapes do not fit. Source:
     cuDNN documentation, ``CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER``.
     """
 
@@ -190,9 +190,9 @@ class ConvWgrad(ConvolutionGradient):
     broadcasts_around = ONE_ELEMENT
     deterministic = False
     requires = (
-        "one convolution a graph; both operands of one dtype, or of two float8 formats; no "
-        "integers; cuDNN 9.19 has neither float8 nor float32 results of 16-bit operands; 9.28 has "
-        "both, float8 in one group, with channels in multiples of 16 and no flipped weight"
+        "one convolution per graph; both operands of one dtype, or of two float8 formats; no "
+        "integers; cuDNN 9.19 supports neither float8 nor float32 results of 16-bit operands; 9.28 "
+        "supports both, float8 with one group, channels in multiples of 16 and no flipped weight"
     )
     examples = (
         Example(
@@ -233,7 +233,7 @@ class ConvWgrad(ConvolutionGradient):
         image, loss = inputs["image"], inputs["loss"]
         rank = len(image.shape) - 2
         window = []
-        if len(loss.shape) == len(image.shape):  # else forward_shape says it in words
+        if len(loss.shape) == len(image.shape):  # otherwise forward_shape raises
             pre, post, stride, dilation = self.spatial(rank)
             window = [
                 (x + before + after - (y - 1) * s - 1) // d + 1
@@ -249,8 +249,8 @@ class ConvWgrad(ConvolutionGradient):
         return 2 * math.prod(shapes["loss"]) * math.prod(shapes["DW"][1:])
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        # Measured with cuDNN 9.19 on H100 and H200 (float32) and H100 (bfloat16): where the padding
-        # before and after differs they are wrong, by relative errors of 7e-2 and more.
+        # Measured with cuDNN 9.19 on H100 and H200 (float32) and H100 (bfloat16): if the padding
+        # before and after differs, they are wrong, with relative errors of 7e-2 and more.
         uneven = self.pre_padding != self.post_padding
         return (*((1, 18, 20) if uneven else ()), *super().distrusted(tensors, graph))
 
@@ -266,8 +266,8 @@ class ConvWgrad(ConvolutionGradient):
         else:
             ends = zip(x, pre, post, span, dilation, strict=True)
             i, r = c, [(n + b + a - w) // d + 1 for n, b, a, w, d in ends]
-        # The image is correlated with the loss, spread out by the stride; what was the batch is
-        # contracted, and a step of the window is one dilation.
+        # The image is correlated with the loss, dilated by the stride; the batch is contracted, and
+        # the dilation is the step of the window.
         after = [
             (size - 1) * d + w - n - b
             for size, d, w, n, b in zip(r, dilation, span, x, pre, strict=True)
@@ -292,5 +292,5 @@ SOLVERS |= {"image": ConvDgrad, "weight": ConvWgrad}
 
 
 def _named(like: Tensor, name: str, shape: Shape) -> Tensor:
-    """A tensor that stands for the output in checks and their errors."""
+    """A stand-in for the output in checks and errors."""
     return dataclasses.replace(like, name=name, shape=shape)

@@ -1,4 +1,4 @@
-"""What the three convolutions share: spatial attributes, and how their shapes belong together."""
+"""The common base of the three convolutions: spatial attributes and the relation of shapes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from .._core.transforms.derivation import Derivation
 
 MODES = ("CROSS_CORRELATION", "CONVOLUTION")
-_FEW = 8  # channels that cuDNN's kernels for 16-bit floats read at a time
+_FEW = 8  # channels that cuDNN's 16-bit kernels read at once
 
 
 class Roles(NamedTuple):
-    """The ports, of inputs or the output, with the forward's image, weight and result."""
+    """The ports (inputs or output) that hold the image, weight and result of the forward."""
 
     image: str
     weight: str
@@ -39,12 +39,12 @@ class Roles(NamedTuple):
 
 
 SOLVERS: dict[str, type[Convolution]] = {}
-"""Which convolution gives the image, the weight, or the result."""
+"""The convolution that computes the image, the weight, or the result."""
 
 
 @frozen
 class Convolution(Node):
-    """The spatial attributes of the three convolutions, and the relation between their shapes.
+    """Spatial attributes of the three convolutions and the relation between their shapes.
 
     ``Y[n,k,y] = sum over c, r of image[n, g*i + c, stride*y + dilation*r - pre_padding] *
     weight[k,c,r]``, where ``i`` is the number of channels in ``weight`` and ``g`` the group of
@@ -84,10 +84,12 @@ class Convolution(Node):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         # All measured on an H200 with cuDNN 9.19, which accepts each of them.
         first, second = (tensors[port] for port in self.ports.input_names)
-        if first.name == second.name:  # fails when it is executed, or computes something else
+        if first.name == second.name:  # fails at execution, or computes wrong results
             return "both operands are the same tensor"
         if self.convolution_mode != "CROSS_CORRELATION" and len(graph.calls) > 1:
-            return "beside other operations, with a flipped weight"  # relative error 1.1
+            return (
+                "it has a flipped weight and the graph has other operations"  # relative error 1.1
+            )
         dtypes = {first.dtype, second.dtype}
         if len(dtypes) > 1 and not dtypes <= {*FP8}:  # relative error 6.7, float16 by bfloat16
             return (
@@ -98,7 +100,7 @@ class Convolution(Node):
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
         # Measured on an H200 with cuDNN 9.19: engine 8, which multiplies float32 without TF32,
-        # computes something else where the epilogue adds what is computed beside the convolution.
+        # computes wrong results if the epilogue adds a tensor computed independently in the graph.
         made = {tensors[self.ports.output_names[0]].name}
         for call in graph.calls:
             if not call.node.anchor and made.isdisjoint(name for _, name in call.inputs):
@@ -120,7 +122,7 @@ class Convolution(Node):
     def transpose(
         self, g: Derivation, cotangents: Values, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor]:
-        # Image, weight and result are each linear in each of the other two, by one of the three.
+        # Each of image, weight and result is linear in the other two, by one of the convolutions.
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(Convolution)}
         operands = {p: tensors[p] for p in self.ports.input_names}
         known = alike(g, {**inputs, **cotangents}, operands)
@@ -139,8 +141,8 @@ class Convolution(Node):
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         image, weight, result = self.roles
         dense = tensors[image].shape[1] == tensors[weight].shape[1]
-        # A batch, features and channels are each of two of the three; all that has a dimension of
-        # vmap must be of these, and what is given of them have it.
+        # Batch, features and channels each belong to two of the three tensors. A fold fits if the
+        # batched inputs are exactly the inputs among those two.
         for fold, applies in (
             ({image: 0, result: 0}, True),
             ({weight: 0, result: 1}, dense),
@@ -200,9 +202,9 @@ class Convolution(Node):
         return " ".join((self.method, *(kind for kind, holds in kinds.items() if holds)))
 
     def forward_shape(self, image: Tensor, weight: Tensor) -> Shape:
-        """The shape of Y for an image and a weight; GraphError in words if they do not fit.
+        """The shape of Y for an image and a weight; GraphError if they do not fit.
 
-        Both are tensors of the graph or the outputs of a gradient, whose names the errors say.
+        Both are tensors of the graph or outputs of a gradient; the errors quote their names.
         """
         (n, c, *x), (k, i, *r) = image.shape, weight.shape
         if len(x) != len(r) or not x:
@@ -233,8 +235,8 @@ class Convolution(Node):
         return (n, k, *y)
 
     def spatial(self, rank: int, from_view: bool = False) -> list[tuple[int, ...]]:
-        """Padding before and after, stride and dilation with defaults filled in, checked for
-        rank. ``from_view``: the rank is that of cuDNN's view, in which leading ones may be new.
+        """Padding before and after, stride and dilation with defaults; checks their rank.
+        ``from_view``: the rank is that of cuDNN's view, which may add leading dimensions.
         """
         filled = []
         for name, default in (
@@ -249,14 +251,14 @@ class Convolution(Node):
             if len(value) != rank:
                 raise GraphError(
                     f"{name} has the wrong length",
-                    expected=f"{rank} numbers, one for each spatial dimension",
+                    expected=f"{rank} integers, one per spatial dimension",
                     got=f"{name}={list(value)}",
                 )
             filled.append(value)
         return filled
 
     def cross_correlated(self, weight: jax.Array) -> jax.Array:
-        """The weight by which a cross-correlation gives this convolution."""
+        """The weight with which a cross-correlation computes this convolution."""
         if self.convolution_mode == "CROSS_CORRELATION":
             return weight
         return jnp.flip(weight, tuple(range(2, weight.ndim)))
@@ -284,7 +286,7 @@ class Convolution(Node):
 
 @frozen
 class ConvolutionGradient(Convolution):
-    """A gradient's output shape is an attribute: with strides several shapes fit."""
+    """A gradient's output shape is an attribute, because with strides several shapes fit."""
 
     out_dims: tuple[int, ...] | None = None
 
@@ -318,12 +320,12 @@ class ConvolutionGradient(Convolution):
                 expected=f"{loss.name} {list(want)}: the convolution of {image.name} "
                 f"{list(image.shape)} with {weight.name} {list(weight.shape)}",
                 got=f"{loss.name} {list(loss.shape)}",
-                fix="out_dims (or .set_dim on the result) is the shape of the gradient, which is "
-                "that of the forward's image or weight",
+                fix="out_dims (or .set_dim on the result) must be the shape of the image or weight "
+                "of the forward",
             )
 
     def default_dims(self, name: str, first: Shape, *spatial: int) -> Shape:
-        """``out_dims``, or where it is omitted the shape that follows from the inputs."""
+        """``out_dims``, or if omitted the shape that follows from the inputs."""
         if self.out_dims is not None:
             return self.out_dims
         if any(isinstance(size, int) and size < 1 for size in spatial):
@@ -343,7 +345,7 @@ def spatial_attributes(
     pre_padding: Sequence[int] | None,
     post_padding: Sequence[int] | None,
 ) -> dict[str, Any]:
-    """The fields of a Convolution from pygraph's keywords, checked."""
+    """The fields of a Convolution from pygraph's keywords; checks them."""
     if padding is not None and (pre_padding is not None or post_padding is not None):
         raise GraphError(
             "padding is given twice",

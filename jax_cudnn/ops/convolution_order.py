@@ -1,4 +1,4 @@
-"""In which order a convolution's arrays lie in memory: what cuDNN takes, and reads as another.
+"""The memory orders of a convolution's arrays: what cuDNN supports, and what it misreads.
 
 All measured on an H200 with cuDNN 9.19.
 """
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def in_mixed_orders(tensors: Tensors, result: str, graph: GraphSpec) -> str | None:
-    """Why cuDNN is not asked for a convolution of these arrays, by port, or None; of several in
-    another order the port ``result`` is named last.
+    """Why cuDNN cannot run a convolution of these arrays, or None; names the port ``result`` only
+    if it is the only one in a different order.
 
-    A filter in another order (HWIO), or OIHW beside channels-last images, is read as if it lay like
-    these (relative errors of 1.1 to 1.4). A float32 result of the epilogue in another order is
-    written as if it lay like the convolution's; in 16 bits, which cuDNN 9.28 takes, such a plan has
-    run on no GPU.
+    cuDNN reads a filter in another order (HWIO, or OIHW with channels-last images) as if it were
+    in the order of the images (relative errors of 1.1 to 1.4). It writes a float32 result of the
+    epilogue in the order of the convolution's result; cuDNN 9.28 accepts this in 16 bits, but no
+    such plan has been run on a GPU.
     """
     rank = len(tensors[result].shape)
     rows, last = tuple(range(rank)), (0, *range(2, rank), 1)
@@ -30,8 +30,8 @@ def in_mixed_orders(tensors: Tensors, result: str, graph: GraphSpec) -> str | No
         odd = [port for port, tensor in tensors.items() if not lies_so(tensor, last, last)]
         port = next((p for p in odd if p != result), odd[0])
         return (
-            f"{port} lies in memory in the order {list(tensors[port].order or last)}; cuDNN reads "
-            f"channels-last ({list(last)}) arrays, or row-major ({list(rows)}) ones throughout"
+            f"{port} has the memory order {list(tensors[port].order or last)}; cuDNN reads arrays "
+            f"that are all channels-last ({list(last)}) or all row-major ({list(rows)})"
         )
     for call in graph.calls:
         for port, name in call.outputs:
@@ -39,8 +39,8 @@ def in_mixed_orders(tensors: Tensors, result: str, graph: GraphSpec) -> str | No
             image = name in graph.outputs and len(tensor.shape) == rank
             if image and not any(lies_so(tensor, order, last) for order in orders):
                 return (
-                    f"{port} of {call.name} lies in memory in the order "
-                    f"{list(tensor.order or last)}, beside arrays of a convolution in the order "
-                    f"{list(orders[0])}: leave out set_stride, or transpose it behind the call"
+                    f"{port} of {call.name} has the memory order {list(tensor.order or last)}, but "
+                    f"the arrays of the convolution have the order {list(orders[0])}: omit "
+                    "set_stride, or transpose the result after the call"
                 )
     return None

@@ -1,4 +1,4 @@
-"""``lax.conv_general_dilated`` for the references, in forms that XLA compiles everywhere."""
+"""``lax.conv_general_dilated`` for the references, in forms that XLA compiles on every platform."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import jax.numpy as jnp
 from .._core.graph.dtypes import FP8
 from .._core.graph.promotion import product_operands
 
-_EXACT = 1 << 24  # up to here float32 holds all integers
-_LARGEST, _HALF = 128, 16  # of int8, and of what half its bits count
+_EXACT = 1 << 24  # float32 represents all integers up to here
+_LARGEST, _HALF = 128, 16  # largest magnitude of int8, and base of its 4-bit halves
 
 
 def convolved(
     lhs: jax.Array, rhs: jax.Array, *spatial: Any, accumulator: Any, **options: Any
 ) -> jax.Array:
-    """The convolution of two operands, brought to one dtype, in the dtype ``accumulator``.
+    """The convolution of two operands, promoted to one dtype, in the dtype ``accumulator``.
 
-    int8 is convolved in float32, because XLA has no integer convolution on a GPU: in halves of
-    four bits where the sums would not be exact. With both in halves they are, up to 74,565
-    products each; beyond that they are rounded as float32 is.
+    XLA has no integer convolution on a GPU, so int8 runs in float32, split into 4-bit halves where
+    the sums would not be exact. With both operands split, sums of up to 74,565 products are exact;
+    longer sums round as float32 does.
     """
     if {str(lhs.dtype), str(rhs.dtype)} & {*FP8}:
-        # XLA would put the conversion into the convolution, and then may find no kernel for it.
+        # XLA would fuse the conversion into the convolution, and then may find no kernel.
         lhs, rhs = jax.lax.optimization_barrier((*product_operands(lhs, rhs),))
     else:
         lhs, rhs = product_operands(lhs, rhs)
@@ -55,7 +55,7 @@ def convolved(
 
 
 def _halves(x: jax.Array) -> Iterator[tuple[int, jax.Array]]:
-    """Parts of int8, of at most four bits, with what they are to be multiplied by."""
+    """The 4-bit halves of an int8 array, each with its factor."""
     high = jnp.floor_divide(x, _HALF)
     yield _HALF, high
     yield 1, x - _HALF * high
@@ -64,9 +64,9 @@ def _halves(x: jax.Array) -> Iterator[tuple[int, jax.Array]]:
 def cropped(
     image: jax.Array, padding: Sequence[tuple[int, int]], spread: Sequence[int]
 ) -> tuple[jax.Array, list[tuple[int, int]], Sequence[int]]:
-    """An image whose padding is nowhere negative, with that padding and what is left of ``spread``.
+    """The image after negative padding is applied, the remaining padding and ``spread``.
 
-    With a padding of (-1, 1) jaxlib 0.10.2 convolves out of bounds on a CPU.
+    With a padding of (-1, 1), jaxlib 0.10.2 reads out of bounds on a CPU.
     """
     if all(size >= 0 for pair in padding for size in pair):
         return image, list(padding), spread

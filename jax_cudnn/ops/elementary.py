@@ -1,4 +1,4 @@
-"""Elementary functions of one operand, element by element. They compute in float32."""
+"""Element-wise functions of one operand. They compute in float32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ERF = 2 / math.pi**0.5
 
 @register
 class Identity(Pointwise):
-    """The operand itself ``OUT_0 = input``; with ``set_data_type`` on the result, a cast.
+    """Identity ``OUT_0 = input``; with ``set_data_type`` on the result, a cast.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_IDENTITY``.
     """
@@ -40,9 +40,9 @@ class Identity(Pointwise):
     examples = usual("input")
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        # Measured on an H200 with cuDNN 9.19: the result of one of equal types stays unwritten.
+        # Measured on an H200 with cuDNN 9.19: with equal types, the result is not written.
         if graph.has_anchor and tensors["input"].dtype == tensors["OUT_0"].dtype:
-            return "it changes nothing, and cuDNN does not write its result then"
+            return "it changes nothing, and then cuDNN does not write its result"
         return super().refuses(tensors, graph)
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
@@ -75,7 +75,7 @@ def neg(input: jax.Array) -> jax.Array:
 
 @elementwise(jumps=True, jax_names=("ceil",), slopes={"input": None})
 def ceil(input: jax.Array) -> jax.Array:
-    """The least integer not below ``input``.
+    """The smallest integer not below ``input``.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_CEIL``.
     """
@@ -84,7 +84,7 @@ def ceil(input: jax.Array) -> jax.Array:
 
 @elementwise(jumps=True, jax_names=("floor",), slopes={"input": None})
 def floor(input: jax.Array) -> jax.Array:
-    """The greatest integer not above ``input``.
+    """The largest integer not above ``input``.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_FLOOR``.
     """

@@ -1,7 +1,7 @@
-"""What pointwise operations share, and how a function becomes one.
+"""The base class of pointwise operations, and a decorator that makes one from a function.
 
 Most of cuDNN's pointwise modes have no attributes: such an operation is written as the function
-that it computes, under :func:`elementwise`. Those with attributes are subclasses of
+it computes, decorated with :func:`elementwise`. Operations with attributes are subclasses of
 :class:`Pointwise`.
 """
 
@@ -28,44 +28,44 @@ if TYPE_CHECKING:
     from .._core.transforms.derivation import Derivation
 
 Slope = Callable[..., Any] | None
-"""A function of ``g``, ``t`` and of those operands (or ``OUT_0``) that its parameters name."""
+"""A function of ``g``, ``t`` and the operands (or ``OUT_0``) named by its parameters."""
 
 IMAGES, ROWS, ROW = (8, 64, 28, 28), (1, 128, 96), (1, 1, 96)
 
 
 class Pointwise(Node):
-    """An operation on each element by itself; dimensions of size 1 broadcast.
+    """An element-wise operation; dimensions of size 1 broadcast.
 
-    Computes in float32. The result has the promoted dtype of the operands, unless ``result`` says
+    Computes in float32. The result has the promoted dtype of the operands unless ``result`` says
     otherwise.
     """
 
     dtypes = (*FLOATS, *FP8, "int8", "uint8", "int32")
     recomputed = True
     result: ClassVar[str] = ""
-    """"bool"; "real" for functions whose values are no integers: integers give float32."""
+    """"bool"; or "real" for functions with non-integer values: integers give float32."""
     shaped: ClassVar[str] = ""
-    """The port whose shape the result has; any of the ports where it is empty."""
+    """The port that determines the result's shape; if empty, all ports broadcast."""
 
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """By port, which values its slope reads; without those that have no slope that is constant
-    where they are not read."""
+    """The values that the slope of each port reads. A port is missing if its slope is not constant
+    in values outside this list."""
     singular: ClassVar[bool] = False
-    """Whether operands of 0 give no finite result."""
+    """Whether the result is not finite for operands of 0."""
     alike: ClassVar[bool] = False
-    """Whether cuDNN computes it rightly for operands of one shape only."""
+    """Whether cuDNN computes correct results only for operands of equal shapes."""
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        # Measured on an H200 with cuDNN 9.19: the backward operations alone in a graph read an
-        # operand that broadcasts out of bounds.
+        # Measured on an H200 with cuDNN 9.19: a backward operation that is alone in a graph reads a
+        # broadcast operand out of bounds.
         if self.shaped and tensors[self.shaped].value is not None:
-            return f"{self.shaped} is a number, and the result has the other operand's shape"
+            return f"{self.shaped} is a scalar, but it determines the shape of the result"
         shapes = {tensor.shape for tensor in tensors.values() if tensor.value is None}
         if not self.alike or len(shapes) == 1:
             return None
         return (
-            f"its operands broadcast ({', '.join(str(list(s)) for s in sorted(shapes))}), and "
-            "cuDNN computes it for operands of one shape only"
+            f"its operands broadcast ({', '.join(str(list(s)) for s in sorted(shapes))}); "
+            "cuDNN supports equal shapes only"
         )
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
@@ -73,12 +73,12 @@ class Pointwise(Node):
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         ((output, (shape, dtype)),) = super().infer(inputs).items()
-        first = inputs.get(self.shaped)  # a number has every shape
+        first = inputs.get(self.shaped)  # a scalar fits every shape
         if first is not None and first.value is None and first.shape != shape:
             (other,) = (name for name in inputs if name != self.shaped)
             raise GraphError(
                 f"{other} is larger than {self.shaped}",
-                expected=f"each dimension of {other} to be 1 or that of {self.shaped} "
+                expected=f"each dimension of {other} 1 or equal to that of {self.shaped} "
                 f"{list(inputs[self.shaped].shape)}",
                 got=f"{other} of shape {list(inputs[other].shape)}",
                 fix="swap the arguments, or use add or mul, which broadcast both ways",
@@ -91,11 +91,11 @@ class Pointwise(Node):
         return "bool" if self.dtypes == ("bool",) else "float32"
 
     def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
-        """``t`` times the derivative of the result by the operand at a port; None where that is 0.
+        """``t`` times the derivative of the result with respect to one operand; None if that is 0.
 
-        ``values`` holds the operands and the result (by its port), but the operand itself where
-        the result is linear in it: there the derivative depends on the others only.
-        NotImplemented leaves it to the reference.
+        ``values`` holds the operands and the result by port, without an operand in which the
+        result is linear: its derivative depends on the remaining values only. NotImplemented
+        leaves the derivative to the reference.
         """
         return NotImplemented
 
@@ -137,7 +137,7 @@ class Pointwise(Node):
 
 
 def usual(*ports: str, dtypes: tuple[str, str] = ("bfloat16", "float32")) -> tuple[Example, ...]:
-    """Two examples for these ports: images of one shape, and rows with a row as the last."""
+    """Two examples for these ports: equal images, and rows with a broadcast row as the last."""
     first, second = dtypes
     last = [ROW] if len(ports) > 1 else [ROWS]
     shapes = [ROWS] * (len(ports) - 1) + last
@@ -162,13 +162,14 @@ def elementwise(
     slopes: Mapping[str, Slope] | None = None,
     examples: tuple[Example, ...] | None = None,
 ) -> Callable[[Callable[..., jax.Array]], type[Pointwise]]:
-    """Decorator: a function of arrays becomes the registered node that computes it.
+    """Decorator that registers a node for a function of arrays.
 
-    The function's name is pygraph's method and its parameters are the ports; its body, applied to
-    arrays in the compute type, is the node's reference. ``slopes`` gives, by port, what
-    :meth:`Pointwise.slope` gives: a function of ``g``, ``t`` and the values it names, or None for
-    no derivative; ports that it leaves out are left to the reference. What ``jumps``, and a
-    comparison, is not computed again for a derivative: of a rounded residual it can be another.
+    The function's name is pygraph's method, its parameters are the ports, and its body, applied to
+    arrays in the compute type, is the node's reference. ``slopes`` gives the result of
+    :meth:`Pointwise.slope` per port: a function of ``g``, ``t`` and the values it names, or None
+    for no derivative; the reference differentiates the remaining ports. A derivative does not
+    recompute discontinuous functions (``jumps``) and comparisons: from a rounded residual they can
+    differ.
     """
 
     def make(function: Callable[..., jax.Array]) -> type[Pointwise]:
@@ -187,7 +188,7 @@ def elementwise(
         members = {
             "__doc__": inspect.cleandoc(function.__doc__ or ""),
             "__module__": function.__module__,
-            "__qualname__": name,  # pickle finds the class where the function stood
+            "__qualname__": name,  # pickle finds the class under the function's name
             "method": name,
             "dims": ", ".join(f"{port}: ..." for port in ports) + " -> OUT_0: ...",
             "slope": slope,
@@ -205,8 +206,8 @@ def elementwise(
             "rounding": rounding,
             "examples": shapes,
         }
-        # A dataclass by inheritance: it has no fields of its own, and making 50 of them costs
-        # 30 ms of import.
+        # A dataclass by inheritance: it adds no fields, and decorating 50 classes would cost 30 ms
+        # of import.
         return register(type(name, (Pointwise,), members))
 
     return make
@@ -218,6 +219,6 @@ def _operands(slope: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The parameters; inspect.signature takes a hundred times as long."""
+    """The parameters; inspect.signature is 100 times slower."""
     code = function.__code__
     return code.co_varnames[: code.co_argcount]

@@ -1,4 +1,4 @@
-"""Over which dimensions normalizations take their mean and variance, and how XLA does."""
+"""The dimensions over which normalizations take mean and variance, and how XLA does it."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import jax.numpy as jnp
 from .._core import compat
 from .._core.graph.dims import Shape
 
-_PIXELS = 4096  # of an image, of which a guess of the mean is good enough
+_PIXELS = 4096  # of an image: up to here an estimate of the mean is good enough
 
 
 class Extent:
-    """Over which dimensions a kind of normalization takes its mean and variance."""
+    """The dimensions over which a kind of normalization takes mean and variance."""
 
     centred = True
     """Whether the mean is subtracted."""
 
     def reduced(self, shape: Shape, scale: Shape) -> tuple[int, ...]:
-        """The normalized dimensions of an input, for a scale."""
+        """The normalized dimensions of an input with this scale."""
         raise NotImplementedError
 
     def scales(self, shape: Shape) -> str:
-        """The shapes of a scale for this input, in words."""
+        """A description of the valid shapes of a scale for this input."""
         raise NotImplementedError
 
     def fits(self, shape: Shape, scale: Shape) -> bool:
-        """Whether a scale is one for this input; both have the same rank."""
+        """Whether a scale of the input's rank fits this input."""
         raise NotImplementedError
 
     def moments(self, x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-        """Mean (0 unless ``centred``) and variance, right also where the mean is far larger than
-        the distances from it: these are squared."""
+        """Mean (0 unless ``centred``) and variance. Squares distances from the mean, so it is
+        accurate even if the mean is much larger than the deviation."""
         mean = jnp.mean(x, axis=axes, keepdims=True)
         mean = mean if self.centred else jnp.zeros_like(mean)
         return mean, jnp.mean(jnp.square(x - mean), axis=axes, keepdims=True)
 
 
 class Rows(Extent):
-    """The dimensions that a scale has."""
+    """Normalizes the dimensions that the scale has."""
 
     def __init__(self, centred: bool = True, first: int = 0) -> None:
         self.centred, self.first = centred, first
@@ -63,7 +63,7 @@ class Rows(Extent):
 
 
 class Spatial(Extent):
-    """The spatial dimensions, of each channel; ``batch``: of all images together."""
+    """Normalizes the spatial dimensions per channel; with ``batch``, over the whole batch."""
 
     def __init__(self, batch: bool) -> None:
         self.batch = batch
@@ -78,12 +78,12 @@ class Spatial(Extent):
         return scale == (1, *shape[1:2], *(1,) * (len(shape) - 2))
 
     def moments(self, x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-        """Of all images together in one pass over what no chip holds: of distances from a guess of
-        the mean, the middle one of the means of three pixels of the images.
+        """Over the whole batch, takes one pass over an array that does not fit on the chip: it
+        sums distances from an estimate of the mean, the median of the means of three pixels.
 
-        Of k pixels the mean of one is at most k**0.5 deviations from that of all, so that the
-        difference of the two sums keeps all but a factor of k of float32's digits, and nearly all
-        of them where two of the three are like the others. Of more than ``_PIXELS`` it takes two.
+        With k pixels, the mean of one is at most k**0.5 deviations from the mean of all, so the
+        difference of the two sums loses at most a factor of k of float32's precision, and almost
+        nothing if two of the three pixels are typical. Above ``_PIXELS`` it takes two passes.
         """
         pixels = [axis for axis in axes if axis > 1 and x.shape[axis] > 1]
         pixels = [axis for axis in pixels if not compat.is_sharded(x, axis)]

@@ -1,4 +1,4 @@
-"""Convolutions with their epilogue, in lax's conventions."""
+"""Convolutions with a fused epilogue, with lax's conventions."""
 
 from __future__ import annotations
 
@@ -163,12 +163,12 @@ def _groups_of_shapes(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> int
 
 
 class Prepared(NamedTuple):
-    """A convolution's operands as its graph takes them, (N, C, *spatial) and (K, C, *spatial)."""
+    """The operands of a convolution graph, (N, C, *spatial) and (K, C, *spatial)."""
 
     image: jax.Array
     weight: jax.Array
     shape: tuple[int, ...]
-    """Of the result, (N, K, *spatial)."""
+    """Shape of the result, (N, K, *spatial)."""
     spec: lax.ConvDimensionNumbers
     windows: dict[str, tuple[Any, ...]]
 
@@ -182,7 +182,7 @@ def prepared(
     groups: int,
     dimension_numbers: Any,
 ) -> Prepared:
-    """lax's arguments checked, and brought into the form that graphs take."""
+    """Checks lax's arguments and converts them to the form that graphs take."""
     x, w = promoted(x, w)
     spec = numbers(x, w, dimension_numbers)
     image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
@@ -222,20 +222,20 @@ def conv_transpose(
     """Transposed convolution with an epilogue.
 
     ``activation(lax.conv_transpose(x, w, ...) * scale + bias + residual)``, computed as the data
-    gradient of a convolution: the image is never filled up with zeros. cuDNN fuses no epilogue
-    into a gradient with strides: with ``strides`` of 1 everything is one plan, otherwise the
-    result of the gradient is rounded to its dtype and XLA applies the epilogue, in float32.
+    gradient of a convolution, without dilating the image in memory. With ``strides`` of 1 it is
+    one plan. cuDNN cannot fuse an epilogue into a gradient with larger strides: then the gradient
+    is rounded to its dtype, and XLA applies the epilogue in float32.
 
     Args:
         x, w, bias, scale, residual, activation, dilation, precision, preferred_element_type,
             implementation, options: as in :func:`conv`.
-        dimension_numbers: as for ``lax.conv_transpose``;
-            ("NHWC", "HWIO", "NHWC") and its like when omitted.
-        strides: how far apart the image's elements lie in the result.
-        padding: "SAME" (the result is ``strides`` times as large), "VALID", or (low, high) for
-            each spatial dimension, as lax counts them around the filled-up image.
-        transpose_kernel: flip the weights and swap their features, as the gradient of a
-            convolution has them.
+        dimension_numbers: as in ``lax.conv_transpose``. Default: ("NHWC", "HWIO", "NHWC"), with as
+            many spatial letters as there are spatial dimensions.
+        strides: the distance between elements of the image in the result.
+        padding: "SAME" (the result is ``strides`` times as large), "VALID", or (low, high) per
+            spatial dimension, added to the dilated image as in lax.
+        transpose_kernel: flip the weights and swap their input and output features, as in the
+            gradient of a convolution.
 
     Raises: as :func:`conv`. Source: ``jax.lax.conv_transpose``; cuDNN documentation,
     ``CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA``.
@@ -286,9 +286,9 @@ def conv_transpose(
         y = dilated(image, weight, padded, stride, dilate, 1, flip, out, function)
         if y is None:
             raise GraphError(
-                "this padding has no transposed convolution",
+                "no transposed convolution has this padding",
                 expected="low and high padding between 0 and dilation * (window - 1), and a "
-                "result no larger than what the windows reach",
+                "result that the windows cover",
                 got=f"padding={padding!r} for weights {w.shape}",
                 fix="pad the result with jnp.pad, or crop it",
             )
@@ -333,10 +333,10 @@ def dilated(
     out: str,
     function: GraphFunction,
 ) -> jax.Array | None:
-    """The convolution of an image spread out by ``spread``, as a data gradient; None where the
-    padding has none. ``flip``: the weights are those of a cross-correlation of that image."""
+    """The convolution of an image dilated by ``spread``, as a data gradient; None if no gradient
+    has this padding. ``flip``: the weights belong to a cross-correlation of that image."""
     # out[i] = sum over y, r of image[y] * weight[r] where spread*y = i + dilation*r - low: the
-    # data gradient for weights in reverse, with pre_padding = dilation * (window - 1) - low.
+    # data gradient for reversed weights, with pre_padding = dilation * (window - 1) - low.
     pads, dims = [], []
     for axis, (low, high) in enumerate(padding):
         reach = dilation[axis] * (weight.shape[2 + axis] - 1)

@@ -1,4 +1,4 @@
-"""Matrix products with their epilogue, in jnp's and lax's conventions."""
+"""Matrix products with a fused epilogue, with the conventions of jnp and lax."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _product(g, a, b, scale, bias, residual, *, orders, activation, out):
     (wide,) = dtypes & {*FLOATS} if len(dtypes) == 2 and dtypes & {*FLOATS} else (None,)
     for operand, order in zip((a, b), orders, strict=True):
         operand.set_stride(packed_strides(operand.shape, order))
-    if wide is not None:  # one operand has 8 bits: cuDNN widens it on its way to the product
+    if wide is not None:  # one operand has 8 bits: cuDNN converts it in the same kernel
         a, b = (x if str(x.dtype) == wide else g.identity(x).set_data_type(wide) for x in (a, b))
     y = epilogue.apply(g, g.matmul(a, b), scale, bias, residual, activation)
     return y.set_data_type(out)
@@ -53,22 +53,22 @@ def matmul(
     implementation: str | None = None,
     options: Options | None = None,
 ) -> jax.Array:
-    """Matrix product with its epilogue in one cuDNN plan.
+    """Matrix product with a fused epilogue, in one cuDNN plan.
 
     ``activation(jnp.matmul(a, b) * scale + bias + residual)``.
 
     Args:
-        a: (..., m, k), or (k,). b: (..., k, n), or (k,). Leading dimensions broadcast; those of
-            ``a`` alone are folded into m.
+        a: (..., m, k), or (k,). b: (..., k, n), or (k,). Leading dimensions broadcast; if only
+            ``a`` has them, they are merged with m.
         bias, scale: (n,) or a scalar.
-        residual: of the result's shape.
+        residual: has the shape of the result.
         activation: as in :func:`jax_cudnn.ops.conv`.
-        transpose_a, transpose_b: the operand is given as (..., k, m) or (..., n, k), and read so
-            by cuDNN, without a copy.
+        transpose_a, transpose_b: the operand is (..., k, m) or (..., n, k); cuDNN reads it in this
+            order, without a copy.
         precision: of float32 products, as in lax: DEFAULT allows TF32. cuDNN has no float32
-            matmul without TF32: HIGH and HIGHEST run in XLA.
-        preferred_element_type: dtype of the result; by default the operands' promoted dtype, for
-            float8 and for int8 with an epilogue float32, for int8 alone int32.
+            matmul without TF32, so HIGH and HIGHEST run in XLA.
+        preferred_element_type: dtype of the result. Default: the promoted dtype of the operands;
+            float32 for float8, and for int8 with an epilogue; int32 for int8 without one.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
@@ -76,17 +76,18 @@ def matmul(
     float16 with int8 or float8; accumulated in float32 (int8: int32). The epilogue computes in
     float32 and rounds once.
 
-    On a mesh, dimensions that are merged may be sharded. Where that is no valid reshape of explicit
-    axes, ``jnp.matmul`` computes, with its sharding of the result; the product is rounded to the
-    result's dtype, and the epilogue comes behind it. Of a mesh with automatic axes no type says
-    what they shard: a product without an epilogue, or with a bias alone, is XLA's there, unless
-    options or "cudnn" ask otherwise; with others, XLA gathers what it cannot merge. The debug log
-    of the logger ``jax_cudnn`` says so. Inside of ``jax.shard_map`` neither is the case.
+    On a mesh, merged dimensions may be sharded. With explicit axes, if the merge is not a valid
+    reshape, the product falls back to ``jnp.matmul`` with its sharding of the result: the product
+    is rounded to the result's dtype, and the epilogue follows. With automatic axes, whose sharding
+    types do not show, a product without an epilogue or with only a bias falls back to XLA, unless
+    ``options`` or the implementation "cudnn" is given; with any other epilogue, XLA gathers the
+    dimensions that it cannot merge. The logger ``jax_cudnn`` reports fallbacks at debug level.
+    Inside ``jax.shard_map`` neither applies.
 
     Raises:
         GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
-        UnsupportedGraphError: with ``implementation="cudnn"``, compiled for a GPU on which cuDNN
-            has no engine for it.
+        UnsupportedGraphError: with ``implementation="cudnn"``, when compiled for a GPU on which
+            cuDNN has no engine for this product.
 
     Source: ``jax.numpy.matmul``; cuDNN documentation, ``CUDNN_BACKEND_OPERATION_MATMUL``.
 
@@ -99,8 +100,8 @@ def matmul(
     a, b = promoted(a, b)
     if not a.ndim or not b.ndim:
         raise GraphError(
-            "matmul takes no scalars",
-            expected="arrays of rank 1 and more",
+            "matmul does not take scalars",
+            expected="arrays of rank 1 or more",
             got=f"{a.shape} and {b.shape}",
         )
     one_row, one_column = a.ndim == 1, b.ndim == 1
@@ -112,7 +113,7 @@ def matmul(
     if k != k2:
         raise GraphError(
             "the operands of matmul do not fit",
-            expected="the same number of columns in a and rows in b",
+            expected="as many columns in a as rows in b",
             got=f"a {a.shape}{' transposed' if transpose_a else ''} has {k}, "
             f"b {b.shape}{' transposed' if transpose_b else ''} has {k2}",
         )
@@ -146,7 +147,7 @@ def matmul(
 
 
 class _Product(NamedTuple):
-    """A product of matrices with its epilogue, in two ways."""
+    """A matrix product with its epilogue, with two implementations."""
 
     function: GraphFunction
     a: jax.Array
@@ -155,16 +156,16 @@ class _Product(NamedTuple):
     transposed: tuple[bool, bool]
     lead: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the result."""
+    """Shape of the result."""
     out: str
 
     @property
     def one_matrix(self) -> bool:
-        """Whether all leading dimensions of a are rows of one product."""
+        """Whether the leading dimensions of a can become rows of one product."""
         return math.prod(self.b.shape[:-2]) == 1 and not self.transposed[0]
 
     def fused(self) -> jax.Array:
-        """By the graph, whose arrays have rank three: leading dimensions are merged."""
+        """Runs the graph, whose arrays have rank 3: merges leading dimensions."""
         a, b, terms = self.a, self.b, self.terms
         if self.one_matrix:
             a, b = a.reshape(1, -1, a.shape[-1]), b.reshape(1, *b.shape[-2:])
@@ -180,22 +181,24 @@ class _Product(NamedTuple):
         return y.reshape(self.shape)
 
     def plain(self) -> jax.Array:
-        """By lax, all dimensions as they are. 16-bit products round before their epilogue: their
-        gradients are then products of 16 bits, too."""
+        """Runs jnp.matmul without merging dimensions. 16-bit products round before their epilogue,
+        so that their gradients are 16-bit products, too."""
         a, b = product_operands(*_upright(self.a, self.b, self.transposed))
         precision = self.function.options.precision
         precision = precision and lax_precision(precision)
-        dtype = a.dtype if a.dtype.name in (self.out, "int32") else "float32"
+        dtype = a.dtype if a.dtype.name in (self.out, "int32", "float64") else "float32"
         y = jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
         terms = self.terms
         if terms.residual is not None:
             terms = terms._replace(residual=terms.residual.reshape(y.shape))
-        for name in ("scale", "bias"):  # of rank three
+        for name in ("scale", "bias"):  # of rank 3
             if isinstance(x := getattr(terms, name), jax.Array):
                 terms = terms._replace(**{name: x.reshape(*(1,) * (y.ndim - 1), x.shape[-1])})
         bias, others = terms.bias, terms._replace(bias=None)
         if isinstance(bias, jax.Array) and bias.dtype == y.dtype == self.out and not others.given:
-            return (y + bias).reshape(self.shape)  # XLA's library adds it in float32, then rounds
+            return (y + bias).reshape(
+                self.shape
+            )  # XLA's matmul library adds it in float32, then rounds
         return epilogue.apply_outside(y, terms, self.out).reshape(self.shape)
 
 
@@ -213,7 +216,7 @@ def _matrix(x: jax.Array, transposed: bool) -> tuple[int, int]:
 
 
 def _batched(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Rank three: one batch dimension of the whole size, or of size 1, which broadcasts."""
+    """Rank 3: one batch dimension, of the full size or of size 1, which broadcasts."""
     if math.prod(x.shape[:-2]) == 1:
         return x.reshape(1, *x.shape[-2:])
     return jnp.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
@@ -222,6 +225,6 @@ def _batched(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 def _out_dtype(a: jax.Array, b: jax.Array, preferred: Any, epilogue: bool) -> str:
     names = {str(a.dtype), str(b.dtype)}
     wide = names & {"bfloat16", "float16"}
-    if len(names) == 2 and wide and names <= {*PRODUCTS}:  # one of 8 bits with one of 16
+    if len(names) == 2 and wide and names <= {*PRODUCTS}:  # 8 bits with 16 bits
         return canonical(preferred) if preferred is not None else wide.pop()
     return out_dtype(a, b, preferred, epilogue)

@@ -1,4 +1,4 @@
-"""lax's own functions on cuDNN, argument for argument: for Flax and others that take hooks."""
+"""Drop-in replacements for lax functions that run on cuDNN, for Flax's hooks."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def conv_general_dilated(
     preferred_element_type: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``lax.conv_general_dilated`` on cuDNN: the same arguments, the same result.
+    """``lax.conv_general_dilated`` on cuDNN, with the same arguments and result.
 
     For Flax: ``nnx.Conv(..., conv_general_dilated=jax_cudnn.ops.conv_general_dilated)``.
-    Image dilation without strides runs as a transposed convolution. What cuDNN has no operation
-    for (batch groups, strides and image dilation together, negative padding, more than three
-    spatial dimensions, integers without ``preferred_element_type``, float64 and complex) is
-    lax's, with a line in the debug log of the logger ``jax_cudnn``.
+    Image dilation without strides runs as a transposed convolution. Calls that cuDNN does not
+    support fall back to lax: batch groups, strides together with image dilation, negative padding,
+    more than three spatial dimensions, integers without ``preferred_element_type``, float64 and
+    complex. The logger ``jax_cudnn`` reports each fallback at debug level.
 
-    Raises: what lax raises for wrong arguments; UnsupportedGraphError under
+    Raises: the errors of lax for wrong arguments; UnsupportedGraphError under
     ``jax_cudnn.implementation("cudnn")`` on a GPU on which cuDNN has no engine.
 
     Source: ``jax.lax.conv_general_dilated``.
@@ -107,12 +107,12 @@ def conv_general_dilated(
         if set(stride) != {1}:
             return plain("strides and image dilation together")
         if str(lhs.dtype) not in FLOATS:
-            return plain("image dilation of 8-bit numbers")
+            return plain("image dilation with 8-bit types")
         function = chosen(CONV_TRANSPOSE, None, precision)
         groups = feature_group_count
         y = dilated(image, weight, padded, spread, dilate, groups, True, canonical(out), function)
         if y is None:
-            return plain("padding that no transposed convolution has")
+            return plain("padding that no transposed convolution supports")
     elif any(p < 0 for pair in padded for p in pair):
         return plain("negative padding")
     else:
@@ -133,16 +133,16 @@ def dot_general(
     *,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """``lax.dot_general`` on cuDNN: the same arguments, the same result.
+    """``lax.dot_general`` on cuDNN, with the same arguments and result.
 
     For Flax: ``nnx.Linear(..., dot_general=jax_cudnn.ops.dot_general)``. Contracted, batch and
-    free dimensions that lie together in memory are read where they are; others are copied
-    together first. What cuDNN has no operation for (no contracted dimension, float32 at a
+    free dimensions that are contiguous in memory are read in place; otherwise the operand is copied
+    first. Calls that cuDNN does not support fall back to lax: no contracted dimension, float32 at a
     precision that forbids TF32, integers without ``preferred_element_type``, float64 and complex,
-    an ``out_sharding``) is lax's, with a line in the debug log of the logger ``jax_cudnn``; and so
-    is one of dimensions that a mesh shards, as in :func:`jax_cudnn.ops.matmul`.
+    an ``out_sharding``, and dimensions that a mesh shards, as in :func:`jax_cudnn.ops.matmul`. The
+    logger ``jax_cudnn`` reports each fallback at debug level.
 
-    Raises: what lax raises for wrong arguments; UnsupportedGraphError under
+    Raises: the errors of lax for wrong arguments; UnsupportedGraphError under
     ``jax_cudnn.implementation("cudnn")`` on a GPU on which cuDNN has no engine.
 
     Source: ``jax.lax.dot_general``.
@@ -193,7 +193,7 @@ def dot_general(
 def _collapsed_product(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any, out: str
 ) -> jax.Array:
-    """By the graph, which has one dimension for each group of them."""
+    """Runs the graph, which has one dimension per group of dimensions."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     a, a_order, a_free = _collapsed(lhs, lhs_batch, lhs_contract, contract_last=True)
     b, b_order, b_free = _collapsed(rhs, rhs_batch, rhs_contract, contract_last=False)
@@ -204,8 +204,8 @@ def _collapsed_product(
 
 
 def _result_is_laxs(lhs: jax.Array, rhs: jax.Array, aval: Any) -> str | None:
-    """Why a result is left to lax, whose values cuDNN does not give: integers that wrap around
-    where ours saturate, float8 that overflows to NaN, empty arrays, and other dtypes."""
+    """Why a result falls back to lax: cuDNN's values would differ (integers wrap around in lax and
+    saturate here, float8 overflows to NaN), or the array is empty, or the dtype is unsupported."""
     if 0 in (*lhs.shape, *rhs.shape, *aval.shape):
         return "an empty array"
     if aval.dtype.name not in (*FLOATS, "int32"):
@@ -217,7 +217,7 @@ def _result_is_laxs(lhs: jax.Array, rhs: jax.Array, aval: Any) -> str | None:
 
 
 def _groups(x: jax.Array, batch: Sequence[int], contract: Sequence[int]) -> list[tuple[int, ...]]:
-    """Its batch, contracted and free dimensions."""
+    """The batch, contracted and free dimensions."""
     free = tuple(axis for axis in range(x.ndim) if axis not in (*batch, *contract))
     return [tuple(batch), tuple(contract), free]
 
@@ -226,10 +226,10 @@ def _collapsed(
     x: jax.Array, batch: Sequence[int], contract: Sequence[int], contract_last: bool
 ) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
     """An operand of dot_general as (batch, free, contracted) or (batch, contracted, free), its
-    order in memory, and its free dimensions.
+    memory order, and its free dimensions.
 
-    Where the three groups lie one after the other in the array, its own order is kept: the
-    transpose here is undone by the layout that the call asks for, so that nothing is copied.
+    If the dimensions of each group are adjacent in the array, its order is kept: the layout of the
+    call undoes this transpose, so nothing is copied.
     """
     batch, contract, free = _groups(x, batch, contract)
     middle, last = (free, contract) if contract_last else (contract, free)

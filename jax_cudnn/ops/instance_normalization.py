@@ -1,4 +1,4 @@
-"""Normalizations of the channels of each image by itself."""
+"""Instance normalization: statistics per channel and batch element."""
 
 from __future__ import annotations
 
@@ -27,35 +27,37 @@ _IMAGE = (1, *IMAGES[1:])
 class InstancenormBackward(BackwardOfChannels):
     """Gradients of instancenorm.
 
-    With ``xhat = (input - mean) * inv_variance``, ``s = grad * scale`` and m the mean over a
-    channel of an image: ``DX = inv_variance * (s - m(s) - xhat * m(s * xhat))``,
-    ``DScale = sum(grad * xhat)`` and ``DBias = sum(grad)`` over all but the channels.
+    With ``xhat = (input - mean) * inv_variance``, ``s = grad * scale`` and m the mean over one
+    channel of one batch element: ``DX = inv_variance * (s - m(s) - xhat * m(s * xhat))``,
+    ``DScale = sum(grad * xhat)`` and ``DBias = sum(grad)`` over all dimensions but the channels.
 
     Args:
-        grad: the gradient by Y, (N, C, *spatial).
+        grad: gradient with respect to Y, (N, C, *spatial).
         input: as in the forward.
         scale: as in the forward.
-        mean: the forward's.
-        inv_variance: the forward's inv_var.
+        mean: result of the forward.
+        inv_variance: inv_var of the forward.
 
-    Returns: DX, DScale, DBias, of the dtypes of input and scale. Source: cuDNN documentation,
-    ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with ``CUDNN_INSTANCE_NORM``.
+    Returns: DX in the dtype of input; DScale and DBias in the dtype of scale.
+
+    Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with
+    ``CUDNN_INSTANCE_NORM``.
     """
 
     method = "instancenorm_backward"
     dims = BACKWARD_DIMS
-    requires = "one image: of more cuDNN 9.19 loses some in DScale and DBias, and XLA runs it"
+    requires = (
+        "a batch of 1: with more, cuDNN 9.19 drops some from DScale and DBias, so XLA runs it"
+    )
     extent = Spatial(batch=False)
     examples = (backward_example(_IMAGE),)
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        # Measured on an H200 with cuDNN 9.19: of 8 images DScale and DBias lack one or more, in
-        # each run others, so that they are off by up to their own size. DX is right.
+        # Measured on an H200 with cuDNN 9.19: with 8 images, DScale and DBias miss one or more,
+        # different ones in each run, so they are off by up to their own size. DX is correct.
         images = tensors["input"].shape[0]
         if images > 1:
-            return (
-                f"of {images} images cuDNN loses some in DScale and DBias, which it writes with DX"
-            )
+            return f"with a batch of {images} images, cuDNN drops some from DScale and DBias"
         return super().refuses(tensors, graph)
 
 
@@ -63,18 +65,18 @@ class InstancenormBackward(BackwardOfChannels):
 class Instancenorm(ForwardOfChannels, Phased):
     """Instance normalization: ``Y = (input - mean) * inv_var * scale + bias``.
 
-    ``inv_var = (var + epsilon)**-0.5``; mean and (biased) variance are those of each channel of
-    each image.
+    ``inv_var = (var + epsilon)**-0.5``; mean and (biased) variance are per channel of each batch
+    element.
 
     Args:
         input: (N, C, *spatial).
         scale: (1, C, 1, ...).
         bias: like scale.
-        epsilon: a Python number, added to the variance.
+        epsilon: a Python scalar, added to the variance.
         norm_forward_phase: "TRAINING" (the default) or "INFERENCE", or the member of
             ``cudnn.norm_forward_phase``.
 
-    Returns: Y, of input's dtype; in training also mean and inv_var, (N, C, 1, ...) in float32.
+    Returns: Y in the dtype of input; in training also mean and inv_var, (N, C, 1, ...) in float32.
     Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR`` with
     ``CUDNN_INSTANCE_NORM``.
     """

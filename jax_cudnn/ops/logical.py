@@ -1,4 +1,4 @@
-"""Comparisons, logic on their results, selection, and indices."""
+"""Comparisons, logical operations, selection, and indices."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def logical_and(a: jax.Array, b: jax.Array) -> jax.Array:
 
 @elementwise(dtypes=("bool",), jax_names=("logical_or", "bitwise_or"), examples=_BOOLS)
 def logical_or(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Whether one or both booleans are true; dimensions of size 1 broadcast.
+    """Whether at least one boolean is true; dimensions of size 1 broadcast.
 
     Computes in booleans. Source: cuDNN documentation, ``CUDNN_POINTWISE_LOGICAL_OR``.
     """
@@ -125,11 +125,11 @@ def logical_not(input: jax.Array) -> jax.Array:
 
 @register
 class BinarySelect(Pointwise):
-    """Picks elements: ``OUT_0 = input0`` where ``mask``, else ``input1``.
+    """Selects elements: ``OUT_0 = input0`` where ``mask``, otherwise ``input1``.
 
     Args:
-        input0, input1: numbers of any kind.
-        mask: booleans (a comparison's result), or numbers, which pick ``input0`` unless 0.
+        input0, input1: any numeric type.
+        mask: booleans (the result of a comparison), or numbers: nonzero selects ``input0``.
 
     All three broadcast; the result has the promoted dtype of ``input0`` and ``input1``.
     Source: cuDNN documentation, ``CUDNN_POINTWISE_BINARY_SELECT``.
@@ -186,15 +186,15 @@ class GenIndex(Pointwise):
         input: any array; only its shape matters.
         axis: from 0, or negative from the end.
 
-    Raises GraphError for an axis that ``input`` does not have. Source: cuDNN documentation,
+    Raises GraphError if ``input`` has no such axis. Source: cuDNN documentation,
     ``CUDNN_POINTWISE_GEN_INDEX``.
     """
 
     method = "gen_index"
-    dims = "input: *x -> OUT_0: *x"  # not "...": where an element lies matters
+    dims = "input: *x -> OUT_0: *x"  # not "...": the position of an element matters
     requires = (
-        "tensors of rank four and five with more than one channel; of rank three along the last "
-        "axis, and not axis 0 or 1, which cuDNN mixes up"
+        "tensors of rank 4 or 5 with more than one channel; in rank 3 the last axis only: cuDNN "
+        "mixes up axes 0 and 1"
     )
     jax_names = ("iota", "broadcasted_iota", "arange", "indices")
     examples = (
@@ -210,7 +210,7 @@ class GenIndex(Pointwise):
             return cls(operator.index(axis))
         except TypeError:
             raise GraphTypeError(
-                "axis is no integer", expected="a Python integer", got=repr(axis)[:200]
+                "axis is not an integer", expected="a Python integer", got=repr(axis)[:200]
             ) from None
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
@@ -225,13 +225,13 @@ class GenIndex(Pointwise):
         return {"OUT_0": (shape, "int32")}
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        # Measured on an H200 with cuDNN 9.19: behind a matmul the other two axes are mixed up, and
-        # in a convolution's graph indices of images of 6 x 14 are wrong, of 8 x 8 right.
+        # Measured on an H200 with cuDNN 9.19: after a matmul axes 0 and 1 are mixed up, and in the
+        # graph of a convolution the indices are wrong for images of 6 x 14, right for 8 x 8.
         rank = len(tensors["input"].shape)
         if rank == 3 and self.axis % rank != 2:
-            return f"over rank three cuDNN counts along the last axis only, not along {self.axis}"
+            return f"in rank 3 cuDNN counts along the last axis only, not along {self.axis}"
         if any(call.node.channels_last for call in graph.calls):
-            return "cuDNN counts wrongly beside a convolution"
+            return "cuDNN counts wrongly in a graph with a convolution"
         return None
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:

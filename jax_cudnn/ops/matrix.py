@@ -28,7 +28,7 @@ _ALIGNED = 16  # bytes
 
 
 def _computing(names: Iterable[str], graph: GraphSpec) -> list[Call]:
-    """The calls that compute these tensors in front of a product, the last first."""
+    """The calls that compute these tensors before a product, last first."""
     needed, found = {*names}, []
     for call in reversed(graph.calls):
         if not call.node.anchor and needed & {name for _, name in call.outputs}:
@@ -38,12 +38,12 @@ def _computing(names: Iterable[str], graph: GraphSpec) -> list[Call]:
 
 
 def _turned(rank: int) -> tuple[int, ...]:
-    """The order in memory of transposed matrices."""
+    """The memory order of transposed matrices."""
     return (*range(rank - 2), rank - 1, rank - 2)
 
 
 def turned(g: Derivation, x: GraphTensor) -> GraphTensor:
-    """A batch of matrices transposed, and read as it lies: no copy is made."""
+    """A batch of matrices, transposed without a copy."""
     swapped = _turned(x.ndim)
     order = x._state.order or tuple(range(x.ndim))
     result = g.transposed(x, swapped)
@@ -57,25 +57,24 @@ class Matmul(Node):
 
     Args:
         A: (..., M, K), with any number of batch dimensions.
-        B: (..., K, N), with as many; a batch dimension of size 1 in one operand broadcasts.
-            ``.set_stride`` on an operand states that it lies transposed in memory, and then no
-            copy is made.
-        padding: pygraph's value for elements beyond ragged sizes; without effect on whole
-            matrices.
+        B: (..., K, N), with as many batch dimensions; size 1 in one operand broadcasts.
+            ``.set_stride`` on an operand declares that it is stored transposed, which avoids a
+            copy.
+        padding: pygraph's value for elements beyond ragged sizes; no effect on full matrices.
 
     Element types: floats, accumulated in float32 (float32 inputs may be rounded to TF32, as in
-    lax at default precision); int8, accumulated in int32. Raises GraphError for shapes that do
-    not fit. Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_MATMUL``.
+    lax at default precision); int8, accumulated in int32. Raises GraphError if the shapes do not
+    fit. Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_MATMUL``.
     """
 
     method = "matmul"
     dims = "A: ... m k, B: ... k n -> C: ... m n"
     jax_names = ("matmul", "dot", "dot_general", "einsum", "tensordot")
     requires = (
-        "operands of one dtype, or of two float8 formats; cast an operand of another dtype in the "
-        "graph, g.identity(x).set_data_type(...), which costs no pass over memory; batch "
-        "dimensions that broadcast all or none, in every tensor beside it, and lie in memory like "
-        "one"
+        "operands of one dtype, or two float8 formats; cast an operand of another dtype in the "
+        "graph with g.identity(x).set_data_type(...), which costs no pass over memory; batch "
+        "dimensions that broadcast all or none, in every tensor of the graph, and are contiguous "
+        "in memory"
     )
     anchor = True
     product = True
@@ -118,10 +117,9 @@ class Matmul(Node):
         floats = {tensors["A"].dtype, tensors["B"].dtype} & {"float32"}
         if floats and graph.options.precision in ("high", "highest"):
             return (
-                "cuDNN multiplies float32 matrices in TF32 only, and precision "
-                f"{graph.options.precision!r} forbids that (at precision 'default' it is "
-                "supported; so are bfloat16, float16, float8 and int8 at any, and float32 "
-                "convolutions)"
+                "cuDNN multiplies float32 matrices in TF32 only, which precision "
+                f"{graph.options.precision!r} forbids (supported: precision 'default'; bfloat16, "
+                "float16, float8 and int8 at any precision; float32 convolutions)"
             )
         read = [
             {name, *(source for call in _computing([name], graph) for _, source in call.inputs)}
@@ -131,34 +129,34 @@ class Matmul(Node):
             # Measured on an H200 with cuDNN 9.19: relative errors of 0.4 to 1.7.
             if tensors["A"].name == tensors["B"].name:
                 return "both operands are the same tensor"
-            return "both operands are made of the same tensor: compute one before the call"
+            return "both operands are computed from the same tensor: compute one before the call"
         if tensors["A"].shape[-1] == 1:
-            # Seen on an H200 with cuDNN 9.19, in one of two runs of a random graph's tangent (its
-            # seed is 81): results that are not finite.
-            return "an outer product, of a contracted dimension of 1"
+            # Seen on an H200 with cuDNN 9.19, in one of two runs of the tangent of a random graph
+            # (seed 81): results that are not finite.
+            return "an outer product: the contracted dimension is 1"
         computed = {tensors["A"].name, tensors["B"].name} - {*graph.inputs}
         batch = tensors["C"].shape[:-2]
         if any(t.name in computed and t.shape[:-2] != batch for t in tensors.values()):
-            # Measured on an H200 with cuDNN 9.19: the kernel reads where it may not.
-            return "an operand is computed in the graph and then repeated over the batch"
+            # Measured on an H200 with cuDNN 9.19: the kernel reads out of bounds.
+            return "an operand is computed in the graph and then broadcast over the batch"
         singular = [c for c in _computing(computed, graph) if getattr(c.node, "singular", False)]
         if singular:
-            # Measured on an H200 with cuDNN 9.19: beyond the edge of a matrix operands count as 0,
-            # and an infinity of that times another 0 makes the result NaN.
-            return f"{singular[0].name} computes an operand, and is not finite at 0"
+            # Measured on an H200 with cuDNN 9.19: operands beyond the edge of a matrix count as 0,
+            # which becomes an infinity here, and infinity times another 0 makes the result NaN.
+            return f"{singular[0].name} computes an operand and is not finite at 0"
         whole = [t for t in graph.input_tensors if math.prod(t.shape) > 1]
         rows = [t.shape[-1] * itemsize(t.dtype) for t in whole]
         if computed and any(size % _ALIGNED for size in rows):
-            # Measured on an H200 with cuDNN 9.19: of rows of 12 bytes it computed another matrix.
+            # Measured on an H200 with cuDNN 9.19: wrong results with rows of 12 bytes.
             return (
-                f"an operand is computed in the graph, of arrays whose rows are no multiple of "
+                "an operand is computed in the graph from arrays whose rows are not a multiple of "
                 f"{_ALIGNED} bytes"
             )
         return None
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        # Measured on an H200 with cuDNN 9.19: of float32 operands, the cuBLASLt engine writes
-        # garbage into results of 16 and 8 bits.
+        # Measured on an H200 with cuDNN 9.19: with float32 operands, the cuBLASLt engine writes
+        # garbage into 16-bit and 8-bit results.
         narrow = {tensor.dtype for tensor in graph.output_tensors} - {"float32"}
         return (0,) if graph.has_float32_product and narrow else ()
 
@@ -179,10 +177,10 @@ class Matmul(Node):
         shape, loss = tensors[port].shape, known["C"]
         ones = (1,) * (loss.ndim - 2)
         if port == "B" and shape[:-2] == ones != loss.shape[:-2] == known["A"].shape[:-2]:
-            # The sum over the batch is one over rows.
+            # The sum over the batch becomes a sum over rows.
             rows = math.prod(loss.shape[:-1])
             known = {p: g.reshaped(known[p], (*ones, rows, known[p].shape[-1])) for p in ("A", "C")}
-        # As it lies, so does its cotangent.
+        # The cotangent has the memory order of its operand.
         lies_turned = tensors[port].order == _turned(len(shape))
         if port == "A":
             pair = (
@@ -215,7 +213,7 @@ class Matmul(Node):
             yield columns
 
     def broadcasts(self, port: str, axis: int) -> bool:
-        return axis <= 0  # of the batch, in which alone an operand stays as it is
+        return axis <= 0  # only along the batch an operand may broadcast
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         return 2 * math.prod(shapes["C"]) * shapes["A"][-1]

@@ -1,4 +1,4 @@
-"""Operations that move elements and compute nothing: reshape, transpose and broadcast_to."""
+"""Operations that only move elements: reshape, transpose and broadcast_to."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class Movement(Node):
-    """An operation that XLA runs, of elements of any type."""
+    """An operation on elements of any type that runs in XLA."""
 
     moves = True
     leftover = True
     dtypes = (*NUMBERS, E8M0, "bool")
     requires = (
-        "XLA runs it in the same program: no graph with it has an engine on Hopper (cuDNN 9.22 to "
-        "9.28; older versions have no such operation)"
+        "runs in XLA, in the same program: cuDNN 9.22 to 9.28 has no engine for it on Hopper; "
+        "older versions do not have the operation"
     )
 
     def linear_in(self, port: str) -> bool:
@@ -50,14 +50,14 @@ RESHAPE_MODES = ("VIEW_ONLY", "LOGICAL")
 @register
 @frozen
 class Reshape(Movement):
-    """Other dimensions for the same elements, in lexicographic order as in ``jnp.reshape``.
+    """Changes the shape and keeps the elements in row-major order, as ``jnp.reshape``.
 
     Args:
         input: any shape.
-        reshape_mode: "VIEW_ONLY" or "LOGICAL". Both give the same values: where they lie in
-            memory is the layout's concern.
-        out_dims: the new shape, of as many elements; ``.set_dim([...])`` on the result does the
-            same, as in pygraph.
+        reshape_mode: "VIEW_ONLY" or "LOGICAL". Both give the same values; they differ only in the
+            memory layout.
+        out_dims: the new shape, with the same number of elements. ``.set_dim([...])`` on the
+            result is equivalent, as in pygraph.
 
     Any element type. Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR``.
     """
@@ -96,7 +96,7 @@ class Reshape(Movement):
         shape = source.shape if self.out_dims is None else self.out_dims
         if math.prod(shape) != math.prod(source.shape):
             raise GraphError(
-                "the new shape has another number of elements",
+                "the new shape has a different number of elements",
                 expected=f"{math.prod(source.shape)} elements, as {list(source.shape)} has",
                 got=f"out_dims={list(shape)}, {math.prod(shape)} elements",
             )
@@ -124,7 +124,7 @@ class Transpose(Movement):
 
     Args:
         input: any shape.
-        permutation: each dimension's number once.
+        permutation: the index of each dimension, once.
 
     Any element type. Source: cuDNN documentation,
     ``CUDNN_BACKEND_OPERATION_TRANSPOSE_DESCRIPTOR``.
@@ -182,17 +182,17 @@ class BroadcastTo(Movement):
 
     Args:
         input: any shape.
-        out_dims: the new shape, of ``input``'s rank, each dimension input's unless that is 1.
+        out_dims: the new shape, with the rank of ``input``; only dimensions of size 1 may change.
 
-    Any element type. XLA runs it, between the plans of what lies before and after it: operations
-    on elements broadcast by themselves. Source: ``jax.numpy.broadcast_to``.
+    Any element type. Runs in XLA, between the plans before and after it. Element-wise operations
+    broadcast without it. Source: ``jax.numpy.broadcast_to``.
     """
 
     method = "broadcast_to"
     dims = "input: *x -> OUT_0: *y"
     jax_names = ("broadcast_to", "broadcast_in_dim", "tile", "repeat")
     recomputed = True
-    requires = "run by XLA: cuDNN's graphs have no such operation"
+    requires = "runs in XLA: cuDNN graphs have no such operation"
     examples = (
         Example({"input": (4, 1, 8)}, "bfloat16", {"out_dims": [4, 6, 8]}),
         Example({"input": (3, 1)}, "float32", {"out_dims": [3, 5]}),
@@ -213,9 +213,9 @@ class BroadcastTo(Movement):
         ):
             raise GraphError(
                 "the new shape does not fit",
-                expected=f"the dimensions of {list(source.shape)}, those of 1 in any size",
+                expected=f"the dimensions of {list(source.shape)}, where 1 may become any size",
                 got=f"out_dims={list(self.out_dims)}",
-                fix="for more dimensions, reshape first",
+                fix="to add dimensions, reshape first",
             )
         return {"OUT_0": (self.out_dims, source.dtype)}
 

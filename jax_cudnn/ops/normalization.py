@@ -1,4 +1,4 @@
-"""Normalizations of rows: each row, of the dimensions that the scale has, by itself."""
+"""Row normalizations: statistics per row, over the dimensions that the scale has."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ class AdalayernormBackward(BackwardOfRows):
     ``DScale = sum(grad * xhat)`` and ``DBias = sum(grad)`` over the dimensions in which scale is 1.
 
     Args:
-        grad: the gradient by Y, of input's shape.
+        grad: gradient with respect to Y, with the shape of input.
         input: as in the forward.
         scale: as in the forward.
-        mean: the forward's.
-        inv_variance: the forward's inv_var.
+        mean: result of the forward.
+        inv_variance: inv_var of the forward.
 
-    Returns: DX, DScale, DBias, of the dtypes of input and scale. Source: cuDNN documentation,
+    Returns: DX in the dtype of input; DScale and DBias in the dtype of scale. Source: cuDNN
+    documentation,
     ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with ``CUDNN_ADA_LAYER_NORM``.
     """
 
@@ -64,21 +65,21 @@ class AdalayernormBackward(BackwardOfRows):
 
 @register
 class Adalayernorm(ForwardOfRows):
-    """Layer normalization with a scale and bias for each example, the first dimension.
+    """Layer normalization with a scale and bias per batch element (the first dimension).
 
     ``Y = (input - mean) * inv_var * scale + bias`` with ``inv_var = (var + epsilon)**-0.5``.
 
     Args:
         input: (B, ...).
-        scale: (B, ...) of input's rank; each further dimension is 1 or input's. Mean and variance
-            are taken over those that are not 1.
+        scale: (B, ...) with the rank of input; each further dimension is 1 or equal to that of
+            input. Mean and variance are taken over the dimensions that are not 1.
         bias: like scale; optional.
-        epsilon: a Python number, added to the variance.
+        epsilon: a Python scalar, added to the variance.
         norm_forward_phase: "TRAINING" (the default) or "INFERENCE", or the member of
             ``cudnn.norm_forward_phase``.
 
-    Returns: Y, of input's dtype; in training also mean and inv_var in float32, of input's shape
-    with 1 in the normalized dimensions. Source: cuDNN documentation,
+    Returns: Y in the dtype of input; in training also mean and inv_var in float32, with the shape
+    of input and size 1 in the normalized dimensions. Source: cuDNN documentation,
     ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR`` with ``CUDNN_ADA_LAYER_NORM``.
     """
 
@@ -97,10 +98,8 @@ class Adalayernorm(ForwardOfRows):
     )
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        if "bias" not in tensors:  # the process would end: frontend 1.28 reads a null pointer
-            return (
-                "it has no bias, over which nvidia-cudnn-frontend 1.28 crashes: give one of zeros"
-            )
+        if "bias" not in tensors:  # frontend 1.28 reads a null pointer and ends the process
+            return "without a bias nvidia-cudnn-frontend 1.28 crashes: pass a bias of zeros"
         return super().refuses(tensors, graph)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
@@ -117,13 +116,14 @@ class LayernormBackward(BackwardOfRows):
     ``DBias = sum(grad)`` over all rows.
 
     Args:
-        grad: the gradient by Y, of input's shape.
+        grad: gradient with respect to Y, with the shape of input.
         input: as in the forward.
         scale: as in the forward.
-        mean: the forward's.
-        inv_variance: the forward's inv_var.
+        mean: result of the forward.
+        inv_variance: inv_var of the forward.
 
-    Returns: DX, DScale, DBias, of the dtypes of input and scale. Source: cuDNN documentation,
+    Returns: DX in the dtype of input; DScale and DBias in the dtype of scale. Source: cuDNN
+    documentation,
     ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with ``CUDNN_LAYER_NORM``.
     """
 
@@ -177,12 +177,12 @@ class Layernorm(ForwardOfRows):
         scale: of input's rank; each dimension is 1 or input's. A row goes over those that are not
             1: (1, N) beside (M, N), or (1, 1, H, W) beside (A, B, H, W).
         bias: like scale.
-        epsilon: a Python number, added to the variance.
+        epsilon: a Python scalar, added to the variance.
         norm_forward_phase: "TRAINING" (the default) or "INFERENCE", or the member of
             ``cudnn.norm_forward_phase``.
 
-    Returns: Y, of input's dtype; in training also mean and inv_var in float32, of input's shape
-    with 1 in the normalized dimensions. Source: cuDNN documentation,
+    Returns: Y in the dtype of input; in training also mean and inv_var in float32, with the shape
+    of input and size 1 in the normalized dimensions. Source: cuDNN documentation,
     ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR`` with ``CUDNN_LAYER_NORM``.
     """
 
@@ -213,8 +213,9 @@ class Layernorm(ForwardOfRows):
     )
 
     def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
-        # Measured on an H200 with cuDNN 9.19: for rows of 768 to 8192 elements heuristics propose
-        # the engine that takes neighbours; that for rows alone is up to 1.4 times as fast.
+        # Measured on an H200 with cuDNN 9.19: for rows of 768 to 8192 elements the heuristics
+        # propose the engine that fuses other operations; the one without is up to 1.4 times as
+        # fast.
         with_neighbours = (3, 4) if self.norm_forward_phase == TRAINING else (4, 5)
         return with_neighbours.index(engine) + 1 if engine in with_neighbours else 0
 
@@ -229,13 +230,14 @@ class RmsnormBackward(BackwardOfRows):
     ``DBias = sum(grad)`` over all rows.
 
     Args:
-        grad: the gradient by Y, of input's shape.
+        grad: gradient with respect to Y, with the shape of input.
         input: as in the forward.
         scale: as in the forward.
-        inv_variance: the forward's inv_var.
-        has_dbias: whether DBias is a result.
+        inv_variance: inv_var of the forward.
+        has_dbias: whether to compute DBias.
 
-    Returns: DX, DScale and DBias, of the dtypes of input and scale. Source: cuDNN documentation,
+    Returns: DX in the dtype of input; DScale and DBias in the dtype of scale. Source: cuDNN
+    documentation,
     ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with ``CUDNN_RMS_NORM``.
     """
 
@@ -268,7 +270,7 @@ class RmsnormBackward(BackwardOfRows):
     def vmapped(
         self, g: Derivation, size: int, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor] | None:
-        """DX with the scale multiplied in before; cuDNN has one DScale for all rows."""
+        """DX with the scale multiplied in first; cuDNN computes one DScale for all rows."""
         grad, x, inv_variance = (inputs[port] for port in ("grad", "input", "inv_variance"))
         node = dataclasses.replace(self, has_dbias=False)
         dx, _ = g.apply(
@@ -293,15 +295,15 @@ class Rmsnorm(ForwardOfRows):
 
     Args:
         input: any shape.
-        scale: of input's rank; each dimension is 1 or input's. A row goes over those that are not
-            1: (1, N) beside (M, N).
+        scale: with the rank of input; each dimension is 1 or equal to that of input. A row spans
+            the dimensions that are not 1: (1, N) for an input of (M, N).
         bias: like scale; optional.
-        epsilon: a Python number, added to the mean square.
+        epsilon: a Python scalar, added to the mean square.
         norm_forward_phase: "TRAINING" (the default) or "INFERENCE", or the member of
             ``cudnn.norm_forward_phase``.
 
-    Returns: Y, of input's dtype; in training also inv_var in float32, of input's shape with 1 in
-    the normalized dimensions. Source: cuDNN documentation,
+    Returns: Y in the dtype of input; in training also inv_var in float32, with the shape of input
+    and size 1 in the normalized dimensions. Source: cuDNN documentation,
     ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR`` with ``CUDNN_RMS_NORM``.
     """
 
@@ -322,8 +324,8 @@ class Rmsnorm(ForwardOfRows):
     def vmapped(
         self, g: Derivation, size: int, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor] | None:
-        """Normalized with a scale of ones, and then scaled: cuDNN has one scale for all rows."""
-        if math.prod(inputs["epsilon"].shape) != 1:  # an array, which is XLA's
+        """Normalizes with a scale of ones, then scales: cuDNN takes one scale for all rows."""
+        if math.prod(inputs["epsilon"].shape) != 1:  # an array: runs in XLA
             return None
         values = {port: inputs[port] for port in ("input", "epsilon")}
         node = dataclasses.replace(self, norm_forward_phase=TRAINING)

@@ -1,8 +1,8 @@
-"""What all normalizations have in common: shapes, references, derivatives.
+"""Base classes of all normalizations: shapes, references, derivatives.
 
 Each is ``Y = (input - mean) * inv_var * scale + bias`` with ``inv_var = (var + epsilon)**-0.5``;
-they differ in the dimensions over which mean and variance are taken. The backward reads ``input``
-and the statistics: nothing else is kept for it.
+they differ in the dimensions over which mean and variance are taken. The backward reads only
+``input``, ``scale`` and the statistics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BACKWARD_DIMS = (
 
 
 class Normalizing(Node):
-    """Shapes of a normalization and of its backward."""
+    """Shapes of a normalization and its backward."""
 
     extent: ClassVar[Extent]
     anchor = True
@@ -46,10 +46,10 @@ class Normalizing(Node):
     prologue = ""
     broadcasts_around = NUMBERS_ONLY
     computed: ClassVar[tuple[str, ...]] = ()
-    """The operands that may be computed in its plan, by anything."""
+    """The operands that any operation in the same plan may compute."""
 
     def checked(self, inputs: Mapping[str, Tensor]) -> tuple[Shape, Shape]:
-        """The shapes of input and statistics; GraphError for what does not fit."""
+        """The shapes of input and statistics; GraphError if the operands do not fit."""
         self.sizes(inputs)
         shape, scale = inputs["input"].shape, inputs["scale"].shape
         if len(scale) != len(shape) or not self.extent.fits(shape, scale):
@@ -57,8 +57,8 @@ class Normalizing(Node):
                 "'scale' does not fit 'input'",
                 expected=f"a scale of shape {self.extent.scales(shape)}",
                 got=f"scale of shape {list(scale)}, input of shape {list(shape)}",
-                why="a normalization goes over the dimensions that the scale has",
-                fix="jc.ops has the same with any axis, for example jc.ops.layer_norm(x, axis=-1)",
+                why="a graph normalizes the dimensions that the scale has",
+                fix="jc.ops functions take any axis, for example jc.ops.layer_norm(x, axis=-1)",
             )
         axes = self.extent.reduced(shape, scale)
         statistics = tuple(1 if i in axes else size for i, size in enumerate(shape))
@@ -74,7 +74,7 @@ class Normalizing(Node):
                 raise GraphError(
                     f"{port!r} has the wrong shape",
                     expected=str(list(wanted[port])),
-                    got=f"{list(tensor.shape)}, beside input {list(shape)} and scale {list(scale)}",
+                    got=f"{list(tensor.shape)}, with input {list(shape)} and scale {list(scale)}",
                 )
         return shape, statistics
 
@@ -82,8 +82,8 @@ class Normalizing(Node):
         arrays = [p for p in ("epsilon", "momentum") if p in tensors and tensors[p].value is None]
         if arrays:
             return (
-                f"{' and '.join(arrays)} is computed on the device, where cuDNN cannot read it "
-                "before it starts a kernel: give a Python number"
+                f"{' and '.join(arrays)} is computed on the device, but cuDNN needs the value on "
+                "the host: pass a Python scalar"
             )
         for port in ("mean", "inv_var", "inv_variance"):
             if port in tensors and tensors[port].dtype != "float32":
@@ -91,15 +91,15 @@ class Normalizing(Node):
         shape, scale = tensors["input"].shape, tensors["scale"].shape
         axes = self.extent.reduced(shape, scale)
         if math.prod(shape[axis] for axis in axes) == 1:
-            return "it goes over one element"
+            return "it normalizes over a single element"
         return self._wrong_in_plan(tensors, graph)
 
     def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        """What stands in the graph that cuDNN accepts, and then reads or writes something else.
+        """The part of the graph that cuDNN accepts and then computes wrongly.
 
-        Measured on an H200 with cuDNN 9.19: of what is computed in a backward's plan, or for its
-        scale by anything but 1 + scale, it takes the operands' memory or none; a tensor at two
-        ports ends as CUDNN_STATUS_BAD_PARAM in the execution.
+        Measured on an H200 with cuDNN 9.19: if an operand of a backward, or a scale other than
+        1 + scale, is computed in the plan, cuDNN reads the operands of that computation instead, or
+        nothing; one tensor at two ports fails with CUDNN_STATUS_BAD_PARAM at execution.
         """
         made = {name: call for call in graph.calls for _, name in call.outputs}
         given = {port: tensors[port].name for port in self.ports.input_names if port in tensors}
@@ -157,10 +157,10 @@ class Normalization(Normalizing):
         shape = inputs["input"].shape
         axes = self.extent.reduced(shape, inputs["scale"].shape)
         if self.extent.centred and math.prod(shape[axis] for axis in axes) == 1:
-            # The distance from the mean is 0; of an input that is kept rounded it would not be.
+            # The distance from the mean is exactly 0; recomputed from a rounded input it is not.
             moved = {"Y": "bias", "mean": "input"}
             return {out: tangents[port] for out, port in moved.items() if port in tangents}
-        from .normalization_tangent import NormalizationTangent  # importing jax_cudnn does without
+        from .normalization_tangent import NormalizationTangent  # keeps it out of import
 
         node = NormalizationTangent(self, tuple(tangents), tuple(outputs))
         values = {port: inputs[port] for port in ("input", "scale")}
@@ -171,7 +171,7 @@ class Normalization(Normalizing):
 
 @frozen
 class Phased(Normalization):
-    """A normalization that gives its statistics in training only."""
+    """A normalization that returns its statistics in training only."""
 
     norm_forward_phase: str = TRAINING
 
@@ -213,7 +213,7 @@ class Phased(Normalization):
 
 
 class NormalizationBackward(Normalizing):
-    """Gradients of a normalization by its input, scale and bias."""
+    """Gradients of a normalization with respect to input, scale and bias."""
 
     rounding = "sums in float32"
 
@@ -261,7 +261,7 @@ class NormalizationBackward(Normalizing):
 
 
 def _adds(call: Call, graph: GraphSpec) -> bool:
-    """Whether a call adds a number to an operand of the graph, as of a scale around 0."""
+    """Whether a call adds a scalar to an operand of the graph, as 1 + scale does."""
     given = [graph.tensor(name) for _, name in call.inputs]
     arrays = [tensor for tensor in given if tensor.value is None]
     return call.node.method == "add" and len(arrays) == 1 and arrays[0].name in graph.inputs
@@ -272,6 +272,6 @@ def normalized(x: jax.Array, mean: jax.Array | None, inv_var: jax.Array) -> jax.
 
 
 def projected(slope: jax.Array, xhat: jax.Array, axes: tuple[int, ...], centred: bool) -> jax.Array:
-    """``slope`` without what changes a row's mean (if that is subtracted) and its length."""
+    """``slope`` without its components along the row's mean (if ``centred``) and along xhat."""
     along = jnp.mean(slope * xhat, axis=axes, keepdims=True) * xhat
     return slope - along - (jnp.mean(slope, axis=axes, keepdims=True) if centred else 0)

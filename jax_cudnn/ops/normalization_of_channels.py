@@ -1,4 +1,4 @@
-"""What normalizations of channels have in common, and what cuDNN takes beside them."""
+"""Base classes of batch and instance normalization, and what cuDNN fuses with them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ if TYPE_CHECKING:
     from .._core.graph.node import Tensors
     from .._core.graph.spec import GraphSpec, Tensor
 
-# For the examples of the nodes.
 IMAGES, CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
 ROUNDING = "mean and variance in float32, of distances from the mean"
 
 
 def backward_example(images: Shape) -> Example:
-    """Of a backward with statistics of channels."""
+    """An example of a backward with statistics per channel."""
     statistics = dict.fromkeys(("scale", "mean", "inv_variance"), CHANNELS)
     return Example(
         {"grad": images, "input": images, **statistics},
@@ -31,16 +30,16 @@ def backward_example(images: Shape) -> Example:
 
 
 class OfChannels(Normalizing):
-    """What these normalizations have in common: arrays lie channels-last."""
+    """A normalization per channel: arrays are stored channels-last."""
 
     extent: ClassVar[Spatial]
     least_rank = 4
     channels_last = True
-    requires = "epsilon a Python number"
+    requires = "epsilon is a Python scalar"
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
-        """As further channels, or, where each image is by itself and channels share nothing that
-        is batched or summed, as further images."""
+        """Into the channels; or into the batch, if batch elements are independent and no batched
+        or summed operand is shared between them."""
         each = {"input", "Y", "mean", "inv_var"}
         if batched <= each and not (self.extent.batch or isinstance(self, NormalizationBackward)):
             yield {port: 0 for port in tensors if port in each}
@@ -49,10 +48,10 @@ class OfChannels(Normalizing):
 
 
 class BackwardOfChannels(OfChannels, NormalizationBackward):
-    """Takes one dtype for all arrays of x's shape."""
+    """Requires one dtype for all arrays with the shape of x."""
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        # Measured on an H200 with cuDNN 9.19: into a DX of float32 it writes input's 16 bits.
+        # Measured on an H200 with cuDNN 9.19: into a float32 DX it writes the 16 bits of input.
         dtypes = {port: tensors[port].dtype for port in ("grad", "input", "DX")}
         if len({*dtypes.values()}) > 1:
             return f"{', '.join(f'{port} is {dtype}' for port, dtype in dtypes.items())}"
@@ -60,23 +59,23 @@ class BackwardOfChannels(OfChannels, NormalizationBackward):
 
 
 class ForwardOfChannels(OfChannels, Normalization):
-    """Of the operations behind it cuDNN writes the last one's result."""
+    """cuDNN writes the result of the last operation fused after it."""
 
     rounding = ROUNDING
 
     def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        # All measured on an H200 with cuDNN 9.19. A plan that writes float8 fails in its execution.
+        # All measured on an H200 with cuDNN 9.19. A plan that writes float8 fails at execution.
         for tensor in graph.output_tensors:
             if tensor.dtype in FP8:
-                return f"cuDNN writes no {tensor.dtype} behind it"
-        # Of relu(Y + residual) the sum, as a further result, holds other numbers. A mask of that
-        # relu is right.
+                return f"cuDNN cannot write {tensor.dtype} after it"
+        # If relu(Y + residual) also returns the sum, the sum is wrong. A mask of that relu is
+        # correct.
         after = {tensors["Y"].name}
         for call in graph.calls:
             names = {name for _, name in call.inputs}
             (_, result), *_ = call.outputs
             if names & after and graph.tensor(result).dtype != "bool":
                 if names & after & {*graph.outputs}:
-                    return f"{call.name} reads what the graph returns as well"
+                    return f"{call.name} reads a tensor that the graph also returns"
                 after.add(result)
         return super()._wrong_in_plan(tensors, graph)

@@ -1,4 +1,4 @@
-"""What normalizations of rows have in common, and which of cuDNN's engines are good at them."""
+"""Base classes of row normalizations, and which cuDNN engines are fast for them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from .._core.transforms.derivation import Derivation
 
 _REQUIRES = (
-    "the normalized dimensions are the last in memory; epsilon is a Python number; the fast "
-    "engines take input, scale and result of one dtype, and rows of lengths such as 768, 1024 or "
-    "5120 elements, but not of 1000"
+    "the normalized dimensions are the last in memory; epsilon is a Python scalar; the fast "
+    "engines require one dtype for input, scale and result, and support row lengths such as 768, "
+    "1024 or 5120, but not 1000"
 )
 _ROUNDING = "mean and variance in float32, of distances from the mean"
 
 
 class OfRows(Normalizing):
-    """What a normalization of rows and its backward have in common."""
+    """A row normalization or its backward."""
 
     merges = True
     prologue = ANY
     requires = _REQUIRES
 
     extent: ClassVar[Rows]
-    # Measured on an H200 with cuDNN 9.19: the engine for all shapes takes three times as long as
-    # XLA in the forward and up to 45 times in the backward. Rows of 1000 elements have no other.
+    # Measured on an H200 with cuDNN 9.19: the engine for all shapes takes 3 times as long as XLA in
+    # the forward and up to 45 times in the backward. It is the only one for rows of 1000 elements.
     slow = (1,)
     in_front: ClassVar[type[Normalizing] | None] = None
-    """The class that takes a dimension in front of all operands, each with a scale of its own."""
+    """The class for a leading dimension in all operands, with a separate scale per index."""
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         x = tensors["input"]
@@ -55,19 +55,20 @@ class OfRows(Normalizing):
         return math.prod(x[axis] for axis in self.extent.reduced(x, scale))
 
     def begins(self, tensors: Tensors, order: Sequence[int]) -> Collection[int]:
-        """A row, and what follows the examples: with one row each, nothing else parts these."""
+        """The axes that begin a row or follow the batch: with one row per batch element, nothing
+        else separates these."""
         axes = self.extent.reduced(tensors["input"].shape, tensors["scale"].shape)
         rows = [next(axis for axis in order if axis in axes)] if axes else []
         return (*rows, *order[self.extent.first : 2 * self.extent.first])
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        """cuDNN has other kernels for rows that fill a block of threads once, or several times."""
+        """cuDNN has separate kernels for rows that fit one block of threads and for longer ones."""
         length = self.length(tensors)
         words = " of short rows" if length <= 256 else " of long rows" if length > 4096 else ""
         return super().pattern(tensors) + words
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
-        """Into rows, where only what has rows is batched; else in front, with a scale each."""
+        """Into the rows if only row-wise operands are batched; otherwise leading."""
         of_rows = {"input", "Y", "mean", "inv_var"}
         if batched <= of_rows and not isinstance(self, NormalizationBackward):
             shape, scale = tensors["input"].shape, tensors["scale"].shape
@@ -90,25 +91,25 @@ class OfRows(Normalizing):
 
 
 def ones(g: Derivation, scale: Tensor) -> GraphTensor:
-    """A scale of ones, for rows in front of which a dimension of vmap stands."""
+    """A scale of ones, for rows with a leading vmap dimension."""
     like = Tensor("", (1, *scale.shape), scale.dtype)
     one = g.constant(Tensor("", (), "float32", (1.0).hex()), len(like.shape))
     return g.rounded(g.broadcast(one, like.shape), like.dtype)
 
 
 class BackwardOfRows(OfRows, NormalizationBackward):
-    """Sums over rows as well, so that few rows leave much of a GPU idle."""
+    """Also sums over rows, so with few rows much of the GPU is idle."""
 
     def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
         # Measured on an H200 with cuDNN 9.19: 1024 rows of 12288 elements take up to twice as long
-        # where a row is not split, as heuristics propose first.
+        # without splitting rows, which the heuristics propose first.
         length, x = self.length(tensors), tensors["input"].shape
         few_long_rows = length > 8192 and math.prod(x) // length <= 2048
         return -1 if few_long_rows and engine == 4 and knobs.get("SPLIT_COLS", 0) > 0 else 0
 
 
 class ForwardOfRows(OfRows, Phased):
-    """cuDNN computes the rows themselves in the same plan, from whatever is in front."""
+    """cuDNN fuses the operations that compute the input into the same plan."""
 
     rounding = _ROUNDING
     computed = ("input",)
@@ -116,6 +117,6 @@ class ForwardOfRows(OfRows, Phased):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         for call in graph.calls:
             if call.node.ports.is_elementwise and call.node.method.endswith("_backward"):
-                # Planning ends the process (SIGSEGV in cuDNN 9.19, of float32).
-                return f"cuDNN's planner fails on {call.name} in its plan: it is one of its own"
+                # Planning crashes the process (SIGSEGV in cuDNN 9.19, float32).
+                return f"cuDNN's planner fails with {call.name} in the same plan"
         return super().refuses(tensors, graph)

@@ -1,4 +1,4 @@
-"""Normalizations of rows in the conventions of jax.nn and Flax: any rank, any axis."""
+"""Row normalizations with the conventions of jax.nn and Flax: any rank, any axis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADA_LAYER_NORM = GraphFunction(norm, name="ada_layer_norm")
 
 
 class Asked(NamedTuple):
-    """A node of a graph function, and how it is asked for."""
+    """A graph function with the arguments of one call."""
 
     function: GraphFunction
     kind: str
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
     def of(
         self, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
     ) -> tuple[jax.Array, ...]:
-        """Its results, the first in the dtype of x."""
+        """The results; the first has the dtype of x."""
         return chosen(self.function, self.options, None, self.implementation)(
             x,
             scale,
@@ -58,7 +58,7 @@ class Moved(NamedTuple):
 
     x: jax.Array
     order: tuple[int, ...]
-    """Where each axis stood before."""
+    """The original position of each axis."""
 
     def back(self, y: jax.Array) -> jax.Array:
         return transpose(y, np.argsort(self.order))
@@ -81,24 +81,24 @@ def rms_norm(
 
     Args:
         x: any shape; float32, bfloat16 or float16.
-        scale: of the shape of the normalized axes, in the array's order; none is 1. cuDNN's fast
-            kernels take one of ``x``'s dtype.
-        axis: the normalized axes. The last ones are read where they lie; others are moved there,
-            which costs nothing where they lie last in memory.
-        epsilon: added to the mean square. A Python number is part of the plan's call; an array may
-            be computed in the program, and then XLA runs the normalization, because cuDNN reads
-            it before it starts.
-        zero_centered_scale: multiply by ``1 + scale``, as for parameters that decay to 0.
+        scale: has the shape of the normalized axes, in the order of ``x``; 1 if omitted. cuDNN's
+            fast kernels require the dtype of ``x``.
+        axis: the normalized axes. Trailing axes need no copy; other axes are moved to the end,
+            which is free if they are last in memory.
+        epsilon: added to the mean square. cuDNN needs a Python scalar; with an array, XLA runs the
+            normalization.
+        zero_centered_scale: multiply by ``1 + scale``, for parameters that decay to 0.
         return_statistics: also return inv_rms.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
-    Returns: y, of the shape and dtype of x; with ``return_statistics`` (y, inv_rms), inv_rms in
-    float32 with 1 in the normalized axes. All may be differentiated; the forward keeps inv_rms.
+    Returns: y, with the shape and dtype of x; with ``return_statistics`` (y, inv_rms), where
+    inv_rms is float32 with size 1 in the normalized axes. All results are differentiable; the
+    forward keeps inv_rms for the backward.
 
     Raises:
-        GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
-        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it.
+        GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: with ``implementation="cudnn"``, if cuDNN cannot run it.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467; ``flax.nnx.RMSNorm``; cuDNN documentation,
     ``CUDNN_RMS_NORM``.
@@ -128,17 +128,17 @@ def layer_norm(
     """Layer normalization.
 
     ``(x - mean) * inv_std * scale + bias`` with ``inv_std = (var + epsilon)**-0.5``; mean and
-    (biased) variance over ``axis``, in float32, of distances from the mean.
+    (biased) variance over ``axis``, in float32. The variance sums squared distances from the mean.
 
     Args:
         x, axis, epsilon, zero_centered_scale, implementation, options: as in :func:`rms_norm`.
-        scale: of the shape of the normalized axes, in their order; none is 1.
-        bias: like scale; none is 0.
+        scale: has the shape of the normalized axes, in the order of ``x``; 1 if omitted.
+        bias: like scale; 0 if omitted.
         return_statistics: also return (mean, inv_std).
 
-    Returns: y, of the shape and dtype of x; with ``return_statistics`` (y, (mean, inv_std)), these
-    in float32 with 1 in the normalized axes. All may be differentiated; the forward keeps
-    mean and inv_std alone.
+    Returns: y, with the shape and dtype of x; with ``return_statistics`` (y, (mean, inv_std)),
+    where the statistics are float32 with size 1 in the normalized axes. All results are
+    differentiable; the forward keeps only mean and inv_std for the backward.
 
     Raises: as :func:`rms_norm`. Source: Ba et al. 2016, arXiv:1607.06450;
     ``flax.nnx.LayerNorm``; cuDNN documentation, ``CUDNN_LAYER_NORM``.
@@ -164,15 +164,15 @@ def ada_layer_norm(
     implementation: str | None = None,
     options: Options | None = None,
 ) -> Any:
-    """Layer normalization of the last axis with a scale and bias for each example.
+    """Layer normalization of the last axis with a scale and bias per batch element.
 
-    As :func:`layer_norm`, where ``scale`` and ``bias`` depend on the first axis, as diffusion
-    transformers compute them from what they are conditioned on.
+    As :func:`layer_norm`, but ``scale`` and ``bias`` depend on the first axis. Diffusion
+    transformers compute them from the conditioning.
 
     Args:
         x: (batch, ..., features).
         scale: (batch, features).
-        bias: (batch, features); none is 0.
+        bias: (batch, features); 0 if omitted.
         epsilon, zero_centered_scale, return_statistics, implementation, options: as in
             :func:`layer_norm`.
 
@@ -189,7 +189,7 @@ def ada_layer_norm(
         raise GraphError(
             "x has no batch axis", expected="(batch, ..., features)", got=f"shape {x.shape}"
         )
-    wide = x[:, None] if x.ndim == 2 else x  # with two axes each example is one row
+    wide = x[:, None] if x.ndim == 2 else x  # with two axes each batch element is one row
     shape = (x.shape[0], *(1,) * (wide.ndim - 2), x.shape[-1])
     wanted = (x.shape[0], x.shape[-1])
     gamma, beta = (parameter(name, p, wanted) for name, p in (("scale", scale), ("bias", bias)))
@@ -207,7 +207,7 @@ def ada_layer_norm(
 def _of_rows(
     asked: Asked, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, axis: Axes
 ) -> list[jax.Array]:
-    """A normalization over some axes: they are moved to the end, and back."""
+    """Normalizes over some axes: moves them to the end, and back."""
     x = floating("x", x)
     axes = normalized_axes(x, axis)
     order = (*(a for a in range(x.ndim) if a not in axes), *axes)
@@ -217,7 +217,7 @@ def _of_rows(
     asked = asked._replace(zero_centered=asked.zero_centered and scale is not None)
     dtype = next((p.dtype for p in (scale, bias) if p is not None), x.dtype)
     scale = jnp.ones(row, dtype) if scale is None else scale
-    if asked.kind == "layernorm":  # it has always one
+    if asked.kind == "layernorm":  # the graph always has a bias
         bias = jnp.zeros(row, dtype) if bias is None else bias
     wide = moved.x if len(axes) < x.ndim else moved.x[None]  # one row
     shape = (*(1,) * (wide.ndim - len(row)), *row)

@@ -1,4 +1,4 @@
-"""What the backwards of attention have in common: an algorithm whose sums have one order."""
+"""A deterministic algorithm for the backwards of attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .._core.graph.node import Node, frozen
 
 @frozen
 class Ordered(Node):
-    """A backward whose sums have one order where that is asked for. cuDNN's engines say nothing of
-    it in their notes, so that options alone would leave none of them out."""
+    """A backward with a fixed order of summation if requested. The engines' notes do not report
+    determinism here, so options alone cannot exclude the others."""
 
     use_deterministic_algorithm: bool = False
 
@@ -23,6 +23,6 @@ class Ordered(Node):
         return dataclasses.replace(self, use_deterministic_algorithm=True)
 
     def keywords(self) -> dict[str, Any]:
-        """Without flags that are not set, which older frontends do not all know."""
+        """Without unset flags, some of which older frontends do not know."""
         attributes = super().keywords()
         return {name: value for name, value in attributes.items() if value is not False}

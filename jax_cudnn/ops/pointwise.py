@@ -1,4 +1,4 @@
-"""Arithmetic of two operands, element by element. It computes in float32."""
+"""Element-wise arithmetic of two operands. It computes in float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHANNELS = (8, 64, 14, 14), (1, 64, 1, 1)
 
 
 def _binary(*ports: str, positive: tuple[str, ...] = ()) -> tuple[Example, ...]:
-    """Examples of one shape, and beside a bias of channels."""
+    """Examples with equal shapes, and with a bias per channel."""
     return (
         Example(dict.fromkeys(ports, IMAGES), "bfloat16", positive=positive),
         Example(dict.fromkeys(ports, ROWS), "float32", positive=positive),
@@ -43,9 +43,9 @@ def _slope_of_exponent(g: Derivation, t: Any, input0: Any, OUT_0: Any) -> GraphT
     slopes={"a": lambda g, t: t, "b": lambda g, t: t},
 )
 def add(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Sum ``OUT_0 = a + b`` of two tensors of one rank; dimensions of size 1 broadcast.
+    """Sum ``OUT_0 = a + b`` of two tensors of equal rank; dimensions of size 1 broadcast.
 
-    Integers are added in float32, so exactly up to 2**24, and the result saturates.
+    Adds integers in float32, which is exact up to 2**24; the result saturates.
     Source: cuDNN documentation, ``CUDNN_POINTWISE_ADD``.
     """
     return a + b
@@ -70,7 +70,7 @@ def sub(a: jax.Array, b: jax.Array) -> jax.Array:
     slopes={"a": lambda g, t, b: t * b, "b": lambda g, t, a: t * a},
 )
 def mul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Product ``OUT_0 = a * b`` of two tensors of one rank; dimensions of size 1 broadcast.
+    """Product ``OUT_0 = a * b`` of two tensors of equal rank; dimensions of size 1 broadcast.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_MUL``.
     """
@@ -105,8 +105,8 @@ def div(a: jax.Array, b: jax.Array) -> jax.Array:
 def min(input0: jax.Array, input1: jax.Array) -> jax.Array:
     """The smaller operand; dimensions of size 1 broadcast.
 
-    Where one is NaN the result is the other (jnp.fmin; jnp.minimum gives NaN): without
-    ``CUDNN_ATTR_POINTWISE_NAN_PROPAGATION`` NaN does not propagate.
+    If one operand is NaN, the result is the other, as in jnp.fmin (jnp.minimum returns NaN):
+    without ``CUDNN_ATTR_POINTWISE_NAN_PROPAGATION`` NaN does not propagate.
     Source: cuDNN documentation, ``CUDNN_POINTWISE_MIN``.
     """
     return jnp.fmin(input0, input1)
@@ -127,8 +127,8 @@ def min(input0: jax.Array, input1: jax.Array) -> jax.Array:
 def max(input0: jax.Array, input1: jax.Array) -> jax.Array:
     """The larger operand; dimensions of size 1 broadcast.
 
-    Where one is NaN the result is the other (jnp.fmax; jnp.maximum gives NaN): without
-    ``CUDNN_ATTR_POINTWISE_NAN_PROPAGATION`` NaN does not propagate.
+    If one operand is NaN, the result is the other, as in jnp.fmax (jnp.maximum returns NaN):
+    without ``CUDNN_ATTR_POINTWISE_NAN_PROPAGATION`` NaN does not propagate.
     Source: cuDNN documentation, ``CUDNN_POINTWISE_MAX``.
     """
     return jnp.fmax(input0, input1)
@@ -149,8 +149,8 @@ def max(input0: jax.Array, input1: jax.Array) -> jax.Array:
 def mod(input0: jax.Array, input1: jax.Array) -> jax.Array:
     """Floating-point remainder ``OUT_0 = input0 - input1 * trunc(input0 / input1)``.
 
-    C's fmod: the result has the sign of ``input0`` (jnp.fmod; Python's ``%`` and jnp.mod have that
-    of the divisor). Dimensions of size 1 broadcast; a divisor of 0 gives NaN.
+    As C's fmod and jnp.fmod, the result has the sign of ``input0`` (in Python's ``%`` and jnp.mod
+    it has the sign of the divisor). Dimensions of size 1 broadcast; a divisor of 0 gives NaN.
     Source: cuDNN documentation, ``CUDNN_POINTWISE_MOD``.
     """
     return jnp.fmod(input0, input1)
@@ -159,14 +159,14 @@ def mod(input0: jax.Array, input1: jax.Array) -> jax.Array:
 @elementwise(
     singular=True,
     jax_names=("power", "pow", "float_power"),
-    rounding="the relative error of x**y grows with y * log(x), as that of any power",
+    rounding="the relative error of x**y grows with y * log(x)",
     examples=_binary("input0", "input1", positive=("input0",)),
     slopes={"input0": _slope_of_base, "input1": _slope_of_exponent},
 )
 def pow(input0: jax.Array, input1: jax.Array) -> jax.Array:
     """Power ``OUT_0 = input0 ** input1``; dimensions of size 1 broadcast.
 
-    As C's powf: NaN for a negative base with an exponent that is no integer, 1 for exponent 0.
+    As C's powf: NaN for a negative base with a non-integer exponent, 1 for exponent 0.
     Source: cuDNN documentation, ``CUDNN_POINTWISE_POW``.
     """
     return jnp.power(input0, input1)
@@ -177,7 +177,7 @@ def pow(input0: jax.Array, input1: jax.Array) -> jax.Array:
     slopes={"a": lambda g, t: t, "b": lambda g, t, b: t * (b + b)},
 )
 def add_square(a: jax.Array, b: jax.Array) -> jax.Array:
-    """A square added: ``OUT_0 = a + b * b``; dimensions of size 1 broadcast.
+    """Adds a square: ``OUT_0 = a + b * b``; dimensions of size 1 broadcast.
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_ADD_SQUARE``.
     """
@@ -198,7 +198,8 @@ def bias(input: jax.Array, bias: jax.Array) -> jax.Array:
 
     Args:
         input: any rank, for example (N, C, H, W) or (B, M, N).
-        bias: the same rank, each dimension 1 or that of ``input``: (1, C, 1, 1), (1, 1, N).
+        bias: same rank; each dimension is 1 or equal to that of ``input``, for example (1, C, 1, 1)
+            or (1, 1, N).
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_ADD``.
     """
@@ -217,11 +218,12 @@ def bias(input: jax.Array, bias: jax.Array) -> jax.Array:
     },
 )
 def scale(input: jax.Array, scale: jax.Array) -> jax.Array:
-    """Scales: ``OUT_0 = input * scale``, with the shape of ``input``.
+    """Multiplies by a scale: ``OUT_0 = input * scale``, with the shape of ``input``.
 
     Args:
         input: any rank, for example (N, C, H, W) or (B, M, N).
-        scale: the same rank, each dimension 1 or that of ``input``: (1, C, 1, 1), (1, 1, N).
+        scale: same rank; each dimension is 1 or equal to that of ``input``, for example
+            (1, C, 1, 1) or (1, 1, N).
 
     Source: cuDNN documentation, ``CUDNN_POINTWISE_MUL``.
     """

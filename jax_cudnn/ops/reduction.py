@@ -38,7 +38,7 @@ def _product_of_nonzeros(x: jax.Array, **axes: Any) -> jax.Array:
 
 
 def _largest(x: jax.Array, **axes: Any) -> jax.Array:
-    """cuDNN passes over NaN, which jnp.max would return."""
+    """cuDNN ignores NaN; jnp.max would return it."""
     return jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), **axes)
 
 
@@ -71,15 +71,15 @@ class Reduction(Node):
     Args:
         input: any shape.
         mode: a string or a member of ``cudnn.reduction_mode``: "ADD" (sum), "MUL" (product),
-            "MIN", "MAX", "AMAX" (largest magnitude; all three pass over NaN), "AVG" (mean),
+            "MIN", "MAX", "AMAX" (largest magnitude; all three ignore NaN), "AVG" (mean),
             "NORM1" (sum of magnitudes), "NORM2" (root of the sum of squares), "MUL_NO_ZEROS"
-            (product of what is not 0).
-        out_dims: the shape of the output, of input's rank: each dimension 1 or input's; all 1
-            when omitted. ``.set_dim([...])`` on the result does the same, as in pygraph.
+            (product of the nonzero elements).
+        out_dims: the shape of the output: the rank of the input, each dimension 1 or equal to that
+            of the input; default all 1. ``.set_dim([...])`` on the result is equivalent, as in
+            pygraph.
 
-    The result is the float32 accumulator: cuDNN writes no other type. cuDNN's engines know ADD,
-    MIN, MAX and AMAX, behind a convolution or matmul MUL, too; the other modes run on the
-    reference alone.
+    The result is float32, the only type that cuDNN writes here. cuDNN has engines for ADD, MIN, MAX
+    and AMAX, and for MUL after a convolution or matmul; other modes run in XLA.
     Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_REDUCTION``.
     """
 
@@ -88,12 +88,12 @@ class Reduction(Node):
     jax_names = ("sum", "reduce_sum", "max", "min", "amax", "amin", "mean", "prod")
     dtypes = (*FLOATS, *FP8, "int8", "uint8", "int32")
     requires = (
-        "alone it reduces the last dimension (C of NCHW), or all the others, or everything; "
-        "it must be the last node of a graph; cuDNN has engines for the modes ADD, MIN, MAX and "
-        "AMAX, and for MUL behind a convolution or matmul (for NORM1 reduce abs(x) with ADD; for "
+        "it is the last node of a graph; alone in a graph it reduces the last dimension (C of "
+        "NCHW), all but the last, or everything; cuDNN has engines for the modes ADD, MIN, MAX and "
+        "AMAX, and for MUL after a convolution or matmul (for NORM1 reduce abs(x) with ADD; for "
         "AVG and NORM2 reduce x, or its square, with ADD, and divide or take the root in jnp)"
     )
-    rounding = "the order of summation is cuDNN's own; MIN, MAX and AMAX pass over NaN"
+    rounding = "cuDNN chooses the order of summation; MIN, MAX and AMAX ignore NaN"
     examples = (
         Example({"input": (8, 64, 28, 28)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 64, 1, 1]}),
         Example({"input": (512, 256)}, "float32", {"mode": "ADD", "out_dims": [512, 1]}),
@@ -134,8 +134,8 @@ class Reduction(Node):
         out = (1,) * len(shape) if self.out_dims is None else self.out_dims
         if len(out) != len(shape) or any(o not in (1, s) for o, s in zip(out, shape, strict=True)):
             raise GraphError(
-                "the dimensions of the reduction's output do not fit",
-                expected=f"the rank of {list(shape)}, each dimension 1 or the same",
+                "the output shape of the reduction does not fit",
+                expected=f"the rank of {list(shape)}, each dimension 1 or equal to it",
                 got=f"out_dims={list(out)}",
             )
         return {"Y": (tuple(out), "float32")}
@@ -143,7 +143,7 @@ class Reduction(Node):
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         input, output = tensors["input"], tensors["Y"]
         order = input.order or range(len(input.shape))
-        # Whether it is reduced, for each dimension from the slowest in memory to the fastest.
+        # Whether each dimension is reduced, from the slowest in memory to the fastest.
         reduced = [output.shape[i] == 1 for i in order if input.shape[i] > 1]
         if all(reduced):
             return "reduction of everything"

@@ -1,4 +1,4 @@
-"""Dimensions that graphs merge into one, and that a mesh may shard."""
+"""Graphs that merge dimensions which a mesh may shard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._core.implementation import CUDNN, current
 log = logging.getLogger("jax_cudnn")
 
 _tried: ContextVar[bool] = ContextVar("tried", default=False)
-"""Whether only the sharding of a result is asked for, by a trial."""
+"""Whether this is a trial that only determines the sharding of a result."""
 
 
 def merged_or_plain(
@@ -27,17 +27,16 @@ def merged_or_plain(
     operands: Sequence[jax.Array | None],
     auto: bool,
 ) -> jax.Array:
-    """What ``merged`` computes; on a mesh that may shard what it merges, what ``plain`` does.
+    """The result of ``merged``, or of ``plain`` if a mesh may shard the merged dimensions.
 
     Args:
-        name: what is computed, for the debug log.
+        name: the operation, for the debug log.
         merged: computes with some dimensions merged.
-        plain: computes the same with all dimensions as they lie, and shards the result by lax's
-            rules.
-        groups: the sizes of dimensions that become one.
-        operands: the arrays that both compute with.
-        auto: whether ``plain`` is to be taken on axes that are the compiler's (Auto), too. No type
-            says what they shard, and where that is merged behind another dimension XLA gathers it.
+        plain: computes the same without merging, and shards the result by lax's rules.
+        groups: for each merged dimension, the sizes of its parts.
+        operands: the operands of both.
+        auto: whether to use ``plain`` with Auto mesh axes, too. Types do not show what these
+            shard, and XLA gathers a sharded dimension that is merged after another one.
     """
     if not any(sum(size > 1 for size in group) > 1 for group in groups):
         return merged()
@@ -56,14 +55,14 @@ def merged_or_plain(
 
 
 def _alike(merged: Callable[[], jax.Array], plain: Callable[[], jax.Array]) -> bool:
-    """Whether both shard their results alike on explicit axes; so, too, where only lax has no rule:
-    where neither has one, lax's words are those to read."""
+    """Whether both shard their results equally on explicit axes. True if only ``plain`` has no
+    rule; False if neither has one, so that the user sees lax's error."""
     made = _spec(merged)
     return made is not None and _spec(plain) in (made, None)
 
 
 def _spec(function: Callable[[], jax.Array]) -> PartitionSpec | None:
-    """How a result is sharded, or None where there is no rule for it."""
+    """The sharding of a result, or None if there is no rule for it."""
     token = _tried.set(True)
     try:
         return jax.typeof(jax.eval_shape(function)).sharding.spec
@@ -74,7 +73,7 @@ def _spec(function: Callable[[], jax.Array]) -> PartitionSpec | None:
 
 
 def _by_lax(merged: Callable[[], jax.Array], plain: Callable[[], jax.Array]) -> jax.Array:
-    """What has the sharding of the result, for a trial of what is around it."""
+    """A result with the right sharding, for a trial of an enclosing function."""
     try:
         return plain()
     except compat.ShardingTypeError:

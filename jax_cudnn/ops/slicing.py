@@ -1,4 +1,4 @@
-"""Parts of tensors, and tensors of parts: slice and concatenate."""
+"""Slice and concatenate."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 @register
 @frozen
 class Slice(Node):
-    """A part of a tensor, as ``input[slices]`` with Python's slices.
+    """A slice of a tensor, as ``input[slices]`` with Python slices.
 
     Args:
         input: any shape.
-        slices: one Python slice for each dimension; steps are positive.
+        slices: one Python slice per dimension, with positive steps.
 
-    Any element type. In a plan the part is read where it lies in the operand, without a copy.
+    Any element type. A plan reads the slice directly from the operand, without a copy.
     Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_SLICE_DESCRIPTOR``.
     """
 
@@ -43,8 +43,8 @@ class Slice(Node):
     moves = True
     dtypes = (*NUMBERS, "bool")
     requires = (
-        "cuDNN 9.22 or newer; of an operand of the graph, into a matmul, with steps of 1; "
-        "otherwise slice arrays before the call, or returned ones after it"
+        "cuDNN 9.22 or newer; it slices an operand of the graph, with steps of 1, for a matmul; "
+        "otherwise slice arrays before the call, or results after it"
     )
     examples = (
         Example(
@@ -62,7 +62,7 @@ class Slice(Node):
     )
 
     slices: tuple[tuple[int | None, int | None, int | None], ...]
-    """(start, stop, step): slices themselves have no hash before Python 3.12."""
+    """(start, stop, step): slices are not hashable before Python 3.12."""
 
     @classmethod
     def create(cls, slices: Sequence[slice]) -> Slice:
@@ -75,7 +75,7 @@ class Slice(Node):
         except (TypeError, AttributeError):
             raise GraphTypeError(
                 "slices is not valid",
-                expected="a list of Python slices of integers, one for each dimension",
+                expected="a list of Python slices of integers, one per dimension",
                 got=repr(slices)[:200],
             ) from None
 
@@ -85,8 +85,8 @@ class Slice(Node):
         if len(self.slices) != len(source.shape) or any((s[2] or 1) < 1 for s in self.slices):
             raise GraphError(
                 "the slices do not fit",
-                expected=f"{len(source.shape)} slices with steps of at least 1, one for each "
-                f"dimension of {list(source.shape)}",
+                expected=f"{len(source.shape)} slices with steps of at least 1, one per dimension "
+                f"of {list(source.shape)}",
                 got=str([slice(*bounds) for bounds in self.slices]),
             )
         ranges = self._ranges(source.shape)
@@ -122,7 +122,7 @@ class Slice(Node):
         return [s * part.step for s, part in zip(strides, self._ranges(dims), strict=True)]
 
     def _ranges(self, dims: Sequence[int]) -> list[range]:
-        """The indices taken of each dimension; cuDNN's view may have more of them, of size 1."""
+        """The indices per dimension; cuDNN's view may have more dimensions, of size 1."""
         missing = len(dims) - len(self.slices)
         bounds = [*self.slices[:2], *((None, None, None),) * missing, *self.slices[2:]]
         return [range(*slice(*b).indices(size)) for b, size in zip(bounds, dims, strict=True)]
@@ -131,13 +131,13 @@ class Slice(Node):
 @register
 @frozen
 class Concatenate(Node):
-    """The inputs one after the other along an axis, as ``jnp.concatenate``.
+    """Concatenates the inputs along an axis, as ``jnp.concatenate``.
 
     Args:
-        inputs: a list of tensors of one rank and dtype, which differ in size along ``axis`` only.
-        axis: the dimension; negative ones count from the last.
-        in_place_index: accepted for pygraph's sake, where it names the input whose memory the
-            result already is. JAX's arrays do not change, so the result is always new.
+        inputs: a list of tensors of equal rank and dtype that differ in size along ``axis`` only.
+        axis: the dimension; negative values count from the end.
+        in_place_index: accepted for compatibility with pygraph, where it names the input that
+            shares memory with the result. JAX arrays are immutable, so the result is always new.
 
     Any element type. Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_CONCAT_DESCRIPTOR``.
     """
@@ -149,8 +149,8 @@ class Concatenate(Node):
     dtypes = (*NUMBERS, "bool")
     leftover = True
     requires = (
-        "XLA runs it in the same program: cuDNN takes it only beside a convolution, and then "
-        "leaves the other operands' part of the result unwritten (measured: H200, cuDNN 9.19)"
+        "runs in XLA, in the same program: cuDNN accepts it only with a convolution, and then does "
+        "not write the other operands' part of the result (measured: H200, cuDNN 9.19)"
     )
     examples = (
         Example({"inputs": [(2, 3, 5), (2, 4, 5)]}, "bfloat16", {"axis": 1}),
@@ -171,7 +171,7 @@ class Concatenate(Node):
             return cls(operator.index(axis), index)
         except TypeError:
             raise GraphTypeError(
-                "axis and in_place_index are integers",
+                "axis and in_place_index must be integers",
                 got=f"axis={axis!r}, in_place_index={in_place_index!r}",
             ) from None
 
@@ -187,12 +187,12 @@ class Concatenate(Node):
         if len(others) > 1:
             raise GraphError(
                 "the inputs do not fit each other",
-                expected=f"one dtype, and one shape but for dimension {self.axis}",
+                expected=f"equal dtypes, and equal shapes except in dimension {self.axis}",
                 got=listed,
             )
         if self.in_place_index is not None and not 0 <= self.in_place_index < len(inputs):
             raise GraphError(
-                "in_place_index names no input",
+                "in_place_index is out of range",
                 expected=f"0 to {len(inputs) - 1}",
                 got=f"in_place_index={self.in_place_index}",
             )

@@ -1,4 +1,4 @@
-"""Sums that a batch normalization needs of what a convolution computes."""
+"""The sums that a batch normalization needs of a convolution's result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @register
 class Genstats(Node):
-    """Sums over everything but the channels, for the statistics of a batch normalization.
+    """Sums over all dimensions but the channels, for the statistics of a batch normalization.
 
     ``SUM[c] = sum over n, x of input[n,c,x]`` and ``SQ_SUM[c] = sum over n, x of
     input[n,c,x]**2``, both (1, C, 1, ...) in float32.
@@ -38,8 +38,8 @@ class Genstats(Node):
     dims = "input: n c *x -> SUM: n c *x, SQ_SUM: n c *x"
     batch = "c"
     requires = (
-        "beside a convolution of float16, whose result is float16 (.set_data_type) and returned, "
-        "too; in other graphs, two reductions give the same sums"
+        "it follows a float16 convolution whose result is float16 (.set_data_type) and is also "
+        "returned; in other graphs, two reductions compute the same sums"
     )
     examples = (
         Example({"input": (8, 64, 28, 28)}, "float16", alone=False),

@@ -226,7 +226,7 @@ def test_what_cudnn_has_no_operation_for_is_laxs_and_said(words, key, caplog):
         (lambda x, w: jc.ops.conv(x, w, activation="mish"), "gelu_exact"),
         (lambda x, w: jc.ops.conv(x, w, activation="GELU"), "did you mean 'gelu'"),
         (lambda x, w: jc.graph(lambda g, x: g.ReLU(x))(x), r"did you mean g\.relu"),
-        (lambda x, w: jc.ops.conv(x, w.astype(jnp.int8)), "no product in cuDNN"),
+        (lambda x, w: jc.ops.conv(x, w.astype(jnp.int8)), "no product of these dtypes"),
         (lambda x, w: jc.ops.matmul(x, w[..., :2]), "do not fit"),
     ],
     ids=["groups", "bias", "activation", "capitals", "operation", "dtype", "contraction"],

@@ -87,7 +87,7 @@ ROWS, SCALE, STATISTIC = ((64, 1024), HALF), ((1, 1024), HALF), ((64, 1), HALF)
 CHANNELS = ((1, 64, 1, 1), HALF)
 NOT_ASKED_FOR = [  # most found by random graphs on an H200: function, operands, words of the reason
     (lambda g, x, b: g.mul(x, g.exp(b)), FULL_ROW, "b is computed in the graph"),
-    (lambda g, x, b: g.relu_backward(b, x), FULL_ROW, "of one shape"),
+    (lambda g, x, b: g.relu_backward(b, x), FULL_ROW, "equal shapes only"),
     (
         lambda g, x, w, b: g.add(conv(g, x, w), b),
         [IMAGE, WEIGHT, ((1, 1, 8, 8), HALF)],
@@ -101,7 +101,7 @@ NOT_ASKED_FOR = [  # most found by random graphs on an H200: function, operands,
     (
         lambda g, x, w: g.relu(conv(g, x, w)).set_stride([4096, 64, 8, 1]),
         WIDE,
-        "beside arrays of a conv",
+        "but the arrays of the convolution",
     ),
     (lambda g, x, y: (g.relu(x), g.relu(y)), [IMAGE, IMAGE], "nothing in common"),
     (lambda g, x, a: (g.relu(x), g.relu(a)), [IMAGE, MATRIX], "tensors of ranks 3, 4"),
@@ -130,7 +130,7 @@ NOT_ASKED_FOR = [  # most found by random graphs on an H200: function, operands,
         "both operands are the same tensor",
     ),
     (lambda g, a: g.matmul(a, a), [MATRIX], "operands are the same tensor"),
-    (lambda g, a: g.matmul(narrow(g.erf(a)), a), [MATRIX], "are made of the same tensor"),
+    (lambda g, a: g.matmul(narrow(g.erf(a)), a), [MATRIX], "computed from the same tensor"),
     (
         lambda g, x, s, m, v: g.layernorm_backward(x, x, s, m, v)[0],
         [ROWS, SCALE, STATISTIC, ((64, 1), "float32")],
@@ -139,12 +139,12 @@ NOT_ASKED_FOR = [  # most found by random graphs on an H200: function, operands,
     (
         lambda g, x, *s: g.batchnorm(x, *s, 1e-5, 0.1)[0].set_data_type("float8_e4m3fn"),
         [IMAGE, *[((1, 64, 1, 1), "float32")] * 4],
-        "writes no float8_e4m3fn behind it",
+        "cannot write float8_e4m3fn after it",
     ),
     (
         lambda g, a, b: g.matmul(narrow(g.relu(a)), b),
         [((1, 64, 33), HALF), ((1, 33, 64), HALF)],
-        "no multiple of 16 bytes",
+        "not a multiple of 16 bytes",
     ),
     (
         lambda g, x, w: apart(

@@ -93,8 +93,8 @@ ERRORS = [
     ({"scale": jnp.ones((6, 1))}, r"scale does not fit[^$]*\(6,\)"),
     ({"residual": jnp.ones((4, 5, 1, 6))}, "residual does not fit"),
     ({"activation": "mish"}, "unknown activation"),
-    ({"epsilon": jnp.ones(6)}, "epsilon is no number"),
-    ({"momentum": jnp.ones(6)}, "momentum is no number"),
+    ({"epsilon": jnp.ones(6)}, "epsilon is not a scalar"),
+    ({"momentum": jnp.ones(6)}, "momentum is not a scalar"),
     ({"training": jnp.array(True)}, r"Python bool[^$]*static_argnames"),
 ]
 OF_BATCH_NORM = [

@@ -212,7 +212,7 @@ REFUSED = [
     ),
     (forward("rmsnorm"), [S((64, 1), B), *[S((1, 1), B)] * 2], "one element"),
     # nvidia-cudnn-frontend 1.28 reads a null pointer there, which would end the process.
-    (forward("adalayernorm"), [S((2, 24, 96), F), S((2, 1, 96), F)], "give one of zeros"),
+    (forward("adalayernorm"), [S((2, 24, 96), F), S((2, 1, 96), F)], "pass a bias of zeros"),
 ]
 
 
@@ -237,7 +237,7 @@ def test_a_gradient_behind_is_cut_off(caplog):
     operands = [*[S((64, 4096), F)] * 2, *[S((1, 4096), F)] * 2]
     plan = planned(function, *operands, implementation="split")
     assert [segment.plan is None for segment in plan.segments] == [False, True]
-    assert "planner fails on swish_backward.0" in str(plan.explain())
+    assert "planner fails with swish_backward.0" in str(plan.explain())
     assert "died" not in caplog.text
 
 
