@@ -83,7 +83,7 @@ def attention_fn(
 
     It falls back to Flax's implementation, with a line in the debug log of the logger
     ``jax_cudnn``, for sown attention weights, shared dropout masks (Flax's default: pass
-    ``broadcast_dropout=False``), custom einsums, float64 and empty arrays. It also leaves a
+    ``broadcast_dropout=False``), custom einsums, other dtypes and empty arrays. It also leaves a
     ``dropout_rate`` outside of [0, 1) to Flax, whose newer versions reject it.
 
     A query that sees no key because of ``is_causal``, window or lengths alone returns 0. If

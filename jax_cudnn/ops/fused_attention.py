@@ -105,9 +105,9 @@ def dot_product_attention(
     the head sizes of keys and of values.
 
     Args:
-        query: (B, T, N, H) or (T, N, H); bfloat16, float16 or float32. In float32 cuDNN runs only
-            the forward pass, without lengths and with products in TF32, and nothing if JAX's
-            default matmul precision is "highest".
+        query: (B, T, N, H) or (T, N, H); bfloat16, float16 or float32; float64 runs in XLA. In
+            float32 cuDNN runs only the forward pass, without lengths and with products in TF32,
+            and nothing if JAX's default matmul precision is "highest".
         key: (B, S, K, H) or (S, K, H), of query's dtype. Each key head serves N / K consecutive
             query heads.
         value: (B, S, K, E) or (S, K, E), of query's dtype. E may differ from H.
@@ -164,8 +164,8 @@ def dot_product_attention(
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
     Returns: (B, T, N, E) or (T, N, E), of query's dtype. With ``return_residual`` also the natural
-    log-sum-exp of the softmax's input, (B, T, N) or (T, N) in float32, or with N before T under
-    ``heads_first``. Both are differentiable, and the forward pass keeps both for the backward pass.
+    log-sum-exp of the softmax's input, (B, T, N) or (T, N) in float32 (or float64), or with N
+    before T under ``heads_first``. Both are differentiable, and are kept for the backward pass.
 
     Differences from ``jax.nn``:
 

@@ -58,7 +58,7 @@ def packed_dot_product_attention(
     ``jnp.cumulative_sum(lengths, include_initial=True, dtype="int32")``.
 
     Args:
-        query: (T, N, H); bfloat16 or float16, or float32, which runs in XLA.
+        query: (T, N, H); bfloat16 or float16; float32 and float64 run in XLA.
         key: (S, K, H), of query's dtype. Each key head serves N / K consecutive query heads.
         value: (S, K, E), of query's dtype. E may differ from H.
         bias: added to the scaled scores, indexed by position in a sequence; broadcast to (B, N,

@@ -55,7 +55,7 @@ def paged_dot_product_attention(
     heads, H and E the head sizes of keys and of values.
 
     Args:
-        query: (B, T, N, H); bfloat16 or float16, or float32, which runs in XLA.
+        query: (B, T, N, H); bfloat16 or float16; float32 and float64 run in XLA.
         key_pages: (P, U, K, H), of query's dtype. Each key head serves N / K consecutive query
             heads.
         value_pages: (P, U, K, E), of query's dtype.

@@ -57,8 +57,7 @@ def dot_product_attention_qkv(
 
     Args:
         qkv: (B, T, N + 2 K, H), query heads first, then key heads, then value heads, with
-            ``num_heads``; or (B, T, 3, N, H). 16 bits or float32, see
-            :func:`dot_product_attention`.
+            ``num_heads``; or (B, T, 3, N, H). dtypes as in :func:`dot_product_attention`.
         num_heads: N, the number of query heads. Each key head serves N / K consecutive ones.
         bias: added to the scaled scores; of rank 4 or less, broadcast to (B, N, T, T) and rounded
             to qkv's dtype. Differentiable.
