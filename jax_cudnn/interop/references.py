@@ -12,7 +12,7 @@ from .._core.errors import GraphError
 from .._core.graph.source import user_line
 from .tensors import NamedTensor
 
-# Names of results in cuDNN's frontend, where they are not the ports' own.
+# Names of results in cuDNN's frontend that differ from the port's name.
 _PYGRAPH = {
     "inv_var": "INV_VARIANCE",
     "mean": "MEAN",
@@ -24,7 +24,7 @@ _PYGRAPH = {
 
 
 def result_name(method: str, port: str) -> str:
-    """What cuDNN's frontend calls a result of an operation."""
+    """The frontend's name of an operation's result."""
     if method == "reduction":
         return "OUT_0"
     if method == "rmsnorm_backward":
@@ -33,14 +33,14 @@ def result_name(method: str, port: str) -> str:
 
 
 def is_uid(reference: Any) -> bool:
-    """Whether a reference is a number, of Python's or NumPy's."""
+    """Whether a reference is a Python or NumPy integer."""
     return isinstance(reference, numbers.Integral) and not isinstance(reference, bool)
 
 
 class References:
-    """Finds the tensor that a reference means.
+    """Finds the tensor of a reference.
 
-    Arrays are known by identity and are not kept alive: a graph needs their shapes alone.
+    Arrays are identified by identity and are not kept alive: a graph needs only their shapes.
     """
 
     def __init__(self, tensors: Mapping[str, NamedTensor]) -> None:
@@ -50,7 +50,7 @@ class References:
         self._arrays: dict[int, tuple[Any, NamedTensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_arrays": {}}  # other processes, and copies, have others
+        return {**self.__dict__, "_arrays": {}}  # not valid in copies and other processes
 
     def copied(self, tensors: Mapping[str, NamedTensor]) -> References:
         """The same references to the tensors of a copied graph."""
@@ -63,45 +63,45 @@ class References:
         return made
 
     def name(self, name: str, tensor: NamedTensor) -> None:
-        """Have a name like ``conv2d::image`` mean a tensor."""
+        """Makes a name like ``conv2d::image`` refer to a tensor."""
         self._named.setdefault(name, tensor)
 
     def alias(self, name: str, tensor: NamedTensor) -> None:
-        """Have a name that error messages do not list mean a tensor."""
+        """Makes a name that error messages do not list refer to a tensor."""
         self._aliases.setdefault(name.lower(), tensor)
 
     def result(self, node: str, method: str, port: str, tensor: NamedTensor) -> None:
-        """Have a node's result be found by cuDNN's name and by the port's, in any case."""
+        """Makes cuDNN's and the port's name refer to a node's result, in upper or lower case."""
         self.name(f"{node}::{result_name(method, port)}", tensor)
         self.alias(f"{node}::{result_name(method, port)}", tensor)
         self.alias(f"{node}::{port}", tensor)
 
     def remember(self, array: Any, tensor: NamedTensor) -> None:
-        """Have an array, or a tensor of pygraph's, mean a tensor, as long as it lives."""
+        """Makes an array or a tensor of pygraph refer to a tensor, as long as it lives."""
         self._arrays[id(array)] = _weakly(array), tensor
 
     def recall(self, array: Any) -> NamedTensor | None:
-        """The tensor that an array was given for, if it was."""
+        """The tensor for which an array was passed, or None."""
         alive, tensor = self._arrays.get(id(array), (None, None))
         return tensor if alive is not None and alive() is array else None
 
     def places(self, tensor: NamedTensor) -> list[str]:
-        """Where operations take or make a tensor, by node and port."""
+        """The nodes and ports that read or compute a tensor."""
         return [name for name, named in self._named.items() if named is tensor and "::" in name]
 
     def find(self, reference: Any) -> NamedTensor:
-        """The tensor; GraphError that lists the known references where there is none."""
+        """The tensor; raises GraphError that lists the known references if there is none."""
         found = self.lookup(reference)
         if found is None:
             raise self._unknown(reference)
         return found
 
     def lookup(self, reference: Any) -> NamedTensor | None:
-        """The tensor, or None; GraphError for a name that several have."""
+        """The tensor, or None; raises GraphError for an ambiguous name."""
         if isinstance(reference, NamedTensor):
             found = self._tensors.get(reference.name)
             if found is None or found._builder.family is not reference._builder.family:
-                return None  # a graph's copies, which have other options, share its references
+                return None  # copies of a graph, with other options, share its references
             return found
         if isinstance(reference, str):
             return self._by_text(reference)
@@ -115,9 +115,9 @@ class References:
             return self._named[text]
         if len(labelled) > 1:
             raise GraphError(
-                f"{text!r} is the name of several tensors",
+                f"several tensors are named {text!r}",
                 got=", ".join(tensor.name for tensor in labelled),
-                fix="refer to them by node and port, by uid, or by the tensors",
+                fix="refer to them by node and port, by uid, or by the tensor itself",
                 where=user_line(),
             )
         return labelled[0] if labelled else self._aliases.get(text.lower())
@@ -134,7 +134,7 @@ class References:
         return GraphError(
             f"the graph has no tensor {got!r}",
             expected=f"one of {', '.join(known)}; a uid, a tensor of this graph, or an array that "
-            "was given while building it",
+            "was passed while building it",
             fix=f"did you mean {' or '.join(map(repr, near))}?" if near else None,
             where=user_line(),
         )
@@ -143,5 +143,5 @@ class References:
 def _weakly(array: Any) -> Any:
     try:
         return weakref.ref(array)
-    except TypeError:  # a few types, none of which holds memory
+    except TypeError:  # a few types, which hold no large memory
         return lambda: array

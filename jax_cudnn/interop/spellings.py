@@ -1,4 +1,4 @@
-"""How cuDNN's frontend spells what a graph function's ``g`` spells otherwise: its attention."""
+"""Translate the frontend's keywords of attention to those of a graph function's ``g``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._core.graph.source import user_line
 from .._core.graph.tensor import GraphTensor
 from .templates import is_array
 
-# What says how cuDNN is to run attention, or what the operands say anyway.
+# Keywords that select how cuDNN runs attention, or that repeat what the operands say.
 _WITHOUT_MEANING = (
     "implementation",
     "unfuse_fma",
@@ -24,11 +24,11 @@ _WITHOUT_MEANING = (
 _CAUSAL = {"use_causal_mask": "TOP_LEFT", "use_causal_mask_bottom_right": "BOTTOM_RIGHT"}
 _WINDOWS = ("sliding_window_length", "sliding_window")
 ASKED_FOR = {"rng_dump": "RNG_DUMP", "dBias": "dBias", "dSink_token": "dSink_token"}
-"""Results of attention that are asked for; in the frontend by the tensor that is to be them."""
+"""Optional results of attention; the frontend requests them by passing a tensor."""
 
 
 def spelled(method: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a method of ``g`` for those of pygraph's method."""
+    """The keywords of ``g``'s method, from those of pygraph's method."""
     if not method.startswith("sdpa") or method not in REGISTRY:
         return keywords
     names = signature(REGISTRY[method]).parameters
@@ -49,20 +49,21 @@ def spelled(method: str, keywords: dict[str, Any]) -> dict[str, Any]:
                 f"{method}: {name} is a result",
                 expected=f"{name}=True",
                 got=f"{type(given[name]).__name__}: {given[name]!r}"[:200],
-                fix=f"take it from what {method} returns, behind the other results",
+                fix=f"{method} returns it after the other results",
                 where=user_line(),
             )
     return given
 
 
 def always_returned(port: str) -> bool:
-    """Whether the frontend's method has a place for a result also where there is none: None."""
+    """Whether the frontend's method returns None for this result if it is missing."""
     return port not in (*ASKED_FOR.values(), "MASK")
 
 
 def _say_band(given: dict[str, Any], prefix: str) -> None:
-    """Causal masks and windows as bounds of a band of diagonals; GraphError where two of the words
-    say different things. "TOP_LEFT" says none: the frontend's nodes hold it unasked."""
+    """Translates causal masks and windows to bounds of a diagonal band; raises GraphError if two
+    keywords contradict each other. "TOP_LEFT" is ignored: the frontend's nodes hold it by default.
+    """
     right, left = f"{prefix}right_bound", f"{prefix}left_bound"
     said: dict[str, tuple[str, Any]] = {}
 
@@ -71,8 +72,8 @@ def _say_band(given: dict[str, Any], prefix: str) -> None:
         if had != value:
             raise GraphError(
                 f"{other} and {name} contradict each other",
-                got=f"{what} {had!r} by the one and {value!r} by the other",
-                fix="leave one of them out",
+                got=f"{what} is {had!r} by the first and {value!r} by the second",
+                fix="leave out one of them",
                 where=user_line(),
             )
         given[what] = value
@@ -93,37 +94,37 @@ def _say_band(given: dict[str, Any], prefix: str) -> None:
 
 
 def _check_padding(method: str, given: dict[str, Any]) -> None:
-    """Lengths of sequences are a padding mask; GraphError where use_padding_mask says otherwise."""
+    """Raises GraphError if use_padding_mask contradicts the presence of sequence lengths."""
     lengths = [name for name in ("seq_len_q", "seq_len_kv") if name in given]
     asked = given.pop("use_padding_mask", None)
     if asked is None or bool(asked) == bool(lengths):
         return
     raise GraphError(
         f"{method}: use_padding_mask={asked!r}",
-        expected="seq_len_q and seq_len_kv with it" if asked else "no lengths of sequences",
+        expected="seq_len_q and seq_len_kv with it" if asked else "no sequence lengths",
         got=", ".join(lengths) or "neither",
-        why="the mask hides what lies behind the lengths of sequences",
-        fix="give seq_len_q=... and seq_len_kv=..., or leave use_padding_mask out"
+        why="the mask hides tokens past the sequence lengths",
+        fix="pass seq_len_q=... and seq_len_kv=..., or leave out use_padding_mask"
         if asked
-        else "leave use_padding_mask out to have the mask, or the lengths to have none",
+        else "leave out use_padding_mask to apply the mask, or the lengths to apply none",
         where=user_line(),
     )
 
 
 def _check_scale(method: str, given: dict[str, Any]) -> None:
-    """GraphTypeError for a factor of the scores that is an operand."""
+    """Raises GraphTypeError if the scale of the scores is an operand."""
     scale = given.get("attn_scale")
     if not isinstance(scale, GraphTensor) and (
         not is_array(scale) or isinstance(scale, np.generic)
     ):
         return
     raise GraphTypeError(
-        f"{method}: attn_scale is a tensor",
+        f"{method}: attn_scale must not be a tensor",
         expected="a Python number, or a NumPy scalar",
         got=f"{type(scale).__name__}: {scale!r}"[:200],
-        why="it is an attribute of the operation: the graph's own, and not given with a call",
-        fix="attn_scale=float(x) in a graph for each of few values (a tensor of pygraph's with its "
-        "value is one); else multiply q by it before the call",
+        why="it is an attribute of the operation, fixed in the graph, not an operand",
+        fix="build a graph for each value with attn_scale=float(x), or multiply q by it before the "
+        "call",
         where=user_line(),
     )
 
@@ -131,10 +132,10 @@ def _check_scale(method: str, given: dict[str, Any]) -> None:
 def _dropout(dropout: Any) -> dict[str, Any]:
     if not isinstance(dropout, (tuple, list)) or len(dropout) != 3:
         raise GraphError(
-            "dropout is not valid",
+            "invalid dropout",
             expected="(probability, seed, offset)",
             got=repr(dropout)[:200],
-            fix="a mask that is given is dropout_mask=, with dropout_probability=",
+            fix="to pass your own mask, use dropout_mask= and dropout_probability=",
             where=user_line(),
         )
     return dict(zip(("dropout_probability", "seed", "offset"), dropout, strict=True))

@@ -1,4 +1,4 @@
-"""What an array tells a graph: its shape, its dtype and how it lies in memory, but no values."""
+"""What a graph uses of an array: shape, dtype and memory order, but not the values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .._core.graph.spec import Tensor
 from .._core.graph.tensor import GraphTensor
 
 SHAPE_OF_WORDS = (1, 1, 1, 2)
-"""Of one INT64 of cuDNN's, as two uint32: the seed and the offset of dropout."""
+"""The shape of one cuDNN INT64 as two uint32: the seed and the offset of dropout."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """What a graph takes over from an array.
+    """What a graph uses of an array.
 
-    ``order`` lists the dimensions from the slowest in memory to the fastest; None where the array
-    is row-major, or has no strides: then the graph lies as it would without a template.
-    ``by_value`` says that it is one number in the host's memory, as cuDNN's epsilons are.
+    ``order`` lists the dimensions from the slowest to the fastest in memory; it is None for an
+    array that is row-major or has no strides, and the graph then chooses the order. ``by_value``
+    marks a scalar in host memory, as cuDNN's epsilons are.
     """
 
     shape: Shape
@@ -38,8 +38,8 @@ class Template:
 
     @classmethod
     def of(cls, array: Any) -> Template:
-        """The template that an array of any library is; GraphTypeError for a dtype without cuDNN
-        data type."""
+        """The template of an array of any library; raises GraphTypeError for a dtype that cuDNN
+        does not have."""
         shape = tuple(array.shape)
         if isinstance(array, (np.ndarray, np.generic)):
             dtype = dtype_name(_numpy_dtype(array))
@@ -56,41 +56,41 @@ def is_array(value: Any) -> bool:
 
 
 def dtype_name(dtype: Any) -> str:
-    """JAX's name of a dtype of JAX, NumPy, torch or cuDNN; pairs of uint32 are cuDNN's INT64."""
+    """JAX's name of a dtype of JAX, NumPy, torch or cuDNN; INT64 becomes uint32 pairs."""
     dtype = _without_torch(dtype)
     return WORDS if getattr(dtype, "name", dtype) == WORDS else canonical(dtype)
 
 
 def compute_name(dtype: Any) -> str:
-    """The same for a type in which operations compute."""
+    """The same for a compute type."""
     return canonical_compute(_without_torch(dtype))
 
 
 def operand(tensor: Tensor, value: Any, name: str) -> jax.Array:
-    """The JAX array for an input of a graph; GraphError or GraphTypeError where it does not fit."""
+    """The JAX array for an input of a graph; raises an error if it does not fit."""
     if (tensor.shape, tensor.dtype) == (SHAPE_OF_WORDS, WORDS):
         value = _words(value)
     elif isinstance(value, (np.ndarray, np.generic)):
         value = value.astype(_numpy_dtype(value), copy=False)
     array = _as_jax(value, name)
     if math.prod(array.shape) == 1 == math.prod(tensor.shape):
-        array = array.reshape(tensor.shape)  # a scalar beside tensors has one of their rank
+        array = array.reshape(tensor.shape)  # scalars get the rank of the tensors
     if getattr(array, "weak_type", False) and _promotes(array, tensor.dtype):
         array = array.astype(tensor.dtype)
     if (array.shape, array.dtype.name) == (tensor.shape, tensor.dtype):
         return array
     raise (GraphError if array.dtype.name == tensor.dtype else GraphTypeError)(
-        f"{name} is not as the graph was built for it",
+        f"{name} differs from the array that the graph was built for",
         expected=f"{tensor.dtype}{list(tensor.shape)}",
         got=f"{array.dtype.name}{list(array.shape)}",
         why="a cuDNN graph has fixed shapes and dtypes",
-        fix="cast or reshape the array, or build a graph for each kind of arrays: "
-        "@jax_cudnn.graph_cache keeps them",
+        fix="cast or reshape the array, or build one graph per kind of arrays with "
+        "@jax_cudnn.graph_cache",
     )
 
 
 def number(value: Any) -> float | None:
-    """The number that a value is without reading a device: a Python number or one of NumPy."""
+    """The value of a Python or NumPy scalar, which is known without reading a device; or None."""
     if isinstance(value, (np.ndarray, np.generic)) and value.size == 1:
         return float(value.reshape(()))
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -98,15 +98,15 @@ def number(value: Any) -> float | None:
 
 
 def constant(tensor: GraphTensor, value: Any, name: str) -> float | None:
-    """The number that a value is as a constant of a plan, rounded to the tensor's dtype; None for
-    an array. GraphError or GraphTypeError for one that the dtype cannot hold."""
+    """A scalar as a constant of a plan, rounded to the tensor's dtype; None for an array. Raises an
+    error if the dtype cannot hold it."""
     given = number(value)
     if given is None:
         return None
     if not jnp.issubdtype(tensor.dtype, jnp.floating):
         return _integral(tensor, given, name)
     given = float32_range(name, given)
-    if tensor.dtype == np.float32:  # to which whatever computes with it rounds
+    if tensor.dtype == np.float32:  # operations round it themselves
         return given
     with np.errstate(over="ignore"):
         rounded = float(np.asarray(given).astype(tensor.dtype))
@@ -123,7 +123,7 @@ def constant(tensor: GraphTensor, value: Any, name: str) -> float | None:
 def _integral(tensor: GraphTensor, given: float, name: str) -> float:
     if not given.is_integer():
         raise GraphTypeError(
-            f"{name} is no integer",
+            f"{name} is not an integer",
             expected=f"a value of {tensor.dtype.name}",
             got=repr(given),
             fix="declare the input with a floating data_type, or round the number",
@@ -134,13 +134,13 @@ def _integral(tensor: GraphTensor, given: float, name: str) -> float:
             f"{name} is out of range",
             expected=f"an integer from {least} to {most}",
             got=repr(given),
-            why=f"it is a constant of type {tensor.dtype.name}, which a plan holds as int32",
+            why=f"it is a {tensor.dtype.name} constant, which a plan stores as int32",
         )
     return given
 
 
 def _int32_range(dtype: np.dtype) -> tuple[int, int]:
-    """The least and the largest number that are both of the dtype and int32."""
+    """The smallest and largest value that both the dtype and int32 can hold."""
     if dtype == np.bool_:
         return 0, 1
     own, int32 = jnp.iinfo(dtype), jnp.iinfo("int32")
@@ -148,15 +148,15 @@ def _int32_range(dtype: np.dtype) -> tuple[int, int]:
 
 
 def _numpy_dtype(array: np.ndarray | np.generic) -> np.dtype:
-    """The dtype in which JAX has an array of NumPy's. A single number in float64, which is what
-    NumPy makes of Python's, is a float32 also where x64 is enabled."""
+    """JAX's dtype of a NumPy array. A float64 scalar, to which NumPy converts Python floats, is
+    float32 even if x64 is enabled."""
     if array.size == 1 and array.dtype == np.float64:
         return np.dtype(np.float32)
     return jax.dtypes.canonicalize_dtype(array.dtype)
 
 
 def _words(value: Any) -> Any:
-    """One integer as its low and its high word; anything else as it is."""
+    """One integer as its low and high word; anything else unchanged."""
     if isinstance(value, (int, np.ndarray, np.generic)) and np.size(value) == 1:
         number = np.asarray(value)
         if number.dtype.kind in "iu":
@@ -166,12 +166,12 @@ def _words(value: Any) -> Any:
     if value.size != 1:
         return value
     bits = jnp.iinfo(value.dtype).bits
-    high = value >> (32 if bits > 32 else bits - 1)  # of a narrower one its sign
+    high = value >> (32 if bits > 32 else bits - 1)  # the sign of a narrower one
     return jnp.stack([value.astype(WORDS), high.astype(WORDS)]).reshape(SHAPE_OF_WORDS)
 
 
 def _promotes(array: jax.Array, dtype: str) -> bool:
-    """Whether a weakly typed array (a Python number) is of the dtype beside arrays of it."""
+    """Whether a weakly typed array (a Python number) takes on this dtype by promotion."""
     return jnp.result_type(array, jnp.dtype(dtype)).name == dtype
 
 
@@ -180,28 +180,28 @@ def _as_jax(value: Any, name: str) -> jax.Array:
         if isinstance(value, (jax.Array, np.ndarray)) or hasattr(value, "__jax_array__"):
             return jnp.asarray(value)
         if hasattr(value, "__dlpack__"):
-            # torch exports no tensor that records gradients.
+            # torch does not export tensors that record gradients.
             return jax.dlpack.from_dlpack(value.detach() if hasattr(value, "detach") else value)
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError, RuntimeError, BufferError) as error:
         raise GraphTypeError(
-            f"{name} got a value that is no array",
-            expected="an array of JAX, NumPy or a library that speaks DLPack",
+            f"{name} is not an array",
+            expected="an array of JAX, NumPy or a library with DLPack",
             got=f"{type(value).__name__}: {value!r}"[:200],
             why=f"{type(error).__name__}: {error}"[:200],
         ) from error
 
 
 def _without_torch(dtype: Any) -> Any:
-    """torch's dtypes have the names of JAX's behind ``torch.``."""
+    """Removes ``torch.`` from the name of a torch dtype; the rest is JAX's name."""
     text = str(dtype)
     return text.removeprefix("torch.") if text.startswith("torch.") else dtype
 
 
 def _in_host_memory(array: Any) -> bool:
-    if isinstance(array, jax.Array):  # tracers, too, have no device to be asked for
+    if isinstance(array, jax.Array):  # tracers have no device to query
         return False
-    on = getattr(getattr(array, "device", None), "type", None)  # torch's
+    on = getattr(getattr(array, "device", None), "type", None)  # torch
     return isinstance(array, (np.ndarray, np.generic)) or on == "cpu"
 
 
@@ -217,14 +217,14 @@ def _order(array: Any, shape: Shape, dtype: str) -> tuple[int, ...] | None:
 
 
 def _jax_order(array: Any) -> tuple[int, ...]:
-    """The dimensions of a JAX array from the slowest in memory to the fastest; a tracer has none
-    of its own."""
+    """The dimensions of a JAX array from the slowest to the fastest in memory; a tracer has no
+    layout, and counts as row-major."""
     layout = None if isinstance(array, Tracer) else array.format.layout
     return tuple(getattr(layout, "major_to_minor", None) or range(array.ndim))
 
 
 def _element_strides(array: Any, dtype: str) -> list[int] | None:
-    """torch's ``stride()`` counts elements, the ``strides`` of NumPy and CuPy bytes."""
+    """Strides in elements: torch's ``stride()`` counts elements, NumPy and CuPy count bytes."""
     if callable(getattr(array, "stride", None)):
         return [int(step) for step in array.stride()]
     strides = getattr(array, "strides", None)

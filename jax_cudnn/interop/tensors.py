@@ -1,4 +1,4 @@
-"""The tensors of a Graph: graph tensors with pygraph's names, uids and marks of outputs."""
+"""The tensors of a Graph: graph tensors with pygraph's names, uids and output flags."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .templates import dtype_name
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-# Members of cuDNN's tensors that say what XLA's arrays are not, and what to do instead.
-_VECTORS = "XLA's arrays have no vectors of channels; cuDNN's int8 engines take plain channels-last"
+# Members of cuDNN's tensors that do not apply to XLA's arrays, and what to do instead.
+_VECTORS = "XLA has no vectorized channels; cuDNN's int8 engines take plain channels-last arrays"
 _NOT_HERE = {
-    "get_alignment": "XLA aligns arrays by itself",
-    "set_alignment": "XLA aligns arrays by itself",
+    "get_alignment": "leave it out: XLA aligns arrays",
+    "set_alignment": "leave it out: XLA aligns arrays",
     "get_vector_count": _VECTORS,
     "get_vector_dimension": _VECTORS,
     "set_vector_count_and_dimension": _VECTORS,
-    "get_has_compile_time_constant": "a Python number given to an operation is a constant",
+    "get_has_compile_time_constant": "pass a Python number to an operation: it is a constant",
 }
 
 
 def one_element(name: str, shape: Sequence[int]) -> None:
-    """GraphError for the shape of a tensor that is passed by value, but is no single number."""
+    """Raises GraphError if a tensor that is passed by value has several elements."""
     if math.prod(shape) != 1:
         raise GraphError(
-            f"is_pass_by_value of {name}",
+            f"is_pass_by_value of {name}, which is not a scalar",
             expected="a tensor of one element",
             got=str(list(shape)),
-            why="cuDNN takes such a tensor as one number in the host's memory",
-            fix="leave is_pass_by_value out",
+            why="cuDNN reads such a tensor as one scalar in host memory",
+            fix="leave out is_pass_by_value",
             where=user_line(),
         )
 
@@ -44,10 +44,10 @@ def one_element(name: str, shape: Sequence[int]) -> None:
 class NamedTensor(GraphTensor):
     """A tensor of a :class:`jax_cudnn.Graph`.
 
-    Beside a graph tensor's own, it has the setters of ``cudnn.tensor``, which return the tensor:
-    ``set_output``, ``set_name``, ``set_uid``, ``set_data_type``, ``set_dim``, ``set_stride``; each
-    may be called until the graph's ``with`` ends, whether the tensor was used or not, but for
-    dtype and shape of an input: they are to be said before an operation takes it.
+    In addition to a graph tensor's methods, it has the setters of ``cudnn.tensor``, which return
+    the tensor: ``set_output``, ``set_name``, ``set_uid``, ``set_data_type``, ``set_dim``,
+    ``set_stride``. Call them before the graph's ``with`` ends, even after the tensor was used; but
+    set dtype and shape of an input before an operation uses it.
     """
 
     __slots__ = ("by_value", "is_output", "label", "number", "uid")
@@ -58,17 +58,17 @@ class NamedTensor(GraphTensor):
         super().__init__(recorder, state)
         self.uid, self.label = uid, ""
         self.is_output = self.by_value = False
-        self.number: float | None = None  # with which it was declared, of one by value
+        self.number: float | None = None  # the declared value of one passed by value
 
     def of(self, recorder: Recorder) -> NamedTensor:
-        """The same tensor of a copy of its graph."""
+        """The same tensor in a copy of its graph."""
         made = NamedTensor(recorder, self._state, self.uid)
         made.label, made.is_output = self.label, self.is_output
         made.by_value, made.number = self.by_value, self.number
         return made
 
     def set_output(self, is_output: bool = True) -> NamedTensor:
-        """Have the graph return the tensor."""
+        """Make the tensor an output of the graph."""
         self._builder.check_open("set_output")
         self._builder.check_result(self, "set_output")
         self.is_output = is_output
@@ -79,20 +79,20 @@ class NamedTensor(GraphTensor):
         return self.set_output(not value)
 
     def set_name(self, name: str) -> NamedTensor:
-        """Give the tensor a name by which it can be referred to."""
+        """Set a name to refer to the tensor."""
         self._builder.check_open("set_name")
         self.label = str(name)
         return self
 
     def set_uid(self, uid: int) -> NamedTensor:
-        """Give the tensor a number by which it can be referred to."""
+        """Set an integer to refer to the tensor."""
         self._builder.check_open("set_uid")
         self._builder.give_uid(self, whole(f"set_uid({uid!r})", uid))
         return self
 
     def set_is_pass_by_value(self, value: bool) -> NamedTensor:
-        """Say that the tensor is one number in the host's memory: given as a Python number or as
-        a NumPy array, it is a constant of the plan."""
+        """Mark the tensor as a scalar in host memory: passed as a Python number or a NumPy array,
+        it is a constant of the plan."""
         self._builder.check_open("set_is_pass_by_value")
         if value:
             one_element(self.get_name(), self.shape)
@@ -100,40 +100,40 @@ class NamedTensor(GraphTensor):
         return self
 
     def set_data_type(self, data_type: Any) -> NamedTensor:
-        """Round the tensor to this dtype: one of JAX, NumPy, torch or cuDNN, or its name."""
+        """Round the tensor to this dtype: a dtype of JAX, NumPy, torch or cuDNN, or its name."""
         self._builder.check_open("set_data_type")
         super().set_data_type(dtype_name(data_type))
         return self
 
     def set_dim(self, dim: Sequence[int]) -> NamedTensor:
-        """Give the output's shape to an operation that leaves it open (a reduction, a reshape), or
-        a declared input another one; its strides are to be said after that."""
+        """Set the shape of a result whose operation leaves it open (a reduction, a reshape), or of
+        a declared input. Set strides after that."""
         self._builder.check_open("set_dim")
         super().set_dim(dim)
         return self
 
     def set_stride(self, stride: Sequence[int]) -> NamedTensor:
-        """State how the tensor lies in memory, by packed element strides in any order."""
+        """Set the memory order, as packed element strides."""
         self._builder.check_open("set_stride")
         super().set_stride(stride)
         return self
 
     def set_ragged_offset(self, ragged_offset: Any) -> NamedTensor:
-        """Say that the tensor, (B, H, S, D) with strides of [S*H*D, D, H*D, 1], holds its examples
-        behind each other at its beginning, without padding.
+        """Declare that the tensor, (B, H, S, D) with strides [S*H*D, D, H*D, 1], holds
+        variable-length sequences packed along the token axis, without padding.
 
-        ``ragged_offset`` is an input (B + 1, 1, 1, 1) in int32: the element at which each example
-        begins, and behind them the end of the last. It is for all of q, k, v and O of ``sdpa`` (of
-        statistics that are read, too), and of ``sdpa_backward``; with seq_len_q and seq_len_kv.
-        Offsets and lengths that go beyond the tensor are brought into it, those inside of a token
-        to its begin.
+        ``ragged_offset`` is an int32 input (B + 1, 1, 1, 1): the element at which each sequence
+        begins, followed by the end of the last one. All of q, k, v and O of ``sdpa`` and
+        ``sdpa_backward`` need it, and statistics that are read; also pass seq_len_q and seq_len_kv.
+        Offsets and lengths past the tensor are clipped, and offsets inside of a token are rounded
+        down to its start.
         """
         self._builder.check_open("set_ragged_offset")
         self._builder.give_ragged_offset(self, ragged_offset)
         return self
 
     def set_reordering_type(self, reordering_type: Any) -> NamedTensor:
-        """Say in which order blocks lie: none but "NONE"."""
+        """Accepts only "NONE"."""
         refuse_reordered(reordering_type)
         return self
 
@@ -141,18 +141,18 @@ class NamedTensor(GraphTensor):
         return "NONE"
 
     def set_alignment_value(self, value: int) -> NamedTensor:
-        """Accepted for pygraph's sake: no operation here reads the promise that all values are
+        """Accepted for compatibility with pygraph, without effect: a promise that all values are
         multiples of this."""
         return self
 
     def validate(self) -> None:
-        """Nothing is left to check: tensors are checked where they are declared and changed."""
+        """Does nothing: tensors are checked when they are declared and changed."""
 
     def set_ragged_offset_multiplier(self, multiplier: int) -> NamedTensor:
-        """Elements in which ragged offsets count: 1."""
+        """Sets the unit of ragged offsets in elements, which must be 1."""
         if multiplier != 1:
             raise GraphError(
-                "ragged_offset_multiplier is not for tensors of a Graph",
+                "tensors of a Graph do not support ragged_offset_multiplier",
                 expected="1",
                 got=repr(multiplier),
                 fix="multiply the offsets before the call",
@@ -173,12 +173,12 @@ class NamedTensor(GraphTensor):
         return self.uid
 
     def get_stride(self) -> list[int]:
-        """Element strides as cuDNN is given them; before the graph's ``with`` has ended those that
-        were stated, else those of a row-major array."""
+        """Element strides as passed to cuDNN; before the graph's ``with`` ends, the stated strides,
+        or else those of a row-major array."""
         return self._builder.strides(self)
 
     def get_data_type(self) -> Any:
-        """The dtype, as JAX has it; None for an input that was given none yet."""
+        """The JAX dtype; None for an input without a dtype so far."""
         return None if self._builder.is_untyped(self) else self.dtype
 
     def get_is_virtual(self) -> bool:
@@ -200,7 +200,7 @@ class NamedTensor(GraphTensor):
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_HERE:
             raise GraphAttributeError(
-                f".{name} is not for tensors of a Graph",
+                f"tensors of a Graph do not support .{name}",
                 got=str(self._state),
                 fix=_NOT_HERE[name],
                 where=user_line(),

@@ -1,8 +1,8 @@
-"""Attention of a Graph whose tokens lie behind each other (ragged offsets) or in pages.
+"""Attention of a Graph with packed tokens (ragged offsets) or paged keys and values.
 
-Such a graph holds cuDNN's calls as they were written. In its spec attention of tensors with ragged
-offsets is that of packed tokens, and the integers that say where tokens lie are brought into the
-arrays' bounds before each run: a plan would read foreign memory where they are wrong.
+The graph holds cuDNN's calls as they were written. In its spec, packed attention replaces attention
+of tensors with ragged offsets. Before each run, offsets, lengths and page tables are clipped to the
+arrays' bounds: with wrong ones a plan would access memory outside of the arrays.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ..ops.attention_packed import KEYS, QUERIES, PackedSdpa, PackedSdpaBackward
 from ..ops.attention_paged import PagedSdpa
 
 PAGES = {"paged_attention_k_table": "page_table_k", "paged_attention_v_table": "page_table_v"}
-"""What the frontend calls the tables of pages, and the ports' names."""
+"""The frontend's names of page tables, and the ports' names."""
 IN_MEMORY = (*LENGTHS, *PAGES.values())
-"""Ports that cuDNN reads in the GPU's memory, also where they have one element."""
+"""Ports that cuDNN reads in GPU memory even if they have one element."""
 _KINDS = {**QUERIES, **KEYS}
 _PACKED = ("sdpa", "sdpa_backward")
 _TOKENS_FIRST = (0, 2, 1, 3)
 
 
 def paged_node(attributes: Mapping[str, Any], ports: Iterable[str]) -> PagedSdpa:
-    """The node of attention over pages; GraphError where it takes no such port."""
+    """The node of paged attention; raises GraphError for a port that it does not have."""
     if further := {*ports} - {"q", "k", "v", *IN_MEMORY}:
         raise GraphError(
-            f"attention over pages takes no {', '.join(sorted(further))}",
-            expected="q, k, v, both tables of pages, and both lengths of sequences",
-            fix="jax_cudnn.ops.paged_dot_product_attention says what there is",
+            f"paged attention does not support {', '.join(sorted(further))}",
+            expected="q, k, v, both page tables, and both sequence lengths",
+            fix="see jax_cudnn.ops.paged_dot_product_attention",
         )
     if missing := [port for port in IN_MEMORY if port not in ports]:
         frontend = {port: name for name, port in PAGES.items()}
         raise GraphError(
-            "attention over pages lacks " + ", ".join(frontend.get(p, p) for p in missing),
-            fix="give both tables, seq_len_q and seq_len_kv",
+            "paged attention lacks " + ", ".join(frontend.get(p, p) for p in missing),
+            fix="pass both page tables, seq_len_q and seq_len_kv",
         )
     return PagedSdpa(Sdpa.create(**attributes), heads_first=True, queries_heads_first=True)
 
@@ -49,16 +49,17 @@ def paged_node(attributes: Mapping[str, Any], ports: Iterable[str]) -> PagedSdpa
 def packed(
     spec: GraphSpec, offsets: Mapping[str, str], known: Mapping[str, Tensor], order: Sequence[str]
 ) -> GraphSpec:
-    """The graph with packed attention for that of tensors with ragged offsets.
+    """The graph with packed attention in place of attention of tensors with ragged offsets.
 
     Args:
         spec: the graph as it was written.
-        offsets: the tensor of ragged offsets for each tensor that has one.
+        offsets: the tensor of ragged offsets of each tensor that has one.
         known: all tensors by name.
         order: the names of all inputs.
 
-    Raises: GraphError where another operation reads such a tensor, and for attention of which some
-    tensors have no offsets, or lie in another order in memory.
+    Raises:
+        GraphError: another operation reads such a tensor; or some tensors of the attention have no
+            offsets, or another memory order.
     """
     calls: list[Call] = []
     tensors = {tensor.name: tensor for tensor in spec.tensors}
@@ -80,8 +81,8 @@ def packed(
 
 
 def _ports(spec: GraphSpec, call: Call, offsets: Mapping[str, str]) -> dict[str, str]:
-    """The tensors at the ports of attention of packed tokens, without statistics that nobody reads;
-    GraphError for what it does not take."""
+    """The tensors at the ports of packed attention, without unused statistics; raises GraphError
+    for what it does not support."""
     ports = dict((*call.inputs, *call.outputs))
     read = {*spec.outputs, *(name for c in spec.calls for _, name in c.inputs)}
     if ports.get("Stats") not in (*read, *offsets):
@@ -90,11 +91,11 @@ def _ports(spec: GraphSpec, call: Call, offsets: Mapping[str, str]) -> dict[str,
     wrong = ports.keys() - {*_KINDS, *LENGTHS, "bias", "dBias"}
     if call.node.method not in _PACKED or wrong:
         named = ", ".join(sorted(wrong)) if call.node.method in _PACKED else "ragged offsets"
-        raise _refusal(f"{call.name} takes no {named}", "sdpa and sdpa_backward of packed tokens")
+        raise _refusal(f"{call.name} does not support {named}", "sdpa or sdpa_backward")
     if bare:
         raise _refusal(
-            f"{call.name}: tensors without a ragged offset beside others that have one",
-            "a ragged offset for " + ", ".join(p for p in ports if p in _KINDS),
+            f"{call.name}: some tensors have no ragged offset",
+            "a ragged offset for each of " + ", ".join(p for p in ports if p in _KINDS),
             got=f"none for {', '.join(bare)}",
         )
     if missing := [port for port in LENGTHS if port not in ports]:
@@ -104,7 +105,7 @@ def _ports(spec: GraphSpec, call: Call, offsets: Mapping[str, str]) -> dict[str,
         stated = tensor.order or (_TOKENS_FIRST if port in dict(call.outputs) else (0, 1, 2, 3))
         if port in _KINDS and _apparent(tensor, stated) != _apparent(tensor, _TOKENS_FIRST):
             raise _refusal(
-                f"{call.name}: {port} does not lie with its tokens in front of its heads",
+                f"{call.name}: {port} must have its tokens before its heads in memory",
                 "strides of (B, H, S, D) as [S*H*D, D, H*D, 1]",
                 got=f"{tensor} with dimensions in the order {stated}",
             )
@@ -120,7 +121,7 @@ def _refusal(summary: str, expected: str, got: str | None = None) -> GraphError:
         summary,
         expected=expected,
         got=got,
-        fix="jax_cudnn.ops.packed_dot_product_attention takes packed tokens, (T, H, D), directly",
+        fix="jax_cudnn.ops.packed_dot_product_attention takes packed tokens (T, H, D)",
         where=user_line(),
     )
 
@@ -132,7 +133,7 @@ def _packed_calls(
     offsets: Mapping[str, str],
     tensors: dict[str, Tensor],
 ) -> list[Call]:
-    """Packed attention between what shows (B, H, S, D) as (B S, H, D) and back."""
+    """Packed attention, with conversions from (B, H, S, D) to (B S, H, D) and back."""
     moves: dict[str, list[Call]] = {}
     operands, results = dict(call.inputs), {p: n for p, n in call.outputs if p in ports}
     at: dict[str, str] = {}
@@ -140,7 +141,9 @@ def _packed_calls(
         if port in _KINDS:
             kind = f"ragged_offset_{_KINDS[port]}"
             if at.setdefault(kind, offsets[name]) != offsets[name]:
-                raise _refusal(f"{call.name}: {port} has other offsets than its counterpart", "one")
+                raise _refusal(
+                    f"{call.name}: {port} and its counterpart have different offsets", "one"
+                )
     batch = spec.tensor(ports["q"]).shape[0]
     limits = tuple(spec.tensor(ports[port]).shape[2] for port in ("q", "k"))
     totals = tuple(batch * limit for limit in limits)
@@ -162,7 +165,7 @@ def _packed_calls(
 
 
 def _moves(tensors: dict[str, Tensor], name: str, dtype: str, back: bool) -> list[Call]:
-    """What makes ``name::packed``, (B S, H, D), of a tensor (B, H, S, D), or the way back."""
+    """Converts a tensor (B, H, S, D) to ``name::packed``, (B S, H, D), or back."""
     b, h, s, d = tensors[name].shape
     apart = Tensor(f"{name}::apart", (b, s, h, d), dtype)
     flat = Tensor(f"{name}::packed", (b * s, h, d), dtype)
@@ -186,14 +189,14 @@ def _moves(tensors: dict[str, Tensor], name: str, dtype: str, back: bool) -> lis
 
 
 def check_given(spec: GraphSpec) -> None:
-    """GraphError where what is to be brought into bounds is computed in the graph."""
+    """Raises GraphError if the graph computes integers that must be clipped before it runs."""
     for call in spec.calls:
         if isinstance(call.node, (PackedSdpa, PackedSdpaBackward, PagedSdpa)):
             for port, name in call.inputs:
                 if port in call.node.integers and name not in spec.inputs:
                     raise GraphError(
-                        f"{call.name}: {port} is computed in the graph",
-                        why="it is brought into the bounds of the arrays before the graph runs",
+                        f"{call.name}: the graph computes {port}",
+                        why="it must be clipped to the arrays' bounds before the graph runs",
                         fix="make it an input of the graph",
                         where=user_line(),
                     )

@@ -20,45 +20,51 @@ from .tensors import NamedTensor
 class Graph(Planning):
     """A cuDNN graph, built by calling ``cudnn.pygraph``'s methods, as a JAX function.
 
-    The interface is that of cuDNN's own ``cudnn.Graph``; what it builds is what
-    :func:`jax_cudnn.graph` builds, so calls work in ``jit``, ``grad``, ``vmap``, ``jvp``,
-    ``shard_map`` and ``jax.export``, on any device, and :func:`jax_cudnn.plan` explains them.
+    The interface is that of cuDNN's ``cudnn.Graph``. It builds the same graphs as
+    :func:`jax_cudnn.graph`, so calls work in ``jit``, ``grad``, ``vmap``, ``jvp``, ``shard_map``
+    and ``jax.export``, on any device, and :func:`jax_cudnn.plan` explains them.
 
-    Operations take arrays directly, of which they use shape, dtype and memory order alone (JAX's,
-    tracers, ``jax.ShapeDtypeStruct``, NumPy's, CuPy's, torch's), or tensors made by :meth:`tensor`.
-    Tensors are referred to as ``"node::port"`` (``"conv2d::image"``, ``"conv2d::Y"``; nodes without
-    a name are ``"conv_fprop.0"``, positional arguments ``"conv2d::0"``), by the name or uid they
-    were given, by themselves, or by the array they stand for.
+    Operations take arrays (of JAX, NumPy, CuPy or torch, tracers, ``jax.ShapeDtypeStruct``), of
+    which they use only shape, dtype and memory order; or tensors made by :meth:`tensor`. Refer to a
+    tensor as ``"node::port"`` (``"conv2d::image"``, ``"conv2d::Y"``; unnamed nodes are called
+    ``"conv_fprop.0"``, positional arguments ``"conv2d::0"``), by its name or uid, by the tensor
+    itself, or by the array that was passed for it.
 
-    A NumPy array of one element, an epsilon say, is a number in the host's memory: where a call
-    gives it as a Python number or NumPy array it is a constant of cuDNN's plan, as a number given
-    to the operation is. A JAX array in its place is an operand, and XLA runs the operation where
-    cuDNN wants a number. A seed or offset of dropout that is one integer, INT32 or INT64, becomes
-    two uint32, (1, 1, 1, 2), the low and the high word; calls take either.
+    A NumPy array of one element, such as an epsilon, is a scalar in host memory. If a call passes a
+    Python number or NumPy array for it, it is a constant of cuDNN's plan, like a Python number
+    passed to the operation. A JAX array is an operand; XLA then runs operations for which cuDNN
+    requires a constant. A seed or offset of dropout that is one integer, INT32 or INT64, becomes
+    two uint32, (1, 1, 1, 2), the low and the high word; calls accept either form.
 
     Args:
-        name: of the graph, in profiles and errors.
-        io_data_type: the dtype of inputs for which none is named, and of outputs that are floats;
-            integers and booleans keep theirs unless ``set_data_type`` says otherwise. Without it an
-            output has the promoted dtype of its operands.
-        intermediate_data_type: of values inside the graph; float32 if left out.
-        compute_data_type: in which convolutions and matmuls accumulate; float32 if left out (int32
-            for integers).
-        inputs: references to the inputs, in the order of positional calls.
-        outputs: references to the outputs, in the order of results. Both as :meth:`set_io_tuples`.
-        heuristics: modes by which cuDNN chooses a plan; "A", then "FALLBACK".
-        handle, workspace_alloc, kernel_cache, cuda_graph_retention,
-        is_cuda_graph_replay_expected, is_dynamic_shape_enabled, is_override_shape_enabled:
-            accepted for pygraph's sake, without effect: handles, workspace and kernels are managed
-            by the package, CUDA graphs by XLA, and shapes are fixed.
-        sm_count, sm_version, device_property: None; :func:`jax_cudnn.target` says for which GPU to
-            plan.
+        name: name of the graph in profiles and errors.
+        io_data_type: dtype of inputs without a stated dtype, and of floating outputs. Integer and
+            boolean outputs keep theirs unless ``set_data_type`` changes it. By default an output
+            has the promoted dtype of its operands.
+        intermediate_data_type: dtype of intermediates; by default float32.
+        compute_data_type: dtype in which convolutions and matmuls accumulate; by default float32
+            (int32 for integers).
+        handle: accepted for compatibility, without effect: the package manages handles.
+        inputs: references to the inputs, in the order of positional calls, see
+            :meth:`set_io_tuples`.
+        outputs: references to the outputs, in the order of results.
+        heuristics: modes by which cuDNN proposes plans; by default "A", then "FALLBACK".
+        workspace_alloc: accepted for compatibility, without effect: XLA allocates workspace.
+        sm_count: must be None; :func:`jax_cudnn.target` selects another GPU to plan for.
+        sm_version: must be None.
+        kernel_cache: accepted for compatibility, without effect.
+        device_property: must be None.
+        is_dynamic_shape_enabled: accepted for compatibility, without effect: shapes are fixed.
+        is_override_shape_enabled: accepted for compatibility, without effect.
+        cuda_graph_retention: accepted for compatibility, without effect: XLA manages CUDA graphs.
+        is_cuda_graph_replay_expected: accepted for compatibility, without effect.
         **options: other fields of :class:`jax_cudnn.Options`: ``implementation="cudnn"``,
             ``deterministic=True``, ``engine=...``.
 
     Raises:
-        GraphError, GraphTypeError: where an operation is written, naming the line; or when the
-            ``with`` ends, for outputs and references.
+        GraphError: an operation is wrong (the message names the line); or, at the end of the
+            ``with``, outputs or references are wrong.
+        GraphTypeError: an operation has an operand or dtype of the wrong kind.
 
     Source: "Overview of the cuDNN Wrapper" in NVIDIA's cudnn-frontend.
 
@@ -117,8 +123,8 @@ class Graph(Planning):
     def __enter__(self) -> Graph:
         if self._recorder is not None:
             raise GraphError(
-                f"{self.name} was built already",
-                fix="build each graph in a `with` of its own",
+                f"{self.name} is already built",
+                fix="build each graph in a separate `with`",
                 where=user_line(),
             )
         self._recorder = Recorder(self._options, self._io_data_type)
@@ -131,9 +137,9 @@ class Graph(Planning):
         try:
             self._end()
         except BaseException:
-            self._recorder = None  # as if the `with` had raised itself
+            self._recorder = None  # as if the `with` block had raised
             raise
-        self._io = None, None  # arrays that they name are not kept alive
+        self._io = None, None  # do not keep arrays in them alive
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -141,30 +147,31 @@ class Graph(Planning):
         """Compute the outputs.
 
         Args:
-            *args: arrays in the order of ``inputs``; or one dictionary of arrays by references.
-                In it, an output says which shape and dtype its result is to have; its values are
-                not read, and it is not written. What else is in it (of other graphs, or for
-                intermediates) is handed on. As an argument or result of a jitted function a
-                dictionary needs keys that JAX can sort: names alone, or uids alone, no tensors;
-                inside the function any keys do.
-            handle: accepted, not used: the package manages handles.
-            workspace: likewise.
+            *args: arrays in the order of ``inputs``; or one dictionary of arrays by reference.
+                An array for an output only sets the shape and dtype of the result; it is neither
+                read nor written. Other entries (of other graphs, or for intermediates) are passed
+                through. As an argument or result of a jitted function, a dictionary needs keys that
+                JAX can sort: only names, or only uids, and no tensors; inside the function any keys
+                work.
+            handle: accepted for compatibility, without effect.
+            workspace: accepted for compatibility, without effect.
 
         Returns:
-            The output, or a tuple of them in the order of ``outputs``. For a dictionary a new one:
-            what it held, and the outputs, under the key they were given by, else ``"node::port"``,
-            or their uids where all keys are uids.
+            The output, or a tuple of outputs in the order of ``outputs``. For a dictionary, a new
+            one with its entries and the outputs: under the given key, else ``"node::port"``, or
+            their uids if all keys are uids.
 
-        Raises: GraphError, GraphTypeError for arrays of other shapes or dtypes than the graph was
-        built for, and for missing inputs.
+        Raises:
+            GraphError: an input is missing, or an array has another shape than the graph's.
+            GraphTypeError: an array has another dtype than the graph's.
         """
         self._check_complete()
         if len(args) == 1 and isinstance(args[0], Mapping):
             return self._call_by_name(args[0])
         if self._order is None:
             raise GraphError(
-                f"{self.name} has no order of inputs and outputs",
-                fix="give Graph(inputs=[...], outputs=[...]), call set_io_tuples(inputs, outputs), "
+                f"positional call of {self.name}, which has no order of inputs and outputs",
+                fix="pass Graph(inputs=[...], outputs=[...]), call set_io_tuples(inputs, outputs), "
                 "or call the graph with a dictionary",
                 where=user_line(),
             )
@@ -205,21 +212,21 @@ class Graph(Planning):
         return result
 
     def _give(self, values: dict[str, Any], tensor: NamedTensor, value: Any) -> None:
-        """Note the value of an input; GraphError where it has another one already."""
+        """Records the value of an input; raises GraphError if it already has another one."""
         had = values.setdefault(tensor.name, value)
         if had is value or (type(had) is type(value) in (int, float) and had == value):
             return
         places = self._built.references.places(tensor)
-        # An array's input is called after the place where it was given first.
+        # The input of an array has the name of the place where it was first passed.
         what = "array" if tensor.name in places else "tensor"
-        given = f"the same {what} was given for {' and '.join(places)} when the graph was built"
+        given = f"the same {what} was passed for {' and '.join(places)} when the graph was built"
         raise GraphError(
             f"{self.name} got different values for one input, {tensor.get_name()}",
-            expected="one array; under jax.jit and other transformations each argument counts as "
-            "an array of its own",
+            expected="one array; under jax.jit and other transformations each argument is a "
+            "separate array",
             got=f"{had!r} and {value!r}"[:200],
-            why=given if len(places) > 1 else "both references mean it",
-            fix="give the input once; or build the graph with graph.tensor_like(x), which declares "
-            "an input of its own, for each of them",
+            why=given if len(places) > 1 else "both references refer to it",
+            fix="pass the input once; or build the graph with a separate graph.tensor_like(x) for "
+            "each of them",
             where=user_line(),
         )

@@ -88,7 +88,7 @@ def test_numbers_of_the_host_are_of_their_declared_type():
     close(of_number("FLOAT")(x, np.inf), [np.inf])
     assert of_number("INT32")(jnp.zeros(1, "int32"), 7.0).tolist() == [7]
     for data_type, number, words in (
-        ("INT32", np.float32(np.nan), "no integer"),
+        ("INT32", np.float32(np.nan), "not an integer"),
         ("INT32", 2**31, "out of range"),
         ("HALF", 1e5, "range of float16"),
     ):
