@@ -17,8 +17,13 @@ except ImportError:  # tests, which read the reference as Markdown
     Extension: Any = object
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"BUILD.md": "build.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
-"""Pages whose source is outside of this folder; README's is the first page on GitHub alone."""
+PAGES = {
+    "README.md": "index.md",
+    "BUILD.md": "build.md",
+    "CHANGELOG.md": "changelog.md",
+    "notebooks": "notebooks.md",
+}
+"""Pages whose source is outside of this folder."""
 
 _HEADS = {
     "interop": "Interfaces of cuDNN for JAX arrays; all of these are also names of `jax_cudnn`.",
@@ -118,37 +123,45 @@ def on_files(files: Any, config: Any) -> Any:
     for uri, text in reference().items():
         files.append(File.generated(config, uri, content=text))
     for source, uri in PAGES.items():
-        if files.get_file_from_path(uri) is None:
-            files.append(File.generated(config, uri, content=_inside((ROOT / source).read_text())))
+        path = ROOT / source
+        text = _notebooks() if path.is_dir() else _inside(path.read_text())
+        files.append(File.generated(config, uri, content=text))
     for page in [*files.documentation_pages()]:
         for target in _outside(page.content_string):
-            if target not in PAGES and files.get_file_from_path(f"files/{target}") is None:
-                uri, path = f"files/{target}", str(ROOT / target)
-                files.append(File.generated(config, uri, abs_src_path=path))
+            uri = f"files/{target}"
+            if target not in PAGES and files.get_file_from_path(uri) is None:
+                files.append(File.generated(config, uri, abs_src_path=str(ROOT / target)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for target in _outside(markdown):
-        here = PAGES.get(target, f"files/{target}")
-        markdown = markdown.replace(f"](../{target}", f"]({here}")
+        markdown = markdown.replace(f"](../{target}", f"]({PAGES.get(target, f'files/{target}')}")
     return markdown
 
 
 def _outside(markdown: str) -> list[str]:
-    """Files of the repository that a page of docs/ links to."""
-    found = re.findall(r"\]\(\.\./([^)#\s]+)", markdown)
-    return [target for target in found if (ROOT / target).is_file()]
+    """What a page of docs/ links to elsewhere in the repository; the longest first."""
+    found = set(re.findall(r"\]\(\.\./([^)#\s]+)", markdown))
+    return sorted((t for t in found if t in PAGES or (ROOT / t).is_file()), key=len, reverse=True)
 
 
 def _inside(markdown: str) -> str:
     """A page from the root of the repository, as if it stood in docs/."""
+    markdown = re.sub(r"\]\((?!\w+:|#)", "](../", markdown)
+    return markdown.replace("](../docs/", "](")
 
-    def moved(link: re.Match[str]) -> str:
-        outside = (ROOT / link[1]).is_file() and not link[1].startswith("docs/")
-        return f"](../{link[1]}" if outside else "](" + link[1].removeprefix("docs/")
 
-    return re.sub(r"\]\(([^)#\s]+)", moved, markdown)
+def _notebooks() -> str:
+    """A list of the notebooks by their titles."""
+    found = {path.stem: re.search(r"^# # (.*)", path.read_text(), re.M) for path in _scripts()}
+    rows = [f"- [{title[1] if title else n}](../notebooks/{n}.ipynb)" for n, title in found.items()]
+    return "# Notebooks\n\nWith the output of an H200, to download and run.\n\n" + "\n".join(rows)
+
+
+def _scripts() -> list[Path]:
+    """Those for training come first."""
+    return sorted((ROOT / "notebooks").glob("*.py"), key=lambda p: (p.stem[:5] != "train", p.stem))
 
 
 # -- docstrings ------------------------------------------------------------------------------------
