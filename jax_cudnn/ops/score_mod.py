@@ -1,4 +1,4 @@
-"""A function of attention's scores as a value: what it means in jnp, and how it is batched."""
+"""A score_mod as a value: its meaning in jnp, and how it is batched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Shape
-from .._core.graph.dtypes import FLOATS
+from .._core.graph.dtypes import FLOATS, wide
 from .._core.graph.reference import applied, rounded
 from .._core.graph.spec import GraphSpec, intern
 from .._core.graph.tensor import GraphTensor
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from .._core.graph.node import Node, Tensors
 
 PORT = OPERANDS
-"""The list of a node's operands that its function of the scores reads."""
-_TILE = 128  # queries, and keys, of which cuDNN computes all scores
-_EXAMPLES = 8  # of which a function is tried
+"""The port with the list of operands of score_mod."""
+_TILE = 128  # cuDNN computes whole tiles of this many queries and keys
+_EXAMPLES = 8  # batch elements on which a function is tried
 
 
 def axis_of(node: Node) -> int | None:
-    """Of an index, the axis that it counts; else None."""
+    """The axis of an index node; None for other nodes."""
     return getattr(node, "axis", None) if node.method == "gen_index" else None
 
 
@@ -42,12 +42,12 @@ def is_operand(port: str) -> bool:
 
 @dataclass(frozen=True, repr=False)
 class ScoreMod:
-    """The graph of a function of the scores.
+    """The graph of a score_mod.
 
-    ``spec`` has the scores as its first operand, (B, H, Sq, Skv), behind them those at the node's
-    ``ports``, and one result. All that it computes has the scores' shape. Numbers are float32 in
-    it, and so are truths, 1 and 0. ``hides``: some query may see no key by it. ``masks_first``: it
-    is a causal mask of a function of the score alone, which may be applied to hidden scores, too.
+    ``spec`` takes the scores (B, H, Sq, Skv), followed by the operands at the node's ``ports``, and
+    has one result. All computed values have the scores' shape. Values are float32, and booleans are
+    1 and 0. ``hides``: it may hide all keys of some query. ``masks_first``: it is a causal mask of
+    a function of the score alone, which may also be applied to hidden scores.
     """
 
     spec: GraphSpec
@@ -57,10 +57,10 @@ class ScoreMod:
 
     @property
     def named(self) -> dict[str, str]:
-        """The node's port for each operand behind the scores, by its name in the graph."""
+        """The node's port for each operand after the scores, by its name in the graph."""
         return dict(zip(self.spec.inputs[1:], self.ports, strict=True))
 
-    def __repr__(self) -> str:  # by which specs are told apart
+    def __repr__(self) -> str:  # distinguishes specs
         flags = self.hides, self.masks_first
         return f"ScoreMod({self.ports}, {flags}, {str(self.spec)!r})"
 
@@ -70,8 +70,9 @@ class ScoreMod:
     def __call__(
         self, score: jax.Array, first: Any, operands: Mapping[str, jax.Array]
     ) -> jax.Array:
-        """The changed scores, of float32 scores (B, H, S, T) whose first query is ``first``."""
-        values: dict[str, Any] = {t.name: np.float32(t.value or 0) for t in self.spec.constants}
+        """The modified scores, for scores (B, H, S, T) whose first query is ``first``."""
+        constants = ((t.name, t.value or 0) for t in self.spec.constants)
+        values: dict[str, Any] = {name: score.dtype.type(value) for name, value in constants}
         values[self.spec.inputs[0]] = score
         for name, port in self.named.items():
             values[name] = operands[port].astype(self.spec.tensor(name).dtype)
@@ -88,24 +89,24 @@ class ScoreMod:
 
     @property
     def counts_examples(self) -> bool:
-        """Whether it reads the index of the example."""
+        """Whether it reads the batch index."""
         return any(axis_of(call.node) == 0 for call in self.spec.calls)
 
     def stretches(self, tensors: Tensors) -> dict[str, Shape]:
-        """The operands that rows of queries share, which cuDNN would read wrongly, and the shapes
-        to which they are broadcast for it."""
+        """The operands broadcast over queries, which cuDNN would misread, with the shapes to which
+        they are copied."""
         scores = self.spec.tensor(self.spec.inputs[0]).shape
         shapes = {port: stretched(tensors[port].shape, scores) for port in self.ports}
         return {port: shape for port, shape in shapes.items() if shape != tensors[port].shape}
 
     def refused(self, tensors: Tensors) -> str | None:
-        """Why cuDNN is not to be asked for it, or None."""
+        """Why cuDNN does not run it, or None."""
         for port, shape in self.stretches(tensors).items():
             return (
-                f"cuDNN reads {port} of shape {list(tensors[port].shape)} wrongly, of which rows "
-                f"of queries share an element: broadcast it to {list(shape)}"
+                f"cuDNN misreads {port} of shape {list(tensors[port].shape)}, which is broadcast "
+                f"over queries: broadcast it to {list(shape)}"
             )
-        # Planning ends the process (SIGSEGV in cuDNN 9.19; 9.28 plans some of them).
+        # Planning crashes the process (SIGSEGV in cuDNN 9.19; 9.28 plans some of these graphs).
         operands = {*self.spec.inputs[1:]}
         compared = {
             name
@@ -117,30 +118,31 @@ class ScoreMod:
         if len(masks) < 2:
             return None
         return (
-            "score_mod selects twice by comparisons with operands, on which cuDNN's planner fails: "
+            "cuDNN's planner fails if score_mod selects twice by comparisons with operands: "
             "combine the conditions with &, in one jnp.where"
         )
 
     def refused_backward(self, scores: Shape) -> str | None:
-        """Why cuDNN is not to be asked for its derivative, or None."""
-        from .score_mod_emission import reads_leading_numbers  # for planning alone
+        """Why cuDNN does not run its derivative, or None."""
+        from .score_mod_emission import reads_leading_numbers  # only for planning
 
         if reads_leading_numbers(self):
             return (
-                "cuDNN's backward is wrong where the derivative of score_mod has a number as first "
-                "operand: select by jnp.where(seen, score, -jnp.inf), with the number behind"
+                "cuDNN's backward is wrong if the derivative of score_mod has an operation with a "
+                "scalar as its first operand: write jnp.where(seen, score, -jnp.inf), with the "
+                "scalar last"
             )
         if not takes_infinity(self, scores):
             return (
-                f"of {scores[2]} queries and {scores[3]} keys cuDNN's backward gives score_mod "
-                f"-inf for what is missing to multiples of {_TILE}, and it makes no number below "
-                "infinity of it, or has no finite derivative there: pad them, with their lengths "
-                "as query_seq_lengths and key_value_seq_lengths"
+                f"cuDNN's backward pads {scores[2]} queries and {scores[3]} keys to multiples of "
+                f"{_TILE} and calls score_mod with -inf there; this score_mod returns NaN or +inf "
+                "for -inf, or its derivative is not finite there: pad queries and keys, and pass "
+                "the lengths as query_seq_lengths and key_value_seq_lengths"
             )
         return None
 
     def folded(self, size: int, mapped: Iterable[str]) -> ScoreMod:
-        """For ``size`` times as many examples, of which the operands ``mapped`` have as many."""
+        """For a batch ``size`` times as large, which the operands ``mapped`` have too."""
         named, mapped = self.named, {*mapped}
         tensors = tuple(
             t
@@ -154,11 +156,11 @@ class ScoreMod:
 
 @functools.lru_cache(256)
 def takes_infinity(mod: ScoreMod, scores: Shape) -> bool:
-    """Whether a function gives of a score of -inf, behind the last queries and keys up to full
-    tiles, neither NaN nor infinity, and has a finite derivative there.
+    """Whether a function returns neither NaN nor +inf, and has a finite derivative, for scores of
+    -inf after the last queries and keys, up to whole tiles.
 
-    It is tried for some examples and all heads: of some queries behind the last, with all keys, and
-    of all keys behind the last, with some queries; operands there are anything.
+    It is tried for some batch elements and all heads: for some queries after the last with all
+    keys, and for all keys after the last with some queries; operands there are arbitrary.
     """
     b, h, queries, keys = min(scores[0], _EXAMPLES), *scores[1:]
     rows, columns = (-(-size // _TILE) * _TILE for size in (queries, keys))
@@ -169,7 +171,8 @@ def takes_infinity(mod: ScoreMod, scores: Shape) -> bool:
 
 
 def is_number(mod: ScoreMod, scores: Shape, first: int, keys: slice = slice(None)) -> bool:
-    """Whether a function and its derivative are numbers at -inf, but for -inf, at these keys."""
+    """Whether a function returns neither NaN nor +inf at -inf, and its derivative is finite, at
+    these keys."""
     noise = np.random.default_rng(0)
 
     def some(dtype: str) -> np.ndarray:
@@ -179,7 +182,7 @@ def is_number(mod: ScoreMod, scores: Shape, first: int, keys: slice = slice(None
     with _unwatched():
         dtypes = {port: mod.spec.tensor(name).dtype for name, port in mod.named.items()}
         operands = {port: jnp.asarray(some(dtype)) for port, dtype in dtypes.items()}
-        hidden = jnp.full(scores, -jnp.inf, jnp.float32)
+        hidden = jnp.full(scores, -jnp.inf, mod.spec.input_tensors[0].dtype)
         both = jax.jvp(lambda x: mod(x, first, operands), (hidden,), (jnp.ones_like(hidden),))
         value, slope = (np.asarray(x)[..., keys] for x in both)
     return bool(np.all(value < np.inf) & np.all(np.isfinite(slope)))
@@ -187,20 +190,20 @@ def is_number(mod: ScoreMod, scores: Shape, first: int, keys: slice = slice(None
 
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
-    """Computing while a program is traced or lowered, on the CPU where there is one, whatever JAX
-    is told to watch for in that program."""
+    """Compute during tracing or lowering, on the CPU if available, without the checks (NaN,
+    transfers) that JAX applies to the traced program."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.ensure_compile_time_eval())
         for watched in (jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow")):
             stack.enter_context(watched)
-        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave it out
+        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may exclude it
             stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
         yield
 
 
 def stretched(shape: Shape, scores: Shape) -> Shape:
-    """The smallest shape to which an operand is broadcast that cuDNN reads rightly beside scores
-    (B, H, Sq, Skv): with an element for each query, or one for each head alone."""
+    """The smallest shape of an operand that cuDNN reads correctly with scores (B, H, Sq, Skv): one
+    element per query, or only one per head."""
     if shape[2] == scores[2] or (shape[0] == 1 and shape[2:] == (1, 1)):
         return shape
     return (*shape[:2], scores[2], shape[3])
@@ -209,8 +212,8 @@ def stretched(shape: Shape, scores: Shape) -> Shape:
 def folds(
     mod: ScoreMod, batched: frozenset[str], tensors: Tensors, fixed: Iterable[str] = ()
 ) -> Iterable[dict[str, int]]:
-    """Further examples: what is shared by all examples stays so, unless it is batched or one of
-    those ``fixed``."""
+    """Into the batch: operands shared by the batch stay shared, unless they are batched or
+    ``fixed``."""
     examples = tensors["q"].shape[0]
     shared = {
         port
@@ -226,13 +229,13 @@ def folds(
 
 
 def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> dict[str, Any]:
-    """The arguments of ``g.sdpa`` with the function as a value, into which band and lengths have
-    gone, but beside a sink."""
+    """The arguments of ``g.sdpa`` with score_mod as a value that includes band and lengths, except
+    with a sink."""
     function = given.get("score_mod")
     operands = listed(given.pop(PORT, None))
     if function is None:
         if operands:
-            raise GraphError(f"{PORT} without a score_mod", fix="give the function that reads them")
+            raise GraphError(f"{PORT} without score_mod", fix="pass score_mod, or omit them")
         return given
     if isinstance(function, ScoreMod):
         return {**given, PORT: operands} if operands else given
@@ -242,40 +245,43 @@ def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> d
         for name in ("q", "k")
     )
     if len(q) != 4 or len(k) != 4:
-        raise GraphError("score_mod needs q and k of rank 4", got=f"{list(q)} and {list(k)}")
-    scores = (*q[:3], k[2])
+        raise GraphError("score_mod requires q and k of rank 4", got=f"{list(q)} and {list(k)}")
+    query = given["q"] if isinstance(given["q"], GraphTensor) else jnp.asarray(given["q"])
+    scores, kind = (*q[:3], k[2]), wide(query).name
     operands = [_checked(i, x, scores) for i, x in enumerate(operands)]
-    from .score_mod_written import written  # importing jax_cudnn does without
+    from .score_mod_written import written  # lazy, for a fast import
 
-    if given.get("use_alibi_mask") or "sink_token" in given:  # XLA runs it, with its own band
-        mod, read = written(function, operands, scores, numbers=False)
+    if given.get("use_alibi_mask") or "sink_token" in given:  # runs in XLA, with a separate band
+        mod, read = written(function, operands, scores, numbers=False, kind=kind)
         return {**given, "score_mod": mod, **({PORT: read} if read else {})}
     lengths = [given.pop(name, None) for name in ("seq_len_q", "seq_len_kv")]
     lengths = [x for x in lengths if x is not None]
     if len(lengths) == 1:
-        raise GraphError("one of the lengths is missing", expected="both, or neither")
-    mod, read = written(function, operands, scores, band(given), lengths, numbers=False)
+        raise GraphError(
+            "one of the lengths is missing", expected="both seq_len_q and seq_len_kv, or neither"
+        )
+    mod, read = written(function, operands, scores, band(given), lengths, numbers=False, kind=kind)
     left = {name: value for name, value in given.items() if not name.startswith("diagonal_")}
     return {**left, "score_mod": mod, **({PORT: read} if read else {})}
 
 
 def check_function(function: Any) -> None:
-    """GraphTypeError for what is no function."""
+    """GraphTypeError if it is not a function."""
     if not callable(function):
         raise GraphTypeError(
-            "score_mod is no function",
+            "score_mod is not a function",
             expected="f(score, b, h, q, kv, *score_mod_operands)",
             got=f"{type(function).__name__}: {function!r}"[:200],
         )
 
 
 def listed(operands: Any) -> Sequence[Any]:
-    """The operands of a function of the scores; GraphTypeError where they are not in a tuple."""
+    """The operands of score_mod; GraphTypeError if they are not a tuple or list."""
     if operands is None or isinstance(operands, (tuple, list)):
         return operands or ()
     raise GraphTypeError(
-        f"{PORT} is no tuple",
-        expected="a tuple or a list of arrays, of one array (x,)",
+        f"{PORT} is not a tuple",
+        expected="a tuple or a list of arrays; (x,) for one array",
         got=f"{type(operands).__name__}: {operands!r}"[:200],
     )
 
@@ -285,15 +291,15 @@ def _checked(i: int, x: Any, scores: Shape) -> Any:
         x = jnp.asarray(x)
     if str(x.dtype) not in (*FLOATS, "int32"):
         raise GraphTypeError(
-            f"{PORT}[{i}] has a dtype that score_mod does not take",
+            f"{PORT}[{i}] has a dtype that score_mod does not support",
             expected=", ".join((*FLOATS, "int32")),
             got=f"{x.dtype}{list(x.shape)}",
-            fix="cast it before the call; of booleans to float32, and compare with 0",
+            fix="cast it before the call; cast booleans to float32, and compare them with 0",
         )
     if len(x.shape) != 4 or any(a not in (1, b) for a, b in zip(x.shape, scores, strict=True)):
         raise GraphError(
             f"{PORT}[{i}] does not fit the scores",
-            expected=f"{list(scores)}, or 1 in any of these",
+            expected=f"{list(scores)}, or 1 in any dimension",
             got=str(list(x.shape)),
         )
     return x

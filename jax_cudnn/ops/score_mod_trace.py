@@ -1,7 +1,7 @@
-"""A function of attention's scores in jnp, as the graph of operations on each element that it is.
+"""Convert a score_mod written in jnp to a graph of pointwise operations.
 
-It is traced by ``jax.make_jaxpr`` and written down anew, operation by operation: so users write
-``jnp.where``, ``jnp.tanh`` and operators, and cuDNN gets its own pointwise operations.
+``jax.make_jaxpr`` traces it, and each operation is translated: users write ``jnp.where``,
+``jnp.tanh`` and operators, and cuDNN gets its own pointwise operations.
 """
 
 from __future__ import annotations
@@ -27,31 +27,35 @@ from .score_mod_primitives import PRIMITIVES, SHORT, TAKEN
 
 
 class Traced(GraphBuilder):
-    """Writes down one function; ``arrays`` are those that it closes over, as further operands."""
+    """Builds the graph of one function; ``arrays`` are captured arrays, as further operands."""
 
     def __init__(
-        self, scores: Shape, operands: Sequence[tuple[Shape, str]], numbers: bool = True
+        self,
+        scores: Shape,
+        operands: Sequence[tuple[Shape, str]],
+        numbers: bool = True,
+        kind: str = "float32",
     ) -> None:
         super().__init__()
-        self.scores, self.numbers = scores, numbers
-        self.score = self.input("score", scores, "float32")
+        self.scores, self.numbers, self.kind = scores, numbers, kind
+        self.score = self.input("score", scores, kind)
         self.operands = [self._operand(shape, dtype) for shape, dtype in operands]
         self.arrays: list[Any] = []
         self.closes_over = False
 
     def _operand(self, shape: Shape, dtype: str) -> GraphTensor:
         name = f"operand{len(self._inputs) - 1}"
-        return self.input(name, ones_in_front(shape), "float32" if is_floating(dtype) else dtype)
+        return self.input(name, ones_in_front(shape), self.kind if is_floating(dtype) else dtype)
 
     def write(self, function: Callable[..., Any]) -> tuple[GraphSpec, tuple[int, ...]]:
-        """The graph, and which of the operands, followed by ``arrays``, are its own behind the
-        scores, which it always has."""
+        """The graph, and the indices of the operands, followed by ``arrays``, that it reads after
+        the scores."""
         shaped = jax.ShapeDtypeStruct
-        given = [shaped(self.scores, "float32")]
+        given = [shaped(self.scores, self.kind)]
         for axis, size in enumerate(self.scores):
             given.append(shaped(tuple(size if i == axis else 1 for i in range(4)), "int32"))
         given += [shaped(x.shape, x.dtype) for x in self.operands]
-        # JAX remembers what it has traced of a function, with the arrays that it closed over.
+        # A new lambda: JAX caches the trace of a function, with the arrays that it captured.
         closed = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)
         jaxpr, result = closed(*given)
         self._check(function, result)
@@ -69,8 +73,8 @@ class Traced(GraphBuilder):
         where = defined_at(function)
         if not hasattr(result, "shape") or not hasattr(result, "dtype"):
             raise GraphTypeError(
-                "score_mod returned something that is no array",
-                expected="the changed score",
+                "score_mod did not return an array",
+                expected="the modified score",
                 got=repr(result)[:200],
                 where=where,
             )
@@ -79,20 +83,20 @@ class Traced(GraphBuilder):
                 "score_mod changes the shape of the score",
                 expected=str(list(self.scores)),
                 got=str(list(result.shape)),
-                why="it is given all scores, (B, N, T, S), and indices that broadcast with them",
+                why="it gets all scores, (B, N, T, S), and indices that broadcast with them",
                 where=where,
             )
         if str(result.dtype) not in ("float32", "float64"):
             raise GraphTypeError(
-                "score_mod returned no floats of 32 bits",
-                expected="float32, which the score is",
+                "score_mod did not return float32",
+                expected="float32, the dtype of the score",
                 got=str(result.dtype),
-                why="a mask is put into the score: jnp.where(seen, score, -jnp.inf)",
+                fix="apply a mask to the score: jnp.where(seen, score, -jnp.inf)",
                 where=where,
             )
 
     def _closed_over(self, value: Any) -> Any:
-        """A number or an array that is known now, else a further operand."""
+        """A captured value: a constant if it is known now, else a further operand."""
         self.closes_over = True
         if isinstance(value, Tracer) or (isinstance(value, jax.Array) and not self.numbers):
             return self._further(value)
@@ -143,15 +147,13 @@ class Traced(GraphBuilder):
         write = PRIMITIVES.get(name)
         try:
             if write is None:
-                raise GraphError(f"it uses {name}", expected=TAKEN)
+                raise GraphError(f"{name} is not supported", expected=TAKEN)
             return [write(self, eqn, *operands)]
         except JaxCudnnError as error:
             error.summary = f"score_mod: {error.summary}"
-            error.why = error.why or (
-                "cuDNN computes it on tiles of the scores, which no operation can look beyond"
-            )
+            error.why = error.why or ("cuDNN applies score_mod to tiles of the scores, elementwise")
             error.fix = error.fix or (
-                "compute it before the call, and give it as an array of score_mod_operands"
+                "compute it before the call, and pass the array in score_mod_operands"
             )
             error.where = _line(eqn) or error.where
             raise
@@ -159,7 +161,7 @@ class Traced(GraphBuilder):
     # -- values ----------------------------------------------------------------------------------
 
     def made(self, method: str, *operands: Any) -> GraphTensor:
-        """An operation's result: numbers are float32, and so are truths, 1 and 0."""
+        """An operation's result in float32; booleans are 1 and 0."""
         first, *others = operands
         if len(operands) > 1 and not any(self._is_full(x) for x in operands):
             at = next(i for i, x in enumerate(operands) if isinstance(x, GraphTensor))
@@ -167,7 +169,7 @@ class Traced(GraphBuilder):
         elif not others:
             operands = (self._full(first),)
         made = self._apply(method, *(self._plain(x) for x in operands))
-        return made.set_data_type("float32")
+        return made.set_data_type(self.kind)
 
     def _is_full(self, x: Any) -> bool:
         return isinstance(x, GraphTensor) and x.shape == self.scores
@@ -180,31 +182,31 @@ class Traced(GraphBuilder):
         return self._array(np.asarray(x))
 
     def _array(self, x: np.ndarray) -> GraphTensor:
-        """An array that the function has made, as an operand."""
+        """An array computed while tracing, as an operand."""
         whole = np.issubdtype(x.dtype, np.integer)
-        return self._further(x.astype("int32" if whole else "float32"))
+        return self._further(x.astype("int32" if whole else self.kind))
 
     def _full(self, x: Any) -> GraphTensor:
-        """A value at every score: cuDNN computes nothing smaller, to be broadcast later."""
+        """A value in the scores' shape: cuDNN computes nothing smaller to broadcast later."""
         if self._is_full(x):
             return x
-        nothing = self.mul(self._index(3), 0.0).set_data_type("float32")
-        return self.add(nothing, self._plain(x)).set_data_type("float32")
+        nothing = self.mul(self._index(3), 0.0).set_data_type(self.kind)
+        return self.add(nothing, self._plain(x)).set_data_type(self.kind)
 
 
 def ones_in_front(shape: Shape) -> Shape:
-    """With rank 4, as jnp broadcasts."""
+    """The shape with leading ones, of rank 4."""
     if len(shape) > 4:
         raise GraphError(
-            "score_mod has an operand of too high a rank",
-            expected="what broadcasts to the scores, (B, N, T, S)",
+            "score_mod has an operand of rank above 4",
+            expected="a shape that broadcasts to the scores, (B, N, T, S)",
             got=f"shape {list(shape)}",
         )
     return (*(1,) * (4 - len(shape)), *shape)
 
 
 def _inner(eqn: Any) -> Any:
-    """The jaxpr of a function that is called (jit, custom derivatives), or None."""
+    """The jaxpr of a called function (jit, custom derivatives), or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if name in eqn.params:
             return eqn.params[name]
@@ -216,18 +218,22 @@ def _is_graph(operands: Sequence[Any]) -> bool:
 
 
 def _line(eqn: Any) -> str:
-    """Where the user wrote an operation."""
+    """The user's source line of an operation."""
     for file, line, function in user_frames(eqn):
         return f"{file}:{line}, in {function}"
     return ""
 
 
 def _stretched(x: Any, eqn: Any) -> Any:
-    """What is broadcast stays as small as it is, with rank 4."""
+    """A broadcast operand, kept at its size, with rank 4."""
     if isinstance(x, GraphTensor):
         axes = eqn.params["broadcast_dimensions"]
         if axes != tuple(range(4 - len(axes), 4)):
-            raise GraphError("score_mod: it moves the dimensions of an operand")
+            raise GraphError(
+                "score_mod: transposing the dimensions of an operand is not supported",
+                expected="operands that broadcast to the scores, (B, N, T, S), as they are",
+                fix="transpose it before the call",
+            )
         return x
     x = np.asarray(x)
     shape = [1] * len(eqn.params["shape"])
@@ -237,14 +243,14 @@ def _stretched(x: Any, eqn: Any) -> Any:
 
 
 def _folded(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """An operation on what is known while tracing."""
+    """An operation on values known while tracing."""
     arrays = [np.asarray(x) for x in operands]
     if eqn.primitive.name in PRIMITIVES:  # small arrays stay so
         arrays = np.broadcast_arrays(*arrays)
     else:
         arrays = [np.broadcast_to(x, v.aval.shape) for x, v in zip(arrays, eqn.invars, strict=True)]
-    if not all(isinstance(v.aval.dtype, np.dtype) for v in eqn.outvars):  # keys of random numbers
-        raise GraphError(f"score_mod: it uses {eqn.primitive.name}", expected=TAKEN)
+    if not all(isinstance(v.aval.dtype, np.dtype) for v in eqn.outvars):  # random keys
+        raise GraphError(f"score_mod: {eqn.primitive.name} is not supported", expected=TAKEN)
     with jax.ensure_compile_time_eval():
         given = [jnp.asarray(x, y.aval.dtype) for x, y in zip(arrays, eqn.invars, strict=True)]
         made = eqn.primitive.bind(*given, **eqn.params)

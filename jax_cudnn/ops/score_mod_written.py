@@ -1,5 +1,4 @@
-"""What a function of attention's scores becomes: with band and lengths, as one value that is kept
-while the function lives."""
+"""Combine a score_mod with band and lengths into one value, cached while the function lives."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from .score_mod_emission import before_causal_mask
 from .score_mod_trace import Traced
 
 _ALL = Band()
-_MANY = 256  # shapes of one function
+_MANY = 256  # cached shapes per function
 
 _Known = dict[Any, tuple[ScoreMod, tuple[int, ...]]]
 _known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
@@ -37,22 +36,23 @@ def written(
     lengths: Sequence[Any] = (),
     truths: tuple[int, ...] = (),
     numbers: bool = True,
+    kind: str = "float32",
 ) -> tuple[ScoreMod, list[Any]]:
-    """A user's function, and then the band and the lengths, as one; with the operands that it
-    reads, of those given and those closed over. Operands at ``truths`` come to it as booleans.
+    """A user's function followed by the band and the lengths, as one value, and the operands that
+    it reads, given or captured. It gets operands at ``truths`` as booleans.
 
-    It is traced once for equal functions and shapes, while such a function lives; at each call
-    where it closes over arrays, which may be others by then. With ``numbers`` those of one element
-    that are known are numbers of the graph, else operands.
+    Equal functions and shapes are traced once, while such a function lives; functions that capture
+    arrays are traced at each call, as these may change. With ``numbers``, known arrays of one
+    element become constants of the graph, otherwise operands.
     """
     everything = [*operands, *lengths]
     avals = tuple((tuple(x.shape), str(x.dtype)) for x in everything)
-    known, key = _known_of(function), (scores, avals, len(lengths), band, truths)
+    known, key = _known_of(function), (scores, avals, len(lengths), band, truths, kind)
     found = known.get(key)
     if found is None:
         _check_parameters(function, len(operands))
         user = _Truths(function, truths) if truths else function
-        mod, read, traced = _written(user, avals, scores, band, len(operands), numbers)
+        mod, read, traced = _written(user, avals, scores, band, len(operands), numbers, kind)
         found = mod, read
         everything += traced.arrays
         if len(known) >= _MANY:
@@ -64,7 +64,7 @@ def written(
 
 
 def _known_of(function: Any) -> _Known:
-    """What is known of a function; nothing where it is not hashable or has no weak references."""
+    """The cache of a function; empty if it is not hashable or cannot be weakly referenced."""
     try:
         return _known.setdefault(function, {})
     except TypeError:
@@ -72,16 +72,16 @@ def _known_of(function: Any) -> _Known:
 
 
 def _check_parameters(function: Callable[..., Any], operands: int) -> None:
-    """GraphTypeError where a function takes another number of arguments."""
+    """GraphTypeError if a function takes a different number of arguments."""
     try:
         inspect.signature(function).bind(*range(5 + operands))
     except ValueError:  # it has no signature
         return
     except TypeError as error:
         raise GraphTypeError(
-            f"score_mod takes other arguments: {error}",
+            f"score_mod does not accept its arguments: {error}",
             expected="f(score, b, h, q, kv, *score_mod_operands)",
-            got=f"{operands} operands",
+            got=f"{operands} score_mod_operands",
             where=defined_at(function),
         ) from None
 
@@ -93,18 +93,19 @@ def _written(
     band: Band,
     count: int,
     numbers: bool,
+    kind: str,
 ) -> tuple[ScoreMod, tuple[int, ...], Traced]:
-    """The function of ``count`` operands, behind which the lengths stand; which of its operands,
-    followed by the arrays closed over, it reads."""
+    """The function of ``count`` operands, followed by the lengths, and the indices of the operands,
+    followed by captured arrays, that it reads."""
     lengths = len(avals) > count
-    traced = Traced(scores, avals[:count], numbers)
+    traced = Traced(scores, avals[:count], numbers, kind)
     spec, read = traced.write(function)
     hides = getattr(function, "hides_queries", None)
     if hides is None:
         hides = not _is_finite(spec)
     if lengths or band != Band(bottom_right=band.bottom_right):
         hides = hides or lengths or _hides(band, *scores[2:])
-        traced = Traced(scores, avals, numbers)
+        traced = Traced(scores, avals, numbers, kind)
         spec, read = traced.write(_Seen(function, scores[2:], band, count))
     ports = tuple(f"{PORT}_{i}" for i in range(len(read)))
     spec = spec.canonical()
@@ -113,7 +114,7 @@ def _written(
     return ScoreMod(spec, ports, hides, first), read, traced
 
 
-# Operations whose results are finite for finite operands, but for numbers beyond float32's range.
+# Operations whose results are finite for finite operands, apart from float32 overflow.
 _FINITE = {
     *("add", "sub", "mul", "neg", "abs", "min", "max", "floor", "ceil", "sqrt", "identity"),
     *("tanh", "sigmoid", "erf", "sin", "cos", "gen_index"),
@@ -121,7 +122,7 @@ _FINITE = {
 
 
 def _is_finite(spec: GraphSpec) -> bool:
-    """Whether a function certainly leaves finite scores finite, so that it hides no key."""
+    """Whether a function provably maps finite scores to finite ones, so that it hides no key."""
     score, *others = spec.inputs
     finite = {t.name for t in spec.constants if math.isfinite(t.value or 0)}
     finite |= {score, *(name for name in others if spec.tensor(name).dtype not in FLOATS)}
@@ -137,8 +138,8 @@ def _is_finite(spec: GraphSpec) -> bool:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A function of the scores, and -inf outside of a band and of the lengths, which are the
-    operands behind the first ``count``."""
+    """A score_mod followed by -inf outside of a band and of the lengths, which are the operands
+    after the first ``count``."""
 
     function: Callable[..., Any]
     sizes: tuple[int, ...]
@@ -154,10 +155,10 @@ class _Seen:
         left, right, bottom_right = self.band.left, self.band.right, self.band.bottom_right
         seen = [position < n for position, n in zip((q, kv), lengths, strict=False)]
         if lengths and bottom_right and right == 0:
-            del seen[1]  # the last query sees the last key, and none behind it
+            del seen[1]  # the last query sees the last key, and none after it
         queries, keys = lengths if lengths else self.sizes
         at, position = q, kv
-        if bottom_right and lengths:  # cuDNN broadcasts a length beside an index, and no other
+        if bottom_right and lengths:  # cuDNN broadcasts a length only with an index
             at, position = q + keys, kv + queries
         elif bottom_right and keys != queries:
             at = q + (keys - queries)
@@ -172,7 +173,7 @@ class _Seen:
 
 
 def _hides(band: Band, queries: int, keys: int) -> bool:
-    """Whether some query sees no key, where there are so many."""
+    """Whether the band hides all keys of some query, for these numbers of queries and keys."""
     shift = keys - queries if band.bottom_right else 0
     before = band.right is not None and shift + band.right < 0
     return before or (band.left is not None and queries + shift - band.left > keys - 1)
@@ -180,7 +181,7 @@ def _hides(band: Band, queries: int, keys: int) -> bool:
 
 @dataclass(frozen=True)
 class _Truths:
-    """A function of the scores with booleans among its operands, which graphs hold as 1 and 0."""
+    """A score_mod with boolean operands, which graphs represent as 1 and 0."""
 
     function: Callable[..., Any]
     places: tuple[int, ...]
