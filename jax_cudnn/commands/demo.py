@@ -95,7 +95,7 @@ def _times(parameters: Any, images: jax.Array) -> Any:
         (f"{len(many)} digits", (classify, classify_plainly), (parameters, many)),
         ("causal attention, bfloat16[4,2048,16,64]", (ours, plain), (q, k, v)),
     ):
-        named = dict(zip((OURS, "plain JAX"), functions, strict=True))
+        named: dict[str, Any] = dict(zip((OURS, "plain JAX"), functions, strict=True))
         found = compare(named, *operands, tolerance=0.05, seconds=1.0)
         yield name, {way: 1e3 * found.median(way) for way in found.seconds}
 
