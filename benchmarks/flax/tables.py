@@ -71,7 +71,7 @@ def _notes(name: str, entry: dict[str, Any]) -> list[str]:
         said.append(f"{name}, {entry['status']}: {entry['reason']}")
     for side, reason in entry.get("not_run", {}).items():
         if reason != entry.get("reason"):
-            said.append(f"{name}, {side} did not run: {reason}")
+            said.append(f"{name}, {side} did not run: {reason.partition(' [')[0]}")
     profile = entry["sides"].get(OURS, {}).get("profile", {})
     if "kinds_ms" in profile:
         kinds = ", ".join(f"{kind} {ms:.3g}" for kind, ms in profile["kinds_ms"].items())
