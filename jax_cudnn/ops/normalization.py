@@ -174,8 +174,9 @@ class Layernorm(ForwardOfRows):
 
     Args:
         input: any shape.
-        scale: of input's rank; each dimension is 1 or input's. A row goes over those that are not
-            1: (1, N) beside (M, N), or (1, 1, H, W) beside (A, B, H, W).
+        scale: with the rank of input; each dimension is 1 or equal to that of input. A row spans
+            the dimensions that are not 1: (1, N) for an input of (M, N), or (1, 1, H, W) for
+            (A, B, H, W).
         bias: like scale.
         epsilon: a Python scalar, added to the variance.
         norm_forward_phase: "TRAINING" (the default) or "INFERENCE", or the member of

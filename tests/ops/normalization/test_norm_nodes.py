@@ -210,7 +210,7 @@ REFUSED = [
         [S((8, 8, 64), B), S((1, 1, 64), B)],
         "in memory",
     ),
-    (forward("rmsnorm"), [S((64, 1), B), *[S((1, 1), B)] * 2], "one element"),
+    (forward("rmsnorm"), [S((64, 1), B), *[S((1, 1), B)] * 2], "a single element"),
     # nvidia-cudnn-frontend 1.28 reads a null pointer there, which would end the process.
     (forward("adalayernorm"), [S((2, 24, 96), F), S((2, 1, 96), F)], "pass a bias of zeros"),
 ]
