@@ -1,4 +1,4 @@
-"""Normalizations of channels over all images."""
+"""Batch normalization: statistics per channel, over the whole batch."""
 
 from __future__ import annotations
 
@@ -37,30 +37,28 @@ _MULTIPLE = 8
 
 def _odd_channels(tensors: Mapping[str, Tensor]) -> str | None:
     channels = tensors["input"].shape[1]
-    return (
-        f"{channels} channels, which is no multiple of {_MULTIPLE}"
-        if channels % _MULTIPLE
-        else None
-    )
+    return f"{channels} channels, not a multiple of {_MULTIPLE}" if channels % _MULTIPLE else None
 
 
 @register
 class BatchnormBackward(BackwardOfChannels):
     """Gradients of batchnorm.
 
-    With ``xhat = (input - mean) * inv_variance``, ``s = grad * scale`` and m the mean over a
-    channel of all images: ``DX = inv_variance * (s - m(s) - xhat * m(s * xhat))``,
-    ``DScale = sum(grad * xhat)`` and ``DBias = sum(grad)`` over all but the channels.
+    With ``xhat = (input - mean) * inv_variance``, ``s = grad * scale`` and m the mean over one
+    channel of the batch: ``DX = inv_variance * (s - m(s) - xhat * m(s * xhat))``,
+    ``DScale = sum(grad * xhat)`` and ``DBias = sum(grad)`` over all dimensions but the channels.
 
     Args:
-        grad: the gradient by Y, (N, C, *spatial).
+        grad: gradient with respect to Y, (N, C, *spatial).
         input: as in the forward.
         scale: as in the forward.
-        mean: the forward's.
-        inv_variance: the forward's inv_var.
+        mean: result of the forward.
+        inv_variance: inv_var of the forward.
 
-    Returns: DX, DScale, DBias, of the dtypes of input and scale. Source: cuDNN documentation,
-    ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with ``CUDNN_BATCH_NORM``.
+    Returns: DX in the dtype of input; DScale and DBias in the dtype of scale.
+
+    Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_NORM_BACKWARD_DESCRIPTOR`` with
+    ``CUDNN_BATCH_NORM``.
     """
 
     method = "batchnorm_backward"
@@ -78,7 +76,7 @@ class BatchnormBackward(BackwardOfChannels):
             made = {name for _, name in call.outputs}
             dtypes = {graph.tensor(name).dtype for _, name in call.inputs}
             if tensors["grad"].name in made and "bool" not in dtypes:
-                return f"{call.name} computes its grad, and is no mask"
+                return f"{call.name} computes its grad and is not a mask"
         return super().refuses(tensors, graph) or _odd_channels(tensors)
 
 
@@ -86,10 +84,10 @@ class BatchnormBackward(BackwardOfChannels):
 class Batchnorm(ForwardOfChannels):
     """Batch normalization in training: ``Y = (input - mean) * inv_var * scale + bias``.
 
-    ``inv_var = (var + epsilon)**-0.5``; mean and (biased) variance are those of each channel, over
-    n elements in all images. The running statistics move towards them:
-    ``next_running_mean = (1 - momentum) * in_running_mean + momentum * mean``, and so does
-    ``next_running_var``, towards the unbiased variance ``var * n / (n - 1)`` (0 for n = 1).
+    ``inv_var = (var + epsilon)**-0.5``; mean and (biased) variance are per channel, over the n
+    elements of that channel in the batch. The running statistics are updated:
+    ``next_running_mean = (1 - momentum) * in_running_mean + momentum * mean``, and
+    ``next_running_var`` likewise with the unbiased variance ``var * n / (n - 1)`` (0 for n = 1).
 
     Args:
         input: (N, C, *spatial).
@@ -97,15 +95,17 @@ class Batchnorm(ForwardOfChannels):
         bias: like scale.
         in_running_mean: like scale, float32.
         in_running_var: like scale, float32.
-        epsilon: a Python number, added to the variance.
-        momentum: a Python number: the share of the new statistics.
+        epsilon: a Python scalar, added to the variance.
+        momentum: a Python scalar: weight of the new statistics.
 
-    pygraph's ``peer_stats`` is not there: sums over several GPUs are JAX's, see
+    pygraph's ``peer_stats`` is not supported: JAX sums over several GPUs, see
     ``jc.ops.batch_norm``.
 
-    Returns: Y, of input's dtype; mean, inv_var, next_running_mean and next_running_var, like scale
-    in float32. Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR``
-    with ``CUDNN_BATCH_NORM``.
+    Returns: Y in the dtype of input; mean, inv_var, next_running_mean and next_running_var, like
+    scale, in float32.
+
+    Source: cuDNN documentation, ``CUDNN_BACKEND_OPERATION_NORM_FORWARD_DESCRIPTOR`` with
+    ``CUDNN_BATCH_NORM``.
     """
 
     method = "batchnorm"
@@ -113,9 +113,11 @@ class Batchnorm(ForwardOfChannels):
         "input: *x, scale: *s, bias: *s, in_running_mean: *s, in_running_var: *s, epsilon: *e, "
         "momentum: *e -> Y: *x, mean: *s, inv_var: *s, next_running_mean: *s, next_running_var: *s"
     )
-    requires = "channels a multiple of 8; epsilon and momentum Python numbers"
+    requires = "channels a multiple of 8; epsilon and momentum Python scalars"
     takes_masks = True
-    rounding = f"{ROUNDING}, in XLA's one pass over images of up to 4096 pixels from a guess of it"
+    rounding = (
+        f"{ROUNDING}; XLA takes one pass over images of up to 4096 pixels, around an estimated mean"
+    )
     extent = Spatial(batch=True)
     backward = BatchnormBackward
     examples = tuple(
@@ -168,9 +170,9 @@ class Batchnorm(ForwardOfChannels):
         of_y = {p: t for p, t in tangents.items() if p in ("input", "scale", "bias")}
         own = {p: outputs[p] for p in ("Y", "mean", "inv_var")}
         found = super().jvp(g, of_y, inputs, own) if of_y else {}
-        # From the tangent of inv_var = (var + epsilon)**-0.5 that of the variance. One division
-        # after the other, and 1 - momentum: where float16 is between the steps, no cube of inv_var
-        # overflows in the tangent, and nothing cancels.
+        # The tangent of the variance follows from that of inv_var = (var + epsilon)**-0.5. Dividing
+        # three times avoids inv_var**3, which overflows in float16; 1 - momentum avoids
+        # cancellation.
         moved = {"mean": found.get("mean")}
         if "inv_var" in found:
             inv_var, along = outputs["inv_var"], found["inv_var"]
@@ -199,19 +201,19 @@ class BatchnormInference(Node):
     Args:
         input: (N, C, *spatial).
         mean: (1, C, 1, ...).
-        inv_variance: like mean: ``(var + epsilon)**-0.5``.
+        inv_variance: like mean, ``(var + epsilon)**-0.5``.
         scale: like mean.
         bias: like mean.
 
-    Returns: Y, of input's dtype. Source: cuDNN documentation, ``Batchnorm_inference_attributes``
-    of the frontend.
+    Returns: Y in the dtype of input. Source: ``Batchnorm_inference_attributes`` in the cuDNN
+    frontend.
     """
 
     method = "batchnorm_inference"
     dims = "input: *x, mean: *s, inv_variance: *s, scale: *s, bias: *s -> Y: *x"
     leftover = True
     dtypes = FLOATS
-    requires = "XLA runs it: cuDNN has no engine for it, up to 9.28 and from A100 to B200"
+    requires = "runs in XLA: cuDNN up to 9.28 has no engine for it, from A100 to B200"
     examples = (
         Example(
             {
@@ -231,7 +233,7 @@ class BatchnormInference(Node):
                 raise GraphError(
                     f"{port!r} has the wrong shape",
                     expected=str(list(wanted)),
-                    got=f"{list(tensor.shape)}, beside input {list(x.shape)}",
+                    got=f"{list(tensor.shape)}, with input {list(x.shape)}",
                 )
         return {"Y": (x.shape, x.dtype)}
 

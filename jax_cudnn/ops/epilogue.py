@@ -1,4 +1,4 @@
-"""What follows a product in one graph: scale, bias, residual and activation by their names."""
+"""The epilogue of a product in one graph: scale, bias, residual and activation."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _FUNCTIONS = {
 
 
 def activation_name(activation: Activation) -> str | None:
-    """The name of an activation given by name or as jax.nn's function; GraphError for others.
+    """The name of an activation, given by name or as a jax.nn function; otherwise GraphError.
 
-    ``"gelu"`` is ``jax.nn.gelu`` with its default, the tanh approximation; ``"gelu_exact"`` has
-    the error function, ``functools.partial(jax.nn.gelu, approximate=False)``.
+    ``"gelu"`` is ``jax.nn.gelu`` with its default, the tanh approximation; ``"gelu_exact"`` is
+    ``functools.partial(jax.nn.gelu, approximate=False)``, with the error function.
     """
     if activation is None or (isinstance(activation, str) and activation in _ACTIVATIONS):
         return activation
@@ -57,7 +57,7 @@ def activation_name(activation: Activation) -> str | None:
 
 
 def _gelu(activation: Any) -> str | None:
-    """The name of ``functools.partial(jax.nn.gelu, approximate=...)``, None for others."""
+    """The name of ``functools.partial(jax.nn.gelu, approximate=...)``, otherwise None."""
     if not isinstance(activation, functools.partial) or activation.func is not jax.nn.gelu:
         return None
     if activation.args or activation.keywords.keys() - {"approximate"}:
@@ -66,7 +66,7 @@ def _gelu(activation: Any) -> str | None:
 
 
 class Terms(NamedTuple):
-    """The terms of an epilogue, checked: what is None is left out."""
+    """The checked terms of an epilogue; None means omitted."""
 
     scale: Any
     bias: Any
@@ -86,8 +86,8 @@ class Terms(NamedTuple):
         rank: int,
         axis: int,
     ) -> Terms:
-        """Scale and bias at a graph's rank, with its ``features`` along ``axis``; the residual as
-        the user gives it, of the result's ``shape``. GraphError for what does not fit."""
+        """Scale and bias at the graph's rank with ``features`` along ``axis``; the residual as
+        given, with the result's ``shape``. GraphError if a term does not fit."""
         return cls(
             per_feature("scale", scale, features, rank, axis),
             per_feature("bias", bias, features, rank, axis),
@@ -101,7 +101,7 @@ class Terms(NamedTuple):
 
 
 def apply(g: Any, y: Any, scale: Any, bias: Any, residual: Any, activation: str | None) -> Any:
-    """``activation(y * scale + bias + residual)``; what is None is left out."""
+    """``activation(y * scale + bias + residual)``; None means omitted."""
     if scale is not None:
         y = g.mul(y, scale)
     if bias is not None:
@@ -112,8 +112,7 @@ def apply(g: Any, y: Any, scale: Any, bias: Any, residual: Any, activation: str 
 
 
 def apply_outside(y: jax.Array, terms: Terms, out: str) -> jax.Array:
-    """The same after a graph, in float32 (or y's dtype, if wider), where cuDNN has no engine that
-    fuses it."""
+    """The epilogue after a graph, in float32 or the wider dtype of y, if cuDNN cannot fuse it."""
     scale, bias, residual, activation = terms
     wide = y.astype(jax.numpy.promote_types(y.dtype, jax.numpy.float32))
     if scale is not None:
@@ -130,31 +129,31 @@ def apply_outside(y: jax.Array, terms: Terms, out: str) -> jax.Array:
 
 
 def like_result(residual: Any, shape: tuple[int, ...]) -> Any:
-    """A residual of the result's shape; GraphError for another."""
+    """A residual; GraphError unless it has the shape of the result."""
     if residual is None:
         return None
     residual = _no_float64(residual)
     if residual.shape != tuple(shape):
         raise GraphError(
             "residual does not fit",
-            expected=f"shape {tuple(shape)}, that of the result",
+            expected=f"shape {tuple(shape)}, the shape of the result",
             got=f"shape {residual.shape}",
-            fix="broadcast it before the call; a term of one number a feature is the bias",
+            fix="broadcast it before the call, or pass a term with one value per feature as bias",
         )
     return residual
 
 
 def per_feature(name: str, value: Any, features: int, rank: int, axis: int) -> Any:
-    """A bias or scale at a graph's rank: (features,) along ``axis``, or one number for all."""
+    """A bias or scale at the graph's rank: (features,) along ``axis``, or a scalar."""
     if value is None or isinstance(value, (int, float)):
         return value
     value = _no_float64(value)
     if value.shape not in ((), (features,)):
         raise GraphError(
             f"{name} does not fit",
-            expected=f"shape ({features},), one for each feature of the result, or a scalar",
+            expected=f"shape ({features},), one value per feature of the result, or a scalar",
             got=f"shape {value.shape}",
-            fix="a term of the result's own shape is the residual",
+            fix="pass a term with the shape of the result as residual",
         )
     shape = [1] * rank
     if value.ndim:

@@ -1,4 +1,4 @@
-"""Batch normalization, and convolutions with it, in Flax's conventions."""
+"""Batch normalization, alone and after a convolution, with Flax's conventions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Running = tuple[jax.Array, jax.Array]
 
 
 def _training(g, x, scale, bias, no_mean, no_var, residual, epsilon, *, activation, masked, out):
-    # Running statistics are updated outside, where momentum may be an array: with momentum 1
-    # the next ones are those of the batch, from which nothing is lost beside zeros.
+    # Running statistics are updated outside the graph, where momentum may be an array: momentum 1
+    # and running statistics of zero return exactly the statistics of the batch.
     y, mean, _, _, variance = g.batchnorm(x, scale, bias, no_mean, no_var, epsilon, 1.0)
-    if activation != "relu":  # cuDNN has nothing else behind it, and Y of no other dtype than x
+    if activation != "relu":  # cuDNN fuses nothing else, and Y has the dtype of x
         y = y.set_data_type(out)
     y = epilogue.apply(g, y, None, None, residual, None if masked else activation)
     if masked:
@@ -42,8 +42,8 @@ def _inference(g, x, scale, bias, mean, inv_std, residual, *, activation, out):
 
 
 def _with_sums(g, x, w, pivot, *, pads, strides, dilation, out):
-    """A convolution, and the sums over each channel of its result and of that's square, both less
-    the pivot: near the mean nothing is lost by that difference of two large numbers."""
+    """A convolution, and the sums per channel of its result minus the pivot, and of that squared.
+    With a pivot near the mean, the variance loses no precision to cancellation."""
     pre, post = zip(*pads, strict=True)
     y = g.conv_fprop(x, w, pre_padding=pre, post_padding=post, stride=strides, dilation=dilation)
     y = y.set_data_type(out)
@@ -77,41 +77,42 @@ def batch_norm(
 ) -> tuple[jax.Array, Running]:
     """Batch normalization.
 
-    ``activation((x - mean) * (var + epsilon)**-0.5 * scale + bias + residual)``. In training mean
-    and (biased) variance are those of the batch, over all axes but ``axis``, in float32, and the
-    running statistics move towards them:
-    ``running = momentum * running + (1 - momentum) * of_the_batch``. Else they are the running
-    ones, which stay.
+    ``activation((x - mean) * (var + epsilon)**-0.5 * scale + bias + residual)``. In training, mean
+    and (biased) variance are those of the batch, over all axes except ``axis``, in float32, and
+    update the running statistics:
+    ``running = momentum * running + (1 - momentum) * batch``. In inference, mean and variance are
+    the running statistics, which do not change.
 
     Args:
-        x: (batch, ..., channels), or with its channels at ``axis``; float32, bfloat16, float16.
-        scale: (channels,); None is 1. Parameters and statistics in float32 cost nothing.
-        bias: (channels,); None is 0.
+        x: (batch, ..., channels), or with the channels at ``axis``; float32, bfloat16 or float16.
+        scale: (channels,); None means 1. Use float32 for parameters and statistics: it is free.
+        bias: (channels,); None means 0.
         running_mean: (channels,).
         running_var: (channels,).
-        training: whether the batch's own statistics are taken; a Python bool.
-        momentum: the share of the old running statistics; a number or an array.
-        epsilon: added to the variance; as an array XLA runs the normalization, because cuDNN
-            reads it before it starts.
-        axis: where the channels are.
-        residual: of x's shape.
+        training: whether to use the statistics of the batch; a Python bool.
+        momentum: the weight of the old running statistics; a scalar or an array.
+        epsilon: added to the variance. cuDNN needs a Python scalar; with an array, XLA runs the
+            normalization.
+        axis: the channel axis.
+        residual: has the shape of x.
         activation: as in :func:`conv`.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
-    Statistics are those of the arrays that a program sees: of the whole batch under ``jax.jit``, of
-    each device's part inside ``jax.shard_map``. Those of an empty batch are NaN.
+    Under ``jax.jit`` the statistics are those of the global batch, inside ``jax.shard_map`` those
+    of each device's shard. The statistics of an empty batch are NaN.
 
-    Returns: (y, (mean, var)), y of the shape and dtype of x, the new running statistics of the
-    shapes and dtypes of the old. Everything may be differentiated; the forward keeps the batch's
-    mean and inverse deviation, and of an activation what its derivative reads: for relu without a
-    residual a bit an element, else its result or what it is of.
+    Returns: (y, (mean, var)): y with the shape and dtype of x, and the new running statistics with
+    the shapes and dtypes of the old ones. All results are differentiable. For the backward, the
+    forward keeps the mean and inverse standard deviation of the batch, and what the derivative of
+    the activation needs: one bit per element for relu without a residual, otherwise the result or
+    operand of the activation.
 
     Raises:
-        GraphError, GraphTypeError: shapes, dtypes or arguments do not fit.
-        UnsupportedGraphError: with ``implementation="cudnn"``, where cuDNN does not run it: in
-            training the number of channels must be a multiple of 8; there is no engine for
-            inference, which is pointwise.
+        GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
+        UnsupportedGraphError: with ``implementation="cudnn"``, if cuDNN cannot run it: training
+            requires a multiple of 8 channels, and cuDNN has no engine for inference, which is
+            pointwise.
 
     Source: Ioffe and Szegedy 2015, arXiv:1502.03167; ``flax.nnx.BatchNorm``; cuDNN documentation,
     ``CUDNN_BATCH_NORM``.
@@ -161,26 +162,27 @@ def conv_batch_norm(
     implementation: str | None = None,
     options: Options | None = None,
 ) -> tuple[jax.Array, Running]:
-    """A convolution and the batch normalization of its result.
+    """Convolution followed by batch normalization.
 
-    ``batch_norm(conv(x, w), ...)``, see :func:`batch_norm` and :func:`conv`. In inference scale
-    and statistics are the epilogue of the convolution, in one plan: nothing else is written.
+    ``batch_norm(conv(x, w), ...)``, see :func:`batch_norm` and :func:`conv`. In inference, scale
+    and statistics become the epilogue of the convolution, in one plan.
 
     Args:
-        x, w, strides, padding, dilation, groups, dimension_numbers, precision: as in :func:`conv`.
+        x, w, strides, padding, dilation, dimension_numbers, precision: as in :func:`conv`.
+        groups: number of feature groups.
         scale, bias, running_mean, running_var, training, momentum, epsilon: as in
             :func:`batch_norm`.
-        residual, activation: as in both.
-        fused_statistics: in training the convolution's plan also sums up its result and that's
-            square for each channel, and XLA normalizes: the result is read once instead of twice.
-            The sums are of distances from the running mean; where that is far from the batch's
-            compared with the deviation, digits of the variance are lost by the square of that
-            ratio, as in the first steps while it is still 0. On an H200 that pays in
-            forwards of images of 7 x 7 pixels, and in no training step that was measured.
-        implementation, options: as in :func:`conv`. With fused_statistics they are those of the
-            convolution; XLA normalizes.
+        residual, activation: as in :func:`batch_norm`.
+        fused_statistics: in training, the plan of the convolution also sums its result and the
+            square of it per channel, and XLA normalizes: the result is read once instead of twice.
+            The sums are of distances from the running mean. If that is far from the batch mean,
+            relative to the standard deviation, the variance loses precision with the square of the
+            ratio, as in the first steps while the running mean is still 0. On an H200 this is
+            faster in forwards of 7 x 7 images, and in no training step that was measured.
+        implementation, options: as in :func:`conv`. With ``fused_statistics`` they apply to the
+            convolution only; XLA normalizes.
 
-    Returns: (y, (mean, var)), as :func:`batch_norm`, y of the convolution's shape and dtype.
+    Returns: (y, (mean, var)), as :func:`batch_norm`; y has the shape and dtype of the convolution.
 
     Raises: as :func:`conv` and :func:`batch_norm`. Source: cuDNN documentation,
     ``CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD`` and ``CUDNN_BATCH_NORM``.
@@ -222,7 +224,7 @@ def conv_batch_norm(
     out = str(image.dtype)
     if fused_statistics:
         pivot = jax.lax.stop_gradient(running[0]).reshape(1, -1, *(1,) * (len(shape) - 2))
-        pivot = jnp.where(jnp.isfinite(pivot), pivot, 0)  # the result must not depend on it
+        pivot = jnp.where(jnp.isfinite(pivot), pivot, 0)  # the result does not depend on the pivot
         graph = chosen(WITH_SUMS, options, precision, implementation)
         y, total, squares = graph(image, weight, pivot, **windows, out=out)
         count = math.prod((shape[0], *shape[2:]))
@@ -256,9 +258,9 @@ def _normalized(
     options: Options | None,
     implementation: str | None,
 ) -> tuple[jax.Array, Running]:
-    """(N, C, ...) normalized, and the new running statistics."""
+    """The normalized (N, C, ...), and the new running statistics."""
     shape, out = image.shape, str(image.dtype)
-    # cuDNN has one to three spatial dimensions.
+    # cuDNN supports one to three spatial dimensions.
     wide = shape if image.ndim in (3, 4, 5) else (*shape[:2], math.prod(shape[2:]))
     each = (1, shape[1], *(1,) * (len(wide) - 2))
     given = (image, *per_channel(shape, scale, bias, jnp.float32))
@@ -274,7 +276,7 @@ def _normalized(
         return y.reshape(shape), running
     function = chosen(TRAINING, options, None, implementation)
     zeros = jnp.zeros(each, jnp.float32)
-    # Beside a residual XLA's forward and relu's backward, without a mask, are faster on an H200.
+    # With a residual, XLA's forward and the backward of relu without a mask are faster on an H200.
     masked = activation == "relu" and residual is None
     masked = masked and shape[1] % BITS == 0 and not compat.is_sharded(x, 1)
     y, mean, variance = function(
@@ -287,7 +289,7 @@ def _normalized(
 
 
 def _moved(running: Running, batch: Running, momentum: Scalar) -> Running:
-    """The running statistics after a batch, in their own dtypes."""
+    """The running statistics after a batch, in their dtypes."""
     momentum = scalar("momentum", momentum)
 
     def moved(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -298,15 +300,15 @@ def _moved(running: Running, batch: Running, momentum: Scalar) -> Running:
 
 
 def _python_bool(training: Any) -> bool:
-    """GraphTypeError for what is none: an array's value is not known while tracing."""
+    """GraphTypeError for arrays, whose value is not known while tracing."""
     if isinstance(training, (bool, np.bool_)):
         return bool(training)
     raise GraphTypeError(
         "training must be a Python bool",
         expected="True or False",
         got=f"{type(training).__name__}: {training!r}"[:200],
-        why="training and inference are two programs, and which one is decided while tracing",
-        fix='jax.jit(..., static_argnames="training"), or jax.lax.cond of the two',
+        why="training and inference are different programs, selected while tracing",
+        fix='jax.jit(..., static_argnames="training"), or jax.lax.cond between the two',
     )
 
 
@@ -317,13 +319,13 @@ def _running(channels: int, mean: Any, variance: Any) -> Running:
         if value.shape != (channels,):
             raise GraphError(
                 f"{name} does not fit",
-                expected=f"shape ({channels},), one for each channel",
+                expected=f"shape ({channels},), one value per channel",
                 got=f"shape {value.shape}",
             )
     return given["running_mean"], given["running_var"]
 
 
 def _parameters(scale: Any, bias: Any, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """(channels,) of float32."""
+    """Scale and bias as (channels,) in float32."""
     factor, offset = per_channel((1, shape[1]), scale, bias, jnp.float32)
     return factor.ravel().astype(jnp.float32), offset.ravel().astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Arguments of normalizations, checked and brought into the form that graphs take."""
+"""Checks the arguments of normalizations and converts them to the form that graphs take."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Scalar = float | jax.Array
 
 
 def scalar(name: str, value: Any) -> Scalar:
-    """A Python number, or an array of one number in float32; GraphError for others."""
+    """A Python scalar, or a scalar array in float32; GraphError for anything else."""
     if isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return float(value)
-    value = array(name, value, "a number, or an array of one")
+    value = array(name, value, "a scalar, or a scalar array")
     if value.ndim or jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise GraphError(
-            f"{name} is no number",
+            f"{name} is not a scalar",
             expected="a real scalar",
             got=f"{value.dtype}{list(value.shape)}",
         )
@@ -33,7 +33,7 @@ def scalar(name: str, value: Any) -> Scalar:
 
 
 def normalized_axes(x: jax.Array, axis: Axes) -> tuple[int, ...]:
-    """The axes as positions, ascending; GraphError for what are none."""
+    """The axes as ascending positions; GraphError if they are not valid."""
     try:
         several = isinstance(axis, Sequence) or (isinstance(axis, np.ndarray) and axis.ndim > 0)
         axes: Any = axis if several else (axis,)
@@ -46,7 +46,7 @@ def normalized_axes(x: jax.Array, axis: Axes) -> tuple[int, ...]:
             "axis is not valid",
             expected=f"one or more different axes of an array of rank {x.ndim}",
             got=f"axis={axis!r}",
-            fix="axis=-1 is the last; a scalar or a row of no axes has nothing to normalize",
+            fix="axis=-1 is the last axis; at least one axis is required",
         )
     return tuple(found)
 
@@ -57,8 +57,8 @@ def channels_second(x: jax.Array, axis: int, least: int, expected: str) -> tuple
     (channel,) = normalized_axes(x, axis if one else -1)
     if x.ndim < least or channel == 0 or not one:
         raise GraphError(
-            "x has no such axes",
-            expected=f"{expected}, with its channels at axis {axis}, which is not the first",
+            "x does not have these axes",
+            expected=f"{expected}, with the channels at axis {axis}, which is not the first",
             got=f"shape {x.shape}, axis={axis!r}",
         )
     return (0, channel, *(a for a in range(1, x.ndim) if a != channel))
@@ -67,7 +67,7 @@ def channels_second(x: jax.Array, axis: int, least: int, expected: str) -> tuple
 def per_channel(
     image: tuple[int, ...], scale: Any, bias: Any, default: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Scale and bias as (1, C, 1, ...) beside (N, C, ...); ones and zeros where there is none."""
+    """Scale and bias as (1, C, 1, ...) for an image (N, C, ...); ones and zeros if omitted."""
     channels, rank = image[1], len(image)
     scale, bias = (parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
     dtype = next((p.dtype for p in (scale, bias) if p is not None), default)
@@ -86,11 +86,11 @@ def parameter(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array | None
             f"{name} does not fit",
             expected=f"shape {shape}",
             got=f"shape {value.shape}",
-            why="it has an element for each of the normalized axes, or for each channel",
+            why="it has the shape of the normalized axes, or one element per channel",
         )
     return value
 
 
 def of_rank(x: jax.Array, rank: int, lead: int = 2) -> jax.Array:
-    """The same with its first dimensions, and then as many of 1 as make up a rank."""
+    """Keeps the first ``lead`` dimensions and appends dimensions of size 1 up to ``rank``."""
     return x.reshape(*x.shape[:lead], *(1,) * (rank - lead))

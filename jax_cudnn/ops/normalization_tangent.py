@@ -1,4 +1,4 @@
-"""The tangent of a normalization, from its statistics; its transpose is cuDNN's backward."""
+"""The tangent of a normalization from its statistics; it transposes to cuDNN's backward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @frozen
 class NormalizationTangent(ByReference):
-    """Tangents of a normalization's results, from its input, scale and statistics.
+    """Tangents of the results of a normalization, from its input, scale and statistics.
 
     With ``xhat = (input - mean) * inv_var`` and m the mean over the normalized dimensions:
     ``dY = scale * inv_var * (dx - m(dx) - xhat * m(dx * xhat)) + dscale * xhat + dbias``,
@@ -33,9 +33,9 @@ class NormalizationTangent(ByReference):
     """
 
     active: tuple[str, ...]
-    """Those of input, scale and bias that have a tangent."""
+    """Which of input, scale and bias have a tangent."""
     outs: tuple[str, ...]
-    """The results, of which the statistics are operands here."""
+    """The results of the normalization; the statistics are operands here."""
 
     kind = "jvp"
 
@@ -104,17 +104,17 @@ class NormalizationTangent(ByReference):
             if port != "grad"
         }
         grad = cotangents[y]
-        if grad._state.dtype in FP8:  # the backward takes none; the others hold its numbers exactly
+        if grad._state.dtype in FP8:  # unsupported; the input's dtype holds it exactly
             grad = g.rounded(grad, inputs["input"]._state.dtype)
         made = g.apply(node, grad=grad, **values)
         found = dict(zip(node.results, made, strict=True))
         sources = {"input": "DX", "scale": "DScale", "bias": "DBias"}
         passed = {name: found[sources[port]] for port, name in linear.items()}
         others = tuple(name for name in cotangents if name != y)
-        if others:  # of the statistics, which only the input moves
+        if others:  # of the statistics, which depend on the input only
             x = linear["input"]
             aval = x, tensors[x].shape, tensors[x].dtype
-            # Wide, it would be none of cuDNN's faster engines', and for channels of none.
+            # A float32 DX excludes the faster engines for rows, and all engines for channels.
             passed[x] = g.rounded(passed[x], tensors[x].dtype, alone=True)
             fixed = dict(inputs)
             through = Transposed(

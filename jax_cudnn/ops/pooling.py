@@ -1,4 +1,4 @@
-"""Pooling: in cuDNN's C++ frontend, not in its Python one, so XLA runs it beside the plans."""
+"""Pooling: cuDNN's Python frontend does not offer it, so it runs in XLA."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ class Resample(Node):
     Args:
         input: (N, C, *spatial).
         resample_mode: "MAXPOOL", "AVGPOOL_INCLUDE_PADDING" or "AVGPOOL_EXCLUDE_PADDING".
-        window: its size, one number a spatial dimension.
-        stride: one number a spatial dimension (1 when omitted).
-        pre_padding, post_padding: elements before and after (0 when omitted), fewer than the
-            window.
+        window: the window size, one integer per spatial dimension.
+        stride: one integer per spatial dimension; default 1.
+        pre_padding, post_padding: elements before and after, fewer than the window; default 0.
 
-    Means accumulate in float32; the maximum is exact and keeps NaN. XLA runs this node, between
-    the plans of what lies before and after it. Source: cuDNN documentation,
+    Means accumulate in float32; the maximum is exact and keeps NaN. Runs in XLA, between the
+    plans before and after it. Source: cuDNN documentation,
     ``CUDNN_BACKEND_OPERATION_RESAMPLE_FWD_DESCRIPTOR``.
     """
 
@@ -53,7 +52,7 @@ class Resample(Node):
     jax_names = ("reduce_window", "max_pool", "avg_pool")
     dtypes = FLOATS
     leftover = True
-    requires = "run by XLA: nvidia-cudnn-frontend has it in C++ only"
+    requires = "runs in XLA: nvidia-cudnn-frontend offers it in C++ only"
     examples = (
         Example(
             {"input": (8, 64, 28, 28)},
@@ -118,7 +117,7 @@ class Resample(Node):
                     f"the window does not fit spatial dimension {axis}",
                     expected=f"padding less than the window, which is at most the padded {padded}",
                     got=f"window {window}, size {size}, padding {before} + {after}",
-                    why="a window of nothing but padding has no maximum and no mean",
+                    why="a window that contains only padding has no maximum or mean",
                 )
             y.append((padded - window) // stride + 1)
         return {"Y": ((n, c, *y), result_dtype(inputs))}
@@ -132,7 +131,7 @@ class Resample(Node):
         stride = (1, 1, *(s for _, s, _, _ in spatial))
         padding = ((0, 0), (0, 0), *((b, a) for _, _, b, a in spatial))
         if self.resample_mode == "MAXPOOL":
-            lowest = np.array(-np.inf, input.dtype)  # known while JAX traces: a maximum
+            lowest = np.array(-np.inf, input.dtype)  # a constant, so that JAX recognizes a maximum
             out = jax.lax.reduce_window(input, lowest, jax.lax.max, window, stride, padding)
             return (out,)
 
@@ -145,7 +144,7 @@ class Resample(Node):
         return (total(input.astype(jnp.float32)) / total(ones),)
 
     def _spatial(self, rank: int) -> list[tuple[int, int, int, int]]:
-        """Window, stride and padding of each spatial dimension, checked for rank."""
+        """Window, stride and padding per spatial dimension; checks their rank."""
         columns = []
         for name, default in (
             ("window", 1),
@@ -157,7 +156,7 @@ class Resample(Node):
             if len(value) != rank or not rank or not self.window:
                 raise GraphError(
                     f"{name} has the wrong length",
-                    expected=f"{rank} numbers, one for each spatial dimension of (N, C, *spatial)",
+                    expected=f"{rank} integers, one per spatial dimension of (N, C, *spatial)",
                     got=f"{name}={list(getattr(self, name))}",
                 )
             columns.append(value)

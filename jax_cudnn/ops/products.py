@@ -1,4 +1,4 @@
-"""Derivatives of products: of what is linear in each of its two operands."""
+"""Derivatives of products: operations that are linear in each of two operands."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def product_jvp(
     node: Node, g: Derivation, tangents: Values, inputs: Values, outputs: Values
 ) -> dict[str, GraphTensor]:
-    """A product for each operand that moves, and their sum.
+    """The sum of one product per operand with a tangent.
 
-    No plan holds two products. The first takes what comes after it into its own; the others are
-    written, rounded as arrays are.
+    A plan holds one product. Later operations are fused into the plan of the first product; the
+    results of the remaining ones are written and rounded like arrays.
     """
     terms, dtype = [], widest(x._state for x in inputs.values())
     for port, tangent in tangents.items():
@@ -33,8 +33,8 @@ def product_jvp(
 
 
 def alike(g: Derivation, operands: Values, tensors: Tensors) -> dict[str, GraphTensor]:
-    """The operands of a derivative's product in one dtype: that of the product's own operands
-    (``tensors``), the wider of two, and bfloat16 for float8, which it holds exactly."""
+    """The operands of a derivative's product in one dtype: the wider dtype of the original
+    operands (``tensors``), or bfloat16 for float8, which it represents exactly."""
     dtype = widest(tensors.values())
     return {port: g.rounded(x, dtype) for port, x in operands.items()}
 
