@@ -82,7 +82,7 @@ def _folder(path: str | os.PathLike[str]) -> Path:
         text = None
     if not isinstance(text, str):
         raise GraphTypeError(
-            "plan_cache is no folder",
+            "plan_cache is not a folder",
             expected="a path, or None for plans in memory only",
             got=f"{type(path).__name__}: {path!r}"[:200],
         )
@@ -92,7 +92,7 @@ def _folder(path: str | os.PathLike[str]) -> Path:
         return Path(text).expanduser().absolute()
     except (ValueError, RuntimeError):  # RuntimeError: ~ of an unknown user
         raise GraphError(
-            "plan_cache is no folder",
+            "plan_cache is not a folder",
             expected="a path, or None for plans in memory only",
             got=repr(path),
         ) from None

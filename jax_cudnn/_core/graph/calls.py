@@ -53,7 +53,7 @@ def ports_of(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]
             yield from ((f"{port.name}_{i}", unwrapped(item)) for i, item in enumerate(value))
         else:
             raise GraphTypeError(
-                f"{port.name!r} is no list of tensors",
+                f"{port.name!r} is not a list of tensors",
                 expected="a list or tuple of at least one tensor",
                 got=f"{type(value).__name__}: {value!r}"[:200],
             )

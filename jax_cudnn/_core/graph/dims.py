@@ -137,7 +137,7 @@ def _assign(port: Port, shape: Shape) -> list[tuple[str, int | Shape]]:
             expected=f"{port} ({'at least ' if group else ''}{fixed} dimensions)",
             got=f"shape {list(shape)}",
             fix="graph-level arrays follow cuDNN's dims: reshape before the call "
-            "(a bias is (1, C, 1, 1) beside NCHW, a matrix is (B, M, K))",
+            "(a bias is (1, C, 1, 1) for NCHW, a matrix is (B, M, K))",
         )
     if group is None:
         return list(zip(port.axes, shape, strict=True))

@@ -61,7 +61,7 @@ def array(name: str, leaf: Any) -> Any:
         return jnp.asarray(leaf)
     except TypeError as error:
         raise GraphTypeError(
-            f"{name} got an argument that is no array",
+            f"{name} got an argument that is not an array",
             expected="JAX or NumPy arrays, or Python scalars and strings (static)",
             got=f"{type(leaf).__name__}: {leaf!r}"[:200],
         ) from error

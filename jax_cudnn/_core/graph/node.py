@@ -115,7 +115,7 @@ class Node(Planned):
             if value is not None and str(field.type).startswith("float"):
                 if not isinstance(value, numbers.Real):
                     raise GraphTypeError(
-                        f"attribute {field.name!r} is no number",
+                        f"attribute {field.name!r} is not a number",
                         expected="a Python number: attributes are static",
                         got=f"{type(value).__name__}: {value!r}"[:200],
                     )

@@ -65,9 +65,9 @@ def _class(title: str) -> Any:
     try:
         found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{title!r} is no class of this version") from error
+        raise ValueError(f"this version has no class {title!r}") from error
     if not _is_value(found) or f"{_PACKAGE}.{module}" != found.__module__:
-        raise ValueError(f"{title!r} is no value of a graph")
+        raise ValueError(f"{title!r} is not a value of a graph")
     return found
 
 
