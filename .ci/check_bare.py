@@ -1,4 +1,4 @@
-"""With JAX and NumPy alone (no cuDNN, frontend or Flax), graphs run on the CPU."""
+"""Graphs run on the CPU with only JAX and NumPy: without cuDNN, its frontend and Flax."""
 
 import importlib.util
 

@@ -1,8 +1,8 @@
-"""Flax's own layer tests, with the layers of jax_cudnn.flax in the place of Flax's.
+"""Run Flax's layer tests with the layers of jax_cudnn.flax in place of Flax's.
 
-    python .ci/flax_tests.py [SDIST] [pytest's arguments]
+    python .ci/flax_tests.py [SDIST] [pytest arguments]
 
-The tests are those of the installed version's sdist, which pip loads unless it is given."""
+The tests come from the sdist of the installed version, which pip downloads by default."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def sdist(folder: Path) -> Path:
 
 
 def extract(archive: Path, folder: Path) -> list[str]:
-    """Paths of the tests, extracted; KeyError where the archive has other files."""
+    """Extracts the tests and returns their paths; raises KeyError if a file is missing."""
     root = f"flax-{flax.__version__}"
     paths = [f"{root}/tests/nnx/nn/{name}_test.py" for name in FILES]
     with tarfile.open(archive) as opened:
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tests = extract(Path(given[0]) if given else sdist(folder), folder)
-        (folder / "pytest.ini").write_text("[pytest]\n")  # nothing of this project's
+        (folder / "pytest.ini").write_text("[pytest]\n")  # not this project's settings
         plugins = ("-p", "flax_layers", "-p", "no:cacheprovider")
         settings = ("--rootdir", name, "-c", str(folder / "pytest.ini"))
         paths = [str(PLUGINS), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,4 +1,4 @@
-"""Layers that stand for Flax's, by name: what tests construct and call them with."""
+"""The layers that replace Flax's, by name, with arguments for tests."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ RANDOM = {name: nnx.initializers.normal(1.0) for name in ("bias_init", "scale_in
 
 @functools.cache
 def followed(cls, activation):
-    """A class of Flax's with an activation behind it."""
+    """A class of Flax followed by an activation."""
 
     def call(self, *args, **named):
         return getattr(jax.nn, activation)(cls.__call__(self, *args, **named))
@@ -30,14 +30,14 @@ class Case:
     ours: type
     arguments: tuple
     shape: tuple
-    """Of the input."""
+    """The input's shape."""
     named: dict[str, Any] = field(default_factory=dict)
 
     activation: str | None = None
-    """Of ours; behind Flax's comes jax.nn's function of that name."""
+    """Our layer's activation; Flax's layer is followed by the function of jax.nn."""
 
     def made(self, cls, seed=0, **named):
-        """A layer of the class or of Flax's, with biases and scales of random numbers."""
+        """A layer of our class or of Flax's, with random biases and scales."""
         taken = inspect.signature(self.ours).parameters
         random = {name: init for name, init in RANDOM.items() if name in taken}
         named = {**random, **self.named, **named}
@@ -48,7 +48,7 @@ class Case:
         return cls(*self.arguments, **named, rngs=nnx.Rngs(seed))
 
     def both(self, **named):
-        """One of ours and one of Flax's with equal parameters."""
+        """Our layer and Flax's, with equal parameters."""
         return (self.made(cls, **named) for cls in (self.ours, self.ours.flaxs()))
 
 
@@ -72,7 +72,7 @@ CASES = {
 
 
 def gradients(layer, x, **named):
-    """Result and gradients, by Variables and input, of a weighted sum of the result."""
+    """The result, and gradients of a weighted sum of it by Variables and input."""
 
     @nnx.jit
     def run(layer, x):
@@ -88,7 +88,7 @@ def gradients(layer, x, **named):
 
 
 def outcome(layer, x):
-    """A result; or the kind of an error, and the first line of its words."""
+    """A result; or the type of an error, and the first line of its message."""
     try:
         return layer(x)
     except Exception as error:
@@ -96,18 +96,18 @@ def outcome(layer, x):
 
 
 def loss(layer, *arrays, **named):
-    """A sum: gradients of a mean are so small that none would be missed."""
+    """A sum, because gradients of a mean would be too small to be missed."""
     return (layer(*arrays, **named).astype(jnp.float32) ** 2).sum()
 
 
 def without_key_bias(tree):
-    """The leaves of a tree of gradients but a key's bias, whose gradient is rounding alone."""
+    """The leaves of a tree of gradients, without a key's bias, whose gradient is only rounding."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [leaf for path, leaf in leaves if "['key']['bias']" not in jax.tree_util.keystr(path)]
 
 
 def assert_near(got, want, steps=1e-5):
-    """Every array as near as so many parts of the largest number in it."""
+    """Compares arrays with a tolerance relative to the largest value of each."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = (np.asarray(v, np.float32) for v in (a, b))
         np.testing.assert_allclose(a, b, rtol=0, atol=steps * np.max(np.abs(b), initial=1e-3))
@@ -117,7 +117,7 @@ WITHIN = {"float32": 2e-6, "bfloat16": 4e-2}
 
 
 def close(got, want, within=WITHIN["float32"]):
-    """Of the same dtypes, and near."""
+    """Compares dtypes and values."""
     dtypes = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (got, want)]
     assert dtypes[0] == dtypes[1]
     assert_near(got, want, within)

@@ -1,4 +1,4 @@
-"""A pytest plugin: the installed package was tested, and no golden plan was skipped."""
+"""A pytest plugin that checks that the installed package was tested, with all golden plans."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ def pytest_sessionfinish(session, exitstatus):
     assert packaged_library("libjax_cudnn.so").is_file(), "tested without the executor"
     if hasattr(session.config, "workerinput"):  # one of several workers
         return
-    assert not skipped, f"no golden file of these versions: {skipped}"
+    assert not skipped, f"no golden file for these versions: {skipped}"
     tested = Path(os.environ["CI_TESTED"])
     tested.with_suffix(".prefix").write_text(sys.prefix)
     if exitstatus == 0:

@@ -1,4 +1,4 @@
-"""Puts the layers of jax_cudnn.flax in the place of Flax's, for Flax's own tests."""
+"""Replace Flax's layers by those of jax_cudnn.flax in Flax's own tests."""
 
 import functools
 import inspect
@@ -11,24 +11,24 @@ from flax import nnx
 import jax_cudnn as jc
 from jax_cudnn.flax.layer import SWAPPED
 
-FAST_VARIANCE = "Flax's E[x²] - E[x]² loses digits in groups of two, ours are near float64's"
+FAST_VARIANCE = "Flax's E[x²] - E[x]² loses digits in groups of two; ours is close to float64"
 DIFFERENT = {
     f"normalization_test.py::TestLinenConsistency::test_nnx_linen_groupnorm_equivalence{n}": reason
     for n, reason in {0: FAST_VARIANCE, 4: FAST_VARIANCE}.items()
 }
-"""Tests that must fail, and why: differences that the documents tell of."""
+"""Tests that must fail, and why: documented differences."""
 
 SHARE = 0.75
-"""Of the tests that run, so many call a function of ``jax_cudnn.ops`` at least: the others try
-Flax's own errors, constructors, and what computes by Flax's way."""
+"""The smallest share of tests that must call ``jax_cudnn.ops``. The rest test constructors, errors
+and cases that fall back to Flax's implementation."""
 
 STEPS = 4
-"""Flax's tests want the bits of another way to compute the same. Layers here round once where Flax
-rounds after each step: results may differ by so many units in the last place of the largest."""
+"""Allowed difference, in units in the last place of the largest value: Flax's tests compare bits,
+but our layers round once where Flax rounds after each step."""
 
 
 def within_rounding(actual, desired, *args, **kwargs):
-    """numpy.testing.assert_array_equal, but for floats."""
+    """numpy.testing.assert_array_equal, with a tolerance for floats."""
     given = [np.asarray(x) for x in (actual, desired)]
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in given):
         return exact(actual, desired, *args, **kwargs)
@@ -40,7 +40,7 @@ def within_rounding(actual, desired, *args, **kwargs):
 
 
 ran: dict[str, int] = {}
-"""How often a test called a function of ours."""
+"""How often each test called a function of ``jax_cudnn.ops``."""
 
 
 def counted(function):
@@ -75,13 +75,13 @@ def pytest_sessionfinish(session):
     calling = sum(calls > 0 for calls in ran.values())
     print(f"\n{calling} of {len(ran)} tests called jax_cudnn.ops")
     if calling < SHARE * len(ran):
-        print(f"fewer than {SHARE:.0%}: Flax's own way computes what layers here should")
+        print(f"fewer than {SHARE:.0%}: layers fall back to Flax too often")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(items):
     found = {item.nodeid.rpartition("/")[2]: item for item in items}
     if gone := DIFFERENT.keys() - found.keys():
-        raise pytest.UsageError(f"no such tests any more: {', '.join(sorted(gone))}")
+        raise pytest.UsageError(f"these tests no longer exist: {', '.join(sorted(gone))}")
     for name, reason in DIFFERENT.items():
         found[name].add_marker(pytest.mark.xfail(reason=reason, strict=True))

@@ -1,4 +1,4 @@
-"""``python -m jax_cudnn cache``: what it prints, its exit status, and archives good and bad."""
+"""``python -m jax_cudnn cache``: its output, its exit status, and good and bad archives."""
 
 import contextlib
 import json
@@ -72,7 +72,7 @@ def test_list_lets_no_label_command_the_terminal(store, command):
     assert not set("\x1b\r\u202e") & set(out)
 
 
-def test_verify_names_what_cannot_be_used_and_deletes_it_if_asked(store, command):
+def test_verify_names_unusable_entries_and_deletes_them_on_request(store, command):
     assert command("verify")[0] == 0
     put(store, "key 0", b"")
     put(store, "key 2", encode(Content("key 1", {}, "")))
@@ -155,12 +155,12 @@ def test_nothing_is_decompressed_for_an_archive(other, tmp_path):
     assert not other.folder.exists()
 
 
-def test_archives_damaged_anywhere_are_told_in_words(tmp_path, other, store, monkeypatch):
+def test_archives_damaged_anywhere_raise_our_errors(tmp_path, other, store, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: None)  # it takes most of the time
     cache_archive.export(store, tmp_path / "good.zip")
     good, bad = (tmp_path / "good.zip").read_bytes(), tmp_path / "bad.zip"
     places = (int.from_bytes(good[-6:-2], "little") + 20).to_bytes(4, "little")
-    damaged = [good[:-6] + places + good[-2:]]  # places before the archive's beginning
+    damaged = [good[:-6] + places + good[-2:]]  # offsets before the start of the archive
     damaged += [good[:i] + bytes([good[i] ^ 4]) + good[i + 1 :] for i in range(0, len(good), 9)]
     for data in damaged:
         bad.write_bytes(data)

@@ -1,4 +1,4 @@
-"""`python -m jax_cudnn support`: where a function of one's own runs."""
+"""`python -m jax_cudnn support`: where a user's function runs."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def row(graph, gpu, reason=None):
 
 @pytest.fixture
 def own(monkeypatch):
-    """A module of the user's, and what ``support`` is asked."""
+    """A user's module, and the calls of ``support``."""
     module = types.ModuleType("own_module")
     module.relu = jc.graph(lambda g, x, slope=None: g.relu(x, negative_slope=slope))
     monkeypatch.setitem(sys.modules, "own_module", module)

@@ -161,7 +161,7 @@ def test_report_says_what_not_and_why():
 
 
 def named_as(module):
-    """An object of a framework that need not be installed, as a method of it that JAX wraps."""
+    """A wrapped method of an object whose class claims to be defined in this module."""
     kind = type("Model", (), {"__module__": module, "apply": lambda self, x: x})
     return functools.partial(jax.jit(kind().apply))
 

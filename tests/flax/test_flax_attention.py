@@ -146,7 +146,7 @@ def test_projections_of_the_same_inputs_are_one_product(name, monkeypatch):
 
 
 def test_kernels_that_devices_may_share_stay_apart():
-    """Of several devices: traced ones, which may be sharded behind, and those that say it."""
+    """On several devices: traced kernels, which may be sharded later, and those with a sharding."""
     layer, x = pair("bfloat16")[1], inputs(*WIDE, dtype="bfloat16")
     graph, state = nnx.split(layer)
     traced = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, x)

@@ -1,4 +1,4 @@
-"""MultiHeadAttention that decodes with a cache, in pages too; and what of it runs on cuDNN."""
+"""MultiHeadAttention that decodes with a cache, paged or not; and what of it runs on cuDNN."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def next_tokens(layer, part, mask):
 
 
 def decoded(layer, x, steps, mask=None):
-    """The results for tokens that come so many at a time."""
+    """The results for tokens in chunks of these sizes."""
     parts = jnp.split(x, np.cumsum(steps)[:-1], axis=-2)
     return jnp.concatenate([next_tokens(layer, part, mask) for part in parts], axis=-2)
 
@@ -38,7 +38,7 @@ def test_decoding_is_flaxs_with_masks_too():
     ("dtype", "window", "page_size"), [("float32", 3, None), ("bfloat16", None, 5)]
 )
 def test_several_tokens_at_a_time(dtype, window, page_size):
-    """In a cache of float32, under nnx.jit, where ranks may not be promoted."""
+    """In a float32 cache, under nnx.jit, without rank promotion."""
     named = {"local_window_size": window, "page_size": page_size, "normalize_qk": True}
     named |= {"is_causal": True, "dtype": dtype, "decode": False}
     ours = jnn.MultiHeadAttention(4, FEATURES, **named, rngs=nnx.Rngs(0))
@@ -61,7 +61,7 @@ def test_decoding_says_what_is_missing():
 
 
 def test_pages_that_a_server_gives():
-    """Examples of different lengths, with pages anywhere in a pool; one begins anew."""
+    """Sequences of different lengths, with pages anywhere in a pool; one restarts."""
     _, ours = pair()
     x = inputs(3, 12, FEATURES)
     want = ours(x, is_causal=True)

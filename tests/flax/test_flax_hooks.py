@@ -1,4 +1,4 @@
-"""lax's and Flax's functions in the places that Linen and NNX have for them."""
+"""The functions that Linen and NNX accept in place of those of lax and Flax."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ def value_and_gradients(function, *arrays):
 
 @pytest.mark.parametrize("flaxs", [linen.dot_product_attention, nnx.dot_product_attention])
 def test_arguments_are_flaxs(flaxs):
-    """Linen gives a function only the arguments that its signature names."""
+    """Linen passes a function only the arguments in its signature."""
     ours = inspect.signature(jc.ops.attention_fn).parameters
     theirs = inspect.signature(flaxs).parameters
     assert [*ours][:12] == [*theirs][:12]
@@ -55,7 +55,7 @@ def test_dtypes_are_promoted_as_by_flax():
 
 
 def test_what_cudnn_has_not_is_flaxs(caplog):
-    """Dropout that examples do not share; with bands too, and where ranks may not be promoted."""
+    """Dropout that batch elements do not share; also with bands, and without rank promotion."""
     q, k, v = (inputs(2, 8, 4, 16, seed=i) for i in range(3))
     named = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}
     with caplog.at_level(logging.DEBUG, logger="jax_cudnn"):
@@ -71,7 +71,7 @@ def test_what_cudnn_has_not_is_flaxs(caplog):
 
 
 def test_linens_layer_takes_it():
-    """With weights that it sows."""
+    """With sown weights."""
     theirs, ours = (
         linen.MultiHeadDotProductAttention(4, **hook)
         for hook in ({}, {"attention_fn": jc.ops.attention_fn})

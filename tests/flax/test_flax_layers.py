@@ -1,4 +1,4 @@
-"""Layers in the place of Flax's: constructors, parameters, dtypes, results and gradients."""
+"""Layers that replace Flax's: constructors, parameters, dtypes, results and gradients."""
 
 import dataclasses
 import doctest
@@ -54,7 +54,7 @@ def test_parameters_are_flaxs_and_of_shares_them(case: Case):
 
 @named
 def test_results_and_gradients_are_flaxs(case: Case, key):
-    """Also where ranks may not be promoted; in bfloat16 no worse than Flax's against float32."""
+    """Also without rank promotion; in bfloat16 no worse than Flax against float32."""
     x = jax.random.normal(key, case.shape)
     ours, theirs = case.both()
     exact = gradients(theirs, x)
@@ -72,7 +72,7 @@ def test_results_and_gradients_are_flaxs(case: Case, key):
 
 @named
 def test_arrays_of_the_host_compute(case: Case, key):
-    """What a restored checkpoint may hold."""
+    """Such as a restored checkpoint may hold."""
     x = jax.random.normal(key, case.shape)
     ours, theirs = case.both()
     for layer in (ours, theirs):

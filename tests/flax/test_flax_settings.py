@@ -1,4 +1,4 @@
-"""Settings of layers, each against Flax's; what Flax's own way computes, and what is refused."""
+"""Settings of layers, each compared with Flax; what falls back to Flax, and what is rejected."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def described(case):
 
 
 def compare(case: Case, key, steps=2e-5, derive=True, **calls):
-    """Results, running statistics, and gradients, which are most of the time."""
+    """Results, running statistics and gradients; gradients take most of the time."""
     x = jax.random.normal(key, case.shape)
     layers = [*case.both()]
     run = gradients if derive else nnx.jit(lambda m, x, **calls: [m(x, **calls)])

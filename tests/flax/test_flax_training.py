@@ -1,4 +1,4 @@
-"""Models that train, layers that Flax has not, and what of a training step runs on cuDNN."""
+"""Training of models, layers that Flax does not have, and what of a step runs on cuDNN."""
 
 import functools
 
@@ -14,7 +14,7 @@ import jax_cudnn.flax as jnn
 
 
 class Block(nnx.Module):
-    """Layers of a library. Of a bias before BatchNorm the gradient would be rounding."""
+    """Layers of a library. The gradient of a bias before BatchNorm would be only rounding."""
 
     def __init__(self, of, key):
         rngs = nnx.Rngs(key)
@@ -35,7 +35,7 @@ def images(key, *lead):
 
 @pytest.mark.long
 def test_stacked_layers_train_and_evaluate_alike(key):
-    """Losses of steps by vmap, scan and remat; statistics, and results with running averages."""
+    """Losses of steps with vmap, scan and remat; statistics; results with running averages."""
 
     @nnx.jit
     def step(blocks, optimizer, x):
@@ -62,7 +62,7 @@ def test_stacked_layers_train_and_evaluate_alike(key):
 
 @pytest.mark.parametrize(("averages", "dtype"), [(False, None), (True, "bfloat16")])
 def test_conv_norm_act_is_its_layers(key, averages, dtype):
-    """One graph or two, against Flax's layers; leading batch dimensions, residuals."""
+    """One graph or two, compared with Flax's layers; leading batch dimensions, residuals."""
     conv = nnx.Conv(8, 16, (3, 3), 2, use_bias=False, dtype=dtype, rngs=nnx.Rngs(0))
     norm = nnx.BatchNorm(16, dtype=dtype, use_running_average=averages, rngs=nnx.Rngs(0))
     ours = jnn.ConvNormAct.of(conv, nnx.clone(norm), "relu")

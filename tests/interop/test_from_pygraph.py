@@ -74,7 +74,7 @@ EMITTED = [name for name, spec in SPECS.items() if not any(c.node.leftover for c
 
 @pytest.mark.parametrize("name", EMITTED)
 def test_nothing_of_a_node_is_lost(cudnn, name):
-    """What the package emits for planning, carried over and emitted again, is the same."""
+    """What the package emits for planning is the same after conversion and emission."""
     if not all(hasattr(cudnn.pygraph, call.node.method) for call in SPECS[name].calls):
         pytest.skip("cudnn.pygraph has no such operation")
     graph = emitted(cudnn, SPECS[name])
@@ -115,7 +115,7 @@ def test_numbers_passed_by_value(cudnn):
         np.testing.assert_allclose(function(a, s, given), want, rtol=1e-5)
 
 
-def test_attention_with_dropout_its_scale_and_gradients_that_are_asked_for(cudnn):
+def test_attention_with_dropout_scale_and_optional_gradients(cudnn):
     g = pygraph(cudnn, io_data_type="BFLOAT16")
     tensors = {name: g.tensor(name=name, dim=[2, 4, 32, 8]) for name in ("q", "k", "v", "o", "dO")}
     stats = g.tensor(name="stats", dim=[2, 4, 32, 1], data_type=cudnn.data_type.FLOAT)

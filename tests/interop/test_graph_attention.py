@@ -1,4 +1,4 @@
-"""Attention of a Graph: packed tokens, pages, masks in cuDNN's words, dropout."""
+"""Attention of a Graph: packed tokens, pages, cuDNN's keywords of masks, dropout."""
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,12 @@ def offsets(per_token, begins=BEGINS):
 
 
 def tokens(heads, size=D, seed=0, dtype="float32"):
-    """(B S, heads, size): as many as there are places for."""
+    """(B S, heads, size), with room for all tokens."""
     return jax.random.normal(jax.random.fold_in(KEY, seed), (B * S, heads, size), dtype)
 
 
 def as_cudnn(x):
-    """(B S, heads, size) as (B, heads, S, size), which lies the same way."""
+    """(B S, heads, size) as (B, heads, S, size), with the same memory order."""
     return jnp.swapaxes(x.reshape(B, S, *x.shape[1:]), 1, 2)
 
 
@@ -73,7 +73,7 @@ def forward(dtype="float32", stats=True):
 
 
 def carried_over(write, *options):
-    """The same as a pygraph."""
+    """The same, as a pygraph."""
     cudnn = frontend.load()
     g = cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT)
     write(g, cudnn.data_type.FLOAT, cudnn.data_type.INT32, *options)
@@ -96,7 +96,7 @@ def operands(dtype="float32", **changed):
 
 
 def of(graph, given):
-    """Those of the operands that a graph has as inputs."""
+    """The operands that are inputs of the graph."""
     names = {tensor.get_name() for tensor in graph.get_inputs()}
     return {name: x for name, x in given.items() if name in names}
 
@@ -188,7 +188,7 @@ KEYS = jnp.array([7, 16, 1], jnp.int32)
 
 
 def write_paged(g, kind, of_integers, queries, one_length=False):
-    """Attention over pages, in a Graph or a pygraph."""
+    """Paged attention, in a Graph or a pygraph."""
     q = g.tensor(
         name="q", dim=[B, H, queries, D], stride=[H * queries * D, queries * D, D, 1],
         data_type=kind,
@@ -245,7 +245,7 @@ def test_one_tensor_of_both_lengths_keeps_the_bounds_of_both():
     np.testing.assert_array_equal(*results)
 
 
-def test_what_packed_tokens_are_not_for():
+def test_unsupported_uses_of_packed_tokens():
     for build, words in (
         (lambda g, q: g.sdpa(q, q, q)[0].set_output(True), "sdpa.0::O"),
         (lambda g, q: g.relu(q).set_output(True), "relu.0 does not support ragged offsets"),
@@ -255,7 +255,7 @@ def test_what_packed_tokens_are_not_for():
             build(g, declared(g, "q", H)[0])
 
 
-# -- words of masks, and dropout -------------------------------------------------------------------
+# -- keywords of masks, and dropout ----------------------------------------------------------------
 
 Q, K = jnp.ones((1, 2, 4, 8)), jnp.cos(jnp.arange(128.0)).reshape(1, 2, 8, 8)
 
@@ -266,7 +266,7 @@ def attention(**words):
     return graph(Q, K, jnp.sin(K))
 
 
-def test_words_of_masks_are_bounds():
+def test_keywords_of_masks_are_bounds():
     for words, bounds in (
         (
             {"use_causal_mask_bottom_right": True, "diagonal_alignment": "TOP_LEFT"},

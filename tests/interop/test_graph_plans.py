@@ -1,4 +1,4 @@
-"""The plans of a ``jc.Graph``: its numbers, its order, and its candidates by index."""
+"""Plans of a ``jc.Graph``: values of scalars, order, and candidates by index."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ X = jnp.ones((64, 128))
 
 
 def layernorm(epsilon=EPSILON, implementation="xla"):
-    """By default a plan of XLA alone: it needs no cuDNN, and what it computes is in its spec."""
+    """By default a plan that runs in XLA: it needs no cuDNN, and its spec says what it computes."""
     order = ["ln::input", "ln::scale", "ln::bias", "ln::epsilon"]
     with jc.Graph(inputs=order, outputs=["ln::Y"], implementation=implementation) as graph:
         if epsilon is None:
@@ -124,7 +124,7 @@ def test_indices_mean_the_candidates():
 
 @pytest.mark.deviceless
 @pytest.mark.usefixtures("h200")
-def test_the_usual_sequence_may_stand_inside_of_the_with_or_behind_it():
+def test_the_usual_sequence_works_inside_of_the_with_or_after_it():
     with jc.Graph(inputs=["mm::B", "mm::A"], outputs=["y"]) as graph:
         y = graph.matmul(X[None], X.T[None], name="mm").set_output(True).set_name("y")
         graph.validate()

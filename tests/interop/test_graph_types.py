@@ -40,7 +40,7 @@ def test_data_types_of_the_graph_and_of_tensors():
 
 
 def test_later_operations_follow_what_changes_late():
-    """Types, those in which operations compute, numbers beside them, and shapes."""
+    """Dtypes, compute types, Python numbers with them, and shapes."""
     halves, bytes_ = (jnp.ones((4, 8, 8), dtype) for dtype in ("bfloat16", "int8"))
     with jc.Graph() as graph:
         y, z = graph.add(jnp.ones((4, 8, 8)), 1.0), graph.add(jnp.ones((4, 8, 8)), 1.0)
@@ -71,7 +71,7 @@ def test_later_operations_follow_what_changes_late():
 
 
 def of_number(data_type):
-    """x + a number in the host's memory."""
+    """x + a scalar in host memory."""
     with jc.Graph(inputs=["x", "n"], outputs=["add.0::OUT_0"]) as graph:
         n = graph.tensor(name="n", dim=[1], data_type=data_type, is_pass_by_value=True)
         integral = data_type.startswith("INT")

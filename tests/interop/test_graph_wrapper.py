@@ -27,7 +27,7 @@ def conv_bias_relu(g, x, w, b):
 
 
 def built(x=X, w=W, b=B, **options):
-    """The same as a Graph, with every kind of name."""
+    """The same, as a Graph with every kind of name."""
     with jc.Graph(**options) as graph:
         conv = graph.conv_fprop(x, weight=w, **SPATIAL, name="conv2d")
         y = graph.relu(graph.bias(input=conv, bias=b))
@@ -170,7 +170,7 @@ def test_strides_are_memory_order_unless_they_say_the_usual():
 
 class Foreign:
     """An array of another library: torch's has ``stride()`` in elements, CuPy's ``strides`` in
-    bytes; others speak DLPack alone."""
+    bytes; the rest have only DLPack."""
 
     def __init__(self, array, dtype=None, elements=False):
         self.array, self.shape, self.dtype = array, array.shape, dtype or array.dtype
@@ -242,7 +242,7 @@ def test_it_prints_as_json():
     assert (relu["lower_clip"], "-inf" in largest["inputs"].values()) == (0.5, True)
 
 
-def test_copies_have_tensors_of_their_own():
+def test_copies_have_separate_tensors():
     with jc.Graph(io_data_type="HALF", inputs=["x"], outputs=["y"]) as graph:
         inner = graph.exp(graph.tensor(name="x", dim=[4, 8]), name="e")
         graph.neg(inner).set_output(True).set_name("y")
