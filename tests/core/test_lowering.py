@@ -83,7 +83,7 @@ def test_two_targets_on_one_jitted_function_give_two_programs(builds):
 
 
 def test_no_device_and_no_target_is_said_in_words(builds):
-    with pytest.raises(jc.TargetError, match="linear: planning for CUDA needs") as caught:
+    with pytest.raises(jc.TargetError, match="linear: the GPU to plan for is not known") as caught:
         lower(linear, X, X, target=None)
     assert all(name in str(caught.value) for name in ("jax_cudnn.target", *profiles.names()))
     with pytest.raises(jc.TargetError, match="H200"):
@@ -137,8 +137,8 @@ def test_plans_on_a_local_gpu_of_the_compilation_or_for_a_target():
     for devices, words in (
         ([device("NVIDIA H200"), device("NVIDIA H100")], "NVIDIA H100, NVIDIA H200"),
         ([device(process=1)], "belongs to this process"),
-        ([CPU], "needs to know the GPU"),
-        ([ROCM], "needs to know the GPU"),
+        ([CPU], "the GPU to plan for is not known"),
+        ([ROCM], "the GPU to plan for is not known"),
     ):
         with pytest.raises(jc.TargetError, match=f"(?s)^f:.*{words}"):
             context.site(devices, "f")

@@ -1,4 +1,4 @@
-"""A call of one of g's methods: the method, and its arguments as ports and attributes."""
+"""Calls of g's methods: the methods, and their arguments as ports and attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tensor import GraphTensor
 
 
 def unwrapped(value: Any) -> Any:
-    """A graph tensor out of a pytree node that holds one array (Flax's Param), else the value."""
+    """The graph tensor in a pytree node with one array (such as Flax's Param), else the value."""
     if isinstance(value, (GraphTensor, list, tuple, dict)):
         return value
     leaves = jax.tree.leaves(value)
@@ -27,7 +27,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def static(node: Node) -> Node:
-    """The node itself; an error in words when an attribute is no static value."""
+    """The node itself; GraphTypeError if an attribute is not static."""
     try:
         hash(node)
     except TypeError as error:
@@ -35,14 +35,14 @@ def static(node: Node) -> Node:
             "an attribute is not static",
             expected="Python numbers, strings and lists of them",
             got=str(error),
-            fix="attributes shape the plan, so they cannot be arrays or values traced by JAX: "
-            "under jax.jit name them in static_argnames",
+            fix="attributes determine the plan, so they cannot be arrays or values traced by JAX: "
+            "under jax.jit list them in static_argnames",
         ) from None
     return node
 
 
 def ports_of(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The values for the input ports, taken out of ``given``; a list gets numbered ports."""
+    """The values for the input ports, removed from ``given``; a list gets numbered ports."""
     for port in cls.ports.inputs:
         value = given.pop(port.name, None)
         if port.optional and value is None:
@@ -61,7 +61,7 @@ def ports_of(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]
 
 @functools.cache
 def signature(cls: type[Node]) -> inspect.Signature:
-    """What g's method takes: the ports, the node's attributes, and what all methods take."""
+    """The parameters of g's method: the ports, the node's attributes, and the common ones."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     operands = []
     for port in cls.ports.inputs:
@@ -85,8 +85,8 @@ def signature(cls: type[Node]) -> inspect.Signature:
 
 
 class Method:
-    """A method of g, on its class. The function is made when it is first asked for: the signatures
-    of all nodes would be a tenth of what importing the package takes."""
+    """A method of g, on its class. The function is made on first use: the signatures of all nodes
+    would take a tenth of the package's import time."""
 
     def __init__(self, cls: type[Node]) -> None:
         self.cls = cls

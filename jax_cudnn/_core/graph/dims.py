@@ -1,9 +1,9 @@
-"""The einsum-like strings in which a node states the shapes of its ports.
+"""The einsum-like strings with the shapes of a node's ports.
 
 ``"image: n c *x, weight: k i *r -> Y: n k *y"`` names two input ports and one output port.
 A letter is one dimension and has one size everywhere; ``*x`` is any number of dimensions;
 ``...`` is a shape that broadcasts with every other ``...`` (NumPy's rule at equal rank). A port
-written ``?name`` may be left out, one written ``*name`` takes a list of tensors, ``?*name`` both.
+``?name`` is optional, ``*name`` takes a list of tensors, ``?*name`` is both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Shape = tuple[int, ...]
 
 
 class Port(NamedTuple):
-    """A port; a variadic one (written ``*name``) takes a list of tensors of one rank, and an
-    optional one (``?name``) may be left out."""
+    """A port; a variadic one (``*name``) takes a list of tensors of one rank, and an optional one
+    (``?name``) may be omitted."""
 
     name: str
     axes: tuple[str, ...]
@@ -57,7 +57,7 @@ class Dims(NamedTuple):
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each element depends on those at its own place alone, whatever the rank."""
+        """Whether each element depends only on elements at the same position, at any rank."""
         return all(port.axes == ("...",) for port in (*self.inputs, *self.outputs))
 
     @property
@@ -102,15 +102,15 @@ class Dims(NamedTuple):
 
 
 def integers(name: str, values: Iterable[Any], least: int = 0) -> tuple[int, ...]:
-    """A tuple of ints from a user's list of them; GraphError in words for anything else.
+    """A tuple of ints from a user's list; GraphError for anything else.
 
-    Dimension expressions of symbolic export are left as they are.
+    Dimension expressions of symbolic export stay unchanged.
     """
 
     def integer(value: Any) -> Any:
         if isinstance(value, float) and value.is_integer():
             return int(value)
-        if hasattr(value, "dimension_as_value"):  # as JAX tells dimension expressions
+        if hasattr(value, "dimension_as_value"):  # as JAX recognizes dimension expressions
             return value
         return operator.index(cast(Any, value))
 
@@ -152,7 +152,7 @@ def _assign(port: Port, shape: Shape) -> list[tuple[str, int | Shape]]:
 
 def _broadcast(known: Shape, size: Shape, port: Port, owner: Mapping[str, str]) -> Shape:
     others = len(port.axes) - 1
-    what = f"dimensions in front of {' '.join(port.axes[1:])}" if others else "dimensions"
+    what = f"dimensions before {' '.join(port.axes[1:])}" if others else "dimensions"
     if len(known) != len(size):
         raise GraphError(
             f"{owner['...']!r} and {port.name!r} have different ranks",
@@ -185,7 +185,7 @@ def packed_strides(shape: Shape, order: tuple[int, ...]) -> list[int]:
 def order_of_strides(shape: Shape, strides: list[int]) -> tuple[int, ...] | None:
     """The order in which packed ``strides`` lay out ``shape``; None if they are not packed.
 
-    Dimensions of size 1 may have any stride; they stay where they stand.
+    Dimensions of size 1 may have any stride; they keep their position.
     """
     if 0 in shape:
         return tuple(range(len(shape)))

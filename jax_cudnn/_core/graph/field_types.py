@@ -13,7 +13,7 @@ def checked(value: Any) -> Any:
     for name, hint in _hints(type(value)).items():
         held = getattr(value, name)
         if not _fits(held, hint):
-            raise TypeError(f"{type(value).__name__}.{name} is {held!r:.100}, which is no {hint}")
+            raise TypeError(f"{type(value).__name__}.{name} is {held!r:.100}, which is not {hint}")
     return value
 
 

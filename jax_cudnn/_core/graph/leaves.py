@@ -1,4 +1,4 @@
-"""The leaves of a graph function's arguments: which are arrays, which static, and their names."""
+"""The leaves of a graph function's arguments: arrays or static values, and their names."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .tensor import GraphTensor
 
 @dataclass(frozen=True)
 class Aval:
-    """What a trace needs to know of an array."""
+    """The properties of an array that a trace uses."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def is_static(leaf: Any) -> bool:
-    """Whether an argument is a Python value and no array."""
+    """Whether an argument is a Python value, not an array."""
     scalar = isinstance(leaf, (numbers.Number, str, bytes, type(None)))
     return scalar and not isinstance(leaf, np.generic)
 
 
 def typed(value: Any) -> tuple[Any, Any]:
-    """A value with what tells it from equal ones: 1, 1.0 and True, 0.0 and -0.0. A NaN, which
-    does not equal itself, is always the same object, which does in a tuple."""
+    """A value with a tag that separates equal ones: 1, 1.0 and True, 0.0 and -0.0. A NaN, which
+    does not equal itself, becomes one object, which does inside a tuple."""
     value = _with_one_nan(value)
     if isinstance(value, tuple):
         return (type(value), *(typed(v)[0] for v in value)), value
@@ -47,13 +47,13 @@ def _with_one_nan(value: Any) -> Any:
 
 
 def array(name: str, leaf: Any) -> Any:
-    """An array argument of the function ``name``; GraphTypeError in words for anything else."""
+    """An array argument of the function ``name``; GraphTypeError for anything else."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if isinstance(leaf, GraphTensor):
         raise GraphTypeError(
             f"{name} was called with a graph tensor",
-            why="graph functions take arrays; inside another graph they cannot be nested",
+            why="graph functions take arrays and cannot be nested",
             fix=f"call {name}.fn(g, ...) to add its operations to the current graph",
             where=user_line(),
         )
@@ -68,7 +68,7 @@ def array(name: str, leaf: Any) -> Any:
 
 
 def strongly_typed(arrays: list[Any]) -> list[Any]:
-    """Weakly typed arrays (Python numbers that JAX has traced) take the others' dtype."""
+    """Weakly typed arrays (Python scalars that JAX traced) take the dtype of the other arrays."""
     strong = [array for array in arrays if not getattr(array, "weak_type", False)]
     if not strong or len(strong) == len(arrays):
         return arrays
@@ -82,7 +82,7 @@ def strongly_typed(arrays: list[Any]) -> list[Any]:
 
 
 def parameters(signature: inspect.Signature) -> list[str]:
-    """Names of the positional parameters, ``g`` included."""
+    """Names of the positional parameters, including ``g``."""
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     return [p.name for p in signature.parameters.values() if p.kind in positional]
 

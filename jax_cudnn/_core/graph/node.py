@@ -1,9 +1,9 @@
 """The Node contract: the one place where an operation is added, and the registry of all nodes.
 
 A node is a ``frozen`` class whose fields are the operation's attributes under pygraph's names.
-``builder.register`` checks the contract (contract.py), so a wrong node fails at import. Here
-stands what an operation means, and how it is transformed; how cuDNN is given it, in planned.py,
-whose words operations import from here, too.
+``builder.register`` checks the contract (contract.py), so a wrong node fails at import. This file
+defines an operation's meaning and its transformations; planned.py defines how it maps to cuDNN.
+Operations import the names of both from here.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LEAD = -1
-"""In :meth:`Node.folds`: a dimension of its own, in front of the others."""
+"""In :meth:`Node.folds`: a new leading dimension."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def frozen(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen dataclass with Node's equality and text. Those of its own would
-    double what each node costs the import."""
+    """Class decorator: a frozen dataclass with Node's equality and text. Generated ones would
+    double the import time of each node."""
     return dataclass(frozen=True, eq=False, repr=False)(cls)
 
 
@@ -58,36 +58,36 @@ class Node(Planned):
     dims: ClassVar[str]
     """Ports and shapes, see :mod:`.dims`."""
     batch: ClassVar[str] = ""
-    """Letters of ``dims`` that are batch-like: independent of each other."""
+    """Letters of ``dims`` along which elements are independent of each other."""
     broadcast: ClassVar[str] = ""
     """Letters of ``dims`` whose size 1 broadcasts."""
     jax_names: ClassVar[tuple[str, ...]] = ()
-    """Functions of jnp, jax.nn or lax that this node stands for; used in error messages."""
+    """Functions of jnp, jax.nn or lax that this node replaces; used in error messages."""
     dtypes: ClassVar[tuple[str, ...]] = NUMBERS
     """Element types that the ports take."""
     product: ClassVar[bool] = False
-    """Whether this anchor multiplies: its compute type accumulates, float32 may become TF32, and
-    the reference takes the operands as they are, with ``precision``."""
+    """Whether this anchor is a product: it accumulates in its compute type, float32 may become
+    TF32, and the reference receives the operands unchanged, with ``precision``."""
     of_all_examples: ClassVar[tuple[str, ...]] = ()
-    """Results of all examples together: vmap folds into the node only where nothing reads them."""
+    """Results over the whole batch: vmap folds into the node only if nothing reads them."""
     vmaps_by_reference: ClassVar[bool] = False
-    """Whether XLA computes the node under vmap from its reference, where no fold is right."""
+    """Whether XLA computes the node under vmap from its reference, because no fold is correct."""
     moves: ClassVar[bool] = False
-    """Whether the node only moves elements: its values keep their dtype, also inside a graph."""
+    """Whether the node only moves elements: its values keep their dtype, even inside a graph."""
     deterministic: ClassVar[bool] = True
     """Whether every engine gives equal results in each run (stated on the numerics page)."""
     rounding: ClassVar[str] = ""
-    """What the numerics page says about this node besides accumulation and output rounding."""
+    """Text of the numerics page on this node, in addition to accumulation and output rounding."""
     chooses: ClassVar[bool] = False
-    """Whether a result is one of its operands' elements, or that without its sign: then their type
-    holds it exactly."""
+    """Whether results are selected operand elements (up to sign), hence exact in the operand
+    dtype."""
     adds: ClassVar[bool] = False
     """Whether the node adds two tensors, of which one may be the bias of a product."""
     recomputed: ClassVar[bool] = False
-    """Whether a derivative computes the results again, where that keeps fewer bytes for it."""
+    """Whether derivatives recompute the results if that saves memory."""
     paired: ClassVar[bool] = False
-    """Whether forward and derivatives must run by the same implementation (cuDNN or XLA), because
-    one reads what only the other's kind writes: a dropout's stream, bit masks, statistics."""
+    """Whether forward and derivatives must both run on cuDNN or both in XLA, because one reads what
+    the other writes in its own format: a dropout stream, bit masks, statistics."""
     examples: ClassVar[tuple[Example, ...]] = ()
     ports: ClassVar[Dims]
 
@@ -108,7 +108,7 @@ class Node(Planned):
     def create(cls, **attributes: Any) -> Node:
         """The node for pygraph's keywords; nodes with other spellings override this.
 
-        ``compute_data_type`` is not among them: the builder sets it afterwards.
+        The builder sets ``compute_data_type`` afterwards.
         """
         for field in dataclasses.fields(cls):
             value = attributes.get(field.name)
@@ -124,7 +124,7 @@ class Node(Planned):
 
     @classmethod
     def prepared(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of pygraph's method, where some of them make others of its ports."""
+        """The arguments of pygraph's method, after deriving some ports from other arguments."""
         return given
 
     def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:
@@ -140,10 +140,10 @@ class Node(Planned):
         return self.ports.match({port: tensor.shape for port, tensor in inputs.items()})
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        """Shape and dtype of every output port; raises every error a user can make.
+        """Shape and dtype of every output port; raises the errors for invalid operands.
 
-        The dtype is the one the output has when it leaves the graph; inside, an intermediate
-        is float32 unless the user says otherwise.
+        The dtype is that of an output of the graph; an intermediate is float32 unless the user
+        sets its type.
         """
         sizes = self.sizes(inputs)
         dtype = result_dtype(inputs)
@@ -155,14 +155,14 @@ class Node(Planned):
         return self.ports.output_names
 
     def without(self, results: Collection[str]) -> Node:
-        """The node that leaves out these results, which nothing reads; itself where there is
-        none."""
+        """The node without these results, which nothing reads; the node itself if it has no such
+        form."""
         return self
 
     def redraws(self, made: Mapping[str, str]) -> Collection[str]:
-        """Input ports that the reference does without where another node's reference computes what
-        they hold: from a seed it draws the same numbers again, a part at a time. ``made`` says for
-        each input port which node's result that is, by port; "" where it is none."""
+        """Input ports that the reference can recompute: from a seed it draws the same random
+        numbers again, in parts. ``made`` maps each input port to the node and port that computes
+        it; "" if none does."""
         return ()
 
     def leaving(self, ports: Collection[str]) -> Node:
@@ -170,7 +170,7 @@ class Node(Planned):
         return self
 
     def settled(self) -> Node:
-        """The node as it is in a graph that is to be deterministic."""
+        """The node for a deterministic graph."""
         return self
 
     @property
@@ -179,14 +179,14 @@ class Node(Planned):
         return arithmetic(self.compute_data_type)
 
     def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
-        """The compute type where the user names none."""
+        """The compute type if the user sets none."""
         return "float32"
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
-        """What measurements of this node are filed under (see :mod:`.losses`), by its tensors at
-        all ports, which state their memory order. Empty for what only accompanies other nodes.
+        """The key of measurements of this node (see :mod:`.losses`), from its tensors at all ports
+        with their memory order. Empty for nodes that only accompany others.
 
-        Nodes override this where cuDNN has different kernels for different uses.
+        Nodes override this if cuDNN has different kernels for different uses.
         """
         return "" if self.moves else self.method
 
@@ -195,21 +195,21 @@ class Node(Planned):
         return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.results)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The node's meaning in jnp: one array for each of ``results``, not yet rounded.
+        """The node's definition in jnp: one array for each of ``results``, before rounding.
 
-        Arrays arrive in the compute type; those of products and of nodes that move elements as
-        they are. Only products get ``precision``.
+        Arrays arrive in the compute type, except for products and nodes that move elements, which
+        receive them unchanged. Only products get ``precision``.
         """
         raise NotImplementedError
 
     # -- transformations ------------------------------------------------------------------------
 
     def linear_in(self, port: str) -> bool:
-        """Whether the results are linear in a port, together with all other ports that say so."""
+        """Whether the results are linear in a port, jointly with all other such ports."""
         return False
 
     def is_linear(self, ports: Collection[str]) -> bool:
-        """Whether the results are linear in these input ports together, the others being fixed."""
+        """Whether the results are jointly linear in these input ports, with the rest fixed."""
         return all(map(self.linear_in, ports))
 
     def jvp(
@@ -219,11 +219,11 @@ class Node(Planned):
         inputs: Values,
         outputs: Values,
     ) -> dict[str, GraphTensor]:
-        """Tangents of output ports, from those of the input ports that have any.
+        """Tangents of output ports, from the tangents of input ports.
 
-        ``inputs`` and ``outputs`` hold the values at all ports; those that are used are kept for
-        the derivative. The tangents are added to ``g`` by nodes that are linear in them. Output
-        ports without a tangent are left out. By default they come from the reference.
+        ``inputs`` and ``outputs`` hold the values at all ports; values in use become residuals of
+        the derivative. The nodes added to ``g`` must be linear in the tangents. Output ports
+        without a tangent are omitted. By default tangents come from the reference.
         """
         if all(map(self.linear_in, tangents)):
             still = {
@@ -246,11 +246,10 @@ class Node(Planned):
         inputs: Values,
         tensors: Tensors,
     ) -> dict[str, GraphTensor]:
-        """Cotangents of the input ports in which the node is linear here, from those of output
-        ports that have any.
+        """Cotangents of the input ports in which the node is linear, from those of output ports.
 
         ``inputs`` holds the values at the other input ports, ``tensors`` the shapes and dtypes at
-        all ports. By default they come from the reference.
+        all ports. By default cotangents come from the reference.
         """
         from .by_reference import Transposed
 
@@ -263,12 +262,12 @@ class Node(Planned):
     def folds(
         self, batched: frozenset[str], tensors: Mapping[str, Tensor]
     ) -> Iterable[Mapping[str, int]]:
-        """Ways of taking a dimension of vmap into the node, the best first.
+        """Ways to fold a vmap dimension into the node, best first.
 
-        A way names ports and the axis of each in which the dimension is folded (it stands in
-        front of what that axis had), or LEAD. All of ``batched``, the input ports that have the
-        dimension, are named; other input ports that are named are repeated along it, unless they
-        broadcast; the rest stay as they are. By default the letters of ``batch`` are such axes.
+        A way maps ports to the axis into which the dimension is folded (as the slower part of
+        that axis), or to LEAD. It contains all of ``batched``, the input ports with the dimension;
+        other input ports in it are repeated along the dimension unless they broadcast; the rest
+        stay unchanged. By default the letters of ``batch`` are such axes.
         """
         for letter in self.batch.split():
             ports = {
@@ -282,12 +281,12 @@ class Node(Planned):
     def vmapped(
         self, g: Derivation, size: int, inputs: Values, tensors: Tensors
     ) -> dict[str, GraphTensor] | None:
-        """The results over a dimension of ``size`` that all inputs have in front, by other nodes;
-        None where only :meth:`folds` applies. ``tensors`` are those of one element."""
+        """The results for inputs with a leading dimension of ``size``, from other nodes; None if
+        only :meth:`folds` applies. ``tensors`` are those of one element."""
         return None
 
     def broadcasts(self, port: str, axis: int) -> bool:
-        """Whether an operand may have size 1 in an axis (or in front) where others have more."""
+        """Whether an operand may have size 1 in an axis (or leading) where others have more."""
         axes = next((p.axes for p in self.ports.inputs if p.name == port), ())
         return 0 <= axis < len(axes) and axes[axis] in self.ports.broadcast
 

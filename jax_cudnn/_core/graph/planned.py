@@ -1,4 +1,4 @@
-"""What planning asks of an operation: how cuDNN is given it, and where it is not.
+"""How an operation maps to cuDNN, and where it does not.
 
 This half of the Node contract has a default for all but ``method``; ``node.py`` holds the other.
 """
@@ -23,8 +23,8 @@ ANY, ROWS_AND_CHANNELS, ONE_ELEMENT, NUMBERS_ONLY = "any", "rows, channels", "on
 
 
 class OtherForm(NamedTuple):
-    """A node with the results of another one where this very engine of cuDNN's, with these knobs,
-    runs it; from this version of cuDNN on."""
+    """An alternative node with the same results if this engine runs it with these knobs; from this
+    version of cuDNN on."""
 
     node: Node
     engine: int
@@ -33,10 +33,10 @@ class OtherForm(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor as which cuDNN sees an array at a node's port, or a part of one.
+    """The tensor that cuDNN sees for an array at a node's port, or for a part of it.
 
-    ``port`` is the one of pygraph's method, ``strides`` are in elements, and ``offset`` is the
-    element of the array with which the tensor begins.
+    ``port`` is that of pygraph's method, ``strides`` are in elements, and ``offset`` is the
+    element of the array at which the tensor starts.
     """
 
     port: str
@@ -47,73 +47,72 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """What plans of a node are made by; the attributes that hold for a graph are its anchor's."""
+    """The properties of a node for planning; those of the anchor apply to its whole graph."""
 
     method: ClassVar[str]
     """pygraph's method."""
     requires: ClassVar[str] = ""
-    """Minimum cuDNN, SM and shape rules, in words a user can read."""
+    """Minimum cuDNN, SM and shape rules, as text for users."""
     anchor: ClassVar[bool] = False
     """Whether cuDNN builds an engine around this node (one anchor a graph)."""
     slow: ClassVar[tuple[int, ...]] = ()
-    """Numbers of cuDNN's engines that are measured to be slower than XLA around this anchor."""
+    """Indices of cuDNN engines that measured slower than XLA around this anchor."""
     writes_all: ClassVar[bool] = False
-    """Whether a plan writes every result of this node, also one that nothing reads."""
+    """Whether a plan writes every result of this node, even if nothing reads it."""
     broadcasts_around: ClassVar[str] = ROWS_AND_CHANNELS
     """Which operands pointwise operations around this anchor may broadcast, see :mod:`.limits`."""
     prologue: ClassVar[str] = ""
-    """Whether cuDNN computes operands of this anchor in one plan with it: ANY, "" for never, or the
-    method of a node that the graph then holds, too."""
+    """Whether cuDNN computes operands of this anchor in the same plan: ANY, "" for never, or the
+    method of a node that the graph must then contain."""
     returns_prologue: ClassVar[bool] = False
-    """Whether the plan can write what it computes before this anchor, too."""
+    """Whether the plan can also write the values that it computes before this anchor."""
     masks: ClassVar[tuple[str, ...]] = ()
     """Ports with a mask: bytes to XLA, bits to cuDNN, see ``ops/masks.py``."""
     takes_masks: ClassVar[bool] = False
-    """Whether masks of bits may stand beside this anchor, see ``ops/masks.py``."""
+    """Whether bit masks may be used in a graph with this anchor, see ``ops/masks.py``."""
     apart: ClassVar[bool] = False
-    """Whether an operand at several ports is several tensors to cuDNN: pygraph's attention turns
-    the dims of those that it reads transposed, and would for its other ports, too."""
+    """Whether an operand used at several ports must be declared once per port (pygraph's sdpa
+    transposes the dims of K in place)."""
     least_rank: ClassVar[int] = 0
-    """cuDNN sees tensors of lower rank with dimensions of 1 put in after the second."""
+    """cuDNN sees tensors of lower rank with dimensions of 1 inserted after the second."""
     channels_last: ClassVar[bool] = False
-    """Whether tensors of every rank lie channels-last in memory."""
+    """Whether tensors of every rank are channels-last in memory."""
     row_major: ClassVar[bool] = False
-    """Whether tensors lie row-major in memory."""
+    """Whether tensors are row-major in memory."""
     merges: ClassVar[bool] = False
-    """Whether tensors lie row-major around this anchor, and cuDNN sees neighbouring dimensions that
-    no tensor of the graph tells apart as one."""
+    """Whether tensors are row-major around this anchor, and cuDNN sees adjacent dimensions as one
+    if no tensor of the graph distinguishes them."""
     matrices: ClassVar[bool] = False
-    """Whether the last two dimensions are a matrix around this anchor, tensors lie row-major, and
-    cuDNN sees all dimensions in front of a matrix as one."""
+    """Whether the last two dimensions are a matrix around this anchor, tensors are row-major, and
+    cuDNN sees all leading dimensions of a matrix as one."""
     integers: ClassVar[tuple[str, ...]] = ()
-    """Input ports of int32 that say where elements of others lie, see :meth:`bounded`."""
+    """int32 input ports with the positions of elements in other operands, see :meth:`bounded`."""
     initial: ClassVar[Mapping[str, float]] = {}
-    """Results of which a plan may write a part only, and the number that the rest has."""
+    """Results of which a plan may write only a part, with the value of the rest."""
     leftover: ClassVar[bool] = False
-    """Whether XLA runs this node, because cuDNN's graphs have none of its kind. Its results are
-    arrays in memory and keep their inferred dtype."""
+    """Whether XLA runs this node, because cuDNN graphs lack it. Its results are arrays in memory
+    and keep their inferred dtype."""
     keeps_dtypes: ClassVar[bool] = False
-    """Whether results keep their inferred dtype inside a graph, too, unless the user names another:
+    """Whether results keep their inferred dtype even inside a graph, unless the user sets another:
     cuDNN writes no wider ones."""
     outside: ClassVar[bool] = False
-    """Whether XLA may run this ``leftover`` also where implementation="cudnn" asks cuDNN for the
-    whole of a user's graph."""
+    """Whether XLA may run this ``leftover`` even under implementation="cudnn"."""
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        """Why cuDNN is not to be asked for this node, by its tensors at all ports, or None.
+        """Why cuDNN must not run this node, from its tensors at all ports, or None.
 
-        For what cuDNN would accept and compute wrongly, or otherwise than the options say.
+        For cases that cuDNN would accept and compute wrongly, or not as the options require.
         """
         return None
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
-        """Numbers of cuDNN's engines that compute this node wrongly for such tensors."""
+        """Indices of cuDNN engines that compute this node wrongly for such tensors."""
         return ()
 
     def rank(self, engine: int, knobs: Mapping[str, int], tensors: Mapping[str, Tensor]) -> int:
-        """Where a candidate is tried among those of cuDNN's heuristics, where measurements show
-        them to be wrong: before those of a higher rank, and else in their order. Asked of the
-        anchor; the ``slow`` ones come last.
+        """The rank of a candidate, where measurements contradict cuDNN's heuristics: candidates
+        are tried by rank, and in the order of the heuristics within one rank. Only the anchor's
+        ranks count; ``slow`` engines come last.
         """
         return 0
 
@@ -122,50 +121,50 @@ class Planned:
         return ""
 
     def needs(self, ports: Collection[str]) -> str:
-        """What a GPU must have for these input ports, where ``requires`` does not say it."""
+        """GPU requirements of these input ports, in addition to ``requires``."""
         return ""
 
     def instead(self) -> OtherForm | None:
-        """What is tried where cuDNN has no plan for this anchor, or none in the workspace that is
-        allowed."""
+        """The alternative if cuDNN has no plan for this anchor, or none within the workspace
+        limit."""
         return None
 
     def advice(self, tensors: Mapping[str, Tensor]) -> str:
-        """What this node costs by an operand that could be said more cheaply, and how; or ""."""
+        """Advice on an operand with a cheaper form, and the cost of the present one; or ""."""
         return ""
 
     def broadcast_to(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Shape]:
-        """Operands that cuDNN would read wrongly in their shapes, by port, and the shapes to which
-        XLA broadcasts them before a plan; and results that it would write wrongly, with the shapes
-        of what XLA adds up behind it. ``tensors`` are those at all ports."""
+        """Operands, by port, that cuDNN would read wrongly in their shapes, with the shapes to
+        which XLA broadcasts them before a plan; and results that it would write wrongly, with the shapes
+        that XLA sums after the plan. ``tensors`` are those at all ports."""
         return {}
 
     def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:
-        """Where the node has ``masks``: the nodes, on operands at these ports or numbers, for the
-        result at a port, as which cuDNN is asked for it with booleans."""
+        """For a node with ``masks``: the equivalent nodes on booleans, each with its operands
+        (ports or scalars) and the port of its result."""
         return ()
 
     def begins(self, tensors: Mapping[str, Tensor], order: Sequence[int]) -> Collection[int]:
-        """Where the node ``merges``: dimensions that are never one with those slower in memory,
-        also where no tensor tells them apart. ``order`` is that of all, slowest first."""
+        """For a node that ``merges``: dimensions that never merge with slower ones, even if no
+        tensor distinguishes them. ``order`` is the order of all dimensions, slowest first."""
         return ()
 
     def view_strides(self, dims: Shape, strides: list[int]) -> list[int] | None:
-        """The output's strides, where it is a part of the first input's memory in a plan; None
-        where it has memory of its own."""
+        """The output's strides if it shares the memory of the first input in a plan; None if it has
+        its own memory."""
         return None
 
     def views(self, port: str, tensors: Mapping[str, Tensor]) -> Sequence[View]:
-        """As which tensors cuDNN sees the array at a port, the first of them from its first element
-        on; none where it sees the array itself. ``tensors`` are those at all ports."""
+        """The tensors that cuDNN sees for the array at a port, the first of them from its first
+        element; empty if it sees the array itself. ``tensors`` are those at all ports."""
         return ()
 
     def bounded(
         self, given: Mapping[str, jax.Array], tensors: Mapping[str, Tensor]
     ) -> Mapping[str, jax.Array]:
-        """What is given at the ports of ``integers``, in the bounds of the arrays that they speak
-        of: a plan would read and write foreign memory where they are wrong. ``tensors`` are those
-        at all ports."""
+        """The operands at the ports of ``integers``, clipped to the bounds of the arrays that they
+        index: a plan would access other memory with wrong ones. ``tensors`` are those at all
+        ports."""
         return given
 
     def keywords(self) -> dict[str, Any]:

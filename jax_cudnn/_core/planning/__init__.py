@@ -1,1 +1,1 @@
-"""From a graph to plans: cuDNN's, XLA's part, and what is said about them."""
+"""Planning: from a graph to cuDNN plans and XLA parts, and their explanation."""

@@ -1,4 +1,4 @@
-"""What is supported instead: the element types with which cuDNN would run a refused graph."""
+"""Alternatives for an unsupported graph: the dtypes with which cuDNN would run it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _ABOUT_DTYPES = ("data type", "different types", "TF32", "does not compile")
 def dtypes_with_plan(
     spec: GraphSpec, error: UnsupportedGraphError, build: Callable[[GraphSpec], Any]
 ) -> str | None:
-    """The element types for which ``build`` finds a plan, in words; None where the refusal is
-    not about types. Asks cuDNN, so it takes up to a second."""
+    """A sentence on the dtypes for which ``build`` finds a plan; None if the refusal is not about
+    dtypes. It queries cuDNN, which takes up to a second."""
     if not any(words in reason for reason in error.reasons.values() for words in _ABOUT_DTYPES):
         return None
     found = [dtype for dtype, variant in _variants(spec) if _has_plan(variant, build)]
     if not found:
-        return "none of " + ", ".join(_TRIED) + " for all operands makes it a supported graph"
-    return "this graph has a plan there with operands of " + ", ".join(found)
+        return "the graph is not supported with operands of " + ", ".join(_TRIED) + " either"
+    return "the graph has a plan there with operands of " + ", ".join(found)
 
 
 def _variants(spec: GraphSpec) -> Iterator[tuple[str, GraphSpec]]:
-    """The graph with all operands of one type, and results to match."""
+    """The graph with one dtype for all operands, and matching results."""
     anchored = {name for call in spec.calls if call.node.anchor for _, name in call.inputs}
     operands = {name for name in spec.inputs if name in anchored} or {*spec.inputs}
     old = {spec.tensor(name).dtype for name in operands}

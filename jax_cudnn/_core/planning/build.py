@@ -21,8 +21,8 @@ from .workspace import Limit
 
 FIRST_PYTHON_ENGINE = 20000
 """Engines of the frontend itself (CuTe DSL) begin here."""
-PYTHON_ONLY = "runs only in the frontend's Python, not inside an XLA program"
-_NONE_PROPOSED = "no engine was proposed that is the one asked for and has the notes asked for"
+PYTHON_ONLY = "runs only in the Python frontend, not inside an XLA program"
+_NONE_PROPOSED = "cuDNN proposed no engine that matches the options (engine and notes)"
 _DEVICE_FAILURE = (
     r"CUDA_ERROR|cudaError|out of memory|ALLOC_FAILED|EXECUTION_FAILED|SUBLIBRARY"
     r"|INTERNAL_ERROR(?!_COMPILATION_FAILED)"  # an engine whose kernel cuDNN wrote wrongly
@@ -60,7 +60,7 @@ def _build(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> Execution
 
 
 def _first(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> ExecutionPlan:
-    """The first of cuDNN's candidates that is to be taken."""
+    """The first acceptable candidate."""
     reasons: dict[str, str] = {}
     with reasons_of(spec, cudnn):
         graph = operation_graph(spec, cudnn, **where)
@@ -110,7 +110,7 @@ def operation_graph(spec: GraphSpec, cudnn: Any, **where: Any) -> Any:
 
 
 def behavior_notes(graph: Any, index: int) -> tuple[str, ...]:
-    """What cuDNN says of the engine of a plan of its own."""
+    """cuDNN's behaviour notes on the engine of a plan."""
     notes = graph.get_behavior_notes_for_plan_at_index(index)
     return tuple(str(getattr(note, "name", note)) for note in notes)
 
@@ -124,8 +124,8 @@ def named(knobs: Mapping[Any, int]) -> tuple[tuple[str, int], ...]:
 def reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
     """Turns the frontend's exceptions into ours.
 
-    It raises RuntimeError both for what cuDNN cannot represent and for a failing device, and
-    Python's own in what of it is Python.
+    It raises RuntimeError both for graphs that cuDNN cannot represent and for a failing device,
+    and Python's exceptions in its Python parts.
     """
     try:
         yield
@@ -134,8 +134,8 @@ def reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
             raise LibraryError(
                 "cuDNN failed while planning",
                 got=str(error).strip(),
-                why="this is a failure of the device or of a library, not of the graph",
-                fix="free GPU memory, or mend the installation, and try again",
+                why="the device or a library failed; the graph is not the cause",
+                fix="free GPU memory or repair the installation, and try again",
             ) from error
         raise unsupported(spec, engine_reasons(str(error))) from error
     except (AssertionError, ValueError) as error:

@@ -15,10 +15,10 @@ NOTES_OF_FULL_FLOAT32 = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS")
 
 
 def propose(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
-    """Has a pygraph propose its plans as the spec's options say.
+    """Makes a pygraph propose plans according to the spec's options.
 
-    An explicit engine beside notes is looked for among what all modes of heuristics propose under
-    these notes: cuDNN would build it without looking at them.
+    An explicit engine with notes is looked up among the proposals of all heuristics modes under
+    these notes: cuDNN would build it without checking them.
     """
     options = spec.options
     knobs = _knobs(options, cudnn)
@@ -32,7 +32,7 @@ def propose(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
 
 
 def restrict(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
-    """Has a pygraph leave out those of its plans that the options' notes do not allow."""
+    """Makes a pygraph exclude the plans that the notes of the options do not allow."""
     for method, names in _filters(spec).items():
         if names:
             kind = cudnn.numerical_note if "numeric" in method else cudnn.behavior_note
@@ -40,7 +40,7 @@ def restrict(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
 
 
 def is_chosen(spec: GraphSpec, engine: int, knobs: Mapping[Any, int]) -> bool:
-    """Whether a candidate is the engine that the options name, if they name one."""
+    """Whether a candidate is the engine that the options fix, if they fix one."""
     given = {getattr(knob, "name", str(knob)): value for knob, value in knobs.items()}
     return spec.options.engine in (None, engine) and all(
         given.get(name) == value for name, value in spec.options.knobs
@@ -48,8 +48,8 @@ def is_chosen(spec: GraphSpec, engine: int, knobs: Mapping[Any, int]) -> bool:
 
 
 def order(spec: GraphSpec, candidates: Sequence[tuple[int, Mapping[Any, int]]]) -> list[int]:
-    """The positions of candidates, engines with knobs, in the order in which they are tried: that
-    of the heuristics, but for what the anchor knows better."""
+    """The positions of candidates (engines with knobs) in the order in which they are tried: that
+    of the heuristics, with the corrections of the anchor."""
     anchor = next((call for call in spec.calls if call.node.anchor), None)
     if anchor is None:
         return [*range(len(candidates))]
@@ -84,7 +84,7 @@ def _knobs(options: Options, cudnn: Any) -> dict[Any, int]:
     unknown = [name for name, _ in options.knobs if name not in knob_type.__members__]
     if unknown:
         raise GraphError(
-            "cuDNN's frontend has no such knob",
+            "unknown knob of cuDNN's frontend",
             expected=", ".join(knob_type.__members__),
             got=", ".join(unknown),
         )
@@ -92,7 +92,7 @@ def _knobs(options: Options, cudnn: Any) -> dict[Any, int]:
 
 
 def left_out(spec: GraphSpec) -> tuple[str, ...]:
-    """The numeric notes that options deselect, by name or by what they ask for."""
+    """The numeric notes that options exclude, by name or through determinism and precision."""
     options = spec.options
     notes = [*options.deselect_numeric_notes]
     if options.deterministic:

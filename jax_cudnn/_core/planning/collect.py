@@ -1,4 +1,4 @@
-"""Which graphs a JAX function holds: the cuDNN primitives of its jaxpr."""
+"""The graphs of a JAX function: the cuDNN primitives in its jaxpr."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def graphs(
     other statics) the second is ``"name 2"``. Nothing is planned or run.
 
     Raises:
-        GraphTypeError: ``fn`` is no function.
-        GraphError: there is no graph in it, or one with symbolic dimensions.
+        GraphTypeError: ``fn`` is not a function.
+        GraphError: it contains no graph, or one with symbolic dimensions.
     """
     if not callable(fn):
         raise GraphTypeError(
-            "graphs are looked for in functions",
+            "expected a function",
             expected="a function of arrays, such as one decorated with @jax_cudnn.graph",
             got=f"{type(fn).__name__}: {fn!r}"[:200],
         )
@@ -60,7 +60,7 @@ def graphs(
 
 
 def pieces(named: Mapping[str, GraphSpec]) -> dict[str, GraphSpec]:
-    """The same with graphs cut around what is always XLA's, such as pooling."""
+    """The same with graphs cut around nodes that always run in XLA, such as pooling."""
     from .split import for_cudnn
 
     found: dict[str, GraphSpec] = {}

@@ -1,4 +1,4 @@
-"""cuDNN's Python frontend, loaded on demand and tied to the cuDNN that JAX has loaded."""
+"""cuDNN's Python frontend, loaded on demand and bound to the cuDNN that JAX has loaded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _load() -> Any:
     if importlib.util.find_spec("cudnn") is None:
         raise LibraryError(
             "nvidia-cudnn-frontend is not installed",
-            why="it builds the cuDNN plans",
+            why="it builds cuDNN plans",
             fix=f"pip install 'nvidia-cudnn-frontend>=1.28', or all that planning needs: {INSTALL}",
         )
     loaded = _loaded_library()
@@ -61,7 +61,7 @@ def _load() -> Any:
         raise LibraryError(
             "cuDNN or its frontend cannot be loaded",
             got=f"{type(error).__name__}: {error}",
-            why="libcudnn.so.9 is looked for in LD_LIBRARY_PATH, then in nvidia/cudnn/lib of "
+            why="libcudnn.so.9 is searched in LD_LIBRARY_PATH, then in nvidia/cudnn/lib of "
             "site-packages, then by the dynamic linker",
             fix=INSTALL,
         ) from error
@@ -79,7 +79,8 @@ def check_frontend(version: str, path: str | None) -> None:
             "nvidia-cudnn-frontend is too old",
             expected=f">= {'.'.join(map(str, OLDEST_FRONTEND))}",
             got=f"{version} from {path}",
-            fix="pip install -U nvidia-cudnn-frontend; if that is another one, mend PYTHONPATH",
+            fix="pip install -U nvidia-cudnn-frontend; if that updates another copy, fix "
+            "PYTHONPATH",
         )
 
 
@@ -96,14 +97,14 @@ def check_cudnn(version: int) -> None:
 
 
 def check_one_cudnn(executing: int, planning: int) -> None:
-    """LibraryError when plans would be built by another cuDNN than the one that runs them."""
+    """LibraryError if another cuDNN would build plans than the one that runs them."""
     if executing != planning:
         raise LibraryError(
             "two copies of cuDNN of different versions are loaded",
-            expected=f"{version_text(executing)}, the one JAX has loaded",
-            got=f"{version_text(planning)} in cuDNN's frontend",
+            expected=f"{version_text(executing)}, as loaded by JAX",
+            got=f"{version_text(planning)} in the cuDNN frontend",
             why="loaded copies: " + ", ".join(loaded_paths()),
-            fix="keep one of them: unset LD_LIBRARY_PATH, or uninstall the other",
+            fix="keep one copy: unset LD_LIBRARY_PATH, or uninstall the other one",
         )
 
 
@@ -114,7 +115,7 @@ def versions() -> tuple[str, str]:
 
 
 def identity() -> dict[str, str]:
-    """What a plan depends on besides its graph and GPU, by name."""
+    """The versions on which a plan depends, by name."""
     cudnn, frontend = versions()
     library = _loaded_library()
     runtime = library.cudnnGetCudartVersion() if library is not None else 0

@@ -1,8 +1,8 @@
-"""What cuDNN's frontend says of all candidates for a graph, without building one of them.
+"""Lists all candidates for a graph from cuDNN's frontend, without building them.
 
-By index it tells neither which numeric notes an engine carries nor what workspace it needs. But it
-refuses to build what a note bars, and then what needs more workspace than is allowed, before it
-builds anything; so both are read from its refusals, each in a graph of its own.
+The frontend reports neither the numeric notes nor the workspace of a candidate by index. But before
+it builds anything, it refuses candidates with a deselected note, and then those above a workspace
+limit; both are read from these refusals, each with a separate graph.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Where measurements show cuDNN to lose: the implementation "split" leaves these graphs to XLA.
+"""Graphs for which XLA measured faster than cuDNN: the implementation "split" leaves them to XLA.
 
-A graph is filed under its pattern: what it computes at heart, in words. ``losses.json`` holds, for
-each architecture that was measured, the patterns at which XLA's compilation of the graph's own
-reference was faster than cuDNN in every measured case. ``python -m benchmarks losses``
-writes it from results of benchmarks.
+A graph is filed under its pattern, a text for its main operations. ``losses.json`` holds, for each
+measured architecture, the patterns for which XLA's compilation of the graph's reference was faster
+than cuDNN in every measured case. ``python -m benchmarks losses`` writes it from benchmark results.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _KINDS = {"bfloat16": "", "float16": "", **dict.fromkeys(FP8, "float8")}
 
 @dataclass(frozen=True)
 class Loss:
-    """A pattern at which cuDNN loses; printed, the reason to leave a graph to XLA.
+    """A pattern for which XLA is faster; its text is the reason to leave a graph to XLA.
 
     Attributes:
         pattern: as :func:`pattern` gives it.
-        ratio: the time of XLA over that of cuDNN in the case in which cuDNN lost least.
+        ratio: XLA's time divided by cuDNN's, in the case closest to 1.
         device: the GPU of the measurement.
-        date: its day.
+        date: its date.
         cudnn: its version of cuDNN.
         cases: the names of the cases in ``benchmarks``.
     """
@@ -51,20 +50,21 @@ class Loss:
 
     def __str__(self) -> str:
         return (
-            f"XLA is faster at {self.pattern!r}: it took at most {self.ratio:.0%} of cuDNN's time "
-            f"in each of {len(self.cases)} cases ({self.device}, cuDNN {self.cudnn}, {self.date})"
+            f"XLA is faster for {self.pattern!r}: it took at most {self.ratio:.0%} of the time of "
+            f"cuDNN in each of {len(self.cases)} cases ({self.device}, cuDNN {self.cudnn}, "
+            f"{self.date})"
         )
 
 
 def loss(spec: GraphSpec, sm_version: int) -> Loss | None:
-    """What is measured to be lost if cuDNN runs the whole of this graph; None where nothing is.
+    """The measured loss if cuDNN runs this whole graph, or None.
 
     Args:
         spec: the graph that would be one plan.
         sm_version: the compute capability times ten.
 
-    Also None on an architecture that nobody measured, where the options name cuDNN's engine, and
-    where they ask for determinism of a node that XLA, too, may compute with atomics.
+    Also None on an architecture without measurements, if the options fix the engine, and if they
+    require determinism of a node that XLA may also compute with atomics.
     """
     measured = table().get(str(sm_version))
     if measured is None or not _may_be_xlas(spec):
@@ -78,14 +78,14 @@ def loss(spec: GraphSpec, sm_version: int) -> Loss | None:
 
 
 def slow(spec: GraphSpec, plan: ExecutionPlan, sm_version: int) -> str:
-    """Why XLA is faster than the best engine that is left for a graph; "" where nothing says so, as
-    where :func:`loss` is None."""
+    """Why XLA is faster than the best remaining engine for a graph; "" if no measurement says so,
+    and wherever :func:`loss` is None."""
     measured = table().get(str(sm_version))
     node = choice.slow(spec, plan.engine_id)
     if measured is None or node is None or not _may_be_xlas(spec):
         return ""
     return (
-        f"of the engines that take it {plan.engine} alone is left, and XLA is faster "
+        f"only {plan.engine} supports it, and XLA is faster "
         f"({measured['device']}, cuDNN {measured['cudnn']}); {node.method}: {node.requires}"
     )
 
@@ -97,26 +97,25 @@ def _may_be_xlas(spec: GraphSpec) -> bool:
 
 @functools.cache
 def table() -> Mapping[str, Any]:
-    """The SM version as text -> where it was measured, and ``patterns``: a pattern -> the ratio
-    in each of its cases."""
+    """The SM version as text -> the conditions of the measurement, and ``patterns``: a pattern ->
+    the ratio in each of its cases."""
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
 @functools.lru_cache(maxsize=1024)
 def pattern(spec: GraphSpec) -> str:
-    """What a graph is at heart, such as "conv_dgrad depthwise" or "matmul float8 + epilogue".
+    """The main operations of a graph, such as "conv_dgrad depthwise" or "matmul float8 + epilogue".
 
-    That is the pattern of its nodes that are more than pointwise, in order, with the kinds of
-    their operands' element types where these are no 16-bit floats. Around convolutions and
-    matmuls it also says whether the graph computes something before and after, as in "matmul +
-    bias", behind which is a bias alone; in "prologue of int8 + matmul" the graph reads int8 and
-    converts it.
+    These are the patterns of its nodes that are more than pointwise, in order, with the kinds of
+    their operand dtypes unless these are 16-bit floats. Around convolutions and matmuls it also
+    states operations before and after: "matmul + bias" has only a bias after it; in "prologue of
+    int8 + matmul" the graph reads int8 and converts it.
     """
     hearts = {i: found for i, call in enumerate(spec.calls) if (found := _of_node(spec, call))}
     anchors = [call for call in spec.calls if call.node.anchor]
     if not anchors:
-        # Bound by memory traffic: float32 has the kernels of 16-bit floats, and what is computed
-        # on the way does not count.
+        # Bound by memory traffic: float32 uses the same kernels as 16-bit floats, and arithmetic
+        # in between does not count.
         kinds = _kinds(spec, spec.inputs) - {"float32"}
         return _words([" + ".join(hearts.values()) or "pointwise", *sorted(kinds)])
     sets = CallSets(spec)

@@ -1,5 +1,5 @@
-"""Which plan a graph gets: planned once for equal graphs, GPUs and versions, kept in memory and
-on disk."""
+"""The plan of a graph: built once for equal graphs, GPUs and versions, kept in memory and on
+disk."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _listed: SingleFlight[tuple[Candidate, ...]] = SingleFlight(256)
 def plan(
     spec: GraphSpec, site: Profile | CudaDevice, name: str, advise: bool = True
 ) -> ExecutionPlan:
-    """The plan of a graph for a GPU, built at most once however many threads ask.
+    """The plan of a graph for a GPU, built at most once for all threads.
 
-    On a GPU of this process a real handle plans; for a profile the deviceless worker does, also
-    where there is a GPU. Raises what planning raised, for each caller anew; with ``advise`` a
-    refusal of element types says which are supported there.
+    For a GPU of this process a real handle plans; for a profile the deviceless worker does, even
+    on a machine with a GPU. Raises a new copy of planning's error for each caller; with
+    ``advise``, an error about dtypes lists the supported ones.
     """
     try:
         return _plan(spec, site, name)
@@ -54,9 +54,9 @@ def plan(
 
 
 def candidates(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[Candidate, ...]:
-    """What cuDNN's heuristics propose for a graph, whatever engine its options name.
+    """The plans that cuDNN's heuristics propose for a graph, whatever engine its options fix.
 
-    Raises what planning raises where that is known without building a plan.
+    Raises the errors of planning that are known without building a plan.
     """
     free = replace(spec, options=replace(spec.options, engine=None, knobs=()), _cache={})
     key = _planned(free, site, name).canonical().unvalued()
@@ -67,7 +67,7 @@ def candidates(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[
 
 
 def _planned(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> GraphSpec:
-    """The graph that is planned; UnsupportedGraphError where cuDNN need not be asked."""
+    """The graph as it is planned; UnsupportedGraphError if a known rule excludes it."""
     planned = wire(spec.for_planning())
     reasons = known_reasons(planned)
     if reasons:
@@ -88,15 +88,15 @@ def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPl
 
 
 def _obtain(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPlan:
-    """From the disk, or built and left there for other processes.
+    """The plan from the disk, or built and stored there for other processes.
 
-    Another process may have been first: then its plan is used, so that equal programs have equal
-    bytes in all processes.
+    If another process stored one first, that plan is used: equal programs have equal bytes in all
+    processes.
     """
     key = key_text("plan", spec, site)
     known = decoded(key, cache.get(key), ExecutionPlan.from_json)
     if known is not None:
-        log.debug("%s: a plan from the plan cache: %s", name, known)
+        log.debug("%s: plan read from the cache: %s", name, known)
         return known
     with progress.planning(name) as clock:
         made = _build(spec, site)
@@ -110,7 +110,7 @@ def _obtain(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Execution
 def decoded(
     key: str, stored: dict[str, Any] | None, read: Callable[[dict[str, Any]], V]
 ) -> V | None:
-    """What an entry of the plan cache holds; one that holds something else is removed."""
+    """The value of an entry of the plan cache; removes an entry that holds something else."""
     try:
         return None if stored is None else read(stored)
     except (KeyError, TypeError, ValueError) as error:
@@ -121,7 +121,7 @@ def decoded(
 def _told(
     error: JaxCudnnError, spec: GraphSpec, name: str, site: Profile | CudaDevice
 ) -> JaxCudnnError:
-    """The error as the caller of function ``name`` shall read it, in the names of its graph."""
+    """The error for the caller of function ``name``, with the names of its graph."""
     told = copy.copy(error)
     told.summary = f"{name}: {error.summary}"
     if isinstance(told, UnsupportedGraphError):
@@ -145,14 +145,14 @@ def _list(spec: GraphSpec, site: Profile | CudaDevice) -> tuple[Candidate, ...]:
 
 
 def key_text(kind: str, spec: GraphSpec, site: Profile | CudaDevice) -> str:
-    """The key, on disk and among processes, of what is known of a canonical graph."""
+    """The key of a canonical graph, on disk and among processes."""
     return "\n".join([f"{kind} {_FORMAT}", repr(spec._key()), identity(site)])
 
 
 @functools.cache
 def identity(site: Profile | CudaDevice) -> str:
-    """What a plan depends on besides its graph: equal for equal GPUs and equal libraries, this
-    package's code among them."""
+    """What a plan depends on apart from its graph: equal for equal GPUs and equal libraries,
+    including the code of this package."""
     if isinstance(site, CudaDevice):
         return _text("by handle", site.properties(frontend.load()), frontend.identity())
     # The profile's name and source make no difference to cuDNN.

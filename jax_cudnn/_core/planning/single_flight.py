@@ -1,4 +1,4 @@
-"""What is made once for equal keys, however many threads ask, and then kept in memory."""
+"""Values that are made once for equal keys, across all threads, and then kept in memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class SingleFlight(Generic[V]):
         _all.add(self)
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The value for a key, made by one thread while others that ask wait for it.
+        """The value for a key; one thread makes it while the others wait.
 
-        Raises what ``make`` raises, in all of them.
+        Raises what ``make`` raises, in all of these threads.
         """
         while True:
             with self._lock:
@@ -48,7 +48,7 @@ class SingleFlight(Generic[V]):
         try:
             future.set_result(make())
         except BaseException as error:
-            # The user may mend the installation and try again.
+            # The user may repair the installation and try again.
             with self._lock:
                 self._futures.pop(key, None)
             future.set_exception(error)

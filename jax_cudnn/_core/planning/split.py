@@ -1,14 +1,14 @@
-"""Cuts a GraphSpec into segments that run one after the other: cuDNN's, and what XLA runs.
+"""Cuts a GraphSpec into segments that run sequentially, on cuDNN or in XLA.
 
-A segment is a GraphSpec with the tensor names, dtypes and options of the whole, so a tensor that
-crosses a cut is rounded exactly where the whole graph rounds it: running the segments in order
-computes what the whole graph computes.
+A segment is a GraphSpec with the tensor names, dtypes and options of the whole graph, so a tensor
+that crosses a cut is rounded exactly where the whole graph rounds it: running the segments in
+order computes what the whole graph computes.
 
-``search`` asks for the whole graph first. Without an engine it goes through the anchors
-(convolutions, matmuls) in order. Around each it lists the connected parts of the graph that hold
-the anchor and can run by themselves, and asks for them from the cheapest cut upwards: the first
-that is supported becomes a segment. What no segment holds is XLA's. A cut costs the bytes that
-are written on one side and read on the other, and each segment as much as a kernel's start.
+``search`` tries the whole graph first. If there is no engine, it goes through the anchors
+(convolutions, matmuls) in order. Around each it lists the connected parts of the graph that contain
+the anchor and can run independently, and tries them from the cheapest cut upwards: the first
+supported one becomes a segment. XLA runs everything outside the segments. A cut costs the bytes
+written on one side and read on the other; each segment also costs a kernel launch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, Protocol
 from ..graph.spec import GraphSpec
 from .call_sets import CallSets, members
 
-# Bounds of the search around one anchor: questions, calls looked at, and parts kept of each size.
+# Bounds of the search around one anchor: parts tried, calls considered, parts kept of each size.
 _QUESTIONS, _REACH, _WIDTH = 64, 14, 24
-_TOTAL = 1024  # questions, from which on anchors are asked for alone
-# What the start of a segment costs, as bytes: an H200 moves as many in some two microseconds.
+_TOTAL = 1024  # parts tried; beyond this, anchors are tried alone
+# The cost of starting a segment in bytes: an H200 moves as many in about two microseconds.
 _START = 8 << 20
-_NOT_ASKED = "XLA fuses it with its neighbours at no more memory traffic than cuDNN would have"
+_NOT_ASKED = "XLA fuses it with its neighbours, with no more memory traffic than on cuDNN"
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Segment:
 
     Attributes:
         spec: the part as a graph.
-        calls: which calls of the whole it holds, by position.
-        leftover: whether XLA runs it through its reference, not cuDNN.
-        reason: why XLA runs it; of cuDNN's, why it is not one plan with the rest.
+        calls: the positions of its calls in the whole graph.
+        leftover: whether XLA runs it through its reference.
+        reason: why XLA runs it; for a cuDNN segment, why it is not one plan with the rest.
     """
 
     spec: GraphSpec
@@ -53,7 +53,7 @@ class _Part(Protocol):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why cuDNN is not to run a graph; ``final`` says that no part of it is to be tried, either."""
+    """Why cuDNN does not run a graph; with ``final``, no part of it is tried either."""
 
     reason: str
     final: bool = False
@@ -63,10 +63,10 @@ Ask = Callable[[GraphSpec], Refusal | None]
 
 
 def search(spec: GraphSpec, ask: Ask) -> tuple[Segment, ...]:
-    """The segments of a graph, in an order in which each finds its inputs computed.
+    """The segments of a graph, in an order in which the inputs of each are already computed.
 
-    ``ask`` says why cuDNN is not to run a graph, or None where it is; each part is asked for once.
-    Equal graphs and answers give equal segments: parts are asked for by cost, then larger ones
+    ``ask`` returns why cuDNN does not run a graph, or None if it does; it is called once per part.
+    Equal graphs and answers give equal segments: parts are tried by cost, then larger ones
     first, then by position.
     """
     return _Search(spec, ask).segments()
@@ -78,8 +78,8 @@ def whole(spec: GraphSpec, leftover: bool, reason: str = "") -> tuple[Segment, .
 
 
 def part(spec: GraphSpec, calls: Iterable[int]) -> GraphSpec:
-    """The graph of some of the calls: what they need of others is input, what others need of
-    them or the whole returns is output."""
+    """The graph of some of the calls: values from other calls are inputs; values that other calls
+    or the whole graph's results need are outputs."""
     chosen = {*calls}
     if len(chosen) == len(spec.calls):
         return spec
@@ -99,9 +99,9 @@ def part(spec: GraphSpec, calls: Iterable[int]) -> GraphSpec:
 
 
 def for_cudnn(spec: GraphSpec) -> tuple[GraphSpec, ...]:
-    """The graphs that are left of one, cut around the nodes that cuDNN's graphs have none of.
+    """The graphs that remain after removing the nodes that cuDNN lacks.
 
-    Where XLA runs all of it, the graph itself, whose planning says so in words.
+    If XLA runs all nodes, the graph itself, whose planning raises the reason.
     """
     sets = CallSets(spec)
     groups = sets.in_order([], sets.leftover)
@@ -154,7 +154,7 @@ class _Search:
         )
 
     def _around(self, anchor: int, free: int, taken: list[int]) -> int:
-        """The cheapest part around an anchor that cuDNN runs; 0 when there is none."""
+        """The cheapest part around an anchor that cuDNN runs; 0 if there is none."""
         region = anchor
         while (near := self._sets.beside(region) & free) and region.bit_count() < _REACH:
             for position in members(near):
@@ -181,7 +181,7 @@ class _Search:
         return 0
 
     def _cost(self, region: int, calls: int) -> int:
-        """Bytes moved in a region of which cuDNN runs these calls and XLA fuses the others."""
+        """Bytes moved in a region if cuDNN runs these calls and XLA fuses the rest."""
         rest = region & ~calls
         first = rest & self._sets.before(calls)
         groups = [*self._sets.connected(first), *self._sets.connected(rest & ~first)]
@@ -193,8 +193,8 @@ class _Search:
         return self._answers[calls]
 
     def _reason(self, group: int) -> str:
-        """Why XLA runs these calls: a final answer, or cuDNN's for the smallest part that it was
-        asked for with some of them."""
+        """Why XLA runs these calls: a final answer, or that for the smallest part that was tried
+        with some of them."""
         own = [self._spec.calls[i] for i in members(group & self._sets.leftover)]
         said = [*dict.fromkeys(f"{call.name}: {call.node.requires}" for call in own)]
         near = [

@@ -1,4 +1,4 @@
-"""``plan`` and ``support``: what cuDNN makes of a function's graphs, on GPUs here or elsewhere."""
+"""``plan``, ``plans`` and ``support``: how a function's graphs run, on present or absent GPUs."""
 
 from __future__ import annotations
 
@@ -145,25 +145,25 @@ def support(
     gpus: Iterable[str | Profile] | None = None,
     **static: Any,
 ) -> Support:
-    """Which graphs of a function are one cuDNN plan: for each and GPU the plan, or the reason.
+    """Which graphs of a function are one cuDNN plan: the plan or the reason, per graph and GPU.
 
-    What is no single plan runs nevertheless, unless under ``implementation="cudnn"``: cut in
-    several, with XLA; :func:`plan` says how. Pooling is always XLA's and cuts a graph in several.
+    A graph without a single plan still runs, except under ``implementation="cudnn"``: it is split
+    between cuDNN and XLA; :func:`plan` shows how. Pooling always runs in XLA and splits a graph.
 
     Args:
-        fn: a graph function, or any JAX function that holds graphs (under jit, scan, cond,
+        fn: a graph function, or any JAX function that contains graphs (under jit, scan, cond,
             shard_map, remat, custom derivatives).
         *args: arrays, or ``jax.ShapeDtypeStruct`` for shapes alone, in any pytree.
-        gpus: names of profiles ("H200") or profiles. None: all that come with the package, and
-            the GPUs of this process, which are planned for with their real handle.
+        gpus: names of profiles ("H200") or profiles. None: all shipped profiles, and the GPUs of
+            this process, for which their real handle plans.
         **static: keyword arguments of ``fn``.
 
     Returns:
         A :class:`Support`: true if every graph has a plan on every GPU; prints as a table.
 
     Raises:
-        GraphError: the function holds no graph.
-        TargetError: no profile of that name.
+        GraphError: the function contains no graph.
+        TargetError: there is no profile with that name.
         LibraryError: cuDNN or its frontend is missing.
 
     Example:
@@ -194,7 +194,7 @@ def survey(
         try:
             rows = tuple(pool.map(row, pairs))
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # or else all the others would be planned first
+            pool.shutdown(cancel_futures=True)  # else all other graphs would be planned first
             raise
     return Support(rows, *versions)
 
@@ -220,19 +220,19 @@ def _versions(gpus: Mapping[str, Profile | CudaDevice]) -> tuple[str, str]:
 
 
 def shipped() -> Sites:
-    """All profiles that come with the package."""
+    """All shipped profiles."""
     return {profile.name: profile for profile in profiles.shipped()}
 
 
 def _profiles(gpus: Iterable[str | Profile]) -> Sites:
-    """The named profiles; TargetError for what is no GPU, and for two of one name."""
+    """The profiles by name; TargetError for other values, and for two with one name."""
     listed = list(gpus) if isinstance(gpus, Iterable) and not isinstance(gpus, str) else []
     if not listed or not all(isinstance(gpu, (str, Profile)) for gpu in listed):
         raise TargetError(
-            "gpus is no list of GPUs",
+            "gpus is not a list of GPUs",
             expected='profiles or their names, for example gpus=["H200", "A100"]',
             got=repr(gpus)[:200],
-            why=f"profiles that come with the package: {', '.join(profiles.names())}",
+            why=f"shipped profiles: {', '.join(profiles.names())}",
         )
     found: Sites = {}
     for gpu in listed:
@@ -240,13 +240,14 @@ def _profiles(gpus: Iterable[str | Profile]) -> Sites:
         if found.setdefault(profile.name, profile) != profile:
             raise TargetError(
                 f"two different profiles are called {profile.name!r}",
-                fix="give one another name: Profile.from_json(source, name=...)",
+                fix="rename one of them: Profile.from_json(source, name=...)",
             )
     return found
 
 
 def _everywhere() -> Sites:
-    """The shipped profiles, and each GPU model of this process with a handle in its place."""
+    """The shipped profiles, with the GPUs of this process in place of the profiles of their
+    models."""
     sites = shipped()
     names = {profile.device_name: profile.name for profile in profiles.shipped()}
     local: Sites = {}

@@ -1,4 +1,4 @@
-"""Support: for each graph and GPU cuDNN's plan or its reason, as a value that prints as a table."""
+"""Support: the cuDNN plan or the reason for each graph and GPU; prints as a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Where the description of the GPU comes from.
+# The source of a GPU's description.
 DEVICE, MEASURED, PUBLIC = "this machine's GPU", "measured profile", "public specifications"
 _MARKS = {
     DEVICE: (" (here)", "(here): a GPU of this machine, planned with its own handle"),
@@ -24,12 +24,12 @@ class SupportRow:
     Attributes:
         graph: the graph function's name.
         gpu: the GPU's name.
-        basis: where the GPU's description comes from: "this machine's GPU" (planned with its
+        basis: the source of the GPU's description: "this machine's GPU" (planned with its
             handle), "measured profile" or "public specifications".
         supported: whether there is a plan.
-        engine, workspace_bytes, candidates: the plan's, see :class:`ExecutionPlan`; None without
-            one.
-        reason: why there is no plan, in words: the most telling of ``reasons``.
+        engine, workspace_bytes, candidates: those of the plan, see :class:`ExecutionPlan`; None
+            without a plan.
+        reason: why there is no plan: the most specific of ``reasons``.
         reasons: pairs of an engine (or a step of planning) and its reason.
     """
 
@@ -46,10 +46,10 @@ class SupportRow:
 
 @dataclass(frozen=True)
 class Support:
-    """What :func:`support` found: true if every graph has a plan on every GPU.
+    """The result of :func:`support`: true if every graph has a plan on every GPU.
 
-    ``support["H200"]`` is the part of one GPU, ``support["H200", "conv_bias_relu"]`` one row;
-    iterating gives the rows, graph by graph.
+    ``support["H200"]`` selects the rows of one GPU, ``support["H200", "conv_bias_relu"]`` one row;
+    iteration yields the rows, graph by graph.
 
     Attributes:
         rows: one for each graph and GPU.
@@ -105,7 +105,7 @@ class Support:
         return {"cudnn": self.cudnn, "nvidia-cudnn-frontend": self.frontend, "rows": rows}
 
     def notes(self) -> list[str]:
-        """What the marks in the table mean, each reason once, and what planned."""
+        """The meaning of the marks in the table, the reasons, and the library versions."""
         bases = {row.basis for row in self.rows}
         marks = [note for basis, (_, note) in _MARKS.items() if basis in bases]
         reasons = [f"[{i}]: {reason}" for i, reason in enumerate(self._reasons(), 1)]
@@ -127,7 +127,7 @@ class Support:
 
 
 def marked(row: SupportRow) -> str:
-    """The GPU's name with a mark for where its description comes from."""
+    """The GPU's name with a mark for the source of its description."""
     return row.gpu + _MARKS.get(row.basis, ("",))[0]
 
 

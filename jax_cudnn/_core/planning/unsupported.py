@@ -1,4 +1,4 @@
-"""Why cuDNN has no engine for a graph: its own reasons in readable form, and what to do."""
+"""Why cuDNN has no engine for a graph: its reasons in readable form, and what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from ..errors import UnsupportedGraphError
 from ..graph.spec import GraphSpec
 
-# What cuDNN writes (status without its prefix, then its failed check) -> what it means, what helps.
+# cuDNN's text (status without its prefix, then its failed check) -> its meaning, and the fix.
 _MEANINGS = (
     (
         r"mmaNodeCount > 1",
@@ -19,17 +19,17 @@ _MEANINGS = (
     (
         r"type mismatch|types? of (the )?(inputs|A and B)",
         "the operands of a convolution or matmul have different types",
-        "give both operands one dtype; a value computed before them is rounded by .set_data_type "
-        "(those of 16-bit operands are, unless it says float32)",
+        "use one dtype for both operands; .set_data_type rounds a value that is computed in the "
+        "graph (next to a 16-bit operand that is the default)",
     ),
     (
         r"getDimA\(\)\[1\] == 1",
         "a pointwise graph over a single channel",
-        "apply such an operation in jnp, or beside a convolution or matmul",
+        "apply the operation in jnp, or in a graph with a convolution or matmul",
     ),
     (
         r"[Ii]nvalid engine id",
-        "cuDNN numbers no engine so for these operations",
+        "cuDNN has no engine with this id for these operations",
         None,
     ),
     (r"QMMA kernels", "this GPU has no tensor cores for the data type", None),
@@ -37,19 +37,19 @@ _MEANINGS = (
     (
         r"LAYOUT",
         "the memory layout of a tensor is not supported",
-        "give the tensors of a convolution rank 4 (NCHW dims) and those of a matmul rank 3",
+        "use rank 4 (NCHW dims) for the tensors of a convolution and rank 3 for those of a matmul",
     ),
     (
         r"DATA_TYPE|dataType|yType",
         "a data type is not supported",
-        "use bfloat16 or float16 inputs; leave a reduction's result float32",
+        "use bfloat16 or float16 inputs; keep the result of a reduction in float32",
     ),
     (
         r"reduction_o",
-        "reduces dimensions that this engine cannot reduce",
-        "reduce the last dimension, or all the others, or everything, as the last operation",
+        "this engine cannot reduce these dimensions",
+        "reduce the last dimension, all other dimensions, or everything, as the last operation",
     ),
-    (r"reduction_descriptor", "cuDNN has no engine for this mode of reduction", None),
+    (r"reduction_descriptor", "cuDNN has no engine for this reduction mode", None),
     (
         r"GRAPH_PATTERN|unsatisfiable deps",
         "this pattern of operations is not supported",
@@ -63,16 +63,16 @@ _MEANINGS = (
     (r"", "not supported", None),
 )
 _LAST = ("not supported", "made for another GPU architecture")
-LEFT_OUT = "left out by the options"
-_WORKSPACE_ADVICE = "allow more in max_workspace, or run fewer examples, or shorter ones, at a time"
+LEFT_OUT = "excluded by the options"
+_WORKSPACE_ADVICE = "raise max_workspace, or use a smaller batch or shorter sequences"
 _BROADCAST_ADVICE = "broadcast that operand before the call: jnp.broadcast_to(x, shape)"
 
 
 def engine_reasons(text: str) -> dict[str, str]:
     """``{engine: reason}`` from the text of a frontend exception.
 
-    cuDNN writes one block an engine, its checks from the innermost outwards: the first line is
-    the cause, the rest is the call stack of its checks. Engines for other GPUs come last.
+    cuDNN writes one block per engine, with its checks from the innermost outwards: the first line
+    is the cause, the rest is the call stack of the checks. Engines for other GPUs come last.
     """
     reasons: dict[str, str] = {}
     for block in re.split(r'(?=\{"engineId")', text):
@@ -85,7 +85,7 @@ def engine_reasons(text: str) -> dict[str, str]:
             who = f"engine {engine[1]}" if engine else "graph"
             reasons[who] = f"{meaning} ({_shortened(cause[2])})"
     if not reasons and "COMPILATION_FAILED" in text:
-        return {"cuDNN": "the kernel that cuDNN wrote for it does not compile"}
+        return {"cuDNN": "the kernel that cuDNN generates for it does not compile"}
     if not reasons and text.startswith("Deselecting"):
         return {"cuDNN": LEFT_OUT}
     if not reasons:
@@ -99,10 +99,10 @@ def _shortened(text: str) -> str:
 
 
 def most_telling(reasons: Mapping[str, str]) -> str:
-    """Of several engines' reasons the one that says most about the graph.
+    """The most specific of several engines' reasons.
 
-    What is known beforehand, then in the order of ``_MEANINGS``; engines for other GPUs and
-    refusals without an explanation last.
+    Rules of this package come first, then the order of ``_MEANINGS``; engines for other GPUs and
+    refusals without an explanation come last.
     """
     words = [meaning for _, meaning, _ in _MEANINGS if meaning not in _LAST]
 
@@ -115,13 +115,13 @@ def most_telling(reasons: Mapping[str, str]) -> str:
 
 
 def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphError:
-    """The error for a graph that cuDNN has no engine for, from the reasons of the engines."""
+    """The error for a graph without an engine, from the reasons of the engines."""
     wants = {c.name: c.node.needs([port for port, _ in c.inputs]) for c in spec.calls}
     reasons = {**{name: words for name, words in wants.items() if words}, **reasons}
     kept = {engine: reason for engine, reason in reasons.items() if reason != LEFT_OUT}
     left_out = len(reasons) - len(kept)
     if left_out > 1:
-        kept["the other plans" if kept else "all plans"] = f"{left_out} of them, {LEFT_OUT}"
+        kept["the other plans" if kept else "all plans"] = f"{left_out} plans, {LEFT_OUT}"
         reasons = kept
     text = " ".join(reasons.values())
     advice = [
@@ -134,11 +134,11 @@ def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphErr
     engine = spec.options.engine
     if engine is not None:
         advice = [
-            f"take another engine than {engine}: jax_cudnn.plan(...).candidates, of the graph "
-            "without it, lists those that there are"
+            f"choose another engine than {engine}: without that option, "
+            "jax_cudnn.plan(...).candidates lists the engines for this graph"
         ]
     if LEFT_OUT in text:
-        advice = [f"loosen the options of the graph: {spec.options}", *advice]
+        advice = [f"relax the options of the graph: {spec.options}", *advice]
     rules = {f"{c.node.method}: {c.node.requires}" for c in spec.calls if c.node.requires}
     return UnsupportedGraphError(
         "cuDNN has no engine for this graph on this GPU",
@@ -149,6 +149,6 @@ def unsupported(spec: GraphSpec, reasons: dict[str, str]) -> UnsupportedGraphErr
         or (
             "split the function into smaller graphs"
             if len(spec.calls) > 1
-            else "apply this operation in jnp, outside a graph"
+            else "apply this operation in jnp, outside the graph"
         ),
     )

@@ -1,4 +1,4 @@
-"""Says when a function is planned for ever more shapes, as for sequences of every length."""
+"""Warns when a function is planned for more and more shapes, as for sequences of every length."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _lock = threading.Lock()
 
 
 def count(spec: GraphSpec, name: str) -> None:
-    """Counts the shapes of a function's operands; a warning at the 64th, and whenever they have
-    doubled."""
+    """Counts the shapes of a function's operands; warns at 64 and at each doubling."""
     shapes = tuple(tensor.shape for tensor in spec.input_tensors)
     with _lock:
         known = _shapes.setdefault((name, tuple(call.node.method for call in spec.calls)), set())
@@ -29,9 +28,9 @@ def count(spec: GraphSpec, name: str) -> None:
         found = len(known)
     if found >= _MANY and found & (found - 1) == 0:
         log.warning(
-            "%s was planned for %d different shapes, the last one %s: each takes a plan and a "
-            "compilation of its own; give it fewer, as jax_cudnn.ops.pad_to_bucket makes of "
-            "sequences of any length",
+            "%s was planned for %d different shapes, most recently %s: each shape needs its own "
+            "plan and compilation; use fewer shapes, for example by padding sequences with "
+            "jax_cudnn.ops.pad_to_bucket",
             name,
             found,
             ", ".join(map(str, spec.input_tensors)),

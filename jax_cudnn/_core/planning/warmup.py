@@ -1,4 +1,4 @@
-"""``warmup``: plans ahead for a whole program."""
+"""``warmup``: plans a whole program ahead of time."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from .collect import in_jaxpr
 
 
 def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-    """Plans every graph of a program, so that neither its first call nor other processes do.
+    """Plan every graph of a program ahead of its first call, also for other processes.
 
-    The program is traced and lowered, not compiled or run; its plans stay in memory and in the
-    plan cache. Graphs inside a sharded program are planned for the shapes of one device.
+    The program is traced and lowered, but not compiled or run; its plans stay in memory and in
+    the plan cache. Graphs inside a sharded program are planned for the shapes of one device.
 
     Args:
-        fn: a function of arrays, or what ``jax.jit`` made of one (with its static arguments and
-            shardings).
+        fn: a function of arrays, jitted or not (static arguments and shardings are kept).
         *args, **kwargs: its arguments; ``jax.ShapeDtypeStruct`` for shapes alone.
 
     Returns:
-        The lowered program, whose ``.compile()`` goes on from there, on a machine with that GPU.
-        It is lowered for the GPU
-        of ``jax_cudnn.target`` where one is named, else for the devices that ``fn`` would run on:
-        on a machine without a GPU nothing is planned then.
+        The lowered program, whose ``.compile()`` continues on a machine with that GPU. It is
+        lowered for the GPU of ``jax_cudnn.target`` if set, else for the devices of ``fn``: then
+        nothing is planned on a machine without a GPU.
 
     Raises:
-        What tracing, lowering and planning raise.
+        JaxCudnnError: planning failed; tracing and lowering raise their own errors.
 
     Example:
         >>> import jax, jax_cudnn as jc

@@ -1,8 +1,8 @@
-"""How much workspace a plan may take, and what is tried where it takes more.
+"""The limit on the workspace of a plan, and the alternative for a plan above it.
 
-A workspace is memory of XLA's while the call runs. Most plans take little; some take memory that
-grows with the square of a length (attention's deterministic backward). Without a limit such a
-program fails when it runs, or while it is compiled, for lack of memory.
+A workspace is XLA memory in use while the call runs. Most plans need little; some need memory that
+grows with the square of a length (the deterministic backward of attention). Without a limit such
+a program runs out of memory, at run time or while it is compiled.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from dataclasses import dataclass, replace
 
 from ..graph.spec import GraphSpec
 
-PART = 4  # of the GPU's memory that a plan may take where the options do not say how much
+PART = 4  # a plan may take a quarter of the GPU's memory unless the options set a limit
 _BY_DEFAULT = "max_workspace, by default a quarter of the GPU's memory"
 _MORE = "bytes of workspace, more than"
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The bytes that a workspace may have, and what says so."""
+    """The largest workspace in bytes, and the source of this limit."""
 
     nbytes: int
     source: str = "max_workspace"
 
     def refusal(self, needed: int) -> str:
-        """Why a plan is not taken."""
+        """Why a plan is rejected."""
         return (
-            f"needs {needed:,} {_MORE} the {self.nbytes:,} of {self.source}: allow more there, or "
-            "compute fewer or shorter examples at a time"
+            f"needs {needed:,} {_MORE} the {self.nbytes:,} of {self.source}: raise it, or use a "
+            "smaller batch or shorter sequences"
         )
 
 
 def refusals(reasons: Mapping[str, str]) -> dict[str, str]:
-    """Those of several reasons that are a limit's."""
+    """The reasons that are about the workspace limit."""
     return {plan: reason for plan, reason in reasons.items() if _MORE in reason}
 
 
 def limit(spec: GraphSpec, properties: str) -> Limit:
-    """The limit for a graph on a GPU, by its properties as cuDNN writes them (JSON)."""
+    """The limit for a graph on a GPU, from the properties in cuDNN's format (JSON)."""
     if spec.options.max_workspace is not None:
         return Limit(spec.options.max_workspace)
     return Limit(default(properties), _BY_DEFAULT)
 
 
 def default(properties: str) -> int:
-    """The bytes where options name none, the same for all GPUs of a model: these differ by less
-    than a GiB. A plan depends on it, and so do the keys of what is known of a graph."""
+    """The limit without an option, equal for all GPUs of a model: their memory differs by less than
+    a GiB. Plans depend on it, and so do cache keys."""
     part = int(json.loads(properties).get("totalGlobalMem", 0)) // PART
     return part >> 30 << 30 or part or sys.maxsize
 
 
 def other_form(spec: GraphSpec, cudnn: int) -> GraphSpec | None:
-    """The same results from the other node that the anchor names, with an engine of its own, if a
-    version of cuDNN (``cudnnGetVersion()``) has that."""
+    """The graph with the anchor's alternative node and engine, which computes the same results, if
+    this version of cuDNN (``cudnnGetVersion()``) has it."""
     if spec.options.engine is not None:
         return None
     for i, call in enumerate(spec.calls):

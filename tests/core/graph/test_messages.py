@@ -57,7 +57,7 @@ WRONG = {
     "astype": (lambda g, x, w: x.astype("int8"), AttributeError, [".astype", "set_data_type"]),
     "name": (lambda g, x, w: g.conv(x, x), AttributeError, ["did you mean", "g.conv_fprop"]),
     "nested": (lambda g, x, w: jc.graph(lambda h, y: h.relu(y))(x), Type, ["nested", ".fn(g"]),
-    "result": (lambda g, x, w: (g.relu(x), 1.0), Type, ["no graph tensor", "float: 1.0"]),
+    "result": (lambda g, x, w: (g.relu(x), 1.0), Type, ["not a graph tensor", "float: 1.0"]),
 }
 
 
@@ -83,10 +83,10 @@ def test_line_is_the_innermost_of_the_users_helpers():
 
 def test_wrong_results_and_arguments_are_refused():
     for function, more, kind, words in (
-        (lambda g, x: jnp.ones(3), (), Type, "no graph tensor"),
+        (lambda g, x: jnp.ones(3), (), Type, "not a graph tensor"),
         (lambda g, x: x, (), Value, "no result"),
         (lambda g, x, y: g.relu(y), (ONES.astype("complex64"),), Type, "complex64"),
-        (lambda g, x, y: g.relu(x), (object(),), Type, "no array"),
+        (lambda g, x, y: g.relu(x), (object(),), Type, "not an array"),
     ):
         error = raised(function, ONES, *more)
         assert isinstance(error, kind)

@@ -231,7 +231,7 @@ def test_pytrees_keywords_and_python_values_are_taken(key):
 
 def test_what_is_wrong_is_said():
     ones = np.ones(X, "float32")
-    with pytest.raises(jc.GraphError, match="holds no cuDNN graph"):
+    with pytest.raises(jc.GraphError, match="contains no cuDNN graph"):
         jc.bisect(lambda x: jnp.sin(x), ones)
     with pytest.raises(jc.GraphTypeError, match="inside"):
         jax.jit(lambda x: jc.bisect(squash, x))(ones)

@@ -109,7 +109,7 @@ def test_who_waits_in_vain_is_told_for_whom(job_of_two, threads):
     assert started.wait(20)
     # Also a second thread, behind one that waits for longer, is kept no longer than it asked for.
     patient = threads.submit(one.agreed, question(timeout=20), never)
-    with pytest.raises(jc.JobError, match=r"waited 0\.1 s for process 0(.|\n)*has begun"):
+    with pytest.raises(jc.JobError, match=r"waited 0\.1 s for process 0(.|\n)*has started"):
         one.agreed(question(timeout=0.1), never)
     finish.set()
     assert planning.result(20) == patient.result(20) == {"late": True}

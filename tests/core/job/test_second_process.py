@@ -25,7 +25,7 @@ PROGRAM = """if True:
     with jc.target("H200"):
         warm = jc.warmup(lambda x, *more: (dense(x, *more), dense(x * 2, *more)), *avals)
     text = warm.as_text()
-    built, known = (sum(w in t for t in told) for w in ("planned in", "from the plan cache"))
+    built, known = (sum(w in t for t in told) for w in ("planned in", "read from the cache"))
     digest = hashlib.sha256(text.encode()).hexdigest()
     print(json.dumps([built, known, text.count("custom_call @jax_cudnn"), digest]))
 """

@@ -55,7 +55,7 @@ def test_what_only_a_slow_engine_takes_is_xlas_where_that_was_measured(function)
     with jc.target("H200"):
         (segment,) = jc.plan(function, *given).segments
         assert segment.plan is None
-        assert "eng1 alone is left, and XLA is faster" in segment.reason
+        assert "only eng1 supports it, and XLA is faster" in segment.reason
         for options in ({"implementation": "cudnn"}, {"engine": 1}):
             asked = jc.plan(function.with_options(**options), *given)
             assert asked.execution_plans[0].engine_id == 1

@@ -70,7 +70,7 @@ def test_cudnn_is_one_plan_or_an_error(built):
     strict = two.with_options(implementation="cudnn")
     with pytest.raises(jc.UnsupportedGraphError, match="two: no engine") as caught:
         lowered(strict, IMAGE, WEIGHT)
-    assert "or leave out implementation='cudnn'" in caught.value.fix
+    assert "or remove implementation='cudnn'" in caught.value.fix
     assert calls(lowered(one.with_options(implementation="cudnn"), IMAGE, WEIGHT)) == 1
 
 

@@ -131,10 +131,12 @@ def test_what_takes_no_dimension_runs_in_turn_and_says_so(monkeypatch, caplog):
     with caplog.at_level(logging.DEBUG, "jax_cudnn"):
         assert_same(mapped(*args), in_turn(graph, one, args))
     reason = "exp.0 takes no dimension of vmap for x"
-    assert f"runs {SIZE} times in turn: {reason}" in caplog.text
+    assert f"runs {SIZE} times sequentially: {reason}" in caplog.text
     assert primitives(jax.make_jaxpr(mapped)(*args)) == ["cudnn"]
     # So it is among the graphs that jc.plan and jc.plans explain.
-    assert [*collect.graphs(mapped, args, {})] == [f"<lambda> ({SIZE} in turn: {reason})"]
+    assert [*collect.graphs(mapped, args, {})] == [
+        f"<lambda> ({SIZE} times sequentially: {reason})"
+    ]
     gradients = jax.grad(lambda x, b: jnp.sum(jnp.sin(graph(x, b))), (0, 1))
     assert_same(vmapped(gradients, one)(*args), in_turn(gradients, one, args))
     stacked = [jnp.stack([args[0], -args[0]], -1), args[1]]

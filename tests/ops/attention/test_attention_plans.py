@@ -153,9 +153,9 @@ REASONS = {  # a function and operands, words of the reason; on an H200 by defau
         (jc.graph(lambda g, *x: g.sdpa_backward(*x)), [X, WIDE, *SIX[2:]]), ["k float32"],
     ),
     "dropout from the last": (
-        backward_of(dense(**DROPOUT, **LAST)), ["Bottom right causal mask", "of its family"],
+        backward_of(dense(**DROPOUT, **LAST)), ["Bottom right causal mask", "of a related graph"],
     ),
-    "dropout and dBias": (backward_of(TABLE["dropout, bias"]), ["of its family"], "B200"),
+    "dropout and dBias": (backward_of(TABLE["dropout, bias"]), ["of a related graph"], "B200"),
     "tiles": (
         backward_of(dense(block_mask=jnp.ones((1, 1, 1, 1), bool), t=128, s=128)),
         ["Blackwell GPU and cuDNN 9.26", "does not support a block mask"],
