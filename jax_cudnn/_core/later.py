@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names alone: what the package imports by name, and what it loads on first use."""
+    """The public names alone: those imported by name, and those loaded on first use."""
     loaded = vars(sys.modules[_PACKAGE]).items()
     names = {
         name for name, value in loaded if getattr(value, "__module__", "").startswith(_PACKAGE)

@@ -1,5 +1,5 @@
-"""From a lowering rule to a plan: for which GPU, for which processes, in which program; and from a
-plan to the program's operations."""
+"""The lowering rule: the plan of a graph for a GPU, processes and a program, and the program's
+operations for a plan."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def plan(ctx: Any, spec: GraphSpec, name: str) -> Plan:
 
 
 def run(plan: Plan, name: str, call: Call, *arrays: Any) -> list[jax.Array]:
-    """A graph's outputs as its plan computes them: cuDNN's segments by ``call`` (:func:`ffi.call`),
-    the others by their reference."""
+    """The outputs of a graph according to its plan: cuDNN segments by ``call`` (:func:`ffi.call`),
+    XLA segments by their reference."""
     read = {tensor for segment in plan.segments for tensor in segment.spec.inputs}
 
     def execute(segment: PlannedSegment, *inputs: Any) -> Sequence[jax.Array]:

@@ -13,7 +13,7 @@ from .spec import GraphSpec
 def bounded(spec: GraphSpec, operands: Sequence[Any]) -> list[Any]:
     """The operands of a graph, with integers that a plan can follow (:meth:`Node.bounded`).
 
-    Functions and wrapped graphs bound them before they bind a graph; what runs a plan by itself
+    Functions and wrapped graphs bound them before they bind a graph; what runs a plan independently
     does so here. An operand of several ports keeps the bounds of all.
     """
     values = dict(zip(spec.inputs, operands, strict=True))

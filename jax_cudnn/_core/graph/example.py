@@ -13,7 +13,7 @@ class Example(NamedTuple):
     a list of shapes, for a number (an epsilon) that. ``out`` is the dtype of the result, where it
     is not the inferred one.
     ``positive`` names ports whose operands are at least 0.25 (for logarithms and divisors).
-    ``alone`` is False where cuDNN has no engine for this node by itself, only beside others.
+    ``alone`` is False if cuDNN has no engine for this node alone, only together with others.
     """
 
     inputs: Mapping[str, Any]

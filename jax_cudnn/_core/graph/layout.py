@@ -1,19 +1,19 @@
-"""How a graph's tensors lie in memory: cuDNN's dims and strides and XLA's layouts from one choice.
+"""The memory layout of a graph's tensors, from which cuDNN's strides and XLA's layouts follow.
 
 Arrays of rank four and five are channels-last: cuDNN's fused engines refuse the packed NCHW
 order, and arrays that a model holds as NHWC reach such an operand through a transpose that XLA
 turns into a bitcast. Arrays of lower rank are row-major, around a convolution channels-last. A
 tensor that states its ``order`` has that one.
 
-Around a node that normalizes rows all tensors are row-major, and cuDNN sees a matrix wherever the
-rows are all dimensions in front: for that it has most engines (``Node.merges``).
+Around a node that normalizes rows all tensors are row-major, and cuDNN sees a matrix if the rows
+are all leading dimensions: most engines exist for this form (``Node.merges``).
 
-Around a matmul tensors are row-major, and cuDNN sees a batch of matrices, whatever the number of
-batch dimensions (``Node.matrices``): of rank three its results are known to be right.
+Around a matmul tensors are row-major, and cuDNN sees a batch of matrices for any number of batch
+dimensions (``Node.matrices``): results of rank three are known to be correct.
 
-A graph of pointwise operations and reductions alone is shown to cuDNN with rank four, whatever
-its own rank: the engines for such graphs take nothing else (cuDNN 9.19 accepts rank three, and
-then broadcasts a (1, 1, N) operand wrongly).
+cuDNN sees graphs of only pointwise operations and reductions with rank four, whatever their rank:
+the engines for such graphs require it (cuDNN 9.19 accepts rank three, and then broadcasts a
+(1, 1, N) operand wrongly).
 """
 
 from __future__ import annotations

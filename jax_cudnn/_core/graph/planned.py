@@ -135,8 +135,8 @@ class Planned:
 
     def broadcast_to(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Shape]:
         """Operands, by port, that cuDNN would read wrongly in their shapes, with the shapes to
-        which XLA broadcasts them before a plan; and results that it would write wrongly, with the shapes
-        that XLA sums after the plan. ``tensors`` are those at all ports."""
+        which XLA broadcasts them before a plan; and results that it would write wrongly, with
+        the shapes that XLA sums after the plan. ``tensors`` are those at all ports."""
         return {}
 
     def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:

@@ -1,21 +1,21 @@
-"""The graph as it is planned and called: what stands at its edge where XLA and cuDNN differ.
+"""The graph as it is planned and called: its inputs and outputs where XLA and cuDNN differ.
 
-**Results that nobody reads.** Where a node can leave them out, it does. A kernel that writes all of
-its results gets memory for them, and they are dropped behind the call.
+**Unused results.** Nodes drop them if they can. A kernel that writes all of its results gets memory
+for the unused ones, which are dropped after the call.
 
-**Booleans** are a byte each in XLA, a bit each in cuDNN's memory. Measured on an H200 with cuDNN
-9.19: a plan that reads or writes an array of booleans packs eight of them into a byte. So no plan
-does: at the edge of a graph booleans are float32 numbers, the only kind that compiles beside
-numbers of any other dtype; inside they are cuDNN's own. XLA broadcasts a smaller mask before the
-call, where cuDNN would read its comparison out of bounds.
+**Booleans** take a byte each in XLA and a bit each in cuDNN. Measured on an H200 with cuDNN 9.19: a
+plan that reads or writes an array of booleans packs eight of them into a byte. Plans therefore
+never do: at the edge of a graph booleans are float32, the only type that compiles together with
+every other dtype; inside they are cuDNN booleans. XLA broadcasts a smaller mask before the call,
+because cuDNN would read its comparison out of bounds.
 
-**Operands that cuDNN would read wrongly** in their shapes (``Node.broadcast_to``) are broadcast by
-XLA before the call, too, and results that it would write wrongly are summed behind it, over what
-they are the sums of; what XLA runs itself takes and gives them as they are.
+**Operands that cuDNN would read wrongly** in their shapes (``Node.broadcast_to``): XLA broadcasts
+them before the call. Results that cuDNN would write wrongly are summed after the call. Parts that
+run in XLA use the original shapes.
 
-**Masks of bits** (``ops/masks.py``) are such booleans on purpose: bytes to XLA, of eight channels
-each. What makes or reads one is asked for as cuDNN's comparison or product with a boolean, and a
-boolean at the edge of a wired graph is one of these.
+**Bit masks** (``ops/masks.py``) are packed booleans by design: to XLA they are bytes of eight
+channels each. cuDNN computes or reads one as a comparison or a product with a boolean; a boolean at
+the edge of a wired graph is always a bit mask.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def register_conversions(to_boolean: Node, from_boolean: Node) -> None:
 
 
 def stored(tensor: Tensor) -> tuple[Shape, str]:
-    """Shape and dtype of XLA's array for a tensor at the edge of a wired graph."""
+    """Shape and dtype of the XLA array for a tensor at the edge of a wired graph."""
     if tensor.dtype != "bool":
         return tensor.shape, tensor.dtype
     n, c, *spatial = tensor.shape

@@ -1,4 +1,4 @@
-"""A graph's results beside its reference's: how far off, and is that more than rounding explains.
+"""Compares a graph's results with its reference: is the error larger than rounding explains?
 
 What rounding explains is found with the reference itself: it is run once more on operands that are
 moved by as much as the arithmetic of another computation may be off. So a sum of terms that cancel,
@@ -36,7 +36,7 @@ Figures = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Output:
-    """One result of a graph beside its reference in float32.
+    """One result of a graph, compared with its reference in float32.
 
     Attributes:
         name, dtype, shape: the result's, as in the graph (inside a shard_map a device's part).

@@ -1,4 +1,4 @@
-"""How JAX transforms the primitive: each rule makes another graph and binds that."""
+"""The primitive's transformation rules: each rule derives another graph and binds it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def jvp_rule(
 def transpose_rule(
     bind: Bind, cotangents: Sequence[Any], *operands: Any, spec: GraphSpec, name: str
 ) -> list[Any]:
-    """Cotangents of the operands that are not known, from those of the results."""
+    """Cotangents of the unknown operands, from those of the results."""
     known, unknown = {}, {}
     for n, x in zip(spec.inputs, operands, strict=True):
         (unknown if ad.is_undefined_primal(x) else known)[n] = x
@@ -81,8 +81,8 @@ def transpose_rule(
 def _run(
     derived: Derived, arrays: Mapping[Key, Any], bind: Bind, name: str, shardings: Sequence[Any]
 ) -> list[Any | None]:
-    """A derived graph's results. On a mesh with explicit axes it runs as on one with automatic
-    ones, and its results are sharded as said: what it reshapes and sums has no rule there."""
+    """The results of a derived graph. On a mesh with explicit axes it runs with automatic axes and
+    the given shardings of the results: its reshapes and sums have no rule for explicit ones."""
 
     def run(*values: Any) -> list[Any | None]:
         named = dict(zip(arrays, values, strict=True))
@@ -102,7 +102,7 @@ def _run(
 def batch_rule(
     bind: Bind, operands: Sequence[Any], dims: Sequence[Any], *, spec: GraphSpec, name: str
 ) -> tuple[list[Any], list[Any]]:
-    """The dimension folded into the graph; where a node takes none, one run after the other."""
+    """Folds the dimension into the graph, or runs sequentially if a node has no fold."""
     mapped = {n for n, d in zip(spec.inputs, dims, strict=True) if d is not None}
     arrays, size = {}, 1
     for n, x, d in zip(spec.inputs, operands, dims, strict=True):
