@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
-from .._core.graph.dtypes import wide
+from .._core.graph.dtypes import wide_dtype
 from . import attention_extras as extras
 from .attention_operands import Aval
 
@@ -98,7 +98,7 @@ def _sink(sink: Any, query: Aval) -> jax.Array:
             expected=f"float32[{heads}], one logit per query head",
             got=f"{sink.dtype}{list(sink.shape)}",
         )
-    return sink.astype(wide(query)).reshape(1, heads, 1, 1)
+    return sink.astype(wide_dtype(query)).reshape(1, heads, 1, 1)
 
 
 def _tiles(mask: Any, query: Aval, key: Aval) -> jax.Array:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
-from .._core.graph.dtypes import wide
+from .._core.graph.dtypes import wide_dtype
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -68,9 +68,10 @@ def check(node: Attending, inputs: Mapping[str, Tensor]) -> None:
         "block_mask": ((b, h, *tiles(queries, keys, packed=True)), "uint8"),
     }
     for port, (shape, dtype) in wanted.items():
-        if port not in inputs or (inputs[port].shape, inputs[port].dtype) == (shape, dtype):
+        taken = (dtype, "float64") if dtype == "float32" else (dtype,)
+        if port not in inputs or (inputs[port].shape == shape and inputs[port].dtype in taken):
             continue
-        raise (GraphError if inputs[port].dtype == dtype else GraphTypeError)(
+        raise (GraphError if inputs[port].dtype in taken else GraphTypeError)(
             f"{port!r} has the wrong shape or dtype",
             expected=f"{dtype}{list(shape)}",
             got=f"{inputs[port].dtype}{list(inputs[port].shape)}",
@@ -183,7 +184,7 @@ def weights(scores: jax.Array, stats: jax.Array) -> jax.Array:
 def sink_gradient(o: jax.Array, grad: jax.Array, stats: jax.Array, sink: jax.Array) -> jax.Array:
     """The gradient of the sinks (1, H, 1, 1): minus the sum of each query's sink weight times
     ``rowsum(dO * o)``."""
-    kind = wide(grad, o)
+    kind = wide_dtype(grad, o)
     mean = jnp.sum(grad.astype(kind) * o.astype(kind), axis=-1, keepdims=True)
     along = jnp.where(jnp.isneginf(stats), 0, weights(sink, stats) * mean)
     return -jnp.sum(along, axis=(0, 2), keepdims=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.dtypes import wide
+from .._core.graph.dtypes import wide_dtype
 from . import attention_extras as extras
 from .attention_operands import Aval, unseen
 from .attention_reference import Band
@@ -70,7 +70,7 @@ def with_means(
         _, keys = lengths
         value = jnp.where(jnp.arange(count).reshape(1, 1, count, 1) < keys, value, 0)
         count = keys
-    kind = wide(value)
+    kind = wide_dtype(value)
     mean = value.astype(kind).sum(2, keepdims=True) / count
     batch, heads, _, size = mean.shape
     groups = out.shape[1] // heads  # jnp.repeat does not support heads sharded over a mesh

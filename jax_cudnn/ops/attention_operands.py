@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
-from .._core.graph.dtypes import wide
+from .._core.graph.dtypes import wide_dtype
 from .arguments import floating
 from .attention_reference import Band
 from .score_mod import ScoreMod, check_function
@@ -186,7 +186,7 @@ def modification(
     from .score_mod_written import written  # lazy, for a fast import
 
     check_function(function)
-    found, truths, kind = [], [], wide(query)
+    found, truths, kind = [], [], wide_dtype(query)
     for i, given in enumerate(operands):
         x = None if given is None else broadcasting(f"score_mod_operands[{i}]", given, query, key)
         if x is None or jnp.issubdtype(x.dtype, jnp.complexfloating):

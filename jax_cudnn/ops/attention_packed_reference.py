@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.dtypes import wide
+from .._core.graph.dtypes import wide_dtype
 from . import attention_reference
 from .attention_reference import Attention
 
@@ -85,7 +85,9 @@ class Packing:
                 totals[name] = _added(totals[name], part, self._start(given, port, *which))
             return totals, _tokens(found["dQ"])
 
-        zeros = {name: (given[port] * 0).astype(wide(given[port])) for name, port in sums.items()}
+        zeros = {
+            name: (given[port] * 0).astype(wide_dtype(given[port])) for name, port in sums.items()
+        }
         which = blocks.example, blocks.first, blocks.queries
         totals, each = jax.lax.scan(step, zeros, which)
         found = {"dQ": _restored(each, blocks=blocks, arrays=arrays)}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.dtypes import wide
+from .._core.graph.dtypes import wide_dtype
 from . import attention_extras as extras
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Attention:
             keys = arrays["k"].shape[2]
             keep = extras.kept(arrays, self.dropout, (b, n * g, s, keys), first)
             keep = keep.reshape(b, n, g, s, keys)
-        return keep.astype(wide(rows["q"])) / (1 - self.dropout)
+        return keep.astype(wide_dtype(rows["q"])) / (1 - self.dropout)
 
     def _softmax(
         self, rows: Arrays, arrays: Arrays, first: jax.Array
@@ -203,7 +203,7 @@ class Attention:
         if "sink_token" not in arrays:
             return None
         q = rows["q"]
-        sink = arrays["sink_token"].astype(wide(q)).reshape(1, *q.shape[1:3], 1, 1)
+        sink = arrays["sink_token"].astype(wide_dtype(q)).reshape(1, *q.shape[1:3], 1, 1)
         i = (first + jnp.arange(q.shape[3]))[:, None]
         there = i < _length(arrays.get("seq_len_q"), arrays["q"].shape[2])
         return jnp.where(there, sink, -jnp.inf)
@@ -212,7 +212,7 @@ class Attention:
         """A product in the arrays' 16-bit dtype, as in cuDNN, with sums in float32."""
         a = a.astype(b.dtype) if b.dtype.itemsize == 2 else a
         return jnp.einsum(
-            equation, a, b, precision=self.precision, preferred_element_type=wide(a, b)
+            equation, a, b, precision=self.precision, preferred_element_type=wide_dtype(a, b)
         )
 
 

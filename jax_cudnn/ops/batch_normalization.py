@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
@@ -245,7 +244,8 @@ class BatchnormInference(Node):
         scale: jax.Array,
         bias: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        wide = (x.astype(jnp.float32) for x in (input, mean, inv_variance, scale, bias))
+        given = (input, mean, inv_variance, scale, bias)
+        wide = (x.astype(self.accumulator) for x in given)
         x, mean, inv_variance, scale, bias = wide
         return (normalized(x, mean, inv_variance) * scale + bias,)
 

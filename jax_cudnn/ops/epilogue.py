@@ -132,7 +132,7 @@ def like_result(residual: Any, shape: tuple[int, ...]) -> Any:
     """A residual; GraphError unless it has the shape of the result."""
     if residual is None:
         return None
-    residual = _no_float64(residual)
+    residual = jax.numpy.asarray(residual)
     if residual.shape != tuple(shape):
         raise GraphError(
             "residual does not fit",
@@ -147,7 +147,7 @@ def per_feature(name: str, value: Any, features: int, rank: int, axis: int) -> A
     """A bias or scale at the graph's rank: (features,) along ``axis``, or a scalar."""
     if value is None or isinstance(value, (int, float)):
         return value
-    value = _no_float64(value)
+    value = jax.numpy.asarray(value)
     if value.shape not in ((), (features,)):
         raise GraphError(
             f"{name} does not fit",
@@ -159,9 +159,3 @@ def per_feature(name: str, value: Any, features: int, rank: int, axis: int) -> A
     if value.ndim:
         shape[axis] = features
     return value.reshape(shape)
-
-
-def _no_float64(value: Any) -> jax.Array:
-    """An array; float64, in which no epilogue computes, as float32."""
-    value = jax.numpy.asarray(value)
-    return value.astype("float32") if value.dtype == "float64" else value

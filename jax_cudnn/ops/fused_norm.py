@@ -12,6 +12,7 @@ import numpy as np
 
 from .._core import compat
 from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.dtypes import wide_dtype
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .._core.graph.wire import BITS
@@ -209,9 +210,10 @@ def conv_batch_norm(
     image, weight = floating("x", image), floating("w", weight)
     running = _running(shape[1], running_mean, running_var)
     if not training:
-        mean, variance = (v.astype(jnp.float32) for v in running)
+        kind = wide_dtype(image, weight, *running)
+        mean, variance = (v.astype(kind) for v in running)
         inv_std = jax.lax.rsqrt(variance + scalar("epsilon", epsilon))
-        factor, offset = _parameters(scale, bias, shape)
+        factor, offset = _parameters(scale, bias, shape, kind)
         factor = factor * inv_std
         y = conv(
             x, w, scale=factor, bias=offset - mean * factor, residual=residual,
@@ -261,21 +263,22 @@ def _normalized(
     """The normalized (N, C, ...), and the new running statistics."""
     shape, out = image.shape, str(image.dtype)
     # cuDNN supports one to three spatial dimensions.
-    wide = shape if image.ndim in (3, 4, 5) else (*shape[:2], math.prod(shape[2:]))
-    each = (1, shape[1], *(1,) * (len(wide) - 2))
-    given = (image, *per_channel(shape, scale, bias, jnp.float32))
-    x, gamma, beta = (v.reshape(s) for v, s in zip(given, (wide, each, each), strict=True))
-    residual = None if residual is None else residual.reshape(wide)
+    dims = shape if image.ndim in (3, 4, 5) else (*shape[:2], math.prod(shape[2:]))
+    each = (1, shape[1], *(1,) * (len(dims) - 2))
+    kind = wide_dtype(image, *running)
+    given = (image, *per_channel(shape, scale, bias, kind))
+    x, gamma, beta = (v.reshape(s) for v, s in zip(given, (dims, each, each), strict=True))
+    residual = None if residual is None else residual.reshape(dims)
     activation = epilogue.activation_name(activation)
     number = scalar("epsilon", epsilon)
     if not training:
-        mean, variance = (v.astype(jnp.float32).reshape(each) for v in running)
+        mean, variance = (v.astype(kind).reshape(each) for v in running)
         inv_std = jax.lax.rsqrt(variance + number)
         function = chosen(INFERENCE, options, None, implementation)
         y = function(x, gamma, beta, mean, inv_std, residual, activation=activation, out=out)
         return y.reshape(shape), running
     function = chosen(TRAINING, options, None, implementation)
-    zeros = jnp.zeros(each, jnp.float32)
+    zeros = jnp.zeros(each, kind)
     # With a residual, XLA's forward and the backward of relu without a mask are faster on an H200.
     masked = activation == "relu" and residual is None
     masked = masked and shape[1] % BITS == 0 and not compat.is_sharded(x, 1)
@@ -293,8 +296,8 @@ def _moved(running: Running, batch: Running, momentum: Scalar) -> Running:
     momentum = scalar("momentum", momentum)
 
     def moved(old: jax.Array, new: jax.Array) -> jax.Array:
-        wide = momentum * old.astype(jnp.float32) + (1 - momentum) * new
-        return wide.astype(old.dtype)
+        exact = momentum * old.astype(wide_dtype(old, new)) + (1 - momentum) * new
+        return exact.astype(old.dtype)
 
     return moved(running[0], batch[0]), moved(running[1], batch[1])
 
@@ -325,7 +328,9 @@ def _running(channels: int, mean: Any, variance: Any) -> Running:
     return given["running_mean"], given["running_var"]
 
 
-def _parameters(scale: Any, bias: Any, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Scale and bias as (channels,) in float32."""
-    factor, offset = per_channel((1, shape[1]), scale, bias, jnp.float32)
-    return factor.ravel().astype(jnp.float32), offset.ravel().astype(jnp.float32)
+def _parameters(
+    scale: Any, bias: Any, shape: tuple[int, ...], kind: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """(channels,) of at least float32."""
+    factor, offset = per_channel((1, shape[1]), scale, bias, kind)
+    return factor.ravel().astype(wide_dtype(factor)), offset.ravel().astype(wide_dtype(offset))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.errors import GraphError
+from .._core.graph.dtypes import wide_dtype
 from .arguments import array, floating
 
 Axes = int | Sequence[int]
@@ -19,7 +20,7 @@ Scalar = float | jax.Array
 
 
 def scalar(name: str, value: Any) -> Scalar:
-    """A Python scalar, or a scalar array in float32; GraphError for anything else."""
+    """A Python scalar, or a scalar array in float32 or float64; GraphError for anything else."""
     if isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return float(value)
     value = array(name, value, "a scalar, or a scalar array")
@@ -29,7 +30,7 @@ def scalar(name: str, value: Any) -> Scalar:
             expected="a real scalar",
             got=f"{value.dtype}{list(value.shape)}",
         )
-    return value.astype(jnp.float32)
+    return value.astype(wide_dtype(value))
 
 
 def normalized_axes(x: jax.Array, axis: Axes) -> tuple[int, ...]:

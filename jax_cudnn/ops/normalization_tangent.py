@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._core.graph.by_reference import ByReference, Transposed, derived_ports, moving
 from .._core.graph.dims import Dims, Shape
-from .._core.graph.dtypes import FP8
+from .._core.graph.dtypes import FP8, wide_dtype
 from .._core.graph.node import frozen
 from .normalization_base import STATISTICS, Normalization, normalized
 
@@ -70,7 +70,8 @@ class NormalizationTangent(ByReference):
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         assert isinstance(self.base, Normalization)
         extent = self.base.extent
-        arrays = {port: x.astype(jnp.float32) for port, x in arrays.items()}
+        kind = wide_dtype(*arrays.values())
+        arrays = {port: x.astype(kind) for port, x in arrays.items()}
         x, scale, inv_var = (arrays[port] for port in ("input", "scale", "inv_var"))
         axes = extent.reduced(x.shape, scale.shape)
         xhat = normalized(x, arrays.get("mean"), inv_var)

@@ -169,9 +169,10 @@ def _scaled_groups(
     channel. Nothing but x and the statistics is kept for the backward."""
     batch, groups = mean.shape
     each = (batch, *(1,) * (x.ndim - 2), groups, 1)
-    wide = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups).astype(jnp.float32)
+    wide = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+    wide = wide.astype(jnp.promote_types(x.dtype, jnp.float32))
     y = ((wide - mean.reshape(each)) * inv_std.reshape(each)).reshape(x.shape)
     scale, bias = (p if p is None else jnp.expand_dims(p, range(x.ndim - 1)) for p in (scale, bias))
-    y = y if scale is None else y * scale.astype(jnp.float32)
-    y = y if bias is None else y + bias.astype(jnp.float32)
+    y = y if scale is None else y * scale.astype(y.dtype)
+    y = y if bias is None else y + bias.astype(y.dtype)
     return y.astype(x.dtype)

@@ -139,9 +139,9 @@ class Resample(Node):
             return jax.lax.reduce_window(x, 0.0, jax.lax.add, window, stride, padding)
 
         if self.resample_mode == "AVGPOOL_INCLUDE_PADDING":
-            return (total(input.astype(jnp.float32)) / math.prod(window),)
-        ones = jnp.ones((1, 1, *input.shape[2:]), jnp.float32)
-        return (total(input.astype(jnp.float32)) / total(ones),)
+            return (total(input.astype(self.accumulator)) / math.prod(window),)
+        ones = jnp.ones((1, 1, *input.shape[2:]), self.accumulator)
+        return (total(input.astype(self.accumulator)) / total(ones),)
 
     def _spatial(self, rank: int) -> list[tuple[int, int, int, int]]:
         """Window, stride and padding per spatial dimension; checks their rank."""

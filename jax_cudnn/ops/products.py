@@ -44,4 +44,6 @@ def widest(tensors: Iterable[Tensor]) -> str:
     if dtypes <= {*FP8}:
         return "bfloat16"
     (dtype, *others) = dtypes - {*FP8}
-    return "float32" if others else dtype
+    if not others:
+        return dtype
+    return "float64" if "float64" in dtypes else "float32"

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Shape
-from .._core.graph.dtypes import FLOATS, wide
+from .._core.graph.dtypes import FLOATS, wide_dtype
 from .._core.graph.reference import applied, rounded
 from .._core.graph.spec import GraphSpec, intern
 from .._core.graph.tensor import GraphTensor
@@ -247,7 +247,7 @@ def prepared(given: dict[str, Any], band: Callable[[dict[str, Any]], Band]) -> d
     if len(q) != 4 or len(k) != 4:
         raise GraphError("score_mod requires q and k of rank 4", got=f"{list(q)} and {list(k)}")
     query = given["q"] if isinstance(given["q"], GraphTensor) else jnp.asarray(given["q"])
-    scores, kind = (*q[:3], k[2]), wide(query).name
+    scores, kind = (*q[:3], k[2]), wide_dtype(query).name
     operands = [_checked(i, x, scores) for i, x in enumerate(operands)]
     from .score_mod_written import written  # lazy, for a fast import
 

@@ -1,4 +1,4 @@
-"""GraphBuilder: cudnn.pygraph's methods, generated from the node registry, on symbolic tensors."""
+"""GraphBuilder: the methods of cudnn.pygraph for symbolic tensors, from the node registry."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from .dtypes import (
     canonical_compute,
     float32_range,
     int32_range,
+    wide_dtype,
 )
 from .intermediates import intermediate_dtypes
 from .node import REGISTRY, Node
 from .options import DEFAULTS, NOWHERE, Options, Surroundings
+from .promotion import compute_type, inferred
 from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern
 from .tensor import GraphTensor
 
 
 class GraphBuilder:
-    """Collects operations; its methods mirror ``cudnn.pygraph`` by name and keyword.
+    """Collects operations; its methods have the names and keywords of ``cudnn.pygraph``.
 
     Every method also takes ``name=`` and ``compute_data_type=``.
     """
@@ -131,11 +133,14 @@ class GraphBuilder:
             integral = beside_integers(
                 str(value.dtype) for value in ports.values() if hasattr(value, "dtype")
             )
+            arrays = (x for x in ports.values() if isinstance(x, (GraphTensor, jax.Array)))
+            kind = wide_dtype(*arrays).name
             inputs = {
-                port: self._lift(value, port, rank, integral) for port, value in ports.items()
+                port: self._lift(value, port, rank, integral, kind) for port, value in ports.items()
             }
-            compute = canonical_compute(compute) if compute else node.default_compute(inputs)
-            _check_compute(node, compute, inputs)
+            usual = compute_type(node.default_compute(inputs), inputs)
+            compute = canonical_compute(compute) if compute else usual
+            _check_compute(node, compute, usual, inputs)
             return self._append(replace(node, compute_data_type=compute), inputs)
         except JaxCudnnError as error:
             error.summary = f"g.{method}: {error.summary}"
@@ -143,7 +148,10 @@ class GraphBuilder:
             raise
 
     def _append(self, node: Node, inputs: dict[str, Tensor]) -> Any:
-        outputs = node.infer(inputs)
+        outputs = inferred(node, inputs)
+        compute = compute_type(node.compute_data_type, inputs)
+        if compute != node.compute_data_type:
+            node = replace(node, compute_data_type=compute)
         name = f"{node.method}.{self._counts[node.method]}"
         self._counts[node.method] += 1
         made = [
@@ -166,30 +174,30 @@ class GraphBuilder:
         self._tensors[state.name] = state
         return GraphTensor(self, state)
 
-    def _lift(self, value: Any, port: str, rank: int, integral: bool) -> Tensor:
+    def _lift(self, value: Any, port: str, rank: int, integral: bool, kind: str) -> Tensor:
         """The spec's tensor for an argument: a graph tensor, a number, or a closed-over array."""
         if isinstance(value, GraphTensor):
             if value._builder is not self:
                 raise GraphError(
                     f"{port!r} belongs to another graph",
                     got=repr(value),
-                    fix="a graph tensor lives inside one call of one @jax_cudnn.graph function; "
+                    fix="a graph tensor is valid in only one call of a @jax_cudnn.graph function; "
                     "pass values between graphs as outputs and arguments",
                 )
             if value.name in self._inputs and not value.shape and rank and not self.is_used(value):
-                # The caller reshapes a scalar operand to the rank of what it stands beside.
+                # The caller reshapes a scalar operand to the rank of the other operands.
                 value._state = self._tensors[value.name] = replace(value._state, shape=(1,) * rank)
             return value._state
         python_number = not isinstance(value, np.generic) or isinstance(value, float)
         if integral and isinstance(value, numbers.Integral):
             int32_range(port, value)
         if isinstance(value, numbers.Real) and python_number:
-            number = float32_range(port, value)
-            dtype = "int32" if integral and isinstance(value, int) else "float32"
+            number = float(value) if kind == "float64" else float32_range(port, value)
+            dtype = "int32" if integral and isinstance(value, int) else kind
             constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, dtype, number.hex())
             return self._add(constant)._state
         if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-            # An array without dimensions stands beside tensors like a number does.
+            # An array without dimensions combines with tensors like a scalar.
             shape = np.shape(value) or (1,) * rank
             key = (id(value), shape)
             if key not in self._captured:
@@ -199,7 +207,7 @@ class GraphBuilder:
                 self._captured[key] = (value, array, tensor)
             return self._captured[key][-1]._state
         raise GraphTypeError(
-            f"{port!r} is no tensor",
+            f"{port!r} is not a tensor",
             expected="a graph tensor, a JAX or NumPy array, or a Python number",
             got=f"{type(value).__name__}: {value!r}"[:200],
         )
@@ -213,7 +221,7 @@ class GraphBuilder:
                 expected=tensor._state.dtype,
                 got=dtype,
                 why="an input has the dtype of its array",
-                fix="cast the array before the call, with .astype",
+                fix="cast the array before the call with .astype",
                 where=user_line(),
             )
         self._unused(tensor, "set_data_type")
@@ -270,9 +278,8 @@ class GraphBuilder:
             )
 
 
-def _check_compute(node: Node, compute: str, inputs: dict[str, Tensor]) -> None:
-    """A product of floats accumulates in one of several types; all else has one of its own."""
-    usual = node.default_compute(inputs)
+def _check_compute(node: Node, compute: str, usual: str, inputs: dict[str, Tensor]) -> None:
+    """A product of floats accumulates in one of several types; every other node has one type."""
     allowed = [usual]
     if node.product and usual == "float32":
         allowed.append("float16")
@@ -281,7 +288,7 @@ def _check_compute(node: Node, compute: str, inputs: dict[str, Tensor]) -> None:
     if compute not in allowed:
         operands = ", ".join(dict.fromkeys(tensor.dtype for tensor in inputs.values()))
         raise GraphTypeError(
-            f"compute_data_type {compute} is not for this operation",
+            f"this operation does not support compute_data_type {compute}",
             expected=f"{' or '.join(allowed)} for operands of {operands}",
             got=compute,
         )
@@ -291,7 +298,7 @@ N = TypeVar("N", bound=type[Node])
 
 
 def register(cls: N) -> N:
-    """Class decorator: checks a node's contract, adds it to the registry and its method to g."""
+    """Class decorator: checks a node's contract, and adds it to the registry and to g."""
     check_contract(cls)
     REGISTRY[cls.method] = cls
     setattr(GraphBuilder, cls.method, Method(cls))

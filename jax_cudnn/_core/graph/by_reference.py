@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from ..compat import varying_axes
 from .dims import Dims, Port, Shape
-from .dtypes import is_floating
+from .dtypes import is_floating, wide_dtype
 from .node import Node, frozen
+from .promotion import inferred
 from .reference import applied
 
 if TYPE_CHECKING:
@@ -98,14 +99,15 @@ class Tangent(ByReference):
         return port in self.given.values()
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
-        results = self.base.infer({port: inputs[port] for port in self.inner})
+        results = inferred(self.base, {port: inputs[port] for port in self.inner})
         return {name: results[port] for port, name in self.made.items()}
 
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         fixed = {port: arrays[port] for port in self.inner if port not in self.active}
         function = _function(self.base, fixed, self.active, self.outs)
-        at = [arrays[port].astype(jnp.float32) for port in self.active]
-        along = [arrays[name].astype(jnp.float32) for name in self.given.values()]
+        kind = wide_dtype(*arrays.values())
+        at = [arrays[port].astype(kind) for port in self.active]
+        along = [arrays[name].astype(kind) for name in self.given.values()]
         return tuple(jax.jvp(function, at, along)[1])
 
 
@@ -149,7 +151,8 @@ class Transposed(ByReference):
         names = self.given.values()
         # Inside shard_map what is linear varies over the mesh axes that its cotangents vary over.
         axes = tuple(frozenset().union(*(varying_axes(jax.typeof(arrays[n])) for n in names)))
-        at = [jnp.zeros(shape, jnp.float32) for _, shape, _ in self.linear]
+        kind = wide_dtype(*arrays.values())
+        at = [jnp.zeros(shape, kind) for _, shape, _ in self.linear]
         at = [jax.lax.pcast(x, axes, to="varying") for x in at] if axes else at
         results = jax.eval_shape(function, *at)
         given = [arrays[n].astype(r.dtype) for n, r in zip(names, results, strict=True)]
@@ -180,7 +183,7 @@ class Batched(ByReference):
             port: replace(tensor, shape=tensor.shape[1:]) if port in self.mapped else tensor
             for port, tensor in inputs.items()
         }
-        results = self.base.infer(each)
+        results = inferred(self.base, each)
         return {port: ((self.size, *shape), dtype) for port, (shape, dtype) in results.items()}
 
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -194,7 +197,7 @@ class Batched(ByReference):
 
 def tangent_node(node: Node, active: Iterable[str], inputs: Mapping[str, Tensor]) -> Tangent:
     """The node for the tangents of another's results that have some."""
-    results = node.infer(inputs)
+    results = inferred(node, inputs)
     outs = tuple(port for port, (_, dtype) in results.items() if is_floating(dtype))
     return Tangent(node, tuple(active), outs, tuple(inputs))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,6 +16,7 @@ TO_CUDNN = {
     "float32": "FLOAT",
     "bfloat16": "BFLOAT16",
     "float16": "HALF",
+    "float64": "DOUBLE",
     "float8_e4m3fn": "FP8_E4M3",
     "float8_e5m2": "FP8_E5M2",
     "float8_e8m0fnu": "FP8_E8M0",
@@ -29,7 +31,9 @@ WORDS = "uint32"
 """Pairs of these along the last dimension, the low word first, are cuDNN's INT64: JAX has 64-bit
 integers only where x64 is enabled."""
 
-FLOATS = ("float32", "bfloat16", "float16")
+CUDNN_FLOATS = ("float32", "bfloat16", "float16")
+FLOATS = (*CUDNN_FLOATS, "float64")
+"""float64 runs in XLA: cuDNN has no engine for it."""
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 E8M0 = "float8_e8m0fnu"
 """Powers of two: the scales of blocks, in no arithmetic."""
@@ -48,12 +52,19 @@ def canonical(dtype: Any) -> str:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = str(dtype)
+    if name == "float64" and not jax.config.read("jax_enable_x64"):
+        raise GraphTypeError(
+            "float64 needs jax_enable_x64",
+            expected=", ".join(t for t in TO_CUDNN if t != name),
+            got=name,
+            fix='enable it, jax.config.update("jax_enable_x64", True), or cast the array, for '
+            "example x.astype(jnp.float32)",
+        )
     if name not in TO_CUDNN:
         raise GraphTypeError(
             "no cuDNN data type stands for this dtype",
             expected=", ".join(TO_CUDNN),
             got=name,
-            why="float64 and complex have no cuDNN kernels" if name == "float64" else None,
             fix="cast the array before the call, for example x.astype(jnp.float32)",
         )
     return name
@@ -68,6 +79,12 @@ def is_floating(dtype: str) -> bool:
     return dtype in FLOATS or dtype in FP8
 
 
+def wide_dtype(*arrays: Any) -> np.dtype:
+    """The dtype in which floats are computed and accumulated: float64 if any array or tensor has
+    it, else float32."""
+    return np.dtype("float64" if any(x.dtype == "float64" for x in arrays) else "float32")
+
+
 def float32_range(name: str, value: Any) -> float:
     """The number itself; GraphError when it is finite and float32, which computes, is not."""
     if float(np.finfo(np.float32).max) < abs(value) < float("inf"):
@@ -80,17 +97,17 @@ def float32_range(name: str, value: Any) -> float:
 
 
 def beside_integers(dtypes: Iterable[str]) -> bool:
-    """Whether a whole number beside arrays of these dtypes is an integer; booleans only select."""
+    """Whether a Python int with arrays of these dtypes stays an integer; booleans only select."""
     kinds = {*dtypes} - {"bool"}
     return bool(kinds) and kinds <= {*INTEGERS}
 
 
 def int32_range(name: str, value: Any) -> None:
-    """GraphError for a whole number beside integers that int32, which computes, does not hold."""
+    """GraphError for a Python int that int32, which computes with integer arrays, cannot hold."""
     if not -(2**31) <= value < 2**31:
         raise GraphError(
             f"{name!r} is too large",
-            expected="a whole number of 32 bits beside integers",
+            expected="an integer within int32, with integer tensors",
             got=repr(value),
             fix=f"give {name}={float(value)!r}, which computes in float32",
         )
@@ -98,7 +115,7 @@ def int32_range(name: str, value: Any) -> None:
 
 # Types in which operations compute and accumulate. The last one is float32 with fewer bits kept
 # between the steps of an fp8 product on the tensor cores of SM90.
-COMPUTE = ("float32", "float16", "int32", "bool", "fast_float_for_fp8")
+COMPUTE = ("float32", "float16", "float64", "int32", "bool", "fast_float_for_fp8")
 
 
 def canonical_compute(dtype: Any) -> str:

@@ -13,9 +13,9 @@ def intermediate_dtypes(
 ) -> dict[str, str]:
     """The dtypes of a graph's tensors.
 
-    A floating value inside of it is ``wide``, and one that is only moved has its source's dtype.
-    One that a product multiplies with a 16-bit operand has that operand's, if it would have that as
-    a result, too: cuDNN multiplies operands of one dtype.
+    A floating value inside of it is ``wide`` (float64 stays), and one that is only moved has its
+    source's dtype. One that a product multiplies with a 16-bit operand has that operand's, if it
+    would have that as a result, too: cuDNN multiplies operands of one dtype.
 
     Args:
         calls: the graph's operations in order.
@@ -35,7 +35,7 @@ def intermediate_dtypes(
                 dtypes[name] = dtypes[sources[name][0]]
             elif is_floating(said[name]) and not (node.leftover or node.keeps_dtypes):
                 sources[name] = ()
-                dtypes[name] = wide
+                dtypes[name] = "float64" if said[name] == "float64" else wide
     narrow = {
         name
         for call in calls

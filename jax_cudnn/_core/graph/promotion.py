@@ -7,10 +7,26 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from .dtypes import FP8, INTEGERS
+from .dtypes import FP8, INTEGERS, wide_dtype
 
 if TYPE_CHECKING:
+    from .dims import Shape
+    from .node import Node
     from .spec import Tensor
+
+
+def inferred(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+    """The node's :meth:`~.node.Node.infer`; with a float64 operand, float32 results are float64."""
+    kind = wide_dtype(*inputs.values()).name
+    return {
+        port: (shape, kind if dtype == "float32" else dtype)
+        for port, (shape, dtype) in node.infer(inputs).items()
+    }
+
+
+def compute_type(compute: str, inputs: Mapping[str, Tensor]) -> str:
+    """The compute type; with a float64 operand, float64 instead of float32."""
+    return wide_dtype(*inputs.values()).name if compute == "float32" else compute
 
 
 def result_dtype(inputs: Mapping[str, Tensor]) -> str:

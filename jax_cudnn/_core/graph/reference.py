@@ -42,9 +42,11 @@ def _evaluated(
     spec: GraphSpec, operands: Sequence[jax.Array], products: str, read: Collection[str]
 ) -> list[jax.Array]:
     values = dict(zip(spec.inputs, operands, strict=True))
+    kind = "float64" if spec.has_float64 else "float32"
     for constant in spec.constants:
         assert constant.value is not None
-        values[constant.name] = jnp.full(constant.shape, constant.value, constant.dtype)
+        exact = kind if constant.dtype == "float32" else constant.dtype
+        values[constant.name] = jnp.full(constant.shape, constant.value, exact)
     precision = lax_precision(spec.options.precision)
     made = {name: port for call in spec.calls for port, name in call.outputs}
     inside = {name for call in spec.calls for _, name in call.inputs}

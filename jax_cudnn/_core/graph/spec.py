@@ -149,6 +149,11 @@ class GraphSpec:
         multiplied = {name for c in products for _, name in c.inputs}
         return any(self.tensor(name).dtype == "float32" for name in multiplied)
 
+    @property
+    def has_float64(self) -> bool:
+        """Whether some tensor is float64: then XLA runs the graph."""
+        return any(tensor.dtype == "float64" for tensor in self.tensors)
+
     def is_bias(self, call: Call, product: Call) -> bool:
         """Whether a call adds one number for each column to a product of matrices, which XLA's
         library of these can do, too."""

@@ -1,17 +1,17 @@
-"""What cuDNN is not asked for: graphs that it would refuse, or accept and compute wrongly.
+"""Graphs that are never sent to cuDNN: it would refuse them, or accept and compute them wrongly.
 
 The second kind was found by running every pattern on an H200 with cuDNN 9.19 and comparing with
 float64 (``tests/gpu/test_broadcasts_on_the_gpu.py`` runs all that pass these rules):
 
-- Behind a matmul every broadcast is right. Behind fprop and dgrad those of (1, C, 1, 1),
-  (N, 1, H, W) and (1, 1, 1, 1) are; behind wgrad that of (1, 1, 1, 1). Others are read out of
+- After a matmul every broadcast is correct. After fprop and dgrad those of (1, C, 1, 1),
+  (N, 1, H, W) and (1, 1, 1, 1) are; after wgrad only that of (1, 1, 1, 1). Others are read out of
   bounds.
-- Without a convolution or matmul, operations of two operands broadcast as behind fprop; those of
-  three (a selection) and those over rank three take numbers only. What is computed in the graph
-  is not broadcast.
+- Without a convolution or matmul, operations of two operands broadcast as after fprop; those of
+  three (a selection) and those of rank three take scalars only. Values computed in the graph
+  are not broadcast.
 
-cuDNN also accepts graphs of which it computes a part only, and leaves the rest unwritten (found by
-running random graphs): see ``structure.py``.
+cuDNN also accepts graphs of which it computes only a part, leaving the rest unwritten (found with
+random graphs): see ``structure.py``.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from ..graph.planned import ANY, NUMBERS_ONLY, ROWS_AND_CHANNELS
 from ..graph.spec import Call, GraphSpec
 from . import structure
 
+FLOAT64 = "cuDNN has no engine for float64"
+
 
 def known_reasons(spec: GraphSpec) -> dict[str, str]:
-    """Why this graph is not planned, by operation; empty where cuDNN is to be asked."""
+    """Why this graph is not planned, by operation; empty if cuDNN may plan it."""
     found: dict[str, str] = {}
     if spec.is_empty:
         found["shape"] = "a tensor has no elements (under jit XLA runs such a graph)"
+    if spec.has_float64:
+        found["dtype"] = FLOAT64
     found |= {call.name: call.node.requires for call in spec.calls if call.node.leftover}
     found |= structure.mixed_ranks(spec) or _no_matrices(spec)
     if found:
         return found  # what follows is about graphs that have a layout
     found |= _misplaced_views(spec)
     if any(call.node.merges for call in spec.calls) and layout.merged(spec) is None:
-        found["order"] = "its tensors lie in memory in different orders"
+        found["order"] = "its tensors have different memory orders"
     anchors = [call.node for call in spec.calls if call.node.anchor]
     if not anchors:
         found |= _small_intermediates(spec)
@@ -48,33 +52,33 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
 
 
 def _no_matrices(spec: GraphSpec) -> dict[str, str]:
-    """Why the tensors around a matmul cannot be shown to cuDNN as a batch of matrices."""
+    """Why cuDNN cannot see the tensors around a matmul as a batch of matrices."""
     among = [call.name for call in spec.calls if call.node.matrices]
     shapes = {len(tensor.shape) for tensor in spec.tensors}
     if not among or shapes == {3}:
         return {}
     if not layout.has_matrices(spec):
         return {
-            call.name: f"it stands beside {among[0]}, whose matrices have not one batch dimension"
+            call.name: f"it is in a plan with {among[0]}, which has several batch dimensions"
             for call in spec.calls
             if not (call.node.matrices or call.node.ports.is_elementwise)
         }
     return {
-        tensor.name: "to cuDNN all dimensions in front of a matrix are one, and those of "
-        f"{list(tensor.shape)} are not (they are broadcast in part, or lie apart in memory)"
+        tensor.name: "cuDNN sees all leading dimensions of a matrix as one, and those of "
+        f"{list(tensor.shape)} cannot be merged (some are broadcast, or not contiguous)"
         for tensor in spec.tensors
         if layout.as_matrices(spec, tensor) is None
     }
 
 
 def _alone(spec: GraphSpec, call: Call) -> str:
-    """What an operation may broadcast in a graph without convolution and matmul."""
+    """The broadcasts that an operation may use in a graph without convolution and matmul."""
     rank = len(layout.view(spec, spec.tensor(call.outputs[0][1]))[0])
     return NUMBERS_ONLY if len(call.inputs) > 2 or rank == 3 else ROWS_AND_CHANNELS
 
 
 def _broadcast(spec: GraphSpec, call: Call, kind: str) -> str | None:
-    """Why the operands of an elementwise operation are not broadcast so, or None."""
+    """Why an elementwise operation cannot broadcast its operands like this, or None."""
     if kind == ANY or not call.node.ports.is_elementwise or len(call.inputs) < 2:
         return None
     operands = [spec.tensor(name) for _, name in call.inputs]
@@ -86,8 +90,8 @@ def _broadcast(spec: GraphSpec, call: Call, kind: str) -> str | None:
         return None
     return (
         f"broadcasting {' and '.join(map(str, wrong or map(list, arrays)))} to {list(out)} is "
-        f"not supported: beside a full operand cuDNN takes "
-        f"{', '.join(map(str, allowed)) or 'Python numbers'}"
+        f"not supported: next to a full operand cuDNN takes "
+        f"{', '.join(map(str, allowed)) or 'Python scalars'}"
     )
 
 
@@ -99,7 +103,7 @@ def _patterns(out: Shape, kind: str) -> list[list[int]]:
 
 
 def _small_intermediates(spec: GraphSpec) -> dict[str, str]:
-    """Values computed at a smaller shape than that to which they are broadcast later.
+    """Values computed in the graph with a smaller shape, and then broadcast.
 
     Measured on an H200 with cuDNN 9.19: without a convolution or matmul in the graph cuDNN reads
     them out of bounds.
@@ -120,7 +124,7 @@ def _small_intermediates(spec: GraphSpec) -> dict[str, str]:
 
 
 def _misplaced_views(spec: GraphSpec) -> dict[str, str]:
-    """Parts of another tensor's memory (slices) that a plan would have to copy."""
+    """Slices of another tensor's memory that a plan would have to copy."""
     found = {}
     for call in spec.calls:
         source, out = (spec.tensor(ports[0][1]) for ports in (call.inputs, call.outputs))
@@ -128,12 +132,12 @@ def _misplaced_views(spec: GraphSpec) -> dict[str, str]:
             continue
         if source.name not in spec.inputs:
             found[call.name] = (
-                f"it is a part of {source.name}, which is no operand of the graph "
+                f"it is a slice of {source.name}, which is not an operand of the graph "
                 f"({call.node.requires})"
             )
         elif layout.view_strides(spec, out) is None:
             found[call.name] = (
-                "its result leaves the graph or has a layout of its own, and so needs a copy "
+                "its result leaves the graph or has its own layout, and so needs a copy "
                 f"({call.node.requires})"
             )
     return found

@@ -1,5 +1,5 @@
-"""How a graph runs on a GPU: the implementation asked for, the splitter's cuts, and a plan for
-each of cuDNN's segments; decided once for equal graphs, and alike by all processes of a job."""
+"""Decides how a graph runs on a GPU: its implementation, the cuts, and a plan for each cuDNN
+segment; once for equal graphs, and equally in all processes of a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..implementation import CUDNN, SPLIT, XLA
 from ..job import agreement
 from ..settings import settings
 from ..store import cache
-from . import frontend, losses, planner, variety
+from . import frontend, limits, losses, planner, variety
 from .execution_plan import ExecutionPlan
 from .plan import Plan, PlannedSegment
 from .single_flight import SingleFlight
@@ -32,12 +32,12 @@ log = logging.getLogger("jax_cudnn")
 # A segment as a row: its calls by position, whether XLA runs it, and why.
 _Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
 
-_ELSE = "then cuDNN runs the parts that it can, and XLA the rest"
+_ELSE = "then cuDNN runs the supported parts, and XLA the rest"
 
 
 class _Asked(NamedTuple):
-    """What a search for a split may do: give cuDNN what it is measured to lose at; and why not
-    the nodes that run as those of other graphs do."""
+    """Options of a split. ``losing``: keep patterns on cuDNN for which XLA measured faster.
+    ``apart``: why the paired nodes must run in XLA, as in the other graphs of the family."""
 
     losing: bool = False
     apart: str = ""
@@ -55,13 +55,13 @@ def place(
 ) -> Plan:
     """The plan of a graph for a GPU.
 
-    ``devices`` are those of the compilation: where they belong to several processes, the lowest
-    of these decides for all.
+    ``devices`` are those of the compilation: if they belong to several processes, the lowest one
+    decides for all.
 
     Raises:
-        UnsupportedGraphError: the graph asks for ``implementation="cudnn"``, and cuDNN has no
-            engine for the whole of it.
-        JobError: another process decides, and its decision has not come.
+        UnsupportedGraphError: the graph requires ``implementation="cudnn"``, and cuDNN has no
+            engine for the whole graph.
+        JobError: another process decides, and its decision has not arrived.
     """
     if left_to_xla(spec):
         return by_xla(spec, name)
@@ -77,16 +77,21 @@ def place(
 
 
 def left_to_xla(spec: GraphSpec) -> str:
-    """Why XLA runs a graph on every GPU, so that nothing is to be planned; else empty."""
+    """Why XLA runs a graph on every GPU, so that there is nothing to plan; else empty."""
     if spec.is_empty:
         return "cuDNN takes no empty tensors"
-    return "implementation='xla'" if spec.options.implementation == XLA else ""
+    if spec.options.implementation == XLA:
+        return "implementation='xla'"
+    may_refuse = spec.options.implementation == CUDNN or spec.options.engine is not None
+    return limits.FLOAT64 if spec.has_float64 and not may_refuse else ""
 
 
 def by_xla(spec: GraphSpec, name: str) -> Plan:
     """The plan of a graph that is left to XLA."""
-    calls = tuple(range(len(spec.calls)))
-    segment = PlannedSegment(spec, calls, None, left_to_xla(spec))
+    calls, reason = tuple(range(len(spec.calls))), left_to_xla(spec)
+    if reason == limits.FLOAT64:
+        _check_determinism(spec, [Segment(spec, calls, True, reason)], name)
+    segment = PlannedSegment(spec, calls, None, reason)
     plan = Plan(
         spec.origin.titled(name), "any GPU", spec.options.implementation or SPLIT, spec, (segment,)
     )
@@ -96,6 +101,14 @@ def by_xla(spec: GraphSpec, name: str) -> Plan:
 
 def _decide(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[PlannedSegment, ...]:
     strict = spec.options.implementation == CUDNN
+    if spec.has_float64:
+        asked = "implementation='cudnn'" if strict else "the engine"
+        raise UnsupportedGraphError(
+            f"{name}: cuDNN does not compute in float64",
+            why=limits.FLOAT64,
+            fix=f"leave out {asked}: then XLA runs the graph; or cast to float32",
+            graph=str(spec),
+        )
     # An engine is one of the whole graph: of a part it would be another.
     whole_graph = not spec.origin.role and not any(call.node.outside for call in spec.calls)
     if spec.options.engine is not None or (strict and whole_graph):
@@ -103,7 +116,7 @@ def _decide(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[Pla
             return (*_planned(whole(spec, False), site, name),)
         except UnsupportedGraphError as error:
             what = "implementation='cudnn'" if spec.options.engine is None else "the engine"
-            error.fix = "; ".join(filter(None, [error.fix, f"or leave out {what}: {_ELSE}"]))
+            error.fix = "; ".join(filter(None, [error.fix, f"or remove {what}: {_ELSE}"]))
             raise
     asked = _Asked(losing=strict, apart=_apart(spec, strict, site, name))
     rows = _rows_of(spec, asked, site, name)
@@ -121,43 +134,43 @@ def _rows_of(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: s
 
 
 def _check_products(spec: GraphSpec, segments: Sequence[Segment], name: str) -> None:
-    """UnsupportedGraphError where XLA would run a product of a derivative under "cudnn"."""
+    """UnsupportedGraphError if XLA would run a product of a derivative under "cudnn"."""
     for segment in segments:
         products = [call.name for call in segment.spec.calls if call.node.anchor]
         if segment.leftover and products:
             raise UnsupportedGraphError(
                 f"{name}: cuDNN does not run {', '.join(products)}",
                 why=segment.reason,
-                fix=f"leave out implementation='cudnn': {_ELSE}",
+                fix=f"remove implementation='cudnn': {_ELSE}",
                 graph=str(spec),
             )
 
 
 def _apart(spec: GraphSpec, losing: bool, site: Profile | CudaDevice, name: str) -> str:
-    """Why XLA runs the paired nodes of all graphs of a family; empty where cuDNN does."""
+    """Why XLA runs the paired nodes in all graphs of a family; empty if cuDNN does."""
     if not spec.is_paired:
         return ""
     for member in spec.origin.family:
         for calls, leftover, reason in _rows_of(member, _Asked(losing), site, name):
             paired = [member.calls[i].name for i in calls if member.calls[i].node.paired]
             if leftover and paired:
-                return f"XLA runs {', '.join(paired)} of its family: {reason}"
+                return f"XLA runs {', '.join(paired)} of a related graph: {reason}"
     return ""
 
 
 def _check_determinism(spec: GraphSpec, segments: Sequence[Segment], name: str) -> None:
-    """UnsupportedGraphError where XLA would have to keep a promise that it was not asked for."""
+    """UnsupportedGraphError if XLA runs a nondeterministic node without its determinism flag."""
     if not spec.options.deterministic or Surroundings.now().deterministic:
         return
     for segment in segments:
         loose = [call.name for call in segment.spec.calls if not call.node.deterministic]
         if segment.leftover and loose:
             raise UnsupportedGraphError(
-                f"{name}: deterministic=True cannot be kept",
-                got=f"{', '.join(loose)}, left to XLA",
+                f"{name}: deterministic=True cannot be guaranteed",
+                got=f"{', '.join(loose)}, run in XLA",
                 why=segment.reason,
-                fix="set XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops, which holds for XLA and "
-                "for jax_cudnn, or leave deterministic out",
+                fix="set XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops, which applies to XLA "
+                "and to jax_cudnn, or remove deterministic=True",
                 graph=str(spec),
             )
 
@@ -213,7 +226,7 @@ def _rows(stored: dict[str, Any], spec: GraphSpec) -> _Rows:
 def refusal(
     spec: GraphSpec, site: Profile | CudaDevice, name: str, losing: bool = False
 ) -> Refusal | None:
-    """Why cuDNN is not to run a graph: it has no engine, or is measured to lose (unless ``losing``
+    """Why cuDNN does not run a graph: it has no engine, or XLA measured faster (unless ``losing``
     is allowed)."""
 
     def ask() -> Refusal | None:
@@ -227,7 +240,7 @@ def refusal(
         except UnsupportedGraphError as error:
             return Refusal(most_telling(error.reasons) or error.why or error.summary)
         except PlanningWorkerError as error:  # cuDNN crashed over this part
-            log.warning("%s: %s; XLA runs what it was asked for: %r", name, error.summary, spec)
+            log.warning("%s: %s; XLA runs this part instead: %r", name, error.summary, spec)
             return Refusal(error.summary)
         return None
 
@@ -255,7 +268,7 @@ def _decide_together(
     def make() -> dict[str, Any]:
         return {"segments": [_record(segment) for segment in _decide(canonical, site, name)]}
 
-    # Nothing here may fail before the others hear of it: versions are read where it is decided.
+    # Nothing here may fail before the other processes learn of it: versions are read later.
     gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
     record = agreement.agreed(
         repr((canonical._key(), gpu)),

@@ -54,7 +54,8 @@ class Derivation(GraphBuilder):
         """The results of a node for its ports."""
         if node.moves and len(dtypes := {x._state.dtype for x in inputs.values()}) > 1:
             # Inside a graph values may be wider than their arrays were when the node was checked.
-            wide = "float32" if "float32" in dtypes else max(dtypes, key=itemsize)
+            known = (dtype for dtype in ("float64", "float32") if dtype in dtypes)
+            wide = next(known, max(dtypes, key=itemsize))
             inputs = {port: self.rounded(x, wide) for port, x in inputs.items()}
         ports = {name: i for i, name in enumerate(node.ports.input_names)}
         given = sorted(inputs.items(), key=lambda item: ports.get(item[0], 0))
@@ -109,6 +110,7 @@ class Derivation(GraphBuilder):
         if settled and x._state.dtype == dtype:
             return x
         wide = self._options.intermediate_data_type
+        wide = "float64" if x._state.dtype == "float64" else wide
         harmless = alone or dtype == wide or (dtype == self._narrow and itemsize(dtype) == 2)
         if settled or not harmless:
             if (x.name, dtype) not in self._casts:

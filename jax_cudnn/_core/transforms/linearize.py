@@ -10,6 +10,7 @@ from typing import cast
 
 from ..errors import JaxCudnnError
 from ..graph.dtypes import is_floating, itemsize
+from ..graph.promotion import inferred
 from ..graph.spec import FORWARD, Call, GraphSpec, Origin, Tensor, intern
 from ..graph.spec import TANGENT as TANGENT_ROLE
 from ..graph.tensor import GraphTensor
@@ -122,7 +123,7 @@ def _stored(spec: GraphSpec) -> dict[str, str]:
             port: replace(spec.tensor(name), dtype=dtypes[name]) for port, name in call.inputs
         }
         try:
-            results = call.node.infer(inputs)
+            results = inferred(call.node, inputs)
         except JaxCudnnError:  # the user's arrays had other dtypes than these values
             continue
         for port, name in call.outputs:
