@@ -208,7 +208,7 @@ REFUSED = [
     (
         lambda g, x, s: g.layernorm(x.set_stride([1, 8, 64]), s, s, 1e-5)[0],
         [S((8, 8, 64), B), S((1, 1, 64), B)],
-        "in memory",
+        "memory",
     ),
     (forward("rmsnorm"), [S((64, 1), B), *[S((1, 1), B)] * 2], "a single element"),
     # nvidia-cudnn-frontend 1.28 reads a null pointer there, which would end the process.
