@@ -89,6 +89,8 @@ def _families(lines: dict[str, Line], gpus: Sequence[str]) -> Iterator[Line]:
         module = REGISTRY[method].__module__.rpartition(".")[2].removesuffix("_backward")
         members[_FAMILIES.get(module, "pointwise")].append(method)
     for family, methods in members.items():
+        if not methods:
+            continue
         columns = zip(*([_short(cell) for cell in lines[m][1:-1]] for m in methods), strict=True)
         usual = [Counter(column).most_common(1)[0][0] for column in columns]
         yield family, *usual, "; ".join(_exceptions(methods, usual, lines, gpus))
