@@ -91,7 +91,10 @@ def test_other_dtypes_and_empty_arrays_compute_as_in_flax(case: Case):
 
     with jax.enable_x64(True):
         ours, theirs = map(program, case.both(param_dtype=jnp.float64))
-        assert "f64" in ours == theirs
+        if case.ours is jnn.MultiHeadAttention:  # its own program, of the same precision
+            assert ("f64" in ours, "f32" in ours) == (True, False)
+        else:
+            assert "f64" in ours == theirs
         for dtype, asked in ((jnp.float8_e4m3fn, "float8_e4m3fn"), ("float64", "float64")):
             assert f"do not support {asked}" in case.made(case.ours, dtype=dtype).kept
     empty = jnp.ones((0, *case.shape[1:]))
