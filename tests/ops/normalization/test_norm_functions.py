@@ -1,6 +1,5 @@
 """The norms of jax_cudnn.ops x their options, beside float64."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
