@@ -55,6 +55,10 @@ relative error), as in lax on a GPU. HIGH and HIGHEST (`precision=` or
 convolutions then run in float32. cuDNN has no float32 matmul without TF32: float32 matmuls then
 run in XLA, and `implementation="cudnn"` raises an error.
 
+## float64
+
+XLA runs graphs and operations on float64 arrays in float64 throughout, derivatives included.
+
 ## float8
 
 The tensor cores of SM90 accumulate float8 products with fewer bits than float32 (about 1e-4
