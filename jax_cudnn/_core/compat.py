@@ -88,7 +88,7 @@ def checkify_nans(primitive: Primitive, title: Callable[..., str]) -> None:
     """
     from jax._src import checkify
 
-    # What JAX hands on before the operands; newer versions have a context in front.
+    # What JAX passes before the operands; newer versions pass a context first.
     *state, _ = list(inspect.signature(checkify.check_nans).parameters)[1:]
     check_nans: Any = checkify.check_nans
 

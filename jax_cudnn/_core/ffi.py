@@ -104,7 +104,7 @@ def outputs_and_workspace(
         for shape, dtype in map(stored, sent.output_tensors)
     ]
     operands += tuple(jnp.asarray(table, jnp.float32) for table in plan.tables)
-    begun = {  # results that the plan writes a part of: given as operands behind the others
+    begun = {  # results that the plan writes a part of: passed as operands after the others
         i: jnp.full(result.shape, value, result.dtype)
         for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
         if (value := layout.initial(sent, t)) is not None
@@ -127,7 +127,7 @@ def outputs_and_workspace(
         output_layouts=[*layouts_out, flat],
         input_output_aliases={**in_place, **{len(operands) + n: i for n, i in enumerate(begun)}},
     )(*operands, *begun.values(), *followed, **plan.attributes(name))
-    own = outputs[: len(spec.outputs)]  # the others nobody asked for
+    own = outputs[: len(spec.outputs)]  # the rest is unused
     return [_given(y, t) for y, t in zip(own, spec.output_tensors, strict=True)], used
 
 

@@ -71,9 +71,9 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _jax_function(frames: Iterable[FrameType]) -> str | None:
-    """The outermost function of JAX or NumPy that is no plumbing, frames given innermost first.
+    """The outermost public function of JAX or NumPy, from frames given innermost first.
 
-    A jitted function of jnp never gets a frame of its own: its wrappers hold it as a local.
+    A jitted function of jnp never has its own frame: its wrappers hold it as a local.
     """
     found = None
     for frame in filter(_is_library, frames):

@@ -14,7 +14,7 @@ from .. import compat
 
 
 class Place(Protocol):
-    """``lead`` is the number of dimensions that its values have in front of their own."""
+    """``lead`` is the number of dimensions that precede those of its values."""
 
     lead: int
 
@@ -30,7 +30,7 @@ class Place(Protocol):
         ...
 
     def kinds(self, avals: Sequence[Any]) -> tuple[Any, ...]:
-        """What tells compiled functions of this place apart, besides shapes and dtypes."""
+        """What distinguishes compiled functions of this place, in addition to shapes and dtypes."""
         ...
 
     def lifted(self, value: Any, aval: Any) -> Any:
@@ -106,7 +106,7 @@ class Mapped:
         sizes = dict(self._mesh.shape)
         copies = int(np.prod([sizes[axis] for axis in self._varying(aval)], dtype=int))
         stack = jnp.broadcast_to(jnp.asarray(value)[None], (copies, *np.shape(value)))
-        if isinstance(self._mesh, Mesh):  # one with explicit axes does not do it by itself
+        if isinstance(self._mesh, Mesh):  # one with explicit axes does not do it automatically
             stack = jax.device_put(stack, NamedSharding(self._mesh, self._spec(aval)))
         return stack
 

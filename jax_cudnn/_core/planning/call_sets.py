@@ -1,4 +1,4 @@
-"""Sets of a graph's calls, as bits of an integer: what lies before and beside them, and the bytes
+"""Sets of a graph's calls, as bits of an integer: their predecessors and neighbours, and the bytes
 that cross their edge."""
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class CallSets:
         return parts
 
     def in_order(self, fixed: Sequence[int], foreign: int) -> list[int]:
-        """Sets that hold each call once and can run one after the other.
+        """Sets that hold each call once and can run sequentially.
 
         Each of ``fixed`` is one of them. The other calls are grouped, ``foreign`` ones apart
         from the rest: a group is connected, and no call of another kind lies between its calls.

@@ -132,7 +132,7 @@ def pattern(spec: GraphSpec) -> str:
 
 
 def _behind_product(spec: GraphSpec, anchors: Sequence[Call], behind: Sequence[Call]) -> str:
-    """A bias alone is a word of its own: XLA's library of products of matrices adds one, too."""
+    """A bias alone is a separate pattern: XLA's matmul library also adds one."""
     alone = len(anchors) == len(behind) == 1
     return "bias" if alone and spec.is_bias(behind[0], anchors[0]) else "epilogue"
 

@@ -24,7 +24,7 @@ _HEADER = re.compile(re.escape(_MAGIC) + rb" (\d{1,9}) ([0-9a-f]{64})\n")
 
 
 class Unusable(Exception):
-    """Why bytes are no entry, in words."""
+    """Why bytes are not an entry."""
 
 
 class Content(NamedTuple):

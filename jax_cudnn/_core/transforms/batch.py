@@ -30,8 +30,8 @@ class NoFold(Exception):
 
 @functools.lru_cache(maxsize=2048)
 def batch(spec: GraphSpec, size: int, batched: frozenset[str]) -> tuple[Derived, tuple[bool, ...]]:
-    """The graph over ``size`` operands each of those ``batched``, which have them in front; and
-    which of its results have them in front, too.
+    """The graph over ``size`` operands each of the ``batched`` ones, which have a leading dimension; and
+    which of its results have it as well.
 
     Keys are the operands' names. Of the ways to fold the dimension into convolutions and matmuls
     that one is taken which moves the fewest bytes; where there are very many, the one that does so
@@ -106,7 +106,7 @@ class _Attempt:
         )
         if made.spec is None or self.spec.origin == Origin():
             return made
-        # Results may have other names behind what is done outside of the graph.
+        # Results may have other names after the operations outside the graph.
         at = dict(zip(self.spec.outputs, made.results, strict=True))
         kept = (at[name] for name in self.spec.origin.residuals)
         left = tuple(s.of for s in kept if s is not None and s.of in made.spec.outputs)
@@ -160,7 +160,7 @@ class _Attempt:
             self._computed.add(name)
 
     def _map(self, call: Call, tensors: Mapping[str, Tensor]) -> bool:
-        """Adds the call by other nodes, with the dimension in front; False where it has none."""
+        """Adds the call by other nodes, with the dimension leading; False if it has none."""
         if type(call.node).vmapped is Node.vmapped:
             return False
         front = _Form(LEAD)
@@ -291,7 +291,7 @@ class _Attempt:
 
     def _shaped(self, tensor: Tensor, form: _Form) -> Tensor:
         """A tensor with the dimension in it. Its order in memory is stated as before where the
-        dimension stands in front of all others."""
+        dimension precedes all others."""
         shape, order = list(tensor.shape), tensor.order
         if form.axis is None:
             return tensor
