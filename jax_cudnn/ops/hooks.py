@@ -138,7 +138,7 @@ def dot_general(
     For Flax: ``nnx.Linear(..., dot_general=jax_cudnn.ops.dot_general)``. Contracted, batch and
     free dimensions that are contiguous in memory are read in place; otherwise the operand is copied
     first. Calls that cuDNN does not support fall back to lax: no contracted dimension, float32 at a
-    precision that forbids TF32, integers without ``preferred_element_type``, float64 and complex,
+    precision that forbids TF32, integers without ``preferred_element_type``, complex,
     an ``out_sharding``, and dimensions that a mesh shards, as in :func:`jax_cudnn.ops.matmul`. The
     logger ``jax_cudnn`` reports each fallback at debug level.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_cudnn._core.errors import GraphError
 from jax_cudnn._core.graph.dims import Shape
-from jax_cudnn._core.graph.dtypes import FLOATS
+from jax_cudnn._core.graph.dtypes import CUDNN_FLOATS as FLOATS
 
 from .drawing import Drawing, Operand, Value
 from .operands import HEADS, Array, Proposal, heads, layout, pick, rather_new, weight

@@ -74,7 +74,9 @@ def _elementwise(drawing: Drawing, node: type[Node]) -> Proposal:
             known = drawing.known(lambda v, of=(dtype, first.shape): (v.dtype, v.shape) == of)
             ports[name] = rng.choice([*known, Operand(broadcast(rng, first.shape), dtype)])
         elif name != main:
-            ports[name] = beside(drawing, first, node.dtypes, name in example.positive)
+            ports[name] = beside(
+                drawing, first, [t for t in node.dtypes if t != "float64"], name in example.positive
+            )
     return {name: ports[name] for name in names}, dict(example.attributes)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax_cudnn._core.errors import GraphError
 from jax_cudnn._core.graph.dims import Shape
-from jax_cudnn._core.graph.dtypes import FLOATS
+from jax_cudnn._core.graph.dtypes import CUDNN_FLOATS as FLOATS
 
 from .drawing import LAYOUTS, Drawing, Operand, Value
 
