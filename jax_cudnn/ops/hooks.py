@@ -42,7 +42,7 @@ def conv_general_dilated(
     For Flax: ``nnx.Conv(..., conv_general_dilated=jax_cudnn.ops.conv_general_dilated)``.
     Image dilation without strides runs as a transposed convolution. Calls that cuDNN does not
     support fall back to lax: batch groups, strides together with image dilation, negative padding,
-    more than three spatial dimensions, integers without ``preferred_element_type``, float64 and
+    more than three spatial dimensions, integers without ``preferred_element_type``, and
     complex. The logger ``jax_cudnn`` reports each fallback at debug level.
 
     Raises: the errors of lax for wrong arguments; UnsupportedGraphError under

@@ -99,7 +99,7 @@ def pick(drawing: Drawing, node: Any, ranks: Any = range(9), positive: bool = Fa
     wanted = drawing.shape if rng.random() < 0.8 else shape(rng)
     while len(wanted) not in ranks:
         wanted = shape(rng)
-    return new_operand(drawing, wanted, node.dtypes, positive)
+    return new_operand(drawing, wanted, [t for t in node.dtypes if t != "float64"], positive)
 
 
 def beside(drawing: Drawing, first: Array, dtypes: tuple[str, ...], positive: bool) -> Any:
