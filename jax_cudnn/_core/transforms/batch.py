@@ -30,8 +30,8 @@ class NoFold(Exception):
 
 @functools.lru_cache(maxsize=2048)
 def batch(spec: GraphSpec, size: int, batched: frozenset[str]) -> tuple[Derived, tuple[bool, ...]]:
-    """The graph over ``size`` operands each of the ``batched`` ones, which have a leading dimension; and
-    which of its results have it as well.
+    """The graph over ``size`` operands for each of the ``batched`` ones, which have a leading
+    dimension; and which of its results have it as well.
 
     Keys are the operands' names. Of the ways to fold the dimension into convolutions and matmuls
     that one is taken which moves the fewest bytes; where there are very many, the one that does so
