@@ -161,7 +161,8 @@ def _notebooks() -> str:
 
 def _scripts() -> list[Path]:
     """Those for training come first."""
-    return sorted((ROOT / "notebooks").glob("*.py"), key=lambda p: (p.stem[:5] != "train", p.stem))
+    scripts = (path.with_suffix(".py") for path in (ROOT / "notebooks").glob("*.ipynb"))
+    return sorted(scripts, key=lambda path: (path.stem[:5] != "train", path.stem))
 
 
 # -- docstrings ------------------------------------------------------------------------------------
