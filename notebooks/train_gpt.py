@@ -15,9 +15,9 @@
 # # Training a GPT
 #
 # A small language model in plain Flax NNX learns the topics of Python's own help, character by
-# character, twice and from the same initial parameters: as it is, and with
-# `jax_cudnn.flax.accelerate`, which puts layers on cuDNN in the place of Flax's. It trains in
-# seconds on a CPU, where the layers run their reference, and at a larger size on an NVIDIA GPU.
+# character, twice, from the same initial parameters: once as it is, and once with its layers moved
+# to cuDNN by `jax_cudnn.flax.accelerate`. On an NVIDIA GPU the model is larger; on a CPU, where the
+# layers run their reference, it trains in seconds.
 
 # %%
 from pydoc_data.topics import topics
@@ -38,7 +38,8 @@ dtype = jnp.bfloat16 if on_gpu else jnp.float32  # of the computation; parameter
 
 # %% [markdown]
 # ## Data
-# What `help("topics")` lists, half a million characters; every tenth topic is kept for the test.
+# The texts that `help("topics")` lists, half a million characters. Every tenth is held out for the
+# test.
 
 # %%
 texts = [topics[name] for name in sorted(topics)]
@@ -52,11 +53,11 @@ def numbered(texts):
 
 test_tokens = numbered(texts[::10])
 train_tokens = numbered(text for number, text in enumerate(texts) if number % 10)
-print(f"{len(train_tokens)} and {len(test_tokens)} characters, {len(characters)} different ones")
+print(f"{len(train_tokens)} and {len(test_tokens)} characters, {len(characters)} distinct")
 
 
 def excerpts(tokens, drawn):
-    """A batch of excerpts, and the same one character later."""
+    """A batch of excerpts, and the same excerpts one character later."""
     first = drawn.integers(0, len(tokens) - length, batch)
     excerpt = tokens[first[:, None] + np.arange(length + 1)]
     return excerpt[:, :-1], excerpt[:, 1:]
@@ -64,12 +65,12 @@ def excerpts(tokens, drawn):
 
 # %% [markdown]
 # ## A model in plain Flax
-# Nothing here knows of cuDNN. The blocks are those of GPT-2.
+# Nothing here refers to cuDNN. The blocks are those of GPT-2.
 
 
 # %%
 class Block(nnx.Module):
-    """Causal attention and a feed-forward layer, each behind a norm and added to what it reads."""
+    """Causal attention and a feed-forward layer, each after a norm, with residual connections."""
 
     def __init__(self, rngs):
         how = {"dtype": dtype, "rngs": rngs}
@@ -85,7 +86,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Characters (N, T) to logits (N, T, vocabulary) of the ones that follow."""
+    """Characters (N, T) to logits (N, T, vocabulary) of the next characters."""
 
     def __init__(self, rngs):
         normal = nnx.initializers.normal(0.02)
@@ -104,13 +105,14 @@ class GPT(nnx.Module):
 
 # %% [markdown]
 # ## The same model on cuDNN
-# `accelerate` gives a new model with the same Variables, so that training one would train the
-# other: here it is given a model of its own, from the same seed. The report names each layer, and
-# why one was not swapped.
+# `accelerate` returns a copy that shares its parameters with the original, so training one would
+# train the other. The comparison needs separate parameters: here the original is a second model
+# from the same seed. The report lists each layer, and why one was kept.
 
 # %%
 plain = GPT(nnx.Rngs(0))
-ours, report = jnn.accelerate(GPT(nnx.Rngs(0)))
+ours = jnn.accelerate(GPT(nnx.Rngs(0)))
+report = jnn.report(ours)
 print(report)
 assert {entry.name for entry in report.kept} == {"Embed"}
 
@@ -131,7 +133,7 @@ def step(model, optimizer, tokens, following):
 
 
 def train(model):
-    """The loss of each step, and of excerpts that it has not read."""
+    """The loss of each step, and the loss on the test text."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
     optimizer = nnx.Optimizer(model, optax.adamw(rate, weight_decay=0.1), wrt=nnx.Param)
     drawn = np.random.default_rng(0)
@@ -146,21 +148,21 @@ curves = {"Flax": train(plain), "jax_cudnn.flax": train(ours)}
 figure, axes = plt.subplots(figsize=(6, 3))
 for (name, (losses, _)), style in zip(curves.items(), ("-", "--"), strict=True):
     axes.plot(losses, style, label=name)
-axes.set(xlabel="step", ylabel="loss of a character, nats")
+axes.set(xlabel="step", ylabel="loss per character, nats")
 axes.legend()
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Both have learned, and along the same curve: layers round in another order, no more. Of characters
-# alone, without what stands before them, the loss would be their entropy.
+# Both learn along the same curve. The layers round in a different order, so small differences
+# remain. A model that knows only how often each character occurs would have their entropy as loss.
 
 # %%
 shares = np.unique(train_tokens, return_counts=True)[1] / len(train_tokens)
 entropy = -np.sum(shares * np.log(shares))
 print(f"entropy of the characters {entropy:.3f}")
 for name, (losses, unread) in curves.items():
-    print(f"{name}: last losses {losses[-20:].mean():.3f}, of text not read {unread:.3f}")
+    print(f"{name}: last losses {losses[-20:].mean():.3f}, on the test text {unread:.3f}")
     assert losses[-20:].mean() < (1.5 if on_gpu else 0.85 * entropy)
     assert unread < (2.0 if on_gpu else 0.9 * entropy)
 (flax_losses, flax_unread), (our_losses, our_unread) = curves.values()
@@ -170,13 +172,13 @@ assert abs(our_unread - flax_unread) < 0.1
 
 # %% [markdown]
 # ## What it writes
-# A character at a time, drawn from what the model expects behind the last ones.
+# One character at a time, sampled from the model's prediction.
 
 
 # %%
 @nnx.jit
 def following(model, tokens, last, key):
-    """A character drawn behind ``last``, the place of the last one in the excerpt."""
+    """A character sampled from the logits at position ``last`` of the excerpt."""
     return jax.random.categorical(key, model(tokens[None])[0, last] / 0.7)
 
 

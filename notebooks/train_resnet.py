@@ -15,9 +15,9 @@
 # # Training a ResNet
 #
 # A small residual network in plain Flax NNX learns scikit-learn's handwritten digits twice, from
-# the same initial parameters: as it is, and with `jax_cudnn.flax.accelerate`, which puts layers on
-# cuDNN in the place of Flax's. It trains in seconds on a CPU, where the layers run their reference,
-# and at a larger size on an NVIDIA GPU.
+# the same initial parameters: once as it is, and once with its layers moved to cuDNN by
+# `jax_cudnn.flax.accelerate`. On an NVIDIA GPU the model is larger; on a CPU, where the layers run
+# their reference, it trains in seconds.
 
 # %%
 import jax
@@ -37,7 +37,7 @@ batch = 64
 
 # %% [markdown]
 # ## Data
-# 1797 images of 8 x 8, a fifth of which is kept for the test.
+# 1797 images of 8 x 8, a fifth of which is held out for the test.
 
 # %%
 digits = load_digits()
@@ -51,12 +51,12 @@ print(train_images.shape, test_images.shape)
 
 # %% [markdown]
 # ## A model in plain Flax
-# Nothing here knows of cuDNN.
+# Nothing here refers to cuDNN.
 
 
 # %%
 class Block(nnx.Module):
-    """Two convolutions beside the identity, or beside a projection."""
+    """Two convolutions, added to the input or to a projection of it."""
 
     def __init__(self, inputs, features, stride, rngs):
         def conv(inputs, size, strides):
@@ -104,13 +104,14 @@ class ResNet(nnx.Module):
 
 # %% [markdown]
 # ## The same model on cuDNN
-# `accelerate` gives a new model with the same Variables, so that training one would train the
-# other: here it is given a model of its own, from the same seed. The report names each layer, and
-# why one was not swapped.
+# `accelerate` returns a copy that shares its parameters with the original, so training one would
+# train the other. The comparison needs separate parameters: here the original is a second model
+# from the same seed. The report lists each layer, and why one was kept.
 
 # %%
 plain = ResNet(nnx.Rngs(0))
-ours, report = jnn.accelerate(ResNet(nnx.Rngs(0)))
+ours = jnn.accelerate(ResNet(nnx.Rngs(0)))
+report = jnn.report(ours)
 print(report)
 assert {entry.name for entry in report.kept} == {"BatchNorm"}  # XLA fuses it with its relu
 
@@ -136,7 +137,7 @@ def hits(model, images, labels):
 
 
 def train(model):
-    """The loss of each step, and the share of test images told right behind each epoch."""
+    """The loss of each step, and the test accuracy after each epoch."""
     steps = epochs * (len(train_labels) // batch)
     rate = optax.cosine_decay_schedule(0.05, steps)
     optimizer = nnx.Optimizer(model, optax.sgd(rate, momentum=0.9), wrt=nnx.Param)
@@ -160,13 +161,14 @@ for (name, (losses, accuracies)), style in zip(curves.items(), ("-", "--"), stri
     left.plot(losses, style, label=name)
     right.plot(range(1, epochs + 1), accuracies, style, label=name)
 left.set(xlabel="step", ylabel="loss", yscale="log")
-right.set(xlabel="epoch", ylabel="accuracy of the test")
+right.set(xlabel="epoch", ylabel="test accuracy")
 left.legend()
 figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Both have learned, and along the same curve: layers round in another order, no more.
+# Both learn along the same curve. The layers round in a different order, so small differences
+# remain.
 
 # %%
 for name, (losses, accuracies) in curves.items():
@@ -179,8 +181,8 @@ assert abs(our_losses - flax_losses).mean() < 0.05
 assert abs(our_accuracies[-1] - flax_accuracies[-1]) < 0.02
 
 # %% [markdown]
-# ## Parameters belong to either
-# What was trained with one set of layers runs with the other.
+# ## Parameters are interchangeable
+# Parameters trained with one set of layers run with the other.
 
 # %%
 nnx.update(plain, nnx.state(ours))
