@@ -14,43 +14,18 @@
 # %% [markdown]
 # # Attention
 #
-# Scaled dot-product attention, forward and backward: cuDNN's node, the wrapper's spelling of it,
-# and `jc.ops.dot_product_attention`, which has the arguments of `jax.nn.dot_product_attention` and
+# Scaled dot-product attention, forward and backward: cuDNN's node, the same through `jc.Graph`, and
+# `jc.ops.dot_product_attention`, which takes the arguments of `jax.nn.dot_product_attention` and
 # more.
 
 # %%
-import contextlib
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from helpers import bars, check, draw, normal, on_gpu, planned, seconds
 
 import jax_cudnn as jc
-
-on_gpu = jax.default_backend() == "gpu"
-
-
-def planned():
-    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
-    return contextlib.nullcontext() if on_gpu else jc.target("H200")
-
-
-random = np.random.default_rng(0)
-
-
-def normal(shape, dtype=jnp.float32):
-    """Random numbers, which are the same wherever the notebook runs."""
-    return jnp.asarray(random.standard_normal(shape), dtype)
-
-
-def check(got, want, tolerance=1e-2):
-    """Prints the relative error in the 2-norm, which is to be below the tolerance."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < tolerance, error
-    print(f"{error:.1e}")
-
 
 # %%
 B, T, N, K, H = 2, 128, 4, 2, 64
@@ -67,9 +42,9 @@ causal = plain(query, key, value, is_causal=True)
 # %% [markdown]
 # ## The node
 # cuDNN's dims are (batch, heads, tokens, size of a head); heads of queries may be a multiple of
-# those of keys and values. Masks are bounds of a band of diagonals: a right bound of 0 is causal,
-# with a left bound it is a sliding window. Strides say how the arrays lie. `Stats` is the natural
-# logarithm of each row's sum of exponentials, which the backward reads.
+# those of keys and values. Masks are bounds of a band of diagonals: a right bound of 0 is causal; a
+# left bound adds a sliding window. `Stats` is the natural logarithm of each row's sum of
+# exponentials, which the backward reads.
 
 
 # %%
@@ -93,7 +68,7 @@ with planned():
 print(plan.explain())
 
 # %% [markdown]
-# ## The backward's node
+# ## The backward node
 
 
 # %%
@@ -113,9 +88,9 @@ for got, want in zip(jax.jit(attend_backward)(q, k, v, out, d_o, stats), wanted,
     check(heads_first(got), want)
 
 # %% [markdown]
-# ## The wrapper's spelling
-# `jc.Graph` takes the frontend's keywords: `use_causal_mask`, `is_inference`, and an output's dims
-# and strides. These say that the result lies as (batch, tokens, heads, size).
+# ## With `jc.Graph`
+# `jc.Graph` takes the keywords of cuDNN's frontend: `use_causal_mask`, `is_inference`, and an
+# output's dims and strides. Here the strides place the result as (batch, tokens, heads, size).
 
 # %%
 dims, strides = [B, N, T, H], [T * N * H, H, N * H, 1]
@@ -129,7 +104,8 @@ check(heads_first(graph(q, k, v)), causal)
 
 # %% [markdown]
 # ## In JAX's conventions
-# (batch, tokens, heads, size), read where they lie. `grad` is one forward and one backward plan.
+# Arrays are (batch, tokens, heads, size) and are read in place. The gradient takes one forward and
+# one backward plan.
 
 
 # %%
@@ -147,18 +123,37 @@ with planned():
 for name, plan in plans.items():
     print(f"{name}: {plan.workspace_bytes} bytes of workspace")
     print("  ", plan.engine)
+draw(plans)
 
 # %% [markdown]
-# ## What is structure, and what is not
-# Causality, windows and lengths cost nothing, and hidden tiles are passed over. A boolean mask is
-# never looked into: it becomes a bias in memory, and `explain` says how large.
+# For long sequences the fused kernels pay off most: XLA writes the scores of all pairs of tokens to
+# memory, cuDNN keeps them on the chip.
+
+# %%
+if on_gpu:
+    long = [normal((2, 4096, 8, H), jnp.bfloat16) for _ in range(3)]
+
+    def gradient_of(attention):
+        def loss(*arrays):
+            return jnp.sum(attention(*arrays, is_causal=True).astype(jnp.float32))
+
+        return jax.grad(loss, (0, 1, 2))
+
+    compared = {"XLA": jax.nn.dot_product_attention, "cuDNN": jc.ops.dot_product_attention}
+    times = seconds({name: gradient_of(f) for name, f in compared.items()}, *long)
+    bars(times, "Gradient of causal attention, 4096 tokens")
+
+# %% [markdown]
+# ## Structured and arbitrary masks
+# Causal masks, windows and lengths cost nothing: cuDNN skips tiles that are fully masked. An
+# arbitrary boolean mask becomes a bias in memory, and `explain` reports its size.
 
 # %%
 lengths = jnp.array([50, T], jnp.int32)
 how = {"is_causal": True, "local_window_size": (31, 0), "key_value_seq_lengths": lengths}
 got, want = (f(query, key, value, **how) for f in (jc.ops.dot_product_attention, plain))
 check(got[1], want[1])
-check(got[0, :81], want[0, :81])  # those behind see no key: 0, where jax.nn has a mean of values
+check(got[0, :81], want[0, :81])  # later rows see no key: 0 here, a mean of values in jax.nn
 
 seen = jnp.tril(jnp.ones((1, 1, T, T), bool))
 check(jc.ops.dot_product_attention(query, key, value, mask=seen), causal)
@@ -168,8 +163,8 @@ print(plan.explain())
 
 # %% [markdown]
 # ## A function of the scores
-# `score_mod` is a function in jnp that becomes a part of cuDNN's kernels, with a derivative of its
-# own: a cap on the scores, here.
+# `score_mod` is a function in jnp that becomes part of cuDNN's kernels, derivative included. Here
+# it caps the scores.
 
 
 # %%
@@ -203,8 +198,8 @@ with planned():
 
 # %% [markdown]
 # ## Dropout
-# It takes a key of jax.random, and drops the same weights in the forward and in the derivative.
-# Another key is no other program.
+# Dropout takes a key of jax.random, and drops the same weights in the forward and the backward
+# pass. Another key does not recompile the program.
 
 
 # %%
