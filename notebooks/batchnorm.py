@@ -14,41 +14,14 @@
 # %% [markdown]
 # # Batch normalization
 #
-# In training with running statistics, backward, inference, and fused with a convolution's and a
-# residual block's neighbours.
+# Training with running statistics, the backward pass, inference, and fusion with an activation.
 
 # %%
-import contextlib
-
 import jax
 import jax.numpy as jnp
-import numpy as np
+from helpers import check, draw, normal, planned
 
 import jax_cudnn as jc
-
-on_gpu = jax.default_backend() == "gpu"
-
-
-def planned():
-    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
-    return contextlib.nullcontext() if on_gpu else jc.target("H200")
-
-
-random = np.random.default_rng(0)
-
-
-def normal(shape, dtype=jnp.float32):
-    """Random numbers, which are the same wherever the notebook runs."""
-    return jnp.asarray(random.standard_normal(shape), dtype)
-
-
-def check(got, want, tolerance=1e-2):
-    """Prints the relative error in the 2-norm, which is to be below the tolerance."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < tolerance, error
-    print(f"{error:.1e}")
-
 
 # %%
 x = (2 * normal((8, 64, 14, 14)) + 1).astype(jnp.bfloat16)
@@ -70,8 +43,8 @@ def plain(x, scale, bias):
 # %% [markdown]
 # ## Forward in training
 # Parameters and statistics are (1, C, 1, 1) in float32. The node takes the running statistics and
-# returns the new ones beside those of the batch. cuDNN's momentum is the share of the batch, and
-# its running variance moves towards the unbiased one.
+# returns the new ones together with those of the batch. cuDNN's momentum is the weight of the batch
+# statistics, and its running variance is updated with the unbiased variance.
 
 
 # %%
@@ -129,8 +102,8 @@ for got, want in zip(jax.jit(jax.grad(loss, (0, 1, 2)))(x, scale, bias), wanted,
 
 # %% [markdown]
 # ## Inference
-# With statistics that are given it is an operation on each element: a node of its own, which XLA
-# runs, because cuDNN has no engine for it.
+# With given statistics, batch normalization is elementwise. It is a separate node, which falls back
+# to XLA because cuDNN has no engine for it.
 
 
 # %%
@@ -147,9 +120,9 @@ print(plan.segments[0].reason)
 
 # %% [markdown]
 # ## In JAX's conventions
-# `jc.ops.batch_norm` has Flax's: channels last, momentum as the share of the old statistics, the
-# biased variance. An activation behind it is in the same plan; for relu the forward keeps a bit an
-# element, which the backward's plan reads.
+# `jc.ops.batch_norm` follows Flax: channels last, momentum as the weight of the old statistics, the
+# biased variance. An activation after the normalization is part of the same plan. For relu the
+# forward keeps one bit per element, which the backward plan reads.
 
 # %%
 parameters = [a.reshape(64) for a in (scale, bias, running_mean, running_var)]
@@ -187,9 +160,10 @@ with planned():
     plans = jc.plans(jax.grad(loss, (0, 1, 2)), image, *parameters[:2])
 for plan in plans.values():
     print(plan.explain())
+draw(plans)
 
 # %% [markdown]
-# For inference one says so, and the running statistics stay.
+# For inference, pass `training=False`. The running statistics stay the same.
 
 # %%
 y, running = jc.ops.batch_norm(image, *parameters, training=False)
