@@ -14,40 +14,16 @@
 # %% [markdown]
 # # Comparisons, logic, selection
 #
-# Graphs may compare, combine booleans and select: masks that never reach memory.
+# Graphs can compare, combine booleans and select, with masks that never reach memory.
 
 # %%
-import contextlib
-
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
+from helpers import check, draw, normal, planned
 
 import jax_cudnn as jc
-
-on_gpu = jax.default_backend() == "gpu"
-
-
-def planned():
-    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
-    return contextlib.nullcontext() if on_gpu else jc.target("H200")
-
-
-random = np.random.default_rng(0)
-
-
-def normal(shape, dtype=jnp.float32):
-    """Random numbers, which are the same wherever the notebook runs."""
-    return jnp.asarray(random.standard_normal(shape), dtype)
-
-
-def check(got, want, tolerance=1e-2):
-    """Prints the relative error in the 2-norm, which is to be below the tolerance."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < tolerance, error
-    print(f"{error:.1e}")
-
 
 # %%
 a, b = normal((2, 8, 64, 16, 16))
@@ -73,8 +49,7 @@ for got, want in zip(jax.jit(compare)(with_nan, b), plain, strict=True):
 
 # %% [markdown]
 # ## Logic
-# `logical_and`, `logical_or` and `logical_not` take booleans and nothing else: a float is an error,
-# not a truth.
+# `logical_and`, `logical_or` and `logical_not` take booleans only. A float is an error.
 
 
 # %%
@@ -96,13 +71,13 @@ else:
     raise AssertionError
 
 # %% [markdown]
-# In JAX a boolean is a byte. For cuDNN it is a float32 at the edge of a plan, which XLA converts:
-# cuDNN keeps arrays of booleans as bits, and int8 beside other dtypes does not compile. Inside of a
-# plan that costs nothing.
+# In JAX a boolean is a byte. At the edge of a plan, XLA converts it to float32 for cuDNN, because
+# cuDNN stores boolean arrays as bits, and int8 mixed with other dtypes does not compile. Inside a
+# plan booleans cost nothing.
 #
 # ## Selection
-# `binary_select(input0, input1, mask)` is `jnp.where(mask, input0, input1)`. Only what is selected
-# counts: a NaN that is not selected is gone, in derivatives, too.
+# `binary_select(input0, input1, mask)` is `jnp.where(mask, input0, input1)`. A NaN that is not
+# selected does not spread, not even in derivatives.
 
 
 # %%
@@ -121,6 +96,7 @@ with planned():
     plan = jc.plan(inner, a, b)
 assert len(plan.execution_plans) == 1
 print(plan.explain())
+draw(plan)
 
 # %% [markdown]
 # ## Indices
@@ -138,6 +114,13 @@ def lower_triangle(g, a):
 np.testing.assert_array_equal(jax.jit(lower_triangle)(a), jnp.tril(a))
 with planned():
     print(jc.plan(lower_triangle, a))
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(5, 2.6))
+left.imshow(a[0, 0])
+left.set_title("image")
+right.imshow(lower_triangle(a)[0, 0])
+right.set_title("lower_triangle(image)")
+plt.show()
 
 # %% [markdown]
 # ## Behind a product
@@ -158,3 +141,4 @@ with planned():
     plan = jc.plan(masked_product, x, y, mask)
 assert len(plan.execution_plans) == 1
 print(plan.explain())
+draw(plan)
