@@ -14,9 +14,9 @@
 # %% [markdown]
 # # The Graph wrapper
 #
-# `jc.Graph` has the interface of cuDNN's own `cudnn.Graph`, for JAX arrays. What it builds is what
-# `@jc.graph` builds: a function that `jit`, `grad`, `vmap` and the rest take. There are no handles,
-# no workspace, and no torch.
+# `jc.Graph` has the interface of cuDNN's own `cudnn.Graph`, for JAX arrays. Like
+# `@jc.graph`, it builds a function that works under `jit`, `grad`, `vmap` and JAX's other
+# transformations. You manage no handles and no workspace, and need no torch.
 
 # %%
 import json
@@ -25,22 +25,9 @@ import cudnn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import check, draw, normal
 
 import jax_cudnn as jc
-
-random = np.random.default_rng(0)
-
-
-def normal(shape, dtype=jnp.float32):
-    """Random numbers, which are the same wherever the notebook runs."""
-    return jnp.asarray(random.standard_normal(shape), dtype)
-
-
-def close(got, want, tolerance=1e-2):
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < tolerance, error
-
 
 x = normal((4, 32, 14, 14), jnp.bfloat16)
 w = normal((64, 32, 3, 3), jnp.bfloat16) / 17
@@ -50,8 +37,8 @@ want = jax.nn.relu(jax.lax.conv(wide_x, wide_w, (1, 1), "SAME") + b)
 
 # %% [markdown]
 # ## A graph from arrays
-# Operations take arrays, of which they use shape, dtype and memory order. `inputs` and `outputs`
-# say in which order calls take and return them.
+# Operations take arrays, but use only their shape, dtype and memory order. `inputs` and `outputs`
+# set the order in which calls take and return arrays.
 
 # %%
 inputs = ["conv2d::image", "conv2d::weight", "bias.0::bias"]
@@ -62,13 +49,13 @@ with jc.Graph(name="conv_bias_relu", inputs=inputs, outputs=["y"]) as graph:
     y = graph.relu(graph.bias(input=y, bias=b))
     y.set_output(True).set_name("y")
 
-close(graph(x, w, b), want)
-close(jax.jit(graph)(x, w, b), want)
+check(graph(x, w, b), want)
+check(jax.jit(graph)(x, w, b), want)
 
 # %% [markdown]
 # ## References
-# A tensor is referred to by node and port, by a name, by its uid, by itself, or by the array that
-# it stands for. Nodes without a name are `relu.0`, `relu.1`, ...; positional arguments are
+# You can refer to a tensor by node and port, by name, by uid, by the tensor itself, or by the array
+# that it was made from. Nodes without a name are `relu.0`, `relu.1`, ...; positional arguments are
 # `conv2d::0`.
 
 # %%
@@ -81,7 +68,7 @@ print([(tensor.get_name(), tensor.get_uid()) for tensor in graph.get_inputs()])
 print(result.get_name(), result.get_dim(), result.get_stride(), result.get_data_type())
 
 # %% [markdown]
-# A reference that means nothing is an error with the nearest names.
+# An unknown reference is an error that suggests the nearest names.
 
 # %%
 try:
@@ -92,33 +79,33 @@ else:
     raise AssertionError
 
 # %% [markdown]
-# ## The order of calls, later
-# `set_io_tuples` says it inside of the `with` or behind it, until the graph is called: compiled
-# programs have an order. `with_options()` makes a graph whose order may be said again.
+# ## Setting the order later
+# `set_io_tuples` sets the order inside the `with` block or after it, until the first call: compiled
+# programs have a fixed order. `with_options()` returns a graph whose order can be set again.
 
 # %%
 other = graph.with_options()
 other.set_io_tuples([b, x, w], [result])
-close(other(b, x, w), want)
+check(other(b, x, w), want)
 
 # %% [markdown]
 # ## Calls with a dictionary
-# They return a new dictionary with the outputs in it. An output that is supplied says in which
-# shape and dtype its result is returned; it is not written.
+# A call with a dictionary returns a new dictionary that includes the outputs. An output that you
+# supply only sets the shape and dtype of its result. It is not written.
 
 # %%
 given = {"conv2d::image": x, graph.find_tensor("conv2d::weight"): w, "bias.0::bias": b}
 out = graph(given)
 assert len(given) == 3
-close(out["relu.0::OUT_0"], want)
+check(out["relu.0::OUT_0"], want)
 out = graph({**given, "y": jax.ShapeDtypeStruct((4, 64, 196), jnp.float32)})
 assert (out["y"].shape, out["y"].dtype) == ((4, 64, 196), jnp.float32)
 
 # %% [markdown]
 # ## Templates
-# What says shape and dtype may be a JAX array, a tracer, a `jax.ShapeDtypeStruct`, a NumPy array,
-# or any array that DLPack knows, CuPy's and torch's among them. `graph.tensor` declares an input by
-# its dims; `graph.tensor_like` makes one of an array, so that one array can be two inputs.
+# Shape and dtype can come from a JAX array, a tracer, a `jax.ShapeDtypeStruct`, a NumPy array, or
+# any array that supports DLPack, such as those of CuPy and torch. `graph.tensor` declares an
+# input by its dims; `graph.tensor_like` takes them from an array, so one array can be two inputs.
 
 # %%
 template = jax.ShapeDtypeStruct((16, 8), jnp.float32)
@@ -135,8 +122,8 @@ np.testing.assert_allclose(small(same, 2 * same, 3 * same, 4 * same), 10 * same)
 
 # %% [markdown]
 # ## Strides
-# Strides are memory order. XLA is asked for it: channels-last images of an NHWC model reach cuDNN
-# as they lie. Each dim keeps its place, so the array's shape is cuDNN's.
+# Strides give the memory order, which XLA provides: channels-last images of an NHWC model reach
+# cuDNN without a copy. Dims keep their order, so the array has cuDNN's shape.
 
 
 # %%
@@ -158,14 +145,14 @@ def of_channels_last(image, weight):  # NHWC and OHWI arrays
 
 images, weights = (a.astype(jnp.float16).transpose(0, 2, 3, 1) for a in (x, w))
 y = jax.jit(of_channels_last)(images, weights)
-close(y.transpose(0, 3, 1, 2), jax.lax.conv(wide_x, wide_w, (1, 1), "SAME"))
+check(y.transpose(0, 3, 1, 2), jax.lax.conv(wide_x, wide_w, (1, 1), "SAME"))
 print(strided.find_tensor("Y").get_stride(), y.shape, y.dtype)
 
 # %% [markdown]
 # ## Data types
-# `io_data_type` is that of inputs and outputs for which none is named, `intermediate_data_type`
-# that of values inside, `compute_data_type` that in which products accumulate; each tensor may have
-# its own. Names may be cuDNN's, JAX's, NumPy's or torch's.
+# `io_data_type` is the default for inputs and outputs, `intermediate_data_type` for values inside
+# the graph, and `compute_data_type` for the accumulation of products. Each tensor can override it.
+# Types of cuDNN, JAX, NumPy and torch are accepted.
 
 # %%
 with jc.Graph(intermediate_data_type="bfloat16", inputs=[x], outputs=["y", "z"]) as typed:
@@ -175,7 +162,7 @@ with jc.Graph(intermediate_data_type="bfloat16", inputs=[x], outputs=["y", "z"])
     z.set_output(True)
 y, z = typed(x)
 assert (y.dtype, z.dtype) == (jnp.bfloat16, jnp.float32)
-close(-z, jnp.exp(wide_x))
+check(-z, jnp.exp(wide_x))
 
 # %% [markdown]
 # ## Numbers in the host's memory
@@ -202,8 +189,8 @@ with jc.Graph(
     for tensor in results:
         tensor.set_output(True)
 y, mean, inverse = norm(rows, scale, shift, 1e-5)
-close(mean, rows.mean(1, keepdims=True))
-close(y, (rows - mean) * inverse)
+check(mean, rows.mean(1, keepdims=True))
+check(y, (rows - mean) * inverse)
 assert norm.plan(gpus=["H200"])["H200"].engine != "XLA"
 
 # %% [markdown]
@@ -222,21 +209,22 @@ print(text["tensors"]["out"])
 # %%
 gradient = jax.grad(lambda w: graph(x, w, b).astype(jnp.float32).sum())(w)
 wanted = jax.grad(lambda w: jax.nn.relu(jax.lax.conv(wide_x, w, (1, 1), "SAME") + b).sum())(wide_w)
-close(gradient, wanted)
+check(gradient, wanted)
 batched = jax.vmap(graph, in_axes=(0, None, None))(jnp.stack([x, 2 * x]), w, b)
-close(batched[0], want)
+check(batched[0], want)
 primal, tangent = jax.jvp(lambda x: graph(x, w, b), (x,), (x,))
-close(tangent, want - jnp.where(want > 0, b, 0))
+check(tangent, want - jnp.where(want > 0, b, 0))
 
 # %% [markdown]
 # ## Plans
-# What cuDNN's wrapper keeps to itself is open here: heuristics, notes, engines, workspace. The
-# methods have pygraph's names; as keywords of `Graph` and of `with_options` they are the fields of
-# `jc.Options`. A plan's candidates, and measuring them, are shown in matmul_bias.
+# Heuristics, notes, engines and workspace, which cuDNN's wrapper hides, are open here. The methods
+# have pygraph's names; as keywords of `Graph` and `with_options` they are the fields of
+# `jc.Options`. The matmul_bias notebook shows a plan's candidates and how to time them.
 
 # %%
 plan = graph.plan(gpus=["H200"])["H200"]
 print(plan)
+draw(plan)
 chosen = graph.with_options(heuristics=["FALLBACK"])
 print(chosen.plan(gpus=["H200"])["H200"])
 with jc.target("H200"):
@@ -245,10 +233,9 @@ assert pinned.engine == plan.engine
 assert graph.support(gpus=["A100", "H200"])
 
 # %% [markdown]
-# ## One graph for each kind of arrays
-# `graph_cache` is the dictionary that one would write around a function that builds graphs:
-# bounded, safe for threads, keyed by the shape, dtype and memory order of arrays and by the value
-# of all else.
+# ## One graph per shape and dtype
+# `graph_cache` caches the graphs that a function builds. The cache is bounded and thread-safe. Its
+# key is the shape, dtype and memory order of arrays, and the value of all other arguments.
 
 
 # %%
@@ -267,15 +254,15 @@ def network(a, b):
 
 
 a = normal((2, 32, 32))
-close(network(a, a), jax.nn.leaky_relu(jax.nn.relu(a @ a) @ a, 0.1))
+check(network(a, a), jax.nn.leaky_relu(jax.nn.relu(a @ a) @ a, 0.1))
 network(a + 1, a)
 assert matmul_relu.cache_info().currsize == 2
 print(matmul_relu.cache_info())
 
 # %% [markdown]
 # ## A graph of cuDNN's frontend
-# Who has a `cudnn.pygraph` already keeps it: `from_pygraph` makes a JAX function of its nodes. It
-# needs no handle and no build.
+# `from_pygraph` turns an existing `cudnn.pygraph` into a JAX function. It needs no handle and no
+# build.
 
 # %%
 types = cudnn.data_type
@@ -289,6 +276,6 @@ weight = g.tensor(name="weight", dim=[*w.shape], stride=channels_last(*w.shape))
 y = g.conv_fprop(image, weight, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
 y = g.relu(y).set_output(True)
 function = jc.from_pygraph(g, inputs=[image, weight], outputs=[y])
-close(jax.jit(function)(x, w), jax.nn.relu(jax.lax.conv(wide_x, wide_w, (1, 1), "SAME")))
+check(jax.jit(function)(x, w), jax.nn.relu(jax.lax.conv(wide_x, wide_w, (1, 1), "SAME")))
 gradient = jax.grad(lambda w: function(x, w).astype(jnp.float32).sum())(w)
 assert gradient.shape == w.shape
