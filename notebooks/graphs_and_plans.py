@@ -14,46 +14,21 @@
 # %% [markdown]
 # # Graphs and plans in detail
 #
-# What can be said in a graph, what is decided for it, and how to decide otherwise.
+# What a graph states, what the library decides for it, and how to change that.
 
 # %%
-import contextlib
 import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from helpers import check, draw, normal, on_gpu, planned
 
 import jax_cudnn as jc
-
-on_gpu = jax.default_backend() == "gpu"
-
-
-def planned():
-    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
-    return contextlib.nullcontext() if on_gpu else jc.target("H200")
-
-
-random = np.random.default_rng(0)
-
-
-def normal(shape, dtype=jnp.float32):
-    """Random numbers, which are the same wherever the notebook runs."""
-    return jnp.asarray(random.standard_normal(shape), dtype)
-
-
-def check(got, want, tolerance=1e-2):
-    """Prints the relative error in the 2-norm, which is to be below the tolerance."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < tolerance, error
-    print(f"{error:.1e}")
-
 
 # %% [markdown]
 # ## The function
 # `g` comes first; the other arguments are arrays, in any pytree. Keyword arguments and Python
-# numbers are static: another value is another graph. Returned tensors, in any pytree, are the
+# scalars are static: a new value makes a new graph. Returned tensors, in any pytree, are the
 # outputs. Arrays that the function closes over become operands.
 
 
@@ -80,14 +55,14 @@ def plain(x, layer, slope):
     return {"before": h, "after": jax.nn.leaky_relu(h, slope)}
 
 
-# Keyword arguments of a jitted function are traced: static ones are bound outside of it.
+# jit traces keyword arguments, so bind static ones outside of it.
 results = jax.jit(lambda x, layer: dense(x, layer, slope=0.1))(x, layer)
 for name, want in plain(x, layer, 0.1).items():
     check(results[name], want)
 
 # %% [markdown]
-# ## What is decided: dtypes
-# The trace is printed with each decision. Operators are operations, `gain` has become an input, and
+# ## Defaults: dtypes
+# The printed trace shows each decision. Operators become operations, `gain` becomes an input, and
 # inner values are float32. An output has the promoted dtype of its inputs: float32, because of
 # `gain`.
 
@@ -96,9 +71,9 @@ arrays, trace = dense.trace(x, layer, slope=0.1)
 print(trace.spec)
 
 # %% [markdown]
-# Each is open: `.set_data_type` rounds one tensor, `intermediate_data_type` all inner ones, and
-# `compute_data_type` says in what products accumulate. An inner rounding is done, in the reference,
-# too.
+# You can change each: `.set_data_type` sets the dtype of one tensor, `intermediate_data_type` of
+# all inner ones, and `compute_data_type` the dtype in which products accumulate. The reference
+# rounds inner values in the same way.
 
 
 # %%
@@ -114,9 +89,9 @@ check(y, jnp.exp(product.astype(jnp.float32)))
 print(rounded.trace(x, layer["kernel"])[1].spec)
 
 # %% [markdown]
-# ## What is decided: memory order
-# Images are channels-last for cuDNN, and row-major arrays are copied once, where a chain of graphs
-# begins and ends. A tensor that lies otherwise says so by packed strides.
+# ## Defaults: memory order
+# Images are channels-last for cuDNN. Row-major arrays are copied once, at the start and the end of
+# a chain of graphs. Packed strides declare any other memory order.
 
 
 # %%
@@ -131,9 +106,9 @@ got = jax.jit(lambda t, kernel: of_tokens(t.swapaxes(0, 1), kernel))(tokens_firs
 check(got, x.astype(jnp.float32) @ layer["kernel"].astype(jnp.float32))
 
 # %% [markdown]
-# ## What must be said: open shapes
-# A reduction, a reshape, a data gradient leave the result's shape open. It is given to the
-# operation or set afterwards.
+# ## Shapes that you must set
+# A reduction, a reshape or a data gradient does not determine the shape of its result. Pass it to
+# the operation, or set it afterwards.
 
 
 # %%
@@ -150,8 +125,8 @@ check(largest, x.max(-1, keepdims=True))
 
 # %% [markdown]
 # ## Heuristics
-# A plan is looked for among what cuDNN's heuristics propose, mode after mode, and the first that
-# can be built is taken. By default A is asked, then FALLBACK.
+# cuDNN's heuristics propose candidates, mode by mode. The first that can be built becomes the plan.
+# The default is mode A, then FALLBACK.
 
 
 # %%
@@ -174,8 +149,8 @@ print("\n".join(str(plan.candidates).splitlines()[:8]))
 
 # %% [markdown]
 # ## Notes, workspace, determinism
-# Options leave candidates out. They are arguments of `jc.graph` and `with_options`, or a value that
-# many functions share. They are part of the graph, so they reach its gradients and batches.
+# Options exclude candidates. They are arguments of `jc.graph` and `with_options`, or one value that
+# many functions share. They are part of the graph, so its gradients and batches inherit them.
 
 # %%
 careful = jc.Options(deterministic=True, max_workspace=2**20, implementation="cudnn")
@@ -188,11 +163,12 @@ assert plan.workspace_bytes <= 2**20
 for name, each in backwards.items():
     assert each.spec.options.deterministic
     print(name, "-", each)
+draw(backwards)
 
 # %% [markdown]
 # ## Plans are values
-# A plan can be looked at, chosen among its candidates, kept as bytes, and run by itself where its
-# GPU is. Of a graph that is cut, `parts` are the plans of cuDNN's segments.
+# You can inspect a plan, select it among its candidates, save it as bytes, and run it alone on its
+# GPU. If a graph is cut, `parts` are the plans of its cuDNN segments.
 
 # %%
 with planned():
@@ -211,8 +187,9 @@ if on_gpu:
 
 # %% [markdown]
 # ## Planned once
-# Plans are kept in memory, and on disk in the user's cache folder: the next process plans nothing.
-# `jc.configure(plan_cache=FOLDER)` names another one. `jc.warmup` plans a whole program ahead.
+# Plans are kept in memory, and on disk in the user's cache folder: the next process does not plan
+# again. `jc.configure(plan_cache=FOLDER)` selects another folder. `jc.warmup` plans a whole program
+# ahead of time.
 
 # %%
 if on_gpu:
