@@ -14,41 +14,15 @@
 # %% [markdown]
 # # Instance normalization
 #
-# Each channel of each image by itself: as a graph, its backward, inference, and group normalization
-# beside it.
+# Each channel of each image is normalized independently: as a graph, its backward pass, inference,
+# and group normalization.
 
 # %%
-import contextlib
-
 import jax
 import jax.numpy as jnp
-import numpy as np
+from helpers import bars, check, draw, normal, on_gpu, planned, seconds
 
 import jax_cudnn as jc
-
-on_gpu = jax.default_backend() == "gpu"
-
-
-def planned():
-    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
-    return contextlib.nullcontext() if on_gpu else jc.target("H200")
-
-
-random = np.random.default_rng(0)
-
-
-def normal(shape, dtype=jnp.float32):
-    """Random numbers, which are the same wherever the notebook runs."""
-    return jnp.asarray(random.standard_normal(shape), dtype)
-
-
-def check(got, want, tolerance=1e-2):
-    """Prints the relative error in the 2-norm, which is to be below the tolerance."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < tolerance, error
-    print(f"{error:.1e}")
-
 
 # %%
 x = (2 * normal((4, 32, 16, 16)) + 1).astype(jnp.bfloat16)
@@ -108,21 +82,25 @@ for node, grad, want in zip(by_node, by_grad, wanted, strict=True):
     check(grad, want)
 
 # %% [markdown]
-# ## Who runs it
-# On an H200 cuDNN is measured to be slower than XLA at it, so XLA runs it by default. The sums of
-# the backward of several images came out wrong there, so that is never asked of cuDNN.
+# ## cuDNN or XLA
+# On an H200 cuDNN is measured to be slower than XLA here, so XLA runs it by default. cuDNN's sums
+# in the backward pass over several images are wrong there, so the backward never runs on cuDNN.
 
 # %%
+choices = {name: forward.with_options(implementation=name) for name in ("split", "cudnn")}
 with planned():
-    for implementation in "split", "cudnn":
-        plan = jc.plan(forward.with_options(implementation=implementation), x, scale, bias)
-        print(f"{implementation}: {plan.segments[0].reason or plan.engine}")
+    plans = {name: jc.plan(choice, x, scale, bias) for name, choice in choices.items()}
+    for name, plan in plans.items():
+        print(f"{name}: {plan.segments[0].reason or plan.engine}")
     try:
         jc.plan(backward.with_options(implementation="cudnn"), dy, x, scale, mean, inverse)
     except jc.UnsupportedGraphError as error:
         print(error.summary, *error.reasons.values(), sep="\n")
     else:
         raise AssertionError
+draw(plans)
+if on_gpu:
+    bars(seconds(choices, x, scale, bias), "Instance normalization, forward")
 
 # %% [markdown]
 # ## Inference
@@ -139,7 +117,7 @@ check(jax.jit(inference)(x, scale, bias), y)
 
 # %% [markdown]
 # ## In JAX's conventions
-# `jc.ops.instance_norm` has its channels last, or where `axis` says. `jc.ops.group_norm` normalizes
+# `jc.ops.instance_norm` takes channels last, or at `axis`. `jc.ops.group_norm` normalizes
 # groups of neighbouring channels; with as many groups as channels it is instance normalization.
 
 # %%
@@ -152,4 +130,4 @@ check(groups, last, 2e-2)
 in_eights = image.reshape(4, 16, 16, 4, 8).astype(jnp.float32)
 mean, var = (f(in_eights, (1, 2, 4), keepdims=True) for f in (jnp.mean, jnp.var))
 want = ((in_eights - mean) * jax.lax.rsqrt(var + EPSILON)).reshape(image.shape)
-check(jc.ops.group_norm(image, num_groups=4), want)
+check(jc.ops.group_norm(image, 4), want)
