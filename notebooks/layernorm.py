@@ -14,47 +14,21 @@
 # %% [markdown]
 # # Layer normalization
 #
-# Forward in training, with the statistics that the backward reads; the backward; inference. As
-# graphs under cuDNN's names, and as `jc.ops.layer_norm` under JAX's.
+# The forward pass in training, with the statistics that the backward reads; the backward pass;
+# inference. First as graphs with cuDNN's names, then as `jc.ops.layer_norm` with JAX's.
 
 # %%
-import contextlib
-
 import jax
 import jax.numpy as jnp
-import numpy as np
+from helpers import check, draw, normal, planned
 
 import jax_cudnn as jc
-
-on_gpu = jax.default_backend() == "gpu"
-
-
-def planned():
-    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
-    return contextlib.nullcontext() if on_gpu else jc.target("H200")
-
-
-random = np.random.default_rng(0)
-
-
-def normal(shape, dtype=jnp.float32):
-    """Random numbers, which are the same wherever the notebook runs."""
-    return jnp.asarray(random.standard_normal(shape), dtype)
-
-
-def check(got, want, tolerance=1e-2):
-    """Prints the relative error in the 2-norm, which is to be below the tolerance."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < tolerance, error
-    print(f"{error:.1e}")
-
 
 # %% [markdown]
 # ## Shapes
 # `g.layernorm` normalizes the dims in which the scale is larger than 1. Tokens of an embedding are
-# (tokens, embedding, 1, 1) in cuDNN's own samples, with a scale of (1, embedding, 1, 1); here any
-# rank will do, and (batch, tokens, embedding) with a scale of (1, 1, embedding) is the same.
+# (tokens, embedding, 1, 1) in cuDNN's samples, with a scale of (1, embedding, 1, 1). Here any
+# rank works: (batch, tokens, embedding) with a scale of (1, 1, embedding) gives the same result.
 
 # %%
 x = (2 * normal((4, 128, 1024)) + 1).astype(jnp.bfloat16)
@@ -98,8 +72,8 @@ print(plan.explain())
 
 # %% [markdown]
 # ## Backward
-# cuDNN's backward is a node, too: of the incoming gradient, the input, the scale and the two
-# statistics it makes the gradients of input, scale and bias.
+# The backward pass is a node, too. From the incoming gradient, the input, the scale and the two
+# statistics it computes the gradients of input, scale and bias.
 
 
 # %%
@@ -116,8 +90,8 @@ for got, want in zip(gradients, wanted, strict=True):
     check(got, want)
 
 # %% [markdown]
-# Nobody needs to write it: the derivative of `forward` is that node. `jc.plans` shows the graphs of
-# a gradient, and what the forward keeps for it.
+# You need not write it: the derivative of `forward` is that node. `jc.plans` shows the graphs of a
+# gradient.
 
 
 # %%
@@ -136,8 +110,8 @@ for name, plan in plans.items():
 
 # %% [markdown]
 # ## Inference
-# Without statistics the node has one result. In a graph function that is `"INFERENCE"`; in
-# `jc.Graph` the places of the two others are None, as in cuDNN's frontend.
+# Without statistics the node has one result. In a graph function, pass
+# `"INFERENCE"`; in `jc.Graph` the two statistics are None, as in cuDNN's frontend.
 
 
 # %%
@@ -158,8 +132,8 @@ check(graph(x, scale, bias), y)
 
 # %% [markdown]
 # ## What is fused
-# A residual in front, a scale that is kept around zero, and an operation on each element behind go
-# into the same plan, if an engine takes them.
+# A residual before the normalization, a zero-centered scale, and elementwise operations after it
+# become part of the same plan if an engine supports them.
 
 
 # %%
@@ -172,12 +146,13 @@ def block(g, x, residual, scale, bias):
 with planned():
     plan = jc.plan(block, x, dy, scale, bias)
 print(plan.explain())
+draw(plan)
 want = jax.nn.gelu(plain(x.astype(jnp.float32) + dy, 1 + scale.astype(jnp.float32), bias)[0])
 check(jax.jit(block)(x, dy, scale, bias), want)
 
 # %% [markdown]
 # ## In JAX's conventions
-# `jc.ops.layer_norm` takes the axes, and scale and bias of their shape.
+# `jc.ops.layer_norm` takes the axes, and a scale and a bias of their shape.
 
 # %%
 y, (mean, inverse) = jc.ops.layer_norm(x, scale[0, 0], bias[0, 0], return_statistics=True)
