@@ -14,46 +14,20 @@
 # %% [markdown]
 # # A matmul with a bias, and choosing its plan
 #
-# A product with its epilogue as one plan; then the plans that cuDNN proposes for it, and how to
-# take another one.
+# A matmul with its epilogue as one plan; then the other plans that cuDNN proposes for it, and how
+# to choose one.
 
 # %%
-import contextlib
-
 import jax
 import jax.numpy as jnp
-import numpy as np
+from helpers import bars, check, draw, normal, on_gpu, planned
 
 import jax_cudnn as jc
 
-on_gpu = jax.default_backend() == "gpu"
-
-
-def planned():
-    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
-    return contextlib.nullcontext() if on_gpu else jc.target("H200")
-
-
-random = np.random.default_rng(0)
-
-
-def normal(shape, dtype=jnp.float32):
-    """Random numbers, which are the same wherever the notebook runs."""
-    return jnp.asarray(random.standard_normal(shape), dtype)
-
-
-def check(got, want, tolerance=1e-2):
-    """Prints the relative error in the 2-norm, which is to be below the tolerance."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < tolerance, error
-    print(f"{error:.1e}")
-
-
 # %% [markdown]
 # ## The graph
-# `g.matmul` multiplies (batch, M, K) by (batch, K, N). Inside of the graph the product is float32,
-# so the only rounding is that of the output. The bias is broadcast by its size of 1.
+# `g.matmul` multiplies (batch, M, K) by (batch, K, N). Inside the graph the product is float32, so
+# only the output is rounded. The bias is broadcast along its dimensions of size 1.
 
 # %%
 a = normal((4, 128, 256), jnp.bfloat16)
@@ -75,14 +49,15 @@ check(y, plain(a, b, bias))
 with planned():
     plan = jc.plan(matmul_bias.with_options(implementation="cudnn"), a, b, bias)
 print(plan.explain())
+draw(plan)
 
 # %% [markdown]
-# ## A weight that lies transposed
-# Strides say how an operand lies. Here the weight is an array (N, K), of which the graph sees the
-# transpose: it is read where it lies. Its plan by default is XLA's, as `explain()` says in words:
-# an H200 is measured to run a product with a bias alone faster so, because XLA's library adds a
-# bias, too. With an activation behind it it is cuDNN's, and where `implementation="cudnn"` asks for
-# it, as above.
+# ## A transposed weight
+# Strides give the memory order of an operand. Here the weight is an array (N, K), and the graph
+# sees its transpose without a copy. By default XLA runs this graph, and `explain()` gives the
+# reason: on an H200 a matmul with only a bias is measured to be faster in XLA, whose library also
+# fuses the bias. With an activation after it, or with `implementation="cudnn"` as above, it runs on
+# cuDNN.
 
 
 # %%
@@ -99,7 +74,8 @@ with planned():
 
 # %% [markdown]
 # ## In JAX's conventions
-# `jc.ops.matmul` takes any rank, a bias of the last dimension, an activation and a residual.
+# `jc.ops.matmul` takes operands of any rank, a bias along the last dimension, an activation and a
+# residual.
 
 # %%
 gelu = jc.ops.matmul(a, b, bias=bias[0, 0], activation="gelu")
@@ -108,9 +84,9 @@ check(jc.ops.matmul(a, weight, bias=bias[0, 0], transpose_b=True), y)
 
 # %% [markdown]
 # ## What cuDNN proposes
-# Heuristics propose engines with knobs, in the order in which they expect them to be fast. Modes A
-# and B are two sets of heuristics; FALLBACK lists what works, in no order of speed. Listing builds
-# nothing, so it is not known yet whether each can be built.
+# Heuristics propose engines with knobs, the expected fastest first. Modes A and B are two sets of
+# heuristics; FALLBACK lists engines that work, in no order of speed. Listing does not build the
+# candidates, so some may turn out not to be supported.
 
 # %%
 candidates = plan.candidates
@@ -118,9 +94,9 @@ assert candidates[candidates.chosen].engine == plan.pinned["engine"]
 print(candidates)
 
 # %% [markdown]
-# ## Taking another one
-# `built` tries each. `select` gives the plan of one, for this GPU. `pinned` are the options that
-# ask for this engine with its knobs, in any program.
+# ## Choosing another one
+# `built` tries to build each. `select` returns the plan of one, for this GPU. `pinned` holds the
+# options that select this engine and its knobs in any program.
 
 # %%
 built = candidates.built()
@@ -135,9 +111,9 @@ with planned():
 check(jax.jit(chosen)(a, b, bias), plain(a, b, bias))
 
 # %% [markdown]
-# Notes choose a kind of engine, `max_workspace` the bytes. A graph for which there is none of that
-# kind is cut, or XLA's: here there is no precompiled engine. The others are XLA's by the default
-# above.
+# Notes select a kind of engine; `max_workspace` limits the bytes. A graph without an engine of that
+# kind is cut or falls back to XLA: here there is no precompiled engine. The other two run in XLA by
+# the default above.
 
 # %%
 with planned():
@@ -150,13 +126,16 @@ with planned():
 
 # %% [markdown]
 # ## The fastest one
-# On the GPU itself plans are measured, and the fastest is an argument of the function from then on.
+# On the GPU, `autotune` times the plans. Pass the options of the fastest to the function.
 
 # %%
 if on_gpu:
     best = plan.autotune(a, b, bias)
-    for each in plan, other, best:
-        print(f"{1e6 * each.time(a, b, bias):.1f} us  {each}")
+    plans = {"first proposal": plan, "chosen above": other, "fastest": best}
+    for name, each in plans.items():
+        print(f"{name}: {each}")
+    times = {name: each.time(a, b, bias) for name, each in plans.items()}
+    bars(times, "One matmul with a bias")
     check(best.execute(a, b, bias), plain(a, b, bias))
     tuned = matmul_bias.with_options(**best.pinned)
     check(jax.jit(tuned)(a, b, bias), plain(a, b, bias))
