@@ -14,48 +14,24 @@
 # %% [markdown]
 # # Paged decode
 #
-# A server keeps keys and values of many requests in pages of a few tokens, so that memory is given
-# out page by page. `jc.ops.paged_dot_product_attention` attends to them where they lie; here a
-# small model's layer decodes with them, and gets what attention over whole arrays gives.
+# An inference server keeps the keys and values of many requests in pages of a few tokens, so that
+# it can allocate memory page by page. `jc.ops.paged_dot_product_attention` reads the pages in
+# place. Here one attention layer decodes with pages and matches attention over contiguous arrays.
 
 # %%
-import contextlib
-
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
+from helpers import check, draw, normal, planned
 
 import jax_cudnn as jc
 
-on_gpu = jax.default_backend() == "gpu"
-
-
-def planned():
-    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
-    return contextlib.nullcontext() if on_gpu else jc.target("H200")
-
-
-random = np.random.default_rng(0)
-
-
-def normal(shape, dtype=jnp.float32):
-    """Random numbers, which are the same wherever the notebook runs."""
-    return jnp.asarray(random.standard_normal(shape), dtype)
-
-
-def check(got, want, tolerance=1e-2):
-    """Prints the relative error in the 2-norm, which is to be below the tolerance."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < tolerance, error
-    print(f"{error:.1e}")
-
-
 # %% [markdown]
 # ## Pages and tables
-# Pages are (P, U, K, H): P of them with U tokens each, K heads of keys, of size H. Token t of
-# example b is the one at `t % U` of page `table[b, t // U]`. The pages of an example lie anywhere,
-# and what is behind its length may be anything finite.
+# Pages are (P, U, K, H): P pages of U tokens each, with K heads of size H. Token t of sequence b is
+# at `t % U` in page `table[b, t // U]`. The pages of a sequence can be anywhere, and the values
+# after its length can be anything finite.
 
 # %%
 B, P, U, N, K, H = 3, 16, 16, 8, 2, 64
@@ -68,10 +44,23 @@ heads = (N, K, K)
 query, key, value = (normal((B, longest, n, H), jnp.bfloat16) for n in heads)
 
 # %% [markdown]
+# Where the prompts are: one row for each page, one color for each sequence, white where it is free.
+
+# %%
+owner = np.full((P, U), np.nan)
+for sequence, length in enumerate(prompt_lengths):
+    for token in range(length):
+        owner[table[sequence, token // U], token % U] = sequence
+figure, axes = plt.subplots(figsize=(4, 4))
+axes.imshow(owner, cmap="Set2", vmin=0, vmax=7)
+axes.set(xlabel="token in the page", ylabel="page")
+plt.show()
+
+# %% [markdown]
 # ## Prefill
-# The prompt's keys and values are written into the pages, those of each example up to its length.
-# Then all its queries attend to them, causally. Several queries count from the last one and the
-# last key: `bottom_right` is the default here.
+# The keys and values of each prompt are written into its pages, up to its length. Then all its
+# queries attend to them, causally. Here the causal mask is aligned at the last query and the last
+# key: `bottom_right` is the default.
 
 # %%
 start = jnp.zeros(B, jnp.int32)
@@ -100,13 +89,13 @@ def plain(query, key, value, lengths):
 
 
 out, want = prefill(query, key_pages, value_pages), plain(query, key, value, prompt_lengths)
-for example, length in enumerate([37, 5, 48]):
-    check(out[example, :length], want[example, :length])
+for sequence, length in enumerate([37, 5, 48]):
+    check(out[sequence, :length], want[sequence, :length])
 
 # %% [markdown]
 # ## Decode
-# One token a step: its key and value go to their places, and one query for each example attends to
-# all that is there. Lengths are arrays, so each step is the same program.
+# Each step adds one token: its key and value are written into the pages, and one query for each
+# sequence attends to all tokens so far. Lengths are arrays, so all steps run the same program.
 
 
 # %%
@@ -128,7 +117,7 @@ for token in tokens:
     outs.append(out)
 
 # %% [markdown]
-# The same over whole arrays: the tokens behind each example's prompt.
+# The same with contiguous arrays: the new tokens follow each sequence's prompt.
 
 # %%
 places = jnp.arange(B)[:, None], prompt_lengths[:, None] + jnp.arange(3)
@@ -151,3 +140,4 @@ with planned():
         key_value_seq_lengths=lengths,
     )
 print(plan.explain())
+draw(plan)
