@@ -14,39 +14,14 @@
 # %% [markdown]
 # # vmap, grad and jvp of fused operations
 #
-# A derivative of a graph is a graph, and so is a batch of it. cuDNN plans those like any other.
+# A derivative of a graph is a graph, and so is a batch. cuDNN plans them like any graph.
 
 # %%
-import contextlib
-
 import jax
 import jax.numpy as jnp
-import numpy as np
+from helpers import check, draw, normal, planned
 
 import jax_cudnn as jc
-
-on_gpu = jax.default_backend() == "gpu"
-
-
-def planned():
-    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
-    return contextlib.nullcontext() if on_gpu else jc.target("H200")
-
-
-random = np.random.default_rng(0)
-
-
-def normal(shape, dtype=jnp.float32):
-    """Random numbers, which are the same wherever the notebook runs."""
-    return jnp.asarray(random.standard_normal(shape), dtype)
-
-
-def check(got, want, tolerance=1e-2):
-    """Prints the relative error in the 2-norm, which is to be below the tolerance."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < tolerance, error
-    print(f"{error:.1e}")
 
 
 # %%
@@ -72,8 +47,8 @@ def loss(function, x, w, b):
 
 # %% [markdown]
 # ## grad
-# The forward is one graph, and so is the whole backward: relu's, the sum for the bias, and two
-# convolutions. It is cut where cuDNN has no engine for all of it.
+# The forward is one graph, and so is the whole backward: the derivative of relu, the sum for the
+# bias, and two convolutions. It is cut where cuDNN has no engine for the whole.
 
 # %%
 gradients = jax.jit(jax.grad(loss, (1, 2, 3)), static_argnums=0)
@@ -86,17 +61,18 @@ with planned():
 assert [*plans] == ["conv_bias_relu", "conv_bias_relu (backward)"]
 for plan in plans.values():
     print(plan.explain())
+draw(plans)
 
 # %% [markdown]
-# What the backward needs of the forward is chosen so that few bytes are kept: of relu its result,
-# which is there anyway. Here that is no further array. What is computed element by element from
-# what is kept is not kept itself.
+# The forward keeps as few bytes as possible for the backward. For relu it keeps the result, which
+# exists anyway, so there is no additional array here. Values that can be recomputed elementwise
+# from kept ones are not kept.
 
 # %%
 assert plans["conv_bias_relu"].residuals == ()
 
 # %% [markdown]
-# A gradient that nobody uses is not computed: with frozen weights there is no weight gradient.
+# Unused gradients are not computed: with frozen weights there is no weight gradient.
 
 # %%
 with planned():
@@ -107,8 +83,8 @@ print(calls)
 
 # %% [markdown]
 # ## jvp
-# A tangent is a graph, too, linear in the tangents that come in. Only the weight moves here, so it
-# is one convolution more.
+# A tangent is a graph, too, linear in the incoming tangents. Here only the weight has a tangent,
+# which adds one convolution.
 
 # %%
 dw = normal(w.shape, w.dtype)
@@ -124,9 +100,9 @@ for name, plan in plans.items():
 
 # %% [markdown]
 # ## vmap
-# A batch becomes a dimension that the graph has, so there is one plan and no loop. Of images it is
-# their batch; of weights it is features of the result, or groups where both are batched. Of several
-# ways the one that moves fewest bytes is taken.
+# A batch is folded into an existing dimension of the graph, so there is one plan and no loop:
+# batched images into the batch dimension, batched weights into the output features, and both
+# together into groups. If there are several ways, the one that moves the fewest bytes is used.
 
 # %%
 images, weights = jnp.stack([x, 2 * x, -x]), jnp.stack([w, -w, w / 2])
@@ -143,27 +119,27 @@ for axes in (0, None, None), (None, 0, None), (0, 0, None):
     print(axes, *plan.spec.input_tensors, sep="\n    ")
 
 # %% [markdown]
-# ## All of them nested
-# Gradients by example are vmap of grad, a Hessian times a vector is jvp of grad.
+# ## Nested transformations
+# Per-sample gradients are vmap of grad. A Hessian-vector product is jvp of grad.
 
 
 # %%
 @jax.jit
-def by_example(x, w, b):
+def per_sample(x, w, b):
     def of_one(x, dy):
         return jax.grad(lambda w: jnp.sum(conv_bias_relu(x[None], w, b)[0] * dy))(w)
 
     return jax.vmap(of_one)(x, dy)
 
 
-def plain_by_example(x, w, b):
+def plain_per_sample(x, w, b):
     def of_one(x, dy):
         return jax.grad(lambda w: jnp.sum(plain(x[None], w, b)[0] * dy))(w)
 
     return jax.vmap(of_one)(x, dy)
 
 
-check(by_example(x, w, b), plain_by_example(*wide))
+check(per_sample(x, w, b), plain_per_sample(*wide))
 
 
 @jc.graph
@@ -180,9 +156,9 @@ got = jax.jit(curvature, static_argnums=0)(gelu_matmul, a, c, dc)
 check(got, curvature(lambda a, b: jax.nn.gelu(a @ b), a, c, dc), 2e-2)
 
 # %% [markdown]
-# ## Which of them is wrong?
-# `jc.bisect` runs a program of this process's arrays step by step, each graph beside its reference,
-# and says which differs most or makes the first NaN.
+# ## Which graph is wrong?
+# `jc.bisect` runs a program step by step, compares each graph with its reference, and reports which
+# differs most or produces the first NaN.
 
 # %%
 report = jc.bisect(lambda x, w, b: loss(conv_bias_relu, x, w, b), x, w, b)
