@@ -14,8 +14,8 @@
 # %% [markdown]
 # # Which GPU runs my graph?
 #
-# `jc.support` asks cuDNN, for each GPU model, whether a graph is one plan there; `jc.target` plans
-# and lowers for a GPU that is elsewhere. Neither needs a GPU.
+# `jc.support` finds out from cuDNN on which GPU models a graph is a single plan. `jc.target` plans
+# and lowers for a GPU that this machine does not have. Neither needs a GPU.
 
 # %%
 import json
@@ -23,15 +23,14 @@ from importlib import resources
 
 import jax
 import jax.numpy as jnp
+from helpers import draw, on_gpu
 
 import jax_cudnn as jc
 
-on_gpu = jax.default_backend() == "gpu"
-
 # %% [markdown]
 # ## A table
-# cuDNN plans for real, in a process of its own, from a profile of each card. A star marks profiles
-# that come from public specifications; the GPUs of this machine are planned for with their handle.
+# cuDNN itself plans, in a separate process, from a profile of each GPU model. A star marks profiles
+# that come from public specifications. GPUs of this machine are planned for with their handle.
 
 
 # %%
@@ -62,17 +61,19 @@ assert of_fp8["H200"]
 print(of_fp8)
 
 # %% [markdown]
-# It is a value: true where each graph has a plan on each GPU, with rows and data for programs. What
-# is no single plan runs nevertheless, cut or in XLA.
+# The result is true if each graph is a single plan on each GPU. Its rows and `to_json` are for
+# programs. A graph that is not a single plan still runs, cut or in XLA.
 
 # %%
 row = of_fp8["A100", "fp8_matmul"]
 print(row.supported, "-", row.reason)
 print(of_conv.to_json()["rows"][0].keys())
+gpus = ["A100", "H200"]
+draw({f"fp8_matmul on {gpu}": p for gpu, p in jc.plan(fp8_matmul, e4m3, e4m3, gpus=gpus).items()})
 
 # %% [markdown]
 # ## A whole program
-# `support` looks for the graphs of any JAX function, through jit, scan, cond and gradients.
+# `support` finds the graphs in any JAX function, through jit, scan, cond and gradients.
 
 
 # %%
@@ -85,9 +86,9 @@ program = jc.support(jax.jit(jax.grad(loss)), w, x, aval((64,)), gpus=["H200"])
 print(program)
 
 # %% [markdown]
-# ## A plan for one of them
-# Inside of `jc.target` plans are for that GPU. A program can be lowered for it, too; on the GPU it
-# is compiled with plans that the device's own handle makes, which may be faster ones.
+# ## A plan for one GPU
+# Inside `jc.target` plans are for that GPU. A program can be lowered for it, too. When it is
+# compiled on the GPU, the plans are made again with the device's handle and may be faster.
 
 # %%
 with jc.target("H200"):
@@ -100,7 +101,7 @@ elsewhere = jc.plan(conv_bias_relu, x, w, b, gpus=["A100", "B200"])
 print(*elsewhere.values(), sep="\n")
 
 # %% [markdown]
-# On a machine with a GPU nothing needs to be said: `jc.plan` takes the device that is there.
+# On a machine with a GPU, `jc.plan` uses that GPU by default.
 
 # %%
 if on_gpu:
@@ -112,10 +113,10 @@ else:
         print(error.summary, error.fix, sep="\n- ")
 
 # %% [markdown]
-# ## A GPU of your own
-# A profile is what cuDNN says of a device. On a machine with one, write
-# `cudnn.create_device_properties(0).serialize()` into a file and give it to `Profile.from_json`.
-# Here the package's own file of an H200, with half the SMs, stands for it.
+# ## A profile of your GPU
+# A profile is cuDNN's description of a device. On a machine with the GPU, write
+# `cudnn.create_device_properties(0).serialize()` to a file and pass it to `Profile.from_json`. As
+# an example, here is the package's profile of an H200 with half the SMs.
 
 # %%
 file = resources.files("jax_cudnn.deviceless") / "profiles" / "h200.json"
