@@ -14,30 +14,25 @@
 # %% [markdown]
 # # Why was this not fused?
 #
-# A graph that cuDNN has no engine for runs all the same: cut into plans that it has, with XLA
-# between them. `plan.explain()` says what runs where, how many bytes cross the cuts, and why. This
-# notebook takes the usual reasons one by one, with what to do about each.
+# A graph for which cuDNN has no engine still runs: it is cut into segments that run on cuDNN or in
+# XLA. `plan.explain()` reports what runs where, how many bytes cross the cuts, and why. This
+# notebook goes through the usual reasons, and what to do about each.
 
 # %%
-import contextlib
 import logging
 
 import jax
+from helpers import draw, planned
 
 import jax_cudnn as jc
-
-on_gpu = jax.default_backend() == "gpu"
-
-
-def planned():
-    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
-    return contextlib.nullcontext() if on_gpu else jc.target("H200")
 
 
 def explain(function, *arrays):
     with planned():
         plan = jc.plan(function, *arrays)
     print(plan.explain())
+    if len(plan.segments) > 1:
+        draw(plan)
     return plan
 
 
@@ -49,11 +44,11 @@ x, w = aval((8, 64, 28, 28)), aval((64, 64, 3, 3))
 
 # %% [markdown]
 # ## Two products in one graph
-# cuDNN's engines are built around one convolution or matmul. The graph is cut between them, each
-# with the neighbours that it takes. Tensors keep their dtype across a cut: float32, but for what
-# enters a product beside a 16-bit operand, which has that operand's. Where the graph says float32
-# all the same, the second convolution has a float32 and a bfloat16 operand, which cuDNN does not
-# take: XLA runs it, and twice the bytes cross the cut.
+# cuDNN's engines are built around one convolution or matmul, so the graph is cut between two.
+# Tensors keep their dtype across a cut. It is float32, except for a tensor that enters a product
+# with a 16-bit operand: it has the dtype of that operand. If the graph sets float32 there, the
+# second convolution has a float32 and a bfloat16 operand, which cuDNN does not support: XLA runs
+# it, and twice the bytes cross the cut.
 
 
 # %%
@@ -77,12 +72,12 @@ crossing = [plan.explain().to_json()["cut_bytes"] for plan in (wide, narrow)]
 assert crossing[1] < crossing[0]
 
 # %% [markdown]
-# With the value between them as an output of the one and the input of the other, they are two
-# graphs that say the same.
+# Two separate graphs, one with the intermediate value as output and one with it as input, are
+# equivalent.
 #
-# ## What cuDNN has no engine for
-# Some operations are XLA's everywhere: reshape, transpose, concatenate, pooling. What can stand
-# outside of the graph is better there.
+# ## Operations without a cuDNN engine
+# Some operations always run in XLA: reshape, transpose, concatenate, pooling. Keep them outside of
+# the graph where you can.
 
 
 # %%
@@ -96,9 +91,9 @@ plan = explain(pooled, x, w)
 assert [segment.engine == "XLA" for segment in plan.segments] == [False, True]
 
 # %% [markdown]
-# ## A broadcast that is computed wrongly
-# Beside a convolution cuDNN 9.19 accepts every pattern of broadcasts, and computes four of them
-# right: full, (1, C, 1, 1), (N, 1, H, W) and a single number. The others are not asked of it.
+# ## A broadcast that cuDNN computes wrongly
+# Fused with a convolution, cuDNN 9.19 accepts every broadcast pattern, but computes only four
+# correctly: full, (1, C, 1, 1), (N, 1, H, W) and a scalar. All other patterns run in XLA.
 
 
 # %%
@@ -114,7 +109,7 @@ assert len(full.segments) == 1
 
 # %% [markdown]
 # ## Precision
-# For a float32 matmul cuDNN has TF32 and nothing else. Who asks for more gets XLA's.
+# For a float32 matmul cuDNN has only TF32. With a higher precision, it falls back to XLA.
 
 
 # %%
@@ -129,9 +124,9 @@ plan = explain(matmul_relu.with_options(precision="highest"), square, square)
 assert plan.execution_plans == ()
 
 # %% [markdown]
-# ## cuDNN could, and is slower
-# Kinds of graphs at which cuDNN was measured to lose are XLA's by default. The reason says by how
-# much and where. `implementation="cudnn"` asks for cuDNN.
+# ## cuDNN is slower
+# Graphs at which cuDNN was measured to be slower run in XLA by default. The reason says by how much
+# and on which GPU. `implementation="cudnn"` forces cuDNN.
 
 
 # %%
@@ -149,8 +144,8 @@ assert (
 
 # %% [markdown]
 # ## One plan, or an error
-# Under `implementation="cudnn"` a graph that is no single plan is an error. It holds cuDNN's reason
-# for each engine that was asked, and what to do.
+# With `implementation="cudnn"` a graph that is not a single plan is an error. The error holds
+# cuDNN's reason for each engine that was tried, and what to do.
 
 # %%
 try:
@@ -164,8 +159,8 @@ else:
 
 # %% [markdown]
 # ## Another dtype
-# Where it is about dtypes, the error names those for which there is a plan: an A100 has no tensor
-# cores for float8.
+# If the dtypes are the reason, the error lists those for which there is a plan: an A100 has no
+# tensor cores for float8.
 
 # %%
 e4m3 = aval((1, 256, 256), "float8_e4m3fn")
@@ -179,17 +174,16 @@ else:
 
 # %% [markdown]
 # ## While a program compiles
-# The logger `jax_cudnn` tells the same at the level of debug: every segment, and why XLA runs its
-# own.
+# At level DEBUG, the logger `jax_cudnn` reports the same: each segment, and why it runs in XLA.
 
 # %%
-told = []
+messages = []
 handler = logging.Handler()
-handler.emit = lambda record: told.append(record.getMessage())
+handler.emit = lambda record: messages.append(record.getMessage())
 logger = logging.getLogger("jax_cudnn")
 logger.addHandler(handler)
 logger.setLevel(logging.DEBUG)
 with planned():
     jax.jit(pooled).trace(x, w).lower(lowering_platforms=("cuda",))
-print(*(line for line in told if "pooled" in line), sep="\n")
-assert any("resample" in line for line in told)
+print(*(line for line in messages if "pooled" in line), sep="\n")
+assert any("resample" in line for line in messages)
