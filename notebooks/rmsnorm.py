@@ -14,41 +14,15 @@
 # %% [markdown]
 # # RMS normalization
 #
-# `x / sqrt(mean(x**2) + epsilon) * scale`: forward in training and inference, backward, and what is
-# done by default where cuDNN is measured to be slower than XLA.
+# `x / sqrt(mean(x**2) + epsilon) * scale`: forward, backward, and the default where
+# cuDNN is measured to be slower than XLA.
 
 # %%
-import contextlib
-
 import jax
 import jax.numpy as jnp
-import numpy as np
+from helpers import bars, check, draw, normal, on_gpu, planned, seconds
 
 import jax_cudnn as jc
-
-on_gpu = jax.default_backend() == "gpu"
-
-
-def planned():
-    """Plans inside are for the GPU of this process, or for an H200 that is elsewhere."""
-    return contextlib.nullcontext() if on_gpu else jc.target("H200")
-
-
-random = np.random.default_rng(0)
-
-
-def normal(shape, dtype=jnp.float32):
-    """Random numbers, which are the same wherever the notebook runs."""
-    return jnp.asarray(random.standard_normal(shape), dtype)
-
-
-def check(got, want, tolerance=1e-2):
-    """Prints the relative error in the 2-norm, which is to be below the tolerance."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < tolerance, error
-    print(f"{error:.1e}")
-
 
 # %%
 x = normal((8, 128, 2048), jnp.bfloat16)
@@ -85,8 +59,8 @@ print(plan.explain())
 
 # %% [markdown]
 # ## Backward
-# As a node of its own, and as the derivative of the forward. Without a bias there is no gradient of
-# one: `has_dbias=False`.
+# As a separate node, and as the derivative of the forward. `has_dbias=False` because there is no
+# bias.
 
 
 # %%
@@ -109,27 +83,37 @@ for got, want in zip(jax.jit(jax.grad(loss, (0, 1)))(x, scale), wanted, strict=T
     check(got, want)
 
 # %% [markdown]
-# ## Who runs it
-# The default, `"split"`, leaves to XLA what cuDNN is measured to be slower at: rows of 128
-# elements, say. The reason has the figure. `"cudnn"` means cuDNN or an error.
+# ## cuDNN or XLA
+# By default, with `"split"`, XLA runs the graphs at which cuDNN is measured to be slower, such as
+# the backward of rows of 128 elements, drawn below. The reason gives the figure. `"cudnn"` means
+# cuDNN or an error.
 
 # %%
 short, short_scale = x[..., :128], scale[..., :128]
-with planned():
-    for rows, by in ((x, scale), (short, short_scale)):
-        for implementation in "split", "cudnn":
-            asked = forward.with_options(implementation=implementation)
-            plans = jc.plans(jax.grad(lambda x, s, f=asked: f(x, s)[0].sum(), (0, 1)), rows, by)
-            for name, plan in plans.items():
-                print(f"{rows.shape[-1]} elements, {implementation}, {name}: {plan.engine}")
-                if plan.segments[0].reason:
-                    print("   ", plan.segments[0].reason)
+
+
+def gradient_with(implementation):
+    chosen = forward.with_options(implementation=implementation)
+    return jax.grad(lambda x, scale: jnp.sum(chosen(x, scale)[0].astype(jnp.float32)), (0, 1))
+
+
+choices = {name: gradient_with(name) for name in ("split", "cudnn")}
+for rows, by in ((x, scale), (short, short_scale)):
+    size = rows.shape[-1]
+    with planned():
+        plans = {name: jc.plans(choice, rows, by) for name, choice in choices.items()}
+    drawn = {f"{i}, {graph}": plan for i, both in plans.items() for graph, plan in both.items()}
+    for name, plan in drawn.items():
+        print(f"{size} elements, {name}: {plan.segments[0].reason or plan.engine}")
+    if on_gpu:
+        bars(seconds(choices, rows, by), f"Gradient, rows of {size} elements")
+draw(drawn)
 
 # %% [markdown]
 # ## In JAX's conventions
-# `jc.ops.rms_norm` takes the axes and a scale of their shape. A scale that decays to 0 is given as
-# such. An epsilon that is another Python number makes no other plan; one that is an array may be
-# computed, and then XLA normalizes.
+# `jc.ops.rms_norm` takes the axes and a scale of their shape. `zero_centered_scale=True` adds 1 to
+# the scale. Changing an epsilon that is a Python scalar does not make a new plan. An epsilon that
+# is an array can be computed, and then XLA runs the normalization.
 
 # %%
 check(jc.ops.rms_norm(x, scale[0, 0]), y)
