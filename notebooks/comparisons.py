@@ -123,8 +123,8 @@ right.set_title("lower_triangle(image)")
 plt.show()
 
 # %% [markdown]
-# ## Behind a product
-# Selection is an operation on each element, so it is an epilogue like any other.
+# ## After a product
+# Selection is elementwise, so it can be the epilogue of a product.
 
 
 # %%
