@@ -53,7 +53,7 @@ for sequence, length in enumerate(prompt_lengths):
         owner[table[sequence, token // U], token % U] = sequence
 figure, axes = plt.subplots(figsize=(4, 4))
 axes.imshow(owner, cmap="Set2", vmin=0, vmax=7)
-axes.set(xlabel="token in the page", ylabel="page")
+axes.set(xlabel="token in the page", ylabel="page", xticks=range(0, U, 5), yticks=range(P))
 plt.show()
 
 # %% [markdown]
