@@ -54,7 +54,9 @@ def bars(times, title):
     figure, axes = plt.subplots(figsize=(7, 0.8 + 0.4 * len(times)))
     values = [1e6 * value for value in times.values()]
     drawn = axes.barh([*times], values, color=COLORS["cuDNN"])
-    axes.bar_label(drawn, [f"{value:.4g}" for value in values], padding=3)
+    axes.bar_label(
+        drawn, [f"{value:,.0f}" if value > 99 else f"{value:.1f}" for value in values], padding=3
+    )
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set(xlabel="microseconds, less is better", title=title)
