@@ -14,9 +14,9 @@
 # %% [markdown]
 # # The Graph wrapper
 #
-# `jc.Graph` has the interface of cuDNN's own `cudnn.Graph`, for JAX arrays. Like
-# `@jc.graph`, it builds a function that works under `jit`, `grad`, `vmap` and JAX's other
-# transformations. You manage no handles and no workspace, and need no torch.
+# `jc.Graph` has the interface of `cudnn.Graph`, for JAX arrays. Like `@jc.graph`, it
+# builds a function that works under `jit`, `grad`, `vmap` and JAX's other transformations. You
+# manage no handles and no workspace, and need no torch.
 
 # %%
 import json
@@ -165,10 +165,10 @@ assert (y.dtype, z.dtype) == (jnp.bfloat16, jnp.float32)
 check(-z, jnp.exp(wide_x))
 
 # %% [markdown]
-# ## Numbers in the host's memory
-# cuDNN wants an epsilon as a number in the host's memory. Given as a Python number or as a NumPy
-# array of one element it is a constant of the plan, and another value makes no other plan. Given as
-# a JAX array it is an operand, which only exists when the program runs: then XLA normalizes.
+# ## Scalars in host memory
+# cuDNN reads an epsilon as a scalar in host memory. A Python scalar or a NumPy array of one element
+# is a constant of the plan, and a new value does not make a new plan. A JAX array is an operand,
+# which has no value until the program runs: then XLA runs the normalization.
 
 # %%
 rows, scale, shift = jnp.ones((8, 64, 1, 1)), jnp.ones((1, 64, 1, 1)), jnp.zeros((1, 64, 1, 1))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.patches import Rectangle
 
 import jax_cudnn as jc
 
@@ -53,7 +54,8 @@ def bars(times, title):
     """Horizontal bars of ``{name: seconds}``, each with its value."""
     figure, axes = plt.subplots(figsize=(7, 0.8 + 0.4 * len(times)))
     values = [1e6 * value for value in times.values()]
-    drawn = axes.barh([*times], values, color=COLORS["cuDNN"])
+    colors = [COLORS["XLA" if name in ("XLA", "Flax") else "cuDNN"] for name in times]
+    drawn = axes.barh([*times], values, color=colors)
     axes.bar_label(
         drawn, [f"{value:,.0f}" if value > 99 else f"{value:.1f}" for value in values], padding=3
     )
@@ -74,7 +76,7 @@ def draw(plans):
     plans = {plans.name: plans} if isinstance(plans, jc.Plan) else dict(plans)
     rows = [(name, plan.explain().to_json()["segments"]) for name, plan in plans.items()]
     lines = [max(len(_listed(s)) for s in segments) for _, segments in rows]
-    columns = max(len(segments) for _, segments in rows)
+    columns = max(2, *(len(segments) for _, segments in rows))
     figure, axes = plt.subplots(figsize=(2.5 * columns + 0.5, sum(lines) * 0.19 + len(rows) * 0.45))
     top = 0.0
     for (name, segments), count in zip(rows, lines, strict=True):
@@ -82,7 +84,7 @@ def draw(plans):
         top -= 1.4
         for column, segment in enumerate(segments):
             color, text = COLORS[segment["runs_on"]], "\n".join(_listed(segment))
-            box = plt.Rectangle((column, top - count - 0.4), 0.9, count + 0.4, color=color)
+            box = Rectangle((column, top - count - 0.4), 0.9, count + 0.4, color=color)
             axes.add_patch(box)
             axes.text(column + 0.45, top - count / 2 - 0.2, text, ha="center", va="center", size=8)
             if column:
