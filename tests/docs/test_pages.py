@@ -85,7 +85,7 @@ def test_notebook_is_its_script_with_outputs(path):
     assert any("image/png" in out.get("data", {}) for out in shown), "a notebook has a picture"
     texts = [out.get("text", "") or str(_without_pictures(out.get("data", {}))) for out in shown]
     assert not [text for text in texts if _PATH.search(text)]
-    if "if on_gpu else jc.target(" in path.with_suffix(".py").read_text():
+    if "with planned():" in path.with_suffix(".py").read_text():
         of_a_profile = [text for text in texts if _PROFILE.search(text)]
         assert not of_a_profile, "run it on a GPU, and write it"
 
