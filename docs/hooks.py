@@ -156,13 +156,16 @@ def _notebooks() -> str:
     """A list of the notebooks by their titles."""
     found = {path.stem: re.search(r"^# # (.*)", path.read_text(), re.M) for path in _scripts()}
     rows = [f"- [{title[1] if title else n}](../notebooks/{n}.ipynb)" for n, title in found.items()]
-    return "# Notebooks\n\nWith the output of an H200, to download and run.\n\n" + "\n".join(rows)
+    return (
+        "# Notebooks\n\nExecuted on a GPU. To run one, keep `helpers.py` next to it.\n\n"
+        + "\n".join(rows)
+    )
 
 
 def _scripts() -> list[Path]:
-    """Those for training come first."""
+    """Those for training come first, then the introduction."""
     scripts = (path.with_suffix(".py") for path in (ROOT / "notebooks").glob("*.ipynb"))
-    return sorted(scripts, key=lambda path: (path.stem[:5] != "train", path.stem))
+    return sorted(scripts, key=lambda p: (p.stem[:5] != "train", p.stem[:5] != "intro", p.stem))
 
 
 # -- docstrings ------------------------------------------------------------------------------------
