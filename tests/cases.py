@@ -184,37 +184,7 @@ def matmul_and_its_largest_magnitude(g, x, w):
     return y, g.reduction(y, mode="AMAX")
 
 
-FUSIONS: tuple[Case, ...] = (
-    volume,
-    conv_times_product_of_scales,
-    conv_rounded_bias,
-    relu_matmul,
-    square,
-    vectors,
-    conv_bias_relu,
-    conv_bias_add_relu,
-    conv_scale_bias_swish,
-    conv_bias_sigmoid,
-    conv_bias_gelu_with_preactivation,
-    matmul_bias_gelu,
-    matmul_scale_bias_relu,
-    matmul_bias,
-    add_gelu,
-    mul_sum_over_channels,
-    conv_relu_backward,
-    conv_masked,
-    relu_backward_and_bias_gradient,
-    logic,
-    lower_triangles,
-    matmul_product_of_rows,
-    matmul_and_its_largest_magnitude,
-    matmul_of_transposed,
-    matmul_of_int8_weights,
-    conv_concatenated,
-    conv_then_matmul_of_its_pixels,
-    conv_with_statistics,
-    normalized_conv_with_statistics,
-)
+FUSIONS: tuple[Case, ...] = tuple(x for x in [*globals().values()] if isinstance(x, Case))
 
 
 def all_cases() -> tuple[Case, ...]:

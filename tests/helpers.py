@@ -29,6 +29,26 @@ def python(code, *options):
 
 
 @jc.graph
+def product(g, a, b):
+    return g.matmul(a, b)
+
+
+@jc.graph
+def relu(g, x):
+    return g.relu(x)
+
+
+def conv(g, x, w):
+    return g.conv_fprop(x, w, padding=[1, 1])
+
+
+def spec_of(function, *avals):
+    """The graph of a function, for arrays or for pairs of a shape and a dtype."""
+    avals = [jax.ShapeDtypeStruct(*x) if isinstance(x, tuple) else x for x in avals]
+    return jc.graph(function).trace(*avals)[1].spec
+
+
+@jc.graph
 def linear(g, x, w, b):
     h = g.matmul(x, w) * 0.5 + b
     return {"hidden": h, "y": g.gelu_approx_tanh(h)}
@@ -43,6 +63,12 @@ def assert_same(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+def same(got, want, tolerance=1e-5):
+    """Compares arrays of any dtypes."""
+    got, want = (np.asarray(x, np.float32) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
 def two_processes(worker, *options, timeout, **environments):

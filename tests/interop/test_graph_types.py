@@ -4,16 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import same
 
 import jax_cudnn as jc
 
 X = jnp.arange(-8.0, 24.0).reshape(4, 8)
-
-
-def close(got, want):
-    np.testing.assert_allclose(
-        np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=1e-5, atol=1e-5
-    )
 
 
 # -- types and shapes ------------------------------------------------------------------------------
@@ -83,9 +78,9 @@ def of_number(data_type):
 def test_numbers_of_the_host_are_of_their_declared_type():
     x = jnp.zeros(1)
     for number in (0.1, np.full(1, 0.1, np.float32)):
-        close(of_number("BFLOAT16")(x, number), [float(jnp.bfloat16(0.1))])
-    close(of_number("BFLOAT16")(x, jnp.ones(1, "bfloat16")), [1.0])
-    close(of_number("FLOAT")(x, np.inf), [np.inf])
+        same(of_number("BFLOAT16")(x, number), [float(jnp.bfloat16(0.1))])
+    same(of_number("BFLOAT16")(x, jnp.ones(1, "bfloat16")), [1.0])
+    same(of_number("FLOAT")(x, np.inf), [np.inf])
     assert of_number("INT32")(jnp.zeros(1, "int32"), 7.0).tolist() == [7]
     for data_type, number, words in (
         ("INT32", np.float32(np.nan), "not an integer"),
@@ -102,11 +97,11 @@ def test_arrays_of_the_host_with_one_element_may_be_numbers_at_the_call():
     with jc.Graph(inputs=[a], outputs=["exp.0::OUT_0"]) as graph:
         graph.exp(a)
     for number in (a, 2.0, a.astype(np.float64), jnp.asarray(a)):
-        close(graph(number), np.exp(a))
+        same(graph(number), np.exp(a))
     x = jnp.zeros((1, 1))
     with jc.Graph(inputs=[x, "s::b", "t::b"], outputs=["t::OUT_0"]) as graph:
         graph.mul(graph.add(x, a, name="s"), a, name="t").set_output(True)
-    close(graph(x, 3.0, float("3")), [[9.0]])
+    same(graph(x, 3.0, float("3")), [[9.0]])
     with pytest.raises(jc.GraphError, match=r"3\.0 and 2\.0"):
         graph(x, 3.0, 2.0)
 
@@ -121,7 +116,7 @@ def test_an_epsilon_is_a_constant_if_a_number_and_an_operand_if_an_array():
         y.set_output(True)
     want = (x - x.mean(1, keepdims=True)) * jax.lax.rsqrt(x.var(1, keepdims=True) + 1e-3) * 2 + 1
     for given in (epsilon, 1e-3, np.float64(1e-3), jnp.full((1, 1, 1, 1), 1e-3)):
-        close(graph(x, scale, bias, given), want)
+        same(graph(x, scale, bias, given), want)
     numbers = jax.make_jaxpr(lambda *args: graph(*args, 1e-3))(x, scale, bias)
     arrays = jax.make_jaxpr(graph)(x, scale, bias, jnp.float32(1e-3))
     specs = [jaxpr.eqns[-1].params["spec"] for jaxpr in (numbers, arrays)]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import product
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph import layout
@@ -114,11 +115,6 @@ def test_slices_that_are_no_view_of_an_operand_are_refused():
 
 
 # -- matrices with any number of batch dimensions --------------------------------------------------
-
-
-@jc.graph
-def product(g, a, b):
-    return g.matmul(a, b)
 
 
 @jc.graph

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same
+from helpers import assert_same, spec_of
 
 import jax_cudnn as jc
 
@@ -21,10 +21,6 @@ scale = jc.graph(lambda g, x, k: x * k)
 @pytest.fixture
 def x(key):
     return jax.random.normal(key, X)
-
-
-def spec_of(function, *arrays):
-    return jc.graph(function).trace(*arrays)[1].spec
 
 
 class Pair(NamedTuple):

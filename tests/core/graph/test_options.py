@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import product
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.options import normal_precision
@@ -22,11 +23,6 @@ MATRICES = tuple(jax.ShapeDtypeStruct((1, 64, 64), jnp.float32) for _ in range(2
 @jc.graph
 def conv_bias_relu(g, x, w, b):
     return g.relu(g.bias(g.conv_fprop(x, w, padding=[1, 1]), b))
-
-
-@jc.graph
-def product(g, a, b):
-    return g.matmul(a, b)
 
 
 def plan(function=conv_bias_relu, avals=(X, W, B), implementation="cudnn", **options):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import spec_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.reference import evaluate
@@ -13,11 +14,6 @@ from jax_cudnn._core.graph.wire import wire
 
 SHAPE = (2, 16, 4, 6)
 ROW = (1, 16, 1, 1)
-
-
-def spec_of(function, *avals):
-    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
-    return jc.graph(function).trace(*structs)[1].spec
 
 
 def mixed(g, p, q, x, y):

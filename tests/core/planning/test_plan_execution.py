@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import conv_bias_relu
+from helpers import product, relu
 
 import jax_cudnn as jc
 from jax_cudnn._core import cuda_graphs, execution
@@ -17,18 +18,8 @@ IMAGE = jax.ShapeDtypeStruct((2, 64, 8, 8), "float32")
 
 
 @jc.graph
-def relu(g, x):
-    return g.relu(x)
-
-
-@jc.graph
 def add(g, x, y):
     return g.add(x, y)
-
-
-@jc.graph
-def product(g, a, b):
-    return g.matmul(a, b)
 
 
 def plan(function, *avals, **options):

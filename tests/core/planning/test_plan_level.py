@@ -6,6 +6,7 @@ import pickle
 import jax
 import pytest
 from cases import all_cases, conv_bias_relu
+from helpers import product
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph import record
@@ -13,11 +14,6 @@ from jax_cudnn._core.graph.spec import intern
 from jax_cudnn._core.planning.collect import graphs
 
 FLOATS = [jax.ShapeDtypeStruct((1, 64, 64), "float32")] * 2
-
-
-@jc.graph
-def product(g, a, b):
-    return g.matmul(a, b)
 
 
 @jc.graph

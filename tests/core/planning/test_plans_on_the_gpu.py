@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import conv_bias_relu
+from helpers import product, relu
 
 import jax_cudnn as jc
 from jax_cudnn._core import cuda_graphs
@@ -18,18 +19,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("by_cudnn")]
 
 
 @jc.graph
-def product(g, a, b):
-    return g.matmul(a, b)
-
-
-@jc.graph
 def dense(g, a, b, c):
     return g.gelu_approx_tanh(g.bias(g.matmul(a, b), c))
-
-
-@jc.graph
-def relu(g, x):
-    return g.relu(x)
 
 
 def arrays(*shapes, dtype="bfloat16", seed=0):

@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import conv, product, spec_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.dims import packed_strides
@@ -19,23 +20,11 @@ HALF = jnp.bfloat16
 IMAGE, WEIGHT, MATRIX = ((2, 64, 8, 8), HALF), ((64, 64, 3, 3), HALF), ((1, 64, 64), HALF)
 
 
-def conv(g, x, w):
-    return g.conv_fprop(x, w, padding=[1, 1])
-
-
-def traced(function, avals):
-    return jc.graph(function).trace(*(jax.ShapeDtypeStruct(*aval) for aval in avals))[1].spec
-
-
 def refusal(function, avals, gpu="H200", **options):
     avals = (jax.ShapeDtypeStruct(*aval) for aval in avals)
     with pytest.raises(jc.UnsupportedGraphError) as caught, jc.target(gpu):
         jc.plan(jc.graph(function, **options), *avals)
     return caught.value
-
-
-def product(g, a, b):
-    return g.matmul(a, b)
 
 
 FLOAT32 = [((1, 64, 64), "float32")] * 2
@@ -47,14 +36,14 @@ REFUSED = {  # function, operands, options, words of the message
         {},
         [r"engine \d+: ", r"conv_fprop\.1::Y: bfloat16", "one convolution or matmul each"],
     ),
-    "float8 on an A100": (product, FLOAT8, {"gpu": "A100"}, ["operands of bfloat16, float16"]),
+    "float8 on an A100": (product.fn, FLOAT8, {"gpu": "A100"}, ["operands of bfloat16, float16"]),
     "left out by options": (
         conv,
         [IMAGE, WEIGHT],
         {"select_numeric_notes": "FFT"},
         ["relax the options", "excluded by the options", "FFT"],
     ),
-    "TF32": (product, FLOAT32, {"precision": "highest"}, ["in TF32 only", "'highest'"]),
+    "TF32": (product.fn, FLOAT32, {"precision": "highest"}, ["in TF32 only", "'highest'"]),
 }
 
 
@@ -174,7 +163,7 @@ NOT_ASKED_FOR = [  # most found by random graphs on an H200: function, operands,
 @pytest.mark.parametrize("row", NOT_ASKED_FOR, ids=[row[-1] for row in NOT_ASKED_FOR])
 def test_what_cudnn_would_compute_wrongly_is_not_asked_for(row):
     function, avals, words = row
-    assert words in "; ".join(known_reasons(traced(function, avals)).values())
+    assert words in "; ".join(known_reasons(spec_of(function, *avals)).values())
 
 
 def test_what_stands_right_is_asked_for():
@@ -184,4 +173,4 @@ def test_what_stands_right_is_asked_for():
         return y, g.reduction(y, mode="ADD", out_dims=[1, 64, 1, 1])
 
     avals = [IMAGE, WEIGHT, CHANNELS, CHANNELS, (IMAGE[0], jnp.bool_)]
-    assert known_reasons(traced(fused, avals)) == {}
+    assert known_reasons(spec_of(fused, *avals)) == {}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import spec_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.reference import evaluate
@@ -87,8 +88,7 @@ def test_segments_in_order_compute_what_the_whole_graph_computes(seed):
 
 
 def traced(fn, *shapes):
-    avals = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
-    return jc.graph(fn).trace(*avals)[1].spec
+    return spec_of(fn, *((s, "bfloat16") for s in shapes))
 
 
 def names(segments):

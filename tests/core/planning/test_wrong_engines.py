@@ -5,18 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from helpers import conv, spec_of
 from transformations import relative_error
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning import build, choice
-
-
-def conv(g, x, w):
-    return g.conv_fprop(x, w, padding=[1, 1])
-
-
-def traced(function, avals):
-    return jc.graph(function).trace(*(jax.ShapeDtypeStruct(*aval) for aval in avals))[1].spec
 
 
 def two_results(g, x, w):
@@ -63,7 +56,7 @@ WRONG = [  # found by random graphs on an H200: function, operands, engines of 0
 @pytest.mark.parametrize("row", range(len(WRONG)))
 def test_engines_found_wrong_are_known(row):
     function, avals, engines = WRONG[row]
-    spec = traced(function, avals)
+    spec = spec_of(function, *avals)
     found = {engine: choice.distrusted(spec, engine, {}) for engine in range(81)}
     assert {engine: name for engine, name in found.items() if name} == engines
 
@@ -117,7 +110,7 @@ def test_engines_that_are_left_read_uneven_padding(kind, rank, dtype):
 
 
 def test_failure_of_the_device_is_no_unsupported_graph():
-    spec = jc.graph(lambda g, x: g.relu(x)).trace(jnp.ones((2, 2)))[1].spec
+    spec = spec_of(lambda g, x: g.relu(x), ((2, 2), "float32"))
 
     class FakeCudnn:
         cudnnGraphNotSupportedError = NotImplementedError
