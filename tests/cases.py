@@ -166,9 +166,7 @@ def logic(g, x, y, mask):
     return g.binary_select(x, y, chosen)
 
 
-@case(
-    (_IMAGE, "float32"),
-)
+@case((_IMAGE, "float32"))
 def lower_triangles(g, x):
     return g.binary_select(x, -1e9, g.cmp_ge(g.gen_index(x, axis=2), g.gen_index(x, axis=3)))
 

@@ -24,13 +24,7 @@ def _relu_backward(loss, x, node):
     return loss * np.select([x <= low, (x >= high) & (high < np.inf)], [slope, 0.0], 1.0)
 
 
-def _bits(mask):
-    """Along the channels, the first of eight the lowest bit."""
-    return np.packbits(mask, axis=1, bitorder="little")
-
-
-def _of_bits(mask):
-    return np.unpackbits(mask.astype(np.uint8), axis=1, bitorder="little")
+_BITS = {"axis": 1, "bitorder": "little"}  # along the channels, the first of eight the lowest bit
 
 
 def _sigmoid(x):
@@ -135,8 +129,8 @@ OPERATIONS = {
     "binary_select": lambda node, input0, input1, mask: np.where(mask != 0, input0, input1),
     "gen_index": lambda node, input: np.indices(input.shape)[node.axis],
     "relu": lambda node, input: _relu(input, node),
-    "relu_mask": lambda node, input: (np.maximum(input, 0), _bits(input > 0)),
-    "masked": lambda node, input, mask: input * _of_bits(mask),
+    "relu_mask": lambda node, input: (np.maximum(input, 0), np.packbits(input > 0, **_BITS)),
+    "masked": lambda node, input, mask: input * np.unpackbits(mask.astype(np.uint8), **_BITS),
     "gelu_approx_tanh": lambda node, input: (
         0.5 * input * (1 + np.tanh(np.sqrt(2 / np.pi) * (input + 0.044715 * input**3)))
     ),
@@ -163,18 +157,19 @@ def evaluate(spec, operands, store=lambda value, tensor: value):
     return [values[name] for name in spec.outputs]
 
 
+def stored(x, dtype):
+    """As an array of this dtype has it: integers to the nearest even; these and float8 saturate."""
+    if jnp.issubdtype(jnp.dtype(dtype), jnp.integer):
+        x = np.clip(np.rint(x), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    if dtype.startswith("float8"):
+        x = np.clip(x, float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max))
+    with np.errstate(over="ignore"):
+        return np.asarray(x).astype(jnp.dtype(dtype))
+
+
 def rounded(spec, operands):
     """The same with each value rounded to its tensor's dtype, as the spec states it."""
-
-    def store(value, tensor):
-        dtype = jnp.dtype(tensor.dtype)
-        if jnp.issubdtype(dtype, jnp.integer):  # saturated, and to the nearest even
-            value = np.clip(np.rint(value), jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-        if tensor.dtype.startswith("float8"):  # saturated, too
-            value = np.clip(value, float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max))
-        return value.astype(dtype).astype(np.float64)
-
-    return evaluate(spec, operands, store)
+    return evaluate(spec, operands, lambda x, t: stored(x, t.dtype).astype(np.float64))
 
 
 # Errors of a computation in float32, relative: accumulated products, exp and tanh; on a GPU

@@ -66,8 +66,6 @@ def test_a_missing_or_too_old_frontend_is_named(monkeypatch):
         assert all(word in str(caught.value) for word in words)
 
 
-# -- layers ----------------------------------------------------------------------------------------
-
 # What each room may import of the package besides itself. The core names no op.
 ALLOWED = {
     "_core": {"deviceless"},

@@ -81,12 +81,7 @@ SETUPS = {
     "healthy": ((), None, "", ""),
     "bare": (BARE, None, "", ""),
     "no cuDNN": (NO_CUDNN, None, "cuDNN", "none found.*pip install -U 'nvidia-cudnn-cu1"),
-    "two": (
-        (),
-        newer_cudnn,
-        "cuDNN",
-        "two versions.*9.21.99.*remove .* from LD_LIBRARY_PATH",
-    ),
+    "two": ((), newer_cudnn, "cuDNN", "two versions.*9.21.99.*remove .* from LD_LIBRARY_PATH"),
 }
 
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
+from transformations import in_float32
 
 from jax_cudnn._core.graph.dtypes import FP8, is_floating
 from jax_cudnn._core.graph.reference import evaluate
@@ -186,19 +187,16 @@ def _programs(spec: GraphSpec) -> tuple[Callable[..., Named], ...]:
     floats = _floats(spec, [tensor.name for tensor in spec.tensors])
     zeros = {name: np.zeros(spec.tensor(name).shape, np.float32) for name in floats}
 
-    def tangents(operands: Any, given: Any) -> Any:
-        def of(some: Any) -> Any:
-            found = _values(spec, operands, zeros | some)
-            return {name: found[name] for name in _floats(spec, found)}
+    def of(operands: Any, names: Any, some: Any) -> Any:
+        found = _values(spec, operands, zeros | some)
+        return {name: found[name] for name in names or _floats(spec, found)}
 
-        return jax.jvp(of, ({name: zeros[name] for name in given},), (given,))[1]
+    def tangents(operands: Any, given: Any) -> Any:
+        at = {name: zeros[name] for name in given}
+        return jax.jvp(functools.partial(of, operands, None), (at,), (given,))[1]
 
     def gradients(operands: Any, given: Any) -> Any:
-        def of(some: Any) -> Any:
-            found = _values(spec, operands, some)
-            return {name: found[name] for name in given}
-
-        return jax.vjp(of, zeros)[1](given)[0]
+        return jax.vjp(functools.partial(of, operands, given), zeros)[1](given)[0]
 
     values = functools.partial(_values, spec, more=None)
     return interpreted(values), interpreted(tangents), interpreted(gradients)
@@ -228,7 +226,7 @@ def _values(spec: GraphSpec, operands: Sequence[Any], more: Any) -> dict[str, An
                 _along(_disturb(x, through), (kept, _fp8_move(one.tensor(n).dtype)))
                 for n, x in given.items()
             ]
-            slopes = dict(zip(names, evaluate(_in_float32(one), *at), strict=True))
+            slopes = dict(zip(names, evaluate(in_float32(one), *at), strict=True))
             floats = _floats(one, names)
             slopes = {name: _along(slopes[name], (kept, through)) for name in floats}
             exact = {name: found[name].astype(jnp.float32) for name in floats}
@@ -237,12 +235,6 @@ def _values(spec: GraphSpec, operands: Sequence[Any], more: Any) -> dict[str, An
             found |= {name: x + more[name] for name, x in exact.items()}
         values |= found
     return values
-
-
-def _in_float32(one: GraphSpec) -> GraphSpec:
-    tensors = tuple(replace(t, dtype="float32") if is_floating(t.dtype) else t for t in one.tensors)
-    options = replace(one.options, precision="highest")
-    return replace(one, tensors=tensors, options=options, _cache={})
 
 
 # -- moves -----------------------------------------------------------------------------------------

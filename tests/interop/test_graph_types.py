@@ -11,9 +11,6 @@ import jax_cudnn as jc
 X = jnp.arange(-8.0, 24.0).reshape(4, 8)
 
 
-# -- types and shapes ------------------------------------------------------------------------------
-
-
 def test_data_types_of_the_graph_and_of_tensors():
     x = jnp.ones((1, 4, 8), "bfloat16")
     with jc.Graph(io_data_type="HALF", intermediate_data_type="bfloat16") as graph:
@@ -60,9 +57,6 @@ def test_later_operations_follow_what_changes_late():
     }
     computed = {n["name"]: n.get("compute_data_type") for n in graph.inspect()["nodes"]}
     assert computed["matmul.0"] == "INT32"
-
-
-# -- numbers ---------------------------------------------------------------------------------------
 
 
 def of_number(data_type):

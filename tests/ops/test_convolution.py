@@ -149,9 +149,6 @@ def test_products_of_integers_are_summed_exactly(channels, convolutions):
     assert all("xf32>" in line for line in made)
 
 
-# -- images cut into patches: convolutions with windows of one pixel -------------------------------
-
-
 @pytest.mark.parametrize(
     ("image", "weight", "strides", "padding", "cut"),
     [

@@ -56,9 +56,6 @@ def test_what_does_not_fit_is_said_in_words(move, words):
         jc.graph(move)(X)
 
 
-# -- a slice is a part of its operand's memory -----------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("shape", "slices", "order"),
     [
@@ -112,9 +109,6 @@ def test_slices_that_are_no_view_of_an_operand_are_refused():
         avals = [jax.ShapeDtypeStruct((*batch, *s), jnp.bfloat16) for s in ((64, 32), (32, 48))]
         with jc.target("H200"), pytest.raises(jc.UnsupportedGraphError, match=words):
             jc.plan(jc.graph(function, implementation="cudnn"), *avals)
-
-
-# -- matrices with any number of batch dimensions --------------------------------------------------
 
 
 @jc.graph

@@ -154,9 +154,6 @@ def test_gradients_of_16_bit_products_on_a_mesh_are_of_16_bits():
     assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype("bfloat16")}
 
 
-# -- normalizations and attention ------------------------------------------------------------------
-
-
 def assert_alike(ours, theirs, *arrays):
     (got, _), (want, _) = step(ours, *arrays), step(theirs, *arrays)
     assert_near(got, want, 1e-5)

@@ -70,8 +70,6 @@ def test_order_of_strides_knows_packed_tensors():
         assert order_of_strides(shape, strides) == order
 
 
-# -- inside a graph: float32, but beside a product's 16-bit operand ------------------------------
-
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (2, 8, 6, 6), "bfloat16")
 W = 0.2 * jax.random.normal(KEYS[1], (8, 8, 3, 3), "bfloat16")

@@ -38,8 +38,6 @@ def spec(function=product, avals=MATRICES):
     return function.trace(*avals)[1].spec
 
 
-# -- what they accept ------------------------------------------------------------------------------
-
 WRONG = (
     ({"determinstic": True}, "deterministic"),
     ({"deselect_numeric_notes": ["TENSOR_CORES"]}, "TENSOR_CORE"),

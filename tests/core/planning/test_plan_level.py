@@ -26,9 +26,6 @@ def plan(function=conv_bias_relu.function, avals=conv_bias_relu.avals, **options
         return jc.plan(function.with_options(**options), *avals)
 
 
-# -- candidates ------------------------------------------------------------------------------------
-
-
 @pytest.mark.deviceless
 def test_candidates_say_what_heuristics_propose_without_building():
     made = plan()
@@ -59,9 +56,6 @@ def test_options_leave_candidates_out():
     large = [row for row in plan(max_workspace=0).candidates if row.workspace_bytes]
     assert large
     assert all("bytes of workspace" in row.reason and row.supported is False for row in large)
-
-
-# -- one of them -----------------------------------------------------------------------------------
 
 
 @pytest.mark.deviceless
@@ -99,9 +93,6 @@ def test_a_cut_graph_has_parts_with_candidates():
     with pytest.raises(jc.GraphError, match="not one cuDNN plan") as caught:
         _ = left.pinned
     assert caught.value.why == left.segments[0].reason != ""
-
-
-# -- as data ---------------------------------------------------------------------------------------
 
 
 def test_graphs_are_written_down_and_read():

@@ -139,9 +139,6 @@ def test_the_maximum_keeps_nan_and_infinity():
     np.testing.assert_array_equal(pooled(x).ravel(), [jnp.nan, 2.0, 3.0])
 
 
-# -- how much is asked -----------------------------------------------------------------------------
-
-
 def deep(count, width):
     """Convolutions, each followed by so many additions."""
 

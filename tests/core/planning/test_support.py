@@ -48,9 +48,6 @@ def plans(made_up_plans, monkeypatch):
     return asked
 
 
-# -- which graphs --------------------------------------------------------------------------------
-
-
 def over_a_mesh(x):
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("d",))
     return jax.shard_map(double, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))(x)

@@ -158,8 +158,7 @@ PlanCache(sys.argv[1], 3_000).put("key", json.loads(sys.argv[3]))
 
 
 @pytest.mark.parametrize(
-    ("where", "damaged"),
-    [("write", False), ("link", False), ("replace", True), ("scandir", False)],
+    ("where", "damaged"), [("write", False), ("link", False), ("replace", True), ("scandir", False)]
 )
 def test_a_process_that_is_killed_leaves_a_sound_folder(store, where, damaged):
     values = [{"data": random.Random(n).randbytes(400).hex()} for n in range(6)]

@@ -132,8 +132,6 @@ def test_arrays_without_elements():
         assert_same(ours, theirs)
 
 
-# -- over several devices: jit on Auto and Explicit meshes, and shard_map ----------------------
-
 LAYOUTS = {
     "data": (P("data"), P(), P(), P("data")),
     "both": (P("data"), *[P(None, None, "model")] * 2, P("data", None, "model")),

@@ -116,8 +116,6 @@ def test_what_is_no_number_stays_none_as_in_jax_nn_and_nothing_is_read_behind_th
     assert not any(x.any() for x in missing(within, *behind, operands[3]))
 
 
-# -- masks that hide all keys of a query, or do so together with a band ----------------------------
-
 HIDDEN = {
     "rows": (jnp.ones((6, 6), bool).at[jnp.array([0, 3])].set(False), {}),
     "padding on the left": (jnp.ones((2, 1, 1, 6), bool).at[1, ..., :2].set(False), CAUSAL),

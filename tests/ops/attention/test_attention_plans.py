@@ -259,8 +259,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "shared"),
-    [("arrays", (1, 4, 9, 1)), ("qkv", (2, 4, 1, 1)), ("packed", (2, 1, 1, 9))],
+    ("kind", "shared"), [("arrays", (1, 4, 9, 1)), ("qkv", (2, 4, 1, 1)), ("packed", (2, 1, 1, 9))]
 )
 def test_cudnn_sees_a_bias_of_all_queries_and_keys(kind, shared):
     """Queries with a stride of 0, keys by a broadcast before the call, and a gradient of all."""
