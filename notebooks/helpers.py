@@ -106,8 +106,6 @@ def _listed(segment):
     if len(operations) > 6:
         operations = [*operations[:5], f"and {len(operations) - 5} more"]
     megabytes = (segment["reads_bytes"] + segment["writes_bytes"]) / 1e6
-    return [
-        segment["runs_on"],
-        *operations,
-        f"{megabytes:.3g} MB, at least {1e6 * segment['roofline_seconds']:.2g} us",
-    ]
+    seconds = segment["roofline_seconds"]  # None where the GPU's rates are not known
+    least = "" if seconds is None else f", at least {1e6 * seconds:.2g} us"
+    return [segment["runs_on"], *operations, f"{megabytes:.3g} MB{least}"]

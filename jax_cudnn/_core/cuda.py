@@ -51,10 +51,22 @@ class CudaDevice:
         """The device's properties in cuDNN's format (JSON text)."""
         return _properties(self, cudnn)
 
+    def memory_bus_width(self) -> int:
+        """In bits, by the driver: cuDNN 9.19's properties lack it."""
+        driver = _driver()
+        device, bits = ctypes.c_int(), ctypes.c_int()
+        _check(driver.cuDeviceGet(ctypes.byref(device), self.ordinal), "cuDeviceGet")
+        asked = driver.cuDeviceGetAttribute(ctypes.byref(bits), _MEMORY_BUS_WIDTH, device)
+        _check(asked, "cuDeviceGetAttribute")
+        return bits.value
+
     def model(self, cudnn: Any) -> tuple[str, int]:
         """The device's name, and its compute capability times ten."""
         properties = json.loads(self.properties(cudnn))
         return properties["deviceName"], int(properties["deviceVer"]) // 10
+
+
+_MEMORY_BUS_WIDTH = 37  # CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH of cuda.h
 
 
 @functools.cache

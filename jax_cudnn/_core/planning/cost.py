@@ -58,9 +58,13 @@ def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None
     arithmetic at the tensor cores' full rate. None where the GPU's rates are not known."""
     if site is None:
         return None
-    known = isinstance(site, Profile)
-    gpu = json.loads(site.properties_json if known else site.properties(frontend.load()))
-    rate = gpu.get("memoryBusWidth", 0) / 8 * 2 * gpu.get("memClockRateKHz", 0) * 1e3
+    if isinstance(site, Profile):
+        gpu = json.loads(site.properties_json)
+        bits = gpu.get("memoryBusWidth", 0)
+    else:
+        gpu = json.loads(site.properties(frontend.load()))
+        bits = site.memory_bus_width()
+    rate = bits / 8 * 2 * gpu.get("memClockRateKHz", 0) * 1e3
     if not rate:
         return None
     least = cost(spec)
