@@ -21,13 +21,11 @@ MATMUL = ((4, 6, 8), (4, 8, 16))
 
 ANCHORS = {
     "wgrad": (
-        ((4, 8, 6, 10), (4, 16, 6, 10)),
-        (16, 8, 3, 3),
+        ((4, 8, 6, 10), (4, 16, 6, 10)), (16, 8, 3, 3),
         lambda g, x, dy: g.conv_wgrad(x, dy, padding=[1, 1]).set_dim([16, 8, 3, 3]),
     ),
     "dgrad": (
-        ((4, 16, 6, 10), (16, 8, 3, 3)),
-        (4, 8, 6, 10),
+        ((4, 16, 6, 10), (16, 8, 3, 3)), (4, 8, 6, 10),
         lambda g, dy, w: g.conv_dgrad(dy, w, padding=[1, 1]),
     ),
     "conv": (CONV, (4, 16, 6, 10), lambda g, x, w: g.conv_fprop(x, w, padding=[1, 1])),
@@ -36,7 +34,7 @@ ANCHORS = {
     "none, rank 4": (((4, 16, 6, 10),), (4, 16, 6, 10), lambda g, x: x),
     "none, rank 3": (((4, 6, 16),), (4, 6, 16), lambda g, x: x),
     "none, rank 2": (((6, 16),), (6, 16), lambda g, x: x),
-}
+}  # fmt: skip
 EPILOGUES = {
     "add": lambda g, y, b: g.add(y, b),
     "mul, relu": lambda g, y, b: g.relu(g.mul(b, y)),

@@ -32,19 +32,16 @@ FLOAT8 = [((1, 64, 64), "float8_e4m3fn")] * 2
 REFUSED = {  # function, operands, options, words of the message
     "two convolutions": (
         lambda g, x, w: conv(g, g.relu(conv(g, x, w)).set_data_type("bfloat16"), w),
-        [IMAGE, WEIGHT],
-        {},
+        [IMAGE, WEIGHT], {},
         [r"engine \d+: ", r"conv_fprop\.1::Y: bfloat16", "one convolution or matmul each"],
     ),
     "float8 on an A100": (product.fn, FLOAT8, {"gpu": "A100"}, ["operands of bfloat16, float16"]),
     "left out by options": (
-        conv,
-        [IMAGE, WEIGHT],
-        {"select_numeric_notes": "FFT"},
+        conv, [IMAGE, WEIGHT], {"select_numeric_notes": "FFT"},
         ["relax the options", "excluded by the options", "FFT"],
     ),
     "TF32": (product.fn, FLOAT32, {"precision": "highest"}, ["in TF32 only", "'highest'"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.deviceless
@@ -78,8 +75,7 @@ NOT_ASKED_FOR = [  # most found by random graphs on an H200: function, operands,
     (lambda g, x, b: g.mul(x, g.exp(b)), FULL_ROW, "b is computed in the graph"),
     (lambda g, x, b: g.relu_backward(b, x), FULL_ROW, "equal shapes only"),
     (
-        lambda g, x, w, b: g.add(conv(g, x, w), b),
-        [IMAGE, WEIGHT, ((1, 1, 8, 8), HALF)],
+        lambda g, x, w, b: g.add(conv(g, x, w), b), [IMAGE, WEIGHT, ((1, 1, 8, 8), HALF)],
         "next to a full operand cuDNN takes",
     ),
     (
@@ -88,76 +84,63 @@ NOT_ASKED_FOR = [  # most found by random graphs on an H200: function, operands,
         "channels-last",
     ),
     (
-        lambda g, x, w: g.relu(conv(g, x, w)).set_stride([4096, 64, 8, 1]),
-        WIDE,
+        lambda g, x, w: g.relu(conv(g, x, w)).set_stride([4096, 64, 8, 1]), WIDE,
         "but the arrays of the convolution",
     ),
     (lambda g, x, y: (g.relu(x), g.relu(y)), [IMAGE, IMAGE], "disconnected"),
     (lambda g, x, a: (g.relu(x), g.relu(a)), [IMAGE, MATRIX], "tensors of ranks 3, 4"),
     (
-        lambda g, x: g.add(x, g.gen_index(x, axis=0)),
-        [((64, 128), "float32")],
+        lambda g, x: g.add(x, g.gen_index(x, axis=0)), [((64, 128), "float32")],
         "at least three dimensions",
     ),
     (lambda g, x, w: conv(g, narrow(g.relu(x)), w), [IMAGE, WEIGHT], "conv_fprop.0 takes no oper"),
     (
         lambda g, a, b: apart(narrow(g.relu(a)), lambda r: r, lambda r: g.matmul(r, b)),
-        [MATRIX, MATRIX],
-        "and is used elsewhere",
+        [MATRIX, MATRIX], "and is used elsewhere",
     ),
     (lambda g, x, w: (conv(g, x, w), g.relu(w)), [IMAGE, WEIGHT], "is independent of conv_fprop.0"),
     (
-        lambda g, a, b, r: g.add(g.matmul(a, b), r),
-        [MATRIX, ((1, 64, 1), HALF), MATRIX],
+        lambda g, a, b, r: g.add(g.matmul(a, b), r), [MATRIX, ((1, 64, 1), HALF), MATRIX],
         "its shape differs",
     ),
     (
         lambda g, a, b, c: (g.matmul(a, b), g.matmul(c, b)),  # as in the gradient of one
-        [MATRIX, MATRIX, MATRIX],
-        "one plan holds one anchor",
+        [MATRIX, MATRIX, MATRIX], "one plan holds one anchor",
     ),
     (lambda g, a, b: g.matmul(g.matmul(a, b), b), [MATRIX, MATRIX], "chains are not verified"),
     (
-        lambda g, x: g.conv_wgrad(x, x, padding=[1, 1], out_dims=[64, 64, 3, 3]),
-        [IMAGE],
+        lambda g, x: g.conv_wgrad(x, x, padding=[1, 1], out_dims=[64, 64, 3, 3]), [IMAGE],
         "both operands are the same tensor",
     ),
     (lambda g, a: g.matmul(a, a), [MATRIX], "operands are the same tensor"),
     (lambda g, a: g.matmul(narrow(g.erf(a)), a), [MATRIX], "computed from the same tensor"),
     (
         lambda g, x, s, m, v: g.layernorm_backward(x, x, s, m, v)[0],
-        [ROWS, SCALE, STATISTIC, ((64, 1), "float32")],
-        "its mean in float32, not bfloat16",
+        [ROWS, SCALE, STATISTIC, ((64, 1), "float32")], "its mean in float32, not bfloat16",
     ),
     (
         lambda g, x, *s: g.batchnorm(x, *s, 1e-5, 0.1)[0].set_data_type("float8_e4m3fn"),
-        [IMAGE, *[((1, 64, 1, 1), "float32")] * 4],
-        "cannot write float8_e4m3fn after it",
+        [IMAGE, *[((1, 64, 1, 1), "float32")] * 4], "cannot write float8_e4m3fn after it",
     ),
     (
-        lambda g, a, b: g.matmul(narrow(g.relu(a)), b),
-        [((1, 64, 33), HALF), ((1, 33, 64), HALF)],
+        lambda g, a, b: g.matmul(narrow(g.relu(a)), b), [((1, 64, 33), HALF), ((1, 33, 64), HALF)],
         "not a multiple of 16 bytes",
     ),
     (
         lambda g, x, w: apart(
             conv(g, x, w), g.gelu, lambda y: g.identity(y).set_data_type("float32")
-        ),
-        [IMAGE, WEIGHT],
-        "changes nothing",
+        ), [IMAGE, WEIGHT], "changes nothing",
     ),
     (lambda g, x, w: g.add(conv(g, x, w), g.gen_index(x, axis=0)), [IMAGE, WEIGHT], "wrongly"),
     (
-        lambda g, x, w: g.relu(g.conv_fprop(x, w, convolution_mode="CONVOLUTION")),
-        [IMAGE, WEIGHT],
+        lambda g, x, w: g.relu(g.conv_fprop(x, w, convolution_mode="CONVOLUTION")), [IMAGE, WEIGHT],
         "flipped weight",
     ),
     (
         lambda g, a, b: g.relu(g.matmul(a, b), negative_slope=0.1, upper_clip=1.0),
-        [MATRIX, MATRIX],
-        "a slope and an upper clip",
+        [MATRIX, MATRIX], "a slope and an upper clip",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", NOT_ASKED_FOR, ids=[row[-1] for row in NOT_ASKED_FOR])

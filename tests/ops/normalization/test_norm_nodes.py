@@ -196,24 +196,21 @@ B, F = "bfloat16", "float32"
 REFUSED = [
     (
         lambda g, x, r, s: [x := g.add(x, r).set_data_type(x.dtype), *g.rmsnorm(x, s, epsilon=1.0)],
-        avals("rmsnorm")[:3],
-        "computes an operand of rmsnorm",
+        avals("rmsnorm")[:3], "computes an operand of rmsnorm",
     ),
     (forward("batchnorm"), [S((4, 12, 8, 8), B), *[S((1, 12, 1, 1), F)] * 4], "12 channels"),
     (
-        lambda g, x, s, e: g.rmsnorm(x, s, epsilon=e)[0],
-        [S((64, 64), B), S((1, 64), B), S((), F)],
+        lambda g, x, s, e: g.rmsnorm(x, s, epsilon=e)[0], [S((64, 64), B), S((1, 64), B), S((), F)],
         "epsilon is computed on the device",
     ),
     (
         lambda g, x, s: g.layernorm(x.set_stride([1, 8, 64]), s, s, 1e-5)[0],
-        [S((8, 8, 64), B), S((1, 1, 64), B)],
-        "memory",
+        [S((8, 8, 64), B), S((1, 1, 64), B)], "memory",
     ),
     (forward("rmsnorm"), [S((64, 1), B), *[S((1, 1), B)] * 2], "a single element"),
     # nvidia-cudnn-frontend 1.28 reads a null pointer there, which would end the process.
     (forward("adalayernorm"), [S((2, 24, 96), F), S((2, 1, 96), F)], "pass a bias of zeros"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.deviceless
