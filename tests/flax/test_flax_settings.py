@@ -55,6 +55,7 @@ DERIVED = [
     transposed("SAME", True, 1),
     Case(GENERAL, (3, 4), (6, 3, 5), {"axis": 1, "batch_axis": {0: 6}}),
     einsum("bij,jk->kbi", (4, 5), (5,), (2, 3, 4)),
+    einsum("bij,bjk->bik", (2, 4, 5), (2, 5), (2, 3, 4)),
     norm(jnn.LayerNorm, 20, reduction_axes=(2, 1), feature_axes=(1, 2)),
     norm(jnn.RMSNorm, 4, reduction_axes=1, feature_axes=1),
     norm(jnn.BatchNorm, 5, axis=2, momentum=0.7, epsilon=0.1),

@@ -1,12 +1,14 @@
 """Runs the mutations of ``mutations.py`` against the test suite of a clone.
 
     python tests/mutations/run.py --out outcome.json [--workers 4] [--only TEXT] [-- PYTEST OPTIONS]
+    python tests/mutations/run.py --render    # the committed outcomes, into docs/testing.md
 
 Works on copies of the installed package. One run of the whole suite, with a probe in front of each
 statement that is mutated, says which tests execute it; then each mutation has only these run on
 it, up to the first failure and for at most five minutes, those first that execute the fewest of
 the mutated statements; a test that then fails without the mutation, too, has found nothing. Each
-process has one core. Mutations of C++ have the executor's tests (CMake, Ninja) instead.
+process has one core. Mutations of C++ have the executor's tests instead (CMake, Ninja, and
+``--build-python``, an interpreter whose jaxlib is the oldest supported one).
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ from pathlib import Path
 from mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "testing.md"
+OUTCOMES = {  # files here, and the suites whose outcomes they hold
+    "before": "the suite of b0f9574, three cases of each test",
+    "after": "this suite",
+}
 MOST = 300  # seconds for one mutation
 USAGE, NONE = 4, "ERROR: not found: "  # what pytest says where it has no such test
 PROBES = '''
@@ -70,17 +77,24 @@ def pytest_runtest_logreport(report):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--render", action="store_true", help="write the table of docs/testing.md")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="", help="mutations with this in their names")
+    parser.add_argument("--build-python", default=sys.executable)
+    parser.add_argument("--only", default="", help="these mutations again, into the same file")
     parser.add_argument("--hits", type=Path, help="keep, or take from here, which tests to run")
     parser.add_argument("pytest", nargs="*", help="options of pytest for the whole suite")
     options = parser.parse_args()
+    if options.render:
+        PAGE.write_text(rendered(PAGE.read_text()))
+        return
+    if not options.out:
+        parser.error("--out FILE is missing")
     chosen = {name: m for name, m in MUTATIONS.items() if options.only in name}
     python = {name: m for name, m in chosen.items() if m[0].endswith(".py")}
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         work = Path(folder)
-        hits = executed(work, python, options)
+        hits = executed(work, python, options) if python else {}
         count = collections.Counter(test for tests in hits.values() for test in tests)
         orders = {n: sorted(tests, key=lambda t: (count[t], t)) for n, tests in hits.items()}
         original = copied(work, "original")
@@ -94,12 +108,43 @@ def main():
                 n: pool.submit(mutated, work, n, m, orders[n], original) for n, m in python.items()
             }
             runs |= {
-                n: pool.submit(compiled, work, n, m) for n, m in chosen.items() if n not in runs
+                n: pool.submit(compiled, work, n, m, options.build_python)
+                for n, m in chosen.items()
+                if n not in runs
             }
             outcome = {name: run.result() for name, run in runs.items()}
+    kept = json.loads(options.out.read_text()) if options.only and options.out.exists() else {}
+    outcome = {n: {**kept, **outcome}[n] for n in MUTATIONS if n in kept or n in outcome}
     options.out.write_text(json.dumps(outcome, indent=1) + "\n")
     found = sum(entry["found"] for entry in outcome.values())
     print(f"{found} of {len(outcome)} mutations found")
+
+
+def rendered(page):
+    """The page with the outcomes between its marks."""
+    outcomes = {n: json.loads(Path(__file__).with_name(f"{n}.json").read_text()) for n in OUTCOMES}
+    head = ["mutation", "file", *(f"{title}: tests, found by" for title in OUTCOMES.values())]
+    rows = [head, ["---"] * len(head)]
+    for name, (file, _, _) in MUTATIONS.items():
+        found = [_cell(outcome.get(name)) for outcome in outcomes.values()]
+        rows.append([name, f"`{file}`", *found])
+    counts = [
+        f"{sum(entry['found'] for entry in outcome.values())} of {len(outcome)} by {title}"
+        for outcome, title in zip(outcomes.values(), OUTCOMES.values(), strict=True)
+    ]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    before, mark, rest = page.partition("<!-- mutations -->\n")
+    assert mark, "docs/testing.md has no place for the outcomes"
+    end = rest[rest.index("<!-- /mutations -->") :]
+    folded = f"<details markdown><summary>Each mutation</summary>\n\n{table}\n\n</details>"
+    return f"{before}{mark}Found: {', '.join(counts)}.\n\n{folded}\n{end}"
+
+
+def _cell(entry):
+    if entry is None:
+        return "not run"
+    by = entry["by"].partition("[")[0].rpartition("::")[2] or entry["by"]
+    return f"{entry['tests']}, {f'`{by}`' if entry['found'] else '**not found**'}"
 
 
 def package():
@@ -228,7 +273,7 @@ def told(name, tests, by, started):
     return {"found": bool(by), "tests": tests, "by": by, "seconds": seconds}
 
 
-def compiled(work, name, mutation):
+def compiled(work, name, mutation, build_python):
     """A mutation of the executor: built with its tests in a copy of the clone, and these run."""
     file, old, new = mutation
     started, to = time.monotonic(), work / f"compiled-{list(MUTATIONS).index(name)}"
@@ -237,7 +282,7 @@ def compiled(work, name, mutation):
     path = to / "jax_cudnn" / file
     assert path.read_text().count(old) == 1, f"{name}: not once in {file}"
     path.write_text(path.read_text().replace(old, new))
-    flags = ["-DJAX_CUDNN_TESTS=ON", f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
+    flags = ["-DJAX_CUDNN_TESTS=ON", f"-DPython_EXECUTABLE={build_python}", "-G", "Ninja"]
     flags += ["-DJAX_CUDNN_WERROR=OFF"]  # a mutation may leave something unused
     build = ["cmake", "-S", to / "jax_cudnn/csrc", "-B", to / "build", *flags]
     for command in (build, ["cmake", "--build", to / "build"]):
