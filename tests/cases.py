@@ -189,9 +189,6 @@ def all_cases() -> tuple[Case, ...]:
     return (*node_cases(), *FUSIONS)
 
 
-# -- 8-bit, mixed and full-precision products, and stated layouts ---------------------------------
-
-
 def dtype_cases() -> Iterator[Case]:
     """All of them, named by what they multiply and what leaves the graph."""
     yield _named("conv_int8_to_float32", ((_IMAGE, "int8"), (_WEIGHT, "int8")), _conv("float32"))

@@ -45,15 +45,12 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    missing = {
-        "gpu": None if _has_gpu() else "no NVIDIA GPU is visible to JAX",
-        "deviceless": None
-        if importlib.util.find_spec("cudnn")
-        else "nvidia-cudnn-frontend is not installed",
-    }
+    missing = {} if _has_gpu() else {"gpu": "no NVIDIA GPU is visible to JAX"}
+    if not importlib.util.find_spec("cudnn"):
+        missing["deviceless"] = "nvidia-cudnn-frontend is not installed"
     for item in items:
         for marker, reason in missing.items():
-            if reason and item.get_closest_marker(marker):
+            if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

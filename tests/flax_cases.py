@@ -87,6 +87,10 @@ def gradients(layer, x, **named):
     return y, *jax.tree.leaves(found)
 
 
+def inputs(*shape, dtype="float32", seed=1):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
 def outcome(layer, x):
     """A result; or the type of an error, and the first line of its message."""
     try:

@@ -48,6 +48,13 @@ def spec_of(function, *avals):
     return jc.graph(function).trace(*avals)[1].spec
 
 
+def lowered(function, *avals):
+    """The text of a function's program for an H200."""
+    with jc.target("H200"):
+        traced = jax.jit(lambda *x: function(*x)).trace(*avals)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 @jc.graph
 def linear(g, x, w, b):
     h = g.matmul(x, w) * 0.5 + b
@@ -61,14 +68,14 @@ def plain_linear(x, w, b):
 
 def assert_same(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+    same(got, want, 2e-4)
 
 
 def same(got, want, tolerance=1e-5):
-    """Compares arrays of any dtypes."""
-    got, want = (np.asarray(x, np.float32) for x in (got, want))
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+    """Compares arrays of any dtypes, or trees of them."""
+    for pair in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in pair)
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 def two_processes(worker, *options, timeout, **environments):
@@ -118,6 +125,11 @@ def exactly(f, operands, cotangents):
             lambda a: jnp.asarray(np.asarray(a, np.float64)), [operands, cotangents]
         )
         return jax.tree.map(np.asarray, outcome(f, *wide))
+
+
+def normal(key, *shapes, dtype="float32"):
+    keys = jax.random.split(key, len(shapes))
+    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
 
 
 def cotangents_of(results, seed=1):

@@ -38,10 +38,6 @@ def _distribution(x):
     return 0.5 * (1 + _erf(x / np.sqrt(2)))
 
 
-def _gelu_backward(x):
-    return _distribution(x) + x * np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
-
-
 def _gelu_approx_tanh_backward(x):
     c = np.sqrt(2 / np.pi)
     u = c * (x + 0.044715 * x**3)
@@ -107,7 +103,9 @@ OPERATIONS = {
     "elu": lambda node, input: np.where(input > 0, input, np.expm1(input)),
     "elu_backward": lambda node, loss, input: loss * np.where(input > 0, 1.0, np.exp(input)),
     "gelu": lambda node, input: input * _distribution(input),
-    "gelu_backward": lambda node, loss, input: loss * _gelu_backward(input),
+    "gelu_backward": lambda node, loss, input: (
+        loss * (_distribution(input) + input * np.exp(-(input**2) / 2) / np.sqrt(2 * np.pi))
+    ),
     "gelu_approx_tanh_backward": lambda node, loss, input: loss * _gelu_approx_tanh_backward(input),
     "sigmoid_backward": lambda node, loss, input: loss * _sigmoid(input) * _sigmoid(-input),
     "softplus": lambda node, input: np.log1p(np.exp(input)),

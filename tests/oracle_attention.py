@@ -113,26 +113,20 @@ def backward(node, *, o, dO, stats, **arrays):
     return tuple(found[port] for port in node.results)
 
 
-# -- fp8, without its roundings inside -------------------------------------------------------------
-
-# What one number may lose as fp8, relative: half a unit of three digits after the point, or two.
+# fp8, without its roundings inside. What one number may lose as fp8, relative: half a unit of three
+# digits after the point, or two.
 HALF_UNIT = {"float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}
 
 
 def second_product(spec):
     """What weights and their gradients lose as fp8 there: half a unit, which a largest value may
     well have lost whole; in the backward twice that, as its differences cancel."""
-    return max(
-        (
-            HALF_UNIT[spec.tensor(dict(c.inputs)["q"]).dtype] * (1 + (c.node.method in _TWICE))
-            for c in spec.calls
-            if c.node.method in OPERATIONS and "fp8" in c.node.method
-        ),
-        default=0.0,
-    )
-
-
-_TWICE = {"sdpa_fp8_backward"}
+    lost = [0.0]
+    for c in spec.calls:
+        if c.node.method in OPERATIONS and "fp8" in c.node.method:
+            unit = HALF_UNIT[spec.tensor(dict(c.inputs)["q"]).dtype]
+            lost.append(2 * unit if c.node.method == "sdpa_fp8_backward" else unit)
+    return max(lost)
 
 
 def _amax(x):

@@ -42,13 +42,8 @@ def batchnorm(node, input, scale, bias, in_running_mean, in_running_var, epsilon
     y = (input - mean) * inv_var * scale + bias
     count = input.size // scale.size
     unbiased = np.var(input, axes, keepdims=True) * count / max(count - 1, 1)
-    return (
-        y,
-        mean,
-        inv_var,
-        (1 - momentum) * in_running_mean + momentum * mean,
-        (1 - momentum) * in_running_var + momentum * unbiased,
-    )
+    running = (in_running_mean, mean), (in_running_var, unbiased)
+    return y, mean, inv_var, *((1 - momentum) * old + momentum * new for old, new in running)
 
 
 def backward(kind):
@@ -80,12 +75,10 @@ def backward(kind):
     return run
 
 
+KINDS = ("rmsnorm", "layernorm", "adalayernorm", "instancenorm")
 OPERATIONS = {
-    **{kind: forward(kind) for kind in ("rmsnorm", "layernorm", "adalayernorm", "instancenorm")},
-    **{
-        f"{kind}_backward": backward(kind)
-        for kind in ("rmsnorm", "layernorm", "adalayernorm", "instancenorm", "batchnorm")
-    },
+    **{kind: forward(kind) for kind in KINDS},
+    **{f"{kind}_backward": backward(kind) for kind in (*KINDS, "batchnorm")},
     "batchnorm": batchnorm,
     "batchnorm_inference": lambda node, input, mean, inv_variance, scale, bias: (
         (input - mean) * inv_variance * scale + bias

@@ -6,12 +6,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 def _spatial(node, rank):
     """Padding before and after, stride, dilation."""
-    return (
-        node.pre_padding or (0,) * rank,
-        node.post_padding or (0,) * rank,
-        node.stride or (1,) * rank,
-        node.dilation or (1,) * rank,
-    )
+    usual = (node.pre_padding, 0), (node.post_padding, 0), (node.stride, 1), (node.dilation, 1)
+    return [given or (n,) * rank for given, n in usual]
 
 
 def _terms(node, weight, channels, sizes):

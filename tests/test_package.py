@@ -83,11 +83,8 @@ def imports(path):
     """Absolute names of what a module imports, also inside functions, but not for types alone."""
     parts = ("jax_cudnn", *path.relative_to(PACKAGE).with_suffix("").parts)
     tree = ast.parse(path.read_text())
-    tree.body = [
-        node
-        for node in tree.body
-        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    ]
+    of_types = lambda n: isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"  # noqa: E731
+    tree.body = [node for node in tree.body if not of_types(node)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -33,9 +33,6 @@ SMALL |= {14: 3, 28: 6, 784: 36}
 FEW_PIXELS = {28: 12, 784: 144}
 
 
-# -- graphs and their operands -------------------------------------------------------------------
-
-
 def spec_and_operands(case, sizes=None):
     """A case's graph with its operands; smaller by ``sizes`` (old -> new) where that fits it.
 
@@ -96,13 +93,6 @@ def is_float(x):
     return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.float8_e8m0fnu
 
 
-def widened(values):
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_float(x) else x, values)
-
-
-# -- transformations -----------------------------------------------------------------------------
-
-
 class Transformations:
     """Of ``f(*operands) -> list of arrays``: each a method of the function and of :meth:`data`.
 
@@ -154,8 +144,6 @@ class Transformations:
     def applies(self, name):
         return name in OF_ANYTHING or bool(self.moving and self.results)
 
-    # -- first order
-
     def forward(self, f, d):
         return f(*d["operands"])
 
@@ -172,8 +160,6 @@ class Transformations:
         function, at = self.floats(f, d["operands"])
         return jax.jvp(function, at, d["tangents"])
 
-    # -- second order
-
     def jvp_of_vjp(self, f, d):
         """Forward over reverse: a product with the Hessian."""
         function, at = self.floats(f, d["operands"])
@@ -184,8 +170,6 @@ class Transformations:
         return jax.vjp(lambda *x: jax.vjp(function, *x)[1](d["cotangents"]), *at)[1](
             tuple(d["others"])
         )
-
-    # -- batches
 
     def vmap(self, f, d):
         """Of all operands, along several axes."""
@@ -211,8 +195,6 @@ class Transformations:
 
         return jax.vmap(gradients)(d["stacks"], d["stacked_cotangents"])
 
-    # -- inside others
-
     def shard_map(self, f, d):
         """Gradients of each example, on a device of its own."""
         mesh = Mesh(jax.devices("cpu")[:SIZE], "examples")
@@ -229,9 +211,6 @@ class Transformations:
 ALL = ("forward", "vjp", "vjp_of_one", "jvp", "jvp_of_vjp", "vjp_of_vjp")
 ALL += ("vmap", "vmap_of_each", "vmap_of_vjp", "shard_map")
 OF_ANYTHING = ("forward", "vmap", "vmap_of_each")  # also where nothing moves
-
-
-# -- comparison ----------------------------------------------------------------------------------
 
 
 def tolerance(spec, on_gpu=False):
@@ -274,15 +253,13 @@ def compare(spec, operands, names=ALL):
 
     got = run(lambda *x: bind(spec, "graph", *x))(data)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        want = run(plain(spec))(widened(jax.device_get(data)))
+        widened = lambda x: x.astype(jnp.float32) if is_float(x) else x  # noqa: E731
+        want = run(plain(spec))(jax.tree.map(widened, jax.device_get(data)))
     errors = {}
     for name in chosen:
         pairs = zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True)
         errors[name] = max((relative_error(a, b) for a, b in pairs), default=0.0)
     return errors
-
-
-# -- what a program holds ------------------------------------------------------------------------
 
 
 def equations(jaxpr):

@@ -24,9 +24,6 @@ def product(g, x, w):
     return g.relu(g.matmul(x, w))
 
 
-# -- what a user writes in a shell -----------------------------------------------------------------
-
-
 def test_avals_are_parsed():
     for text, shape, dtype in (
         ("bf16[8,64]", (8, 64), "bfloat16"),
@@ -84,9 +81,6 @@ def test_a_users_function_is_measured(tmp_path, monkeypatch, capsys):
     assert "GraphError: g.matmul" in capsys.readouterr().err
 
 
-# -- clocks ----------------------------------------------------------------------------------------
-
-
 class Clock:
     """A clock that only functions advance."""
 
@@ -116,9 +110,6 @@ def test_functions_take_turns_and_times_are_those_of_one_call():
         assert all(sorted(order) == [*range(count)] for order in rounds)
         follow = {pair for order in rounds for pair in itertools.pairwise(order)}
         assert len(follow) == count * (count - 1)
-
-
-# -- agreement -------------------------------------------------------------------------------------
 
 
 def test_disagreeing_functions_are_not_timed(key):
@@ -166,9 +157,6 @@ def test_prepare_and_finish_are_not_timed_and_what_fails_is_left_out(key):
 def test_docstring_example_runs():
     found = doctest.testmod(comparison)
     assert (found.attempted > 0, found.failed) == (True, 0)
-
-
-# -- graphs in a program, and what they cost -------------------------------------------------------
 
 
 def test_graphs_and_their_cost_are_found_inside_of_programs(key):

@@ -92,10 +92,7 @@ def test_no_device_and_no_target_is_said_in_words(builds):
 
 def test_symbolic_dimensions_are_refused_for_cuda_and_work_on_cpu(key):
     batch = jax.export.symbolic_shape("batch")[0]
-    operands = (
-        jax.ShapeDtypeStruct((batch, 4, 8), jnp.float32),
-        jax.ShapeDtypeStruct((1, 8, 2), jnp.float32),
-    )
+    operands = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((batch, 4, 8), (1, 8, 2))]
     with pytest.raises(jc.GraphError, match="symbolic dimensions") as caught, jc.target("H200"):
         jax.export.export(jax.jit(linear), platforms=("cuda",), disabled_checks=ALLOW)(*operands)
     assert "float32[batch,4,8]" in str(caught.value)

@@ -25,14 +25,8 @@ BARE = ("jax_plugins", "jax_cuda", "jax-cuda", "cudnn", "nvidia")
 NO_CUDNN = ("nvidia-", "nvidia_cudnn_cu", "nvidia_cub", "nvidia")
 
 
-NEWER = """
-#include <stdlib.h>
-size_t cudnnGetVersion() { return 92199; }
-"""
-
-
 def newer_cudnn(folder):
-    (folder / "source.c").write_text(NEWER)
+    (folder / "source.c").write_text("unsigned long cudnnGetVersion() { return 92199; }\n")
     options = ["-shared", "-fPIC", "-Wl,-soname,libcudnn.so.9", "-o", "libcudnn.so.9"]
     subprocess.run(["cc", *options, "source.c"], cwd=folder, check=True)
     return {"LD_LIBRARY_PATH": str(folder)}

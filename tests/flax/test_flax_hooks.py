@@ -9,13 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from flax_cases import WITHIN, close, loss, without_key_bias
+from flax_cases import WITHIN, close, inputs, loss, without_key_bias
 
 import jax_cudnn as jc
-
-
-def inputs(*shape, dtype="float32", seed=1):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def value_and_gradients(function, *arrays):

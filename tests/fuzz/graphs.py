@@ -68,22 +68,18 @@ def random_graph(seed: int) -> RandomGraph:
     """
     rng = random.Random(seed)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        drawing = _draw(Drawing(seed, rng, rng.choice(_DTYPES), shape(rng)))
+        drawing = Drawing(seed, rng, rng.choice(_DTYPES), shape(rng))
+        count = rng.randint(LEAST, MOST)
+        if rng.random() < 0.3:
+            with contextlib.suppress(GraphError, GraphTypeError):  # what it added is a graph, too
+                _fusion(drawing, rng.randint(3, count))
+        while len(drawing.steps) < count:
+            add_node(drawing)
     outputs = _outputs(rng, drawing)
     options = rng.choice(_OPTIONS) if rng.random() < 0.15 else {}
     operands = {v.name: v.operand for v in drawing.values if v.operand and v.uses}
     function = _function(f"random_{seed}", drawing.steps, operands, outputs)
     return RandomGraph(seed, graph(function, **options), operands)
-
-
-def _draw(drawing: Drawing) -> Drawing:
-    rng, count = drawing.rng, drawing.rng.randint(LEAST, MOST)
-    if rng.random() < 0.3:
-        with contextlib.suppress(GraphError, GraphTypeError):  # what it added is a graph, too
-            _fusion(drawing, rng.randint(3, count))
-    while len(drawing.steps) < count:
-        add_node(drawing)
-    return drawing
 
 
 def _fusion(drawing: Drawing, size: int) -> None:

@@ -56,13 +56,10 @@ def _run(jaxpr: Any, arguments: Sequence[Array], noise: Any) -> list[Array]:
     for equation in jaxpr.eqns:
         results = _results(equation, [value(x) for x in equation.invars], noise)
         for x, result in zip(equation.outvars, results, strict=True):
-            values[x] = _fitted(np.asarray(result), x.aval)
+            shape, made = x.aval.shape, np.asarray(result)
+            made = made if made.size == math.prod(shape) else np.broadcast_to(made, shape)
+            values[x] = made.astype(x.aval.dtype, copy=False).reshape(shape)
     return [value(x) for x in jaxpr.outvars]
-
-
-def _fitted(x: Array, aval: Any) -> Array:
-    x = x if x.size == math.prod(aval.shape) else np.broadcast_to(x, aval.shape)
-    return x.astype(aval.dtype, copy=False).reshape(aval.shape)
 
 
 def _results(equation: Any, inputs: list[Array], noise: Any) -> Sequence[Array]:

@@ -31,9 +31,6 @@ def _forward(drawing: Drawing, method: str) -> Any:
     return ports, [values[name] for name in step.results], step.attributes
 
 
-# -- attention -------------------------------------------------------------------------------------
-
-
 def attention(drawing: Drawing, node: Any) -> Proposal:
     """Of any queries, to new keys and values, or to the queries themselves."""
     rng, q = drawing.rng, queries(drawing)
@@ -104,8 +101,6 @@ def _band(rng: random.Random) -> dict[str, Any]:
         found["diagonal_alignment"] = "BOTTOM_RIGHT"
     return found
 
-
-# -- normalizations --------------------------------------------------------------------------------
 
 KINDS = ("rmsnorm", "layernorm", "adalayernorm", "instancenorm", "batchnorm")
 _NUMBERS = {"epsilon": (1e-5, 1e-5, 1e-6, 1e-3, 0.1), "momentum": (0.1, 0.1, 0.01, 0.9, 1)}

@@ -94,9 +94,6 @@ def _example(drawing: Drawing, node: type[Node]) -> Proposal:
     return ports, dict(example.attributes)
 
 
-# -- products --------------------------------------------------------------------------------------
-
-
 def _matmul(drawing: Drawing, node: type[Node]) -> Proposal:
     rng, a = drawing.rng, pick(drawing, node, (3,))
     batch, _, k = a.shape
@@ -164,9 +161,6 @@ def _convolution(drawing: Drawing, node: type[Node]) -> Proposal:
     k = loss.shape[1]
     out = {"out_dims": [k, c // _groups(rng, c, k), *window.sizes]}
     return {"image": first, "loss": loss}, window.attributes | out
-
-
-# -- of one operand, with attributes that its shape allows -----------------------------------------
 
 
 def _attribute(rng: random.Random, node: type[Node], name: str) -> Any:

@@ -237,9 +237,6 @@ def _values(spec: GraphSpec, operands: Sequence[Any], more: Any) -> dict[str, An
     return values
 
 
-# -- moves -----------------------------------------------------------------------------------------
-
-
 def _term_move(one: GraphSpec, name: str) -> Move | None:
     """Of an operand that is added up, as a product or another term: each element by itself, and all
     together, as bits that are cut off make all of them smaller."""

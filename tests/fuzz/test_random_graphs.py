@@ -72,8 +72,6 @@ def test_every_node_and_dtype_occurs_and_nothing_is_in_vain(many):
         assert all(names & (used | {*spec.outputs}) for names in made)
 
 
-# -- planted defects -------------------------------------------------------------------------------
-
 VALUES = {
     "matmul": lambda x: np.where(np.arange(x.size).reshape(x.shape) == 5, 99, x),
     "conv_fprop": lambda x: np.roll(x, 1, 1),
@@ -184,9 +182,6 @@ def test_the_command_tells_a_refused_plan_and_its_smallest_part(many, monkeypatc
     graph, _, smallest = capsys.readouterr().out.partition("the smallest part that fails alike:\n")
     assert graph.startswith(str(random_graph(seed).spec))
     assert smallest.count(" = ") == smallest.count(" = genstats(") == 1
-
-
-# -- many graphs: ``python -m fuzz --seed`` tells more of one that fails ---------------------------
 
 
 def check_all(checks, seeds):

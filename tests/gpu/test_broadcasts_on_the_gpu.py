@@ -9,6 +9,7 @@ import itertools
 import jax
 import oracle
 import pytest
+from helpers import normal
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning.limits import known_reasons
@@ -88,10 +89,7 @@ def test_as_many_patterns_are_planned_as_are_right(what):
 def test_planned_broadcasts_are_right(anchor, epilogue, dtype, key):
     checked = 0
     for shapes, graph in graphs(anchor, epilogue):
-        keys = jax.random.split(key, len(shapes))
-        operands = [
-            jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=True)
-        ]
+        operands = [x.astype(dtype) for x in normal(key, *shapes)]
         if epilogue == "select by a mask":
             operands[-1] = operands[-1] > 0
         _, trace = graph.trace(*operands)

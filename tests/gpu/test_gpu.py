@@ -24,14 +24,8 @@ from jax_cudnn.deviceless import profiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("by_cudnn")]
 
-COUNTERS = (
-    "handles_created",
-    "plans_finalized",
-    "plans_alive",
-    "packs_built",
-    "packs_alive",
-    "call_sites_alive",
-)
+COUNTERS = "handles_created plans_finalized plans_alive packs_built packs_alive".split()
+COUNTERS += ["call_sites_alive"]
 
 
 def counters():
@@ -58,8 +52,6 @@ def run_script(text, *arguments, flags="", timeout=300):
     )
 
 
-# -- command buffers -----------------------------------------------------------------------------
-
 FIRST_EXECUTION_IS_CAPTURED = """
     import chain, jax, jax_cudnn, numpy as np
     operands = chain.operands()
@@ -83,9 +75,6 @@ def test_a_chain_is_captured_in_a_fresh_process(tmp_path):
     assert ["kCommandBuffer" in line for line in outside] == [True], "one command buffer, alone"
     inside = [line for line in lines if re.match(r"\s+\d+: kCustomCall", line)]
     assert len(inside) == chain.LENGTH
-
-
-# -- sharing, threads, memory --------------------------------------------------------------------
 
 
 def test_call_sites_share_one_plan_and_it_goes_with_them(key):
@@ -238,9 +227,6 @@ def test_compute_sanitizer_finds_nothing():
     assert "ran" in done.stdout, done.stderr[-2000:]
     assert done.returncode == 0, done.stdout[:4000]
     assert "ERROR SUMMARY: 0 errors" in done.stdout
-
-
-# -- plans from elsewhere ------------------------------------------------------------------------
 
 
 def planned(case, operands):

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from helpers import normal
 
 import jax_cudnn as jc
 
@@ -26,9 +27,8 @@ def wgrad(g, x, w, y):
 
 
 def operands(key, dtype, channels=64):
-    keys = jax.random.split(key, 3)
     shapes = [(8, channels, 28, 28), (channels, channels, 3, 3), (8, channels, 28, 28)]
-    return [jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=True)]
+    return [x.astype(dtype) for x in normal(key, *shapes)]
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])

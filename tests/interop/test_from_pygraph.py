@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import all_cases
+from helpers import normal
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning import build, frontend
@@ -42,16 +43,10 @@ def plain(g, x, w, b):
     return g.relu(g.bias(g.conv_fprop(x, w, **SPATIAL), b))
 
 
-def operands():
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = (2, 16, 6, 5), (8, 16, 3, 3), (1, 8, 1, 1)
-    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
-
-
 def test_it_is_the_graph_function_with_all_references_and_transformations(cudnn):
     g, inputs, y = conv_bias_relu(cudnn)
     function = jc.from_pygraph(g, inputs=inputs, outputs=[y])
-    arrays = operands()
+    arrays = normal(jax.random.key(0), (2, 16, 6, 5), (8, 16, 3, 3), (1, 8, 1, 1))
     assert function.spec.canonical() is plain.trace(*arrays)[1].spec.canonical()
     want = plain(*arrays)
     np.testing.assert_array_equal(jax.jit(function)(*arrays), want)

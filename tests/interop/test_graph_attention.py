@@ -180,8 +180,6 @@ def test_what_would_read_foreign_memory_is_brought_into_bounds(wrong, monkeypatc
         assert (np.asarray(seen[lengths]) >= 0).all()
 
 
-# -- pages -----------------------------------------------------------------------------------------
-
 P, U, PAGES = 12, 4, 4
 TABLE = jax.random.permutation(KEY, P)[: B * PAGES].reshape(B, PAGES).astype(jnp.int32)
 KEYS = jnp.array([7, 16, 1], jnp.int32)
@@ -254,8 +252,6 @@ def test_unsupported_uses_of_packed_tokens():
         with pytest.raises(jc.GraphError, match=words), g:
             build(g, declared(g, "q", H)[0])
 
-
-# -- keywords of masks, and dropout ----------------------------------------------------------------
 
 Q, K = jnp.ones((1, 2, 4, 8)), jnp.cos(jnp.arange(128.0)).reshape(1, 2, 8, 8)
 

@@ -44,9 +44,6 @@ def difference(**options):
     return graph
 
 
-# -- references and calls --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("inputs", "outputs"),
     [
@@ -254,8 +251,6 @@ def test_copies_have_separate_tensors():
         assert (other.spec, str(other)) == (graph.spec, str(graph))
         same(other(jnp.ones((4, 8), "float16")), graph(jnp.ones((4, 8), "float16")))
 
-
-# -- errors ----------------------------------------------------------------------------------------
 
 Q = [jnp.ones((1, 1, 8, 8))] * 3
 SEED = jnp.ones((1, 1, 1, 1))

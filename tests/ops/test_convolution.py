@@ -34,13 +34,8 @@ def drawn(*shape):
 @pytest.mark.parametrize("row", GRID, ids=str)
 def test_the_three_convolutions_agree_with_the_oracle_and_with_vjp(row, mode):
     rank, stride, dilation, before, after, groups = row
-    spatial = {
-        "pre_padding": [before] * rank,
-        "post_padding": [after] * rank,
-        "stride": [stride] * rank,
-        "dilation": [dilation] * rank,
-        "convolution_mode": mode,
-    }
+    each = {"pre_padding": before, "post_padding": after, "stride": stride, "dilation": dilation}
+    spatial = {name: [n] * rank for name, n in each.items()} | {"convolution_mode": mode}
     image, weight = drawn(2, 4, *(7, 6, 5)[:rank]), drawn(8, 4 // groups, *(2, 3, 1)[:rank])
     fprop = jc.graph(lambda g, x, w: g.conv_fprop(x, w, **spatial))
     dgrad = jc.graph(lambda g, y, w: g.conv_dgrad(y, w, **spatial, out_dims=image.shape))

@@ -33,9 +33,6 @@ def operands(key, numbers, groups, features=12):
     return arrays(key, [SIZES[a] for a in image], [sizes[a] for a in weight])
 
 
-# -- convolutions ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("numbers", "padding", "strides", "dilation", "groups"),
     [
@@ -154,8 +151,6 @@ def test_image_dilation_is_laxs(groups, padding, key):
     same(jc.ops.conv_general_dilated(x, w, *arguments), lax.conv_general_dilated(x, w, *arguments))
 
 
-# -- matmul and dot_general ------------------------------------------------------------------------
-
 SHAPES = [((4, 5), (5, 6)), ((2, 1, 4, 5), (1, 3, 5, 6)), ((5,), (5, 6)), ((5,), (3, 5, 6))]
 
 
@@ -186,9 +181,6 @@ DIMENSIONS = [
 def test_dot_general_is_laxs(left, right, numbers, key):
     a, b = arrays(key, left, right)
     same(jc.ops.dot_general(a, b, numbers), lax.dot_general(a, b, numbers))
-
-
-# -- what falls back to XLA, and errors ------------------------------------------------------------
 
 
 XLAS = {
@@ -227,9 +219,6 @@ def test_what_cudnn_has_no_operation_for_is_laxs_and_said(words, key, caplog):
 def test_wrong_argument_is_said_in_words(call, words, key):
     with pytest.raises(jc.JaxCudnnError, match=words):
         call(*operands(key, None, 1))
-
-
-# -- on the GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -43,8 +43,6 @@ def test_a_backward_operation_is_the_derivative_of_its_forward_one(forward, attr
 
 each_place = pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 
-# -- special values ----------------------------------------------------------------------------
-
 INF, NAN = np.inf, np.nan
 SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 0.5, -2.5, INF, -INF, NAN, 3.0, 1e-3, -1e-3, 88.0, -88.0])
 
@@ -131,9 +129,6 @@ def test_the_largest_and_smallest_pass_over_nan_and_a_product_over_zeros():
         assert got.tolist() == [[wanted]]
 
 
-# -- dtypes and whole numbers ----------------------------------------------------------------------
-
-
 def test_integers_and_float8_saturate():
     x = jnp.full((2, 16, 3, 4), 100, jnp.int8)
     assert int(apply("add", x, x).min()) == 127
@@ -169,9 +164,6 @@ def test_a_mask_does_not_make_chosen_integers_floats():
         got = jc.graph(function)(x, mask)
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
-
-
-# -- relu with a mask of bits ----------------------------------------------------------------------
 
 
 def normalized(g, x, scale, bias, mean, var, residual):

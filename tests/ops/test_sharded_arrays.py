@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from flax_cases import assert_near, followed
+from flax_cases import assert_near, followed, inputs
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from transformations import equations
@@ -33,7 +33,7 @@ def of_functions():
     numbers = (((2,), (0,)), ((), ()))
     return [
         lambda x, w, f=f: f(x, w, numbers) for f in (jc.ops.dot_general, jax.lax.dot_general)
-    ], random(8, 8)
+    ], inputs(8, 8)
 
 
 PRODUCTS = {
@@ -47,10 +47,6 @@ PRODUCTS = {
 KINDS = pytest.mark.parametrize(
     "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
 )
-
-
-def random(*shape, dtype="float32", seed=1):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def mesh(kind):
@@ -79,7 +75,7 @@ def test_tokens_are_sharded_as_for_lax(name, kind):
     functions, parameters = PRODUCTS[name]()
     for spec in (P(None, "data"), P("data", "model")):
         with mesh(kind):
-            x = jax.device_put(random(*TOKENS), spec)
+            x = jax.device_put(inputs(*TOKENS), spec)
             (got, ours), (want, theirs) = (step(f, x, parameters) for f in functions)
         assert_near(got, want)
         if kind is AxisType.Auto and name == "linear relu":
@@ -92,9 +88,9 @@ def test_tokens_are_sharded_as_for_lax(name, kind):
 @KINDS
 def test_an_epilogue_beside_sharded_weights(kind):
     dtype = "bfloat16" if kind is AxisType.Auto else "float32"
-    x, w = random(4, 8, 16, dtype=dtype), random(16, 8, dtype=dtype, seed=2) / 4
-    scale, bias = random(8, seed=3), random(8, dtype=dtype, seed=4)
-    residual = random(4, 8, 8, dtype=dtype, seed=5)
+    x, w = inputs(4, 8, 16, dtype=dtype), inputs(16, 8, dtype=dtype, seed=2) / 4
+    scale, bias = inputs(8, seed=3), inputs(8, dtype=dtype, seed=4)
+    residual = inputs(4, 8, 8, dtype=dtype, seed=5)
 
     def ours(x, w, scale, bias, residual):
         terms = {"scale": scale, "bias": bias, "residual": residual}
@@ -119,7 +115,7 @@ def test_an_epilogue_beside_sharded_weights(kind):
 
 
 def test_who_computes_on_a_mesh(caplog):
-    x, w = random(*TOKENS), random(8, 8)
+    x, w = inputs(*TOKENS), inputs(8, 8)
     plain = functools.partial(jc.ops.matmul, bias=jnp.ones(8))
     fused = functools.partial(plain, activation="relu")
     assert graphs(plain, x, w) == graphs(fused, x, w) == 1
@@ -142,7 +138,7 @@ def test_who_computes_on_a_mesh(caplog):
 
 
 def test_gradients_of_16_bit_products_on_a_mesh_are_of_16_bits():
-    x, w, b = (random(*s, dtype="bfloat16") for s in (TOKENS, (8, 8), (8,)))
+    x, w, b = (inputs(*s, dtype="bfloat16") for s in (TOKENS, (8, 8), (8,)))
 
     def loss(x, w):
         return jc.ops.matmul(x, w, bias=b).astype("float32").sum()
@@ -172,15 +168,15 @@ def test_normalizations_of_sharded_images(name):
 
     with mesh(AxisType.Explicit):
         for spec in (P(None, None, "data"), P("data", "model")):
-            assert_alike(run(jnn), run(nnx), jax.device_put(random(4, 8, 8, 8), spec))
+            assert_alike(run(jnn), run(nnx), jax.device_put(inputs(4, 8, 8, 8), spec))
 
 
 @pytest.mark.parametrize("heads", [4, 2])
 def test_attention_under_a_mask_where_heads_are_sharded(heads):
-    mask = (random(4, 1, 8, 8, seed=4) > 0).at[:, :, 3].set(heads == 2)  # or else a hidden row
+    mask = (inputs(4, 1, 8, 8, seed=4) > 0).at[:, :, 3].set(heads == 2)  # or else a hidden row
     with mesh(AxisType.Explicit):
         operands = (
-            jax.device_put(random(4, 8, n, 16, seed=i), P("data", None, "model"))
+            jax.device_put(inputs(4, 8, n, 16, seed=i), P("data", None, "model"))
             for i, n in enumerate((4, heads, heads))
         )
         mask = jax.device_put(mask, P("data"))

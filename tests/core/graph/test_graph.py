@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same, spec_of
+from helpers import assert_same, lowered, spec_of
 
 import jax_cudnn as jc
 
@@ -26,9 +26,6 @@ def x(key):
 class Pair(NamedTuple):
     a: Any
     b: Any
-
-
-# -- arguments and results -------------------------------------------------------------------------
 
 
 def test_pytrees_go_in_and_come_out(x):
@@ -112,12 +109,8 @@ def test_boxes_foreign_dtypes_and_empty_arrays(x):
     assert [a.dtype for a in got] == [a.dtype for a in others]
     function, empty = jax.jit(jc.graph(lambda g, x: g.relu(x))), jnp.ones((2, 0, 4))
     assert function(empty).shape == empty.shape
-    with jc.target("H200"):
-        text = function.trace(empty).lower(lowering_platforms=("cuda",)).as_text()
-    assert "custom_call" not in text
+    assert "custom_call" not in lowered(function, empty)
 
-
-# -- tensors ---------------------------------------------------------------------------------------
 
 A = jnp.asarray([[[0.5, 1.0, 2.0, 3.0]]])
 B = jnp.asarray([[[2.0, 1.0, 0.5, 1.5]]])
@@ -176,9 +169,6 @@ def test_tensors_are_typed_before_they_are_used_and_of_one_graph(x):
         jc.graph(lambda g, x: (y := g.relu(x), g.relu(y), y.set_data_type("float16"))[1])(x)
 
 
-# -- statics and the cache ----------------------------------------------------------------------
-
-
 def test_each_shape_dtype_and_static_is_traced_once(x):
     traces = []
 
@@ -220,9 +210,6 @@ def test_equal_functions_give_one_interned_spec(x):
     assert renamed.canonical() is spec_of(lambda g, x: g.relu(x), x).canonical()
 
 
-# -- closures -------------------------------------------------------------------------------------
-
-
 def test_closed_over_array_is_an_operand_with_its_value_at_each_call(x):
     box = []
     f = jc.graph(lambda g, x: g.mul(x, box[-1]))
@@ -260,9 +247,6 @@ def test_one_graph_over_a_new_tracer_at_each_trace(x):
     with jax.checking_leaks():
         for transform in (jax.jit, jax.vmap, lambda h: h):
             np.testing.assert_allclose(transform(run)(jnp.full(1, 2.0)).reshape(X), 2 * x)
-
-
-# -- the function itself --------------------------------------------------------------------------
 
 
 def test_threads_trace_their_own_graphs(x):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import spec_of
+from helpers import lowered, spec_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.reference import evaluate
@@ -102,8 +102,7 @@ def test_the_program_has_booleans_and_the_call_has_numbers():
 
     given = [(SHAPE, "bfloat16"), (SHAPE, "bool"), (ROW, "bool")]
     avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in given]
-    with jc.target("H200"):
-        text = jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(function, *avals)
     types = re.search(r"custom_call @jax_cudnn\(.*: \((tensor.*)\) -> (.*)", text).groups()
     types += re.search(r"func.func public @main\((.*?)\) -> \((.*?)\) {", text).groups()
     operands, results, given, returned = (re.findall(r"tensor<([^>]*)>", part) for part in types)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same
+from helpers import normal as operands
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh
@@ -46,11 +47,6 @@ def wrong(monkeypatch):
 
     monkeypatch.setattr(primitive, "evaluate", run)
     return changes.__setitem__
-
-
-def operands(key, *shapes, dtype="float32"):
-    keys = jax.random.split(key, len(shapes))
-    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
 
 
 def two_layers(x, w):

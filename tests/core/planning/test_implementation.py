@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import lowered
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.reference import evaluate
@@ -49,12 +50,6 @@ def built(made_up_plans, monkeypatch):
 
     monkeypatch.setattr(planner, "_build", build)
     return made
-
-
-def lowered(function, *avals):
-    with jc.target("H200"):
-        traced = jax.jit(lambda *x: function(*x)).trace(*avals)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def calls(text):

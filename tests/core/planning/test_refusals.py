@@ -56,9 +56,6 @@ def test_an_unsupported_graph_is_printed_with_reasons_and_advice(what):
         assert re.search(pattern, str(error)), f"{pattern!r} is not in\n{error}"
 
 
-# -- what cuDNN would accept and compute wrongly, or in part ---------------------------------------
-
-
 def narrow(tensor):
     return tensor.set_data_type("bfloat16")
 

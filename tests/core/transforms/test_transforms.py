@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same, linear, plain_linear
+from helpers import assert_same, linear, normal, plain_linear
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -13,9 +13,7 @@ import jax_cudnn as jc
 
 
 def operands(key, *shapes):
-    shapes = shapes or ((2, 3, 4), (1, 4, 4), (1, 1, 4))
-    keys = jax.random.split(key, len(shapes))
-    return [jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True)]
+    return normal(key, *(shapes or ((2, 3, 4), (1, 4, 4), (1, 1, 4))))
 
 
 def total(f):

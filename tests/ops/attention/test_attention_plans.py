@@ -23,6 +23,7 @@ from attention_table import (
     packed,
     softcap,
 )  # fmt: skip
+from helpers import lowered
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
@@ -87,8 +88,7 @@ def test_arrays_are_read_where_they_lie(name):
     """(B, T, N, H) in memory is cuDNN's (B, N, T, H) with other strides: nothing is copied."""
     function, avals, count = LIE[name]
     step = gradients(function, range(count)) if "pages" not in name else function
-    with jc.target("H200"):
-        text = jax.jit(step).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(step, *avals)
     calls = [line for line in text.splitlines() if "@jax_cudnn" in line]
     assert len(calls) == (1 if "pages" in name else 2)
     for call in calls:
@@ -109,9 +109,7 @@ def test_arrays_are_read_where_they_lie(name):
 def test_what_a_packed_plan_leaves_unwritten_is_zero_beforehand():
     """O and Stats; dQ, dK and dV."""
     function, avals, count = TABLE["packed, window"]
-    with jc.target("H200"):
-        step = jax.jit(gradients(function, range(count))).trace(*avals)
-        text = step.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(gradients(function, range(count)), *avals)
     calls = [line for line in text.splitlines() if "@jax_cudnn" in line]
     for line, results in zip(calls, (2, 3), strict=True):
         assert line.count("output_operand_alias<") == results

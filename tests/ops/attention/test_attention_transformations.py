@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_checks import KEY, check_masks, ours, qkv
+from helpers import same
 from jax.test_util import check_grads
 from transformations import graphs_of, methods, primitives
 
@@ -145,8 +146,7 @@ def test_vmap_is_a_dimension_of_examples_or_a_loop(name, normal):
             for i in range(3)]  # fmt: skip
     want = jax.tree.map(lambda *x: jnp.stack(x), *each)
     got = jax.vmap(found, axes)(*turned)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    same(got, want, 1e-4)
     (spec,) = graphs_of(jax.vmap(f, axes), *turned)
     assert spec.tensor(spec.calls[-1].inputs[0][1]).shape[0] == examples
 

@@ -133,11 +133,6 @@ def check(case, operands, slack=1.0, through="float32"):
     return got, want
 
 
-def same(got, want, tolerance=1e-4):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-
-
 def with_(case, **changes):
     return dataclasses.replace(case, **changes)
 
