@@ -9,10 +9,10 @@ from typing import Any
 
 from .._core.errors import JaxCudnnError
 from .._core.graph.builder import GraphBuilder
-from .._core.graph.dtypes import beside_integers, is_floating
+from .._core.graph.dtypes import beside_integers, is_floating, wide_dtype
 from .._core.graph.node import Node
 from .._core.graph.options import Options
-from .._core.graph.promotion import result_dtype
+from .._core.graph.promotion import compute_type, inferred, result_dtype
 from .._core.graph.spec import Call, Tensor
 from .tensors import NamedTensor
 
@@ -55,12 +55,12 @@ class Inferring(GraphBuilder):
         call = self._calls[index]
         inputs = self._inputs_of(call)
         if call.name not in self._computes and not self._is_said(call.node):
-            compute = call.node.default_compute(inputs)
+            compute = compute_type(call.node.default_compute(inputs), inputs)
             call = replace(call, node=replace(call.node, compute_data_type=compute))
             self._calls[index] = call
-        inferred = call.node.infer(inputs)
+        results = inferred(call.node, inputs)
         for port, name in call.outputs:
-            shape, dtype = inferred[port]
+            shape, dtype = results[port]
             if name in self._typed:
                 dtype = self._tensors[name].dtype
             elif name in self._returned and self._io_data_type and is_floating(dtype):
@@ -71,9 +71,10 @@ class Inferring(GraphBuilder):
         """The tensors at the input ports, with constants in a dtype that suits the rest."""
         inputs = {port: self._tensors[name] for port, name in call.inputs}
         arrays = [tensor.dtype for tensor in inputs.values() if tensor.value is None]
+        wide = wide_dtype(*(t for t in inputs.values() if t.value is None)).name
         for port, tensor in inputs.items():
             if tensor.name in self._integers and arrays:
-                dtype = "int32" if beside_integers(arrays) else "float32"
+                dtype = "int32" if beside_integers(arrays) else wide
                 inputs[port] = replace(tensor, dtype=dtype)
                 self._put(inputs[port])
         return inputs

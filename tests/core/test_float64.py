@@ -107,3 +107,16 @@ def test_float64_is_computed_in_float64_and_runs_in_xla(name):
             with jc.implementation("cudnn"), pytest.raises(jc.UnsupportedGraphError) as caught:
                 jax.jit(ours).trace(*xs).lower(lowering_platforms=("cuda",))
     assert FLOAT64 in str(caught.value)
+
+
+def test_a_wrapped_graph_and_a_stated_compute_type_are_float64_too():
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        a, b = (jnp.asarray(rng.normal(size=shape)) for shape in ((1, 6, 8), (1, 8, 5)))
+        with jc.Graph(inputs=["mm::A", "mm::B"], outputs=["y"]) as wrapped:
+            g = wrapped
+            g.mul(g.matmul(a, b, name="mm"), 3.0).set_output(True).set_name("y")
+        stated = jc.graph(lambda g, a, b: g.matmul(a, b) * 3.0, compute_data_type="float32")
+        for got in (*jax.tree.leaves(wrapped(a, b)), stated(a, b)):
+            assert got.dtype == "float64"
+            np.testing.assert_allclose(got, 3.0 * (a @ b), rtol=1e-13)

@@ -139,7 +139,7 @@ class GraphBuilder:
                 port: self._lift(value, port, rank, integral, kind) for port, value in ports.items()
             }
             usual = compute_type(node.default_compute(inputs), inputs)
-            compute = canonical_compute(compute) if compute else usual
+            compute = compute_type(canonical_compute(compute), inputs) if compute else usual
             _check_compute(node, compute, usual, inputs)
             return self._append(replace(node, compute_data_type=compute), inputs)
         except JaxCudnnError as error:

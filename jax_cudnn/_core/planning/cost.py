@@ -70,8 +70,10 @@ def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None
     least = cost(spec)
     cycles = gpu["multiProcessorCount"] * gpu["smClockRateKHz"] * 1e3
     peak = cycles * _FLOPS_PER_CYCLE.get(int(gpu["deviceVer"]) // 10, 0)
+    if least.flops and not peak:
+        return None
     width = min((itemsize(tensor.dtype) for tensor in spec.input_tensors), default=4)
-    return max(least.bytes / rate, least.flops * width / 2 / peak if peak else 0.0)
+    return max(least.bytes / rate, least.flops * width / 2 / peak if least.flops else 0.0)
 
 
 def size(count: int) -> str:

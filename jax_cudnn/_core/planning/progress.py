@@ -93,11 +93,12 @@ def _on_terminal() -> bool:
 @contextlib.contextmanager
 def counted(total: int) -> Iterator[Program]:
     """Inside, this thread plans ``total`` graphs, for one lowered program or by ``graph()``."""
+    outer = getattr(_here, "counted", None)
     _here.counted = made = Program(total)
     try:
         yield made
     finally:
-        _here.counted = None
+        _here.counted = outer
         made.erase()
 
 
