@@ -9,6 +9,7 @@ from ._core.errors import GraphTypeError as GraphTypeError
 from ._core.errors import JaxCudnnError as JaxCudnnError
 from ._core.errors import JobError as JobError
 from ._core.errors import LibraryError as LibraryError
+from ._core.errors import PlanningError as PlanningError
 from ._core.errors import PlanningWorkerError as PlanningWorkerError
 from ._core.errors import TargetError as TargetError
 from ._core.errors import UnsupportedGraphError as UnsupportedGraphError

@@ -101,7 +101,11 @@ class LibraryAttributeError(LibraryError, AttributeError):
     """The same error when that part is accessed as an attribute of the package."""
 
 
-class PlanningWorkerError(JaxCudnnError, RuntimeError):
+class PlanningError(JaxCudnnError, RuntimeError):
+    """Planning failed for a reason that may pass, such as too little memory: nothing is stored."""
+
+
+class PlanningWorkerError(PlanningError):
     """The subprocess that plans without a GPU failed; its output is part of the message."""
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -18,13 +20,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jax_cudnn._core.errors import JaxCudnnError, PlanningWorkerError
 
 from . import environment, wire
 
+log = logging.getLogger("jax_cudnn")
+
 _TAIL = 4096  # bytes of the worker's output in an error
+_TOLD, _IDLE = 5, 30  # seconds without any use of the CPU: until a warning, and until its end
 
 _condition = threading.Condition()  # guards the three below
 _seats: list[_Seat] = []
@@ -32,27 +38,33 @@ _free: list[_Seat] = []
 _wanted: list[int] = []  # the count of each ``workers`` block that is open
 
 
-def call(function: str, *args: Any, timeout: float = 600.0, **kwargs: Any) -> Any:
+def call(
+    function: str, *args: Any, timeout: float = 600.0, fresh: bool = False, **kwargs: Any
+) -> Any:
     """``function(*args, **kwargs)`` in the planning worker, which has the null driver.
 
     ``function`` is ``"package.module:name"``; arguments and result are pickled. The worker has
     this process's ``sys.path``, but not its ``__main__``. ``timeout`` is in seconds; it includes
-    starting the worker, but not waiting for calls of other threads.
+    starting the worker, but not waiting for calls of other threads. ``fresh`` starts a new worker.
 
     Raises what the function raises (an exception that does not pickle becomes a ``RuntimeError``
-    with its traceback), ``PlanningWorkerError`` if the worker dies or times out, ``LibraryError``
-    if it cannot be started. After that, the next call starts a new worker.
+    with its traceback), ``PlanningWorkerError`` if the worker cannot be started, dies, times out
+    or does not run (stopped, or in a deadlock), ``LibraryError`` where a part of it is missing.
+    After that, the next call starts a new worker.
     """
     request = wire.pack((function, args, kwargs))
     with _seat() as seat:
         deadline = time.monotonic() + timeout
+        if fresh:
+            seat.stop()
         worker = seat.current()
         try:
             answer = worker.ask(request, deadline)
         except EOFError:
             raise worker.death(function) from None
-        except TimeoutError:
-            raise worker.death(function, timeout) from None
+        except TimeoutError as error:
+            how = str(error) or f"did not answer within {timeout:g} s"
+            raise worker.death(function, f"{how} and was stopped") from None
         except BaseException:  # after an interrupt, too, its answer would be the next call's
             worker.stop()
             raise
@@ -121,7 +133,15 @@ class _Seat:
             self.worker.stop()  # it died while idle: nothing is lost
         if self.worker is None or self.worker.stopped:
             environment.check()
-            self.worker = _Worker()
+            try:
+                self.worker = _Worker()
+            except OSError as error:
+                raise PlanningWorkerError(
+                    "the planning worker cannot be started",
+                    got=f"{type(error).__name__}: {error}",
+                    why="this machine lacks memory, processes, open files or temporary space",
+                    fix="free some, and try again",
+                ) from error
         return self.worker
 
     def stop(self) -> None:
@@ -171,27 +191,57 @@ class _Worker:
 
     def ask(self, request: bytes, deadline: float) -> bytes:
         if not self.ready:
-            _unpack(wire.receive(self.connection, deadline))
+            _unpack(self._receive(deadline))
             self.ready = True
         self.log.truncate(0)
         wire.send(self.connection, request, deadline)
+        return self._receive(deadline)
+
+    def _receive(self, deadline: float) -> bytes:
+        """Its next message; TimeoutError after the deadline, or before if it does not run.
+
+        Its use of the CPU is what shows that it runs: cuDNN's frontend holds Python's lock, so
+        that no thread of the worker could tell. Seconds are counted, not measured: where this
+        process was stopped, too, nothing is wrong with the worker.
+        """
+        poll, idle, used = select.poll(), 0, ""
+        poll.register(self.connection, select.POLLIN)
+        while not poll.poll(1000 * max(0.0, min(1.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            before, used = used, self._cpu()
+            idle = idle + 1 if used and used == before else 0
+            if idle == _TOLD:
+                log.warning(
+                    "the planning worker (process %d) has not run for %d s; it is ended after %d s",
+                    self.process.pid,
+                    idle,
+                    _IDLE,
+                )
+            if idle >= _IDLE:
+                raise TimeoutError(f"did not run for {idle} s")
         return wire.receive(self.connection, deadline)
 
-    def death(self, function: str, timeout: float | None = None) -> PlanningWorkerError:
-        """Stop it; the error says whether it died or was stopped after ``timeout`` seconds."""
-        fix = "try again: the next call starts a new worker; report a graph that kills it again"
-        if timeout is not None:
-            how = f"did not answer within {timeout:g} s and was stopped"
-            fix = "pass call() a longer timeout, or plan a smaller graph"
-        else:
-            how = f"died: {self._exit_reason()}"
+    def _cpu(self) -> str:
+        """How much it has used the CPU, as the kernel says; empty where that is not known."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return ""
+        return " ".join(stat.rpartition(")")[2].split()[11:13])  # utime and stime
+
+    def death(self, function: str, how: str = "") -> PlanningWorkerError:
+        """Stop it; the error says how it died, or ``how`` it failed."""
+        how = how or f"died: {self._exit_reason()}"
         tail = self._tail()
         self.stop()
         return PlanningWorkerError(
             f"the planning worker {how}",
             got=f"while running {function}",
             why="its last output:\n" + tail if tail else "it printed nothing",
-            fix=fix,
+            fix="try again: the next call starts a new worker; free memory; "
+            "python -m jax_cudnn doctor checks the installation; "
+            "report a graph that fails in this way each time",
         )
 
     def stop(self) -> None:

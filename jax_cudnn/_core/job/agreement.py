@@ -137,10 +137,7 @@ class Job:
             record = pack(made=make(), identity=question.identity())
         except Exception as error:  # not an interrupt: then the same attempt goes on later
             answer.attempt += 1
-            try:
-                self._put(path, pack(error=sent(error)))
-            except JobError as unsent:
-                error.add_note(str(unsent))
+            self._put(path, pack(error=sent(error)))  # else no process may act on it
             raise
         self._put(path, record)
         log.debug(

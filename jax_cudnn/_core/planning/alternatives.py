@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..errors import JaxCudnnError, UnsupportedGraphError
+from ..errors import JaxCudnnError, PlanningError, UnsupportedGraphError
 from ..graph.dtypes import FLOATS, INTEGERS
 from ..graph.spec import GraphSpec
 
@@ -21,7 +21,10 @@ def dtypes_with_plan(
     dtypes. It queries cuDNN, which takes up to a second."""
     if not any(words in reason for reason in error.reasons.values() for words in _ABOUT_DTYPES):
         return None
-    found = [dtype for dtype, variant in _variants(spec) if _has_plan(variant, build)]
+    try:
+        found = [dtype for dtype, variant in _variants(spec) if _has_plan(variant, build)]
+    except PlanningError:
+        return None
     if not found:
         return "the graph is not supported with operands of " + ", ".join(_TRIED) + " either"
     return "the graph has a plan there with operands of " + ", ".join(found)
@@ -58,6 +61,8 @@ def _variants(spec: GraphSpec) -> Iterator[tuple[str, GraphSpec]]:
 def _has_plan(spec: GraphSpec, build: Callable[[GraphSpec], Any]) -> bool:
     try:
         build(spec)
+    except PlanningError:
+        raise
     except JaxCudnnError:  # a failure while looking for advice must not hide the refusal
         return False
     return True

@@ -17,7 +17,7 @@ from ..cuda import CudaDevice
 from ..errors import UnsupportedGraphError
 from ..graph.options import HEURISTICS, NUMERIC_NOTES
 from ..graph.spec import GraphSpec
-from . import build, choice, frontend, workspace
+from . import build, choice, failure, frontend, workspace
 from .candidates import Candidate
 from .unsupported import LEFT_OUT
 from .workspace import Limit
@@ -163,4 +163,6 @@ def _refusals(graph: Any) -> Iterator[tuple[_Config, str]]:
         try:
             graph.build_plan_at_index(i)
         except Exception as error:  # the frontend's, of several kinds: its words are what counts
+            if failure.passing(error):
+                raise
             yield config, str(error)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ...deviceless.profiles import Profile
 from ..cuda import CudaDevice
-from ..errors import GraphError, PlanningWorkerError, UnsupportedGraphError
+from ..errors import GraphError, PlanningError, UnsupportedGraphError
 from ..graph.spec import intern
 from . import planner
 from .candidates import Candidate, Candidates
@@ -74,8 +74,8 @@ def tried(plan: Plan, candidate: Candidate) -> Candidate:
     except UnsupportedGraphError as error:
         reason = most_telling(error.reasons) or error.why or error.summary
         return replace(candidate, supported=False, reason=reason)
-    except PlanningWorkerError as error:  # cuDNN crashed over it
-        return replace(candidate, supported=False, reason=error.summary)
+    except PlanningError as error:  # it may be supported
+        return replace(candidate, reason=error.summary)
     return replace(candidate, supported=True, workspace_bytes=made.workspace_bytes)
 
 

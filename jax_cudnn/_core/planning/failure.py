@@ -1,0 +1,83 @@
+"""Tells failures of planning that may pass from what cuDNN says of a graph: only that is kept."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..errors import PlanningError, UnsupportedGraphError
+
+log = logging.getLogger("jax_cudnn")
+V = TypeVar("V")
+
+# Statuses that are not about the graph, and failures of memory, libraries or the driver. cuDNN
+# also writes some kernels that do not compile: that is the graph, where there is memory. A status
+# that is compared with stands in the text of a check.
+_PASSING = re.compile(
+    r"\bCUDNN_STATUS_(?!NOT_SUPPORTED|BAD_PARAM|INVALID_VALUE|ARCH_MISMATCH|SUCCESS"
+    r"|INTERNAL_ERROR_COMPILATION_FAILED)\w+\b(?! ==)"
+    r"|SUBLIBRARY|PREREQUISITE|ALLOC(ATION)?_FAILED|CUDA_ERROR|cudaError"
+    r"|(?i:bad_alloc|out.of.memory|cannot allocate memory|too many open files)"
+)
+# With less memory, cuDNN 9.28 leaves out engines whose libraries it cannot map, without an error,
+# and the kernels of others do not compile.
+_ROOM = 768 << 20  # bytes of address space
+
+
+def check_room() -> None:
+    """PlanningError if this process cannot map the memory that planning needs."""
+    try:
+        mmap.mmap(-1, _ROOM).close()
+    except OSError as error:
+        raise _failed(f"{_ROOM >> 20} MiB of memory cannot be mapped: {error}") from None
+
+
+def passing(error: BaseException) -> PlanningError | None:
+    """The failure that an exception of planning is; None for what is said of the graph itself."""
+    if isinstance(error, PlanningError):
+        return error
+    if isinstance(error, MemoryError):
+        return _failed(f"MemoryError {error}")
+    texts = RuntimeError, OSError, ImportError  # whose words alone say what they mean
+    if not isinstance(error, texts) or isinstance(error, UnsupportedGraphError):
+        return None
+    if "COMPILATION_FAILED" in str(error):
+        try:
+            check_room()
+        except PlanningError as failure:
+            return failure
+    return _failed(str(error).strip()) if _PASSING.search(str(error)) else None
+
+
+def twice(attempt: Callable[[bool], V]) -> V:
+    """``attempt(False)``; where that fails in a way that may pass, ``attempt(True)``.
+
+    Raises PlanningError if both fail so.
+    """
+    try:
+        return attempt(False)
+    except Exception as error:
+        first = passing(error)
+        if first is None:
+            raise
+    log.debug("planning failed, and is tried once more: %s", first)
+    try:
+        return attempt(True)
+    except Exception as error:
+        second = passing(error)
+        if second is None or second is error:
+            raise
+        raise second from error
+
+
+def _failed(got: str) -> PlanningError:
+    return PlanningError(
+        "cuDNN failed while planning",
+        got=got,
+        why="too little memory, or a library or the driver failed; the graph is not the cause",
+        fix="try again: nothing is kept of it; free memory; "
+        "python -m jax_cudnn doctor checks the installation",
+    )
