@@ -23,6 +23,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit these
 
 import functools
 import importlib.util
+import json
 import zlib
 
 import jax
@@ -92,5 +93,10 @@ def no_plans():
 def made_up_plans(no_plans, monkeypatch):
     """For tests that put something in place of ``planner._build``: neither cuDNN's versions nor
     its losses matter to them."""
-    monkeypatch.setattr(planner, "identity", functools.cache(repr))
+
+    def identity(site):
+        versions = {"cuDNN": "9.19.0", "jax_cudnn": planner.fingerprint(), "site": repr(site)}
+        return json.dumps({"GPU": getattr(site, "properties_json", ""), **versions})
+
+    monkeypatch.setattr(planner, "identity", functools.cache(identity))
     monkeypatch.setattr(losses, "table", dict)

@@ -103,6 +103,12 @@ def views(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
     return _apart(spec, tensor)
 
 
+def shown(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
+    """The tensors that cuDNN sees for a tensor."""
+    dims, strides = view(spec, tensor)
+    return views(spec, tensor) or (View("", dims, tuple(strides)),)
+
+
 def _apart(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
     """One for each port of an operand that a single call reads at several."""
     readers = [c for c in spec.calls if any(name == tensor.name for _, name in c.inputs)]

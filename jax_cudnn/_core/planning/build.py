@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...deviceless.profiles import Profile
 from ..cuda import CudaDevice
-from ..errors import LibraryError, UnsupportedGraphError
+from ..errors import JaxCudnnError, UnsupportedGraphError
 from ..graph import layout
 from ..graph.dtypes import cudnn_name
-from ..graph.node import View
-from ..graph.spec import GraphSpec, Tensor
-from . import choice, frontend, ubjson, workspace
+from ..graph.spec import GraphSpec
+from . import choice, failure, frontend, ubjson, workspace
 from .execution_plan import ExecutionPlan, Uids, decode
 from .unsupported import engine_reasons, unsupported
 from .workspace import Limit
@@ -23,10 +21,6 @@ FIRST_PYTHON_ENGINE = 20000
 """Engines of the frontend itself (CuTe DSL) begin here."""
 PYTHON_ONLY = "runs only in the Python frontend, not inside an XLA program"
 _NONE_PROPOSED = "cuDNN proposed no engine that matches the options (engine and notes)"
-_DEVICE_FAILURE = (
-    r"CUDA_ERROR|cudaError|out of memory|ALLOC_FAILED|EXECUTION_FAILED|SUBLIBRARY"
-    r"|INTERNAL_ERROR(?!_COMPILATION_FAILED)"  # an engine whose kernel cuDNN wrote wrongly
-)
 
 
 def build_for_profile(spec: GraphSpec, profile: Profile) -> ExecutionPlan:
@@ -96,6 +90,7 @@ def _first(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> Execution
 
 def operation_graph(spec: GraphSpec, cudnn: Any, **where: Any) -> Any:
     """The graph as the frontend's, checked, without plans; ``where`` says for which GPU."""
+    failure.check_room()
     graph = cudnn.pygraph(
         name="jax_cudnn",
         io_data_type=cudnn.data_type.FLOAT,
@@ -129,15 +124,11 @@ def reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
     """
     try:
         yield
+    except JaxCudnnError:
+        raise
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-        if "engineId" not in str(error) and re.search(_DEVICE_FAILURE, str(error)):
-            raise LibraryError(
-                "cuDNN failed while planning",
-                got=str(error).strip(),
-                why="the device or a library failed; the graph is not the cause",
-                fix="free GPU memory or repair the installation, and try again",
-            ) from error
-        raise unsupported(spec, engine_reasons(str(error))) from error
+        failed = failure.passing(error)
+        raise failed or unsupported(spec, engine_reasons(str(error))) from error
     except (AssertionError, ValueError) as error:
         if _raised_in(error).partition(".")[0] != cudnn.__name__:
             raise
@@ -158,10 +149,6 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
     def data_type(dtype: str) -> Any:
         return getattr(cudnn.data_type, cudnn_name(dtype))
 
-    def shown(tensor: Tensor) -> tuple[View, ...]:
-        dims, strides = layout.view(spec, tensor)
-        return layout.views(spec, tensor) or (View("", dims, tuple(strides)),)
-
     tensors: dict[str, list[Any]] = {}
     for uid_of, by_value in ((uids.inputs, False), (uids.constants, True)):
         for name, uid in uid_of.items():
@@ -175,12 +162,12 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
                     is_pass_by_value=by_value,
                     uid=uids.parts.get((name, i), uid),
                 )
-                for i, part in enumerate(shown(tensor))
+                for i, part in enumerate(layout.shown(spec, tensor))
             ]
     for call in spec.calls:
         inputs = {}
         for port, name in call.inputs:
-            parts = shown(spec.tensor(name))
+            parts = layout.shown(spec, spec.tensor(name))
             inputs |= {p.port or port: x for p, x in zip(parts, tensors[name], strict=True)}
         compute = data_type(call.node.compute_data_type)
         common = {"name": call.name, "compute_data_type": compute}
@@ -188,7 +175,7 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
         for _, name in call.outputs:
             tensor, uid = spec.tensor(name), uids.outputs.get(name)
             tensors[name] = []
-            for i, part in enumerate(shown(tensor)):
+            for i, part in enumerate(layout.shown(spec, tensor)):
                 out = next(made)
                 out.set_dim(list(part.dims)).set_stride(list(part.strides))
                 out.set_data_type(data_type(tensor.dtype))

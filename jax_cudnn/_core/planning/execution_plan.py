@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from ..graph.wire import stored
 # Kinds of a binding; csrc/plan.h has the same numbers.
 OPERAND, RESULT, SLOT, CONSTANT, VIEW = range(5)
 UNBOUND = -1
-_SCALAR_STRIDE = 16  # bytes between by-value constants
+Row = tuple[int, int, int]  # of a binding, without the uid
+SCALAR_STRIDE = 16  # bytes between by-value constants
 
 # Properties that differ between GPUs of one model and that no kernel depends on. With them
 # fixed, equal GPUs get equal plans, programs and cache keys.
@@ -74,10 +75,6 @@ class ExecutionPlan:
         """The options that select this engine with its knobs."""
         return {"engine": self.engine_id, "knobs": dict(self.knobs)}
 
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
     def with_constants(self, spec: GraphSpec) -> ExecutionPlan:
         """The plan for an equal graph with other constants, such as epsilon, which it reads at
         each run."""
@@ -92,18 +89,19 @@ class ExecutionPlan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ExecutionPlan:
         """The plan that ``to_json`` wrote; KeyError, TypeError or ValueError for other data."""
-        rows = {
-            name: tuple(map(tuple, data[name])) for name in ("bindings", "fills", "knobs", "tables")
-        }
-        notes = tuple(data["behavior_notes"])
+        names = "bindings", "fills", "knobs", "tables", "behavior_notes"
+        if wrong := [name for name in names if not isinstance(data[name], (list, tuple))]:
+            raise TypeError(f"{wrong[0]} is not a list")
+        *rows, notes = (tuple(data[name]) for name in names)
+        rows = {name: tuple(map(tuple, row)) for name, row in zip(names[:-1], rows, strict=True)}
         scalars = bytes.fromhex(data["scalars"])
-        return cls(**{**data, **rows, "behavior_notes": notes, "scalars": scalars})
+        rows |= {"behavior_notes": notes, "scalars": scalars, "engine_id": data["engine_id"]}
+        return cls(**{**data, **rows})
 
     def attributes(self, name: str) -> dict[str, Any]:
-        """The custom call's attributes."""
-        return {
+        """The custom call's attributes; ``checksum`` is of the others, see csrc/plan.h."""
+        given = {
             "plan": self.text,
-            "digest": self.digest,
             "name": name,
             "cudnn_version": np.int64(self.cudnn_version),
             "device_name": self.device_name,
@@ -113,6 +111,11 @@ class ExecutionPlan:
             "workspace_bytes": np.int64(self.workspace_bytes),
             "plan_workspace_offset": np.int64(self.plan_workspace_offset),
         }
+        checksum = 0
+        for _, value in sorted(given.items()):
+            data = value.encode() if isinstance(value, str) else value.tobytes()
+            checksum = zlib.crc32(data, checksum)
+        return {**given, "checksum": np.int64(checksum)}
 
     def __repr__(self) -> str:
         return f"<ExecutionPlan {self}>"  # the text is up to 100 KB
@@ -146,6 +149,20 @@ class Uids:
         )
 
 
+def graph_rows(spec: GraphSpec) -> dict[int, Row]:
+    """What each of a graph's tensors points to, by uid: first its operands and results."""
+    uids = Uids.of(spec)
+    whole = uids.inputs | uids.outputs
+    rows = [(OPERAND, i, _nbytes(tensor)) for i, tensor in enumerate(spec.input_tensors)]
+    rows += [(RESULT, i, _nbytes(tensor)) for i, tensor in enumerate(spec.output_tensors)]
+    rows += [(CONSTANT, i * SCALAR_STRIDE, 0) for i in range(len(uids.constants))]
+    for name, i in uids.parts:
+        tensor = spec.tensor(name)
+        start = layout.views(spec, tensor)[i].offset * itemsize(tensor.dtype)
+        rows.append((VIEW, whole[name] - 1, start))
+    return dict(enumerate(rows, 1))  # as Uids.of counts
+
+
 _FIELDS = (
     "cudnn_backend_data",
     "variant_pack_uids",
@@ -177,22 +194,12 @@ def decode(
             why="this version of nvidia-cudnn-frontend writes plans in an unknown format",
             fix="install a tested version (see newest.txt) or a newer jax_cudnn",
         )
-    uids = Uids.of(spec)
-    rows: dict[int, tuple[int, int, int]] = {}
-    scalars = bytearray()
-
-    def constant(value: bytes) -> tuple[int, int, int]:
-        scalars.extend(value)
-        return CONSTANT, len(scalars) - _SCALAR_STRIDE, 0
-
-    for i, tensor in enumerate(spec.input_tensors):
-        rows[uids.inputs[tensor.name]] = (OPERAND, i, _nbytes(tensor))
-    for i, tensor in enumerate(spec.output_tensors):
-        rows[uids.outputs[tensor.name]] = (RESULT, i, _nbytes(tensor))
-    for tensor in spec.constants:
-        rows[uids.constants[tensor.name]] = constant(_packed(tensor))
+    rows = graph_rows(spec)
+    views = {uid: rows.pop(uid) for uid, row in [*rows.items()] if row[0] == VIEW}
+    scalars = bytearray().join(map(_packed, spec.constants))
     for uid, value in blob["pass_by_values"].items():
-        rows[int(uid)] = constant(_padded(_by_value(value)))
+        rows[int(uid)] = (CONSTANT, len(scalars), 0)
+        scalars.extend(_padded(_by_value(value)))
     fills: list[tuple[int, int, int, int]] = []
     tables: list[tuple[float, ...]] = []
     for uid, (kind, offset, floats) in blob["workspace_modifications"].items():
@@ -208,12 +215,11 @@ def decode(
     kept = {u: row for u, row in rows.items() if u in used or row[0] in (OPERAND, RESULT)}
     bindings = [(uid if uid in used else UNBOUND, *row) for uid, row in kept.items()]
     place = {uid: i for i, uid in enumerate(kept)}
-    views = dict(_parts(spec, uids)) | dict(_views(blob))
-    views = {uid: source for uid, source in views.items() if uid in used}
-    for uid, (source, offset) in views.items():
-        bindings.append((uid, VIEW, place.get(source, UNBOUND), offset))
+    sliced = [found for found in _views(blob) if found[0] in used]
+    views |= {uid: (VIEW, place.get(source, UNBOUND), start) for uid, (source, start) in sliced}
+    bindings += [(uid, *row) for uid, row in views.items() if uid in used]
     unknown = used - rows.keys() - views.keys()
-    unknown |= {source for source, _ in views.values()} - place.keys()
+    unknown |= {source for _, (source, _) in sliced} - place.keys()
     if unknown:
         raise LibraryError(
             "the frontend's plan has tensors that are not in the graph",
@@ -225,8 +231,8 @@ def decode(
     return ExecutionPlan(
         text=text,
         engine=engine,
-        cudnn_version=int(_field(r'"cudnnVersion":(\d+)', text)),
-        device_name=_field(r'"deviceName":"([^"]*)"', text),
+        cudnn_version=version_in(text),
+        device_name=device_in(text),
         workspace_bytes=workspace,
         plan_workspace_offset=blob["fe_workspace_size"],
         bindings=tuple(bindings),
@@ -271,15 +277,7 @@ def _by_value(given: dict[str, Any]) -> bytes:
 
 
 def _padded(value: bytes) -> bytes:
-    return value.ljust(_SCALAR_STRIDE, b"\0")
-
-
-def _parts(spec: GraphSpec, uids: Uids) -> Iterator[tuple[int, tuple[int, int]]]:
-    """The tensors that are parts of an operand or a result, as :func:`_views`."""
-    for (name, i), uid in uids.parts.items():
-        tensor = spec.tensor(name)
-        offset = layout.views(spec, tensor)[i].offset * itemsize(tensor.dtype)
-        yield uid, ((uids.inputs | uids.outputs)[name], offset)
+    return value.ljust(SCALAR_STRIDE, b"\0")
 
 
 def _views(blob: dict[str, Any]) -> list[tuple[int, tuple[int, int]]]:
@@ -295,6 +293,16 @@ def _views(blob: dict[str, Any]) -> list[tuple[int, tuple[int, int]]]:
 def _float(given: Any) -> float:
     """A float32 of the frontend's own: itself, or the hexadecimal of the big-endian value."""
     return struct.unpack(">f", bytes.fromhex(given))[0] if isinstance(given, str) else float(given)
+
+
+def version_in(text: str) -> int:
+    """The version of cuDNN that wrote a plan's text."""
+    return int(_field(r'"cudnnVersion":(\d+)', text))
+
+
+def device_in(text: str) -> str:
+    """The GPU that a plan's text, or a GPU's properties, are of."""
+    return _field(r'"deviceName":"([^"]*)"', text)
 
 
 def _field(pattern: str, text: str) -> str:

@@ -13,24 +13,22 @@ import jax
 from ...deviceless.profiles import Profile
 from ..compat import Device
 from ..cuda import CudaDevice
-from ..errors import PlanningWorkerError, UnsupportedGraphError
+from ..errors import JobError, PlanningError, UnsupportedGraphError
 from ..graph.options import Surroundings
 from ..graph.spec import GraphSpec
 from ..implementation import CUDNN, SPLIT, XLA
 from ..job import agreement
 from ..settings import settings
 from ..store import cache
-from . import frontend, limits, losses, planner, variety
-from .execution_plan import ExecutionPlan
+from . import failure, frontend, limits, losses, planner, variety
 from .plan import Plan, PlannedSegment
+from .plan_record import row_of, segments_of
 from .single_flight import SingleFlight
 from .split import Refusal, Segment, part, search, whole
+from .stored import Rows, key_text, rows_of, said
 from .unsupported import most_telling
 
 log = logging.getLogger("jax_cudnn")
-
-# A segment as a row: its calls by position, whether XLA runs it, and why.
-_Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
 
 _ELSE = "then cuDNN runs the supported parts, and XLA the rest"
 
@@ -44,7 +42,7 @@ class _Asked(NamedTuple):
 
 
 _refusals: SingleFlight[Refusal | None] = SingleFlight(1 << 14)
-_splits: SingleFlight[_Rows] = SingleFlight()
+_splits: SingleFlight[Rows] = SingleFlight()
 
 
 def place(
@@ -61,17 +59,21 @@ def place(
     Raises:
         UnsupportedGraphError: the graph requires ``implementation="cudnn"``, and cuDNN has no
             engine for the whole graph.
+        PlanningError: planning failed for a reason that may pass, and XLA may not run the graph.
         JobError: another process decides, and its decision has not arrived.
     """
     if left_to_xla(spec):
         return by_xla(spec, name)
     variety.count(spec, name)
     together = agreement.leader(devices) is not None
-    segments = (
-        _decide_together(spec, site, name, devices) if together else _decide(spec, site, name)
-    )
-    implementation = spec.options.implementation or SPLIT
-    plan = Plan(name, _model(site)[0], implementation, spec, segments, site)
+    try:
+        segments = (
+            _decide_together(spec, site, name, devices) if together else _decide(spec, site, name)
+        )
+        gpu = _model(site)[0]
+    except PlanningError as error:
+        segments, gpu = _this_time(spec, error, name), getattr(site, "name", "this GPU")
+    plan = Plan(name, gpu, spec.options.implementation or SPLIT, spec, segments, site)
     _tell(plan)
     return plan
 
@@ -97,6 +99,30 @@ def by_xla(spec: GraphSpec, name: str) -> Plan:
     )
     _tell(plan)
     return plan
+
+
+def _this_time(spec: GraphSpec, error: PlanningError, name: str) -> tuple[PlannedSegment]:
+    """The graph as XLA runs it in the program that is being compiled: nothing is kept of this.
+
+    Raises ``error`` where the options require cuDNN, and where the related graphs may be planned.
+    """
+    if spec.options.implementation == CUDNN or spec.options.engine is not None or spec.is_paired:
+        if spec.is_paired:
+            error.expected = "a plan: XLA's random numbers are not those of the related graphs"
+        raise error
+    summary = error.summary.removeprefix(f"{name}: ")
+    (segment,) = whole(spec, True, f"planning failed, for this program alone: {summary}")
+    _check_determinism(spec, [segment], name)
+    log.warning(
+        "%s: %s, twice; XLA runs the graph in this program alone, and the next compilation plans "
+        "it again (jax.clear_caches()). Free memory, or check the installation: python -m "
+        "jax_cudnn doctor. implementation='cudnn' makes this an error. The graph: %s; %s",
+        name,
+        summary,
+        spec.label,
+        error.got,
+    )
+    return (PlannedSegment(spec, segment.calls, None, segment.reason),)
 
 
 def _decide(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[PlannedSegment, ...]:
@@ -127,7 +153,7 @@ def _decide(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[Pla
     return (*_planned(segments, site, name),)
 
 
-def _rows_of(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str) -> _Rows:
+def _rows_of(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str) -> Rows:
     canonical = spec.for_planning().canonical()
     key = canonical, asked, planner.identity(site)
     return _splits.get(key, lambda: _split(canonical, asked, site, name))
@@ -190,21 +216,21 @@ def _segment(spec: GraphSpec, calls: Sequence[int], leftover: bool, reason: str)
 # -- the split -------------------------------------------------------------------------------------
 
 
-def _split(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str) -> _Rows:
+def _split(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str) -> Rows:
     """From the disk, or searched and left there for other processes."""
     lost = {} if asked.losing else losses.table().get(str(_model(site)[1]), {})
     known_losses = sorted(lost.get("patterns", ()))
-    key = f"{planner.key_text('split', spec, site)}\n{known_losses}\n{asked}"
+    key = key_text("split", spec, planner.identity(site), str(known_losses), str(asked))
 
     def ask(piece: GraphSpec) -> Refusal | None:
         if asked.apart and piece.is_paired:
             return Refusal(asked.apart)
         return refusal(piece, site, name, asked.losing)
 
-    def rows_of(stored: dict[str, Any]) -> _Rows:
-        return _rows(stored, spec)
+    def read(stored: dict[str, Any]) -> Rows:
+        return rows_of(stored, spec)
 
-    known = planner.decoded(key, cache.get(key), rows_of)
+    known = planner.decoded(key, cache.get(key), read)
     if known is not None:
         return known
     segments = search(spec, ask)
@@ -212,15 +238,7 @@ def _split(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str
     if len(rows) == 1 and not rows[0][1]:
         return rows  # one plan, which has an entry of its own
     stored = cache.put(key, {"segments": rows}, label=f"{spec.label}; {len(rows)} segments")
-    return planner.decoded(key, stored, rows_of) or rows
-
-
-def _rows(stored: dict[str, Any], spec: GraphSpec) -> _Rows:
-    """KeyError, TypeError or ValueError for what is no split of the graph."""
-    rows = tuple((tuple(c), bool(x), str(r)) for c, x, r in stored["segments"])
-    if sorted(call for calls, _, _ in rows for call in calls) != [*range(len(spec.calls))]:
-        raise ValueError("the segments are not those of the graph")
-    return rows
+    return planner.decoded(key, stored, read) or rows
 
 
 def refusal(
@@ -239,9 +257,6 @@ def refusal(
                 return Refusal(slow)
         except UnsupportedGraphError as error:
             return Refusal(most_telling(error.reasons) or error.why or error.summary)
-        except PlanningWorkerError as error:  # cuDNN crashed over this part
-            log.warning("%s: %s; XLA runs this part instead: %r", name, error.summary, spec)
-            return Refusal(error.summary)
         return None
 
     return _refusals.get((spec.canonical(), planner.identity(site), losing), ask)
@@ -251,7 +266,7 @@ def _model(site: Profile | CudaDevice) -> tuple[str, int]:
     """A GPU's name, and its compute capability times ten."""
     if isinstance(site, Profile):
         return site.name, site.sm_version
-    return site.model(frontend.load())
+    return failure.twice(lambda again: site.model(frontend.load()))
 
 
 # -- several processes -----------------------------------------------------------------------------
@@ -266,7 +281,18 @@ def _decide_together(
     canonical = spec.canonical()
 
     def make() -> dict[str, Any]:
-        return {"segments": [_record(segment) for segment in _decide(canonical, site, name)]}
+        return {"segments": [row_of(segment) for segment in _decide(canonical, site, name)]}
+
+    def identity() -> str:
+        try:
+            return json.dumps({**json.loads(planner.identity(site)), "jax": jax.__version__})
+        except PlanningError as error:  # not that of the job, of which all processes hear
+            raise JobError(
+                f"{name}: process {jax.process_index()} cannot compare its libraries with those "
+                "of the job",
+                why=str(error),
+                fix=error.fix,
+            ) from error
 
     # Nothing here may fail before the other processes learn of it: versions are read later.
     gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
@@ -275,21 +301,18 @@ def _decide_together(
         devices,
         make,
         name=name,
-        identity=lambda: json.dumps({**json.loads(planner.identity(site)), "jax": jax.__version__}),
+        identity=identity,
         timeout=settings().job_timeout,
     )
-    return tuple(_received(spec, row) for row in record["segments"])
-
-
-def _record(segment: PlannedSegment) -> dict[str, Any]:
-    plan = None if segment.plan is None else segment.plan.to_json()
-    return {"calls": segment.calls, "plan": plan, "reason": segment.reason}
-
-
-def _received(spec: GraphSpec, row: dict[str, Any]) -> PlannedSegment:
-    plan = None if row["plan"] is None else ExecutionPlan.from_json(row["plan"])
-    calls = tuple(row["calls"])
-    return PlannedSegment(part(spec, calls), calls, plan, row["reason"])
+    try:
+        return segments_of(record["segments"], spec, planner.identity(site))
+    except Exception as error:  # anything may stand there
+        raise JobError(
+            f"{name}: the plan of another process of this job is not one for this graph",
+            got=said(error),
+            why="the store of the job holds something else",
+            fix="run the same version of jax_cudnn in all processes",
+        ) from error
 
 
 # -- what is said about it -------------------------------------------------------------------------

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
+
+import jax
 
 from ..errors import GraphError
 from ..graph import record
 from ..graph.dtypes import TO_CUDNN, WORDS
 from ..graph.field_types import checked
+from ..graph.promotion import inferred
+from ..graph.reference import evaluate
 from ..graph.spec import GraphSpec, intern
+from ..graph.wire import wire
 from ..package import version
-from .execution_plan import ExecutionPlan
+from ..store.entry import parsed
 from .plan import Plan, PlannedSegment
+from .split import part
+from .stored import check_order, need, plan_of, said
 
 _KIND = "jax_cudnn plan"
 _FORMAT = 1
@@ -31,7 +39,9 @@ def data(plan: Plan) -> dict[str, Any]:
         "engine": plan.engine,
         "workspace_bytes": plan.workspace_bytes,
         "graph": record.encoded(plan.spec),
-        "segments": [_segment(segment) for segment in plan.segments],
+        "segments": [
+            {"graph": record.encoded(segment.spec), **row_of(segment)} for segment in plan.segments
+        ],
     }
 
 
@@ -41,61 +51,108 @@ def dumped(plan: Plan) -> bytes:
 
 
 def loaded(content: bytes) -> Plan:
-    """The plan that :func:`dumped` wrote; GraphError for anything else."""
+    """The plan that :func:`dumped` wrote; GraphError for anything else.
+
+    A plan that is returned has a graph that its nodes accept, plans that fit it (``stored.py``),
+    and was written, explained and traced once.
+    """
     try:
-        found = json.loads(content)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _no_plan(f"{type(error).__name__}: {error}") from error
-    if not isinstance(found, dict) or found.get("kind") != _KIND:
+        found = parsed(bytes(content))
+        kind, written = found["kind"], found["format"]
+    except Exception as error:  # anything may stand there
+        raise _no_plan(said(error)) from error
+    if kind != _KIND:
         raise _no_plan(repr(content[:60]))
-    if found.get("format") != _FORMAT:
+    by = f"written by jax_cudnn {found.get('jax_cudnn')!s:.40}"
+    if written != _FORMAT:
         raise GraphError(
             "this plan has another format",
             expected=f"format {_FORMAT}, written by jax_cudnn {version()}",
-            got=f"format {found.get('format')}, written by jax_cudnn {found.get('jax_cudnn')}",
+            got=f"format {written!s:.40}, {by}",
             fix=_AGAIN,
         )
     try:
-        spec = _graph(found["graph"])
+        spec = record.decoded(found["graph"])
+        _check_graph(spec)
+        spec = intern(spec)
         name, gpu, implementation = (found[key] for key in ("name", "gpu", "implementation"))
-        segments = tuple(map(_read_segment, found["segments"]))
-        return checked(Plan(name, gpu, implementation, spec, segments))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        plan = checked(Plan(name, gpu, implementation, spec, segments_of(found["segments"], spec)))
+        written = {**data(plan), "jax_cudnn": found["jax_cudnn"]}
+        need(_text(written) == _text(found), "the bytes", "those of this plan", "others")
+        str(plan.explain())
+    except Exception as error:  # anything may stand there
         raise GraphError(
             "this plan cannot be read",
             expected=f"a plan written by jax_cudnn {version()}",
-            got=f"written by jax_cudnn {found.get('jax_cudnn')}: {type(error).__name__}: {error}",
+            got=f"{by}: {said(error)}",
             why="a plan holds its graph, and operations differ between versions",
             fix=_AGAIN,
         ) from error
+    return plan
 
 
-def _segment(segment: PlannedSegment) -> dict[str, Any]:
-    return {
-        "graph": record.encoded(segment.spec),
-        "calls": list(segment.calls),
-        "plan": None if segment.plan is None else segment.plan.to_json(),
-        "reason": segment.reason,
-    }
+def row_of(segment: PlannedSegment) -> dict[str, Any]:
+    """A segment as data, without its graph, which is a part of the whole one."""
+    plan = None if segment.plan is None else segment.plan.to_json()
+    return {"calls": list(segment.calls), "plan": plan, "reason": segment.reason}
 
 
-def _read_segment(row: dict[str, Any]) -> PlannedSegment:
-    plan = None if row["plan"] is None else ExecutionPlan.from_json(row["plan"])
-    calls, reason = tuple(row["calls"]), row["reason"]
-    return checked(PlannedSegment(_graph(row["graph"]), calls, plan and checked(plan), reason))
+def segments_of(
+    rows: list[dict[str, Any]], spec: GraphSpec, identity: str = ""
+) -> tuple[PlannedSegment, ...]:
+    """The segments of a graph from :func:`row_of`; an exception for anything else. ``identity``: of
+    GPU and versions, if they are known."""
+    check_order(spec, [tuple(row["calls"]) for row in rows])
+    found = []
+    for row in rows:
+        calls, plan = tuple(row["calls"]), row["plan"]
+        piece = part(spec, calls)
+        if plan is not None:
+            plan = plan_of(plan, wire(piece.for_planning()), identity)
+        found.append(checked(PlannedSegment(piece, calls, plan, row["reason"])))
+    return tuple(found)
 
 
-def _graph(content: Any) -> GraphSpec:
-    spec = record.decoded(content)
-    if not isinstance(spec, GraphSpec):
-        raise ValueError(f"expected a graph, got {spec!r}"[:200])
-    names = {tensor.name for tensor in spec.tensors}
-    ports = [name for call in spec.calls for _, name in (*call.inputs, *call.outputs)]
-    if unknown := sorted({*spec.inputs, *spec.outputs, *ports} - names):
-        raise ValueError(f"the graph has no tensor {', '.join(unknown)}"[:200])
-    if unknown := sorted({tensor.dtype for tensor in spec.tensors} - {*TO_CUDNN, WORDS}):
-        raise ValueError(f"no tensor has the dtype {', '.join(unknown)}"[:200])
-    return intern(spec)
+def _check_graph(spec: Any) -> None:
+    """An exception unless it is a graph whose nodes accept their operands and have these results,
+    and whose reference can be traced."""
+    need(isinstance(spec, GraphSpec), "graph", "a graph", spec)
+    names = [tensor.name for tensor in spec.tensors]
+    need(len({*names}) == len(names), "tensors", "each name once", names)
+    for tensor in spec.tensors:
+        fits = tensor.dtype in (*TO_CUDNN, WORDS)
+        fits = fits and all(size >= 0 for size in tensor.shape) and tensor.nbytes < 2**62
+        if tensor.order is not None:
+            fits = fits and sorted(tensor.order) == [*range(len(tensor.shape))]
+        if tensor.literal is not None:
+            fits = fits and (tensor.value or 0.0).hex() == tensor.literal and {*tensor.shape} <= {1}
+        need(fits, "tensors", "a dtype, a shape, an order and a number", repr(tensor))
+    ports = {name for call in spec.calls for _, name in (*call.inputs, *call.outputs)}
+    unknown = sorted({*spec.inputs, *spec.outputs, *ports} - {*names})
+    need(not unknown, "graph", "tensors by name", f"no tensor {', '.join(unknown)}")
+    known = {*spec.inputs, *(tensor.name for tensor in spec.constants)}
+    for call in spec.calls:
+        made, given = dict(call.outputs), {port: spec.tensor(name) for port, name in call.inputs}
+        need(len(given) == len(call.inputs), call.name, "each port once", call.inputs)
+        need(known.issuperset(n for _, n in call.inputs), call.name, "known operands", call.inputs)
+        need(known.isdisjoint(made.values()), call.name, "new results", call.outputs)
+        wanted = {port: shape for port, (shape, _) in inferred(call.node, given).items()}
+        shapes = {port: spec.tensor(name).shape for port, name in call.outputs}
+        need([*wanted.items()] == [*shapes.items()], call.name, wanted, shapes)
+        known.update(made.values())
+    need({*names} == known, "tensors", "an operand, a number or a result each", names)
+    need({*spec.origin.residuals} <= {*spec.outputs}, "residuals", spec.outputs, spec.origin)
+    if jax.config.read("jax_enable_x64") or not spec.has_float64:
+        given = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in spec.input_tensors]
+        shapes = [x.shape for x in jax.eval_shape(functools.partial(evaluate, spec), *given)]
+        wanted = [tensor.shape for tensor in spec.output_tensors]
+        need(shapes == wanted, "outputs", wanted, shapes)
+    for member in spec.origin.family:
+        _check_graph(member)
+
+
+def _text(plan: dict[str, Any]) -> str:
+    return json.dumps(plan, sort_keys=True)
 
 
 def _no_plan(got: str) -> GraphError:

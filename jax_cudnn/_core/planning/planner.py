@@ -19,18 +19,18 @@ from ..graph.spec import GraphSpec
 from ..graph.wire import wire
 from ..package import fingerprint
 from ..store import cache
-from . import alternatives, build, frontend, listing, progress, workspace
+from . import alternatives, build, failure, frontend, listing, progress, workspace
 from .candidates import Candidate
 from .execution_plan import ExecutionPlan, canonical_properties
 from .limits import known_reasons
 from .single_flight import SingleFlight
+from .stored import key_text, plan_of, said
 from .unsupported import unsupported
 
 log = logging.getLogger("jax_cudnn")
 
 V = TypeVar("V")
 
-_FORMAT = 1  # of what is stored
 _plans: SingleFlight[ExecutionPlan] = SingleFlight()
 _listed: SingleFlight[tuple[Candidate, ...]] = SingleFlight(256)
 
@@ -42,7 +42,8 @@ def plan(
 
     For a GPU of this process a real handle plans; for a profile the deviceless worker does, even
     on a machine with a GPU. Raises a new copy of planning's error for each caller; with
-    ``advise``, an error about dtypes lists the supported ones.
+    ``advise``, an error about dtypes lists the supported ones. PlanningError: planning failed
+    twice for a reason that may pass.
     """
     try:
         return _plan(spec, site, name)
@@ -93,18 +94,24 @@ def _obtain(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Execution
     If another process stored one first, that plan is used: equal programs have equal bytes in all
     processes.
     """
-    key = key_text("plan", spec, site)
-    known = decoded(key, cache.get(key), ExecutionPlan.from_json)
+    known_as = identity(site)
+    key = key_text("plan", spec, known_as)
+
+    def read(value: Any) -> ExecutionPlan:
+        return plan_of(value, spec, known_as)
+
+    known = decoded(key, cache.get(key), read)
     if known is not None:
         log.debug("%s: plan read from the cache: %s", name, known)
         return known
-    with progress.planning(name) as clock:
+    limit = f", at most {2 * _seconds(spec):.0f} s" if isinstance(site, Profile) else ""
+    with progress.planning(name + limit) as clock:
         made = _build(spec, site)
     log.debug("%s: planned in %.3f s: %s", name, clock.seconds, made)
     label = f"{spec.label}; {made}, cuDNN {frontend.version_text(made.cudnn_version)}"
     data = made.to_json()
     stored = cache.put(key, data, label=label)
-    return made if stored is data else decoded(key, stored, ExecutionPlan.from_json) or made
+    return made if stored is data else decoded(key, stored, read) or made
 
 
 def decoded(
@@ -113,8 +120,8 @@ def decoded(
     """The value of an entry of the plan cache; removes an entry that holds something else."""
     try:
         return None if stored is None else read(stored)
-    except (KeyError, TypeError, ValueError) as error:
-        cache.discard(key, f"foreign: {type(error).__name__}: {error}")
+    except Exception as error:  # anything may stand there
+        cache.discard(key, f"foreign: {said(error)}")
         return None
 
 
@@ -134,19 +141,23 @@ def _told(
 
 def _build(spec: GraphSpec, site: Profile | CudaDevice) -> ExecutionPlan:
     if isinstance(site, CudaDevice):
-        return build.build_for_device(spec, site)
-    return client.call("jax_cudnn._core.planning.build:build_for_profile", spec, site)
+        return failure.twice(lambda again: build.build_for_device(spec, site))
+    worker = "jax_cudnn._core.planning.build:build_for_profile"
+    limit = _seconds(spec)
+    return failure.twice(lambda new: client.call(worker, spec, site, timeout=limit, fresh=new))
+
+
+def _seconds(spec: GraphSpec) -> float:
+    """How long one attempt in the worker may take: 10 to 100 times what it took on two cores that
+    had other work, too."""
+    return min(600.0, 60.0 + sum(60.0 if call.node.anchor else 10.0 for call in spec.calls))
 
 
 def _list(spec: GraphSpec, site: Profile | CudaDevice) -> tuple[Candidate, ...]:
     if isinstance(site, CudaDevice):
-        return listing.list_for_device(spec, site)
-    return client.call("jax_cudnn._core.planning.listing:list_for_profile", spec, site)
-
-
-def key_text(kind: str, spec: GraphSpec, site: Profile | CudaDevice) -> str:
-    """The key of a canonical graph, on disk and among processes."""
-    return "\n".join([f"{kind} {_FORMAT}", repr(spec._key()), identity(site)])
+        return failure.twice(lambda again: listing.list_for_device(spec, site))
+    worker = "jax_cudnn._core.planning.listing:list_for_profile"
+    return failure.twice(lambda new: client.call(worker, spec, site, fresh=new))
 
 
 @functools.cache
@@ -154,9 +165,11 @@ def identity(site: Profile | CudaDevice) -> str:
     """What a plan depends on apart from its graph: equal for equal GPUs and equal libraries,
     including the code of this package."""
     if isinstance(site, CudaDevice):
-        return _text("by handle", site.properties(frontend.load()), frontend.identity())
+        properties = failure.twice(lambda again: site.properties(frontend.load()))
+        return _text("by handle", properties, frontend.identity())
     # The profile's name and source make no difference to cuDNN.
-    libraries = client.call("jax_cudnn._core.planning.frontend:identity")
+    worker = "jax_cudnn._core.planning.frontend:identity"
+    libraries = failure.twice(lambda new: client.call(worker, fresh=new))
     return _text("without the GPU", site.properties_json, libraries, SM=site.sm_version)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..settings import settings
-from .entry import NAME, Content, Unusable, decode, digest, encode, read
+from .entry import NAME, Check, Content, Unusable, decode, digest, encode, read
 
 log = logging.getLogger("jax_cudnn")
 
@@ -164,14 +164,17 @@ class PlanCache:
         """The file of the entry whose key has this digest."""
         return self.folder / f"{digest}.plan"
 
-    def entries(self) -> list[Entry]:
-        """All entries, read and checked, most recently used first."""
+    def entries(self, check: Check | None = None) -> list[Entry]:
+        """All entries, read, with ``check`` also checked, most recently used first."""
         found = []
         for name, status in self._files():
             if NAME.fullmatch(name):
                 stem, label, problem = Path(name).stem, "", ""
                 try:
-                    label = decode(read(self.folder / name), stem).label
+                    content = decode(read(self.folder / name), stem)
+                    label = content.label
+                    if check is not None:
+                        check(content)
                 except FileNotFoundError:
                     continue  # deleted just now
                 except (Unusable, OSError) as error:
@@ -179,9 +182,9 @@ class PlanCache:
                 found.append(Entry(stem, label, status.st_size, status.st_mtime, problem))
         return sorted(found, key=lambda entry: entry.used, reverse=True)
 
-    def verify(self, delete: bool = False) -> tuple[int, list[Entry]]:
+    def verify(self, delete: bool = False, check: Check | None = None) -> tuple[int, list[Entry]]:
         """The number of entries, and the unusable ones; deletes the latter with ``delete``."""
-        entries = self.entries()
+        entries = self.entries(check)
         unusable = [entry for entry in entries if entry.problem]
         if delete:
             for entry in unusable:

@@ -3,7 +3,8 @@
 A line with a magic, the format and the SHA-256 of the rest; then compressed JSON of key, label and
 value. JSON, and no pickle: reading an entry runs nothing of it. Yet a value is a plan, and a plan
 holds code for the GPU, which a checksum does not make harmless. Import an archive, and use a folder
-that others can write to, only if you trust them as you trust a program that you install.
+that others can write to, only if you trust them as you trust a program that you install. What a
+value says is checked by those who know its key: a :data:`Check` does it for entries at rest.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import json
 import re
 import stat
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 FORMAT = 1
-LARGEST = 2**26  # bytes of an entry, also of its JSON; plans are 3 to 120 KB
+LARGEST = 2**21  # bytes of an entry, also of its JSON; of 1300 plans the largest has 430 KB
+MOST = 2**16  # values in its JSON, counted by the marks before them; those plans have up to 2300
 NAME = re.compile(r"([0-9a-f]{64})\.plan")
 _MAGIC = b"jax_cudnn plan"
 _HEADER = re.compile(re.escape(_MAGIC) + rb" (\d{1,9}) ([0-9a-f]{64})\n")
@@ -35,6 +38,10 @@ class Content(NamedTuple):
     label: str
 
 
+Check = Callable[[Content], object]
+"""Raises Unusable for an entry whose value does not fit its key."""
+
+
 def digest(key: str) -> str:
     """The name of a key's entry: its SHA-256, in hexadecimal."""
     return hashlib.sha256(key.encode()).hexdigest()
@@ -43,8 +50,7 @@ def digest(key: str) -> str:
 def encode(content: Content) -> bytes:
     """Its file. Raises Unusable if it is too large to be read back."""
     text = json.dumps(content._asdict(), separators=(",", ":")).encode()
-    if len(text) > LARGEST:
-        raise Unusable(f"too large: {len(text)} bytes")
+    _check_size(text)
     body = zlib.compress(text)
     return b"%s %d %s\n" % (_MAGIC, FORMAT, _checksum(body)) + body
 
@@ -62,15 +68,37 @@ def decode(data: bytes, name: str) -> Content:
     if _checksum(body) != header[2]:
         raise Unusable("damaged: not the bytes that were written")
     try:
-        fields = json.loads(zlib.decompressobj().decompress(body, LARGEST))
+        text = zlib.decompressobj().decompress(body, LARGEST + 1)
+        _check_size(text)
+        fields = parsed(text)
         content = Content(fields["key"], fields["value"], fields["label"])
     except (zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise Unusable(f"damaged: no entry inside ({error!r})") from error
+        raise Unusable(f"damaged: no entry inside ({error!r:.200})") from error
     if not all(map(isinstance, content, (str, dict, str))):
         raise Unusable("damaged: no entry inside")
     if digest(content.key) != name:
         raise Unusable("foreign: the entry of another key")
     return content
+
+
+def parsed(text: bytes) -> Any:
+    """JSON that has a UTF-8 form, without NaN; ValueError or RecursionError for anything else."""
+    found = json.loads(text.decode(), parse_constant=_no_number)
+    json.dumps(found, ensure_ascii=False).encode()  # no half of a character (a lone surrogate)
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_size(text: bytes) -> None:
+    """Raises Unusable for JSON that would take much memory: before it is parsed."""
+    marks = sum(map(text.count, (b",", b"[", b"{")))
+    if len(text) > LARGEST or marks > MOST:
+        raise Unusable(
+            f"too large: {len(text)} bytes and {marks} values, at most {LARGEST} and {MOST}"
+        )
 
 
 def read(path: Path) -> bytes:

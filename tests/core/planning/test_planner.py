@@ -17,13 +17,16 @@ from jax_cudnn._core import package
 from jax_cudnn._core.planning import planner, single_flight
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn._core.planning.planner import identity
+from jax_cudnn._core.planning.stored import key_text
 from jax_cudnn._core.store import cache
 from jax_cudnn.deviceless import client, profiles
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
 
 H200 = profiles.get("H200")
-PLAN = ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 1)
+ROWS = (1, 0, 0, 256), (2, 1, 0, 256)
+TEXT = '{"cudnnVersion":91900,"GPUProfile":{"deviceName":"NVIDIA H200"}}'
+PLAN = ExecutionPlan(TEXT, "eng0", 91900, "NVIDIA H200", 0, 0, ROWS, (), b"", 1)
 
 
 def spec(name="x", slope=None):
@@ -128,7 +131,7 @@ def test_child_of_a_fork_does_not_wait_for_its_parents_plans(monkeypatch):
 def test_an_entry_of_the_plan_cache_that_is_no_plan_is_replaced(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(planner, "_build", lambda spec, site: PLAN)
     jc.configure(plan_cache=tmp_path)
-    key = planner.key_text("plan", spec().for_planning().canonical(), H200)
+    key = key_text("plan", spec().for_planning().canonical(), planner.identity(H200))
     cache.put(key, {"engine": "of another kind"})
     assert planner.plan(spec(), H200, "f") == PLAN
     assert cache.get(key) == json.loads(json.dumps(PLAN.to_json()))

@@ -1,0 +1,197 @@
+"""What is stored of plans, and the check of it: that a value is a plan for its graph.
+
+The plan cache (when it is read, imported and verified), serialized plans and the processes of a job
+use this one check: types, ranges, sizes, versions, and that each operand, result, constant and part
+is bound once, as the graph and cuDNN's own text of the plan say. Whether the kernels in the text
+compute the graph nothing can tell: see docs/trust.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..graph import layout, record
+from ..graph.dtypes import cudnn_name
+from ..graph.field_types import checked
+from ..graph.spec import GraphSpec
+from ..package import fingerprint
+from ..store.entry import Content, Unusable, parsed
+from . import frontend
+from .execution_plan import (
+    CONSTANT,
+    OPERAND,
+    RESULT,
+    SCALAR_STRIDE,
+    SLOT,
+    UNBOUND,
+    VIEW,
+    ExecutionPlan,
+    Uids,
+    device_in,
+    graph_rows,
+    version_in,
+)
+from .split import part
+
+_FORMAT = 1
+_MOST = 2**40  # bytes of workspace, where nothing else limits it
+Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
+"""Segments: the calls of each by position, whether XLA runs it, and why."""
+
+
+def key_text(kind: str, spec: GraphSpec, identity: str, *more: str) -> str:
+    """The key of a canonical graph, from which the graph can be read."""
+    return "\n".join([f"{kind} {_FORMAT}", json.dumps(record.encoded(spec)), identity, *more])
+
+
+def check_entry(content: Content) -> None:
+    """Raises Unusable unless an entry's value fits its key, which holds the graph.
+
+    An entry of another version of this package passes: that version alone reads it, and then checks
+    it.
+    """
+    try:
+        kind, graph, identity, *_ = content.key.split("\n")
+        if json.loads(identity)["jax_cudnn"] == fingerprint():
+            spec = record.decoded(parsed(graph.encode()))
+            read = {f"plan {_FORMAT}": plan_of, f"split {_FORMAT}": rows_of}[kind]
+            read(content.value, spec, identity)
+    except Exception as error:  # anything may stand there
+        raise Unusable(f"foreign: {said(error)}") from error
+
+
+class Wrong(ValueError):
+    """Which field is wrong, what is expected there, and what there is."""
+
+
+def said(error: BaseException) -> str:
+    """An error about what was read, on one line."""
+    kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
+    return f"{kind}{error}".replace("\n", "; ")[:300]
+
+
+def need(holds: object, field: str, expected: object, got: object) -> None:
+    if not holds:
+        raise Wrong(f"{field}: expected {expected}, got {str(got)[:100]}")
+
+
+def rows_of(value: Any, spec: GraphSpec, identity: str = "") -> Rows:
+    """The segments of a graph as stored; an exception for anything else."""
+    rows = tuple((tuple(calls), leftover, reason) for calls, leftover, reason in value["segments"])
+    for _, leftover, reason in rows:
+        typed = isinstance(leftover, bool) and isinstance(reason, str)
+        need(typed, "segments", "positions, a boolean, a text", (leftover, reason))
+    check_order(spec, [calls for calls, _, _ in rows])
+    return rows
+
+
+def check_order(spec: GraphSpec, segments: Sequence[tuple[int, ...]]) -> None:
+    """Raises Wrong unless segments hold each call once, after those whose results it reads."""
+    flat = [call for calls in segments for call in calls]
+    whole = all(type(call) is int for call in flat) and sorted(flat) == [*range(len(spec.calls))]
+    need(whole, "segments", f"each of {len(spec.calls)} calls once", segments)
+    known = {*spec.inputs}
+    for calls in segments:
+        piece = part(spec, calls)
+        need(known.issuperset(piece.inputs), "segments", "an order of execution", segments)
+        known.update(piece.outputs)
+
+
+def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> ExecutionPlan:
+    """The plan that ``to_json`` wrote for a graph; an exception for anything else, which is Wrong
+    if the types are right.
+
+    Args:
+        value: what was read, of any type.
+        spec: the graph as it is planned (:func:`.wire.wire`), with its constants.
+        identity: GPU and versions (:func:`.planner.identity`), if they are known.
+    """
+    plan = checked(ExecutionPlan.from_json(value))
+    limit, known = spec.options.max_workspace, json.loads(identity or "{}")
+    limit = known.get("workspace", _MOST) if limit is None else limit
+    space, offset = plan.workspace_bytes, plan.plan_workspace_offset
+    need(0 <= space <= limit, "workspace_bytes", f"0 to {limit}", space)
+    fits = 0 <= offset <= space and offset % SCALAR_STRIDE == 0
+    need(fits, "plan_workspace_offset", f"a multiple of {SCALAR_STRIDE} up to {space}", offset)
+    need(0 < plan.candidates < 2**31, "candidates", "at least 1", plan.candidates)
+    own, length = SCALAR_STRIDE * len(spec.constants), len(plan.scalars)
+    fits = length >= own and length % SCALAR_STRIDE == 0 and plan == plan.with_constants(spec)
+    need(fits, "scalars", f"{own} bytes of the graph's, then others", plan.scalars.hex())
+    version, device = version_in(plan.text), device_in(plan.text)
+    if identity:
+        need(device == device_in(known["GPU"]), "text", device_in(known["GPU"]), device)
+        text = frontend.version_text(version)
+        need(text == known["cuDNN"], "text", f"cuDNN {known['cuDNN']}", text)
+    need(plan.cudnn_version == version, "cudnn_version", version, plan.cudnn_version)
+    need(plan.device_name == device, "device_name", device, plan.device_name)
+    facts = parsed(plan.text.encode())
+    engine = facts.get("engine", {}).get("engineId", plan.engine_id)
+    need(plan.engine_id in (engine, -1), "engine_id", engine, plan.engine_id)
+    _check_bindings(plan, spec, dict(_listed(facts.get("operationGraph"))))
+    for fill in plan.fills:
+        start, unit, count, word = fill
+        fits = 0 <= start <= start + count <= offset and (unit, word) == (1, 0)
+        need(fits, "fills", f"zeros within {offset} bytes", fill)
+    return plan
+
+
+def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: dict[int, Any]) -> None:
+    """Raises Wrong unless the rows are the graph's and those that the frontend adds, and bind the
+    tensors that the text lists, which have the graph's dtypes and dimensions."""
+    own, rows = graph_rows(spec), plan.bindings
+    arrays = sum(kind in (OPERAND, RESULT) for kind, *_ in own.values())
+    need(len(rows) >= arrays, "bindings", f"{arrays} operands and results", rows)
+    tables, constant = 0, SCALAR_STRIDE * (len(spec.constants) - 1)  # the last ones seen
+    for place, (uid, kind, value, size) in enumerate(rows):
+        row = kind, value, size
+        if place < arrays:
+            fits = uid in (place + 1, UNBOUND) and row == own[place + 1]
+        elif uid in own:
+            fits = row == own[uid]
+        elif kind == OPERAND:
+            table = [(len(spec.inputs) + i, 4 * len(t)) for i, t in enumerate(plan.tables)]
+            fits, tables = (value, size) in table[tables:][:1], tables + 1
+        elif kind == CONSTANT:
+            fits = constant < value < len(plan.scalars) and value % SCALAR_STRIDE == size == 0
+            constant = value
+        elif kind == VIEW:
+            fits = 0 <= value < arrays and 0 <= size < rows[value][3]
+        else:
+            fits = kind == SLOT and 0 <= value < plan.plan_workspace_offset
+            fits = fits and 0 <= size <= plan.plan_workspace_offset - value
+        need(fits, "bindings", own.get(uid, "a place within what it points into"), rows[place])
+    need(tables == len(plan.tables), "tables", f"{tables} tables", plan.tables)
+    bound = {uid: kind for uid, kind, *_ in rows if 0 < uid < 2**62}
+    unbound = [uid for uid, kind, *_ in rows if uid == UNBOUND and kind in (OPERAND, RESULT)]
+    need(len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
+    shown = dict(_shown(spec))
+    for uid, tensor in listed.items():
+        fits = uid in bound and (bound[uid] == CONSTANT) == tensor["isByValue"]
+        need(fits, "bindings", f"uid {uid}, by value: {tensor['isByValue']}", rows)
+        found = tensor["dataType"], sorted(tensor["dim"])  # it transposes the keys of attention
+        need(found == shown.get(uid, found), "text", f"uid {uid}: {shown.get(uid)}", found)
+    for uid in bound.keys() - listed.keys() if listed else ():
+        need(bound[uid] == CONSTANT, "bindings", "the arrays of the text", rows)
+
+
+def _shown(spec: GraphSpec) -> Iterator[tuple[int, tuple[str, list[int]]]]:
+    """The graph's tensors as a plan's text has them: uid, dtype and dimensions, ascending."""
+    uids = Uids.of(spec)
+    for name, uid in (uids.inputs | uids.outputs | uids.constants).items():
+        tensor = spec.tensor(name)
+        for i, seen in enumerate(layout.shown(spec, tensor)):
+            kind = f"CUDNN_DATA_{cudnn_name(tensor.dtype)}"
+            yield uids.parts.get((name, i), uid), (kind, sorted(seen.dims))
+
+
+def _listed(operations: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The tensors that a plan's text has outside of kernels, by uid."""
+    if isinstance(operations, list):
+        for item in operations:
+            yield from _listed(item)
+    elif isinstance(operations, dict):
+        if operations.get("isVirtual") is False:
+            yield int(operations["name"]), operations
+        yield from _listed([*operations.values()])
