@@ -112,7 +112,7 @@ def transpose(x: jax.Array, axes: Any) -> jax.Array:
 
 def laid_out(shape: Sequence[int], spec: Sequence[int]) -> tuple[int, ...]:
     """The shape of a result (N, C, *spatial) in the user's order of dimensions."""
-    return tuple(int(shape[axis]) for axis in np.argsort(spec))
+    return tuple(shape[axis] for axis in np.argsort(spec))
 
 
 def check_channels(
@@ -154,7 +154,7 @@ def pads(
         if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
             raise _unknown_padding(padding)
         found = lax.padtype_to_pads(sizes, window, strides, padding.upper())
-        return tuple((int(low), int(high)) for low, high in found)
+        return tuple((low, high) for low, high in (integers("padding", pair) for pair in found))
     return pairs(padding, len(sizes))
 
 

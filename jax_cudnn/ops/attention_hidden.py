@@ -74,6 +74,6 @@ def with_means(
     mean = value.astype(kind).sum(2, keepdims=True) / count
     batch, heads, _, size = mean.shape
     groups = out.shape[1] // heads  # jnp.repeat does not support heads sharded over a mesh
-    mean = jnp.tile(mean[:, :, None], (1, 1, groups, 1, 1)).reshape(batch, -1, 1, size)
+    mean = jnp.tile(mean[:, :, None], (1, 1, groups, 1, 1)).reshape(batch, heads * groups, 1, size)
     found = jnp.where(rows, mean, out.astype(kind))  # the gradient's sum is then in float32
     return found.astype(out.dtype), jnp.where(rows, unseen(out.dtype), statistic)

@@ -72,7 +72,8 @@ class _Packed(Biased, Arranged):
                 got=f"q has {inputs['q'].shape[1]} heads, k {inputs['k'].shape[1]}",
             )
         for port in ("q", "k", "v", "o"):
-            if port in inputs and math.prod(inputs[port].shape) >= _MOST:
+            size = math.prod(inputs[port].shape) if port in inputs else 0
+            if isinstance(size, int) and size >= _MOST:
                 raise GraphError(
                     f"{port!r} has too many elements",
                     expected="fewer than 2**31",

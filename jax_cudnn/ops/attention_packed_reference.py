@@ -41,8 +41,9 @@ class _Blocks:
         """As many blocks as the sequences need: full ones, and at most one partial one each."""
         count = -(-lengths // rows)
         ends = jnp.cumsum(count)
-        block = jnp.arange(tokens // rows + len(lengths), dtype=jnp.int32)
-        example = jnp.minimum(jnp.searchsorted(ends, block, side="right"), len(lengths) - 1)
+        batch = lengths.shape[0]
+        block = jnp.arange(tokens // rows + batch, dtype=jnp.int32)
+        example = jnp.minimum(_up_to(ends, block), batch - 1)
         begins = ends - count
         first = (block - begins[example]) * rows
         return cls(rows, example, first, jnp.where(block < ends[-1], lengths[example], 0), begins)
@@ -98,8 +99,9 @@ class Packing:
     def _blocks(self, arrays: Arrays) -> _Blocks:
         (tokens, heads, _), lengths = arrays["q"].shape, arrays["seq_len_q"].reshape(-1)
         fit = attention_reference._SCORES // max(heads * self.max_keys, 1)
-        mean = -(-tokens // max(len(lengths), 1))
-        rows = max(1, min(fit, mean, self.max_queries))
+        mean = -(-tokens // jax.core.max_dim(lengths.shape[0], 1))
+        known = (size for size in (fit, mean, self.max_queries) if isinstance(size, int))
+        rows = max(1, min(known))
         return _Blocks.of(lengths.astype(jnp.int32), tokens, rows)
 
     def _padded(self, arrays: Arrays, rows: int) -> dict[str, jax.Array]:
@@ -158,12 +160,19 @@ def _restored(each: jax.Array, *, blocks: _Blocks, arrays: Arrays, fill: float =
     """The rows of (blocks, rows, heads, size) at the positions of their tokens."""
     starts, lengths = _starts(arrays, "q"), arrays["seq_len_q"].reshape(-1)
     token = jnp.arange(arrays["q"].shape[0], dtype=jnp.int32)
-    example = jnp.maximum(jnp.searchsorted(starts, token, side="right") - 1, 0)
+    example = jnp.maximum(_up_to(starts, token) - 1, 0)
     at = token - starts[example]
     there = (at >= 0) & (at < lengths[example])
     row = (blocks.begins[example] * blocks.rows + at) * there
     found = each.reshape(-1, *each.shape[2:])[row]
     return jnp.where(there[:, None, None], found, fill)
+
+
+def _up_to(bounds: jax.Array, x: jax.Array) -> jax.Array:
+    """How many of the ascending bounds are at most x."""
+    if isinstance(bounds.shape[0], int):
+        return jnp.searchsorted(bounds, x, side="right")
+    return jnp.sum(bounds <= x[:, None], axis=-1, dtype=jnp.int32)  # of a symbolic number
 
 
 def _tokens(x: jax.Array) -> jax.Array:

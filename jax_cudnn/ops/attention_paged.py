@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,9 @@ class PagedSdpa(Arranged):
             return o[0] if self.queries_heads_first else jnp.swapaxes(o[0], 0, 1), total[0]
 
         own = {port: x for port, x in arrays.items() if port not in ("k", "v")}
-        pages, (_, *page) = arrays["page_table_k"].shape[2], arrays["k"].shape
-        elements = max(pages * page[0] * page[1] * page[2], 1)
-        count = max(1, min(attention_reference._SCORES // elements, len(own["q"])))
+        sizes = own["q"].shape[0], arrays["page_table_k"].shape[2], *arrays["k"].shape[1:]
+        count = None  # of symbolic sizes
+        if all(isinstance(size, int) for size in sizes):
+            most = attention_reference._SCORES // max(math.prod(sizes[1:]), 1)
+            count = max(1, min(most, sizes[0]))
         return jax.lax.map(one, own, batch_size=count)[: len(self.results)]

@@ -99,7 +99,7 @@ class Attention:
             each: dict[str, jax.Array] = {}
             summed = {"dV": self._product("bngst,bngse->bnte", used, rows["dO"])}
             if bias is not None:
-                (each if bias.shape[2] > 1 else summed)["dBias"] = _summed(slope, bias.shape)
+                (summed if bias.shape[2] == 1 else each)["dBias"] = _summed(slope, bias.shape)
             if self.score_mod is not None:
                 raw = self._products(rows, arrays)
                 _, pull = jax.vjp(lambda scores: self._modified(scores, rows, first), raw)
@@ -266,7 +266,9 @@ def _over_rows(
     """The results of all rows of queries, some at a time; with ``sums`` the second of two results
     is summed."""
     *heads, queries, _ = rows["q"].shape
-    count = max(1, _SCORES // max(math.prod(heads) * keys, 1))
+    sizes = *heads, queries, keys
+    known = all(isinstance(size, int) for size in sizes)  # symbolic sizes have no best block
+    count = max(1, _SCORES // max(math.prod(heads) * keys, 1)) if known else queries
     if count >= queries:
         return function(rows, jnp.zeros((), jnp.int32))
     blocks = -(-queries // count)

@@ -152,7 +152,7 @@ class Batchnorm(ForwardOfChannels):
         inv_var = jax.lax.rsqrt(variance + epsilon)
         y = normalized(input, mean, inv_var) * scale + bias
         count = input.size // max(scale.size, 1)
-        unbiased = variance * (count / max(count - 1, 1))
+        unbiased = variance * (count / jax.core.max_dim(count - 1, 1))
         return (
             y,
             mean,
@@ -164,8 +164,16 @@ class Batchnorm(ForwardOfChannels):
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
-        if not {*tangents} <= {"input", "scale", "bias", "in_running_mean", "in_running_var"}:
-            return super().jvp(g, tangents, inputs, outputs)
+        count = math.prod(inputs["input"].shape) // max(math.prod(outputs["mean"].shape), 1)
+        known = isinstance(count, int)  # no constant of a graph is a symbolic size
+        if not known or not {*tangents} <= {
+            "input",
+            "scale",
+            "bias",
+            "in_running_mean",
+            "in_running_var",
+        }:
+            return Node.jvp(self, g, tangents, inputs, outputs)
         of_y = {p: t for p, t in tangents.items() if p in ("input", "scale", "bias")}
         own = {p: outputs[p] for p in ("Y", "mean", "inv_var")}
         found = super().jvp(g, of_y, inputs, own) if of_y else {}
@@ -175,7 +183,6 @@ class Batchnorm(ForwardOfChannels):
         moved = {"mean": found.get("mean")}
         if "inv_var" in found:
             inv_var, along = outputs["inv_var"], found["inv_var"]
-            count = math.prod(inputs["input"].shape) // max(math.prod(inv_var.shape), 1)
             for _ in range(3):
                 along = g.div(along, inv_var)
             moved["var"] = g.mul(along, -2.0 * count / max(count - 1, 1))

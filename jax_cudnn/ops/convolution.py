@@ -120,9 +120,10 @@ class ConvFprop(Convolution):
         rank = image.ndim - 2
         pre, post, stride, dilation = self.spatial(rank)
         # Padding beyond a window's reach is separate: lax's derivative would need negative padding.
+        # So is symbolic padding, which lax's convolutions do not take.
         reach = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
         beyond = [
-            (max(before - most, 0), max(after - most, 0), 0)
+            (*(max(n - most, 0) if isinstance(n, int) else n for n in (before, after)), 0)
             for before, after, most in zip(pre, post, reach, strict=True)
         ]
         if any(map(any, beyond)):

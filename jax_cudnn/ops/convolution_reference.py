@@ -66,13 +66,20 @@ def cropped(
 ) -> tuple[jax.Array, list[tuple[int, int]], Sequence[int]]:
     """The image after negative padding is applied, the remaining padding and ``spread``.
 
-    With a padding of (-1, 1), jaxlib 0.10.2 reads out of bounds on a CPU.
+    With a padding of (-1, 1), jaxlib 0.10.2 reads out of bounds on a CPU. Symbolic padding, which
+    lax's convolutions do not take, is applied, too.
     """
-    if all(size >= 0 for pair in padding for size in pair):
+    if not all(isinstance(size, int) for pair in padding for size in pair):
+        crops = [(*pair, s - 1) for pair, s in zip(padding, spread, strict=True)]
+        padding = [(0, 0)] * len(crops)
+    elif all(size >= 0 for pair in padding for size in pair):
         return image, list(padding), spread
-    crops = [
-        (min(low, 0), min(high, 0), s - 1) for (low, high), s in zip(padding, spread, strict=True)
-    ]
-    left = [(max(low, 0), max(high, 0)) for low, high in padding]
+    else:
+        crops = [
+            (min(low, 0), min(high, 0), s - 1)
+            for (low, high), s in zip(padding, spread, strict=True)
+        ]
+        padding = [(max(low, 0), max(high, 0)) for low, high in padding]
     zero = jnp.zeros((), image.dtype)
-    return jax.lax.pad(image, zero, [(0, 0, 0), (0, 0, 0), *crops]), left, [1] * len(spread)
+    image = jax.lax.pad(image, zero, [(0, 0, 0), (0, 0, 0), *crops])
+    return image, list(padding), [1] * len(spread)

@@ -85,7 +85,7 @@ class Spatial(Extent):
         difference of the two sums loses at most a factor of k of float32's precision, and almost
         nothing if two of the three pixels are typical. Above ``_PIXELS`` it takes two passes.
         """
-        pixels = [axis for axis in axes if axis > 1 and x.shape[axis] > 1]
+        pixels = [axis for axis in axes if axis > 1 and isinstance(x.shape[axis], int)]
         pixels = [axis for axis in pixels if not compat.is_sharded(x, axis)]
         count = math.prod(x.shape[axis] for axis in pixels)
         if not (self.batch and 1 < count <= _PIXELS):

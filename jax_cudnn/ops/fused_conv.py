@@ -141,14 +141,12 @@ def conv(
         x, w, strides, padding, dilation, groups, dimension_numbers
     )
     terms = _terms(scale, bias, residual, activation, shape, weight, spec, unbatched)
-    y = chosen(CONV, options, precision, implementation)(
-        image,
-        weight,
-        *terms[:3],
-        **windows,
-        activation=terms.activation,
-        out=out_dtype(image, weight, preferred_element_type, terms.given),
-    )
+    out = out_dtype(image, weight, preferred_element_type, terms.given)
+    if 0 in image.shape[1:]:
+        y = _of_nothing(shape, terms, out)
+    else:
+        function = chosen(CONV, options, precision, implementation)
+        y = function(image, weight, *terms[:3], **windows, activation=terms.activation, out=out)
     y = transpose(y, np.argsort(spec.out_spec))
     return y.squeeze(spec.out_spec[0]) if unbatched else y
 
@@ -261,7 +259,7 @@ def conv_transpose(
     padded = tuple(transposed_pads(*window) for window in windows)
     check_channels(image.shape[1], weight.shape[1], 1, spec)
     sizes = (
-        step * (size - 1) + 1 + sum(pair) - reach * (r - 1)
+        (step * (size - 1) + 1 if size != 0 else 0) + sum(pair) - reach * (r - 1)
         for step, size, pair, reach, r in zip(
             stride, image.shape[2:], padded, dilate, weight.shape[2:], strict=True
         )
@@ -269,7 +267,9 @@ def conv_transpose(
     shape = (image.shape[0], weight.shape[0], *sizes)
     terms = _terms(scale, bias, residual, activation, shape, weight, spec)
     out = out_dtype(image, weight, preferred_element_type, terms.given)
-    if set(stride) == {1} and min(min(pair) for pair in padded) >= 0:  # a plain convolution
+    if 0 in (*image.shape[1:], weight.shape[0]):
+        y = _of_nothing(shape, terms, out)
+    elif set(stride) == {1} and min(min(pair) for pair in padded) >= 0:  # a plain convolution
         y = chosen(_UNSTRIDED, options, precision, implementation)(
             image,
             jnp.flip(weight, range(2, weight.ndim)) if transpose_kernel else weight,
@@ -294,6 +294,12 @@ def conv_transpose(
             )
         y = epilogue.apply_outside(y, terms, out)
     return transpose(y, np.argsort(spec.out_spec))
+
+
+def _of_nothing(shape: tuple[int, ...], terms: Terms, out: str) -> jax.Array:
+    """The result for an image without pixels or channels, whose sums are 0."""
+    zeros = jnp.zeros([jax.core.max_dim(size, 0) for size in shape])
+    return epilogue.apply_outside(zeros, terms, out)
 
 
 def _terms(

@@ -168,12 +168,14 @@ class _Product(NamedTuple):
         """Runs the graph, whose arrays have rank 3: merges leading dimensions."""
         a, b, terms = self.a, self.b, self.terms
         if self.one_matrix:
-            a, b = a.reshape(1, -1, a.shape[-1]), b.reshape(1, *b.shape[-2:])
+            rows = math.prod(a.shape[:-1])
+            a, b = a.reshape(1, rows, a.shape[-1]), b.reshape(1, *b.shape[-2:])
         else:
             a, b = (_batched(x, self.lead) for x in (a, b))
         a, b = _upright(a, b, self.transposed)
         if terms.residual is not None:
-            residual = terms.residual.reshape(-1, a.shape[1], b.shape[2])
+            batch = 1 if self.one_matrix else math.prod(self.lead)
+            residual = terms.residual.reshape(batch, a.shape[1], b.shape[2])
             terms = terms._replace(residual=residual)
         orders = tuple(_TRANSPOSED if t else _ROW_MAJOR for t in self.transposed)
         activation, out = terms.activation, self.out
@@ -219,7 +221,7 @@ def _batched(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
     """Rank 3: one batch dimension, of the full size or of size 1, which broadcasts."""
     if math.prod(x.shape[:-2]) == 1:
         return x.reshape(1, *x.shape[-2:])
-    return jnp.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
+    return jnp.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(math.prod(lead), *x.shape[-2:])
 
 
 def _out_dtype(a: jax.Array, b: jax.Array, preferred: Any, epilogue: bool) -> str:

@@ -224,7 +224,7 @@ def conv_batch_norm(
         wanted = tuple(shape[axis] for axis in np.argsort(spec.out_spec))
         residual = transpose(epilogue.like_result(residual, wanted), spec.out_spec)
     out = str(image.dtype)
-    if fused_statistics:
+    if fused_statistics and 0 not in image.shape[1:]:
         pivot = jax.lax.stop_gradient(running[0]).reshape(1, -1, *(1,) * (len(shape) - 2))
         pivot = jnp.where(jnp.isfinite(pivot), pivot, 0)  # the result does not depend on the pivot
         graph = chosen(WITH_SUMS, options, precision, implementation)

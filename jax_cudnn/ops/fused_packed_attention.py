@@ -114,31 +114,36 @@ def packed_dot_product_attention(
     check_operands(query[None], key[None], value[None])
     query, scale = scaled(query, scale)
     left, right = window_bounds(local_window_size)
-    queries = _offsets("query_offsets", query_offsets)
+    queries, most = _offsets("query_offsets", query_offsets), (query.shape[0], key.shape[0])
+    given = [_limit("max_query_length", max_query_length), most[1]]
     if key_value_offsets is None:
-        keys, longest = queries, max_query_length
+        keys, given[1] = queries, given[0]
     else:
-        keys, longest = _offsets("key_value_offsets", key_value_offsets), len(key)
+        keys = _offsets("key_value_offsets", key_value_offsets)
     if keys.shape != queries.shape:
         raise GraphError(
             "key_value_offsets and query_offsets have different shapes",
             expected=f"int32{list(queries.shape)}, the shape of query_offsets",
             got=f"int32{list(keys.shape)}",
         )
-    longest = longest if max_key_value_length is None else max_key_value_length
-    limits = (
-        _limit("max_query_length", max_query_length, len(query)),
-        _limit("max_key_value_length", longest, len(key)),
+    if max_key_value_length is not None:
+        given[1] = _limit("max_key_value_length", max_key_value_length)
+    batch, heads = queries.shape[0] - 1, query.shape[1]
+    bias = _bias(bias, (batch, heads, *given), query)
+    # A plan's limits are at most the number of tokens; a symbolic number bounds nothing.
+    limits = tuple(
+        max(1, min(size, tokens)) if isinstance(tokens, int) else size
+        for size, tokens in zip(given, most, strict=True)
     )
-    batch, heads = len(queries) - 1, query.shape[1]
-    scores = (batch, heads, *limits)
+    if bias is not None and limits != (*given,):
+        bias = bias[:, :, : limits[0], : limits[1]]
     if 0 in (batch, *query.shape, *key.shape, *value.shape):
         out = jnp.zeros((*query.shape[:2], value.shape[2]), query.dtype)
         statistic = jnp.full(query.shape[:2], -jnp.inf)
         return (out, statistic) if return_residual else out
-    queries, keys = jnp.clip(queries, 0, len(query)), jnp.clip(keys, 0, len(key))
+    queries, keys = (jnp.clip(x, 0, size) for x, size in zip((queries, keys), most, strict=True))
     out, statistic = chosen(PACKED, options, None, implementation)(
-        query, key, value, _bias(bias, scores, query),
+        query, key, value, bias,
         {"seq_len_q": _lengths(queries, limits[0]), "seq_len_kv": _lengths(keys, limits[1])},
         _in_elements(queries, keys, query, key, value),
         limits=limits,
@@ -163,7 +168,7 @@ def _tokens(name: str, x: Any) -> jax.Array:
 
 def _offsets(name: str, x: Any) -> jax.Array:
     x = jnp.asarray(x)
-    if x.ndim != 1 or len(x) < 1 or x.dtype != jnp.int32:
+    if x.ndim != 1 or x.shape[0] < 1 or x.dtype != jnp.int32:
         raise GraphError(
             f"{name} is not valid",
             expected="int32[B + 1], the start of each sequence and the end of the last one",
@@ -173,7 +178,7 @@ def _offsets(name: str, x: Any) -> jax.Array:
     return x
 
 
-def _limit(name: str, x: Any, tokens: int) -> int:
+def _limit(name: str, x: Any) -> int:
     if not isinstance(x, (int, np.integer)) or isinstance(x, bool) or x < 1:
         raise GraphError(
             f"{name} is not valid",
@@ -181,7 +186,7 @@ def _limit(name: str, x: Any, tokens: int) -> int:
             got=repr(x)[:200],
             why="it is static: each value needs its own plan",
         )
-    return max(1, min(int(x), tokens))
+    return int(x)
 
 
 def _lengths(offsets: jax.Array, limit: int) -> jax.Array:

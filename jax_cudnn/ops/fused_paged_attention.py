@@ -118,12 +118,12 @@ def paged_dot_product_attention(
     if count == 1 and bottom_right:
         right = None  # the last query sees all keys anyway, and cuDNN has faster engines for this
     tables = {
-        "page_table_k": _table("page_table", page_table, batch, len(keys)),
+        "page_table_k": _table("page_table", page_table, batch, keys.shape[0]),
         "page_table_v": _table(
             "value_page_table",
             page_table if value_page_table is None else value_page_table,
             batch,
-            len(values),
+            values.shape[0],
         ),
     }
     pages = {x.shape[2] for x in tables.values()}
@@ -140,7 +140,9 @@ def paged_dot_product_attention(
         _lengths("query_seq_lengths", query_seq_lengths, batch, count),
         _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
     )
-    if count > 1:  # the engines of a single query write zeros themselves
+    if (
+        not isinstance(count, int) or count > 1
+    ):  # the engines of a single query write zeros themselves
         lengths = without_keys(*lengths)
     if 0 in query.shape:
         out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
@@ -196,7 +198,7 @@ def write_pages(
         True
     """
     pages, new = _rank_four("pages", pages), _rank_four("new", new)
-    count, tokens = len(pages), pages.shape[2 if heads_first else 1]
+    count, tokens = pages.shape[0], pages.shape[2 if heads_first else 1]
     sizes = (pages.shape[1 if heads_first else 2], pages.shape[3])
     batch, length = new.shape[:2]
     if new.shape[2:] != sizes:
@@ -215,6 +217,8 @@ def write_pages(
         there &= step < _integers("seq_lengths", seq_lengths, (batch,))[:, None]
     page, slot = jnp.where(there, page, count), at % tokens  # page ``count`` is dropped
     new = new.astype(pages.dtype)
+    if count == 0:
+        return pages
     if heads_first:
         return pages.at[page, :, slot].set(new, mode="drop")
     return pages.at[page, slot].set(new, mode="drop")
@@ -236,7 +240,7 @@ def _check(query: jax.Array, keys: jax.Array, values: jax.Array, heads_first: bo
     n, h = query.shape[2:]
     k = keys.shape[head]
     fits = keys.shape[3] == h and keys.shape[1:3] == values.shape[1:3]
-    if not fits or k == 0 or n % k or not len(keys) or not len(values) or not keys.shape[token]:
+    if not fits or k == 0 or n % k or 0 in (keys.shape[0], values.shape[0], keys.shape[token]):
         lies = "P, K, U" if heads_first else "P, U, K"
         raise GraphError(
             "query and pages do not fit together",

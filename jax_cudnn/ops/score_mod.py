@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -210,10 +210,10 @@ def stretched(shape: Shape, scores: Shape) -> Shape:
 
 
 def folds(
-    mod: ScoreMod, batched: frozenset[str], tensors: Tensors, fixed: Iterable[str] = ()
+    mod: ScoreMod, batched: frozenset[str], tensors: Tensors, fixed: Collection[str] = ()
 ) -> Iterable[dict[str, int]]:
     """Into the batch: operands shared by the batch stay shared, unless they are batched or
-    ``fixed``."""
+    ``fixed``, as those are whose gradients are wanted: these are not shared."""
     examples = tensors["q"].shape[0]
     shared = {
         port
@@ -224,7 +224,8 @@ def folds(
         and port not in fixed
     }
     whole = {port for port in tensors if port not in shared}
-    if not (shared & batched or mod.counts_examples):
+    summed = any(tensors[port].shape[0] != examples for port in fixed)
+    if not (shared & batched or mod.counts_examples or summed):
         yield dict.fromkeys(whole, 0)
 
 

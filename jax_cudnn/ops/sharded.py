@@ -38,7 +38,7 @@ def merged_or_plain(
         auto: whether to use ``plain`` with Auto mesh axes, too. Types do not show what these
             shard, and XLA gathers a sharded dimension that is merged after another one.
     """
-    if not any(sum(size > 1 for size in group) > 1 for group in groups):
+    if not any(sum(size != 1 for size in group) > 1 for group in groups):
         return merged()
     if _tried.get():
         return _by_lax(merged, plain)

@@ -9,6 +9,7 @@ A letter is one dimension and has one size everywhere; ``*x`` is any number of d
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
@@ -189,6 +190,9 @@ def order_of_strides(shape: Shape, strides: list[int]) -> tuple[int, ...] | None
     """
     if 0 in shape:
         return tuple(range(len(shape)))
+    if not all(isinstance(step, int) for step in strides):  # symbolic ones have no order
+        orders = itertools.permutations(range(len(shape)))
+        return next((o for o in orders if packed_strides(shape, o) == [*strides]), None)
     axes = [axis for axis, size in enumerate(shape) if size != 1]
     axes.sort(key=lambda axis: -strides[axis])
     ranks = iter(axes)
