@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import re
+import textwrap
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,15 +14,20 @@ from ..errors import PlanningError, UnsupportedGraphError
 log = logging.getLogger("jax_cudnn")
 V = TypeVar("V")
 
-# Statuses that are not about the graph, and failures of memory, libraries or the driver. cuDNN
-# also writes some kernels that do not compile: that is the graph, where there is memory. A status
-# that is compared with stands in the text of a check.
-_PASSING = re.compile(
-    r"\bCUDNN_STATUS_(?!NOT_SUPPORTED|BAD_PARAM|INVALID_VALUE|ARCH_MISMATCH|SUCCESS"
-    r"|INTERNAL_ERROR_COMPILATION_FAILED)\w+\b(?! ==)"
-    r"|SUBLIBRARY|PREREQUISITE|ALLOC(ATION)?_FAILED|CUDA_ERROR|cudaError"
+# Failures of memory, libraries and the driver, wherever they stand in a text.
+_LACKING = re.compile(
+    r"SUBLIBRARY|PREREQUISITE|ALLOC(ATION)?_FAILED|CUDA_ERROR|cudaError"
     r"|(?i:bad_alloc|out.of.memory|cannot allocate memory|too many open files)"
 )
+# Statuses that are not about the graph; cuDNN does write kernels that do not compile, which is the
+# graph where there is memory. A status before " ==" stands in the text of a check.
+_STATUS = re.compile(
+    r"\bCUDNN_STATUS_(?!NOT_SUPPORTED|BAD_PARAM|INVALID_VALUE|ARCH_MISMATCH|SUCCESS"
+    r"|INTERNAL_ERROR_COMPILATION_FAILED)\w+\b(?! ==)"
+)
+# A line on an engine that another follows: the last one is what became of it. Version 9.19 writes
+# INTERNAL_ERROR before that for grouped convolutions which an engine does not support.
+_INNER = re.compile(r"(?:Warning|Error): CUDNN_STATUS_\w+; .*\s+(?=(?:Warning|Error): )")
 # With less memory, cuDNN 9.28 leaves out engines whose libraries it cannot map, without an error,
 # and the kernels of others do not compile.
 _ROOM = 768 << 20  # bytes of address space
@@ -44,12 +50,14 @@ def passing(error: BaseException) -> PlanningError | None:
     texts = RuntimeError, OSError, ImportError  # whose words alone say what they mean
     if not isinstance(error, texts) or isinstance(error, UnsupportedGraphError):
         return None
-    if "COMPILATION_FAILED" in str(error):
+    text = str(error).strip()
+    if "COMPILATION_FAILED" in text:
         try:
             check_room()
         except PlanningError as failure:
             return failure
-    return _failed(str(error).strip()) if _PASSING.search(str(error)) else None
+    failed = _LACKING.search(text) or _STATUS.search(_INNER.sub("", text))
+    return _failed(textwrap.shorten(text, 500, placeholder=" ...")) if failed else None
 
 
 def twice(attempt: Callable[[bool], V]) -> V:

@@ -16,7 +16,7 @@ from ..compat import Device
 from ..cuda import CudaDevice
 from ..errors import GraphError, TargetError, UnsupportedGraphError
 from ..graph.spec import GraphSpec
-from . import frontend, progress
+from . import failure, frontend, progress
 from .collect import graphs, pieces
 from .plan import XLA, Plan
 from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
@@ -165,6 +165,7 @@ def support(
         GraphError: the function contains no graph.
         TargetError: there is no profile with that name.
         LibraryError: cuDNN or its frontend is missing.
+        PlanningError: planning failed for a reason that may pass.
 
     Example:
         >>> import jax, jax_cudnn as jc
@@ -215,7 +216,8 @@ def _row(name: str, spec: GraphSpec, gpu: str, site: Profile | CudaDevice) -> Su
 
 def _versions(gpus: Mapping[str, Profile | CudaDevice]) -> tuple[str, str]:
     if any(isinstance(site, Profile) for site in gpus.values()):
-        return client.call("jax_cudnn._core.planning.frontend:versions")
+        worker = "jax_cudnn._core.planning.frontend:versions"
+        return failure.twice(lambda new: client.call(worker, fresh=new))
     return frontend.versions()
 
 

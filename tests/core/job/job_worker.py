@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_cudnn as jc
 from jax_cudnn._core.job import agreement
+from jax_cudnn._core.planning import planner
 
 CALL = "custom_call @jax_cudnn("
 
@@ -46,6 +47,10 @@ def agree(devices, rank):
     return {"agreed": [made["by"], made["noise"] == noise], "failure": failure}
 
 
+def fail(spec, site):
+    raise jc.PlanningWorkerError("the planning worker died")
+
+
 def compile_programs(devices, rank):
     """Programs with a runtime-compiled plan, whose bytes differ from build to build."""
     mesh = jax.make_mesh((4,), ("rows",), devices=devices)
@@ -62,8 +67,13 @@ def compile_programs(devices, rank):
             lowered = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",))
         return lowered.as_text()
 
-    together = lower(64)
+    together, build = lower(64), planner._build
     found = {"together": hashed(together), "calls": together.count(CALL)}
+    planner._build = fail  # of the lowest process, which plans
+    failed = lower(160)
+    planner._build = build
+    later = lower(160)
+    found["failed"] = [hashed(failed), failed.count(CALL), hashed(later), later.count(CALL)]
     if rank == 1:
         jc.configure(job_timeout=0.5)
         found["another program"] = outcome(lambda: lower(96))
