@@ -33,7 +33,8 @@ def plan(ctx: Any, spec: GraphSpec, name: str) -> Plan:
             expected="static shapes",
             got=str(spec).splitlines()[0],
             why="a cuDNN plan is built for fixed shapes while lowering",
-            fix="export one program for each shape, or export for platforms=('cpu',)",
+            fix="export one program for each shape, or export for platforms=('cpu',); "
+            "implementation='xla' takes symbolic dimensions, too",
         )
     devices = compat.lowering_devices(ctx)
     with progress.of_program(compat.program(ctx)):

@@ -204,7 +204,7 @@ def windows(
         return None  # Flax rejects it
     pads = arguments.pads(padding, sizes, window, strides) if text else padding
     room = [size + sum(p) - r for size, p, r in zip(sizes, pads, reach, strict=True)]
-    if min(room, default=1) < 1:
+    if any(isinstance(size, int) and size < 1 for size in room):
         return None  # no window fits: the result is empty
     spatial = (-(-r // stride) for r, stride in zip(room, strides, strict=True))
     shape = (*_batch(layer, inputs), *spatial, found.kernel.shape[-1])

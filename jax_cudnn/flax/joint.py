@@ -41,7 +41,8 @@ def projected(layers: Sequence[Any], x: jax.Array) -> jax.Array | None:
         return None
     given = [layer.kernel[...] for layer in layers]
     given += [bias[...] for bias in biases if bias is not None]
-    if x.size < x.shape[-1] ** 2 or not all(map(_whole, given)):
+    few = isinstance(x.size, int) and x.size < x.shape[-1] ** 2
+    if few or not all(map(_whole, given)):
         return None
     x, *given = promote_dtype((x, *given), dtype=one.dtype)
     if x.dtype.name not in _HALVES:
