@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from .._core.errors import JaxCudnnError
-from .._core.planning.stored import check_entry
 from .._core.settings import settings
 from .._core.store import archive
 from .._core.store.cache import Entry, PlanCache
@@ -104,7 +103,7 @@ def _list(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
 
 
 def _verify(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
-    count, unusable = cache.verify(options.delete, check_entry)
+    count, unusable = cache.verify(options.delete)
     facts = {"checked": count, "unusable": {e.digest: e.problem for e in unusable}}
     lines = [f"{cache.path(entry.digest)}: {entry.problem}" for entry in unusable]
     if unusable and options.delete:
@@ -131,7 +130,7 @@ def _export(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
 
 
 def _import(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
-    done = archive.import_(cache, options.file, check_entry)
+    done = archive.import_(cache, options.file)
     lines = [f"rejected: {_printable(name)}: {why}" for name, why in done.refused.items()]
     lines.append(
         f"{_entries(done.taken)} imported, {done.present} already present, "

@@ -74,7 +74,7 @@ def test_list_lets_no_label_command_the_terminal(store, command):
 
 def test_verify_names_unusable_entries_and_deletes_them_on_request(store, command):
     assert command("verify")[0] == 0
-    put(store, "key 0", b"")
+    put(store, "key 0", encode(Content("key 0", {}, "\ud800")))  # half of a character
     put(store, "key 2", encode(Content("key 1", {}, "")))
     put(store, "old", encode(Content("old", {}, "")).replace(b"plan 1 ", b"plan 0 ", 1))
     (store.folder / "notes").write_text("mine")
@@ -102,7 +102,7 @@ def test_clear_deletes_plans_and_nothing_else(store, command):
 
 
 def test_plans_travel_in_an_archive(store, other, command, tmp_path):
-    put(store, "damaged", b"")
+    put(store, "damaged", encode(Content("damaged", {"n": "\ud800"}, "")))
     archive = tmp_path / "plans.zip"
     assert json.loads(command("export", archive, "--json")[1])["exported"] == 3
     for taken, present in ((3, 0), (0, 3)):

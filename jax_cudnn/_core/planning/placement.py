@@ -232,7 +232,11 @@ def _split(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str
 
     known = planner.decoded(key, cache.get(key), read)
     if known is not None:
-        return known
+        pieces = [part(spec, calls) for calls, leftover, _ in known if not leftover]
+        refused = next(filter(None, map(ask, pieces)), None)
+        if refused is None:
+            return known
+        cache.discard(key, f"foreign: segments: {refused.reason}")
     segments = search(spec, ask)
     rows = tuple((s.calls, s.leftover, s.reason) for s in segments)
     if len(rows) == 1 and not rows[0][1]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import JaxCudnnError
+from ..planning.stored import check_entry
 from .cache import PlanCache
-from .entry import LARGEST, NAME, Check, Content, Unusable, decode, read
+from .entry import LARGEST, NAME, Content, Unusable, decode, read
 
 
 class Imported(NamedTuple):
@@ -44,8 +45,9 @@ def export(cache: PlanCache, path: str | os.PathLike[str]) -> int:
     return count
 
 
-def import_(cache: PlanCache, path: str | os.PathLike[str], check: Check | None = None) -> Imported:
-    """Imports the entries of an archive that pass ``check`` and the checks of files of the cache.
+def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
+    """Imports the entries of an archive that pass the same checks as files of the cache, and whose
+    values fit the graphs in their keys, see :func:`.stored.check_entry`.
 
     Names in the archive are compared, never used as paths; nothing is decompressed by the rules
     of the archive. A plan is code for the GPU: import only what you trust, see ``entry.py``.
@@ -67,8 +69,7 @@ def import_(cache: PlanCache, path: str | os.PathLike[str], check: Check | None 
         for member in archive.infolist():
             try:
                 content = _content(archive, member)
-                if check is not None:
-                    check(content)
+                check_entry(content)
                 if cache.get(content.key) is None and cache.add(content) is None:
                     taken += 1
                 else:

@@ -18,12 +18,12 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..settings import settings
-from .entry import NAME, Check, Content, Unusable, decode, digest, encode, read
+from .entry import NAME, Content, Unusable, decode, digest, encode, read
 
 log = logging.getLogger("jax_cudnn")
 
@@ -164,8 +164,9 @@ class PlanCache:
         """The file of the entry whose key has this digest."""
         return self.folder / f"{digest}.plan"
 
-    def entries(self, check: Check | None = None) -> list[Entry]:
-        """All entries, read, with ``check`` also checked, most recently used first."""
+    def entries(self, check: Callable[[Content], object] = bool) -> list[Entry]:
+        """All entries, read, most recently used first. ``check`` raises Unusable for one whose
+        value does not fit its key."""
         found = []
         for name, status in self._files():
             if NAME.fullmatch(name):
@@ -173,8 +174,7 @@ class PlanCache:
                 try:
                     content = decode(read(self.folder / name), stem)
                     label = content.label
-                    if check is not None:
-                        check(content)
+                    check(content)
                 except FileNotFoundError:
                     continue  # deleted just now
                 except (Unusable, OSError) as error:
@@ -182,9 +182,12 @@ class PlanCache:
                 found.append(Entry(stem, label, status.st_size, status.st_mtime, problem))
         return sorted(found, key=lambda entry: entry.used, reverse=True)
 
-    def verify(self, delete: bool = False, check: Check | None = None) -> tuple[int, list[Entry]]:
-        """The number of entries, and the unusable ones; deletes the latter with ``delete``."""
-        entries = self.entries(check)
+    def verify(self, delete: bool = False) -> tuple[int, list[Entry]]:
+        """The number of entries, and the unusable ones; deletes the latter with ``delete``. Values
+        are checked against the graphs in their keys, see :func:`.stored.check_entry`."""
+        from ..planning.stored import check_entry  # lazy: not for those who only read and write
+
+        entries = self.entries(check_entry)
         unusable = [entry for entry in entries if entry.problem]
         if delete:
             for entry in unusable:

@@ -4,7 +4,7 @@ A line with a magic, the format and the SHA-256 of the rest; then compressed JSO
 value. JSON, and no pickle: reading an entry runs nothing of it. Yet a value is a plan, and a plan
 holds code for the GPU, which a checksum does not make harmless. Import an archive, and use a folder
 that others can write to, only if you trust them as you trust a program that you install. What a
-value says is checked by those who know its key: a :data:`Check` does it for entries at rest.
+value says is checked in ``planning/stored.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import re
 import stat
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,10 +35,6 @@ class Content(NamedTuple):
     key: str
     value: dict[str, Any]
     label: str
-
-
-Check = Callable[[Content], object]
-"""Raises Unusable for an entry whose value does not fit its key."""
 
 
 def digest(key: str) -> str:

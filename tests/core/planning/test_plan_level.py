@@ -1,7 +1,12 @@
 """The plan level: candidates, one of them in the place of a plan's own, and plans as data."""
 
+import copy
+import importlib
 import json
 import pickle
+import pkgutil
+import random
+import sys
 
 import jax
 import pytest
@@ -10,6 +15,8 @@ from helpers import product
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph import record
+from jax_cudnn._core.graph.by_reference import ByReference
+from jax_cudnn._core.graph.node import REGISTRY, Node
 from jax_cudnn._core.graph.spec import intern
 from jax_cudnn._core.planning.collect import graphs
 
@@ -145,6 +152,12 @@ OWN = ("segments", 0, "plan")
 DAMAGE = [
     ((*TENSOR, "shape"), ["tuple", ["64", 128]], "Tensor.shape"),
     ((*TENSOR, "name"), "other", "no tensor"),
+    ((*TENSOR, "dtype"), "float16", "BFLOAT16"),
+    ((*TENSOR, "shape"), ["tuple", [8, 64, 28, 29]], "conv_fprop.0"),
+    ((*TENSOR, "literal"), "half", "cannot be read"),
+    (("gpu",), "\ud800", "surrogates"),
+    (("name",), 5, "Plan.name"),
+    (("more",), 5, "those of this plan"),
     ((*OWN, "workspace_bytes"), True, "workspace_bytes"),
     ((*OWN, "bindings"), [["1", 0, 0, 0]], "bindings"),
     ((*OWN, "scalars"), 3, "cannot be read"),
@@ -165,8 +178,60 @@ def test_bytes_that_are_no_plan_are_refused():
         assert words in str(caught.value), (path, value)
 
 
+def places(data):
+    """Each value inside: its holder, and its key there."""
+    for key, value in [*(data.items() if isinstance(data, dict) else enumerate(data))]:
+        yield data, key
+        if isinstance(value, (dict, list)):
+            yield from places(value)
+
+
+ODD = (None, True, -1, 10**30, 0.5, "", "x", "\ud800", [], {}, ["relu", {}], ["float", "nan"])
+
+
+@pytest.mark.deviceless
+def test_bytes_with_random_changes_are_refused_or_are_a_plan():
+    """One that can be written, shown and explained."""
+    x = jax.ShapeDtypeStruct((2, 64, 4, 64), "bfloat16")
+    softcap = lambda score, b, h, q, kv: 20 * jax.numpy.tanh(score / 20)  # noqa: E731
+    attend = lambda q: jc.ops.dot_product_attention(q, q, q, score_mod=softcap).sum()  # noqa: E731
+    with jc.target("H200"):
+        plans = [plan(two_products, FLOATS), *jc.plans(jax.grad(attend), x).values()]
+    written, taken = [each.serialize() for each in plans], 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        data = json.loads(rng.choice(written))
+        found = [*places(data)]
+        (holder, key), (other, its) = rng.choices(found, k=2)
+        holder[key] = rng.choice([*ODD, *[copy.deepcopy(other[its])] * len(ODD)])
+        if rng.random() < 0.2:
+            del holder[key]
+        try:
+            read = jc.Plan.deserialize(json.dumps(data).encode())
+        except jc.GraphError:
+            continue
+        taken += 1
+        assert {**json.loads(read.serialize()), "jax_cudnn": data["jax_cudnn"]} == data
+        assert repr(read)
+        assert str(read.explain())
+    assert 0 < taken < 100
+
+
 def test_reading_a_graph_runs_nothing_but_its_classes():
-    others = "selection:Plan", "progress:Clock"  # of another module; not frozen
-    for title in ("os:system", "_core.package:version", *(f"_core.planning.{x}" for x in others)):
+    for title in ("os:system", "_core.package:version", "bench.torch_graphs:X"):
         with pytest.raises(ValueError, match=title):
             record.decoded([title, {}])
+    assert "jax_cudnn.bench.torch_graphs" not in sys.modules
+
+
+def test_every_node_can_be_read():
+    for module in pkgutil.iter_modules(jc.ops.__path__, "jax_cudnn.ops."):
+        importlib.import_module(module.name)
+    nodes, new = set(), {Node}
+    while new := {cls for node in new for cls in node.__subclasses__()} - nodes:
+        nodes |= new
+    ours = {cls for cls in nodes - {ByReference} if cls.__module__.startswith("jax_cudnn.")}
+    for cls in ours:
+        method = getattr(cls, "method", None)  # none: a base of others
+        title = f"{cls.__module__.removeprefix('jax_cudnn.')}:{cls.__qualname__}"
+        assert method is None or REGISTRY.get(method) is cls or title in record._OTHERS, title

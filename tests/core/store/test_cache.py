@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -189,8 +190,12 @@ DAMAGE = {
     "other magic": (b"another program\n" + GOOD, "foreign"),
     "newer": (GOOD.replace(b"plan 1 ", b"plan 22 ", 1), "newer"),
     "of another key": (encode(Content("other", VALUE, "label")), "foreign"),
-    "nested deeply": (packed(b"[" * 90_000), "damaged"),
-    "too large when decompressed": (packed(b" " * 100_001 + GOOD_JSON), "damaged"),
+    "nested deeply": (packed(b"[" * 40_000), "damaged"),
+    "too large when decompressed": (packed(b" " * 100_001 + GOOD_JSON), "too large"),
+    "of too many values": (packed(b'{"key":[' + b"{}," * 33_000 + b"{}]}"), "too large"),
+    "half of a character": (packed(GOOD_JSON.replace(b"label", rb"\ud800")), "damaged"),
+    "half of a character as its key": (packed(rb'{"key":"\ud800"}'), "damaged"),
+    "what JSON has no number for": (packed(GOOD_JSON.replace(b"0.1", b"NaN")), "damaged"),
     "a folder": (Path.mkdir, "foreign"),
     "a pipe": (os.mkfifo, "foreign"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "foreign"),
@@ -227,6 +232,24 @@ def test_no_flipped_bit_and_no_cut_goes_unseen():
                 decode(GOOD[:i] + changed, digest(KEY))
         with pytest.raises(Unusable):
             decode(GOOD[:i], digest(KEY))
+
+
+@pytest.mark.parametrize("filler", [b"{},", b"[", b" ", b'"",', b"1,"])
+def test_a_small_file_takes_little_memory(filler):
+    """64 kB of it took 1.5 GB."""
+    bomb = packed(b'{"key":[' + filler * (2**26 // len(filler)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(Unusable, match="too large"):
+            decode(bomb, digest(KEY))
+        assert tracemalloc.get_traced_memory()[1] < 6 * 10**6
+        most = b'{"key":"' + b"x" * (cache_entry.LARGEST - 2 * cache_entry.MOST)
+        most += b'","value":[' + b"{}," * (cache_entry.MOST // 2 - 4) + b"{}]}"
+        with pytest.raises(Unusable, match="damaged"):
+            decode(packed(most), digest(KEY))
+        assert tracemalloc.get_traced_memory()[1] < 14 * 10**6
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, None], ids=["full", "no", "file"])
