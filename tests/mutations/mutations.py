@@ -67,7 +67,7 @@ MUTATIONS = {
     # store, job, custom call
     "damaged entries are believed": ("_core/store/entry.py", "if _checksum(body) != header[2]:", "if False:"),
     "the newest entries are deleted": ("_core/store/cache.py", "in sorted(entries):", "in sorted(entries, reverse=True):"),
-    "a failed attempt is repeated endlessly": ("_core/job/agreement.py", "            answer.attempt += 1\n            try:", "            try:"),
+    "a failed attempt is repeated endlessly": ("_core/job/agreement.py", "            answer.attempt += 1\n            self._put(", "            self._put("),
     "results read in the wrong dtype": ("_core/ffi.py", "return x.astype(tensor.dtype)", "return x"),
     # interop and Flax
     "results of late changes keep their dtype": ("interop/inferring.py", "if name in self._typed:", "if name not in self._typed:"),

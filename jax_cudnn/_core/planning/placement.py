@@ -110,17 +110,16 @@ def _this_time(spec: GraphSpec, error: PlanningError, name: str) -> tuple[Planne
         if spec.is_paired:
             error.expected = "a plan: XLA's random numbers are not those of the related graphs"
         raise error
-    summary = error.summary.removeprefix(f"{name}: ")
-    (segment,) = whole(spec, True, f"planning failed, for this program alone: {summary}")
+    failed = f"{error.summary.removeprefix(f'{name}: ')} ({error.got})"
+    (segment,) = whole(spec, True, f"planning failed, for this program alone: {failed}")
     _check_determinism(spec, [segment], name)
     log.warning(
         "%s: %s, twice; XLA runs the graph in this program alone, and the next compilation plans "
         "it again (jax.clear_caches()). Free memory, or check the installation: python -m "
-        "jax_cudnn doctor. implementation='cudnn' makes this an error. The graph: %s; %s",
+        "jax_cudnn doctor. implementation='cudnn' makes this an error. The graph: %s",
         name,
-        summary,
+        failed,
         spec.label,
-        error.got,
     )
     return (PlannedSegment(spec, segment.calls, None, segment.reason),)
 

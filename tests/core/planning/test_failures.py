@@ -1,7 +1,6 @@
 """What planning fails of for a while is nobody's refusal: tried twice, then XLA, nothing kept."""
 
 import os
-import resource
 import signal
 
 import jax
@@ -94,6 +93,8 @@ def harm_by(name, worker):
     elif name == "stopped":
         os.kill(worker.process.pid, signal.SIGSTOP)
     elif name == "memory":
+        import resource  # not on Windows
+
         resource.prlimit(worker.process.pid, resource.RLIMIT_AS, (1 << 30, 1 << 30))
 
 
