@@ -1,66 +1,91 @@
-"""``python -m fuzz``, in ``tests``: random graphs, planned and, on a GPU, run beside references.
+"""``python -m fuzz KIND``, in ``tests``: random cases, planned, run, and compared.
+
+- ``graphs``: random graphs with their gradients, tangents and vmaps;
+- ``calls``: random calls of the public functions and Flax's layers, with second derivatives, too;
+- ``files``: altered entries of the plan cache, archives and serialized plans;
+- ``programs``: altered attributes of the custom call, on a GPU;
+- ``merge``: one file from several that ``--json`` wrote.
 
 Without a GPU they are planned for an H200, or for another profile (``--gpu``; ``none`` plans
-nothing). With ``--transforms`` their gradients, tangents and vmaps are planned and run, too: on the
-GPU, or interpreted. Exits with 1 if a graph fails.
+nothing), and run on the CPU. Exits with 1 if a case is wrong or ends its process, or is refused
+though nothing is altered.
 """
 
 import argparse
-import concurrent.futures
 import functools
 import json
-import multiprocessing
 import os
 import sys
-from collections import Counter
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from .checks import Checks, checks_for, outcome, smallest
+import jax
+
+from jax_cudnn._core.cuda import CudaDevice, device_nodes
+
+from .checks import checks_for, outcome, smallest
 from .graphs import random_graph
+from .runner import facts, merged, outcomes
+
+ALTERED = ("files", "programs")
+# The processes share a GPU and its host, and choosing by measurement would take most of the time.
+FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_force_compilation_parallelism=1"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m fuzz", None, __doc__, formatter_class=formatter)
-    parser.add_argument("--seeds", type=int, default=100, help="how many graphs (100)")
-    parser.add_argument("--start", type=int, default=0, help="the first seed (0)")
-    parser.add_argument("--seed", type=int, help="this graph only, told in full")
-    parser.add_argument("--transforms", action="store_true", help="also grad, jvp and vmap of each")
+    parser.add_argument("kind", choices=("graphs", "calls", *ALTERED, "merge"))
+    parser.add_argument("parts", nargs="*", type=Path, help="the files to merge")
+    parser.add_argument("--seeds", default="0:100", help="FIRST:END, or one, told in full (0:100)")
     parser.add_argument("--gpu", help="plan for this profile, run nothing on a GPU; none: no plans")
     parser.add_argument("--workers", type=int, default=1, help="processes (1)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after that")
+    parser.add_argument("--json", type=Path, help="write the outcome there, too")
     options = parser.parse_args(arguments)
-    if options.seed is not None:
-        return _told_in_full(checks_for(options.gpu, options.transforms), options.seed)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # they share the GPU
-    spawn = multiprocessing.get_context("spawn")
-    seeds = range(options.start, options.start + options.seeds)
-    check = functools.partial(outcome, options.gpu, options.transforms)
-    outcomes = []
-    with concurrent.futures.ProcessPoolExecutor(options.workers, spawn) as pool:
-        for found in pool.map(check, seeds):
-            outcomes.append(found)
-            if found.problem:
-                print(f"seed {found.seed}: {found.problem}\n{random_graph(found.seed).spec}\n")
-    facts = {
-        "seeds": [seeds.start, seeds.stop],
-        "by_segments_of_cudnn": dict(sorted(Counter(sum(o.segments) for o in outcomes).items())),
-        "without_comparable_derivatives": sum(o.skipped for o in outcomes),
-        "failures": [[o.seed, o.problem] for o in outcomes if o.problem],
-    }
-    print(json.dumps(facts, indent=1))
-    return 1 if facts["failures"] else 0
+    if options.kind == "merge":
+        found = merged(json.loads(path.read_text()) for path in options.parts)
+    else:
+        flags = FLAGS if device_nodes() else "--xla_backend_optimization_level=0"
+        os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        first, _, end = options.seeds.partition(":")
+        if not end:
+            return _told_in_full(options.kind, options.gpu, int(first))
+        start, seeds = time.monotonic(), range(int(first), int(end))
+        check = functools.partial(outcome, options.gpu, options.kind)
+        each = []
+        for one in outcomes(check, seeds, options.workers, options.seconds):
+            each.append(one)
+            if one.kind != "right" and (one.kind != "refused" or options.kind not in ALTERED):
+                print(f"seed {one.seed}: {one.kind}: {one.text}\n", flush=True)
+        on_gpu = isinstance(checks_for(options.gpu, False).site, CudaDevice)
+        gpu = jax.devices("gpu")[0].device_kind if on_gpu else None
+        found = facts(options.kind, each, time.monotonic() - start, gpu)
+    text = json.dumps(found, indent=1)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+    bad = [] if options.kind in ALTERED else found["refused"]
+    return 1 if found["failures"] or bad else 0
 
 
-def _told_in_full(checks: Checks, seed: int) -> int:
-    """The graph, what is wrong with it, and its smallest part that fails, or its plan."""
-    spec, found = random_graph(seed).spec, checks.outcome(seed)
-    print(spec, found, sep="\n")
-    if found.problem and checks.problem(spec):
-        print(f"the smallest part that fails alike:\n{smallest(spec, checks.problem)}")
-    elif checks.site is not None and not found.problem:
-        print(*(plan.explain() for plan in checks.plans({f"random_{seed}": spec})), sep="\n")
-    return 1 if found.problem else 0
+def _told_in_full(kind: str, gpu: str | None, seed: int) -> int:
+    """What is wrong with a seed; of a graph also itself, its smallest part that fails, its plan."""
+    checks = checks_for(gpu, kind == "graphs")
+    found = checks.outcome(kind, seed)
+    if kind == "graphs":
+        spec = random_graph(seed).spec
+        print(spec)
+        if found.kind != "right" and checks.problem(spec):
+            small = smallest(spec, checks.problem)
+            print(f"the smallest part that fails alike:\n{small}")
+        elif checks.site is not None and found.kind == "right":
+            print(*(p.explain() for p in checks.plans([spec])), sep="\n")
+    print(found)
+    return int(found.kind in ("wrong", "crashed") or (found.kind, kind) == ("refused", "graphs"))
 
 
 if __name__ == "__main__":

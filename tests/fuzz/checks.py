@@ -9,36 +9,29 @@ from typing import Any
 
 import jax
 import numpy as np
+import oracle
+from transformations import graphs_of
 
 from jax_cudnn._core.cuda import CudaDevice, device_nodes
 from jax_cudnn._core.errors import JaxCudnnError
 from jax_cudnn._core.graph.spec import GraphSpec
 from jax_cudnn._core.planning import placement
-from jax_cudnn._core.planning.collect import graphs
 from jax_cudnn._core.planning.plan import Plan
 from jax_cudnn._core.planning.split import part, run
 from jax_cudnn._core.settings import configure
 from jax_cudnn.deviceless import profiles
 
-from . import transforms
+from . import alterations, transforms
+from .comparison import WrongResult
 from .drawing import Operand
+from .functions import random_call
 from .graphs import random_graph
 from .interpreter import interpreted
+from .runner import Outcome
 
 
 class WrongSegments(JaxCudnnError):
     """The segments of a plan do not compute what the graph states."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one random graph: for each planned segment whether it is cuDNN's, for how many
-    examples derivatives say nothing, and why it counts as failed, if so."""
-
-    seed: int
-    segments: tuple[bool, ...] = ()
-    skipped: int = 0
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,12 +42,18 @@ class Checks:
     site: Any = None
     transformed: bool = False
 
-    def outcome(self, seed: int) -> Outcome:
-        """Draws the graph of a seed and checks it; never raises."""
+    def outcome(self, kind: str, seed: int) -> Outcome:
+        """Draws what a kind has for a seed and checks it; never raises."""
         try:
-            return self._outcome(random_graph(seed).spec, random_graph(seed).inputs, seed)
+            return getattr(self, kind)(seed)
+        except (WrongSegments, WrongResult) as error:
+            return Outcome(seed, "wrong", _told(error))
+        except JaxCudnnError as error:
+            return Outcome(seed, "refused", _told(error))
+        except jax.errors.JaxRuntimeError as error:
+            return Outcome(seed, "crashed", _told(error))
         except Exception as error:  # whatever it is, it is what is looked for
-            return Outcome(seed, problem=_told(error))
+            return Outcome(seed, "wrong", _told(error))
 
     def problem(self, spec: GraphSpec) -> str:
         """What is wrong with any graph, for normal operands; empty if nothing is."""
@@ -64,35 +63,63 @@ class Checks:
             return [Operand(t.shape, t.dtype, 0.3).draw(number, i) for i, t in tensors]
 
         try:
-            return self._outcome(spec, operands, 0).problem
+            self._of_graph(spec, operands, 0)
         except Exception as error:
             return _told(error)
+        return ""
 
-    def plans(self, specs: dict[str, GraphSpec]) -> list[Plan]:
-        """Those whose segments compute what the graphs do."""
-        plans = [placement.place(spec, self.site, name) for name, spec in specs.items()]
+    def plans(self, specs: Sequence[GraphSpec]) -> list[Plan]:
+        """Theirs, whose segments compute what the graphs do."""
+        plans = [placement.place(spec, self.site, "random") for spec in specs]
         for plan in plans:
             check_segments(plan.spec, plan.segments)
         return plans
 
-    def _outcome(self, spec: GraphSpec, operands: Callable[[int], Any], seed: int) -> Outcome:
+    def graphs(self, seed: int) -> Outcome:
+        return self._of_graph(random_graph(seed).spec, random_graph(seed).inputs, seed)
+
+    def calls(self, seed: int) -> Outcome:
+        call = random_call(seed, functools.partial(self.run, compiled=True))
+        try:
+            segments = self._planned(graphs_of(call.program(), *call.data))
+            got = self.run(call.program(), *call.data, compiled=call.compiled)
+            call.check(got, isinstance(self.site, CudaDevice))
+        except Exception as error:
+            error.add_note(call.text)
+            raise
+        return Outcome(seed, segments=segments)
+
+    def files(self, seed: int) -> Outcome:
+        return Outcome(seed, *alterations.of_files(seed))
+
+    def programs(self, seed: int) -> Outcome:
+        return Outcome(seed, *alterations.of_programs(seed))
+
+    def _of_graph(self, spec: GraphSpec, operands: Callable[[int], Any], seed: int) -> Outcome:
         case = transforms.draw(spec, operands, seed) if self.transformed else None
-        segments, skipped = [], 0
-        if self.site is not None:
-            specs = graphs(case.program(), case.data, {}) if case else {f"random_{seed}": spec}
-            segments = [segment for plan in self.plans(specs) for segment in plan.segments]
+        segments = self._planned(graphs_of(case.program(), *case.data) if case else [spec])
+        skipped = 0
+        with np.errstate(all="ignore"):  # the reference itself beside NumPy
+            exact = oracle.rounded(spec, operands(0))
+        transforms.check_results(spec, operands(0), exact)
         if case:
             skipped = transforms.check(case, self.run(case.program(), *case.data))
         elif isinstance(self.site, CudaDevice):
             got = self.run(lambda *xs: transforms.bind(spec, "random", *xs), *operands(0))
             transforms.check_results(spec, operands(0), got)
-        return Outcome(seed, tuple(s.plan is not None for s in segments), skipped)
+        return Outcome(seed, segments=segments, skipped=skipped)
 
-    def run(self, function: Callable[..., Any], *data: Any) -> Any:
-        """What a program gives on the GPU, or interpreted."""
-        if not isinstance(self.site, CudaDevice):
+    def _planned(self, specs: Sequence[GraphSpec]) -> tuple[bool, ...]:
+        """For each segment whether it is cuDNN's; none where nothing is planned."""
+        plans = self.plans(specs) if self.site is not None else []
+        return tuple(segment.plan is not None for plan in plans for segment in plan.segments)
+
+    def run(self, function: Callable[..., Any], *data: Any, compiled: bool = False) -> Any:
+        """What a program gives on the GPU, or interpreted or compiled for the CPU."""
+        on_gpu = isinstance(self.site, CudaDevice)
+        if not (on_gpu or compiled):
             return interpreted(function)(*data)
-        with jax.default_device(jax.local_devices(backend="gpu")[0]):
+        with jax.default_device(jax.local_devices(backend="gpu" if on_gpu else "cpu")[0]):
             return jax.device_get(jax.jit(function)(*data))
 
 
@@ -107,9 +134,9 @@ def checks_for(gpu: str | None, transformed: bool) -> Checks:
     return Checks(None if gpu == "none" else profiles.get(gpu or "H200"), transformed)
 
 
-def outcome(gpu: str | None, transformed: bool, seed: int) -> Outcome:
+def outcome(gpu: str | None, kind: str, seed: int) -> Outcome:
     """What another process does; it finds nothing of a package's ``__main__``."""
-    return checks_for(gpu, transformed).outcome(seed)
+    return checks_for(gpu, kind == "graphs").outcome(kind, seed)
 
 
 def check_segments(spec: GraphSpec, segments: Sequence[Any]) -> None:
@@ -167,8 +194,8 @@ def smallest(spec: GraphSpec, problem: Callable[[GraphSpec], str]) -> GraphSpec:
 
 def _told(error: Exception) -> str:
     """The error in its own words if it is ours, else with the place that raised it."""
-    words = f"{type(error).__name__}: {error}"
+    words = "\n".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
     if isinstance(error, JaxCudnnError):
         return words
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{words[:500]} (line {frame.lineno} of {frame.filename}: {frame.line})"
+    return f"{words[:1500]} (line {frame.lineno} of {frame.filename}: {frame.line})"

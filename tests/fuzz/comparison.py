@@ -1,24 +1,35 @@
 """Whether a result is right, by what its reference moves when that is disturbed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jax_cudnn._core.errors import JaxCudnnError
 from jax_cudnn._core.graph.dtypes import is_floating
 
 _RUNS, _MORE_RUNS, _EDGES = 6, 48, 500
 
 
-class Noise:
-    """Where moves come from; in every other run what may be narrower is rounded so."""
+class WrongResult(JaxCudnnError):
+    """Results are further from the reference's than rounding explains."""
 
-    def __init__(self, seed: int):
-        self.rng = np.random.default_rng(seed)
+
+class Noise:
+    """Where moves come from; in every other run what may be narrower is rounded so. Relative moves
+    of all that is computed, and of what is multiplied: ``amount`` and ``cut``."""
+
+    def __init__(self, seed: int, amount: float = 0.0, cut: float = 0.0):
+        self.rng, self.amount, self.cut = np.random.default_rng(seed), amount, cut
         self.on_grid = self.rng.random() < 0.5
+
+    def moved(self, x: np.ndarray, amount: float) -> np.ndarray:
+        if not amount or not is_floating(str(x.dtype)):
+            return x
+        return (x * (1 + self.rng.uniform(-amount, amount, x.shape))).astype(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,13 @@ def compare(got: Any, want: Any, disturbed: Callable[..., Any], step: float) -> 
         for i in wrong:
             found[i] = _measured(*pairs[i], [_distance(run[i], want[i]) for run in runs])
     return found
+
+
+def check_right(found: Mapping[str, Sequence[Comparison]]) -> None:
+    """Raises WrongResult unless all are right; each name may have several."""
+    wrong = [f"{name}: {c}" for name, each in found.items() for c in each if not c.right]
+    if wrong:
+        raise WrongResult("more beyond the tolerance than is allowed", got="; ".join(wrong))
 
 
 def _measured(errors: np.ndarray, want: np.ndarray, runs: list[np.ndarray]) -> Comparison:

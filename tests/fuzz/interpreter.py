@@ -27,7 +27,8 @@ def interpreted(function: Function) -> Function:
     """``function`` of trees of arrays, run in NumPy; traced once for the shapes of each call.
 
     What no result needs is left out, as jit does it. Graphs run as their references. Given
-    ``noise``, what is marked in a reference is moved by it.
+    ``noise``, what is marked in a reference is moved by it, and so is all that is computed and
+    multiplied if it has amounts for these.
     """
     traced = jax.jit(function)
 
@@ -54,10 +55,14 @@ def _run(jaxpr: Any, arguments: Sequence[Array], noise: Any) -> list[Array]:
         return np.asarray(x.val, x.aval.dtype) if hasattr(x, "val") else values[x]
 
     for equation in jaxpr.eqns:
-        results = _results(equation, [value(x) for x in equation.invars], noise)
-        for x, result in zip(equation.outvars, results, strict=True):
+        inputs = [value(x) for x in equation.invars]
+        if noise and equation.primitive.name in _PRODUCTS:
+            inputs = [noise.moved(x, noise.cut) for x in inputs]
+        exact = not noise or equation.primitive.name in (*_WITHOUT_ROUNDING, *_CALLS)
+        for x, result in zip(equation.outvars, _results(equation, inputs, noise), strict=True):
             shape, made = x.aval.shape, np.asarray(result)
             made = made if made.size == math.prod(shape) else np.broadcast_to(made, shape)
+            made = made if exact else noise.moved(made, noise.amount)
             values[x] = made.astype(x.aval.dtype, copy=False).reshape(shape)
     return [value(x) for x in jaxpr.outvars]
 
@@ -82,6 +87,12 @@ def _results(equation: Any, inputs: list[Array], noise: Any) -> Sequence[Array]:
     return results if equation.primitive.multiple_results else [results]
 
 
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+_WITHOUT_ROUNDING = (
+    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "transpose", "rev", "neg"),
+    *("concatenate", "slice", "pad", "select_n", "max", "min", "reduce_max", "reduce_min", "iota"),
+    *("sign", "abs", "gather", "scatter", "dynamic_slice", "stop_gradient", "disturb"),
+)
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 _SAME = (
     *("abs", "ceil", "cos", "exp", "expm1", "floor", "log", "log1p", "sign", "sin", "sqrt"),
@@ -155,14 +166,15 @@ def _dot(params: Any, a: Array, b: Array) -> Array:
     free_a = [i for i in range(a.ndim) if i not in (*over_a, *batch_a)]
     free_b = [i for i in range(b.ndim) if i not in (*over_b, *batch_b)]
     batch, count = [a.shape[i] for i in batch_a], math.prod(a.shape[i] for i in over_a)
-    left = a.transpose(*batch_a, *free_a, *over_a).reshape(*batch, -1, count)
-    right = b.transpose(*batch_b, *over_b, *free_b).reshape(*batch, count, -1)
+    rows, columns = (math.prod(x.shape[i] for i in of) for x, of in ((a, free_a), (b, free_b)))
+    left = a.transpose(*batch_a, *free_a, *over_a).reshape(*batch, rows, count)
+    right = b.transpose(*batch_b, *over_b, *free_b).reshape(*batch, count, columns)
     return np.matmul(_wide(left), _wide(right))
 
 
 def _wide(x: Array) -> Array:
-    """For the sums of a product: in float32, or the integers themselves."""
-    return x if x.dtype.kind in "iub" else x.astype(np.float32, copy=False)
+    """For the sums of a product: at least in float32, or the integers themselves."""
+    return x if x.dtype.kind in "iub" or x.dtype == float else x.astype(np.float32, copy=False)
 
 
 def _convolution(params: Any, image: Array, weight: Array) -> Array:
@@ -206,7 +218,9 @@ _WITH_PARAMETERS: dict[str, Function] = {
     "reduce_max": _reduced(np.max),
     "reduce_min": _reduced(np.min),
     "reduce_prod": _reduced(np.prod),
-    "div": lambda params, a, b: a / b if a.dtype.kind not in "iu" else a // b,
+    "div": lambda params, a, b: (
+        a / b if a.dtype.kind not in "iu" else np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
+    ),
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
 }

@@ -1,0 +1,309 @@
+"""What is stored, and what a program tells the executor, altered at random.
+
+An alteration is refused in words, or harmless: what has read it goes on, and is right.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import random
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import lowered
+
+import jax_cudnn as jc
+from jax_cudnn.__main__ import main
+from jax_cudnn._core import ffi
+from jax_cudnn._core.errors import GraphError
+from jax_cudnn._core.planning import placement
+from jax_cudnn._core.planning.execution_plan import ExecutionPlan
+from jax_cudnn._core.store.entry import Content, decode, encode
+
+from .comparison import WrongResult
+
+_VALUES = (
+    *(0, 1, -1, 7, 2**31, 2**63, -(2**63), 10**30, 1.5, float("nan"), True, None),
+    *("", "x", "\ud800", "é" * 500, [], [[]], {}, [None], {"x": 1}),
+)
+_LAST = ("NHWC", "OHWI", "NHWC")
+_NUMBERS = (0, 1, -1, 2, 8, 16, 255, 2**31, 2**40, 2**62, -(2**62))
+Told = tuple[str, str]
+"""A kind of :class:`runner.Outcome`, and what is said."""
+
+
+def altered(rng: random.Random, value: Any) -> Any:
+    """JSON with one value, item or character changed, exchanged, repeated or missing."""
+    value = json.loads(json.dumps(value))
+    places: list[tuple[Any, Any]] = []
+
+    def visit(x: Any) -> None:
+        items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else ()
+        for key, item in items:
+            places.append((x, key))
+            visit(item)
+
+    visit(value)
+    (holder, key), how = rng.choice(places), rng.random()
+    old = holder[key]
+    if how < 0.15:
+        del holder[key]
+    elif how < 0.3 and isinstance(holder, list):
+        other = rng.randrange(len(holder))
+        holder[key], holder[other] = holder[other], old
+    elif how < 0.4 and isinstance(holder, list):
+        holder.insert(key, old)
+    elif how < 0.6 and isinstance(old, str) and old:
+        at = rng.randrange(len(old))
+        holder[key] = rng.choice((old[:at], old[:at] + chr(rng.randrange(32, 127)) + old[at + 1 :]))
+    elif how < 0.6 and isinstance(old, int):
+        holder[key] = rng.choice((old + 1, old - 1, 2 * old, -old))
+    else:
+        holder[key] = rng.choice(_VALUES)
+    return value
+
+
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """Bytes cut, with some changed, or repeated."""
+    found, at = bytearray(data), rng.randrange(len(data))
+    if rng.random() < 0.3:
+        return bytes(found[:at])
+    if rng.random() < 0.2:
+        return bytes(found[:at] + found[at // 2 :])
+    for _ in range(rng.choice((1, 1, 4))):
+        found[rng.randrange(len(found))] ^= 1 << rng.randrange(8)
+    return bytes(found)
+
+
+def _fused(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jc.ops.matmul(a, b, scale=2.0, activation="relu")
+
+
+def _shapes(*shapes: tuple[int, ...]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+
+
+FILED: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "product": (_fused, _shapes((1, 8, 16), (1, 16, 8))),
+    "norm and more": (lambda x: jc.ops.layer_norm(jnp.sin(x), epsilon=0.1), _shapes((64, 128))),
+}
+
+
+@functools.cache
+def _stored(name: str) -> tuple[dict[str, Content], bytes, bytes]:
+    """The entries that planning a function leaves, their archive, and the plan."""
+    folder = Path(tempfile.mkdtemp(prefix="jax_cudnn-fuzz-"))
+    jc.configure(plan_cache=folder)
+    placement.clear()
+    plan = _planned(name)
+    entries = {path.stem: decode(path.read_bytes(), path.stem) for path in folder.glob("*.plan")}
+    archive = folder / "archive"
+    _command("export", folder, archive)
+    return entries, archive.read_bytes(), plan.serialize()
+
+
+def _planned(name: str) -> Any:
+    function, avals = FILED[name]
+    with jc.target("H200"):
+        return jc.plan(function, *avals)
+
+
+def _command(action: str, folder: Path, *more: Any) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        main(["cache", action, *map(str, more), "--folder", str(folder)])
+    return text.getvalue()
+
+
+def of_files(seed: int) -> Told:
+    """One altered file: an entry with a sound checksum or without, an archive, or a plan."""
+    rng = random.Random(seed)
+    name, how = rng.choice([*FILED]), rng.choice(("entry", "entry", "bytes", "archive", "plan"))
+    entries, archive, plan = _stored(name)
+    if how == "plan":
+        sound = rng.random() < 0.7
+        content = json.dumps(altered(rng, json.loads(plan))).encode() if sound else plan
+        try:
+            read = jc.Plan.deserialize(content if sound else damaged(rng, plan))
+        except GraphError as error:
+            return "refused", str(error)
+        return "right", f"{read!r}{read.explain()}{len(read.serialize())}"
+    digest = rng.choice(sorted(entries))
+    with tempfile.TemporaryDirectory(prefix="jax_cudnn-fuzz-") as folder:
+        here = Path(folder) / "plans"
+        here.mkdir()
+        if how == "archive":
+            (Path(folder) / "archive").write_bytes(damaged(rng, archive))
+            try:
+                _command("import", here, Path(folder) / "archive")
+            except jc.JaxCudnnError as error:
+                return "refused", str(error)
+        else:
+            for stem, content in entries.items():
+                if stem == digest and how == "entry":
+                    content = content._replace(value=altered(rng, content.value))
+                data = encode(content)
+                data = damaged(rng, data) if (stem, how) == (digest, "bytes") else data
+                (here / f"{stem}.plan").write_bytes(data)
+        verified = _command("verify", here)
+        jc.configure(plan_cache=here)
+        placement.clear()
+        found = _planned(name)
+        if not json.loads(found.serialize())["segments"]:
+            raise WrongResult("a plan without segments", got=str(found))
+        left = _command("verify", here)
+    if " 0 unusable" not in left:
+        raise WrongResult("what is unusable stays", got=left)
+    taken = " 0 unusable" in verified
+    same = found.serialize() == plan
+    if taken and not same:
+        lowered(FILED[name][0], *FILED[name][1])
+        return "right", "taken, with another plan"
+    return ("right", "taken") if taken else ("refused", verified.replace(folder, "")[-300:])
+
+
+class Program:
+    """A call of the executor with its operands, and what is right."""
+
+    def __init__(self, function: Callable[..., Any], *operands: Any):
+        self.function, self.operands = function, operands
+        self.compiled = self.compile()
+        self.results = self.run()
+        self.given = jax.device_get(operands)
+
+    def compile(self) -> Any:
+        with jc.implementation("cudnn"):
+            return jax.jit(lambda *xs: self.function(*xs)).lower(*self.operands).compile()
+
+    def run(self, compiled: Any = None) -> Any:
+        return jax.device_get((compiled or self.compiled)(*self.operands))
+
+    def check(self) -> None:
+        """Raises WrongResult unless it still is right, and its operands what they were."""
+        for a, b in ((self.run(), self.results), (jax.device_get(self.operands), self.given)):
+            if not all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b))):
+                raise WrongResult("a sound program is no longer right")
+
+
+@functools.cache
+def _programs() -> list[Program]:
+    noise = np.random.default_rng(0)
+    warnings.simplefilter("ignore")
+
+    def floats(*shape: int) -> jax.Array:
+        return jnp.asarray(noise.standard_normal(shape), "bfloat16")
+
+    q = floats(2, 128, 4, 64)
+    attend = functools.partial(jc.ops.dot_product_attention, is_causal=True, return_residual=True)
+    return [
+        Program(lambda a, b, c: jc.ops.matmul(a, b, bias=c, activation="relu"),
+                floats(64, 64), floats(64, 32), floats(32)),
+        Program(functools.partial(jc.ops.conv, scale=0.5, dimension_numbers=_LAST),
+                floats(2, 8, 8, 16), floats(32, 3, 3, 16)),
+        Program(lambda x, s: jc.ops.layer_norm(x, s, return_statistics=True),
+                floats(64, 256), floats(256)),
+        Program(attend, q, q, q),
+        Program(lambda q, b: jax.vjp(lambda *x: attend(x[0], *x)[0], q, q, b)[1](q),
+                q, floats(1, 4, 128, 128)),
+    ]  # fmt: skip
+
+
+def _of_plan(rng: random.Random, plan: ExecutionPlan) -> ExecutionPlan:
+    """Another plan, whose attributes have a sound checksum."""
+    space = plan.workspace_bytes
+    sizes = (*_NUMBERS[:8], space - 1, space // 2, space + 1, space + 1024)
+
+    def rows(found: list[list[int]]) -> tuple[Any, ...]:
+        at = rng.randrange(len(found)) if found else 0
+        row, how = found[at] if found else [0, 1, 1, 0], rng.random()
+        if how < 0.15:
+            del found[at : at + 1]
+        elif how < 0.3:
+            found.insert(at, [*row])
+        elif how < 0.5 and found:
+            other = rng.choice(found)
+            column = rng.randrange(4)
+            row[column], other[column] = other[column], row[column]
+        else:
+            column = rng.randrange(4)
+            row[column] = rng.choice((*_NUMBERS, row[column] + 1, row[column] - 1, space))
+            found[at : at + 1] = [row]
+        return tuple(map(tuple, found))
+
+    field = rng.choice(("bindings",) * 5 + ("workspace_bytes", "plan_workspace_offset") * 2
+                       + ("fills", "scalars", "cudnn_version", "device_name", "text"))  # fmt: skip
+    value: Any = getattr(plan, field)
+    if field in ("bindings", "fills"):
+        value = rows([[*row] for row in value])
+    elif field == "text":
+        value = rng.choice(("", "{}", "[]", value[: rng.randrange(len(value))]))
+    elif field in ("scalars", "device_name"):
+        value = rng.choice((value[:-1], value + value, value[:0]))
+    else:
+        value = rng.choice(sizes if "workspace" in field else (value + 1, value - 1, 0, -1))
+    return replace(plan, **{field: value})
+
+
+def _of_attributes(rng: random.Random, given: dict[str, Any]) -> dict[str, Any]:
+    """One attribute damaged, missing or of another type, without another checksum."""
+    name = rng.choice([*given])
+    value, how = given[name], rng.random()
+    if how < 0.1:
+        return {other: x for other, x in given.items() if other != name}
+    if how < 0.25:
+        return given | {
+            name: rng.choice((np.int32(7), "x", np.float64(1.5), np.zeros(3, "f"), True))
+        }
+    if isinstance(value, str):
+        data = damaged(rng, value.encode() or b"x")
+        return given | {name: data.decode("ascii", "replace").replace("\ufffd", "?")}
+    data = np.asarray(value)
+    if data.ndim and how < 0.5:
+        return given | {name: data[: rng.randrange(data.size + 1)]}
+    if not data.size:
+        return given | {name: np.ones(5, data.dtype)}
+    changed = np.frombuffer(bytearray(data.tobytes()), np.uint8)
+    changed[rng.randrange(changed.size)] ^= 1 << rng.randrange(8)
+    changed = changed.view(data.dtype)
+    return given | {name: changed if data.ndim else changed[0]}
+
+
+def of_programs(seed: int) -> Told:
+    """One altered call, then all sound ones in the same process."""
+    rng, programs = random.Random(seed), _programs()
+    program, whole, attributes = (
+        rng.choice(programs),
+        ffi.outputs_and_workspace,
+        ExecutionPlan.attributes,
+    )
+    in_plan = rng.random() < 0.7
+
+    def call(plan: ExecutionPlan, *more: Any, **how: Any) -> Any:
+        return whole(_of_plan(rng, plan) if in_plan else plan, *more, **how)
+
+    def given(plan: ExecutionPlan, name: str) -> dict[str, Any]:
+        found = attributes(plan, name)
+        return found if in_plan else _of_attributes(rng, found)
+
+    try:
+        with (
+            mock.patch.object(ffi, "outputs_and_workspace", call),
+            mock.patch.object(ExecutionPlan, "attributes", given),
+        ):
+            compiled = program.compile()
+        program.run(compiled)
+        told = "right", "ran"
+    except Exception as error:  # of XLA, the executor, or NumPy where a number does not fit
+        told = "refused", f"{type(error).__name__}: {error}"
+    for sound in programs:
+        sound.check()
+    return told

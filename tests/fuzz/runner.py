@@ -1,0 +1,137 @@
+"""Checks of many seeds, in processes that may die."""
+
+import collections
+import datetime
+import importlib.metadata
+import multiprocessing
+import multiprocessing.connection
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+PACKAGES = ("jax-cudnn", "jax", "jaxlib", "flax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+KINDS = ("right", "refused", "wrong", "crashed")
+_SPAWN = multiprocessing.get_context("spawn")
+_PATIENCE = 240  # seconds for one seed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a seed: one of KINDS and what is said of it; for each planned segment whether
+    it is cuDNN's; and for how many examples derivatives say nothing."""
+
+    seed: int
+    kind: str = "right"
+    text: str = ""
+    segments: tuple[bool, ...] = ()
+    skipped: int = 0
+
+
+def _serve(check: Callable[[int], Outcome], channel: Any) -> None:
+    while (seed := channel.recv()) is not None:
+        channel.send(check(seed))
+
+
+class _Worker:
+    """A process with at most one seed. After a crash another takes its place: an error of the GPU
+    may last as long as its process."""
+
+    def __init__(self, check: Callable[[int], Outcome]):
+        self.channel, other = _SPAWN.Pipe()
+        self.process = _SPAWN.Process(target=_serve, args=(check, other), daemon=True)
+        self.process.start()
+        other.close()
+
+    def give(self, seed: int | None) -> None:
+        self.seed, self.since = seed, time.monotonic()
+        self.channel.send(seed)
+
+    def outcome(self) -> Outcome | None:
+        """That of its seed, if it has come to an end."""
+        if self.channel.poll():
+            try:
+                return self.channel.recv()
+            except EOFError:
+                self.process.join()
+                text = f"the process ended with status {self.process.exitcode}"
+                return Outcome(self.seed, "crashed", text)
+        if time.monotonic() - self.since < _PATIENCE:
+            return None
+        return Outcome(self.seed, "crashed", f"not finished in {_PATIENCE} s")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.channel.close()
+
+
+def outcomes(
+    check: Callable[[int], Outcome], seeds: Iterable[int], workers: int, seconds: float = 1e9
+) -> Iterator[Outcome]:
+    """As they come. Seeds are begun in order, none after so many seconds."""
+    waiting, start, idle, busy = iter(seeds), time.monotonic(), [], []
+    while True:
+        while len(busy) < workers and time.monotonic() - start < seconds:
+            if (seed := next(waiting, None)) is None:
+                break
+            busy.append(idle.pop() if idle else _Worker(check))
+            busy[-1].give(seed)
+        if not busy:
+            break
+        multiprocessing.connection.wait([worker.channel for worker in busy], 1)
+        for worker in [*busy]:
+            if found := worker.outcome():
+                busy.remove(worker)
+                worker.end() if found.kind == "crashed" else idle.append(worker)
+                yield found
+    for worker in idle:
+        worker.end()
+
+
+def facts(what: str, found: list[Outcome], seconds: float, gpu: str | None) -> dict[str, Any]:
+    """A run as data, which :func:`merged` joins with others."""
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    seeds = sorted(outcome.seed for outcome in found)
+    run = {
+        "seeds": [seeds[0], seeds[-1] + 1] if seeds else [0, 0],
+        "commit": commit.strip(),
+        "date": f"{datetime.date.today()}",
+        "gpu": gpu,
+        "versions": {name: installed[name] for name in PACKAGES if name in installed},
+        "seconds": round(seconds),
+    }
+    refused = collections.defaultdict(list)
+    for outcome in found:
+        if outcome.kind == "refused":
+            words = re.sub(r"\b[0-9a-f]{64}|\d+", "#", outcome.text.partition("\n")[0])
+            refused[words[:160]].append(outcome.seed)
+    failures = [[o.seed, o.kind, o.text] for o in found if o.kind in ("wrong", "crashed")]
+    return {
+        "what": what,
+        "runs": [run],
+        "counts": {kind: sum(o.kind == kind for o in found) for kind in KINDS},
+        "segments_of_cudnn": sum(sum(o.segments) for o in found),
+        "without_comparable_derivatives": sum(o.skipped for o in found),
+        "refused": dict(refused),
+        "failures": sorted(failures),
+    }
+
+
+def merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Slices of one kind as one."""
+    first, *others = parts
+    for other in others:
+        if other["what"] != first["what"]:
+            raise ValueError(f"{first['what']} and {other['what']} are of different kinds")
+        first = _joined(first, other)
+    return first
+
+
+def _joined(a: Any, b: Any) -> Any:
+    if isinstance(b, dict):
+        return {name: _joined(a.get(name, type(x)()), x) for name, x in {**a, **b}.items()}
+    return a if isinstance(a, str) else a + b
