@@ -35,9 +35,9 @@ class _Plan(ctypes.Structure):
 
     _fields_ = (
         ("plan", ctypes.c_char_p),
-        ("digest", ctypes.c_char_p),
         ("name", ctypes.c_char_p),
         ("device_name", ctypes.c_char_p),
+        ("checksum", ctypes.c_int64),
         ("cudnn_version", ctypes.c_int64),
         ("bindings", ctypes.c_void_p),
         ("binding_numbers", ctypes.c_int64),
@@ -130,9 +130,9 @@ def _new_call_site(plan: ExecutionPlan, name: str) -> int:
     )
     fields = _Plan(
         plan=given["plan"].encode(),
-        digest=given["digest"].encode(),
         name=name.encode(),
         device_name=given["device_name"].encode(),
+        checksum=int(given["checksum"]),
         cudnn_version=int(given["cudnn_version"]),
         bindings=bindings.ctypes.data,
         binding_numbers=bindings.size,

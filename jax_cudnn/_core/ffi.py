@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import glob
@@ -46,17 +45,6 @@ def library() -> ctypes.CDLL:
     loaded.JaxCudnnLoadedVersion.restype = ctypes.c_int64
     loaded.JaxCudnnSetFallbackPath(os.fsencode(_packaged_cudnn() or ""))
     return loaded
-
-
-@atexit.register
-def _begin_exit() -> None:
-    """Daemon threads that execute while the interpreter ends would abort the process.
-
-    Registered at import, so that exit handlers of the user, which may wait for threads, have
-    run before.
-    """
-    if library.cache_info().currsize:
-        library().JaxCudnnBeginExit()
 
 
 @functools.cache

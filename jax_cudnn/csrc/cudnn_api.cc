@@ -95,6 +95,7 @@ ffi::ErrorOr<const Cudnn*> FindCudnn() {
   Resolve(library, "cudnnBackendCreateDescriptor", api.create_descriptor, missing);
   Resolve(library, "cudnnBackendDestroyDescriptor", api.destroy_descriptor, missing);
   Resolve(library, "cudnnBackendSetAttribute", api.set_attribute, missing);
+  Resolve(library, "cudnnBackendGetAttribute", api.get_attribute, missing);
   Resolve(library, "cudnnBackendFinalize", api.finalize, missing);
   Resolve(library, "cudnnBackendExecute", api.execute, missing);
   if (!missing.empty())

@@ -28,6 +28,7 @@ inline constexpr int kExecutionPlanDescriptor = 5;
 inline constexpr int kVariantPackDescriptor = 16;
 // cudnnBackendAttributeName_t
 inline constexpr int kExecutionPlanHandle = 400;
+inline constexpr int kExecutionPlanWorkspaceSize = 402;
 inline constexpr int kExecutionPlanJson = 405;
 inline constexpr int kVariantPackUniqueIds = 1000;
 inline constexpr int kVariantPackDataPointers = 1001;
@@ -47,6 +48,8 @@ struct Cudnn {
   Status (*create_descriptor)(int type, Descriptor*);
   Status (*destroy_descriptor)(Descriptor);
   Status (*set_attribute)(Descriptor, int name, int type, int64_t count, const void* elements);
+  Status (*get_attribute)(Descriptor, int name, int type, int64_t capacity, int64_t* count,
+                          void* elements);
   Status (*finalize)(Descriptor);
   Status (*execute)(Handle, Descriptor plan, Descriptor variant_pack);
   // Null where this cuDNN 9 has none.

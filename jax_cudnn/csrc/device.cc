@@ -1,6 +1,10 @@
 #include "device.h"
 
+#include <link.h>
+#include <pthread.h>
+
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -13,6 +17,31 @@ using std::chrono::steady_clock;
 constexpr auto kExitPatience = std::chrono::seconds(1);
 constexpr auto kPollInterval = std::chrono::microseconds(20);
 constexpr int kSpins = 200;  // a few microseconds, about one cudnnBackendExecute
+
+// Constant-initialised and trivially destroyed, so that both are readable at any point of exit.
+std::atomic<bool> g_closed{false};
+std::atomic<bool> g_forked{false};
+
+// How many shared libraries this process has ever loaded.
+unsigned long long LibrariesLoaded() {
+  unsigned long long loaded = 0;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* out) {
+        *static_cast<unsigned long long*>(out) = info->dlpi_adds;
+        return 1;  // every entry carries the same count
+      },
+      &loaded);
+  return loaded;
+}
+
+// Has CloseDevices run at exit before the destructors of every library loaded so far. Exit handlers
+// run in reverse order of registration, and cuDNN loads parts of itself when plans first need
+// them; so this is called again after each use of cuDNN that may have loaded something.
+void CloseAtExit() {
+  static std::atomic<unsigned long long> registered_at{0};
+  const unsigned long long loaded = LibrariesLoaded();
+  if (registered_at.exchange(loaded) != loaded) std::atexit(CloseDevices);
+}
 
 struct Registry {
   std::mutex mutex;
@@ -40,8 +69,12 @@ Counters& counters() {
   return *counters;
 }
 
+bool Ended() {
+  return g_closed.load(std::memory_order_relaxed) || g_forked.load(std::memory_order_relaxed);
+}
+
 ffi::Error EndedError(std::string_view name) {
-  if (Forked()) {
+  if (g_forked) {
     return Failure(ffi::ErrorCode::kFailedPrecondition,
                    "this process was forked from one that had used cuDNN, and CUDA does not "
                    "survive a fork. Start processes with 'spawn': "
@@ -54,7 +87,7 @@ ffi::Error EndedError(std::string_view name) {
 
 void CloseDevices() {
   // In a forked child no thread is left to give anything back.
-  if (Forked() || !Close()) return;
+  if (g_forked || g_closed.exchange(true)) return;
   const auto deadline = steady_clock::now() + kExitPatience;
   Registry& all = registry();
   if (!TryLockFor(all.mutex, deadline)) return;
@@ -76,18 +109,27 @@ void CloseDevices() {
   all.mutex.unlock();
 }
 
-FinalizedPlan::FinalizedPlan(Device& device, std::string digest, Descriptor descriptor)
-    : device_(device), digest_(std::move(digest)), descriptor_(descriptor) {
+FinalizedPlan::FinalizedPlan(Device& device, std::string text, Descriptor descriptor,
+                             int64_t workspace_bytes)
+    : device_(device),
+      text_(new std::string(std::move(text))),
+      descriptor_(descriptor),
+      workspace_bytes_(workspace_bytes) {
   ++counters().plans_finalized;
   ++counters().plans_alive;
 }
 
 FinalizedPlan::~FinalizedPlan() {
   const auto lock = device_.LockToDestroy();
-  if (!lock.owns_lock()) return;
+  if (!lock.owns_lock()) {
+    text_.release();  // a thread that is late may still compare it
+    return;
+  }
   // Another thread may have finalised the same plan again since our last owner let go.
-  const auto entry = device_.plans_.find(digest_);
-  if (entry != device_.plans_.end() && entry->second.expired()) device_.plans_.erase(entry);
+  const auto entry = device_.plans_.find(*text_);
+  if (entry != device_.plans_.end() && entry->first.data() == text_->data()) {
+    device_.plans_.erase(entry);
+  }
   ContextScope scope(device_.driver_, device_.context_);
   // Without a context its kernels are gone with it, and there is nothing left to free.
   if (scope.status() == 0) device_.cudnn_.destroy_descriptor(descriptor_);
@@ -127,8 +169,8 @@ ffi::ErrorOr<Device*> Device::OfStream(Stream stream, std::string_view name) {
   }
 
   if (all.devices.empty()) {
-    WatchForks();
-    RunAtExit(CloseDevices);
+    pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
+    CloseAtExit();
   }
   all.devices.push_back(new Device(**cudnn, **driver, context, device_name));
   all.contexts.push_back(context);
@@ -187,29 +229,26 @@ ffi::Error Device::GrowPool(std::string_view name) {
   waits_.store(0, std::memory_order_relaxed);
   slots_[size].free.store(handle, std::memory_order_release);
   pool_size_.store(size + 1, std::memory_order_release);
-  RunAtExit(CloseDevices);
+  CloseAtExit();
   return ffi::Error::Success();
 }
 
-ffi::ErrorOr<std::shared_ptr<FinalizedPlan>> Device::GetPlan(const std::string& digest,
-                                                             const std::string& text,
+ffi::ErrorOr<std::shared_ptr<FinalizedPlan>> Device::GetPlan(const std::string& text,
                                                              std::string_view name) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (Ended()) return ffi::Unexpected(EndedError(name));
-  std::weak_ptr<FinalizedPlan>& entry = plans_[digest];
-  if (auto plan = entry.lock()) return plan;
-  const auto descriptor = FinalizePlan(text, name);
-  if (!descriptor.has_value()) {
-    plans_.erase(digest);
-    return ffi::Unexpected(descriptor.error());
+  if (const auto entry = plans_.find(text); entry != plans_.end()) {
+    if (auto plan = entry->second.lock()) return plan;
+    plans_.erase(entry);  // its text goes with the plan that is being destroyed
   }
-  auto plan = std::make_shared<FinalizedPlan>(*this, digest, *descriptor);
-  entry = plan;
-  RunAtExit(CloseDevices);
+  auto plan = FinalizePlan(text, name);
+  if (plan.has_value()) plans_.emplace((*plan)->text(), *plan);
+  CloseAtExit();
   return plan;
 }
 
-ffi::ErrorOr<Descriptor> Device::FinalizePlan(const std::string& text, std::string_view name) {
+ffi::ErrorOr<std::shared_ptr<FinalizedPlan>> Device::FinalizePlan(const std::string& text,
+                                                                  std::string_view name) {
   ContextScope scope(driver_, context_);
   if (scope.status() != 0) {
     return ffi::Unexpected(DriverFailure(driver_, "enter a context", scope.status(), name));
@@ -234,7 +273,13 @@ ffi::ErrorOr<Descriptor> Device::FinalizePlan(const std::string& text, std::stri
     step = "finalize a plan";
     status = cudnn_.finalize(plan);
   }
-  if (status == 0) return plan;
+  int64_t workspace_bytes = 0, count = 0;
+  if (status == 0) {
+    step = "tell a plan's workspace";
+    status = cudnn_.get_attribute(plan, kExecutionPlanWorkspaceSize, kTypeInt64, 1, &count,
+                                  &workspace_bytes);
+  }
+  if (status == 0) return std::make_shared<FinalizedPlan>(*this, text, plan, workspace_bytes);
   // The message first: destroying the descriptor may replace cuDNN's last error.
   ffi::Error error = CudnnFailure(
       cudnn_, step, status, name,

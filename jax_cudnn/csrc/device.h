@@ -15,7 +15,6 @@
 #include <unordered_map>
 
 #include "cudnn_api.h"
-#include "lifetime.h"
 
 namespace jax_cudnn {
 
@@ -30,7 +29,11 @@ struct Counters {
 };
 Counters& counters();
 
-// The error for work after the process ended (see lifetime.h), in words.
+// Whether this process may no longer use cuDNN: after its exit handlers ran, and in a child forked
+// from a process that had used it (CUDA contexts do not survive a fork).
+bool Ended();
+
+// The error for work after the process ended, in words.
 ffi::Error EndedError(std::string_view name);
 
 // Refuses new work, waits about a second for work in flight, and leaves everything allocated. Runs
@@ -60,16 +63,19 @@ class Device;
 // A finalised execution plan; the last call site to let go of it destroys it.
 class FinalizedPlan {
  public:
-  FinalizedPlan(Device& device, std::string digest, Descriptor descriptor);
+  FinalizedPlan(Device& device, std::string text, Descriptor descriptor, int64_t workspace_bytes);
   ~FinalizedPlan();
   FinalizedPlan(const FinalizedPlan&) = delete;
   FinalizedPlan& operator=(const FinalizedPlan&) = delete;
   Descriptor descriptor() const { return descriptor_; }
+  std::string_view text() const { return *text_; }
+  int64_t workspace_bytes() const { return workspace_bytes_; }  // as cuDNN tells
 
  private:
   Device& device_;
-  const std::string digest_;
+  std::unique_ptr<const std::string> text_;
   const Descriptor descriptor_;
+  const int64_t workspace_bytes_;
 };
 
 class Device {
@@ -112,9 +118,8 @@ class Device {
   // that may be under stream capture, where handles cannot be created.
   ffi::Error GrowPool(std::string_view name);
 
-  // The plan with this digest, finalised from `text` unless some call site holds it already.
-  ffi::ErrorOr<std::shared_ptr<FinalizedPlan>> GetPlan(const std::string& digest,
-                                                       const std::string& text,
+  // The plan of this text, finalised unless some call site holds it already.
+  ffi::ErrorOr<std::shared_ptr<FinalizedPlan>> GetPlan(const std::string& text,
                                                        std::string_view name);
 
   // Locked while cuDNN objects may be destroyed; not owned once the process has ended, and then
@@ -135,7 +140,8 @@ class Device {
 
   Handle TryLease(int& slot);
   Handle Lease(int& slot);
-  ffi::ErrorOr<Descriptor> FinalizePlan(const std::string& text, std::string_view name);
+  ffi::ErrorOr<std::shared_ptr<FinalizedPlan>> FinalizePlan(const std::string& text,
+                                                            std::string_view name);
 
   const Cudnn& cudnn_;
   const Driver& driver_;
@@ -147,7 +153,7 @@ class Device {
   std::atomic<int64_t> waits_{0};
 
   std::mutex mutex_;  // creation and destruction of what follows; never held by an execution
-  std::unordered_map<std::string, std::weak_ptr<FinalizedPlan>> plans_;
+  std::unordered_map<std::string_view, std::weak_ptr<FinalizedPlan>> plans_;  // by their texts
 };
 
 }  // namespace jax_cudnn

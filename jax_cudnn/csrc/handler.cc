@@ -81,7 +81,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary attributes) 
     AttributeReader read(attributes);
     Attributes a;
     a.plan = read.Text("plan");
-    a.digest = read.Text("digest");
+    a.checksum = read.Number("checksum");
     a.name = read.Text("name");
     a.device_name = read.Text("device_name");
     a.cudnn_version = read.Number("cudnn_version");
@@ -202,9 +202,6 @@ JAX_CUDNN_EXPORT XLA_FFI_Error* JaxCudnnTimedExecute(XLA_FFI_CallFrame* frame) {
 JAX_CUDNN_EXPORT void JaxCudnnSetFallbackPath(const char* path) {
   jax_cudnn::SetCudnnFallbackPath(path);
 }
-
-// For the interpreter's exit handler: see BeginExit.
-JAX_CUDNN_EXPORT void JaxCudnnBeginExit() { jax_cudnn::BeginExit(std::chrono::milliseconds(200)); }
 
 // cudnnGetVersion() of the cuDNN that plans will run with; 0 if there is none.
 JAX_CUDNN_EXPORT int64_t JaxCudnnLoadedVersion() {

@@ -24,6 +24,32 @@ std::string Row(const char* attribute, size_t row) {
 ffi::TypeId CallSite::id = {};  // unknown until JaxCudnnInstantiate registers it
 ffi::TypeInfo CallSite::info = ffi::MakeTypeInfo<CallSite>();
 
+int64_t Checksum(const Attributes& a) {
+  static const auto* const table = [] {
+    auto* made = new std::array<uint32_t, 256>;
+    for (uint32_t i = 0; i < 256; ++i) {
+      uint32_t& crc = (*made)[i] = i;
+      for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ ((crc & 1) != 0 ? 0xedb88320u : 0);
+    }
+    return made;
+  }();
+  uint32_t crc = ~0u;
+  const auto add = [&crc](const void* data, size_t bytes) {
+    const auto* const byte = static_cast<const uint8_t*>(data);
+    for (size_t i = 0; i < bytes; ++i) crc = crc >> 8 ^ (*table)[(crc ^ byte[i]) & 0xff];
+  };
+  add(a.bindings.data(), a.bindings.size() * sizeof(int64_t));
+  add(&a.cudnn_version, sizeof(int64_t));
+  add(a.device_name.data(), a.device_name.size());
+  add(a.fills.data(), a.fills.size() * sizeof(int64_t));
+  add(a.name.data(), a.name.size());
+  add(a.plan.data(), a.plan.size());
+  add(&a.plan_workspace_offset, sizeof(int64_t));
+  add(a.scalars.data(), a.scalars.size());
+  add(&a.workspace_bytes, sizeof(int64_t));
+  return ~crc;
+}
+
 Timings& timings() {
   static auto* timings = new Timings;
   return *timings;
@@ -46,7 +72,11 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> CallSite::Create(Attributes attributes) 
   std::unique_ptr<CallSite> site(new CallSite(std::move(attributes)));
   const Attributes& a = site->attributes_;
   if (a.plan.empty()) return ffi::Unexpected(site->Invalid("plan is empty"));
-  if (a.digest.empty()) return ffi::Unexpected(site->Invalid("digest is empty"));
+  if (a.checksum != Checksum(a)) {
+    return ffi::Unexpected(
+        site->Invalid("its checksum is not that of its attributes, so the program was altered or "
+                      "damaged after it was lowered. Lower the function again"));
+  }
   if (a.workspace_bytes < 0) return ffi::Unexpected(site->Invalid("workspace_bytes is negative"));
   if (!Within(a.plan_workspace_offset, 0, a.workspace_bytes)) {
     return ffi::Unexpected(site->Invalid(
@@ -107,18 +137,21 @@ ffi::Error CallSite::DecodeBindings() {
         if (binding.value % kScalarAlignment != 0) {
           return Invalid(where + " is a constant that is not aligned to 16 bytes");
         }
-        if (binding.value >= scalar_bytes || binding.bytes > scalar_bytes - binding.value) {
+        if (!Within(binding.value, kScalarAlignment, scalar_bytes)) {
           return Invalid(where + " ends outside the " + std::to_string(scalar_bytes) +
                          " bytes of scalars");
         }
-        sizes.push_back(scalar_bytes - binding.value);
+        sizes.push_back(kScalarAlignment);
         break;
       case BindingKind::kView:
         if (binding.value >= static_cast<int64_t>(row)) {
           return Invalid(where + " is a view of row " + std::to_string(binding.value) +
                          ", which is not an earlier one");
         }
-        if (binding.bytes > sizes[binding.value]) {
+        if (bindings_[binding.value].kind == BindingKind::kScalar) {
+          return Invalid(where + " is a view of a constant, which is in the host's memory");
+        }
+        if (binding.bytes >= sizes[binding.value]) {
           return Invalid(where + " is a view that begins " + std::to_string(binding.bytes) +
                          " bytes into " + std::to_string(sizes[binding.value]));
         }
@@ -137,6 +170,33 @@ ffi::Error CallSite::DecodeBindings() {
     bindings_.push_back(binding);
   }
   if (pack_uids_.empty()) return Invalid("bindings binds no uid, so the plan would have no data");
+  return CheckTensors(sizes);
+}
+
+ffi::Error CallSite::CheckTensors(const std::vector<int64_t>& sizes) const {
+  const std::vector<PlanTensor> tensors = TensorsOf(attributes_.plan);
+  if (tensors.empty()) return ffi::Error::Success();
+  std::vector<bool> found(pack_uids_.size());  // the text may have a tensor more than once
+  for (const PlanTensor& tensor : tensors) {
+    const std::string what = "tensor " + std::to_string(tensor.uid) + " of the plan ";
+    const auto uid = std::find(pack_uids_.begin(), pack_uids_.end(), tensor.uid);
+    if (uid == pack_uids_.end()) return Invalid(what + "is in no row of bindings");
+    const size_t place = uid - pack_uids_.begin(), row = pack_rows_[place];
+    found[place] = true;
+    if (tensor.by_value != (bindings_[row].kind == BindingKind::kScalar)) {
+      return Invalid(what + (tensor.by_value ? "is read on the host" : "is in the GPU's memory") +
+                     ", but " + Row("bindings", row) + " leads elsewhere");
+    }
+    if (tensor.bytes > static_cast<double>(sizes[row])) {
+      return Invalid(what + "has " + std::to_string(static_cast<int64_t>(tensor.bytes)) +
+                     " bytes, but " + Row("bindings", row) + " leads to " +
+                     std::to_string(sizes[row]));
+    }
+  }
+  for (size_t place = 0; place < found.size(); ++place) {
+    if (found[place] || bindings_[pack_rows_[place]].kind == BindingKind::kScalar) continue;
+    return Invalid("uid " + std::to_string(pack_uids_[place]) + " is in no tensor of the plan");
+  }
   return ffi::Error::Success();
 }
 
@@ -209,8 +269,14 @@ ffi::Error CallSite::InitializeSlowly(int32_t ordinal, Stream stream) {
   if (!device.has_value()) return device.error();
   if (ffi::Error error = CheckDevice(**device); error.failure()) return error;
   if (ffi::Error error = (*device)->GrowPool(name()); error.failure()) return error;
-  auto plan = (*device)->GetPlan(attributes_.digest, attributes_.plan, name());
+  auto plan = (*device)->GetPlan(attributes_.plan, name());
   if (!plan.has_value()) return plan.error();
+  const int64_t given = attributes_.workspace_bytes - attributes_.plan_workspace_offset;
+  if ((*plan)->workspace_bytes() > given) {
+    return Invalid("its plan has " + std::to_string(given) + " bytes of workspace, and cuDNN " +
+                   "needs " + std::to_string((*plan)->workspace_bytes()) +
+                   ". Lower the function again on this machine");
+  }
   states_[ordinal].store(new DeviceState(**device, std::move(*plan), pack_uids_),
                          std::memory_order_release);
   return ffi::Error::Success();

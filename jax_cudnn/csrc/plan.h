@@ -23,7 +23,7 @@ namespace jax_cudnn {
 // The custom call's attributes; jax_cudnn/_core/planning/execution_plan.py writes them.
 struct Attributes {
   std::string plan;               // cuDNN's JSON text of a finalised execution plan
-  std::string digest;             // identifies `plan`
+  int64_t checksum;               // of the others, see Checksum()
   std::string name;               // the user's function, for messages
   std::string device_name;        // the GPU model the plan was built for: "NVIDIA H200"
   int64_t cudnn_version;          // cudnnGetVersion() of the cuDNN the plan was built with
@@ -34,11 +34,15 @@ struct Attributes {
   int64_t plan_workspace_offset;  // where cuDNN's own workspace begins in it
 };
 
+// CRC-32 of the other attributes, in alphabetical order: altered or damaged programs are refused
+// before cuDNN sees them. It is no protection against those who write another checksum, too.
+int64_t Checksum(const Attributes& attributes);
+
 enum class BindingKind : int64_t {
   kOperand = 0,    // value: operand number; bytes: its exact size
   kResult = 1,     // value: result number; bytes: its exact size
   kWorkspace = 2,  // value: byte offset in the workspace
-  kScalar = 3,     // value: byte offset in the scalars; cuDNN reads it on the host
+  kScalar = 3,     // value: offset of 16 bytes in the scalars; cuDNN reads it on the host
   kView = 4,       // value: an earlier row; bytes: offset from that row's pointer
 };
 
@@ -58,6 +62,17 @@ struct Fill {
   int64_t count;
   int64_t word;
 };
+
+// What cuDNN's text of a plan says of a tensor that its kernels read or write.
+struct PlanTensor {
+  int64_t uid;
+  bool by_value;  // read on the host
+  double bytes;   // at least, from its first element to its last; 0 where the text does not say
+};
+
+// Without the tensors that stay within kernels. Empty where the text has another form, such as that
+// of a later cuDNN.
+std::vector<PlanTensor> TensorsOf(const std::string& text);
 
 struct Buffer {
   void* data;
@@ -85,7 +100,6 @@ class CallSite {
 
   // Makes handle and plan ready on a device. XLA calls it before every execution.
   ffi::Error Initialize(int32_t ordinal, Stream stream) {
-    EnterCall();  // before anything is locked: it may not return
     if (ordinal >= 0 && ordinal < kMaxDevices && !Ended()) {
       const DeviceState* state = states_[ordinal].load(std::memory_order_acquire);
       if (state != nullptr && !state->device.wants_handle()) return ffi::Error::Success();
@@ -125,6 +139,7 @@ class CallSite {
 
   explicit CallSite(Attributes attributes);
   ffi::Error DecodeBindings();
+  ffi::Error CheckTensors(const std::vector<int64_t>& sizes) const;
   ffi::Error DecodeFills();
   ffi::Error Invalid(const std::string& what) const;
   ffi::Error CheckDevice(const Device& device) const;
@@ -156,7 +171,6 @@ template <typename Use>
 ffi::Error CallSite::WithPack(int32_t ordinal, Stream stream, const Buffer* operands,
                               size_t operand_count, const Buffer* results, size_t result_count,
                               Use use) {
-  EnterCall();  // before anything is leased: it may not return
   DeviceState* state = ordinal >= 0 && ordinal < kMaxDevices
                            ? states_[ordinal].load(std::memory_order_acquire)
                            : nullptr;

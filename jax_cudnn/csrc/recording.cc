@@ -34,7 +34,7 @@ void* JaxCudnnNewCallSite(const JaxCudnnPlan* p, char* message, int64_t size) {
   try {
     Attributes a;
     a.plan = p->plan;
-    a.digest = p->digest;
+    a.checksum = p->checksum;
     a.name = p->name;
     a.device_name = p->device_name;
     a.cudnn_version = p->cudnn_version;

@@ -10,9 +10,9 @@ extern "C" {
 // The custom call's attributes; jax_cudnn/_core/cuda_graphs.py has the same fields.
 struct JaxCudnnPlan {
   const char* plan;
-  const char* digest;
   const char* name;
   const char* device_name;
+  int64_t checksum;
   int64_t cudnn_version;
   const int64_t* bindings;
   int64_t binding_numbers;

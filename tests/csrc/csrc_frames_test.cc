@@ -130,24 +130,28 @@ int main(int argc, char** argv) {
 
   // Attributes, sorted by name as XLA does.
   int64_t version = 91900, workspace_bytes = 64, offset = 16;
+  int64_t checksum = 3944762693;  // zlib's crc32 of the others
   int64_t bindings[] = {1, 0, 0, 32, 2, 1, 0, 32, 3, 0, 1, 32, 4, 0, 2, 32, 5, 0, 3, 32};
   int64_t fills[] = {16, 1, 1, 5};
   XLA_FFI_Array bindings_array{XLA_FFI_DataType_S64, 20, bindings};
   XLA_FFI_Array fills_array{XLA_FFI_DataType_S64, 4, fills};
   XLA_FFI_Array no_scalars{XLA_FFI_DataType_U8, 0, nullptr};
+  XLA_FFI_Scalar checksum_scalar{XLA_FFI_DataType_S64, &checksum};
   XLA_FFI_Scalar version_scalar{XLA_FFI_DataType_S64, &version};
   XLA_FFI_Scalar bytes_scalar{XLA_FFI_DataType_S64, &workspace_bytes};
   XLA_FFI_Scalar offset_scalar{XLA_FFI_DataType_S64, &offset};
-  XLA_FFI_ByteSpan device{"Fake GPU", 8}, digest{"d", 1}, name{"graph", 5}, plan{"copy 32", 7};
+  XLA_FFI_ByteSpan device{"Fake GPU", 8}, name{"graph", 5}, plan{"copy 32", 7};
   std::vector<std::string> keys = {
-      "bindings", "cudnn_version", "device_name",           "digest",  "fills",
-      "name",     "plan",          "plan_workspace_offset", "scalars", "workspace_bytes"};
+      "bindings", "checksum", "cudnn_version",         "device_name", "fills",
+      "name",     "plan",     "plan_workspace_offset", "scalars",     "workspace_bytes"};
   const auto array = XLA_FFI_AttrType_ARRAY;
   const auto scalar = XLA_FFI_AttrType_SCALAR;
   const auto text = XLA_FFI_AttrType_STRING;
-  XLA_FFI_AttrType types[] = {array, scalar, text, text, array, text, text, scalar, array, scalar};
-  void* values[] = {&bindings_array, &version_scalar, &device,        &digest,     &fills_array,
-                    &name,           &plan,           &offset_scalar, &no_scalars, &bytes_scalar};
+  XLA_FFI_AttrType types[] = {array, scalar, scalar, text,  array,
+                              text,  text,   scalar, array, scalar};
+  void* values[] = {
+      &bindings_array, &checksum_scalar, &version_scalar, &device,      &fills_array, &name,
+      &plan,           &offset_scalar,   &no_scalars,     &bytes_scalar};
   std::vector<XLA_FFI_ByteSpan> spans;
   for (const std::string& key : keys) spans.push_back({key.data(), key.size()});
   std::vector<XLA_FFI_ByteSpan*> names;

@@ -48,11 +48,11 @@ Stream StreamOf(int device, int number = 1) {
 
 constexpr int64_t kBytes = 32;
 
-// Copies operand 0 to result 0; the fill writes 5 where the plan's workspace begins.
-Attributes Copy(const std::string& digest = "digest") {
+// Copies operand 0 to result 0; the fill writes 5 where the plan's workspace begins. Plans with
+// another `comment` are not the same.
+Attributes Copy(const std::string& comment = "") {
   Attributes a;
-  a.plan = "copy 32";
-  a.digest = digest;
+  a.plan = "copy 32, needs 48" + comment;
   a.name = "my_graph";
   a.device_name = "Fake GPU";
   a.cudnn_version = 91900;
@@ -64,8 +64,13 @@ Attributes Copy(const std::string& digest = "digest") {
   return a;
 }
 
+ffi::ErrorOr<std::unique_ptr<CallSite>> TryMake(Attributes attributes) {
+  attributes.checksum = Checksum(attributes);
+  return CallSite::Create(std::move(attributes));
+}
+
 std::unique_ptr<CallSite> Make(Attributes attributes) {
-  auto site = CallSite::Create(std::move(attributes));
+  auto site = TryMake(std::move(attributes));
   if (!site.has_value()) CheckSucceeds(site.error());
   return std::move(*site);
 }
@@ -135,7 +140,7 @@ void TestPlansAreSharedAndReleased() {
         CHECK(a.Right());
       }
     }
-    CHECK(counters().plans_alive == 4);  // two digests on two devices
+    CHECK(counters().plans_alive == 4);  // two texts on two devices
     first.reset();
     CHECK(counters().plans_alive == 4);
   }
@@ -193,16 +198,22 @@ void TestRefusals() {
   CheckFails(run({right}, {right, small}), {"31 bytes of workspace", "64"});
   CheckFails(run({}, {right, work}), {"0 operands"});
   CheckFails(run({right}, {work}), {"1 results"});
-  a = Copy("broken");
+  a = Copy();
+  a.checksum = Checksum(a);
+  a.scalars[0] ^= 1;
+  CheckFails(CallSite::Create(a).error(), {"checksum", "Lower the function again", "my_graph"});
+  a = Copy();
+  a.plan_workspace_offset = 17;
+  CheckFails(Make(a)->Initialize(1, StreamOf(1)), {"47 bytes of workspace", "needs 48"});
   a.plan = "nonsense";
   CheckFails(Make(a)->Initialize(1, StreamOf(1)), {"finalize a plan", "CUDNN_STATUS_BAD_PARAM",
                                                    "2000", "fake: unreadable plan", "my_graph"});
-  a = Copy("unbound");
+  a = Copy();
   a.bindings[0] = 7;
   auto unbound = Make(a);
   CheckSucceeds(unbound->Initialize(1, StreamOf(1)));
   CheckFails(arrays.Run(*unbound, 1, StreamOf(1)), {"execute a plan", "lacks uid 1"});
-  CHECK(counters().plans_alive == 2);
+  CHECK(counters().plans_alive == 1);
 }
 
 void TestViews() {
@@ -218,8 +229,9 @@ void TestViews() {
   CHECK(workspace[32] == 8 + 5 && workspace[63] == 39);
   // Rows that lead outside of the memory are refused before anything runs.
   const std::vector<std::pair<std::vector<int64_t>, std::string>> wrong = {
-      {{-1, 0, 0, 48, 1, 4, 0, 49}, "49 bytes into 48"},
-      {{-1, 0, 0, 48, -1, 4, 0, 40, 1, 4, 1, 9}, "9 bytes into 8"},
+      {{-1, 0, 0, 48, 1, 4, 0, 48}, "48 bytes into 48"},
+      {{-1, 0, 0, 48, -1, 4, 0, 40, 1, 4, 1, 8}, "8 bytes into 8"},
+      {{-1, 3, 0, 4, 1, 4, 0, 4}, "view of a constant"},
       {{1, 4, 0, 0}, "not an earlier one"},
       {{1, 0, 0, -1}, "negative"},
       {{1, 0, 1 << 20, 0}, "operand 1048576"},
@@ -231,8 +243,51 @@ void TestViews() {
   };
   for (const auto& [bindings, words] : wrong) {
     a.bindings = bindings;
-    CheckFails(CallSite::Create(a).error(), {words, "my_graph"});
+    CheckFails(TryMake(a).error(), {words, "my_graph"});
   }
+}
+
+// As cuDNN's text tells a tensor of 4-byte numbers.
+std::string TensorText(int uid, const char* dims, const char* strides, bool by_value = false) {
+  return "{\"name\":\"" + std::to_string(uid) +
+         "\",\"dataType\":\"CUDNN_DATA_FLOAT\",\"dim\":" + dims + ",\"stride\":" + strides +
+         ",\"isVirtual\":" + (uid == 9 ? "true" : "false") +
+         ",\"isByValue\":" + (by_value ? "true" : "false") +
+         ",\"reordering\":\"CUDNN_TENSOR_REORDERING_NONE\"}";
+}
+
+void TestTensors() {
+  Attributes a = Copy();
+  const auto text = [&](const std::string& first, bool by_value = true) {
+    a.plan = "copy 32, needs 48, \"tensors\":[" + first + "," + TensorText(2, "[2,4]", "[4,1]") +
+             "," + TensorText(3, "[1]", "[1]", by_value) + "," + TensorText(9, "[99]", "[1]") + "]";
+  };
+  text(TensorText(1, "[4,2]", "[1,4]"));
+  Arrays arrays(1);
+  auto site = Make(a);
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+  CheckSucceeds(arrays.Run(*site, 1, StreamOf(1)));
+  CHECK(arrays.Right());
+  a.bindings[4] = 9;
+  CheckFails(TryMake(a).error(), {"tensor 2 of the plan is in no row", "my_graph"});
+  a.bindings = Copy().bindings;
+  a.bindings.insert(a.bindings.end(), {9, 2, 0, 0});
+  CheckFails(TryMake(a).error(), {"uid 9 is in no tensor"});
+  a.bindings = {1, 0, 0, kBytes, 2, 2, 36, 0, 3, 3, 16, 4};
+  CheckFails(TryMake(a).error(), {"tensor 2", "32 bytes", "row 1 of bindings leads to 28"});
+  a.bindings = Copy().bindings;
+  text(TensorText(1, "[4,2]", "[2,2]"));
+  CheckFails(TryMake(a).error(), {"tensor 1", "36 bytes", "row 0 of bindings leads to 32"});
+  std::string packed = TensorText(1, "[4,2]", "[2,2]");
+  packed.insert(packed.size() - 1, ",\"isRagged\":[" + TensorText(3, "[1]", "[1]", true) + "]");
+  text(packed);
+  CheckSucceeds(Make(a)->Initialize(1, StreamOf(1)));
+  text(TensorText(1, "[9223372036854775807,2]", "[9223372036854775807,1]"));
+  CheckFails(TryMake(a).error(), {"tensor 1"});
+  text(TensorText(1, "[8]", "[1]", true));
+  CheckFails(TryMake(a).error(), {"tensor 1", "read on the host", "row 0"});
+  text(TensorText(1, "[8]", "[1]"), false);
+  CheckFails(TryMake(a).error(), {"tensor 3", "in the GPU's memory", "row 2"});
 }
 
 // As Python calls it: the plan of Copy() without its fills.
@@ -240,9 +295,9 @@ void TestRecording() {
   Attributes a = Copy();
   char message[256] = "";
   JaxCudnnPlan plan{a.plan.c_str(),
-                    a.digest.c_str(),
                     a.name.c_str(),
                     a.device_name.c_str(),
+                    0,
                     a.cudnn_version,
                     a.bindings.data(),
                     static_cast<int64_t>(a.bindings.size()),
@@ -253,9 +308,9 @@ void TestRecording() {
                     a.workspace_bytes,
                     a.plan_workspace_offset};
   const auto said = [&](const char* words) { return std::strstr(message, words) != nullptr; };
-  plan.digest = "";
-  CHECK(JaxCudnnNewCallSite(&plan, message, sizeof(message)) == nullptr && said("digest is empty"));
-  plan.digest = "recorded";
+  CHECK(JaxCudnnNewCallSite(&plan, message, sizeof(message)) == nullptr && said("its checksum"));
+  a.fills.clear();
+  plan.checksum = Checksum(a);
   void* site = JaxCudnnNewCallSite(&plan, message, sizeof(message));
   CHECK(site != nullptr);
 
@@ -333,43 +388,6 @@ void TestExit() {
   std::exit(0);
 }
 
-thread_local bool t_of_xla = false;
-
-// The interpreter is ending: other threads stop at their next execution and never come back, the
-// ending thread can still work, and exit() goes on without them.
-void TestParking() {
-  IsInterpreterThread = [] { return !t_of_xla; };
-  auto* site = Make(Copy()).release();
-  CheckSucceeds(site->Initialize(1, StreamOf(1)));
-  static std::atomic<int64_t> done{0};
-  for (int t = 0; t < 3; ++t) {
-    std::thread([site] {
-      Arrays a(1);
-      for (;; ++done) CheckSucceeds(a.Run(*site, 1, StreamOf(1)));
-    }).detach();
-  }
-  while (done < 100) std::this_thread::yield();
-  BeginExit(std::chrono::seconds(30));
-  const int64_t parked_at = done;
-  std::thread([site] {  // as XLA's, whose pending work must end
-    t_of_xla = true;
-    Arrays a(1);
-    CheckSucceeds(a.Run(*site, 1, StreamOf(1)));
-    CHECK(a.Right());
-  })
-      .join();
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  CHECK(done == parked_at);
-  Arrays a(1);
-  CheckSucceeds(a.Run(*site, 1, StreamOf(1)));
-  CHECK(a.Right());
-  const auto start = std::chrono::steady_clock::now();
-  CloseDevices();
-  CHECK(std::chrono::steady_clock::now() - start < std::chrono::milliseconds(500));
-  CheckFails(a.Run(*site, 1, StreamOf(1)), {"shutting down"});
-  std::exit(0);
-}
-
 void TestFork() {
   auto site = Make(Copy());
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
@@ -410,11 +428,16 @@ void TestOlder() {
 int main(int argc, char** argv) {
   using namespace jax_cudnn;
   const std::map<std::string, std::function<void()>> cases = {
-      {"packs", TestPacksAreReused}, {"plans", TestPlansAreSharedAndReleased},
-      {"threads", TestThreads},      {"refusals", TestRefusals},
-      {"views", TestViews},          {"recording", TestRecording},
-      {"closing", TestClosing},      {"exit", TestExit},
-      {"parking", TestParking},      {"fork", TestFork},
+      {"packs", TestPacksAreReused},
+      {"plans", TestPlansAreSharedAndReleased},
+      {"threads", TestThreads},
+      {"refusals", TestRefusals},
+      {"views", TestViews},
+      {"tensors", TestTensors},
+      {"recording", TestRecording},
+      {"closing", TestClosing},
+      {"exit", TestExit},
+      {"fork", TestFork},
       {"older", TestOlder}};
   const auto found = argc == 2 ? cases.find(argv[1]) : cases.end();
   if (found == cases.end()) {

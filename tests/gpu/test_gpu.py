@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ import textwrap
 import chain
 import jax
 import jax.export
+import memcheck
 import numpy as np
 import oracle
 import pytest
@@ -34,22 +36,26 @@ def counters():
     return dict(zip(COUNTERS, values, strict=True))
 
 
-def environment(flags):
-    """A process's own, with the modules of the tests."""
+def run_script(text, *under, flags="", timeout=300, last=(), **variables):
+    """A fresh process that runs a script, with the modules of the tests; the environment's XLA
+    flags are replaced. What it printed is there where it took too long, too."""
     path = os.pathsep.join(folder for folder in sys.path if folder)
     own = {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path}
-    return {**os.environ, **own}
-
-
-def run_script(text, *arguments, flags="", timeout=300):
-    """A fresh process that runs a script; the environment's XLA flags are replaced."""
-    return subprocess.run(
-        [*arguments, sys.executable, "-c", textwrap.dedent(text)],
-        env=environment(flags),
-        capture_output=True,
+    command = [*under, sys.executable, "-c", textwrap.dedent(text), *last]
+    with subprocess.Popen(
+        command,
+        env={**os.environ, **own, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
-    )
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool's child, too
+            out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 FIRST_EXECUTION_IS_CAPTURED = """
@@ -163,7 +169,6 @@ def test_memory_is_stable_over_100_executables(key):
 
 EXIT_WITH_A_RUNNING_THREAD = """
     import atexit, sys, threading, jax
-    stop = threading.Event()
     import jax_cudnn
     import chain
     from cases import conv_bias_relu
@@ -173,18 +178,15 @@ EXIT_WITH_A_RUNNING_THREAD = """
         operands = conv_bias_relu.operands(jax.random.key(0))
         function = jax.jit(conv_bias_relu.function.with_options(implementation="cudnn"))
     jax.block_until_ready(function(*operands))
-    started = threading.Event()
-    def work(stop=threading.Event()):
+    stop = threading.Event()
+    def work():
         while not stop.is_set():
             jax.block_until_ready(function(*operands))
-            started.set()
-    threading.Thread(target=work, daemon=True).start()
-    started.wait()
-    ending = threading.Thread(target=work, args=(stop,), daemon=True)
-    ending.start()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
     def join():        # as a data loader or a logger does: must still be able to
         stop.set()
-        ending.join()
+        thread.join()
         print("joined")
     atexit.register(join)
     print("exiting")
@@ -192,41 +194,40 @@ EXIT_WITH_A_RUNNING_THREAD = """
 
 
 @pytest.mark.parametrize("kind", ["captured", "single"])
-def test_exits_with_live_functions_and_a_running_thread(kind):
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(EXIT_WITH_A_RUNNING_THREAD), kind],
-            env=environment("--xla_gpu_graph_min_graph_size=1"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(5)
-    ]
-    for process in running:
-        out, err = process.communicate(timeout=300)
-        assert (out.split(), process.returncode) == (["exiting", "joined"], 0), err[-2000:]
+def test_exits_with_live_functions_and_a_thread_that_an_exit_handler_ends(kind):
+    flags = "--xla_gpu_graph_min_graph_size=1"
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        run = lambda _: run_script(EXIT_WITH_A_RUNNING_THREAD, flags=flags, last=(kind,))  # noqa: E731
+        for done in pool.map(run, range(5)):
+            said = (done.stdout.split(), done.returncode)
+            assert said == (["exiting", "joined"], 0), done.stderr[-2000:]
 
 
-def test_compute_sanitizer_finds_nothing():
+@pytest.mark.parametrize(
+    ("names", "flags"),
+    [
+        (memcheck.FIRST, "--xla_gpu_enable_command_buffer="),
+        pytest.param(memcheck.OTHERS, "--xla_gpu_enable_command_buffer=", marks=pytest.mark.long),
+        pytest.param(memcheck.FIRST, "--xla_gpu_graph_min_graph_size=1", marks=pytest.mark.long),
+    ],
+    ids=["two", "others", "captured"],
+)
+def test_compute_sanitizer_finds_nothing(names, flags, tmp_path):
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         pytest.skip("compute-sanitizer is not installed")
-    script = """
-        import jax
-        from cases import conv_bias_relu, matmul_scale_bias_relu
-        for case in (conv_bias_relu, matmul_scale_bias_relu):
-            operands = case.operands(jax.random.key(0))
-            function = case.function.with_options(implementation="cudnn")
-            jax.block_until_ready(jax.jit(function)(*operands))
-        print("ran")
-    """
+    text = f"import memcheck; memcheck.run({names!r})"
+    compiled = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), **memcheck.ENVIRONMENT}
+    compiled["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    given = {"flags": f"--xla_gpu_autotune_level=0 {flags}", "timeout": 540, **compiled}
     # API errors are how cuda-python asks the driver which functions it has; not memory errors.
     options = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9")
-    done = run_script(script, tool, *options, timeout=500)
-    assert "ran" in done.stdout, done.stderr[-2000:]
-    assert done.returncode == 0, done.stdout[:4000]
-    assert "ERROR SUMMARY: 0 errors" in done.stdout
+    for under in ((), (tool, *options)):  # plans and programs are made before, without the tool
+        done = run_script(text, *under, **given)
+        said = f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+        assert "ran all" in done.stdout, said
+        assert done.returncode == 0, said
+    assert "ERROR SUMMARY: 0 errors" in done.stdout, said
 
 
 def planned(case, operands):

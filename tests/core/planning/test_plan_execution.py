@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import conv_bias_relu
+from cases import all_cases, conv_bias_relu
 from helpers import product, relu
 
 import jax_cudnn as jc
 from jax_cudnn._core import cuda_graphs, execution
+from jax_cudnn._core.planning.execution_plan import CONSTANT, OPERAND, SLOT
 
 X = jax.ShapeDtypeStruct((64, 128), "float32")
 IMAGE = jax.ShapeDtypeStruct((2, 64, 8, 8), "float32")
@@ -97,6 +98,29 @@ def test_what_cannot_run_in_place_is_refused_with_cudnns_rule():
 
 NOTE = cuda_graphs.NOTE
 NATIVE = {"select_behavior_notes": NOTE}
+
+
+ALTERED = [  # a row of the backward of attention, by kind, and what takes its place
+    (OPERAND, lambda uid, *_: (uid, CONSTANT, 0, 0), "is in the GPU's memory, but row 0 "),
+    (OPERAND, lambda uid, kind, at, size: (uid, kind, at, size - 1), "leads to 131071"),
+    (OPERAND, lambda uid, *row: (99, *row), "tensor 1 of the plan is in no row"),
+    (CONSTANT, lambda uid, *_: (uid, OPERAND, 0, 131072), "is read on the host, but row 9 "),
+    (CONSTANT, lambda uid, kind, at, size: (uid, kind, 4096, size), "ends outside the 32 bytes"),
+    (SLOT, lambda uid, kind, at, size: (uid, kind, 528639, size), "4096 bytes, but row 11 "),
+]
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("kind", "alter", "words"), ALTERED)
+def test_the_executor_compares_bindings_with_the_text_of_cudnn(kind, alter, words):
+    case = next(case for case in all_cases() if case.name == "sdpa_backward_0_bfloat16")
+    own = plan(case.function, *case.avals).only
+    assert cuda_graphs._call_site(own, case.name)
+    rows = [*own.bindings]
+    place = next(i for i, row in enumerate(rows) if row[1] == kind)
+    rows[place] = alter(*rows[place])
+    with pytest.raises(jc.LibraryError, match=words):
+        cuda_graphs._call_site(dataclasses.replace(own, bindings=tuple(rows)), case.name)
 
 
 @pytest.mark.deviceless

@@ -1,9 +1,10 @@
 // A libcudnn.so.9 without a GPU: just enough for the executor's test (../csrc_test.cc).
 //
-// Its plan text is "copy <bytes>": execute copies that many bytes from the pointer with uid 1 to
-// the one with uid 2, and adds the first byte of the workspace to the first byte copied, so that
-// pointers, workspace and fills can all be seen. It checks what cuDNN demands: that one handle is
-// in one thread at a time, and that nothing is used after it was destroyed.
+// Its plan text is "copy <bytes>, needs <bytes of workspace>...": execute copies that many bytes
+// from the pointer with uid 1 to the one with uid 2, and adds the first byte of the workspace to
+// the first byte copied, so that pointers, workspace and fills can all be seen. It checks what
+// cuDNN demands: that one handle is in one thread at a time, and that nothing is used after it was
+// destroyed.
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -151,6 +152,18 @@ int cudnnBackendSetAttribute(void* descriptor, int name, int type, int64_t count
   } else {
     return Fail(kBadParam, "unknown attribute " + std::to_string(name));
   }
+  return kSuccess;
+}
+
+int cudnnBackendGetAttribute(void* descriptor, int name, int type, int64_t capacity, int64_t* count,
+                             void* elements) {
+  const auto* d = static_cast<Descriptor*>(descriptor);
+  Demand(d->type == 5 && d->finalized, "a plan was asked before finalize");
+  if (name != 402 || type != 3 || capacity != 1) return Fail(kBadParam, "unknown attribute");
+  const size_t needs = d->text.find("needs ");
+  *count = 1;
+  *static_cast<int64_t*>(elements) =
+      needs == d->text.npos ? 0 : std::atoll(d->text.c_str() + needs + 6);
   return kSuccess;
 }
 
