@@ -247,7 +247,7 @@ def test_a_small_file_takes_little_memory(filler):
         most += b'","value":[' + b"{}," * (cache_entry.MOST // 2 - 4) + b"{}]}"
         with pytest.raises(Unusable, match="damaged"):
             decode(packed(most), digest(KEY))
-        assert tracemalloc.get_traced_memory()[1] < 14 * 10**6
+        assert tracemalloc.get_traced_memory()[1] < 11 * 10**6
     finally:
         tracemalloc.stop()
 
