@@ -16,6 +16,7 @@ from ..graph.promotion import inferred
 from ..graph.reference import evaluate
 from ..graph.spec import GraphSpec, intern
 from ..graph.wire import wire
+from ..implementation import IMPLEMENTATIONS
 from ..package import version
 from ..store.entry import parsed
 from .plan import Plan, PlannedSegment
@@ -57,18 +58,18 @@ def loaded(content: bytes) -> Plan:
     and was written, explained and traced once.
     """
     try:
-        found = parsed(bytes(content))
-        kind, written = found["kind"], found["format"]
+        found = parsed(bytes(memoryview(content)))
+        kind, by = found["kind"], f"written by jax_cudnn {found['jax_cudnn']:.40}"
+        was = f"format {found['format']:d}, {by}"
     except Exception as error:  # anything may stand there
         raise _no_plan(said(error)) from error
     if kind != _KIND:
         raise _no_plan(repr(content[:60]))
-    by = f"written by jax_cudnn {found.get('jax_cudnn')!s:.40}"
-    if written != _FORMAT:
+    if found["format"] != _FORMAT:
         raise GraphError(
             "this plan has another format",
             expected=f"format {_FORMAT}, written by jax_cudnn {version()}",
-            got=f"format {written!s:.40}, {by}",
+            got=was,
             fix=_AGAIN,
         )
     try:
@@ -79,6 +80,7 @@ def loaded(content: bytes) -> Plan:
         plan = checked(Plan(name, gpu, implementation, spec, segments_of(found["segments"], spec)))
         written = {**data(plan), "jax_cudnn": found["jax_cudnn"]}
         need(_text(written) == _text(found), "the bytes", "those of this plan", "others")
+        need(implementation in IMPLEMENTATIONS, "implementation", IMPLEMENTATIONS, implementation)
         str(plan.explain())
     except Exception as error:  # anything may stand there
         raise GraphError(
@@ -125,12 +127,15 @@ def _check_graph(spec: Any) -> None:
         if tensor.order is not None:
             fits = fits and sorted(tensor.order) == [*range(len(tensor.shape))]
         if tensor.literal is not None:
-            fits = fits and (tensor.value or 0.0).hex() == tensor.literal and {*tensor.shape} <= {1}
+            number = float.fromhex(tensor.literal).hex()
+            fits = fits and number == tensor.literal and {*tensor.shape} <= {1}
         need(fits, "tensors", "a dtype, a shape, an order and a number", repr(tensor))
     ports = {name for call in spec.calls for _, name in (*call.inputs, *call.outputs)}
     unknown = sorted({*spec.inputs, *spec.outputs, *ports} - {*names})
     need(not unknown, "graph", "tensors by name", f"no tensor {', '.join(unknown)}")
-    known = {*spec.inputs, *(tensor.name for tensor in spec.constants)}
+    ends = *spec.inputs, *(tensor.name for tensor in spec.constants)
+    known, once = {*ends}, len({*spec.outputs}) == len(spec.outputs)
+    need(once and len(known) == len(ends), "graph", "each operand and result once", spec.inputs)
     for call in spec.calls:
         made, given = dict(call.outputs), {port: spec.tensor(name) for port, name in call.inputs}
         need(len(given) == len(call.inputs), call.name, "each port once", call.inputs)

@@ -79,7 +79,8 @@ def decode(data: bytes, name: str) -> Content:
 def parsed(text: bytes) -> Any:
     """JSON that has a UTF-8 form, without NaN; ValueError or RecursionError for anything else."""
     found = json.loads(text.decode(), parse_constant=_no_number)
-    json.dumps(found, ensure_ascii=False).encode()  # no half of a character (a lone surrogate)
+    if b"\\u" in text:  # it may stand for half of a character, a lone surrogate
+        json.dumps(found, ensure_ascii=False).encode()
     return found
 
 
