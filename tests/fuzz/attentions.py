@@ -164,7 +164,7 @@ def _attention(*features: str) -> Any:
         more: Entry = {}
         if tiled:
             tiles = draw.booleans(1, draw.of(1, n), -(-t // 128), -(-s // 128))
-            options["block_mask"], more = tiles, {"transforms": 1}
+            options["block_mask"], more = tiles, {"count": 1}
         if not dropped:
             return entry(_ours, attention, operands, options, **more)
         rate, key = draw.of(0.1, 0.5), np.array([0, draw.rng.randrange(1000)], "uint32")

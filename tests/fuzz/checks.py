@@ -21,12 +21,14 @@ from jax_cudnn._core.planning.split import part, run
 from jax_cudnn._core.settings import configure
 from jax_cudnn.deviceless import profiles
 
-from . import alterations, transforms
+from . import alterations
+from .calls import Call
 from .comparison import WrongResult
 from .drawing import Operand
 from .functions import random_call
 from .graphs import random_graph
 from .interpreter import interpreted
+from .meaning import graph_call
 from .runner import Outcome
 
 
@@ -57,11 +59,8 @@ class Checks:
 
     def problem(self, spec: GraphSpec) -> str:
         """What is wrong with any graph, for normal operands; empty if nothing is."""
-
-        def operands(number: int) -> list[np.ndarray]:
-            tensors = enumerate(spec.input_tensors)
-            return [Operand(t.shape, t.dtype, 0.3).draw(number, i) for i, t in tensors]
-
+        tensors = enumerate(spec.input_tensors)
+        operands = [Operand(t.shape, t.dtype, 0.3).draw(0, i) for i, t in tensors]
         try:
             self._of_graph(spec, operands, 0)
         except Exception as error:
@@ -76,18 +75,15 @@ class Checks:
         return plans
 
     def graphs(self, seed: int) -> Outcome:
-        return self._of_graph(random_graph(seed).spec, random_graph(seed).inputs, seed)
+        return self._of_graph(random_graph(seed).spec, random_graph(seed).inputs(), seed)
 
     def calls(self, seed: int) -> Outcome:
         call = random_call(seed, functools.partial(self.run, compiled=True))
         try:
-            segments = self._planned(graphs_of(call.program(), *call.data))
-            got = self.run(call.program(), *call.data, compiled=call.compiled)
-            call.check(got, isinstance(self.site, CudaDevice))
+            return self._of_call(call, seed)
         except Exception as error:
             error.add_note(call.text)
             raise
-        return Outcome(seed, segments=segments)
 
     def files(self, seed: int) -> Outcome:
         return Outcome(seed, *alterations.of_files(seed))
@@ -95,18 +91,18 @@ class Checks:
     def programs(self, seed: int) -> Outcome:
         return Outcome(seed, *alterations.of_programs(seed))
 
-    def _of_graph(self, spec: GraphSpec, operands: Callable[[int], Any], seed: int) -> Outcome:
-        case = transforms.draw(spec, operands, seed) if self.transformed else None
-        segments = self._planned(graphs_of(case.program(), *case.data) if case else [spec])
-        skipped = 0
+    def _of_graph(self, spec: GraphSpec, operands: Sequence[Any], seed: int) -> Outcome:
+        if not self.transformed:
+            return Outcome(seed, segments=self._planned([spec]))
         with np.errstate(all="ignore"):  # the reference itself beside NumPy
-            exact = oracle.rounded(spec, operands(0))
-        transforms.check_results(spec, operands(0), exact)
-        if case:
-            skipped = transforms.check(case, self.run(case.program(), *case.data))
-        elif isinstance(self.site, CudaDevice):
-            got = self.run(lambda *xs: transforms.bind(spec, "random", *xs), *operands(0))
-            transforms.check_results(spec, operands(0), got)
+            exact = oracle.rounded(spec, operands)
+        graph_call(spec, operands, seed, ["forward"]).check({"forward": exact})
+        return self._of_call(graph_call(spec, operands, seed), seed)
+
+    def _of_call(self, call: Call, seed: int) -> Outcome:
+        segments = self._planned(graphs_of(call.program(), *call.data))
+        got = self.run(call.program(), *call.data, compiled=call.compiled)
+        skipped = call.check(got, isinstance(self.site, CudaDevice))
         return Outcome(seed, segments=segments, skipped=skipped)
 
     def _planned(self, specs: Sequence[GraphSpec]) -> tuple[bool, ...]:

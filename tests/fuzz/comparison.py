@@ -19,12 +19,11 @@ class WrongResult(JaxCudnnError):
 
 
 class Noise:
-    """Where moves come from; in every other run what may be narrower is rounded so. Relative moves
-    of all that is computed, and of what is multiplied: ``amount`` and ``cut``."""
+    """Relative moves of all that is computed, and of what is multiplied: up to ``amount`` and
+    ``cut``."""
 
     def __init__(self, seed: int, amount: float = 0.0, cut: float = 0.0):
         self.rng, self.amount, self.cut = np.random.default_rng(seed), amount, cut
-        self.on_grid = self.rng.random() < 0.5
 
     def moved(self, x: np.ndarray, amount: float) -> np.ndarray:
         if not amount or not is_floating(str(x.dtype)):

@@ -19,7 +19,7 @@ from jax import lax
 import jax_cudnn as jc
 
 from . import attentions
-from .calls import Call, Draw, Entry, entry
+from .calls import FIRST, SECOND, Call, Draw, Entry, entry
 
 ACTIVATIONS = {
     **{name: getattr(jax.nn, name) for name in ("relu", "relu6", "leaky_relu", "silu", "sigmoid")},
@@ -402,5 +402,9 @@ NAMES = sorted(TABLE)
 def random_call(seed: int, run: Any) -> Call:
     """The call of a seed; consecutive seeds take one function after the other. ``run`` runs what
     must be known of it."""
+    draw = Draw(seed, run)
     with warnings.catch_warnings(action="ignore"):
-        return Call(seed, **TABLE[NAMES[seed % len(NAMES)]](Draw(seed, run)))
+        made = TABLE[NAMES[seed % len(NAMES)]](draw)
+        count, without = made.pop("count", 3), made.pop("without", ())
+        names = draw.rng.sample(FIRST, count) + draw.rng.sample(SECOND, draw.chance(0.5))
+        return Call(seed, **made, names=[name for name in names if name not in without])

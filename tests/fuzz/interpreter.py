@@ -27,8 +27,7 @@ def interpreted(function: Function) -> Function:
     """``function`` of trees of arrays, run in NumPy; traced once for the shapes of each call.
 
     What no result needs is left out, as jit does it. Graphs run as their references. Given
-    ``noise``, what is marked in a reference is moved by it, and so is all that is computed and
-    multiplied if it has amounts for these.
+    ``noise``, all that is computed and multiplied is moved by it.
     """
     traced = jax.jit(function)
 
@@ -75,8 +74,6 @@ def _results(equation: Any, inputs: list[Array], noise: Any) -> Sequence[Array]:
         return _run(jaxpr, [*constants, *inputs], noise)
     if equation.primitive is cudnn_p:
         return interpreted(functools.partial(evaluate, params["spec"]))(*inputs)
-    if name == "disturb":
-        return [params["move"](noise, *inputs) if noise else inputs[0]]
     if name == "optimization_barrier":
         return inputs
     if name in _FUNCTIONS:
@@ -91,7 +88,7 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 _WITHOUT_ROUNDING = (
     *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "transpose", "rev", "neg"),
     *("concatenate", "slice", "pad", "select_n", "max", "min", "reduce_max", "reduce_min", "iota"),
-    *("sign", "abs", "gather", "scatter", "dynamic_slice", "stop_gradient", "disturb"),
+    *("sign", "abs", "gather", "scatter", "dynamic_slice", "stop_gradient"),
 )
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2")
 _SAME = (

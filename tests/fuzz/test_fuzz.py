@@ -1,8 +1,9 @@
-"""Random graphs: none is refused or changed, nor by transformations; and the checks can fail."""
+"""Random graphs, calls and alterations: none is refused or wrong, and the checks can fail."""
 
+import functools
 import json
-import subprocess
-import sys
+import os
+import signal
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,14 @@ from helpers import python
 from transformations import methods
 
 import jax_cudnn as jc
-from fuzz import checks, transforms
+from fuzz import checks, runner
 from fuzz.__main__ import main
+from fuzz.calls import FIRST
 from fuzz.checks import Checks
+from fuzz.comparison import WrongResult
+from fuzz.functions import NAMES, random_call
 from fuzz.graphs import LEAST, MOST, random_graph
-from fuzz.transforms import TRANSFORMS, draw
+from fuzz.meaning import graph_call
 from jax_cudnn._core import settings
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.graph.node import REGISTRY
@@ -42,9 +46,9 @@ def returning(many, method):
             yield graph
 
 
-def case_and_results(graph):
-    case = draw(graph.spec, graph.inputs, graph.seed)
-    return case, Checks().run(case.program(), *case.data)
+def call_and_results(graph):
+    call = graph_call(graph.spec, graph.inputs(), graph.seed, FIRST)
+    return call, Checks().run(call.program(), *call.data)
 
 
 def test_equal_seeds_give_equal_graphs_and_operands_in_every_process(monkeypatch, capsys):
@@ -92,18 +96,19 @@ def test_a_wrong_value_is_noticed(method, many, monkeypatch):
             exact = oracle.rounded(graph.spec, operands)
             patch.setitem(oracle.OPERATIONS, method, lambda n, **xs: VALUES[method](right(n, **xs)))
             wrong = oracle.rounded(graph.spec, operands)
-        transforms.check_results(graph.spec, operands, exact)
+        call = graph_call(graph.spec, operands, 0, ["forward"])
+        call.check({"forward": exact})
         try:
-            transforms.check_results(graph.spec, operands, wrong)
-        except transforms.WrongResult:
+            call.check({"forward": wrong})
+        except WrongResult:
             noticed += 1
     assert noticed >= 2
 
 
 RULES = {
-    ("mul", "slope"): {"grad", "jvp", "vmap of grad"},
-    **{(method, "transpose"): {"grad", "vmap of grad"} for method in ("matmul", "conv_fprop")},
-    **{(method, "jvp"): {"grad", "jvp", "vmap of grad"} for method in ("layernorm", "sdpa")},
+    ("mul", "slope"): {"vjp", "jvp", "vmap_of_vjp"},
+    **{(method, "transpose"): {"vjp", "vmap_of_vjp"} for method in ("matmul", "conv_fprop")},
+    **{(method, "jvp"): {"vjp", "jvp", "vmap_of_vjp"} for method in ("layernorm", "sdpa")},
 }
 """What is wrong, and which transformations that makes wrong."""
 
@@ -129,15 +134,16 @@ def test_a_wrong_gradient_is_noticed(rule, many, monkeypatch, forget):
         return found if found is None or found is NotImplemented else g.mul(found, 1.5)
 
     for graph in returning(many, method):  # until one whose derivatives say something
-        case, results = case_and_results(graph)
-        if case.transforms != TRANSFORMS or transforms.check(case, results):
+        call, results = call_and_results(graph)
+        if len(call.names) < 5 or call.check(results):
             continue
         forget()
         monkeypatch.setattr(REGISTRY[method], name, wrong)
         try:
-            transforms.check(*case_and_results(graph))
-        except transforms.WrongResult as error:
-            wrong_ones = {part.partition(":")[0][:-2] for part in error.got.split("; ")}
+            call, results = call_and_results(graph)
+            call.check(results)
+        except WrongResult as error:
+            wrong_ones = {part.split(":")[0].split()[1] for part in error.got.split("; ")}
             assert wrong_ones <= RULES[rule]
             return
         monkeypatch.undo()  # what the operation stands on may be no float
@@ -159,12 +165,58 @@ def test_segments_that_compute_something_else_are_noticed():
             checks.check_segments(spec, damaged)
 
 
-@pytest.mark.long
-def test_the_command_checks_in_processes():
-    options = ["--gpu", "none", "--transforms", "--seeds", "2", "--workers", "2"]
-    here = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-m", "fuzz", *options], cwd=here, capture_output=True)
-    assert (done.returncode, json.loads(done.stdout)["failures"]) == (0, [])
+def test_a_run_in_processes_is_data_that_slices_make_up(tmp_path, capsys):
+    parts = [tmp_path / f"{start}.json" for start in (0, 2)]
+    for start, part in zip((0, 2), parts, strict=True):
+        seeds = ["--seeds", f"{start}:{start + 2}", "--workers", "2", "--json", str(part)]
+        assert main(["graphs", "--gpu", "none", *seeds]) == 0
+    assert main(["merge", *map(str, parts), "--json", str(tmp_path / "all.json")]) == 0
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert found["counts"] == {"right": 4, "refused": 0, "wrong": 0, "crashed": 0}
+    assert [run["seeds"] for run in found["runs"]] == [[0, 2], [2, 4]]
+
+
+def dies(seed):
+    """A check of which some processes never report."""
+    if seed % 3 == 0:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return runner.Outcome(seed)
+
+
+def test_a_process_that_dies_is_told_with_its_seed():
+    found = sorted((o.seed, o.kind, o.text) for o in runner.outcomes(dies, range(5), 2))
+    died = "crashed", "the process ended with status -11"
+    assert found == [(i, *(("right", "") if i % 3 else died)) for i in range(5)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_are_right_and_a_wrong_result_is_noticed(name):
+    checks = Checks()
+    for seed in range(NAMES.index(name), 2 * len(NAMES), len(NAMES)):
+        call = random_call(seed, functools.partial(checks.run, compiled=True))
+        got = checks.run(call.program(), *call.data, compiled=call.compiled)
+        call.check(got)
+        worse = jax.tree.map(lambda x: (np.asarray(x, float) * 1.5 + 0.1).astype(x.dtype), got)
+        for wrong in [got | {transform: worse[transform]} for transform in call.names]:
+            with pytest.raises(WrongResult):
+                call.check(wrong)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("start", range(0, 40, 20))
+def test_altered_files_are_refused_or_harmless(start, no_plans):
+    found = [Checks().outcome("files", seed) for seed in range(start, start + 20)]
+    assert not [o for o in found if o.kind not in ("right", "refused")]
+    assert sum(o.kind == "refused" for o in found) > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_altered_programs_are_refused_or_harmless():
+    check = functools.partial(checks.outcome, None, "programs")
+    found = [*runner.outcomes(check, range(200), 2)]
+    assert not [o for o in found if o.kind not in ("right", "refused")]
+    assert sum(o.kind == "refused" for o in found) > 50
 
 
 def test_the_command_tells_a_refused_plan_and_its_smallest_part(many, monkeypatch, capsys):
@@ -178,15 +230,15 @@ def test_the_command_tells_a_refused_plan_and_its_smallest_part(many, monkeypatc
     monkeypatch.setattr(placement, "place", place)
     drawn = {graph.seed: {*methods(graph.spec)} for graph in many}
     seed = next(n for n, found in drawn.items() if "genstats" in found and len(found) > 3)
-    assert main(["--gpu", "H200", "--seed", str(seed)]) == 1
+    assert main(["graphs", "--gpu", "H200", "--seeds", str(seed)]) == 1
     graph, _, smallest = capsys.readouterr().out.partition("the smallest part that fails alike:\n")
     assert graph.startswith(str(random_graph(seed).spec))
     assert smallest.count(" = ") == smallest.count(" = genstats(") == 1
 
 
-def check_all(checks, seeds):
-    outcomes = [checks.outcome(seed) for seed in seeds]
-    assert not [(outcome.seed, outcome.problem) for outcome in outcomes if outcome.problem]
+def check_all(checks, seeds, kind="graphs"):
+    outcomes = [checks.outcome(kind, seed) for seed in seeds]
+    assert not [(o.seed, o.text) for o in outcomes if o.kind != "right"]
     return outcomes
 
 
@@ -228,6 +280,7 @@ def test_transformations_agree_with_the_references(start):
 @pytest.mark.gpu
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("start", range(0, 16, 4))
-def test_transformations_on_the_gpu(start):
-    device = CudaDevice(jax.devices("gpu")[0].local_hardware_id)
-    check_all(Checks(device, transformed=True), range(start, start + 4))
+def test_graphs_and_calls_on_the_gpu(start):
+    site = Checks(CudaDevice(jax.devices("gpu")[0].local_hardware_id), transformed=True)
+    check_all(site, range(start, start + 4))
+    check_all(site, range(2 * start, 2 * start + 8), "calls")
