@@ -18,6 +18,8 @@ bool StartsWith(const char* text, const char* what) {
   return std::strncmp(text, what, std::strlen(what)) == 0;
 }
 
+constexpr double kFar = 1e15;  // bytes that no memory has
+
 // The least that a tensor takes: booleans may be bits. Neither the parts of a packed tensor nor
 // reordered elements lie where its dimensions and strides lead.
 double Bytes(std::string_view object) {
@@ -37,6 +39,7 @@ double Bytes(std::string_view object) {
     last += (std::strtod(dim, &dim_end) - 1) * std::strtod(stride, &stride_end);
     dim = dim_end, stride = stride_end;
   }
+  if (!(last >= 0 && last < kFar)) return kFar;
   const char* const name = After(object, "\"dataType\":\"CUDNN_DATA_");
   for (const auto& type : kTypes) {
     if (StartsWith(name, type.name)) return (last + 1) * type.bits / 8;

@@ -5,7 +5,6 @@ import ctypes
 import dataclasses
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import textwrap
 import chain
 import jax
 import jax.export
-import memcheck
 import numpy as np
 import oracle
 import pytest
@@ -201,33 +199,6 @@ def test_exits_with_live_functions_and_a_thread_that_an_exit_handler_ends(kind):
         for done in pool.map(run, range(5)):
             said = (done.stdout.split(), done.returncode)
             assert said == (["exiting", "joined"], 0), done.stderr[-2000:]
-
-
-@pytest.mark.parametrize(
-    ("names", "flags"),
-    [
-        (memcheck.FIRST, "--xla_gpu_enable_command_buffer="),
-        pytest.param(memcheck.OTHERS, "--xla_gpu_enable_command_buffer=", marks=pytest.mark.long),
-        pytest.param(memcheck.FIRST, "--xla_gpu_graph_min_graph_size=1", marks=pytest.mark.long),
-    ],
-    ids=["two", "others", "captured"],
-)
-def test_compute_sanitizer_finds_nothing(names, flags, tmp_path):
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        pytest.skip("compute-sanitizer is not installed")
-    text = f"import memcheck; memcheck.run({names!r})"
-    compiled = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), **memcheck.ENVIRONMENT}
-    compiled["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    given = {"flags": f"--xla_gpu_autotune_level=0 {flags}", "timeout": 540, **compiled}
-    # API errors are how cuda-python asks the driver which functions it has; not memory errors.
-    options = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9")
-    for under in ((), (tool, *options)):  # plans and programs are made before, without the tool
-        done = run_script(text, *under, **given)
-        said = f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
-        assert "ran all" in done.stdout, said
-        assert done.returncode == 0, said
-    assert "ERROR SUMMARY: 0 errors" in done.stdout, said
 
 
 def planned(case, operands):

@@ -77,7 +77,7 @@ MUTATIONS = {
     "einsum's batch axes are summed": ("flax/linear.py", "[c for c in both if c in result]", "[]"),
     # the executor
     "C++: an operand too few": ("csrc/plan.cc", "std::max<size_t>(operands_needed_, binding.value + 1)", "std::max<size_t>(operands_needed_, binding.value)"),
-    "C++: a view beyond its source": ("csrc/plan.cc", "if (binding.bytes > sizes[binding.value]) {", "if (binding.bytes > sizes[binding.value] + 4096) {"),
+    "C++: a view beyond its source": ("csrc/plan.cc", "if (binding.bytes >= sizes[binding.value]) {", "if (binding.bytes >= sizes[binding.value] + 4096) {"),
     "C++: the version is not compared": ("csrc/plan.cc", "cudnn.version != attributes_.cudnn_version", "cudnn.version < 0"),
     "C++: packs of equal hash are equal": ("csrc/variant_pack.cc", "if (cache_.Equal(*pack, pointers)) {", "if (true) {"),
 }

@@ -1,7 +1,11 @@
-"""One call of each kind, tiny, for compute-sanitizer: operands from NumPy, so that few kernels are
-not ours, and each array is an allocation, so that the tool sees where it ends."""
+"""compute-sanitizer over one call of each kind: `pytest -m "gpu or long" -k compute_sanitizer`.
+
+Plans and programs are made before, without the tool. Operands are from NumPy, so that few kernels
+are not ours, and each array is an allocation, so that the tool sees where it ends.
+"""
 
 import dataclasses
+import shutil
 import signal
 import sys
 import time
@@ -9,12 +13,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from cases import all_cases
+from test_gpu import run_script
 
 import jax_cudnn as jc
 from jax_cudnn._core import ffi
 
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+# API errors are how cuda-python asks the driver which functions it has; not memory errors.
+OPTIONS = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9")
 FIRST = ("conv_bias_relu", "matmul_bias_gelu")
 OTHERS = (
     "conv_wgrad_0_bfloat16",
@@ -77,3 +84,34 @@ def run(names, seconds=60):
             jax.block_until_ready(function(*operands))
         print(f"{time.perf_counter() - start:.1f} s", flush=True)
     print("ran all")
+
+
+APART, CAPTURED = "--xla_gpu_enable_command_buffer=", "--xla_gpu_graph_min_graph_size=1"
+
+
+@pytest.mark.parametrize(
+    ("names", "flags"),
+    [
+        pytest.param(FIRST, APART, marks=pytest.mark.gpu),
+        pytest.param(OTHERS, APART, marks=pytest.mark.long),
+        pytest.param(FIRST, CAPTURED, marks=pytest.mark.long),
+    ],
+    ids=["two", "others", "captured"],
+)
+def test_compute_sanitizer_finds_nothing(names, flags, tmp_path):
+    tool = shutil.which("compute-sanitizer")
+    if tool is None or jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU and compute-sanitizer")
+    text = f"import test_memory; test_memory.run({names!r})"
+    variables = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+    }
+    flags = f"--xla_gpu_autotune_level=0 {flags}"
+    for under in ((), (tool, *OPTIONS)):
+        done = run_script(text, *under, flags=flags, timeout=540, **variables)
+        shown = f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+        assert "ran all" in done.stdout, shown
+        assert done.returncode == 0, shown
+    assert "ERROR SUMMARY: 0 errors" in done.stdout, shown
