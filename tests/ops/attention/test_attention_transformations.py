@@ -122,6 +122,10 @@ VMAPS = {  # a function; shapes, or values; axes; batch of the one call, or of e
     "pages": (paged, [*PAGES, TABLES, LENGTHS], (0, None, None, 0, 0), 3),
     "other pages": (paged, PAGES, (None, 0, None), 1),
     "score_mod": (modified, [*HEADS, (1, 4, 1, 1)], (0, 0, 0, None), 3),
+    "score_mod, bias": (
+        lambda q, k, v, x: ours(q, k, v, x, score_mod=lambda s, *_: jnp.tanh(s)),
+        [(2, 9, 4, 8), (2, 11, 2, 8), (2, 11, 2, 8), (1, 4, 1, 1)], (0, 0, 0, None), 6,
+    ),
     "score_mod of examples": (
         functools.partial(modified, change=of_each), [*HEADS, (1, 1, 9, 1)], (1, 0, 0, 0), 1,
     ),
