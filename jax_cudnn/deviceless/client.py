@@ -239,9 +239,9 @@ class _Worker:
             f"the planning worker {how}",
             got=f"while running {function}",
             why="its last output:\n" + tail if tail else "it printed nothing",
-            fix="try again: nothing is kept of it, and the next call starts a new worker; free memory; "
-            "python -m jax_cudnn doctor checks the installation; "
-            "report a graph that fails in this way each time",
+            fix="try again: nothing is kept of it, and the next call starts a new worker; free "
+            "memory; python -m jax_cudnn doctor checks the installation; report a graph that fails "
+            "in this way each time",
         )
 
     def stop(self) -> None:
