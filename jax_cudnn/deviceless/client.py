@@ -246,7 +246,8 @@ class _Worker:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for a disk for long
+            self.process.wait(10)
         self._close()
 
     def forget(self) -> None:
