@@ -7,8 +7,8 @@
 namespace jax_cudnn {
 namespace {
 
-constexpr size_t kRowLength = 4;  // of bindings and of fills
-constexpr size_t kScalarAlignment = 16;
+constexpr size_t kRowLength = 4;    // of bindings and of fills
+constexpr int64_t kAlignment = 16;  // of constants, and of what begins inside of other memory
 
 // Whether [offset, offset + bytes) lies within [0, size), without overflow.
 bool Within(int64_t offset, int64_t bytes, int64_t size) {
@@ -78,12 +78,13 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> CallSite::Create(Attributes attributes) 
                       "damaged after it was lowered. Lower the function again"));
   }
   if (a.workspace_bytes < 0) return ffi::Unexpected(site->Invalid("workspace_bytes is negative"));
-  if (!Within(a.plan_workspace_offset, 0, a.workspace_bytes)) {
-    return ffi::Unexpected(site->Invalid(
-        "plan_workspace_offset " + std::to_string(a.plan_workspace_offset) +
-        " is outside the workspace of " + std::to_string(a.workspace_bytes) + " bytes"));
+  const int64_t plan_begins = a.plan_workspace_offset;
+  if (!Within(plan_begins, 0, a.workspace_bytes) || plan_begins % kAlignment != 0) {
+    return ffi::Unexpected(site->Invalid("plan_workspace_offset " + std::to_string(plan_begins) +
+                                         " is not a multiple of 16 up to " +
+                                         std::to_string(a.workspace_bytes)));
   }
-  site->scalars_.resize((a.scalars.size() + kScalarAlignment - 1) / kScalarAlignment);
+  site->scalars_.resize((a.scalars.size() + kAlignment - 1) / kAlignment);
   if (!a.scalars.empty()) std::memcpy(site->scalars_.data(), a.scalars.data(), a.scalars.size());
   if (ffi::Error error = site->DecodeBindings(); error.failure()) return ffi::Unexpected(error);
   if (ffi::Error error = site->DecodeFills(); error.failure()) return ffi::Unexpected(error);
@@ -110,6 +111,12 @@ ffi::Error CallSite::DecodeBindings() {
     const std::string where = Row("bindings", row);
     if (binding.uid < kNoUid) return Invalid(where + " has a negative uid");
     if (binding.value < 0 || binding.bytes < 0) return Invalid(where + " has a negative number");
+    const bool inside =
+        binding.kind != BindingKind::kOperand && binding.kind != BindingKind::kResult;
+    const int64_t offset = binding.kind == BindingKind::kView ? binding.bytes : binding.value;
+    if (inside && offset % kAlignment != 0) {
+      return Invalid(where + " begins at an offset that is not a multiple of 16");
+    }
     switch (binding.kind) {
       case BindingKind::kOperand:
         if (binding.value >= static_cast<int64_t>(kMaxBindings)) {
@@ -134,14 +141,11 @@ ffi::Error CallSite::DecodeBindings() {
         sizes.push_back(attributes_.workspace_bytes - binding.value);
         break;
       case BindingKind::kScalar:
-        if (binding.value % kScalarAlignment != 0) {
-          return Invalid(where + " is a constant that is not aligned to 16 bytes");
-        }
-        if (!Within(binding.value, kScalarAlignment, scalar_bytes)) {
+        if (!Within(binding.value, kAlignment, scalar_bytes)) {
           return Invalid(where + " ends outside the " + std::to_string(scalar_bytes) +
                          " bytes of scalars");
         }
-        sizes.push_back(kScalarAlignment);
+        sizes.push_back(kAlignment);
         break;
       case BindingKind::kView:
         if (binding.value >= static_cast<int64_t>(row)) {
@@ -174,15 +178,11 @@ ffi::Error CallSite::DecodeBindings() {
 }
 
 ffi::Error CallSite::CheckTensors(const std::vector<int64_t>& sizes) const {
-  const std::vector<PlanTensor> tensors = TensorsOf(attributes_.plan);
-  if (tensors.empty()) return ffi::Error::Success();
-  std::vector<bool> found(pack_uids_.size());  // the text may have a tensor more than once
-  for (const PlanTensor& tensor : tensors) {
+  for (const PlanTensor& tensor : TensorsOf(attributes_.plan)) {  // some more than once
     const std::string what = "tensor " + std::to_string(tensor.uid) + " of the plan ";
     const auto uid = std::find(pack_uids_.begin(), pack_uids_.end(), tensor.uid);
     if (uid == pack_uids_.end()) return Invalid(what + "is in no row of bindings");
-    const size_t place = uid - pack_uids_.begin(), row = pack_rows_[place];
-    found[place] = true;
+    const size_t row = pack_rows_[uid - pack_uids_.begin()];
     if (tensor.by_value != (bindings_[row].kind == BindingKind::kScalar)) {
       return Invalid(what + (tensor.by_value ? "is read on the host" : "is in the GPU's memory") +
                      ", but " + Row("bindings", row) + " leads elsewhere");
@@ -192,10 +192,6 @@ ffi::Error CallSite::CheckTensors(const std::vector<int64_t>& sizes) const {
                      " bytes, but " + Row("bindings", row) + " leads to " +
                      std::to_string(sizes[row]));
     }
-  }
-  for (size_t place = 0; place < found.size(); ++place) {
-    if (found[place] || bindings_[pack_rows_[place]].kind == BindingKind::kScalar) continue;
-    return Invalid("uid " + std::to_string(pack_uids_[place]) + " is in no tensor of the plan");
   }
   return ffi::Error::Success();
 }

@@ -228,13 +228,15 @@ def decode(
             fix="install a tested version (see newest.txt) or a newer jax_cudnn",
         )
     text = canonical_properties(blob["cudnn_backend_data"])
+    space = blob["fe_workspace_size"]  # any number; cuDNN's own part begins aligned
+    start = -(-space // SCALAR_STRIDE) * SCALAR_STRIDE
     return ExecutionPlan(
         text=text,
         engine=engine,
         cudnn_version=version_in(text),
         device_name=device_in(text),
-        workspace_bytes=workspace,
-        plan_workspace_offset=blob["fe_workspace_size"],
+        workspace_bytes=workspace + start - space,
+        plan_workspace_offset=start,
         bindings=tuple(bindings),
         fills=tuple(fills),
         scalars=bytes(scalars),

@@ -114,7 +114,8 @@ def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> ExecutionPlan:
     limit = known.get("workspace", _MOST) if limit is None else limit
     space, offset = plan.workspace_bytes, plan.plan_workspace_offset
     need(0 <= space <= limit, "workspace_bytes", f"0 to {limit}", space)
-    need(0 <= offset <= space, "plan_workspace_offset", f"0 to {space}", offset)  # 8580, too
+    fits = 0 <= offset <= space and offset % SCALAR_STRIDE == 0
+    need(fits, "plan_workspace_offset", f"a multiple of {SCALAR_STRIDE} up to {space}", offset)
     need(0 < plan.candidates < 2**31, "candidates", "at least 1", plan.candidates)
     own, length = SCALAR_STRIDE * len(spec.constants), len(plan.scalars)
     fits = length >= own and length % SCALAR_STRIDE == 0 and plan == plan.with_constants(spec)
