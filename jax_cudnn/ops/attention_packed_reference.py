@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import max_dim
 
 from .._core.graph.dtypes import wide_dtype
 from . import attention_reference
@@ -99,7 +100,7 @@ class Packing:
     def _blocks(self, arrays: Arrays) -> _Blocks:
         (tokens, heads, _), lengths = arrays["q"].shape, arrays["seq_len_q"].reshape(-1)
         fit = attention_reference._SCORES // max(heads * self.max_keys, 1)
-        mean = -(-tokens // jax.core.max_dim(lengths.shape[0], 1))
+        mean = -(-tokens // max_dim(lengths.shape[0], 1))
         known = (size for size in (fit, mean, self.max_queries) if isinstance(size, int))
         rows = max(1, min(known))
         return _Blocks.of(lengths.astype(jnp.int32), tokens, rows)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import jax
+from jax.core import max_dim
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
@@ -152,7 +153,7 @@ class Batchnorm(ForwardOfChannels):
         inv_var = jax.lax.rsqrt(variance + epsilon)
         y = normalized(input, mean, inv_var) * scale + bias
         count = input.size // max(scale.size, 1)
-        unbiased = variance * (count / jax.core.max_dim(count - 1, 1))
+        unbiased = variance * (count / max_dim(count - 1, 1))
         return (
             y,
             mean,

@@ -123,7 +123,7 @@ class ConvFprop(Convolution):
         # So is symbolic padding, which lax's convolutions do not take.
         reach = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
         beyond = [
-            (*(max(n - most, 0) if isinstance(n, int) else n for n in (before, after)), 0)
+            (_over(before, most), _over(after, most), 0)
             for before, after, most in zip(pre, post, reach, strict=True)
         ]
         if any(map(any, beyond)):
@@ -147,3 +147,7 @@ class ConvFprop(Convolution):
 
 
 SOLVERS["result"] = ConvFprop
+
+
+def _over(padding: int, most: int) -> int:
+    return max(padding - most, 0) if isinstance(padding, int) else padding

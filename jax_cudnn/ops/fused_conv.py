@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import max_dim
 
 from .._core.errors import GraphError
 from .._core.graph.options import Options
@@ -298,7 +299,7 @@ def conv_transpose(
 
 def _of_nothing(shape: tuple[int, ...], terms: Terms, out: str) -> jax.Array:
     """The result for an image without pixels or channels, whose sums are 0."""
-    zeros = jnp.zeros([jax.core.max_dim(size, 0) for size in shape])
+    zeros = jnp.zeros([max_dim(size, 0) for size in shape])
     return epilogue.apply_outside(zeros, terms, out)
 
 

@@ -157,7 +157,7 @@ CASES = {
     "batch_norm, relu": Case(NORM, lambda *x: training(*x, activation="relu"), trained(nn.relu)),
     "batch_norm, inference": Case(
         "b h 8, 8, 8",
-        lambda *x: ops.batch_norm(*x, EIGHT, EIGHT, training=False)[0],
+        lambda x, w, c: ops.batch_norm(x, w, c, EIGHT, EIGHT, training=False)[0],
         lambda x, w, c: (x - 1) * (1 + 1e-5) ** -0.5 * w + c,
     ),
     "conv_batch_norm": Case(
