@@ -29,7 +29,7 @@ class Draw:
     """Random choices of one call; ``dtype`` is that of its main operands. ``run`` runs a program
     where the call will run."""
 
-    def __init__(self, seed: int, run: Callable[..., Any] = lambda f, *xs: f(*xs)):
+    def __init__(self, seed: int, run: Callable[..., Any]):
         self.run = run
         self.rng, self.noise = random.Random(seed), np.random.default_rng(seed)
         self.dtype = self.of("float32", "float32", "bfloat16", "float16")

@@ -31,14 +31,18 @@ ACTIVATIONS = {
 _ORDERS = (("NC{0}", "OI{0}"), ("N{0}C", "O{0}I"), ("N{0}C", "{0}IO"))
 
 
-def _epilogue(draw: Draw, shape: Any, axis: int = -1) -> tuple[Entry, Entry]:
-    """Operands and options of what follows a product of a shape with its features at an axis."""
-    features = shape[axis] if shape else 1
-    of = () if draw.chance(0.2) else (features,)
+def _followed(
+    draw: Draw, function: Any, exact: Any, operands: Entry, options: Entry, axis: int | None = -1
+) -> Entry:
+    """A product and what may follow it, with features at an axis, or without any."""
+    shape = jax.eval_shape(functools.partial(exact, **options), **operands).shape
+    of = () if draw.chance(0.2) else (1 if axis is None else shape[axis],)
     dtype = draw.of(draw.dtype, "float32")
-    given = draw.some(0.3, scale=draw.floats(*of, dtype=dtype), residual=draw.floats(*shape))
-    given |= draw.some(0.4, bias=draw.floats(*of, dtype=dtype))
-    return given, draw.some(0.4, activation=draw.of(*ACTIVATIONS))
+    operands |= draw.some(0.3, scale=draw.floats(*of, dtype=dtype))
+    operands |= draw.some(0.4, bias=draw.floats(*of, dtype=dtype))
+    operands |= draw.some(0.3 * (axis is not None), residual=draw.floats(*shape))
+    options |= draw.some(0.4, activation=draw.of(*ACTIVATIONS))
+    return entry(function, exact, operands, options)
 
 
 def _after(y: Any, bias: Any, scale: Any, residual: Any, activation: Any, axis: int = -1) -> Any:
@@ -70,11 +74,7 @@ def matmul(draw: Draw) -> Entry:
     b = [*leads[1], *((n, k) if "transpose_b" in options else (k, n))]
     a, b = [k] if draw.chance(0.08) else a, [k] if draw.chance(0.08) else b
     operands = {"a": draw.floats(*a), "b": draw.floats(*b, scale=max(k, 1) ** -0.5)}
-    shape = jax.eval_shape(functools.partial(_matmul, **options), **operands).shape
-    more, activation = _epilogue(draw, shape if len(b) > 1 else (*shape, 1))
-    if len(b) == 1:  # without features
-        more.pop("residual", None)
-    return entry(jc.ops.matmul, _matmul, operands | more, options | activation)
+    return _followed(draw, jc.ops.matmul, _matmul, operands, options, -1 if len(b) > 1 else None)
 
 
 def _conv(
@@ -101,21 +101,21 @@ def _image(draw: Draw) -> tuple[Any, ...]:
     return letters, sizes, window, strides, dilation, draw.of("SAME", "SAME", "VALID", pads)
 
 
+def _in_order(order: str, letters: str, spatial: Any, **others: int) -> list[int]:
+    return [{**others, **dict(zip(letters, spatial, strict=True))}[letter] for letter in order]
+
+
 def conv(draw: Draw) -> Entry:
     letters, sizes, window, strides, dilation, padding = _image(draw)
     groups, c = draw.of(1, 1, 1, 2), draw.size(8, 8, 16, 3)
     c, k = c * groups, draw.size(8, 16, 5) * groups
     image, weight = (order.format(letters) for order in draw.of(*_ORDERS))
-    of = {"N": draw.size(1, 2, 3), "C": c, "O": k, "I": c // groups}
-    x = [{**of, **dict(zip(letters, sizes, strict=True))}[d] for d in image]
-    w = [{**of, **dict(zip(letters, window, strict=True))}[d] for d in weight]
-    fan = max(of["I"] * math.prod(window), 1)
-    operands = {"x": draw.floats(*x), "w": draw.floats(*w, scale=fan**-0.5)}
+    x = _in_order(image, letters, sizes, N=draw.size(1, 2, 3), C=c)
+    w = _in_order(weight, letters, window, O=k, I=c // groups)
+    operands = {"x": draw.floats(*x), "w": draw.floats(*w, scale=0.2)}
     options = {"strides": strides, "padding": padding, "dilation": dilation, "groups": groups}
     options["dimension_numbers"] = (image, weight, image)
-    shape = jax.eval_shape(functools.partial(_conv, **options), **operands).shape
-    more, activation = _epilogue(draw, shape, image.index("C"))
-    return entry(jc.ops.conv, _conv, operands | more, options | activation)
+    return _followed(draw, jc.ops.conv, _conv, operands, options, image.index("C"))
 
 
 def _conv_transpose(
@@ -135,9 +135,7 @@ def conv_transpose(draw: Draw) -> Entry:
     options = {"strides": strides, "padding": padding, "dilation": dilation}
     image = f"N{letters}C"
     options |= {"dimension_numbers": (image, f"{letters}IO", image), "transpose_kernel": turned}
-    shape = jax.eval_shape(functools.partial(_conv_transpose, **options), **operands).shape
-    more, activation = _epilogue(draw, shape)
-    return entry(jc.ops.conv_transpose, _conv_transpose, operands | more, options | activation)
+    return _followed(draw, jc.ops.conv_transpose, _conv_transpose, operands, options)
 
 
 def conv_general_dilated(draw: Draw) -> Entry:
@@ -145,9 +143,8 @@ def conv_general_dilated(draw: Draw) -> Entry:
     groups, batches = draw.of((1, 1), (1, 1), (2, 1), (1, 2))
     c, k = draw.of(8, 4, 6), draw.of(8, 4)
     image, weight = (order.format(letters) for order in draw.of(*_ORDERS))
-    of = {"N": 2 * batches, "C": c, "O": k, "I": c // groups}
-    x = [{**of, **dict(zip(letters, sizes, strict=True))}[d] for d in image]
-    w = [{**of, **dict(zip(letters, window, strict=True))}[d] for d in weight]
+    x = _in_order(image, letters, sizes, N=2 * batches, C=c)
+    w = _in_order(weight, letters, window, O=k, I=c // groups)
     options = {"window_strides": strides, "padding": padding, "rhs_dilation": dilation}
     if not isinstance(padding, str):
         options["lhs_dilation"] = [draw.of(1, 1, 2)] * len(letters)
@@ -223,17 +220,12 @@ def _ada(x: Any, scale: Any, bias: Any = 0.0, **options: Any) -> Any:
     def one(x: Any, scale: Any, bias: Any) -> Any:
         return _of_rows(True)(x[None], scale, bias, **options)
 
-    bias = bias + jnp.zeros_like(scale)
-    found = jax.tree.map(lambda y: y[:, 0], jax.vmap(one)(x, scale, bias))
-    return found
+    return jax.tree.map(lambda y: y[:, 0], jax.vmap(one)(x, scale, bias + jnp.zeros_like(scale)))
 
 
 def ada_layer_norm(draw: Draw) -> Entry:
-    shape = [
-        draw.of(1, 2, 3),
-        *(draw.size(3, 4) for _ in range(draw.of(1, 2))),
-        draw.size(8, 16, 33),
-    ]
+    inner = [draw.size(3, 4) for _ in range(draw.of(1, 2))]
+    shape = [draw.of(1, 2, 3), *inner, draw.size(8, 16, 33)]
     more, options = _norm(draw, shape[0], shape[-1])
     operands = {"x": draw.floats(*shape), "scale": draw.floats(shape[0], shape[-1]), **more}
     options |= draw.some(0.3, zero_centered_scale=True)
@@ -354,46 +346,11 @@ def layer(draw: Draw) -> Entry:
     return entry(ours, flaxs, operands, {}) | {"text": f"{name} {draw.dtype} {seed}"}
 
 
-def pages(draw: Draw) -> Entry:
-    """write_pages."""
-    count, u, k, h = draw.of(4, 6), draw.of(2, 4), draw.of(1, 2), 8
-    b, t = draw.of(1, 2), draw.of(1, 3)
-    table = draw.noise.permutation(count)[: b * 2].reshape(b, 2).astype("int32")
-    positions = draw.integers(0, 2 * u, b)
-    options = {"page_table": table, "positions": positions}
-    options |= draw.some(0.5, seq_lengths=draw.integers(0, t, b))
-
-    def exact(pages: Any, new: Any, seq_lengths: Any = None, **_: Any) -> Any:
-        for i, j in np.ndindex(b, t):
-            at = int(positions[i]) + j
-            if at < 2 * u and (seq_lengths is None or j < seq_lengths[i]):
-                pages = pages.at[table[i, at // u], at % u].set(new[i, j])
-        return pages
-
-    operands = {"pages": draw.floats(count, u, k, h), "new": draw.floats(b, t, k, h)}
-    return entry(jc.ops.write_pages, exact, operands, options)
-
-
-def mxfp8(draw: Draw) -> Entry:
-    """Quantized and back."""
-    axis, dtype = draw.of(-1, -2), draw.of("float8_e4m3fn", "float8_e5m2")
-    sizes = draw.of(1, 2), draw.of(1, 3), draw.of(32, 64, 160), draw.of(32, 64)
-    x = draw.floats(*sizes, dtype="float32")
-
-    def function(x: Any) -> Any:
-        return jc.ops.dequantize_mxfp8(*jc.ops.quantize_mxfp8(x, axis, dtype), axis)
-
-    derivatives = ("vjp", "jvp", "vmap_of_vjp", "jvp_of_vjp", "vjp_of_vjp")
-    more = {"coarse": float(jnp.finfo(dtype).eps) / 2, "without": derivatives, "compiled": True}
-    return entry(function, lambda x: x, {"x": x}, {}, **more)
-
-
 TABLE = {
     **{f.__name__: f for f in (matmul, conv, conv_transpose, conv_general_dilated, dot_general)},
     **{name: _rows(name) for name in ("layer_norm", "rms_norm")},
     **{name: _channels(name) for name in ("group_norm", "instance_norm")},
     **{f.__name__: f for f in (ada_layer_norm, batch_norm, conv_batch_norm, layer)},
-    **{"write_pages": pages, "mxfp8": mxfp8},
     **attentions.TABLE,
 }
 NAMES = sorted(TABLE)
