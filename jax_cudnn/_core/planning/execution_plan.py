@@ -197,28 +197,32 @@ def decode(
     rows = graph_rows(spec)
     views = {uid: rows.pop(uid) for uid, row in [*rows.items()] if row[0] == VIEW}
     scalars = bytearray().join(map(_packed, spec.constants))
+    more: dict[int, Row] = {}  # of the frontend: it may use the uid of an operand that it omits
     for uid, value in blob["pass_by_values"].items():
-        rows[int(uid)] = (CONSTANT, len(scalars), 0)
+        more[int(uid)] = (CONSTANT, len(scalars), 0)
         scalars.extend(_padded(_by_value(value)))
     fills: list[tuple[int, int, int, int]] = []
     tables: list[tuple[float, ...]] = []
     for uid, (kind, offset, floats) in blob["workspace_modifications"].items():
         floats = tuple(map(_float, floats))
         if kind == 0:  # the frontend copies these there
-            rows[int(uid)] = (OPERAND, len(spec.inputs) + len(tables), 4 * len(floats))
+            more[int(uid)] = (OPERAND, len(spec.inputs) + len(tables), 4 * len(floats))
             tables.append(floats)
             continue
-        rows[int(uid)] = (SLOT, offset, 0)
+        more[int(uid)] = (SLOT, offset, 0)
         if kind == 1:  # it sets floats[0] bytes to zero
             fills.append((offset, 1, int(floats[0]), 0))
     used = set(blob["variant_pack_uids"])
-    kept = {u: row for u, row in rows.items() if u in used or row[0] in (OPERAND, RESULT)}
-    bindings = [(uid if uid in used else UNBOUND, *row) for uid, row in kept.items()]
-    place = {uid: i for i, uid in enumerate(kept)}
+    own = used - more.keys()
+    kept = [(uid if uid in own else UNBOUND, uid, row) for uid, row in rows.items()]
+    kept += [(uid if uid in used else UNBOUND, uid, row) for uid, row in more.items()]
+    kept = [(u, uid, row) for u, uid, row in kept if u == uid or row[0] in (OPERAND, RESULT)]
+    bindings = [(bound, *row) for bound, _, row in kept]
+    place = {uid: i for i, (_, uid, _) in enumerate(kept)}
     sliced = [found for found in _views(blob) if found[0] in used]
     views |= {uid: (VIEW, place.get(source, UNBOUND), start) for uid, (source, start) in sliced}
-    bindings += [(uid, *row) for uid, row in views.items() if uid in used]
-    unknown = used - rows.keys() - views.keys()
+    bindings += [(uid, *row) for uid, row in views.items() if uid in own]
+    unknown = own - rows.keys() - views.keys()
     unknown |= {source for _, (source, _) in sliced} - place.keys()
     if unknown:
         raise LibraryError(

@@ -145,11 +145,12 @@ def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: dict[int, Any]
     arrays = sum(kind in (OPERAND, RESULT) for kind, *_ in own.values())
     need(len(rows) >= arrays, "bindings", f"{arrays} operands and results", rows)
     tables, constant = 0, SCALAR_STRIDE * (len(spec.constants) - 1)  # the last ones seen
+    free = {place for place, row in enumerate(rows[:arrays], 1) if row[0] == UNBOUND}
     for place, (uid, kind, value, size) in enumerate(rows):
         row = kind, value, size
         if place < arrays:
             fits = uid in (place + 1, UNBOUND) and row == own[place + 1]
-        elif uid in own:
+        elif uid in own and uid not in free:
             fits = row == own[uid]
         elif kind == OPERAND:
             table = [(len(spec.inputs) + i, 4 * len(t)) for i, t in enumerate(plan.tables)]
@@ -167,7 +168,7 @@ def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: dict[int, Any]
     bound = {uid: kind for uid, kind, *_ in rows if 0 < uid < 2**62}
     unbound = [uid for uid, kind, *_ in rows if uid == UNBOUND and kind in (OPERAND, RESULT)]
     need(len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
-    shown = dict(_shown(spec))
+    shown = {uid: found for uid, found in _shown(spec) if uid not in free}
     for uid, tensor in listed.items():
         fits = uid in bound and (bound[uid] == CONSTANT) == tensor["isByValue"]
         need(fits, "bindings", f"uid {uid}, by value: {tensor['isByValue']}", rows)

@@ -89,6 +89,9 @@ def test_by_value_constants_are_little_endian_in_slots_of_sixteen_bytes():
     assert struct.unpack("<f", plan.scalars[16:20]) == (1.0,)
     assert struct.unpack("<q", plan.scalars[32:40]) == (-7,)
     assert len(plan.scalars) == 48
+    omitted = made(pass_by_values={str(B): given["90"]})  # the frontend took the operand's uid
+    assert omitted.bindings[1] == (UNBOUND, OPERAND, 1, 16)
+    assert omitted.bindings[-1] == (B, CONSTANT, 16, 0)
 
 
 @pytest.mark.parametrize(
