@@ -129,7 +129,7 @@ def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> ExecutionPlan:
     need(plan.device_name == device, "device_name", device, plan.device_name)
     facts = json.loads(plan.text)
     engine = facts.get("engine", {}).get("engineId", plan.engine_id)
-    need(plan.engine_id in (engine, -1), "engine_id", engine, plan.engine_id)
+    need(plan.engine_id == engine, "engine_id", engine, plan.engine_id)
     _check_bindings(plan, spec, dict(_listed(facts.get("operationGraph"))))
     for fill in plan.fills:
         start, unit, count, word = fill

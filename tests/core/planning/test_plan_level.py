@@ -129,10 +129,22 @@ def test_a_plan_is_read_as_it_was_written():
             _ = read.parts[0].candidates
         assert str(read.explain()) == str(made.explain())
         assert read.serialize() == made.serialize()
-    hidden = jc.graph(lambda g, x: g.max(x, -jax.numpy.inf))  # JSON has no such number
-    made = plan(hidden, [jax.ShapeDtypeStruct((8, 8, 8), "float32")], implementation="xla")
-    json.dumps(made.to_json(), allow_nan=False)
-    assert jc.Plan.deserialize(made.serialize()) == made
+
+
+def test_odd_graphs_are_read_as_they_were_written():
+    """Numbers that JSON lacks, an intermediate of another dtype than its neighbor, and nodes that
+    are computed from the reference of others."""
+    x = jax.ShapeDtypeStruct((8, 8, 8), "bfloat16")
+    swish = jc.graph(lambda g, x: g.swish(x), implementation="xla")
+    odd = jc.graph(lambda g, x: g.concatenate([g.max(x, -jax.numpy.inf), x * -0.0, x], axis=0))
+    slope = jax.grad(lambda x: swish(x).astype("float32").sum())
+    bend = jax.grad(lambda x: slope(x).astype("float32").sum())
+    with jc.target("H200"):
+        plans = [plan(odd, [x], implementation="xla"), *jc.plans(bend, x).values()]
+    assert any("transpose_" in str(made.spec) for made in plans)
+    for made in plans:
+        json.dumps(made.to_json(), allow_nan=False)
+        assert jc.Plan.deserialize(made.serialize()) == made
 
 
 def edited(content, path, value):
