@@ -43,8 +43,18 @@ def pack(**content: Any) -> bytes:
 
 
 def unpack(record: bytes, question: Question, process: int) -> dict[str, Any]:
-    """The content of a record; LibraryError if another installation wrote it."""
-    content = json.loads(zlib.decompress(record))
+    """The content of a record; LibraryError if another installation wrote it, JobError if it is
+    none."""
+    try:
+        content = json.loads(zlib.decompress(record))
+        if content["format"] == _FORMAT and "error" not in content:
+            content |= {"identity": str(content["identity"]), "made": dict(content["made"])}
+    except Exception as error:  # anything may stand there
+        raise JobError(
+            f"{question.name}: the store of this job holds something else than a plan",
+            got=f"{type(error).__name__}: {error}"[:200],
+            fix="run the job again, with a store that nothing else writes to",
+        ) from error
     if content["format"] != _FORMAT:
         theirs, ours = "another version of jax_cudnn", "this one"
     elif "error" in content:  # all raise the same, as the lowest process does

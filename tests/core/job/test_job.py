@@ -93,6 +93,10 @@ def test_the_others_take_what_the_lowest_made(job_of_two):
         assert process.agreed(question(), never) == {**made, "tuple": [1, 2]}
     assert zero.client.values == published
     assert zero.agreed(question("graph 2"), dict) == {}  # decided apart
+    for path in zero.client.values:
+        zero.client.values[path] = b"no record"
+    other = error_of(lambda: agreement.Job(zero.client, 1).agreed(question(), never))
+    assert "holds something else" in other.summary
 
 
 def test_who_waits_in_vain_is_told_for_whom(job_of_two, threads):
