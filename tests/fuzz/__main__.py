@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import jax
 
@@ -48,19 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.kind == "merge":
         found = merged(json.loads(path.read_text()) for path in options.parts)
     else:
-        flags = FLAGS if device_nodes() else "--xla_backend_optimization_level=0"
-        os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         first, _, end = options.seeds.partition(":")
         if not end:
             return _told_in_full(options.kind, options.gpu, int(first))
         start, seeds = time.monotonic(), range(int(first), int(end))
         check = functools.partial(outcome, options.gpu, options.kind)
-        each = []
-        for one in outcomes(check, seeds, options.workers, options.seconds):
-            each.append(one)
-            if one.kind != "right" and (one.kind != "refused" or options.kind not in ALTERED):
-                print(f"seed {one.seed}: {one.kind}: {one.text}\n", flush=True)
+        flags = FLAGS if device_nodes() else "--xla_backend_optimization_level=0"
+        flags = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+        each, given = [], {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        with mock.patch.dict(os.environ, given):  # of the processes
+            for one in outcomes(check, seeds, options.workers, options.seconds):
+                each.append(one)
+                if one.kind != "right" and (one.kind != "refused" or options.kind not in ALTERED):
+                    print(f"seed {one.seed}: {one.kind}: {one.text}\n", flush=True)
         on_gpu = isinstance(checks_for(options.gpu, False).site, CudaDevice)
         gpu = jax.devices("gpu")[0].device_kind if on_gpu else None
         found = facts(options.kind, each, time.monotonic() - start, gpu)

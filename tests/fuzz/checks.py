@@ -1,4 +1,4 @@
-"""What must hold for every graph: planned, transformed and on a GPU it computes the same."""
+"""What must hold for every graph and call: planned, transformed and on a GPU it is right."""
 
 import functools
 import os
@@ -78,7 +78,8 @@ class Checks:
         return self._of_graph(random_graph(seed).spec, random_graph(seed).inputs(), seed)
 
     def calls(self, seed: int) -> Outcome:
-        call = random_call(seed, functools.partial(self.run, compiled=True))
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            call = random_call(seed, functools.partial(self.run, compiled=True))
         try:
             return self._of_call(call, seed)
         except Exception as error:
@@ -89,6 +90,8 @@ class Checks:
         return Outcome(seed, *alterations.of_files(seed))
 
     def programs(self, seed: int) -> Outcome:
+        if not isinstance(self.site, CudaDevice):
+            raise ValueError("altered programs run on a GPU only")
         return Outcome(seed, *alterations.of_programs(seed))
 
     def _of_graph(self, spec: GraphSpec, operands: Sequence[Any], seed: int) -> Outcome:
