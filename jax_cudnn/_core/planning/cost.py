@@ -45,17 +45,15 @@ def cost(spec: GraphSpec) -> Cost:
     An operand that several nodes read counts once: a fused plan loads it once or finds it in the
     cache. Workspace is not counted, because it depends on the engine.
     """
-    flops = sum(
-        call.node.flops({port: spec.tensor(name).shape for port, name in _ports(call)})
-        for call in spec.calls
-    )
+    flops = sum(_flops(spec, call) for call in spec.calls)
     moved = sum(tensor.nbytes for tensor in (*spec.input_tensors, *spec.output_tensors))
     return Cost(flops, moved)
 
 
 def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None:
     """The least seconds that one execution takes: all bytes at the memory's full rate, or all
-    arithmetic at the tensor cores' full rate. None where the GPU's rates are not known."""
+    products at the full rate of the tensor cores for the dtype of their factors. None where the
+    GPU's rates are not known."""
     if site is None:
         return None
     if isinstance(site, Profile):
@@ -67,13 +65,14 @@ def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None
     rate = bits / 8 * 2 * gpu.get("memClockRateKHz", 0) * 1e3
     if not rate:
         return None
-    least = cost(spec)
     cycles = gpu["multiProcessorCount"] * gpu["smClockRateKHz"] * 1e3
     peak = cycles * _FLOPS_PER_CYCLE.get(int(gpu["deviceVer"]) // 10, 0)
-    if least.flops and not peak:
+    work = sum(
+        _flops(spec, call) * _width(spec, call) / 2 for call in spec.calls if call.node.product
+    )
+    if work and not peak:
         return None
-    width = min((itemsize(tensor.dtype) for tensor in spec.input_tensors), default=4)
-    return max(least.bytes / rate, least.flops * width / 2 / peak if least.flops else 0.0)
+    return max(cost(spec).bytes / rate, work / peak if work else 0.0)
 
 
 def size(count: int) -> str:
@@ -81,5 +80,11 @@ def size(count: int) -> str:
     return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count:,} bytes"
 
 
-def _ports(call: Call) -> tuple[tuple[str, str], ...]:
-    return (*call.inputs, *call.outputs)
+def _flops(spec: GraphSpec, call: Call) -> int:
+    ports = (*call.inputs, *call.outputs)
+    return call.node.flops({port: spec.tensor(name).shape for port, name in ports})
+
+
+def _width(spec: GraphSpec, product: Call) -> int:
+    """Bytes per element of the narrower factor of a product, one of its first two operands."""
+    return min(itemsize(spec.tensor(name).dtype) for _, name in product.inputs[:2])

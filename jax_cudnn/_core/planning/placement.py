@@ -64,7 +64,7 @@ def place(
         JobError: another process decides, and its decision has not arrived.
     """
     if left_to_xla(spec):
-        return by_xla(spec, name)
+        return by_xla(spec, name, site)
     variety.count(spec, name)
     together = agreement.leader(devices) is not None
     segments = (
@@ -86,15 +86,14 @@ def left_to_xla(spec: GraphSpec) -> str:
     return limits.FLOAT64 if spec.has_float64 and not may_refuse else ""
 
 
-def by_xla(spec: GraphSpec, name: str) -> Plan:
-    """The plan of a graph that is left to XLA."""
+def by_xla(spec: GraphSpec, name: str, site: Profile | CudaDevice | None = None) -> Plan:
+    """The plan of a graph that XLA runs on every GPU."""
     calls, reason = tuple(range(len(spec.calls))), left_to_xla(spec)
     if reason == limits.FLOAT64:
         _check_determinism(spec, [Segment(spec, calls, True, reason)], name)
     segment = PlannedSegment(spec, calls, None, reason)
-    plan = Plan(
-        spec.origin.titled(name), "any GPU", spec.options.implementation or SPLIT, spec, (segment,)
-    )
+    titled, implementation = spec.origin.titled(name), spec.options.implementation or SPLIT
+    plan = Plan(titled, "any GPU", implementation, spec, (segment,), site)
     _tell(plan)
     return plan
 

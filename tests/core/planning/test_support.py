@@ -124,11 +124,21 @@ def test_plans_are_tables_by_gpu(plans):
         ["total", "2", "cuDNN,", "0", "XLA", "0.00", "0.0"],
     ]
     assert ["double", "bf16[8,16]", "XLA"] in [line.split()[:3] for line in str(found).splitlines()]
-    product = jc.graph(lambda g, a, b: g.matmul(a, b))
+
+
+@pytest.mark.parametrize("implementation", ["split", "xla"])
+def test_roofline_is_that_of_the_products_factors_whatever_runs_them(implementation, plans):
+    @jc.graph(implementation=implementation)
+    def product(g, a, b, mask):
+        return g.binary_select(g.matmul(a, b), a, mask)
+
     square = jax.ShapeDtypeStruct((1, 4096, 4096), "bfloat16")
-    explained = str(jc.plans(product, square, square, gpus=["H200"])["H200"]["<lambda>"].explain())
-    assert "reads 67.1 MB, writes 33.6 MB" in explained
+    mask = jax.ShapeDtypeStruct(square.shape, "bool")
+    found = jc.plans(product, square, square, mask, gpus=["H200"])["H200"]
+    explained = str(found["product"].explain())
+    assert "reads 83.9 MB, writes 33.6 MB" in explained
     assert "at least 128.4 us" in explained  # 2 * 4096**3 / (132 SMs * 4096 * 1.98 GHz)
+    assert str(found).splitlines()[-1].split()[-1] == "128.4"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
