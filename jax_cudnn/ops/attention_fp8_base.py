@@ -101,7 +101,7 @@ class Scaled(Node):
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
-        return 2 * b * h * s * t * (d + e)
+        return 2 * b * h * self.band.pairs(s, t) * (d + e)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """Into the batch, if all batch elements share the scales."""

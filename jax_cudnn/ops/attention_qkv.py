@@ -101,7 +101,7 @@ class _Qkv(Biased, Arranged):
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         b, s, _, d = shapes["qkv"]
-        return 4 * b * self.heads * s * s * d
+        return 4 * b * self.heads * self.base.band.pairs(s, s) * d
 
 
 @frozen

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core.graph.dtypes import wide_dtype
 from . import attention_extras as extras
@@ -39,7 +40,7 @@ class Band:
     right: int | None = None
     bottom_right: bool = False
 
-    def at(self, i: jax.Array, more_keys: Any) -> jax.Array:
+    def at(self, i: Any, more_keys: Any) -> Any:
         """Positions of queries ``i`` among the keys; ``more_keys`` is keys minus queries."""
         return i + more_keys if self.bottom_right else i
 
@@ -49,6 +50,13 @@ class Band:
         if self.left is not None:
             seen &= j > at - self.left
         return seen if self.right is None else seen & (j <= at + self.right)
+
+    def pairs(self, queries: int, keys: int) -> int:
+        """How many pairs of a query and a key see each other, without lengths."""
+        at = self.at(np.arange(queries), keys - queries)
+        first = 0 if self.left is None else np.clip(at - self.left + 1, 0, keys)
+        last = keys if self.right is None else np.clip(at + self.right + 1, 0, keys)
+        return int(np.maximum(last - first, 0 * at).sum())
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def conv(
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
     Element types: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8; accumulated in
-    float32 (int8: int32). The epilogue computes in float32 and rounds once.
+    float32 (int8: int32). The epilogue computes in float32 and rounds once. float64 runs in XLA.
 
     Raises:
         GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
@@ -123,20 +123,13 @@ def conv(
         ...             dimension_numbers=("NHWC", "OHWI", "NHWC")).shape
         (2, 8, 8, 32)
     """
-    x, w = promoted(x, w)
+    x, w = promoted(x=x, w=w)
     unbatched = x.ndim == w.ndim - 1
     if unbatched:
         dimension_numbers = numbers(x[None], w, dimension_numbers)
         x = jnp.expand_dims(x, dimension_numbers.lhs_spec[0])
     if groups is None:
-        groups = _groups_of_shapes(x, w, dimension_numbers)
-        if groups > 1:
-            warnings.warn(
-                f"jax_cudnn.ops.conv infers {groups} groups from an image of shape {x.shape} and "
-                f"weights of shape {w.shape}. Pass groups={groups} if this is what you want; "
-                "otherwise check dimension_numbers.",
-                stacklevel=2,
-            )
+        groups = groups_of_shapes(x, w, dimension_numbers)
     image, weight, shape, spec, windows = prepared(
         x, w, strides, padding, dilation, groups, dimension_numbers
     )
@@ -153,13 +146,23 @@ def conv(
     return y.squeeze(spec.out_spec[0]) if unbatched else y
 
 
-def _groups_of_shapes(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> int:
+def groups_of_shapes(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> int:
+    """The number of groups of an operation without ``groups``, with a warning if there are several;
+    for a function that the user calls."""
     spec = numbers(x, w, dimension_numbers)
     channels, of_weights = x.shape[spec.lhs_spec[1]], w.shape[spec.rhs_spec[1]]
     if channels == of_weights or not of_weights or channels % of_weights:
         return 1
     groups = channels // of_weights
-    return 1 if w.shape[spec.rhs_spec[0]] % groups else groups
+    if w.shape[spec.rhs_spec[0]] % groups:
+        return 1
+    warnings.warn(
+        f"jax_cudnn.ops infers {groups} groups from an image of shape {x.shape} and weights of "
+        f"shape {w.shape}. Pass groups={groups} if this is what you want; otherwise check "
+        "dimension_numbers.",
+        stacklevel=3,
+    )
+    return groups
 
 
 class Prepared(NamedTuple):
@@ -182,8 +185,7 @@ def prepared(
     groups: int,
     dimension_numbers: Any,
 ) -> Prepared:
-    """Checks lax's arguments and converts them to the form that graphs take."""
-    x, w = promoted(x, w)
+    """Checks lax's arguments and converts them, promoted, to the form that graphs take."""
     spec = numbers(x, w, dimension_numbers)
     image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
     rank = image.ndim - 2
@@ -246,7 +248,7 @@ def conv_transpose(
         >>> jc.ops.conv_transpose(x, w, strides=2).shape
         (2, 16, 16, 32)
     """
-    x, w = promoted(x, w)
+    x, w = promoted(x=x, w=w)
     if dimension_numbers is None:
         letters = "DHW"[3 - (x.ndim - 2) :] if x.ndim in (3, 4, 5) else ""
         dimension_numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")

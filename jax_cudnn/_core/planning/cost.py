@@ -24,7 +24,8 @@ class Cost:
     """Operations (a multiply-add is two) and bytes of one execution; costs add up.
 
     Attributes:
-        flops: operations of all nodes, whatever their element type.
+        flops: operations of all nodes, whatever their element type. Attention counts the
+            scores that causality and windows leave, as if lengths were full and masks hid none.
         bytes: each operand read once and each result written once. By-value constants and
             intermediates take no memory traffic in a fused plan.
     """
