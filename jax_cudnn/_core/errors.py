@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
 
 class JaxCudnnError(Exception):
     """Base of every error this package raises on purpose.
@@ -107,3 +111,21 @@ class PlanningWorkerError(JaxCudnnError, RuntimeError):
 
 class JobError(JaxCudnnError, RuntimeError):
     """The processes of a jax.distributed job did not agree on a plan in time."""
+
+
+def shown(value: Any) -> str:
+    """A wrong value as an error states it: at most 200 characters, an array as dtype and shape."""
+    if hasattr(value, "dtype") and hasattr(value, "nbytes"):
+        return f"{value.dtype}{list(value.shape)} array"
+    if isinstance(value, (list, tuple)):
+        text = ", ".join(map(shown, value))
+        return (f"[{text}]" if isinstance(value, list) else f"({text})")[:200]
+    plain = value is None or isinstance(value, (str, int, float))
+    return f"{'' if plain else f'{type(value).__name__}: '}{value!r}"[:200]
+
+
+def nearest(given: Any, names: Iterable[str], otherwise: str | None = None) -> str | None:
+    """What to do about an unknown name: "did you mean 'gelu'?", or ``otherwise``."""
+    known = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(given.lower(), known, n=2) if isinstance(given, str) else []
+    return f"did you mean {' or '.join(repr(known[n]) for n in near)}?" if near else otherwise

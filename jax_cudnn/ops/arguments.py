@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphError, GraphTypeError, nearest, shown
 from .._core.graph.dims import integers
 from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS, canonical
 from .._core.graph.options import Options, normal_precision
@@ -20,14 +20,12 @@ from .._core.graph.trace import GraphFunction
 Padding = str | int | Sequence[int | tuple[int, int]]
 
 
-def array(name: str, x: Any, expected: str) -> jax.Array:
+def array(name: str, x: Any, expected: str = "an array") -> jax.Array:
     """An argument as an array; GraphTypeError if it is not an array."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        raise GraphTypeError(
-            f"{name} is not an array", expected=expected, got=f"{type(x).__name__}: {x!r}"[:200]
-        ) from error
+        raise GraphTypeError(f"{name} is not an array", expected=expected, got=shown(x)) from error
 
 
 def floating(name: str, x: Any) -> jax.Array:
@@ -52,7 +50,7 @@ def flags(**given: Any) -> list[bool]:
             raise GraphTypeError(
                 f"{name} is not a Python bool",
                 expected="True or False",
-                got=f"{type(value).__name__}: {value!r}"[:200],
+                got=shown(value),
                 why="it is static: it selects the program to compile",
                 fix=f"pass a Python bool; under jax.jit use static_argnames={name!r}",
             ) from error
@@ -66,14 +64,14 @@ def number(name: str, value: Any) -> float:
     raise GraphTypeError(
         f"{name} is not a Python scalar",
         expected="a Python or NumPy scalar: it is static, a part of the plan",
-        got=f"{type(value).__name__}: {value!r}"[:200],
+        got=shown(value),
         fix=f"multiply the query by the array, or under jax.jit list {name} in static_argnames",
     )
 
 
-def promoted(x: Any, w: Any) -> tuple[jax.Array, jax.Array]:
-    """Both as arrays; floats of different dtypes are promoted."""
-    x, w = jnp.asarray(x), jnp.asarray(w)
+def promoted(**operands: Any) -> tuple[jax.Array, jax.Array]:
+    """Two arguments as arrays; floats of different dtypes are promoted."""
+    x, w = (array(name, operand) for name, operand in operands.items())
     if x.dtype != w.dtype and {str(x.dtype), str(w.dtype)} <= {*FLOATS}:
         dtype = jnp.result_type(x, w)
         return x.astype(dtype), w.astype(dtype)
@@ -95,7 +93,7 @@ def numbers(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> lax.ConvDimen
         raise GraphError(
             "dimension_numbers is not valid",
             expected='for example ("NHWC", "HWIO", "NHWC"), with the rank of the arrays',
-            got=repr(dimension_numbers),
+            got=shown(dimension_numbers),
             why=str(error),
         ) from None
 
@@ -141,7 +139,7 @@ def each(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
         raise GraphError(
             f"{name} has the wrong length",
             expected=f"one integer, or {rank} of them",
-            got=f"{name}={value!r}",
+            got=f"{name}={shown(value)}",
         )
     return values
 
@@ -151,7 +149,7 @@ def pads(
 ) -> tuple[tuple[int, int], ...]:
     """(low, high) for each spatial dimension."""
     if isinstance(padding, str):
-        if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
+        if padding.upper() not in _PADDINGS:
             raise _unknown_padding(padding)
         found = lax.padtype_to_pads(sizes, window, strides, padding.upper())
         return tuple((int(low), int(high)) for low, high in found)
@@ -184,11 +182,7 @@ def transposed_pads(
         total = reach + stride - 1
         low = reach if stride > reach else (total + 1) // 2
         return low, total - low
-    raise GraphError(
-        "padding is not valid",
-        expected="'SAME', 'VALID', an integer, or (low, high) for each spatial dimension",
-        got=f"padding={padding!r}",
-    )
+    raise _unknown_padding(padding, names=("SAME", "VALID"))
 
 
 def out_dtype(x: jax.Array, w: jax.Array, preferred: Any, epilogue: bool = False) -> str:
@@ -230,10 +224,16 @@ def chosen(
     return function.with_options(**changes) if changes else function
 
 
-def _unknown_padding(padding: Any, rank: int | None = None) -> GraphError:
+_PADDINGS = ("SAME", "SAME_LOWER", "VALID")
+
+
+def _unknown_padding(
+    padding: Any, rank: int | None = None, names: Sequence[str] = _PADDINGS
+) -> GraphError:
     spatial = "each spatial dimension" if rank is None else f"each of {rank} spatial dimensions"
     return GraphError(
         "padding is not valid",
-        expected=f"'SAME', 'SAME_LOWER', 'VALID', an integer, or (low, high) for {spatial}",
-        got=f"padding={padding!r}",
+        expected=f"{', '.join(map(repr, names))}, an integer, or (low, high) for {spatial}",
+        got=f"padding={shown(padding)}",
+        fix=nearest(padding, names),
     )

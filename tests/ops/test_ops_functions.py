@@ -93,10 +93,15 @@ def test_conv_warns_where_groups_follow_from_shapes_alone(key):
     x, w = operands(key, None, 4)
     with pytest.warns(UserWarning, match="Pass groups=4") as caught:
         inferred = jc.ops.conv(x, w)
-    assert caught[0].filename == __file__
+    norm = None, None, jnp.zeros(12), jnp.ones(12)
+    with pytest.warns(UserWarning, match="Pass groups=4") as also:
+        normed = jc.ops.conv_batch_norm(x, w, *norm, training=False)[0]
+    assert [w.filename for w in (*caught, *also)] == [__file__] * 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same(inferred, jc.ops.conv(x, w, groups=4))
+        plain = jc.ops.conv_batch_norm(x, w, *norm, groups=4, training=False)[0]
+        same(normed, plain)
         jc.ops.conv(*operands(key, None, 1))
         jc.graph(lambda g, x, w: g.conv_fprop(x, w))(x, w)
 
@@ -213,8 +218,14 @@ def test_what_cudnn_has_no_operation_for_is_laxs_and_said(words, key, caplog):
         (lambda x, w: jc.graph(lambda g, x: g.ReLU(x))(x), r"did you mean g\.relu"),
         (lambda x, w: jc.ops.conv(x, w.astype(jnp.int8)), "no product of these dtypes"),
         (lambda x, w: jc.ops.matmul(x, w[..., :2]), "do not fit"),
+        (lambda x, w: jc.ops.matmul(w[0, 0], w[0, 1]), "transpose_a=True they agree"),
+        (lambda x, w: jc.ops.matmul(x, None), r"b is not an array[^$]*got: None"),
+        (lambda x, w: jc.ops.conv(x, w, bias="1"), "bias is not an array"),
+        (lambda x, w: jc.ops.dot_general([x, [1]], w, ()), "lhs is not an array"),
+        (lambda x, w: jc.ops.conv(x, w, padding="vaild"), "did you mean 'VALID'"),
+        (lambda x, w: jc.ops.conv(x, w, strides=w), r"strides=\(float32\[8, 3, 2\] array, "),
+        (lambda x, w: jc.ops.conv(x, w, implementation="CuDN"), "did you mean 'cudnn'"),
     ],
-    ids=["groups", "bias", "activation", "capitals", "operation", "dtype", "contraction"],
 )
 def test_wrong_argument_is_said_in_words(call, words, key):
     with pytest.raises(jc.JaxCudnnError, match=words):

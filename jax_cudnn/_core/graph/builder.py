@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
+from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError, shown
 from .calls import Method, ports_of, signature, static
 from .contract import check_contract
 from .dims import Shape, integers
@@ -209,7 +209,7 @@ class GraphBuilder:
         raise GraphTypeError(
             f"{port!r} is not a tensor",
             expected="a graph tensor, a JAX or NumPy array, or a Python number",
-            got=f"{type(value).__name__}: {value!r}"[:200],
+            got=shown(value),
         )
 
     # -- what the user may change after an operation was added ----------------------------------

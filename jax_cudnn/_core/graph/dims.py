@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
-from ..errors import GraphError
+from ..errors import GraphError, shown
 
 Shape = tuple[int, ...]
 
@@ -122,7 +122,7 @@ def integers(name: str, values: Iterable[Any], least: int = 0) -> tuple[int, ...
         raise GraphError(
             f"{name} is not valid",
             expected=f"a list of integers, at least {least}",
-            got=f"{name}={values!r}",
+            got=f"{name}={shown(values)}",
         )
     return result
 

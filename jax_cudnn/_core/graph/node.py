@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 import jax
 import numpy as np
 
-from ..errors import GraphTypeError
+from ..errors import GraphTypeError, shown
 from .dims import Dims, Shape
 from .dtypes import NUMBERS, arithmetic, float32_range
 from .example import Example
@@ -117,7 +117,7 @@ class Node(Planned):
                     raise GraphTypeError(
                         f"attribute {field.name!r} is not a number",
                         expected="a Python number: attributes are static",
-                        got=f"{type(value).__name__}: {value!r}"[:200],
+                        got=shown(value),
                     )
                 attributes[field.name] = float32_range(field.name, value)
         return cls(**attributes)

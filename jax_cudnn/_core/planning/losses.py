@@ -36,7 +36,7 @@ class Loss:
         pattern: as :func:`pattern` gives it.
         ratio: XLA's time divided by cuDNN's, in the case closest to 1.
         device: the GPU of the measurement.
-        date: its date.
+        date: its date, or several separated by commas.
         cudnn: its version of cuDNN.
         cases: the names of the cases in ``benchmarks``.
     """
@@ -49,10 +49,12 @@ class Loss:
     cases: tuple[str, ...]
 
     def __str__(self) -> str:
+        dates = sorted(self.date.split(", "))
+        dates = " to ".join(dict.fromkeys((dates[0], dates[-1])))
         return (
             f"XLA is faster for {self.pattern!r}: it took at most {self.ratio:.0%} of the time of "
             f"cuDNN in each of {len(self.cases)} cases ({self.device}, cuDNN {self.cudnn}, "
-            f"{self.date})"
+            f"{dates})"
         )
 
 

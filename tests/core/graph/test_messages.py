@@ -60,7 +60,7 @@ WRONG = {
     "astype": (lambda g, x, w: x.astype("int8"), AttributeError, [".astype", "set_data_type"]),
     "name": (lambda g, x, w: g.conv(x, x), AttributeError, ["did you mean", "g.conv_fprop"]),
     "nested": (lambda g, x, w: jc.graph(lambda h, y: h.relu(y))(x), Type, ["nested", ".fn(g"]),
-    "result": (lambda g, x, w: (g.relu(x), 1.0), Type, ["not a graph tensor", "float: 1.0"]),
+    "result": (lambda g, x, w: (g.relu(x), 1.0), Type, ["not a graph tensor", "got: 1.0"]),
 }
 
 

@@ -104,14 +104,24 @@ def test_function_without_one_plannable_graph_is_told(plans):
 
 
 def test_wrong_gpus_are_told(plans):
-    for gpus in ("H200", [], ["H300"]):
+    for gpus in (jax.devices("cpu"), [], "H300", 1):
         with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
             jc.plan(relu, X, gpus=gpus)
     with pytest.raises(jc.TargetError, match="did you mean 'H200'"):
         jc.target("H20")
-    with pytest.raises(jc.TargetError, match="two different profiles"):
+    with pytest.raises(jc.TargetError, match="two different GPUs"):
         jc.support(relu, X, gpus=["H200", dataclasses.replace(A100, name="H200")])
     assert plans == []
+
+
+def test_gpus_are_one_or_several_names_profiles_or_devices(plans, monkeypatch):
+    for gpus in ("A100", A100):
+        assert jc.plan(relu, X, gpus=gpus).keys() == {"A100"}
+    devices = jax.devices("cpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    monkeypatch.setattr(support.compat, "is_cuda", lambda device: True)
+    assert jc.support(relu, X, gpus=[*devices, "H200"]).gpus == ("cpu", "H200")
+    assert plans == [("relu", gpu) for gpu in (A100, support.CudaDevice(0), H200)]
 
 
 def test_plans_are_tables_by_gpu(plans):
