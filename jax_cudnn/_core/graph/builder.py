@@ -83,7 +83,7 @@ class GraphBuilder:
         The dtype an intermediate was given by inference is that of an output; inside the graph
         floats have the options' intermediate type (float32), but for what enters a product
         (:func:`intermediate_dtypes`), integers and booleans their own.
-        ``options`` and ``around`` stand for the builder's own: a graph may be finished several
+        ``options`` and ``around`` replace those of the builder: a graph may be finished several
         times.
         """
         names = tuple(dict.fromkeys(tensor.name for tensor in outputs))

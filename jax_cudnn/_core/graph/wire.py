@@ -47,7 +47,7 @@ def stored(tensor: Tensor) -> tuple[Shape, str]:
 
 def wire(spec: GraphSpec) -> GraphSpec:
     """The graph as it is planned and called: with numbers for the booleans at its edge, and with
-    all results that a kernel writes, behind those of ``spec``."""
+    all results that a kernel writes, after those of ``spec``."""
     if "wire" not in spec._cache:
         edge = (*spec.inputs, *spec.outputs)
         sent = spec

@@ -121,7 +121,7 @@ class Interpreter:
             if not go_on:
                 break
             after = self.run(params["body_jaxpr"], [*body_consts, *carry], here, place)
-            # Under vmap some go on while others have what they had.
+            # Under vmap some elements continue while others keep their values.
             stays = test.ndim > place.lead
             carry = self._selected(equation, place, test, carry, after) if stays else after
         return carry

@@ -140,7 +140,7 @@ def _behind_product(spec: GraphSpec, anchors: Sequence[Call], behind: Sequence[C
 
 
 def _epilogue(spec: GraphSpec, sets: CallSets) -> str:
-    """Behind a normalization, which is bound by memory traffic, a further array counts."""
+    """After a normalization, which is bound by memory traffic, an additional array matters."""
     read = {name for i in members(sets.after(sets.anchors)) for _, name in spec.calls[i].inputs}
     largest = max(math.prod(t.shape) for t in spec.tensors)
     arrays = [spec.tensor(name) for name in read.intersection(spec.inputs)]

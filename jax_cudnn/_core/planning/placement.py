@@ -209,13 +209,13 @@ def _split(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str
     segments = search(spec, ask)
     rows = tuple((s.calls, s.leftover, s.reason) for s in segments)
     if len(rows) == 1 and not rows[0][1]:
-        return rows  # one plan, which has an entry of its own
+        return rows  # one plan, which has a separate entry
     stored = cache.put(key, {"segments": rows}, label=f"{spec.label}; {len(rows)} segments")
     return planner.decoded(key, stored, rows_of) or rows
 
 
 def _rows(stored: dict[str, Any], spec: GraphSpec) -> _Rows:
-    """KeyError, TypeError or ValueError for what is no split of the graph."""
+    """KeyError, TypeError or ValueError for what is not a split of the graph."""
     rows = tuple((tuple(c), bool(x), str(r)) for c, x, r in stored["segments"])
     if sorted(call for calls, _, _ in rows for call in calls) != [*range(len(spec.calls))]:
         raise ValueError("the segments are not those of the graph")

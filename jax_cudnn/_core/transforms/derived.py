@@ -30,8 +30,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Derived:
-    """``inputs`` are the sources of ``spec``'s operands, ``results`` those of what is asked for:
-    of an operand, or of a result of ``spec`` (by its name); None is zero."""
+    """``inputs`` are the sources of ``spec``'s operands, ``results`` those of what was requested:
+    an operand, or a result of ``spec`` (by its name); None is zero."""
 
     spec: GraphSpec | None
     inputs: tuple[Source, ...]
@@ -47,7 +47,7 @@ class Derived:
     ) -> Derived:
         """From the keys of operands by their names in the graph, and the results' names.
 
-        What only moves operands before a graph, or results after it, is left to XLA outside; so are
+        What only moves operands before a graph, or results after it, runs in XLA outside; so are
         nodes of the classes ``also`` before it.
         """
         inputs = tuple(Source(operands[name]) for name in (spec.inputs if spec else ()))

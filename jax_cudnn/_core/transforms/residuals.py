@@ -1,4 +1,4 @@
-"""What a forward keeps for its derivatives: the fewest bytes from which they can go on."""
+"""What a forward keeps for its derivatives: the fewest bytes from which they can be computed."""
 
 from __future__ import annotations
 
