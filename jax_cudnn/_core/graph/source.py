@@ -41,7 +41,7 @@ def raised_in(error: BaseException) -> tuple[str, str | None]:
         else:
             below.insert(0, traceback.tb_frame)
         traceback = traceback.tb_next
-    # JAX may have cut its own frames out of the traceback; then the line itself must tell.
+    # JAX may have cut its own frames out of the traceback; then the source line decides.
     written = re.search(r"\b(?:jax|jnp|np|nn|lax|numpy)\.(\w+)\(", line)
     return line, _jax_function(below) or (written[1] if written else None)
 

@@ -1,4 +1,4 @@
-"""From a function and its arguments to what each of its graphs did."""
+"""Runs a function and records how each of its graphs compares with its reference."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def inspected(
 
 
 class _Observer:
-    """Compares each graph that it is shown, and keeps the operands of those to be reported."""
+    """Compares each graph that it receives, and keeps the operands of those to be reported."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
