@@ -223,11 +223,11 @@ def shipped() -> Sites:
 
 def _sites(gpus: Gpus) -> Sites:
     """The profiles and GPUs by name; TargetError for other values, and for two with one name."""
-    one = isinstance(gpus, (str, Profile, Device)) or not isinstance(gpus, Iterable)
-    listed: list[Any] = [gpus] if one else list(gpus)
+    if isinstance(gpus, (str, Profile, Device)) or not isinstance(gpus, Iterable):
+        gpus = [gpus]
     local = [*filter(compat.is_cuda, jax.local_devices())]
     found: Sites = {}
-    for gpu in listed or [None]:
+    for gpu in [*gpus] or [None]:
         if gpu in local:
             name, site = _local(gpu)
         elif isinstance(gpu, (str, Profile)):
