@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterable
 from typing import Any
+
+import jax
+import numpy as np
 
 
 class JaxCudnnError(Exception):
@@ -114,18 +118,29 @@ class JobError(JaxCudnnError, RuntimeError):
 
 
 def shown(value: Any) -> str:
-    """A wrong value as an error states it: at most 200 characters, an array as dtype and shape."""
-    if hasattr(value, "dtype") and hasattr(value, "nbytes"):
-        return f"{value.dtype}{list(value.shape)} array"
-    if isinstance(value, (list, tuple)):
-        text = ", ".join(map(shown, value))
-        return (f"[{text}]" if isinstance(value, list) else f"({text})")[:200]
-    plain = value is None or isinstance(value, (str, int, float))
-    return f"{'' if plain else f'{type(value).__name__}: '}{value!r}"[:200]
+    """A wrong value as an error states it: one line of at most 200 characters, an array as dtype
+    and shape."""
+    with contextlib.suppress(TypeError, ValueError):  # dictionaries whose keys have no order
+        value = jax.tree.map(_brief, value)
+    plain = value is None or isinstance(value, (str, int, float, list, tuple, dict, _Text))
+    return " ".join(f"{'' if plain else f'{type(value).__name__}: '}{value!r}".split())[:200]
+
+
+class _Text(str):
+    __repr__ = str.__str__
+
+
+def _brief(leaf: Any) -> Any:
+    if isinstance(leaf, np.generic):
+        return leaf.item()
+    array = hasattr(leaf, "dtype") and hasattr(leaf, "nbytes")
+    return _Text(f"{leaf.dtype}{list(leaf.shape)} array") if array else leaf
 
 
 def nearest(given: Any, names: Iterable[str], otherwise: str | None = None) -> str | None:
     """What to do about an unknown name: "did you mean 'gelu'?", or ``otherwise``."""
     known = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(given.lower(), known, n=2) if isinstance(given, str) else []
+    part = given.lower() if isinstance(given, str) else ""
+    near = [name for name in known if part and name.startswith(part)][:2]
+    near = near or difflib.get_close_matches(part, known, n=2)
     return f"did you mean {' or '.join(repr(known[n]) for n in near)}?" if near else otherwise

@@ -23,7 +23,7 @@ examples:
 A plan is code for the GPU: import only archives that you trust like a program.
 """
 
-_NEWEST = 20
+_SHOWN = 20
 
 
 def add_parser(commands: Any) -> None:
@@ -45,8 +45,10 @@ def add_parser(commands: Any) -> None:
     def add(name: str, does: str) -> argparse.ArgumentParser:
         return actions.add_parser(name, help=does, description=does, parents=[common])
 
-    listed = add("list", "print digest, size, last use and graph of the newest entries")
-    listed.add_argument("--all", action="store_true", help=f"print all, not {_NEWEST} only")
+    listed = add("list", "print digest, size, last use and graph of the most recently used entries")
+    listed.add_argument(
+        "--all", action="store_true", help=f"print all, not {_SHOWN} only, as --json does"
+    )
     verify = add("verify", "print unusable entries; exit with 1 if there are any")
     verify.add_argument("--delete", action="store_true", help="delete them")
     add("clear", "delete all entries, but no other files")
@@ -98,7 +100,7 @@ def _list(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
     now = time.time()
     lines = [
         f"{entry.digest[:12]}  {_size(entry.size):>8}  {_age(now - entry.used):>8}  {_text(entry)}"
-        for entry in (entries if options.all else entries[:_NEWEST])
+        for entry in (entries if options.all else entries[:_SHOWN])
     ]
     if more := len(entries) - len(lines):
         lines.append(f"{more} more; --all lists them")
@@ -160,8 +162,7 @@ def _entries(count: int) -> str:
 def _text(entry: Entry) -> str:
     if entry.problem:
         return f"({entry.problem})"
-    written = entry.label and not entry.label.startswith("GraphSpec(")  # unreleased ones
-    return _printable(entry.label) if written else "-"
+    return _printable(entry.label) or "-"
 
 
 def _printable(text: str) -> str:

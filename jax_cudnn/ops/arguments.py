@@ -24,7 +24,7 @@ def array(name: str, x: Any, expected: str = "an array") -> jax.Array:
     """An argument as an array; GraphTypeError if it is not an array."""
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise GraphTypeError(f"{name} is not an array", expected=expected, got=shown(x)) from error
 
 
@@ -69,9 +69,9 @@ def number(name: str, value: Any) -> float:
     )
 
 
-def promoted(**operands: Any) -> tuple[jax.Array, jax.Array]:
+def promoted(x: Any, w: Any, names: tuple[str, str] = ("x", "w")) -> tuple[jax.Array, jax.Array]:
     """Two arguments as arrays; floats of different dtypes are promoted."""
-    x, w = (array(name, operand) for name, operand in operands.items())
+    x, w = array(names[0], x), array(names[1], w)
     if x.dtype != w.dtype and {str(x.dtype), str(w.dtype)} <= {*FLOATS}:
         dtype = jnp.result_type(x, w)
         return x.astype(dtype), w.astype(dtype)
@@ -114,17 +114,20 @@ def laid_out(shape: Sequence[int], spec: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_channels(
-    channels: int, of_weights: int, groups: int, spec: lax.ConvDimensionNumbers
+    channels: int, of_weights: int, spec: lax.ConvDimensionNumbers, groups: int | None = None
 ) -> None:
-    """GraphError if the weights are for a different number of channels."""
-    if groups < 1 or of_weights * groups != channels:
+    """GraphError if the weights are for a different number of channels. ``groups`` is None for an
+    operation without groups."""
+    if of_weights * (groups or 1) != channels:
+        given, divided, other = (
+            ("", "", "") if groups is None else (f", groups={groups}", " / groups", ", or groups")
+        )
         raise GraphError(
             "the weights do not fit the image's channels",
-            expected=f"weights for C / groups channels, with C = {channels} from dimension "
+            expected=f"weights for C{divided} channels, with C = {channels} from dimension "
             f"{spec.lhs_spec[1]} of the image",
-            got=f"weights for {of_weights} (their dimension {spec.rhs_spec[1]}), groups={groups}",
-            fix='pass the layout, for example dimension_numbers=("NHWC", "OHWI", "NHWC"), or '
-            "groups",
+            got=f"weights for {of_weights} (their dimension {spec.rhs_spec[1]}){given}",
+            fix='pass the layout, for example dimension_numbers=("NHWC", "OHWI", "NHWC")' + other,
         )
 
 
@@ -134,7 +137,7 @@ def each(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
         values = tuple(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
         values = (value,) * rank
-    values = integers(name, values, 1)
+    values = integers(name, values, 1, value)
     if len(values) != rank:
         raise GraphError(
             f"{name} has the wrong length",
@@ -165,7 +168,9 @@ def pairs(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
             raise TypeError
     except TypeError:
         raise _unknown_padding(padding, rank) from None
-    return tuple((low, high) for low, high in (integers("padding", pair) for pair in found))
+    return tuple(
+        (low, high) for low, high in (integers("padding", pair, 0, padding) for pair in found)
+    )
 
 
 def transposed_pads(

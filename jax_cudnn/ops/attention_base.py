@@ -173,6 +173,7 @@ class Attending(Biased):
     broadcasts_around = NUMBERS_ONLY
     dtypes = FLOATS
     requires = _REQUIRES
+    selecting = (LENGTHS[0], "block_mask")
     rounding = "16-bit weights in the second product; sums, maxima and exponentials in float32"
 
     attn_scale: float = 1.0
@@ -267,8 +268,7 @@ class Attending(Biased):
         return {} if self.score_mod is None else self.score_mod.stretches(tensors)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
-        (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
-        return 2 * b * h * self.band.pairs(s, t) * (d + e)
+        return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
 
     def advice(self, tensors: Mapping[str, Tensor]) -> str:
         said = [advice] if (advice := super().advice(tensors)) else []

@@ -103,8 +103,13 @@ def pad_to_bucket(
         )
     axis %= x.ndim
     size = x.shape[axis]
-    found: Any = of.full(x.shape[0], size, np.int32) if lengths is None else lengths
-    found = of.asarray(found if isinstance(found, np.ndarray) else array("lengths", found))
+    if lengths is None:
+        found = np.full(len(x), size, np.int32)
+    elif hasattr(lengths, "dtype"):
+        found = lengths
+    else:  # Python integers are int64 under x64
+        found = array("lengths", lengths)
+        found = found.astype(np.int32) if found.dtype == np.int64 else found
     if found.shape != x.shape[:1] or found.dtype != np.int32:
         raise GraphError(
             "lengths are not valid",
@@ -112,6 +117,5 @@ def pad_to_bucket(
             got=f"{found.dtype}{list(found.shape)}",
         )
     more = bucket(size, least=least, per_doubling=per_doubling) - size
-    return of.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)]), of.clip(
-        found, 0, size
-    )
+    padded = of.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)])
+    return padded, of.clip(of.asarray(found), 0, size)

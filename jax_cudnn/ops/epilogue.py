@@ -48,7 +48,7 @@ def activation_name(activation: Activation) -> str | None:
             "unknown activation",
             expected=", ".join(map(repr, _ACTIVATIONS)) + ", or the jax.nn function of that name",
             got=shown(activation),
-            fix=nearest(getattr(activation, "__name__", activation), _ACTIVATIONS, other),
+            fix=nearest(activation, _ACTIVATIONS, other),
         )
     return name
 

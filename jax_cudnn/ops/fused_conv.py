@@ -12,7 +12,9 @@ import numpy as np
 from jax import lax
 
 from .._core.errors import GraphError
+from .._core.graph.dims import integers
 from .._core.graph.options import Options
+from .._core.graph.source import user_level
 from .._core.graph.trace import GraphFunction
 from . import epilogue
 from .arguments import (
@@ -123,7 +125,7 @@ def conv(
         ...             dimension_numbers=("NHWC", "OHWI", "NHWC")).shape
         (2, 8, 8, 32)
     """
-    x, w = promoted(x=x, w=w)
+    x, w = promoted(x, w)
     unbatched = x.ndim == w.ndim - 1
     if unbatched:
         dimension_numbers = numbers(x[None], w, dimension_numbers)
@@ -147,8 +149,8 @@ def conv(
 
 
 def groups_of_shapes(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> int:
-    """The number of groups of an operation without ``groups``, with a warning if there are several;
-    for a function that the user calls."""
+    """The number of groups of an operation without ``groups``, with a warning if there are
+    several."""
     spec = numbers(x, w, dimension_numbers)
     channels, of_weights = x.shape[spec.lhs_spec[1]], w.shape[spec.rhs_spec[1]]
     if channels == of_weights or not of_weights or channels % of_weights:
@@ -157,10 +159,10 @@ def groups_of_shapes(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> int:
     if w.shape[spec.rhs_spec[0]] % groups:
         return 1
     warnings.warn(
-        f"jax_cudnn.ops infers {groups} groups from an image of shape {x.shape} and weights of "
-        f"shape {w.shape}. Pass groups={groups} if this is what you want; otherwise check "
+        f"jax_cudnn.ops infers {groups} groups from {channels} image channels and weights for "
+        f"{of_weights}. Pass groups={groups} if this is what you want; otherwise check "
         "dimension_numbers.",
-        stacklevel=3,
+        stacklevel=user_level(),
     )
     return groups
 
@@ -189,7 +191,8 @@ def prepared(
     spec = numbers(x, w, dimension_numbers)
     image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
     rank = image.ndim - 2
-    check_channels(image.shape[1], weight.shape[1], groups, spec)
+    (groups,) = integers("groups", (groups,), 1, groups)
+    check_channels(image.shape[1], weight.shape[1], spec, groups)
     stride, dilate = each("strides", strides, rank), each("dilation", dilation, rank)
     window = [d * (r - 1) + 1 for d, r in zip(dilate, weight.shape[2:], strict=True)]
     padded = pads(padding, image.shape[2:], window, stride)
@@ -248,7 +251,7 @@ def conv_transpose(
         >>> jc.ops.conv_transpose(x, w, strides=2).shape
         (2, 16, 16, 32)
     """
-    x, w = promoted(x=x, w=w)
+    x, w = promoted(x, w)
     if dimension_numbers is None:
         letters = "DHW"[3 - (x.ndim - 2) :] if x.ndim in (3, 4, 5) else ""
         dimension_numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
@@ -261,7 +264,7 @@ def conv_transpose(
     given = [padding] * rank if isinstance(padding, str) else pairs(padding, rank)
     windows = zip(weight.shape[2:], stride, dilate, given, strict=True)
     padded = tuple(transposed_pads(*window) for window in windows)
-    check_channels(image.shape[1], weight.shape[1], 1, spec)
+    check_channels(image.shape[1], weight.shape[1], spec)
     sizes = (
         step * (size - 1) + 1 + sum(pair) - reach * (r - 1)
         for step, size, pair, reach, r in zip(

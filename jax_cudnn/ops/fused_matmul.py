@@ -97,7 +97,7 @@ def matmul(
         >>> jc.ops.matmul(x, w, bias=jnp.ones(32), activation="gelu").shape
         (4, 7, 32)
     """
-    a, b = promoted(a=a, b=b)
+    a, b = promoted(a, b, ("a", "b"))
     if not a.ndim or not b.ndim:
         raise GraphError(
             "matmul does not take scalars",

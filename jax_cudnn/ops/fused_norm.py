@@ -198,7 +198,7 @@ def conv_batch_norm(
         (2, 8, 8, 32)
     """
     training = _python_bool(training)
-    x, w = promoted(x=x, w=w)
+    x, w = promoted(x, w)
     if groups is None:
         groups = groups_of_shapes(x, w, dimension_numbers)
     arguments = {

@@ -177,7 +177,7 @@ def dot_general(
     reason = _result_is_laxs(lhs, rhs, aval)
     if reason is not None:
         return plain(reason)
-    lhs, rhs = promoted(lhs=lhs, rhs=rhs)
+    lhs, rhs = promoted(lhs, rhs, ("lhs", "rhs"))
     both = (lhs, lhs_batch, lhs_contract), (rhs, rhs_batch, rhs_contract)
     groups = ((x, group) for x, *axes in both for group in _groups(x, *axes))
     return merged_or_plain(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import numbers
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError, shown
+from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError, nearest, shown
 from .calls import Method, ports_of, signature, static
 from .contract import check_contract
 from .dims import Shape, integers
@@ -62,13 +61,10 @@ class GraphBuilder:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
-        given = method.lower()
-        near = [name for name in REGISTRY if name.startswith(given)][:3]
-        near = near or difflib.get_close_matches(given, REGISTRY, n=3, cutoff=0.5)
         raise GraphAttributeError(
             f"g has no operation {method!r}",
             expected="an operation of the support table, such as conv_fprop, matmul or relu",
-            fix=f"did you mean {' or '.join(f'g.{m}' for m in near)}?" if near else None,
+            fix=nearest(f"g.{method}", (f"g.{name}" for name in REGISTRY)),
             where=user_line(),
         )
 

@@ -52,6 +52,10 @@ class ByReference(Node):
         return f"XLA runs it, from {self.base.method}'s reference: cuDNN has no operation for it"
 
     @property
+    def selecting(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.selecting
+
+    @property
     def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.base.deterministic
 
@@ -97,6 +101,11 @@ class Tangent(ByReference):
 
     def linear_in(self, port: str) -> bool:
         return port in self.given.values()
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        """Those of ``base``, as the least."""
+        made = {port: shapes[name] for port, name in self.made.items()}
+        return self.base.flops({**shapes, **made})
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         results = inferred(self.base, {port: inputs[port] for port in self.inner})

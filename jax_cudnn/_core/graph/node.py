@@ -88,6 +88,9 @@ class Node(Planned):
     paired: ClassVar[bool] = False
     """Whether forward and derivatives must both run on cuDNN or both in XLA, because one reads what
     the other writes in its own format: a dropout stream, bit masks, statistics."""
+    selecting: ClassVar[tuple[str, ...]] = ()
+    """Ports whose values decide what is computed and read, such as lengths: with one of them, the
+    least work is to write the results."""
     examples: ClassVar[tuple[Example, ...]] = ()
     ports: ClassVar[Dims]
 
@@ -192,7 +195,7 @@ class Node(Planned):
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         """Operations, a multiply-add being two, from the shapes of all ports by name."""
-        return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.results)
+        return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.results if o in shapes)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         """The node's definition in jnp: one array for each of ``results``, before rounding.

@@ -21,6 +21,11 @@ def user_line() -> str:
     return "" if frame is None else _describe(frame, frame.f_lineno)
 
 
+def user_level() -> int:
+    """The ``stacklevel`` of a warning by our caller that points at the user's innermost frame."""
+    return next((level for level, frame in enumerate(_callers()) if _is_users(frame)), 1)
+
+
 def jax_caller() -> str | None:
     """Name of the JAX or NumPy function that the user called to get here, if there is one."""
     inner = []

@@ -93,7 +93,8 @@ def by_xla(spec: GraphSpec, name: str, site: Profile | CudaDevice | None = None)
         _check_determinism(spec, [Segment(spec, calls, True, reason)], name)
     segment = PlannedSegment(spec, calls, None, reason)
     titled, implementation = spec.origin.titled(name), spec.options.implementation or SPLIT
-    plan = Plan(titled, "any GPU", implementation, spec, (segment,), site)
+    gpu = "any GPU" if site is None else _model(site)[0]
+    plan = Plan(titled, gpu, implementation, spec, (segment,), site)
     _tell(plan)
     return plan
 
@@ -210,7 +211,8 @@ def _split(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str
     rows = tuple((s.calls, s.leftover, s.reason) for s in segments)
     if len(rows) == 1 and not rows[0][1]:
         return rows  # one plan, which has a separate entry
-    stored = cache.put(key, {"segments": rows}, label=f"{spec.label}; {len(rows)} segments")
+    count = "1 segment" if len(rows) == 1 else f"{len(rows)} segments"
+    stored = cache.put(key, {"segments": rows}, label=f"{spec.label}; {count}")
     return planner.decoded(key, stored, rows_of) or rows
 
 

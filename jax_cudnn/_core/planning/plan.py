@@ -54,7 +54,7 @@ class Plan:
         spec: the graph.
         segments: its parts, in execution order.
         site: the GPU that it was planned for, a profile or a GPU of this process; None if the
-            plan was read from bytes, or if XLA runs it wherever the program is compiled.
+            plan was read from bytes, or made while lowering a graph that always runs in XLA.
     """
 
     name: str

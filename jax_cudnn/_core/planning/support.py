@@ -225,17 +225,16 @@ def _sites(gpus: Gpus) -> Sites:
     """The profiles and GPUs by name; TargetError for other values, and for two with one name."""
     if isinstance(gpus, (str, Profile, Device)) or not isinstance(gpus, Iterable):
         gpus = [gpus]
-    local = [*filter(compat.is_cuda, jax.local_devices())]
     found: Sites = {}
     for gpu in [*gpus] or [None]:
-        if gpu in local:
-            name, site = _local(gpu)
-        elif isinstance(gpu, (str, Profile)):
+        if isinstance(gpu, (str, Profile)):
             site = profiles.get(gpu) if isinstance(gpu, str) else gpu
             name = site.name
+        elif isinstance(gpu, Device) and compat.is_cuda(gpu) and gpu in jax.local_devices():
+            name, site = _local(gpu)
         else:
             raise TargetError(
-                "gpus is not a list of GPUs",
+                "gpus names no GPU",
                 expected='profiles, their names, or GPUs of this process: gpus=["H200", "A100"]',
                 got=shown(gpus),
                 why=f"shipped profiles: {', '.join(profiles.names())}",
