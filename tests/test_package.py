@@ -23,11 +23,14 @@ def test_import_loads_no_backend_no_cudnn_and_nothing_before_it_is_asked_for():
         assert not xla_bridge._backends
         loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
         assert not loaded & {"cudnn", "flax", "torch", "triton", "nvidia", "matplotlib"}, loaded
-        import jax_cudnn as jc
+        jc = jax_cudnn
         from jax_cudnn._core import later
         assert not {f"jax_cudnn.{home}" for home in later.HOMES.values()} & {*sys.modules}
         assert all(getattr(jc, name).__name__ == name for name in later.HOMES)
         assert not hasattr(jc, "nothing")
+        relu = jc.graph(lambda g, x: g.relu(x), implementation="xla")
+        jc.plan(relu, jax.ShapeDtypeStruct((8,), "float32"), gpus=["H200"])
+        assert not xla_bridge.backends_are_initialized()
     """)
 
 
@@ -46,10 +49,8 @@ def test_public_names_alone_are_shown():
         assert not any(name.startswith("_") for name in dir(room))
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("cudnn") is None, reason="nvidia-cudnn-frontend is not installed"
-)
 def test_a_missing_or_too_old_frontend_is_named(monkeypatch):
+    pytest.importorskip("cudnn")
     from jax_cudnn._core.planning import frontend
 
     with monkeypatch.context() as patch:

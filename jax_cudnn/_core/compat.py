@@ -80,7 +80,7 @@ def checkify_nans(primitive: Primitive, title: Callable[..., str]) -> None:
     float_checks), and name the application by ``title(**params)``.
 
     What it cannot see, because a graph is one operation: a NaN inside that reaches no result, a
-    division by zero inside (div_checks) whose result is no NaN, an index out of bounds inside
+    division by zero inside (div_checks) whose result is not NaN, an index out of bounds inside
     (index_checks), and infinities, for which checkify has no check.
 
     To be called before an equation of the primitive is made, and not when the package is imported:

@@ -11,7 +11,7 @@ from ..deviceless.profiles import Profile, get, names
 from . import compat
 from .compat import Device
 from .cuda import CudaDevice
-from .errors import TargetError
+from .errors import TargetError, shown
 from .user_context import TARGET
 
 
@@ -37,7 +37,7 @@ def target(gpu: str | Profile | None) -> Any:
         raise TargetError(
             "jax_cudnn.target got something that is not a GPU",
             expected="the name of a profile, a jax_cudnn.Profile, or None",
-            got=f"{type(gpu).__name__}: {gpu!r}"[:200],
+            got=shown(gpu),
         )
     return TARGET.entered(get(gpu) if isinstance(gpu, str) else gpu)
 
@@ -81,5 +81,5 @@ def site(devices: Sequence[Device], name: str) -> Profile | CudaDevice:
 _NAME_A_TARGET = (
     "with jax_cudnn.target(NAME): ...   NAME is one of "
     + ", ".join(names())
-    + ", or your own jax_cudnn.Profile"
+    + ', or your own jax_cudnn.Profile. jax_cudnn.plan and plans also take gpus=["H200"]'
 )

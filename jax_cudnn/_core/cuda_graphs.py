@@ -118,11 +118,11 @@ _one_at_a_time = threading.Lock()
 
 
 def _call_site(plan: ExecutionPlan, name: str) -> int:
-    with _one_at_a_time:  # else two threads would make one each, and both are kept for ever
+    with _one_at_a_time:  # else two threads would make one each, and both are kept
         return _new_call_site(plan, name)
 
 
-@functools.cache  # for ever, as the CUDA graphs may live that use its kernels
+@functools.cache  # never freed: CUDA graphs that use its kernels may exist
 def _new_call_site(plan: ExecutionPlan, name: str) -> int:
     given = plan.attributes(name)
     bindings, scalars, fills = (

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
 
 class JaxCudnnError(Exception):
     """Base of every error this package raises on purpose.
@@ -111,3 +119,32 @@ class PlanningWorkerError(PlanningError):
 
 class JobError(JaxCudnnError, RuntimeError):
     """The processes of a jax.distributed job did not agree on a plan in time."""
+
+
+def shown(value: Any) -> str:
+    """A wrong value as an error states it: one line of at most 200 characters, an array as dtype
+    and shape."""
+    with contextlib.suppress(TypeError, ValueError):  # dictionaries whose keys have no order
+        value = jax.tree.map(_brief, value)
+    plain = value is None or isinstance(value, (str, int, float, list, tuple, dict, _Text))
+    return " ".join(f"{'' if plain else f'{type(value).__name__}: '}{value!r}".split())[:200]
+
+
+class _Text(str):
+    __repr__ = str.__str__
+
+
+def _brief(leaf: Any) -> Any:
+    if isinstance(leaf, np.generic):
+        return leaf.item()
+    array = hasattr(leaf, "dtype") and hasattr(leaf, "nbytes")
+    return _Text(f"{leaf.dtype}{list(leaf.shape)} array") if array else leaf
+
+
+def nearest(given: Any, names: Iterable[str], otherwise: str | None = None) -> str | None:
+    """What to do about an unknown name: "did you mean 'gelu'?", or ``otherwise``."""
+    known = {name.lower(): name for name in names}
+    part = given.lower() if isinstance(given, str) else ""
+    near = [name for name in known if part and name.startswith(part)][:2]
+    near = near or difflib.get_close_matches(part, known, n=2)
+    return f"did you mean {' or '.join(repr(known[n]) for n in near)}?" if near else otherwise

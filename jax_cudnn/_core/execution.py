@@ -13,7 +13,7 @@ from jax.core import Tracer
 from . import compat, ffi, lowering
 from .compat import Device
 from .cuda import CudaDevice
-from .errors import GraphError, GraphTypeError, TargetError
+from .errors import GraphError, GraphTypeError, TargetError, shown
 from .graph import layout
 from .graph.bounds import bounded
 from .graph.spec import GraphSpec, Tensor
@@ -85,7 +85,7 @@ def gpu_for(
         raise GraphTypeError(
             f"{plan.name}: device is not a jax.Device",
             expected="one of jax.devices()",
-            got=f"{type(device).__name__}: {device!r}"[:200],
+            got=shown(device),
             fix='device=jax.devices("cuda")[0]',
         )
     if device is None:
@@ -158,7 +158,7 @@ def _pairs(plan: Plan, in_place: InPlace) -> tuple[tuple[int, int], ...]:
         raise GraphTypeError(
             f"{plan.name}: in_place is not a dictionary",
             expected='results and the operands whose memory they reuse: {0: 0}, or {"y": "x"}',
-            got=f"{type(in_place).__name__}: {in_place!r}"[:200],
+            got=shown(in_place),
         )
     if not in_place:
         return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import GraphError
+from .errors import GraphError, nearest, shown
 from .user_context import UserContext
 
 CUDNN, SPLIT, XLA = IMPLEMENTATIONS = ("cudnn", "split", "xla")
@@ -48,6 +48,7 @@ def checked(name: Any) -> str:
         raise GraphError(
             "unknown implementation",
             expected=", ".join(map(repr, IMPLEMENTATIONS)),
-            got=repr(name)[:200],
+            got=shown(name),
+            fix=nearest(name, IMPLEMENTATIONS),
         )
     return name

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from .errors import GraphError, GraphTypeError
+from .errors import GraphError, GraphTypeError, shown
 
 _UNCHANGED: Any = ...  # None means something: no cache on disk
 
@@ -84,7 +84,7 @@ def _folder(path: str | os.PathLike[str]) -> Path:
         raise GraphTypeError(
             "plan_cache is not a folder",
             expected="a path, or None for plans in memory only",
-            got=f"{type(path).__name__}: {path!r}"[:200],
+            got=shown(path),
         )
     try:
         if not text or "\0" in text:
@@ -103,7 +103,7 @@ def _positive(name: str, value: Any, kind: Any) -> Any:
         raise GraphTypeError(
             f"{name} is not valid",
             expected="a whole number" if kind is Integral else "a number",
-            got=f"{type(value).__name__}: {value!r}"[:200],
+            got=shown(value),
         )
     if not 0 < value < math.inf:
         raise GraphError(f"{name} is not valid", expected="more than 0", got=f"{name}={value!r}")

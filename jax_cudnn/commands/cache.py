@@ -23,6 +23,8 @@ examples:
 A plan is code for the GPU: import only archives that you trust like a program.
 """
 
+_SHOWN = 20
+
 
 def add_parser(commands: Any) -> None:
     """Adds the command to the subparsers of ``python -m jax_cudnn``."""
@@ -43,7 +45,10 @@ def add_parser(commands: Any) -> None:
     def add(name: str, does: str) -> argparse.ArgumentParser:
         return actions.add_parser(name, help=does, description=does, parents=[common])
 
-    add("list", "print each entry's digest, size, last use and graph")
+    listed = add("list", "print digest, size, last use and graph of the most recently used entries")
+    listed.add_argument(
+        "--all", action="store_true", help=f"print all, not {_SHOWN} only, as --json does"
+    )
     verify = add("verify", "print unusable entries; exit with 1 if there are any")
     verify.add_argument("--delete", action="store_true", help="delete them")
     add("clear", "delete all entries, but no other files")
@@ -95,8 +100,10 @@ def _list(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
     now = time.time()
     lines = [
         f"{entry.digest[:12]}  {_size(entry.size):>8}  {_age(now - entry.used):>8}  {_text(entry)}"
-        for entry in entries
+        for entry in (entries if options.all else entries[:_SHOWN])
     ]
+    if more := len(entries) - len(lines):
+        lines.append(f"{more} more; --all lists them")
     head = f"{'digest':12}  {'size':>8}  {'last use':>8}  operations: operands -> results; plan"
     total = f"{_entries(len(entries))}, {_size(size)} of {_size(cache.limit)}, in {cache.folder}"
     return 0, facts, "\n".join((head, *lines, total))
@@ -153,7 +160,9 @@ def _entries(count: int) -> str:
 
 
 def _text(entry: Entry) -> str:
-    return f"({entry.problem})" if entry.problem else _printable(entry.label)
+    if entry.problem:
+        return f"({entry.problem})"
+    return _printable(entry.label) or "-"
 
 
 def _printable(text: str) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 from pathlib import Path
 from typing import Any
 
-from jax_cudnn._core.errors import TargetError
+from jax_cudnn._core.errors import TargetError, nearest
 
 _FOLDER = Path(__file__).parent / "profiles"
 
@@ -98,13 +97,8 @@ def get(name: str) -> Profile:
             expected=f"one of {', '.join(names())}",
             got=repr(name),
             why="planning without a GPU needs a profile of it, and none is shipped for this one",
-            fix=" ".join(filter(None, [_nearest(name), _HOW_TO_READ])),
+            fix=" Else, ".join(filter(None, [nearest(name, names()), _HOW_TO_READ])),
         ) from None
-
-
-def _nearest(name: object) -> str:
-    near = difflib.get_close_matches(str(name).upper(), names(), 1)
-    return f"did you mean {near[0]!r}? Else," if near else ""
 
 
 def shipped() -> tuple[Profile, ...]:

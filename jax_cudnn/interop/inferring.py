@@ -68,7 +68,7 @@ class Inferring(GraphBuilder):
             self._put(replace(self._tensors[name], shape=shape, dtype=dtype))
 
     def _inputs_of(self, call: Call) -> dict[str, Tensor]:
-        """The tensors at the input ports, with constants in a dtype that suits the rest."""
+        """The tensors at the input ports, with constants in a dtype that fits the rest."""
         inputs = {port: self._tensors[name] for port, name in call.inputs}
         arrays = [tensor.dtype for tensor in inputs.values() if tensor.value is None]
         wide = wide_dtype(*(t for t in inputs.values() if t.value is None)).name

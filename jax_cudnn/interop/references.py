@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import numbers
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, nearest
 from .._core.graph.source import user_line
 from .tensors import NamedTensor
 
@@ -130,12 +129,11 @@ class References:
             if isinstance(reference, (str, numbers.Integral))
             else f"a {type(reference).__name__}"
         )
-        near = difflib.get_close_matches(str(reference), known, n=2, cutoff=0.5)
         return GraphError(
             f"the graph has no tensor {got!r}",
             expected=f"one of {', '.join(known)}; a uid, a tensor of this graph, or an array that "
             "was passed while building it",
-            fix=f"did you mean {' or '.join(map(repr, near))}?" if near else None,
+            fix=nearest(reference, known),
             where=user_line(),
         )
 

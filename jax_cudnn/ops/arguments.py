@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphError, GraphTypeError, nearest, shown
 from .._core.graph.dims import integers
 from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS, canonical
 from .._core.graph.options import Options, normal_precision
@@ -20,14 +20,12 @@ from .._core.graph.trace import GraphFunction
 Padding = str | int | Sequence[int | tuple[int, int]]
 
 
-def array(name: str, x: Any, expected: str) -> jax.Array:
+def array(name: str, x: Any, expected: str = "an array") -> jax.Array:
     """An argument as an array; GraphTypeError if it is not an array."""
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise GraphTypeError(
-            f"{name} is not an array", expected=expected, got=f"{type(x).__name__}: {x!r}"[:200]
-        ) from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise GraphTypeError(f"{name} is not an array", expected=expected, got=shown(x)) from error
 
 
 def floating(name: str, x: Any) -> jax.Array:
@@ -52,7 +50,7 @@ def flags(**given: Any) -> list[bool]:
             raise GraphTypeError(
                 f"{name} is not a Python bool",
                 expected="True or False",
-                got=f"{type(value).__name__}: {value!r}"[:200],
+                got=shown(value),
                 why="it is static: it selects the program to compile",
                 fix=f"pass a Python bool; under jax.jit use static_argnames={name!r}",
             ) from error
@@ -66,14 +64,14 @@ def number(name: str, value: Any) -> float:
     raise GraphTypeError(
         f"{name} is not a Python scalar",
         expected="a Python or NumPy scalar: it is static, a part of the plan",
-        got=f"{type(value).__name__}: {value!r}"[:200],
+        got=shown(value),
         fix=f"multiply the query by the array, or under jax.jit list {name} in static_argnames",
     )
 
 
-def promoted(x: Any, w: Any) -> tuple[jax.Array, jax.Array]:
-    """Both as arrays; floats of different dtypes are promoted."""
-    x, w = jnp.asarray(x), jnp.asarray(w)
+def promoted(x: Any, w: Any, names: tuple[str, str] = ("x", "w")) -> tuple[jax.Array, jax.Array]:
+    """Two arguments as arrays; floats of different dtypes are promoted."""
+    x, w = array(names[0], x), array(names[1], w)
     if x.dtype != w.dtype and {str(x.dtype), str(w.dtype)} <= {*FLOATS}:
         dtype = jnp.result_type(x, w)
         return x.astype(dtype), w.astype(dtype)
@@ -95,7 +93,7 @@ def numbers(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> lax.ConvDimen
         raise GraphError(
             "dimension_numbers is not valid",
             expected='for example ("NHWC", "HWIO", "NHWC"), with the rank of the arrays',
-            got=repr(dimension_numbers),
+            got=shown(dimension_numbers),
             why=str(error),
         ) from None
 
@@ -116,17 +114,20 @@ def laid_out(shape: Sequence[int], spec: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_channels(
-    channels: int, of_weights: int, groups: int, spec: lax.ConvDimensionNumbers
+    channels: int, of_weights: int, spec: lax.ConvDimensionNumbers, groups: int | None = None
 ) -> None:
-    """GraphError if the weights are for a different number of channels."""
-    if groups < 1 or of_weights * groups != channels:
+    """GraphError if the weights are for a different number of channels. ``groups`` is None for an
+    operation without groups."""
+    if of_weights * (groups or 1) != channels:
+        given, divided, other = (
+            ("", "", "") if groups is None else (f", groups={groups}", " / groups", ", or groups")
+        )
         raise GraphError(
             "the weights do not fit the image's channels",
-            expected=f"weights for C / groups channels, with C = {channels} from dimension "
+            expected=f"weights for C{divided} channels, with C = {channels} from dimension "
             f"{spec.lhs_spec[1]} of the image",
-            got=f"weights for {of_weights} (their dimension {spec.rhs_spec[1]}), groups={groups}",
-            fix='pass the layout, for example dimension_numbers=("NHWC", "OHWI", "NHWC"), or '
-            "groups",
+            got=f"weights for {of_weights} (their dimension {spec.rhs_spec[1]}){given}",
+            fix='pass the layout, for example dimension_numbers=("NHWC", "OHWI", "NHWC")' + other,
         )
 
 
@@ -136,12 +137,12 @@ def each(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
         values = tuple(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
         values = (value,) * rank
-    values = integers(name, values, 1)
+    values = integers(name, values, 1, value)
     if len(values) != rank:
         raise GraphError(
             f"{name} has the wrong length",
             expected=f"one integer, or {rank} of them",
-            got=f"{name}={value!r}",
+            got=f"{name}={shown(value)}",
         )
     return values
 
@@ -151,7 +152,7 @@ def pads(
 ) -> tuple[tuple[int, int], ...]:
     """(low, high) for each spatial dimension."""
     if isinstance(padding, str):
-        if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
+        if padding.upper() not in _PADDINGS:
             raise _unknown_padding(padding)
         found = lax.padtype_to_pads(sizes, window, strides, padding.upper())
         return tuple((low, high) for low, high in (integers("padding", pair) for pair in found))
@@ -167,7 +168,9 @@ def pairs(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
             raise TypeError
     except TypeError:
         raise _unknown_padding(padding, rank) from None
-    return tuple((low, high) for low, high in (integers("padding", pair) for pair in found))
+    return tuple(
+        (low, high) for low, high in (integers("padding", pair, 0, padding) for pair in found)
+    )
 
 
 def transposed_pads(
@@ -184,11 +187,7 @@ def transposed_pads(
         total = reach + stride - 1
         low = reach if stride > reach else (total + 1) // 2
         return low, total - low
-    raise GraphError(
-        "padding is not valid",
-        expected="'SAME', 'VALID', an integer, or (low, high) for each spatial dimension",
-        got=f"padding={padding!r}",
-    )
+    raise _unknown_padding(padding, names=("SAME", "VALID"))
 
 
 def out_dtype(x: jax.Array, w: jax.Array, preferred: Any, epilogue: bool = False) -> str:
@@ -230,10 +229,16 @@ def chosen(
     return function.with_options(**changes) if changes else function
 
 
-def _unknown_padding(padding: Any, rank: int | None = None) -> GraphError:
+_PADDINGS = ("SAME", "SAME_LOWER", "VALID")
+
+
+def _unknown_padding(
+    padding: Any, rank: int | None = None, names: Sequence[str] = _PADDINGS
+) -> GraphError:
     spatial = "each spatial dimension" if rank is None else f"each of {rank} spatial dimensions"
     return GraphError(
         "padding is not valid",
-        expected=f"'SAME', 'SAME_LOWER', 'VALID', an integer, or (low, high) for {spatial}",
-        got=f"padding={padding!r}",
+        expected=f"{', '.join(map(repr, names))}, an integer, or (low, high) for {spatial}",
+        got=f"padding={shown(padding)}",
+        fix=nearest(padding, names),
     )

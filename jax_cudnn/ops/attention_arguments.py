@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import wide_dtype
 from . import attention_extras as extras
+from .arguments import array
 from .attention_operands import Aval
 
 
@@ -62,7 +63,7 @@ def _rate(rate: Any) -> float | None:
         raise GraphError(
             "dropout_rate is not valid",
             expected="a Python scalar, at least 0 and below 1",
-            got=repr(rate)[:200],
+            got=shown(rate),
             why="it is static; under jax.jit list it in static_argnames",
         )
     return float(rate) or None
@@ -77,7 +78,7 @@ def _seed(key: Any) -> jax.Array:
             got="dropout_rng=None",
             fix="pass dropout_rng, or omit dropout_rate outside of training",
         )
-    key = jnp.asarray(key)
+    key = array("dropout_rng", key, "a jax.random key")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
         data = jax.random.key_data(key)
         key = data if data.size == 2 else jax.random.bits(key, (2,), jnp.uint32)
@@ -91,7 +92,7 @@ def _seed(key: Any) -> jax.Array:
 
 
 def _sink(sink: Any, query: Aval) -> jax.Array:
-    sink, heads = jnp.asarray(sink), query.shape[2]
+    sink, heads = array("sink", sink), query.shape[2]
     if sink.shape != (heads,) or not jnp.issubdtype(sink.dtype, jnp.floating):
         raise GraphError(
             "sink is not valid",
@@ -102,7 +103,7 @@ def _sink(sink: Any, query: Aval) -> jax.Array:
 
 
 def _tiles(mask: Any, query: Aval, key: Aval) -> jax.Array:
-    mask = jnp.asarray(mask)
+    mask = array("block_mask", mask)
     b, n = query.shape[0], query.shape[2]
     wanted = b, n, *extras.tiles(query.shape[1], key.shape[1])
     fits = mask.ndim == 4 and mask.shape[2:] == wanted[2:]

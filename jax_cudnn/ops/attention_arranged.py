@@ -10,7 +10,7 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node, OtherForm, frozen
-from .attention_base import Attending, wrong_dtypes
+from .attention_base import LENGTHS, Attending, wrong_dtypes
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -36,6 +36,7 @@ class Arranged(Node):
     writes_all = True
     broadcasts_around = NUMBERS_ONLY
     dtypes = FLOATS
+    selecting = LENGTHS[:1]
     rounding = Attending.rounding
 
     def __init_subclass__(cls, **keywords: Any) -> None:

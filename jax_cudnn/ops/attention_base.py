@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node, frozen
@@ -55,7 +55,7 @@ def _bound(name: str, value: Any, least: int) -> int | None:
         raise GraphError(
             f"{name} is not valid",
             expected=f"an integer of at least {least}, or None",
-            got=repr(value)[:200],
+            got=shown(value),
         )
     return int(value)
 
@@ -173,6 +173,7 @@ class Attending(Biased):
     broadcasts_around = NUMBERS_ONLY
     dtypes = FLOATS
     requires = _REQUIRES
+    selecting = (LENGTHS[0], "block_mask")
     rounding = "16-bit weights in the second product; sums, maxima and exponentials in float32"
 
     attn_scale: float = 1.0
@@ -267,8 +268,7 @@ class Attending(Biased):
         return {} if self.score_mod is None else self.score_mod.stretches(tensors)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
-        (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
-        return 2 * b * h * s * t * (d + e)
+        return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
 
     def advice(self, tensors: Mapping[str, Tensor]) -> str:
         said = [advice] if (advice := super().advice(tensors)) else []

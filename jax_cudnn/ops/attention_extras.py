@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import wide_dtype
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def probability(value: Any) -> float | None:
         raise GraphError(
             "dropout_probability is not valid",
             expected="a Python scalar between 0 and 1, or None",
-            got=repr(value)[:200],
+            got=shown(value),
         )
     return float(value)
 

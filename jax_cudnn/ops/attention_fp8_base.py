@@ -43,6 +43,7 @@ class Scaled(Node):
     writes_all = True
     broadcasts_around = NUMBERS_ONLY
     dtypes = FP8
+    selecting = LENGTHS[:1]
     of_all_examples = (
         "Amax_S", "Amax_O", "amax_dQ", "amax_dK", "amax_dV", "amax_dP",
     )  # fmt: skip
@@ -100,8 +101,7 @@ class Scaled(Node):
         return read_again(self.results, tensors, graph)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
-        (b, h, s, d), (*_, t, e) = shapes["q"], shapes["v"]
-        return 2 * b * h * s * t * (d + e)
+        return self.band.flops(shapes["q"], shapes["v"], "dO" in shapes)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         """Into the batch, if all batch elements share the scales."""

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import wide_dtype
-from .arguments import floating
+from .arguments import array, floating
 from .attention_reference import Band
 from .score_mod import ScoreMod, check_function
 
@@ -94,7 +94,7 @@ def window_bounds(window: Any) -> tuple[int | None, int | None]:
         raise GraphError(
             "local_window_size is not valid",
             expected="two integers (left, right) of at least 0, or one for both",
-            got=repr(window)[:200],
+            got=shown(window),
         )
     return int(both[0]) + 1, int(both[1])
 
@@ -111,7 +111,7 @@ def lengths_of(
         ("key_value_seq_lengths", keys, key),
     ):
         batch = of.shape[0]
-        given = jnp.full(batch, of.shape[1], jnp.int32) if given is None else jnp.asarray(given)
+        given = jnp.full(batch, of.shape[1], jnp.int32) if given is None else array(name, given)
         if given.shape != (batch,) or given.dtype != jnp.int32:
             raise GraphError(
                 f"{name} is not valid",
@@ -193,7 +193,7 @@ def modification(
             raise GraphTypeError(
                 f"score_mod_operands[{i}] is not a real-valued array",
                 expected="an array of floats, integers or booleans",
-                got=repr(given)[:200],
+                got=shown(given),
             )
         if x.dtype == jnp.bool_:
             truths.append(i)
@@ -214,7 +214,7 @@ def _scores(query: Aval, key: Aval) -> tuple[int, ...]:
 
 def broadcasting(name: str, x: Any, query: Aval, key: Aval) -> jax.Array:
     """An array with rank 4; GraphError if it does not broadcast to the scores."""
-    x, scores = jnp.asarray(x), _scores(query, key)
+    x, scores = array(name, x), _scores(query, key)
     shape = (*(1,) * (4 - x.ndim), *x.shape)
     if not _fits(shape, scores):
         per_batch = x.ndim == 3 and _fits((x.shape[0], 1, *x.shape[1:]), scores)

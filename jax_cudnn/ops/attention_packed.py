@@ -137,10 +137,6 @@ class _Packed(Biased, Arranged):
     def packing(self, precision: Any) -> Packing:
         return Packing(self.base.attention(precision), *self.limits)
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        (t, h, d), (*_, e) = shapes["q"], shapes["v"]
-        return 2 * t * h * self.max_seq_len_kv * (d + e)
-
 
 @frozen
 class PackedSdpaBackward(_Packed):

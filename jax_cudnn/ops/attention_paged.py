@@ -103,11 +103,6 @@ class PagedSdpa(Arranged):
         most = tensors["page_table_k"].get_dim()[2] * tensors["k"].get_dim()[2]
         return self.base.emit(pygraph, named, {**common, "paged_attention_max_seq_len_kv": most})
 
-    def flops(self, shapes: Mapping[str, Shape]) -> int:
-        (b, s, h, d), v = self._queries(shapes["q"]), shapes["v"]
-        keys = shapes["page_table_k"][2] * v[2 if self.heads_first else 1]
-        return 2 * b * h * s * keys * (d + v[3])
-
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:

@@ -101,7 +101,7 @@ class _Qkv(Biased, Arranged):
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         b, s, _, d = shapes["qkv"]
-        return 4 * b * self.heads * s * s * d
+        return self.base.band.flops((b, self.heads, s, d), (b, 1, s, d), "dO" in shapes)
 
 
 @frozen

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core.graph.dtypes import wide_dtype
 from . import attention_extras as extras
 
 if TYPE_CHECKING:
+    from .._core.graph.dims import Shape
     from .score_mod import ScoreMod
 
 _SCORES = 2**24  # scores in memory at a time, 64 MiB of float32
@@ -39,7 +41,7 @@ class Band:
     right: int | None = None
     bottom_right: bool = False
 
-    def at(self, i: jax.Array, more_keys: Any) -> jax.Array:
+    def at(self, i: Any, more_keys: Any) -> Any:
         """Positions of queries ``i`` among the keys; ``more_keys`` is keys minus queries."""
         return i + more_keys if self.bottom_right else i
 
@@ -49,6 +51,20 @@ class Band:
         if self.left is not None:
             seen &= j > at - self.left
         return seen if self.right is None else seen & (j <= at + self.right)
+
+    def flops(self, q: Shape, v: Shape, backward: bool) -> int:
+        """Operations of attention with q (B, H, Sq, D) and v (B, N, Skv, E), without lengths: two
+        products of the scores in the band, and in the backward pass five, of which three have D."""
+        (b, h, s, d), (*_, t, e) = q, v
+        sizes = 3 * d + 2 * e if backward else d + e
+        return 2 * b * h * self._pairs(s, t) * sizes
+
+    def _pairs(self, queries: int, keys: int) -> int:
+        """How many pairs of a query and a key see each other."""
+        at = self.at(np.arange(queries), keys - queries)
+        first = 0 if self.left is None else np.clip(at - self.left + 1, 0, keys)
+        last = keys if self.right is None else np.clip(at + self.right + 1, 0, keys)
+        return int(np.maximum(np.broadcast_to(last - first, at.shape), 0).sum())
 
 
 @dataclass(frozen=True)

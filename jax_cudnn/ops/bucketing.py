@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, shown
+from .arguments import array
 
 
 def bucket(length: int, *, least: int = 128, per_doubling: int = 4) -> int:
@@ -42,7 +43,7 @@ def bucket(length: int, *, least: int = 128, per_doubling: int = 4) -> int:
             raise GraphError(
                 f"{name} is not valid",
                 expected=f"a Python integer of at least {lowest}",
-                got=repr(value)[:200],
+                got=shown(value),
                 why="shapes are static",
             )
     if least % per_doubling:
@@ -92,8 +93,8 @@ def pad_to_bucket(
         >>> tokens.shape, lengths.tolist()
         ((2, 320, 8, 64), [300, 300])
     """
-    array: Any = np if isinstance(x, np.ndarray) else jnp
-    x = array.asarray(x)
+    of: Any = np if isinstance(x, np.ndarray) else jnp
+    x = x if of is np else array("x", x)
     if not -x.ndim <= axis < x.ndim or axis % max(x.ndim, 1) == 0:
         raise GraphError(
             "axis is not valid",
@@ -102,8 +103,13 @@ def pad_to_bucket(
         )
     axis %= x.ndim
     size = x.shape[axis]
-    found: Any = array.full(x.shape[0], size, np.int32) if lengths is None else lengths
-    found = array.asarray(found)
+    if lengths is None:
+        found = np.full(len(x), size, np.int32)
+    elif hasattr(lengths, "dtype"):
+        found = lengths
+    else:  # Python integers are int64 under x64
+        found = array("lengths", lengths)
+        found = found.astype(np.int32) if found.dtype == np.int64 else found
     if found.shape != x.shape[:1] or found.dtype != np.int32:
         raise GraphError(
             "lengths are not valid",
@@ -111,6 +117,5 @@ def pad_to_bucket(
             got=f"{found.dtype}{list(found.shape)}",
         )
     more = bucket(size, least=least, per_doubling=per_doubling) - size
-    return array.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)]), array.clip(
-        found, 0, size
-    )
+    padded = of.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)])
+    return padded, of.clip(of.asarray(found), 0, size)

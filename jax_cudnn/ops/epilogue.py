@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, nearest, shown
 from .._core.graph.reference import rounded
+from .arguments import array
 
 Activation = str | Callable[..., Any] | None
 
@@ -43,15 +43,12 @@ def activation_name(activation: Activation) -> str | None:
     listed = not isinstance(activation, str) and callable(activation)
     name = _FUNCTIONS.get(activation, _gelu(activation)) if listed else None
     if name is None:
-        given = getattr(activation, "__name__", str(activation)).lower()
-        near = difflib.get_close_matches(given, _ACTIVATIONS, n=2)
+        other = "apply another activation to the result, or write the graph with jax_cudnn.graph"
         raise GraphError(
             "unknown activation",
             expected=", ".join(map(repr, _ACTIVATIONS)) + ", or the jax.nn function of that name",
-            got=repr(activation),
-            fix=f"did you mean {' or '.join(map(repr, near))}?"
-            if near
-            else "apply another activation to the result, or write the graph with jax_cudnn.graph",
+            got=shown(activation),
+            fix=nearest(activation, _ACTIVATIONS, other),
         )
     return name
 
@@ -132,7 +129,7 @@ def like_result(residual: Any, shape: tuple[int, ...]) -> Any:
     """A residual; GraphError unless it has the shape of the result."""
     if residual is None:
         return None
-    residual = jax.numpy.asarray(residual)
+    residual = array("residual", residual)
     if residual.shape != tuple(shape):
         raise GraphError(
             "residual does not fit",
@@ -147,7 +144,7 @@ def per_feature(name: str, value: Any, features: int, rank: int, axis: int) -> A
     """A bias or scale at the graph's rank: (features,) along ``axis``, or a scalar."""
     if value is None or isinstance(value, (int, float)):
         return value
-    value = jax.numpy.asarray(value)
+    value = array(name, value, "an array or a scalar")
     if value.shape not in ((), (features,)):
         raise GraphError(
             f"{name} does not fit",

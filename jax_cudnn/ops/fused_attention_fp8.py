@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphTypeError
+from .._core.errors import GraphTypeError, shown
 from .._core.graph.dims import packed_strides
 from .._core.graph.options import Options
 from .._core.graph.reference import rounded
@@ -181,7 +181,7 @@ def dot_product_attention_fp8(
         raise GraphTypeError(
             "scaling is not valid",
             expected="a DelayedScaling, or None for current scaling",
-            got=f"{type(scaling).__name__}: {scaling!r}"[:200],
+            got=shown(scaling),
         )
     is_causal, bottom_right = flags(is_causal=is_causal, bottom_right=bottom_right)
     rank = floating("query", query).ndim

@@ -13,7 +13,9 @@ from jax import lax
 from jax.core import max_dim
 
 from .._core.errors import GraphError
+from .._core.graph.dims import integers
 from .._core.graph.options import Options
+from .._core.graph.source import user_level
 from .._core.graph.trace import GraphFunction
 from . import epilogue
 from .arguments import (
@@ -107,7 +109,7 @@ def conv(
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
     Element types: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8; accumulated in
-    float32 (int8: int32). The epilogue computes in float32 and rounds once.
+    float32 (int8: int32). The epilogue computes in float32 and rounds once. float64 runs in XLA.
 
     Raises:
         GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
@@ -130,14 +132,7 @@ def conv(
         dimension_numbers = numbers(x[None], w, dimension_numbers)
         x = jnp.expand_dims(x, dimension_numbers.lhs_spec[0])
     if groups is None:
-        groups = _groups_of_shapes(x, w, dimension_numbers)
-        if groups > 1:
-            warnings.warn(
-                f"jax_cudnn.ops.conv infers {groups} groups from an image of shape {x.shape} and "
-                f"weights of shape {w.shape}. Pass groups={groups} if this is what you want; "
-                "otherwise check dimension_numbers.",
-                stacklevel=2,
-            )
+        groups = groups_of_shapes(x, w, dimension_numbers)
     image, weight, shape, spec, windows = prepared(
         x, w, strides, padding, dilation, groups, dimension_numbers
     )
@@ -152,13 +147,23 @@ def conv(
     return y.squeeze(spec.out_spec[0]) if unbatched else y
 
 
-def _groups_of_shapes(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> int:
+def groups_of_shapes(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> int:
+    """The number of groups of an operation without ``groups``, with a warning if there are
+    several."""
     spec = numbers(x, w, dimension_numbers)
     channels, of_weights = x.shape[spec.lhs_spec[1]], w.shape[spec.rhs_spec[1]]
     if channels == of_weights or not of_weights or channels % of_weights:
         return 1
     groups = channels // of_weights
-    return 1 if w.shape[spec.rhs_spec[0]] % groups else groups
+    if w.shape[spec.rhs_spec[0]] % groups:
+        return 1
+    warnings.warn(
+        f"jax_cudnn.ops infers {groups} groups from {channels} image channels and weights for "
+        f"{of_weights}. Pass groups={groups} if this is what you want; otherwise check "
+        "dimension_numbers.",
+        stacklevel=user_level(),
+    )
+    return groups
 
 
 class Prepared(NamedTuple):
@@ -181,12 +186,12 @@ def prepared(
     groups: int,
     dimension_numbers: Any,
 ) -> Prepared:
-    """Checks lax's arguments and converts them to the form that graphs take."""
-    x, w = promoted(x, w)
+    """Checks lax's arguments and converts them, promoted, to the form that graphs take."""
     spec = numbers(x, w, dimension_numbers)
     image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
     rank = image.ndim - 2
-    check_channels(image.shape[1], weight.shape[1], groups, spec)
+    (groups,) = integers("groups", (groups,), 1, groups)
+    check_channels(image.shape[1], weight.shape[1], spec, groups)
     stride, dilate = each("strides", strides, rank), each("dilation", dilation, rank)
     window = [d * (r - 1) + 1 for d, r in zip(dilate, weight.shape[2:], strict=True)]
     padded = pads(padding, image.shape[2:], window, stride)
@@ -258,7 +263,7 @@ def conv_transpose(
     given = [padding] * rank if isinstance(padding, str) else pairs(padding, rank)
     windows = zip(weight.shape[2:], stride, dilate, given, strict=True)
     padded = tuple(transposed_pads(*window) for window in windows)
-    check_channels(image.shape[1], weight.shape[1], 1, spec)
+    check_channels(image.shape[1], weight.shape[1], spec)
     sizes = (
         (step * (size - 1) + 1 if size != 0 else 0) + sum(pair) - reach * (r - 1)
         for step, size, pair, reach, r in zip(

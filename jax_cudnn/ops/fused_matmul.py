@@ -74,7 +74,7 @@ def matmul(
 
     Element types: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8, and bfloat16 or
     float16 with int8 or float8; accumulated in float32 (int8: int32). The epilogue computes in
-    float32 and rounds once.
+    float32 and rounds once. float64 runs in XLA.
 
     On a mesh, merged dimensions may be sharded. With explicit axes, if the merge is not a valid
     reshape, the product falls back to ``jnp.matmul`` with its sharding of the result: the product
@@ -97,7 +97,7 @@ def matmul(
         >>> jc.ops.matmul(x, w, bias=jnp.ones(32), activation="gelu").shape
         (4, 7, 32)
     """
-    a, b = promoted(a, b)
+    a, b = promoted(a, b, ("a", "b"))
     if not a.ndim or not b.ndim:
         raise GraphError(
             "matmul does not take scalars",
@@ -111,11 +111,19 @@ def matmul(
         b, transpose_b = b[:, None], False
     (m, k), (k2, n) = _matrix(a, transpose_a), _matrix(b, transpose_b)
     if k != k2:
+        of_a, of_b = f"transpose_a={not transpose_a}", f"transpose_b={not transpose_b}"
+        fitting = {
+            of_a: not one_row and m == k2,
+            of_b: not one_column and k == n,
+            f"{of_a} and {of_b}": not one_row and not one_column and m == n,
+        }
+        how = next((how for how, fits in fitting.items() if fits), None)
         raise GraphError(
             "the operands of matmul do not fit",
             expected="as many columns in a as rows in b",
             got=f"a {a.shape}{' transposed' if transpose_a else ''} has {k}, "
             f"b {b.shape}{' transposed' if transpose_b else ''} has {k2}",
+            fix=f"with {how} they agree" if how else None,
         )
     try:
         lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])

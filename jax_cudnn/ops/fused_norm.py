@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import compat
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import wide_dtype
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .._core.graph.wire import BITS
 from . import epilogue
-from .arguments import Padding, chosen, floating, transpose
+from .arguments import Padding, chosen, floating, promoted, transpose
 from .epilogue import Activation
-from .fused_conv import conv, prepared
+from .fused_conv import conv, groups_of_shapes, prepared
 from .norm_arguments import Scalar, channels_second, per_channel, scalar
 
 Running = tuple[jax.Array, jax.Array]
@@ -85,7 +85,8 @@ def batch_norm(
     the running statistics, which do not change.
 
     Args:
-        x: (batch, ..., channels), or with the channels at ``axis``; float32, bfloat16 or float16.
+        x: (batch, ..., channels), or with the channels at ``axis``; float32, bfloat16 or float16;
+            float64 runs in XLA.
         scale: (channels,); None means 1. Use float32 for parameters and statistics: it is free.
         bias: (channels,); None means 0.
         running_mean: (channels,).
@@ -156,7 +157,7 @@ def conv_batch_norm(
     strides: int | Sequence[int] = 1,
     padding: Padding = "SAME",
     dilation: int | Sequence[int] = 1,
-    groups: int = 1,
+    groups: int | None = None,
     dimension_numbers: Any = None,
     precision: Any = None,
     fused_statistics: bool = False,
@@ -169,8 +170,7 @@ def conv_batch_norm(
     and statistics become the epilogue of the convolution, in one plan.
 
     Args:
-        x, w, strides, padding, dilation, dimension_numbers, precision: as in :func:`conv`.
-        groups: number of feature groups.
+        x, w, strides, padding, dilation, groups, dimension_numbers, precision: as in :func:`conv`.
         scale, bias, running_mean, running_var, training, momentum, epsilon: as in
             :func:`batch_norm`.
         residual, activation: as in :func:`batch_norm`.
@@ -198,6 +198,9 @@ def conv_batch_norm(
         (2, 8, 8, 32)
     """
     training = _python_bool(training)
+    x, w = promoted(x, w)
+    if groups is None:
+        groups = groups_of_shapes(x, w, dimension_numbers)
     arguments = {
         "strides": strides,
         "padding": padding,
@@ -309,7 +312,7 @@ def _python_bool(training: Any) -> bool:
     raise GraphTypeError(
         "training must be a Python bool",
         expected="True or False",
-        got=f"{type(training).__name__}: {training!r}"[:200],
+        got=shown(training),
         why="training and inference are different programs, selected while tracing",
         fix='jax.jit(..., static_argnames="training"), or jax.lax.cond between the two',
     )

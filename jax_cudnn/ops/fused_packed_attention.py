@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, shown
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .arguments import chosen, flags, floating
+from .arguments import array, chosen, flags, floating
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 from .attention_operands import check_operands, scaled, window_bounds
@@ -167,7 +167,7 @@ def _tokens(name: str, x: Any) -> jax.Array:
 
 
 def _offsets(name: str, x: Any) -> jax.Array:
-    x = jnp.asarray(x)
+    x = array(name, x)
     if x.ndim != 1 or x.shape[0] < 1 or x.dtype != jnp.int32:
         raise GraphError(
             f"{name} is not valid",
@@ -183,7 +183,7 @@ def _limit(name: str, x: Any) -> int:
         raise GraphError(
             f"{name} is not valid",
             expected="a Python integer of at least 1",
-            got=repr(x)[:200],
+            got=shown(x),
             why="it is static: each value needs its own plan",
         )
     return int(x)

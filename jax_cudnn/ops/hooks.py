@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from .._core.graph.dtypes import FLOATS, PRODUCTS, canonical
-from .arguments import chosen, numbers, promoted, transpose
+from .arguments import array, chosen, numbers, promoted, transpose
 from .fused_conv import CONV, CONV_TRANSPOSE, dilated
 from .fused_matmul import DOT_GENERAL
 from .patches import as_patches
@@ -45,8 +45,9 @@ def conv_general_dilated(
     more than three spatial dimensions, integers without ``preferred_element_type``, and
     complex. The logger ``jax_cudnn`` reports each fallback at debug level.
 
-    Raises: the errors of lax for wrong arguments; UnsupportedGraphError under
-    ``jax_cudnn.implementation("cudnn")`` on a GPU on which cuDNN has no engine.
+    Raises: GraphTypeError for operands that are not arrays, the errors of lax for other wrong
+    arguments; UnsupportedGraphError under ``jax_cudnn.implementation("cudnn")`` on a GPU on which
+    cuDNN has no engine.
 
     Source: ``jax.lax.conv_general_dilated``.
 
@@ -56,7 +57,7 @@ def conv_general_dilated(
         >>> jc.ops.conv_general_dilated(x, w, (2, 2), "SAME").shape
         (2, 32, 4, 4)
     """
-
+    lhs, rhs = array("lhs", lhs), array("rhs", rhs)
     laxs = functools.partial(
         lax.conv_general_dilated,
         lhs,
@@ -142,8 +143,9 @@ def dot_general(
     an ``out_sharding``, and dimensions that a mesh shards, as in :func:`jax_cudnn.ops.matmul`. The
     logger ``jax_cudnn`` reports each fallback at debug level.
 
-    Raises: the errors of lax for wrong arguments; UnsupportedGraphError under
-    ``jax_cudnn.implementation("cudnn")`` on a GPU on which cuDNN has no engine.
+    Raises: GraphTypeError for operands that are not arrays, the errors of lax for other wrong
+    arguments; UnsupportedGraphError under ``jax_cudnn.implementation("cudnn")`` on a GPU on which
+    cuDNN has no engine.
 
     Source: ``jax.lax.dot_general``.
 
@@ -153,7 +155,7 @@ def dot_general(
         >>> jc.ops.dot_general(x, w, (((2,), (0,)), ((), ()))).shape
         (4, 7, 32)
     """
-
+    lhs, rhs = array("lhs", lhs), array("rhs", rhs)
     laxs = functools.partial(
         lax.dot_general, lhs, rhs, dimension_numbers, precision, preferred_element_type
     )
@@ -175,7 +177,7 @@ def dot_general(
     reason = _result_is_laxs(lhs, rhs, aval)
     if reason is not None:
         return plain(reason)
-    lhs, rhs = promoted(lhs, rhs)
+    lhs, rhs = promoted(lhs, rhs, ("lhs", "rhs"))
     both = (lhs, lhs_batch, lhs_contract), (rhs, rhs_batch, rhs_contract)
     groups = ((x, group) for x, *axes in both for group in _groups(x, *axes))
     return merged_or_plain(

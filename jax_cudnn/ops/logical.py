@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.example import Example
@@ -210,7 +210,7 @@ class GenIndex(Pointwise):
             return cls(operator.index(axis))
         except TypeError:
             raise GraphTypeError(
-                "axis is not an integer", expected="a Python integer", got=repr(axis)[:200]
+                "axis is not an integer", expected="a Python integer", got=shown(axis)
             ) from None
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, shown
 from .._core.graph.dtypes import wide_dtype
 from .arguments import array, floating
 
@@ -46,7 +46,7 @@ def normalized_axes(x: jax.Array, axis: Axes) -> tuple[int, ...]:
         raise GraphError(
             "axis is not valid",
             expected=f"one or more different axes of an array of rank {x.ndim}",
-            got=f"axis={axis!r}",
+            got=f"axis={shown(axis)}",
             fix="axis=-1 is the last axis; at least one axis is required",
         )
     return tuple(found)
@@ -60,7 +60,7 @@ def channels_second(x: jax.Array, axis: int, least: int, expected: str) -> tuple
         raise GraphError(
             "x does not have these axes",
             expected=f"{expected}, with the channels at axis {axis}, which is not the first",
-            got=f"shape {x.shape}, axis={axis!r}",
+            got=f"shape {x.shape}, axis={shown(axis)}",
         )
     return (0, channel, *(a for a in range(1, x.ndim) if a != channel))
 

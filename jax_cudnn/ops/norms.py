@@ -80,7 +80,7 @@ def rms_norm(
     ``x * inv_rms * scale`` with ``inv_rms = (mean(x**2, axis) + epsilon)**-0.5``.
 
     Args:
-        x: any shape; float32, bfloat16 or float16.
+        x: any shape; float32, bfloat16 or float16; float64 runs in XLA.
         scale: has the shape of the normalized axes, in the order of ``x``; 1 if omitted. cuDNN's
             fast kernels require the dtype of ``x``.
         axis: the normalized axes. Trailing axes need no copy; other axes are moved to the end,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .arguments import floating, transpose
@@ -19,6 +19,7 @@ from .norms import Asked, Moved, norm
 
 INSTANCE_NORM = GraphFunction(norm, name="instance_norm")
 GROUP_NORM = GraphFunction(norm, name="group_norm")
+_ORDER = "the order of the arguments is group_norm(x, num_groups, scale, bias)"
 
 
 def instance_norm(
@@ -118,13 +119,18 @@ def group_norm(
     try:
         groups = operator.index(num_groups)
     except TypeError:
-        groups = 0
+        raise GraphTypeError(
+            "num_groups is not an integer",
+            expected="a Python integer",
+            got=shown(num_groups),
+            fix=_ORDER,
+        ) from None
     if groups < 1 or channels % groups:
         raise GraphError(
             "num_groups does not divide the number of channels",
             expected=f"a divisor of {channels}, the size of axis {axis}",
-            got=f"num_groups={num_groups!r}"[:200],
-            fix="the order of the arguments is group_norm(x, num_groups, scale, bias)",
+            got=f"num_groups={groups}",
+            fix=_ORDER,
         )
     scale, bias = (parameter(n, p, (channels,)) for n, p in (("scale", scale), ("bias", bias)))
     if 1 < groups == channels and spatial:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.compat import varying_axes
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import FP8
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -114,7 +114,7 @@ class DelayedScaling:
             raise GraphError(
                 "amax_history_length is not valid",
                 expected="an integer of at least 1",
-                got=repr(length)[:200],
+                got=shown(length),
             )
         name = fp8_name("grad_dtype", grad_dtype)
         count = len((*FORWARD, *BACKWARD))

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._core.compat import PLACING, user_frames
-from .._core.errors import GraphError, GraphTypeError, JaxCudnnError
+from .._core.errors import GraphError, GraphTypeError, JaxCudnnError, shown
 from .._core.graph.builder import GraphBuilder
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import is_floating
@@ -75,7 +75,7 @@ class Traced(GraphBuilder):
             raise GraphTypeError(
                 "score_mod did not return an array",
                 expected="the modified score",
-                got=repr(result)[:200],
+                got=shown(result),
                 where=where,
             )
         if tuple(result.shape) != self.scores:

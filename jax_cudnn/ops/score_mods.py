@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.errors import GraphError
+from .._core.errors import GraphError, shown
 from .._core.graph.dtypes import float32_range
 
 
@@ -39,9 +39,7 @@ def softcap(cap: float) -> Callable[..., Any]:
     """
     number = isinstance(cap, numbers.Real) and not isinstance(cap, bool)
     if not number or not float32_range("cap", cap) > 0:
-        raise GraphError(
-            "cap is not valid", expected="a Python scalar above 0", got=repr(cap)[:200]
-        )
+        raise GraphError("cap is not valid", expected="a Python scalar above 0", got=shown(cap))
     return _capped(float(cap))
 
 
@@ -73,7 +71,7 @@ def prefix(length: int) -> Callable[..., Any]:
     """
     if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 0:
         raise GraphError(
-            "length is not valid", expected="an integer of at least 0", got=repr(length)[:200]
+            "length is not valid", expected="an integer of at least 0", got=shown(length)
         )
     return _prefixed(int(length))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError, GraphTypeError
+from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import NUMBERS
@@ -76,7 +76,7 @@ class Slice(Node):
             raise GraphTypeError(
                 "slices is not valid",
                 expected="a list of Python slices of integers, one per dimension",
-                got=repr(slices)[:200],
+                got=shown(slices),
             ) from None
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:

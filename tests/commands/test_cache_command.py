@@ -50,7 +50,7 @@ def put(store, key, data):
     store.path(digest(key)).write_bytes(data)
 
 
-def test_list_names_plans_with_size_and_last_use(store, command):
+def test_list_names_plans_with_size_and_last_use(store, command, monkeypatch):
     status, out, err = command("list")
     assert (status, err) == (0, "")
     assert out.startswith(
@@ -63,6 +63,9 @@ def test_list_names_plans_with_size_and_last_use(store, command):
         size = store.path(digest(f"key {i}")).stat().st_size
         assert line.startswith(digest(f"key {i}")[:12])
         assert re.search(rf"\b{size} B +{age}  conv {i} on an H200$", line), line
+    monkeypatch.setattr("jax_cudnn.commands.cache._SHOWN", 2)
+    assert command("list")[1].splitlines()[3].startswith("1 more; --all")
+    assert command("list", "--all")[1] == out
 
 
 def test_list_lets_no_label_command_the_terminal(store, command):

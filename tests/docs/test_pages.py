@@ -86,7 +86,9 @@ def test_notebook_is_its_script_with_outputs(path):
     texts = [out.get("text", "") or str(_without_pictures(out.get("data", {}))) for out in shown]
     assert not [text for text in texts if _PATH.search(text)]
     if "with planned():" in path.with_suffix(".py").read_text():
-        assert not [text for text in texts if _PROFILE.search(text)], "run it on a GPU, and write it"
+        assert not [text for text in texts if _PROFILE.search(text)], (
+            "run it on a GPU, and write it"
+        )
 
 
 def _without_pictures(data):

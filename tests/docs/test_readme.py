@@ -15,16 +15,12 @@ def test_examples_run_in_order_and_print_what_is_shown(capsys):
     for block in re.findall(r"```python\n(.*?)```", README, re.S):
         exec(block, names)
     assert names["fast"].layers[0].scale is names["model"].layers[0].scale
-    assert names["Up"](64, 8, key=names["jax"].random.key(0))(names["jnp"].ones((3, 64))).shape == (
-        3,
-        8,
-    )
+    assert names["hidden"].shape == (4, 16, 256)
     assert names["packed"].shape == names["tokens"].shape
     assert names["gradients"]["down"].any()
     (shown,) = re.findall(r"```text\n(.*?)```", README, re.S)
     printed = capsys.readouterr().out.splitlines()
-    of_any_cudnn = [re.split(r"  +", line)[:2] for line in shown.splitlines()[:-1]]
-    assert of_any_cudnn == [re.split(r"  +", line)[:2] for line in printed[-9:-1]]
+    assert shown.splitlines() == printed[-9:]
 
 
 def test_readme_leads_to_every_page():

@@ -9,7 +9,7 @@ from jax_cudnn._core.graph.node import REGISTRY
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "BUILD.md", "CHANGELOG.md")]
-MODULES = [f"jax_cudnn{part}" for part in ("", ".ops", ".ops.score_mods", ".flax")]
+MODULES = [f"jax_cudnn{part}" for part in ("", ".ops", ".ops.score_mods", ".flax", ".interop")]
 _RATHER = r"(?!longer|more|less|fewer|slower|faster|larger|smaller|better|worse|later|other)"
 PHRASES = [
     r"beside",  # next to, compared with
@@ -36,6 +36,9 @@ PHRASES = [
     r"(in|at) the place of",
     r"who(ever)? (drives|wants|knows|writes|asks)",
 ]
+_SHOWING = (
+    r"Error$|Parser$|(^|\.)(print|warn(ing)?|info|debug|error|log|write|add_(argument|parser))$"
+)
 FOUND = re.compile(r"\b(" + "|".join(p.replace(" ", r"\s+") for p in PHRASES) + r")(?!\w)", re.I)
 
 
@@ -53,16 +56,15 @@ def texts():
         for node in (*public, *methods):
             if ast.get_docstring(node):
                 yield path, node.body[0].lineno, node.body[0].value.value
-        for error in filter(_is_error, ast.walk(tree)):
-            for node in ast.walk(error):
+        for shown_by in filter(_is_shown, ast.walk(tree)):
+            for node in ast.walk(shown_by):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield path, node.lineno, node.value
 
 
-def _is_error(node):
-    return isinstance(node, ast.Raise) or (
-        isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Error", "warn"))
-    )
+def _is_shown(node):
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return isinstance(node, ast.Raise) or bool(re.search(_SHOWING, called))
 
 
 def test_no_phrase_comes_back():

@@ -1,1 +1,1 @@
-"""The value that flows, GraphSpec, and how a user's function becomes one."""
+"""GraphSpec, and the tracing of a user's function to one."""

@@ -1,4 +1,4 @@
-"""Operands that say where elements of others lie, kept inside of these."""
+"""Clips operands that index other operands (offsets, lengths, pages) to their bounds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .spec import GraphSpec
 
 
 def bounded(spec: GraphSpec, operands: Sequence[Any]) -> list[Any]:
-    """The operands of a graph, with integers that a plan can follow (:meth:`Node.bounded`).
+    """The operands of a graph, with integers clipped to what they index (:meth:`Node.bounded`).
 
-    Functions and wrapped graphs bound them before they bind a graph; what runs a plan independently
-    does so here. An operand of several ports keeps the bounds of all.
+    Functions and wrapped graphs clip them before they bind a graph; code that runs a plan directly
+    does so here. An operand at several ports is clipped to the bounds of all.
     """
     values = dict(zip(spec.inputs, operands, strict=True))
     for call in spec.calls:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import numbers
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
+from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError, nearest, shown
 from .calls import Method, ports_of, signature, static
 from .contract import check_contract
 from .dims import Shape, integers
@@ -62,13 +61,10 @@ class GraphBuilder:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
-        given = method.lower()
-        near = [name for name in REGISTRY if name.startswith(given)][:3]
-        near = near or difflib.get_close_matches(given, REGISTRY, n=3, cutoff=0.5)
         raise GraphAttributeError(
             f"g has no operation {method!r}",
             expected="an operation of the support table, such as conv_fprop, matmul or relu",
-            fix=f"did you mean {' or '.join(f'g.{m}' for m in near)}?" if near else None,
+            fix=nearest(f"g.{method}", (f"g.{name}" for name in REGISTRY)),
             where=user_line(),
         )
 
@@ -83,7 +79,7 @@ class GraphBuilder:
         The dtype an intermediate was given by inference is that of an output; inside the graph
         floats have the options' intermediate type (float32), but for what enters a product
         (:func:`intermediate_dtypes`), integers and booleans their own.
-        ``options`` and ``around`` stand for the builder's own: a graph may be finished several
+        ``options`` and ``around`` replace those of the builder: a graph may be finished several
         times.
         """
         names = tuple(dict.fromkeys(tensor.name for tensor in outputs))
@@ -209,7 +205,7 @@ class GraphBuilder:
         raise GraphTypeError(
             f"{port!r} is not a tensor",
             expected="a graph tensor, a JAX or NumPy array, or a Python number",
-            got=f"{type(value).__name__}: {value!r}"[:200],
+            got=shown(value),
         )
 
     # -- what the user may change after an operation was added ----------------------------------

@@ -1,6 +1,6 @@
-"""Nodes derived from the reference of another one, where that has no graph of its own for it.
+"""Derivatives and batches of nodes that define no graph for them: nodes made from the reference.
 
-XLA runs them. Being nodes, they are differentiated, transposed and batched like all others.
+XLA runs them. As nodes, they can be differentiated, transposed and batched again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def moving(ports: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
-    """Port -> the port with its tangent or cotangent; no name is one of those taken."""
+    """Port -> the port with its tangent or cotangent, with names that are not in use."""
     names: dict[str, str] = {}
     for port in ports:
         name = f"d({port})"
@@ -36,7 +36,7 @@ def moving(ports: Iterable[str], taken: Iterable[str]) -> dict[str, str]:
 
 @frozen
 class ByReference(Node):
-    """A node that is computed from the reference of ``base``."""
+    """A node computed from the reference of ``base``."""
 
     base: Node
 
@@ -50,6 +50,10 @@ class ByReference(Node):
     @property
     def requires(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"XLA runs it, from {self.base.method}'s reference: cuDNN has no operation for it"
+
+    @property
+    def selecting(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.selecting
 
     @property
     def deterministic(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -97,6 +101,11 @@ class Tangent(ByReference):
 
     def linear_in(self, port: str) -> bool:
         return port in self.given.values()
+
+    def flops(self, shapes: Mapping[str, Shape]) -> int:
+        """Those of ``base``, as the least."""
+        made = {port: shapes[name] for port, name in self.made.items()}
+        return self.base.flops({**shapes, **made})
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         results = inferred(self.base, {port: inputs[port] for port in self.inner})
@@ -149,7 +158,7 @@ class Transposed(ByReference):
         fixed = {port: arrays[port] for port in self.inner}
         function = _function(self.base, fixed, names, self.outs)
         names = self.given.values()
-        # Inside shard_map what is linear varies over the mesh axes that its cotangents vary over.
+        # Inside shard_map a linear port varies over the same mesh axes as its cotangents.
         axes = tuple(frozenset().union(*(varying_axes(jax.typeof(arrays[n])) for n in names)))
         kind = wide_dtype(*arrays.values())
         at = [jnp.zeros(shape, kind) for _, shape, _ in self.linear]
@@ -196,7 +205,7 @@ class Batched(ByReference):
 
 
 def tangent_node(node: Node, active: Iterable[str], inputs: Mapping[str, Tensor]) -> Tangent:
-    """The node for the tangents of another's results that have some."""
+    """The node that computes the tangents of another node's results, where they have any."""
     results = inferred(node, inputs)
     outs = tuple(port for port, (_, dtype) in results.items() if is_floating(dtype))
     return Tangent(node, tuple(active), outs, tuple(inputs))
@@ -216,7 +225,7 @@ def _function(
 
 
 def derived_ports(inputs: Iterable[str], outputs: Iterable[str]) -> Dims:
-    """Ports of any shape, of these names."""
+    """Ports with these names, of any shape."""
     return Dims(
         tuple(Port(name, (f"*{name}",)) for name in inputs),
         tuple(Port(name, (f"*{name}",)) for name in outputs),

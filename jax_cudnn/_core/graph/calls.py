@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ..errors import GraphTypeError
+from ..errors import GraphTypeError, shown
 from .node import Node
 from .tensor import GraphTensor
 
@@ -55,7 +55,7 @@ def ports_of(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]
             raise GraphTypeError(
                 f"{port.name!r} is not a list of tensors",
                 expected="a list or tuple of at least one tensor",
-                got=f"{type(value).__name__}: {value!r}"[:200],
+                got=shown(value),
             )
 
 

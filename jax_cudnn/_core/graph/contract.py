@@ -1,4 +1,4 @@
-"""What a node class must keep, checked when it is registered."""
+"""The contract of node classes, checked when they are registered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .node import REGISTRY, Node
 
 
 def check_contract(cls: type[Node]) -> None:
-    """TypeError when a node class does not keep the contract; fills in ``cls.ports``."""
+    """TypeError if a node class violates the contract; sets ``cls.ports``."""
 
     def check(condition: object, problem: str) -> None:
         if not condition:

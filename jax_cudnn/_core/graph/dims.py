@@ -14,7 +14,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
-from ..errors import GraphError
+from ..errors import GraphError, shown
 
 Shape = tuple[int, ...]
 
@@ -102,8 +102,11 @@ class Dims(NamedTuple):
         return tuple(shape)
 
 
-def integers(name: str, values: Iterable[Any], least: int = 0) -> tuple[int, ...]:
-    """A tuple of ints from a user's list; GraphError for anything else.
+def integers(
+    name: str, values: Iterable[Any], least: int = 0, given: Any = None
+) -> tuple[int, ...]:
+    """A tuple of ints from a user's list; GraphError for anything else, which states what was
+    ``given`` if that is not ``values``.
 
     Dimension expressions of symbolic export stay unchanged.
     """
@@ -122,8 +125,8 @@ def integers(name: str, values: Iterable[Any], least: int = 0) -> tuple[int, ...
     if result is None or any(isinstance(v, int) and v < least for v in result):
         raise GraphError(
             f"{name} is not valid",
-            expected=f"a list of integers, at least {least}",
-            got=f"{name}={values!r}",
+            expected=f"integers of at least {least}",
+            got=f"{name}={shown(values if given is None else given)}",
         )
     return result
 

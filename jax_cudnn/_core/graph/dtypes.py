@@ -119,7 +119,7 @@ COMPUTE = ("float32", "float16", "float64", "int32", "bool", "fast_float_for_fp8
 
 
 def canonical_compute(dtype: Any) -> str:
-    """The name of a compute type; GraphTypeError in words for others."""
+    """The name of a compute type; GraphTypeError for others."""
     name = getattr(dtype, "name", dtype)
     name = name.lower() if isinstance(name, str) else name
     if name != "fast_float_for_fp8":
@@ -136,7 +136,7 @@ def canonical_compute(dtype: Any) -> str:
 
 
 def arithmetic(compute: str) -> np.dtype:
-    """The NumPy dtype that stands for a compute type in a reference."""
+    """The NumPy dtype in which a reference computes for a compute type."""
     return jnp.dtype("float32" if compute == "fast_float_for_fp8" else compute)
 
 

@@ -2,8 +2,8 @@
 
 Arrays of rank four and five are channels-last: cuDNN's fused engines refuse the packed NCHW
 order, and arrays that a model holds as NHWC reach such an operand through a transpose that XLA
-turns into a bitcast. Arrays of lower rank are row-major, around a convolution channels-last. A
-tensor that states its ``order`` has that one.
+turns into a bitcast. Arrays of lower rank are row-major, or channels-last in a graph with a
+convolution. A tensor that states its ``order`` keeps it.
 
 Around a node that normalizes rows all tensors are row-major, and cuDNN sees a matrix if the rows
 are all leading dimensions: most engines exist for this form (``Node.merges``).
@@ -29,9 +29,9 @@ from .spec import GraphSpec, Tensor
 def major_to_minor(spec: GraphSpec, tensor: Tensor) -> tuple[int, ...]:
     """The order of a tensor's dimensions in memory, slowest first.
 
-    An order that is stated, and differs from the graph's own only in where dimensions of size 1
-    stand, counts as the graph's own: cuDNN goes by the strides of such dimensions, too (measured on
-    an H200 with cuDNN 9.19: of a weight's gradient in 3D it wrote another array).
+    A stated order that differs from the graph's default only in the positions of dimensions of
+    size 1 is replaced by the default: cuDNN uses the strides of such dimensions, too (measured
+    on an H200 with cuDNN 9.19: it wrote a wrong array for a 3-D weight gradient).
     """
     if _is_row_major(spec) or has_matrices(spec):
         default = tuple(range(len(tensor.shape)))
@@ -41,8 +41,8 @@ def major_to_minor(spec: GraphSpec, tensor: Tensor) -> tuple[int, ...]:
 
 
 def lies_so(tensor: Tensor, wanted: tuple[int, ...], default: tuple[int, ...]) -> bool:
-    """Whether a tensor, which lies in the order ``default`` where it states none, lies in the order
-    ``wanted``, but for where its dimensions of size 1 stand."""
+    """Whether a tensor's memory order, by default ``default``, equals ``wanted``, except for the
+    positions of dimensions of size 1."""
     own, other = (
         [axis for axis in axes if tensor.shape[axis] != 1]
         for axes in (tensor.order or default, wanted)
@@ -82,7 +82,7 @@ def view(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]]:
 
 
 def view_strides(spec: GraphSpec, tensor: Tensor) -> list[int] | None:
-    """The strides of an intermediate that lies in another tensor's memory (a slice), or None."""
+    """The strides of an intermediate that is a view of another tensor (a slice), or None."""
     if tensor.name in spec.outputs or tensor.order is not None:
         return None
     for call in spec.calls:
@@ -92,7 +92,7 @@ def view_strides(spec: GraphSpec, tensor: Tensor) -> list[int] | None:
 
 
 def views(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
-    """As which tensors cuDNN sees a tensor whose node shows it otherwise than :func:`view` does."""
+    """The tensors that cuDNN sees for one whose node overrides :func:`view`."""
     for call in spec.calls:
         ports = (*call.inputs, *call.outputs)
         for port, name in ports:
@@ -110,7 +110,7 @@ def shown(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
 
 
 def _apart(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
-    """One for each port of an operand that a single call reads at several."""
+    """A separate tensor for each port at which a single call reads the same operand."""
     readers = [c for c in spec.calls if any(name == tensor.name for _, name in c.inputs)]
     if tensor.name not in spec.inputs or len(readers) != 1 or not readers[0].node.apart:
         return ()
@@ -120,7 +120,7 @@ def _apart(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
 
 
 def initial(spec: GraphSpec, tensor: Tensor) -> float | None:
-    """The number that a result has where a plan does not write it, if there are such parts."""
+    """The value of the elements of a result that a plan does not write, if there are any."""
     for call in spec.calls:
         for port, name in call.outputs:
             if name == tensor.name:
@@ -129,8 +129,8 @@ def initial(spec: GraphSpec, tensor: Tensor) -> float | None:
 
 
 def merged(spec: GraphSpec) -> tuple[tuple[int, ...], ...] | None:
-    """The dimensions that each of cuDNN's stands for, slowest first, in a graph whose anchor merges
-    them; None where its tensors lie in different orders, or are of different ranks."""
+    """The dimensions merged into each of cuDNN's dimensions, slowest first, if the graph's anchor
+    merges them; None if its tensors differ in memory order or rank."""
     arrays = [t for t in spec.tensors if t.value is None]
     if len({len(t.shape) for t in arrays}) > 1:
         return None
@@ -149,7 +149,7 @@ def merged(spec: GraphSpec) -> tuple[tuple[int, ...], ...] | None:
         )
     }
     if not all(call.node.merges or call.node.ports.is_elementwise for call in spec.calls):
-        begins |= {*order}  # attributes that name dimensions, as a slice's
+        begins |= {*order}  # attributes that name dimensions, such as a slice's
     groups: list[list[int]] = []
     for axis in order:
         whole = [axis, *(groups[-1] if groups else [])]
@@ -170,8 +170,8 @@ def merged(spec: GraphSpec) -> tuple[tuple[int, ...], ...] | None:
 
 
 def as_matrices(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]] | None:
-    """Dims and strides of a tensor as a batch of matrices; None where its batch dimensions are none
-    in memory, or are neither those of the graph nor all 1. All tensors have one rank."""
+    """Dims and strides of a tensor as a batch of matrices; None if its batch dimensions do not form
+    one in memory, or are neither those of the graph nor all 1. All tensors have the same rank."""
     lead = len(tensor.shape) - 2
     batch, whole = tensor.shape[:lead], zip(*(t.shape[:lead] for t in spec.tensors), strict=True)
     order = [axis for axis in major_to_minor(spec, tensor) if tensor.shape[axis] > 1]
@@ -188,7 +188,7 @@ def as_matrices(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]] | No
 
 
 def has_matrices(spec: GraphSpec) -> bool:
-    """Whether the last two dimensions of every tensor are a matrix, to all nodes of a graph."""
+    """Whether all nodes of a graph treat the last two dimensions of every tensor as a matrix."""
     nodes = [call.node for call in spec.calls]
     return any(node.matrices for node in nodes) and all(
         node.matrices or node.ports.is_elementwise for node in nodes
@@ -214,16 +214,16 @@ def _is_channels_last(spec: GraphSpec) -> bool:
 
 
 def _has_free_rank(spec: GraphSpec) -> bool:
-    """Whether a graph means the same under other dims: pointwise operations and reductions in
-    the memory order that those dims have."""
+    """Whether a graph computes the same under other dims: it has only pointwise operations and
+    reductions, in the memory order of those dims."""
     return all(call.node.ports.is_elementwise for call in spec.calls) and all(
         tensor.order is None for tensor in spec.tensors
     )
 
 
 def _is_flat(spec: GraphSpec) -> bool:
-    """Whether a pointwise graph is shown as vectors: where it has one shape throughout, and that
-    has a single channel or more than five dimensions, which no engine takes."""
+    """Whether cuDNN sees a pointwise graph as vectors: if all shapes are equal and have a single
+    channel, or more than five dimensions, which no engine takes."""
     shapes = {tensor.shape for tensor in spec.tensors if tensor.value is None}
     if len(shapes) != 1:
         return False

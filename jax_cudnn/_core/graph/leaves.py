@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import GraphTypeError
+from ..errors import GraphTypeError, shown
 from .source import user_line
 from .tensor import GraphTensor
 
@@ -63,7 +63,7 @@ def array(name: str, leaf: Any) -> Any:
         raise GraphTypeError(
             f"{name} got an argument that is not an array",
             expected="JAX or NumPy arrays, or Python scalars and strings (static)",
-            got=f"{type(leaf).__name__}: {leaf!r}"[:200],
+            got=shown(leaf),
         ) from error
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 import jax
 import numpy as np
 
-from ..errors import GraphTypeError
+from ..errors import GraphTypeError, shown
 from .dims import Dims, Shape
 from .dtypes import NUMBERS, arithmetic, float32_range
 from .example import Example
@@ -88,6 +88,9 @@ class Node(Planned):
     paired: ClassVar[bool] = False
     """Whether forward and derivatives must both run on cuDNN or both in XLA, because one reads what
     the other writes in its own format: a dropout stream, bit masks, statistics."""
+    selecting: ClassVar[tuple[str, ...]] = ()
+    """Ports whose values decide what is computed and read, such as lengths: with one of them, the
+    least work is to write the results."""
     examples: ClassVar[tuple[Example, ...]] = ()
     ports: ClassVar[Dims]
 
@@ -117,7 +120,7 @@ class Node(Planned):
                     raise GraphTypeError(
                         f"attribute {field.name!r} is not a number",
                         expected="a Python number: attributes are static",
-                        got=f"{type(value).__name__}: {value!r}"[:200],
+                        got=shown(value),
                     )
                 attributes[field.name] = float32_range(field.name, value)
         return cls(**attributes)
@@ -192,7 +195,7 @@ class Node(Planned):
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
         """Operations, a multiply-add being two, from the shapes of all ports by name."""
-        return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.results)
+        return 0 if self.moves else sum(math.prod(shapes[o]) for o in self.results if o in shapes)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         """The node's definition in jnp: one array for each of ``results``, before rounding.

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from .. import compat
-from ..errors import GraphError, GraphTypeError
+from ..errors import GraphError, GraphTypeError, shown
 from ..implementation import SPLIT, checked, current
 from .dtypes import FLOATS, FP8, canonical, canonical_compute, is_floating
 
@@ -194,7 +194,7 @@ def replaced(options: Options, changes: Mapping[str, Any]) -> Options:
         raise GraphTypeError(
             "options is not a jax_cudnn.Options",
             expected="jax_cudnn.Options(...)",
-            got=f"{type(options).__name__}: {options!r}"[:200],
+            got=shown(options),
         )
     unknown = [name for name in changes if name not in known]
     if unknown:

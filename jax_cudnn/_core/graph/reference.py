@@ -25,16 +25,16 @@ def evaluate(
     """The outputs of the graph for operands in the order of ``spec.inputs``.
 
     Each node computes in its compute type and its result is rounded to the dtype its tensor has
-    in the spec, where a fused plan rounds it, too. ``read`` names outputs from which others go on
-    computing in the same program.
+    in the spec, as in a fused plan. ``read`` names the outputs that later computations of the same
+    program read.
 
-    ``products`` suits those of 16-bit operands to a backend of XLA, and changes none of them.
-    WIDE converts the operands to float32: the CPU's has not all others. NARROW asks for a result
-    of 16 bits where the spec has it so: a GPU's accumulates in float32 anyway, and for a float32
-    result takes slow kernels. A bias behind it is left in 16 bits, too: XLA's library adds it in
-    float32, before it rounds.
+    ``products`` adapts products of 16-bit operands to a backend of XLA; their values stay the
+    same. WIDE converts the operands to float32, because XLA's CPU backend lacks some of the others.
+    NARROW requests a 16-bit result where the spec has one: a GPU accumulates in float32 anyway, and
+    uses slow kernels for a float32 result. A bias added to it stays in 16 bits, too: XLA's matmul
+    library adds it in float32 before rounding.
     """
-    with jax.numpy_rank_promotion("allow"):  # what a user forbids is meant for the user's own code
+    with jax.numpy_rank_promotion("allow"):  # a user's setting is for the user's code only
         return _evaluated(spec, operands, products, read)
 
 
@@ -90,8 +90,8 @@ def applied(node: Node, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
 
 
 def _biased(spec: GraphSpec) -> dict[str, str]:
-    """Products of 16-bit operands that a bias of their dtype alone reads, whose sum has it, too:
-    their results by name, with the dtype."""
+    """The 16-bit products whose only reader adds a bias, with operands and sum of one dtype: the
+    names of their results, with that dtype."""
     reads = Counter(name for call in spec.calls for _, name in call.inputs)
     reads.update(spec.outputs)
     makers = {call.outputs[0][1]: call for call in spec.calls if call.node.product}
@@ -122,15 +122,15 @@ def _suited(
 
 
 def _of_bits(value: jax.Array) -> jax.Array:
-    """bfloat16 as float32, in a way that XLA does not take for a conversion to be left out: so it
-    reads what is stored, and does not store and read the wider value as well."""
+    """bfloat16 as float32, by a bit operation that XLA does not simplify as a conversion: so it
+    reads the stored value, and does not also store and read the wider one."""
     bits = jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
     return jax.lax.bitcast_convert_type(bits << 16, jnp.float32)
 
 
 def _kept(value: jax.Array, dtype: str) -> jax.Array:
-    """A value cut to the precision of a dtype, for what is computed further: there XLA leaves
-    conversions to a narrower float and back out, unless the cut is an operation of its own."""
+    """A value reduced to the precision of a dtype, by a separate operation: XLA removes a
+    conversion to a narrower float and back."""
     if not is_floating(dtype) or not is_floating(str(value.dtype)):
         return value
     if itemsize(dtype) >= itemsize(str(value.dtype)):

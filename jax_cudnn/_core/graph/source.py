@@ -21,6 +21,11 @@ def user_line() -> str:
     return "" if frame is None else _describe(frame, frame.f_lineno)
 
 
+def user_level() -> int:
+    """The ``stacklevel`` of a warning by our caller that points at the user's innermost frame."""
+    return next((level for level, frame in enumerate(_callers()) if _is_users(frame)), 1)
+
+
 def jax_caller() -> str | None:
     """Name of the JAX or NumPy function that the user called to get here, if there is one."""
     inner = []
@@ -41,7 +46,7 @@ def raised_in(error: BaseException) -> tuple[str, str | None]:
         else:
             below.insert(0, traceback.tb_frame)
         traceback = traceback.tb_next
-    # JAX may have cut its own frames out of the traceback; then the line itself must tell.
+    # JAX may have cut its own frames out of the traceback; then the source line decides.
     written = re.search(r"\b(?:jax|jnp|np|nn|lax|numpy)\.(\w+)\(", line)
     return line, _jax_function(below) or (written[1] if written else None)
 

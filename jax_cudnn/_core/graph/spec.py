@@ -1,4 +1,4 @@
-"""GraphSpec: a cuDNN graph as a frozen, hashable, printable value. Everything flows as this."""
+"""GraphSpec: a cuDNN graph as a frozen, hashable, printable value, used everywhere inside."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a graph comes from that was derived from a user's.
+    """The user's graph from which a graph was derived by autodiff or vmap.
 
-    ``role`` is FORWARD (with results for the backward), TANGENT or BACKWARD (of higher orders, a
-    text made of these), and empty for a user's own. ``residuals`` names the results of a forward
-    that only its derivatives need. ``family`` holds the forward and its derivatives, where they
-    must be decided about together. ``engine`` is the one, in words, that the options of the user's
-    graph name: it is of that alone.
+    ``role`` is FORWARD (with results for the backward), TANGENT or BACKWARD (for higher orders, a
+    combination of these), and empty for a user's graph. ``residuals`` names the results of a
+    forward that only its derivatives need. ``family`` holds the forward and its derivatives if they
+    must run in the same place. ``engine`` describes the engine that the options of the user's graph
+    name; it applies to that graph only.
     """
 
     role: str = ""
@@ -74,7 +74,7 @@ class Origin:
     engine: str = ""
 
     def titled(self, name: str) -> str:
-        """A graph function's name, with what was derived of it."""
+        """A graph function's name, with the role of the derived graph."""
         return name if self.role in ("", FORWARD) else f"{name} ({self.role})"
 
 
@@ -82,7 +82,7 @@ class Origin:
 class GraphSpec:
     """A graph in topological order.
 
-    An intermediate is rounded to its tensor's dtype (float32 unless the user said otherwise),
+    An intermediate is rounded to its tensor's dtype (float32 unless the user sets it),
     and so is an output: the spec alone states every rounding point.
     """
 
@@ -155,8 +155,8 @@ class GraphSpec:
         return any(tensor.dtype == "float64" for tensor in self.tensors)
 
     def is_bias(self, call: Call, product: Call) -> bool:
-        """Whether a call adds one number for each column to a product of matrices, which XLA's
-        library of these can do, too."""
+        """Whether a call adds one number per column to a matrix product, which XLA's matmul
+        library can fuse, too."""
         if not (call.node.adds and product.node.matrices):
             return False
         ((_, made),) = product.outputs
@@ -171,7 +171,7 @@ class GraphSpec:
 
     @property
     def is_paired(self) -> bool:
-        """Whether some node must run as those of other graphs of the family do."""
+        """Whether some node must run where the nodes of the graph's family run."""
         return any(call.node.paired for call in self.calls)
 
     @property
@@ -180,8 +180,8 @@ class GraphSpec:
         return all(isinstance(size, int) for t in self.tensors for size in t.shape)
 
     def for_planning(self) -> GraphSpec:
-        """The same graph whoever runs it, and wherever it comes from: cuDNN's plan does not depend
-        on that."""
+        """The graph without its implementation and origin, on which cuDNN's plan does not
+        depend."""
         if self.options.implementation is None and self.origin == Origin():
             return self
         if "planning" not in self._cache:
@@ -191,7 +191,7 @@ class GraphSpec:
         return self._cache["planning"]
 
     def unvalued(self) -> GraphSpec:
-        """The same graph with other by-value constants, all 0: a plan reads them when it runs."""
+        """The graph with all by-value constants set to 0: a plan reads them when it runs."""
         if not self.constants:
             return self
         zero = (0.0).hex()
@@ -199,7 +199,7 @@ class GraphSpec:
         return intern(replace(self, tensors=tuple(tensors), _cache={}))
 
     def canonical(self) -> GraphSpec:
-        """The same graph with tensors named by position: equal for equal graphs."""
+        """The graph with tensors named by position, so that equal graphs compare equal."""
         if "canonical" not in self._cache:
             new = {t.name: f"t{i}" for i, t in enumerate(self.tensors)}
             methods = [call.node.method for call in self.calls]

@@ -142,7 +142,7 @@ def refusal(called: str | None, where: str, got: str | None = None) -> GraphType
     """The error for a graph tensor passed to something that is not a method of g."""
     name = (called or "").rpartition(" ")[2]  # "operator matmul" -> "matmul"
     instead = _INSTEAD.get(name)
-    # jnp.max is a reduction, pygraph's max is not: what a node says it stands for comes first.
+    # jnp.max is a reduction, pygraph's max is not: a node's ``jax_names`` come first.
     methods = [m for m, node in REGISTRY.items() if name in node.jax_names]
     methods += [name] if name in REGISTRY else []
     return GraphTypeError(

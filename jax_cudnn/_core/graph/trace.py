@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..errors import GraphError, GraphTypeError, JaxCudnnError
+from ..errors import GraphError, GraphTypeError, JaxCudnnError, shown
 from ..primitive import bind
 from .builder import GraphBuilder
 from .leaves import Aval, array, input_names, is_static, parameters, strongly_typed, typed
@@ -48,12 +48,12 @@ class GraphFunction:
             raise GraphTypeError(
                 "jax_cudnn.graph decorates functions",
                 expected="a function of g and arrays",
-                got=f"{type(fn).__name__}: {fn!r}"[:200],
+                got=shown(fn),
             )
         if isinstance(fn, GraphFunction) or hasattr(fn, "lower"):
             raise GraphTypeError(
                 "jax_cudnn.graph decorates plain functions",
-                got=repr(fn)[:200],
+                got=shown(fn),
                 fix="apply jax.jit to the result of jax_cudnn.graph, not before it",
             )
         signature = inspect.signature(fn)
@@ -188,7 +188,7 @@ class GraphFunction:
                 raise GraphTypeError(
                     f"{self.name} returned something that is not a graph tensor",
                     expected="graph tensors, in any pytree",
-                    got=f"{type(output).__name__}: {output!r}"[:200],
+                    got=shown(output),
                     where=defined_at(self.fn),
                 )
         position = {name: i for i, name in enumerate(builder._inputs)}

@@ -1,4 +1,4 @@
-"""The few operations that transformations of graphs need, made known by the room of operations."""
+"""The few operations that transformations of graphs need, registered by ``jax_cudnn.ops``."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from .node import Node
 
 
 class Vocabulary(NamedTuple):
-    """Nodes, or what makes them."""
+    """Nodes, or functions that make them."""
 
     add: Node
     """Sums two tensors."""
     cast: Node
-    """Gives its operand in another dtype."""
+    """Converts its operand to another dtype."""
     reshape: Callable[[Shape], Node]
     transpose: Callable[[tuple[int, ...]], Node]
     broadcast: Callable[[Shape], Node]
     """Repeats dimensions of size 1."""
     sum: Callable[[Shape], Node]
-    """Adds up the dimensions that are 1 in a shape."""
+    """Sums over the dimensions that are 1 in a shape."""
     moves: tuple[type[Node], ...]
-    """The classes of those that only move elements, and that XLA does as well outside a graph."""
+    """Classes of nodes that only move elements, which XLA does equally well outside a graph."""
     repeats: tuple[type[Node], ...]
-    """The classes of those that repeat elements, whose transpose is a sum."""
+    """Classes of nodes that repeat elements, whose transpose is a sum."""
 
 
 _known: list[Vocabulary] = []
 
 
 def register_vocabulary(vocabulary: Vocabulary) -> None:
-    """Called once, by the room of operations."""
+    """Called once, by ``jax_cudnn.ops``."""
     _known[:] = [vocabulary]
 
 
 def vocabulary() -> Vocabulary:
-    """What was registered."""
+    """The registered operations."""
     (known,) = _known
     return known

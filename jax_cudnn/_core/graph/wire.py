@@ -47,7 +47,7 @@ def stored(tensor: Tensor) -> tuple[Shape, str]:
 
 def wire(spec: GraphSpec) -> GraphSpec:
     """The graph as it is planned and called: with numbers for the booleans at its edge, and with
-    all results that a kernel writes, behind those of ``spec``."""
+    all results that a kernel writes, after those of ``spec``."""
     if "wire" not in spec._cache:
         edge = (*spec.inputs, *spec.outputs)
         sent = spec
@@ -65,7 +65,7 @@ def wire(spec: GraphSpec) -> GraphSpec:
 
 
 def _stretched(spec: GraphSpec) -> dict[str, Shape]:
-    """The operands that are broadcast for the one node that reads them, and results of it that are
+    """The operands that are broadcast for the node that reads them, and its results that are
     summed."""
     found: dict[str, Shape] = {}
     for call in spec.calls:
@@ -79,7 +79,7 @@ def _stretched(spec: GraphSpec) -> dict[str, Shape]:
 
 
 def _with_bits(spec: GraphSpec) -> GraphSpec:
-    """Masks as booleans, where nothing reads them that takes them for bytes."""
+    """Masks as booleans, unless a node reads them as bytes."""
     masks: dict[str, Shape] = {}
     taken: set[str] = set()  # as bytes
     for call in spec.calls:
@@ -102,7 +102,7 @@ def _with_bits(spec: GraphSpec) -> GraphSpec:
         for node, operands, result in reversed(call.node.in_bits()):
             if ports.get(result) not in wanted:
                 continue
-            if ports[result] not in read:  # cuDNN makes a mask of nothing that it does not write
+            if ports[result] not in read:  # cuDNN makes masks only of tensors it writes
                 further[ports[result]] = None
             names = []
             for operand in operands:

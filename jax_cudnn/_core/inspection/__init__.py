@@ -1,1 +1,1 @@
-"""Looks into a program while it runs: which fused operation is off, or makes the first NaN."""
+"""Finds the fused operation of a running program that is inaccurate, or makes the first NaN."""

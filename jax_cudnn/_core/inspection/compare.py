@@ -1,8 +1,8 @@
 """Compares a graph's results with its reference: is the error larger than rounding explains?
 
-What rounding explains is found with the reference itself: it is run once more on operands that are
-moved by as much as the arithmetic of another computation may be off. So a sum of terms that cancel,
-which no computation gets right, is not suspect.
+The reference itself shows how large an error rounding explains: it runs again on operands that are
+perturbed by the rounding error of the arithmetic. So a sum whose terms cancel, which is inaccurate
+in any arithmetic, is not reported.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..graph.node import Node
 from ..graph.reference import WIDE, evaluate
 from ..graph.spec import GraphSpec
 
-# How far another computation may be off, relative: in float32 (exp, tanh and the like have about
-# 16 bits on a GPU), of operands that are cut to TF32's 10 bits, of float8 products, whose
-# accumulator has fewer bits, and of an accumulator of 16 bits. The fuzzer's and the tests'
-# tolerances rest on the same measurements.
+# Relative errors of correct computations: in float32 (exp, tanh and similar functions have about
+# 16 bits on a GPU), with operands rounded to TF32's 10 bits, in float8 products, whose
+# accumulator has fewer bits, and with a 16-bit accumulator. The tolerances of the fuzzer and the
+# tests are based on the same measurements.
 _FLOAT32, _TF32, _FLOAT8, _HALF_ACCUMULATOR = 2.0**-14, 2.0**-10, 2.0**-12, 2.0**-9
-# Of booleans, one of so many may differ.
+# At most one boolean in this many may differ.
 _EDGES = 1000
 
 Figures = Mapping[str, np.ndarray]
@@ -39,13 +39,13 @@ class Output:
     """One result of a graph, compared with its reference in float32.
 
     Attributes:
-        name, dtype, shape: the result's, as in the graph (inside a shard_map a device's part).
+        name, dtype, shape: of the result in the graph (inside shard_map, of one device's shard).
         largest: the largest ``|result - reference|``, over the finite elements.
-        relative: ``|result - reference| / |reference|`` in the Euclidean norm, over the same.
+        relative: ``|result - reference| / |reference|`` in the Euclidean norm, over these.
         times_rounding: the larger of both in units of what rounding explains: at most about 1 for
-            a right operation. Infinite where the result is NaN or Inf and the reference is not.
+            a correct operation. Infinite where the result is NaN or Inf and the reference is not.
         nan, inf: how many elements of the result are NaN, or infinite.
-        reference_nan, reference_inf: the same of the reference, in the range of that dtype.
+        reference_nan, reference_inf: the same for the reference, in the range of that dtype.
         reference_largest: the largest finite ``|reference|``.
     """
 
@@ -71,8 +71,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All results, and what the operands had before: ``given_nan``, ``given_inf`` elements;
-    ``new`` and ``lost`` NaN or Inf in results, which the reference has not, or has alone."""
+    """The comparison of all results. ``given_nan`` and ``given_inf`` count such elements of the
+    operands; ``new`` counts NaN or Inf that only the results have, ``lost`` those that only the
+    reference has."""
 
     outputs: tuple[Output, ...]
     given_nan: int
@@ -82,12 +83,12 @@ class Comparison:
 
 
 def measure(spec: GraphSpec, on_gpu: bool) -> Callable[..., Any]:
-    """A function of a graph's results and its operands, which can be compiled, to figures."""
+    """A function from a graph's results and operands to figures, which can be compiled."""
     return functools.partial(_figures, wide(spec), inexactness(spec, on_gpu), len(spec.outputs))
 
 
 def judge(spec: GraphSpec, figures: Any, on_gpu: bool) -> Comparison:
-    """What the figures say, each an array with an element for each device."""
+    """The comparison from the figures, each an array with one element per device."""
     given, lost, results = jax.device_get(figures)
     unit = inexactness(spec, on_gpu)
     outputs = tuple(
@@ -101,9 +102,8 @@ def judge(spec: GraphSpec, figures: Any, on_gpu: bool) -> Comparison:
 
 
 def wide(spec: GraphSpec) -> GraphSpec:
-    """The same graph for operands in float32, which accumulates in float32 and takes products at
-    precision "highest", with results of 16 bits in float32. What the graph rounds inside is its
-    meaning, and stays."""
+    """The graph for float32 operands, with float32 accumulation, products at precision "highest",
+    and 16-bit results in float32. Rounding inside the graph is part of its definition and stays."""
     read = {name for call in spec.calls for _, name in call.inputs}
     last = {*spec.outputs} - read
     tensors = tuple(
@@ -128,7 +128,7 @@ def _in_float32(node: Node) -> Node:
 
 
 def inexactness(spec: GraphSpec, on_gpu: bool) -> float:
-    """How far another computation of a graph may be off, relative, but for its results' dtypes."""
+    """The relative error of a correct computation of a graph, without the rounding of results."""
     anchored = {
         spec.tensor(name).dtype for c in spec.calls if c.node.product for _, name in c.inputs
     }
@@ -149,7 +149,7 @@ def inexactness(spec: GraphSpec, on_gpu: bool) -> float:
 
 
 def _figures(spec: GraphSpec, unit: float, count: int, *arrays: Any) -> Any:
-    """Of ``count`` results followed by the operands: the operands' NaN and Inf, how many results
+    """For ``count`` results followed by the operands: the operands' NaN and Inf, how many results
     are finite where the reference is not, and figures for each result."""
     results, operands = arrays[:count], arrays[count:]
     floats = [x for x in operands if _floating(x)]
@@ -168,7 +168,7 @@ def _figures(spec: GraphSpec, unit: float, count: int, *arrays: Any) -> Any:
 
 def _of_result(result: Any, reference: Any, moved: Any) -> dict[str, Any]:
     finite, over = _range(result.dtype, reference)
-    # Differences of integers in integers: float32 has not all of them.
+    # Integers are subtracted as integers: float32 cannot represent all of them.
     kind = jnp.float32 if _floating(result) else jnp.promote_types(result.dtype, jnp.int32)
     result, reference, moved = (x.astype(kind) for x in (result, reference, moved))
     error, move = (jnp.abs((x - reference).astype(jnp.float32)) for x in (result, moved))
@@ -180,7 +180,7 @@ def _of_result(result: Any, reference: Any, moved: Any) -> dict[str, Any]:
         "size": jnp.where(right & jnp.isfinite(size), size, 0),
     }
     largest = {name: jnp.max(x, initial=0) for name, x in parts.items()}
-    # Squares of what is large or small leave the range of float32.
+    # Squares of large or small values exceed the range of float32.
     scale = jnp.maximum(jnp.max(jnp.stack([*largest.values()])), jnp.finfo(jnp.float32).tiny)
     squares = {f"{name}_squares": jnp.sum(jnp.square(x / scale)) for name, x in parts.items()}
     return {
@@ -198,9 +198,9 @@ def _of_result(result: Any, reference: Any, moved: Any) -> dict[str, Any]:
 
 
 def _range(dtype: Any, reference: Any) -> tuple[Any, Any]:
-    """Where a reference in float32 is finite in a dtype for sure, and where it is not for sure.
+    """Where a float32 reference is certainly finite in a dtype, and where it certainly is not.
 
-    Not by conversion to it and back, which XLA may leave out.
+    It does not convert to the dtype and back, because XLA may remove that.
     """
     if not jnp.issubdtype(dtype, jnp.floating) or str(dtype) in FP8:  # they saturate
         finite = jnp.isfinite(reference.astype(jnp.float32))
@@ -211,7 +211,7 @@ def _range(dtype: Any, reference: Any) -> tuple[Any, Any]:
 
 
 def _moved(x: Any, unit: float) -> Any:
-    """A float32 array, each element larger or smaller by ``unit``; equal elements stay equal."""
+    """A float32 array with each element changed by ``unit``, up or down; equal ones stay equal."""
     if not _floating(x):
         return x
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -242,7 +242,7 @@ def _judged(name: str, dtype: str, shape: Sequence[int], unit: float, f: Figures
     count = math.prod(shape) * scales.size
     relative = norms["error"] / norms["size"] if norms["size"] else math.inf
     times = _ratio(norms["error"], _explained(dtype, unit, norms, math.sqrt(count)))
-    if dtype != "bool":  # a boolean is either right or as wrong as it can be
+    if dtype != "bool":  # a boolean is either right or entirely wrong
         single = _explained(dtype, unit, largest, 1.0)
         times = max(times, _ratio(largest["error"], single))
     counted = ("nan", "inf", "reference_nan", "reference_inf")
@@ -269,7 +269,7 @@ def _explained(dtype: str, unit: float, of: Mapping[str, float], count: float) -
 
 
 def _half_place(dtype: str) -> float:
-    """Half of a float's last place, relative: what rounding to it may change."""
+    """The relative rounding error of a float: half a unit in the last place."""
     narrow = is_floating(dtype) and itemsize(dtype) < 4
     return float(jnp.finfo(dtype).eps) / 2 if narrow else 0.0
 

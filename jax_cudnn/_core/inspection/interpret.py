@@ -1,4 +1,4 @@
-"""Runs a jaxpr step by step: what lies between our graphs compiled, loops one step at a time."""
+"""Runs a jaxpr step by step: compiles the operations between our graphs, and unrolls loops."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .places import HERE, Mapped, Place
 
 Path = tuple[str, ...]
 Observer = Callable[[Any, Place, Path, list[Any], list[Any]], None]
-"""Is shown the equation of a graph, where it runs, its operands and its results."""
+"""Receives the equation of each graph, where it runs, its operands and its results."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Equations that run together: one that is looked into, or all up to the next of these."""
+    """Equations that run together: one that is entered, or all up to the next such equation."""
 
     equations: tuple[Any, ...]
     inside: bool
@@ -32,13 +32,13 @@ class _Step:
     reads: tuple[Any, ...]
     writes: tuple[Any, ...]
     later: frozenset[Any]
-    """The variables that are read after it."""
+    """The variables that later equations read."""
 
 
 class Interpreter:
-    """Runs jaxprs and shows each of our graphs to an observer.
+    """Runs jaxprs and passes each of our graphs to an observer.
 
-    ``unseen`` lists the equations with graphs that are run whole, without showing these.
+    ``unseen`` lists the equations that contain graphs, but run as a whole, without the observer.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -55,7 +55,7 @@ class Interpreter:
         }
 
     def run(self, jaxpr: Any, args: Sequence[Any], path: Path = (), place: Place = HERE) -> list:
-        """The results of a jaxpr for concrete arguments, as ``place`` holds them."""
+        """The results of a jaxpr for concrete arguments that ``place`` holds."""
         consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
         consts = [place.lifted(x, v.aval) for x, v in zip(consts, jaxpr.constvars, strict=True)]
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -121,7 +121,7 @@ class Interpreter:
             if not go_on:
                 break
             after = self.run(params["body_jaxpr"], [*body_consts, *carry], here, place)
-            # Under vmap some go on while others have what they had.
+            # Under vmap some elements continue while others keep their values.
             stays = test.ndim > place.lead
             carry = self._selected(equation, place, test, carry, after) if stays else after
         return carry
@@ -159,11 +159,11 @@ class Interpreter:
 
     def _program(self, jaxpr: Any) -> tuple[_Step, ...]:
         if id(jaxpr) not in self._steps:
-            self._steps[id(jaxpr)] = jaxpr, _steps(jaxpr)  # with it, so that its id stays its own
+            self._steps[id(jaxpr)] = jaxpr, _steps(jaxpr)  # kept, so that its id is not reused
         return self._steps[id(jaxpr)][1]
 
     def _compile(self, jaxpr: Any, step: _Step, place: Place) -> Callable[..., list[Any]]:
-        """What runs several equations that are not looked into."""
+        """The function that runs several equations that are not entered."""
         key = id(step), place
         if key not in self._compiled:
             piece = jaxpr.replace(
@@ -221,7 +221,7 @@ def holds_graph(equation: Any) -> bool:
 
 
 def _same_types(jaxpr: Any, equation: Any) -> bool:
-    """Whether an equation computes its jaxpr of its operands, and nothing else."""
+    """Whether an equation only evaluates its jaxpr for its operands."""
 
     def types(variables: Sequence[Any]) -> list[Any]:
         return [(v.aval.shape, v.aval.dtype) for v in variables]
@@ -253,7 +253,7 @@ def _split(values: Sequence[Any], *sizes: int) -> tuple[list[Any], ...]:
 
 
 def _select(test: Any, *values: Any) -> list[Any]:
-    """Of two lists of arrays in a row the first, and the second where it is true for them."""
+    """From two concatenated lists of arrays: the second where ``test`` is true, else the first."""
     half = len(values) // 2
     pairs = zip(values[:half], values[half:], strict=True)
     return [

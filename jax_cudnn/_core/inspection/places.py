@@ -1,4 +1,4 @@
-"""Where a step runs: on whole arrays, or on each device's part of them inside a shard_map."""
+"""Where a step runs: on whole arrays, or on the shard of each device inside shard_map."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Place(Protocol):
     def jit(
         self, function: Callable[..., list], inputs: Sequence[Any], outputs: Sequence[Any]
     ) -> Callable[..., list]:
-        """A compiled function of values of this place, by their avals."""
+        """The compiled function for values of this place, from their avals."""
         ...
 
     def measured(self, function: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The same for a function to a pytree of scalars; each gets a leading dimension, with one
-        element for each device."""
+        """The same for a function that returns a pytree of scalars; each gets a leading dimension
+        with one element per device."""
         ...
 
     def kinds(self, avals: Sequence[Any]) -> tuple[Any, ...]:
-        """What distinguishes compiled functions of this place, in addition to shapes and dtypes."""
+        """The key of compiled functions of this place, in addition to shapes and dtypes."""
         ...
 
     def lifted(self, value: Any, aval: Any) -> Any:
@@ -38,7 +38,7 @@ class Place(Protocol):
         ...
 
     def common(self, value: Any) -> Any:
-        """A scalar that all devices have alike; None if they differ."""
+        """A scalar that is equal on all devices; None if they differ."""
         ...
 
 
@@ -66,13 +66,13 @@ class Here:
 
 
 class Mapped:
-    """Inside a shard_map over ``axes`` of a mesh. A value is the stack of what the devices hold,
-    those aside over which it does not vary."""
+    """Inside shard_map over ``axes`` of a mesh. A value is the stack of the devices' shards, along
+    the axes over which it varies."""
 
     lead = 1
 
     def __init__(self, params: Any) -> None:
-        """From the parameters of a shard_map's equation."""
+        """The place of a shard_map equation, from its parameters."""
         self._mesh, self._check = params["mesh"], params["check_vma"]
         self._axes = compat.manual_axes(params)
         stacks = [
@@ -132,7 +132,7 @@ class Mapped:
         return PartitionSpec(varying) if varying else PartitionSpec()
 
     def _varying(self, aval: Any) -> tuple[str, ...]:
-        """The axes over which a value varies: where JAX keeps no account of them, all."""
+        """The axes over which a value varies: all axes if JAX does not track them."""
         known = compat.varying_axes(aval) if self._check else {*self._axes}
         return tuple(axis for axis in self._axes if axis in known)
 

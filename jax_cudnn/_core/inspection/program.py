@@ -1,4 +1,4 @@
-"""From a function and its arguments to what each of its graphs did."""
+"""Runs a function and records how each of its graphs compares with its reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import jax.core
 
 from .. import compat
-from ..errors import GraphError, GraphTypeError
+from ..errors import GraphError, GraphTypeError, shown
 from .compare import Comparison, judge, measure
 from .interpret import Interpreter, holds_graph
 from .interpret import Path as Way
@@ -32,7 +32,7 @@ def inspected(
         raise GraphTypeError(
             "bisect takes a function",
             expected="a function of arrays, or a jitted one",
-            got=f"{type(fn).__name__}: {fn!r}"[:200],
+            got=shown(fn),
         )
     jaxpr, operands = _traced(fn, args, kwargs, name)
     if not any(map(holds_graph, jaxpr.eqns)):
@@ -59,7 +59,7 @@ def inspected(
 
 
 class _Observer:
-    """Compares each graph that it is shown, and keeps the operands of those to be reported."""
+    """Compares each graph that it receives, and keeps the operands of those to be reported."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []

@@ -135,7 +135,7 @@ class Job:
         self._put(path + "/begun", b"1")
         try:
             record = pack(made=make(), identity=question.identity())
-        except Exception as error:  # not an interrupt: then the same attempt goes on later
+        except Exception as error:  # not an interrupt, after which the same attempt continues
             answer.attempt += 1
             self._put(path, pack(error=sent(error)))  # else no process may act on it
             raise

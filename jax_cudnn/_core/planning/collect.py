@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .. import compat
-from ..errors import GraphError, GraphTypeError
+from ..errors import GraphError, GraphTypeError, shown
 from ..graph.spec import GraphSpec
 from ..graph.trace import GraphFunction
 from ..primitive import cudnn_local_p, cudnn_p
@@ -30,7 +30,7 @@ def graphs(
         raise GraphTypeError(
             "expected a function",
             expected="a function of arrays, such as one decorated with @jax_cudnn.graph",
-            got=f"{type(fn).__name__}: {fn!r}"[:200],
+            got=shown(fn),
         )
     if isinstance(fn, GraphFunction):
         found = [(fn.name, fn.trace(*args, **static)[1].spec)]

@@ -1,4 +1,4 @@
-"""The least that a graph costs, from its spec alone: arithmetic, memory traffic and time.
+"""What a graph costs, from its spec alone: arithmetic, memory traffic and the least time.
 
 It replaces XLA's cost analysis, which sees nothing inside a custom call.
 """
@@ -14,9 +14,10 @@ from ..graph.dtypes import itemsize
 from ..graph.spec import Call, GraphSpec
 from . import frontend
 
-_FLOPS_PER_CYCLE = {80: 2048, 90: 4096, 100: 8192}
+_FLOPS_PER_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 1024}
 """Of one SM's tensor cores with 16-bit operands, by compute capability times ten (NVIDIA's
-architecture whitepapers): narrower operands are proportionally faster, float32 runs as TF32."""
+architecture whitepapers): narrower operands are proportionally faster, float32 runs as TF32.
+GeForce cards accumulate in float32 at half this rate."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class Cost:
     """Operations (a multiply-add is two) and bytes of one execution; costs add up.
 
     Attributes:
-        flops: operations of all nodes, whatever their element type.
+        flops: the least operations of all nodes, whatever their element type. Attention counts
+            the scores that causality and windows leave, and 0 with what selects by value: lengths,
+            packed sequences, pages, block masks.
         bytes: each operand read once and each result written once. By-value constants and
             intermediates take no memory traffic in a fused plan.
     """
@@ -40,22 +43,20 @@ class Cost:
 
 
 def cost(spec: GraphSpec) -> Cost:
-    """The cost of a graph: a lower bound on traffic, and the arithmetic as written.
+    """The cost of a graph.
 
     An operand that several nodes read counts once: a fused plan loads it once or finds it in the
     cache. Workspace is not counted, because it depends on the engine.
     """
-    flops = sum(
-        call.node.flops({port: spec.tensor(name).shape for port, name in _ports(call)})
-        for call in spec.calls
-    )
+    flops = sum(_flops(spec, call) for call in spec.calls)
     moved = sum(tensor.nbytes for tensor in (*spec.input_tensors, *spec.output_tensors))
     return Cost(flops, moved)
 
 
 def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None:
     """The least seconds that one execution takes: all bytes at the memory's full rate, or all
-    arithmetic at the tensor cores' full rate. None where the GPU's rates are not known."""
+    products at the full rate of the tensor cores for the dtype of their factors. Of operations
+    that select by value only the results count. None where the GPU's rates are not known."""
     if site is None:
         return None
     if isinstance(site, Profile):
@@ -67,13 +68,17 @@ def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None
     rate = bits / 8 * 2 * gpu.get("memClockRateKHz", 0) * 1e3
     if not rate:
         return None
-    least = cost(spec)
     cycles = gpu["multiProcessorCount"] * gpu["smClockRateKHz"] * 1e3
     peak = cycles * _FLOPS_PER_CYCLE.get(int(gpu["deviceVer"]) // 10, 0)
-    if least.flops and not peak:
+    work = sum(
+        _flops(spec, call) * _width(spec, call) / 2 for call in spec.calls if call.node.product
+    )
+    if work and not peak:
         return None
-    width = min((itemsize(tensor.dtype) for tensor in spec.input_tensors), default=4)
-    return max(least.bytes / rate, least.flops * width / 2 / peak if least.flops else 0.0)
+    read = {name for call in spec.calls if not _selects(call) for _, name in call.inputs}
+    operands = [tensor for tensor in spec.input_tensors if tensor.name in read]
+    moved = sum(tensor.nbytes for tensor in (*operands, *spec.output_tensors))
+    return max(moved / rate, work / peak if work else 0.0)
 
 
 def size(count: int) -> str:
@@ -81,5 +86,17 @@ def size(count: int) -> str:
     return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count:,} bytes"
 
 
-def _ports(call: Call) -> tuple[tuple[str, str], ...]:
-    return (*call.inputs, *call.outputs)
+def _selects(call: Call) -> bool:
+    return any(port in call.node.selecting for port, _ in call.inputs)
+
+
+def _flops(spec: GraphSpec, call: Call) -> int:
+    if _selects(call):
+        return 0
+    ports = (*call.inputs, *call.outputs)
+    return call.node.flops({port: spec.tensor(name).shape for port, name in ports})
+
+
+def _width(spec: GraphSpec, product: Call) -> int:
+    """Bytes per element of the narrower factor of a product, one of its first two operands."""
+    return min(itemsize(spec.tensor(name).dtype) for _, name in product.inputs[:2])

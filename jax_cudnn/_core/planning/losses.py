@@ -36,7 +36,7 @@ class Loss:
         pattern: as :func:`pattern` gives it.
         ratio: XLA's time divided by cuDNN's, in the case closest to 1.
         device: the GPU of the measurement.
-        date: its date.
+        date: its date, or several separated by commas.
         cudnn: its version of cuDNN.
         cases: the names of the cases in ``benchmarks``.
     """
@@ -49,10 +49,12 @@ class Loss:
     cases: tuple[str, ...]
 
     def __str__(self) -> str:
+        dates = sorted(self.date.split(", "))
+        dates = " to ".join(dict.fromkeys((dates[0], dates[-1])))
         return (
             f"XLA is faster for {self.pattern!r}: it took at most {self.ratio:.0%} of the time of "
             f"cuDNN in each of {len(self.cases)} cases ({self.device}, cuDNN {self.cudnn}, "
-            f"{self.date})"
+            f"{dates})"
         )
 
 
@@ -138,7 +140,7 @@ def _behind_product(spec: GraphSpec, anchors: Sequence[Call], behind: Sequence[C
 
 
 def _epilogue(spec: GraphSpec, sets: CallSets) -> str:
-    """Behind a normalization, which is bound by memory traffic, a further array counts."""
+    """After a normalization, which is bound by memory traffic, an additional array matters."""
     read = {name for i in members(sets.after(sets.anchors)) for _, name in spec.calls[i].inputs}
     largest = max(math.prod(t.shape) for t in spec.tensors)
     arrays = [spec.tensor(name) for name in read.intersection(spec.inputs)]

@@ -63,7 +63,7 @@ def place(
         JobError: another process decides, and its decision has not arrived.
     """
     if left_to_xla(spec):
-        return by_xla(spec, name)
+        return by_xla(spec, name, site)
     variety.count(spec, name)
     together = agreement.leader(devices) is not None
     try:
@@ -88,15 +88,15 @@ def left_to_xla(spec: GraphSpec) -> str:
     return limits.FLOAT64 if spec.has_float64 and not may_refuse else ""
 
 
-def by_xla(spec: GraphSpec, name: str) -> Plan:
-    """The plan of a graph that is left to XLA."""
+def by_xla(spec: GraphSpec, name: str, site: Profile | CudaDevice | None = None) -> Plan:
+    """The plan of a graph that XLA runs on every GPU."""
     calls, reason = tuple(range(len(spec.calls))), left_to_xla(spec)
     if reason == limits.FLOAT64:
         _check_determinism(spec, [Segment(spec, calls, True, reason)], name)
     segment = PlannedSegment(spec, calls, None, reason)
-    plan = Plan(
-        spec.origin.titled(name), "any GPU", spec.options.implementation or SPLIT, spec, (segment,)
-    )
+    titled, implementation = spec.origin.titled(name), spec.options.implementation or SPLIT
+    gpu = "any GPU" if site is None else _model(site)[0]
+    plan = Plan(titled, gpu, implementation, spec, (segment,), site)
     _tell(plan)
     return plan
 
@@ -239,8 +239,9 @@ def _split(spec: GraphSpec, asked: _Asked, site: Profile | CudaDevice, name: str
     segments = search(spec, ask)
     rows = tuple((s.calls, s.leftover, s.reason) for s in segments)
     if len(rows) == 1 and not rows[0][1]:
-        return rows  # one plan, which has an entry of its own
-    stored = cache.put(key, {"segments": rows}, label=f"{spec.label}; {len(rows)} segments")
+        return rows  # one plan, which has a separate entry
+    count = "1 segment" if len(rows) == 1 else f"{len(rows)} segments"
+    stored = cache.put(key, {"segments": rows}, label=f"{spec.label}; {count}")
     return planner.decoded(key, stored, read) or rows
 
 

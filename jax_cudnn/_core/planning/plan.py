@@ -53,8 +53,8 @@ class Plan:
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         spec: the graph.
         segments: its parts, in execution order.
-        site: the GPU that it was planned for, a profile or a GPU of this process; None if nothing
-            runs on cuDNN, or if the plan was read from bytes.
+        site: the GPU that it was planned for, a profile or a GPU of this process; None if the
+            plan was read from bytes, or made while lowering a graph that always runs in XLA.
     """
 
     name: str

@@ -73,8 +73,8 @@ class Program:
             )
             return
         filled = 0 if total is None else _WIDTH * self.done // total
-        bar = "" if total is None else f"[{'#' * filled:<{_WIDTH}}] "
-        line = f"planning for cuDNN {bar}{count}, {seconds:.1f} s: {name}"
+        bar = "#" * min(number, _WIDTH) if total is None else f"[{'#' * filled:<{_WIDTH}}]"
+        line = f"planning for cuDNN {bar} {count}, {seconds:.1f} s: {name}"
         print(f"\r\x1b[K{line[:99]}", end="", file=sys.stderr, flush=True)
         self._drawn = True
 

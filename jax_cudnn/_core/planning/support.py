@@ -14,7 +14,7 @@ from ...deviceless.profiles import Profile
 from .. import compat, context
 from ..compat import Device
 from ..cuda import CudaDevice
-from ..errors import GraphError, TargetError, UnsupportedGraphError
+from ..errors import GraphError, TargetError, UnsupportedGraphError, shown
 from ..graph.spec import GraphSpec
 from . import failure, frontend, progress
 from .collect import graphs, pieces
@@ -23,20 +23,19 @@ from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
 from .table import ByGpu, Plans
 from .unsupported import most_telling
 
-# A GPU to plan for: by its name, a profile, or a GPU of this process.
+# GPUs to plan for: by name, profiles or GPUs of this process; and as users give them.
 Sites = dict[str, Profile | CudaDevice]
+Gpus = str | Profile | Device | Iterable[str | Profile | Device]
 
 
 @overload
 def plan(fn: Callable[..., Any], *args: Any, gpus: None = None, **static: Any) -> Plan: ...
 @overload
-def plan(
-    fn: Callable[..., Any], *args: Any, gpus: Iterable[str | Profile], **static: Any
-) -> dict[str, Plan]: ...
+def plan(fn: Callable[..., Any], *args: Any, gpus: Gpus, **static: Any) -> dict[str, Plan]: ...
 def plan(
     fn: Callable[..., Any],
     *args: Any,
-    gpus: Iterable[str | Profile] | None = None,
+    gpus: Gpus | None = None,
     **static: Any,
 ) -> Plan | dict[str, Plan]:
     """How a function's graph runs on a GPU for these arguments: cuDNN's plans and XLA's parts.
@@ -44,9 +43,9 @@ def plan(
     Args:
         fn: a graph function, or any JAX function that contains exactly one graph.
         *args: arrays, or ``jax.ShapeDtypeStruct`` for shapes alone, in any pytree.
-        gpus: names of profiles ("H200") or profiles; no GPU is needed for these. None:
-            ``jax_cudnn.target``, else ``jax.default_device`` if it is an NVIDIA GPU, else this
-            process's GPU.
+        gpus: names of profiles ("H200"), profiles (no GPU is needed for these), or devices of this
+            process; one or several. None: ``jax_cudnn.target``, else ``jax.default_device`` if it
+            is an NVIDIA GPU, else this process's GPU.
         **static: keyword arguments of ``fn``.
 
     Returns:
@@ -68,7 +67,7 @@ def plan(
         >>> x = jax.ShapeDtypeStruct((64, 128), "bfloat16")
         >>> plans = jc.plan(relu, x, gpus=["A100", "H200"])                   # doctest: +SKIP
     """
-    chosen = None if gpus is None else _profiles(gpus)
+    chosen = None if gpus is None else _sites(gpus)
     found = graphs(fn, args, static)
     if len(found) > 1:
         raise GraphError(
@@ -87,13 +86,11 @@ def plan(
 @overload
 def plans(fn: Callable[..., Any], *args: Any, gpus: None = None, **static: Any) -> Plans: ...
 @overload
-def plans(
-    fn: Callable[..., Any], *args: Any, gpus: Iterable[str | Profile], **static: Any
-) -> dict[str, Plans]: ...
+def plans(fn: Callable[..., Any], *args: Any, gpus: Gpus, **static: Any) -> dict[str, Plans]: ...
 def plans(
     fn: Callable[..., Any],
     *args: Any,
-    gpus: Iterable[str | Profile] | None = None,
+    gpus: Gpus | None = None,
     **static: Any,
 ) -> Plans | dict[str, Plans]:
     """How all graphs of a function run on a GPU, such as those of a gradient.
@@ -116,7 +113,7 @@ def plans(
         >>> with jc.target("H200"):
         ...     print(jc.plans(jax.grad(lambda x: relu(x).sum()), x))          # doctest: +SKIP
     """
-    chosen = None if gpus is None else _profiles(gpus)
+    chosen = None if gpus is None else _sites(gpus)
     return _plans(graphs(fn, args, static), chosen)
 
 
@@ -142,7 +139,7 @@ def _plans(found: Mapping[str, GraphSpec], chosen: Sites | None) -> Plans | dict
 def support(
     fn: Callable[..., Any],
     *args: Any,
-    gpus: Iterable[str | Profile] | None = None,
+    gpus: Gpus | None = None,
     **static: Any,
 ) -> Support:
     """Which graphs of a function are one cuDNN plan: the plan or the reason, per graph and GPU.
@@ -154,8 +151,8 @@ def support(
         fn: a graph function, or any JAX function that contains graphs (under jit, scan, cond,
             shard_map, remat, custom derivatives).
         *args: arrays, or ``jax.ShapeDtypeStruct`` for shapes alone, in any pytree.
-        gpus: names of profiles ("H200") or profiles. None: all shipped profiles, and the GPUs of
-            this process, for which their real handle plans.
+        gpus: as for :func:`plan`. None: all shipped profiles, and the GPUs of this process, for
+            which their real handle plans.
         **static: keyword arguments of ``fn``.
 
     Returns:
@@ -173,7 +170,7 @@ def support(
         >>> x = jax.ShapeDtypeStruct((64, 128), "bfloat16")
         >>> print(jc.support(relu, x, gpus=["A100", "H200"]))                 # doctest: +SKIP
     """
-    chosen = _everywhere() if gpus is None else _profiles(gpus)
+    chosen = _everywhere() if gpus is None else _sites(gpus)
     return survey(pieces(graphs(fn, args, static)), chosen)
 
 
@@ -226,37 +223,47 @@ def shipped() -> Sites:
     return {profile.name: profile for profile in profiles.shipped()}
 
 
-def _profiles(gpus: Iterable[str | Profile]) -> Sites:
-    """The profiles by name; TargetError for other values, and for two with one name."""
-    listed = list(gpus) if isinstance(gpus, Iterable) and not isinstance(gpus, str) else []
-    if not listed or not all(isinstance(gpu, (str, Profile)) for gpu in listed):
-        raise TargetError(
-            "gpus is not a list of GPUs",
-            expected='profiles or their names, for example gpus=["H200", "A100"]',
-            got=repr(gpus)[:200],
-            why=f"shipped profiles: {', '.join(profiles.names())}",
-        )
+def _sites(gpus: Gpus) -> Sites:
+    """The profiles and GPUs by name; TargetError for other values, and for two with one name."""
+    if isinstance(gpus, (str, Profile, Device)) or not isinstance(gpus, Iterable):
+        gpus = [gpus]
     found: Sites = {}
-    for gpu in listed:
-        profile = profiles.get(gpu) if isinstance(gpu, str) else gpu
-        if found.setdefault(profile.name, profile) != profile:
+    for gpu in [*gpus] or [None]:
+        if isinstance(gpu, (str, Profile)):
+            site = profiles.get(gpu) if isinstance(gpu, str) else gpu
+            name = site.name
+        elif isinstance(gpu, Device) and compat.is_cuda(gpu) and gpu in jax.local_devices():
+            name, site = _local(gpu)
+        else:
             raise TargetError(
-                f"two different profiles are called {profile.name!r}",
-                fix="rename one of them: Profile.from_json(source, name=...)",
+                "gpus names no GPU",
+                expected='profiles, their names, or GPUs of this process: gpus=["H200", "A100"]',
+                got=shown(gpus),
+                why=f"shipped profiles: {', '.join(profiles.names())}",
+            )
+        kept = found.setdefault(name, site)
+        if kept != site and Profile in (type(kept), type(site)):  # else GPUs of one model
+            raise TargetError(
+                f"two different GPUs are called {name!r}",
+                fix="rename a profile: Profile.from_json(source, name=...)",
             )
     return found
+
+
+def _local(device: Device) -> tuple[str, CudaDevice]:
+    """A GPU of this process and the name of its model's profile."""
+    names = {profile.device_name: profile.name for profile in profiles.shipped()}
+    name = names.get(device.device_kind) or device.device_kind.removeprefix("NVIDIA ")
+    return name, CudaDevice(device.local_hardware_id)
 
 
 def _everywhere() -> Sites:
     """The shipped profiles, with the GPUs of this process in place of the profiles of their
     models."""
-    sites = shipped()
-    names = {profile.device_name: profile.name for profile in profiles.shipped()}
     local: Sites = {}
     for device in filter(compat.is_cuda, jax.local_devices()):
-        name = names.get(device.device_kind) or device.device_kind.removeprefix("NVIDIA ")
-        local.setdefault(name, CudaDevice(device.local_hardware_id))
-    return {**sites, **local}
+        local.setdefault(*_local(device))
+    return {**shipped(), **local}
 
 
 def _default_devices() -> list[Device]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .. import context
-from ..errors import GraphTypeError
+from ..errors import GraphTypeError, shown
 from . import progress
 from .collect import in_jaxpr
 
@@ -41,7 +41,7 @@ def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowe
         raise GraphTypeError(
             "warmup takes a function",
             expected="a function of arrays, or a jitted one",
-            got=f"{type(fn).__name__}: {fn!r}"[:200],
+            got=shown(fn),
         )
     jitted: Any = fn if hasattr(fn, "trace") and hasattr(fn, "lower") else jax.jit(fn)
     traced = jitted.trace(*args, **kwargs)

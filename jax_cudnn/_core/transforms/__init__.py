@@ -1,1 +1,1 @@
-"""From graphs to graphs: tangents, transposes, batches, and what is left of unused results."""
+"""From graphs to graphs: tangents, transposes, batches, and pruning of unused results."""

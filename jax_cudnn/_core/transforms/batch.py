@@ -1,4 +1,4 @@
-"""vmap of a graph: the new dimension is folded into dimensions that its nodes have."""
+"""vmap of a graph: folds the new dimension into existing dimensions of its nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Fold = Mapping[str, int]
 
 
 class NoFold(Exception):
-    """A node of the graph takes no further dimension."""
+    """A node of the graph cannot take another dimension."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call.name)
@@ -30,15 +30,15 @@ class NoFold(Exception):
 
 @functools.lru_cache(maxsize=2048)
 def batch(spec: GraphSpec, size: int, batched: frozenset[str]) -> tuple[Derived, tuple[bool, ...]]:
-    """The graph over ``size`` operands for each of the ``batched`` ones, which have a leading
-    dimension; and which of its results have it as well.
+    """The graph for ``batched`` operands, which have a new leading dimension of ``size``; and
+    which of its results have that dimension.
 
-    Keys are the operands' names. Of the ways to fold the dimension into convolutions and matmuls
-    that one is taken which moves the fewest bytes; where there are very many, the one that does so
-    for each of them in turn.
+    Keys are the operands' names. Of all ways to fold the dimension into convolutions and matmuls,
+    the one that moves the fewest bytes is chosen; if there are very many, each node's fold is
+    chosen in turn.
 
     Raises:
-        NoFold: a node takes no further dimension.
+        NoFold: a node cannot take another dimension.
     """
     ways = [_ways(spec, call) for call in spec.calls if call.node.anchor]
     few = math.prod(ways) <= _MOST
@@ -49,7 +49,7 @@ def batch(spec: GraphSpec, size: int, batched: frozenset[str]) -> tuple[Derived,
 
 
 def _ways(spec: GraphSpec, call: Call) -> int:
-    """At least the number of an anchor's folds, whichever of its operands are batched."""
+    """An upper bound on the number of an anchor's folds, for any choice of batched operands."""
     ports = [port for port, _ in call.inputs]
     tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
     subsets = itertools.chain.from_iterable(
@@ -61,8 +61,8 @@ def _ways(spec: GraphSpec, call: Call) -> int:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a tensor holds the dimension: nowhere (None), in front (LEAD) or in an axis, of whose
-    elements each stands ``repeat`` times. ``thin``: in front, with size 1."""
+    """Where a tensor has the new dimension: nowhere (None), leading (LEAD) or folded into an axis,
+    in which each element is repeated ``repeat`` times. ``thin``: leading, with size 1."""
 
     axis: int | None = None
     repeat: int = 1
@@ -106,7 +106,7 @@ class _Attempt:
         )
         if made.spec is None or self.spec.origin == Origin():
             return made
-        # Results may have other names after the operations outside the graph.
+        # Operations outside the graph may have renamed results.
         at = dict(zip(self.spec.outputs, made.results, strict=True))
         kept = (at[name] for name in self.spec.origin.residuals)
         left = tuple(s.of for s in kept if s is not None and s.of in made.spec.outputs)
@@ -160,7 +160,7 @@ class _Attempt:
             self._computed.add(name)
 
     def _map(self, call: Call, tensors: Mapping[str, Tensor]) -> bool:
-        """Adds the call by other nodes, with the dimension leading; False if it has none."""
+        """Adds the call as other nodes, with a leading dimension; False if there are none."""
         if type(call.node).vmapped is Node.vmapped:
             return False
         front = _Form(LEAD)
@@ -179,8 +179,8 @@ class _Attempt:
     def _folds(
         self, call: Call, ports: frozenset[str], tensors: Mapping[str, Tensor]
     ) -> list[_Fold]:
-        """A node's folds; of those that cost the same the first will be taken, so in front is what
-        its operands have already."""
+        """A node's folds. Of equally cheap ones the first is chosen, so those come first that its
+        operands already have."""
         folds = [*call.node.folds(ports, tensors)]
         if call.node.anchor:
             return folds
@@ -195,7 +195,7 @@ class _Attempt:
     def _needed(
         self, call: Call, ports: frozenset[str], fold: _Fold, tensors: Mapping[str, Tensor]
     ) -> dict[str, _Form]:
-        """In which form the call takes each operand."""
+        """The form in which the call takes each operand."""
         forms = {}
         for port, name in call.inputs:
             axis, shape = fold.get(port), tensors[port].shape
@@ -216,7 +216,7 @@ class _Attempt:
         return forms
 
     def _extent(self, call: Call, fold: _Fold, port: str, tensors: Mapping[str, Tensor]) -> int:
-        """The size over which the call goes along the axis into which an operand is folded."""
+        """The size of the call along the axis into which an operand is folded."""
         if not call.node.broadcasts(port, fold[port]):
             return 1
         sizes = [
@@ -235,8 +235,8 @@ class _Attempt:
     # -- forms of a tensor ------------------------------------------------------------------------
 
     def _cost(self, name: str, form: _Form) -> float:
-        """Bytes that are moved to bring a tensor in a form: none where only its shape changes, if
-        it is an operand; what is computed is cut off from its graph by that, too."""
+        """The bytes moved to convert a tensor to a form. A new shape alone costs nothing for an
+        operand, but cuts a computed tensor out of its fused graph."""
         known, tensor = self._forms[name], self.spec.tensor(name)
         if form in known or tensor.value is not None:
             return 0
@@ -290,8 +290,8 @@ class _Attempt:
         return self.g.ordered(x, like.order)
 
     def _shaped(self, tensor: Tensor, form: _Form) -> Tensor:
-        """A tensor with the dimension in it. Its order in memory is stated as before where the
-        dimension precedes all others."""
+        """A tensor with the new dimension. If that precedes all others, the stated memory order is
+        kept."""
         shape, order = list(tensor.shape), tensor.order
         if form.axis is None:
             return tensor
@@ -305,7 +305,7 @@ class _Attempt:
 
 
 def _batched_whole(spec: GraphSpec, size: int) -> GraphSpec:
-    """A graph over new operands throughout; itself where a node takes no further dimension."""
+    """A graph with all operands batched; itself where a node cannot take another dimension."""
     try:
         derived = batch(spec, size, frozenset(spec.inputs))[0]
     except NoFold:

@@ -1,4 +1,4 @@
-"""Builds a graph that is derived from another: what the rules of nodes are given as ``g``."""
+"""Builds a graph derived from another one: the ``g`` that the derivative rules of nodes take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..graph.vocabulary import vocabulary
 
 
 class Derivation(GraphBuilder):
-    """A builder with the options of another graph, without its engine, which is of that alone."""
+    """A builder with the options of another graph, except the engine, which fits only it."""
 
     def __init__(self, spec: GraphSpec) -> None:
         super().__init__(replace(spec.options, engine=None, knobs=()))
@@ -37,7 +37,7 @@ class Derivation(GraphBuilder):
         return self._options
 
     def declare(self, tensor: Tensor) -> GraphTensor:
-        """An operand like a tensor of another graph (its name may be another)."""
+        """An operand like a tensor of another graph; the name may differ."""
         made = self._add(tensor)
         self._inputs.append(made.name)
         return made
@@ -53,7 +53,7 @@ class Derivation(GraphBuilder):
     def apply(self, node: Node, /, **inputs: GraphTensor) -> tuple[GraphTensor, ...]:
         """The results of a node for its ports."""
         if node.moves and len(dtypes := {x._state.dtype for x in inputs.values()}) > 1:
-            # Inside a graph values may be wider than their arrays were when the node was checked.
+            # Values inside a graph may be wider than the arrays with which the node was checked.
             known = (dtype for dtype in ("float64", "float32") if dtype in dtypes)
             wide = next(known, max(dtypes, key=itemsize))
             inputs = {port: self.rounded(x, wide) for port, x in inputs.items()}
@@ -76,7 +76,7 @@ class Derivation(GraphBuilder):
     def replay(
         self, spec: GraphSpec, call: Call, values: Mapping[str, GraphTensor]
     ) -> dict[str, GraphTensor]:
-        """A call of another graph, on other values; its results keep their dtypes."""
+        """A call of another graph, applied to other values; its results keep their dtypes."""
         made = self.apply(call.node, **{port: values[name] for port, name in call.inputs})
         results = {}
         for (_, name), x in zip(call.outputs, made, strict=True):
@@ -85,7 +85,7 @@ class Derivation(GraphBuilder):
         return results
 
     def fixed(self, x: GraphTensor, dtype: str) -> GraphTensor:
-        """A result with its dtype said once and for all."""
+        """A result whose dtype is set and does not change."""
         self._typed.add(x.name)
         x._state = self._tensors[x.name] = replace(x._state, dtype=dtype)
         return x
@@ -96,15 +96,15 @@ class Derivation(GraphBuilder):
         return x
 
     def like(self, x: GraphTensor, tensor: Tensor) -> GraphTensor:
-        """A result of the graph, which lies in memory as another tensor states that it does."""
+        """A result of the graph, with the memory order that another tensor states."""
         stated = x._state.order is not None or x.name in self._inputs or tensor.order is None
         return x if stated or x.shape != tensor.shape else self.ordered(x, tensor.order)
 
     def rounded(self, x: GraphTensor, dtype: str, alone: bool = False) -> GraphTensor:
-        """The tensor in a dtype: where it is computed, or else by a cast.
+        """The tensor in a dtype: computed in it, or cast to it.
 
-        It may have other users, so the first is done only for the dtype of values inside graphs,
-        for a 16-bit one that all arrays have, and where it is for this use alone.
+        Others may read the tensor, too. So it is computed in that dtype only if this is the dtype
+        of values inside graphs, the 16-bit dtype of all arrays, or if there is no other reader.
         """
         settled = self._is_settled(x)
         if settled and x._state.dtype == dtype:
@@ -124,8 +124,8 @@ class Derivation(GraphBuilder):
         return x
 
     def _is_settled(self, x: GraphTensor) -> bool:
-        """Whether a tensor's dtype is said: others get that of values inside a graph, or of the
-        array that they become."""
+        """Whether a tensor's dtype is set: otherwise it becomes that of values inside a graph, or
+        of the result array."""
         if x.name in self._inputs or x.name in self._typed or x._state.value is not None:
             return True
         return x.name in self._moved and self._is_settled(self._moved[x.name])
@@ -154,7 +154,7 @@ class Derivation(GraphBuilder):
         return self.apply(vocabulary().broadcast(tuple(shape)), input=x)[0]
 
     def reduced(self, x: GraphTensor, shape: Shape) -> GraphTensor:
-        """Summed over what is 1 in a shape, as a cotangent is over what was broadcast."""
+        """The sum over the dimensions that are 1 in a shape: the cotangent of a broadcast."""
         if x.shape == tuple(shape):
             return x
         return self.apply(vocabulary().sum(tuple(shape)), input=x)[0]
@@ -165,7 +165,7 @@ class Derivation(GraphBuilder):
         return self.rounded(self.broadcast(zero, like.shape), like.dtype)
 
     def finished(self, outputs: Iterable[GraphTensor], origin: Origin) -> GraphSpec | None:
-        """The graph that computes those of the tensors that are no operands; None without any."""
+        """The graph that computes those tensors that are not operands; None if all are."""
         computed = [x for x in outputs if x.name not in self._inputs]
         if not computed:
             return None
@@ -174,9 +174,9 @@ class Derivation(GraphBuilder):
         return intern(replace(self.finish(computed), origin=origin, _cache={}))
 
     def _computed_narrow(self, outputs: Collection[str]) -> None:
-        """Where one cast alone reads an elementwise result: that, computed in the cast's dtype.
+        """Merges an elementwise operation with a cast that is the only reader of its result.
 
-        Only if values inside the graph are float32: they have no rounding of their own then.
+        Only if values inside the graph are float32, because then the operation does not round.
         """
         if self._options.intermediate_data_type != "float32":
             return
@@ -188,7 +188,7 @@ class Derivation(GraphBuilder):
             for (name, _), copy in self._casts.items()
             if readers[name] == 1
             and name not in fixed
-            and name in makers  # no constant
+            and name in makers  # not a constant
             and _is_elementwise(makers[name])
         }
         made = {*copies.values()}

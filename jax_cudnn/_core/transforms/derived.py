@@ -1,4 +1,4 @@
-"""A derived graph with what belongs to each of its operands and results."""
+"""A derived graph with the source of each of its operands and results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..graph.spec import Call, GraphSpec, intern
 from ..graph.vocabulary import vocabulary
 
 Key = Hashable
-"""What an array is known by to those who derive and run a graph."""
+"""The key of an array in the code that derives and runs a graph."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Derived:
-    """``inputs`` are the sources of ``spec``'s operands, ``results`` those of what is asked for:
-    of an operand, or of a result of ``spec`` (by its name); None is zero."""
+    """``inputs`` are the sources of ``spec``'s operands, ``results`` those of what was requested:
+    an operand, or a result of ``spec`` (by its name); None is zero."""
 
     spec: GraphSpec | None
     inputs: tuple[Source, ...]
@@ -47,8 +47,8 @@ class Derived:
     ) -> Derived:
         """From the keys of operands by their names in the graph, and the results' names.
 
-        What only moves operands before a graph, or results after it, is left to XLA outside; so are
-        nodes of the classes ``also`` before it.
+        Nodes that only move operands before a graph, or results after it, run outside, in XLA; so
+        do nodes of the classes ``also`` before it.
         """
         inputs = tuple(Source(operands[name]) for name in (spec.inputs if spec else ()))
         made = cls(
@@ -70,13 +70,13 @@ class Derived:
 
 
 def _peeled(derived: Derived, also: tuple[type[Node], ...]) -> Derived:
-    """Without the first moves of operands and the last moves of results."""
+    """The graph without the first moves of operands and the last moves of results."""
     spec = derived.spec
     assert spec is not None
     kinds = vocabulary().moves
 
     def moves(call: Call, kinds: tuple[type[Node], ...] = kinds) -> bool:
-        """Whether a call does nothing but move: some round their result, too."""
+        """Whether a call only moves elements; some also round their result."""
         (_, first), (_, out) = call.inputs[0], call.outputs[0]
         alike = spec.tensor(first).dtype == spec.tensor(out).dtype
         return isinstance(call.node, kinds) and alike

@@ -1,5 +1,5 @@
 """The tangent of a graph, as a graph that is linear in the tangents, and the forward that keeps
-what it needs."""
+its residuals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Linearized:
 
 @functools.lru_cache(maxsize=2048)
 def linearize(spec: GraphSpec, active: frozenset[str]) -> Linearized:
-    """The derivative of a graph by its operands ``active``."""
+    """The derivative of a graph with respect to its operands ``active``."""
     g = Derivation(spec)
     values = {
         t.name: g.declare(t) if t.value is None else g.constant(t, len(t.shape))
@@ -70,7 +70,7 @@ def linearize(spec: GraphSpec, active: frozenset[str]) -> Linearized:
 
 
 def _family(made: Linearized) -> Linearized:
-    """The same with all graphs of a family known to each, where they are decided about together."""
+    """The same, with the family of graphs set in each if they must run in the same place."""
     tangent = made.tangent.spec
     if tangent is None or not (made.forward.is_paired or tangent.is_paired):
         return made
@@ -93,7 +93,7 @@ def _pushed(
     values: Mapping[str, GraphTensor],
     first: Mapping[str, GraphTensor],
 ) -> dict[str, GraphTensor]:
-    """The tangents of all tensors that have some."""
+    """The tangents of all tensors that have one."""
     tangents = dict(first)
     for call in spec.calls:
         moving = {port: tangents[name] for port, name in call.inputs if name in tangents}
@@ -102,7 +102,7 @@ def _pushed(
         inputs = {port: values[name] for port, name in call.inputs}
         outputs = {port: values[name] for port, name in call.outputs}
         if call.node.recomputed and any(itemsize(x._state.dtype) == 1 for x in outputs.values()):
-            # Results of eight bits are too coarse to go on from.
+            # 8-bit results are too coarse to compute derivatives from.
             outputs = dict(zip(outputs, g.apply(call.node, **inputs), strict=True))
         results = call.node.jvp(g, moving, inputs, outputs)
         for port, name in call.outputs:
@@ -134,7 +134,7 @@ def _stored(spec: GraphSpec) -> dict[str, str]:
 
 
 def _forward(spec: GraphSpec, kept: Collection[str]) -> tuple[GraphSpec, dict[str, str]]:
-    """The graph with residuals as further results, and the name of each."""
+    """The graph with residuals as additional results, and the name of each."""
     stored = _stored(spec)
     tensors, calls, outputs = list(spec.tensors), list(spec.calls), list(spec.outputs)
     names = {}
@@ -177,8 +177,8 @@ def _completed(
     again: Collection[int],
     forward: GraphSpec,
 ) -> tuple[GraphSpec | None, dict[str, str], dict[str, tuple[str, str]]]:
-    """A draft of a tangent, whose operands are any values of ``spec``, on those that are kept: the
-    graph, the new names of its operands and results, and the keys of the values."""
+    """A tangent that reads any values of ``spec``, rewritten to read the kept ones: the graph, the
+    new names of its operands and results, and the keys of the values."""
     g = Derivation(spec)
     keys, values = {}, {}
     for name, kept in names.items():

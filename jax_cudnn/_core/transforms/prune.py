@@ -1,4 +1,4 @@
-"""What is left of a graph some of whose results nobody uses."""
+"""Removes unused results, and what only they need, from a graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..graph.spec import GraphSpec, intern
 
 @functools.lru_cache(maxsize=2048)
 def pruned(spec: GraphSpec, outputs: tuple[str, ...]) -> GraphSpec:
-    """The graph that computes these of its results, of the operands that they need."""
+    """The graph that computes only these results, from the operands that they need."""
     needed, calls = {*outputs}, []
     for call in reversed(spec.calls):
         if needed & {name for _, name in call.outputs}:

@@ -1,4 +1,4 @@
-"""What a forward keeps for its derivatives: the fewest bytes from which they can go on."""
+"""What a forward keeps for its derivatives: the fewest bytes from which they can be computed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _FINEST = 1 << 20
 def choose(
     spec: GraphSpec, needed: Collection[str], stored: Mapping[str, str]
 ) -> tuple[frozenset[str], tuple[int, ...]]:
-    """The tensors to keep, and the calls to compute again from these, for the ``needed`` ones.
+    """The tensors to keep, and the calls to recompute from these, for the ``needed`` tensors.
 
-    Operands cost nothing to keep, nor what is written anyway in the dtype that is kept. Only calls
-    whose node is ``recomputed`` are computed again. It is a minimum cut of the graph, the
-    one nearest to what is needed, so that nothing is computed again without need.
+    Operands cost nothing to keep, and neither do results that the forward writes anyway in the kept
+    dtype. Only calls whose node is ``recomputed`` are recomputed. The tensors are a minimum cut of
+    the graph, the one nearest to the needed tensors, so that no call is recomputed unnecessarily.
     """
     free = {*spec.inputs, *_written(spec)}
     free = {n for n in free if stored[n] == spec.tensor(n).dtype}
@@ -41,7 +41,7 @@ def choose(
 
 
 def _written(spec: GraphSpec) -> set[str]:
-    """Results, and what one convolution or matmul reads of what another has computed: no plan holds
+    """Results, and tensors that one convolution or matmul computes for another: no plan holds
     both."""
     found, computed = {*spec.outputs}, set()
     for call in spec.calls:
@@ -60,8 +60,8 @@ def _cut(
     stored: Mapping[str, str],
     maker: Mapping[str, int],
 ) -> set[str]:
-    """The tensors that cost least, of those on every way to a needed one from what can be computed
-    only once."""
+    """The cheapest set of tensors that cuts every path from what cannot be recomputed to a needed
+    tensor."""
     import numpy as np
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
@@ -91,7 +91,7 @@ def _cut(
     capacities = np.array([*edges.values()], np.int32)
     graph = csr_array((capacities, (rows, columns)), shape=(sink + 1, sink + 1))
     flow = maximum_flow(graph, source, sink).flow
-    # Nodes from which more could flow to the sink, which are those that it is reached from.
+    # Nodes from which the sink can be reached in the residual flow network.
     left = csr_array(graph - flow)
     left.data = np.maximum(left.data, 0)
     left.eliminate_zeros()

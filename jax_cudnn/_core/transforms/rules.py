@@ -29,7 +29,7 @@ Bind = Callable[..., list[Any]]
 def jvp_rule(
     bind: Bind, primals: Sequence[Any], tangents: Sequence[Any], *, spec: GraphSpec, name: str
 ) -> Any:
-    """The results from the forward, which keeps residuals; their tangents from another graph."""
+    """Results from the forward, which keeps residuals, and tangents from another graph."""
     moving = {n: t for n, t in zip(spec.inputs, tangents, strict=True) if type(t) is not ad.Zero}
     for n in moving:
         if spec.tensor(n).dtype == E8M0:
@@ -148,8 +148,8 @@ def _in_turn(
 
 
 def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """The equation with the results that are used, of the operands that these need."""
-    equation = rest[-1]  # newer versions of JAX pass which operands live on before it
+    """The equation with only the used results and the operands that they need."""
+    equation = rest[-1]  # newer versions of JAX first pass which operands stay in use
     spec = equation.params["spec"]
     if all(used):
         return [True] * len(spec.inputs), equation

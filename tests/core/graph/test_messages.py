@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import jax_cudnn as jc
+from jax_cudnn._core.errors import shown
 
 X, W = (1, 4, 8), (1, 8, 2)
 ONES = jnp.ones(X)
@@ -58,9 +59,9 @@ WRONG = {
     "typed": (lambda g, x, w: x.set_data_type("bfloat16"), Value, ["input x", "astype"]),
     "overflow": (lambda g, x, w: x * 1e300, Value, ["g.mul", "float32", "1e+300"]),
     "astype": (lambda g, x, w: x.astype("int8"), AttributeError, [".astype", "set_data_type"]),
-    "name": (lambda g, x, w: g.conv(x, x), AttributeError, ["did you mean", "g.conv_fprop"]),
+    "name": (lambda g, x, w: g.conv(x, x), AttributeError, ["did you mean 'g.conv_fprop'"]),
     "nested": (lambda g, x, w: jc.graph(lambda h, y: h.relu(y))(x), Type, ["nested", ".fn(g"]),
-    "result": (lambda g, x, w: (g.relu(x), 1.0), Type, ["not a graph tensor", "float: 1.0"]),
+    "result": (lambda g, x, w: (g.relu(x), 1.0), Type, ["not a graph tensor", "got: 1.0"]),
 }
 
 
@@ -82,6 +83,18 @@ def test_line_is_the_innermost_of_the_users_helpers():
     error = raised(lambda g, x, w: g.relu(helper(g, x, w)), ONES, jnp.ones(W))
     assert f":{helper.__code__.co_firstlineno + 1}, in helper: return g.matmul(w, x)" in error.where
     assert all(part in str(error) for part in (error.expected, error.got, error.why))
+
+
+def test_values_are_shown_on_one_line():
+    array, many = np.ones((50, 4), "float32"), [np.int64(7)] * 300
+    for value, text in (
+        ({"a": array, "b": (1.5,)}, "{'a': float32[50, 4] array, 'b': (1.5,)}"),
+        ((np.int64(-3), "x"), "(-3, 'x')"),
+        (np.float32(0.5), "0.5"),
+        ({1: 2, "a": 3}, "{1: 2, 'a': 3}"),
+        (many, f"[{'7, ' * 300}"[:200]),
+    ):
+        assert shown(value) == text
 
 
 def test_wrong_results_and_arguments_are_refused():

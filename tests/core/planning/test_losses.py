@@ -72,12 +72,13 @@ def test_a_graph_is_filed_under_what_it_is_at_heart(row):
 
 def test_a_loss_says_by_how_much_and_where_it_was_measured(monkeypatch):
     patterns = {"conv_dgrad depthwise": {"a": 0.4, "b": 0.625}, "pointwise": {"c": 0.9}}
-    where = {"device": "NVIDIA X", "date": "2026-01-02", "cudnn": "9.99.0"}
+    where = {"device": "NVIDIA X", "date": "2026-01-05, 2026-01-02, 2026-01-04", "cudnn": "9.99.0"}
     monkeypatch.setattr(losses, "table", lambda: {"91": {**where, "patterns": patterns}})
     depthwise, relu = (DGRAD, [LOSS, (16, 1, 3, 3)]), (node("relu"), [(4, 8)])
     found = losses.loss(traced(*depthwise), 91)
     assert found == losses.Loss("conv_dgrad depthwise", 0.625, *where.values(), ("a", "b"))
     assert "62%" in str(found)
+    assert "2026-01-02 to 2026-01-05)" in str(found)
     for absent, gpu in (((product(), MATRICES), 91), (depthwise, 90)):  # not listed, not measured
         assert losses.loss(traced(*absent), gpu) is None
     # Who names an engine gets it; determinism is not left to XLA, but where nothing depends on it.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import lowered
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning import collect, planner, progress, support
@@ -104,14 +105,24 @@ def test_function_without_one_plannable_graph_is_told(plans):
 
 
 def test_wrong_gpus_are_told(plans):
-    for gpus in ("H200", [], ["H300"]):
+    for gpus in (jax.devices("cpu"), [], "H300", 1):
         with pytest.raises(jc.TargetError, match="A100, B200, H100, H200"):
             jc.plan(relu, X, gpus=gpus)
     with pytest.raises(jc.TargetError, match="did you mean 'H200'"):
         jc.target("H20")
-    with pytest.raises(jc.TargetError, match="two different profiles"):
+    with pytest.raises(jc.TargetError, match="two different GPUs"):
         jc.support(relu, X, gpus=["H200", dataclasses.replace(A100, name="H200")])
     assert plans == []
+
+
+def test_gpus_are_one_or_several_names_profiles_or_devices(plans, monkeypatch):
+    for gpus in ("A100", A100):
+        assert jc.plan(relu, X, gpus=gpus).keys() == {"A100"}
+    devices = jax.devices("cpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    monkeypatch.setattr(support.compat, "is_cuda", lambda device: True)
+    assert jc.support(relu, X, gpus=[*devices, "H200"]).gpus == ("cpu", "H200")
+    assert plans == [("relu", gpu) for gpu in (A100, support.CudaDevice(0), H200)]
 
 
 def test_plans_are_tables_by_gpu(plans):
@@ -124,15 +135,25 @@ def test_plans_are_tables_by_gpu(plans):
         ["total", "2", "cuDNN,", "0", "XLA", "0.00", "0.0"],
     ]
     assert ["double", "bf16[8,16]", "XLA"] in [line.split()[:3] for line in str(found).splitlines()]
-    product = jc.graph(lambda g, a, b: g.matmul(a, b))
+
+
+@pytest.mark.parametrize("implementation", ["split", "xla"])
+def test_roofline_is_that_of_the_products_factors_whatever_runs_them(implementation, plans):
+    @jc.graph(implementation=implementation)
+    def product(g, a, b, mask):
+        return g.binary_select(g.matmul(a, b), a, mask)
+
     square = jax.ShapeDtypeStruct((1, 4096, 4096), "bfloat16")
-    explained = str(jc.plans(product, square, square, gpus=["H200"])["H200"]["<lambda>"].explain())
-    assert "reads 67.1 MB, writes 33.6 MB" in explained
+    mask = jax.ShapeDtypeStruct(square.shape, "bool")
+    found = jc.plans(product, square, square, mask, gpus=["H200"])["H200"]
+    explained = str(found["product"].explain())
+    assert "reads 83.9 MB, writes 33.6 MB" in explained
     assert "at least 128.4 us" in explained  # 2 * 4096**3 / (132 SMs * 4096 * 1.98 GHz)
+    assert str(found).splitlines()[-1].split()[-1] == "128.4"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("run", [jc.warmup, jc.plans])
+@pytest.mark.parametrize("run", [jc.warmup, jc.plans, lowered])
 def test_progress_counts_the_graphs_of_a_program(run, terminal, plans, monkeypatch, caplog, capsys):
     monkeypatch.setattr(progress, "_SILENT", 0.005)
     monkeypatch.setattr(progress, "_REDRAW", 0.005)
@@ -146,10 +167,11 @@ def test_progress_counts_the_graphs_of_a_program(run, terminal, plans, monkeypat
     monkeypatch.setattr(planner, "plan", slow)
     with jc.target("H200"):
         run(lambda x: double(relu(x)), X)
+    total, bar = ("", "## graph 2") if run is lowered else (" of 2", "[##########          ]")
     shown = capsys.readouterr().err if terminal else caplog.text
-    assert "graph 1 of 2" in shown
-    assert "graph 2 of 2" in shown
-    assert ("[##########          ]" in shown, shown.endswith("\x1b[K")) == (terminal, terminal)
+    assert f"graph 1{total}" in shown
+    assert f"graph 2{total}" in shown
+    assert (bar in shown, shown.endswith("\x1b[K")) == (terminal, terminal)
 
 
 def test_support_is_a_table_of_graphs_and_gpus_text_and_data(plans):

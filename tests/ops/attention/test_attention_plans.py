@@ -29,7 +29,9 @@ from transformations import graphs_of, methods
 import jax_cudnn as jc
 from jax_cudnn._core.graph import layout
 from jax_cudnn._core.graph.wire import wire
+from jax_cudnn._core.planning import cost
 from jax_cudnn._core.planning.execution_plan import VIEW
+from jax_cudnn.deviceless import profiles
 
 pytestmark = pytest.mark.deviceless
 X, TOKENS = S((2, 4, 128, 64), "bfloat16"), S((2, 128, 4, 64), "bfloat16")
@@ -65,6 +67,20 @@ def test_forward_and_backward_are_a_plan_each(name, gpu):
     # cuDNN has no backward for pages; and it computes one with a leading scalar wrongly.
     without = "pages" in name or name == "cases"
     assert len(backward.execution_plans) == (not without)
+    first, second = (
+        sum(cost._flops(p.spec, call) for call in p.spec.calls if call.node.product)
+        for p in (forward, backward)
+    )
+    if "seq_len_q" in str(forward.spec):  # the lengths may all be 0
+        written = sum(tensor.nbytes for tensor in forward.spec.output_tensors)
+        assert (first, second) == (0, 0)
+        assert cost.roofline(forward.spec, profiles.get("H200")) < written / 4.7e12
+    elif not without:
+        assert 2.5 <= second / first <= 2.6
+        function, avals, count = TABLE[name]
+        if count == len(avals):
+            tangent = graphs_of(lambda *x: jax.jvp(function, x, x)[1], *avals)[-1]
+            assert cost.cost(tangent).flops >= first
     for plan in (forward, backward):
         left = [s for s in plan.segments if s.plan is None]
         assert all(s.reason for s in left)
