@@ -18,12 +18,11 @@ def test_import_loads_no_backend_no_cudnn_and_nothing_before_it_is_asked_for():
     python("""
         import sys, jax
         before = set(sys.modules)
-        import jax_cudnn
+        import jax_cudnn as jc
         from jax._src import xla_bridge
         assert not xla_bridge._backends
         loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
         assert not loaded & {"cudnn", "flax", "torch", "triton", "nvidia", "matplotlib"}, loaded
-        jc = jax_cudnn
         from jax_cudnn._core import later
         assert not {f"jax_cudnn.{home}" for home in later.HOMES.values()} & {*sys.modules}
         assert all(getattr(jc, name).__name__ == name for name in later.HOMES)

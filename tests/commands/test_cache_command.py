@@ -53,9 +53,7 @@ def put(store, key, data):
 def test_list_names_plans_with_size_and_last_use(store, command, monkeypatch):
     status, out, err = command("list")
     assert (status, err) == (0, "")
-    assert out.startswith(
-        "digest            size  last use  operations: operands -> results; plan\n"
-    )
+    assert out.startswith("digest            size  last use  operations: operands -> results; ")
     product = jc.graph(lambda g, x, w: g.relu(g.matmul(x, w)))
     spec = product.trace(jnp.ones((1, 2, 3)), jnp.ones((1, 3, 4)))[1].spec
     assert spec.label == "matmul relu: float32[1,2,3], float32[1,3,4] -> float32[1,2,4]"

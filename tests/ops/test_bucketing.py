@@ -51,12 +51,10 @@ def test_lengths_are_brought_into_range():
     )
     assert (tokens.shape, lengths.tolist()) == ((3, 2, 10), [9, 4, 0])
     np.testing.assert_array_equal(tokens[..., 9:], 0)
-    for call, words in (
-        (lambda: jc.ops.bucket(2.5), "static"),
-        (lambda: jc.ops.pad_to_bucket(jnp.ones((2, 3)), lengths=jnp.ones(3, "int32")), "int32"),
-    ):
-        with pytest.raises(jc.GraphError, match=words):
-            call()
+    with pytest.raises(jc.GraphError, match="static"):
+        jc.ops.bucket(2.5)
+    with pytest.raises(jc.GraphError, match="int32"):
+        jc.ops.pad_to_bucket(jnp.ones((2, 3)), lengths=jnp.ones(3, "int32"))
 
 
 def test_a_function_of_many_shapes_is_told_of(monkeypatch, caplog):

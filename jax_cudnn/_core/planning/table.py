@@ -22,7 +22,8 @@ class Plans(dict[str, Plan]):
     """The plans of a function's graphs by name; prints as a table.
 
     ``MB`` counts each operand and result of a cuDNN plan or XLA part once. ``roofline us`` is the
-    least time that these bytes and the arithmetic can take on the GPU. Equal graphs share a row.
+    least time on the GPU, of these bytes or the arithmetic; where lengths, packing, pages or block
+    masks decide what is read, of the results alone. Equal graphs share a row.
     """
 
     def __str__(self) -> str:

@@ -129,32 +129,23 @@ TABLE = {
     "softcap, lengths": dense(score_mod=softcap(5.0), lengths=SHORT, **CAUSAL),
     "softcap, bias": dense(t=100, s=77, score_mod=softcap(5.0), bias=(1, 4, 100, 77)),
     "prefix": dense(score_mod=prefix(16)),
-    "slopes": dense(
-        score_mod=lambda s, b, h, i, j, a: s - jnp.exp(a) * (i - j) / 16 * (1 + b + 0.1 * h),
-        operands=(HEADS,), **CAUSAL,
-    ),
+    "slopes": dense(operands=(HEADS,), **CAUSAL, score_mod=lambda s, b, h, i, j, a: (
+        s - jnp.exp(a) * (i - j) / 16 * (1 + b + 0.1 * h))),
     "table": dense(score_mod=lambda *x: x[0] + x[-1], operands=(((2, 1, 256, 256), "float32"),)),
     "row": dense(score_mod=lambda *x: x[0] + x[-1], operands=(((2, 1, 1, 256), "bfloat16"),)),
-    "documents": dense(
-        score_mod=documents, operands=(ROWS, ((2, 1, 1, 256), "int32")), **CAUSAL,
-    ),
-    "mask": dense(
-        score_mod=lambda s, b, h, i, j, m: jnp.where(m | (j == 0), s, -jnp.inf),
-        operands=(((2, 1, 256, 256), "bool"),),
-    ),
-    "remainders": dense(
-        score_mod=lambda s, b, h, i, j: jnp.where((i >= j) & ((i - j) % 3 < 2), s, -jnp.inf)
-    ),
-    "gelu and logarithm": dense(
-        score_mod=lambda s, b, h, i, j: jax.nn.gelu(s) - jnp.log(1.0 + abs(i - j))
-    ),
+    "documents": dense(score_mod=documents, operands=(ROWS, ((2, 1, 1, 256), "int32")), **CAUSAL),
+    "mask": dense(score_mod=lambda s, b, h, i, j, m: jnp.where(m | (j == 0), s, -jnp.inf),
+        operands=(((2, 1, 256, 256), "bool"),)),
+    "remainders": dense(score_mod=lambda s, b, h, i, j: (
+        jnp.where((i >= j) & ((i - j) % 3 < 2), s, -jnp.inf))),
+    "gelu and logarithm": dense(score_mod=lambda s, b, h, i, j: (
+        jax.nn.gelu(s) - jnp.log(1.0 + abs(i - j)))),
     "cases": dense(score_mod=of_score(lambda s: jnp.where(s > 0.2, s, -s / 2))),
     "equal keys and values": of_equal_operands(lambda q, k, *_: (q, k, k)),
     "all equal, bias": of_equal_operands(lambda q, k, *_: (k, k, k), (1, 4, 128, 128)),
     # queries whose keys are all hidden by the band
-    "window of all lengths": dense(
-        s=128, k=2, local_window_size=(16, 0), lengths=([256, 256], [128, 128])
-    ),
+    "window of all lengths": dense(s=128, k=2, local_window_size=(16, 0),
+        lengths=([256, 256], [128, 128])),
     "more queries than keys": dense(k=2, lengths=([256, 200], [99, 200]), **LAST),
 }  # fmt: skip
 ON_BLACKWELL = ("fp8, from the last", "fp8, values of another size")

@@ -31,7 +31,6 @@ from jax_cudnn._core.graph import layout
 from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning import cost
 from jax_cudnn._core.planning.execution_plan import VIEW
-from jax_cudnn.deviceless import profiles
 
 pytestmark = pytest.mark.deviceless
 X, TOKENS = S((2, 4, 128, 64), "bfloat16"), S((2, 128, 4, 64), "bfloat16")
@@ -62,26 +61,23 @@ BESIDE = {"add", "cmp_le", "logical_not", "binary_select", "sdpa_sink_gradient"}
     ],
 )  # fmt: skip
 def test_forward_and_backward_are_a_plan_each(name, gpu):
-    forward, backward = plans_of(TABLE[name], gpu)
+    both = forward, backward = plans_of(TABLE[name], gpu)
     assert len(forward.execution_plans) == 1
     # cuDNN has no backward for pages; and it computes one with a leading scalar wrongly.
     without = "pages" in name or name == "cases"
     assert len(backward.execution_plans) == (not without)
-    first, second = (
-        sum(cost._flops(p.spec, call) for call in p.spec.calls if call.node.product)
-        for p in (forward, backward)
-    )
+    fwd, bwd = (sum(cost._flops(p.spec, c) for c in p.spec.calls if c.node.product) for p in both)
     if "seq_len_q" in str(forward.spec):  # the lengths may all be 0
         written = sum(tensor.nbytes for tensor in forward.spec.output_tensors)
-        assert (first, second) == (0, 0)
-        assert cost.roofline(forward.spec, profiles.get("H200")) < written / 4.7e12
+        assert (fwd, bwd) == (0, 0)
+        assert gpu != "H200" or cost.roofline(forward.spec, forward.site) < written / 4.7e12
     elif not without:
-        assert 2.5 <= second / first <= 2.6
+        assert 2.5 <= bwd / fwd <= 2.6
         function, avals, count = TABLE[name]
         if count == len(avals):
             tangent = graphs_of(lambda *x: jax.jvp(function, x, x)[1], *avals)[-1]
-            assert cost.cost(tangent).flops >= first
-    for plan in (forward, backward):
+            assert cost.cost(tangent).flops >= fwd
+    for plan in both:
         left = [s for s in plan.segments if s.plan is None]
         assert all(s.reason for s in left)
         if not without and "fp8" not in name:
@@ -159,41 +155,30 @@ NUMBERS = [((2, 1, 1, 1), "int32")] * 2
 SIX = [*[X] * 5, S((2, 4, 128, 1), "float32")]
 LENGTHS, WIDE = ([100, 128], [128, 30]), S(X.shape, "float32")
 REASONS = {  # a function and operands, words of the reason; on an H200 by default
-    "lengths of float32": (
-        (dense(lengths=LENGTHS)[0], [S(TOKENS.shape, "float32")] * 3), ["after seq_len_q"],
-    ),
+    "lengths of float32": ((dense(lengths=LENGTHS)[0], [S(TOKENS.shape, "float32")] * 3),
+        ["after seq_len_q"]),
     "gradients of other dtypes": ((jc.graph(rounded), SIX), ["dK only in bfloat16"]),
-    "keys of another dtype": (
-        (jc.graph(lambda g, *x: g.sdpa_backward(*x)), [X, WIDE, *SIX[2:]]), ["k float32"],
-    ),
-    "dropout from the last": (
-        backward_of(dense(**DROPOUT, **LAST)), ["Bottom right causal mask", "of a related graph"],
-    ),
+    "keys of another dtype": ((jc.graph(lambda g, *x: g.sdpa_backward(*x)), [X, WIDE, *SIX[2:]]),
+        ["k float32"]),
+    "dropout from the last": (backward_of(dense(**DROPOUT, **LAST)),
+        ["Bottom right causal mask", "of a related graph"]),
     "dropout and dBias": (backward_of(TABLE["dropout, bias"]), ["of a related graph"], "B200"),
-    "tiles": (
-        backward_of(dense(block_mask=jnp.ones((1, 1, 1, 1), bool), t=128, s=128)),
-        ["Blackwell GPU and cuDNN 9.26", "does not support a block mask"],
-    ),
+    "tiles": (backward_of(dense(block_mask=jnp.ones((1, 1, 1, 1), bool), t=128, s=128)),
+        ["Blackwell GPU and cuDNN 9.26", "does not support a block mask"]),
     "packed": (backward_of(TABLE["packed, window"]), ["LSE is not supported"], "A100"),
     "fp8 from the last": (TABLE["fp8, from the last"][:2], ["Blackwell"]),
     # Here an H200 wrote zeros to part of dQ, with lengths and without.
-    **{
-        f"fp8 of a part of a tile, {len(ends)} lengths": (
-            backward_of(dense(attend=fp8, t=100, s=100, h=128, lengths=ends)), ["multiples of 128"],
-        )
-        for ends in ((), LENGTHS)
-    },
+    **{f"fp8 of a part of a tile, {len(ends)} lengths": (
+        backward_of(dense(attend=fp8, t=100, s=100, h=128, lengths=ends)), ["multiples of 128"])
+        for ends in ((), LENGTHS)},
     "queries that see no key": (backward_of(UNSEEN), []),
-    "two selections": (
-        dense(score_mod=two_selections, operands=NUMBERS)[:2], ["combine the conditions with &"],
-    ),
-    "score_mod from the last": (
-        backward_of(dense(score_mod=softcap(5.0), lengths=LENGTHS, **LAST)), ["not supported"],
-    ),
+    "two selections": (dense(score_mod=two_selections, operands=NUMBERS)[:2],
+        ["combine the conditions with &"]),
+    "score_mod from the last": (backward_of(dense(score_mod=softcap(5.0), lengths=LENGTHS, **LAST)),
+        ["not supported"]),
     "a number first": (backward_of(dense(score_mod=begun)), ["first operand"]),
     "score_mod and dBias": (
-        (gradients(TABLE["softcap, bias"][0], (0, 3)), TABLE["softcap, bias"][1]), ["dBias"],
-    ),
+        (gradients(TABLE["softcap, bias"][0], (0, 3)), TABLE["softcap, bias"][1]), ["dBias"]),
 }  # fmt: skip
 
 
@@ -209,8 +194,7 @@ def test_it_is_xlas_with_a_reason(name):
     assert not plans[-1].execution_plans
     reasons = " ".join(s.reason or "" for plan in plans for s in plan.segments)
     assert plans[-1].segments[-1].reason
-    for word in words:
-        assert word in reasons, reasons
+    assert all(word in reasons for word in words), reasons
 
 
 @pytest.mark.parametrize("name", OF_INFINITY)
