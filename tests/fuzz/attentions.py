@@ -292,9 +292,9 @@ def fp8(draw: Draw) -> Entry:
 
 def hook(draw: Draw) -> Entry:
     """attention_fn, for Flax's own."""
-    b, t, s, n, _, h, e = _heads(draw)
+    b, t, s, n, _, h, _ = _heads(draw)
     lead, length = draw.of((), (b,), (2, b)), max(s, 1)
-    shapes = {"query": (t, n, h), "key": (length, n, h), "value": (length, n, e)}
+    shapes = {"query": (t, n, h), "key": (length, n, h), "value": (length, n, h)}
     operands = {name: draw.floats(*lead, *x) for name, x in shapes.items()}
     operands |= draw.some(0.3, bias=draw.floats(*lead, n, t, length))
     operands |= draw.some(0.3, mask=draw.booleans(*lead, 1, t, length))

@@ -243,7 +243,9 @@ def _grouped(
     y, *statistics = _normalized(split, (1, 3), epsilon)
     y = y.reshape(last.shape) * (1 if scale is None else scale) + (0 if bias is None else bias)
     y = jnp.moveaxis(y, -1, axis)
-    return (y, tuple(s.reshape(n, groups) for s in statistics)) if return_statistics else y
+    of = [size if i in (0, axis % x.ndim) else 1 for i, size in enumerate(x.shape)]
+    of = of if num_groups is None else [n, groups]
+    return (y, tuple(s.reshape(of) for s in statistics)) if return_statistics else y
 
 
 def _channels(name: str) -> Any:
