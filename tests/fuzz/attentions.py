@@ -148,7 +148,11 @@ def _attention(*features: str) -> Any:
         operands = {name: draw.floats(*x) for name, x in shapes.items()}
         if draw.chance(0.4) or "bias" in features:
             operands["bias"] = draw.floats(*_bias(draw, (b, n, t, s)))
-        operands |= _lengths(draw, b, query=t, key_value=s)
+        lengths = _lengths(draw, b, query=t, key_value=s)
+        if dropped:  # the same for all examples, which see the same weights then
+            options |= lengths
+        else:
+            operands |= lengths
         if "mask" in features:
             operands["mask"] = draw.booleans(*_bias(draw, (b, n, t, s)))
             options.pop("return_residual", None)
