@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._core.errors import JaxCudnnError
+from .._core.planning import stored as stored  # for the checks of verify and import
 from .._core.settings import settings
 from .._core.store import archive
 from .._core.store.cache import Entry, PlanCache

@@ -104,13 +104,26 @@ ffi::Error CallSite::DecodeBindings() {
                    std::to_string(kMaxBindings) + " are supported");
   }
   const auto scalar_bytes = static_cast<int64_t>(attributes_.scalars.size());
-  std::vector<int64_t> sizes;  // bytes behind each row's pointer, for views
+  int64_t arrays = 0, results = 0;  // rows so far
+  std::vector<int64_t> sizes;       // bytes behind each row's pointer, for views
   for (size_t row = 0; row < flat.size() / kRowLength; ++row) {
     const int64_t* number = &flat[row * kRowLength];
     const Binding binding{number[0], BindingKind{number[1]}, number[2], number[3]};
     const std::string where = Row("bindings", row);
     if (binding.uid < kNoUid) return Invalid(where + " has a negative uid");
     if (binding.value < 0 || binding.bytes < 0) return Invalid(where + " has a negative number");
+    // The graph's operands, then its results, in order and with uids from 1; then what is added.
+    const bool is_result = binding.kind == BindingKind::kResult;
+    const bool is_operand = binding.kind == BindingKind::kOperand && results == 0;
+    const bool listed = arrays == static_cast<int64_t>(row) && (is_operand || is_result) &&
+                        binding.value == (is_result ? results : arrays);
+    arrays += listed;
+    results += listed && is_result;
+    const bool added = binding.kind == BindingKind::kScalar || binding.uid > arrays;
+    if (is_result > listed ||
+        (binding.uid != kNoUid && (listed ? binding.uid != arrays : !added))) {
+      return Invalid(where + " is not in the order of the operands and results");
+    }
     const bool inside =
         binding.kind != BindingKind::kOperand && binding.kind != BindingKind::kResult;
     const int64_t offset = binding.kind == BindingKind::kView ? binding.bytes : binding.value;
@@ -126,9 +139,6 @@ ffi::Error CallSite::DecodeBindings() {
         sizes.push_back(binding.bytes);
         break;
       case BindingKind::kResult:
-        if (binding.value >= static_cast<int64_t>(kMaxBindings)) {
-          return Invalid(where + " names result " + std::to_string(binding.value));
-        }
         // One more, the workspace, comes after it.
         results_needed_ = std::max<size_t>(results_needed_, binding.value + 2);
         sizes.push_back(binding.bytes);

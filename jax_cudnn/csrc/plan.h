@@ -41,7 +41,7 @@ int64_t Checksum(const Attributes& attributes);
 enum class BindingKind : int64_t {
   kOperand = 0,    // value: operand number; bytes: its exact size
   kResult = 1,     // value: result number; bytes: its exact size
-  kWorkspace = 2,  // value: byte offset in the workspace
+  kWorkspace = 2,  // value: byte offset in the workspace; cuDNN's text has its size
   kScalar = 3,     // value: offset of 16 bytes in the scalars; cuDNN reads it on the host
   kView = 4,       // value: an earlier row; bytes: offset from that row's pointer
 };
@@ -183,7 +183,7 @@ ffi::Error CallSite::WithPack(int32_t ordinal, Stream stream, const Buffer* oper
   if (operand_count < operands_needed_) {
     return CountError("operands", operand_count, operands_needed_);
   }
-  if (result_count < results_needed_) return CountError("results", result_count, results_needed_);
+  if (result_count != results_needed_) return CountError("results", result_count, results_needed_);
   const Buffer& workspace = results[result_count - 1];
   if (workspace.bytes < attributes_.workspace_bytes) {
     return CountError("bytes of workspace", workspace.bytes, attributes_.workspace_bytes);

@@ -211,7 +211,7 @@ void TestRefusals() {
   CheckFails(Make(a)->Initialize(1, StreamOf(1)), {"finalize a plan", "CUDNN_STATUS_BAD_PARAM",
                                                    "2000", "fake: unreadable plan", "my_graph"});
   a = Copy();
-  a.bindings[0] = 7;
+  a.bindings[0] = -1;
   auto unbound = Make(a);
   CheckSucceeds(unbound->Initialize(1, StreamOf(1)));
   CheckFails(arrays.Run(*unbound, 1, StreamOf(1)), {"execute a plan", "lacks uid 1"});
@@ -220,9 +220,10 @@ void TestRefusals() {
 
 void TestViews() {
   Attributes a = Copy();
-  // uid 1 is 32 bytes at 32 of an operand of 64, itself not the plan's; uid 2 lies in the
+  // uid 5 is 32 bytes at 32 of an operand of 64, itself not the plan's; uid 6 lies in the
   // workspace.
-  a.bindings = {-1, 0, 0, 64, -1, 4, 0, 16, 1, 4, 1, 16, 2, 2, 32, 32};
+  a.plan += ", from 5";
+  a.bindings = {-1, 0, 0, 64, -1, 4, 0, 16, 5, 4, 1, 16, 6, 2, 32, 32};
   auto site = Make(a);
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
   alignas(16) char in[64], workspace[64] = {};
@@ -232,8 +233,8 @@ void TestViews() {
   CHECK(workspace[32] == 32 + 5 && workspace[63] == 63);
   // Rows that lead outside of the memory are refused before anything runs.
   const std::vector<std::pair<std::vector<int64_t>, std::string>> wrong = {
-      {{-1, 0, 0, 48, 1, 4, 0, 48}, "48 bytes into 48"},
-      {{-1, 0, 0, 48, -1, 4, 0, 32, 1, 4, 1, 16}, "16 bytes into 16"},
+      {{-1, 0, 0, 48, 5, 4, 0, 48}, "48 bytes into 48"},
+      {{-1, 0, 0, 48, -1, 4, 0, 32, 5, 4, 1, 16}, "16 bytes into 16"},
       {{1, 0, 0, 48, 2, 4, 0, 8}, "not a multiple of 16"},
       {{1, 0, 0, 48, 2, 2, 8, 8}, "not a multiple of 16"},
       {{-1, 3, 0, 4, 1, 4, 0, 0}, "view of a constant"},
@@ -243,7 +244,11 @@ void TestViews() {
       {{2, 2, 48, 32}, "outside the workspace of 64"},
       {{3, 3, 32, 0}, "outside the 32 bytes of scalars"},
       {{3, 3, 8, 4}, "not a multiple of 16"},
-      {{1, 0, 0, 32, 1, 1, 0, 32}, "binds uid 1 again"},
+      {{3, 3, 0, 4, 3, 3, 16, 4}, "binds uid 3 again"},
+      {{2, 0, 0, 32, 1, 1, 0, 32}, "row 0 of bindings is not in the order"},
+      {{1, 0, 0, 32, 2, 0, 0, 32, 2, 1, 0, 32}, "row 2 of bindings is not in the order"},
+      {{1, 0, 0, 32, 2, 1, 1, 32}, "row 1 of bindings is not in the order"},
+      {{1, 0, 0, 32, -1, 1, 0, 32, 2, 4, 0, 0}, "row 2 of bindings is not in the order"},
       {{1, 9, 0, 0}, "unknown kind 9"},
   };
   for (const auto& [bindings, words] : wrong) {
@@ -273,7 +278,7 @@ void TestTensors() {
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
   CheckSucceeds(arrays.Run(*site, 1, StreamOf(1)));
   CHECK(arrays.Right());
-  a.bindings[4] = 9;
+  a.bindings[4] = -1;
   CheckFails(TryMake(a).error(), {"tensor 2 of the plan is in no row", "my_graph"});
   a.bindings = {1, 0, 0, kBytes, 2, 2, 48, 0, 3, 3, 16, 4};
   CheckFails(TryMake(a).error(), {"tensor 2", "32 bytes", "row 1 of bindings leads to 16"});

@@ -148,7 +148,11 @@ def _attention(*features: str) -> Any:
         operands = {name: draw.floats(*x) for name, x in shapes.items()}
         if draw.chance(0.4) or "bias" in features:
             operands["bias"] = draw.floats(*_bias(draw, (b, n, t, s)))
-        operands |= _lengths(draw, b, query=t, key_value=s)
+        lengths = _lengths(draw, b, query=t, key_value=s)
+        if dropped:  # the same for all examples, which see the same weights then
+            options |= lengths
+        else:
+            operands |= lengths
         if "mask" in features:
             operands["mask"] = draw.booleans(*_bias(draw, (b, n, t, s)))
             options.pop("return_residual", None)
@@ -292,9 +296,9 @@ def fp8(draw: Draw) -> Entry:
 
 def hook(draw: Draw) -> Entry:
     """attention_fn, for Flax's own."""
-    b, t, s, n, _, h, e = _heads(draw)
+    b, t, s, n, _, h, _ = _heads(draw)
     lead, length = draw.of((), (b,), (2, b)), max(s, 1)
-    shapes = {"query": (t, n, h), "key": (length, n, h), "value": (length, n, e)}
+    shapes = {"query": (t, n, h), "key": (length, n, h), "value": (length, n, h)}
     operands = {name: draw.floats(*lead, *x) for name, x in shapes.items()}
     operands |= draw.some(0.3, bias=draw.floats(*lead, n, t, length))
     operands |= draw.some(0.3, mask=draw.booleans(*lead, 1, t, length))

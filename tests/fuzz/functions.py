@@ -193,8 +193,8 @@ def _of_rows(centred: bool) -> Any:
     return exact
 
 
-def _norm(draw: Draw, *of: int) -> tuple[Any, Entry, Entry]:
-    """An operand, its scale and bias of a shape, and options."""
+def _norm(draw: Draw, *of: int) -> tuple[Entry, Entry]:
+    """A scale and a bias of a shape, and options."""
     dtype = draw.of(draw.dtype, "float32")
     more = draw.some(0.7, scale=draw.floats(*of, dtype=dtype), bias=draw.floats(*of, dtype=dtype))
     return more, {"epsilon": draw.of(1e-5, 1e-3, 0.1)} | draw.some(0.3, return_statistics=True)
@@ -243,7 +243,9 @@ def _grouped(
     y, *statistics = _normalized(split, (1, 3), epsilon)
     y = y.reshape(last.shape) * (1 if scale is None else scale) + (0 if bias is None else bias)
     y = jnp.moveaxis(y, -1, axis)
-    return (y, tuple(s.reshape(n, groups) for s in statistics)) if return_statistics else y
+    of = [size if i in (0, axis % x.ndim) else 1 for i, size in enumerate(x.shape)]
+    of = of if num_groups is None else [n, groups]
+    return (y, tuple(s.reshape(of) for s in statistics)) if return_statistics else y
 
 
 def _channels(name: str) -> Any:
@@ -278,12 +280,12 @@ def _batch_norm(
 
 
 def _statistics(draw: Draw, c: int) -> tuple[Entry, Entry]:
-    f32 = {"dtype": "float32"}
-    running = {"running_mean": draw.floats(c, **f32, scale=0.3)}
-    running["running_var"] = abs(draw.floats(c, **f32)) + np.float32(0.5)
+    floats = functools.partial(draw.floats, c, dtype="float32")
+    running = {"running_mean": floats(scale=0.3)}
+    running["running_var"] = abs(floats()) + np.float32(0.5)
     options = {"training": draw.chance(0.7), "momentum": draw.of(0.9, 0.5)}
     options |= {"epsilon": draw.of(1e-5, 1e-3)} | draw.some(0.4, activation=draw.of(*ACTIVATIONS))
-    more = {n: draw.floats(c, **f32) if draw.chance(0.7) else None for n in ("scale", "bias")}
+    more = {n: floats() if draw.chance(0.7) else None for n in ("scale", "bias")}
     options |= {name: None for name, x in more.items() if x is None}
     return running | {name: x for name, x in more.items() if x is not None}, options
 

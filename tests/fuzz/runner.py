@@ -31,8 +31,8 @@ class Outcome:
 
 
 def _serve(check: Callable[[int], Outcome], channel: Any) -> None:
-    while (seed := channel.recv()) is not None:
-        channel.send(check(seed))
+    while True:
+        channel.send(check(channel.recv()))
 
 
 class _Worker:
@@ -45,7 +45,7 @@ class _Worker:
         self.process.start()
         other.close()
 
-    def give(self, seed: int | None) -> None:
+    def give(self, seed: int) -> None:
         self.seed, self.since = seed, time.monotonic()
         self.channel.send(seed)
 

@@ -17,7 +17,7 @@ from ..graph.dtypes import cudnn_name
 from ..graph.field_types import checked
 from ..graph.spec import GraphSpec
 from ..package import fingerprint
-from ..store.entry import Content, Unusable, parsed
+from ..store.entry import Content, Unusable, checks, parsed
 from . import frontend
 from .execution_plan import (
     CONSTANT,
@@ -61,6 +61,9 @@ def check_entry(content: Content) -> None:
         read(content.value, spec, lines[1])
     except Exception as error:  # anything may stand there
         raise Unusable(f"foreign: {said(error)}") from error
+
+
+checks.append(check_entry)
 
 
 class Wrong(ValueError):

@@ -18,12 +18,12 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..settings import settings
-from .entry import NAME, Content, Unusable, decode, digest, encode, read
+from .entry import NAME, Content, Unusable, checks, decode, digest, encode, read
 
 log = logging.getLogger("jax_cudnn")
 
@@ -164,9 +164,8 @@ class PlanCache:
         """The file of the entry whose key has this digest."""
         return self.folder / f"{digest}.plan"
 
-    def entries(self, check: Callable[[Content], object] = bool) -> list[Entry]:
-        """All entries, read, most recently used first. ``check`` raises Unusable for one whose
-        value does not fit its key."""
+    def entries(self, checks: Iterable[Callable[[Content], object]] = ()) -> list[Entry]:
+        """All entries, read and checked, most recently used first."""
         found = []
         for name, status in self._files():
             if NAME.fullmatch(name):
@@ -174,7 +173,8 @@ class PlanCache:
                 try:
                     content = decode(read(self.folder / name), stem)
                     label = content.label
-                    check(content)
+                    for check in checks:
+                        check(content)
                 except FileNotFoundError:
                     continue  # deleted just now
                 except (Unusable, OSError) as error:
@@ -184,10 +184,8 @@ class PlanCache:
 
     def verify(self, delete: bool = False) -> tuple[int, list[Entry]]:
         """The number of entries, and the unusable ones; deletes the latter with ``delete``. Values
-        are checked against the graphs in their keys, see :func:`.stored.check_entry`."""
-        from ..planning.stored import check_entry  # lazy: not for those who only read and write
-
-        entries = self.entries(check_entry)
+        are checked against their keys, see ``entry.checks``."""
+        entries = self.entries(checks)
         unusable = [entry for entry in entries if entry.problem]
         if delete:
             for entry in unusable:

@@ -14,6 +14,7 @@ import json
 import re
 import stat
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,11 @@ class Content(NamedTuple):
     key: str
     value: dict[str, Any]
     label: str
+
+
+checks: list[Callable[[Content], object]] = []
+"""Those of planning, once it is imported: each raises Unusable for an entry whose value does not
+fit its key."""
 
 
 def digest(key: str) -> str:

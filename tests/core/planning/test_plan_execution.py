@@ -13,7 +13,7 @@ from helpers import product, relu
 
 import jax_cudnn as jc
 from jax_cudnn._core import cuda_graphs, execution
-from jax_cudnn._core.planning.execution_plan import CONSTANT, OPERAND, SLOT
+from jax_cudnn._core.planning.execution_plan import CONSTANT, OPERAND, SLOT, UNBOUND
 
 X = jax.ShapeDtypeStruct((64, 128), "float32")
 IMAGE = jax.ShapeDtypeStruct((2, 64, 8, 8), "float32")
@@ -101,12 +101,14 @@ NATIVE = {"select_behavior_notes": NOTE}
 
 
 ALTERED = [  # a row of the backward of attention, by kind, and what takes its place
-    (OPERAND, lambda uid, *_: (uid, CONSTANT, 0, 0), "is in the GPU's memory, but row 0 "),
+    (OPERAND, lambda uid, *_: (uid, CONSTANT, 0, 0), "not in the order of the operands"),
+    (SLOT, lambda uid, *_: (uid, CONSTANT, 0, 0), "is in the GPU's memory, but row 11 "),
     (OPERAND, lambda uid, kind, at, size: (uid, kind, at, size - 1), "leads to 131071"),
-    (OPERAND, lambda uid, *row: (99, *row), "tensor 1 of the plan is in no row"),
+    (OPERAND, lambda uid, *row: (UNBOUND, *row), "tensor 1 of the plan is in no row"),
+    (OPERAND, lambda uid, *row: (4, *row), "row 0 of bindings is not in the order"),
     (CONSTANT, lambda uid, *_: (uid, OPERAND, 0, 131072), "is read on the host, but row 9 "),
     (CONSTANT, lambda uid, kind, at, size: (uid, kind, 4096, size), "ends outside the 32 bytes"),
-    (SLOT, lambda uid, kind, at, size: (uid, kind, 528639, size), "4096 bytes, but row 11 "),
+    (SLOT, lambda uid, kind, at, size: (uid, kind, 528624, size), "4096 bytes, but row 11 "),
 ]
 
 

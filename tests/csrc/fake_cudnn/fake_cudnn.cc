@@ -66,11 +66,13 @@ int Copies(void* handle, void* plan, void* variant_pack, FakeGraph& graph) {
   auto* v = static_cast<Descriptor*>(variant_pack);
   Demand(p->finalized && v->finalized, "a descriptor was executed before finalize");
   Demand(p->context == h->context, "a plan was executed on another device");
+  const size_t from = p->text.find("from ");  // another uid than 1 to read, and the next to write
+  const int64_t first = from == p->text.npos ? 1 : std::atoi(p->text.c_str() + from + 5);
   char* source = nullptr;
   char* target = nullptr;
   for (size_t i = 0; i < v->uids.size(); ++i) {
-    if (v->uids[i] == 1) source = static_cast<char*>(v->pointers[i]);
-    if (v->uids[i] == 2) target = static_cast<char*>(v->pointers[i]);
+    if (v->uids[i] == first) source = static_cast<char*>(v->pointers[i]);
+    if (v->uids[i] == first + 1) target = static_cast<char*>(v->pointers[i]);
   }
   if (source == nullptr || target == nullptr) {
     return Fail(kBadParam, "the variant pack lacks uid 1 or 2");
