@@ -41,11 +41,24 @@ def floating(name: str, x: Any) -> jax.Array:
     return x
 
 
+def int32(name: str, x: Any) -> jax.Array:
+    """An argument as an array; integers of all dtypes become int32, and saturate there."""
+    x = array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    own, most = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    if own.bits > 16 and x.dtype != jnp.int32:
+        x = jnp.clip(x, max(own.min, most.min), min(own.max, most.max))
+    return x.astype(jnp.int32)
+
+
 def flags(**given: Any) -> list[bool]:
-    """Arguments as Python bools; GraphTypeError if a value is not known while tracing."""
+    """Arguments as Python bools; GraphTypeError for other values, and those unknown at tracing."""
     for name, value in given.items():
         try:
             given[name] = bool(value)
+            if value not in (0, 1):  # not a word such as "no"
+                raise TypeError
         except (TypeError, ValueError) as error:
             raise GraphTypeError(
                 f"{name} is not a Python bool",

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import wide_dtype
-from .arguments import array, floating
+from .arguments import array, floating, int32
 from .attention_reference import Band
 from .score_mod import ScoreMod, check_function
 
@@ -111,7 +111,7 @@ def lengths_of(
         ("key_value_seq_lengths", keys, key),
     ):
         batch = of.shape[0]
-        given = jnp.full(batch, of.shape[1], jnp.int32) if given is None else array(name, given)
+        given = jnp.full(batch, of.shape[1], jnp.int32) if given is None else int32(name, given)
         if given.shape != (batch,) or given.dtype != jnp.int32:
             raise GraphError(
                 f"{name} is not valid",

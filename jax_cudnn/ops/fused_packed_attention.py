@@ -11,7 +11,7 @@ import numpy as np
 from .._core.errors import GraphError, shown
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .arguments import array, chosen, flags, floating
+from .arguments import chosen, flags, floating, int32
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 from .attention_operands import check_operands, scaled, window_bounds
@@ -167,7 +167,7 @@ def _tokens(name: str, x: Any) -> jax.Array:
 
 
 def _offsets(name: str, x: Any) -> jax.Array:
-    x = array(name, x)
+    x = int32(name, x)
     if x.ndim != 1 or x.shape[0] < 1 or x.dtype != jnp.int32:
         raise GraphError(
             f"{name} is not valid",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .arguments import array, chosen, flags, floating
+from .arguments import chosen, flags, floating, int32
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
 from .attention_operands import check_size, scaled, window_bounds, without_keys
@@ -260,7 +260,7 @@ def _check(query: jax.Array, keys: jax.Array, values: jax.Array, heads_first: bo
 
 
 def _integers(name: str, x: Any, shape: tuple[int | None, ...]) -> jax.Array:
-    x = array(name, x)
+    x = int32(name, x)
     fits = x.ndim == len(shape) and all(
         size in (None, own) for size, own in zip(shape, x.shape, strict=True)
     )

@@ -20,8 +20,11 @@ Scalar = float | jax.Array
 
 
 def scalar(name: str, value: Any) -> Scalar:
-    """A Python scalar, or a scalar array in float32 or float64; GraphError for anything else."""
+    """A Python scalar of at least 0, or a scalar array in float32 or float64; GraphError for
+    anything else."""
     if isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        if not value >= 0:
+            raise GraphError(f"{name} is negative", expected="at least 0", got=shown(value))
         return float(value)
     value = array(name, value, "a scalar, or a scalar array")
     if value.ndim or jnp.issubdtype(value.dtype, jnp.complexfloating):

@@ -68,17 +68,21 @@ def array(name: str, leaf: Any) -> Any:
 
 
 def strongly_typed(arrays: list[Any]) -> list[Any]:
-    """Weakly typed arrays (Python scalars that JAX traced) take the dtype of the other arrays."""
-    strong = [array for array in arrays if not getattr(array, "weak_type", False)]
+    """Weakly typed arrays (Python scalars that JAX traced) take the dtype of the other arrays,
+    except integers with dimensions, such as ``jnp.full(2, 4)``, which may be lengths."""
+    strong = [array for array in arrays if not _is_weak(array)]
     if not strong or len(strong) == len(arrays):
         return arrays
     dtypes = {array.dtype for array in strong if jnp.issubdtype(array.dtype, jnp.floating)}
     return [
-        array.astype(jnp.result_type(*dtypes, array))
-        if getattr(array, "weak_type", False)
-        else array
+        array.astype(jnp.result_type(*dtypes, array)) if _is_weak(array) else array
         for array in arrays
     ]
+
+
+def _is_weak(array: Any) -> bool:
+    count = array.ndim > 0 and jnp.issubdtype(array.dtype, jnp.integer)
+    return getattr(array, "weak_type", False) and not count
 
 
 def parameters(signature: inspect.Signature) -> list[str]:

@@ -162,6 +162,22 @@ def test_what_is_added_is_not_larger_than_the_mask(shape, normal):
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+def test_lengths_are_of_any_integer_dtype_and_may_be_weakly_typed(normal):
+    """What exceeds int32 saturates; the length is 6."""
+    q, packed = normal((2, 6, 4, 8)), jc.ops.packed_dot_product_attention
+    want = ours(q, q, q, key_value_seq_lengths=jnp.array([4, 6], "int32"))
+    with jax.enable_x64(True):
+        for lengths in (jnp.array([4, 2**40]), [4, 6], np.uint32([4, 2**32 - 1])):
+            np.testing.assert_array_equal(ours(q, q, q, key_value_seq_lengths=lengths), want)
+    ours(q, q, q, query_seq_lengths=jnp.full(2, 4))
+    jc.graph(lambda g, q, n: g.sdpa(q, q, q, seq_len_q=n, seq_len_kv=n)[0])(
+        q, jnp.full((2, 1, 1, 1), 4)
+    )
+    packed(*[q[0]] * 3, query_offsets=jnp.full(3, 6), max_query_length=6)
+    pages = q[:, :2, :2], q[:, :2, :2], jnp.full((2, 3), 1)
+    jc.ops.paged_dot_product_attention(q, *pages, key_value_seq_lengths=jnp.full(2, 5))
+
+
 def test_of_one_array_it_is_that_of_three(normal):
     """6 query heads with 3 key heads; or equally many, with hidden queries."""
     one, ends = jc.ops.dot_product_attention_qkv, jnp.array([[9, 4], [7, 9]], "int32")

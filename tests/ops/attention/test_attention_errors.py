@@ -37,6 +37,7 @@ FUNCTIONS = {  # words, and a function, its arguments, keywords
     "sink": (ours, (Q,) * 3, {"sink": jnp.ones(3)}),
     "is_causal": (ours, (Q,) * 3, {"alibi": True}),
     "2, 4, 1, 1": (ours, (Q,) * 3, {"block_mask": jnp.ones((1, 1, 8, 8), bool)}),
+    "is_causal is not a Python bool": (ours, (Q,) * 3, {"is_causal": "no"}),
     "static_argnames": (jax.jit(lambda x: ours(Q, Q, Q, is_causal=x)), (True,), {}),
     "num_heads=5": (jc.ops.dot_product_attention_qkv, (Q, 5), {}),
     "B + 1": (packed, (PACKED,) * 3, {"query_offsets": jnp.array([0.0, 20.0])}),
