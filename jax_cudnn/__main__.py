@@ -12,17 +12,21 @@ from . import JaxCudnnError
 from ._core.cuda import device_nodes
 from ._core.package import version
 
+_ABOUT = "Commands of jax_cudnn: a demo, timing, checks of the installation, plans and their cache."
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; prints errors of this package without a traceback."""
     from .commands import bench, cache, support
 
-    parser = argparse.ArgumentParser(prog="python -m jax_cudnn", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m jax_cudnn", description=_ABOUT)
     parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("demo", help="train a small classifier on real data and run it fused")
+    demos = "train a small classifier on real data and run it fused"
+    commands.add_parser("demo", help=demos, description=f"{demos.capitalize()}.")
     bench.add_parser(commands)
-    doctor = commands.add_parser("doctor", help="check the installation: versions, GPUs, drivers")
+    checks = "check the installation: versions, GPUs, drivers"
+    doctor = commands.add_parser("doctor", help=checks, description=f"C{checks[1:]}.")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     support.add_parser(commands)
     cache.add_parser(commands)

@@ -33,6 +33,9 @@ class Difference:
         """Whether both are small enough; single elements may differ four times as much."""
         return self.relative <= tolerance and self.worst <= 4 * tolerance
 
+    def __str__(self) -> str:
+        return f"{self.relative:.2g} (norm), {self.worst:.2g} (worst element)"
+
     def json(self) -> dict[str, float | None]:
         """As JSON, with None for values that are not finite."""
         figures = {"relative": self.relative, "worst": self.worst}
@@ -48,8 +51,8 @@ def difference(got: Any, want: Any) -> Difference:
             "the functions return different shapes",
             expected=str(shapes[1]),
             got=str(shapes[0]),
-            fix="compare functions that compute the same thing, or pass a Formulation whose "
-            "`finish` converts the result to the common form",
+            fix="compare functions that return the same, with a transposition at the end of one if "
+            "need be",
         )
     figures = [jax.device_get(_of_leaf(a, b)) for a, b in zip(ours, theirs, strict=True) if a.size]
     relative, worst = ([float(pair[i]) for pair in figures] for i in (0, 1))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
+import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._core.errors import GraphError, GraphTypeError
+from .._core.graph.trace import GraphFunction
 
 _SHORT = {
     "f64": "float64",
@@ -65,6 +69,45 @@ def parse_aval(text: str) -> jax.ShapeDtypeStruct:
             got=f"{match[1]!r} in {text!r}",
         ) from error
     return jax.ShapeDtypeStruct(tuple(map(int, sizes.split(","))) if sizes else (), dtype)
+
+
+def parse_arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+    """Positional shapes, and keywords from ``key=value`` with a Python literal."""
+    positional, static = [], {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            positional.append(parse_aval(text))
+            continue
+        try:
+            static[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise GraphError(
+                f"the value of {key} is not a Python literal",
+                expected="key=value with a Python literal, such as causal=True or mode='ADD'",
+                got=repr(text),
+            ) from None
+    return positional, static
+
+
+def called(text: str, positional: Sequence[Any], static: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function that ``module:name`` names; GraphTypeError if it does not take these
+    arguments."""
+    function = load_function(text)
+    if isinstance(function, GraphFunction):  # which says it itself
+        return function
+    with contextlib.suppress(ValueError):  # some builtins have no signature
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*positional, **static)
+        except TypeError as error:
+            raise GraphTypeError(
+                f"{text}: {error}",
+                expected=f"operands for {text}{signature}",
+                got=", ".join((*map(str, positional), *static)) or "no operands",
+                fix='pass each as dtype[sizes], such as "bf16[8,64]", or as key=value',
+            ) from None
+    return function
 
 
 def load_function(text: str) -> Callable[..., Any]:

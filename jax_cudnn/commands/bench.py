@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 
 from .._core.errors import JaxCudnnError
 from . import figures, programs, timing
-from .avals import load_function, parse_aval
+from .avals import called, parse_arguments
 from .comparison import Comparison as Comparison
 from .comparison import Formulation as Formulation
 from .comparison import compare as compare
@@ -40,16 +42,22 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("function", help="module:function that takes arrays")
-    parser.add_argument("avals", nargs="*", help='operands, such as "bf16[8,64,28,28]"')
+    parser.add_argument(
+        "operands", nargs="*", help='such as "bf16[8,64,28,28]", or static arguments key=value'
+    )
     parser.add_argument("--against", help="module:function to compare with")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the results as JSON to DIR")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the parsed command and returns the exit status."""
-    function = load_function(options.function)
-    avals = [parse_aval(text) for text in options.avals]
-    against = (options.against, load_function(options.against)) if options.against else None
+    avals, static = parse_arguments(options.operands)
+
+    def named(text: str) -> Callable[..., Any]:
+        return functools.partial(called(text, avals, static), **static)
+
+    function = named(options.function)
+    against = (options.against, named(options.against)) if options.against else None
     gpu = timing.environment()["sm_version"] is not None
     if not gpu and against is None:
         raise JaxCudnnError(
@@ -80,8 +88,7 @@ def measure(
     ``options`` are those of :func:`compare`. Errors of the function propagate.
     """
     label, other = against or ("its graphs in XLA", programs.with_references(function))
-    keys = jax.random.split(jax.random.key(0), max(len(avals), 1))
-    operands = [drawn(key, aval) for key, aval in zip(keys, avals, strict=False)]
+    operands = _operands(function, avals)
     try:
         found = compare({OURS: function, label: other}, *operands, **options)
     finally:
@@ -102,6 +109,27 @@ def measure(
     else:
         print(entry["reason"])
     return {"environment": environment, "cases": {name: entry}}
+
+
+def _operands(function: Callable[..., Any], avals: Sequence[Any]) -> list[jax.Array]:
+    """Random operands; those of rank 2 and more are scaled until results are of order 1, because
+    at large values activations such as gelu and relu agree up to rounding."""
+    keys = jax.random.split(jax.random.key(0), max(len(avals), 1))
+    matrices = [len(a.shape) > 1 and jnp.issubdtype(a.dtype, jnp.floating) for a in avals]
+    sizes = jax.jit(lambda *xs: [_rms(x) for x in jax.tree.leaves(function(*xs)) if x.size])
+    scale = 1.0
+    for _ in range(5):
+        scales = [scale if wide else 1.0 for wide in matrices]
+        operands = [drawn(*one) for one in zip(keys, avals, scales, strict=False)]
+        size = max(map(float, sizes(*operands)), default=0.0) if any(matrices) else 0.0
+        if not 2 < size < math.inf:
+            break
+        scale *= size ** (-1 / sum(matrices))
+    return operands
+
+
+def _rms(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
 
 
 _UNITS = {"tflops": "TFLOP/s", "gbytes_s": "GB/s"}

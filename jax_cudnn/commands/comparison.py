@@ -99,6 +99,9 @@ class Comparison:
         lines = ["| function | us per call: median (min to max) | relative to the first |"]
         lines.append("|---|---|---|")
         for name in self.names:
+            said = ""
+            if name in self.differences:
+                said = f"difference {self.differences[name]}; tolerance {self.tolerance:.2g}"
             if name in self.failed:
                 lines.append(f"| {name} | failed: {self.failed[name].splitlines()[0]} | |")
             elif name in self.seconds:
@@ -108,9 +111,8 @@ class Comparison:
                     f"| {self.median(name) / self.median(self.names[0]):.2f} |"
                 )
             else:
-                how = f"WRONG: {self.differences[name]}" if name in self.wrong else "not timed"
-                how = how if name in self.wrong or name not in self.differences else "agrees"
-                lines.append(f"| {name} | {how} | |")
+                how = f"WRONG: {said}" if name in self.wrong else f"agrees: {said}"
+                lines.append(f"| {name} | {how if said else 'not timed'} | |")
         return "\n".join(lines)
 
 

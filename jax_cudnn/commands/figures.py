@@ -29,9 +29,7 @@ def compared(found: Comparison, cost: Cost) -> dict[str, Any]:
     }
     if found.wrong:
         entry["reason"] = "differs from jax_cudnn: " + "; ".join(
-            f"{name} by {found.differences[name].relative:.2g} (norm), "
-            f"{found.differences[name].worst:.2g} (worst element)"
-            for name in found.wrong
+            f"{name} by {found.differences[name]}" for name in found.wrong
         )
         return entry
     if found.differences and not found.seconds:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 from typing import Any
 
-from .._core.errors import GraphError
 from .._core.planning.support import support
-from .avals import load_function, parse_aval
+from .avals import called, parse_arguments
 
 _EXAMPLE = """\
 examples:
@@ -39,30 +37,12 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the parsed command and returns the exit status."""
-    positional, static = _arguments(options.arguments)
+    positional, static = parse_arguments(options.arguments)
     gpus = options.gpus.split(",") if options.gpus else None
-    found = support(load_function(options.function), *positional, gpus=gpus, **static)
+    function = called(options.function, positional, static)
+    found = support(function, *positional, gpus=gpus, **static)
     if options.json:
         print(json.dumps(found.to_json(), indent=1))
     else:
         print(found.to_markdown() if options.markdown else found)
     return 0 if found else 1
-
-
-def _arguments(texts: list[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional shapes, and keywords from ``key=value`` with a Python literal."""
-    positional, static = [], {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals:
-            positional.append(parse_aval(text))
-            continue
-        try:
-            static[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            raise GraphError(
-                f"the value of {key} is not a Python literal",
-                expected="key=value with a Python literal, such as causal=True or mode='ADD'",
-                got=repr(text),
-            ) from None
-    return positional, static

@@ -49,6 +49,9 @@ def model(x, w):
 
 def plain(x, w):
     return jax.nn.relu(x @ w)
+
+def gelu(x, w):
+    return jax.nn.gelu(x @ w)
 """
 
 
@@ -77,6 +80,11 @@ def test_a_users_function_is_measured(tmp_path, monkeypatch, capsys):
     assert main(["bench", f"{name}:product", *avals, "--against", f"{name}:plain"]) == 0
     assert main(["bench", f"{name}:model", *avals, "--against", f"{name}:plain"]) == 1
     assert "WRONG" in capsys.readouterr().out
+    wide = ["bf16[1,8,784]", "bf16[1,784,8]"]
+    assert main(["bench", f"{name}:product", *wide, "--against", f"{name}:gelu"]) == 1
+    assert "| WRONG: difference 0." in capsys.readouterr().out
+    assert main(["bench", f"{name}:model", "bf16[1,16,16]", "k=1"]) == 1
+    assert "missing a required argument: 'w'" in capsys.readouterr().err
     assert main(["bench", f"{name}:product", "bf16[1,16,16]", "bf16[1,8,16]"]) == 1
     assert "GraphError: g.matmul" in capsys.readouterr().err
 
