@@ -118,10 +118,11 @@ _FUNCTIONS: dict[str, Function] = {
 }
 
 
-def _reduced(reduce: Any) -> Function:
+def _reduced(reduce: Any, start: float | None = None) -> Function:
     def function(params: Any, x: Array) -> Array:
         wide = x.astype(np.float32) if x.dtype.itemsize < 4 and x.dtype.kind not in "iub" else x
-        return reduce(wide, axis=tuple(params["axes"]))
+        empty = {} if wide.size or start is None else {"initial": start}
+        return reduce(wide, axis=tuple(params["axes"]), **empty)
 
     return function
 
@@ -212,8 +213,8 @@ _WITH_PARAMETERS: dict[str, Function] = {
     "round": _round,
     "iota": lambda params: np.indices(params["shape"], sparse=True)[params["dimension"]],
     "reduce_sum": _reduced(np.sum),
-    "reduce_max": _reduced(np.max),
-    "reduce_min": _reduced(np.min),
+    "reduce_max": _reduced(np.max, -np.inf),
+    "reduce_min": _reduced(np.min, np.inf),
     "reduce_prod": _reduced(np.prod),
     "div": lambda params, a, b: (
         a / b if a.dtype.kind not in "iu" else np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b))
