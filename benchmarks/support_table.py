@@ -62,6 +62,7 @@ def table(support: Support, others: Iterable[str] = ()) -> str:
     if public:
         text += f" The profiles of {', '.join(public)} come from public specifications, not from a "
         text += "device."
+    text += ' "8 of 9": of nine example graphs, eight have a plan. "all 2": both have one.'
     return "\n".join(
         [
             text,

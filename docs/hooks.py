@@ -137,7 +137,14 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for target in _outside(markdown):
         markdown = markdown.replace(f"](../{target}", f"]({PAGES.get(target, f'files/{target}')}")
-    return markdown
+    return re.sub(r"^- API: .*(\n  .*)*", _with_links, markdown, flags=re.M)
+
+
+def _with_links(names: re.Match[str]) -> str:
+    """Names of pages of the reference as links, which would lead nowhere in the repository."""
+    pages = {f"jax_cudnn.{m}".rstrip("."): m.rpartition(".")[2] or "jax_cudnn" for m in _HEADS}
+    pages["g"] = "operations"
+    return re.sub(r"`([\w.]+)`", lambda name: f"[{name[0]}](api/{pages[name[1]]}.md)", names[0])
 
 
 def _outside(markdown: str) -> list[str]:

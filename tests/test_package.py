@@ -41,6 +41,8 @@ def test_public_names_alone_are_shown():
     assert not {"TYPE_CHECKING", "_core", "deviceless"} & {*dir(jc)}
     with pytest.raises(AttributeError, match="did you mean dot_product_attention"):
         _ = jax_cudnn.ops.attention
+    with pytest.raises(AttributeError, match=r"did you mean jax_cudnn.flax.accelerate\?"):
+        _ = jc.accelerate
     rooms = [jc.ops, *([jc.flax] if importlib.util.find_spec("flax") else [])]
     for room in rooms:
         shown = {name for name in dir(room) if inspect.ismodule(getattr(room, name))}

@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import Any
 
-from .errors import LibraryAttributeError, LibraryImportError, rebuild
+from .errors import LibraryAttributeError, LibraryImportError, nearest, rebuild
 from .package import version
 
 _PACKAGE = __name__.partition(".")[0]
@@ -32,6 +32,8 @@ HOMES = {
 """The module of each name."""
 ROOMS = ("flax",)
 """Public subpackages with optional dependencies."""
+_OF_FLAX = ("accelerate", "report", "Linear", "Conv", "LayerNorm", "MultiHeadAttention")
+"""Names for which an error points to jax_cudnn.flax, which may not be imported."""
 
 
 def __getattr__(name: str) -> Any:
@@ -44,7 +46,13 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version()
     if name not in HOMES:
-        raise AttributeError(f"module {_PACKAGE!r} has no attribute {name!r}")
+        hint = nearest(name, __dir__())
+        for room in ("ops", *ROOMS):
+            if name in getattr(sys.modules.get(f"{_PACKAGE}.{room}"), "__all__", _OF_FLAX):
+                hint = f"did you mean {_PACKAGE}.{room}.{name}?"
+                break
+        hint = f": {hint}" if hint else ""
+        raise AttributeError(f"module {_PACKAGE!r} has no attribute {name!r}{hint}")
     return getattr(importlib.import_module(f"{_PACKAGE}.{HOMES[name]}"), name)
 
 

@@ -44,3 +44,15 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> object:
+    from flax import nnx
+
+    from .._core.errors import nearest
+
+    hint = "did you mean Linear?" if name == "Dense" else nearest(name, __all__)
+    if hasattr(nnx, name):
+        hint = f"it is not replaced, use flax.nnx.{name}"
+    hint = f": {hint}" if hint else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -34,7 +34,8 @@ def accelerate(model: M) -> M:
     The copy shares all Variables with the given model: training one trains the other, and
     ``nnx.state`` of both is the same. The given model, its lists, dicts and tuples do not change.
     A layer that the model holds in several places, also in a cycle, is one layer in the copy.
-    State that is not a Variable is separate: ``eval()`` and ``train()``, ``init_cache``, views.
+    State that is not a Variable is separate: ``eval()`` and ``train()`` of the copy do not change
+    the given model, nor the other way round; so are ``init_cache`` and views.
 
     :func:`report` lists which layers are replaced, which are not, and why. These stay as they are:
 
@@ -44,6 +45,8 @@ def accelerate(model: M) -> M:
     - BatchNorm, because XLA is faster for one without a fused activation or residual;
     - layers in containers other than lists, dicts and tuples.
 
+    Functions that a module calls, such as ``jax.nn.dot_product_attention`` in its ``__call__``, are
+    not seen: call that of :mod:`jax_cudnn.ops` instead. Only one held as an attribute is reported.
     A function that holds a module (a ``lambda`` that uses ``self``, ``jax.jit(self.method)``) keeps
     calling the original module, with Flax's layers, and ignores ``eval()`` of the copy.
 
@@ -73,7 +76,8 @@ def accelerate(model: M) -> M:
 def report(model: nnx.Module) -> Report:
     """Lists which layers of a model :func:`accelerate` replaces, which it keeps, and why.
 
-    The report of a model and of its accelerated copy are equal.
+    The report of a model and of its accelerated copy are equal. Functions that a module calls are
+    not listed, only those that it holds as attributes.
 
     Args:
         model: an NNX module, before or after :func:`accelerate`.

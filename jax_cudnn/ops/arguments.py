@@ -13,7 +13,7 @@ from jax import lax
 
 from .._core.errors import GraphError, GraphTypeError, nearest, shown
 from .._core.graph.dims import integers
-from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS, canonical
+from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS, TO_CUDNN, canonical
 from .._core.graph.options import Options, normal_precision
 from .._core.graph.trace import GraphFunction
 
@@ -218,12 +218,22 @@ def out_dtype(x: jax.Array, w: jax.Array, preferred: Any, epilogue: bool = False
             fix="cast them with .astype",
         )
     if preferred is not None:
-        return canonical(preferred)
+        return preferred_dtype(preferred)
     if names <= {*FP8}:
         return "float32"
     if integers_only:
         return "float32" if epilogue else "int32"
     return jnp.result_type(x, w).name
+
+
+def preferred_dtype(preferred: Any) -> str:
+    """The name of ``preferred_element_type``; GraphTypeError for dtypes that cuDNN lacks."""
+    try:
+        return canonical(preferred)
+    except GraphTypeError as error:
+        error.summary = f"preferred_element_type: {error.summary}"
+        error.fix = nearest(preferred, TO_CUDNN)
+        raise
 
 
 def chosen(

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from .._core.errors import GraphError
 from .._core.graph.dims import packed_strides
-from .._core.graph.dtypes import FLOATS, PRODUCTS, canonical
+from .._core.graph.dtypes import FLOATS, PRODUCTS
 from .._core.graph.options import Options, lax_precision
 from .._core.graph.promotion import product_operands
 from .._core.graph.trace import GraphFunction
 from .._core.implementation import CUDNN
 from . import epilogue
-from .arguments import chosen, out_dtype, promoted
+from .arguments import chosen, out_dtype, preferred_dtype, promoted
 from .epilogue import Activation, Terms
 from .sharded import merged_or_plain
 
@@ -236,5 +236,5 @@ def _out_dtype(a: jax.Array, b: jax.Array, preferred: Any, epilogue: bool) -> st
     names = {str(a.dtype), str(b.dtype)}
     wide = names & {"bfloat16", "float16"}
     if len(names) == 2 and wide and names <= {*PRODUCTS}:  # 8 bits with 16 bits
-        return canonical(preferred) if preferred is not None else wide.pop()
+        return preferred_dtype(preferred) if preferred is not None else wide.pop()
     return out_dtype(a, b, preferred, epilogue)

@@ -66,7 +66,7 @@ def packed_dot_product_attention(
         query_offsets: (B + 1,) in int32, ascending, between 0 and T. Tokens before the first and
             after the last offset belong to no sequence.
         max_query_length: at least the largest number of queries in a sequence; excess queries are
-            ignored. Each value needs its own plan, so use few.
+            ignored, and their results are 0. Each value needs its own plan, so use few.
         key_value_offsets: (B + 1,) in int32, between 0 and S; by default ``query_offsets``.
         max_key_value_length: the same for keys; by default max_query_length for self-attention,
             otherwise S.

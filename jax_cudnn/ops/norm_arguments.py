@@ -23,9 +23,9 @@ def scalar(name: str, value: Any) -> Scalar:
     """A Python scalar of at least 0, or a scalar array in float32 or float64; GraphError for
     anything else."""
     if isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0):
-        if not value >= 0:
+        if not (number := float(value)) >= 0:
             raise GraphError(f"{name} is negative", expected="at least 0", got=shown(value))
-        return float(value)
+        return number
     value = array(name, value, "a scalar, or a scalar array")
     if value.ndim or jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise GraphError(

@@ -57,7 +57,17 @@ class Traced(GraphBuilder):
         given += [shaped(x.shape, x.dtype) for x in self.operands]
         # A new lambda: JAX caches the trace of a function, with the arrays that it captured.
         closed = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)
-        jaxpr, result = closed(*given)
+        try:
+            jaxpr, result = closed(*given)
+        except (ValueError, jax.errors.TracerBoolConversionError) as error:
+            if isinstance(error, JaxCudnnError) or "truth value" not in f"{error}".lower():
+                raise
+            raise GraphTypeError(
+                "score_mod has a Python condition on an array",
+                why="it is traced once, for all scores: if, and, or and not need one bool",
+                fix="jnp.where(condition, score, -jnp.inf), and & | ~ between conditions",
+                where=defined_at(function),
+            ) from error
         self._check(function, result)
         indices = [functools.partial(self._index, axis) for axis in range(4)]
         values = [self.score, *indices, *self.operands]

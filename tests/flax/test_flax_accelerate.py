@@ -63,6 +63,16 @@ def test_variables_are_shared_and_the_model_is_as_it_was():
     close(nnx.merge(*nnx.split(abstract))(tokens()), theirs(tokens()))
 
 
+def test_what_is_not_replaced_and_what_to_do_with_dropout_in_training():
+    with pytest.raises(AttributeError, match=r"use flax\.nnx\.Embed"):
+        _ = jnn.Embed
+    model = jnn.accelerate(
+        nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), *Block(nnx.Rngs(0)).mlp)
+    )
+    with jc.target("H200"), pytest.raises(jc.GraphError, match=r"lambda model, \*args"):
+        jc.plans(model, tokens())
+
+
 def test_models_of_a_trace():
     theirs, x = Block(nnx.Rngs(0)), tokens()
     close(nnx.jit(lambda m, x: jnn.accelerate(m)(x))(theirs, x), theirs(x))

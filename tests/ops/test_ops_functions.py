@@ -223,6 +223,10 @@ def test_what_cudnn_has_no_operation_for_is_laxs_and_said(words, key, caplog):
         (lambda x, w: jc.ops.matmul(w[0, 0], w[0, 1]), "transpose_a=True they agree"),
         (lambda x, w: jc.ops.matmul(x, None), r"b is not an array[^$]*got: None"),
         (lambda x, w: jc.ops.matmul(x, 2**80), "b is not an array"),
+        (
+            lambda x, w: jc.ops.conv(x, w, preferred_element_type="f32"),
+            "preferred_element_type: [^$]*did you mean 'float32'",
+        ),
         (lambda x, w: jc.ops.conv(x, w, groups="2"), "groups is not valid[^$]*groups='2'"),
         (lambda x, w: jc.ops.conv(x, w, groups=-1), "groups is not valid"),
         (lambda x, w: jc.ops.conv_transpose(x, w), r"for 3 \(their dimension 2\)\n[^$]*NHWC\"\)$"),

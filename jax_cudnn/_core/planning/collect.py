@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,10 +33,11 @@ def graphs(
             expected="a function of arrays, such as one decorated with @jax_cudnn.graph",
             got=shown(fn),
         )
-    if isinstance(fn, GraphFunction):
-        found = [(fn.name, fn.trace(*args, **static)[1].spec)]
-    else:
-        found = list(dict.fromkeys(in_jaxpr(_jaxpr(fn, args, static))))
+    with advised(args):
+        if isinstance(fn, GraphFunction):
+            found = [(fn.name, fn.trace(*args, **static)[1].spec)]
+        else:
+            found = list(dict.fromkeys(in_jaxpr(_jaxpr(fn, args, static))))
     if not found:
         raise GraphError(
             f"{_name(fn)} contains no cuDNN graph",
@@ -68,6 +70,31 @@ def pieces(named: Mapping[str, GraphSpec]) -> dict[str, GraphSpec]:
         for piece in for_cudnn(spec):
             found[_unused(name, found)] = piece
     return found
+
+
+@contextlib.contextmanager
+def advised(args: tuple[Any, ...]) -> Iterator[None]:
+    """Says what to do where tracing fails for shapes instead of arrays, or for a module of Flax
+    that changes its own state."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":
+            raise GraphError(
+                "the module changes its state while it is traced",
+                expected="a function that takes the module as an argument",
+                why=str(error).partition(" (")[0],
+                fix="jax_cudnn.plans(lambda model, *args: model(*args), model, *args)",
+            ) from error
+        shapes = [x for x in args if isinstance(x, str) or (isinstance(x, tuple) and x)]
+        if shapes and not any(map(_is_array, jax.tree.leaves(args))):
+            raise GraphError(
+                "no argument is an array",
+                expected="arrays, or for shapes alone jax.ShapeDtypeStruct((8, 64), 'bfloat16')",
+                got=shown(args),
+                why=str(error).partition("\n")[0],
+            ) from error
+        raise
 
 
 def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:

@@ -41,7 +41,7 @@ def plan(
     """How a function's graph runs on a GPU for these arguments: cuDNN's plans and XLA's parts.
 
     Args:
-        fn: a graph function, or any JAX function that contains exactly one graph.
+        fn: a graph function, or any JAX function that contains one distinct graph.
         *args: arrays, or ``jax.ShapeDtypeStruct`` for shapes alone, in any pytree.
         gpus: names of profiles ("H200"), profiles (no GPU is needed for these), or devices of this
             process; one or several. None: ``jax_cudnn.target``, else ``jax.default_device`` if it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...deviceless import profiles
@@ -18,6 +18,13 @@ from .plan import Plan
 _HEADER = ("graph", "operands", "runs on", "MB", "roofline us")
 
 
+class Explanations(dict[str, Any]):
+    """Explanations by the names of their graphs or GPUs; prints one below the other."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.values()))
+
+
 class Plans(dict[str, Plan]):
     """The plans of a function's graphs by name; prints as a table.
 
@@ -25,6 +32,13 @@ class Plans(dict[str, Plan]):
     least time on the GPU, of these bytes or the arithmetic; where lengths, packing, pages or block
     masks decide what is read, of the results alone. Equal graphs share a row.
     """
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(_unknown("graph", name, self))
+
+    def explain(self) -> Explanations:
+        """The explanations of all plans, by name; prints one below the other."""
+        return Explanations({name: plan.explain() for name, plan in self.items()})
 
     def __str__(self) -> str:
         lines = [_HEADER, *self._cells()]
@@ -53,10 +67,18 @@ class ByGpu(dict[str, Any]):
         with contextlib.suppress(TargetError):
             if (name := profiles.get(gpu).name) in self:
                 return self[name]
-        raise KeyError(gpu)
+        raise KeyError(_unknown("GPU", gpu, self))
+
+    def explain(self) -> Explanations:
+        """The explanations for all GPUs, by name; prints one below the other."""
+        return Explanations({gpu: value.explain() for gpu, value in self.items()})
 
     def __str__(self) -> str:
         return "\n\n".join(f"{gpu}\n{value}" for gpu, value in self.items())
+
+
+def _unknown(kind: str, name: Any, there: Iterable[str]) -> str:
+    return f"{name!r} is not the name of a {kind} here; there are {', '.join(map(repr, there))}"
 
 
 def _where(plan: Plan) -> str:

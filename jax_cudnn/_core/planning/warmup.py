@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from .. import context
+from .. import compat, context
 from ..errors import GraphTypeError, shown
 from . import progress
-from .collect import in_jaxpr
+from .collect import advised, in_jaxpr
 
 
 def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -25,8 +26,8 @@ def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowe
 
     Returns:
         The lowered program, whose ``.compile()`` continues on a machine with that GPU. It is
-        lowered for the GPU of ``jax_cudnn.target`` if set, else for the devices of ``fn``: then
-        nothing is planned on a machine without a GPU.
+        lowered for the GPU of ``jax_cudnn.target`` if set, else for the devices of ``fn``. Without
+        a GPU and a target nothing is planned, with a warning.
 
     Raises:
         JaxCudnnError: planning failed; tracing and lowering raise their own errors.
@@ -44,6 +45,14 @@ def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowe
             got=shown(fn),
         )
     jitted: Any = fn if hasattr(fn, "trace") and hasattr(fn, "lower") else jax.jit(fn)
-    traced = jitted.trace(*args, **kwargs)
-    with progress.counted(len({*in_jaxpr(traced.jaxpr.jaxpr)})):
+    with advised(args):
+        traced = jitted.trace(*args, **kwargs)
+    graphs = {*in_jaxpr(traced.jaxpr.jaxpr)}
+    if graphs and not context.targeted() and not any(map(compat.is_cuda, jax.local_devices())):
+        warnings.warn(
+            "jax_cudnn.warmup plans nothing: there is no GPU. Name one: with "
+            'jax_cudnn.target("H200"): ...',
+            stacklevel=2,
+        )
+    with progress.counted(len(graphs)):
         return traced.lower(lowering_platforms=("cuda",)) if context.targeted() else traced.lower()

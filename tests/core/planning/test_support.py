@@ -96,6 +96,10 @@ def test_pytrees_statics_and_other_python_values_reach_the_function():
 def test_function_without_one_plannable_graph_is_told(plans):
     with pytest.raises(jc.GraphError, match=r"contains no cuDNN graph(.|\n)*jax_cudnn\.ops"):
         jc.plan(lambda x: x.sum(), X)
+    with pytest.raises(jc.GraphError, match=r"ShapeDtypeStruct[^$]*\(8, 64\)"):
+        jc.plan(lambda x: relu(x), (8, 64))
+    with pytest.warns(UserWarning, match="plans nothing"):
+        jc.warmup(relu, X)
     symbolic = jax.ShapeDtypeStruct((jax.export.symbolic_shape("batch")[0], 4), jnp.float32)
     with pytest.raises(jc.GraphError, match="relu: symbolic dimensions"):
         jc.plan(jax.jit(relu), symbolic)
@@ -134,6 +138,10 @@ def test_plans_are_tables_by_gpu(plans):
         ["double", "bf16[8,16]", "cuDNN", "0.00", "0.0"],
         ["total", "2", "cuDNN,", "0", "XLA", "0.00", "0.0"],
     ]
+    assert str(found.explain()).count("double on") == 2
+    for where, names in ((found, "'H200', 'A100'"), (found["H200"], "'relu', 'double'")):
+        with pytest.raises(KeyError, match=names):
+            where["matmul"]
     assert ["double", "bf16[8,16]", "XLA"] in [line.split()[:3] for line in str(found).splitlines()]
 
 
