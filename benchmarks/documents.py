@@ -19,6 +19,7 @@ from .cases.tables import render_host
 from .flax.tables import render as render_flax
 from .norms.tables import render as render_norms
 from .steps.tables import render as render_steps
+from .tested import render as render_tested
 
 RESULTS = Path(__file__).parent / "results"
 PAGE, OPERATIONS = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "operations.md"
@@ -70,9 +71,10 @@ def _no_result(path: Path, got: str) -> GraphError:
 
 
 def tables() -> Iterator[tuple[Path, str, str]]:
-    """The page with the marks and the table between them."""
+    """The pages with the marks and the tables between them."""
     for mark, name, rendered in SHOWN:
         yield PAGE, mark, rendered(read(committed(name)))
+    yield ROOT / "docs" / "testing.md", "tested", render_tested(RESULTS)
 
 
 def placed(document: Path, mark: str, shown: str, check: bool) -> str:

@@ -155,6 +155,8 @@ NUMBERS = [((2, 1, 1, 1), "int32")] * 2
 SIX = [*[X] * 5, S((2, 4, 128, 1), "float32")]
 LENGTHS, WIDE = ([100, 128], [128, 30]), S(X.shape, "float32")
 REASONS = {  # a function and operands, words of the reason; on an H200 by default
+    "one query": (dense(t=1, k=2, bias=(2, 1, 1, 256))[:2], ["one query and grouped"]),
+    "one query, sink": (dense(t=1, k=2, sink=True)[:2], ["one query and grouped"]),
     "lengths of float32": ((dense(lengths=LENGTHS)[0], [S(TOKENS.shape, "float32")] * 3),
         ["after seq_len_q"]),
     "gradients of other dtypes": ((jc.graph(rounded), SIX), ["dK only in bfloat16"]),
