@@ -109,6 +109,10 @@ NOT_ASKED_FOR = [  # most found by random graphs on an H200: function, operands,
         lambda g, x: g.conv_wgrad(x, x, padding=[1, 1], out_dims=[64, 64, 3, 3]), [IMAGE],
         "both operands are the same tensor",
     ),
+    (
+        lambda g, a, b: g.matmul(a, b).set_stride([1, 128, 2]), [((2, 64, 64), HALF)] * 2,
+        "the batch of the result is innermost",
+    ),
     (lambda g, a: g.matmul(a, a), [MATRIX], "operands are the same tensor"),
     (lambda g, a: g.matmul(narrow(g.erf(a)), a), [MATRIX], "computed from the same tensor"),
     (
