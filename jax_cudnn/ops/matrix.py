@@ -131,7 +131,8 @@ class Matmul(Node):
                 return "both operands are the same tensor"
             return "both operands are computed from the same tensor: compute one before the call"
         result = tensors["C"]
-        if result.order and result.shape[result.order[-1]] > 1 and result.order[-1] < result.ndim - 2:
+        innermost = result.order[-1] if result.order else len(result.shape) - 1
+        if innermost < len(result.shape) - 2 and result.shape[innermost] > 1:
             # Seen on an H200 with cuDNN 9.19, in float32 (random call 49): most of it was wrong.
             return "the batch of the result is innermost in memory"
         if tensors["A"].shape[-1] == 1:
