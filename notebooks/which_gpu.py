@@ -95,7 +95,7 @@ with jc.target("H200"):
     plan = jc.plan(conv_bias_relu, x, w, b)
     lowered = jax.jit(conv_bias_relu).trace(x, w, b).lower(lowering_platforms=("cuda",))
 print(plan)
-assert plan.execution_plans[0].digest in lowered.as_text()
+assert "@jax_cudnn" in lowered.as_text()
 
 elsewhere = jc.plan(conv_bias_relu, x, w, b, gpus=["A100", "B200"])
 print(*elsewhere.values(), sep="\n")

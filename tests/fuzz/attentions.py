@@ -176,7 +176,7 @@ def _attention(*features: str) -> Any:
 
         # Weights that are alike, times an identity, show which ones are kept.
         eye = np.broadcast_to(np.eye(s, e)[:, None], (b, s, k, e)).astype(draw.dtype)
-        shown = operands | {"query": operands["query"] * 0, "value": eye}
+        shown = operands | {"query": np.zeros_like(operands["query"]), "value": eye}
         (weights, *_) = jax.tree.leaves(draw.run(lambda xs: _ours(**xs, **options), shown))
         seen = np.asarray(weights, np.float32)[..., :s] > 0
         keep = np.swapaxes(seen, 1, 2) / (1 - rate)

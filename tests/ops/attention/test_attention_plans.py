@@ -70,7 +70,8 @@ def test_forward_and_backward_are_a_plan_each(name, gpu):
     if "seq_len_q" in str(forward.spec):  # the lengths may all be 0
         written = sum(tensor.nbytes for tensor in forward.spec.output_tensors)
         assert (fwd, bwd) == (0, 0)
-        assert gpu != "H200" or cost.roofline(forward.spec, forward.site) < written / 4.7e12
+        if gpu == "H200" and len(forward.spec.calls) == 1:
+            assert cost.roofline(forward.spec, forward.site) < written / 4.7e12
     elif not without:
         assert 2.5 <= bwd / fwd <= 2.6
         function, avals, count = TABLE[name]
