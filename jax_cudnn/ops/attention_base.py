@@ -253,12 +253,6 @@ class Attending(Biased):
             return reason
         if reason := super().refuses(tensors, graph):
             return reason
-        by_head = {"bias", "sink_token"} & {*tensors} or self.use_alibi_mask or self.score_mod
-        if by_head and tensors["q"].shape[2] == 1 and tensors["k"].shape[1] < tensors["q"].shape[1]:
-            return (
-                "with one query and grouped heads cuDNN reads a bias at the wrong rows, some out "
-                "of bounds: without bias, sinks, ALiBi and score_mod it is one plan"
-            )
         if self.score_mod is None:
             return extras.refusal(tensors)
         others = {"seed", "dropout_mask", "sink_token", "block_mask"}

@@ -56,6 +56,10 @@ class _Qkv(Biased, Arranged):
         batch, tokens, *_ = tensors["qkv"].shape
         return (batch, self.heads, tokens, tokens)
 
+    def key_heads(self, tensors: Mapping[str, Tensor]) -> int:
+        _, (first, last), _ = self.parts(tensors["qkv"].shape[2])
+        return last - first
+
     def parts(self, heads: int) -> tuple[tuple[int, int], ...]:
         """The ranges of query, key and value heads."""
         n = (heads - self.heads) // 2

@@ -140,9 +140,7 @@ def paged_dot_product_attention(
         _lengths("query_seq_lengths", query_seq_lengths, batch, count),
         _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
     )
-    if (
-        not isinstance(count, int) or count > 1
-    ):  # the engines of a single query write zeros themselves
+    if not isinstance(count, int) or count > 1:  # for one query, engines write zeros themselves
         lengths = without_keys(*lengths)
     if 0 in query.shape:
         out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)

@@ -37,6 +37,17 @@ IMAGES = [((2, 64, 8, 8), "bfloat16"), ((64, 64, 3, 3), "bfloat16")]
 WIDE = [(shape, "float32") for shape, _ in IMAGES]
 INT8 = [((2, 16, 8, 8), "int8"), ((16, 16, 3, 3), "int8")]
 MATRICES = [((1, 64, 64), "float32")] * 2
+
+
+def attend(g, q, k, v, bias=None):
+    return g.sdpa(q, k, v, bias=bias)[0]
+
+
+def one_query(heads, of_keys, dtype, *bias):
+    keys = (2, of_keys, 64, 64)
+    return [(shape, dtype) for shape in ((2, heads, 1, 64), keys, keys, *bias)]
+
+
 WRONG = [  # found by random graphs on an H200: function, operands, engines of 0 to 80
     (conv, INT8, dict.fromkeys((0, 28), "conv_fprop.0")),
     (conv, IMAGES, {}),
@@ -50,6 +61,8 @@ WRONG = [  # found by random graphs on an H200: function, operands, engines of 0
     (lambda g, a, b: g.relu(g.matmul(a, b), negative_slope=0.1), MATRICES, {0: "relu.0"}),
     (lambda g, a, b: g.relu(g.matmul(a, b)), MATRICES, {}),
     (lambda g, a, b: g.matmul(a, b).set_data_type("float16"), MATRICES, {0: "matmul.0"}),
+    (attend, one_query(4, 2, "bfloat16", (2, 1, 1, 64)), dict.fromkeys((1, 2), "sdpa.0")),
+    (attend, one_query(4, 4, "bfloat16"), {}),
 ]
 
 
@@ -91,9 +104,27 @@ def test_engines_that_are_left_read_uneven_padding(kind, rank, dtype):
     def convolution(g, a, b):
         return getattr(g, f"conv_{kind}")(a, b, **padding, **out)
 
+    check_engines(convolution, [(shape, dtype) for shape in given])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("by_cudnn")
+@pytest.mark.parametrize("bias", [(), ((2, 1, 1, 64),), ((2, 4, 1, 64),)], ids=len)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("of_keys", [4, 2])
+def test_engines_that_are_left_compute_one_query(of_keys, dtype, bias):
+    try:
+        check_engines(jc.graph(attend), one_query(4, of_keys, dtype, *bias))
+    except jc.UnsupportedGraphError as error:
+        if "wrongly" not in str(error):  # there no engine is left
+            raise
+
+
+def check_engines(function, avals):
+    """Each engine that is left gives the oracle's result."""
     random = np.random.default_rng(0)
-    operands = [jnp.asarray(random.standard_normal(shape), dtype) for shape in given]
-    plan = jc.plan(convolution, *operands)
+    operands = [jnp.asarray(random.standard_normal(shape), dtype) for shape, dtype in avals]
+    plan = jc.plan(function, *operands)
     (want,) = oracle.evaluate(plan.spec, operands)
     errors = {}
     for row in plan.candidates:

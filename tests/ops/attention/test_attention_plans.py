@@ -11,6 +11,7 @@ import pytest
 from attention_checks import CAUSAL, LAST, S, ours
 from attention_table import (
     DROPOUT,
+    KEYS,
     OF_INFINITY,
     ON_BLACKWELL,
     TABLE,
@@ -156,8 +157,8 @@ NUMBERS = [((2, 1, 1, 1), "int32")] * 2
 SIX = [*[X] * 5, S((2, 4, 128, 1), "float32")]
 LENGTHS, WIDE = ([100, 128], [128, 30]), S(X.shape, "float32")
 REASONS = {  # a function and operands, words of the reason; on an H200 by default
-    "one query": (dense(t=1, k=2, bias=(2, 1, 1, 256))[:2], ["one query and grouped"]),
-    "one query, sink": (dense(t=1, k=2, sink=True)[:2], ["one query and grouped"]),
+    "one query": ((dense()[0], [S((2, 1, 4, 64), "float32"), *[S((2, 9, 2, 64), "float32")] * 2]),
+        ["computes sdpa.0 wrongly"]),
     "lengths of float32": ((dense(lengths=LENGTHS)[0], [S(TOKENS.shape, "float32")] * 3),
         ["after seq_len_q"]),
     "gradients of other dtypes": ((jc.graph(rounded), SIX), ["dK only in bfloat16"]),
@@ -198,6 +199,17 @@ def test_it_is_xlas_with_a_reason(name):
     reasons = " ".join(s.reason or "" for plan in plans for s in plan.segments)
     assert plans[-1].segments[-1].reason
     assert all(word in reasons for word in words), reasons
+
+
+@pytest.mark.parametrize(
+    "row",
+    [dense(t=1, k=2, bias=(2, 1, 1, 256)), dense(t=1, k=2, alibi=True, **CAUSAL),
+     one_array(t=1, k=2, bias=(1, 4, 1, 1)), packed(bias=(1, 8, 1, 160), ends=(range(6), KEYS))],
+    ids=["bias", "alibi", "qkv", "packed"],
+)  # fmt: skip
+def test_one_query_of_grouped_heads_has_no_engine_that_is_wrong_there(row):
+    plan = jc.plan(row[0], *row[1], gpus="H200")["H200"]
+    assert not {p.pinned["engine"] for p in plan.execution_plans} & {1, 2}
 
 
 @pytest.mark.parametrize("name", OF_INFINITY)
