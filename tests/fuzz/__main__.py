@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", help="plan for this profile, run nothing on a GPU; none: no plans")
     parser.add_argument("--workers", type=int, default=1, help="processes (1)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after that")
+    parser.add_argument("--commit", help="whose files these are, where git does not tell")
     parser.add_argument("--json", type=Path, help="write the outcome there, too")
     options = parser.parse_args(arguments)
     if options.kind == "merge":
@@ -64,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(f"seed {one.seed}: {one.kind}: {one.text}\n", flush=True)
         on_gpu = isinstance(checks_for(options.gpu, False).site, CudaDevice)
         gpu = jax.devices("gpu")[0].device_kind if on_gpu else None
-        found = facts(options.kind, each, time.monotonic() - start, gpu)
+        took = time.monotonic() - start
+        found = facts(options.kind, each, took, gpu, options.commit)
     text = json.dumps(found, indent=1)
     print(text)
     if options.json:

@@ -21,12 +21,14 @@ _PATIENCE = 240  # seconds for one seed
 @dataclass(frozen=True)
 class Outcome:
     """What became of a seed: one of KINDS and what is said of it; for each planned segment whether
-    it is cuDNN's; and for how many examples derivatives say nothing."""
+    it is cuDNN's; how many transformations were compared (its values are one), and for how many
+    examples derivatives say nothing."""
 
     seed: int
     kind: str = "right"
     text: str = ""
     segments: tuple[bool, ...] = ()
+    transformations: int = 0
     skipped: int = 0
 
 
@@ -91,10 +93,13 @@ def outcomes(
         worker.end()
 
 
-def facts(what: str, found: list[Outcome], seconds: float, gpu: str | None) -> dict[str, Any]:
+def facts(
+    what: str, found: list[Outcome], seconds: float, gpu: str | None, commit: str | None = None
+) -> dict[str, Any]:
     """A run as data, which :func:`merged` joins with others."""
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    command = "git", "rev-parse", "HEAD"
+    commit = commit or subprocess.run(command, capture_output=True, text=True).stdout
     seeds = sorted(outcome.seed for outcome in found)
     run = {
         "seeds": [seeds[0], seeds[-1] + 1] if seeds else [0, 0],
@@ -114,6 +119,7 @@ def facts(what: str, found: list[Outcome], seconds: float, gpu: str | None) -> d
         "what": what,
         "runs": [run],
         "counts": {kind: sum(o.kind == kind for o in found) for kind in KINDS},
+        "transformations": sum(o.transformations for o in found),
         "segments_of_cudnn": sum(sum(o.segments) for o in found),
         "without_comparable_derivatives": sum(o.skipped for o in found),
         "refused": dict(refused),
