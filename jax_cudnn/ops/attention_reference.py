@@ -104,13 +104,13 @@ class Attention:
         def block(rows: Arrays, first: jax.Array) -> tuple[dict[str, jax.Array], ...]:
             scores = self._scores(rows, arrays, first)
             weights = extras.weights(scores, rows["stats"])
+            grad = rows["dO"].astype(scores.dtype)
+            mean = jnp.sum(grad * rows["o"].astype(scores.dtype), axis=-1, keepdims=True)
             along = self._product("bngse,bnte->bngst", rows["dO"], v)
             used = weights
             if self.dropout is not None:
                 keep = self._kept(rows, arrays, first)
                 along, used = along * keep, weights * keep
-            # Not the equal sum of dO times O: two products, rounded apart, would not cancel.
-            mean = jnp.sum(weights * along, axis=-1, keepdims=True)
             slope = weights * (along - mean)
             each: dict[str, jax.Array] = {}
             summed = {"dV": self._product("bngst,bngse->bnte", used, rows["dO"])}
