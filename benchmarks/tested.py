@@ -60,7 +60,8 @@ def _random(found: dict[str, Any]) -> Iterator[list[str]]:
     for run in found["runs"]:
         names = ("jax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
         versions = ", ".join(f"{n} {run['versions'][n]}" for n in names if n in run["versions"])
-        seeds = f"{run['seeds'][0]} to {run['seeds'][1] - 1}, {run['commit']}"
+        ranges = ", ".join(f"{a} to {b - 1}" if b - a > 1 else f"{a}" for a, b in run["seeds"])
+        seeds = f"{ranges}, {run['commit']}"
         each = [str(counts[kind]) for kind in ("right", "refused", "wrong", "crashed")]
         yield [found["what"], f"{run['gpu']}, {versions}", seeds, *each]
 

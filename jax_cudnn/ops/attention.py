@@ -133,6 +133,8 @@ class SdpaBackward(Ordered, Attending):
                 return reason
         if self.dSink_token and graph.options.deterministic:
             return "cuDNN sums dSink_token in no fixed order"
+        if self.dSink_token and self.dropout_probability is not None:
+            return "cuDNN computes a wrong dSink_token together with dropout"
         return super().refuses(tensors, graph)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:

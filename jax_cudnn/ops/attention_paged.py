@@ -92,8 +92,10 @@ class PagedSdpa(Arranged):
         keys = given["page_table_k"].shape[2] * k[2 if self.heads_first else 1]
         both = zip(_LENGTHS, (queries, keys), strict=True)
         lengths = [jnp.clip(given[port], 0, most) for port, most in both]
-        if queries > 1:  # the engines of a single query write zeros themselves
+        if queries > 1:
             lengths = without_keys(*lengths)
+        else:  # the engines of a single query write zeros where there is no key, and always see it
+            lengths[1] = jnp.where(lengths[0] == 0, 0, lengths[1])
         return {**tables, **dict(zip(_LENGTHS, lengths, strict=True))}
 
     def emit(

@@ -75,10 +75,11 @@ class AttentionTangent(Tangent):
         if out not in cotangents or not {*inputs} >= {*self._read}:
             return super().transpose(g, cotangents, inputs, tensors)
         assert isinstance(self.base, (Sdpa, Arranged))
-        # Padding has a statistic of -inf, which cuDNN's sum over all queries does not skip.
-        apart = g.options.deterministic or "seq_len_q" in inputs
-        node = self.base.backward({*linear} - ({"sink_token"} if apart else set()))
+        # Padding has a statistic of -inf, which cuDNN's sum over all queries does not skip; with
+        # dropout its sum is wrong.
         drawn = "seed" in inputs  # the dropout mask is then drawn again
+        apart = g.options.deterministic or drawn or "seq_len_q" in inputs
+        node = self.base.backward({*linear} - ({"sink_token"} if apart else set()))
         inner = [port for port in self.inner if port != "dropout_mask" or not drawn]
         values = {port: inputs[port] for port in inner}
         values |= {"o": inputs["O"], "stats": inputs["Stats"], "dO": cotangents[out]}

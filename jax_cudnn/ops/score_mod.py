@@ -220,7 +220,7 @@ def folds(
         for port, tensor in tensors.items()
         if (port == "bias" or is_operand(port))
         and tensor.shape[0] == 1
-        and (examples > 1 or port not in batched)
+        and (examples != 1 or port not in batched)
         and port not in fixed
     }
     whole = {port for port in tensors if port not in shared}

@@ -4,7 +4,8 @@
 - ``calls``: random calls of the public functions and Flax's layers, with second derivatives, too;
 - ``files``: altered entries of the plan cache, archives and serialized plans;
 - ``programs``: altered attributes of the custom call, on a GPU;
-- ``merge``: one file from several that ``--json`` wrote.
+- ``merge``: one file from several that ``--json`` wrote, in order: a seed that fails and is right
+  in a later one is said to be mended.
 
 Without a GPU they are planned for an H200, or for another profile (``--gpu``; ``none`` plans
 nothing), and run on the CPU. Exits with 1 if a case is wrong or ends its process, or is refused
@@ -17,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -40,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m fuzz", None, __doc__, formatter_class=formatter)
     parser.add_argument("kind", choices=("graphs", "calls", *ALTERED, "merge"))
     parser.add_argument("parts", nargs="*", type=Path, help="the files to merge")
-    parser.add_argument("--seeds", default="0:100", help="FIRST:END, or one, told in full (0:100)")
+    parser.add_argument(
+        "--seeds",
+        default="0:100",
+        help="FIRST:END (0:100), several with commas; of one all is printed",
+    )
     parser.add_argument("--gpu", help="plan for this profile, run nothing on a GPU; none: no plans")
     parser.add_argument("--workers", type=int, default=1, help="processes (1)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after that")
@@ -50,10 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.kind == "merge":
         found = merged(json.loads(path.read_text()) for path in options.parts)
     else:
-        first, _, end = options.seeds.partition(":")
-        if not end:
-            return _told_in_full(options.kind, options.gpu, int(first))
-        start, seeds = time.monotonic(), range(int(first), int(end))
+        if options.seeds.isdecimal():
+            return _told_in_full(options.kind, options.gpu, int(options.seeds))
+        start, seeds = time.monotonic(), [*_seeds(options.seeds)]
         check = functools.partial(outcome, options.gpu, options.kind)
         flags = FLAGS if device_nodes() else "--xla_backend_optimization_level=0"
         flags = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
@@ -73,6 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(text + "\n")
     bad = [] if options.kind in ALTERED else found["refused"]
     return 1 if found["failures"] or bad else 0
+
+
+def _seeds(text: str) -> Iterator[int]:
+    for part in text.split(","):
+        first, _, end = part.partition(":")
+        yield from range(int(first), int(end or int(first) + 1))
 
 
 def _told_in_full(kind: str, gpu: str | None, seed: int) -> int:

@@ -123,7 +123,7 @@ class Call:
         self.data = (self._transformed.data(),)
         eps = [float(jnp.finfo(x.dtype).eps) for x in (*arrays, *outputs) if is_float(x)]
         self._coarse = max([0.0, *(e for e in eps if e > 2.0**-20)]) if coarse is None else coarse
-        self._inside = inside
+        self._inside = self._coarse / 2 * inside
 
     def program(self, which: int = 0) -> Callable[[Any], dict[str, Any]]:
         """A function of :attr:`data`: the results of each transformation."""
@@ -133,10 +133,8 @@ class Call:
     def check(self, got: dict[str, Any], on_gpu: bool = False) -> int:
         """Raises WrongResult unless these are the results; gives how many say nothing."""
         leaves = [(name, np.asarray(x)) for name in self.names for x in jax.tree.leaves(got[name])]
-        run, (amount, cut) = interpreted(self.program(1)), GPU if on_gpu else CPU
-        if self._inside:  # in float32 each step may have a product beside it, which rounds as TF32
-            amount = max(amount, self._coarse / 2 or cut)
-        cut = max(cut, self._coarse)
+        run, least = interpreted(self.program(1)), GPU if on_gpu else CPU
+        amount, cut = (max(a, b) for a, b in zip((self._inside, self._coarse), least, strict=True))
 
         def exact(noise: Noise | None = None) -> list[Any]:
             if noise is not None:

@@ -102,7 +102,7 @@ def facts(
     commit = commit or subprocess.run(command, capture_output=True, text=True).stdout
     seeds = sorted(outcome.seed for outcome in found)
     run = {
-        "seeds": [seeds[0], seeds[-1] + 1] if seeds else [0, 0],
+        "seeds": _ranges(seeds),
         "commit": commit.strip(),
         "date": f"{datetime.date.today()}",
         "gpu": gpu,
@@ -127,13 +127,27 @@ def facts(
     }
 
 
+def _ranges(seeds: list[int]) -> list[list[int]]:
+    """Ascending seeds as ranges."""
+    firsts = [seed for seed in seeds if seed - 1 not in seeds]
+    ends = [seed + 1 for seed in seeds if seed + 1 not in seeds]
+    return [[*pair] for pair in zip(firsts, ends, strict=True)]
+
+
 def merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Slices of one kind as one."""
+    """Slices of one kind as one. Seeds of a slice are new, or failed before."""
     first, *others = parts
     for other in others:
         if other["what"] != first["what"]:
             raise ValueError(f"{first['what']} and {other['what']} are of different kinds")
+        again = {seed for run in other["runs"] for ends in run["seeds"] for seed in range(*ends)}
+        before = [failure for failure in first["failures"] if failure[0] in again]
+        for failure in before:
+            first["failures"].remove(failure)
+            first["counts"][failure[1]] -= 1
         first = _joined(first, other)
+        failing = {failure[0] for failure in other["failures"]}
+        first["mended"] = first.get("mended", []) + [f for f in before if f[0] not in failing]
     return first
 
 
