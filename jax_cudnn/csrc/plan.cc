@@ -1,7 +1,9 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 namespace jax_cudnn {
@@ -104,6 +106,7 @@ ffi::Error CallSite::DecodeBindings() {
                    std::to_string(kMaxBindings) + " are supported");
   }
   const auto scalar_bytes = static_cast<int64_t>(attributes_.scalars.size());
+  const int64_t before_own = attributes_.plan_workspace_offset;
   int64_t arrays = 0, results = 0;  // rows so far
   std::vector<int64_t> sizes;       // bytes behind each row's pointer, for views
   for (size_t row = 0; row < flat.size() / kRowLength; ++row) {
@@ -144,11 +147,11 @@ ffi::Error CallSite::DecodeBindings() {
         sizes.push_back(binding.bytes);
         break;
       case BindingKind::kWorkspace:
-        if (!Within(binding.value, binding.bytes, attributes_.workspace_bytes)) {
-          return Invalid(where + " ends outside the workspace of " +
-                         std::to_string(attributes_.workspace_bytes) + " bytes");
+        if (!Within(binding.value, binding.bytes, before_own)) {
+          return Invalid(where + " ends outside the " + std::to_string(before_own) +
+                         " bytes of workspace before cuDNN's own");
         }
-        sizes.push_back(attributes_.workspace_bytes - binding.value);
+        sizes.push_back(before_own - binding.value);
         break;
       case BindingKind::kScalar:
         if (!Within(binding.value, kAlignment, scalar_bytes)) {
@@ -188,6 +191,7 @@ ffi::Error CallSite::DecodeBindings() {
 }
 
 ffi::Error CallSite::CheckTensors(const std::vector<int64_t>& sizes) const {
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> parts;  // of the workspace: begin, end, uid
   for (const PlanTensor& tensor : TensorsOf(attributes_.plan)) {  // some more than once
     const std::string what = "tensor " + std::to_string(tensor.uid) + " of the plan ";
     const auto uid = std::find(pack_uids_.begin(), pack_uids_.end(), tensor.uid);
@@ -202,6 +206,17 @@ ffi::Error CallSite::CheckTensors(const std::vector<int64_t>& sizes) const {
                      " bytes, but " + Row("bindings", row) + " leads to " +
                      std::to_string(sizes[row]));
     }
+    if (const Binding& part = bindings_[row]; part.kind == BindingKind::kWorkspace) {
+      const auto bytes = static_cast<int64_t>(std::ceil(tensor.bytes));
+      parts.emplace_back(part.value, part.value + bytes, part.uid);
+    }
+  }
+  std::sort(parts.begin(), parts.end());
+  parts.erase(std::unique(parts.begin(), parts.end()), parts.end());
+  for (size_t i = 1; i < parts.size(); ++i) {
+    if (std::get<1>(parts[i - 1]) <= std::get<0>(parts[i])) continue;
+    return Invalid("tensors " + std::to_string(std::get<2>(parts[i - 1])) + " and " +
+                   std::to_string(std::get<2>(parts[i])) + " of the plan overlap in the workspace");
   }
   return ffi::Error::Success();
 }
@@ -281,7 +296,8 @@ ffi::Error CallSite::InitializeSlowly(int32_t ordinal, Stream stream) {
   if ((*plan)->workspace_bytes() > given) {
     return Invalid("its plan has " + std::to_string(given) + " bytes of workspace, and cuDNN " +
                    "needs " + std::to_string((*plan)->workspace_bytes()) +
-                   ". Lower the function again on this machine");
+                   ". Lower the function again on this machine; if it fails again, run "
+                   "python -m jax_cudnn cache clear, because the stored plan is wrong");
   }
   states_[ordinal].store(new DeviceState(**device, std::move(*plan), pack_uids_),
                          std::memory_order_release);

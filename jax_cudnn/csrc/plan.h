@@ -41,7 +41,7 @@ int64_t Checksum(const Attributes& attributes);
 enum class BindingKind : int64_t {
   kOperand = 0,    // value: operand number; bytes: its exact size
   kResult = 1,     // value: result number; bytes: its exact size
-  kWorkspace = 2,  // value: byte offset in the workspace; cuDNN's text has its size
+  kWorkspace = 2,  // value: byte offset in the workspace before cuDNN's own; its text has the size
   kScalar = 3,     // value: offset of 16 bytes in the scalars; cuDNN reads it on the host
   kView = 4,       // value: an earlier row; bytes: offset from that row's pointer
 };

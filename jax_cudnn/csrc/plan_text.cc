@@ -35,8 +35,9 @@ double Bytes(std::string_view object) {
   double last = 0;
   const char *dim = After(object, "\"dim\":["), *stride = After(object, "\"stride\":[");
   for (bool more = true; more; more = *dim++ == ',' && *stride++ == ',') {
-    char *dim_end, *stride_end;
-    last += (std::strtod(dim, &dim_end) - 1) * std::strtod(stride, &stride_end);
+    char *dim_end, *stride_end;  // not as floats: their decimal point is the locale's
+    const auto size = static_cast<double>(std::strtoll(dim, &dim_end, 10));
+    last += (size - 1) * static_cast<double>(std::strtoll(stride, &stride_end, 10));
     dim = dim_end, stride = stride_end;
   }
   if (!(last >= 0 && last < kFar)) return kFar;

@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <clocale>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -206,7 +207,8 @@ void TestRefusals() {
   a.plan_workspace_offset = 17;
   CheckFails(TryMake(a).error(), {"17 is not a multiple of 16"});
   a.plan_workspace_offset = 32;
-  CheckFails(Make(a)->Initialize(1, StreamOf(1)), {"32 bytes of workspace", "needs 48"});
+  CheckFails(Make(a)->Initialize(1, StreamOf(1)),
+             {"32 bytes of workspace", "needs 48", "cache clear"});
   a.plan = "nonsense";
   CheckFails(Make(a)->Initialize(1, StreamOf(1)), {"finalize a plan", "CUDNN_STATUS_BAD_PARAM",
                                                    "2000", "fake: unreadable plan", "my_graph"});
@@ -223,12 +225,15 @@ void TestViews() {
   // uid 5 is 32 bytes at 32 of an operand of 64, itself not the plan's; uid 6 lies in the
   // workspace.
   a.plan += ", from 5";
+  a.workspace_bytes = 128;
+  a.plan_workspace_offset = 64;
+  a.fills = {64, 1, 1, 5};
   a.bindings = {-1, 0, 0, 64, -1, 4, 0, 16, 5, 4, 1, 16, 6, 2, 32, 32};
   auto site = Make(a);
   CheckSucceeds(site->Initialize(1, StreamOf(1)));
-  alignas(16) char in[64], workspace[64] = {};
+  alignas(16) char in[64], workspace[128] = {};
   for (int i = 0; i < 64; ++i) in[i] = static_cast<char>(i);
-  const Buffer operand{in, 64}, result{workspace, 64};
+  const Buffer operand{in, 64}, result{workspace, 128};
   CheckSucceeds(site->Execute<false>(1, StreamOf(1), &operand, 1, &result, 1));
   CHECK(workspace[32] == 32 + 5 && workspace[63] == 63);
   // Rows that lead outside of the memory are refused before anything runs.
@@ -241,7 +246,8 @@ void TestViews() {
       {{1, 4, 0, 0}, "not an earlier one"},
       {{1, 0, 0, -1}, "negative"},
       {{1, 0, 1 << 20, 0}, "operand 1048576"},
-      {{2, 2, 48, 32}, "outside the workspace of 64"},
+      {{2, 2, 48, 32}, "outside the 64 bytes of workspace"},
+      {{2, 2, 80, 0}, "outside the 64 bytes of workspace"},
       {{3, 3, 32, 0}, "outside the 32 bytes of scalars"},
       {{3, 3, 8, 4}, "not a multiple of 16"},
       {{3, 3, 0, 4, 3, 3, 16, 4}, "binds uid 3 again"},
@@ -280,11 +286,28 @@ void TestTensors() {
   CHECK(arrays.Right());
   a.bindings[4] = -1;
   CheckFails(TryMake(a).error(), {"tensor 2 of the plan is in no row", "my_graph"});
+  a.plan_workspace_offset = 64;
   a.bindings = {1, 0, 0, kBytes, 2, 2, 48, 0, 3, 3, 16, 4};
   CheckFails(TryMake(a).error(), {"tensor 2", "32 bytes", "row 1 of bindings leads to 16"});
+  const auto parts = [&](int64_t first, int64_t second) {
+    a.bindings = {1, 2, first, 0, 2, 2, second, 0, 3, 3, 16, 4};
+    return TryMake(a);
+  };
+  CHECK(parts(0, 32).has_value() && parts(32, 0).has_value());
+  for (const int64_t second : {0, 16}) {
+    CheckFails(parts(second, 0).error(), {"of the plan overlap in the workspace", "my_graph"});
+    CheckFails(parts(0, second).error(), {"tensors 1 and 2 of the plan overlap"});
+  }
+  a.plan_workspace_offset = 16;
   a.bindings = Copy().bindings;
   text(TensorText(1, "[4,2]", "[2,2]"));
+  setenv("LOCPATH", ".", 1);
+  if (std::system("localedef -c -i de_DE -f UTF-8 ./comma") != 0 ||
+      std::setlocale(LC_ALL, "comma") == nullptr) {
+    std::printf("skipped: no locale with decimal commas, in which 4,2 is one number\n");
+  }
   CheckFails(TryMake(a).error(), {"tensor 1", "36 bytes", "row 0 of bindings leads to 32"});
+  std::setlocale(LC_ALL, "C");
   std::string packed = TensorText(1, "[4,2]", "[2,2]");
   packed.insert(packed.size() - 1, ",\"isRagged\":[" + TensorText(3, "[1]", "[1]", true) + "]");
   text(packed);

@@ -8,12 +8,13 @@ compute the graph nothing can tell: see docs/trust.md.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..graph import layout, record
-from ..graph.dtypes import cudnn_name
+from ..graph.dtypes import FROM_CUDNN, cudnn_name, itemsize
 from ..graph.field_types import checked
 from ..graph.spec import GraphSpec
 from ..package import fingerprint
@@ -37,6 +38,7 @@ from .split import part
 
 _FORMAT = 1
 _MOST = 2**40  # bytes of workspace, where nothing else limits it
+_ROWS = 256  # of bindings that the executor takes
 Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
 """Segments: the calls of each by position, whether XLA runs it, and why."""
 
@@ -133,7 +135,7 @@ def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> ExecutionPlan:
     facts = json.loads(plan.text)
     engine = facts.get("engine", {}).get("engineId", plan.engine_id)
     need(plan.engine_id == engine, "engine_id", engine, plan.engine_id)
-    _check_bindings(plan, spec, dict(_listed(facts.get("operationGraph"))))
+    _check_bindings(plan, spec, [*_listed(facts.get("operationGraph"))])
     for fill in plan.fills:
         start, unit, count, word = fill
         fits = 0 <= start <= start + count <= offset and (unit, word) == (1, 0)
@@ -141,20 +143,25 @@ def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> ExecutionPlan:
     return plan
 
 
-def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: dict[int, Any]) -> None:
+def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: list[tuple[int, Any]]) -> None:
     """Raises Wrong unless the rows are the graph's and those that the frontend adds, and bind the
-    tensors that the text lists, which have the graph's dtypes and dimensions."""
+    tensors that the text lists, which have the graph's dtypes and dimensions, and room there.
+
+    It refuses what the executor refuses (csrc/plan.cc): else such a plan would stay in the cache.
+    """
     own, rows = graph_rows(spec), plan.bindings
     arrays = sum(kind in (OPERAND, RESULT) for kind, *_ in own.values())
-    need(len(rows) >= arrays, "bindings", f"{arrays} operands and results", rows)
+    need(arrays <= len(rows) <= _ROWS, "bindings", f"{arrays} to {_ROWS} rows", rows)
+    own_begins = plan.plan_workspace_offset  # what is before it is the bindings'
     tables, constant = 0, SCALAR_STRIDE * (len(spec.constants) - 1)  # the last ones seen
+    # The frontend may give the uid of an operand that its plan omits to a constant.
     free = {place for place, row in enumerate(rows[:arrays], 1) if row[0] == UNBOUND}
     for place, (uid, kind, value, size) in enumerate(rows):
         row = kind, value, size
         if place < arrays:
             fits = uid in (place + 1, UNBOUND) and row == own[place + 1]
-        elif uid in own and uid not in free:
-            fits = row == own[uid]
+        elif uid in own and (uid not in free or kind != CONSTANT):
+            fits = uid > arrays and row == own[uid]
         elif kind == OPERAND:
             table = [(len(spec.inputs) + i, 4 * len(t)) for i, t in enumerate(plan.tables)]
             fits, tables = (value, size) in table[tables:][:1], tables + 1
@@ -163,22 +170,43 @@ def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: dict[int, Any]
             constant = value
         elif kind == VIEW:
             fits = 0 <= value < arrays and 0 <= size < rows[value][3]
+            fits = fits and size % SCALAR_STRIDE == 0
         else:
-            fits = kind == SLOT and 0 <= value < plan.plan_workspace_offset
-            fits = fits and 0 <= size <= plan.plan_workspace_offset - value
+            fits = kind == SLOT and 0 <= value < own_begins
+            fits = fits and value % SCALAR_STRIDE == size == 0
         need(fits, "bindings", own.get(uid, "a place within what it points into"), rows[place])
     need(tables == len(plan.tables), "tables", f"{tables} tables", plan.tables)
-    bound = {uid: kind for uid, kind, *_ in rows if 0 < uid < 2**62}
+    bound = {uid: row for uid, *row in rows if 0 < uid < 2**62}
     unbound = [uid for uid, kind, *_ in rows if uid == UNBOUND and kind in (OPERAND, RESULT)]
     need(len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
     shown = {uid: found for uid, found in _shown(spec) if uid not in free}
-    for uid, tensor in listed.items():
-        fits = uid in bound and (bound[uid] == CONSTANT) == tensor["isByValue"]
+    slots: dict[int, tuple[int, int]] = {}
+    for uid, tensor in listed:
+        kind, value, size = bound.get(uid, (UNBOUND, 0, 0))
+        fits = kind != UNBOUND and (kind == CONSTANT) == tensor["isByValue"]
         need(fits, "bindings", f"uid {uid}, by value: {tensor['isByValue']}", rows)
         found = tensor["dataType"], sorted(tensor["dim"])  # it transposes the keys of attention
         need(found == shown.get(uid, found), "text", f"uid {uid}: {shown.get(uid)}", found)
-    for uid in bound.keys() - listed.keys() if listed else ():
-        need(bound[uid] == CONSTANT, "bindings", "the arrays of the text", rows)
+        least = _least(tensor)
+        room = {CONSTANT: SCALAR_STRIDE, SLOT: own_begins - value}.get(kind, size)
+        room = rows[value][3] - size if kind == VIEW else room
+        need(0 <= least <= room, "bindings", f"{least} bytes for uid {uid}", room)
+        if kind == SLOT:
+            slots[uid] = value, value + least
+    for (_, end), (start, _) in itertools.pairwise(sorted(slots.values())):
+        need(end <= start, "bindings", "parts of the workspace that do not overlap", rows)
+    for uid in bound.keys() - dict(listed).keys() if listed else ():
+        need(bound[uid][0] == CONSTANT, "bindings", "the arrays of the text", rows)
+
+
+def _least(tensor: dict[str, Any]) -> int:
+    """The least bytes of a tensor of a text, as csrc/plan_text.cc counts them."""
+    dtype = FROM_CUDNN.get(tensor["dataType"].removeprefix("CUDNN_DATA_"))
+    regular = str(tensor.get("reordering")).endswith("REORDERING_NONE")
+    if dtype is None or not regular or "isRagged" in tensor:
+        return 0
+    last = sum((dim - 1) * step for dim, step in zip(tensor["dim"], tensor["stride"], strict=True))
+    return -(-(last + 1) * (1 if dtype == "bool" else 8 * itemsize(dtype)) // 8)
 
 
 def _shown(spec: GraphSpec) -> Iterator[tuple[int, tuple[str, list[int]]]]:

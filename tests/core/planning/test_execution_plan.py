@@ -1,6 +1,8 @@
 """From the frontend's blob to an ExecutionPlan's plain rows, its text and its attributes."""
 
+import itertools
 import json
+import math
 import os
 import struct
 import zipfile
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core.cuda_graphs import _new_call_site
 from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.job import agreement
 from jax_cudnn._core.planning import execution_plan as plans
@@ -25,7 +28,7 @@ from jax_cudnn._core.planning.execution_plan import (
     Uids,
     decode,
 )
-from jax_cudnn._core.planning.stored import key_text
+from jax_cudnn._core.planning.stored import key_text, plan_of
 from jax_cudnn._core.store.archive import import_
 from jax_cudnn._core.store.cache import PlanCache
 from jax_cudnn._core.store.entry import Content, digest, encode
@@ -141,13 +144,16 @@ def test_equal_gpus_get_equal_text():
 # -- what is stored --------------------------------------------------------------------------------
 
 FLOAT, BFLOAT16 = "CUDNN_DATA_FLOAT", "CUDNN_DATA_BFLOAT16"
-CONST, PART, FILLED, TABLE = 90, 70, 80, 81  # uids of the frontend's own
+CONST, PART, FILLED, TABLE, LEFT = 90, 70, 80, 81, 82  # uids of the frontend's own
 LISTED = {
     X: (BFLOAT16, [4, 8, 1, 1]),
     B: (BFLOAT16, [1, 8, 1, 1]),
     OUT: (BFLOAT16, [4, 8, 1, 1]),
     HALF: (FLOAT, [1, 1, 1, 1]),
-    **dict.fromkeys((CONST, PART, FILLED, TABLE), (FLOAT, [1])),
+    **dict.fromkeys((CONST, PART), (FLOAT, [1])),
+    FILLED: (FLOAT, [10]),
+    TABLE: (FLOAT, [2]),
+    LEFT: (FLOAT, [8, 4]),
 }
 FACTS = {
     "cudnnVersion": 91900,
@@ -157,6 +163,8 @@ FACTS = {
                 "name": str(uid),
                 "dataType": kind,
                 "dim": dims,
+                "stride": [math.prod(dims[i + 1 :]) for i in range(len(dims))],
+                "reordering": "CUDNN_TENSOR_REORDERING_NONE",
                 "isVirtual": False,
                 "isByValue": uid in (HALF, CONST),
             }
@@ -169,9 +177,13 @@ FACTS = {
 RICH = {
     "cudnn_backend_data": json.dumps(FACTS, separators=(",", ":")),
     "variant_pack_uids": [*LISTED],
-    "variant_pack_replacements": {B: [PART, 8]},
+    "variant_pack_replacements": {X: [PART, 32]},
     "pass_by_values": {CONST: {"value": "3f800000"}},
-    "workspace_modifications": {FILLED: [1, 128, [40]], TABLE: [0, 0, [1.0, -2.0]]},
+    "workspace_modifications": {
+        FILLED: [1, 128, [40]],
+        TABLE: [0, 0, [1.0, -2.0]],
+        LEFT: [2, 0, []],
+    },
     "fe_workspace_size": 256,
 }
 
@@ -196,6 +208,34 @@ def changed(rows):
             yield [*rows[:i], [*row[:j], number + 10**6, *row[j + 1 :]], *rows[i + 1 :]]
 
 
+def placed(*rows, omitted=()):
+    """The good rows with these, by uid, and without the uids of operands and results that the plan
+    omits."""
+    given = {row[0]: [*row] for row in rows}
+    kept = [given.pop(row[0], row) for row in GOOD["bindings"] if row[0] not in omitted]
+    head = [[UNBOUND, *row[1:]] if row[0] in omitted else row for row in GOOD["bindings"][:3]]
+    return [*head, *(row for row in kept if row[0] > 3), *given.values()]
+
+
+BOTH = [  # refused by the executor, too
+    placed((LEFT, SLOT, 128, 0)),
+    placed((LEFT, SLOT, 16, 0)),
+    placed((LEFT, SLOT, 8, 0)),
+    placed((LEFT, SLOT, 144, 0)),
+    placed((FILLED, SLOT, 112, 0)),
+    placed((FILLED, SLOT, 224, 0)),
+    placed((PART, VIEW, 0, 2)),
+    placed((PART, VIEW, 0, 64)),
+    placed((PART, VIEW, 1, 16)),
+    placed((X, VIEW, 1, 0), omitted=[X]),
+    placed((X, OPERAND, 0, 64), omitted=[X]),
+    placed((OUT, VIEW, 0, 0), omitted=[OUT]),
+    placed((OUT, SLOT, 176, 0), omitted=[OUT]),
+    placed((B, CONSTANT, 16, 0), omitted=[B]),
+    [*GOOD["bindings"], *([uid, CONSTANT, 16, 0] for uid in range(100, 360))],
+]
+
+
 def text(**changes):
     return json.dumps({**FACTS, **changes}, separators=(",", ":"))
 
@@ -217,6 +257,9 @@ WRONG = {
         listing(lambda t: [{**t[0], "dim": [8, 8, 1, 1]}, *t[1:]]),
         listing(lambda t: [{**t[0], "isByValue": True}, *t[1:]]),
         listing(lambda t: [*t, {**t[0], "name": "99"}]),
+        listing(lambda t: [{**t[0], "stride": [16, 1, 1, 1]}, *t[1:]]),
+        listing(lambda t: [{**t[0], "stride": [-8, 1, 1, 1]}, *t[1:]]),
+        listing(lambda t: [{**t[0], "dim": [8, 8, 1, 1]}, *t]),
     ],
     "engine": [],
     "cudnn_version": [91901],
@@ -226,6 +269,7 @@ WRONG = {
     "bindings": [
         *changed(GOOD["bindings"]),
         [[2, 0, 0, 64], [1, *GOOD["bindings"][1][1:]], *GOOD["bindings"][2:]],
+        *BOTH,
     ],
     "fills": [*changed(GOOD["fills"])][2:],
     "scalars": ["", "00", "01" + GOOD["scalars"][2:], GOOD["scalars"] + "00"],
@@ -235,6 +279,31 @@ WRONG = {
     "tables": [[], [[1.0]], [[1.0, -2.0], [1.0]], [["1.0", 2.0]]],
     "behavior_notes": [[3]],
 }
+
+
+def test_what_the_executor_refuses_is_refused_when_it_is_read():
+    """Else it would stay in the cache, and every load would fail."""
+    refused = []
+    good = GOOD["bindings"]
+    some = -1, 0, 1, 2, 3, 8, 16, 32, 64, 80, 128, 144, 10**6
+    rows = [*changed(good), *BOTH]
+    for place, row in enumerate(good):
+        for i, number in itertools.product(range(4), some):
+            rows.append([*good[:place], [*row[:i], number, *row[i + 1 :]], *good[place + 1 :]])
+    for uid, kind, value, size in itertools.product((X, B, OUT), range(5), (0, 1, 16), (0, 16, 64)):
+        rows.append(placed((uid, kind, value, size), omitted=[uid]))
+    values = [GOOD | {"bindings": row} for row in rows] + [
+        GOOD | {"text": t} for t in WRONG["text"][5:]
+    ]
+    for value in (GOOD, *values):
+        try:
+            _new_call_site.__wrapped__(ExecutionPlan.from_json(value), "f")
+        except jc.LibraryError:
+            refused.append(value["bindings"])
+            with pytest.raises(ValueError, match="expected "):
+                plan_of(value, KEY_SPEC)
+    assert plan_of(GOOD, KEY_SPEC).to_json()
+    assert all(row in refused for row in BOTH)
 
 
 @pytest.fixture
