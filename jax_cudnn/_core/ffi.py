@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import glob
+import itertools
 import os
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .errors import LibraryError
 from .graph import layout
@@ -92,15 +94,14 @@ def outputs_and_workspace(
         for shape, dtype in map(stored, sent.output_tensors)
     ]
     operands += tuple(jnp.asarray(table, jnp.float32) for table in plan.tables)
-    begun = {  # results that the plan writes a part of: passed as operands after the others
-        i: jnp.full(result.shape, value, result.dtype)
+    begun = [  # results that the plan writes a part of, and what the other parts hold
+        (i, _word(value, result.dtype))
         for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
         if (value := layout.initial(sent, t)) is not None
-    }
+    ]
     followed = () if after is None else (after,)
     layouts_in = [layout.major_to_minor(sent, t) for t in sent.input_tensors]
     layouts_out = [layout.major_to_minor(sent, t) for t in sent.output_tensors]
-    begun_layouts = [layouts_out[i] for i in begun]
     flat = (0,)
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, used = jax.ffi.ffi_call(
@@ -109,14 +110,19 @@ def outputs_and_workspace(
         input_layouts=[
             *layouts_in,
             *(flat for _ in plan.tables),
-            *begun_layouts,
             *(flat for _ in followed),
         ],
         output_layouts=[*layouts_out, flat],
-        input_output_aliases={**in_place, **{len(operands) + n: i for n, i in enumerate(begun)}},
-    )(*operands, *begun.values(), *followed, **plan.attributes(name))
+        input_output_aliases={**in_place},
+    )(*operands, *followed, **plan.attributes(name, [*itertools.chain(*begun)]))
     own = outputs[: len(spec.outputs)]  # the rest is unused
     return [_given(y, t) for y, t in zip(own, spec.output_tensors, strict=True)], used
+
+
+def _word(value: float, dtype: Any) -> int:
+    """The bits of a value, in 4 bytes."""
+    assert value == 0 or dtype == np.float32
+    return int(np.float32(value).view(np.uint32))
 
 
 def _given(x: jax.Array, tensor: Tensor) -> jax.Array:

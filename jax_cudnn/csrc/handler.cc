@@ -88,6 +88,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary attributes) 
     a.bindings = read.Array<int64_t>("bindings");
     a.scalars = read.Array<uint8_t>("scalars");
     a.fills = read.Array<int64_t>("fills");
+    a.initial = read.Array<int64_t>("initial");
     a.workspace_bytes = read.Number("workspace_bytes");
     a.plan_workspace_offset = read.Number("plan_workspace_offset");
     if (read.error().failure()) return ffi::Unexpected(read.error());

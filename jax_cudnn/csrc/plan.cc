@@ -44,6 +44,7 @@ int64_t Checksum(const Attributes& a) {
   add(&a.cudnn_version, sizeof(int64_t));
   add(a.device_name.data(), a.device_name.size());
   add(a.fills.data(), a.fills.size() * sizeof(int64_t));
+  add(a.initial.data(), a.initial.size() * sizeof(int64_t));
   add(a.name.data(), a.name.size());
   add(a.plan.data(), a.plan.size());
   add(&a.plan_workspace_offset, sizeof(int64_t));
@@ -91,7 +92,8 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> CallSite::Create(Attributes attributes) 
   if (ffi::Error error = site->DecodeBindings(); error.failure()) return ffi::Unexpected(error);
   if (ffi::Error error = site->DecodeFills(); error.failure()) return ffi::Unexpected(error);
   // Only the decoded forms are used from here on.
-  for (auto* rows : {&site->attributes_.bindings, &site->attributes_.fills}) rows->clear();
+  Attributes& own = site->attributes_;
+  for (auto* rows : {&own.bindings, &own.fills, &own.initial}) rows->clear();
   return site;
 }
 
@@ -236,16 +238,34 @@ ffi::Error CallSite::DecodeFills() {
                      " bytes, expected 1 or 4");
     }
     if (fill.count < 0 || fill.count > attributes_.workspace_bytes / fill.unit ||
-        !Within(fill.offset, fill.count * fill.unit, attributes_.workspace_bytes)) {
+        !Within(fill.place, fill.count * fill.unit, attributes_.workspace_bytes)) {
       return Invalid(where + " ends outside the workspace of " +
                      std::to_string(attributes_.workspace_bytes) + " bytes");
     }
-    if (fill.offset % fill.unit != 0) return Invalid(where + " is not aligned to its words");
+    if (fill.place % fill.unit != 0) return Invalid(where + " is not aligned to its words");
     if (fill.word < 0 || fill.word > (fill.unit == 1 ? 0xff : int64_t{0xffffffff})) {
       return Invalid(where + " has the word " + std::to_string(fill.word) + ", which is not of " +
                      std::to_string(fill.unit) + " bytes");
     }
     fills_.push_back(fill);
+  }
+  const std::vector<int64_t>& initial = attributes_.initial;
+  if (initial.size() % 2 != 0) return Invalid("initial has an odd number of numbers");
+  for (size_t i = 0; i < initial.size(); i += 2) {
+    const int64_t result = initial[i], word = initial[i + 1];
+    const auto row = std::find_if(bindings_.begin(), bindings_.end(), [&](const Binding& binding) {
+      return binding.kind == BindingKind::kResult && binding.value == result;
+    });
+    if (row == bindings_.end() || word < 0 || word > int64_t{0xffffffff}) {
+      return Invalid("initial names result " + std::to_string(result) + " and the word " +
+                     std::to_string(word) + ", expected a result of the plan and 4 bytes");
+    }
+    if (word != 0 && row->bytes % 4 != 0) {
+      return Invalid("initial has a word of 4 bytes for result " + std::to_string(result) +
+                     " of " + std::to_string(row->bytes));
+    }
+    const int64_t unit = word == 0 ? 1 : 4;
+    initial_.push_back({result, unit, row->bytes / unit, word});
   }
   return ffi::Error::Success();
 }
@@ -316,15 +336,25 @@ ffi::Error CallSite::SizeError(size_t row, int64_t got) const {
                  " bytes, its plan was built for " + std::to_string(binding.bytes));
 }
 
-ffi::Error CallSite::RunFills(const Driver& driver, char* workspace, Stream stream) const {
-  for (const Fill& fill : fills_) {
-    const auto address = reinterpret_cast<uint64_t>(workspace + fill.offset);
+ffi::Error CallSite::RunFills(const Driver& driver, const Buffer* results, char* workspace,
+                              Stream stream) const {
+  const auto run = [&](const Fill& fill, char* start, const char* what) {
+    if (fill.count == 0) return ffi::Error::Success();
+    const auto address = reinterpret_cast<uint64_t>(start);
     const Status status =
         fill.unit == 1 ? driver.memset_d8_async(address, static_cast<unsigned char>(fill.word),
                                                 fill.count, stream)
                        : driver.memset_d32_async(address, static_cast<unsigned int>(fill.word),
                                                  fill.count, stream);
-    if (status != 0) return DriverFailure(driver, "fill a workspace", status, name());
+    return status == 0 ? ffi::Error::Success() : DriverFailure(driver, what, status, name());
+  };
+  for (const Fill& fill : fills_) {
+    ffi::Error error = run(fill, workspace + fill.place, "fill a workspace");
+    if (error.failure()) return error;
+  }
+  for (const Fill& fill : initial_) {
+    ffi::Error error = run(fill, static_cast<char*>(results[fill.place].data), "fill a result");
+    if (error.failure()) return error;
   }
   return ffi::Error::Success();
 }
@@ -332,9 +362,9 @@ ffi::Error CallSite::RunFills(const Driver& driver, char* workspace, Stream stre
 ffi::Error CallSite::Record(int32_t ordinal, Stream stream, const Buffer* operands,
                             size_t operand_count, const Buffer* results, size_t result_count,
                             CudaGraph graph, bool update) {
-  if (!fills_.empty()) {
+  if (!fills_.empty() || !initial_.empty()) {
     return Failure(ffi::ErrorCode::kUnimplemented,
-                   "this plan sets its workspace before each execution, which is no part of what "
+                   "this plan sets memory before each execution, which is no part of what "
                    "cuDNN puts into a CUDA graph",
                    name());
   }

@@ -30,6 +30,7 @@ struct Attributes {
   std::vector<int64_t> bindings;  // rows of (uid, kind, value, bytes); see Binding
   std::vector<uint8_t> scalars;   // by-value constants, each at a multiple of 16
   std::vector<int64_t> fills;     // rows of (offset, unit, count, word); see Fill
+  std::vector<int64_t> initial;   // pairs (result, word): what it holds where nothing is written
   int64_t workspace_bytes;        // of the last result
   int64_t plan_workspace_offset;  // where cuDNN's own workspace begins in it
 };
@@ -54,10 +55,11 @@ struct Binding {
 };
 inline constexpr int64_t kNoUid = -1;
 
-// Written to the workspace before every execution, by memset: a captured copy from host memory
-// would read its source again at each replay of the command buffer.
+// Written before every execution, by memset: a captured copy from host memory would read its source
+// again at each replay of the command buffer, and where XLA fuses the call with slices of its
+// operands, it passes a result another buffer than the operand that the result should alias.
 struct Fill {
-  int64_t offset;
+  int64_t place;  // an offset in the workspace, or the number of a result
   int64_t unit;  // bytes of a word: 1 or 4
   int64_t count;
   int64_t word;
@@ -146,7 +148,8 @@ class CallSite {
   ffi::Error InitializeSlowly(int32_t ordinal, Stream stream);
   ffi::Error CountError(const char* what, size_t got, size_t expected) const;
   ffi::Error SizeError(size_t row, int64_t got) const;
-  ffi::Error RunFills(const Driver& driver, char* workspace, Stream stream) const;
+  ffi::Error RunFills(const Driver& driver, const Buffer* results, char* workspace,
+                      Stream stream) const;
 
   // Gathers the pointers and calls `use(state, handle, variant pack, workspace)` with what is
   // leased.
@@ -158,7 +161,8 @@ class CallSite {
   std::vector<Binding> bindings_;
   std::vector<size_t> pack_rows_;  // the bindings that have a uid
   std::vector<int64_t> pack_uids_;
-  std::vector<Fill> fills_;
+  std::vector<Fill> fills_;    // of the workspace
+  std::vector<Fill> initial_;  // of whole results
   std::vector<ScalarBlock> scalars_;  // aligned; cuDNN keeps pointers into it
   size_t operands_needed_ = 0;
   size_t results_needed_ = 1;  // the workspace
@@ -233,8 +237,8 @@ ffi::Error CallSite::Execute(int32_t ordinal, Stream stream, const Buffer* opera
                              size_t operand_count, const Buffer* results, size_t result_count) {
   const auto execute = [&](const DeviceState& state, Handle handle, Descriptor pack,
                            char* workspace) -> ffi::Error {
-    if (!fills_.empty()) {
-      ffi::Error error = RunFills(state.device.driver(), workspace, stream);
+    if (!fills_.empty() || !initial_.empty()) {
+      ffi::Error error = RunFills(state.device.driver(), results, workspace, stream);
       if (error.failure()) return error;
     }
     const Cudnn& cudnn = state.device.cudnn();

@@ -135,6 +135,7 @@ int main(int argc, char** argv) {
   int64_t fills[] = {16, 1, 1, 5};
   XLA_FFI_Array bindings_array{XLA_FFI_DataType_S64, 20, bindings};
   XLA_FFI_Array fills_array{XLA_FFI_DataType_S64, 4, fills};
+  XLA_FFI_Array no_initial{XLA_FFI_DataType_S64, 0, nullptr};
   XLA_FFI_Array no_scalars{XLA_FFI_DataType_U8, 0, nullptr};
   XLA_FFI_Scalar checksum_scalar{XLA_FFI_DataType_S64, &checksum};
   XLA_FFI_Scalar version_scalar{XLA_FFI_DataType_S64, &version};
@@ -142,16 +143,16 @@ int main(int argc, char** argv) {
   XLA_FFI_Scalar offset_scalar{XLA_FFI_DataType_S64, &offset};
   XLA_FFI_ByteSpan device{"Fake GPU", 8}, name{"graph", 5}, plan{"copy 32", 7};
   std::vector<std::string> keys = {
-      "bindings", "checksum", "cudnn_version",         "device_name", "fills",
+      "bindings", "checksum", "cudnn_version",         "device_name", "fills",          "initial",
       "name",     "plan",     "plan_workspace_offset", "scalars",     "workspace_bytes"};
   const auto array = XLA_FFI_AttrType_ARRAY;
   const auto scalar = XLA_FFI_AttrType_SCALAR;
   const auto text = XLA_FFI_AttrType_STRING;
-  XLA_FFI_AttrType types[] = {array, scalar, scalar, text,  array,
+  XLA_FFI_AttrType types[] = {array, scalar, scalar, text,  array, array,
                               text,  text,   scalar, array, scalar};
   void* values[] = {
-      &bindings_array, &checksum_scalar, &version_scalar, &device,      &fills_array, &name,
-      &plan,           &offset_scalar,   &no_scalars,     &bytes_scalar};
+      &bindings_array, &checksum_scalar, &version_scalar, &device,     &fills_array, &no_initial,
+      &name,           &plan,            &offset_scalar,  &no_scalars, &bytes_scalar};
   std::vector<XLA_FFI_ByteSpan> spans;
   for (const std::string& key : keys) spans.push_back({key.data(), key.size()});
   std::vector<XLA_FFI_ByteSpan*> names;
@@ -159,7 +160,7 @@ int main(int argc, char** argv) {
 
   XLA_FFI_ExecutionContext context;
   Frame instantiate(api, context, XLA_FFI_ExecutionStage_INSTANTIATE);
-  instantiate.frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 10, types, names.data(), values};
+  instantiate.frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 11, types, names.data(), values};
   instantiate.Run(handler("Instantiate"));
   CHECK(context.state != nullptr);
 

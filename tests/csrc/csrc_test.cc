@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <clocale>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -220,6 +221,32 @@ void TestRefusals() {
   CHECK(counters().plans_alive == 1);
 }
 
+void TestInitialResults() {
+  Attributes a = Copy();
+  a.plan = "copy 16";  // half of result 0
+  a.initial = {0, 0xff800000};
+  auto site = Make(a);
+  CheckSucceeds(site->Initialize(1, StreamOf(1)));
+  alignas(16) char in[kBytes], workspace[64] = {};
+  alignas(16) float out[kBytes / 4];
+  std::memset(in, 3, kBytes);
+  const Buffer operand{in, kBytes}, results[] = {{out, kBytes}, {workspace, 64}};
+  CheckSucceeds(site->Execute<false>(1, StreamOf(1), &operand, 1, results, 2));
+  CHECK(std::memcmp(reinterpret_cast<char*>(out) + 1, in + 1, 15) == 0);
+  CHECK(out[4] == -INFINITY && out[7] == -INFINITY);
+  const std::vector<std::pair<std::vector<int64_t>, std::string>> wrong = {
+      {{0}, "odd number"},
+      {{1, 0}, "names result 1"},
+      {{-1, 0}, "names result -1"},
+      {{0, -1}, "the word -1"},
+      {{0, int64_t{1} << 32}, "the word 4294967296"},
+  };
+  for (const auto& [initial, why] : wrong) {
+    a.initial = initial;
+    CheckFails(TryMake(a).error(), {"malformed", why});
+  }
+}
+
 void TestViews() {
   Attributes a = Copy();
   // uid 5 is 32 bytes at 32 of an operand of 64, itself not the plan's; uid 6 lies in the
@@ -370,7 +397,7 @@ void TestRecording() {
   CheckSucceeds(filling->Initialize(1, StreamOf(1)));
   FakeGraph other;
   CheckFails(filling->Record(1, StreamOf(1), &operand, 1, results, 2, &other, false),
-             {"sets its workspace", "my_graph"});
+             {"sets memory", "my_graph"});
   char brief[8];
   const JaxCudnnBuffers none{nullptr, nullptr, 0};
   CHECK(JaxCudnnRecord(site, 1, StreamOf(1), &none, &none, &graph, 1, brief, sizeof(brief)) == 1);
@@ -462,6 +489,7 @@ int main(int argc, char** argv) {
       {"plans", TestPlansAreSharedAndReleased},
       {"threads", TestThreads},
       {"refusals", TestRefusals},
+      {"initial", TestInitialResults},
       {"views", TestViews},
       {"tensors", TestTensors},
       {"recording", TestRecording},

@@ -8,7 +8,7 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ class ExecutionPlan:
         rows |= {"behavior_notes": notes, "scalars": scalars, "engine_id": data["engine_id"]}
         return cls(**{**data, **rows})
 
-    def attributes(self, name: str) -> dict[str, Any]:
+    def attributes(self, name: str, initial: Sequence[int] = ()) -> dict[str, Any]:
         """The custom call's attributes; ``checksum`` is of the others, see csrc/plan.h."""
         given = {
             "plan": self.text,
@@ -107,6 +107,7 @@ class ExecutionPlan:
             "device_name": self.device_name,
             "bindings": np.array(self.bindings, np.int64).reshape(-1),
             "fills": np.array(self.fills, np.int64).reshape(-1),
+            "initial": np.array(initial, np.int64),
             "scalars": np.frombuffer(self.scalars, np.uint8),
             "workspace_bytes": np.int64(self.workspace_bytes),
             "plan_workspace_offset": np.int64(self.plan_workspace_offset),
