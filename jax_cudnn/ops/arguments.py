@@ -20,6 +20,9 @@ from .._core.graph.trace import GraphFunction
 Padding = str | int | Sequence[int | tuple[int, int]]
 
 
+_LARGEST = 1e300  # no float of cuDNN's is larger
+
+
 def array(name: str, x: Any, expected: str = "an array") -> jax.Array:
     """An argument as an array; GraphTypeError if it is not an array."""
     try:
@@ -72,10 +75,10 @@ def flags(**given: Any) -> list[bool]:
 
 def number(name: str, value: Any) -> float:
     """An argument as a Python scalar; GraphTypeError for arrays, which are known too late."""
-    if isinstance(value, Real) and not isinstance(value, bool):
+    if isinstance(value, Real) and not isinstance(value, bool) and abs(value) < _LARGEST:
         return float(value)
     raise GraphTypeError(
-        f"{name} is not a Python scalar",
+        f"{name} is not a finite Python scalar",
         expected="a Python or NumPy scalar: it is static, a part of the plan",
         got=shown(value),
         fix=f"multiply the query by the array, or under jax.jit list {name} in static_argnames",

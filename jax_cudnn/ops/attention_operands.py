@@ -12,8 +12,8 @@ import numpy as np
 
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import wide_dtype
-from .arguments import array, floating, int32
-from .attention_reference import Band
+from .arguments import array, floating, int32, number
+from .attention_reference import NO_BOUND, Band
 from .score_mod import ScoreMod, check_function
 
 BY_TOKEN = (0, 2, 1, 3)
@@ -78,10 +78,15 @@ def check_size(size: int, x: Aval) -> None:
 def scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
     """The query and the scalar factor of the scores; an array multiplies the query."""
     if scale is None:
-        return query, query.shape[-1] ** -0.5
+        if isinstance(query.shape[-1], int):
+            return query, query.shape[-1] ** -0.5
+        raise GraphError("the default scale of a symbolic head size", fix="pass scale")
     if isinstance(scale, numbers.Real):
-        return query, float(scale)
-    return (query * jnp.asarray(scale)).astype(query.dtype), 1.0
+        return query, number("scale", scale)
+    factor = floating("scale", scale)
+    if factor.shape != (1,) * factor.ndim or factor.ndim > query.ndim:
+        raise GraphError("scale is not one number", got=f"shape {list(factor.shape)}")
+    return (query * factor).astype(query.dtype), 1.0
 
 
 def window_bounds(window: Any) -> tuple[int | None, int | None]:
@@ -96,7 +101,8 @@ def window_bounds(window: Any) -> tuple[int | None, int | None]:
             expected="two integers (left, right) of at least 0, or one for both",
             got=shown(window),
         )
-    return int(both[0]) + 1, int(both[1])
+    left, right = (None if w >= NO_BOUND else int(w) for w in both)
+    return None if left is None else left + 1, right
 
 
 def lengths_of(

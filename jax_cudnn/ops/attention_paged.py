@@ -126,7 +126,8 @@ class PagedSdpa(Arranged):
             for port in ("k", "v"):
                 pages = arrays[port][each[f"page_table_{port}"].reshape(-1)]
                 heads = jnp.moveaxis(pages, 1 if self.heads_first else 2, 0)
-                of[port] = heads.reshape(1, len(heads), -1, heads.shape[3])
+                k, p, u, d = heads.shape
+                of[port] = heads.reshape(1, k, p * u, d)
             lengths = {port: each[port].reshape(1, 1, 1, 1) for port in _LENGTHS}
             o, total = attention.forward({**of, **lengths})
             return o[0] if self.queries_heads_first else jnp.swapaxes(o[0], 0, 1), total[0]

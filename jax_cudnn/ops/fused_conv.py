@@ -152,7 +152,7 @@ def groups_of_shapes(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> int:
     several."""
     spec = numbers(x, w, dimension_numbers)
     channels, of_weights = x.shape[spec.lhs_spec[1]], w.shape[spec.rhs_spec[1]]
-    if channels == of_weights or not of_weights or channels % of_weights:
+    if channels == of_weights or not (of_weights and channels) or channels % of_weights:
         return 1
     groups = channels // of_weights
     if w.shape[spec.rhs_spec[0]] % groups:

@@ -108,7 +108,11 @@ ALTERED = [  # a row of the backward of attention, by kind, and what takes its p
     (OPERAND, lambda uid, *row: (4, *row), "row 0 of bindings is not in the order"),
     (CONSTANT, lambda uid, *_: (uid, OPERAND, 0, 131072), "is read on the host, but row 9 "),
     (CONSTANT, lambda uid, kind, at, size: (uid, kind, 4096, size), "ends outside the 32 bytes"),
-    (SLOT, lambda uid, kind, at, size: (uid, kind, 528624, size), "4096 bytes, but row 11 "),
+    (
+        SLOT,
+        lambda uid, kind, at, size: (uid, kind, 528624, size),
+        "row 11 of bindings ends outside",
+    ),
 ]
 
 

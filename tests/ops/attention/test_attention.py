@@ -25,6 +25,7 @@ CASES = {  # sizes, and what it has
     "grouped heads, causal": (GROUPS, {**CAUSAL, "bias": (1, 6, 17, 33)}),
     "window": ({"k": 1, "e": 8}, {"local_window_size": (3, 2), "bias": (2, 1, 24, 24)}),
     "causal window": ({}, {**CAUSAL, "local_window_size": (5, 0), "bias": (2, 1, 1, 24)}),
+    "no bound": ({}, {"local_window_size": (2**31 - 1, 2**31 - 3), "bottom_right": True}),
     "from the last": ({"t": 5, "s": 21}, {**LAST, "local_window_size": (6, 0)}),
     "lengths": ({"b": 3, "k": 2}, {**LENGTHS, "bias": (1, 1, 24, 1)}),
     "lengths out of range": ({"b": 3}, {**LAST, "queries": [99, -2, 7], "keys": [20, 5, 99]}),

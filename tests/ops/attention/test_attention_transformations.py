@@ -197,11 +197,13 @@ def test_a_gradient_is_one_forward_and_one_backward(normal, monkeypatch):
     dropped = step(dropout_rate=0.1, dropout_rng=KEY)
     assert primitives(jax.make_jaxpr(dropped)(*operands)).count("cudnn") == 2
     forward, backward = graphs_of(dropped, *operands)
-    assert (methods(forward), methods(backward)) == (["sdpa"], ["sdpa_backward"])
+    assert methods(forward) == ["sdpa"]
+    assert methods(backward) == ["sdpa_backward", "sdpa_sink_gradient"]
     assert [t.dtype for t in forward.output_tensors] == ["bfloat16", "float32"]
     assert forward.is_paired
     assert backward.origin.family == forward.origin.family
-    assert backward.calls[0].node.results == ("dQ", "dK", "dV", "dSink_token")
+    (plain,) = graphs_of(step(), *operands)[-1].calls  # without dropout, cuDNN's is right
+    assert plain.node.results == ("dQ", "dK", "dV", "dSink_token")
     (alone,) = graphs_of(ours, *operands[:3])
     assert len(alone.outputs) == 1  # no statistic if nothing reads it
     # A deterministic one sums the gradient of sinks in XLA.
