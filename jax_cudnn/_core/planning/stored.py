@@ -178,7 +178,7 @@ def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: list[tuple[int
     need(tables == len(plan.tables), "tables", f"{tables} tables", plan.tables)
     bound = {uid: row for uid, *row in rows if 0 < uid < 2**62}
     unbound = [uid for uid, kind, *_ in rows if uid == UNBOUND and kind in (OPERAND, RESULT)]
-    need(len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
+    need(bound and len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
     shown = {uid: found for uid, found in _shown(spec) if uid not in free}
     slots: dict[int, tuple[int, int]] = {}
     for uid, tensor in listed:
