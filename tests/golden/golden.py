@@ -28,7 +28,7 @@ from cases import all_cases, dtype_cases
 import jax_cudnn as jc
 from jax_cudnn._core import compat, cuda_graphs
 from jax_cudnn._core.graph.wire import wire
-from jax_cudnn._core.planning import frontend, losses
+from jax_cudnn._core.planning import frontend, losses, stored
 from jax_cudnn._core.planning.limits import known_reasons
 from jax_cudnn.deviceless import client, profiles
 
@@ -89,7 +89,8 @@ def _segment(segment, gpu):
     if segment.plan is None:
         return f"XLA, {_kind(segment.spec, gpu)}: {operations}"
     made = segment.plan
-    cuda_graphs._call_site(made, "golden")  # the executor takes it
+    stored.plan_of(made.to_json(), wire(segment.spec.for_planning()))  # the cache takes it
+    cuda_graphs._call_site(made, "golden")  # and the executor
     told = repr((made.bindings, made.fills, made.tables, made.scalars)).encode()
     digest = hashlib.sha256(told).hexdigest()[:8]
     return f"cuDNN {made.engine}, bindings {digest}: {operations}"

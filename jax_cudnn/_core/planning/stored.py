@@ -152,7 +152,7 @@ def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: list[tuple[int
     own, rows = graph_rows(spec), plan.bindings
     arrays = sum(kind in (OPERAND, RESULT) for kind, *_ in own.values())
     need(arrays <= len(rows) <= _ROWS, "bindings", f"{arrays} to {_ROWS} rows", rows)
-    own_begins = plan.plan_workspace_offset  # what is before it is the bindings'
+    before_own = plan.plan_workspace_offset  # bytes of workspace
     tables, constant = 0, SCALAR_STRIDE * (len(spec.constants) - 1)  # the last ones seen
     # The frontend may give the uid of an operand that its plan omits to a constant.
     free = {place for place, row in enumerate(rows[:arrays], 1) if row[0] == UNBOUND}
@@ -172,13 +172,13 @@ def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: list[tuple[int
             fits = 0 <= value < arrays and 0 <= size < rows[value][3]
             fits = fits and size % SCALAR_STRIDE == 0
         else:
-            fits = kind == SLOT and 0 <= value < own_begins
+            fits = kind == SLOT and 0 <= value < before_own
             fits = fits and value % SCALAR_STRIDE == size == 0
         need(fits, "bindings", own.get(uid, "a place within what it points into"), rows[place])
     need(tables == len(plan.tables), "tables", f"{tables} tables", plan.tables)
     bound = {uid: row for uid, *row in rows if 0 < uid < 2**62}
     unbound = [uid for uid, kind, *_ in rows if uid == UNBOUND and kind in (OPERAND, RESULT)]
-    need(len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
+    need(bound and len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
     shown = {uid: found for uid, found in _shown(spec) if uid not in free}
     slots: dict[int, tuple[int, int]] = {}
     for uid, tensor in listed:
@@ -188,7 +188,7 @@ def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: list[tuple[int
         found = tensor["dataType"], sorted(tensor["dim"])  # it transposes the keys of attention
         need(found == shown.get(uid, found), "text", f"uid {uid}: {shown.get(uid)}", found)
         least = _least(tensor)
-        room = {CONSTANT: SCALAR_STRIDE, SLOT: own_begins - value}.get(kind, size)
+        room = {CONSTANT: SCALAR_STRIDE, SLOT: before_own - value}.get(kind, size)
         room = rows[value][3] - size if kind == VIEW else room
         need(0 <= least <= room, "bindings", f"{least} bytes for uid {uid}", room)
         if kind == SLOT:
