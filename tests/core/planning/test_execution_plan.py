@@ -26,7 +26,7 @@ from jax_cudnn._core.planning.execution_plan import (
     decode,
 )
 from jax_cudnn._core.planning.stored import key_text
-from jax_cudnn._core.store.archive import import_
+from jax_cudnn._core.store.archive import export, import_
 from jax_cudnn._core.store.cache import PlanCache
 from jax_cudnn._core.store.entry import Content, digest, encode
 from jax_cudnn._core.store.entry import decode as read_entry
@@ -269,6 +269,9 @@ def test_an_altered_field_is_discarded_and_planned_anew(field, store, caplog, tm
         assert len(built) == 1, value
         assert folder.get(key) == GOOD
     assert folder.verify() == (1, [])
+    export(folder, archive)
+    path.write_bytes(encode(Content(key, values[0], "")))
+    assert [import_(folder, archive)[:2] for _ in range(2)] == [(1, 0), (0, 1)]
     planner.clear()
     assert planner.plan(SPEC, H200, "f") == want
     assert len(built) == 1
