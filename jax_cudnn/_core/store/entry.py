@@ -101,11 +101,8 @@ def _no_number(name: str) -> None:
 
 def _check_size(text: bytes, entries: int = 1) -> None:
     """Raises Unusable for JSON that would take much memory: before it is parsed."""
-    marks, largest, most = (
-        sum(map(text.count, (b",", b"[", b"{"))),
-        entries * LARGEST,
-        entries * MOST,
-    )
+    marks = sum(map(text.count, (b",", b"[", b"{")))
+    largest, most = entries * LARGEST, entries * MOST
     if len(text) > largest or marks > most:
         raise Unusable(
             f"too large: {len(text)} bytes and {marks} values, at most {largest} and {most}"
