@@ -222,7 +222,7 @@ WRONG = {
     "cudnn_version": [91901],
     "device_name": ["NVIDIA Other"],
     "workspace_bytes": [0, 2**45],
-    "plan_workspace_offset": [8, 64, 10**9],
+    "plan_workspace_offset": [264, 64, 10**9],
     "bindings": [
         *changed(GOOD["bindings"]),
         [[2, 0, 0, 64], [1, *GOOD["bindings"][1][1:]], *GOOD["bindings"][2:]],
