@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import pickle
@@ -178,6 +179,7 @@ class _Worker:
         # empty the file.
         self.log = tempfile.TemporaryFile("a+b")
         self.connection, theirs = socket.socketpair()
+        self.connection.setblocking(False)  # ``_wait`` waits
         with theirs:
             self.process = subprocess.Popen(
                 [*interpreter, *module, str(theirs.fileno()), str(environment.null_driver())],
@@ -190,25 +192,27 @@ class _Worker:
             )
 
     def ask(self, request: bytes, deadline: float) -> bytes:
+        wait = functools.partial(self._wait, deadline)
         if not self.ready:
-            _unpack(self._receive(deadline))
+            _unpack(wire.receive(self.connection, wait))
             self.ready = True
         self.log.truncate(0)
-        wire.send(self.connection, request, deadline)
-        return self._receive(deadline)
+        wire.send(self.connection, request, wait)
+        return wire.receive(self.connection, wait)
 
-    def _receive(self, deadline: float) -> bytes:
-        """Its next message; TimeoutError after the deadline, or before if it does not run.
+    def _wait(self, deadline: float, event: int) -> None:
+        """Until the socket has an event; TimeoutError after the deadline, or before if the worker
+        does not run.
 
         Its use of the CPU is what shows that it runs: cuDNN's frontend holds Python's lock, so
         that no thread of the worker could tell. Seconds are counted, not measured: where this
         process was stopped, too, nothing is wrong with the worker.
         """
         poll, idle, used = select.poll(), 0, ""
-        poll.register(self.connection, select.POLLIN)
-        while not poll.poll(1000 * max(0.0, min(1.0, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
-                raise TimeoutError
+        poll.register(self.connection, event)
+        while (left := deadline - time.monotonic()) > 0:
+            if poll.poll(1000 * min(1.0, left)):
+                return
             before, used = used, self._cpu()
             idle = idle + 1 if used and used == before else 0
             if idle == _TOLD:
@@ -220,7 +224,7 @@ class _Worker:
                 )
             if idle >= _IDLE:
                 raise TimeoutError(f"did not run for {idle} s")
-        return wire.receive(self.connection, deadline)
+        raise TimeoutError
 
     def _cpu(self) -> str:
         """How much it has used the CPU, as the kernel says; empty where that is not known."""

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import pickle
+import select
 import socket
 import struct
-import time
+from collections.abc import Callable
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
+Wait = Callable[[int], object]
+"""Called before each transfer with its event (``select.POLLIN`` or ``POLLOUT``): returns when the
+socket has it, or raises."""
+
+
+def _block(event: int) -> None:
+    """For a blocking socket, which itself waits."""
 
 
 def pack(message: Any) -> bytes:
@@ -17,26 +25,27 @@ def pack(message: Any) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def send(connection: socket.socket, packed: bytes, deadline: float | None = None) -> None:
-    """Send a packed message. Raises ``EOFError`` if the other side is gone, ``TimeoutError`` if it
-    does not receive it before ``deadline`` (of ``time.monotonic``)."""
-    _limit(connection, deadline)
+def send(connection: socket.socket, packed: bytes, wait: Wait = _block) -> None:
+    """Send a packed message. Raises ``EOFError`` if the other side is gone."""
+    left = memoryview(packed)
     try:
-        connection.sendall(packed)
+        while left:
+            wait(select.POLLOUT)
+            left = left[connection.send(left) :]
     except (BrokenPipeError, ConnectionResetError) as error:
         raise EOFError("the other side closed the connection") from error
 
 
-def receive(connection: socket.socket, deadline: float | None = None) -> bytes:
+def receive(connection: socket.socket, wait: Wait = _block) -> bytes:
     """The next message's pickle. Raises like ``send``."""
-    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size, deadline))
-    return _read(connection, length, deadline)
+    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size, wait))
+    return _read(connection, length, wait)
 
 
-def _read(connection: socket.socket, length: int, deadline: float | None) -> bytes:
+def _read(connection: socket.socket, length: int, wait: Wait) -> bytes:
     content = bytearray()
     while len(content) < length:
-        _limit(connection, deadline)
+        wait(select.POLLIN)
         try:
             chunk = connection.recv(min(length - len(content), 1 << 20))
         except ConnectionResetError:
@@ -45,10 +54,3 @@ def _read(connection: socket.socket, length: int, deadline: float | None) -> byt
             raise EOFError("the other side closed the connection")
         content += chunk
     return bytes(content)
-
-
-def _limit(connection: socket.socket, deadline: float | None) -> None:
-    left = None if deadline is None else deadline - time.monotonic()
-    if left is not None and left <= 0:
-        raise TimeoutError
-    connection.settimeout(left)

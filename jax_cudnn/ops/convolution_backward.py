@@ -250,9 +250,10 @@ class ConvWgrad(ConvolutionGradient):
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
         # Measured with cuDNN 9.19 on H100 and H200 (float32) and H100 (bfloat16): if the padding
-        # before and after differs, they are wrong, with relative errors of 7e-2 and more.
+        # before and after differs, they are wrong, with relative errors of 7e-2 and more; engine 2
+        # (on H200, random graph 257) with an epilogue in 16 bits.
         uneven = self.pre_padding != self.post_padding
-        return (*((1, 18, 20) if uneven else ()), *super().distrusted(tensors, graph))
+        return (*((1, 2, 18, 20) if uneven else ()), *super().distrusted(tensors, graph))
 
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, image: jax.Array, loss: jax.Array, *, precision: Any = None

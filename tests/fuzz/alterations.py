@@ -25,8 +25,11 @@ import jax_cudnn as jc
 from jax_cudnn.__main__ import main
 from jax_cudnn._core import ffi
 from jax_cudnn._core.errors import GraphError
+from jax_cudnn._core.graph.spec import GraphSpec
+from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning import placement
-from jax_cudnn._core.planning.execution_plan import ExecutionPlan
+from jax_cudnn._core.planning.execution_plan import SCALAR_STRIDE, ExecutionPlan, graph_rows
+from jax_cudnn._core.planning.plan import Plan
 from jax_cudnn._core.store.entry import Content, decode, encode
 
 from .comparison import WrongResult
@@ -88,6 +91,11 @@ def _fused(a: jax.Array, b: jax.Array) -> jax.Array:
     return jc.ops.matmul(a, b, scale=2.0, activation="relu")
 
 
+def _causal(q: jax.Array) -> Any:
+    attend = functools.partial(jc.ops.dot_product_attention, is_causal=True)
+    return jax.vjp(lambda q: attend(q, q, q), q)[1](q)
+
+
 def _shapes(*shapes: tuple[int, ...]) -> list[Any]:
     return [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
 
@@ -95,26 +103,74 @@ def _shapes(*shapes: tuple[int, ...]) -> list[Any]:
 FILED: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "product": (_fused, _shapes((1, 8, 16), (1, 16, 8))),
     "norm and more": (lambda x: jc.ops.layer_norm(jnp.sin(x), epsilon=0.1), _shapes((64, 128))),
+    "attention and its gradient": (_causal, _shapes((2, 128, 4, 64))),  # with parts of workspace
+    "attention of one array": (jc.ops.dot_product_attention_qkv, _shapes((2, 64, 3, 4, 64))),
 }
 
 
 @functools.cache
-def _stored(name: str) -> tuple[dict[str, Content], bytes, bytes]:
-    """The entries that planning a function leaves, their archive, and the plan."""
+def _stored(name: str) -> tuple[dict[str, Content], bytes, list[Plan]]:
+    """The entries that planning a function leaves, their archive, and its plans."""
     folder = Path(tempfile.mkdtemp(prefix="jax_cudnn-fuzz-"))
     jc.configure(plan_cache=folder)
     placement.clear()
-    plan = _planned(name)
+    plans = _planned(name)
     entries = {path.stem: decode(path.read_bytes(), path.stem) for path in folder.glob("*.plan")}
     archive = folder / "archive"
     _command("export", folder, archive)
-    return entries, archive.read_bytes(), plan.serialize()
+    return entries, archive.read_bytes(), plans
 
 
-def _planned(name: str) -> Any:
+def _planned(name: str) -> list[Plan]:
     function, avals = FILED[name]
     with jc.target("H200"):
-        return jc.plan(function, *avals)
+        return [*jc.plans(function, *avals).values()]
+
+
+def _tensors(text: Any) -> list[dict[str, Any]]:
+    """Those that a plan's text has outside of kernels."""
+    if isinstance(text, list):
+        return [tensor for item in text for tensor in _tensors(item)]
+    if not isinstance(text, dict):
+        return []
+    return [text] * (text.get("isVirtual") is False) + _tensors([*text.values()])
+
+
+def _retold(rng: random.Random, text: str) -> str:
+    """A plan's text with one tensor altered, or with something exchanged between two."""
+    facts, names = json.loads(text), ("name", "dim", "stride", "isByValue", "dataType")
+    a, b = rng.sample(_tensors(facts["operationGraph"]), 2)
+    if rng.random() < 0.3:
+        name = rng.choice(names)
+        a[name], b[name] = b[name], a[name]
+    else:
+        other = altered(rng, {name: a.pop(name) for name in names})
+        a.update(other)
+    return json.dumps(facts, separators=(",", ":"))
+
+
+def _check_same(found: Plan, want: Plan) -> None:
+    """Raises WrongResult where plans of the same cut differ in what docs/trust.md says is checked;
+    which parts XLA runs is not."""
+    cuts = ([(s.calls, s.plan is None) for s in plan.segments] for plan in (found, want))
+    got, expected = (
+        [_checked(s.plan, s.spec) for s in plan.segments if s.plan] for plan in (found, want)
+    )
+    if next(cuts) == next(cuts) and got != expected:
+        raise WrongResult("an altered plan is taken", expected=str(expected), got=str(got))
+
+
+def _checked(plan: ExecutionPlan, spec: GraphSpec) -> list[Any]:
+    spec = wire(spec.for_planning())
+    names = "fills", "plan_workspace_offset", "cudnn_version", "device_name"
+    tensors = [
+        (uid, tensor["dataType"], sorted(tensor["dim"]), tensor["isByValue"])
+        for tensor in _tensors(json.loads(plan.text)["operationGraph"])
+        if (uid := int(tensor["name"])) in graph_rows(spec)
+    ]
+    own = plan.scalars[: SCALAR_STRIDE * len(spec.constants)]
+    rows = sorted(plan.bindings), sorted(tensors)  # their order says nothing
+    return [*rows, *(getattr(plan, name) for name in names), own]
 
 
 def _command(action: str, folder: Path, *more: Any) -> str:
@@ -127,15 +183,17 @@ def _command(action: str, folder: Path, *more: Any) -> str:
 def of_files(seed: int) -> Told:
     """One altered file: an entry with a sound checksum or without, an archive, or a plan."""
     rng = random.Random(seed)
-    name, how = rng.choice([*FILED]), rng.choice(("entry", "entry", "bytes", "archive", "plan"))
-    entries, archive, plan = _stored(name)
+    name, how = rng.choice([*FILED]), rng.choice((*["entry"] * 5, "bytes", "archive", "plan"))
+    entries, archive, plans = _stored(name)
     if how == "plan":
-        sound = rng.random() < 0.7
+        sound, want = rng.random() < 0.7, rng.choice(plans)
+        plan = want.serialize()
         content = json.dumps(altered(rng, json.loads(plan))).encode() if sound else plan
         try:
             read = jc.Plan.deserialize(content if sound else damaged(rng, plan))
         except GraphError as error:
             return "refused", str(error)
+        _check_same(read, want)
         return "right", f"{read!r}{read.explain()}{len(read.serialize())}"
     digest = rng.choice(sorted(entries))
     with tempfile.TemporaryDirectory(prefix="jax_cudnn-fuzz-") as folder:
@@ -150,7 +208,10 @@ def of_files(seed: int) -> Told:
         else:
             for stem, content in entries.items():
                 if stem == digest and how == "entry":
-                    content = content._replace(value=altered(rng, content.value))
+                    retold = "text" in content.value and rng.random() < 0.4
+                    other = {"text": _retold(rng, content.value["text"])} if retold else {}
+                    value = content.value | other if retold else altered(rng, content.value)
+                    content = content._replace(value=value)
                 data = encode(content)
                 data = damaged(rng, data) if (stem, how) == (digest, "bytes") else data
                 (here / f"{stem}.plan").write_bytes(data)
@@ -158,14 +219,13 @@ def of_files(seed: int) -> Told:
         jc.configure(plan_cache=here)
         placement.clear()
         found = _planned(name)
-        if not json.loads(found.serialize())["segments"]:
-            raise WrongResult("a plan without segments", got=str(found))
+        for plan, want in zip(found, plans, strict=True):
+            _check_same(plan, want)
         left = _command("verify", here)
     if " 0 unusable" not in left:
         raise WrongResult("what is unusable stays", got=left)
     taken = " 0 unusable" in verified
-    same = found.serialize() == plan
-    if taken and not same:
+    if taken and [x.serialize() for x in found] != [x.serialize() for x in plans]:
         lowered(FILED[name][0], *FILED[name][1])
         return "right", "taken, with another plan"
     return ("right", "taken") if taken else ("refused", verified.replace(folder, "")[-300:])

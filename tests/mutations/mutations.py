@@ -64,8 +64,14 @@ MUTATIONS = {
     "a cut loses an output": ("_core/planning/split.py", "wanted = {*spec.outputs, *(name for call in outside for _, name in call.inputs)}", "wanted = {*spec.outputs}"),
     "constants in the wrong byte order": ("_core/planning/execution_plan.py", "bytes.fromhex(value)[::-1]", "bytes.fromhex(value)"),
     "views at the wrong offset": ("_core/planning/execution_plan.py", ".offset * itemsize(tensor.dtype)", ".offset"),
+    "arrays of a stored plan by value": ("_core/planning/stored.py", "CONSTANT) == tensor[\"isByValue\"]", "CONSTANT) in (True, False)"),
+    "workspace of a stored plan not aligned": ("_core/planning/stored.py", " and offset % SCALAR_STRIDE == 0", ""),
+    "dimensions of a stored plan not compared": ("_core/planning/stored.py", "found == shown.get(uid, found)", "True"),
+    "too little memory is the graph's fault": ("_core/planning/failure.py", "_LACKING.search(text) or ", ""),
+    "a failure is not tried twice": ("_core/planning/failure.py", "return attempt(True)", "raise first"),
     # store, job, custom call
     "damaged entries are believed": ("_core/store/entry.py", "if _checksum(body) != header[2]:", "if False:"),
+    "an import keeps what is unusable": ("_core/store/archive.py", "_check(Content(key, value, \"\"))", "pass"),
     "the newest entries are deleted": ("_core/store/cache.py", "in sorted(entries):", "in sorted(entries, reverse=True):"),
     "a failed attempt is repeated endlessly": ("_core/job/agreement.py", "            answer.attempt += 1\n            self._put(", "            self._put("),
     "results read in the wrong dtype": ("_core/ffi.py", "return x.astype(tensor.dtype)", "return x"),
@@ -79,5 +85,8 @@ MUTATIONS = {
     "C++: an operand too few": ("csrc/plan.cc", "std::max<size_t>(operands_needed_, binding.value + 1)", "std::max<size_t>(operands_needed_, binding.value)"),
     "C++: a view beyond its source": ("csrc/plan.cc", "if (binding.bytes >= sizes[binding.value]) {", "if (binding.bytes >= sizes[binding.value] + 4096) {"),
     "C++: the version is not compared": ("csrc/plan.cc", "cudnn.version != attributes_.cudnn_version", "cudnn.version < 0"),
+    "C++: the checksum is not compared": ("csrc/plan.cc", "a.checksum != Checksum(a)", "a.checksum < 0"),
+    "C++: the workspace is not compared": ("csrc/plan.cc", "(*plan)->workspace_bytes() > given", "given < 0"),
+    "C++: tensors are an element smaller": ("csrc/plan_text.cc", "(last + 1) * type.bits / 8", "last * type.bits / 8"),
     "C++: packs of equal hash are equal": ("csrc/variant_pack.cc", "if (cache_.Equal(*pack, pointers)) {", "if (true) {"),
 }

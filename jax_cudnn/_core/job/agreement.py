@@ -24,7 +24,7 @@ import jax
 from .. import compat
 from ..compat import Device
 from ..errors import JobError
-from .record import Question, pack, received, sent, unpack
+from .record import Question, pack, sent, unpack
 
 log = logging.getLogger("jax_cudnn")
 
@@ -121,7 +121,7 @@ class Job:
             content = unpack(record, question, self.process)
             if "error" in content:
                 answer.attempt += 1
-                raise received(content["error"], question)
+                raise content["error"]
             answer.record = record
         finally:
             answer.lock.release()

@@ -11,8 +11,10 @@ from typing import Any
 
 from .. import errors
 from ..errors import JaxCudnnError, JobError, LibraryError
+from ..store.entry import unpacked
 
 _FORMAT = 1  # of a record; not a part of its key, so that a process can say that it differs
+_LARGEST = 32  # a record's size in entries of the plan cache: it has a plan for each segment
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,13 @@ def pack(**content: Any) -> bytes:
 
 
 def unpack(record: bytes, question: Question, process: int) -> dict[str, Any]:
-    """The content of a record; LibraryError if another installation wrote it, JobError if it is
-    none."""
+    """The content of a record, an error as an exception; LibraryError if another installation
+    wrote it, JobError if it is none."""
     try:
-        content = json.loads(zlib.decompress(record))
-        if content["format"] == _FORMAT and "error" not in content:
+        content = unpacked(record, _LARGEST)
+        if content["format"] == _FORMAT and "error" in content:
+            content["error"] = _received(content["error"], question)
+        elif content["format"] == _FORMAT:
             content |= {"identity": str(content["identity"]), "made": dict(content["made"])}
     except Exception as error:  # anything may stand there
         raise JobError(
@@ -99,13 +103,17 @@ def sent(error: BaseException) -> dict[str, Any]:
     return {"class": ours.__name__, "parts": json.loads(json.dumps(parts, default=str))}
 
 
-def received(sent: dict[str, Any], question: Question) -> JaxCudnnError:
+def _received(sent: dict[str, Any], question: Question) -> JaxCudnnError:
     first = f"process {question.leader}"
     if "class" in sent:
         parts = sent["parts"]
         summary = f"in {first}, which plans for this job: {parts['summary']}"
         kind = getattr(errors, sent["class"], JobError)  # a newer jax_cudnn may have more of them
-        return errors.rebuild(kind, {**parts, "summary": summary})
+        if not issubclass(kind, JaxCudnnError):
+            raise TypeError(f"{kind.__name__} is not an error of jax_cudnn")
+        error = errors.rebuild(kind, {**parts, "summary": summary})
+        str(error)  # fails where parts are missing, or of other types
+        return error
     return JobError(
         f"{question.name}: {first} failed to plan it",
         got=sent["text"],

@@ -17,7 +17,8 @@ V = TypeVar("V")
 # Failures of memory, libraries and the driver, wherever they stand in a text.
 _LACKING = re.compile(
     r"SUBLIBRARY|PREREQUISITE|ALLOC(ATION)?_FAILED|CUDA_ERROR|cudaError"
-    r"|(?i:bad_alloc|out.of.memory|cannot allocate memory|too many open files)"
+    r"|NOT_SUPPORTED_INCOMPATIBLE|(?i:bad_alloc|out.of.memory|cannot allocate memory"
+    r"|too many open files|no space left on device|cannot open shared object)"
 )
 # Statuses that are not about the graph; cuDNN does write kernels that do not compile, which is the
 # graph where there is memory. A status before " ==" stands in the text of a check.

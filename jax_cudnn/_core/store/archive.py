@@ -68,15 +68,31 @@ def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
         for member in archive.infolist():
             try:
                 content = _content(archive, member)
-                for check in checks:
-                    check(content)
-                if cache.get(content.key) is None and cache.add(content) is None:
+                _check(content)
+                if not _is_present(cache, content.key) and cache.add(content) is None:
                     taken += 1
                 else:
                     present += 1
             except Unusable as error:
                 refused[member.filename] = str(error)
     return Imported(taken, present, refused)
+
+
+def _check(content: Content) -> None:
+    for check in checks:
+        check(content)
+
+
+def _is_present(cache: PlanCache, key: str) -> bool:
+    """Whether the cache has the key; an unusable value is removed."""
+    value = cache.get(key)
+    try:
+        if value is not None:
+            _check(Content(key, value, ""))
+    except Unusable as error:
+        cache.discard(key, str(error))
+        return False
+    return value is not None
 
 
 _BROKEN = (zipfile.BadZipFile, EOFError, RuntimeError, ValueError)

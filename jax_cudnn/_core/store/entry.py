@@ -69,9 +69,7 @@ def decode(data: bytes, name: str) -> Content:
     if _checksum(body) != header[2]:
         raise Unusable("damaged: not the bytes that were written")
     try:
-        text = zlib.decompressobj().decompress(body, LARGEST + 1)
-        _check_size(text)
-        fields = parsed(text)
+        fields = unpacked(body)
         content = Content(fields["key"], fields["value"], fields["label"])
     except (zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Unusable(f"damaged: no entry inside ({error!r:.200})") from error
@@ -80,6 +78,13 @@ def decode(data: bytes, name: str) -> Content:
     if digest(content.key) != name:
         raise Unusable("foreign: the entry of another key")
     return content
+
+
+def unpacked(body: bytes, entries: int = 1) -> Any:
+    """Compressed JSON; Unusable where it is larger than so many entries, else as ``parsed``."""
+    text = zlib.decompressobj().decompress(body, entries * LARGEST + 1)
+    _check_size(text, entries)
+    return parsed(text)
 
 
 def parsed(text: bytes) -> Any:
@@ -94,12 +99,13 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_size(text: bytes) -> None:
+def _check_size(text: bytes, entries: int = 1) -> None:
     """Raises Unusable for JSON that would take much memory: before it is parsed."""
     marks = sum(map(text.count, (b",", b"[", b"{")))
-    if len(text) > LARGEST or marks > MOST:
+    largest, most = entries * LARGEST, entries * MOST
+    if len(text) > largest or marks > most:
         raise Unusable(
-            f"too large: {len(text)} bytes and {marks} values, at most {LARGEST} and {MOST}"
+            f"too large: {len(text)} bytes and {marks} values, at most {largest} and {most}"
         )
 
 

@@ -14,6 +14,7 @@ import jax_cudnn as jc
 from jax_cudnn._core import compat
 from jax_cudnn._core.job import agreement
 from jax_cudnn._core.job import record as job_record
+from jax_cudnn._core.store import entry
 
 WORKER = Path(__file__).with_name("job_worker.py")
 VERSIONS = "cuDNN 9.19.0, frontend 1.28.0, NVIDIA H200"
@@ -83,7 +84,7 @@ def test_the_lowest_process_leads_where_this_one_takes_part(monkeypatch):
         assert agreement.leader(devices(*processes)) == leader
 
 
-def test_the_others_take_what_the_lowest_made(job_of_two):
+def test_the_others_take_what_the_lowest_made(job_of_two, monkeypatch):
     zero, one = job_of_two
     made = {"plans": ["{}" * 100_000, "é"], "cut": [[0, 1], [2]], "tuple": (1, 2)}
     assert zero.agreed(question(), lambda: made) == {**made, "tuple": [1, 2]}
@@ -93,10 +94,18 @@ def test_the_others_take_what_the_lowest_made(job_of_two):
         assert process.agreed(question(), never) == {**made, "tuple": [1, 2]}
     assert zero.client.values == published
     assert zero.agreed(question("graph 2"), dict) == {}  # decided apart
-    for path in zero.client.values:
-        zero.client.values[path] = b"no record"
-    other = error_of(lambda: agreement.Job(zero.client, 1).agreed(question(), never))
-    assert "holds something else" in other.summary
+    parts = vars(jc.GraphError("x"))
+    records = [{"class": "GraphError", "parts": part} for part in (5, {}, {"summary": "x"})]
+    records += [{"class": name, "parts": parts} for name in ("rebuild", "Any", "jax", 5)]
+    records = [job_record.pack(error=error) for error in (5, {}, *records)]
+    monkeypatch.setattr(entry, "LARGEST", 1000)
+    large = job_record.pack(made={"x": "x" * 40_000}, identity=VERSIONS)
+    for record in (b"no record", large, *records):
+        for path in zero.client.values:
+            zero.client.values[path] = record
+        other = error_of(lambda: agreement.Job(zero.client, 1).agreed(question(), never))
+        assert isinstance(other, jc.JobError)
+        assert "holds something else" in other.summary, record
 
 
 def test_who_waits_in_vain_is_told_for_whom(job_of_two, threads):

@@ -28,8 +28,13 @@ from jax_cudnn._core.planning.execution_plan import (
     Uids,
     decode,
 )
+<<<<<<< HEAD
 from jax_cudnn._core.planning.stored import key_text, plan_of
 from jax_cudnn._core.store.archive import import_
+=======
+from jax_cudnn._core.planning.stored import key_text
+from jax_cudnn._core.store.archive import export, import_
+>>>>>>> b25b
 from jax_cudnn._core.store.cache import PlanCache
 from jax_cudnn._core.store.entry import Content, digest, encode
 from jax_cudnn._core.store.entry import decode as read_entry
@@ -265,7 +270,7 @@ WRONG = {
     "cudnn_version": [91901],
     "device_name": ["NVIDIA Other"],
     "workspace_bytes": [0, 2**45],
-    "plan_workspace_offset": [8, 64, 10**9],
+    "plan_workspace_offset": [264, 64, 10**9],
     "bindings": [
         *changed(GOOD["bindings"]),
         [[2, 0, 0, 64], [1, *GOOD["bindings"][1][1:]], *GOOD["bindings"][2:]],
@@ -338,6 +343,9 @@ def test_an_altered_field_is_discarded_and_planned_anew(field, store, caplog, tm
         assert len(built) == 1, value
         assert folder.get(key) == GOOD
     assert folder.verify() == (1, [])
+    export(folder, archive)
+    path.write_bytes(encode(Content(key, values[0], "")))
+    assert [import_(folder, archive)[:2] for _ in range(2)] == [(1, 0), (0, 1)]
     planner.clear()
     assert planner.plan(SPEC, H200, "f") == want
     assert len(built) == 1

@@ -10,7 +10,7 @@ from helpers import lowered, product, spec_of
 import jax_cudnn as jc
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.planning import build, planner
-from jax_cudnn.deviceless import client
+from jax_cudnn.deviceless import client, wire
 
 MATRICES = [jax.ShapeDtypeStruct((1, 64, 64), "bfloat16")] * 2
 LIST = '{"engineId":1}\nError: CUDNN_STATUS_%s; Reason: g != 1\nWarning: CUDNN_STATUS_%s; Reason: x'
@@ -19,6 +19,8 @@ TEXTS = {  # of the frontend's exceptions, and whether they may pass
     "finalize(desc) failed, and code: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED": True,
     "cudnn_status: CUDNN_STATUS_INTERNAL_ERROR": True,
     "cudnn_status: CUDNN_STATUS_EXECUTION_FAILED_CUDART": True,
+    "cudnn_status: CUDNN_STATUS_NOT_SUPPORTED_INCOMPATIBLE_CUDART": True,
+    "libnvrtc.so.13: cannot open shared object file: No such file or directory": True,
     "cudnn_status: CUDNN_STATUS_INTERNAL_ERROR_COMPILATION_FAILED": False,
     "cudnn_status: CUDNN_STATUS_NOT_SUPPORTED_GRAPH_PATTERN": False,
     "Reason: (CUDNN_STATUS_NOT_INITIALIZED == status)": False,
@@ -87,10 +89,17 @@ def test_a_failure_is_of_one_program_and_leaves_nothing(
     assert [*tmp_path.iterdir()]
 
 
+MIDWAY = """
+import os, signal, sys
+os.write(int(sys.argv[1]), (1000).to_bytes(8, "big") + b"a part")
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
 def harm_by(name, worker):
     if name == "killed":
         os.kill(worker.process.pid, signal.SIGKILL)
-    elif name == "stopped":
+    elif name in ("stopped", "unread"):
         os.kill(worker.process.pid, signal.SIGSTOP)
     elif name == "memory":
         import resource  # not on Windows
@@ -99,7 +108,7 @@ def harm_by(name, worker):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("name", ["killed", "stopped", "memory", "late"])
+@pytest.mark.parametrize("name", ["killed", "stopped", "unread", "midway", "memory", "late"])
 def test_another_worker_plans_in_place_of_one_that_fails(name, no_plans, monkeypatch, caplog):
     harmed, ask = [], client._Worker.ask
 
@@ -108,6 +117,9 @@ def test_another_worker_plans_in_place_of_one_that_fails(name, no_plans, monkeyp
             harm_by(name, self)
             harmed.append(self.process.pid)
             deadline = 0.0 if name == "late" else deadline
+            request += bytes(10**7 * (name == "unread"))
+            if name == "midway":
+                request = wire.pack(("builtins:exec", (MIDWAY,), {}))
         return ask(self, request, deadline)
 
     monkeypatch.setattr(client._Worker, "ask", harmful)

@@ -54,7 +54,7 @@ WRONG = [  # found by random graphs on an H200: function, operands, engines of 0
     (two_results, IMAGES, dict.fromkeys(range(81), "conv_fprop.0")),
     (wide_dgrad, IMAGES, {8: "conv_dgrad.0"}),
     (uneven_dgrad, [LINES[1], ((64, 64, 3), "float32")], {50: "conv_dgrad.0"}),
-    (uneven_wgrad(1), LINES, dict.fromkeys((1, 18, 20), "conv_wgrad.0")),
+    (uneven_wgrad(1), LINES, dict.fromkeys((1, 2, 18, 20), "conv_wgrad.0")),
     (uneven_wgrad(0), [LINES[0], ((2, 64, 7), "float32")], {}),
     (lambda g, x, w: g.add(g.relu(x), conv(g, x, w)), WIDE, {8: "conv_fprop.0"}),
     (lambda g, x, w: g.relu(g.add(x, conv(g, x, w))), WIDE, {}),
@@ -89,8 +89,9 @@ def test_distrusted_engines_are_not_chosen():
 @pytest.mark.usefixtures("by_cudnn")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rank", [1, 2])
-@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad", "wgrad, add"])
 def test_engines_that_are_left_read_uneven_padding(kind, rank, dtype):
+    kind, _, added = kind.partition(", ")
     image, result = [2, 64, 9, 11][: 2 + rank], [2, 64, 8, 10][: 2 + rank]
     weight = [64, 64, 3, 3][: 2 + rank]
     given, out = {
@@ -101,10 +102,12 @@ def test_engines_that_are_left_read_uneven_padding(kind, rank, dtype):
     padding = {"pre_padding": [0, 1][:rank], "post_padding": [1, 0][:rank]}
 
     @jc.graph
-    def convolution(g, a, b):
-        return getattr(g, f"conv_{kind}")(a, b, **padding, **out)
+    def convolution(g, a, b, *terms):
+        y = getattr(g, f"conv_{kind}")(a, b, **padding, **out)
+        return g.add(y, *terms) if terms else y
 
-    check_engines(convolution, [(shape, dtype) for shape in given])
+    terms = [weight] if added else []
+    check_engines(convolution, [(shape, dtype) for shape in (*given, *terms)])
 
 
 @pytest.mark.gpu
