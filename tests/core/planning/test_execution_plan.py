@@ -28,13 +28,8 @@ from jax_cudnn._core.planning.execution_plan import (
     Uids,
     decode,
 )
-<<<<<<< HEAD
 from jax_cudnn._core.planning.stored import key_text, plan_of
-from jax_cudnn._core.store.archive import import_
-=======
-from jax_cudnn._core.planning.stored import key_text
 from jax_cudnn._core.store.archive import export, import_
->>>>>>> b25b
 from jax_cudnn._core.store.cache import PlanCache
 from jax_cudnn._core.store.entry import Content, digest, encode
 from jax_cudnn._core.store.entry import decode as read_entry
