@@ -173,7 +173,16 @@ def test_a_run_in_processes_is_data_that_slices_make_up(tmp_path, capsys):
     assert main(["merge", *map(str, parts), "--json", str(tmp_path / "all.json")]) == 0
     found = json.loads((tmp_path / "all.json").read_text())
     assert found["counts"] == {"right": 4, "refused": 0, "wrong": 0, "crashed": 0}
-    assert [run["seeds"] for run in found["runs"]] == [[0, 2], [2, 4]]
+    assert [run["seeds"] for run in found["runs"]] == [[[0, 2]], [[2, 4]]]
+
+
+def test_a_seed_that_failed_and_is_right_in_a_later_slice_is_mended():
+    cases = [(0, "right"), (1, "wrong"), (2, "right"), (4, "crashed")], [(4, "wrong"), (1, "right")]
+    parts = [[runner.Outcome(seed, kind, "why") for seed, kind in part] for part in cases]
+    found = runner.merged(runner.facts("graphs", part, 1.0, None, "a") for part in parts)
+    assert found["counts"] == {"right": 3, "refused": 0, "wrong": 1, "crashed": 0}
+    assert [run["seeds"] for run in found["runs"]] == [[[0, 3], [4, 5]], [[1, 2], [4, 5]]]
+    assert (found["mended"], found["failures"]) == ([[1, "wrong", "why"]], [[4, "wrong", "why"]])
 
 
 def dies(seed):
