@@ -179,7 +179,8 @@ def of_files(seed: int) -> Told:
                     value = content.value
                     if "text" in value and rng.random() < 0.4:
                         text = json.loads(value["text"])
-                        text["operationGraph"] = altered(rng, text["operationGraph"])
+                        graph = text["operationGraph"]
+                        graph["tensors"] = altered(rng, graph["tensors"])
                         value = value | {"text": json.dumps(text, separators=(",", ":"))}
                     else:
                         value = altered(rng, value)
