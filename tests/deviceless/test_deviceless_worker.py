@@ -138,14 +138,10 @@ def test_a_worker_that_ends_is_told_and_another_takes_its_place():
 
 
 @deviceless
-def test_prints_do_not_corrupt_and_do_not_block(capfd):
+def test_errors_keep_their_type_and_prints_do_not_corrupt_and_do_not_block(capfd):
     for _ in range(2):
         assert call(f"{HERE}:noise", 1 << 18) == "clean"
     assert capfd.readouterr() == ("", "")
-
-
-@deviceless
-def test_errors_keep_their_type():
     pid = call("os:getpid")
     with pytest.raises(ValueError, match="from the worker") as value:
         call(f"{HERE}:fail", "value")

@@ -134,25 +134,19 @@ def test_all_raise_the_error_of_the_lowest(job_of_two):
     reasons = {"eng0": "too odd"}
     refusal = jc.UnsupportedGraphError("no engine", why="odd", graph="matmul", reasons=reasons)
 
-    def make():
+    def refuse():
         raise refusal
 
-    assert error_of(lambda: zero.agreed(question(), make)) is refusal
+    assert error_of(lambda: zero.agreed(question(), refuse)) is refusal
     error = error_of(lambda: one.agreed(question(identity="another"), never))
     assert type(error) is jc.UnsupportedGraphError
     assert error.summary == "in process 0, which plans for this job: no engine"
     assert (error.why, error.graph, error.reasons) == ("odd", "matmul", reasons)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: 1 // 0, lambda: {"no JSON": object()}], ids=["error", "no JSON"]
-)
-def test_any_other_failure_ends_the_wait_as_well(job_of_two, make):
-    zero, one = job_of_two
-    original = error_of(lambda: zero.agreed(question(), make))
-    error = error_of(lambda: one.agreed(question(), never))
-    assert isinstance(error, jc.JobError)
-    assert error.got == f"{type(original).__name__}: {original}"
+    for key, make in (("error", lambda: 1 // 0), ("no JSON", lambda: {"x": object()})):
+        original = error_of(lambda key=key, make=make: zero.agreed(question(key), make))
+        error = error_of(lambda key=key: one.agreed(question(key), never))
+        assert isinstance(error, jc.JobError)
+        assert error.got == f"{type(original).__name__}: {original}"
 
 
 def test_a_retry_is_a_new_try(job_of_two):

@@ -97,10 +97,8 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def harm_by(name, worker):
-    if name == "killed":
-        os.kill(worker.process.pid, signal.SIGKILL)
-    elif name in ("stopped", "unread"):
-        os.kill(worker.process.pid, signal.SIGSTOP)
+    if name in ("killed", "stopped", "unread"):
+        os.kill(worker.process.pid, signal.SIGKILL if name == "killed" else signal.SIGSTOP)
     elif name == "memory":
         import resource  # not on Windows
 
