@@ -126,7 +126,7 @@ def test_a_plan_is_read_as_it_was_written():
         read = jc.Plan.deserialize(made.serialize())
         assert read == made
         assert read.site is None
-        with pytest.raises(jc.GraphError, match="expected: .*\n  got: .*\n.*\n  .*plan the function"):
+        with pytest.raises(jc.GraphError, match=r"expected: [^$]* got: [^$]*plan the function"):
             _ = read.parts[0].candidates
         assert str(read.explain()) == str(made.explain())
         assert read.serialize() == made.serialize()
@@ -189,7 +189,7 @@ DAMAGE = [
 def test_bytes_that_are_no_plan_are_refused():
     good = plan().serialize()
     for i in range(0, len(good), 7):
-        with pytest.raises(jc.GraphError, match="damaged|not a serialized|format|checksum"):
+        with pytest.raises(jc.GraphError, match=r"damaged|not a serialized|format|checksum"):
             jc.Plan.deserialize(good[:i] + bytes([good[i] ^ 1]) + good[i + 1 :])
     for wrong in (b"", b"\xff", b'{"kind": 1}', good[:-1], b"[" * 100_000):
         with pytest.raises(jc.GraphError, match="not a serialized plan"):
