@@ -155,7 +155,9 @@ class PlanCache:
                     with contextlib.suppress(OSError):
                         path.rmdir()  # of an empty folder; nothing else
                     with contextlib.suppress(FileNotFoundError):  # cleared just now
-                        _replace(temporary, path)
+                        os.replace(temporary, path)
+        except IsADirectoryError as error:
+            raise Unusable(f"{path} is a folder that is not empty") from error
         finally:
             temporary.unlink(missing_ok=True)
         self._evict(len(data))
@@ -258,13 +260,6 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _replace(temporary: Path, path: Path) -> None:
-    try:
-        os.replace(temporary, path)
-    except IsADirectoryError as error:
-        raise Unusable(f"{path} is a folder that is not empty") from error
 
 
 def _remove(path: Path) -> str:
