@@ -33,6 +33,10 @@ def test_import_loads_no_backend_no_cudnn_and_nothing_before_it_is_asked_for():
     """)
 
 
+def test_python_without_docstrings_imports_it():
+    python("import jax_cudnn as jc; jc.ops.matmul", "-OO")
+
+
 def test_public_names_alone_are_shown():
     import jax_cudnn.ops.attention  # importable, but not an attribute
 
@@ -50,7 +54,7 @@ def test_public_names_alone_are_shown():
         assert not any(name.startswith("_") for name in dir(room))
 
 
-def test_a_missing_or_too_old_frontend_is_named(monkeypatch):
+def test_a_missing_broken_or_too_old_frontend_is_named(monkeypatch, tmp_path):
     pytest.importorskip("cudnn")
     from jax_cudnn._core.planning import frontend
 
@@ -59,6 +63,10 @@ def test_a_missing_or_too_old_frontend_is_named(monkeypatch):
         with pytest.raises(jc.LibraryError) as caught:
             frontend._load.__wrapped__()
     assert "pip install 'jax-cudnn[cuda12]'" in str(caught.value)
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/none:{tmp_path}/")
+    advice = frontend._repair(f"{tmp_path}//libcudnn.so.9")
+    assert advice.endswith(f"or remove {tmp_path} from LD_LIBRARY_PATH")
+    assert frontend._repair("/other/libcudnn.so.9") == frontend.INSTALL
     for check, found, words in (
         (frontend.check_cudnn, [90100], ["9.1.0", "9.19.0", "pip install -U"]),
         (frontend.check_frontend, ["1.5.0", "somewhere"], ["1.5.0", ">= 1.28"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import time
 from pathlib import Path
@@ -63,7 +64,10 @@ def add_parser(commands: Any) -> None:
 def _folder(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the folder name is empty")
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # ~ of an unknown user
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,12 +83,23 @@ def run(options: argparse.Namespace) -> int:
         path = Path(error.filename2 or error.filename or folder)
         where = path.parent if path.suffix == ".tmp" else path
         raise JaxCudnnError(
-            f"cache {options.action}: {where}: {error.strerror or error}"
+            f"cache {options.action}: {where}: {error.strerror or error}",
+            got="; ".join(getattr(error, "__notes__", ())),
+            fix=_FIXES.get(error.errno or 0),
         ) from error
     print(json.dumps({"folder": str(folder), **facts}, indent=1) if options.json else text)
     return status
 
 
+_PLACE = "or pass another FILE or --folder"
+_FIXES = {
+    errno.ENOSPC: f"free space there, {_PLACE}; import leaves present entries as they are",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), f"change its permissions, {_PLACE}"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "check this path"),
+    errno.EROFS: f"make it writable, {_PLACE}",
+    errno.EISDIR: "pass a file",
+    errno.EINVAL: "pass a regular file",
+}
 _Outcome = tuple[int, dict[str, Any], str]  # exit status, facts for JSON, text
 
 
@@ -119,22 +134,26 @@ def _verify(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
         facts["deleted"] = len(unusable) - left
         lines.append(f"{facts['deleted']} deleted")
     elif unusable:
-        lines.append("They are ignored, and replaced by new plans. --delete deletes them.")
+        lines.append("They are ignored. --delete deletes them.")
     total = f"{_entries(count)} checked, {len(unusable)} unusable, in {cache.folder}"
     return int(bool(unusable)), facts, "\n".join((*lines, total))
 
 
 def _clear(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
-    count, size = cache.clear()
+    count, size, left = cache.clear()
+    lines = [f"not deleted: {cache.folder / name}: {why}" for name, why in left.items()]
     text = f"{count} {'file' if count == 1 else 'files'} deleted, {_size(size)}, in {cache.folder}"
-    return 0, {"deleted": count, "bytes": size}, text
+    facts = {"deleted": count, "bytes": size, "left": left}
+    return int(bool(left)), facts, "\n".join((*lines, text))
 
 
 def _export(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
-    count = archive.export(cache, options.file)
+    count, skipped = archive.export(cache, options.file)
+    lines = [f"left out: {cache.folder / name}: {why}" for name, why in skipped.items()]
     size = options.file.stat().st_size
     text = f"{_entries(count)} written to {options.file}, {_size(size)}"
-    return 0, {"exported": count, "bytes": size}, text
+    facts = {"exported": count, "bytes": size, "left out": skipped}
+    return int(bool(skipped)), facts, "\n".join((*lines, text))
 
 
 def _import(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
@@ -144,7 +163,9 @@ def _import(cache: PlanCache, options: argparse.Namespace) -> _Outcome:
         f"{_entries(done.taken)} imported, {done.present} already present, "
         f"{len(done.refused)} rejected, in {cache.folder}"
     )
-    return int(bool(done.refused)), done._asdict(), "\n".join(lines)
+    if done.lost:
+        lines.append(f"The archive is damaged: it had {_entries(done.lost)} more. Copy it again.")
+    return int(bool(done.refused or done.lost)), done._asdict(), "\n".join(lines)
 
 
 _ACTIONS = {

@@ -24,7 +24,8 @@ def scalar(name: str, value: Any) -> Scalar:
     anything else."""
     if isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0):
         if not (number := float(value)) >= 0:
-            raise GraphError(f"{name} is negative", expected="at least 0", got=shown(value))
+            expected = "a number of at least 0"
+            raise GraphError(f"{name} is not {expected}", expected=expected, got=shown(value))
         return number
     value = array(name, value, "a scalar, or a scalar array")
     if value.ndim or jnp.issubdtype(value.dtype, jnp.complexfloating):

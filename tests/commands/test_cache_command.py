@@ -1,11 +1,13 @@
 """``python -m jax_cudnn cache``: its output, its exit status, and good and bad archives."""
 
 import contextlib
+import errno
 import json
 import os
 import re
 import time
 import zipfile
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -104,8 +106,16 @@ def test_clear_deletes_plans_and_nothing_else(store, command):
 
 def test_plans_travel_in_an_archive(store, other, command, tmp_path):
     put(store, "damaged", encode(Content("damaged", {"n": "\ud800"}, "")))
+    store.path(digest("a folder")).mkdir()
     archive = tmp_path / "plans.zip"
-    assert json.loads(command("export", archive, "--json")[1])["exported"] == 3
+    status, out, _ = command("export", archive, "--json")
+    assert (status, json.loads(out)["exported"]) == (1, 3)
+    left_out = {store.path(digest(key)).name for key in ("damaged", "a folder")}
+    assert json.loads(out)["left out"].keys() == left_out
+    before = archive.read_bytes()
+    for folder, words in ((other.folder, "no such folder"), (tmp_path, "0 unusable entries")):
+        status, _, err = command("export", archive, folder=folder)
+        assert (status, words in err, archive.read_bytes()) == (1, True, before), err
     for taken, present in ((3, 0), (0, 3)):
         status, out, err = command("import", archive, folder=other.folder)
         assert (status, err) == (0, "")
@@ -162,11 +172,56 @@ def test_archives_damaged_anywhere_raise_our_errors(tmp_path, other, store, monk
     good, bad = (tmp_path / "good.zip").read_bytes(), tmp_path / "bad.zip"
     places = (int.from_bytes(good[-6:-2], "little") + 20).to_bytes(4, "little")
     damaged = [good[:-6] + places + good[-2:]]  # offsets before the start of the archive
-    damaged += [good[:i] + bytes([good[i] ^ 4]) + good[i + 1 :] for i in range(0, len(good), 9)]
+    damaged += [good[:i] + bytes([good[i] ^ 4]) + good[i + 1 :] for i in range(len(good))]
+    lost = set()
     for data in damaged:
         bad.write_bytes(data)
         with contextlib.suppress(JaxCudnnError):
-            cache_archive.import_(other, bad)
+            done = cache_archive.import_(other, bad)
+            assert done.taken + done.present + len(done.refused) + done.lost >= 3, done
+            lost.add(done.lost)
         for i in range(3):
             assert other.get(f"key {i}") in (None, store.get(f"key {i}"))
         other.clear()
+    assert lost >= {0, 1, 2}
+
+
+DISK = {
+    "export new.zip": "new.zip: No space left on device\n  what to do: free space there",
+    "import good.zip": "other: No space left on device\n  got: 1 of 3 entries were imported before",
+    "import pipe": "pipe: not a regular file\n  what to do: pass",
+    "import none.zip": "none.zip: No such file or directory\n  what to do: check",
+    "clear": "plan: Read-only file system\n0 files deleted",
+    "verify --delete": "damaged: no header; not deleted: Read-only file system\n0 deleted",
+}
+
+
+@pytest.mark.parametrize("action", DISK)
+def test_errors_of_the_disk_are_told(store, other, command, tmp_path, monkeypatch, action):
+    monkeypatch.chdir(tmp_path)
+    cache_archive.export(store, "good.zip")
+    os.mkfifo("pipe")
+    put(store, "key 0", b"")
+    unlink = os.unlink
+
+    def full(*arguments):
+        if "export" in action or len([*tmp_path.glob("other/*")]) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def kept(path):
+        if Path(path).suffix == ".plan":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path)
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", full)
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "unlink", kept)
+    folder = other.folder if "import" in action else store.folder
+    status, out, err = command(*action.split(), folder=folder)
+    assert (status, DISK[action] in out + err) == (1, True), out + err
+
+
+def test_the_home_of_nobody_is_no_folder(command, capsys):
+    with pytest.raises(SystemExit):
+        command("list", folder="~nobody.here/plans")
+    assert "argument --folder: ~nobody.here/plans: Could not determine" in capsys.readouterr().err

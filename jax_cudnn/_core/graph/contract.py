@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 from .dims import Dims
 from .node import REGISTRY, Node
@@ -21,7 +22,8 @@ def check_contract(cls: type[Node]) -> None:
     check(cls.reference is not Node.reference, "reference is missing")
     own = (cls.__dict__.get("__doc__") or "").strip()
     generated = f"{cls.__name__}("  # what dataclass writes where there is none
-    check(own and not own.startswith(generated), "docstring is missing")
+    stripped = sys.flags.optimize > 1  # python -OO removes docstrings
+    check(stripped or (own and not own.startswith(generated)), "docstring is missing")
     check(cls.examples, "at least one example is needed")
     cls.ports = Dims.parse(cls.dims, cls.broadcast)
     letters = {axis for port in cls.ports.inputs for axis in port.axes}

@@ -10,6 +10,7 @@ import re
 import threading
 from typing import Any
 
+from ...deviceless.environment import wheel_folders
 from ..errors import LibraryError
 from ..package import install
 
@@ -63,12 +64,21 @@ def _load() -> Any:
             got=f"{type(error).__name__}: {error}",
             why="libcudnn.so.9 is searched in LD_LIBRARY_PATH, then in nvidia/cudnn/lib of "
             "site-packages, then by the dynamic linker",
-            fix=INSTALL,
+            fix=_repair(str(error).partition(": ")[0]),
         ) from error
     check_cudnn(version)
     if loaded is not None:
         check_one_cudnn(loaded.cudnnGetVersion(), version)
     return cudnn
+
+
+def _repair(path: str) -> str:
+    """What to do about a library that cannot be loaded."""
+    searched = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    folder, own = os.path.dirname(path), wheel_folders()  # the planning worker searches these, too
+    if folder in [each.rstrip("/") for each in searched if each and each not in own]:
+        return f"repair or delete {path}, or remove {folder} from LD_LIBRARY_PATH"
+    return INSTALL
 
 
 def check_frontend(version: str, path: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import Any
 
 import jax
@@ -17,13 +18,15 @@ from ..graph.spec import GraphSpec, intern
 from ..graph.wire import wire
 from ..implementation import IMPLEMENTATIONS
 from ..package import version
-from ..store.entry import parsed
+from ..store.entry import Unusable, check_size, checksum, parsed
 from .plan import Plan, PlannedSegment
 from .split import part
 from .stored import check_order, need, plan_of, said
 
 _KIND = "jax_cudnn plan"
 _FORMAT = 1
+_PLANS = 16  # of the largest entries of the cache fit: a graph may have many segments
+_SEAL = re.compile(rb',"checksum":"([0-9a-f]{64})"}\Z')
 _AGAIN = "plan the function again with jax_cudnn.plan(fn, *args) and serialize that plan"
 
 
@@ -46,8 +49,19 @@ def data(plan: Plan) -> dict[str, Any]:
 
 
 def dumped(plan: Plan) -> bytes:
-    """The data as UTF-8 text."""
-    return json.dumps(data(plan), separators=(",", ":"), allow_nan=False).encode()
+    """The data as UTF-8 text, with a checksum; GraphError if it is too large to be read back."""
+    text = json.dumps(data(plan), separators=(",", ":"), allow_nan=False).encode()
+    try:
+        check_size(text, _PLANS)
+    except Unusable as error:
+        fix = "split the function into smaller graphs, or serialize each of plan.parts"
+        raise GraphError(f"{plan.name} cannot be serialized", got=str(error), fix=fix) from error
+    return sealed(text)
+
+
+def sealed(text: bytes) -> bytes:
+    """JSON of an object with the SHA-256 of its bytes as its last field."""
+    return b'%s,"checksum":"%s"}' % (text[:-1], checksum(text[:-1]))
 
 
 def loaded(content: bytes) -> Plan:
@@ -57,9 +71,21 @@ def loaded(content: bytes) -> Plan:
     and was written, explained and traced once.
     """
     try:
-        found = parsed(bytes(memoryview(content)))
+        content = bytes(memoryview(content))
+        check_size(content, _PLANS)
+        seal = _SEAL.search(content)
+        if seal is not None and seal[1] != checksum(content[: seal.start()]):
+            raise GraphError(
+                "this serialized plan is damaged",
+                expected="the bytes of Plan.serialize(), with their checksum at the end",
+                got=f"{len(content)} bytes with another checksum",
+                fix=f"copy it again, or {_AGAIN}",
+            )
+        found = parsed(content)
         kind, by = found["kind"], f"written by jax_cudnn {found['jax_cudnn']:.40}"
         was = f"format {found['format']:d}, {by}"
+    except GraphError:
+        raise
     except Exception as error:  # anything may stand there
         raise _no_plan(said(error)) from error
     if kind != _KIND:
@@ -72,6 +98,7 @@ def loaded(content: bytes) -> Plan:
             fix=_AGAIN,
         )
     try:
+        need(seal, "checksum", "that of all before it at the end", found.pop("checksum", None))
         spec = record.decoded(found["graph"])
         _check_graph(spec)
         spec = intern(spec)

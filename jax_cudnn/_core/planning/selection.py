@@ -107,6 +107,8 @@ def _site(plan: Plan) -> Profile | CudaDevice:
     if plan.site is None:
         raise GraphError(
             f"{plan.name}: the candidates of this plan are not known",
+            expected="a plan of jax_cudnn.plan, plan.select or plan.autotune",
+            got="a plan of Plan.deserialize",
             why="it was read from bytes, which hold the plan without the other candidates",
             fix="plan the function again: jax_cudnn.plan(fn, *args)",
         )

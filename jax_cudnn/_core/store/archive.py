@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
+import re
 import secrets
 import zipfile
 from pathlib import Path
@@ -16,32 +16,57 @@ from .entry import LARGEST, NAME, Content, Unusable, checks, decode, read
 
 
 class Imported(NamedTuple):
-    """The outcome for an archive's members; ``refused`` maps names to reasons."""
+    """The outcome for an archive's members: ``refused`` maps names to reasons, and ``lost`` counts
+    those that the archive had when it was written."""
 
     taken: int
     present: int
     refused: dict[str, str]
+    lost: int = 0
 
 
-def export(cache: PlanCache, path: str | os.PathLike[str]) -> int:
-    """Writes all usable entries to an archive, atomically; returns their number."""
-    path = Path(path).absolute()
-    if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+def export(cache: PlanCache, path: str | os.PathLike[str]) -> tuple[int, dict[str, str]]:
+    """Writes all usable entries to an archive, atomically; returns their number, and why others
+    are left out, by name. Raises JaxCudnnError if there are none, and OSError."""
+    path, count, skipped = Path(path).absolute(), 0, {}
+    _check_regular(path, path.is_symlink())
+    entries = cache.entries()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    count = 0
     try:
         with zipfile.ZipFile(temporary, "x") as archive:
-            for entry in reversed(cache.entries()):  # the importer's order of last uses
-                with contextlib.suppress(Unusable, FileNotFoundError):  # deleted just now
+            for entry in reversed(entries):  # the importer's order of last uses
+                name = cache.path(entry.digest).name
+                try:
                     data = read(cache.path(entry.digest))
                     decode(data, entry.digest)
-                    archive.writestr(zipfile.ZipInfo(f"{entry.digest}.plan"), data)
-                    count += 1
+                except FileNotFoundError:
+                    continue  # deleted just now
+                except (Unusable, OSError) as error:
+                    skipped[name] = str(getattr(error, "strerror", None) or error)
+                    continue
+                archive.writestr(zipfile.ZipInfo(name), data)
+                count += 1
+            archive.comment = b"%d entries" % count
+        if not count:
+            got = f"{len(skipped)} unusable entries" if cache.folder.exists() else "no such folder"
+            raise JaxCudnnError(
+                f"there is nothing to export: {path} is not written",
+                expected=f"plans in {cache.folder}",
+                got=got,
+                fix="pass the --folder of a program that has planned; default: the user's",
+            )
         os.replace(temporary, path)
+    except OSError as error:  # that of a full disk names no file
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
-    return count
+    return count, skipped
+
+
+def _check_regular(path: Path, link: bool = False) -> None:
+    """OSError for a link, and for a device or a pipe, which may have no end."""
+    if link or (path.exists() and not path.is_file() and not path.is_dir()):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
@@ -56,6 +81,7 @@ def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
         OSError: it cannot be read, or the folder cannot be written.
     """
     taken, present, refused = 0, 0, {}
+    _check_regular(Path(path))
     try:
         archive = zipfile.ZipFile(path)
     except _BROKEN as error:
@@ -65,7 +91,8 @@ def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
             got=str(error),
         ) from error
     with archive:
-        for member in archive.infolist():
+        members = archive.infolist()
+        for member in members:
             try:
                 content = _content(archive, member)
                 _check(content)
@@ -75,7 +102,12 @@ def import_(cache: PlanCache, path: str | os.PathLike[str]) -> Imported:
                     present += 1
             except Unusable as error:
                 refused[member.filename] = str(error)
-    return Imported(taken, present, refused)
+            except OSError as error:
+                error.add_note(f"{taken} of {len(members)} entries were imported before")
+                raise
+        written = _COUNT.fullmatch(archive.comment)  # zipfile ends at a damaged row of its list
+    lost = max(0, int(written[1]) - len(members)) if written else 0
+    return Imported(taken, present, refused, lost)
 
 
 def _check(content: Content) -> None:
@@ -95,6 +127,7 @@ def _is_present(cache: PlanCache, key: str) -> bool:
     return value is not None
 
 
+_COUNT = re.compile(rb"(\d{1,9}) entries")
 _BROKEN = (zipfile.BadZipFile, EOFError, RuntimeError, ValueError)
 
 

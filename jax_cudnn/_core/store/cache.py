@@ -96,8 +96,8 @@ class PlanCache:
         except (Unusable, OSError) as error:
             self._warn(
                 "entry",
-                f"{path.name} is ignored ({error}), and replaced by a new plan. To find more such "
-                f"files: python -m jax_cudnn cache verify --folder {self.folder}",
+                f"{path.name} is ignored ({error}). A new entry replaces it if the folder can be "
+                f"written. To find more: python -m jax_cudnn cache verify --folder {self.folder}",
             )
             return None
         with contextlib.suppress(OSError):  # another user's file, or deleted just now
@@ -108,8 +108,9 @@ class PlanCache:
     def discard(self, key: str, problem: str) -> None:
         """Removes an entry with an unusable value, so that another can replace it."""
         path = self.path(digest(key))
-        self._warn("entry", f"{path.name} is ignored ({problem}), and replaced by a new plan.")
-        _remove(path)
+        then = _remove(path)
+        then = f"It cannot be deleted: {then}." if then else "A new plan replaces it."
+        self._warn("entry", f"{path.name} is ignored ({problem}). {then}")
 
     def put(self, key: str, value: dict[str, Any], label: str = "") -> dict[str, Any]:
         """Stores a value (JSON) unless there is one; returns the value that all processes use.
@@ -155,6 +156,8 @@ class PlanCache:
                         path.rmdir()  # of an empty folder; nothing else
                     with contextlib.suppress(FileNotFoundError):  # cleared just now
                         os.replace(temporary, path)
+        except IsADirectoryError as error:
+            raise Unusable(f"{path} is a folder that is not empty") from error
         finally:
             temporary.unlink(missing_ok=True)
         self._evict(len(data))
@@ -187,19 +190,21 @@ class PlanCache:
         are checked against their keys, see ``entry.checks``."""
         entries = self.entries(checks)
         unusable = [entry for entry in entries if entry.problem]
-        if delete:
-            for entry in unusable:
-                _remove(self.path(entry.digest))
+        for i, entry in enumerate(unusable if delete else ()):
+            if why := _remove(self.path(entry.digest)):
+                unusable[i] = entry._replace(problem=f"{entry.problem}; not deleted: {why}")
         return len(entries), unusable
 
-    def clear(self) -> tuple[int, int]:
-        """Deletes the files of the cache and no others; returns their number and bytes."""
-        sizes = []
+    def clear(self) -> tuple[int, int, dict[str, str]]:
+        """Deletes the files of the cache and no others; returns their number and bytes, and why
+        others remain, by name."""
+        sizes, left = [], {}
         for name, status in self._files():
-            _remove(self.folder / name)
-            if not (self.folder / name).exists():
+            if why := _remove(self.folder / name):
+                left[name] = why
+            else:
                 sizes.append(status.st_size)
-        return len(sizes), sum(sizes)
+        return len(sizes), sum(sizes), left
 
     def _evict(self, written: int) -> None:
         """Deletes the least recently used entries above the limit, and files that killed writers
@@ -257,10 +262,13 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _remove(path: Path) -> None:
-    """Deletes a file, or an empty folder in its place, if possible."""
-    with contextlib.suppress(OSError):
-        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+def _remove(path: Path) -> str:
+    """Deletes a file, or an empty folder in its place; returns why it cannot, or ""."""
+    try:
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _configured() -> PlanCache | None:

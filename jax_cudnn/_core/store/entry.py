@@ -51,9 +51,9 @@ def digest(key: str) -> str:
 def encode(content: Content) -> bytes:
     """Its file. Raises Unusable if it is too large to be read back."""
     text = json.dumps(content._asdict(), separators=(",", ":")).encode()
-    _check_size(text)
+    check_size(text)
     body = zlib.compress(text)
-    return b"%s %d %s\n" % (_MAGIC, FORMAT, _checksum(body)) + body
+    return b"%s %d %s\n" % (_MAGIC, FORMAT, checksum(body)) + body
 
 
 def decode(data: bytes, name: str) -> Content:
@@ -66,7 +66,7 @@ def decode(data: bytes, name: str) -> Content:
     if version != FORMAT:
         age = "older" if version < FORMAT else "newer"
         raise Unusable(f"{age}: format {version}, read is {FORMAT}")
-    if _checksum(body) != header[2]:
+    if checksum(body) != header[2]:
         raise Unusable("damaged: not the bytes that were written")
     try:
         fields = unpacked(body)
@@ -83,7 +83,7 @@ def decode(data: bytes, name: str) -> Content:
 def unpacked(body: bytes, entries: int = 1) -> Any:
     """Compressed JSON; Unusable where it is larger than so many entries, else as ``parsed``."""
     text = zlib.decompressobj().decompress(body, entries * LARGEST + 1)
-    _check_size(text, entries)
+    check_size(text, entries)
     return parsed(text)
 
 
@@ -99,10 +99,11 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_size(text: bytes, entries: int = 1) -> None:
-    """Raises Unusable for JSON that would take much memory: before it is parsed."""
+def check_size(text: bytes, times: int = 1) -> None:
+    """Raises Unusable for JSON that would take much memory, before it is parsed: for more than
+    ``times`` the largest entry."""
     marks = sum(map(text.count, (b",", b"[", b"{")))
-    largest, most = entries * LARGEST, entries * MOST
+    largest, most = times * LARGEST, times * MOST
     if len(text) > largest or marks > most:
         raise Unusable(
             f"too large: {len(text)} bytes and {marks} values, at most {largest} and {most}"
@@ -117,5 +118,6 @@ def read(path: Path) -> bytes:
         return file.read(LARGEST)
 
 
-def _checksum(body: bytes) -> bytes:
+def checksum(body: bytes) -> bytes:
+    """Its SHA-256, in hexadecimal."""
     return hashlib.sha256(body).hexdigest().encode()

@@ -224,6 +224,15 @@ def test_a_file_that_cannot_be_used_warns_once_and_is_replaced(
     assert len(warnings()) == 1
 
 
+def test_a_filled_folder_in_place_of_an_entry_stops_this_entry_only(store, warnings):
+    (store.path(digest(KEY)) / "mine").mkdir(parents=True)
+    assert store.put(KEY, VALUE) is VALUE
+    assert store.put("b", VALUE) is VALUE
+    assert PlanCache(store.folder, LIMIT).get("b") == VALUE
+    assert "is a folder that is not empty" in warnings()[-1]
+    assert store.clear()[2] == {store.path(digest(KEY)).name: "Directory not empty"}
+
+
 def test_no_flipped_bit_and_no_cut_goes_unseen():
     assert decode(GOOD, digest(KEY)) == Content(KEY, VALUE, "label")
     for i in range(len(GOOD)):

@@ -113,7 +113,8 @@ WRONG = {
     "channels first": (lambda: instance(X, axis=0), SHAPE, "axis=0"),
     "no spatial axis": (lambda: instance(X[0]), SHAPE, r"\*spatial"),
     "epsilons": (lambda: rms(X, epsilon=jnp.ones(2)), SHAPE, "epsilon"),
-    "negative epsilon": (lambda: rms(X, epsilon=-1.0), SHAPE, "epsilon is negative"),
+    "negative epsilon": (lambda: rms(X, epsilon=-1.0), SHAPE, "epsilon is not a number of at"),
+    "epsilon NaN": (lambda: rms(X, epsilon=jnp.nan), SHAPE, "epsilon is not a number of at least"),
 }
 
 
