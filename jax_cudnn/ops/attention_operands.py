@@ -135,6 +135,12 @@ def without_keys(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Ar
     return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
 
 
+def of_one_query(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both lengths for the engines of paged keys that take one query: they always compute it, and
+    write zeros for a batch element without keys."""
+    return queries, jnp.where(queries <= 0, 0, keys)
+
+
 def masking(mask: Any, query: Aval, key: Aval) -> jax.Array | None:
     """The mask with rank 4; GraphTypeError if it is not boolean."""
     if mask is None:

@@ -14,7 +14,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
 from . import attention_reference
 from .attention_arranged import Arranged
-from .attention_operands import without_keys
+from .attention_operands import of_one_query, without_keys
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -92,10 +92,7 @@ class PagedSdpa(Arranged):
         keys = given["page_table_k"].shape[2] * k[2 if self.heads_first else 1]
         both = zip(_LENGTHS, (queries, keys), strict=True)
         lengths = [jnp.clip(given[port], 0, most) for port, most in both]
-        if queries > 1:
-            lengths = without_keys(*lengths)
-        else:  # the engines of a single query write zeros where there is no key, and always see it
-            lengths[1] = jnp.where(lengths[0] == 0, 0, lengths[1])
+        lengths = (without_keys if queries > 1 else of_one_query)(*lengths)
         return {**tables, **dict(zip(_LENGTHS, lengths, strict=True))}
 
     def emit(

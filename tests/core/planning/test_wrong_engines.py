@@ -28,6 +28,10 @@ def uneven_wgrad(after):
     return wgrad
 
 
+def narrow_wgrad(g, x, dy):
+    return g.conv_wgrad(x, dy, padding=[0], out_dims=[4, 4, 3])
+
+
 def uneven_dgrad(g, dy, w):
     return g.conv_dgrad(dy, w, pre_padding=[0], post_padding=[1], out_dims=[2, 64, 9])
 
@@ -54,8 +58,9 @@ WRONG = [  # found by random graphs on an H200: function, operands, engines of 0
     (two_results, IMAGES, dict.fromkeys(range(81), "conv_fprop.0")),
     (wide_dgrad, IMAGES, {8: "conv_dgrad.0"}),
     (uneven_dgrad, [LINES[1], ((64, 64, 3), "float32")], {50: "conv_dgrad.0"}),
-    (uneven_wgrad(1), LINES, dict.fromkeys((1, 2, 18, 20), "conv_wgrad.0")),
+    (uneven_wgrad(1), LINES, dict.fromkeys((1, 18, 20), "conv_wgrad.0")),
     (uneven_wgrad(0), [LINES[0], ((2, 64, 7), "float32")], {}),
+    (narrow_wgrad, [((8, 4, 32), "float16"), ((8, 4, 30), "float16")], {2: "conv_wgrad.0"}),
     (lambda g, x, w: g.add(g.relu(x), conv(g, x, w)), WIDE, {8: "conv_fprop.0"}),
     (lambda g, x, w: g.relu(g.add(x, conv(g, x, w))), WIDE, {}),
     (lambda g, a, b: g.relu(g.matmul(a, b), negative_slope=0.1), MATRICES, {0: "relu.0"}),
@@ -89,11 +94,12 @@ def test_distrusted_engines_are_not_chosen():
 @pytest.mark.usefixtures("by_cudnn")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rank", [1, 2])
-@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad", "wgrad, add"])
+@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad", "wgrad, add", "wgrad, add, 4"])
 def test_engines_that_are_left_read_uneven_padding(kind, rank, dtype):
-    kind, _, added = kind.partition(", ")
-    image, result = [2, 64, 9, 11][: 2 + rank], [2, 64, 8, 10][: 2 + rank]
-    weight = [64, 64, 3, 3][: 2 + rank]
+    kind, *added = kind.split(", ")
+    n = 4 if "4" in added else 64
+    image, result = [2, n, 9, 11][: 2 + rank], [2, n, 8, 10][: 2 + rank]
+    weight = [n, n, 3, 3][: 2 + rank]
     given, out = {
         "fprop": ([image, weight], {}),
         "dgrad": ([result, weight], {"out_dims": image}),
