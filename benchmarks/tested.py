@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,7 +18,7 @@ from xml.etree import ElementTree
 from .measure import environment
 from .tables import table
 
-RUNS, RANDOM = ("tested_cuda12",), ("programs_h200", "graphs_h200", "calls_h200")
+RUNS, RANDOM = ("tested_cuda13", "tested_cuda12"), ("programs_h200", "graphs_h200", "calls_h200")
 _OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 
 
@@ -39,8 +38,9 @@ def render(results: Path) -> str:
         for names in (RUNS, RANDOM)
     )
     tests = table(["GPU, libraries", "when", "tests", "note"], map(_run, runs))
-    titles = ["kind", "GPU, libraries", "seeds", "right", "refused", "wrong", "crashed"]
-    return f"{tests}\n\n{table(titles, (row for found in cases for row in _random(found)))}"
+    titles = ["kind", "GPU, libraries", "seeds", "commits", "transformations", "right", "refused"]
+    titles += ["wrong", "crashed", "mended since"]
+    return f"{tests}\n\n{table(titles, map(_random, cases))}"
 
 
 def _run(run: dict[str, Any]) -> list[str]:
@@ -55,15 +55,15 @@ def _run(run: dict[str, Any]) -> list[str]:
     ]
 
 
-def _random(found: dict[str, Any]) -> Iterator[list[str]]:
-    counts = found["counts"]
-    for run in found["runs"]:
-        names = ("jax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
-        versions = ", ".join(f"{n} {run['versions'][n]}" for n in names if n in run["versions"])
-        ranges = ", ".join(f"{a} to {b - 1}" if b - a > 1 else f"{a}" for a, b in run["seeds"])
-        seeds = f"{ranges}, {run['commit']}"
-        each = [str(counts[kind]) for kind in ("right", "refused", "wrong", "crashed")]
-        yield [found["what"], f"{run['gpu']}, {versions}", seeds, *each]
+def _random(found: dict[str, Any]) -> list[str]:
+    run, counts = found["runs"][-1], found["counts"]
+    names = ("jax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+    versions = ", ".join(f"{n} {run['versions'][n]}" for n in names if n in run["versions"])
+    commits = ", ".join(dict.fromkeys(run["commit"] for run in found["runs"]))
+    numbers = [counts[kind] for kind in ("right", "refused", "wrong", "crashed")]
+    more = found.get("transformations", ""), *numbers, len(found.get("mended", []))
+    total = sum(counts.values())
+    return [found["what"], f"{run['gpu']}, {versions}", f"0 to {total - 1}", commits, *map(str, more)]
 
 
 def main() -> None:

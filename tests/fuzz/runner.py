@@ -135,23 +135,31 @@ def _ranges(seeds: list[int]) -> list[list[int]]:
 
 
 def merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Slices of one kind as one. Seeds of a slice are new, or failed before."""
+    """Slices of one kind as one. What a seed was earlier, a failure or a refusal, no longer counts
+    where a later slice runs it again; failures that are right there are ``mended``."""
     first, *others = parts
     for other in others:
         if other["what"] != first["what"]:
             raise ValueError(f"{first['what']} and {other['what']} are of different kinds")
         again = {seed for run in other["runs"] for ends in run["seeds"] for seed in range(*ends)}
         before = [failure for failure in first["failures"] if failure[0] in again]
-        for failure in before:
-            first["failures"].remove(failure)
-            first["counts"][failure[1]] -= 1
-        first = _joined(first, other)
         failing = {failure[0] for failure in other["failures"]}
-        first["mended"] = first.get("mended", []) + [f for f in before if f[0] not in failing]
+        refused = {words: {*seeds} - again for words, seeds in first["refused"].items()}
+        counts = {**first["counts"], "refused": sum(map(len, refused.values()))}
+        for _, kind, _ in before:
+            counts[kind] -= 1
+        first = first | {
+            "counts": counts,
+            "refused": {words: sorted(seeds) for words, seeds in refused.items() if seeds},
+            "failures": [failure for failure in first["failures"] if failure not in before],
+            "mended": first.get("mended", []) + [f for f in before if f[0] not in failing],
+        }
+        first = _joined(first, other)
     return first
 
 
 def _joined(a: Any, b: Any) -> Any:
     if isinstance(b, dict):
-        return {name: _joined(a.get(name, type(x)()), x) for name, x in {**a, **b}.items()}
+        both = {name: _joined(a[name], x) for name, x in b.items() if name in a}
+        return {**a, **b, **both}
     return a if isinstance(a, str) else a + b

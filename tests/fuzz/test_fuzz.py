@@ -176,13 +176,15 @@ def test_a_run_in_processes_is_data_that_slices_make_up(tmp_path, capsys):
     assert [run["seeds"] for run in found["runs"]] == [[[0, 2]], [[2, 4]]]
 
 
-def test_a_seed_that_failed_and_is_right_in_a_later_slice_is_mended():
-    cases = [(0, "right"), (1, "wrong"), (2, "right"), (4, "crashed")], [(4, "wrong"), (1, "right")]
+def test_a_seed_that_is_run_again_counts_as_it_is_then():
+    first = [(0, "right"), (1, "wrong"), (2, "refused"), (4, "crashed"), (5, "refused")]
+    cases = first, [(4, "wrong"), (1, "right"), (2, "right")], [(6, "right")]
     parts = [[runner.Outcome(seed, kind, "why") for seed, kind in part] for part in cases]
     found = runner.merged(runner.facts("graphs", part, 1.0, None, "a") for part in parts)
-    assert found["counts"] == {"right": 3, "refused": 0, "wrong": 1, "crashed": 0}
-    assert [run["seeds"] for run in found["runs"]] == [[[0, 3], [4, 5]], [[1, 2], [4, 5]]]
+    assert found["counts"] == {"right": 4, "refused": 1, "wrong": 1, "crashed": 0}
+    assert [run["seeds"] for run in found["runs"]] == [[[0, 3], [4, 6]], [[1, 3], [4, 5]], [[6, 7]]]
     assert (found["mended"], found["failures"]) == ([[1, "wrong", "why"]], [[4, "wrong", "why"]])
+    assert found["refused"] == {"why": [5]}
 
 
 def dies(seed):
