@@ -39,7 +39,7 @@ def render(results: Path) -> str:
     )
     tests = table(["GPU, libraries", "when", "tests", "note"], map(_run, runs))
     titles = ["kind", "GPU, libraries", "seeds", "commits", "transformations", "right", "refused"]
-    titles += ["wrong", "crashed", "mended since"]
+    titles += ["wrong", "crashed", "fixed since"]
     return f"{tests}\n\n{table(titles, map(_random, cases))}"
 
 
@@ -61,9 +61,15 @@ def _random(found: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{n} {run['versions'][n]}" for n in names if n in run["versions"])
     commits = ", ".join(dict.fromkeys(run["commit"] for run in found["runs"]))
     numbers = [counts[kind] for kind in ("right", "refused", "wrong", "crashed")]
-    more = found.get("transformations", ""), *numbers, len(found.get("mended", []))
+    more = found.get("transformations", ""), *numbers, len(found.get("fixed", []))
     total = sum(counts.values())
-    return [found["what"], f"{run['gpu']}, {versions}", f"0 to {total - 1}", commits, *map(str, more)]
+    return [
+        found["what"],
+        f"{run['gpu']}, {versions}",
+        f"0 to {total - 1}",
+        commits,
+        *map(str, more),
+    ]
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
 - ``files``: altered entries of the plan cache, archives and serialized plans;
 - ``programs``: altered attributes of the custom call, on a GPU;
 - ``merge``: one file from several that ``--json`` wrote, in order: a seed that fails and is right
-  in a later one is said to be mended.
+  in a later one is said to be fixed.
 
 Without a GPU they are planned for an H200, or for another profile (``--gpu``; ``none`` plans
 nothing), and run on the CPU. Exits with 1 if a case is wrong or ends its process, or is refused

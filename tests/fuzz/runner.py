@@ -136,7 +136,7 @@ def _ranges(seeds: list[int]) -> list[list[int]]:
 
 def merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Slices of one kind as one. What a seed was earlier, a failure or a refusal, no longer counts
-    where a later slice runs it again; failures that are right there are ``mended``."""
+    where a later slice runs it again; failures that are right there are ``fixed``."""
     first, *others = parts
     for other in others:
         if other["what"] != first["what"]:
@@ -152,7 +152,7 @@ def merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
             "counts": counts,
             "refused": {words: sorted(seeds) for words, seeds in refused.items() if seeds},
             "failures": [failure for failure in first["failures"] if failure not in before],
-            "mended": first.get("mended", []) + [f for f in before if f[0] not in failing],
+            "fixed": first.get("fixed", []) + [f for f in before if f[0] not in failing],
         }
         first = _joined(first, other)
     return first

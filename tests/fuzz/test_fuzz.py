@@ -183,7 +183,7 @@ def test_a_seed_that_is_run_again_counts_as_it_is_then():
     found = runner.merged(runner.facts("graphs", part, 1.0, None, "a") for part in parts)
     assert found["counts"] == {"right": 4, "refused": 1, "wrong": 1, "crashed": 0}
     assert [run["seeds"] for run in found["runs"]] == [[[0, 3], [4, 6]], [[1, 3], [4, 5]], [[6, 7]]]
-    assert (found["mended"], found["failures"]) == ([[1, "wrong", "why"]], [[4, "wrong", "why"]])
+    assert (found["fixed"], found["failures"]) == ([[1, "wrong", "why"]], [[4, "wrong", "why"]])
     assert found["refused"] == {"why": [5]}
 
 
