@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal, product, same
+from helpers import normal, product
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph import layout
@@ -100,27 +100,6 @@ def test_slices_that_are_no_view_of_an_operand_are_refused():
 @jc.graph
 def fused(g, a, b, bias, residual):
     return g.relu(g.add(g.add(g.matmul(a, b), bias), residual))
-
-
-SHAPES = {
-    "no batch": ((8, 6), (6, 16)),
-    "two batch dimensions": ((2, 3, 8, 6), (2, 3, 6, 16)),
-    "in part": ((2, 3, 8, 6), (2, 1, 6, 16)),
-    "both in part": ((2, 1, 8, 6), (1, 3, 6, 16)),
-}
-
-
-@pytest.mark.parametrize("case", SHAPES)
-def test_products_derivatives_and_batches_are_those_of_jnp(case):
-    a, b = arrays(*SHAPES[case])
-    stack, both = jnp.stack([a, 2 * a, -a]), jnp.stack([b, b + 1, 3 * b])
-
-    def run(f):
-        grads = jax.grad(lambda a, b: (f(a, b) ** 2).sum(), (0, 1))(a, b)
-        batches = (((0, None), (stack, b)), ((None, 0), (a, both)), ((0, 0), (stack, both)))
-        return f(a, b), grads, [jax.vmap(f, axes)(*operands) for axes, operands in batches]
-
-    same(*(jax.jit(run, static_argnums=0)(f) for f in (product, jnp.matmul)), 1e-4)
 
 
 def spec_of(function, *avals):

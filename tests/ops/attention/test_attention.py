@@ -177,21 +177,3 @@ def test_lengths_are_of_any_integer_dtype_and_may_be_weakly_typed(normal):
     packed(*[q[0]] * 3, query_offsets=jnp.full(3, 6), max_query_length=6)
     pages = q[:, :2, :2], q[:, :2, :2], jnp.full((2, 3), 1)
     jc.ops.paged_dot_product_attention(q, *pages, key_value_seq_lengths=jnp.full(2, 5))
-
-
-def test_of_one_array_it_is_that_of_three(normal):
-    """6 query heads with 3 key heads; or equally many, with hidden queries."""
-    one, ends = jc.ops.dot_product_attention_qkv, jnp.array([[9, 4], [7, 9]], "int32")
-    given = {"query_seq_lengths": ends[0], "key_value_seq_lengths": ends[1], "scale": 0.3}
-    given |= {"local_window_size": (3, 2), "return_residual": True}
-    of_three = lambda x: jnp.split(x, [6, 9], axis=2)  # noqa: E731
-    operands = normal((2, 9, 12, 8)), normal((1, 6, 9, 9))
-    along = normal((2, 9, 6, 8)), normal((2, 9, 6))
-    got = outcome(lambda x, bias: one(x, 6, bias, **given), operands, *along)
-    want = outcome(lambda x, bias: ours(*of_three(x), bias, **given), operands, *along)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
-    mask = jnp.ones((2, 1, 1, 9), bool).at[1, ..., :3].set(False)
-    stacked = operands[0].reshape(2, 9, 3, 4, 8)
-    want = ours(*(stacked[:, :, i] for i in range(3)), mask=mask, **LAST)
-    np.testing.assert_allclose(one(stacked, mask=mask, **LAST), want, atol=1e-6)

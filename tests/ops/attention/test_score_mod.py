@@ -17,7 +17,6 @@ from transformations import graphs_of, methods, primitives
 import jax_cudnn as jc
 from jax_cudnn.ops import score_mod_written
 
-S = jax.ShapeDtypeStruct
 ours = jc.ops.dot_product_attention
 SCORES_AT_A_TIME = 1500
 B, T, K, N = 2, 20, 24, 4  # batch elements, queries, keys, heads

@@ -4,47 +4,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batch_norm_calls import IMAGE, Case, check, with_
+from batch_norm_calls import IMAGE, Case, with_
 from helpers import cotangents_of, exactly, outcome, same
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from transformations import relative_error
 
-ALL = "scale bias residual"
-STRIDED = {"strides": (2, 1), "padding": [(1, 2), (0, 1)], "dilation": (1, 2)}
-MOVED, VOLUMES = ("HWNC", "OIHW", "CHWN"), ("NDHWC", "DHWIO", "NDHWC")
-CONV = Case((2, 5, 6, 4), w=(3, 3, 4, 6), given=ALL)
-NORMS = [  # with dtypes of x and of parameters
-    (Case((4, 6, 5), given=ALL, activation="relu"), "bfloat16", "float32"),
-    (Case((1, 6)), "float32", "float32"),  # of one element, which is its own mean
-    (with_(IMAGE, given=ALL), "float16", "float32"),
-    (Case((4, 3, 7, 5), 2, given="bias", activation="gelu_exact"), "float16", "bfloat16"),
-    (Case((3, 2, 4, 3, 6), given="scale residual", activation="relu6"), "bfloat16", "bfloat16"),
-    (Case((2, 3, 2, 7, 2, 3), -3, given="", activation="leaky_relu"), "float32", "float32"),
-    (with_(CONV, activation="silu"), "bfloat16", "float32"),
-    (with_(CONV, activation="gelu", fused=True), "float32", "float32"),
-    (with_(CONV, w=(3, 3, 2, 6), given="scale", conv={"groups": 2}), "float32", "float32"),
-    (Case((2, 4, 5, 6), 1, w=(6, 4, 3, 3), numbers=None), "float32", "float32"),
-    (Case((2, 7, 6, 4), w=(3, 2, 4, 6), given="bias", conv=STRIDED), "float32", "float32"),
-    (Case((5, 6, 2, 4), 0, w=(6, 4, 3, 3), numbers=MOVED, fused=True), "float32", "bfloat16"),
-    (Case((2, 3, 4, 3, 4), w=(2, 2, 2, 4, 6), numbers=VOLUMES), "float32", "float32"),
+ROUNDED = [  # with dtypes of x and of parameters
+    (with_(IMAGE, given="scale bias residual"), "float16", "float32"),
+    (Case((2, 3, 2, 7, 2, 3), -3, given="", activation="leaky_relu"), "bfloat16", "float32"),
+    (
+        Case((5, 6, 2, 4), 0, w=(6, 4, 3, 3), numbers=("HWNC", "OIHW", "CHWN"), fused=True),
+        *("float32", "bfloat16"),
+    ),
 ]
 
 
-@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("case", "dtype", "parameters"), NORMS)
-def test_values_statistics_and_gradients(case, dtype, parameters, training):
-    """y has x's dtype, statistics theirs; y is rounded once, in training also in front of residual
-    and activation, and behind a convolution."""
-    case = with_(case, training=training)
+@pytest.mark.parametrize(("case", "dtype", "parameters"), ROUNDED)
+def test_values_are_rounded_once_to_xs_dtype_and_statistics_to_theirs(case, dtype, parameters):
+    """In front of residual and activation also; of axes that random calls do not have."""
     operands = case.operands(dtype, parameters)
-    through = dtype if case.activation or case.w else "float32"
-    (got, _), (want, _) = check(case, operands, slack=2.0, through=through)
+    got, want = case(*operands), exactly(case.plain, operands, case(*operands))[0]
     assert [g.dtype for g in got] == [dtype, parameters, parameters]
-    assert [g.shape for g in got] == [case.y, *[(case.channels,)] * 2]
-    once = {"float32": 2e-5, "bfloat16": 2**-9, "float16": 2**-12}[dtype]
-    twice = training and (case.activation or case.w or "residual" in case.given)
-    assert relative_error(got[0], want[0]) <= once * (2 if twice else 1)
+    once = {"float32": 2e-5, "bfloat16": 2**-9, "float16": 2**-12}
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) <= 2 * once[str(a.dtype)]
 
 
 @pytest.mark.parametrize("fused", [None, False, True], ids=["alone", "conv", "fused"])

@@ -12,29 +12,6 @@ import jax_cudnn as jc
 from jax_cudnn._core.graph.wire import wire
 
 each_kind = pytest.mark.parametrize("name", KINDS)
-CALLS = [(name, "float32", "float32") for name in CASES]
-CALLS += [(name, "bfloat16", "float32") for name in KINDS]  # of parameters wider than x
-CALLS += [(name, "float16", "float16") for name in KINDS]
-
-
-@pytest.mark.parametrize(("name", "dtype", "parameters"), CALLS)
-def test_values_statistics_and_their_gradients(name, dtype, parameters):
-    """Cotangents come into y and the statistics: the gradient is rounded in two parts."""
-    case = CASES[name]
-    operands = [x.astype(parameters if i else dtype) for i, x in enumerate(case.operands())]
-    results = jax.eval_shape(case, *operands)
-    assert [r.dtype for r in results] == [dtype, *["float32"] * (len(results) - 1)]
-    cotangents = cotangents_of(results)
-    got = outcome(case, operands, cotangents)
-    assert [g.dtype for g in got[1]] == [o.dtype for o in operands]
-    assert_close(got, exactly(case.plain, operands, cotangents), slack=1.6)
-    y, *statistics = got[0]
-    if not case.groups:
-        kept = tuple(1 if i in case.axes else n for i, n in enumerate(case.x))
-        assert [s.shape for s in statistics] == [kept] * len(statistics)
-    same = {"float32": 2e-6, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
-    alone = case(*operands, return_statistics=False)[0]
-    np.testing.assert_allclose(*(np.float32(v) for v in (alone, y)), rtol=same, atol=same)
 
 
 @each_kind
@@ -61,7 +38,9 @@ def test_a_gradient_is_one_forward_and_one_backward(name):
     writes and nobody reads has memory, and is dropped. Without gradient there are no statistics."""
     case = CASES["group, one"] if name == "group" else KINDS[name]
     avals, method = case.avals(), METHODS.get(name, "layernorm")
+    assert {r.dtype.name for r in jax.eval_shape(case, *avals)[1:]} == {"float32"}
     forward, backward = graphs_of(jax.grad(total(case), tuple(range(len(avals)))), *avals)
+    assert forward.output_tensors[0].dtype == "bfloat16"
     assert (methods(forward), methods(backward)) == ([method], [f"{method}_backward"])
     ports = [port for port, result in forward.calls[0].outputs if result in forward.outputs]
     assert ports == (["Y", "inv_var"] if name == "rms" else ["Y", "mean", "inv_var"])
