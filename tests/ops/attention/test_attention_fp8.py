@@ -6,9 +6,10 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle_attention
 import pytest
-from attention_checks import CAUSAL, LAST, S, bounds, qkv, turned
+from attention_checks import CAUSAL, LAST, S, lengths, qkv
+from fuzz.attentions import attention
+from helpers import exactly
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from transformations import graphs_of, relative_error
@@ -35,24 +36,26 @@ def settled(function, operands, weights=1.0):
     return step(step(create(4)))
 
 
-def check(function, operands, weights, more=0.0, **exact):
-    oracle = oracle_attention.Attention(*map(turned, operands), **exact)
-    want = oracle.gradients(turned(weights))
-    got, pull = jax.vjp(jax.jit(function), *operands)
+def check(function, operands, weights, more=0.0, **options):
+    want, gradients = exactly(functools.partial(attention, **options), operands, weights)
+    got, pull = jax.vjp(jax.jit(functools.partial(function, **options)), *operands)
     assert got.dtype == operands[0].dtype
-    assert relative_error(turned(got), oracle.out) < RESULTS + more
-    for x, a, name in zip(operands, pull(weights.astype(got.dtype)), "qkv", strict=True):
+    assert relative_error(got, want) < RESULTS + more
+    for x, a, b in zip(operands, pull(weights.astype(got.dtype)), gradients, strict=True):
         assert (a.shape, a.dtype) == (x.shape, x.dtype)
-        assert relative_error(turned(a), want[name]) < GRADIENTS + more
+        assert relative_error(a, b) < GRADIENTS + more
 
 
-ENDS = {"queries": [24, 9], "keys": [20, 24]}
 MANY = {"b": 1, "t": 2048, "s": 2048, "k": 1, "dtype": "float32"}
-CASES = {  # sizes, band, lengths, whether scaling is delayed
-    "window": ({}, {**CAUSAL, "local_window_size": (6, 0)}, {}, True),
-    "causal lengths": ({"n": 6, "k": 2, "h": 32}, CAUSAL, ENDS, True),
-    "from the last": ({"k": 1, "e": 48, "dtype": "float16"}, LAST, {}, False),
-    "many": (MANY, {}, {}, False),
+CASES = {  # sizes, options, whether scaling is delayed
+    "window": ({}, {**CAUSAL, "local_window_size": (6, 0)}, True),
+    "causal lengths": (
+        {"n": 6, "k": 2, "h": 32},
+        {**CAUSAL, **lengths([24, 9], [20, 24])},
+        True,
+    ),
+    "from the last": ({"k": 1, "e": 48, "dtype": "float16"}, LAST, False),
+    "many": (MANY, {}, False),
 }
 
 
@@ -62,15 +65,12 @@ CASES = {  # sizes, band, lengths, whether scaling is delayed
 def test_results_and_gradients(name, normal, request):
     if name != "many":
         request.getfixturevalue("blocks")
-    sizes, band, lengths, delayed = CASES[name]
+    sizes, options, delayed = CASES[name]
     operands = qkv(normal, **{"dtype": "bfloat16", **sizes})
     weights = normal((*operands[0].shape[:3], operands[2].shape[3]))
-    names = ("query_seq_lengths", "key_value_seq_lengths")
-    given = {n: jnp.array(x, "int32") for n, x in zip(names, lengths.values(), strict=False)}
-    function = functools.partial(ours, **band, **given)
-    if delayed:
-        function = functools.partial(function, scaling=settled(function, operands, weights))
-    check(function, operands, weights, 0.01 * (name == "many"), **bounds(**band), **lengths)
+    scaling = settled(functools.partial(ours, **options), operands, weights) if delayed else None
+    function = functools.partial(ours, scaling=scaling)
+    check(function, operands, weights, 0.01 * (name == "many"), **options)
 
 
 def test_current_scaling_does_not_depend_on_the_operands_sizes(normal):

@@ -43,12 +43,6 @@ def test_keys_of_all_kinds_and_one_program_for_all(normal):
     assert len(calls) == 2  # the key is not part of the program
 
 
-def every(rate=0.0):
-    """A sink, ALiBi and dropout."""
-    dropout = {"dropout_rate": rate, "dropout_rng": KEY} if rate else {}
-    return lambda q, k, v, sink: ours(q, k, v, sink=sink, is_causal=True, alibi=True, **dropout)
-
-
 def in_one(qkv, bias=None):
     return jc.ops.dot_product_attention_qkv(qkv, 4, bias, is_causal=True)
 
@@ -130,6 +124,7 @@ def test_vmap_is_a_dimension_of_examples_or_a_loop(name, normal):
     assert spec.tensor(spec.calls[-1].inputs[0][1]).shape[0] == examples
 
 
+dropped = functools.partial(ours, is_causal=True, dropout_rate=0.1, dropout_rng=KEY)
 LONG = S((1, 8192, 4, 16), "float32")
 
 
@@ -145,7 +140,7 @@ def of_pages(q, k, table, lengths):
 
 MEMORY = {  # bytes of temporary arrays, where all scores (or keys) would take more
     "dense": (2**29, jax.grad(lambda q: ours(q, q, q, is_causal=True).sum()), LONG),
-    "dropout": (2**29, lambda q: jax.jvp(lambda q: every(0.1)(q, q, q, None), (q,), (q,)), LONG),
+    "dropout": (2**29, lambda q: jax.jvp(lambda q: dropped(q, q, q, alibi=True), (q,), (q,)), LONG),
     "packed": (2**29, jax.grad(of_packed), S((16384, 1, 16), "float32"), S((65,), "int32")),
     "pages": (
         2**29, of_pages, S((64, 1, 8, 128), "f4"), S((8200, 64, 8, 128), "f4"),
@@ -169,9 +164,9 @@ def test_a_gradient_is_one_forward_and_one_backward(normal, monkeypatch):
         total = lambda *x: ours(*x[:3], sink=x[3], **given).astype("float32").sum()  # noqa: E731
         return jax.grad(total, (0, 1, 2, 3))
 
-    dropped = step(dropout_rate=0.1, dropout_rng=KEY)
-    assert primitives(jax.make_jaxpr(dropped)(*operands)).count("cudnn") == 2
-    forward, backward = graphs_of(dropped, *operands)
+    random = step(dropout_rate=0.1, dropout_rng=KEY)
+    assert primitives(jax.make_jaxpr(random)(*operands)).count("cudnn") == 2
+    forward, backward = graphs_of(random, *operands)
     assert methods(forward) == ["sdpa"]
     assert methods(backward) == ["sdpa_backward", "sdpa_sink_gradient"]
     assert [t.dtype for t in forward.output_tensors] == ["bfloat16", "float32"]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fuzz import functions
 from jax import lax
 from transformations import methods
 
@@ -94,23 +95,10 @@ class Case:
     def plain(self, *operands):
         """The same in jnp, in the precision of its operands."""
         arrays, mean, var, momentum, given = self.split(operands)
-        x = self.convolved(*arrays)
-        axes = tuple(a for a in range(x.ndim) if a != self.axis % x.ndim)
-        along = lambda v: jnp.expand_dims(v, axes)  # noqa: E731
-        new = center, spread = mean, var
-        if self.training:
-            center, spread = jnp.mean(x, axes), jnp.var(x, axes)
-            new = [
-                momentum * old + (1 - momentum) * v for old, v in ((mean, center), (var, spread))
-            ]
-        y = (x - along(center)) / jnp.sqrt(along(spread) + self.epsilon)
-        y = y if given["scale"] is None else y * along(given["scale"])
-        y = y if given["bias"] is None else y + along(given["bias"])
-        y = y + given.get("residual", 0)
-        return [getattr(jax.nn, self.activation)(y) if self.activation else y, *new]
-
-
-# Relative to an array's norm: of sums in float32, and of what is rounded twice.
+        own = {"training": self.training, "momentum": momentum, "epsilon": self.epsilon}
+        own |= {"axis": self.axis, "activation": self.activation, **given}
+        y, new = functions._batch_norm(self.convolved(*arrays), mean, var, **own)
+        return [y, *new]
 
 
 def with_(case, **changes):

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fuzz import functions
 
 import jax_cudnn as jc
 
@@ -17,6 +18,8 @@ IN_FLOAT32 = 4e-6
 
 rms, layer, ada = jc.ops.rms_norm, jc.ops.layer_norm, jc.ops.ada_layer_norm
 instance, group = jc.ops.instance_norm, jc.ops.group_norm
+PLAIN = {rms: functions._of_rows(centred=False), layer: functions._of_rows(centred=True)}
+PLAIN |= {ada: functions._ada, **dict.fromkeys((instance, group), functions._grouped)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +28,10 @@ class Case:
 
     function: Callable[..., Any]
     x: tuple[int, ...]
-    axes: tuple[int, ...]
-    """The normalized ones."""
-    own: tuple[int, ...] = ()
-    """Those that scale and bias have: by default the same."""
+    own: tuple[int, ...]
+    """The axes that scale and bias have."""
     given: str = "scale bias"
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def groups(self):
-        return self.keywords.get("num_groups", 0)
 
     @property
     def names(self):
@@ -42,7 +39,7 @@ class Case:
 
     @property
     def shapes(self):
-        one = tuple(self.x[axis] for axis in self.own or self.axes)
+        one = tuple(self.x[axis] for axis in self.own)
         return (self.x, *(one for _ in self.names))
 
     def operands(self, dtype="float32"):
@@ -63,25 +60,12 @@ class Case:
 
     def plain(self, x, *parameters, epsilon=None):
         """The same in jnp, in the precision of its operands."""
-        centred = self.function is not rms
-        default = self.keywords.get("epsilon", 1e-5 if centred else 1e-6)
-        epsilon = default if epsilon is None else epsilon
-        own = self.own or self.axes
-        shape = [n if i in own else 1 for i, n in enumerate(self.x)]
-        given = {n: p.reshape(shape) for n, p in zip(self.names, parameters, strict=True)}
-        scale = given.get("scale", 1.0)
-        if "scale" in given and self.keywords.get("zero_centered_scale"):
-            scale = scale + 1
-        axes, wide = self.axes, x
-        if self.groups:
-            wide = x.reshape(*x.shape[:-1], self.groups, x.shape[-1] // self.groups)
-            axes = (*range(1, x.ndim - 1), x.ndim)
-        mean = jnp.mean(wide, axes, keepdims=True)
-        from_mean = wide - mean if centred else wide
-        inv = (jnp.mean(from_mean**2, axes, keepdims=True) + epsilon) ** -0.5
-        y = (from_mean * inv).reshape(x.shape) * scale + given.get("bias", 0.0)
-        found = [mean, inv] if centred else [inv]
-        return [y, *(v.reshape(x.shape[0], self.groups) if self.groups else v for v in found)]
+        given = dict(zip(self.names, parameters, strict=True)) | {"return_statistics": True}
+        given |= {"epsilon": 1e-6 if self.function is rms else 1e-5, **self.keywords}
+        given |= {} if epsilon is None else {"epsilon": epsilon}
+        if self.function in (instance, group):
+            given = {"axis": -1} | given
+        return jax.tree.leaves(PLAIN[self.function](x, **given))
 
 
 def over(axis, **more):
@@ -96,16 +80,16 @@ ONE_MORE = {"keywords": {"zero_centered_scale": True}}
 KINDS = {
     "rms": Case(rms, (6, 10), (1,)),
     "layer": Case(layer, (6, 10), (1,)),
-    "ada": Case(ada, (3, 4, 10), (2,), (0, 2)),
-    "instance": Case(instance, (2, 3, 5, 7), (1, 2), (3,)),
-    "group": Case(group, (2, 3, 4, 8), (), (3,), **groups(4)),
+    "ada": Case(ada, (3, 4, 10), (0, 2)),
+    "instance": Case(instance, (2, 3, 5, 7), (3,)),
+    "group": Case(group, (2, 3, 4, 8), (3,), **groups(4)),
 }
 CASES = KINDS | {
     "rms, 1 + scale": Case(rms, (2, 3, 4, 8), (3,), **ONE_MORE),
     "layer, middle": Case(layer, (2, 6, 3, 4), (1,), **over(-3)),
-    "instance, channels second": Case(instance, (2, 3, 4, 5), (2, 3), (1,), **over(1)),
-    "group, one": Case(group, (2, 5, 6), (), (2,), "scale", **groups(1)),
-    "group, of each channel": Case(group, (2, 5, 6), (), (2,), **groups(6)),
+    "instance, channels second": Case(instance, (2, 3, 4, 5), (1,), **over(1)),
+    "group, one": Case(group, (2, 5, 6), (2,), "scale", **groups(1)),
+    "group, of each channel": Case(group, (2, 5, 6), (2,), **groups(6)),
 }
 
 

@@ -8,6 +8,7 @@ from batch_norm_calls import IMAGE, Case, with_
 from helpers import cotangents_of, exactly, outcome, same
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from transformations import relative_error
 
 ROUNDED = [  # with dtypes of x and of parameters
     (with_(IMAGE, given="scale bias residual"), "float16", "float32"),
