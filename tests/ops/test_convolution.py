@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from jax import lax
+from jax.test_util import check_grads
 from transformations import graphs_of
 
 import jax_cudnn as jc
@@ -119,7 +120,7 @@ def test_products_of_integers_are_summed_exactly(channels, convolutions):
     ],
     ids=["left over", "rectangles", "overlap", "padding", "groups"],
 )
-def test_results_and_gradients_of_patches_are_laxs(image, weight, strides, padding, cut):
+def test_results_and_gradients_of_patches(image, weight, strides, padding, cut):
     x, w = drawn(*image), drawn(*weight)
     numbers, groups = ("NHWC", "HWIO", "NHWC"), image[3] // weight[2]
     how = {"padding": padding, "dimension_numbers": numbers}
@@ -127,11 +128,8 @@ def test_results_and_gradients_of_patches_are_laxs(image, weight, strides, paddi
     def ours(x, w):
         return jc.ops.conv(x, w, strides=strides, groups=groups, **how)
 
-    def laxs(x, w):
-        return lax.conv_general_dilated(x, w, strides, feature_group_count=groups, **how)
-
     (spec,) = graphs_of(ours, x, w)
     assert (set(spec.tensor(dict(spec.calls[0].inputs)["weight"]).shape[2:]) == {1}) == cut
-    (got, own_pull), (want, pull) = (jax.vjp(f, x, w) for f in (ours, laxs))
-    for a, b in zip((got, *own_pull(want)), (want, *pull(want)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * float(abs(b).max()))
+    want = lax.conv_general_dilated(x, w, strides, feature_group_count=groups, **how)
+    np.testing.assert_allclose(ours(x, w), want, rtol=1e-3, atol=1e-3)
+    check_grads(ours, (x, w), 1, ["rev"], atol=1e-2, rtol=1e-2, eps=1.0)  # it is linear in each

@@ -68,44 +68,25 @@ class Case:
         return jax.tree.leaves(PLAIN[self.function](x, **given))
 
 
-def over(axis, **more):
-    return {"keywords": {"axis": axis, **more}}
+def case(function, x, own, given="scale bias", **keywords):
+    return Case(function, x, own, given, keywords)
 
 
-def groups(count):
-    return {"keywords": {"num_groups": count}}
-
-
-ONE_MORE = {"keywords": {"zero_centered_scale": True}}
 KINDS = {
-    "rms": Case(rms, (6, 10), (1,)),
-    "layer": Case(layer, (6, 10), (1,)),
-    "ada": Case(ada, (3, 4, 10), (0, 2)),
-    "instance": Case(instance, (2, 3, 5, 7), (3,)),
-    "group": Case(group, (2, 3, 4, 8), (3,), **groups(4)),
+    "rms": case(rms, (6, 10), (1,)),
+    "layer": case(layer, (6, 10), (1,)),
+    "ada": case(ada, (3, 4, 10), (0, 2)),
+    "instance": case(instance, (2, 3, 5, 7), (3,)),
+    "group": case(group, (2, 3, 4, 8), (3,), num_groups=4),
 }
-CASES = KINDS | {
-    "rms, 1 + scale": Case(rms, (2, 3, 4, 8), (3,), **ONE_MORE),
-    "layer, middle": Case(layer, (2, 6, 3, 4), (1,), **over(-3)),
-    "instance, channels second": Case(instance, (2, 3, 4, 5), (1,), **over(1)),
-    "group, one": Case(group, (2, 5, 6), (2,), "scale", **groups(1)),
-    "group, of each channel": Case(group, (2, 5, 6), (2,), **groups(6)),
-}
-
-
-def changed(name, x, **changes):
-    return dataclasses.replace(CASES[name], x=x, **changes)
-
-
-# Sizes at which cuDNN has engines for all of them.
-PLANNED = {
-    "rms": changed("rms", (64, 256)),
-    "rms, 1 + scale": changed("rms, 1 + scale", (4, 6, 8, 128)),
-    "layer, middle": changed("layer, middle", (4, 64, 6, 10)),
-    "ada": changed("ada", (4, 32, 128)),
-    "instance": changed("instance", (1, 8, 10, 32)),
-    "group, one": changed("group, one", (4, 10, 32)),
-    "group, of each channel": changed("group, of each channel", (1, 30, 16), **groups(16)),
+PLANNED = {  # sizes at which cuDNN has engines for all of them
+    "rms": case(rms, (64, 256), (1,)),
+    "rms, 1 + scale": case(rms, (4, 6, 8, 128), (3,), zero_centered_scale=True),
+    "layer, middle": case(layer, (4, 64, 6, 10), (1,), axis=-3),
+    "ada": case(ada, (4, 32, 128), (0, 2)),
+    "instance": case(instance, (1, 8, 10, 32), (3,)),
+    "group, one": case(group, (4, 10, 32), (2,), "scale", num_groups=1),
+    "group, of each channel": case(group, (1, 30, 16), (2,), num_groups=16),
 }
 
 
