@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fuzz import functions
-from fuzz.calls import Call, Draw, entry
+from fuzz.calls import Call, Draw
 
 import jax_cudnn as jc
 from jax_cudnn._core.planning.limits import FLOAT64
@@ -23,21 +23,6 @@ class Wide(Draw):
         return {n: x for n, x in super().some(probability, **given).items() if "element" not in n}
 
 
-@jc.graph
-def graph(g, x, w, b):
-    y = g.gelu(g.add(g.matmul(x, w), b) * 0.3)
-    total = g.reduction(y, mode="ADD").set_dim([2, 5, 1])
-    return total, g.tanh(g.sub(y, total)), g.binary_select(y, 0.1, g.cmp_gt(y, 0.7))
-
-
-def plain(x, w, b):
-    y = jax.nn.gelu((x @ w + b) * 0.3, approximate=False)
-    total = y.sum(-1, keepdims=True)
-    return total, jnp.tanh(y - total), jnp.where(y > 0.7, y, 0.1)
-
-
-OPERANDS = {name: np.random.default_rng(i).normal(size=(2, 5, 5)) for i, name in enumerate("xwb")}
-OF_GRAPH = entry(lambda x, w, b: graph(x, w, b), plain, OPERANDS, {})
 SEEDS = {"conv_general_dilated": 2, "dot_general": 2}
 # Not those that round to float8, draw random numbers, or compare with Flax's float32.
 NAMES = [n for n in functions.NAMES if not re.search("fp8|dropout|layer$|attention_fn", n)]
@@ -45,12 +30,12 @@ NAMES = [n for n in functions.NAMES if not re.search("fp8|dropout|layer$|attenti
 
 def drawn(name):
     """A call with its derivatives."""
-    made = functions.TABLE[name](Wide(SEEDS.get(name, 1), None)) if name in NAMES else OF_GRAPH
+    made = functions.TABLE[name](Wide(SEEDS.get(name, 1), None))
     made = {part: x for part, x in made.items() if part not in ("count", "without")}
     return Call(0, **made, names=["vjp", "jvp", "vmap_of_vjp"])
 
 
-@pytest.mark.parametrize("name", ["graph", *NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_float64_is_computed_in_float64_and_runs_in_xla(name):
     with jax.enable_x64(True):
         call = drawn(name)

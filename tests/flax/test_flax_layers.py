@@ -54,27 +54,20 @@ def test_parameters_are_flaxs_and_of_shares_them(case: Case):
 
 @named
 def test_results_and_gradients_are_flaxs(case: Case, key):
-    """Also without rank promotion; dtypes in bfloat16, too."""
+    """Also without rank promotion, and of arrays of the host, which a restored checkpoint may have;
+    dtypes in bfloat16, too."""
     x = jax.random.normal(key, case.shape)
     ours, theirs = case.both()
     exact = gradients(theirs, x)
     with jax.numpy_rank_promotion("raise"):
         assert_near(gradients(ours, x), exact, 2e-5)
+    for layer in (ours, theirs):
+        layer.eval()
+    nnx.update(ours, jax.tree.map(np.asarray, nnx.state(ours)))
+    assert_near(ours(x), theirs(x), 2e-5)
     x = x.astype(jnp.bfloat16)
     ours, theirs = (layer(x).dtype for layer in case.both(dtype=jnp.bfloat16))
     assert ours == theirs
-
-
-@named
-def test_arrays_of_the_host_compute(case: Case, key):
-    """Such as a restored checkpoint may hold."""
-    x = jax.random.normal(key, case.shape)
-    ours, theirs = case.both()
-    for layer in (ours, theirs):
-        layer.eval()
-    want = theirs(x)
-    nnx.update(ours, jax.tree.map(np.asarray, nnx.state(ours)))
-    assert_near(ours(x), want, 2e-5)
 
 
 @named

@@ -58,15 +58,6 @@ def test_each_example_sees_the_tokens_of_its_pages(name, normal):
     agree(got, outcome(call(table, lengths, attentions._paged, **given), operands, *along))
 
 
-def test_pages_with_heads_first_and_one_cache_of_both(normal):
-    q, k, v, table = cache(normal)
-    want = call(table, LENGTHS)(q, k, v)
-    turned = call(table, LENGTHS, heads_first=True)
-    agree(turned(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)), want)
-    both = jnp.stack([k, v], axis=1).reshape(-1, *k.shape[1:])
-    agree(call(2 * table, LENGTHS, value_page_table=2 * table + 1)(q, both, both), want)
-
-
 def test_nothing_is_read_behind_the_lengths_and_out_of_range(normal):
     """cuDNN would read out of bounds; unused entries may be anything."""
     q, k, v, table = cache(normal)
