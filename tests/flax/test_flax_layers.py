@@ -54,8 +54,7 @@ def test_parameters_are_flaxs_and_of_shares_them(case: Case):
 
 @named
 def test_results_and_gradients_are_flaxs(case: Case, key):
-    """Also without rank promotion, and of arrays of the host, which a restored checkpoint may have;
-    dtypes in bfloat16, too."""
+    """Without rank promotion; dtypes in bfloat16; arrays of the host, as a checkpoint may have."""
     x = jax.random.normal(key, case.shape)
     ours, theirs = case.both()
     exact = gradients(theirs, x)

@@ -94,7 +94,6 @@ VMAPS = {  # a function; shapes, or values; axes; batch of the one call, or of e
     "qkv": (in_one, [(2, 9, 8, 8), (1, 4, 9, 9)], (0, None), 6),
     "offsets": (packed, [*FEW, ENDS], (0, 0, 0, 0), 40),
     "pages": (paged, [*PAGES, TABLES, LENGTHS], (0, None, None, 0, 0), 3),
-    "other pages": (paged, PAGES, (None, 0, None), 1),
     "score_mod": (modified, [*HEADS, (1, 4, 1, 1)], (0, 0, 0, None), 3),
     "score_mod, bias": (
         lambda q, k, v, x: ours(q, k, v, x, score_mod=lambda s, *_: jnp.tanh(s)),
@@ -106,10 +105,7 @@ VMAPS = {  # a function; shapes, or values; axes; batch of the one call, or of e
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.long] * (n in ("other pages", "sinks"))) for n in VMAPS],
-)
+@pytest.mark.parametrize("name", VMAPS)
 def test_vmap_is_a_dimension_of_examples_or_a_loop(name, normal):
     f, shapes, axes, examples = VMAPS[name]
     operands = [
