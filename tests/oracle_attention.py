@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 
-TILE = 128  # of a mask of tiles
-
 
 def slopes(heads):
     """As in the code of ALiBi's authors."""
@@ -18,15 +16,15 @@ def slopes(heads):
 
 class Attention:
     """Of q (B, N, T, H), k (B, K, S, H) and v (B, K, S, E). A query at the place ``at`` sees keys j
-    with at - left < j <= at + right; ``keep`` (B, N, T, S) is 0 or 1 / (1 - rate)."""
+    with at - left < j <= at + right."""
 
     def __init__(
-        self, q, k, v, *, scale=None, bias=0.0, sink=None, alibi=False, tiles=None, keep=1.0,
-        left=None, right=None, bottom_right=False, queries=None, keys=None,
+        self, q, k, v, *, scale=None, bias=0.0, sink=None, alibi=False, left=None, right=None,
+        bottom_right=False, queries=None, keys=None,
     ):  # fmt: skip
         self.q, self.k, self.v = (np.asarray(x, np.float64) for x in (q, k, v))
         (_, n, t, h), (_, heads, s, _) = self.q.shape, self.k.shape
-        self.scale, self.group, self.keep = h**-0.5 if scale is None else scale, n // heads, keep
+        self.scale, self.group = h**-0.5 if scale is None else scale, n // heads
         queries, keys = (
             size if x is None else np.clip(np.asarray(x, int).reshape(-1, 1, 1, 1), 0, size)
             for x, size in ((queries, t), (keys, s))
@@ -39,9 +37,6 @@ class Attention:
             seen = seen & (j > at - left)
         if right is not None:
             seen = seen & (j <= at + right)
-        if tiles is not None:
-            whole = np.repeat(np.repeat(np.asarray(tiles), TILE, axis=2), TILE, axis=3)
-            seen = seen & whole[:, :, :t, :s]
         scores = self.scale * self.q @ self._wide(self.k).swapaxes(2, 3)
         scores = scores + np.asarray(bias, np.float64)
         if alibi:
@@ -55,7 +50,7 @@ class Attention:
         with np.errstate(divide="ignore"):
             self.stats = largest + np.log(total)
         self.weights = _exp(self.scores, self.stats)
-        self.out = (self.weights * keep) @ self._wide(self.v)
+        self.out = self.weights @ self._wide(self.v)
 
     def _wide(self, x):
         """k or v for each head of q."""
@@ -65,20 +60,20 @@ class Attention:
         b, n, s, h = x.shape
         return x.reshape(b, n // self.group, self.group, s, h).sum(2)
 
-    def gradients(self, dout, dstats=0.0, *, out=None, stats=None, bias=(1, 1, 1, 1)):
+    def gradients(self, dout, *, out=None, stats=None, bias=(1, 1, 1, 1)):
         """By each operand; ``out`` and ``stats`` in place of its own, a bias of this shape."""
         dout = np.asarray(dout, np.float64)
         out, stats = self.out if out is None else out, self.stats if stats is None else stats
         weights = _exp(self.scores, stats)
-        change = np.where(np.isneginf(stats), 0, dstats) - (dout * out).sum(-1, keepdims=True)
-        slope = weights * (self.keep * (dout @ self._wide(self.v).swapaxes(2, 3)) + change)
+        mean = (dout * out).sum(-1, keepdims=True)
+        slope = weights * (dout @ self._wide(self.v).swapaxes(2, 3) - mean)
         axes = tuple(axis for axis in range(4) if bias[axis] == 1)
         return {
             "q": self.scale * slope @ self._wide(self.k),
             "k": self.scale * self._summed(slope.swapaxes(2, 3) @ self.q),
-            "v": self._summed((weights * self.keep).swapaxes(2, 3) @ dout),
+            "v": self._summed(weights.swapaxes(2, 3) @ dout),
             "bias": slope.sum(axes, keepdims=True),
-            "sink": (_exp(self.sink, stats) * change).sum((0, 2, 3)),
+            "sink": -(_exp(self.sink, stats) * mean).sum((0, 2, 3)),
             "scores": slope,
         }
 

@@ -1,11 +1,12 @@
-"""Every suite runs end to end on a CPU, with tiny shapes and without PyTorch."""
+"""Every suite runs end to end on a CPU, with tiny shapes and without PyTorch; documents show what
+the committed results give."""
 
 import json
 
 import pytest
 
 import jax_cudnn as jc
-from benchmarks import run
+from benchmarks import documents, run
 from benchmarks.__main__ import main
 
 FEW = {
@@ -51,3 +52,19 @@ def test_cases_measured_anew_take_the_place_of_earlier_ones(tmp_path):
     other = {"environment": {**later, "cudnn": "9.28.0"}, "cases": {}, "steps": {}}
     with pytest.raises(jc.GraphError, match="other versions"):
         run.merged(other, path, "cases")
+
+
+@pytest.mark.parametrize("command", ["render", "numerics"])
+def test_documents_show_what_is_generated(command, capsys):
+    assert main([command, "--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_document_is_compared_and_rewritten(tmp_path):
+    document = tmp_path / "README.md"
+    document.write_text("before\n<!-- support -->\n<!-- /support -->\nafter\n")
+    for shown in ("one\ntwo", "one\nthree"):
+        assert documents.placed(document, "support", shown, check=True)
+        documents.placed(document, "support", shown, check=False)
+        assert not documents.placed(document, "support", shown, check=True)
+        marks = f"<!-- support -->\n{shown}\n<!-- /support -->"
+        assert document.read_text() == f"before\n{marks}\nafter\n"

@@ -1,6 +1,9 @@
-"""The pages in docs/ and the notebooks: what they show runs, and what they name exists."""
+"""README, docs/, notebooks and site: what they show runs, and what they name exists."""
 
 import doctest
+import importlib
+import importlib.util
+import inspect
 import re
 from pathlib import Path
 
@@ -93,3 +96,66 @@ def test_notebook_is_its_script_with_outputs(path):
 
 def _without_pictures(data):
     return {kind: held for kind, held in data.items() if not kind.startswith("image/")}
+
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.deviceless
+def test_examples_run_in_order_and_print_what_is_shown(capsys):
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", README, re.S):
+        exec(block, names)
+    assert names["fast"].layers[0].scale is names["model"].layers[0].scale
+    assert names["hidden"].shape == (4, 16, 256)
+    assert names["packed"].shape == names["tokens"].shape
+    assert names["gradients"]["down"].any()
+    (shown,) = re.findall(r"```text\n(.*?)```", README, re.S)
+    printed = capsys.readouterr().out.splitlines()
+    assert shown.splitlines() == printed[-9:]
+
+
+def test_readme_leads_to_every_page():
+    pages = [path.name for path in (ROOT / "docs").glob("[!i]*.md")]
+    assert [page for page in pages if f"(docs/{page})" not in README] == []
+
+
+def test_readme_and_build_are_short():
+    assert README.count("\n") <= 150
+    assert len(README.encode()) <= 10_000
+    assert (ROOT / "BUILD.md").read_text().count("\n") <= 250
+
+
+@pytest.fixture(scope="module")
+def reference():
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    return hooks.reference()
+
+
+@pytest.mark.parametrize("name", ["", ".ops", ".ops.score_mods", ".flax", ".interop"])
+def test_the_reference_holds_every_public_name(name, reference):
+    """As ``dir`` says them, where the reference reads sources; mkdocs --strict resolves them."""
+    module = importlib.import_module(f"jax_cudnn{name}")
+    page = reference[f"api/{module.__name__.rpartition('.')[2]}.md"]
+    heads = re.findall(r"^(?:##|:::) ([\w.]+)$", page, re.M)
+    shown = {head.rpartition(".")[2] for head in heads}
+    found = {key: getattr(module, key) for key in dir(module) if key[0] != "_"}
+    if not hasattr(module, "__path__"):  # imports of its own are in dir, too
+        found = {k: v for k, v in found.items() if getattr(v, "__module__", "") == module.__name__}
+    public = {
+        key for key, value in found.items() if callable(value) and not inspect.ismodule(value)
+    }
+    assert public == shown
+
+
+def test_the_reference_holds_every_operation(reference):
+    page = reference["api/operations.md"]
+    assert [method for method in REGISTRY if f"\n## g.{method}\n" not in page] == []
+
+
+def test_the_navigation_holds_every_page():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert [page for page in pages if f" {page}\n" not in navigation] == []

@@ -1,6 +1,5 @@
 """The functions that Linen and NNX accept in place of those of lax and Flax."""
 
-import functools
 import inspect
 import logging
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from flax_cases import WITHIN, close, inputs, loss, without_key_bias
+from flax_cases import close, inputs, loss, without_key_bias
 
 import jax_cudnn as jc
 
@@ -28,19 +27,6 @@ def test_arguments_are_flaxs(flaxs):
     assert [*ours][:12] == [*theirs][:12]
     for name in theirs.keys() - {"promote_dtype"}:
         assert ours[name].default == theirs[name].default
-
-
-@pytest.mark.parametrize("dtype", WITHIN)
-def test_attention_is_flaxs(dtype):
-    """With masks and biases that broadcast in any dimension of the batch."""
-    flaxs = linen.dot_product_attention
-    q, k, v = (inputs(2, 3, 8, 4, 16, dtype=dtype, seed=i) for i in range(3))
-    bias = inputs(1, 1, 4, 8, 8, dtype=dtype, seed=4)
-    mask = jnp.tril(jnp.ones((2, 3, 1, 8, 8), bool))
-    named = {"bias": bias, "mask": mask, "deterministic": True}
-    want = value_and_gradients(functools.partial(flaxs, **named), q, k, v)
-    got = value_and_gradients(functools.partial(jc.ops.attention_fn, **named), q, k, v)
-    close(got, want, within=WITHIN[dtype])
 
 
 def test_dtypes_are_promoted_as_by_flax():

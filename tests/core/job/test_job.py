@@ -1,4 +1,7 @@
-"""One process of a job decides for all: with a store in memory, and with two real processes."""
+"""One process of a job decides for all: with a store in memory, and with two real processes.
+
+And what one process has planned, a later one takes over: no plan is built, its program is equal.
+"""
 
 import concurrent.futures
 import json
@@ -8,7 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from helpers import two_processes
+from helpers import python, two_processes
 
 import jax_cudnn as jc
 from jax_cudnn._core import compat
@@ -235,3 +238,41 @@ def test_two_processes_compile_the_same_program(ranks):
     # Where each process plans for itself, equal programs differ in a plan's bytes.
     assert zero["alone"] != one["alone"]
     assert one["another program"][0] == "JobError"
+
+
+PROGRAM = """if True:
+    import hashlib, json, logging
+    import jax, jax.numpy as jnp
+    import jax_cudnn as jc
+
+    @jc.graph
+    def dense(g, x, w, b):  # compiled at run time: the text of its plan differs between builds
+        return g.gelu_approx_tanh(g.bias(g.matmul(x, w), b))
+
+    told = []
+    logging.Handler.emit = lambda self, record: told.append(record.getMessage())
+    logger = logging.getLogger("jax_cudnn")
+    logger.addHandler(logging.Handler())
+    logger.setLevel(logging.DEBUG)
+    jc.configure(plan_cache=FOLDER)
+    shapes = (1, 64, 128), (1, 128, 96), (1, 1, 96)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with jc.target("H200"):
+        warm = jc.warmup(lambda x, *more: (dense(x, *more), dense(x * 2, *more)), *avals)
+    text = warm.as_text()
+    built, known = (sum(w in t for t in told) for w in ("planned in", "read from the cache"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    print(json.dumps([built, known, text.count("custom_call @jax_cudnn"), digest]))
+"""
+
+
+@pytest.mark.deviceless
+@pytest.mark.long
+def test_a_second_process_builds_no_plan_and_lowers_the_same_program(tmp_path, monkeypatch):
+    found = []
+    for seed in "12":
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        done = python(PROGRAM.replace("FOLDER", repr(str(tmp_path))))
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (*first, text), (*second, same) = found
+    assert (first, second, text) == ([1, 0, 2], [0, 1, 2], same)

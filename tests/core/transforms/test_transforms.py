@@ -113,23 +113,6 @@ def test_gradients_beside_operands_and_results_of_integers():
     assert (by_w.dtype, by_w.shape) == (jax.dtypes.float0, args[1].shape)
 
 
-def test_arrays_without_elements():
-    @jc.graph
-    def conv(g, x, w, b):
-        return g.swish(g.bias(g.conv_fprop(x, w, padding=[1, 1], stride=[2, 1]), b))
-
-    def plain_conv(x, w, b):
-        return jax.nn.silu(lax.conv_general_dilated(x, w, (2, 1), [(1, 1), (1, 1)]) + b)
-
-    for graph, plain, shapes in (
-        (linear, plain_linear, ((0, 3, 4), (1, 4, 4), (1, 1, 4))),
-        (conv, plain_conv, ((0, 4, 6, 6), (4, 4, 3, 3), (1, 4, 1, 1))),
-    ):
-        args = [jnp.ones(shape) for shape in shapes]
-        ours, theirs = (jax.jit(vmapped(grad(f)))(*args) for f in (graph, plain))
-        assert_same(ours, theirs)
-
-
 LAYOUTS = {
     "data": (P("data"), P(), P(), P("data")),
     "both": (P("data"), *[P(None, None, "model")] * 2, P("data", None, "model")),

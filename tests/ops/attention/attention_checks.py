@@ -1,11 +1,12 @@
-"""Shared by the attention tests: operands, options, and the comparison with the oracle."""
+"""Shared by the attention tests: operands, options, and the comparison with float64."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle_attention
+from fuzz.attentions import attention
+from helpers import exactly
 from transformations import relative_error
 
 import jax_cudnn as jc
@@ -28,44 +29,35 @@ def qkv(normal, b=2, t=24, s=24, n=4, k=4, h=16, e=None, dtype="float32"):
     return [normal(shape, dtype) for shape in ((b, t, n, h), (b, s, k, h), (b, s, k, e or h))]
 
 
+def lengths(queries, keys):
+    ends = jnp.array([queries, keys], "int32")
+    return {"query_seq_lengths": ends[0], "key_value_seq_lengths": ends[1]}
+
+
 def made(normal, sizes, has, dtype="float32", **given):
-    """A function of (query, key, value, bias, sink), its operands, and the oracle's arguments."""
+    """A function of (query, key, value, bias, sink), what it means, and its operands."""
     q, k, v = qkv(normal, **sizes, dtype=dtype)
-    (b, t, n, _), s = q.shape, k.shape[1]
+    (_, t, n, _), s = q.shape, k.shape[1]
     has, exact = dict(has), {}
     if "rate" in has:
         rate = has.pop("rate")
         given |= {"dropout_rate": rate, "dropout_rng": KEY}
         exact["keep"] = np.asarray(kept(q, k, rate, given.get("implementation"))) / (1 - rate)
-    for name, argument in (("queries", "query_seq_lengths"), ("keys", "key_value_seq_lengths")):
-        if name in has:
-            exact[name] = has.pop(name)
-            given[argument] = jnp.array(exact[name], "int32")
     if "tiles" in has:
-        shape = (*has.pop("tiles"), *attention_extras.tiles(t, s))
-        tiles = np.asarray(normal(shape)) < 0.3
-        tiles[:, :, 1] = False  # queries that see nothing
-        exact["tiles"] = np.broadcast_to(tiles, (b, n, *shape[2:]))
-        given["block_mask"] = jnp.asarray(tiles)
-    given |= {name: has.pop(name) for name in ("score_mod",) if name in has}
-    named = {}
-    if "bias" in has:
-        named["bias"] = exact["bias"] = normal(has.pop("bias"), dtype)
+        tiles = normal((*has.pop("tiles"), *attention_extras.tiles(t, s))) < 0.3
+        has["block_mask"] = tiles.at[:, :, 1].set(False)  # queries that see nothing
+    named = {"bias": normal(has.pop("bias"), dtype)} if "bias" in has else {}
     if has.pop("sink", False):
-        named["sink"] = exact["sink"] = 2 * normal((n,))
-    exact |= bounds(**has)
+        named["sink"] = 2 * normal((n,))
 
-    def function(q, k, v, *others):
-        others = dict(zip(named, others, strict=True))
-        return ours(q, k, v, **others, **given, **has, return_residual=True)
+    def of(attend, more):
+        def function(q, k, v, *others):
+            others = dict(zip(named, others, strict=True))
+            return attend(q, k, v, **others, **has, **more, return_residual=True)
 
-    return function, [q, k, v, *named.values()], exact
+        return function
 
-
-def bounds(*, is_causal=False, local_window_size=None, bottom_right=False, alibi=False):
-    left, right = local_window_size or (None, None)
-    found = {"left": None if left is None else left + 1, "right": 0 if is_causal else right}
-    return {**found, "bottom_right": bottom_right, "alibi": alibi}
+    return of(ours, given), of(attention, exact), [q, k, v, *named.values()]
 
 
 def kept(q, k, rate, implementation=None):
@@ -94,34 +86,18 @@ def outcome(function, operands, dout, dlogs=None):
     return run(*operands)
 
 
-def turned(x):
-    return np.swapaxes(np.asarray(x, np.float64), 1, 2)
-
-
-def check(normal, function, operands, exact, limit=1e-5, of_logs=True):
-    """Compares results and gradients with the oracle, by default also the statistic's."""
-    q, _, v, *others = operands
-    dout = normal((*q.shape[:3], v.shape[3]), q.dtype)
-    dlogs = normal(q.shape[:3]) if of_logs else None
-    out, logs, *found = outcome(function, operands, dout, dlogs)
-    oracle = oracle_attention.Attention(*map(turned, operands[:3]), **exact)
-    bias = exact["bias"].shape if "bias" in exact else (1,) * 4
-    want = oracle.gradients(
-        turned(dout), 0.0 if dlogs is None else turned(dlogs[..., None]), bias=bias
-    )
-    pairs = [
-        (out, turned(oracle.out)),
-        *zip(found, map(turned, map(want.get, "qkv")), strict=False),
-    ]
-    names = [name for name in ("bias", "sink") if name in exact]
-    assert len(names) == len(others)
-    pairs += zip(found[3:], map(want.get, names), strict=True)
-    for a, b in pairs:
+def check(normal, function, exact, operands, limit=1e-5, of_logs=True):
+    """Compares results and gradients with float64, by default also the statistic's."""
+    q, _, v, *_ = operands
+    dout, dlogs = normal((*q.shape[:3], v.shape[3]), q.dtype), normal(q.shape[:3])
+    out, logs, *found = outcome(function, operands, dout, dlogs if of_logs else None)
+    (want, stats), gradients = exactly(exact, operands, (dout, dlogs * of_logs))
+    for a, b in zip((out, *found), (want, *gradients), strict=True):
         a = np.asarray(a, np.float64)
         assert a.shape == b.shape
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, atol=limit * max(1, np.abs(b).max()))
-    np.testing.assert_allclose(logs, turned(oracle.stats)[..., 0], atol=limit, rtol=limit)
+    np.testing.assert_allclose(logs, stats, atol=limit, rtol=limit)
 
 
 def weights_of(rate, key, implementation=None, dtype="float32", t=64):

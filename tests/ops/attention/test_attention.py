@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_attention
 import pytest
-from attention_checks import CAUSAL, LAST, check, made, ours, outcome, qkv, turned
+from attention_checks import CAUSAL, LAST, check, lengths, made, ours, outcome, qkv
+from helpers import same
 from transformations import graphs_of
 
 import jax_cudnn as jc
@@ -20,23 +21,21 @@ pytestmark = pytest.mark.usefixtures("blocks")
 
 TILED = {"t": 140, "s": 300, "k": 2, "h": 8}
 GROUPS = {"t": 17, "s": 33, "n": 6, "k": 2, "h": 8, "e": 12}
-LENGTHS = {"queries": [24, 12, 24], "keys": [0, 17, 21]}
+LENGTHS = lengths([24, 12, 24], [0, 17, 21])
 CASES = {  # sizes, and what it has
     "grouped heads, causal": (GROUPS, {**CAUSAL, "bias": (1, 6, 17, 33)}),
     "window": ({"k": 1, "e": 8}, {"local_window_size": (3, 2), "bias": (2, 1, 24, 24)}),
-    "causal window": ({}, {**CAUSAL, "local_window_size": (5, 0), "bias": (2, 1, 1, 24)}),
     "no bound": ({}, {"local_window_size": (2**31 - 1, 2**31 - 3), "bottom_right": True}),
     "from the last": ({"t": 5, "s": 21}, {**LAST, "local_window_size": (6, 0)}),
     "lengths": ({"b": 3, "k": 2}, {**LENGTHS, "bias": (1, 1, 24, 1)}),
-    "lengths out of range": ({"b": 3}, {**LAST, "queries": [99, -2, 7], "keys": [20, 5, 99]}),
-    "sink": ({"k": 2}, {**CAUSAL, "sink": True, "local_window_size": (5, 0)}),
+    "lengths out of range": ({"b": 3}, {**LAST, **lengths([99, -2, 7], [20, 5, 99])}),
     "sink, no key": ({"b": 3}, {**LENGTHS, "sink": True, "bias": (1, 4, 24, 24)}),
     "sink, score_mod": (  # which has a separate reference
         {"b": 3},
         {**LENGTHS, **LAST, "sink": True, "score_mod": lambda score, *_: score},
     ),
     "alibi of six heads": (GROUPS, {**CAUSAL, "alibi": True, "sink": True}),
-    "tiles": (TILED, {"tiles": (2, 4), "sink": True, "queries": [140, 70], "keys": [300, 150]}),
+    "tiles": (TILED, {"tiles": (2, 4), "sink": True, **lengths([140, 70], [300, 150])}),
     "dropout": ({"k": 2, "e": 8}, {"rate": 0.3}),
     "dropout and all": (
         {"b": 3, "k": 2},
@@ -50,22 +49,9 @@ def test_results_and_gradients(name, normal):
     check(normal, *made(normal, *CASES[name]))
 
 
-def test_heads_before_tokens_three_dimensions_and_a_scale_that_is_an_array(normal):
-    operands = qkv(normal, b=1, t=9, s=11, k=2, e=6)
-    more = {"is_causal": True, "sink": normal((4,)), "return_residual": True}
-    oracle = oracle_attention.Attention(
-        *map(turned, operands), right=0, sink=more["sink"], scale=0.3
-    )
-    want = oracle.out, oracle.stats[..., 0]
-    for given in (operands, [x[0] for x in operands]):
-        whole = given[0].ndim == 4
-        heads = [jnp.swapaxes(x, -3, -2) for x in given]
-        found = ours(*heads, heads_first=True, scale=jnp.float32(0.3), **more)
-        for a, b in zip(found, want, strict=True):
-            np.testing.assert_allclose(a, b if whole else b[0], atol=1e-5)
-        out, residual = ours(*given, scale=jnp.float32(0.3), **more)
-        np.testing.assert_allclose(jnp.swapaxes(out, -3, -2), found[0], atol=1e-6)
-        np.testing.assert_allclose(jnp.swapaxes(residual, -2, -1), found[1], atol=1e-6)
+def test_a_scale_may_be_an_array(normal):
+    q = normal((1, 9, 4, 8))
+    same(*(ours(q, q, q, scale=x) for x in (0.3, jnp.float32(0.3))))
 
 
 def test_gradients_of_a_result_in_float8_do_not_go_on_from_it(normal):
@@ -95,8 +81,7 @@ def test_what_is_no_number_stays_none_as_in_jax_nn_and_nothing_is_read_behind_th
         given = *operands[:at], x.at[0, 3, 2, 1].set(jnp.nan), *operands[at + 1 :]
         for a, b in zip(missing(ours, *given), missing(theirs, *given), strict=True):
             np.testing.assert_array_equal(a, b)
-    lengths = {f"{of}_seq_lengths": jnp.array([24, 9], "int32") for of in ("query", "key_value")}
-    within = functools.partial(ours, **lengths)
+    within = functools.partial(ours, **lengths([24, 9], [24, 9]))
     behind = [x.at[1, 9:].set(jnp.nan) for x in operands[:3]]
     assert not any(x.any() for x in missing(within, *behind, operands[3]))
 
@@ -177,21 +162,3 @@ def test_lengths_are_of_any_integer_dtype_and_may_be_weakly_typed(normal):
     packed(*[q[0]] * 3, query_offsets=jnp.full(3, 6), max_query_length=6)
     pages = q[:, :2, :2], q[:, :2, :2], jnp.full((2, 3), 1)
     jc.ops.paged_dot_product_attention(q, *pages, key_value_seq_lengths=jnp.full(2, 5))
-
-
-def test_of_one_array_it_is_that_of_three(normal):
-    """6 query heads with 3 key heads; or equally many, with hidden queries."""
-    one, ends = jc.ops.dot_product_attention_qkv, jnp.array([[9, 4], [7, 9]], "int32")
-    given = {"query_seq_lengths": ends[0], "key_value_seq_lengths": ends[1], "scale": 0.3}
-    given |= {"local_window_size": (3, 2), "return_residual": True}
-    of_three = lambda x: jnp.split(x, [6, 9], axis=2)  # noqa: E731
-    operands = normal((2, 9, 12, 8)), normal((1, 6, 9, 9))
-    along = normal((2, 9, 6, 8)), normal((2, 9, 6))
-    got = outcome(lambda x, bias: one(x, 6, bias, **given), operands, *along)
-    want = outcome(lambda x, bias: ours(*of_three(x), bias, **given), operands, *along)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4)
-    mask = jnp.ones((2, 1, 1, 9), bool).at[1, ..., :3].set(False)
-    stacked = operands[0].reshape(2, 9, 3, 4, 8)
-    want = ours(*(stacked[:, :, i] for i in range(3)), mask=mask, **LAST)
-    np.testing.assert_allclose(one(stacked, mask=mask, **LAST), want, atol=1e-6)

@@ -1,4 +1,4 @@
-"""fp8 attention: scales, amax values, derivatives, plans."""
+"""fp8 attention: scales, amax values, derivatives, plans; MXFP8, with one scale per 32 elements."""
 
 import functools
 import itertools
@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_attention
 import pytest
-from attention_checks import CAUSAL, LAST, S, bounds, qkv, turned
+import transformations
+from attention_checks import CAUSAL, LAST, S, lengths, qkv
+from fuzz.attentions import attention
+from helpers import exactly
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from transformations import graphs_of, relative_error
@@ -35,24 +38,26 @@ def settled(function, operands, weights=1.0):
     return step(step(create(4)))
 
 
-def check(function, operands, weights, more=0.0, **exact):
-    oracle = oracle_attention.Attention(*map(turned, operands), **exact)
-    want = oracle.gradients(turned(weights))
-    got, pull = jax.vjp(jax.jit(function), *operands)
+def check(function, operands, weights, more=0.0, **options):
+    want, gradients = exactly(functools.partial(attention, **options), operands, weights)
+    got, pull = jax.vjp(jax.jit(functools.partial(function, **options)), *operands)
     assert got.dtype == operands[0].dtype
-    assert relative_error(turned(got), oracle.out) < RESULTS + more
-    for x, a, name in zip(operands, pull(weights.astype(got.dtype)), "qkv", strict=True):
+    assert relative_error(got, want) < RESULTS + more
+    for x, a, b in zip(operands, pull(weights.astype(got.dtype)), gradients, strict=True):
         assert (a.shape, a.dtype) == (x.shape, x.dtype)
-        assert relative_error(turned(a), want[name]) < GRADIENTS + more
+        assert relative_error(a, b) < GRADIENTS + more
 
 
-ENDS = {"queries": [24, 9], "keys": [20, 24]}
 MANY = {"b": 1, "t": 2048, "s": 2048, "k": 1, "dtype": "float32"}
-CASES = {  # sizes, band, lengths, whether scaling is delayed
-    "window": ({}, {**CAUSAL, "local_window_size": (6, 0)}, {}, True),
-    "causal lengths": ({"n": 6, "k": 2, "h": 32}, CAUSAL, ENDS, True),
-    "from the last": ({"k": 1, "e": 48, "dtype": "float16"}, LAST, {}, False),
-    "many": (MANY, {}, {}, False),
+CASES = {  # sizes, options, whether scaling is delayed
+    "window": ({}, {**CAUSAL, "local_window_size": (6, 0)}, True),
+    "causal lengths": (
+        {"n": 6, "k": 2, "h": 32},
+        {**CAUSAL, **lengths([24, 9], [20, 24])},
+        True,
+    ),
+    "from the last": ({"k": 1, "e": 48, "dtype": "float16"}, LAST, False),
+    "many": (MANY, {}, False),
 }
 
 
@@ -62,15 +67,12 @@ CASES = {  # sizes, band, lengths, whether scaling is delayed
 def test_results_and_gradients(name, normal, request):
     if name != "many":
         request.getfixturevalue("blocks")
-    sizes, band, lengths, delayed = CASES[name]
+    sizes, options, delayed = CASES[name]
     operands = qkv(normal, **{"dtype": "bfloat16", **sizes})
     weights = normal((*operands[0].shape[:3], operands[2].shape[3]))
-    names = ("query_seq_lengths", "key_value_seq_lengths")
-    given = {n: jnp.array(x, "int32") for n, x in zip(names, lengths.values(), strict=False)}
-    function = functools.partial(ours, **band, **given)
-    if delayed:
-        function = functools.partial(function, scaling=settled(function, operands, weights))
-    check(function, operands, weights, 0.01 * (name == "many"), **bounds(**band), **lengths)
+    scaling = settled(functools.partial(ours, **options), operands, weights) if delayed else None
+    function = functools.partial(ours, scaling=scaling)
+    check(function, operands, weights, 0.01 * (name == "many"), **options)
 
 
 def test_current_scaling_does_not_depend_on_the_operands_sizes(normal):
@@ -212,3 +214,56 @@ def test_with_delayed_scaling_there_is_nothing_but_the_plans():
     assert [len(p.segments) == len(p.execution_plans) == 1 for p in plans.values()] == [True] * 2
     _, second = graphs_of(step, *avals)
     assert [t.dtype for t in second.tensors if t.name.endswith("::dQ")] == [E5M2]
+
+
+quantize, dequantize = jc.ops.quantize_mxfp8, jc.ops.dequantize_mxfp8
+
+
+@pytest.mark.parametrize(("dtype", "axis"), [(E4M3, -2), (E5M2, -1)])
+def test_blocks_have_the_least_power_of_two_that_holds_their_values(axis, dtype, normal):
+    x = normal((2, 3, 200, 80)) * jnp.exp2(jnp.round(6 * normal((2, 3, 200, 80))))
+    values, scales = quantize(x, axis, dtype)
+    assert (values.shape, values.dtype) == (x.shape, dtype)
+    assert scales.shape == ((2, 3, 256, 4) if axis == -1 else (2, 3, 8, 128))
+    assert scales.dtype == "float8_e8m0fnu"
+    factor = oracle_attention.scales_of_blocks(np.asarray(scales, np.float64), x.shape, axis)
+    most, wide = float(jnp.finfo(dtype).max), np.asarray(x, np.float64)
+    for start in range(0, x.shape[axis], 32):
+        part = np.arange(start, min(start + 32, x.shape[axis]))
+        block = np.abs(wide.take(part, axis)).max(axis, keepdims=True)
+        each = factor.take(part, axis)
+        assert ((block <= most * each) & (block > most * each / 2)).all()
+        assert (np.diff(each, axis=axis) == 0).all()
+    got = dequantize(values, scales, axis)
+    np.testing.assert_array_equal(got, np.asarray(values, np.float64) * factor)
+    assert relative_error(np.asarray(got), wide) < (0.035 if dtype == E4M3 else 0.07)
+
+
+def test_blocks_of_zeros_of_what_is_exact_of_what_is_no_number_and_of_nothing():
+    x = jnp.zeros((1, 1, 3, 64)).at[0, 0, 1].set(448.0 * 2).at[0, 0, 2, :32].set(3.0)
+    values, scales = quantize(x)
+    np.testing.assert_array_equal(dequantize(values, scales), x)
+    codes = jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(-1)
+    assert [int(codes[16 * row]) for row in range(3)] == [0, 128, 120]  # exponents -127, 1, -7
+    for value in (np.nan, np.inf):
+        got = dequantize(*quantize(jnp.ones((1, 1, 2, 64)).at[0, 0, 1, 3].set(value)))
+        np.testing.assert_array_equal(np.isnan(got[0, 0, 1]), np.arange(64) < 32)
+        np.testing.assert_array_equal(got[0, 0, 0], 1)
+    assert dequantize(*quantize(jnp.ones((1, 0, 4, 32)))).shape == (1, 0, 4, 32)
+
+
+@pytest.mark.long
+def test_derivatives_are_by_the_values_alone(normal):
+    """With scales of about 1: gradients with small scales would underflow in fp8."""
+    arrays = {}
+    for port, axis in {"q": -1, "k": -1, "v": -2}.items():
+        values, scales = quantize(normal((1, 1 + (port == "q"), 32, 32)), axis)
+        arrays[port] = (values / 100).astype(E4M3)
+        arrays[f"descale_{port}"] = jnp.ones_like(scales)
+    forward = jc.graph(lambda g, arrays: g.sdpa_mxfp8(**arrays, attn_scale=0.1))
+    _, trace = forward.trace(arrays)
+    operands = [jax.tree.leaves(arrays)[i] for i in trace.operands]
+    errors = transformations.compare(trace.spec, operands, ("vjp", "jvp"))
+    assert max(errors.values()) < 0.07, errors
+    with pytest.raises(jc.GraphTypeError, match="no derivative with respect to"):
+        jax.grad(lambda arrays: jnp.sum(forward(arrays)[0].astype("f4")))(arrays)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_checks import CAUSAL, check, check_masks, made, outcome
+from attention_checks import CAUSAL, check, check_masks, lengths, made, outcome
 from attention_table import (
     OF_INFINITY,
     ON_BLACKWELL,
@@ -126,7 +126,7 @@ def test_dropout(normal):
     """Forward and backward passes drop the same weights, which the forward pass writes."""
     dtype = "bfloat16"
     check_masks(limit=2e-2, implementation="cudnn", dtype=dtype, t=128)
-    has = {"rate": 0.1, "sink": True, "alibi": True, "queries": [256, 128], "keys": [253, 133]}
+    has = {"rate": 0.1, "sink": True, "alibi": True, **lengths([256, 128], [253, 133])}
     sizes = {"t": 256, "s": 256, "k": 2, "h": 64}
     case = made(normal, sizes, {**has, **CAUSAL}, dtype, implementation="cudnn")
     check(normal, *case, 2e-2, of_logs=False)

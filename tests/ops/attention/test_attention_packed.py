@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention_checks import CAUSAL, LAST, S, outcome
 from attention_checks import ours as dense
+from fuzz import attentions
 from transformations import graphs_of
 
 import jax_cudnn as jc
@@ -24,28 +25,14 @@ def offsets(*ends):
     return np.array(ends, "int32")
 
 
-def apart(queries, keys, **band):
-    """The same sequences, padded to the longest one."""
-    lengths = [np.diff(ends) for ends in (queries, keys)]
-    near = [np.arange(length.max()) for length in lengths]
-    at, of = (np.minimum(x[:-1, None] + i, 39) for x, i in zip((queries, keys), near, strict=True))
-    there = near[0] < lengths[0][:, None]
-    band |= {"query_seq_lengths": lengths[0], "key_value_seq_lengths": lengths[1]}
-
-    def function(q, k, v, *bias):
-        found = dense(q[at], k[of], v[of], *bias, **band, return_residual=True)
-        whole = jnp.zeros((*q.shape[:2], v.shape[2])), jnp.full(q.shape[:2], -jnp.inf)
-        return tuple(x.at[at[there]].set(y[there]) for x, y in zip(whole, found, strict=True))
-
-    return function
-
-
-def packed(queries, keys=None, **arguments):
+def offered(queries, keys=None, **arguments):
     lengths = [int(np.diff(x).max()) for x in (queries, queries if keys is None else keys)]
-    return functools.partial(
-        ours, query_offsets=queries, key_value_offsets=keys, max_query_length=lengths[0],
-        max_key_value_length=lengths[1], return_residual=True, **arguments,
-    )  # fmt: skip
+    given = {"query_offsets": queries, "max_query_length": lengths[0], **arguments}
+    return given | {"key_value_offsets": keys, "max_key_value_length": lengths[1]}
+
+
+def packed(*arguments, **named):
+    return functools.partial(ours, **offered(*arguments, **named), return_residual=True)
 
 
 EMPTY, OTHER = offsets(0, 0, 12, 12, 40, 40), offsets(0, 9, 9, 20, 33)
@@ -67,8 +54,8 @@ def test_results_and_gradients_are_those_of_each_example_by_itself(name, normal)
     bias = [normal(shape)] if shape else []
     dout, dlogs = normal((40, 4, 6)), normal((40, 4))
     got = outcome(packed(queries, keys, **band), [*operands, *bias], dout, dlogs)
-    keys = queries if keys is None else keys
-    want = outcome(apart(queries, keys, **band), [*operands, *bias], dout, dlogs)
+    exact = functools.partial(attentions._packed, **offered(queries, keys, **band))
+    want = outcome(exact, [*operands, *bias], dout, dlogs)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
 

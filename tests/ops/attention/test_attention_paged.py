@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_checks import CAUSAL, outcome
+from fuzz import attentions
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
@@ -22,24 +23,12 @@ def cache(normal, t=5, e=8):
     return *(normal(shape) for shape in shapes), jnp.asarray(table, "int32")
 
 
-def gathered(table, lengths, **given):
-    """Attention over the tokens of the pages, gathered in order."""
-
-    def function(q, *pages):
-        k, v = (x[table].reshape(len(q), -1, *x.shape[2:]) for x in pages)
-        more = {"key_value_seq_lengths": lengths, "return_residual": True, "bottom_right": True}
-        return jc.ops.dot_product_attention(q, k, v, **{**more, **given})
-
-    return function
-
-
 LENGTHS = jnp.array([24, 9, 5], "int32")
 
 
-def call(table, lengths, **arguments):
-    return functools.partial(
-        ours, page_table=table, key_value_seq_lengths=lengths, return_residual=True, **arguments
-    )
+def call(table, lengths, attend=ours, **arguments):
+    given = {"page_table": table, "key_value_seq_lengths": lengths, "return_residual": True}
+    return functools.partial(attend, **given, **arguments)
 
 
 def agree(got, want, limit=2e-5):
@@ -66,16 +55,7 @@ def test_each_example_sees_the_tokens_of_its_pages(name, normal):
         jnp.array(lengths, "int32"),
     )
     got = outcome(call(table, lengths, **given), operands, *along)
-    agree(got, outcome(gathered(table, lengths, **given), operands, *along))
-
-
-def test_pages_with_heads_first_and_one_cache_of_both(normal):
-    q, k, v, table = cache(normal)
-    want = call(table, LENGTHS)(q, k, v)
-    turned = call(table, LENGTHS, heads_first=True)
-    agree(turned(q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)), want)
-    both = jnp.stack([k, v], axis=1).reshape(-1, *k.shape[1:])
-    agree(call(2 * table, LENGTHS, value_page_table=2 * table + 1)(q, both, both), want)
+    agree(got, outcome(call(table, lengths, attentions._paged, **given), operands, *along))
 
 
 def test_nothing_is_read_behind_the_lengths_and_out_of_range(normal):

@@ -17,7 +17,6 @@ from transformations import graphs_of, methods, primitives
 import jax_cudnn as jc
 from jax_cudnn.ops import score_mod_written
 
-S = jax.ShapeDtypeStruct
 ours = jc.ops.dot_product_attention
 SCORES_AT_A_TIME = 1500
 B, T, K, N = 2, 20, 24, 4  # batch elements, queries, keys, heads
@@ -58,28 +57,14 @@ def agree(normal, f, g, operands):
         np.testing.assert_allclose(a, b, atol=3e-4, rtol=1e-4)
 
 
-LAST = {"is_causal": True, "bottom_right": True}
-ENDS = jnp.array([20, 7], "int32"), jnp.array([24, 9], "int32")
-WITHIN = {**LAST, "query_seq_lengths": ENDS[0], "key_value_seq_lengths": ENDS[1]}
 NUMBERS = jnp.sort(jax.random.randint(jax.random.key(0), (K,), 0, 3))
 DOCUMENTS = NUMBERS[:T].reshape(1, 1, T, 1), NUMBERS.reshape(1, 1, 1, K)
-NEAR = {"local_window_size": (4, 2)}
-CASES = {  # a function, an equivalent one, shapes of operands, shared options
-    "heads, window": (scaled, lambda q, a, **x: ours(q * jnp.exp(a).T, **x), [(1, N, 1, 1)], NEAR),
-    "causal": (causal, lambda q, **x: ours(q, is_causal=True, **x), [], {}),
-    "alibi, lengths": (alibi, lambda q, **x: ours(q, alibi=True, **x), [], WITHIN),
-    "relative bias": (
-        biased, lambda q, a, bias, **x: ours(q, bias=bias + a, **x), [(1, N, T, K)], LAST,
-    ),
-    "documents": (
-        documents, lambda q, **x: ours(q, mask=DOCUMENTS[0] == DOCUMENTS[1], **x), DOCUMENTS, {},
-    ),
-    "prefix": (
-        prefix(5), lambda q, **x: ours(q, mask=jnp.tri(T, K, dtype=bool).at[:, :5].set(True), **x),
-        [], {},
-    ),
+CASES = {  # a function, its operands, equivalent and shared options
+    "documents": (documents, DOCUMENTS, {"mask": DOCUMENTS[0] == DOCUMENTS[1]}, {}),
+    "prefix": (prefix(5), (), {"mask": jnp.tri(T, K, dtype=bool).at[:, :5].set(True)}, {}),
     "with alibi": (  # runs in XLA, with distances by the band's own alignment
-        lambda s, *_: 2 * s, lambda q, **x: ours(2 * q, **x), [], {**LAST, "alibi": True},
+        lambda s, *_: 2 * s, (), {"scale": 2 * 8**-0.5},
+        {"is_causal": True, "bottom_right": True, "alibi": True},
     ),
 }  # fmt: skip
 
@@ -87,18 +72,10 @@ CASES = {  # a function, an equivalent one, shapes of operands, shared options
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients(name, normal):
-    function, same, shapes, given = CASES[name]
-    of_floats = name != "documents"
-    operands = [normal(shape) for shape in shapes] if of_floats else []
-
-    def call(q, k, v, bias, *x):
-        mod = {"score_mod": function, "score_mod_operands": x if of_floats else shapes}
-        return ours(q, k, v, bias, **mod, **given)
-
-    def want(q, k, v, bias, *x):
-        return same(q, *x, key=k, value=v, **{"bias": bias, **given})
-
-    agree(normal, call, want, (*inputs(normal), normal((1, N, T, K)), *operands))
+    function, operands, same, given = CASES[name]
+    mod = {"score_mod": function, "score_mod_operands": operands}
+    call, want = (functools.partial(ours, **given, **more) for more in (mod, same))
+    agree(normal, call, want, (*inputs(normal), normal((1, N, T, K))))
 
 
 def test_operands_of_any_kind_and_arrays_that_it_closes_over(normal):

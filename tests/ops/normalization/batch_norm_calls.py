@@ -7,20 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import cotangents_of, exactly, outcome
-from jax import lax
-from transformations import TOLERANCES, methods, relative_error
+from fuzz import functions
+from transformations import methods
 
 import jax_cudnn as jc
 
 S = jax.ShapeDtypeStruct
 MOMENTUM = np.float32(0.7)
-
-
-def activated(name, y):
-    if name == "gelu_exact":
-        return jax.nn.gelu(y, approximate=False)
-    return y if name is None else jnp.tanh(y) if name == "tanh" else getattr(jax.nn, name)(y)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,44 +86,15 @@ class Case:
             return x
         ones = (1,) * (x.ndim - 2)
         given = {"strides": ones, "padding": "SAME", "dilation": ones, "groups": 1, **self.conv}
-        return lax.conv_general_dilated(
-            x, w, given["strides"], given["padding"], rhs_dilation=given["dilation"],
-            dimension_numbers=self.numbers, feature_group_count=given["groups"],
-        )  # fmt: skip
+        return functions._conv(x, w, **given, dimension_numbers=self.numbers)
 
     def plain(self, *operands):
         """The same in jnp, in the precision of its operands."""
         arrays, mean, var, momentum, given = self.split(operands)
-        x = self.convolved(*arrays)
-        axes = tuple(a for a in range(x.ndim) if a != self.axis % x.ndim)
-        along = lambda v: jnp.expand_dims(v, axes)  # noqa: E731
-        new = center, spread = mean, var
-        if self.training:
-            center, spread = jnp.mean(x, axes), jnp.var(x, axes)
-            new = [
-                momentum * old + (1 - momentum) * v for old, v in ((mean, center), (var, spread))
-            ]
-        y = (x - along(center)) / jnp.sqrt(along(spread) + self.epsilon)
-        y = y if given["scale"] is None else y * along(given["scale"])
-        y = y if given["bias"] is None else y + along(given["bias"])
-        return [activated(self.activation, y + given.get("residual", 0)), *new]
-
-
-# Relative to an array's norm: of sums in float32, and of what is rounded twice.
-ROUNDED = {"float32": TOLERANCES["float32"], "bfloat16": 2**-8, "float16": 2**-11}
-
-
-def check(case, operands, slack=1.0, through="float32"):
-    """Values and gradients, with cotangents of y and of both statistics: all of it finite, and as
-    near as its dtype allows, and what it is computed ``through``."""
-    cotangents = cotangents_of(jax.eval_shape(case, *operands))
-    got, want = outcome(case, operands, cotangents), exactly(case.plain, operands, cotangents)
-    assert [g.dtype for g in got[1]] == [o.dtype for o in operands]
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.isfinite(np.asarray(a, np.float32)).all()
-        allowed = slack * max(ROUNDED[str(a.dtype)], ROUNDED[through])
-        assert relative_error(a, b) <= allowed, (a.dtype, a.shape)
-    return got, want
+        own = {"training": self.training, "momentum": momentum, "epsilon": self.epsilon}
+        own |= {"axis": self.axis, "activation": self.activation, **given}
+        y, new = functions._batch_norm(self.convolved(*arrays), mean, var, **own)
+        return [y, *new]
 
 
 def with_(case, **changes):

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fuzz import functions
 
 import jax_cudnn as jc
 
@@ -17,6 +18,8 @@ IN_FLOAT32 = 4e-6
 
 rms, layer, ada = jc.ops.rms_norm, jc.ops.layer_norm, jc.ops.ada_layer_norm
 instance, group = jc.ops.instance_norm, jc.ops.group_norm
+PLAIN = {rms: functions._of_rows(centred=False), layer: functions._of_rows(centred=True)}
+PLAIN |= {ada: functions._ada, **dict.fromkeys((instance, group), functions._grouped)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +28,10 @@ class Case:
 
     function: Callable[..., Any]
     x: tuple[int, ...]
-    axes: tuple[int, ...]
-    """The normalized ones."""
-    own: tuple[int, ...] = ()
-    """Those that scale and bias have: by default the same."""
+    own: tuple[int, ...]
+    """The axes that scale and bias have."""
     given: str = "scale bias"
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def groups(self):
-        return self.keywords.get("num_groups", 0)
 
     @property
     def names(self):
@@ -42,7 +39,7 @@ class Case:
 
     @property
     def shapes(self):
-        one = tuple(self.x[axis] for axis in self.own or self.axes)
+        one = tuple(self.x[axis] for axis in self.own)
         return (self.x, *(one for _ in self.names))
 
     def operands(self, dtype="float32"):
@@ -63,77 +60,33 @@ class Case:
 
     def plain(self, x, *parameters, epsilon=None):
         """The same in jnp, in the precision of its operands."""
-        centred = self.function is not rms
-        default = self.keywords.get("epsilon", 1e-5 if centred else 1e-6)
-        epsilon = default if epsilon is None else epsilon
-        own = self.own or self.axes
-        shape = [n if i in own else 1 for i, n in enumerate(self.x)]
-        given = {n: p.reshape(shape) for n, p in zip(self.names, parameters, strict=True)}
-        scale = given.get("scale", 1.0)
-        if "scale" in given and self.keywords.get("zero_centered_scale"):
-            scale = scale + 1
-        axes, wide = self.axes, x
-        if self.groups:
-            wide = x.reshape(*x.shape[:-1], self.groups, x.shape[-1] // self.groups)
-            axes = (*range(1, x.ndim - 1), x.ndim)
-        mean = jnp.mean(wide, axes, keepdims=True)
-        from_mean = wide - mean if centred else wide
-        inv = (jnp.mean(from_mean**2, axes, keepdims=True) + epsilon) ** -0.5
-        y = (from_mean * inv).reshape(x.shape) * scale + given.get("bias", 0.0)
-        found = [mean, inv] if centred else [inv]
-        return [y, *(v.reshape(x.shape[0], self.groups) if self.groups else v for v in found)]
+        given = dict(zip(self.names, parameters, strict=True)) | {"return_statistics": True}
+        given |= {"epsilon": 1e-6 if self.function is rms else 1e-5, **self.keywords}
+        given |= {} if epsilon is None else {"epsilon": epsilon}
+        if self.function in (instance, group):
+            given = {"axis": -1} | given
+        return jax.tree.leaves(PLAIN[self.function](x, **given))
 
 
-def over(axis, **more):
-    return {"keywords": {"axis": axis, **more}}
+def case(function, x, own, given="scale bias", **keywords):
+    return Case(function, x, own, given, keywords)
 
 
-def groups(count):
-    return {"keywords": {"num_groups": count}}
-
-
-ONE_MORE = {"keywords": {"zero_centered_scale": True}}
 KINDS = {
-    "rms": Case(rms, (6, 10), (1,)),
-    "layer": Case(layer, (6, 10), (1,)),
-    "ada": Case(ada, (3, 4, 10), (2,), (0, 2)),
-    "instance": Case(instance, (2, 3, 5, 7), (1, 2), (3,)),
-    "group": Case(group, (2, 3, 4, 8), (), (3,), **groups(4)),
+    "rms": case(rms, (6, 10), (1,)),
+    "layer": case(layer, (6, 10), (1,)),
+    "ada": case(ada, (3, 4, 10), (0, 2)),
+    "instance": case(instance, (2, 3, 5, 7), (3,)),
+    "group": case(group, (2, 3, 4, 8), (3,), num_groups=4),
 }
-CASES = KINDS | {
-    "rms, no scale": Case(rms, (2, 3, 10), (2,), given="", **ONE_MORE),
-    "rms, 1 + scale": Case(rms, (2, 3, 4, 8), (3,), **ONE_MORE),
-    "rms, all": Case(rms, (3, 4), (0, 1), **over((0, 1))),
-    "layer, bias": Case(layer, (4, 3, 10), (2,), given="bias"),
-    "layer, 1 + scale": Case(layer, (2, 5, 8), (2,), **ONE_MORE),
-    "layer, middle": Case(layer, (2, 6, 3, 4), (1,), **over(-3)),
-    "layer, first and last": Case(layer, (5, 3, 4), (0, 2), **over([2, 0], epsilon=0.1)),
-    "layer, rank 6": Case(layer, (2, 1, 3, 1, 2, 5), (5,)),
-    "ada, rank 2": Case(ada, (3, 10), (1,), (0, 1), "scale"),
-    "ada, 1 + scale": Case(ada, (2, 3, 2, 8), (3,), (0, 3), **ONE_MORE),
-    "instance, channels second": Case(instance, (2, 3, 4, 5), (2, 3), (1,), **over(1)),
-    "instance, rank 6": Case(instance, (2, 2, 3, 2, 2, 3), (1, 2, 3, 4), (5,)),
-    "group, no spatial axis": Case(group, (3, 12), (), (1,), "bias", **groups(3)),
-    "group, one": Case(group, (2, 5, 6), (), (2,), "scale", **groups(1)),
-    "group, of each channel": Case(group, (2, 5, 6), (), (2,), **groups(6)),
-    "rms, no rows": Case(rms, (0, 10), (1,)),
-    "2 groups of nothing": Case(group, (0, 5, 6), (), (2,), **groups(2)),
-}
-
-
-def changed(name, x, **changes):
-    return dataclasses.replace(CASES[name], x=x, **changes)
-
-
-# Sizes at which cuDNN has engines for all of them.
-PLANNED = {
-    "rms": changed("rms", (64, 256)),
-    "rms, 1 + scale": changed("rms, 1 + scale", (4, 6, 8, 128)),
-    "layer, middle": changed("layer, middle", (4, 64, 6, 10)),
-    "ada": changed("ada", (4, 32, 128)),
-    "instance": changed("instance", (1, 8, 10, 32)),
-    "group, one": changed("group, one", (4, 10, 32)),
-    "group, of each channel": changed("group, of each channel", (1, 30, 16), **groups(16)),
+PLANNED = {  # sizes at which cuDNN has engines for all of them
+    "rms": case(rms, (64, 256), (1,)),
+    "rms, 1 + scale": case(rms, (4, 6, 8, 128), (3,), zero_centered_scale=True),
+    "layer, middle": case(layer, (4, 64, 6, 10), (1,), axis=-3),
+    "ada": case(ada, (4, 32, 128), (0, 2)),
+    "instance": case(instance, (1, 8, 10, 32), (3,)),
+    "group, one": case(group, (4, 10, 32), (2,), "scale", num_groups=1),
+    "group, of each channel": case(group, (1, 30, 16), (2,), num_groups=16),
 }
 
 

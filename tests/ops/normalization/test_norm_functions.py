@@ -1,40 +1,20 @@
-"""The norms of jax_cudnn.ops x their options, beside float64."""
+"""The norms of jax_cudnn.ops, batch_norm too: graphs and plans, dtypes, what random calls lack."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import cotangents_of, exactly, outcome
-from norm_calls import CASES, KINDS, PLANNED, assert_close, group, instance, layer, rms
-from transformations import graphs_of, methods
+from batch_norm_calls import IMAGE, Case, with_
+from helpers import cotangents_of, exactly, outcome, same
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from norm_calls import KINDS, PLANNED, assert_close, group, instance, layer, rms
+from transformations import graphs_of, methods, relative_error
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.wire import wire
 
 each_kind = pytest.mark.parametrize("name", KINDS)
-CALLS = [(name, "float32", "float32") for name in CASES]
-CALLS += [(name, "bfloat16", "float32") for name in KINDS]  # of parameters wider than x
-CALLS += [(name, "float16", "float16") for name in KINDS]
-
-
-@pytest.mark.parametrize(("name", "dtype", "parameters"), CALLS)
-def test_values_statistics_and_their_gradients(name, dtype, parameters):
-    """Cotangents come into y and the statistics: the gradient is rounded in two parts."""
-    case = CASES[name]
-    operands = [x.astype(parameters if i else dtype) for i, x in enumerate(case.operands())]
-    results = jax.eval_shape(case, *operands)
-    assert [r.dtype for r in results] == [dtype, *["float32"] * (len(results) - 1)]
-    cotangents = cotangents_of(results)
-    got = outcome(case, operands, cotangents)
-    assert [g.dtype for g in got[1]] == [o.dtype for o in operands]
-    assert_close(got, exactly(case.plain, operands, cotangents), slack=1.6)
-    y, *statistics = got[0]
-    if not case.groups:
-        kept = tuple(1 if i in case.axes else n for i, n in enumerate(case.x))
-        assert [s.shape for s in statistics] == [kept] * len(statistics)
-    same = {"float32": 2e-6, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
-    alone = case(*operands, return_statistics=False)[0]
-    np.testing.assert_allclose(*(np.float32(v) for v in (alone, y)), rtol=same, atol=same)
 
 
 @each_kind
@@ -59,9 +39,11 @@ METHODS = {"rms": "rmsnorm", "ada": "adalayernorm", "instance": "instancenorm"}
 def test_a_gradient_is_one_forward_and_one_backward(name):
     """The backward reads its operands and statistics, and nothing else of the size of x; what it
     writes and nobody reads has memory, and is dropped. Without gradient there are no statistics."""
-    case = CASES["group, one"] if name == "group" else KINDS[name]
+    case = PLANNED["group, one"] if name == "group" else KINDS[name]
     avals, method = case.avals(), METHODS.get(name, "layernorm")
+    assert {r.dtype.name for r in jax.eval_shape(case, *avals)[1:]} == {"float32"}
     forward, backward = graphs_of(jax.grad(total(case), tuple(range(len(avals)))), *avals)
+    assert forward.output_tensors[0].dtype == "bfloat16"
     assert (methods(forward), methods(backward)) == ([method], [f"{method}_backward"])
     ports = [port for port, result in forward.calls[0].outputs if result in forward.outputs]
     assert ports == (["Y", "inv_var"] if name == "rms" else ["Y", "mean", "inv_var"])
@@ -136,3 +118,78 @@ def test_forward_and_backward_are_a_plan_each(name):
     assert [*found] == [title, f"{title} (backward)"]
     for plan in found.values():
         assert [segment.engine != "XLA" for segment in plan.segments] == [True]
+
+
+MOVED = ("HWNC", "OIHW", "CHWN")
+ROUNDED = [  # with dtypes of x and of parameters
+    (with_(IMAGE, given="scale bias residual"), "float16", "float32"),
+    (Case((2, 3, 2, 7, 2, 3), -3, given="", activation="leaky_relu"), "bfloat16", "float32"),
+    (Case((5, 6, 2, 4), 0, w=(6, 4, 3, 3), numbers=MOVED, fused=True), "float32", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "parameters"), ROUNDED)
+def test_values_are_rounded_once_to_xs_dtype_and_statistics_to_theirs(case, dtype, parameters):
+    """In front of residual and activation also; of axes that random calls do not have."""
+    operands = case.operands(dtype, parameters)
+    got, want = case(*operands), exactly(case.plain, operands, case(*operands))[0]
+    assert [g.dtype for g in got] == [dtype, parameters, parameters]
+    once = {"float32": 2e-5, "bfloat16": 2**-9, "float16": 2**-12}
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) <= 2 * once[str(a.dtype)]
+
+
+@pytest.mark.parametrize("fused", [None, False, True], ids=["alone", "conv", "fused"])
+def test_nan_in_the_running_statistics_stays_out_of_a_training_step(fused):
+    """Nor does infinity reach y: the sums of fused_statistics are of distances from the mean."""
+    case = IMAGE if fused is None else with_(IMAGE, w=(3, 3, 6, 6), fused=fused)
+    count = len(case.arrays)
+    operands = case.operands()
+    good = case.plain(*operands)
+    for value in (np.nan, np.inf):
+        bad = jnp.full(6, value, jnp.float32)
+        given = [*operands[:count], bad, bad, *operands[count + 2 :]]
+        (y, *new), (dx, *_) = outcome(case, given, [jnp.sin(good[0]), *good[1:]])
+        np.testing.assert_allclose(y, good[0], rtol=1e-4, atol=1e-4)
+        assert not np.isfinite(new).any()
+        assert np.isfinite(dx).all()
+
+
+@pytest.mark.parametrize("number", [1, jnp.bfloat16(0.25)], ids=["int", "array"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_momentum_and_epsilon_in_any_form_and_the_gradient_by_it(number, training):
+    case = with_(IMAGE, training=training, epsilon=float(number))
+    operands = case.operands()
+    operands[3] = jnp.float32(number)
+    want = case.plain(*operands)
+    same(case(*operands, momentum=number, epsilon=number), want, 1e-4)
+    cotangents = cotangents_of(want)
+    given = [jnp.float32(number), *operands]
+    got = outcome(lambda e, *a: case(*a, epsilon=e), given, cotangents)
+    same(got, exactly(lambda e, *a: with_(case, epsilon=e).plain(*a), given, cotangents), 2e-4)
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 (host) devices")
+@pytest.mark.parametrize(
+    ("w", "kind", "spec"),
+    [
+        ((3, 3, 8, 4), AxisType.Auto, P("data")),
+        ((), AxisType.Explicit, P(None, None, None, "data")),  # where no axis is sliced
+    ],
+)
+def test_under_jit_statistics_are_those_of_the_whole_batch(w, kind, spec):
+    case = Case((16, 3, 3, 8), activation="relu", w=w)
+    x, *others = case.operands()
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]), ("data",), axis_types=(kind,))
+    whole = [jax.device_put(v, NamedSharding(mesh, P())) for v in others]
+
+    def both(f):
+        def total(*a):
+            y, mean, var = f(*a)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(mean * var)
+
+        return jax.jit(lambda *a: (f(*a), jax.grad(total, tuple(range(len(a))))(*a)))
+
+    with jax.set_mesh(mesh):
+        got = jax.device_get(both(case)(jax.device_put(x, NamedSharding(mesh, spec)), *whole))
+    same(got, both(case.plain)(x, *others), 2e-4)

@@ -14,13 +14,13 @@ from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning import losses
 
 S = jax.ShapeDtypeStruct
-# Of x, scale and statistics; cuDNN has engines for all of them.
+# Of x and scale; cuDNN has engines for all of them.
 SHAPES = {
-    "rmsnorm": ((64, 256), (1, 256), (64, 1)),
-    "layernorm": ((64, 256), (1, 256), (64, 1)),
-    "adalayernorm": ((4, 16, 256), (4, 1, 256), (4, 16, 1)),
-    "instancenorm": ((4, 64, 8, 6), (1, 64, 1, 1), (4, 64, 1, 1)),
-    "batchnorm": ((4, 64, 8, 6), (1, 64, 1, 1), (1, 64, 1, 1)),
+    "rmsnorm": ((64, 256), (1, 256)),
+    "layernorm": ((64, 256), (1, 256)),
+    "adalayernorm": ((4, 16, 256), (4, 1, 256)),
+    "instancenorm": ((4, 64, 8, 6), (1, 64, 1, 1)),
+    "batchnorm": ((4, 64, 8, 6), (1, 64, 1, 1)),
 }
 
 
@@ -46,33 +46,6 @@ def forward(kind, phase="TRAINING"):
     return function
 
 
-def backward(kind):
-    """Graph function of the cotangent, x, scale and the statistics."""
-    names = ("inv_variance",) if kind == "rmsnorm" else ("mean", "inv_variance")
-    more = {"has_dbias": True} if kind == "rmsnorm" else {}
-
-    def function(g, grad, x, scale, *statistics):
-        given = dict(zip(names, statistics, strict=True))
-        return [*getattr(g, f"{kind}_backward")(grad, x, scale, **given, **more)]
-
-    return function
-
-
-def shapes_for(kind, x, scale, *_):
-    """Of a forward's operands."""
-    return [x, *[scale] * (4 if kind == "batchnorm" else 2)]
-
-
-# What the cases of all nodes do not have: kind, x, scale, statistics.
-ODD = [
-    ("rmsnorm", (6, 4), (6, 1), (1, 4)),
-    ("layernorm", (3, 4, 5), (3, 1, 5), (1, 4, 1)),
-    ("adalayernorm", (2, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1)),
-    ("batchnorm", (2, 3, 2, 3, 4), (1, 3, 1, 1, 1), (1, 3, 1, 1, 1)),
-    ("batchnorm", (8, 16), (1, 16), (1, 16)),
-]
-
-
 def check(function, operands, **options):
     """A graph beside the oracle."""
     function = jc.graph(function).with_options(**options)
@@ -81,23 +54,6 @@ def check(function, operands, **options):
     given = [operands[i] for i in trace.operands]
     oracle.check_outputs(trace.spec, given, outputs, on_gpu=bool(options))
     return outputs
-
-
-@pytest.mark.parametrize(("kind", "x", "scale", "statistics"), ODD)
-def test_forward_and_backward_are_those_of_float64(kind, x, scale, statistics):
-    """The backward on the forward's statistics, and the tangent; also without a bias."""
-    operands = drawn(shapes_for(kind, x, scale))
-    y, *found = check(forward(kind), operands)
-    if kind in ("rmsnorm", "adalayernorm"):
-        check(forward(kind), operands[:2])
-    of_y = lambda *o: jc.graph(forward(kind))(*o)[0]  # noqa: E731
-    along = jnp.vdot(jnp.cos(y), jax.jvp(of_y, operands, operands)[1])
-    gradients = jax.vjp(of_y, *operands)[1](jnp.cos(y))
-    want = sum(map(jnp.vdot, gradients, operands))
-    np.testing.assert_allclose(along, want, rtol=1e-3, atol=1e-3)
-    found = found[: 1 if kind == "rmsnorm" else 2]
-    assert {v.shape for v in found} == {statistics}
-    check(backward(kind), [jnp.cos(y), *operands[:2], *found])
 
 
 MERGED = {
@@ -147,9 +103,9 @@ def test_stated_orders():
 
 def avals(kind, dtype="bfloat16"):
     """Of x, an array of its shape, and scale, bias, running statistics."""
-    x, *others = shapes_for(kind, *SHAPES[kind])
+    x, scale = SHAPES[kind]
     of_parameters = "float32" if kind in ("instancenorm", "batchnorm") else dtype
-    return [*[S(x, dtype)] * 2, *(S(shape, of_parameters) for shape in others)]
+    return [*[S(x, dtype)] * 2, *[S(scale, of_parameters)] * (4 if kind == "batchnorm" else 2)]
 
 
 # What is done to y, x or scale; r is an array of x's shape.

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cotangents_of, exactly, outcome
-from norm_calls import IN_FLOAT32, PLANNED, ROUNDED, assert_close, changed
+from norm_calls import IN_FLOAT32, KINDS, PLANNED, ROUNDED, assert_close, instance
+from norm_calls import case as case_of
 
 ROWS = {  # means and deviations
     "float32": [(0, 1), (1e3, 1), (1e4, 1)],
@@ -25,7 +26,7 @@ def check_rows(length, dtype, kind, times=1, **keywords):
     random = np.random.default_rng(0)
     means, deviations = (v[:, None] for v in np.transpose([*ROWS[dtype], (3, 0), (0, 0)]))
     rows = np.clip(random.standard_normal((len(means), length)) * deviations + means, -65504, 65504)
-    case = changed(kind, rows.shape)
+    case = dataclasses.replace(KINDS[kind], x=rows.shape)
     parameters = [random.standard_normal(length) + 0.5 for _ in case.shapes[1:]]
     operands = [jnp.asarray(a, dtype) for a in (rows, *parameters)]
     cotangents = [jnp.asarray(random.standard_normal(rows.shape), dtype)]
@@ -58,7 +59,7 @@ def test_rows_of_any_length_and_mean(kind, dtype, length):
 @pytest.mark.parametrize("name", [*PLANNED, "instance, channels second"])
 def test_values_and_gradients_on_the_gpu(name, dtype):
     """In cuDNN's plans: XLA runs none of them."""
-    case = PLANNED.get(name) or changed(name, (1, 32, 8, 10))
+    case = PLANNED.get(name) or case_of(instance, (1, 32, 8, 10), (1,), axis=1)
     operands = case.operands(dtype)
     y = functools.partial(case.y, implementation="cudnn")
     (cotangent,) = cotangents_of([jax.eval_shape(y, *operands)])
