@@ -95,7 +95,7 @@ def outputs_and_workspace(
     ]
     operands += tuple(jnp.asarray(table, jnp.float32) for table in plan.tables)
     begun = [  # results that the plan writes a part of, and what the other parts hold
-        (i, _word(value, result.dtype))
+        (i, int(np.float32(value).view(np.uint32)))  # of float32, or zeros
         for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
         if (value := layout.initial(sent, t)) is not None
     ]
@@ -117,12 +117,6 @@ def outputs_and_workspace(
     )(*operands, *followed, **plan.attributes(name, [*itertools.chain(*begun)]))
     own = outputs[: len(spec.outputs)]  # the rest is unused
     return [_given(y, t) for y, t in zip(own, spec.output_tensors, strict=True)], used
-
-
-def _word(value: float, dtype: Any) -> int:
-    """The bits of a value, in 4 bytes."""
-    assert value == 0 or dtype == np.float32
-    return int(np.float32(value).view(np.uint32))
 
 
 def _given(x: jax.Array, tensor: Tensor) -> jax.Array:

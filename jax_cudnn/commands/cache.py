@@ -97,8 +97,7 @@ _FIXES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), f"change its permissions, {_PLACE}"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "check this path"),
     errno.EROFS: f"make it writable, {_PLACE}",
-    errno.EISDIR: "pass a file",
-    errno.EINVAL: "pass a regular file",
+    **dict.fromkeys((errno.EISDIR, errno.EINVAL), "pass a regular file"),
 }
 _Outcome = tuple[int, dict[str, Any], str]  # exit status, facts for JSON, text
 

@@ -256,13 +256,10 @@ ffi::Error CallSite::DecodeFills() {
     const auto row = std::find_if(bindings_.begin(), bindings_.end(), [&](const Binding& binding) {
       return binding.kind == BindingKind::kResult && binding.value == result;
     });
-    if (row == bindings_.end() || word < 0 || word > int64_t{0xffffffff}) {
+    if (row == bindings_.end() || word < 0 || word > int64_t{0xffffffff} ||
+        (word != 0 && row->bytes % 4 != 0)) {
       return Invalid("initial names result " + std::to_string(result) + " and the word " +
                      std::to_string(word) + ", expected a result of the plan and 4 bytes");
-    }
-    if (word != 0 && row->bytes % 4 != 0) {
-      return Invalid("initial has a word of 4 bytes for result " + std::to_string(result) +
-                     " of " + std::to_string(row->bytes));
     }
     const int64_t unit = word == 0 ? 1 : 4;
     initial_.push_back({result, unit, row->bytes / unit, word});

@@ -60,7 +60,7 @@ inline constexpr int64_t kNoUid = -1;
 // operands, it passes a result another buffer than the operand that the result should alias.
 struct Fill {
   int64_t place;  // an offset in the workspace, or the number of a result
-  int64_t unit;  // bytes of a word: 1 or 4
+  int64_t unit;   // bytes of a word: 1 or 4
   int64_t count;
   int64_t word;
 };
@@ -161,8 +161,8 @@ class CallSite {
   std::vector<Binding> bindings_;
   std::vector<size_t> pack_rows_;  // the bindings that have a uid
   std::vector<int64_t> pack_uids_;
-  std::vector<Fill> fills_;    // of the workspace
-  std::vector<Fill> initial_;  // of whole results
+  std::vector<Fill> fills_;           // of the workspace
+  std::vector<Fill> initial_;         // of whole results
   std::vector<ScalarBlock> scalars_;  // aligned; cuDNN keeps pointers into it
   size_t operands_needed_ = 0;
   size_t results_needed_ = 1;  // the workspace

@@ -18,9 +18,7 @@ from .._core.graph.options import Options, normal_precision
 from .._core.graph.trace import GraphFunction
 
 Padding = str | int | Sequence[int | tuple[int, int]]
-
-
-_LARGEST = 1e300  # no float of cuDNN's is larger
+_MOST: Any = 1e300  # no float of cuDNN's is larger
 
 
 def array(name: str, x: Any, expected: str = "an array") -> jax.Array:
@@ -75,7 +73,7 @@ def flags(**given: Any) -> list[bool]:
 
 def number(name: str, value: Any) -> float:
     """An argument as a Python scalar; GraphTypeError for arrays, which are known too late."""
-    if isinstance(value, Real) and not isinstance(value, bool) and abs(value) < _LARGEST:
+    if isinstance(value, Real) and not isinstance(value, bool) and -_MOST < value < _MOST:
         return float(value)
     raise GraphTypeError(
         f"{name} is not a finite Python scalar",

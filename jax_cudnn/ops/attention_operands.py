@@ -136,8 +136,7 @@ def without_keys(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def of_one_query(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both lengths for the engines of paged keys that take one query: they always compute it, and
-    write zeros for a batch element without keys."""
+    """Both lengths for one query of paged keys, which cuDNN computes whatever its length."""
     return queries, jnp.where(queries <= 0, 0, keys)
 
 

@@ -113,7 +113,7 @@ def test_plans_travel_in_an_archive(store, other, command, tmp_path):
     left_out = {store.path(digest(key)).name for key in ("damaged", "a folder")}
     assert json.loads(out)["left out"].keys() == left_out
     before = archive.read_bytes()
-    for folder, words in ((other.folder, "no such folder"), (tmp_path, "0 unusable entries")):
+    for folder, words in ((other.folder, "no such folder"), (tmp_path, "0 unusable")):
         status, _, err = command("export", archive, folder=folder)
         assert (status, words in err, archive.read_bytes()) == (1, True, before), err
     for taken, present in ((3, 0), (0, 3)):

@@ -150,9 +150,9 @@ int main(int argc, char** argv) {
   const auto text = XLA_FFI_AttrType_STRING;
   XLA_FFI_AttrType types[] = {array, scalar, scalar, text,  array, array,
                               text,  text,   scalar, array, scalar};
-  void* values[] = {
-      &bindings_array, &checksum_scalar, &version_scalar, &device,     &fills_array, &no_initial,
-      &name,           &plan,            &offset_scalar,  &no_scalars, &bytes_scalar};
+  void* values[] = {&bindings_array, &checksum_scalar, &version_scalar, &device,
+                    &fills_array,    &no_initial,      &name,           &plan,
+                    &offset_scalar,  &no_scalars,      &bytes_scalar};
   std::vector<XLA_FFI_ByteSpan> spans;
   for (const std::string& key : keys) spans.push_back({key.data(), key.size()});
   std::vector<XLA_FFI_ByteSpan*> names;

@@ -54,7 +54,7 @@ def dumped(plan: Plan) -> bytes:
     try:
         check_size(text, _PLANS)
     except Unusable as error:
-        fix = "split the function into smaller graphs, or serialize each of plan.parts"
+        fix = "serialize each of plan.parts"
         raise GraphError(f"{plan.name} cannot be serialized", got=str(error), fix=fix) from error
     return sealed(text)
 

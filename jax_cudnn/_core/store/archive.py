@@ -48,11 +48,10 @@ def export(cache: PlanCache, path: str | os.PathLike[str]) -> tuple[int, dict[st
                 count += 1
             archive.comment = b"%d entries" % count
         if not count:
-            got = f"{len(skipped)} unusable entries" if cache.folder.exists() else "no such folder"
             raise JaxCudnnError(
                 f"there is nothing to export: {path} is not written",
                 expected=f"plans in {cache.folder}",
-                got=got,
+                got=f"{len(skipped)} unusable" if cache.folder.exists() else "no such folder",
                 fix="pass the --folder of a program that has planned; default: the user's",
             )
         os.replace(temporary, path)
