@@ -11,10 +11,9 @@ from typing import Any
 
 from .. import errors
 from ..errors import JaxCudnnError, JobError, LibraryError
-from ..store.entry import unpacked
 
 _FORMAT = 1  # of a record; not a part of its key, so that a process can say that it differs
-_LARGEST = 32  # a record's size in entries of the plan cache: it has a plan for each segment
+_LARGEST = 2**26  # bytes of a record: it has a plan for each segment
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,10 @@ def unpack(record: bytes, question: Question, process: int) -> dict[str, Any]:
     """The content of a record, an error as an exception; LibraryError if another installation
     wrote it, JobError if it is none."""
     try:
-        content = unpacked(record, _LARGEST)
+        text = zlib.decompressobj().decompress(record, _LARGEST + 1)
+        if len(text) > _LARGEST:
+            raise ValueError(f"more than {_LARGEST} bytes")
+        content = json.loads(text)
         if content["format"] == _FORMAT and "error" in content:
             content["error"] = _received(content["error"], question)
         elif content["format"] == _FORMAT:

@@ -69,7 +69,9 @@ def decode(data: bytes, name: str) -> Content:
     if checksum(body) != header[2]:
         raise Unusable("damaged: not the bytes that were written")
     try:
-        fields = unpacked(body)
+        text = zlib.decompressobj().decompress(body, LARGEST + 1)
+        check_size(text)
+        fields = parsed(text)
         content = Content(fields["key"], fields["value"], fields["label"])
     except (zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Unusable(f"damaged: no entry inside ({error!r:.200})") from error
@@ -78,13 +80,6 @@ def decode(data: bytes, name: str) -> Content:
     if digest(content.key) != name:
         raise Unusable("foreign: the entry of another key")
     return content
-
-
-def unpacked(body: bytes, entries: int = 1) -> Any:
-    """Compressed JSON; Unusable where it is larger than so many entries, else as ``parsed``."""
-    text = zlib.decompressobj().decompress(body, entries * LARGEST + 1)
-    check_size(text, entries)
-    return parsed(text)
 
 
 def parsed(text: bytes) -> Any:

@@ -17,7 +17,6 @@ import jax_cudnn as jc
 from jax_cudnn._core import compat
 from jax_cudnn._core.job import agreement
 from jax_cudnn._core.job import record as job_record
-from jax_cudnn._core.store import entry
 
 WORKER = Path(__file__).with_name("job_worker.py")
 VERSIONS = "cuDNN 9.19.0, frontend 1.28.0, NVIDIA H200"
@@ -101,7 +100,7 @@ def test_the_others_take_what_the_lowest_made(job_of_two, monkeypatch):
     records = [{"class": "GraphError", "parts": part} for part in (5, {}, {"summary": "x"})]
     records += [{"class": name, "parts": parts} for name in ("rebuild", "Any", "jax", 5)]
     records = [job_record.pack(error=error) for error in (5, {}, *records)]
-    monkeypatch.setattr(entry, "LARGEST", 1000)
+    monkeypatch.setattr(job_record, "_LARGEST", 1000)
     large = job_record.pack(made={"x": "x" * 40_000}, identity=VERSIONS)
     for record in (b"no record", large, *records):
         for path in zero.client.values:
