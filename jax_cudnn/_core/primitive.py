@@ -79,6 +79,17 @@ def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
     return cudnn_local_p.bind(*operands, spec=spec, name=name)
 
 
+_lower_local = mlir.lower_fun(_local, multiple_results=True)
+
+
+def _lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
+    if compat.partitioning_mesh(ctx) is None:
+        return _lower_local(ctx, *operands, spec=spec, name=name)
+    from . import partition  # which programs for one device do without
+
+    return partition.lower(ctx, *operands, spec=spec, name=name)
+
+
 def _reference(*operands: Any, spec: GraphSpec, name: str, products: str = "") -> list[Any]:
     return evaluate(spec, *operands, products=products)
 
@@ -99,7 +110,7 @@ def _transformed(rule: str, *args: Any, **params: Any) -> Any:
 
 for _primitive in (cudnn_p, cudnn_local_p):
     _primitive.def_abstract_eval(_abstract_eval)
-mlir.register_lowering(cudnn_p, mlir.lower_fun(_local, multiple_results=True))
+mlir.register_lowering(cudnn_p, _lower)
 mlir.register_lowering(cudnn_local_p, mlir.lower_fun(_reference, multiple_results=True))
 mlir.register_lowering(
     cudnn_local_p,

@@ -1,0 +1,300 @@
+"""Partitions graphs over a mesh: each device runs the graph on its part of the arrays.
+
+A graph becomes one custom call, which names it by a digest and states its rule to Shardy. XLA calls
+:func:`_partition` with the shardings it has found, and replaces the call by what that returns: the
+graph on local shapes, and the sums over devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from .. import __version__
+from . import compat
+from .graph.spec import Call, GraphSpec, Tensor, intern
+from .user_context import TARGET
+
+PARTITIONED = "jax_cudnn_partitioned"
+
+Factors = tuple[int | None, ...]
+Axes = tuple[str, ...]
+Shardings = list[tuple[Axes, ...]]
+
+
+# -- the rule of a graph ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which dimensions of a graph's tensors belong together.
+
+    ``of`` has a factor for each dimension of each tensor: dimensions with the same factor are
+    sharded alike, None stays whole. ``summed`` has the factors over which a result is a sum.
+    """
+
+    of: dict[str, Factors]
+    summed: dict[str, frozenset[int]]
+
+
+@functools.lru_cache(maxsize=4096)
+def rule(spec: GraphSpec) -> Rule:
+    """Unifies the letters of all calls."""
+    parent: dict[Any, Any] = {}
+
+    def find(x: Any) -> Any:
+        while parent.setdefault(x, x) != x:
+            x = parent[x]
+        return x
+
+    whole, sums = set(), {}
+    for n, call in enumerate(spec.calls):
+        ports = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+        letters, fixed = _letters(call, ports)
+        for port, tensor in ports.items():
+            for axis, letter in enumerate(letters[port]):
+                here = tensor.name, axis
+                if letter is None or letter in fixed:
+                    whole.add(here)
+                else:
+                    parent[find(here)] = find((n, letter))
+        read = {a for port, _ in call.inputs for a in letters[port] if a is not None} - fixed
+        for port, name in call.outputs:
+            sums[name] = {(n, letter) for letter in read - {*letters[port]}}
+    # A partial sum is complete where the graph ends: what is read again inside needs a whole axis.
+    inner = {name for call in spec.calls for _, name in call.inputs}
+    whole |= {x for name in inner & sums.keys() for x in sums[name]}
+    roots = {find(x) for x in whole}
+    ids = {root: i for i, root in enumerate(dict.fromkeys(map(find, [*parent])))}
+
+    def factor(x: Any) -> int | None:
+        root = find(x)
+        return None if root in roots else ids.setdefault(root, len(ids))
+
+    of = {
+        t.name: tuple(
+            None if size == 1 else factor((t.name, axis)) for axis, size in enumerate(t.shape)
+        )
+        for t in spec.tensors
+    }
+    summed = {
+        name: frozenset(f for x in sums.get(name, ()) if (f := factor(x)) is not None)
+        for name in spec.outputs
+    }
+    return Rule(of, summed)
+
+
+def _letters(call: Call, ports: dict[str, Tensor]) -> tuple[dict[str, tuple], set]:
+    """For each port a letter for each dimension (None: whole), and the letters that stay whole."""
+    dims, node = call.node.ports, call.node
+    named = {port.name: port.axes for port in (*dims.inputs, *dims.outputs)}
+    rank = max(len(t.shape) for t in ports.values())
+    letters: dict[str, tuple] = {}
+    for port, tensor in ports.items():
+        axes = named.get(port, ())
+        fixed = [axis for axis in axes if axis != "..."]
+        lead = len(tensor.shape) - len(fixed)
+        letters[port] = tuple(range(lead)) + tuple(fixed)
+    if node.method in ("rmsnorm", "rmsnorm_backward"):
+        letters = {port: tuple(range(len(t.shape))) for port, t in ports.items()}
+        x, kept = (ports[p] for p in ("input", "inv_var" if "inv_var" in ports else "inv_variance"))
+        return letters, {a for a in range(rank) if x.shape[a] != kept.shape[a]}
+    if not (dims.is_elementwise or node.method == "matmul"):
+        return {port: (None,) * len(t.shape) for port, t in ports.items()}, set()
+    # A size of 1 broadcasts.
+    return {
+        port: tuple(None if size == 1 else a for a, size in zip(letters[port], t.shape, strict=True))
+        for port, t in ports.items()
+    }, {None}
+
+
+def sharding_types(spec: GraphSpec, operands: Sequence[PartitionSpec]) -> list[PartitionSpec]:
+    """How results are sharded for operands' types, on explicit axes."""
+    known = [_padded(s, t) for s, t in zip(operands, spec.input_tensors, strict=True)]
+    axes = _axes(spec, known, [], {})
+    return [
+        PartitionSpec(*(axes.get(f) or None for f in rule(spec).of[name])) for name in spec.outputs
+    ]
+
+
+def _padded(spec: PartitionSpec, tensor: Tensor) -> tuple[Axes, ...]:
+    given = [() if a is None else a if isinstance(a, tuple) else (a,) for a in spec]
+    return (*given, *[()] * (len(tensor.shape) - len(given)))
+
+
+def _axes(
+    spec: GraphSpec, operands: Shardings, results: Shardings, sizes: dict[str, int]
+) -> dict[int | None, Axes]:
+    """The mesh axes that shard each factor. An axis shards one factor: what operands have counts
+    before what results would have, and large operands before small ones."""
+    given = sorted(
+        zip(spec.input_tensors, operands, strict=True), key=lambda pair: -pair[0].nbytes
+    )
+    wanted = zip(spec.output_tensors, results) if results else ()
+    chosen: dict[int | None, Axes] = {}
+    taken: set[str] = set()
+    for tensor, sharding in itertools.chain(given, wanted):
+        for factor, size, axes in zip(rule(spec).of[tensor.name], tensor.shape, sharding, strict=True):
+            if factor is None or factor in chosen or not axes or taken & {*axes}:
+                continue
+            parts = 1
+            for axis in axes:
+                parts *= sizes.get(axis, 1)
+            if size % parts == 0:
+                chosen[factor] = axes
+                taken |= {*axes}
+    return chosen
+
+
+def local(spec: GraphSpec, parts: dict[int | None, int]) -> GraphSpec:
+    """The graph on the shapes of one device."""
+    of = rule(spec).of
+    tensors = (
+        replace(t, shape=tuple(s // parts.get(f, 1) for s, f in zip(t.shape, of[t.name], strict=True)))
+        for t in spec.tensors
+    )
+    return intern(replace(spec, tensors=tuple(tensors), _cache={}))
+
+
+# -- the call --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Partitioned:
+    """What XLA's callbacks need: nothing of the user's data."""
+
+    spec: GraphSpec
+    name: str
+    mesh: Any
+    module: Any
+    target: Any
+
+
+_known: weakref.WeakValueDictionary[bytes, _Partitioned] = weakref.WeakValueDictionary()
+"""By the text in the call. The text states all that determines the result: JAX's persistent
+cache, which sees only it, cannot serve the program of another graph."""
+
+
+def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
+    """The custom call in place of a graph."""
+    from .primitive import title
+
+    mesh = compat.partitioning_mesh(ctx)
+    target = TARGET.value
+    said = repr((spec._key(), name, mesh.shape_tuple, target, __version__, _versions()))
+    key = f"{title(spec=spec, name=name)} {hashlib.sha256(said.encode()).hexdigest()}".encode()
+    site = _Partitioned(spec, name, mesh, compat.module_platforms(ctx), target)
+    site = _known.setdefault(key, site)
+    compat.keep_alive(ctx, site)
+    register()
+    of = rule(spec)
+    factors = [[of.of[t] for t in side] for side in (spec.inputs, spec.outputs)]
+    produced = {f for side in factors[1] for f in side}
+    reduced = {f for side in factors[0] for f in side if f is not None} - produced
+    return compat.partitioned_call(
+        ctx, PARTITIONED, key, operands, factors[0], factors[1], reduced
+    )
+
+
+@functools.cache
+def _versions() -> str:
+    from .planning import split  # noqa: F401
+
+    return jax.__version__
+
+
+@functools.cache
+def register() -> None:
+    """Registers the callbacks with XLA, of this process and of its plugins."""
+    compat.register_partitioner(PARTITIONED, _wanted, _partition, _inferred)
+
+
+def _wanted(sharding: Any, shape: Any, key: bytes) -> Any:
+    return sharding
+
+
+def _inferred(shapes: Any, shardings: Any, result: Any, key: bytes) -> Any:
+    site = _known[key]
+    spec, sizes = site.spec, dict(site.mesh.shape)
+    axes = _axes(spec, _decoded(site, shardings, spec.input_tensors), [], sizes)
+    return compat.packed_shardings(result, _encoded(site, spec.outputs, axes))
+
+
+def _decoded(site: _Partitioned, shardings: Any, tensors: Iterable[Tensor]) -> Shardings:
+    return [
+        _padded(compat.partition_spec(sharding, site.mesh), tensor)
+        for sharding, tensor in zip(shardings, tensors, strict=True)
+    ]
+
+
+def _encoded(site: _Partitioned, names: Iterable[str], axes: dict, also: Any = None) -> list[Any]:
+    of = rule(site.spec).of
+    also = also or {}
+    specs = [
+        [also.get((name, i)) or axes.get(f) or None for i, f in enumerate(of[name])]
+        for name in names
+    ]
+    return [compat.hlo_sharding(site.mesh, PartitionSpec(*spec), len(spec)) for spec in specs]
+
+
+def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes) -> Any:
+    site = _known[key]
+    spec, sizes = site.spec, dict(site.mesh.shape)
+    wanted = wanted.tuple_elements() if result.is_tuple() else [wanted]
+    asked = _decoded(site, wanted, spec.output_tensors)
+    axes = _axes(spec, _decoded(site, shardings, spec.input_tensors), asked, sizes)
+    parts = {f: _size(a, sizes) for f, a in axes.items()}
+    own, found = local(spec, parts), rule(spec)
+    scattered: dict[tuple[str, int], Axes] = {}
+    sums: list[tuple[Axes, int | None]] = []
+    for name, ask in zip(spec.outputs, asked, strict=True):
+        over = tuple(a for f in sorted(found.summed[name]) for a in axes.get(f, ()))
+        shape = own.tensor(name).shape
+        at = next(
+            (
+                i
+                for i, a in enumerate(ask)
+                if a and a == over and not axes.get(found.of[name][i])
+                and shape[i] % _size(a, sizes) == 0
+            ),
+            None,
+        )
+        sums.append((over, at))
+        if at is not None:
+            scattered[name, at] = over
+
+    def body(*arrays: Any) -> list[Any]:
+        from .primitive import cudnn_local_p
+
+        results = cudnn_local_p.bind(*arrays, spec=own, name=site.name)
+        return [_summed(x, *how) for x, how in zip(results, sums, strict=True)]
+
+    avals = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in own.input_tensors]
+    with TARGET.entered(site.target):
+        module = compat.local_module(body, avals, site.mesh, *site.module)
+    operands = _encoded(site, spec.inputs, axes)
+    results = _encoded(site, spec.outputs, axes, scattered)
+    return module, operands, compat.packed_shardings(result, results)
+
+
+def _summed(x: Any, over: Axes, at: int | None) -> Any:
+    if not over:
+        return x
+    if at is None:
+        return jax.lax.psum(x, over)
+    return jax.lax.psum_scatter(x, over, scatter_dimension=at, tiled=True)
+
+
+def _size(axes: Axes, sizes: dict[str, int]) -> int:
+    size = 1
+    for axis in axes:
+        size *= sizes[axis]
+    return size
