@@ -43,6 +43,8 @@ class Rule:
 
     of: dict[str, Factors]
     summed: dict[str, frozenset[int]]
+    together: tuple[frozenset[int], ...]
+    """The factors of each call: a mesh axis shards one of them."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,7 +91,11 @@ def rule(spec: GraphSpec) -> Rule:
         name: frozenset(f for x in sums.get(name, ()) if (f := factor(x)) is not None)
         for name in spec.outputs
     }
-    return Rule(of, summed)
+    together = tuple(
+        frozenset(f for _, name in (*call.inputs, *call.outputs) for f in of[name] if f is not None)
+        for call in spec.calls
+    )
+    return Rule(of, summed, together)
 
 
 def _letters(call: Call, ports: dict[str, Tensor]) -> tuple[dict[str, tuple], set]:
@@ -133,24 +139,23 @@ def _padded(spec: PartitionSpec, tensor: Tensor) -> tuple[Axes, ...]:
 def _axes(
     spec: GraphSpec, operands: Shardings, results: Shardings, sizes: dict[str, int]
 ) -> dict[int | None, Axes]:
-    """The mesh axes that shard each factor. An axis shards one factor: what operands have counts
-    before what results would have, and large operands before small ones."""
+    """The mesh axes that shard each factor. What operands have counts before what results would
+    have, and large operands before small ones."""
     given = sorted(
         zip(spec.input_tensors, operands, strict=True), key=lambda pair: -pair[0].nbytes
     )
     wanted = zip(spec.output_tensors, results) if results else ()
     chosen: dict[int | None, Axes] = {}
-    taken: set[str] = set()
+    of, together = rule(spec).of, rule(spec).together
     for tensor, sharding in itertools.chain(given, wanted):
-        for factor, size, axes in zip(rule(spec).of[tensor.name], tensor.shape, sharding, strict=True):
-            if factor is None or factor in chosen or not axes or taken & {*axes}:
+        for factor, size, axes in zip(of[tensor.name], tensor.shape, sharding, strict=True):
+            if factor is None or factor in chosen or not axes:
                 continue
-            parts = 1
-            for axis in axes:
-                parts *= sizes.get(axis, 1)
-            if size % parts == 0:
+            others = frozenset().union(*(c for c in together if factor in c)) - {factor}
+            if any({*axes} & {*chosen.get(other, ())} for other in others):
+                continue
+            if size % _size(axes, sizes) == 0:
                 chosen[factor] = axes
-                taken |= {*axes}
     return chosen
 
 
@@ -296,5 +301,5 @@ def _summed(x: Any, over: Axes, at: int | None) -> Any:
 def _size(axes: Axes, sizes: dict[str, int]) -> int:
     size = 1
     for axis in axes:
-        size *= sizes[axis]
+        size *= sizes.get(axis, 1)
     return size
