@@ -278,12 +278,35 @@ def partitioned_call(
     ]
 
 
-def partition_spec(sharding: Any, mesh: Any) -> Any:
-    """A sharding of XLA's as a PartitionSpec; one that the mesh cannot state counts as none."""
+def automatic_axes(ctx: Any, mesh: Any) -> Any:
+    """A mesh of the axes that a shard_map around leaves out, without devices. XLA numbers the
+    devices in a callback's shardings along these alone."""
+    manual = getattr(ctx.module_context.axis_context, "manual_axes", frozenset())
+    names = tuple(axis for axis in mesh.axis_names if axis not in manual)
+    return jax.sharding.AbstractMesh(tuple(mesh.shape[axis] for axis in names), names)
+
+
+def mesh_axes(sharding: Any, mesh: Any) -> list[tuple[str, ...]]:
+    """The axes of a mesh that shard each dimension according to XLA; none where the mesh cannot
+    state it."""
+    if not sharding.is_tiled():
+        return []
     try:
-        return _sharding_impls.parse_flatten_op_sharding(sharding, mesh)[0]
-    except Exception:
-        return jax.sharding.PartitionSpec()
+        devices = sharding.tile_assignment_devices()
+        order = iter(_sharding_impls.unflatten_array(mesh.shape, devices))
+        dims = []
+        for size in sharding.tile_assignment_dimensions():
+            axes = []
+            while size > 1:
+                axes.append(next(order))
+                size, rest = divmod(size, mesh.shape[axes[-1]])
+                if rest:
+                    return []
+            dims.append(tuple(axes))
+    except (KeyError, ValueError, StopIteration):
+        return []
+    groups = len(sharding.subgroup_types()) or sharding.replicate_on_last_tile_dim()
+    return dims[: len(dims) - groups]
 
 
 def hlo_sharding(mesh: Any, spec: Any, rank: int) -> Any:

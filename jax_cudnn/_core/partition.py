@@ -131,7 +131,7 @@ def sharding_types(spec: GraphSpec, operands: Sequence[PartitionSpec]) -> list[P
     ]
 
 
-def _padded(spec: PartitionSpec, tensor: Tensor) -> tuple[Axes, ...]:
+def _padded(spec: Iterable[Any], tensor: Tensor) -> tuple[Axes, ...]:
     given = [() if a is None else a if isinstance(a, tuple) else (a,) for a in spec]
     return (*given, *[()] * (len(tensor.shape) - len(given)))
 
@@ -179,6 +179,7 @@ class _Partitioned:
     spec: GraphSpec
     name: str
     mesh: Any
+    axes: Any
     module: Any
     target: Any
 
@@ -193,10 +194,10 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     from .primitive import title
 
     mesh = compat.partitioning_mesh(ctx)
-    target = TARGET.value
-    said = repr((spec._key(), name, mesh.shape_tuple, target, __version__, _versions()))
+    axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
+    said = repr((spec._key(), name, mesh.axis_names, mesh.axis_sizes, axes.axis_names, target, __version__, _versions()))
     key = f"{title(spec=spec, name=name)} {hashlib.sha256(said.encode()).hexdigest()}".encode()
-    site = _Partitioned(spec, name, mesh, compat.module_platforms(ctx), target)
+    site = _Partitioned(spec, name, mesh, axes, compat.module_platforms(ctx), target)
     site = _known.setdefault(key, site)
     compat.keep_alive(ctx, site)
     register()
@@ -228,14 +229,14 @@ def _wanted(sharding: Any, shape: Any, key: bytes) -> Any:
 
 def _inferred(shapes: Any, shardings: Any, result: Any, key: bytes) -> Any:
     site = _known[key]
-    spec, sizes = site.spec, dict(site.mesh.shape)
+    spec, sizes = site.spec, dict(site.axes.shape)
     axes = _axes(spec, _decoded(site, shardings, spec.input_tensors), [], sizes)
     return compat.packed_shardings(result, _encoded(site, spec.outputs, axes))
 
 
 def _decoded(site: _Partitioned, shardings: Any, tensors: Iterable[Tensor]) -> Shardings:
     return [
-        _padded(compat.partition_spec(sharding, site.mesh), tensor)
+        _padded(compat.mesh_axes(sharding, site.axes), tensor)
         for sharding, tensor in zip(shardings, tensors, strict=True)
     ]
 
@@ -247,12 +248,12 @@ def _encoded(site: _Partitioned, names: Iterable[str], axes: dict, also: Any = N
         [also.get((name, i)) or axes.get(f) or None for i, f in enumerate(of[name])]
         for name in names
     ]
-    return [compat.hlo_sharding(site.mesh, PartitionSpec(*spec), len(spec)) for spec in specs]
+    return [compat.hlo_sharding(site.axes, PartitionSpec(*spec), len(spec)) for spec in specs]
 
 
 def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes) -> Any:
     site = _known[key]
-    spec, sizes = site.spec, dict(site.mesh.shape)
+    spec, sizes = site.spec, dict(site.axes.shape)
     wanted = wanted.tuple_elements() if result.is_tuple() else [wanted]
     asked = _decoded(site, wanted, spec.output_tensors)
     axes = _axes(spec, _decoded(site, shardings, spec.input_tensors), asked, sizes)
