@@ -70,7 +70,8 @@ def rule(spec: GraphSpec) -> Rule:
                     parent[find(here)] = find((n, letter))
         read = {a for port, _ in call.inputs for a in letters[port] if a is not None} - fixed
         for port, name in call.outputs:
-            sums[name] = {(n, letter) for letter in read - {*letters[port]}}
+            kept = {a for a, s in zip(letters[port], ports[port].shape, strict=True) if s != 1}
+            sums[name] = {(n, letter) for letter in read - kept}
     # A partial sum is complete where the graph ends: what is read again inside needs a whole axis.
     inner = {name for call in spec.calls for _, name in call.inputs}
     whole |= {x for name in inner & sums.keys() for x in sums[name]}
@@ -125,7 +126,7 @@ def _letters(call: Call, ports: dict[str, Tensor]) -> tuple[dict[str, tuple], se
 def sharding_types(spec: GraphSpec, operands: Sequence[PartitionSpec]) -> list[PartitionSpec]:
     """How results are sharded for operands' types, on explicit axes."""
     known = [_padded(s, t) for s, t in zip(operands, spec.input_tensors, strict=True)]
-    axes = _axes(spec, known, [], {})
+    axes = _axes(spec, known, [], {}, True)
     return [
         PartitionSpec(*(axes.get(f) or None for f in rule(spec).of[name])) for name in spec.outputs
     ]
@@ -137,7 +138,7 @@ def _padded(spec: Iterable[Any], tensor: Tensor) -> tuple[Axes, ...]:
 
 
 def _axes(
-    spec: GraphSpec, operands: Shardings, results: Shardings, sizes: dict[str, int]
+    spec: GraphSpec, operands: Shardings, results: Shardings, sizes: dict[str, int], sums: bool
 ) -> dict[int | None, Axes]:
     """The mesh axes that shard each factor. What operands have counts before what results would
     have, and large operands before small ones."""
@@ -147,9 +148,10 @@ def _axes(
     wanted = zip(spec.output_tensors, results) if results else ()
     chosen: dict[int | None, Axes] = {}
     of, together = rule(spec).of, rule(spec).together
+    whole = frozenset() if sums else frozenset().union(*rule(spec).summed.values())
     for tensor, sharding in itertools.chain(given, wanted):
         for factor, size, axes in zip(of[tensor.name], tensor.shape, sharding, strict=True):
-            if factor is None or factor in chosen or not axes:
+            if factor is None or factor in chosen or factor in whole or not axes:
                 continue
             others = frozenset().union(*(c for c in together if factor in c)) - {factor}
             if any({*axes} & {*chosen.get(other, ())} for other in others):
@@ -182,6 +184,13 @@ class _Partitioned:
     axes: Any
     module: Any
     target: Any
+
+    @property
+    def sums(self) -> bool:
+        """Whether devices can add up: not along several axes next to manual ones. XLA numbers the
+        devices of a group there in an order of each operation, so shardings name no axis."""
+        sizes = [size for size in self.axes.axis_sizes if size > 1]
+        return len(self.axes.axis_names) == len(self.mesh.axis_names) or len(sizes) < 2
 
 
 _known: weakref.WeakValueDictionary[bytes, _Partitioned] = weakref.WeakValueDictionary()
@@ -230,7 +239,7 @@ def _wanted(sharding: Any, shape: Any, key: bytes) -> Any:
 def _inferred(shapes: Any, shardings: Any, result: Any, key: bytes) -> Any:
     site = _known[key]
     spec, sizes = site.spec, dict(site.axes.shape)
-    axes = _axes(spec, _decoded(site, shardings, spec.input_tensors), [], sizes)
+    axes = _axes(spec, _decoded(site, shardings, spec.input_tensors), [], sizes, site.sums)
     return compat.packed_shardings(result, _encoded(site, spec.outputs, axes))
 
 
@@ -256,7 +265,7 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
     spec, sizes = site.spec, dict(site.axes.shape)
     wanted = wanted.tuple_elements() if result.is_tuple() else [wanted]
     asked = _decoded(site, wanted, spec.output_tensors)
-    axes = _axes(spec, _decoded(site, shardings, spec.input_tensors), asked, sizes)
+    axes = _axes(spec, _decoded(site, shardings, spec.input_tensors), asked, sizes, site.sums)
     parts = {f: _size(a, sizes) for f, a in axes.items()}
     own, found = local(spec, parts), rule(spec)
     scattered: dict[tuple[str, int], Axes] = {}
