@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -216,9 +217,26 @@ def partitioning_mesh(ctx: Any) -> Any:
     return jax.sharding.Mesh(placed, abstract.axis_names)
 
 
-def keep_alive(ctx: Any, value: Any) -> None:
-    """Keeps a value as long as the compiled program."""
+def keep_alive(ctx: Any, value: Any) -> bool:
+    """Keeps a value as long as the compiled program; False for a program to be exported, which
+    JAX refuses to serialize with such values."""
+    if ctx.module_context.lowering_parameters.for_export:
+        return False
     ctx.module_context.add_keepalive(value)
+    return True
+
+
+def settings_of_thread() -> Any:
+    """A context manager that sets in another thread what holds in this one for the lowering of
+    a reference."""
+    x64, precision = _config.enable_x64.value, _config.default_matmul_precision.value
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with _config.enable_x64(x64), _config.default_matmul_precision(precision):
+            yield
+
+    return entered
 
 
 def module_platforms(ctx: Any) -> tuple[Any, Any]:
@@ -289,7 +307,7 @@ def automatic_axes(ctx: Any, mesh: Any) -> Any:
 def mesh_axes(sharding: Any, mesh: Any) -> list[tuple[str, ...]]:
     """The axes of a mesh that shard each dimension according to XLA; none where the mesh cannot
     state it."""
-    if not sharding.is_tiled():
+    if sharding is None or not sharding.is_tiled():
         return []
     try:
         devices = sharding.tile_assignment_devices()

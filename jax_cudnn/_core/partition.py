@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -184,6 +184,9 @@ class _Partitioned:
     axes: Any
     module: Any
     target: Any
+    settings: Any
+    made: dict[Any, bytes] = field(default_factory=dict)
+    """Modules by the mesh axes of factors: the layers of a model share them."""
 
     @property
     def sums(self) -> bool:
@@ -197,6 +200,9 @@ _known: weakref.WeakValueDictionary[bytes, _Partitioned] = weakref.WeakValueDict
 """By the text in the call. The text states all that determines the result: JAX's persistent
 cache, which sees only it, cannot serve the program of another graph."""
 
+_exported: dict[bytes, _Partitioned] = {}
+"""Those of exported programs, which may be called until the process ends."""
+
 
 def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     """The custom call in place of a graph."""
@@ -206,9 +212,11 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
     said = repr((spec._key(), name, mesh.axis_names, mesh.axis_sizes, axes.axis_names, target, __version__, _versions()))
     key = f"{title(spec=spec, name=name)} {hashlib.sha256(said.encode()).hexdigest()}".encode()
-    site = _Partitioned(spec, name, mesh, axes, compat.module_platforms(ctx), target)
+    settings = compat.settings_of_thread()
+    site = _Partitioned(spec, name, mesh, axes, compat.module_platforms(ctx), target, settings)
     site = _known.setdefault(key, site)
-    compat.keep_alive(ctx, site)
+    if not compat.keep_alive(ctx, site):
+        _exported[key] = site
     register()
     of = rule(spec)
     factors = [[of.of[t] for t in side] for side in (spec.inputs, spec.outputs)]
@@ -292,12 +300,15 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
         results = cudnn_local_p.bind(*arrays, spec=own, name=site.name)
         return [_summed(x, *how) for x, how in zip(results, sums, strict=True)]
 
-    avals = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in own.input_tensors]
-    with TARGET.entered(site.target):
-        module = compat.local_module(body, avals, site.mesh, *site.module)
+    made = tuple(sorted(axes.items())), tuple(sums)
+    if made not in site.made:
+        avals = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in own.input_tensors]
+        # XLA calls this from a thread that may not be the user's.
+        with TARGET.entered(site.target), site.settings():
+            site.made[made] = compat.local_module(body, avals, site.mesh, *site.module)
     operands = _encoded(site, spec.inputs, axes)
     results = _encoded(site, spec.outputs, axes, scattered)
-    return module, operands, compat.packed_shardings(result, results)
+    return site.made[made], operands, compat.packed_shardings(result, results)
 
 
 def _summed(x: Any, over: Axes, at: int | None) -> Any:
