@@ -296,6 +296,25 @@ def partitioned_call(
     ]
 
 
+def is_explicit(ctx: Any, mesh: Any) -> bool:
+    """Whether the types of operands say all of how a mesh shards them."""
+    meshes = [aval.sharding.mesh for aval in ctx.avals_in]
+    kinds = jax.sharding.AxisType
+    return any(m.axis_names == mesh.axis_names and {*m.axis_types} == {kinds.Explicit} for m in meshes)
+
+
+def lower_explicit(ctx: Any, mesh: Any, function: Any, operands: Any) -> Any:
+    """Lowers a function of a mesh with explicit axes, abstract values and arrays."""
+    types = (jax.sharding.AxisType.Explicit,) * len(mesh.axis_names)
+    if isinstance(mesh, jax.sharding.Mesh):
+        mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    else:
+        mesh = mesh.update(axis_types=types)
+    run = functools.partial(function, mesh, ctx.avals_in)
+    with _mesh.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
 def automatic_axes(ctx: Any, mesh: Any) -> Any:
     """A mesh of the axes that a shard_map around leaves out, without devices. XLA numbers the
     devices in a callback's shardings along these alone."""

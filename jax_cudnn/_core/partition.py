@@ -171,6 +171,41 @@ def local(spec: GraphSpec, parts: dict[int | None, int]) -> GraphSpec:
     return intern(replace(spec, tensors=tuple(tensors), _cache={}))
 
 
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What each device does: the graph on local shapes, and for each result the axes over which it
+    is added up, and the dimension that is scattered over them, if any."""
+
+    spec: GraphSpec
+    axes: dict[int | None, Axes]
+    sums: list[tuple[Axes, int | None]]
+
+    @classmethod
+    def of(
+        cls, spec: GraphSpec, given: Shardings, asked: Shardings, sizes: dict[str, int], sums: bool
+    ) -> Work:
+        axes = _axes(spec, given, asked, sizes, sums)
+        own, found = local(spec, {f: _size(a, sizes) for f, a in axes.items()}), rule(spec)
+        ways = []
+        for i, name in enumerate(spec.outputs):
+            over = tuple(a for f in sorted(found.summed[name]) for a in axes.get(f, ()))
+            shape, factors = own.tensor(name).shape, found.of[name]
+            scattered = (
+                at
+                for at, wanted in enumerate(asked[i] if asked else ())
+                if wanted and wanted == over and not axes.get(factors[at])
+                if shape[at] % _size(over, sizes) == 0
+            )
+            ways.append((over, next(scattered, None)))
+        return cls(own, axes, ways)
+
+    def run(self, name: str, *arrays: Any) -> list[Any]:
+        from .primitive import cudnn_local_p
+
+        results = cudnn_local_p.bind(*arrays, spec=self.spec, name=name)
+        return [_summed(x, *how) for x, how in zip(results, self.sums, strict=True)]
+
+
 # -- the call --------------------------------------------------------------------------------------
 
 
@@ -209,6 +244,8 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     from .primitive import title
 
     mesh = compat.partitioning_mesh(ctx)
+    if compat.is_explicit(ctx, mesh):
+        return compat.lower_explicit(ctx, mesh, functools.partial(_on_types, spec, name), operands)
     axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
     said = repr((spec._key(), name, mesh.axis_names, mesh.axis_sizes, axes.axis_names, target, __version__, _versions()))
     key = f"{title(spec=spec, name=name)} {hashlib.sha256(said.encode()).hexdigest()}".encode()
@@ -225,6 +262,26 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     return compat.partitioned_call(
         ctx, PARTITIONED, key, operands, factors[0], factors[1], reduced
     )
+
+
+def _on_types(spec: GraphSpec, name: str, mesh: Any, avals: Any, *arrays: Any) -> list[Any]:
+    """The graph in a shard_map: on explicit axes the types say how arrays are sharded, so nothing
+    is left for XLA to decide, and plans are made while lowering."""
+    given = [_padded(a.sharding.spec, t) for a, t in zip(avals, spec.input_tensors, strict=True)]
+    work = Work.of(spec, given, [], dict(mesh.shape), True)
+    specs_in, specs_out = (
+        [PartitionSpec(*(work.axes.get(f) or None for f in rule(spec).of[t])) for t in side]
+        for side in (spec.inputs, spec.outputs)
+    )
+    arrays = tuple(
+        jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, own))
+        for x, own in zip(arrays, specs_in, strict=True)
+    )
+    body = functools.partial(work.run, name)
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=tuple(specs_in), out_specs=specs_out, check_vma=False
+    )
+    return mapped(*arrays)
 
 
 @functools.cache
@@ -270,44 +327,25 @@ def _encoded(site: _Partitioned, names: Iterable[str], axes: dict, also: Any = N
 
 def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes) -> Any:
     site = _known[key]
-    spec, sizes = site.spec, dict(site.axes.shape)
+    spec = site.spec
     wanted = wanted.tuple_elements() if result.is_tuple() else [wanted]
+    given = _decoded(site, shardings, spec.input_tensors)
     asked = _decoded(site, wanted, spec.output_tensors)
-    axes = _axes(spec, _decoded(site, shardings, spec.input_tensors), asked, sizes, site.sums)
-    parts = {f: _size(a, sizes) for f, a in axes.items()}
-    own, found = local(spec, parts), rule(spec)
-    scattered: dict[tuple[str, int], Axes] = {}
-    sums: list[tuple[Axes, int | None]] = []
-    for name, ask in zip(spec.outputs, asked, strict=True):
-        over = tuple(a for f in sorted(found.summed[name]) for a in axes.get(f, ()))
-        shape = own.tensor(name).shape
-        at = next(
-            (
-                i
-                for i, a in enumerate(ask)
-                if a and a == over and not axes.get(found.of[name][i])
-                and shape[i] % _size(a, sizes) == 0
-            ),
-            None,
-        )
-        sums.append((over, at))
-        if at is not None:
-            scattered[name, at] = over
-
-    def body(*arrays: Any) -> list[Any]:
-        from .primitive import cudnn_local_p
-
-        results = cudnn_local_p.bind(*arrays, spec=own, name=site.name)
-        return [_summed(x, *how) for x, how in zip(results, sums, strict=True)]
-
-    made = tuple(sorted(axes.items())), tuple(sums)
+    work = Work.of(spec, given, asked, dict(site.axes.shape), site.sums)
+    made = tuple(sorted(work.axes.items())), tuple(work.sums)
     if made not in site.made:
-        avals = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in own.input_tensors]
+        avals = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in work.spec.input_tensors]
+        body = functools.partial(work.run, site.name)
         # XLA calls this from a thread that may not be the user's.
         with TARGET.entered(site.target), site.settings():
             site.made[made] = compat.local_module(body, avals, site.mesh, *site.module)
-    operands = _encoded(site, spec.inputs, axes)
-    results = _encoded(site, spec.outputs, axes, scattered)
+    scattered = {
+        (name, at): over
+        for name, (over, at) in zip(spec.outputs, work.sums, strict=True)
+        if at is not None
+    }
+    operands = _encoded(site, spec.inputs, work.axes)
+    results = _encoded(site, spec.outputs, work.axes, scattered)
     return site.made[made], operands, compat.packed_shardings(result, results)
 
 
