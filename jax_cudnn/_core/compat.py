@@ -18,11 +18,11 @@ from jax._src import dispatch, distributed, source_info_util
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.core import Primitive  # jax.extend has it, too, at 18 ms of import time
 from jax._src.custom_partitioning_sharding_rule import (
     SdyShardingRule,
     sdy_sharding_rule_to_mlir,
 )
-from jax._src.core import Primitive  # jax.extend has it, too, at 18 ms of import time
 from jax._src.interpreters import mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lib import xla_client as _xla_client
@@ -259,7 +259,13 @@ def register_partitioner(name: str, wanted: Any, partition: Any, inferred: Any) 
 
 
 def partitioned_call(
-    ctx: Any, target: str, key: bytes, operands: Any, factors_in: Any, factors_out: Any, reduced: Any
+    ctx: Any,
+    target: str,
+    key: bytes,
+    operands: Any,
+    factors_in: Any,
+    factors_out: Any,
+    reduced: Any,
 ) -> Any:
     """The custom call that XLA partitions, with Shardy's rule for it."""
     types = [
@@ -300,7 +306,9 @@ def is_explicit(ctx: Any, mesh: Any) -> bool:
     """Whether the types of operands say all of how a mesh shards them."""
     meshes = [aval.sharding.mesh for aval in ctx.avals_in]
     kinds = jax.sharding.AxisType
-    return any(m.axis_names == mesh.axis_names and {*m.axis_types} == {kinds.Explicit} for m in meshes)
+    return any(
+        m.axis_names == mesh.axis_names and {*m.axis_types} == {kinds.Explicit} for m in meshes
+    )
 
 
 def lower_explicit(ctx: Any, mesh: Any, function: Any, operands: Any) -> Any:

@@ -118,7 +118,9 @@ def _letters(call: Call, ports: dict[str, Tensor]) -> tuple[dict[str, tuple], se
         return {port: (None,) * len(t.shape) for port, t in ports.items()}, set()
     # A size of 1 broadcasts.
     return {
-        port: tuple(None if size == 1 else a for a, size in zip(letters[port], t.shape, strict=True))
+        port: tuple(
+            None if size == 1 else a for a, size in zip(letters[port], t.shape, strict=True)
+        )
         for port, t in ports.items()
     }, {None}
 
@@ -142,10 +144,8 @@ def _axes(
 ) -> dict[int | None, Axes]:
     """The mesh axes that shard each factor. What operands have counts before what results would
     have, and large operands before small ones."""
-    given = sorted(
-        zip(spec.input_tensors, operands, strict=True), key=lambda pair: -pair[0].nbytes
-    )
-    wanted = zip(spec.output_tensors, results) if results else ()
+    given = sorted(zip(spec.input_tensors, operands, strict=True), key=lambda pair: -pair[0].nbytes)
+    wanted = zip(spec.output_tensors, results, strict=True) if results else ()
     chosen: dict[int | None, Axes] = {}
     of, together = rule(spec).of, rule(spec).together
     whole = frozenset() if sums else frozenset().union(*rule(spec).summed.values())
@@ -165,7 +165,9 @@ def local(spec: GraphSpec, parts: dict[int | None, int]) -> GraphSpec:
     """The graph on the shapes of one device."""
     of = rule(spec).of
     tensors = (
-        replace(t, shape=tuple(s // parts.get(f, 1) for s, f in zip(t.shape, of[t.name], strict=True)))
+        replace(
+            t, shape=tuple(s // parts.get(f, 1) for s, f in zip(t.shape, of[t.name], strict=True))
+        )
         for t in spec.tensors
     )
     return intern(replace(spec, tensors=tuple(tensors), _cache={}))
@@ -240,14 +242,19 @@ _exported: dict[bytes, _Partitioned] = {}
 
 
 def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
-    """The custom call in place of a graph."""
-    from .primitive import title
+    """The custom call in place of a graph, or its reference where XLA runs it anyway."""
+    from .planning.placement import left_to_xla
+    from .primitive import lower_local, title
+
+    if left_to_xla(spec):
+        return lower_local(ctx, *operands, spec=spec, name=name)
 
     mesh = compat.partitioning_mesh(ctx)
     if compat.is_explicit(ctx, mesh):
         return compat.lower_explicit(ctx, mesh, functools.partial(_on_types, spec, name), operands)
     axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
-    said = repr((spec._key(), name, mesh.axis_names, mesh.axis_sizes, axes.axis_names, target, __version__, _versions()))
+    where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
+    said = repr((spec._key(), name, where, __version__, jax.__version__))
     key = f"{title(spec=spec, name=name)} {hashlib.sha256(said.encode()).hexdigest()}".encode()
     settings = compat.settings_of_thread()
     site = _Partitioned(spec, name, mesh, axes, compat.module_platforms(ctx), target, settings)
@@ -259,9 +266,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     factors = [[of.of[t] for t in side] for side in (spec.inputs, spec.outputs)]
     produced = {f for side in factors[1] for f in side}
     reduced = {f for side in factors[0] for f in side if f is not None} - produced
-    return compat.partitioned_call(
-        ctx, PARTITIONED, key, operands, factors[0], factors[1], reduced
-    )
+    return compat.partitioned_call(ctx, PARTITIONED, key, operands, factors[0], factors[1], reduced)
 
 
 def _on_types(spec: GraphSpec, name: str, mesh: Any, avals: Any, *arrays: Any) -> list[Any]:
@@ -284,11 +289,14 @@ def _on_types(spec: GraphSpec, name: str, mesh: Any, avals: Any, *arrays: Any) -
     return mapped(*arrays)
 
 
-@functools.cache
-def _versions() -> str:
-    from .planning import split  # noqa: F401
+def _identity(ctx: Any, name: str) -> str:
+    """The GPU and the versions that determine plans; empty where nothing is planned."""
+    from . import context
+    from .planning import planner
 
-    return jax.__version__
+    if "cuda" not in compat.module_platforms(ctx)[0]:
+        return ""
+    return planner.identity(context.site(compat.lowering_devices(ctx), name))
 
 
 @functools.cache

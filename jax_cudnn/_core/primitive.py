@@ -78,12 +78,12 @@ def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
     return cudnn_local_p.bind(*operands, spec=spec, name=name)
 
 
-_lower_local = mlir.lower_fun(_local, multiple_results=True)
+lower_local = mlir.lower_fun(_local, multiple_results=True)
 
 
 def _lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     if compat.partitioning_mesh(ctx) is None:
-        return _lower_local(ctx, *operands, spec=spec, name=name)
+        return lower_local(ctx, *operands, spec=spec, name=name)
     from . import partition  # which programs for one device do without
 
     return partition.lower(ctx, *operands, spec=spec, name=name)
