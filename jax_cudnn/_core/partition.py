@@ -99,6 +99,16 @@ def rule(spec: GraphSpec) -> Rule:
     return Rule(of, summed, together)
 
 
+def is_known(spec: GraphSpec) -> bool:
+    """Whether this module has a rule for all nodes of a graph."""
+    methods = ("rmsnorm", "rmsnorm_backward", "matmul")
+    return all(
+        call.node.method in methods
+        or (call.node.ports.is_elementwise and call.node.method not in ("reduction", "gen_index"))
+        for call in spec.calls
+    )
+
+
 def _letters(call: Call, ports: dict[str, Tensor]) -> tuple[dict[str, tuple], set]:
     """For each port a letter for each dimension (None: whole), and the letters that stay whole."""
     dims, node = call.node.ports, call.node
@@ -114,7 +124,10 @@ def _letters(call: Call, ports: dict[str, Tensor]) -> tuple[dict[str, tuple], se
         letters = {port: tuple(range(len(t.shape))) for port, t in ports.items()}
         x, kept = (ports[p] for p in ("input", "inv_var" if "inv_var" in ports else "inv_variance"))
         return letters, {a for a in range(rank) if x.shape[a] != kept.shape[a]}
-    if not (dims.is_elementwise or node.method == "matmul"):
+    if not (
+        node.method == "matmul"
+        or (dims.is_elementwise and node.method not in ("reduction", "gen_index"))
+    ):
         return {port: (None,) * len(t.shape) for port, t in ports.items()}, set()
     # A size of 1 broadcasts.
     return {
@@ -246,7 +259,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     from .planning.placement import left_to_xla
     from .primitive import lower_local, title
 
-    if left_to_xla(spec):
+    if left_to_xla(spec) or not is_known(spec):
         return lower_local(ctx, *operands, spec=spec, name=name)
 
     mesh = compat.partitioning_mesh(ctx)
