@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch, distributed, source_info_util
+from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.core import Primitive  # jax.extend has it, too, at 18 ms of import time
+from jax._src.custom_partitioning_sharding_rule import (
+    SdyShardingRule,
+    sdy_sharding_rule_to_mlir,
+)
+from jax._src.interpreters import mlir
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.lib import xla_client as _xla_client
 
 from .errors import TargetError
 
@@ -182,3 +193,189 @@ def is_sharded(x: Any, axis: int) -> bool:
     reshapes there."""
     spec = jax.typeof(x).sharding.spec
     return axis < len(spec) and spec[axis] not in (None, ())
+
+
+# -- partitioning ----------------------------------------------------------------------------------
+
+
+def partitioning_mesh(ctx: Any) -> Any:
+    """The mesh over which XLA partitions what a lowering rule makes; None where nothing is."""
+    axis_context = ctx.module_context.axis_context
+    if isinstance(axis_context, _sharding_impls.SPMDAxisContext):
+        mesh = axis_context.mesh
+        return None if axis_context.manual_axes >= {*mesh.axis_names} else mesh
+    devices = getattr(axis_context, "device_assignment", None)
+    count = getattr(axis_context, "num_devices", None) or len(devices or ())
+    if count <= 1:
+        return None
+    abstract = axis_context.abstract_mesh
+    if abstract is None or abstract.empty:
+        abstract = jax.sharding.AbstractMesh((count,), ("devices",))
+    if not devices:
+        return abstract
+    placed = np.asarray(devices, dtype=object).reshape(abstract.axis_sizes)
+    return jax.sharding.Mesh(placed, abstract.axis_names)
+
+
+def keep_alive(ctx: Any, value: Any) -> bool:
+    """Keeps a value as long as the compiled program; False for a program to be exported, which
+    JAX refuses to serialize with such values."""
+    if ctx.module_context.lowering_parameters.for_export:
+        return False
+    ctx.module_context.add_keepalive(value)
+    return True
+
+
+def settings_of_thread() -> Any:
+    """A context manager that sets in another thread what holds in this one for the lowering of
+    a reference."""
+    x64, precision = _config.enable_x64.value, _config.default_matmul_precision.value
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with _config.enable_x64(x64), _config.default_matmul_precision(precision):
+            yield
+
+    return entered
+
+
+def module_platforms(ctx: Any) -> tuple[Any, Any]:
+    """The platforms and the client for which a module is lowered."""
+    return ctx.module_context.platforms, ctx.module_context.backend
+
+
+def register_partitioner(name: str, wanted: Any, partition: Any, inferred: Any) -> None:
+    """Has XLA call these for custom calls of a name."""
+    register = functools.partial(
+        _xla_client.register_custom_call_partitioner,
+        name=name,
+        prop_user_sharding=wanted,
+        partition=partition,
+        infer_sharding_from_operands=inferred,
+        can_side_effecting_have_replicated_sharding=True,
+    )
+    register()
+    _xla_bridge.register_plugin_callbacks(register)
+
+
+def partitioned_call(
+    ctx: Any,
+    target: str,
+    key: bytes,
+    operands: Any,
+    factors_in: Any,
+    factors_out: Any,
+    reduced: Any,
+) -> Any:
+    """The custom call that XLA partitions, with Shardy's rule for it."""
+    types = [
+        mlir.ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
+        for aval in ctx.avals_out
+    ]
+    call = mlir.custom_call(
+        target, result_types=types, operands=operands, backend_config=key.decode(), api_version=2
+    )
+    if _config.use_shardy_partitioner.value:
+        alone = itertools.count()
+        whole: list[str] = []
+
+        def named(factors: Any) -> tuple[str, ...]:
+            names = []
+            for factor in factors:
+                names.append(f"w{next(alone)}" if factor is None else f"f{factor}")
+                if factor is None:
+                    whole.append(names[-1])
+            return tuple(names)
+
+        order = dict.fromkeys(f for dims in factors_in for f in dims if f in reduced)
+        rule = SdyShardingRule(
+            tuple(map(named, factors_in)),
+            tuple(map(named, factors_out)),
+            reduction_factors=tuple(f"f{f}" for f in order),  # Shardy wants its own order
+            need_replication_factors=tuple(whole),
+        )
+        attribute = sdy_sharding_rule_to_mlir(rule, [x.type for x in operands], types)
+        call.attributes["sdy.sharding_rule"] = attribute
+    return [
+        mlir.lower_with_sharding_in_types(ctx, x, aval)
+        for x, aval in zip(call.results, ctx.avals_out, strict=True)
+    ]
+
+
+def is_explicit(ctx: Any, mesh: Any) -> bool:
+    """Whether the types of operands say all of how a mesh shards them."""
+    meshes = [aval.sharding.mesh for aval in ctx.avals_in]
+    kinds = jax.sharding.AxisType
+    return any(
+        m.axis_names == mesh.axis_names and {*m.axis_types} == {kinds.Explicit} for m in meshes
+    )
+
+
+def lower_explicit(ctx: Any, mesh: Any, function: Any, operands: Any) -> Any:
+    """Lowers a function of a mesh with explicit axes, abstract values and arrays."""
+    types = (jax.sharding.AxisType.Explicit,) * len(mesh.axis_names)
+    if isinstance(mesh, jax.sharding.Mesh):
+        mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    else:
+        mesh = mesh.update(axis_types=types)
+    run = functools.partial(function, mesh, ctx.avals_in)
+    with _mesh.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+def automatic_axes(ctx: Any, mesh: Any) -> Any:
+    """A mesh of the axes that a shard_map around leaves out, without devices. XLA numbers the
+    devices in a callback's shardings along these alone."""
+    manual = getattr(ctx.module_context.axis_context, "manual_axes", frozenset())
+    names = tuple(axis for axis in mesh.axis_names if axis not in manual)
+    return jax.sharding.AbstractMesh(tuple(mesh.shape[axis] for axis in names), names)
+
+
+def mesh_axes(sharding: Any, mesh: Any) -> list[tuple[str, ...]]:
+    """The axes of a mesh that shard each dimension according to XLA; none where the mesh cannot
+    state it."""
+    if sharding is None or not sharding.is_tiled():
+        return []
+    try:
+        devices = sharding.tile_assignment_devices()
+        order = iter(_sharding_impls.unflatten_array(mesh.shape, devices))
+        dims = []
+        for size in sharding.tile_assignment_dimensions():
+            axes = []
+            while size > 1:
+                axes.append(next(order))
+                size, rest = divmod(size, mesh.shape[axes[-1]])
+                if rest:
+                    return []
+            dims.append(tuple(axes))
+    except (KeyError, ValueError, StopIteration):
+        return []
+    groups = len(sharding.subgroup_types()) or sharding.replicate_on_last_tile_dim()
+    return dims[: len(dims) - groups]
+
+
+def hlo_sharding(mesh: Any, spec: Any, rank: int) -> Any:
+    return jax.sharding.NamedSharding(mesh, spec)._to_xla_hlo_sharding(rank)
+
+
+def packed_shardings(shape: Any, shardings: Any) -> Any:
+    if shape.is_tuple():
+        return _xla_client.HloSharding.tuple_sharding(shape, shardings)
+    return shardings[0]
+
+
+def local_module(body: Any, avals: Any, mesh: Any, platforms: Any, backend: Any) -> bytes:
+    """What each device of a mesh runs, as a module."""
+    with (
+        _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh),
+        _core.extend_axis_env_nd(mesh.shape.items()),
+    ):
+        jaxpr = jax.make_jaxpr(body)(*avals)
+        module = mlir.build_mlir_module_helper(
+            jaxpr,
+            name="jax_cudnn_local",
+            platforms=platforms,
+            backend=backend,
+            axis_context=_sharding_impls.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),
+        )
+    return mlir.module_to_bytecode(module)

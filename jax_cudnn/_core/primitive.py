@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -54,29 +55,42 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
                 got=f"{aval.dtype.name}{list(aval.shape)}",
                 why="a traced graph has fixed shapes and dtypes",
             )
-    if any(axis is not None for aval in avals for axis in aval.sharding.spec):
-        # Explicit sharding: jnp's rules say how the outputs of the same computation are sharded.
-        try:
-            return list(jax.make_jaxpr(functools.partial(evaluate, spec))(*avals).out_avals)
-        except compat.ShardingTypeError:
-            # As the sum over a sharded batch in the gradient of a weight: no rule says how that is
-            # sharded, and where a graph is called it is on each device.
-            pass
     # A derived graph may be one of constants alone.
     template = avals[0] if avals else jax.typeof(jax.numpy.float32(0))
+    shardings = [PartitionSpec(*[None] * len(tensor.shape)) for tensor in spec.output_tensors]
+    sharded = [aval for aval in avals if any(axis is not None for axis in aval.sharding.spec)]
+    if sharded:  # along explicit axes
+        from . import partition
+
+        template = sharded[0]
+        if not partition.is_known(spec):
+            with contextlib.suppress(compat.ShardingTypeError):
+                return list(jax.make_jaxpr(functools.partial(evaluate, spec))(*avals).out_avals)
+        shardings = partition.sharding_types(spec, [aval.sharding.spec for aval in avals])
     return [
         template.update(
             shape=tensor.shape,
             dtype=jax.numpy.dtype(tensor.dtype),
             weak_type=False,
-            sharding=template.sharding.update(spec=PartitionSpec(*[None] * len(tensor.shape))),
+            sharding=template.sharding.update(spec=sharding),
         )
-        for tensor in spec.output_tensors
+        for tensor, sharding in zip(spec.output_tensors, shardings, strict=True)
     ]
 
 
 def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
     return cudnn_local_p.bind(*operands, spec=spec, name=name)
+
+
+lower_local = mlir.lower_fun(_local, multiple_results=True)
+
+
+def _lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
+    if compat.partitioning_mesh(ctx) is None:
+        return lower_local(ctx, *operands, spec=spec, name=name)
+    from . import partition  # which programs for one device do without
+
+    return partition.lower(ctx, *operands, spec=spec, name=name)
 
 
 def _reference(*operands: Any, spec: GraphSpec, name: str, products: str = "") -> list[Any]:
@@ -99,7 +113,7 @@ def _transformed(rule: str, *args: Any, **params: Any) -> Any:
 
 for _primitive in (cudnn_p, cudnn_local_p):
     _primitive.def_abstract_eval(_abstract_eval)
-mlir.register_lowering(cudnn_p, mlir.lower_fun(_local, multiple_results=True))
+mlir.register_lowering(cudnn_p, _lower)
 mlir.register_lowering(cudnn_local_p, mlir.lower_fun(_reference, multiple_results=True))
 mlir.register_lowering(
     cudnn_local_p,
