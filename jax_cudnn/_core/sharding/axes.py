@@ -1,0 +1,257 @@
+"""Which axes of a graph's tensors must be sharded together, and what becomes of the results.
+
+Each node's reference says it: its axes are followed through the traced operations (:mod:`.traced`).
+The sets of all calls are joined where calls share a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+
+from ..graph.by_reference import Batched, ByReference, Tangent, Transposed
+from ..graph.dims import Shape
+from ..graph.dtypes import itemsize
+from ..graph.node import Node
+from ..graph.reference import applied
+from ..graph.spec import Call, GraphSpec, Tensor, intern
+from .classes import ADD, Classes
+from .traced import Trace
+
+PASS, SUM, WHOLE = "pass", "sum", "whole"
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Axes that must be sharded together, over the same mesh axes.
+
+    Attributes:
+        axes: names of tensors (operands, intermediates and results), each with a dimension.
+        size: what the number of shards must divide.
+        role: PASS if each shard computes its part of the results; SUM if it also computes
+            partial results; WHOLE if the axes cannot be sharded.
+        partial: each tensor that is partial, with "add", "max" or "min", the operation that makes
+            it whole.
+        ahead: those that must be whole before later calls read them, see :func:`parts`.
+    """
+
+    axes: frozenset[tuple[str, int]]
+    size: int
+    role: str
+    partial: tuple[tuple[str, str], ...] = ()
+    ahead: frozenset[str] = frozenset()
+
+    def axis(self, name: str) -> int | None:
+        """The dimension of a tensor that is sharded."""
+        return next((axis for tensor, axis in self.axes if tensor == name), None)
+
+
+class _Local(NamedTuple):
+    """A factor of one node, by ports."""
+
+    axes: tuple[tuple[str, int], ...]
+    size: int
+    whole: bool
+    partial: tuple[tuple[str, str], ...] = ()
+
+
+_Port = tuple[str, Shape, str]
+
+
+@functools.lru_cache(maxsize=2048)
+def factors(spec: GraphSpec) -> tuple[Factor, ...]:
+    """The factors of a graph with more than one element; none for symbolic shapes."""
+    if not spec.is_static:
+        return ()
+    classes = Classes()
+    ids = {
+        (tensor.name, axis): classes.new(size)
+        for tensor in spec.tensors
+        for axis, size in enumerate(tensor.shape)
+    }
+    named: list[list[tuple[int, _Local]]] = []
+    for call in spec.calls:
+        at, found = dict((*call.inputs, *call.outputs)), []
+        for local in _of_node(call.node, _ports(spec, call.inputs), _ports(spec, call.outputs)):
+            first, *others = (ids[at[port], axis] for port, axis in local.axes)
+            assert first is not None
+            classes.join(first, *others, size=local.size)
+            if local.whole:
+                classes.keep_whole(first)
+            found.append((first, local))
+        named.append(found)
+    for tensor in spec.tensors:
+        classes.apart(ids[tensor.name, axis] for axis in range(len(tensor.shape)))
+    sets: dict[int, set[tuple[str, int]]] = {}
+    for axis, known in ids.items():
+        if known is not None:
+            sets.setdefault(classes.find(known), set()).add(axis)
+    made = []
+    for root, axes in sets.items():
+        here = [[local for axis, local in found if classes.find(axis) == root] for found in named]
+        sums = None if classes.whole(root) else _sums(spec, here)
+        role = WHOLE if sums is None else SUM if sums[0] else PASS
+        made.append(Factor(frozenset(axes), classes.size(root), role, *sums or ()))
+    return tuple(made)
+
+
+def _sums(
+    spec: GraphSpec, named: list[list[_Local]]
+) -> tuple[tuple[tuple[str, str], ...], frozenset[str]] | None:
+    """The partial tensors for one factor, and those of them that must be summed ahead of a call;
+    None if the factor is WHOLE. ``named`` holds each call's part of the factor."""
+    ahead: set[str] = set()
+    while True:
+        partial: dict[str, str] = {}
+        for call, mine in zip(spec.calls, named, strict=True):
+            given = {port: name for port, name in call.inputs if name in partial.keys() - ahead}
+            made = {}
+            if given:
+                kinds = {partial[name] for name in given.values()}
+                if mine or not _passes(call.node, given, kinds, call.inputs):
+                    ahead |= {*given.values()}
+                    break
+                made = {name: kind for _, name in call.outputs for kind in kinds}
+            elif len(mine) > 1:
+                return None
+            elif mine:
+                at = dict(call.outputs)
+                made = {at[port]: kind for port, kind in mine[0].partial if port in at}
+            if any(kind == ADD and itemsize(spec.tensor(n).dtype) < 2 for n, kind in made.items()):
+                if not given:
+                    return None
+                ahead |= {*given.values()}
+                break
+            partial |= made
+        else:
+            needed = {
+                name: kind for name, kind in partial.items() if name in {*spec.outputs, *ahead}
+            }
+            return tuple(needed.items()), frozenset(ahead)
+
+
+def _passes(node: Node, ports: Iterable[str], kinds: set[str], inputs: Iterable[Any]) -> bool:
+    """Whether a node's results for partial operands are partial results."""
+    if kinds != {ADD}:
+        return node.moves and len(kinds) == 1
+    linear = {port for port, _ in inputs if node.linear_in(port)}
+    return {*ports} == linear if linear else node.is_linear([*ports])
+
+
+def _ports(spec: GraphSpec, named: Iterable[tuple[str, str]]) -> tuple[_Port, ...]:
+    tensors = ((port, spec.tensor(name)) for port, name in named)
+    return tuple((port, tensor.shape, tensor.dtype) for port, tensor in tensors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_node(node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...]) -> tuple[_Local, ...]:
+    """A node's factors."""
+    given = {port: shape for port, shape, _ in inputs}
+    if node.ports.is_elementwise and len(outs) == 1:
+        (out, shape, _) = outs[0]
+        if shape == tuple(map(max, zip(*given.values(), strict=True))):
+            return tuple(
+                _Local(
+                    tuple((p, axis) for p, s in {**given, out: shape}.items() if s[axis] != 1),
+                    size,
+                    size == 0,
+                )
+                for axis, size in enumerate(shape)
+                if size != 1
+            )
+    classes = Classes()
+    trace = Trace(classes)
+    values = {port: trace.value(shape) for port, shape in given.items()}
+    avals = {port: jax.ShapeDtypeStruct(shape, dtype) for port, shape, dtype in inputs}
+    ports = [*avals]
+
+    def reference(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        named = dict(zip(ports, arrays, strict=True))
+        return node.reference(**named) if node.product else applied(node, named)
+
+    with jax.numpy_rank_promotion("allow"):
+        closed = jax.make_jaxpr(reference)(*avals.values())
+    made = trace.run(closed.jaxpr, closed.consts, [*values.values()])
+    trace.settle()
+    values |= {port: x for (port, *_), x in zip(outs, made, strict=True)}
+    sets: dict[int, list[tuple[str, int]]] = {}
+    for port, x in values.items():
+        classes.apart(x.axes)
+        for axis, known in enumerate(x.axes):
+            if known is not None:
+                sets.setdefault(classes.find(known), []).append((port, axis))
+    return tuple(
+        _Local(
+            tuple(axes),
+            classes.size(root),
+            classes.whole(root),
+            tuple(
+                (port, values[port].partial[root])
+                for port, *_ in outs
+                if root in values[port].partial
+            ),
+        )
+        for root, axes in sets.items()
+    )
+
+
+# -- graphs of shards -----------------------------------------------------------------------------
+
+
+def localized(spec: GraphSpec, shards: Mapping[Factor, int]) -> GraphSpec:
+    """The graph on the shapes of one shard, for the number of shards of each factor."""
+    number = {axis: count for factor, count in shards.items() for axis in factor.axes}
+
+    def local(tensor: Tensor) -> Tensor:
+        sizes = enumerate(tensor.shape)
+        shape = tuple(size // number.get((tensor.name, axis), 1) for axis, size in sizes)
+        return replace(tensor, shape=shape)
+
+    tensors = {tensor.name: local(tensor) for tensor in spec.tensors}
+    calls = []
+    for call in spec.calls:
+        shapes = {port: tensors[name].shape for port, name in (*call.inputs, *call.outputs)}
+        calls.append(replace(call, node=_resized(call.node, shapes)))
+    return intern(replace(spec, tensors=tuple(tensors.values()), calls=tuple(calls), _cache={}))
+
+
+def _resized(node: Node, shapes: Mapping[str, Shape]) -> Node:
+    """A node with the attributes for other shapes of its ports."""
+    changes: dict[str, Any] = {}
+    if getattr(node, "out_dims", None) is not None:
+        changes["out_dims"] = shapes[node.results[0]]
+    if isinstance(node, ByReference):
+        inner = dict(shapes)
+        if isinstance(node, Batched):
+            changes["size"] = next(shapes[port][0] for port in node.outs)
+            inner = {p: s[1:] if p in (*node.mapped, *node.outs) else s for p, s in shapes.items()}
+        elif isinstance(node, Tangent):
+            inner |= {port: shapes[name] for port, name in node.made.items()}
+        elif isinstance(node, Transposed):
+            inner |= {
+                port: shapes[name] for port, name in (*node.given.items(), *node.made.items())
+            }
+            linear = ((port, inner[port], dtype) for port, _, dtype in node.linear)
+            changes["linear"] = tuple(linear)
+        changes["base"] = _resized(node.base, inner)
+    return replace(node, **changes) if changes else node
+
+
+def parts(spec: GraphSpec, sharded: Iterable[Factor]) -> tuple[GraphSpec, GraphSpec | None]:
+    """The graph up to the sums over these factors that later calls read, and the rest; None if
+    nothing is left. The rest has factors of its own."""
+    from ..planning.split import part
+
+    behind = {name for factor in sharded for name in factor.ahead}
+    if not behind:
+        return spec, None
+    later = set()
+    for i, call in enumerate(spec.calls):
+        if behind & {name for _, name in call.inputs}:
+            behind |= {name for _, name in call.outputs}
+            later.add(i)
+    return part(spec, {*range(len(spec.calls))} - later), part(spec, later)
