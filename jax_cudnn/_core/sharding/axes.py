@@ -18,7 +18,7 @@ from ..graph.dims import Shape
 from ..graph.dtypes import itemsize
 from ..graph.node import Node
 from ..graph.reference import applied
-from ..graph.spec import Call, GraphSpec, Tensor, intern
+from ..graph.spec import GraphSpec, Tensor, intern
 from .classes import ADD, Classes
 from .traced import Trace
 

@@ -70,8 +70,7 @@ class Trace:
     def _constant(self, array: Any) -> Value:
         """Its elements differ, so its axes are whole."""
         shape = getattr(array, "shape", ())
-        numeric = not shape and getattr(array, "dtype", None) != object
-        made = self.value(shape, (float(array), float(array)) if numeric else None)
+        made = self.value(shape, None if shape else (float(array),) * 2)
         self.classes.keep_whole(*made.axes)
         return made
 
@@ -234,11 +233,10 @@ def _unknown(classes: Classes, params: Any, ins: list[Value], outs: list[Value])
 
 
 def _elementwise(classes: Classes, params: Any, ins: list[Value], outs: list[Value]) -> _Made:
-    for x in (*ins, *outs[1:]):
-        if x.constant is None and x.shape == outs[0].shape:
+    """Operands may be scalars, or have dimensions of size 1."""
+    for x in ins:
+        if x.constant is None and x.shape:
             classes.join_all(x.axes, outs[0].axes)
-        elif x.constant is None:
-            classes.keep_whole(*x.axes)
 
 
 def _iota(classes: Classes, params: Any, ins: list[Value], outs: list[Value]) -> _Made:
