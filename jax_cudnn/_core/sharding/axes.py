@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 
 from ..graph.by_reference import Batched, ByReference, Tangent, Transposed
-from ..graph.dims import Shape
+from ..graph.dims import Shape, assigned
 from ..graph.dtypes import itemsize
 from ..graph.node import Node
 from ..graph.reference import applied
 from ..graph.spec import GraphSpec, Tensor, intern
 from .classes import ADD, Classes
-from .traced import Trace
+from .traced import Trace, Value
 
 PASS, SUM, WHOLE = "pass", "sum", "whole"
 
@@ -60,6 +60,7 @@ class _Local(NamedTuple):
 
 
 _Port = tuple[str, Shape, str]
+_Kind = tuple[str, str]
 
 
 @functools.lru_cache(maxsize=2048)
@@ -108,38 +109,27 @@ def _sums(
     while True:
         partial: dict[str, str] = {}
         for call, mine in zip(spec.calls, named, strict=True):
+            at = dict(call.outputs)
             given = {port: name for port, name in call.inputs if name in partial.keys() - ahead}
-            made = {}
-            if given:
-                kinds = {partial[name] for name in given.values()}
-                if mine or not _passes(call.node, given, kinds, call.inputs):
-                    ahead |= {*given.values()}
-                    break
-                made = {name: kind for _, name in call.outputs for kind in kinds}
-            elif len(mine) > 1:
+            if not given and len(mine) > 1:
                 return None
-            elif mine:
-                at = dict(call.outputs)
-                made = {at[port]: kind for port, kind in mine[0].partial if port in at}
-            if any(kind == ADD and itemsize(spec.tensor(n).dtype) < 2 for n, kind in made.items()):
+            found = dict(mine[0].partial) if mine else {}
+            if given:
+                kinds = tuple((port, partial[name]) for port, name in given.items())
+                sides = _ports(spec, call.inputs), _ports(spec, call.outputs)
+                found = None if mine else _of_partial(call.node, *sides, kinds)
+            made = None if found is None else {at[port]: kind for port, kind in found.items()}
+            if made is None or any(
+                kind == ADD and itemsize(spec.tensor(name).dtype) < 2 for name, kind in made.items()
+            ):
                 if not given:
                     return None
                 ahead |= {*given.values()}
                 break
             partial |= made
         else:
-            needed = {
-                name: kind for name, kind in partial.items() if name in {*spec.outputs, *ahead}
-            }
-            return tuple(needed.items()), frozenset(ahead)
-
-
-def _passes(node: Node, ports: Iterable[str], kinds: set[str], inputs: Iterable[Any]) -> bool:
-    """Whether a node's results for partial operands are partial results."""
-    if kinds != {ADD}:
-        return node.moves and len(kinds) == 1
-    linear = {port for port, _ in inputs if node.linear_in(port)}
-    return {*ports} == linear if linear else node.is_linear([*ports])
+            read = {*spec.outputs, *ahead}
+            return tuple((name, k) for name, k in partial.items() if name in read), frozenset(ahead)
 
 
 def _ports(spec: GraphSpec, named: Iterable[tuple[str, str]]) -> tuple[_Port, ...]:
@@ -163,40 +153,68 @@ def _of_node(node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...]) -> 
                 for axis, size in enumerate(shape)
                 if size != 1
             )
-    classes = Classes()
-    trace = Trace(classes)
-    values = {port: trace.value(shape) for port, shape in given.items()}
-    avals = {port: jax.ShapeDtypeStruct(shape, dtype) for port, shape, dtype in inputs}
-    ports = [*avals]
-
-    def reference(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        named = dict(zip(ports, arrays, strict=True))
-        return node.reference(**named) if node.product else applied(node, named)
-
-    with jax.numpy_rank_promotion("allow"):
-        closed = jax.make_jaxpr(reference)(*avals.values())
-    made = trace.run(closed.jaxpr, closed.consts, [*values.values()])
+    trace, values = _traced(node, inputs, outs)
     trace.settle()
-    values |= {port: x for (port, *_), x in zip(outs, made, strict=True)}
-    sets: dict[int, list[tuple[str, int]]] = {}
+    classes, sets = trace.classes, {}
     for port, x in values.items():
-        classes.apart(x.axes)
         for axis, known in enumerate(x.axes):
             if known is not None:
                 sets.setdefault(classes.find(known), []).append((port, axis))
     return tuple(
-        _Local(
-            tuple(axes),
-            classes.size(root),
-            classes.whole(root),
-            tuple(
-                (port, values[port].partial[root])
-                for port, *_ in outs
-                if root in values[port].partial
-            ),
-        )
+        _Local(tuple(axes), classes.size(root), classes.whole(root), _partial(values, outs, root))
         for root, axes in sets.items()
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_partial(
+    node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...], given: tuple[_Kind, ...]
+) -> dict[str, str] | None:
+    """The kinds of a node's partial results for partial operands; None if the results are not
+    partial in the same way."""
+    trace, values = _traced(node, inputs, outs)
+    over = trace.classes.new(2)
+    assert over is not None
+    for port, kind in given:
+        values[port].partial[over] = kind
+    trace.settle()
+    return None if trace.classes.whole(over) else dict(_partial(values, outs, over))
+
+
+def _partial(values: Mapping[str, Value], outs: tuple[_Port, ...], root: int) -> tuple[_Kind, ...]:
+    return tuple(
+        (port, values[port].partial[root]) for port, *_ in outs if root in values[port].partial
+    )
+
+
+def _traced(
+    node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...]
+) -> tuple[Trace, dict[str, Value]]:
+    """The steps of a node's reference, and the values at its ports."""
+    trace = Trace(Classes())
+    values = {port: trace.value(shape) for port, shape, _ in inputs}
+
+    def reference(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        named = dict(zip(values, arrays, strict=True))
+        return node.reference(**named) if node.product else applied(node, named)
+
+    with jax.numpy_rank_promotion("allow"):
+        avals = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in inputs]
+        closed = jax.make_jaxpr(reference)(*avals)
+    made = trace.run(closed.jaxpr, closed.consts, [*values.values()])
+    values |= {port: x for (port, *_), x in zip(outs, made, strict=True)}
+    letters: dict[tuple[str, int], int | None] = {}
+    for port in (*node.ports.inputs, *node.ports.outputs):
+        if port.name in values:  # the same letters have the same sizes
+            axes = iter(values[port.name].axes)
+            for letter, size in assigned(port, values[port.name].shape):
+                for i in range(len(size) if isinstance(size, tuple) else 1):
+                    axis = next(axes)
+                    if axis is not None:
+                        trace.classes.join(letters.setdefault((letter, i), axis), axis)
+    for x in values.values():
+        trace.classes.apart(x.axes)
+    return trace, values
 
 
 # -- graphs of shards -----------------------------------------------------------------------------
