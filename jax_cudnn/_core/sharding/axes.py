@@ -7,17 +7,18 @@ The sets of all calls are joined where calls share a tensor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 
+from ..errors import JaxCudnnError
 from ..graph.by_reference import Batched, ByReference, Tangent, Transposed
 from ..graph.dims import Shape, assigned
 from ..graph.dtypes import itemsize
 from ..graph.node import Node
-from ..graph.reference import applied
+from ..graph.reference import applied, in_one_part
 from ..graph.spec import GraphSpec, Tensor, intern
 from .classes import ADD, Classes
 from .traced import Trace, Value
@@ -160,9 +161,43 @@ def _of_node(node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...]) -> 
         for axis, known in enumerate(x.axes):
             if known is not None:
                 sets.setdefault(classes.find(known), []).append((port, axis))
+
+    def alike(*roots: int) -> bool:
+        return _alike(node, inputs, outs, trace, {axis for root in roots for axis in sets[root]})
+
+    free = [root for root in sets if not classes.whole(root)]
+    if free and not alike(*free):
+        classes.keep_whole(*(root for root in free if not alike(root)))
     return tuple(
         _Local(tuple(axes), classes.size(root), classes.whole(root), _partial(values, outs, root))
         for root, axes in sets.items()
+    )
+
+
+def _alike(
+    node: Node,
+    inputs: tuple[_Port, ...],
+    outs: tuple[_Port, ...],
+    trace: Trace,
+    doubled: Collection[tuple[str, int]],
+) -> bool:
+    """Whether the reference takes the same steps, with the same numbers, if these axes are twice
+    as large. A mean divides by a size, for example."""
+
+    def larger(ports: tuple[_Port, ...]) -> tuple[_Port, ...]:
+        return tuple(
+            (port, tuple(s * (1 + ((port, i) in doubled)) for i, s in enumerate(shape)), dtype)
+            for port, shape, dtype in ports
+        )
+
+    inputs, outs = larger(inputs), larger(outs)
+    shapes = {port: shape for port, shape, _ in (*inputs, *outs)}
+    try:
+        other, values = _traced(_resized(node, shapes), inputs, outs)
+    except (JaxCudnnError, TypeError, ValueError, ZeroDivisionError):
+        return False  # they do not fit other axes
+    return trace.described() == other.described() and all(
+        values[port].shape == shape for port, shape in shapes.items()
     )
 
 
@@ -198,7 +233,7 @@ def _traced(
         named = dict(zip(values, arrays, strict=True))
         return node.reference(**named) if node.product else applied(node, named)
 
-    with jax.numpy_rank_promotion("allow"):
+    with jax.numpy_rank_promotion("allow"), in_one_part():
         avals = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in inputs]
         closed = jax.make_jaxpr(reference)(*avals)
     made = trace.run(closed.jaxpr, closed.consts, [*values.values()])
@@ -240,21 +275,22 @@ def localized(spec: GraphSpec, shards: Mapping[Factor, int]) -> GraphSpec:
 def _resized(node: Node, shapes: Mapping[str, Shape]) -> Node:
     """A node with the attributes for other shapes of its ports."""
     changes: dict[str, Any] = {}
-    if getattr(node, "out_dims", None) is not None:
+    held: Any = node
+    if getattr(held, "out_dims", None) is not None:
         changes["out_dims"] = shapes[node.results[0]]
+    if hasattr(held, "slices"):
+        sizes = zip(held.slices, shapes["input"], shapes["OUT_0"], strict=True)
+        changes["slices"] = tuple((None,) * 3 if a == b else part for part, a, b in sizes)
     if isinstance(node, ByReference):
         inner = dict(shapes)
         if isinstance(node, Batched):
-            changes["size"] = next(shapes[port][0] for port in node.outs)
+            changes["size"] = shapes[node.outs[0]][0]
             inner = {p: s[1:] if p in (*node.mapped, *node.outs) else s for p, s in shapes.items()}
-        elif isinstance(node, Tangent):
-            inner |= {port: shapes[name] for port, name in node.made.items()}
-        elif isinstance(node, Transposed):
-            inner |= {
-                port: shapes[name] for port, name in (*node.given.items(), *node.made.items())
-            }
-            linear = ((port, inner[port], dtype) for port, _, dtype in node.linear)
-            changes["linear"] = tuple(linear)
+        elif isinstance(node, (Tangent, Transposed)):
+            also = {**node.made, **(node.given if isinstance(node, Transposed) else {})}
+            inner |= {port: shapes[name] for port, name in also.items() if name in shapes}
+        if isinstance(node, Transposed):
+            changes["linear"] = tuple((port, inner[port], dtype) for port, _, dtype in node.linear)
         changes["base"] = _resized(node.base, inner)
     return replace(node, **changes) if changes else node
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from .. import compat
 from .classes import ADD, MAX, MIN, Classes
 
 Range = tuple[float, float]
@@ -39,7 +40,7 @@ class _Step(NamedTuple):
     ins: list[Value]
     outs: list[Value]
     reduced: list[tuple[int | None, str]]
-    body: list[_Step] | None = None
+    body: Trace | None = None
     loop: Any = None
 
 
@@ -99,11 +100,11 @@ class Trace:
         return outs
 
     def _loop(self, params: Mapping[str, Any], ins: list[Value]) -> list[Value]:
-        first, after = params["num_consts"], params["num_consts"] + params["num_carry"]
+        first, count = compat.scan_sizes(params)
         body, classes = Trace(self.classes), self.classes
         inside = []
         for x in ins[first:]:
-            carried = len(inside) < after - first
+            carried = len(inside) < count
             classes.keep_whole(*() if carried else x.axes[:1])
             at = 0 if carried else 1
             inside.append(Value(x.shape[at:], x.axes[at:], None if carried else x.range))
@@ -111,16 +112,23 @@ class Trace:
         made = body.run(closed.jaxpr, closed.consts, [*ins[:first], *inside])
         outs = []
         for i, x in enumerate(made):
-            if i < after - first:
+            if i < count:
                 classes.join_all(x.axes, inside[i].axes)
                 outs.append(Value(x.shape, x.axes))
             else:
                 outs.append(self.value((params["length"], *x.shape)))
                 classes.keep_whole(*outs[-1].axes[:1])
                 classes.join_all(x.axes, outs[-1].axes[1:])
-        loop = ins[first:], inside, made, after - first
-        self.steps.append(_Step("scan", params, ins, outs, [], body.steps, loop))
+        loop = ins[first:], inside, made, count
+        self.steps.append(_Step("scan", params, ins, outs, [], body, loop))
         return outs
+
+    def described(self) -> list[Any]:
+        """The operations, with the operands that are constants."""
+        return [
+            (step.name, [x.constant for x in step.ins], step.body and step.body.described())
+            for step in self.steps
+        ]
 
     # -- partial sums ---------------------------------------------------------------------------
 
@@ -131,7 +139,7 @@ class Trace:
     def _settle(self, steps: list[_Step]) -> None:
         for step in steps:
             if step.body is not None:
-                self._settle_loop(step, step.body)
+                self._settle_loop(step, step.body.steps)
                 continue
             for x in (*step.ins, *step.outs):
                 self.classes.apart(x.axes)
@@ -199,8 +207,8 @@ def _is_linear(step: _Step, given: list[bool]) -> bool:
         return True
     if name in ("mul", "dot_general", "conv_general_dilated"):
         return sum(given) == 1
-    if name == "div":  # a constant may be the number of terms, so the sum is a mean
-        return given == [True, False] and ins[1].constant is None
+    if name == "div":
+        return given == [True, False]
     if name == "select_n":
         return not given[0] and all(filled[1:])
     if name == "pad":
