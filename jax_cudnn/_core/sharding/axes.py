@@ -18,6 +18,7 @@ from ..graph.by_reference import Batched, ByReference, Tangent, Transposed
 from ..graph.dims import Shape, assigned
 from ..graph.dtypes import itemsize
 from ..graph.node import Node
+from ..graph.promotion import inferred
 from ..graph.reference import applied, in_one_part
 from ..graph.spec import GraphSpec, Tensor, intern
 from .classes import ADD, Classes
@@ -192,12 +193,14 @@ def _alike(
 
     inputs, outs = larger(inputs), larger(outs)
     shapes = {port: shape for port, shape, _ in (*inputs, *outs)}
+    resized = _resized(node, shapes)
     try:
-        other, values = _traced(_resized(node, shapes), inputs, outs)
+        made = inferred(resized, {port: Tensor(port, *rest) for port, *rest in inputs})
+        other, values = _traced(resized, inputs, outs)
     except (JaxCudnnError, TypeError, ValueError, ZeroDivisionError):
         return False  # they do not fit other axes
     return trace.described() == other.described() and all(
-        values[port].shape == shape for port, shape in shapes.items()
+        values[port].shape == made[port][0] == shape for port, shape, _ in outs
     )
 
 
@@ -247,6 +250,8 @@ def _traced(
                     axis = next(axes)
                     if axis is not None:
                         trace.classes.join(letters.setdefault((letter, i), axis), axis)
+    if isinstance(node, Batched):
+        trace.classes.join(*(values[port].axes[0] for port in (*node.mapped, *node.outs)))
     for x in values.values():
         trace.classes.apart(x.axes)
     return trace, values
