@@ -97,8 +97,9 @@ def factors(spec: GraphSpec) -> tuple[Factor, ...]:
     for root, axes in sets.items():
         here = [[local for axis, local in found if classes.find(axis) == root] for found in named]
         sums = None if classes.whole(root) else _sums(spec, here)
-        role = WHOLE if sums is None else SUM if sums[0] else PASS
-        made.append(Factor(frozenset(axes), classes.size(root), role, *sums or ()))
+        partial, ahead = sums or ((), frozenset())
+        role = WHOLE if sums is None else SUM if partial else PASS
+        made.append(Factor(frozenset(axes), classes.size(root), role, partial, ahead))
     return tuple(made)
 
 
@@ -144,7 +145,7 @@ def _of_node(node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...]) -> 
     """A node's factors."""
     given = {port: shape for port, shape, _ in inputs}
     if node.ports.is_elementwise and len(outs) == 1:
-        (out, shape, _) = outs[0]
+        ((out, shape, _),) = outs
         if shape == tuple(map(max, zip(*given.values(), strict=True))):
             return tuple(
                 _Local(
@@ -164,7 +165,7 @@ def _of_node(node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...]) -> 
                 sets.setdefault(classes.find(known), []).append((port, axis))
 
     def alike(*roots: int) -> bool:
-        return _alike(node, inputs, outs, trace, {axis for root in roots for axis in sets[root]})
+        return _alike(node, inputs, outs, trace, values, [x for root in roots for x in sets[root]])
 
     free = [root for root in sets if not classes.whole(root)]
     if free and not alike(*free):
@@ -180,6 +181,7 @@ def _alike(
     inputs: tuple[_Port, ...],
     outs: tuple[_Port, ...],
     trace: Trace,
+    alone: Mapping[str, Value],
     doubled: Collection[tuple[str, int]],
 ) -> bool:
     """Whether the reference takes the same steps, with the same numbers, if these axes are twice
@@ -195,12 +197,14 @@ def _alike(
     shapes = {port: shape for port, shape, _ in (*inputs, *outs)}
     resized = _resized(node, shapes)
     try:
-        made = inferred(resized, {port: Tensor(port, *rest) for port, *rest in inputs})
+        made = inferred(resized, {p: Tensor(p, shape, dtype) for p, shape, dtype in inputs})
         other, values = _traced(resized, inputs, outs)
     except (JaxCudnnError, TypeError, ValueError, ZeroDivisionError):
         return False  # they do not fit other axes
     return trace.described() == other.described() and all(
-        values[port].shape == made[port][0] == shape for port, shape, _ in outs
+        x.shape == made[port][0] == shapes[port] and x.constant == alone[port].constant
+        for port, x in values.items()
+        if port in made
     )
 
 

@@ -38,10 +38,10 @@ class Classes:
 
     def join(self, *axes: int | None, size: int = 0) -> None:
         """Joins sets; the number of shards must divide ``size``, too."""
-        first, *others = self.roots(axes) or [None]
-        if first is None:
+        if not (roots := self.roots(axes)):
             return
-        for other in others:
+        first = roots[0]
+        for other in roots[1:]:
             self._parents[other] = first
             self._whole[first] |= self._whole[other]
             self._sizes[first] = math.gcd(self._sizes[first], self._sizes[other])
