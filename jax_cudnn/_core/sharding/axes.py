@@ -306,15 +306,15 @@ def _resized(node: Node, shapes: Mapping[str, Shape]) -> Node:
 
 def parts(spec: GraphSpec, sharded: Iterable[Factor]) -> tuple[GraphSpec, GraphSpec | None]:
     """The graph up to the sums over these factors that later calls read, and the rest; None if
-    nothing is left. The rest has factors of its own."""
+    nothing is left. Call :func:`factors` again for the rest."""
     from ..planning.split import part
 
-    behind = {name for factor in sharded for name in factor.ahead}
-    if not behind:
-        return spec, None
+    needs = {name for factor in sharded for name in factor.ahead}
     later = set()
     for i, call in enumerate(spec.calls):
-        if behind & {name for _, name in call.inputs}:
-            behind |= {name for _, name in call.outputs}
+        if needs & {name for _, name in call.inputs}:
+            needs |= {name for _, name in call.outputs}
             later.add(i)
+    if not later:
+        return spec, None
     return part(spec, {*range(len(spec.calls))} - later), part(spec, later)
