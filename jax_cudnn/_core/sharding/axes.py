@@ -240,7 +240,9 @@ def _traced(
         named = dict(zip(values, arrays, strict=True))
         return node.reference(**named) if node.product else applied(node, named)
 
-    with jax.numpy_rank_promotion("allow"), in_one_part():
+    # With explicit axes, jnp adds operations for them.
+    no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    with no_mesh, jax.numpy_rank_promotion("allow"), in_one_part():
         avals = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in inputs]
         closed = jax.make_jaxpr(reference)(*avals)
     made = trace.run(closed.jaxpr, closed.consts, [*values.values()])
