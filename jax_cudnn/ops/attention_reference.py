@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.graph.dtypes import wide_dtype
+from .._core.graph.reference import may_part
 from . import attention_extras as extras
 
 if TYPE_CHECKING:
@@ -286,7 +287,8 @@ def _over_rows(
     is summed."""
     *heads, queries, _ = rows["q"].shape
     sizes = *heads, queries, keys
-    known = all(isinstance(size, int) for size in sizes)  # symbolic sizes have no best block
+    # Symbolic sizes have no best block.
+    known = may_part() and all(isinstance(size, int) for size in sizes)
     count = max(1, _SCORES // max(math.prod(heads) * keys, 1)) if known else queries
     if count >= queries:
         return function(rows, jnp.zeros((), jnp.int32))

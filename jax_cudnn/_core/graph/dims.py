@@ -76,7 +76,7 @@ class Dims(NamedTuple):
         for port in self.inputs:
             if port.optional and port.name not in shapes:
                 continue
-            for axis, size in _assign(port, shapes[port.name]):
+            for axis, size in assigned(port, shapes[port.name]):
                 if axis == "...":
                     known, size = cast(Shape, sizes.get(axis, size)), cast(Shape, size)
                     sizes[axis] = _broadcast(known, size, port, owner)
@@ -131,7 +131,7 @@ def integers(
     return result
 
 
-def _assign(port: Port, shape: Shape) -> list[tuple[str, int | Shape]]:
+def assigned(port: Port, shape: Shape) -> list[tuple[str, int | Shape]]:
     """Pairs of axis and size (or shape, for a group) of one port."""
     group = next((a for a in port.axes if a.startswith(("*", "..."))), None)
     fixed = len(port.axes) - (group is not None)

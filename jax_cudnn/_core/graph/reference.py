@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 
 import jax
@@ -15,8 +17,24 @@ from .options import lax_precision
 from .spec import GraphSpec
 
 WIDE, NARROW = "wide", "narrow"
+_parted: ContextVar[bool] = ContextVar("parted", default=True)
 _HALVES = ("bfloat16", "float16")
 _CHOSEN = [{"bfloat16"}, {"float16"}]
+
+
+@contextmanager
+def in_one_part() -> Iterator[None]:
+    """While references are traced for their axes only, which parts would hide."""
+    token = _parted.set(False)
+    try:
+        yield
+    finally:
+        _parted.reset(token)
+
+
+def may_part() -> bool:
+    """Whether a reference may compute in parts, to save memory."""
+    return _parted.get()
 
 
 def evaluate(

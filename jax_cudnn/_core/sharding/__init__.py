@@ -1,0 +1,1 @@
+"""How the axes of a graph's tensors may be sharded."""
