@@ -20,6 +20,7 @@ from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.core import Primitive  # jax.extend has it, too, at 18 ms of import time
 from jax._src.custom_partitioning_sharding_rule import (
+    CompoundFactor,
     SdyShardingRule,
     sdy_sharding_rule_to_mlir,
 )
@@ -226,17 +227,18 @@ def keep_alive(ctx: Any, value: Any) -> bool:
     return True
 
 
-def settings_of_thread() -> Any:
-    """A context manager that sets in another thread what holds in this one for the lowering of
-    a reference."""
-    x64, precision = _config.enable_x64.value, _config.default_matmul_precision.value
+def settings_of_thread() -> tuple[Any, Any]:
+    """What holds in this thread for the lowering of a reference, and a context manager that sets
+    it in another."""
+    values = _config.enable_x64.value, _config.default_matmul_precision.value
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
+        x64, precision = values
         with _config.enable_x64(x64), _config.default_matmul_precision(precision):
             yield
 
-    return entered
+    return values, entered
 
 
 def module_platforms(ctx: Any) -> tuple[Any, Any]:
@@ -278,21 +280,33 @@ def partitioned_call(
     if _config.use_shardy_partitioner.value:
         alone = itertools.count()
         whole: list[str] = []
+        sizes: dict[str, int] = {}
 
-        def named(factors: Any) -> tuple[str, ...]:
-            names = []
-            for factor in factors:
-                names.append(f"w{next(alone)}" if factor is None else f"f{factor}")
-                if factor is None:
-                    whole.append(names[-1])
-            return tuple(names)
+        def letter(factor: Any, size: int) -> Any:
+            """A factor's letter; the dimension may have more elements than shards."""
+            rest = size if factor is None else size // factor[1]
+            if factor is not None and rest == 1:
+                return f"f{factor[0]}"
+            whole.append(f"w{next(alone)}")
+            if factor is None:
+                return whole[-1]
+            sizes[f"f{factor[0]}"], sizes[whole[-1]] = factor[1], rest
+            return CompoundFactor(f"f{factor[0]}", whole[-1])
 
-        order = dict.fromkeys(f for dims in factors_in for f in dims if f in reduced)
+        ins, outs = (
+            tuple(
+                tuple(map(letter, dims, aval.shape)) for dims, aval in zip(side, avals, strict=True)
+            )
+            for side, avals in ((factors_in, ctx.avals_in), (factors_out, ctx.avals_out))
+        )
+        alone_too = {name for dims in (*ins, *outs) for name in dims if isinstance(name, str)}
+        order = dict.fromkeys(f[0] for dims in factors_in for f in dims if f and f[0] in reduced)
         rule = SdyShardingRule(
-            tuple(map(named, factors_in)),
-            tuple(map(named, factors_out)),
+            ins,
+            outs,
             reduction_factors=tuple(f"f{f}" for f in order),  # Shardy wants its own order
             need_replication_factors=tuple(whole),
+            **{name: size for name, size in sizes.items() if name not in alone_too},
         )
         attribute = sdy_sharding_rule_to_mlir(rule, [x.type for x in operands], types)
         call.attributes["sdy.sharding_rule"] = attribute

@@ -7,218 +7,242 @@ graph on local shapes, and the sums over devices.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import itertools
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
 from .. import __version__
 from . import compat
-from .graph.spec import Call, GraphSpec, Tensor, intern
+from .graph.spec import GraphSpec, Tensor
+from .sharding.axes import WHOLE, Factor, factors, localized, parts
+from .sharding.classes import ADD, MAX, MIN
 from .user_context import TARGET
 
 PARTITIONED = "jax_cudnn_partitioned"
 
-Factors = tuple[int | None, ...]
 Axes = tuple[str, ...]
-Shardings = list[tuple[Axes, ...]]
+Sharding = tuple[Axes, ...]
+"""The mesh axes of each dimension."""
 
 
-# -- the rule of a graph ---------------------------------------------------------------------------
+# -- what each device does -------------------------------------------------------------------------
+
+
+class Move(NamedTuple):
+    """What happens to a tensor ahead of a call: shards are added (or the largest or smallest
+    elements taken), scattered or gathered along a dimension, or one shard is cut out."""
+
+    name: str
+    how: str
+    axes: Axes
+    dim: int = 0
+
+    def run(self, x: Any) -> Any:
+        axes, dim = self.axes, self.dim
+        if self.how == "scatter":
+            return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        if self.how == "gather":
+            return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+        if self.how == "cut":
+            size = x.shape[dim] // jax.lax.axis_size(axes)
+            return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dim)
+        return {ADD: jax.lax.psum, MAX: jax.lax.pmax, MIN: jax.lax.pmin}[self.how](x, axes)
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Which dimensions of a graph's tensors belong together.
+class Work:
+    """The graph on local shapes, in stages: sums over devices are complete before later calls read
+    them."""
 
-    ``of`` has a factor for each dimension of each tensor: dimensions with the same factor are
-    sharded alike, None stays whole. ``summed`` has the factors over which a result is a sum.
-    """
+    stages: tuple[tuple[tuple[Move, ...], GraphSpec], ...]
+    last: tuple[Move, ...]
+    operands: tuple[Sharding, ...]
+    outputs: tuple[str, ...]
+    results: tuple[Sharding, ...]
 
-    of: dict[str, Factors]
-    summed: dict[str, frozenset[int]]
-    together: tuple[frozenset[int], ...]
-    """The factors of each call: a mesh axis shards one of them."""
+    def run(self, names: Sequence[str], title: str, *arrays: Any) -> list[Any]:
+        from .primitive import cudnn_local_p
+
+        values = dict(zip(names, arrays, strict=True))
+        for moves, spec in self.stages:
+            for move in moves:
+                values[move.name] = move.run(values[move.name])
+            given = [values[name] for name in spec.inputs]
+            made = cudnn_local_p.bind(*given, spec=spec, name=title)
+            values.update(zip(spec.outputs, made, strict=True))
+        for move in self.last:
+            values[move.name] = move.run(values[move.name])
+        return [values[name] for name in self.outputs]
 
 
 @functools.lru_cache(maxsize=4096)
-def rule(spec: GraphSpec) -> Rule:
-    """Unifies the letters of all calls."""
-    parent: dict[Any, Any] = {}
+def work(
+    spec: GraphSpec,
+    given: tuple[Sharding, ...],
+    asked: tuple[Sharding, ...],
+    mesh: tuple[tuple[str, int], ...],
+    sums: bool = True,
+) -> Work:
+    """What each device does for operands with these shardings, and results that should have those
+    of ``asked``, if any. Without ``sums``, what devices would add up is gathered."""
+    sizes, goal = dict(mesh), dict(zip(spec.outputs, asked, strict=False))
+    at = _At(sizes, dict(zip(spec.inputs, given, strict=True)))
+    stages: list[tuple[tuple[Move, ...], GraphSpec]] = []
+    operands: tuple[Sharding, ...] = ()
+    rest: GraphSpec | None = spec
+    while rest is not None:
+        chosen = _chosen(rest, at.have, goal, sizes, sums)
+        if not stages:  # XLA moves operands to these
+            operands = tuple(_sharding(chosen, t) for t in spec.input_tensors)
+            at.have = dict(zip(spec.inputs, operands, strict=True))
+        first, rest = parts(rest, chosen)
+        local = localized(first, {f: _size(axes, sizes) for f, axes in chosen.items()})
+        for tensor in first.input_tensors:
+            at.move(tensor, _sharding(chosen, tensor))
+        stages.append((at.taken(), local))
+        for tensor in first.output_tensors:
+            at.have[tensor.name] = _sharding(chosen, tensor)
+            ways = [
+                (kind, axes)
+                for factor, axes in chosen.items()
+                for name, kind in factor.partial
+                if name == tensor.name
+            ]
+            if ways:
+                at.partial[tensor.name] = ways[0][0], tuple(a for _, axes in ways for a in axes)
+    for tensor in spec.output_tensors:
+        at.complete(tensor, goal.get(tensor.name, ()))
+    results = tuple(at.have[name] for name in spec.outputs)
+    return Work(tuple(stages), at.taken(), operands, spec.outputs, results)
 
-    def find(x: Any) -> Any:
-        while parent.setdefault(x, x) != x:
-            x = parent[x]
-        return x
 
-    whole, sums = set(), {}
-    for n, call in enumerate(spec.calls):
-        ports = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
-        letters, fixed = _letters(call, ports)
-        for port, tensor in ports.items():
-            for axis, letter in enumerate(letters[port]):
-                here = tensor.name, axis
-                if letter is None or letter in fixed:
-                    whole.add(here)
-                else:
-                    parent[find(here)] = find((n, letter))
-        read = {a for port, _ in call.inputs for a in letters[port] if a is not None} - fixed
-        for port, name in call.outputs:
-            kept = {a for a, s in zip(letters[port], ports[port].shape, strict=True) if s != 1}
-            sums[name] = {(n, letter) for letter in read - kept}
-    # A partial sum is complete where the graph ends: what is read again inside needs a whole axis.
-    inner = {name for call in spec.calls for _, name in call.inputs}
-    whole |= {x for name in inner & sums.keys() for x in sums[name]}
-    roots = {find(x) for x in whole}
-    ids = {root: i for i, root in enumerate(dict.fromkeys(map(find, [*parent])))}
+class _At:
+    """Where tensors are, and the moves so far."""
 
-    def factor(x: Any) -> int | None:
-        root = find(x)
-        return None if root in roots else ids.setdefault(root, len(ids))
+    def __init__(self, sizes: dict[str, int], have: dict[str, Sharding]) -> None:
+        self.sizes, self.have = sizes, have
+        self.partial: dict[str, tuple[str, Axes]] = {}
+        self._moves: list[Move] = []
 
+    def taken(self) -> tuple[Move, ...]:
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
+    def complete(self, tensor: Tensor, wanted: Sharding) -> None:
+        """Adds up a partial tensor: scattered, where it is to be sharded over the same axes."""
+        kind, over = self.partial.pop(tensor.name, (ADD, ()))
+        for dim, axes in enumerate(wanted):
+            free = kind == ADD and axes and {*axes} <= {*over} and not self.have[tensor.name][dim]
+            if free and tensor.shape[dim] % _size(axes, self.sizes) == 0:
+                over = tuple(axis for axis in over if axis not in axes)
+                self._place(tensor, "scatter", axes, dim, axes)
+        if over:
+            self._moves.append(Move(tensor.name, kind, over))
+
+    def move(self, tensor: Tensor, wanted: Sharding) -> None:
+        self.complete(tensor, wanted)
+        for cut in (False, True):  # an axis may leave one dimension for another
+            for dim, axes in enumerate(wanted):
+                have = self.have[tensor.name][dim]
+                if have != axes and not cut and have:
+                    self._place(tensor, "gather", have, dim, ())
+                elif have != axes and cut:
+                    self._place(tensor, "cut", axes, dim, axes)
+
+    def _place(self, tensor: Tensor, how: str, axes: Axes, dim: int, then: Axes) -> None:
+        self._moves.append(Move(tensor.name, how, axes, dim))
+        have = self.have[tensor.name]
+        self.have[tensor.name] = (*have[:dim], then, *have[dim + 1 :])
+
+
+def _chosen(
+    spec: GraphSpec,
+    have: Mapping[str, Sharding],
+    goal: Mapping[str, Sharding],
+    sizes: dict[str, int],
+    sums: bool,
+) -> dict[Factor, Axes]:
+    """The mesh axes that shard each factor: those of operands before those of results, and those
+    of large operands before those of small ones. A mesh axis shards one factor of each call."""
     of = {
-        t.name: tuple(
-            None if size == 1 else factor((t.name, axis)) for axis, size in enumerate(t.shape)
-        )
-        for t in spec.tensors
+        at: (factor, calls)
+        for factor, calls in _calls(spec).items()
+        if factor.role != WHOLE and (sums or not factor.partial)
+        for at in factor.axes
     }
-    summed = {
-        name: frozenset(f for x in sums.get(name, ()) if (f := factor(x)) is not None)
-        for name in spec.outputs
-    }
-    together = tuple(
-        frozenset(f for _, name in (*call.inputs, *call.outputs) for f in of[name] if f is not None)
-        for call in spec.calls
-    )
-    return Rule(of, summed, together)
+    given = sorted(spec.input_tensors, key=lambda tensor: -tensor.nbytes)
+    sides = [(t, have[t.name]) for t in given]
+    sides += [(t, goal[t.name]) for t in spec.output_tensors if t.name in goal]
+    chosen: dict[Factor, Axes] = {}
+    kinds: dict[str, str] = {}
+    used: list[tuple[frozenset[int], Axes]] = []
+    for tensor, sharding in sides:
+        for dim, axes in enumerate(sharding):
+            factor, calls = of.get((tensor.name, dim), (None, frozenset()))
+            if factor is None or factor in chosen:
+                continue
+            taken = {axis for others, own in used if others & calls for axis in own}
+            fits = [
+                axes[:n]
+                for n in range(len(axes), 0, -1)
+                if factor.size % _size(axes[:n], sizes) == 0 and not taken & {*axes[:n]}
+            ]
+            if fits and all(kinds.get(name, kind) == kind for name, kind in factor.partial):
+                chosen[factor] = fits[0]
+                used.append((calls, fits[0]))
+                kinds.update(factor.partial)
+    return chosen
 
 
-def is_known(spec: GraphSpec) -> bool:
-    """Whether this module has a rule for all nodes of a graph."""
-    methods = ("rmsnorm", "rmsnorm_backward", "matmul")
-    return all(
-        call.node.method in methods
-        or (call.node.ports.is_elementwise and call.node.method not in ("reduction", "gen_index"))
-        for call in spec.calls
-    )
+@functools.lru_cache(maxsize=2048)
+def _calls(spec: GraphSpec) -> dict[Factor, frozenset[int]]:
+    """The calls that a factor concerns: those with its axes, and those after a sum over it."""
+    made = {}
+    for factor in factors(spec):
+        names, after, found = {name for name, _ in factor.axes}, set(), set()
+        for i, call in enumerate(spec.calls):
+            read, written = ({n for _, n in side} for side in (call.inputs, call.outputs))
+            if names & (read | written) or (factor.partial and after & read):
+                found.add(i)
+                after |= written
+        made[factor] = frozenset(found)
+    return made
 
 
-def _letters(call: Call, ports: dict[str, Tensor]) -> tuple[dict[str, tuple], set]:
-    """For each port a letter for each dimension (None: whole), and the letters that stay whole."""
-    dims, node = call.node.ports, call.node
-    named = {port.name: port.axes for port in (*dims.inputs, *dims.outputs)}
-    rank = max(len(t.shape) for t in ports.values())
-    letters: dict[str, tuple] = {}
-    for port, tensor in ports.items():
-        axes = named.get(port, ())
-        fixed = [axis for axis in axes if axis != "..."]
-        lead = len(tensor.shape) - len(fixed)
-        letters[port] = tuple(range(lead)) + tuple(fixed)
-    if node.method in ("rmsnorm", "rmsnorm_backward"):
-        letters = {port: tuple(range(len(t.shape))) for port, t in ports.items()}
-        x, kept = (ports[p] for p in ("input", "inv_var" if "inv_var" in ports else "inv_variance"))
-        return letters, {a for a in range(rank) if x.shape[a] != kept.shape[a]}
-    if not (
-        node.method == "matmul"
-        or (dims.is_elementwise and node.method not in ("reduction", "gen_index"))
-    ):
-        return {port: (None,) * len(t.shape) for port, t in ports.items()}, set()
-    # A size of 1 broadcasts.
-    return {
-        port: tuple(
-            None if size == 1 else a for a, size in zip(letters[port], t.shape, strict=True)
-        )
-        for port, t in ports.items()
-    }, {None}
+def _sharding(chosen: Mapping[Factor, Axes], tensor: Tensor) -> Sharding:
+    of = {at: axes for factor, axes in chosen.items() for at in factor.axes}
+    return tuple(of.get((tensor.name, dim), ()) for dim in range(len(tensor.shape)))
 
 
-def sharding_types(spec: GraphSpec, operands: Sequence[PartitionSpec]) -> list[PartitionSpec]:
+def sharding_types(
+    spec: GraphSpec, operands: Sequence[PartitionSpec], mesh: Any
+) -> list[PartitionSpec]:
     """How results are sharded for operands' types, on explicit axes."""
-    known = [_padded(s, t) for s, t in zip(operands, spec.input_tensors, strict=True)]
-    axes = _axes(spec, known, [], {}, True)
-    return [
-        PartitionSpec(*(axes.get(f) or None for f in rule(spec).of[name])) for name in spec.outputs
-    ]
+    given = tuple(_padded(s, t) for s, t in zip(operands, spec.input_tensors, strict=True))
+    return [*map(_spec, work(spec, given, (), (*mesh.shape.items(),)).results)]
 
 
-def _padded(spec: Iterable[Any], tensor: Tensor) -> tuple[Axes, ...]:
+def _padded(spec: Iterable[Any], tensor: Tensor) -> Sharding:
     given = [() if a is None else a if isinstance(a, tuple) else (a,) for a in spec]
     return (*given, *[()] * (len(tensor.shape) - len(given)))
 
 
-def _axes(
-    spec: GraphSpec, operands: Shardings, results: Shardings, sizes: dict[str, int], sums: bool
-) -> dict[int | None, Axes]:
-    """The mesh axes that shard each factor. What operands have counts before what results would
-    have, and large operands before small ones."""
-    given = sorted(zip(spec.input_tensors, operands, strict=True), key=lambda pair: -pair[0].nbytes)
-    wanted = zip(spec.output_tensors, results, strict=True) if results else ()
-    chosen: dict[int | None, Axes] = {}
-    of, together = rule(spec).of, rule(spec).together
-    whole = frozenset() if sums else frozenset().union(*rule(spec).summed.values())
-    for tensor, sharding in itertools.chain(given, wanted):
-        for factor, size, axes in zip(of[tensor.name], tensor.shape, sharding, strict=True):
-            if factor is None or factor in chosen or factor in whole or not axes:
-                continue
-            others = frozenset().union(*(c for c in together if factor in c)) - {factor}
-            if any({*axes} & {*chosen.get(other, ())} for other in others):
-                continue
-            if size % _size(axes, sizes) == 0:
-                chosen[factor] = axes
-    return chosen
+def _spec(sharding: Sharding) -> PartitionSpec:
+    return PartitionSpec(*(axes or None for axes in sharding))
 
 
-def local(spec: GraphSpec, parts: dict[int | None, int]) -> GraphSpec:
-    """The graph on the shapes of one device."""
-    of = rule(spec).of
-    tensors = (
-        replace(
-            t, shape=tuple(s // parts.get(f, 1) for s, f in zip(t.shape, of[t.name], strict=True))
-        )
-        for t in spec.tensors
-    )
-    return intern(replace(spec, tensors=tuple(tensors), _cache={}))
-
-
-@dataclass(frozen=True, eq=False)
-class Work:
-    """What each device does: the graph on local shapes, and for each result the axes over which it
-    is added up, and the dimension that is scattered over them, if any."""
-
-    spec: GraphSpec
-    axes: dict[int | None, Axes]
-    sums: list[tuple[Axes, int | None]]
-
-    @classmethod
-    def of(
-        cls, spec: GraphSpec, given: Shardings, asked: Shardings, sizes: dict[str, int], sums: bool
-    ) -> Work:
-        axes = _axes(spec, given, asked, sizes, sums)
-        own, found = local(spec, {f: _size(a, sizes) for f, a in axes.items()}), rule(spec)
-        ways = []
-        for i, name in enumerate(spec.outputs):
-            over = tuple(a for f in sorted(found.summed[name]) for a in axes.get(f, ()))
-            shape, factors = own.tensor(name).shape, found.of[name]
-            scattered = (
-                at
-                for at, wanted in enumerate(asked[i] if asked else ())
-                if wanted and wanted == over and not axes.get(factors[at])
-                if shape[at] % _size(over, sizes) == 0
-            )
-            ways.append((over, next(scattered, None)))
-        return cls(own, axes, ways)
-
-    def run(self, name: str, *arrays: Any) -> list[Any]:
-        from .primitive import cudnn_local_p
-
-        results = cudnn_local_p.bind(*arrays, spec=self.spec, name=name)
-        return [_summed(x, *how) for x, how in zip(results, self.sums, strict=True)]
+def _size(axes: Axes, sizes: Mapping[str, int]) -> int:
+    size = 1
+    for axis in axes:
+        size *= sizes[axis]
+    return size
 
 
 # -- the call --------------------------------------------------------------------------------------
@@ -235,8 +259,18 @@ class _Partitioned:
     module: Any
     target: Any
     settings: Any
-    made: dict[Any, bytes] = field(default_factory=dict)
-    """Modules by the mesh axes of factors: the layers of a model share them."""
+    made: dict[Work, bytes] = field(default_factory=dict)
+    """Modules by what they do: the layers of a model share them."""
+
+    @contextlib.contextmanager
+    def contexts(self) -> Iterator[None]:
+        """What held where the graph was lowered: XLA's thread may not be the user's."""
+        with TARGET.entered(self.target), self.settings():
+            yield
+
+    def work(self, given: tuple[Sharding, ...], asked: tuple[Sharding, ...]) -> Work:
+        with self.contexts():
+            return work(self.spec, given, asked, (*self.axes.shape.items(),), self.sums)
 
     @property
     def sums(self) -> bool:
@@ -259,7 +293,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     from .planning.placement import left_to_xla
     from .primitive import lower_local, title
 
-    if left_to_xla(spec) or not is_known(spec):
+    if left_to_xla(spec) or not spec.is_static:
         return lower_local(ctx, *operands, spec=spec, name=name)
 
     mesh = compat.partitioning_mesh(ctx)
@@ -267,38 +301,44 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         return compat.lower_explicit(ctx, mesh, functools.partial(_on_types, spec, name), operands)
     axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
-    said = repr((spec._key(), name, where, __version__, jax.__version__))
+    values, settings = compat.settings_of_thread()
+    said = repr((spec._key(), name, where, values, __version__, jax.__version__))
     key = f"{title(spec=spec, name=name)} {hashlib.sha256(said.encode()).hexdigest()}".encode()
-    settings = compat.settings_of_thread()
     site = _Partitioned(spec, name, mesh, axes, compat.module_platforms(ctx), target, settings)
     site = _known.setdefault(key, site)
     if not compat.keep_alive(ctx, site):
         _exported[key] = site
     register()
-    of = rule(spec)
-    factors = [[of.of[t] for t in side] for side in (spec.inputs, spec.outputs)]
-    produced = {f for side in factors[1] for f in side}
-    reduced = {f for side in factors[0] for f in side if f is not None} - produced
-    return compat.partitioned_call(ctx, PARTITIONED, key, operands, factors[0], factors[1], reduced)
+    return compat.partitioned_call(ctx, PARTITIONED, key, operands, *_letters(spec))
+
+
+def _letters(spec: GraphSpec) -> tuple[Any, Any, set[int]]:
+    """For each dimension of operands and of results its factor, with the size that shards may
+    divide, or None if it is whole; and the factors that are summed."""
+    free = [f for f in factors(spec) if f.role != WHOLE and f.size > 1]
+    of = {at: (i, factor.size) for i, factor in enumerate(free) for at in factor.axes}
+    ins, outs = (
+        [[of.get((t.name, dim)) for dim in range(len(t.shape))] for t in tensors]
+        for tensors in (spec.input_tensors, spec.output_tensors)
+    )
+    kept = {letter for dims in outs for letter in dims}
+    summed = {i for i, f in enumerate(free) if f.partial and (i, f.size) not in kept}
+    return ins, outs, summed
 
 
 def _on_types(spec: GraphSpec, name: str, mesh: Any, avals: Any, *arrays: Any) -> list[Any]:
     """The graph in a shard_map: on explicit axes the types say how arrays are sharded, so nothing
     is left for XLA to decide, and plans are made while lowering."""
-    given = [_padded(a.sharding.spec, t) for a, t in zip(avals, spec.input_tensors, strict=True)]
-    work = Work.of(spec, given, [], dict(mesh.shape), True)
-    specs_in, specs_out = (
-        [PartitionSpec(*(work.axes.get(f) or None for f in rule(spec).of[t])) for t in side]
-        for side in (spec.inputs, spec.outputs)
-    )
+    pairs = zip(avals, spec.input_tensors, strict=True)
+    given = tuple(_padded(a.sharding.spec, t) for a, t in pairs)
+    found = work(spec, given, (), (*mesh.shape.items(),))
+    specs = tuple(map(_spec, found.operands))
     arrays = tuple(
         jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, own))
-        for x, own in zip(arrays, specs_in, strict=True)
+        for x, own in zip(arrays, specs, strict=True)
     )
-    body = functools.partial(work.run, name)
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=tuple(specs_in), out_specs=specs_out, check_vma=False
-    )
+    body, results = functools.partial(found.run, spec.inputs, name), [*map(_spec, found.results)]
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
     return mapped(*arrays)
 
 
@@ -324,26 +364,8 @@ def _wanted(sharding: Any, shape: Any, key: bytes) -> Any:
 
 def _inferred(shapes: Any, shardings: Any, result: Any, key: bytes) -> Any:
     site = _known[key]
-    spec, sizes = site.spec, dict(site.axes.shape)
-    axes = _axes(spec, _decoded(site, shardings, spec.input_tensors), [], sizes, site.sums)
-    return compat.packed_shardings(result, _encoded(site, spec.outputs, axes))
-
-
-def _decoded(site: _Partitioned, shardings: Any, tensors: Iterable[Tensor]) -> Shardings:
-    return [
-        _padded(compat.mesh_axes(sharding, site.axes), tensor)
-        for sharding, tensor in zip(shardings, tensors, strict=True)
-    ]
-
-
-def _encoded(site: _Partitioned, names: Iterable[str], axes: dict, also: Any = None) -> list[Any]:
-    of = rule(site.spec).of
-    also = also or {}
-    specs = [
-        [also.get((name, i)) or axes.get(f) or None for i, f in enumerate(of[name])]
-        for name in names
-    ]
-    return [compat.hlo_sharding(site.axes, PartitionSpec(*spec), len(spec)) for spec in specs]
+    found = site.work(_decoded(site, shardings, site.spec.input_tensors), ())
+    return compat.packed_shardings(result, _encoded(site, found.results))
 
 
 def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes) -> Any:
@@ -351,35 +373,28 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
     spec = site.spec
     wanted = wanted.tuple_elements() if result.is_tuple() else [wanted]
     given = _decoded(site, shardings, spec.input_tensors)
-    asked = _decoded(site, wanted, spec.output_tensors)
-    work = Work.of(spec, given, asked, dict(site.axes.shape), site.sums)
-    made = tuple(sorted(work.axes.items())), tuple(work.sums)
-    if made not in site.made:
-        avals = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in work.spec.input_tensors]
-        body = functools.partial(work.run, site.name)
-        # XLA calls this from a thread that may not be the user's.
-        with TARGET.entered(site.target), site.settings():
-            site.made[made] = compat.local_module(body, avals, site.mesh, *site.module)
-    scattered = {
-        (name, at): over
-        for name, (over, at) in zip(spec.outputs, work.sums, strict=True)
-        if at is not None
-    }
-    operands = _encoded(site, spec.inputs, work.axes)
-    results = _encoded(site, spec.outputs, work.axes, scattered)
-    return site.made[made], operands, compat.packed_shardings(result, results)
+    found = site.work(given, _decoded(site, wanted, spec.output_tensors))
+    if found not in site.made:
+        avals = [
+            jax.ShapeDtypeStruct(
+                tuple(n // _size(a, site.axes.shape) for n, a in zip(t.shape, own, strict=True)),
+                t.dtype,
+            )
+            for t, own in zip(spec.input_tensors, found.operands, strict=True)
+        ]
+        body = functools.partial(found.run, spec.inputs, site.name)
+        with site.contexts():
+            site.made[found] = compat.local_module(body, avals, site.mesh, *site.module)
+    results = compat.packed_shardings(result, _encoded(site, found.results))
+    return site.made[found], _encoded(site, found.operands), results
 
 
-def _summed(x: Any, over: Axes, at: int | None) -> Any:
-    if not over:
-        return x
-    if at is None:
-        return jax.lax.psum(x, over)
-    return jax.lax.psum_scatter(x, over, scatter_dimension=at, tiled=True)
+def _decoded(site: _Partitioned, shardings: Any, tensors: Iterable[Tensor]) -> tuple[Sharding, ...]:
+    return tuple(
+        _padded(compat.mesh_axes(sharding, site.axes), tensor)
+        for sharding, tensor in zip(shardings, tensors, strict=True)
+    )
 
 
-def _size(axes: Axes, sizes: dict[str, int]) -> int:
-    size = 1
-    for axis in axes:
-        size *= sizes.get(axis, 1)
-    return size
+def _encoded(site: _Partitioned, shardings: Iterable[Sharding]) -> list[Any]:
+    return [compat.hlo_sharding(site.axes, _spec(own), len(own)) for own in shardings]

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -63,10 +62,8 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
         from . import partition
 
         template = sharded[0]
-        if not partition.is_known(spec):
-            with contextlib.suppress(compat.ShardingTypeError):
-                return list(jax.make_jaxpr(functools.partial(evaluate, spec))(*avals).out_avals)
-        shardings = partition.sharding_types(spec, [aval.sharding.spec for aval in avals])
+        given = [aval.sharding.spec for aval in avals]
+        shardings = partition.sharding_types(spec, given, template.sharding.mesh)
     return [
         template.update(
             shape=tensor.shape,
