@@ -99,10 +99,13 @@ def work(
     rest: GraphSpec | None = spec
     while rest is not None:
         chosen = _chosen(rest, at.have, goal, sizes, sums)
-        if not stages:  # XLA moves operands to these
-            operands = tuple(_sharding(chosen, t) for t in spec.input_tensors)
-            at.have = dict(zip(spec.inputs, operands, strict=True))
         first, rest = parts(rest, chosen)
+        if not stages:  # XLA moves operands to these; those of later stages stay where they are
+            at.have = {
+                t.name: _sharding(chosen, t) if t.name in first.inputs else _even(own, t, sizes)
+                for t, own in zip(spec.input_tensors, given, strict=True)
+            }
+            operands = tuple(at.have.values())
         local = localized(first, {f: _size(axes, sizes) for f, axes in chosen.items()})
         for tensor in first.input_tensors:
             at.move(tensor, _sharding(chosen, tensor))
@@ -169,15 +172,16 @@ def _chosen(
     sizes: dict[str, int],
     sums: bool,
 ) -> dict[Factor, Axes]:
-    """The mesh axes that shard each factor: those of operands before those of results, and those
-    of large operands before those of small ones. A mesh axis shards one factor of each call."""
+    """The mesh axes that shard each factor: those of operands before those of results; among them
+    those of products, then large ones, come first. A mesh axis shards one factor of each call."""
     of = {
         at: (factor, calls)
         for factor, calls in _calls(spec).items()
         if factor.role != WHOLE and (sums or not factor.partial)
         for at in factor.axes
     }
-    given = sorted(spec.input_tensors, key=lambda tensor: -tensor.nbytes)
+    anchored = {name for call in spec.calls if call.node.anchor for _, name in call.inputs}
+    given = sorted(spec.input_tensors, key=lambda t: (t.name not in anchored, -t.nbytes))
     sides = [(t, have[t.name]) for t in given]
     sides += [(t, goal[t.name]) for t in spec.output_tensors if t.name in goal]
     chosen: dict[Factor, Axes] = {}
@@ -219,6 +223,12 @@ def _calls(spec: GraphSpec) -> dict[Factor, frozenset[int]]:
 def _sharding(chosen: Mapping[Factor, Axes], tensor: Tensor) -> Sharding:
     of = {at: axes for factor, axes in chosen.items() for at in factor.axes}
     return tuple(of.get((tensor.name, dim), ()) for dim in range(len(tensor.shape)))
+
+
+def _even(sharding: Sharding, tensor: Tensor, sizes: Mapping[str, int]) -> Sharding:
+    """A sharding without the dimensions that it does not divide."""
+    pairs = zip(sharding, tensor.shape, strict=True)
+    return tuple(axes if size % _size(axes, sizes) == 0 else () for axes, size in pairs)
 
 
 def sharding_types(
