@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .errors import LibraryError
 from .graph import layout
-from .graph.merging import is_reread, reread
+from .graph.merging import is_reread, reread, widened
 from .graph.spec import GraphSpec, Tensor
 from .graph.wire import stored, wire
 from .package import packaged_library
@@ -85,10 +84,10 @@ def outputs_and_workspace(
     another call, which this one then follows; it does not read it.
     """
     register(target)
-    sent = wire(spec)
+    sent, wide = wire(spec), widened(spec)
     operands = tuple(
-        _sent(x, *tensors)
-        for x, *tensors in zip(operands, spec.input_tensors, sent.input_tensors, strict=True)
+        _sent(x, wide.tensor(t.name), wired)
+        for x, t, wired in zip(operands, spec.input_tensors, sent.input_tensors, strict=True)
     )
     results = [
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -121,17 +120,12 @@ def outputs_and_workspace(
     return [_given(y, made, t) for y, made, t in given], used
 
 
-def _sent(x: jax.Array, tensor: Tensor, wired: Tensor) -> jax.Array:
+def _sent(x: jax.Array, wide: Tensor, wired: Tensor) -> jax.Array:
     """What a plan reads for a tensor of the graph, see graph/wire.py."""
+    if is_reread(wide, wired):
+        x = reread(jnp.broadcast_to(x, wide.shape), wide, wired)
     shape, dtype = stored(wired)
-    x = reread(x, tensor, wired) if is_reread(tensor, wired) else x
     return jnp.broadcast_to(x.astype(dtype), shape)
-
-
-def _word(value: float, dtype: Any) -> int:
-    """The bits of a value, in 4 bytes."""
-    assert value == 0 or dtype == np.float32
-    return int(np.float32(value).view(np.uint32))
 
 
 def _given(x: jax.Array, wired: Tensor, tensor: Tensor) -> jax.Array:

@@ -52,6 +52,16 @@ class Contraction(Matmul):
         known = alike(g, {**inputs, **cotangents}, operands)
         (port,) = operands.keys() - inputs.keys()
         lead, tensor = self.batched, tensors[port]
+        ones = (1,) * lead
+        if (
+            port == "B"
+            and tensor.shape[:lead] == ones != known["C"].shape[:lead] == known["A"].shape[:lead]
+        ):
+            # The sum over the batch is one over rows.
+            node = replace(self, batched=0, rows=lead + self.rows)
+            like = {**tensors, "B": replace(tensor, shape=tensor.shape[lead:], order=None)}
+            made = node.transpose(g, {"C": known["C"]}, {"A": known["A"]}, like)
+            return {port: g.reshaped(made[port], tensor.shape)}
         if port == "A":
             first, shared = self.rows, self.columns
             sides = [(known["C"], self.rows), (known["B"], self.depth)]
@@ -81,7 +91,7 @@ class Contraction(Matmul):
             yield {"B": at + self.depth, "C": at + self.rows}
 
     def broadcasts(self, port: str, axis: int) -> bool:
-        return not self.batched if axis == LEAD else axis < self.batched
+        return axis < self.batched or axis == LEAD
 
     def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
         if fold["C"] != LEAD:

@@ -31,8 +31,34 @@ def _product(g, a, b, scale, bias, residual, *, batched, depth, orders, activati
     return epilogue.apply(g, y, scale, bias, residual, activation).set_data_type(out)
 
 
-_MATMUL = GraphFunction(_product, name="matmul")
+MATMUL = GraphFunction(_product, name="matmul")
 DOT_GENERAL = GraphFunction(_product, name="dot_general")
+
+
+def product(
+    function: GraphFunction,
+    a: jax.Array,
+    b: jax.Array,
+    terms: Terms = Terms(None, None, None, None),
+    *,
+    out: str,
+    batched: int = 0,
+    depth: int = 1,
+    orders: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+) -> jax.Array:
+    """The product of a (batch, rows, depth) and b (batch, depth, columns), which have so many
+    dimensions for the batch and the sum, with an epilogue of the result's rank."""
+    orders = ((*range(a.ndim),), (*range(b.ndim),)) if orders is None else orders
+    return function(
+        a,
+        b,
+        *terms[:3],
+        batched=batched,
+        depth=depth,
+        orders=orders,
+        activation=terms.activation,
+        out=out,
+    )
 
 
 def matmul(
@@ -78,7 +104,7 @@ def matmul(
         UnsupportedGraphError: with ``implementation="cudnn"``, when compiled for a GPU on which
             cuDNN has no engine for this product.
 
-    Source: ``jax.numpy.matmul``; cuDNN documentation, ``CUDNN_BACKEND_OPERATION_MATMUL``.
+    Source: ``jax.numpy.matmul``; cuDNN documentation, ``CUDNN_BACKEND_OPERATIONMATMUL``.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
@@ -136,16 +162,15 @@ def matmul(
     terms = Terms.of(
         scale, bias, residual, activation, shape=result, features=n, rank=len(full), axis=-1
     )
-    y = chosen(_MATMUL, options, precision, implementation)(
+    if terms.residual is not None:
+        terms = terms._replace(residual=terms.residual.reshape(full))
+    y = product(
+        chosen(MATMUL, options, precision, implementation),
         *_upright(a, b, (transpose_a, transpose_b)),
-        terms.scale,
-        terms.bias,
-        None if terms.residual is None else terms.residual.reshape(full),
-        batched=0 if apart else len(lead),
-        depth=1,
-        orders=orders,
-        activation=terms.activation,
+        terms,
         out=_out_dtype(a, b, preferred_element_type, terms.given),
+        batched=0 if apart else len(lead),
+        orders=orders,
     )
     return y.reshape(result)
 

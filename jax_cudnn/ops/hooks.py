@@ -15,7 +15,7 @@ from jax import lax
 from .._core.graph.dtypes import FLOATS, PRODUCTS, canonical
 from .arguments import array, chosen, numbers, promoted, transpose
 from .fused_conv import CONV, CONV_TRANSPOSE, dilated
-from .fused_matmul import DOT_GENERAL
+from .fused_matmul import DOT_GENERAL, product
 from .patches import as_patches
 
 log = logging.getLogger("jax_cudnn")
@@ -177,17 +177,14 @@ def dot_general(
     lhs, rhs = promoted(lhs, rhs, ("lhs", "rhs"))
     a, a_order = _arranged(lhs, lhs_batch, lhs_contract, contract_last=True)
     b, b_order = _arranged(rhs, rhs_batch, rhs_contract, contract_last=False)
-    return chosen(DOT_GENERAL, None, precision)(
+    return product(
+        chosen(DOT_GENERAL, None, precision),
         a,
         b,
-        None,
-        None,
-        None,
+        out=canonical(aval.dtype),
         batched=len(lhs_batch),
         depth=len(lhs_contract),
         orders=(a_order, b_order),
-        activation=None,
-        out=canonical(aval.dtype),
     )
 
 
