@@ -52,10 +52,11 @@ class Contraction(Matmul):
         known = alike(g, {**inputs, **cotangents}, operands)
         (port,) = operands.keys() - inputs.keys()
         lead, tensor = self.batched, tensors[port]
-        ones = (1,) * lead
+        batches, ones = {x.shape[:lead] for x in known.values()}, (1,) * lead
         if (
             port == "B"
-            and tensor.shape[:lead] == ones != known["C"].shape[:lead] == known["A"].shape[:lead]
+            and tensor.shape[:lead] == ones
+            and len(batches - {ones}) == len(batches) == 1
         ):
             # The sum over the batch is one over rows.
             node = replace(self, batched=0, rows=lead + self.rows)
@@ -81,17 +82,20 @@ class Contraction(Matmul):
         return {port: g.reduced(out, tensor.shape)}
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[Mapping[str, int]]:
-        if batched == {"A"} and not self.batched:
+        at, ports = self.batched, ("A", "B", "C")
+        if batched == {"A"} and not at:
             yield {"A": LEAD, "C": LEAD}  # further rows
-        yield dict.fromkeys(("A", "B", "C"), LEAD)
-        if batched == {"A"} and self.batched and self.rows:
-            yield {"A": self.batched, "C": self.batched}
+        others = [tensors[port].shape[:at] for port in ports[:2] if port not in batched]
+        if at and others == [(1,) * at]:
+            yield dict.fromkeys(ports, 0)
+        yield dict.fromkeys(ports, LEAD)
+        if batched == {"A"} and at and self.rows:
+            yield {"A": at, "C": at}
         if batched == {"B"} and self.columns:
-            at = self.batched
             yield {"B": at + self.depth, "C": at + self.rows}
 
     def broadcasts(self, port: str, axis: int) -> bool:
-        return axis < self.batched or axis == LEAD
+        return not self.batched if axis == LEAD else axis < self.batched
 
     def folded(self, fold: Mapping[str, int], size: int, tensors: Tensors) -> Node:
         if fold["C"] != LEAD:

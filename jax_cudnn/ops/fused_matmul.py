@@ -15,7 +15,7 @@ from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from . import epilogue
 from .arguments import chosen, out_dtype, preferred_dtype, promoted
-from .epilogue import Activation, Terms
+from .epilogue import NO_TERMS, Activation, Terms
 
 
 def _product(g, a, b, scale, bias, residual, *, batched, depth, orders, activation, out):
@@ -39,7 +39,7 @@ def product(
     function: GraphFunction,
     a: jax.Array,
     b: jax.Array,
-    terms: Terms = Terms(None, None, None, None),
+    terms: Terms = NO_TERMS,
     *,
     out: str,
     batched: int = 0,
