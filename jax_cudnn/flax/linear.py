@@ -13,7 +13,7 @@ from jax import lax
 from opt_einsum.parser import parse_einsum_input
 
 from .. import ops
-from ..ops.arguments import chosen
+from ..ops.arguments import chosen, promoted
 from ..ops.epilogue import Activation, Terms, activation_name
 from ..ops.fused_matmul import MATMUL, product
 from .layer import Layer, finished, unknown
@@ -213,6 +213,7 @@ def _product(
     if bias is not None:
         rank = x.ndim + kernel.ndim - 2 * len(of_x)
         bias = bias.reshape(*(1,) * (rank - bias.ndim), *bias.shape)
+    x, kernel = promoted(x, kernel)
     terms = Terms(None, bias, None, activation_name(activation))
     return product(chosen(MATMUL, precision=precision), x, kernel, terms, out=out, depth=len(of_x))
 

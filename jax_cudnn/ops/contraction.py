@@ -52,12 +52,8 @@ class Contraction(Matmul):
         known = alike(g, {**inputs, **cotangents}, operands)
         (port,) = operands.keys() - inputs.keys()
         lead, tensor = self.batched, tensors[port]
-        batches, ones = {x.shape[:lead] for x in known.values()}, (1,) * lead
-        if (
-            port == "B"
-            and tensor.shape[:lead] == ones
-            and len(batches - {ones}) == len(batches) == 1
-        ):
+        (batch, *others), ones = {x.shape[:lead] for x in known.values()}, (1,) * lead
+        if port == "B" and tensor.shape[:lead] == ones != batch and not others:
             # The sum over the batch is one over rows.
             node = replace(self, batched=0, rows=lead + self.rows)
             like = {**tensors, "B": replace(tensor, shape=tensor.shape[lead:], order=None)}

@@ -81,10 +81,9 @@ def _found(spec: GraphSpec) -> tuple[GraphSpec, _Sides]:
             return spec, sides
     sides = _sides(spec, 0) if split else {}
     if sides:
-        tensors = (
-            t if t.name in spec.outputs else _widened(t, sides[t.name]) for t in spec.tensors
-        )
-        wide = replace(spec, tensors=tuple(tensors), _cache={})
+        wide = {t.name: _widened(t, sides[t.name]) for t in spec.tensors}
+        wide |= {t.name: t for t in spec.output_tensors}
+        wide = replace(spec, tensors=(*wide.values(),), _cache={})
         if all(_fits(t, sides[t.name]) for t in wide.tensors):
             return wide, sides
     return spec, {}
