@@ -86,8 +86,8 @@ def outputs_and_workspace(
     register(target)
     sent, wide = wire(spec), widened(spec)
     operands = tuple(
-        _sent(x, wide.tensor(t.name), wired)
-        for x, t, wired in zip(operands, spec.input_tensors, sent.input_tensors, strict=True)
+        _sent(x, t, wired)
+        for x, t, wired in zip(operands, wide.input_tensors, sent.input_tensors, strict=True)
     )
     results = [
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -116,14 +116,14 @@ def outputs_and_workspace(
         input_output_aliases={**in_place},
     )(*operands, *followed, **plan.attributes(name, [*itertools.chain(*begun)]))
     own = outputs[: len(spec.outputs)]  # the rest is unused
-    given = zip(own, sent.output_tensors, spec.output_tensors, strict=False)
-    return [_given(y, made, t) for y, made, t in given], used
+    given = zip(own, sent.output_tensors, wide.output_tensors, strict=False)
+    return [_given(y, wired, t) for y, wired, t in given], used
 
 
-def _sent(x: jax.Array, wide: Tensor, wired: Tensor) -> jax.Array:
+def _sent(x: jax.Array, tensor: Tensor, wired: Tensor) -> jax.Array:
     """What a plan reads for a tensor of the graph, see graph/wire.py."""
-    if is_reread(wide, wired):
-        x = reread(jnp.broadcast_to(x, wide.shape), wide, wired)
+    if is_reread(tensor, wired):
+        x = reread(jnp.broadcast_to(x, tensor.shape), tensor, wired)
     shape, dtype = stored(wired)
     return jnp.broadcast_to(x.astype(dtype), shape)
 

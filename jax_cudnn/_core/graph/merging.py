@@ -4,7 +4,7 @@ A product may keep its dimensions apart, so that vmap and a mesh see each of the
 its ``dims`` are those of the batch (at all ports), the rows, the sum and the columns (each at two
 ports), in this order. In memory each of these groups is one dimension, wherever no tensor of the
 graph tells its parts apart; and if the second operand has no batch, slower rows may be the batch.
-XLA repeats or reorders operands that do not merge in any way.
+XLA repeats operands, and reorders operands and results, that do not merge in any way.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def merged(spec: GraphSpec) -> GraphSpec:
 
 
 def widened(spec: GraphSpec) -> GraphSpec:
-    """The graph with operands repeated and ordered as they must be to merge."""
+    """The graph with operands repeated, and arrays ordered, as they must be to merge."""
     return _form(spec)[0]
 
 
@@ -81,9 +81,11 @@ def _found(spec: GraphSpec) -> tuple[GraphSpec, _Sides]:
             return spec, sides
     sides = _sides(spec, 0) if split else {}
     if sides:
-        wide = {t.name: _widened(t, sides[t.name]) for t in spec.tensors}
-        wide |= {t.name: t for t in spec.output_tensors}
-        wide = replace(spec, tensors=(*wide.values(),), _cache={})
+        wide = replace(
+            spec,
+            tensors=tuple(_widened(t, sides[t.name], t.name in spec.outputs) for t in spec.tensors),
+            _cache={},
+        )
         if all(_fits(t, sides[t.name]) for t in wide.tensors):
             return wide, sides
     return spec, {}
@@ -137,9 +139,9 @@ def _fits(tensor: Tensor, side: _Side) -> bool:
     return [axis for axis in axes if tensor.shape[axis] != 1] == _stored(tensor)
 
 
-def _widened(tensor: Tensor, side: _Side) -> Tensor:
+def _widened(tensor: Tensor, side: _Side, is_output: bool) -> Tensor:
     shape = [*tensor.shape]
-    for group in side.groups:
+    for group in () if is_output else side.groups:
         if any(shape[axis] != 1 for axis in group):
             for axis in group:
                 shape[axis] = side.whole[axis]
