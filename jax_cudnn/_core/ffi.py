@@ -128,6 +128,12 @@ def _sent(x: jax.Array, tensor: Tensor, wired: Tensor) -> jax.Array:
     return jnp.broadcast_to(x.astype(dtype), shape)
 
 
+def _word(value: float, dtype: Any) -> int:
+    """The bits of a value, in 4 bytes."""
+    assert value == 0 or dtype == np.float32
+    return int(np.float32(value).view(np.uint32))
+
+
 def _given(x: jax.Array, wired: Tensor, tensor: Tensor) -> jax.Array:
     """What a plan has written for a tensor of the graph: added up where that has one element, and a
     boolean again, see graph/wire.py."""

@@ -44,7 +44,7 @@ def product(
     out: str,
     batched: int = 0,
     depth: int = 1,
-    orders: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    orders: tuple[tuple[int, ...], ...] | None = None,
 ) -> jax.Array:
     """The product of a (batch, rows, depth) and b (batch, depth, columns), which have so many
     dimensions for the batch and the sum, with an epilogue of the result's rank."""
