@@ -19,6 +19,7 @@ from .compat import Device
 from .errors import GraphError, GraphTypeError, LibraryError, UnsupportedGraphError
 from .graph import layout
 from .graph.bounds import has_bounds
+from .graph.merging import is_reread
 from .graph.spec import Tensor
 from .graph.wire import stored, wire
 
@@ -175,7 +176,11 @@ def _check(plan: Plan) -> None:
         *["offsets, lengths and page indices are clipped to their bounds"] * has_bounds(spec),
         *("its workspace is initialised" for _ in own.fills),
         *("it reads additional tables" for _ in own.tables),
-        *(f"{t.name} is converted" for t, s in edge if stored(s) != (t.shape, t.dtype)),
+        *(
+            f"{t.name} is converted"
+            for t, s in edge
+            if stored(s) != (s.shape if is_reread(t, s) else t.shape, t.dtype)
+        ),
         *(
             f"{t.name} is initialised"
             for t in sent.output_tensors

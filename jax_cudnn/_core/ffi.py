@@ -18,6 +18,7 @@ import numpy as np
 
 from .errors import LibraryError
 from .graph import layout
+from .graph.merging import is_reread, reread, widened
 from .graph.spec import GraphSpec, Tensor
 from .graph.wire import stored, wire
 from .package import packaged_library
@@ -84,10 +85,10 @@ def outputs_and_workspace(
     another call, which this one then follows; it does not read it.
     """
     register(target)
-    sent = wire(spec)
+    sent, wide = wire(spec), widened(spec)
     operands = tuple(
-        jnp.broadcast_to(x.astype(dtype), shape)  # booleans, see graph/wire.py
-        for x, (shape, dtype) in zip(operands, map(stored, sent.input_tensors), strict=True)
+        _sent(x, t, wired)
+        for x, t, wired in zip(operands, wide.input_tensors, sent.input_tensors, strict=True)
     )
     results = [
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -116,12 +117,22 @@ def outputs_and_workspace(
         input_output_aliases={**in_place},
     )(*operands, *followed, **plan.attributes(name, [*itertools.chain(*begun)]))
     own = outputs[: len(spec.outputs)]  # the rest is unused
-    return [_given(y, t) for y, t in zip(own, spec.output_tensors, strict=True)], used
+    given = zip(own, sent.output_tensors, wide.output_tensors, strict=False)
+    return [_given(y, wired, t) for y, wired, t in given], used
 
 
-def _given(x: jax.Array, tensor: Tensor) -> jax.Array:
+def _sent(x: jax.Array, tensor: Tensor, wired: Tensor) -> jax.Array:
+    """What a plan reads for a tensor of the graph, see graph/wire.py."""
+    if is_reread(tensor, wired):
+        x = reread(jnp.broadcast_to(x, tensor.shape), tensor, wired)
+    shape, dtype = stored(wired)
+    return jnp.broadcast_to(x.astype(dtype), shape)
+
+
+def _given(x: jax.Array, wired: Tensor, tensor: Tensor) -> jax.Array:
     """What a plan has written for a tensor of the graph: added up where that has one element, and a
     boolean again, see graph/wire.py."""
+    x = reread(x, wired, tensor) if is_reread(tensor, wired) else x
     pairs = zip(x.shape, tensor.shape, strict=True)
     axes = tuple(i for i, (own, wanted) in enumerate(pairs) if own != wanted)
     x = jnp.sum(x, axes, dtype=jnp.float32, keepdims=True) if axes else x

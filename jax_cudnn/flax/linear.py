@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -14,8 +13,9 @@ from jax import lax
 from opt_einsum.parser import parse_einsum_input
 
 from .. import ops
-from ..ops.epilogue import Activation
-from ..ops.sharded import merged_or_plain
+from ..ops.arguments import chosen, promoted
+from ..ops.epilogue import Activation, Terms, activation_name
+from ..ops.fused_matmul import MATMUL, product
 from .layer import Layer, finished, unknown
 from .operands import Operands
 
@@ -206,35 +206,16 @@ def _product(
     """``activation(lax.dot_general(x, kernel, numbers) + bias)``; bias has the result's rank."""
     x, kernel, bias, out = operands
     (of_x, of_kernel), (batch, _) = numbers
-    rows, columns = x.shape[: x.ndim - len(of_x)], kernel.shape[len(of_kernel) :]
-    last = of_x == tuple(range(len(rows), x.ndim))
-
-    def matrices() -> jax.Array:
-        depth = math.prod(x.shape[len(rows) :])
-        y = ops.matmul(
-            x.reshape(*rows, depth),
-            kernel.reshape(-1, math.prod(columns)),
-            bias=None if bias is None else bias.ravel(),
-            activation=activation,
-            precision=precision,
-            preferred_element_type=out,
-        )
-        return y.reshape(*rows, *columns)
-
-    def plain() -> jax.Array:
+    last = of_x == tuple(range(x.ndim - len(of_x), x.ndim))
+    if not (of_x and last and not batch and of_kernel == tuple(range(len(of_kernel)))):
         y = ops.dot_general(x, kernel, numbers, precision, preferred_element_type=np.dtype(out))
         return finished(y, activation, bias)
-
-    if not (of_x and last and not batch and of_kernel == tuple(range(len(of_kernel)))):
-        return plain()
-    return merged_or_plain(
-        "linear",
-        matrices,
-        plain,
-        groups=[x.shape[len(rows) :], columns],
-        operands=[x, kernel, bias],
-        auto=activation is None,
-    )
+    if bias is not None:
+        rank = x.ndim + kernel.ndim - 2 * len(of_x)
+        bias = bias.reshape(*(1,) * (rank - bias.ndim), *bias.shape)
+    x, kernel = promoted(x, kernel)
+    terms = Terms(None, bias, None, activation_name(activation))
+    return product(chosen(MATMUL, precision=precision), x, kernel, terms, out=out, depth=len(of_x))
 
 
 def _letters(equation: str | None, operands: Operands) -> tuple[str, str, str] | None:

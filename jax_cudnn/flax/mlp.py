@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -11,15 +10,15 @@ from flax import nnx
 from .._core.graph.trace import GraphFunction
 from ..ops import epilogue
 from ..ops.arguments import chosen
+from ..ops.contraction import contracted
 from ..ops.epilogue import Activation
-from ..ops.sharded import merged_or_plain
 from .layer import finished
 from .linear import Linear, of_rows
-from .operands import Operands
 
 
 def _gated(g, x, kernel, bias, gate, *, activation, out):
-    up = epilogue.apply(g, g.matmul(x, kernel), None, bias, None, None)
+    y = contracted(g, x, kernel, batched=0, depth=1)
+    up = epilogue.apply(g, y, None, bias, None, None)
     return g.mul(epilogue.apply(g, gate, None, None, None, activation), up).set_data_type(out)
 
 
@@ -75,30 +74,16 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = self.gate(x), self.up
-        plain = functools.partial(self._plain, gate, x)
         found = of_rows(up, x) if type(up) is Linear and up.activation is None else None
         if found is None or gate.dtype.name != found.out or gate.shape != found.shape:
-            return self.down(plain())
-        gated = merged_or_plain(
-            "gated_mlp",
-            functools.partial(self._gated, gate, found),
-            plain,
-            groups=[x.shape[:-1]],
-            operands=[found.x, found.kernel, gate],
-            auto=False,
-        )
-        return self.down(gated)
-
-    def _plain(self, gate: jax.Array, x: jax.Array) -> jax.Array:
-        return finished(gate, self.activation) * self.up(x)
-
-    def _gated(self, gate: jax.Array, found: Operands) -> jax.Array:
-        y = chosen(GATED, precision=self.up.precision)(
-            found.x.reshape(1, -1, found.x.shape[-1]),
-            found.kernel[None],
-            None if found.bias is None else found.bias[None, None],
-            gate.reshape(1, -1, gate.shape[-1]),
+            return self.down(finished(gate, self.activation) * self.up(x))
+        bias = found.bias
+        gated = chosen(GATED, precision=up.precision)(
+            found.x,
+            found.kernel,
+            None if bias is None else bias.reshape(*(1,) * (gate.ndim - 1), -1),
+            gate,
             activation=self.activation,
             out=found.out,
         )
-        return y.reshape(gate.shape)
+        return self.down(gated)

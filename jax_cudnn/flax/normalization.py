@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, ClassVar
 
@@ -12,7 +11,6 @@ from flax import nnx
 
 from .. import ops
 from ..ops.epilogue import Activation
-from ..ops.sharded import merged_or_plain
 from .layer import Layer, finished, fusible, unknown
 
 
@@ -106,18 +104,10 @@ class GroupNorm(Layer, nnx.GroupNorm):
         images = self.reduction_axes is None or _axes(x, self.reduction_axes) == inner
         fits = inner and images and x.shape[-1] == self.num_groups * self.group_size
         found = _operands(self, x, inner[-1:], "scale", "bias") if fits else None
-        flaxs = functools.partial(super().__call__, x, mask=mask)
         if found is None or mask is not None or self.unfused:
-            return flaxs()
+            return super().__call__(x, mask=mask)
         x, scale, bias, out = found
-
-        def ours() -> jax.Array:
-            y = ops.group_norm(x, self.num_groups, scale, bias, epsilon=self.epsilon)
-            return y.astype(out)
-
-        return merged_or_plain(
-            "group_norm", ours, flaxs, groups=[x.shape[1:]], operands=[x], auto=False
-        )
+        return ops.group_norm(x, self.num_groups, scale, bias, epsilon=self.epsilon).astype(out)
 
 
 class InstanceNorm(Layer, nnx.InstanceNorm):

@@ -97,6 +97,9 @@ class Terms(NamedTuple):
         return any(term is not None for term in self)
 
 
+NO_TERMS = Terms(None, None, None, None)
+
+
 def apply(g: Any, y: Any, scale: Any, bias: Any, residual: Any, activation: str | None) -> Any:
     """``activation(y * scale + bias + residual)``; None means omitted."""
     if scale is not None:

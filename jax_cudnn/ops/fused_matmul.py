@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,31 +11,54 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.dims import packed_strides
 from .._core.graph.dtypes import FLOATS, PRODUCTS
-from .._core.graph.options import Options, lax_precision
-from .._core.graph.promotion import product_operands
+from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
-from .._core.implementation import CUDNN
 from . import epilogue
 from .arguments import chosen, out_dtype, preferred_dtype, promoted
-from .epilogue import Activation, Terms
-from .sharded import merged_or_plain
+from .epilogue import NO_TERMS, Activation, Terms
 
 
-def _product(g, a, b, scale, bias, residual, *, orders, activation, out):
+def _product(g, a, b, scale, bias, residual, *, batched, depth, orders, activation, out):
+    from .contraction import contracted  # lazy, for a fast import
+
     dtypes = {str(a.dtype), str(b.dtype)}
     (wide,) = dtypes & {*FLOATS} if len(dtypes) == 2 and dtypes & {*FLOATS} else (None,)
     for operand, order in zip((a, b), orders, strict=True):
         operand.set_stride(packed_strides(operand.shape, order))
     if wide is not None:  # one operand has 8 bits: cuDNN converts it in the same kernel
         a, b = (x if str(x.dtype) == wide else g.identity(x).set_data_type(wide) for x in (a, b))
-    y = epilogue.apply(g, g.matmul(a, b), scale, bias, residual, activation)
-    return y.set_data_type(out)
+    y = contracted(g, a, b, batched=batched, depth=depth)
+    return epilogue.apply(g, y, scale, bias, residual, activation).set_data_type(out)
 
 
-_MATMUL = GraphFunction(_product, name="matmul")
+MATMUL = GraphFunction(_product, name="matmul")
 DOT_GENERAL = GraphFunction(_product, name="dot_general")
-_ROW_MAJOR = (0, 1, 2)
-_TRANSPOSED = (0, 2, 1)
+
+
+def product(
+    function: GraphFunction,
+    a: jax.Array,
+    b: jax.Array,
+    terms: Terms = NO_TERMS,
+    *,
+    out: str,
+    batched: int = 0,
+    depth: int = 1,
+    orders: tuple[tuple[int, ...], ...] | None = None,
+) -> jax.Array:
+    """The product of a (batch, rows, depth) and b (batch, depth, columns), which have so many
+    dimensions for the batch and the sum, with an epilogue of the result's rank."""
+    orders = ((*range(a.ndim),), (*range(b.ndim),)) if orders is None else orders
+    return function(
+        a,
+        b,
+        *terms[:3],
+        batched=batched,
+        depth=depth,
+        orders=orders,
+        activation=terms.activation,
+        out=out,
+    )
 
 
 def matmul(
@@ -76,20 +99,12 @@ def matmul(
     float16 with int8 or float8; accumulated in float32 (int8: int32). The epilogue computes in
     float32 and rounds once. float64 runs in XLA.
 
-    On a mesh, merged dimensions may be sharded. With explicit axes, if the merge is not a valid
-    reshape, the product falls back to ``jnp.matmul`` with its sharding of the result: the product
-    is rounded to the result's dtype, and the epilogue follows. With automatic axes, whose sharding
-    types do not show, a product without an epilogue or with only a bias falls back to XLA, unless
-    ``options`` or the implementation "cudnn" is given; with any other epilogue, XLA gathers the
-    dimensions that it cannot merge. The logger ``jax_cudnn`` reports fallbacks at debug level.
-    Inside ``jax.shard_map`` neither applies.
-
     Raises:
         GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
         UnsupportedGraphError: with ``implementation="cudnn"``, when compiled for a GPU on which
             cuDNN has no engine for this product.
 
-    Source: ``jax.numpy.matmul``; cuDNN documentation, ``CUDNN_BACKEND_OPERATION_MATMUL``.
+    Source: ``jax.numpy.matmul``; cuDNN documentation, ``CUDNN_BACKEND_OPERATIONMATMUL``.
 
     Example:
         >>> import jax.numpy as jnp, jax_cudnn as jc
@@ -133,83 +148,31 @@ def matmul(
             got=f"{a.shape} and {b.shape}",
         ) from None
     result = (*lead, *(() if one_row else (m,)), *(() if one_column else (n,)))
-    terms = Terms.of(scale, bias, residual, activation, shape=result, features=n, rank=3, axis=2)
-    product = _Product(
-        chosen(_MATMUL, options, precision, implementation),
-        a,
-        b,
+    apart = math.prod(b.shape[:-2]) == 1 and not transpose_a  # then a's leading dimensions are rows
+    if apart:
+        a = a.reshape(*(1,) * (len(lead) + 2 - a.ndim), *a.shape)
+        b = b.reshape(b.shape[-2:])
+    else:
+        a, b = (_batched(x, lead) for x in (a, b))
+    orders = tuple(
+        (*range(x.ndim - 2), *((x.ndim - 1, x.ndim - 2) if t else (x.ndim - 2, x.ndim - 1)))
+        for x, t in ((a, transpose_a), (b, transpose_b))
+    )
+    full = (*lead, m, n)
+    terms = Terms.of(
+        scale, bias, residual, activation, shape=result, features=n, rank=len(full), axis=-1
+    )
+    if terms.residual is not None:
+        terms = terms._replace(residual=terms.residual.reshape(full))
+    y = product(
+        chosen(MATMUL, options, precision, implementation),
+        *_upright(a, b, (transpose_a, transpose_b)),
         terms,
-        (transpose_a, transpose_b),
-        lead,
-        result,
-        _out_dtype(a, b, preferred_element_type, terms.given),
+        out=_out_dtype(a, b, preferred_element_type, terms.given),
+        batched=0 if apart else len(lead),
+        orders=orders,
     )
-    return merged_or_plain(
-        "matmul",
-        product.fused,
-        product.plain,
-        groups=[(*lead, m) if product.one_matrix else lead],
-        operands=[a, b, terms.residual],
-        auto=options is None and implementation != CUDNN and not terms._replace(bias=None).given,
-    )
-
-
-class _Product(NamedTuple):
-    """A matrix product with its epilogue, with two implementations."""
-
-    function: GraphFunction
-    a: jax.Array
-    b: jax.Array
-    terms: Terms
-    transposed: tuple[bool, bool]
-    lead: tuple[int, ...]
-    shape: tuple[int, ...]
-    """Shape of the result."""
-    out: str
-
-    @property
-    def one_matrix(self) -> bool:
-        """Whether the leading dimensions of a can become rows of one product."""
-        return math.prod(self.b.shape[:-2]) == 1 and not self.transposed[0]
-
-    def fused(self) -> jax.Array:
-        """Runs the graph, whose arrays have rank 3: merges leading dimensions."""
-        a, b, terms = self.a, self.b, self.terms
-        if self.one_matrix:
-            rows = math.prod(a.shape[:-1])
-            a, b = a.reshape(1, rows, a.shape[-1]), b.reshape(1, *b.shape[-2:])
-        else:
-            a, b = (_batched(x, self.lead) for x in (a, b))
-        a, b = _upright(a, b, self.transposed)
-        if terms.residual is not None:
-            batch = 1 if self.one_matrix else math.prod(self.lead)
-            residual = terms.residual.reshape(batch, a.shape[1], b.shape[2])
-            terms = terms._replace(residual=residual)
-        orders = tuple(_TRANSPOSED if t else _ROW_MAJOR for t in self.transposed)
-        activation, out = terms.activation, self.out
-        y = self.function(a, b, *terms[:3], orders=orders, activation=activation, out=out)
-        return y.reshape(self.shape)
-
-    def plain(self) -> jax.Array:
-        """Runs jnp.matmul without merging dimensions. 16-bit products round before their epilogue,
-        so that their gradients are 16-bit products, too."""
-        a, b = product_operands(*_upright(self.a, self.b, self.transposed))
-        precision = self.function.options.precision
-        precision = precision and lax_precision(precision)
-        dtype = a.dtype if a.dtype.name in (self.out, "int32", "float64") else "float32"
-        y = jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
-        terms = self.terms
-        if terms.residual is not None:
-            terms = terms._replace(residual=terms.residual.reshape(y.shape))
-        for name in ("scale", "bias"):  # of rank 3
-            if isinstance(x := getattr(terms, name), jax.Array):
-                terms = terms._replace(**{name: x.reshape(*(1,) * (y.ndim - 1), x.shape[-1])})
-        bias, others = terms.bias, terms._replace(bias=None)
-        if isinstance(bias, jax.Array) and bias.dtype == y.dtype == self.out and not others.given:
-            return (y + bias).reshape(
-                self.shape
-            )  # XLA's matmul library adds it in float32, then rounds
-        return epilogue.apply_outside(y, terms, self.out).reshape(self.shape)
+    return y.reshape(result)
 
 
 def _upright(
@@ -226,10 +189,10 @@ def _matrix(x: jax.Array, transposed: bool) -> tuple[int, int]:
 
 
 def _batched(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Rank 3: one batch dimension, of the full size or of size 1, which broadcasts."""
+    """With all leading dimensions, of the full sizes or of size 1, which broadcast."""
     if math.prod(x.shape[:-2]) == 1:
-        return x.reshape(1, *x.shape[-2:])
-    return jnp.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(math.prod(lead), *x.shape[-2:])
+        return x.reshape(*(1,) * len(lead), *x.shape[-2:])
+    return jnp.broadcast_to(x, (*lead, *x.shape[-2:]))
 
 
 def _out_dtype(a: jax.Array, b: jax.Array, preferred: Any, epilogue: bool) -> str:

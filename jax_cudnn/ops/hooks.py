@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +15,8 @@ from jax import lax
 from .._core.graph.dtypes import FLOATS, PRODUCTS, canonical
 from .arguments import array, chosen, numbers, promoted, transpose
 from .fused_conv import CONV, CONV_TRANSPOSE, dilated
-from .fused_matmul import DOT_GENERAL
+from .fused_matmul import DOT_GENERAL, product
 from .patches import as_patches
-from .sharded import merged_or_plain
 
 log = logging.getLogger("jax_cudnn")
 
@@ -140,8 +138,7 @@ def dot_general(
     free dimensions that are contiguous in memory are read in place; otherwise the operand is copied
     first. Calls that cuDNN does not support fall back to lax: no contracted dimension, float32 at a
     precision that forbids TF32, integers without ``preferred_element_type``, complex,
-    an ``out_sharding``, and dimensions that a mesh shards, as in :func:`jax_cudnn.ops.matmul`. The
-    logger ``jax_cudnn`` reports each fallback at debug level.
+    and an ``out_sharding``. The logger ``jax_cudnn`` reports each fallback at debug level.
 
     Raises: GraphTypeError for operands that are not arrays, the errors of lax for other wrong
     arguments; UnsupportedGraphError under ``jax_cudnn.implementation("cudnn")`` on a GPU on which
@@ -178,31 +175,17 @@ def dot_general(
     if reason is not None:
         return plain(reason)
     lhs, rhs = promoted(lhs, rhs, ("lhs", "rhs"))
-    both = (lhs, lhs_batch, lhs_contract), (rhs, rhs_batch, rhs_contract)
-    groups = ((x, group) for x, *axes in both for group in _groups(x, *axes))
-    return merged_or_plain(
-        "dot_general",
-        functools.partial(
-            _collapsed_product, lhs, rhs, dimension_numbers, precision, canonical(aval.dtype)
-        ),
-        laxs,
-        groups=[[x.shape[axis] for axis in group] for x, group in groups],
-        operands=[lhs, rhs],
-        auto=True,
+    a, a_order = _arranged(lhs, lhs_batch, lhs_contract, contract_last=True)
+    b, b_order = _arranged(rhs, rhs_batch, rhs_contract, contract_last=False)
+    return product(
+        chosen(DOT_GENERAL, None, precision),
+        a,
+        b,
+        out=canonical(aval.dtype),
+        batched=len(lhs_batch),
+        depth=len(lhs_contract),
+        orders=(a_order, b_order),
     )
-
-
-def _collapsed_product(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any, out: str
-) -> jax.Array:
-    """Runs the graph, which has one dimension per group of dimensions."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    a, a_order, a_free = _collapsed(lhs, lhs_batch, lhs_contract, contract_last=True)
-    b, b_order, b_free = _collapsed(rhs, rhs_batch, rhs_contract, contract_last=False)
-    orders = a_order, b_order
-    function = chosen(DOT_GENERAL, None, precision)
-    y = function(a, b, None, None, None, orders=orders, activation=None, out=out)
-    return y.reshape(*(lhs.shape[i] for i in lhs_batch), *a_free, *b_free)
 
 
 def _result_is_laxs(lhs: jax.Array, rhs: jax.Array, aval: Any) -> str | None:
@@ -218,33 +201,20 @@ def _result_is_laxs(lhs: jax.Array, rhs: jax.Array, aval: Any) -> str | None:
     return None
 
 
-def _groups(x: jax.Array, batch: Sequence[int], contract: Sequence[int]) -> list[tuple[int, ...]]:
-    """The batch, contracted and free dimensions."""
-    free = tuple(axis for axis in range(x.ndim) if axis not in (*batch, *contract))
-    return [tuple(batch), tuple(contract), free]
-
-
-def _collapsed(
+def _arranged(
     x: jax.Array, batch: Sequence[int], contract: Sequence[int], contract_last: bool
-) -> tuple[jax.Array, tuple[int, ...], tuple[int, ...]]:
-    """An operand of dot_general as (batch, free, contracted) or (batch, contracted, free), its
-    memory order, and its free dimensions.
+) -> tuple[jax.Array, tuple[int, ...]]:
+    """An operand of dot_general as (batch, free, contracted) or (batch, contracted, free), and its
+    memory order.
 
     If the dimensions of each group are adjacent in the array, its order is kept: the layout of the
     call undoes this transpose, so nothing is copied.
     """
-    batch, contract, free = _groups(x, batch, contract)
-    middle, last = (free, contract) if contract_last else (contract, free)
-    groups = {0: batch, 1: middle, 2: last}
-    sizes = {i: math.prod(x.shape[axis] for axis in group) for i, group in groups.items()}
-    kept = tuple(x.shape[axis] for axis in free)
-    order = sorted(groups, key=lambda i: groups[i][0] if groups[i] else -1)
-    if [axis for i in order for axis in groups[i]] == list(range(x.ndim)):
-        stored = x.reshape([sizes[i] for i in order])
-        return (
-            jnp.transpose(stored, [order.index(i) for i in range(3)]),
-            tuple(order),
-            kept,
-        )
-    y = jnp.transpose(x, (*batch, *middle, *last))
-    return y.reshape([sizes[i] for i in range(3)]), tuple(range(3)), kept
+    free = tuple(axis for axis in range(x.ndim) if axis not in (*batch, *contract))
+    groups = [[*batch], *(([*free], [*contract]) if contract_last else ([*contract], [*free]))]
+    axes = [axis for group in groups for axis in group]
+    stored = sorted(groups, key=lambda group: group[:1] or [-1])
+    y = jnp.transpose(x, axes)
+    if [axis for group in stored for axis in group] == list(range(x.ndim)):
+        return y, tuple(axes.index(axis) for axis in range(x.ndim))
+    return y, tuple(range(x.ndim))

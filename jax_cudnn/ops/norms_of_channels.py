@@ -140,14 +140,10 @@ def group_norm(
         )  # fmt: skip
         y, statistics = moved.back(y), tuple(v.reshape(batch, groups) for v in found)
         return (y, statistics) if return_statistics else y
-    # Of (batch, pixels, groups, channels per group) the second and last axes are one group.
-    inner = channels // groups
-    # Two reshapes: with a mesh, each may split or merge axes, not both.
-    wide = moved.x.reshape(batch, math.prod(spatial), channels)
-    wide = wide.reshape(batch, math.prod(spatial), groups, inner)
-    if groups == 1:
-        wide = wide.reshape(batch, math.prod(spatial) * channels)
-    row = (1, *(1 if axis == 2 else size for axis, size in enumerate(wide.shape) if axis))
+    # Of (batch, ..., groups, channels per group) all but the batch and the groups are one row.
+    parts = (channels,) if groups == 1 else (groups, channels // groups)
+    wide = moved.x.reshape(batch, *spatial, *parts)
+    row = (1, *spatial, *((1,) if groups > 1 else ()), parts[-1])
     apart = groups > 1 and not (scale is None and bias is None)  # factors are per channel
     within = (
         jnp.full(row, neutral, x.dtype)

@@ -36,6 +36,19 @@ def layer(cls, *arguments, **named):
     return lambda state, x: nnx.merge(graphdef, state)(x), state
 
 
+@pytest.mark.parametrize("axes", [None, (0, None, None, 0), (None, 0, None, None)])
+def test_a_product_of_tokens_is_its_call_alone(axes):
+    """Its dimensions are merged, also with one of vmap: nothing is copied for that."""
+
+    def linear(x, w, b, r):
+        return jc.ops.matmul(x, w, bias=b, residual=r, activation="gelu")
+
+    shapes = [(4, 128, 256), (256, 512), (512,), (4, 128, 512)]
+    shapes = [(3, *s) if a == 0 else s for s, a in zip(shapes, axes or [None] * 4, strict=True)]
+    function = linear if axes is None else jax.vmap(linear, axes)
+    assert operations(compiled(function, *(aval(*shape) for shape in shapes))) == [CUDNN]
+
+
 def test_attention_whose_mask_may_hide_all_keys_is_one_plan_each_way():
     """What stands beside it, the mean of the values in hidden rows, takes no memory of its own
     that grows with queries times keys."""

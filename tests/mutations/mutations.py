@@ -35,7 +35,6 @@ MUTATIONS = {
     "groups take the weights' channels": ("ops/convolution_base.py", "if not i or not c or c % i or k % (c // i):", "if not i or not c or c % i:"),
     "gradient by the other operand": ("ops/convolution_base.py", "if here != port\n        }\n        return {port: g.apply(kind(**own, **dims), **given)[0]}", "if here != port\n        }\n        return {port: g.apply(kind(**own, **dims), **given)[0] * 2.0}"),
     "matmul's transposes swapped": ("ops/fused_matmul.py", "return (columns, rows) if transposed else (rows, columns)", "return (rows, columns)"),
-    "product rounds after its epilogue": ("ops/fused_matmul.py", "dtype = a.dtype if a.dtype.name in (self.out, \"int32\", \"float64\") else \"float32\"", "dtype = \"float32\""),
     "mean is a sum in reverse": ("ops/reduction.py", "math.prod(out.shape) / max(math.prod(shape), 1)", "1.0"),
     "softplus_backward of the wrong sign": ("ops/activation_backward.py", "return loss * jax.nn.sigmoid(input)", "return loss * jax.nn.sigmoid(-input)"),
     "tan's slope": ("ops/elementary.py", "OUT_0 * OUT_0 + 1.0", "OUT_0 * OUT_0 - 1.0"),

@@ -134,14 +134,17 @@ class GraphBuilder:
             inputs = {
                 port: self._lift(value, port, rank, integral, kind) for port, value in ports.items()
             }
-            usual = compute_type(node.default_compute(inputs), inputs)
-            compute = compute_type(canonical_compute(compute), inputs) if compute else usual
-            _check_compute(node, compute, usual, inputs)
-            return self._append(replace(node, compute_data_type=compute), inputs)
+            return self._computed(node, compute, inputs)
         except JaxCudnnError as error:
             error.summary = f"g.{method}: {error.summary}"
             error.where = error.where or user_line()
             raise
+
+    def _computed(self, node: Node, compute: str | None, inputs: dict[str, Tensor]) -> Any:
+        usual = compute_type(node.default_compute(inputs), inputs)
+        compute = compute_type(canonical_compute(compute), inputs) if compute else usual
+        _check_compute(node, compute, usual, inputs)
+        return self._append(replace(node, compute_data_type=compute), inputs)
 
     def _append(self, node: Node, inputs: dict[str, Tensor]) -> Any:
         outputs = inferred(node, inputs)

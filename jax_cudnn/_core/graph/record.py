@@ -30,6 +30,7 @@ _OTHERS = {
         "ops.attention_paged": "PagedSdpa",
         "ops.attention_qkv": "QkvSdpa QkvSdpaBackward",
         "ops.attention_tangent": "AttentionTangent SinkGradient",
+        "ops.contraction": "Contraction",
         "ops.normalization_tangent": "NormalizationTangent",
         "ops.score_mod": "ScoreMod",
     }.items()

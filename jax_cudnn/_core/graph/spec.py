@@ -161,8 +161,9 @@ class GraphSpec:
             return False
         ((_, made),) = product.outputs
         added = [self.tensor(name).shape for _, name in call.inputs if name != made]
-        *rows, columns = self.tensor(made).shape
-        return added == [(*(1 for _ in rows), columns)]
+        ports, shape = product.node.ports, self.tensor(made).shape
+        at = len(shape) - len({*ports.outputs[0].axes} - {*ports.inputs[0].axes})  # of the columns
+        return added == [(*(1 for _ in shape[:at]), *shape[at:])]
 
     @property
     def has_anchor(self) -> bool:

@@ -13,6 +13,8 @@ because cuDNN would read its comparison out of bounds.
 them before the call. Results that cuDNN would write wrongly are summed after the call. Parts that
 run in XLA use the original shapes.
 
+**Products of any dimensions** become those of three dimensions (``merging.py``).
+
 **Bit masks** (``ops/masks.py``) are packed booleans by design: to XLA they are bytes of eight
 channels each. cuDNN computes or reads one as a comparison or a product with a boolean; a boolean at
 the edge of a wired graph is always a bit mask.
@@ -24,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .dims import Shape
+from .merging import merged
 from .node import Node
 from .spec import Call, GraphSpec, Tensor, intern
 
@@ -49,19 +52,24 @@ def wire(spec: GraphSpec) -> GraphSpec:
     """The graph as it is planned and called: with numbers for the booleans at its edge, and with
     all results that a kernel writes, after those of ``spec``."""
     if "wire" not in spec._cache:
-        edge = (*spec.inputs, *spec.outputs)
-        sent = spec
-        if any(spec.tensor(name).dtype == "bool" for name in edge):
-            sent = _converted(sent)
-        if shapes := _stretched(spec):
-            tensors = (replace(t, shape=shapes.get(t.name, t.shape)) for t in sent.tensors)
-            sent = replace(sent, tensors=tuple(tensors), _cache={})
-        if any(call.node.takes_masks for call in spec.calls):
-            sent = _with_bits(sent)
-        if any(call.node.writes_all for call in spec.calls):
-            sent = _with_all_results(sent)
+        sent = _wired(merged(spec))
         spec._cache["wire"] = sent if sent is spec else intern(sent)
     return spec._cache["wire"]
+
+
+def _wired(spec: GraphSpec) -> GraphSpec:
+    edge = (*spec.inputs, *spec.outputs)
+    sent = spec
+    if any(spec.tensor(name).dtype == "bool" for name in edge):
+        sent = _converted(sent)
+    if shapes := _stretched(spec):
+        tensors = (replace(t, shape=shapes.get(t.name, t.shape)) for t in sent.tensors)
+        sent = replace(sent, tensors=tuple(tensors), _cache={})
+    if any(call.node.takes_masks for call in spec.calls):
+        sent = _with_bits(sent)
+    if any(call.node.writes_all for call in spec.calls):
+        sent = _with_all_results(sent)
+    return sent
 
 
 def _stretched(spec: GraphSpec) -> dict[str, Shape]:

@@ -18,10 +18,15 @@ from __future__ import annotations
 
 from ..graph import layout
 from ..graph.dims import Shape
+from ..graph.merging import is_split
 from ..graph.planned import ANY, NUMBERS_ONLY, ROWS_AND_CHANNELS
 from ..graph.spec import Call, GraphSpec
 from . import structure
 
+_MERGED = (
+    "cuDNN sees the dimensions of its batch, rows, columns and sum as one each, and those of some "
+    "tensor in this graph do not merge so (some are broadcast, or not contiguous)"
+)
 FLOAT64 = "cuDNN has no engine for float64"
 
 
@@ -33,6 +38,9 @@ def known_reasons(spec: GraphSpec) -> dict[str, str]:
     if spec.has_float64:
         found["dtype"] = FLOAT64
     found |= {call.name: call.node.requires for call in spec.calls if call.node.leftover}
+    found |= {c.name: _MERGED for c in spec.calls if is_split(c.node)}
+    if found:
+        return found
     found |= structure.mixed_ranks(spec) or _no_matrices(spec)
     if found:
         return found  # what follows is about graphs that have a layout

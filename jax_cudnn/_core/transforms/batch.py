@@ -261,7 +261,8 @@ class _Attempt:
         if tensor.value is not None:
             return g.constant(tensor, len(shape) + (form.axis == LEAD))
         if form.thin:
-            return g.reshaped(self._get(name, _Form()), (1, *shape))
+            thin = g.reshaped(self._get(name, _Form()), (1, *shape))
+            return self._ordered(thin, self._shaped(tensor, form))
         if form.axis == LEAD:
             source, x = next((f, x) for f, x in forms.items() if f.repeat == 1 and not f.thin)
             if source.axis is None:
