@@ -59,11 +59,11 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
     shardings = [PartitionSpec(*[None] * len(tensor.shape)) for tensor in spec.output_tensors]
     sharded = [aval for aval in avals if any(axis is not None for axis in aval.sharding.spec)]
     if sharded:  # along explicit axes
-        from . import partition
+        from .sharding.work import sharding_types
 
         template = sharded[0]
         given = [aval.sharding.spec for aval in avals]
-        shardings = partition.sharding_types(spec, given, template.sharding.mesh)
+        shardings = sharding_types(spec, given, template.sharding.mesh)
     return [
         template.update(
             shape=tensor.shape,

@@ -1,0 +1,240 @@
+"""What each device of a mesh does: calls on local shapes, and what moves between devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ..graph.spec import GraphSpec, Tensor
+from .axes import WHOLE, Factor, factors, localized, parts
+from .classes import ADD, MAX, MIN
+
+Axes = tuple[str, ...]
+Sharding = tuple[Axes, ...]
+"""The mesh axes of each dimension."""
+
+
+class Move(NamedTuple):
+    """What happens to a tensor ahead of a call: shards are added (or the largest or smallest
+    elements taken), scattered or gathered along a dimension, or one shard is cut out."""
+
+    name: str
+    how: str
+    axes: Axes
+    dim: int = 0
+
+    def run(self, x: Any) -> Any:
+        axes, dim = self.axes, self.dim
+        if self.how == "scatter":
+            return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        if self.how == "gather":
+            return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+        if self.how == "cut":
+            size = x.shape[dim] // jax.lax.axis_size(axes)
+            return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dim)
+        return {ADD: jax.lax.psum, MAX: jax.lax.pmax, MIN: jax.lax.pmin}[self.how](x, axes)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The graph on local shapes, in stages: sums over devices are complete before later calls read
+    them."""
+
+    stages: tuple[tuple[tuple[Move, ...], GraphSpec], ...]
+    last: tuple[Move, ...]
+    operands: tuple[Sharding, ...]
+    outputs: tuple[str, ...]
+    results: tuple[Sharding, ...]
+
+    def run(self, names: Sequence[str], title: str, *arrays: Any) -> list[Any]:
+        from ..primitive import cudnn_local_p
+
+        values = dict(zip(names, arrays, strict=True))
+        for moves, spec in self.stages:
+            for move in moves:
+                values[move.name] = move.run(values[move.name])
+            given = [values[name] for name in spec.inputs]
+            made = cudnn_local_p.bind(*given, spec=spec, name=title)
+            values.update(zip(spec.outputs, made, strict=True))
+        for move in self.last:
+            values[move.name] = move.run(values[move.name])
+        return [values[name] for name in self.outputs]
+
+
+@functools.lru_cache(maxsize=4096)
+def work(
+    spec: GraphSpec,
+    given: tuple[Sharding, ...],
+    asked: tuple[Sharding, ...],
+    mesh: tuple[tuple[str, int], ...],
+    sums: bool = True,
+) -> Work:
+    """What each device does for operands with these shardings, and results that should have those
+    of ``asked``, if any. Without ``sums``, what devices would add up is gathered."""
+    sizes, goal = dict(mesh), dict(zip(spec.outputs, asked, strict=False))
+    at = _At(sizes, dict(zip(spec.inputs, given, strict=True)))
+    stages: list[tuple[tuple[Move, ...], GraphSpec]] = []
+    operands: tuple[Sharding, ...] = ()
+    rest: GraphSpec | None = spec
+    while rest is not None:
+        chosen = _chosen(rest, at.have, goal, sizes, sums)
+        first, rest = parts(rest, chosen)
+        if not stages:  # XLA moves operands to these; those of later stages stay where they are
+            at.have = {
+                t.name: _sharding(chosen, t) if t.name in first.inputs else _even(own, t, sizes)
+                for t, own in zip(spec.input_tensors, given, strict=True)
+            }
+            operands = tuple(at.have.values())
+        local = localized(first, {f: size_of(axes, sizes) for f, axes in chosen.items()})
+        for tensor in first.input_tensors:
+            at.move(tensor, _sharding(chosen, tensor))
+        stages.append((at.taken(), local))
+        for tensor in first.output_tensors:
+            at.have[tensor.name] = _sharding(chosen, tensor)
+            ways = [
+                (kind, axes)
+                for factor, axes in chosen.items()
+                for name, kind in factor.partial
+                if name == tensor.name
+            ]
+            if ways:
+                at.partial[tensor.name] = ways[0][0], tuple(a for _, axes in ways for a in axes)
+    for tensor in spec.output_tensors:
+        at.complete(tensor, goal.get(tensor.name, ()))
+    results = tuple(at.have[name] for name in spec.outputs)
+    return Work(tuple(stages), at.taken(), operands, spec.outputs, results)
+
+
+class _At:
+    """Where tensors are, and the moves so far."""
+
+    def __init__(self, sizes: dict[str, int], have: dict[str, Sharding]) -> None:
+        self.sizes, self.have = sizes, have
+        self.partial: dict[str, tuple[str, Axes]] = {}
+        self._moves: list[Move] = []
+
+    def taken(self) -> tuple[Move, ...]:
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
+    def complete(self, tensor: Tensor, wanted: Sharding) -> None:
+        """Adds up a partial tensor: scattered, where it is to be sharded over the same axes."""
+        kind, over = self.partial.pop(tensor.name, (ADD, ()))
+        for dim, axes in enumerate(wanted):
+            free = kind == ADD and axes and {*axes} <= {*over} and not self.have[tensor.name][dim]
+            if free and tensor.shape[dim] % size_of(axes, self.sizes) == 0:
+                over = tuple(axis for axis in over if axis not in axes)
+                self._place(tensor, "scatter", axes, dim, axes)
+        if over:
+            self._moves.append(Move(tensor.name, kind, over))
+
+    def move(self, tensor: Tensor, wanted: Sharding) -> None:
+        self.complete(tensor, wanted)
+        for cut in (False, True):  # an axis may leave one dimension for another
+            for dim, axes in enumerate(wanted):
+                have = self.have[tensor.name][dim]
+                if have != axes and not cut and have:
+                    self._place(tensor, "gather", have, dim, ())
+                elif have != axes and cut:
+                    self._place(tensor, "cut", axes, dim, axes)
+
+    def _place(self, tensor: Tensor, how: str, axes: Axes, dim: int, then: Axes) -> None:
+        self._moves.append(Move(tensor.name, how, axes, dim))
+        have = self.have[tensor.name]
+        self.have[tensor.name] = (*have[:dim], then, *have[dim + 1 :])
+
+
+def _chosen(
+    spec: GraphSpec,
+    have: Mapping[str, Sharding],
+    goal: Mapping[str, Sharding],
+    sizes: dict[str, int],
+    sums: bool,
+) -> dict[Factor, Axes]:
+    """The mesh axes that shard each factor: those of operands before those of results; among them
+    those of products, then large ones, come first. A mesh axis shards one factor of each call."""
+    of = {
+        at: (factor, calls)
+        for factor, calls in _calls(spec).items()
+        if factor.role != WHOLE and (sums or not factor.partial)
+        if not (factor.ahead and spec.is_paired)  # one place for the graphs of a family
+        for at in factor.axes
+    }
+    anchored = {name for call in spec.calls if call.node.anchor for _, name in call.inputs}
+    given = sorted(spec.input_tensors, key=lambda t: (t.name not in anchored, -t.nbytes))
+    sides = [(t, have[t.name]) for t in given]
+    sides += [(t, goal[t.name]) for t in spec.output_tensors if t.name in goal]
+    chosen: dict[Factor, Axes] = {}
+    kinds: dict[str, str] = {}
+    used: list[tuple[frozenset[int], Axes]] = []
+    for tensor, sharding in sides:
+        for dim, axes in enumerate(sharding):
+            factor, calls = of.get((tensor.name, dim), (None, frozenset()))
+            if factor is None or factor in chosen:
+                continue
+            taken = {axis for others, own in used if others & calls for axis in own}
+            fits = [
+                axes[:n]
+                for n in range(len(axes), 0, -1)
+                if factor.size % size_of(axes[:n], sizes) == 0 and not taken & {*axes[:n]}
+            ]
+            if fits and all(kinds.get(name, kind) == kind for name, kind in factor.partial):
+                chosen[factor] = fits[0]
+                used.append((calls, fits[0]))
+                kinds.update(factor.partial)
+    return chosen
+
+
+@functools.lru_cache(maxsize=2048)
+def _calls(spec: GraphSpec) -> dict[Factor, frozenset[int]]:
+    """The calls that a factor concerns: those with its axes, and those after a sum over it."""
+    made = {}
+    for factor in factors(spec):
+        names, after, found = {name for name, _ in factor.axes}, set(), set()
+        for i, call in enumerate(spec.calls):
+            read, written = ({n for _, n in side} for side in (call.inputs, call.outputs))
+            if names & (read | written) or (factor.partial and after & read):
+                found.add(i)
+                after |= written
+        made[factor] = frozenset(found)
+    return made
+
+
+def _sharding(chosen: Mapping[Factor, Axes], tensor: Tensor) -> Sharding:
+    of = {at: axes for factor, axes in chosen.items() for at in factor.axes}
+    return tuple(of.get((tensor.name, dim), ()) for dim in range(len(tensor.shape)))
+
+
+def _even(sharding: Sharding, tensor: Tensor, sizes: Mapping[str, int]) -> Sharding:
+    """A sharding without the dimensions that it does not divide."""
+    pairs = zip(sharding, tensor.shape, strict=True)
+    return tuple(axes if size % size_of(axes, sizes) == 0 else () for axes, size in pairs)
+
+
+def sharding_types(
+    spec: GraphSpec, operands: Sequence[PartitionSpec], mesh: Any
+) -> list[PartitionSpec]:
+    """How results are sharded for operands' types, on explicit axes."""
+    given = tuple(padded(s, t) for s, t in zip(operands, spec.input_tensors, strict=True))
+    return [*map(spec_of, work(spec, given, (), (*mesh.shape.items(),)).results)]
+
+
+def padded(spec: Iterable[Any], tensor: Tensor) -> Sharding:
+    given = [() if a is None else a if isinstance(a, tuple) else (a,) for a in spec]
+    return (*given, *[()] * (len(tensor.shape) - len(given)))
+
+
+def spec_of(sharding: Sharding) -> PartitionSpec:
+    return PartitionSpec(*(axes or None for axes in sharding))
+
+
+def size_of(axes: Axes, sizes: Mapping[str, int]) -> int:
+    size = 1
+    for axis in axes:
+        size *= sizes[axis]
+    return size
