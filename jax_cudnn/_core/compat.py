@@ -218,13 +218,14 @@ def partitioning_mesh(ctx: Any) -> Any:
     return jax.sharding.Mesh(placed, abstract.axis_names)
 
 
-def keep_alive(ctx: Any, value: Any) -> bool:
-    """Keeps a value as long as the compiled program; False for a program to be exported, which
-    JAX refuses to serialize with such values."""
-    if ctx.module_context.lowering_parameters.for_export:
-        return False
+def is_exported(ctx: Any) -> bool:
+    """Whether a lowering rule makes a program that other processes may run."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
+def keep_alive(ctx: Any, value: Any) -> None:
+    """Keeps a value as long as the compiled program."""
     ctx.module_context.add_keepalive(value)
-    return True
 
 
 def settings_of_thread() -> tuple[Any, Any]:

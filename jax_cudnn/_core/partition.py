@@ -63,9 +63,6 @@ _known: weakref.WeakValueDictionary[bytes, _Partitioned] = weakref.WeakValueDict
 """By the text in the call. The text states all that determines the result: JAX's persistent
 cache, which sees only it, cannot serve the program of another graph."""
 
-_exported: dict[bytes, _Partitioned] = {}
-"""Those of exported programs, which may be called until the process ends."""
-
 
 def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     """The custom call in place of a graph, or its reference where XLA runs it anyway."""
@@ -78,6 +75,8 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     mesh = compat.partitioning_mesh(ctx)
     if compat.is_explicit(ctx, mesh):
         return compat.lower_explicit(ctx, mesh, functools.partial(_on_types, spec, name), operands)
+    if compat.is_exported(ctx):  # another process would not know the graph
+        return lower_local(ctx, *operands, spec=spec, name=name)
     axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
     values, settings = compat.settings_of_thread()
@@ -85,8 +84,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     key = f"{title(spec=spec, name=name)} {hashlib.sha256(said.encode()).hexdigest()}".encode()
     site = _Partitioned(spec, name, mesh, axes, compat.module_platforms(ctx), target, settings)
     site = _known.setdefault(key, site)
-    if not compat.keep_alive(ctx, site):
-        _exported[key] = site
+    compat.keep_alive(ctx, site)
     register()
     return compat.partitioned_call(ctx, PARTITIONED, key, operands, *_letters(spec))
 
