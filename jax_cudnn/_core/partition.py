@@ -20,6 +20,7 @@ import jax
 from .. import __version__
 from . import compat
 from .graph.spec import GraphSpec, Tensor
+from .implementation import CUDNN
 from .sharding.axes import WHOLE, factors
 from .sharding.work import Sharding, Work, padded, size_of, spec_of, work
 from .user_context import TARGET
@@ -67,7 +68,7 @@ cache, which sees only it, cannot serve the program of another graph."""
 def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     """The custom call in place of a graph, or its reference where XLA runs it anyway."""
     from .planning.placement import left_to_xla
-    from .primitive import lower_local, title
+    from .primitive import lower_local, lower_reference, title
 
     if left_to_xla(spec) or not spec.is_static:
         return lower_local(ctx, *operands, spec=spec, name=name)
@@ -77,6 +78,8 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         return compat.lower_explicit(ctx, mesh, functools.partial(_on_types, spec, name), operands)
     if compat.is_exported(ctx):  # another process would not know the graph
         return lower_local(ctx, *operands, spec=spec, name=name)
+    if _is_left_whole(spec):
+        return lower_reference(ctx, *operands, spec=spec, name=name)
     axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
     values, settings = compat.settings_of_thread()
@@ -87,6 +90,17 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     compat.keep_alive(ctx, site)
     register()
     return compat.partitioned_call(ctx, PARTITIONED, key, operands, *_letters(spec))
+
+
+def _is_left_whole(spec: GraphSpec) -> bool:
+    """Whether cuDNN would need the whole batch where XLA exchanges statistics: a graph without a
+    product whose largest operand cannot be sharded along its first axis."""
+    if spec.options.implementation == CUDNN or spec.options.engine is not None:
+        return False
+    if not spec.inputs or any(call.node.product for call in spec.calls):
+        return False
+    first = max(spec.input_tensors, key=lambda tensor: tensor.nbytes).name, 0
+    return any(f.role == WHOLE and first in f.axes for f in factors(spec))
 
 
 def _letters(spec: GraphSpec) -> tuple[Any, Any, set[int]]:

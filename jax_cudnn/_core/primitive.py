@@ -94,6 +94,9 @@ def _reference(*operands: Any, spec: GraphSpec, name: str, products: str = "") -
     return evaluate(spec, *operands, products=products)
 
 
+lower_reference = mlir.lower_fun(_reference, multiple_results=True)
+
+
 def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     from . import lowering  # and all of planning: importing jax_cudnn does without
 
@@ -111,7 +114,7 @@ def _transformed(rule: str, *args: Any, **params: Any) -> Any:
 for _primitive in (cudnn_p, cudnn_local_p):
     _primitive.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(cudnn_p, _lower)
-mlir.register_lowering(cudnn_local_p, mlir.lower_fun(_reference, multiple_results=True))
+mlir.register_lowering(cudnn_local_p, lower_reference)
 mlir.register_lowering(
     cudnn_local_p,
     mlir.lower_fun(functools.partial(_reference, products=WIDE), multiple_results=True),
