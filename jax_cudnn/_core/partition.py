@@ -11,18 +11,19 @@ import contextlib
 import functools
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from .. import __version__
 from . import compat
+from .graph.reference import evaluate
 from .graph.spec import GraphSpec, Tensor
-from .implementation import CUDNN
 from .sharding.axes import WHOLE, factors
-from .sharding.work import Sharding, Work, padded, size_of, spec_of, work
+from .sharding.work import Sharding, Work, is_left_whole, padded, size_of, spec_of, work
 from .user_context import TARGET
 
 PARTITIONED = "jax_cudnn_partitioned"
@@ -75,10 +76,16 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
 
     mesh = compat.partitioning_mesh(ctx)
     if compat.is_explicit(ctx, mesh):
-        return compat.lower_explicit(ctx, mesh, functools.partial(_on_types, spec, name), operands)
+        specs = [aval.sharding.spec for aval in ctx.avals_out]
+        run = (
+            functools.partial(_by_reference, spec, specs)
+            if is_left_whole(spec)
+            else (functools.partial(_on_types, spec, name))
+        )
+        return compat.lower_explicit(ctx, mesh, run, operands)
     if compat.is_exported(ctx):  # another process would not know the graph
         return lower_local(ctx, *operands, spec=spec, name=name)
-    if _is_left_whole(spec):
+    if is_left_whole(spec):
         return lower_reference(ctx, *operands, spec=spec, name=name)
     axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
@@ -90,17 +97,6 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     compat.keep_alive(ctx, site)
     register()
     return compat.partitioned_call(ctx, PARTITIONED, key, operands, *_letters(spec))
-
-
-def _is_left_whole(spec: GraphSpec) -> bool:
-    """Whether cuDNN would need the whole batch where XLA exchanges statistics: a graph without a
-    product whose largest operand cannot be sharded along its first axis."""
-    if spec.options.implementation == CUDNN or spec.options.engine is not None:
-        return False
-    if not spec.inputs or any(call.node.product for call in spec.calls):
-        return False
-    first = max(spec.input_tensors, key=lambda tensor: tensor.nbytes).name, 0
-    return any(f.role == WHOLE and first in f.axes for f in factors(spec))
 
 
 def _letters(spec: GraphSpec) -> tuple[Any, Any, set[int]]:
@@ -131,6 +127,13 @@ def _on_types(spec: GraphSpec, name: str, mesh: Any, avals: Any, *arrays: Any) -
     body, results = functools.partial(found.run, spec.inputs, name), [*map(spec_of, found.results)]
     mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
     return mapped(*arrays)
+
+
+def _by_reference(
+    spec: GraphSpec, specs: Sequence[PartitionSpec], mesh: Any, avals: Any, *arrays: Any
+) -> list[Any]:
+    run = functools.partial(evaluate, spec)
+    return jax.sharding.auto_axes(run, out_sharding=[*specs])(*arrays)
 
 
 def _identity(ctx: Any, name: str) -> str:

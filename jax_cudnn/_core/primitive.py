@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -59,9 +60,12 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
     shardings = [PartitionSpec(*[None] * len(tensor.shape)) for tensor in spec.output_tensors]
     sharded = [aval for aval in avals if any(axis is not None for axis in aval.sharding.spec)]
     if sharded:  # along explicit axes
-        from .sharding.work import sharding_types
+        from .sharding.work import is_left_whole, sharding_types
 
         template = sharded[0]
+        if is_left_whole(spec):  # jnp's rules say how its reference's results are sharded
+            with contextlib.suppress(compat.ShardingTypeError):
+                return list(jax.make_jaxpr(functools.partial(evaluate, spec))(*avals).out_avals)
         given = [aval.sharding.spec for aval in avals]
         shardings = sharding_types(spec, given, template.sharding.mesh)
     return [

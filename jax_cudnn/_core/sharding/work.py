@@ -11,6 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from ..graph.spec import GraphSpec, Tensor
+from ..implementation import CUDNN
 from .axes import WHOLE, Factor, factors, localized, parts
 from .classes import ADD, MAX, MIN
 
@@ -208,6 +209,17 @@ def _calls(spec: GraphSpec) -> dict[Factor, frozenset[int]]:
 def _sharding(chosen: Mapping[Factor, Axes], tensor: Tensor) -> Sharding:
     of = {at: axes for factor, axes in chosen.items() for at in factor.axes}
     return tuple(of.get((tensor.name, dim), ()) for dim in range(len(tensor.shape)))
+
+
+def is_left_whole(spec: GraphSpec) -> bool:
+    """Whether cuDNN would need the whole batch where XLA exchanges statistics: a graph without a
+    product whose largest operand cannot be sharded along its first axis."""
+    if spec.options.implementation == CUDNN or spec.options.engine is not None:
+        return False
+    if not spec.inputs or any(call.node.product for call in spec.calls):
+        return False
+    first = max(spec.input_tensors, key=lambda tensor: tensor.nbytes).name, 0
+    return any(f.role == WHOLE and first in f.axes for f in factors(spec))
 
 
 def _even(sharding: Sharding, tensor: Tensor, sizes: Mapping[str, int]) -> Sharding:
