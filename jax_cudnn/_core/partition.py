@@ -132,8 +132,9 @@ def _on_types(spec: GraphSpec, name: str, mesh: Any, avals: Any, *arrays: Any) -
 def _by_reference(
     spec: GraphSpec, specs: Sequence[PartitionSpec], mesh: Any, avals: Any, *arrays: Any
 ) -> list[Any]:
-    run = functools.partial(evaluate, spec)
-    return jax.sharding.auto_axes(run, out_sharding=[*specs])(*arrays)
+    reference = functools.partial(evaluate, spec)
+    run: Any = jax.sharding.auto_axes(reference, out_sharding=[*specs])
+    return run(*arrays)
 
 
 def _identity(ctx: Any, name: str) -> str:
