@@ -14,7 +14,7 @@ from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node, frozen
 from . import attention_extras as extras
 from .attention_bias import Biased
-from .attention_reference import NO_BOUND, Attention, Band
+from .attention_reference import Attention, Band, bound
 from .score_mod import ScoreMod, folds, is_operand, prepared
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _bound(name: str, value: Any, least: int) -> int | None:
             expected=f"an integer of at least {least}, or None",
             got=shown(value),
         )
-    return None if value >= NO_BOUND else int(value)
+    return bound(value)
 
 
 def check_shapes(inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import wide_dtype
 from .arguments import array, floating, int32, number
-from .attention_reference import NO_BOUND, Band
+from .attention_reference import Band, bound
 from .score_mod import ScoreMod, check_function
 
 BY_TOKEN = (0, 2, 1, 3)
@@ -101,7 +101,7 @@ def window_bounds(window: Any) -> tuple[int | None, int | None]:
             expected="two integers (left, right) of at least 0, or one for both",
             got=shown(window),
         )
-    left, right = (None if w >= NO_BOUND else int(w) for w in both)
+    left, right = map(bound, both)
     return None if left is None else left + 1, right
 
 
@@ -135,9 +135,11 @@ def without_keys(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Ar
     return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
 
 
-def of_one_query(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both lengths for one query of paged keys, which cuDNN computes whatever its length."""
-    return queries, jnp.where(queries <= 0, 0, keys)
+def of_pages(count: Any, queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same for paged keys: of one query, cuDNN computes it whatever its length, and writes
+    zeros for a batch element without keys."""
+    one = isinstance(count, int) and count == 1
+    return (queries, jnp.where(queries <= 0, 0, keys)) if one else without_keys(queries, keys)
 
 
 def masking(mask: Any, query: Aval, key: Aval) -> jax.Array | None:

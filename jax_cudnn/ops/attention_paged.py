@@ -14,7 +14,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
 from . import attention_reference
 from .attention_arranged import Arranged
-from .attention_operands import of_one_query, without_keys
+from .attention_operands import of_pages
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -92,7 +92,7 @@ class PagedSdpa(Arranged):
         keys = given["page_table_k"].shape[2] * k[2 if self.heads_first else 1]
         both = zip(_LENGTHS, (queries, keys), strict=True)
         lengths = [jnp.clip(given[port], 0, most) for port, most in both]
-        lengths = (without_keys if queries > 1 else of_one_query)(*lengths)
+        lengths = of_pages(queries, *lengths)
         return {**tables, **dict(zip(_LENGTHS, lengths, strict=True))}
 
     def emit(
@@ -123,8 +123,7 @@ class PagedSdpa(Arranged):
             for port in ("k", "v"):
                 pages = arrays[port][each[f"page_table_{port}"].reshape(-1)]
                 heads = jnp.moveaxis(pages, 1 if self.heads_first else 2, 0)
-                k, p, u, d = heads.shape
-                of[port] = heads.reshape(1, k, p * u, d)
+                of[port] = heads.reshape(1, len(heads), math.prod(heads.shape[1:3]), heads.shape[3])
             lengths = {port: each[port].reshape(1, 1, 1, 1) for port in _LENGTHS}
             o, total = attention.forward({**of, **lengths})
             return o[0] if self.queries_heads_first else jnp.swapaxes(o[0], 0, 1), total[0]
