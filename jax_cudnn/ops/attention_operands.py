@@ -84,8 +84,9 @@ def scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
     if isinstance(scale, numbers.Real):
         return query, number("scale", scale)
     factor = floating("scale", scale)
-    if factor.shape != (1,) * factor.ndim or factor.ndim > query.ndim:
-        raise GraphError("scale is not one number", got=f"shape {list(factor.shape)}")
+    sizes = zip(factor.shape[::-1], query.shape[::-1], strict=False)
+    if factor.ndim > query.ndim or any(a not in (1, b) for a, b in sizes):
+        raise GraphError("scale does not broadcast to the query", got=f"shape {factor.shape}")
     return (query * factor).astype(query.dtype), 1.0
 
 

@@ -91,8 +91,7 @@ class PagedSdpa(Arranged):
         tables = {port: jnp.clip(given[port], 0, k[0] - 1) for port in _TABLES}
         keys = given["page_table_k"].shape[2] * k[2 if self.heads_first else 1]
         both = zip(_LENGTHS, (queries, keys), strict=True)
-        lengths = [jnp.clip(given[port], 0, most) for port, most in both]
-        lengths = of_pages(queries, *lengths)
+        lengths = of_pages(queries, *(jnp.clip(given[port], 0, most) for port, most in both))
         return {**tables, **dict(zip(_LENGTHS, lengths, strict=True))}
 
     def emit(
