@@ -13,7 +13,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node, frozen
 from . import attention_extras as extras
-from .attention_bias import Biased
+from .attention_bias import LENGTHS, Biased
 from .attention_reference import Attention, Band, bound
 from .score_mod import ScoreMod, folds, is_operand, prepared
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .._core.graph.spec import GraphSpec, Tensor
 
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
-LENGTHS = ("seq_len_q", "seq_len_kv")
 _OF_HEADS = 8  # head sizes are multiples of this
 _REQUIRES = (
     "bfloat16 or float16, in the forward without lengths also float32 (products in TF32), head "

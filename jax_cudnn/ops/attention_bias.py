@@ -14,14 +14,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import jax
+import jax.numpy as jnp
+
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape, packed_strides
 from .._core.graph.node import Node, View, frozen
+from .attention_operands import computed
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors
     from .._core.graph.spec import GraphSpec, Tensor
 
+LENGTHS = ("seq_len_q", "seq_len_kv")
 _QUERIES, _KEYS = 2, 3  # dimensions of scores (B, H, Sq, Skv)
 
 
@@ -32,7 +37,10 @@ def whole(bias: Shape, scores: Shape) -> Shape:
 
 @frozen
 class Biased(Node):
-    """An attention node with a port ``bias``, and a result ``dBias`` in the backward pass."""
+    """An attention node with ports ``bias``, ``seq_len_q`` and ``seq_len_kv``, and a result
+    ``dBias`` in the backward pass."""
+
+    integers = LENGTHS
 
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         """The shape of the scores, (B, H, Sq, Skv)."""
@@ -44,10 +52,21 @@ class Biased(Node):
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:
         # Found on an H200 with cuDNN 9.19 by random calls 8 and 101, in float32 with a bias: where
         # heads share keys, half of engine 1's result for one query is wrong. The next choice,
-        # engine 2, has never run on one query.
+        # engine 2, has never run on one query. Engine 2 accesses a misaligned address if the keys
+        # of the bias are not its fastest dimension in memory (random graph 704).
         _, heads, queries, _ = self.scores(tensors)
-        grouped = self.key_heads(tensors) < heads
-        return (1, 2) if "O" in tensors and queries == 1 and grouped else ()
+        if "O" not in tensors:
+            return ()
+        if queries == 1 and self.key_heads(tensors) < heads:
+            return (1, 2)
+        order = tensors["bias"].order if "bias" in tensors else None
+        return (2,) if order and order[-1] != _KEYS else ()
+
+    def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
+        """Lengths clipped to the number of tokens."""
+        most = self.scores(tensors)[_QUERIES:]
+        ends = [jnp.clip(given[port], 0, n) for port, n in zip(LENGTHS, most, strict=True)]
+        return dict(zip(LENGTHS, computed(most[0], *ends), strict=True))
 
     def check_bias(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError if the bias does not broadcast to the scores."""

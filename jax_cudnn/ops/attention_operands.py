@@ -126,21 +126,17 @@ def lengths_of(
                 got=f"{given.dtype}{list(given.shape)}",
             )
         found.append(jnp.clip(given, 0, of.shape[1]).reshape(batch, 1, 1, 1))
-    return without_keys(*found)
+    return computed(query.shape[1], *found)
 
 
-def without_keys(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both lengths such that cuDNN writes all results: it leaves them unwritten for a batch element
-    without keys, but not for one without queries."""
+def computed(count: Any, queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both lengths such that cuDNN writes all results, and zeros where a batch element has no
+    queries or no keys: among several queries it leaves them unwritten without keys, but not without
+    queries; a single one (``count``) it computes whatever its length, and is zero without keys."""
+    if isinstance(count, int) and count == 1:
+        return queries, jnp.where(queries <= 0, 0, keys)
     none = keys <= 0
     return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
-
-
-def of_pages(count: Any, queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same for paged keys: of one query, cuDNN computes it whatever its length, and writes
-    zeros for a batch element without keys."""
-    one = isinstance(count, int) and count == 1
-    return (queries, jnp.where(queries <= 0, 0, keys)) if one else without_keys(queries, keys)
 
 
 def masking(mask: Any, query: Aval, key: Aval) -> jax.Array | None:

@@ -13,7 +13,7 @@ from .._core.errors import GraphError
 from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
 from .attention_arranged import Arranged
-from .attention_bias import Biased
+from .attention_bias import LENGTHS, Biased
 from .attention_packed_reference import Packing
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 QUERIES = {"q": "q", "dQ": "q", "o": "o", "O": "o", "dO": "o", "stats": "stats", "Stats": "stats"}
 KEYS = {"k": "k", "dK": "k", "v": "v", "dV": "v"}
 _OFFSETS = tuple(f"ragged_offset_{kind}" for kind in ("q", "k", "v", "o", "stats"))
-_LENGTHS = ("seq_len_q", "seq_len_kv")
-_INTEGERS = (*_LENGTHS, *_OFFSETS)
+_INTEGERS = (*LENGTHS, *_OFFSETS)
 _PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
 _MOST = 2**31  # elements that 32-bit offsets can address
 
@@ -60,7 +59,7 @@ class _Packed(Biased, Arranged):
         sizes = self.sizes(inputs)
         batch = inputs["seq_len_q"].shape[0]
         assert (self.max_total_seq_len_q, self.max_total_seq_len_kv) == (sizes["t"], sizes["s"])
-        lengths = dict.fromkeys(_LENGTHS, (batch, 1, 1, 1))
+        lengths = dict.fromkeys(LENGTHS, (batch, 1, 1, 1))
         offsets = dict.fromkeys(_OFFSETS, (batch + 1, 1, 1, 1))
         wanted = {**lengths, **offsets, "stats": (*inputs["q"].shape[:2], 1)}
         self.checked_shapes(inputs, wanted)
@@ -105,7 +104,7 @@ class _Packed(Biased, Arranged):
                 size = math.prod(token)
                 found[offset] = jnp.clip(found[offset] // size, 0, tokens) * size
                 rooms[port in KEYS].append(jnp.diff(found[offset], axis=0) // size)
-        for port, room, limit in zip(_LENGTHS, rooms, self.limits, strict=True):
+        for port, room, limit in zip(LENGTHS, rooms, self.limits, strict=True):
             most = jnp.clip(jnp.min(jnp.stack(room), axis=0), 0, limit)
             found[port] = jnp.clip(given[port], 0, most)
         return found

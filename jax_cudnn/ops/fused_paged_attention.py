@@ -13,7 +13,7 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, flags, floating, int32
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .attention_operands import check_size, of_pages, scaled, window_bounds
+from .attention_operands import check_size, computed, scaled, window_bounds
 
 
 def _paged(g, q, k, v, integers, *, heads_first, **attributes):
@@ -140,7 +140,7 @@ def paged_dot_product_attention(
         _lengths("query_seq_lengths", query_seq_lengths, batch, count),
         _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
     )
-    lengths = of_pages(count, *lengths)
+    lengths = computed(count, *lengths)
     if 0 in query.shape:
         out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
         return (out, jnp.full(query.shape[:3], -jnp.inf)) if return_residual else out
