@@ -126,6 +126,8 @@ class SdpaBackward(Ordered, Attending):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         if "block_mask" in tensors:
             return "cuDNN's attention backward does not support a block mask"
+        if self.scores(tensors)[2] == 1 and "seq_len_q" in tensors:
+            return "with lengths, cuDNN leaves gradients of one query unwritten"
         if self.score_mod is not None:
             if self.dBias:
                 return "cuDNN computes a wrong dBias together with a score_mod"
