@@ -32,8 +32,8 @@ from .runner import facts, merged, outcomes
 
 ALTERED = ("files", "programs")
 # The processes share a GPU and its host, and choosing by measurement would take most of the time.
-# What a graph rounds to 16 bits is rounded, as in the reference: else XLA may leave out the rounding
-# between two of its own operations (graph 584).
+# As in the reference, what a graph rounds to 16 bits is rounded between XLA's operations, too: by
+# default XLA may leave it out (graph 584).
 FLAGS = (
     "--xla_gpu_autotune_level=0 --xla_gpu_force_compilation_parallelism=1 "
     "--xla_allow_excess_precision=false"
