@@ -93,6 +93,11 @@ class _Packed(Biased, Arranged):
         strides = (limit * heads * size, size, heads * size, 1)
         return (View(port, (batch, heads, limit, size), strides),)
 
+    def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
+        if self.max_seq_len_q == 1:
+            return "cuDNN computes a single query of a sequence whatever its length"
+        return super().refuses(tensors, graph)
+
     def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
         """Offsets clipped to their arrays, and lengths clipped to the distance between offsets."""
         found = dict(given)
@@ -155,11 +160,6 @@ class PackedSdpaBackward(_Packed):
             name: (inputs[port].shape, inputs[port].dtype)
             for name, port in zip(self.results, ("q", "k", "v", "bias"), strict=False)
         }
-
-    def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
-        if self.max_seq_len_q == self.max_seq_len_kv == 1:
-            return "cuDNN does not support gradients for one query and one key"
-        return super().refuses(tensors, graph)
 
     @property
     def totals(self) -> dict[str, int]:

@@ -101,9 +101,6 @@ ONE_QUERY = {
     "own keys": dense(**ONE),
     "shared keys": dense(k=2, **ONE),
     "bias": dense(bias=(1, 4, 1, 256), **ONE),
-    "packed": packed(
-        t=4, s=300, ends=[(0, 1, 1, 2, 2), (0, 77, 150, 150, 150)], longest=(1, 77)
-    ),
     "qkv": one_array(t=1, query_seq_lengths=ints(1, 0), key_value_seq_lengths=ints(1, 1)),
 }  # fmt: skip
 

@@ -165,6 +165,8 @@ REASONS = {  # a function and operands, words of the reason; on an H200 by defau
     "lengths of float32": ((dense(lengths=LENGTHS)[0], [S(TOKENS.shape, "float32")] * 3),
         ["after seq_len_q"]),
     "gradients of other dtypes": ((jc.graph(rounded), SIX), ["dK only in bfloat16"]),
+    "one query of each": (packed(t=4, s=9, ends=[(0, 1, 1, 2), (0, 3, 6, 9)], longest=(1, 3))[:2],
+        ["whatever its length"]),
     "bias by columns": ((jc.graph(by_columns), [X, X, X, S((1, 1, 128, 128), "bfloat16")]),
         ["fastest dimension"]),
     "one query that is not there": (backward_of(dense(t=1, lengths=([1, 0], [9, 9]))),
