@@ -62,14 +62,9 @@ def _random(found: dict[str, Any]) -> list[str]:
     commits = ", ".join(dict.fromkeys(run["commit"] for run in found["runs"]))
     numbers = [counts[kind] for kind in ("right", "refused", "wrong", "crashed")]
     more = found.get("transformations", ""), *numbers, len(found.get("fixed", []))
-    total = sum(counts.values())
-    return [
-        found["what"],
-        f"{run['gpu']}, {versions}",
-        f"0 to {total - 1}",
-        commits,
-        *map(str, more),
-    ]
+    seeds = {seed for run in found["runs"] for ends in run["seeds"] for seed in range(*ends)}
+    which = f"{len(seeds)} from {min(seeds)} to {max(seeds)}"
+    return [found["what"], f"{run['gpu']}, {versions}", which, commits, *map(str, more)]
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ def outputs_and_workspace(
     ]
     operands += tuple(jnp.asarray(table, jnp.float32) for table in plan.tables)
     begun = [  # results that the plan writes a part of, and what the other parts hold
-        (i, int(np.float32(value).view(np.uint32)))  # of float32, or zeros
+        (i, _word(value, result.dtype))
         for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
         if (value := layout.initial(sent, t)) is not None
     ]
@@ -108,17 +108,19 @@ def outputs_and_workspace(
     *outputs, used = jax.ffi.ffi_call(
         target,
         [*results, workspace],
-        input_layouts=[
-            *layouts_in,
-            *(flat for _ in plan.tables),
-            *(flat for _ in followed),
-        ],
+        input_layouts=[*layouts_in, *(flat for _ in (*plan.tables, *followed))],
         output_layouts=[*layouts_out, flat],
-        input_output_aliases={**in_place},
+        input_output_aliases=dict(in_place),
     )(*operands, *followed, **plan.attributes(name, [*itertools.chain(*begun)]))
     own = outputs[: len(spec.outputs)]  # the rest is unused
     given = zip(own, sent.output_tensors, wide.output_tensors, strict=False)
     return [_given(y, wired, t) for y, wired, t in given], used
+
+
+def _word(value: float, dtype: Any) -> int:
+    """The 4 bytes that the executor repeats in a result of this value."""
+    assert value == 0 or dtype == np.float32
+    return int(np.float32(value).view(np.uint32))
 
 
 def _sent(x: jax.Array, tensor: Tensor, wired: Tensor) -> jax.Array:

@@ -94,9 +94,8 @@ def run(options: argparse.Namespace) -> int:
 _PLACE = "or pass another FILE or --folder"
 _FIXES = {
     errno.ENOSPC: f"free space there, {_PLACE}; import leaves present entries as they are",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), f"change its permissions, {_PLACE}"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), f"make it writable, {_PLACE}"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "check this path"),
-    errno.EROFS: f"make it writable, {_PLACE}",
     **dict.fromkeys((errno.EISDIR, errno.EINVAL), "pass a regular file"),
 }
 _Outcome = tuple[int, dict[str, Any], str]  # exit status, facts for JSON, text

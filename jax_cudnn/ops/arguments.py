@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -18,7 +19,7 @@ from .._core.graph.options import Options, normal_precision
 from .._core.graph.trace import GraphFunction
 
 Padding = str | int | Sequence[int | tuple[int, int]]
-_MOST: Any = 1e300  # no float of cuDNN's is larger
+_LARGEST: Any = sys.float_info.max
 
 
 def array(name: str, x: Any, expected: str = "an array") -> jax.Array:
@@ -73,7 +74,7 @@ def flags(**given: Any) -> list[bool]:
 
 def number(name: str, value: Any) -> float:
     """An argument as a Python scalar; GraphTypeError for arrays, which are known too late."""
-    if isinstance(value, Real) and not isinstance(value, bool) and -_MOST < value < _MOST:
+    if isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= _LARGEST:
         return float(value)
     raise GraphTypeError(
         f"{name} is not a finite Python scalar",

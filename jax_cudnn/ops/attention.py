@@ -70,7 +70,7 @@ class SdpaBackward(Ordered, Attending):
         use_alibi_mask: as in ``sdpa``.
         score_mod: as in ``sdpa``.
         dBias: whether to compute dBias.
-        dSink_token: whether to compute dSink_token; cuDNN sums it in no fixed order.
+        dSink_token: whether to compute dSink_token: cuDNN in no fixed order; with dropout XLA.
         use_deterministic_algorithm: sum in a fixed order. Set by ``Options(deterministic=True)``.
             On Hopper and older it takes ``2 B H Sq Skv`` bytes of workspace (lengths rounded up to
             64); if that is too much, cuDNN 9.25 and newer have a slower engine on Hopper with
@@ -126,6 +126,8 @@ class SdpaBackward(Ordered, Attending):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         if "block_mask" in tensors:
             return "cuDNN's attention backward does not support a block mask"
+        if self.scores(tensors)[2] == 1 and "seq_len_q" in tensors:
+            return "with lengths, cuDNN leaves gradients of one query unwritten"
         if self.score_mod is not None:
             if self.dBias:
                 return "cuDNN computes a wrong dBias together with a score_mod"

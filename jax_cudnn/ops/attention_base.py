@@ -13,8 +13,8 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node, frozen
 from . import attention_extras as extras
-from .attention_bias import Biased
-from .attention_reference import NO_BOUND, Attention, Band
+from .attention_bias import LENGTHS, Biased
+from .attention_reference import Attention, Band, bound
 from .score_mod import ScoreMod, folds, is_operand, prepared
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .._core.graph.spec import GraphSpec, Tensor
 
 TOP_LEFT, BOTTOM_RIGHT = "TOP_LEFT", "BOTTOM_RIGHT"
-LENGTHS = ("seq_len_q", "seq_len_kv")
 _OF_HEADS = 8  # head sizes are multiples of this
 _REQUIRES = (
     "bfloat16 or float16, in the forward without lengths also float32 (products in TF32), head "
@@ -57,7 +56,7 @@ def _bound(name: str, value: Any, least: int) -> int | None:
             expected=f"an integer of at least {least}, or None",
             got=shown(value),
         )
-    return None if value >= NO_BOUND else int(value)
+    return bound(value)
 
 
 def check_shapes(inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> None:

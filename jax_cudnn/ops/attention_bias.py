@@ -14,14 +14,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import jax
+import jax.numpy as jnp
+
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape, packed_strides
 from .._core.graph.node import Node, View, frozen
+from .attention_operands import computed
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors
     from .._core.graph.spec import GraphSpec, Tensor
 
+LENGTHS = ("seq_len_q", "seq_len_kv")
 _QUERIES, _KEYS = 2, 3  # dimensions of scores (B, H, Sq, Skv)
 
 
@@ -32,7 +37,10 @@ def whole(bias: Shape, scores: Shape) -> Shape:
 
 @frozen
 class Biased(Node):
-    """An attention node with a port ``bias``, and a result ``dBias`` in the backward pass."""
+    """An attention node with ports ``bias``, ``seq_len_q`` and ``seq_len_kv``, and a result
+    ``dBias`` in the backward pass."""
+
+    integers = LENGTHS
 
     def scores(self, tensors: Mapping[str, Tensor]) -> Shape:
         """The shape of the scores, (B, H, Sq, Skv)."""
@@ -48,6 +56,12 @@ class Biased(Node):
         _, heads, queries, _ = self.scores(tensors)
         grouped = self.key_heads(tensors) < heads
         return (1, 2) if "O" in tensors and queries == 1 and grouped else ()
+
+    def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
+        """Lengths clipped to the number of tokens."""
+        most = self.scores(tensors)[_QUERIES:]
+        ends = [jnp.clip(given[port], 0, n) for port, n in zip(LENGTHS, most, strict=True)]
+        return dict(zip(LENGTHS, computed(most[0], *ends), strict=True))
 
     def check_bias(self, inputs: Mapping[str, Tensor]) -> None:
         """GraphError if the bias does not broadcast to the scores."""
@@ -117,6 +131,10 @@ class Biased(Node):
         if "bias" not in tensors:
             return None
         bias = tensors["bias"]
+        if "O" in tensors and bias.order:  # random graph 704, on an H200
+            *_, fastest = (axis for axis in bias.order if bias.shape[axis] > 1 or axis == _KEYS)
+            if fastest != _KEYS:
+                return "cuDNN misreads a bias whose fastest dimension in memory is not its keys"
         wanted = whole(bias.shape, self.scores(tensors))
         instead = f"broadcast it to {list(wanted)} for one plan, or use separate plans"
         if "dBias" in tensors and tensors["dBias"].shape != wanted:

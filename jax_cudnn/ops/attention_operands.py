@@ -13,7 +13,7 @@ import numpy as np
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import wide_dtype
 from .arguments import array, floating, int32, number
-from .attention_reference import NO_BOUND, Band
+from .attention_reference import Band, bound
 from .score_mod import ScoreMod, check_function
 
 BY_TOKEN = (0, 2, 1, 3)
@@ -84,8 +84,9 @@ def scaled(query: jax.Array, scale: Any) -> tuple[jax.Array, float]:
     if isinstance(scale, numbers.Real):
         return query, number("scale", scale)
     factor = floating("scale", scale)
-    if factor.shape != (1,) * factor.ndim or factor.ndim > query.ndim:
-        raise GraphError("scale is not one number", got=f"shape {list(factor.shape)}")
+    sizes = zip(factor.shape[::-1], query.shape[::-1], strict=False)
+    if factor.ndim > query.ndim or any(a not in (1, b) for a, b in sizes):
+        raise GraphError("scale does not broadcast to the query", got=f"shape {factor.shape}")
     return (query * factor).astype(query.dtype), 1.0
 
 
@@ -101,7 +102,7 @@ def window_bounds(window: Any) -> tuple[int | None, int | None]:
             expected="two integers (left, right) of at least 0, or one for both",
             got=shown(window),
         )
-    left, right = (None if w >= NO_BOUND else int(w) for w in both)
+    left, right = map(bound, both)
     return None if left is None else left + 1, right
 
 
@@ -125,19 +126,17 @@ def lengths_of(
                 got=f"{given.dtype}{list(given.shape)}",
             )
         found.append(jnp.clip(given, 0, of.shape[1]).reshape(batch, 1, 1, 1))
-    return without_keys(*found)
+    return computed(query.shape[1], *found)
 
 
-def without_keys(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both lengths such that cuDNN writes all results: it leaves them unwritten for a batch element
-    without keys, but not for one without queries."""
+def computed(count: Any, queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both lengths such that cuDNN writes all results, and zeros where a batch element has no
+    queries or no keys: among several queries it leaves them unwritten without keys, but not without
+    queries; a single one (``count``) it computes whatever its length, and is zero without keys."""
+    if isinstance(count, int) and count == 1:
+        return queries, jnp.where(queries <= 0, 0, keys)
     none = keys <= 0
     return jnp.where(none, 0, queries), jnp.where(none, 1, keys)
-
-
-def of_one_query(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both lengths for one query of paged keys, which cuDNN computes whatever its length."""
-    return queries, jnp.where(queries <= 0, 0, keys)
 
 
 def masking(mask: Any, query: Aval, key: Aval) -> jax.Array | None:

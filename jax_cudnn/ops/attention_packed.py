@@ -13,7 +13,7 @@ from .._core.errors import GraphError
 from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
 from .attention_arranged import Arranged
-from .attention_bias import Biased
+from .attention_bias import LENGTHS, Biased
 from .attention_packed_reference import Packing
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 QUERIES = {"q": "q", "dQ": "q", "o": "o", "O": "o", "dO": "o", "stats": "stats", "Stats": "stats"}
 KEYS = {"k": "k", "dK": "k", "v": "v", "dV": "v"}
 _OFFSETS = tuple(f"ragged_offset_{kind}" for kind in ("q", "k", "v", "o", "stats"))
-_LENGTHS = ("seq_len_q", "seq_len_kv")
-_INTEGERS = (*_LENGTHS, *_OFFSETS)
+_INTEGERS = (*LENGTHS, *_OFFSETS)
 _PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
 _MOST = 2**31  # elements that 32-bit offsets can address
 
@@ -60,7 +59,7 @@ class _Packed(Biased, Arranged):
         sizes = self.sizes(inputs)
         batch = inputs["seq_len_q"].shape[0]
         assert (self.max_total_seq_len_q, self.max_total_seq_len_kv) == (sizes["t"], sizes["s"])
-        lengths = dict.fromkeys(_LENGTHS, (batch, 1, 1, 1))
+        lengths = dict.fromkeys(LENGTHS, (batch, 1, 1, 1))
         offsets = dict.fromkeys(_OFFSETS, (batch + 1, 1, 1, 1))
         wanted = {**lengths, **offsets, "stats": (*inputs["q"].shape[:2], 1)}
         self.checked_shapes(inputs, wanted)
@@ -94,6 +93,11 @@ class _Packed(Biased, Arranged):
         strides = (limit * heads * size, size, heads * size, 1)
         return (View(port, (batch, heads, limit, size), strides),)
 
+    def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
+        if self.max_seq_len_q == 1:
+            return "cuDNN computes a single query of a sequence whatever its length"
+        return super().refuses(tensors, graph)
+
     def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
         """Offsets clipped to their arrays, and lengths clipped to the distance between offsets."""
         found = dict(given)
@@ -105,7 +109,7 @@ class _Packed(Biased, Arranged):
                 size = math.prod(token)
                 found[offset] = jnp.clip(found[offset] // size, 0, tokens) * size
                 rooms[port in KEYS].append(jnp.diff(found[offset], axis=0) // size)
-        for port, room, limit in zip(_LENGTHS, rooms, self.limits, strict=True):
+        for port, room, limit in zip(LENGTHS, rooms, self.limits, strict=True):
             most = jnp.clip(jnp.min(jnp.stack(room), axis=0), 0, limit)
             found[port] = jnp.clip(given[port], 0, most)
         return found
@@ -156,11 +160,6 @@ class PackedSdpaBackward(_Packed):
             name: (inputs[port].shape, inputs[port].dtype)
             for name, port in zip(self.results, ("q", "k", "v", "bias"), strict=False)
         }
-
-    def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
-        if self.max_seq_len_q == self.max_seq_len_kv == 1:
-            return "cuDNN does not support gradients for one query and one key"
-        return super().refuses(tensors, graph)
 
     @property
     def totals(self) -> dict[str, int]:

@@ -14,7 +14,8 @@ from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
 from . import attention_reference
 from .attention_arranged import Arranged
-from .attention_operands import of_one_query, without_keys
+from .attention_bias import LENGTHS
+from .attention_operands import computed
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from .._core.transforms.derivation import Derivation
 
 _TABLES = {"page_table_k": "paged_attention_k_table", "page_table_v": "paged_attention_v_table"}
-_LENGTHS = ("seq_len_q", "seq_len_kv")
-_INTEGERS = (*_TABLES, *_LENGTHS)
+_INTEGERS = (*_TABLES, *LENGTHS)
 _PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
 
 
@@ -61,7 +61,7 @@ class PagedSdpa(Arranged):
         q, k, v = (inputs[port].shape for port in ("q", "k", "v"))
         b, s, h, _ = self._queries(q)
         tables = dict.fromkeys(_TABLES, (b, 1, inputs["page_table_k"].shape[2], 1))
-        self.checked_shapes(inputs, {**tables, **dict.fromkeys(_LENGTHS, (b, 1, 1, 1))})
+        self.checked_shapes(inputs, {**tables, **dict.fromkeys(LENGTHS, (b, 1, 1, 1))})
         heads = k[1 if self.heads_first else 2]
         if heads == 0 or h % heads:
             raise GraphError(
@@ -90,10 +90,9 @@ class PagedSdpa(Arranged):
         k, queries = tensors["k"].shape, self._queries(tensors["q"].shape)[1]
         tables = {port: jnp.clip(given[port], 0, k[0] - 1) for port in _TABLES}
         keys = given["page_table_k"].shape[2] * k[2 if self.heads_first else 1]
-        both = zip(_LENGTHS, (queries, keys), strict=True)
-        lengths = [jnp.clip(given[port], 0, most) for port, most in both]
-        lengths = (without_keys if queries > 1 else of_one_query)(*lengths)
-        return {**tables, **dict(zip(_LENGTHS, lengths, strict=True))}
+        both = zip(LENGTHS, (queries, keys), strict=True)
+        lengths = computed(queries, *(jnp.clip(given[port], 0, most) for port, most in both))
+        return {**tables, **dict(zip(LENGTHS, lengths, strict=True))}
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
@@ -123,9 +122,8 @@ class PagedSdpa(Arranged):
             for port in ("k", "v"):
                 pages = arrays[port][each[f"page_table_{port}"].reshape(-1)]
                 heads = jnp.moveaxis(pages, 1 if self.heads_first else 2, 0)
-                k, p, u, d = heads.shape
-                of[port] = heads.reshape(1, k, p * u, d)
-            lengths = {port: each[port].reshape(1, 1, 1, 1) for port in _LENGTHS}
+                of[port] = heads.reshape(1, len(heads), math.prod(heads.shape[1:3]), heads.shape[3])
+            lengths = {port: each[port].reshape(1, 1, 1, 1) for port in LENGTHS}
             o, total = attention.forward({**of, **lengths})
             return o[0] if self.queries_heads_first else jnp.swapaxes(o[0], 0, 1), total[0]
 

@@ -13,14 +13,12 @@ from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
 from .attention_arranged import Arranged
 from .attention_base import as_examples
-from .attention_bias import Biased
-from .attention_operands import without_keys
+from .attention_bias import LENGTHS, Biased
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors
     from .._core.graph.spec import GraphSpec, Tensor
 
-_LENGTHS = ("seq_len_q", "seq_len_kv")
 _PORTS = "?bias: *bias, ?seq_len_q: *i, ?seq_len_kv: *j"
 
 
@@ -30,8 +28,6 @@ class _Qkv(Biased, Arranged):
     first of the M = heads + 2 N heads of qkv, followed by N key heads and N value heads."""
 
     heads: int
-
-    integers = _LENGTHS
 
     @property
     def requires(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -48,7 +44,7 @@ class _Qkv(Biased, Arranged):
                 expected="N query heads, K key heads and K value heads, with N a multiple of K",
                 got=f"{heads} heads in total, {self.heads} of them query heads",
             )
-        wanted = dict.fromkeys(_LENGTHS, (batch, 1, 1, 1))
+        wanted = dict.fromkeys(LENGTHS, (batch, 1, 1, 1))
         self.checked_shapes(inputs, {**wanted, "stats": (batch, self.heads, tokens, 1)})
         self.check_bias(inputs)
 
@@ -77,12 +73,6 @@ class _Qkv(Biased, Arranged):
             View(name, (b, last - first, s, d), strides, first * d)
             for name, (first, last) in zip(names, parts, strict=True)
         ]
-
-    def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:
-        """Lengths clipped to the number of tokens."""
-        tokens = tensors["qkv"].shape[1]
-        lengths = without_keys(*(jnp.clip(given[port], 0, tokens) for port in _LENGTHS))
-        return dict(zip(_LENGTHS, lengths, strict=True))
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

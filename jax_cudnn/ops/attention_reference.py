@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 
 _SCORES = 2**24  # scores in memory at a time, 64 MiB of float32
 
-NO_BOUND = 2**30
-"""A window of so many keys has no bound: positions are 32-bit integers."""
-
 Arrays = Mapping[str, jax.Array]
 _OF_QUERIES = "q", "q_T", "o", "o_f16", "dO", "dO_T", "dO_f16", "stats"
 _OF_KEYS = "k", "k_T", "v", "dK", "dV"
 OPERANDS = "score_mod_operands"
 """The prefix of the names of score_mod's operands."""
+
+
+def bound(keys: Any) -> int | None:
+    """A window's bound. From 2**30 on it is None: positions are 32-bit integers."""
+    return int(keys) if keys < 2**30 else None
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ class ConvWgrad(ConvolutionGradient):
         # (on H200, random graph 257) adds a tensor to 16-bit weights of 4 channels wrongly.
         uneven = self.pre_padding != self.post_padding
         channels = tensors["DW"].shape[:2] if itemsize(tensors["image"].dtype) == 2 else ()
-        wrong = (*(1, 18, 20) * uneven, *(2,) * any(n % 8 for n in channels))
+        wrong = (*((1, 18, 20) if uneven else ()), *((2,) if any(n % 8 for n in channels) else ()))
         return (*wrong, *super().distrusted(tensors, graph))
 
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]

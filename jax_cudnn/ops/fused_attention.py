@@ -118,14 +118,14 @@ def dot_product_attention(
         mask: True where a query sees a key, broadcast like bias: a mask (B, T, S) needs
             ``mask[:, None]``. It becomes a bias of its shape in memory. ``is_causal``,
             ``local_window_size`` and lengths cost nothing instead, and skip hidden tiles of keys.
-        scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
+        scale: factor of the scores, by default ``H**-0.5``; or an array that multiplies the query.
         is_causal: a query sees keys up to its own position.
         query_seq_lengths: (B,) in int32, the number of queries of each batch element, clipped to
             [0, T]; rows after it are 0.
         key_value_seq_lengths: (B,) in int32, the number of keys, clipped to [0, S]. Values after
             the lengths must be finite: kernels may read them, with weight 0.
         local_window_size: (left, right), or one integer for both: how many keys before and after
-            its own position a query sees. With ``is_causal``, none after.
+            its own position a query sees (2**30 or more: all). With ``is_causal``, none after.
         bottom_right: align the last query with the last key, as with cached keys of earlier
             tokens. By default the first ones are aligned.
         dropout_rate: the probability of dropping a weight, a Python scalar in [0, 1); the

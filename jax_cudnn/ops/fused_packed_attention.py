@@ -73,7 +73,7 @@ def packed_dot_product_attention(
         scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
         is_causal: a query sees keys up to its own position in the sequence.
         local_window_size: (left, right), or one integer for both: how many keys before and after
-            its own position a query sees. With ``is_causal``, none after.
+            its own position a query sees (2**30 or more: all). With ``is_causal``, none after.
         bottom_right: align the last query of a sequence with its last key. By default the first
             ones are aligned.
         return_residual: also return the log-sum-exp of each row.

@@ -13,7 +13,7 @@ from .._core.graph.trace import GraphFunction
 from .arguments import chosen, flags, floating, int32
 from .attention import Sdpa
 from .attention_base import BOTTOM_RIGHT, TOP_LEFT
-from .attention_operands import check_size, of_one_query, scaled, window_bounds, without_keys
+from .attention_operands import check_size, computed, scaled, window_bounds
 
 
 def _paged(g, q, k, v, integers, *, heads_first, **attributes):
@@ -71,7 +71,7 @@ def paged_dot_product_attention(
         scale: factor of the scores, by default ``H**-0.5``. An array multiplies the query.
         is_causal: a query sees keys up to its own position.
         local_window_size: (left, right), or one integer for both: how many keys before and after
-            its own position a query sees. With ``is_causal``, none after.
+            its own position a query sees (2**30 or more: all). With ``is_causal``, none after.
         bottom_right: align the last query of a batch element with its last key; if False, align
             the first ones.
         return_residual: also return the log-sum-exp of each row.
@@ -140,8 +140,7 @@ def paged_dot_product_attention(
         _lengths("query_seq_lengths", query_seq_lengths, batch, count),
         _lengths("key_value_seq_lengths", key_value_seq_lengths, batch, most),
     )
-    one = isinstance(count, int) and count == 1
-    lengths = of_one_query(*lengths) if one else without_keys(*lengths)
+    lengths = computed(count, *lengths)
     if 0 in query.shape:
         out = jnp.zeros((*query.shape[:3], values.shape[3]), query.dtype)
         return (out, jnp.full(query.shape[:3], -jnp.inf)) if return_residual else out

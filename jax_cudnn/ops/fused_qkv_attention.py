@@ -69,7 +69,7 @@ def dot_product_attention_qkv(
         key_value_seq_lengths: (B,) in int32, the number of keys. Values after the lengths must be
             finite.
         local_window_size: (left, right), or one integer for both: how many keys before and after
-            its own position a query sees. With ``is_causal``, none after.
+            its own position a query sees (2**30 or more: all). With ``is_causal``, none after.
         bottom_right: align the last query with the last key.
         return_residual: also return the log-sum-exp of each row.
         implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.

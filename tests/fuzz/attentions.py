@@ -97,7 +97,7 @@ def _bias(draw: Draw, scores: Any) -> Any:
 
 
 def _lengths(draw: Draw, b: int, **sizes: int) -> Entry:
-    given = {f"{name}_seq_lengths": draw.integers(1, max(n, 1), b) for name, n in sizes.items()}
+    given = {f"{name}_seq_lengths": draw.integers(0, n, b) for name, n in sizes.items()}
     return given if draw.chance(0.3) else draw.some(0.15, **given)
 
 

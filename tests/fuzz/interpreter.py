@@ -72,8 +72,10 @@ def _results(equation: Any, inputs: list[Array], noise: Any) -> Sequence[Array]:
     if name in _CALLS and inner is not None:
         jaxpr, constants = compat.live_program(inner)
         return _run(jaxpr, [*constants, *inputs], noise)
+    if name == "scan":
+        return _steps(params, inputs, noise)
     if equation.primitive is cudnn_p:
-        return interpreted(functools.partial(evaluate, params["spec"]))(*inputs)
+        return interpreted(functools.partial(evaluate, params["spec"]))(*inputs, noise=noise)
     if name == "optimization_barrier":
         return inputs
     if name in _FUNCTIONS:
@@ -82,6 +84,18 @@ def _results(equation: Any, inputs: list[Array], noise: Any) -> Sequence[Array]:
         return [_WITH_PARAMETERS[name](params, *inputs)]
     results = equation.primitive.bind(*map(jnp.asarray, inputs), **params)
     return results if equation.primitive.multiple_results else [results]
+
+
+def _steps(params: Any, inputs: list[Array], noise: Any) -> list[Array]:
+    fixed, kept = compat.scan_sizes(params)
+    constants, state, rows = inputs[:fixed], inputs[fixed : fixed + kept], inputs[fixed + kept :]
+    jaxpr, found, places = params["jaxpr"], [], range(params["length"])
+    for i in reversed(places) if params["reverse"] else places:
+        made = _run(jaxpr.jaxpr, [*constants, *state, *(x[i] for x in rows)], noise)
+        state = made[:kept]
+        found.append(made[kept:])
+    stacked = zip(*(found[::-1] if params["reverse"] else found), strict=True)
+    return [*state, *map(np.stack, stacked)]
 
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")

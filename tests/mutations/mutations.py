@@ -69,7 +69,7 @@ MUTATIONS = {
     "too little memory is the graph's fault": ("_core/planning/failure.py", "_LACKING.search(text) or ", ""),
     "a failure is not tried twice": ("_core/planning/failure.py", "return attempt(True)", "raise first"),
     # store, job, custom call
-    "damaged entries are believed": ("_core/store/entry.py", "if _checksum(body) != header[2]:", "if False:"),
+    "damaged entries are believed": ("_core/store/entry.py", "if checksum(body) != header[2]:", "if False:"),
     "an import keeps what is unusable": ("_core/store/archive.py", "_check(Content(key, value, \"\"))", "pass"),
     "the newest entries are deleted": ("_core/store/cache.py", "in sorted(entries):", "in sorted(entries, reverse=True):"),
     "a failed attempt is repeated endlessly": ("_core/job/agreement.py", "            answer.attempt += 1\n            self._put(", "            self._put("),

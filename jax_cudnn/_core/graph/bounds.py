@@ -14,15 +14,18 @@ def bounded(spec: GraphSpec, operands: Sequence[Any]) -> list[Any]:
     """The operands of a graph, with integers clipped to what they index (:meth:`Node.bounded`).
 
     Functions and wrapped graphs clip them before they bind a graph; code that runs a plan directly
-    does so here. An operand at several ports is clipped to the bounds of all.
+    does so here. An operand at several ports is clipped to the bounds of all. Integers that the
+    graph computes stay as they are.
     """
     values = dict(zip(spec.inputs, operands, strict=True))
     for call in spec.calls:
         names = {port: name for port, name in call.inputs if port in call.node.integers}
         tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
-        given = {port: values[name] for port, name in names.items()}
+        given = {port: values[name] for port, name in names.items() if name in values}
+        if not given or len(given) < len(names):
+            continue
         found: dict[str, Any] = {}
-        for port, x in call.node.bounded(given, tensors).items() if given else ():
+        for port, x in call.node.bounded(given, tensors).items():
             name = names[port]
             found[name] = jnp.minimum(found[name], x) if name in found else x
         values |= found

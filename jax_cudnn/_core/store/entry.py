@@ -95,8 +95,7 @@ def _no_number(name: str) -> None:
 
 
 def check_size(text: bytes, times: int = 1) -> None:
-    """Raises Unusable for JSON that would take much memory, before it is parsed: for more than
-    ``times`` the largest entry."""
+    """Raises Unusable for JSON of more than ``times`` the largest entry, before it is parsed."""
     marks = sum(map(text.count, (b",", b"[", b"{")))
     largest, most = times * LARGEST, times * MOST
     if len(text) > largest or marks > most:

@@ -36,6 +36,16 @@ def qkv(x, n):
     return jc.ops.dot_product_attention_qkv(x, num_heads=4, **lengths)
 
 
+@jc.graph
+def graph(g, q, k, v, n):
+    return g.sdpa(q, k, v, seq_len_q=n, seq_len_kv=n)[0]
+
+
+@jc.graph
+def computed(g, q, k, v, n):
+    return g.sdpa(q, k, v, seq_len_q=g.identity(n), seq_len_kv=n)[0]
+
+
 TOKENS = [S((40, 4, 64), "bfloat16"), *[S((60, 2, 64), "bfloat16")] * 2, OFFSETS, OFFSETS]
 PAGES = [S((9, 16, 2, 64), "bfloat16")] * 2
 TABLE = S((3, 4), "int32")
@@ -45,6 +55,7 @@ GRAPHS = {
     "decode": (paged, [S((3, 1, 4, 64), "bfloat16"), *PAGES, TABLE, LENGTHS]),
     "pages": (paged, [S((3, 5, 4, 64), "bfloat16"), *PAGES, TABLE, LENGTHS]),
     "qkv": (qkv, [S((3, 16, 8, 64), "bfloat16"), LENGTHS]),
+    "graph": (graph, [S((3, 4, 16, 64), "bfloat16")] * 3 + [S((3, 1, 1, 1), "int32")]),
 }
 
 
@@ -102,7 +113,7 @@ def test_a_plan_gets_no_integers_out_of_bounds(name, monkeypatch):
     if name in ("pages", "decode"):
         assert found["seq_len_kv"].max() <= 4 * 16
         assert found["seq_len_q"].max() <= shapes["q"][1]
-    if name == "qkv":
+    if name in ("qkv", "graph"):
         assert max(x.max() for x in found.values()) <= 16
 
 
@@ -133,6 +144,12 @@ def test_integers_in_bounds_stay_as_they_are():
             given[name] = value.reshape(tensor.shape).astype("int32")
     for got, want in zip(bounded(spec, list(given.values())), given.values(), strict=True):
         np.testing.assert_array_equal(np.asarray(got, "float32"), np.asarray(want, "float32"))
+
+
+def test_integers_that_a_graph_computes_stay():
+    spec = computed.trace(*GRAPHS["graph"][1])[1].spec
+    given = [jnp.full(t.shape, 50, t.dtype) for t in spec.input_tensors]
+    assert all(a is b for a, b in zip(bounded(spec, given), given, strict=True))
 
 
 @pytest.mark.deviceless

@@ -122,18 +122,18 @@ def test_engines_that_are_left_read_uneven_padding(kind, rank, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("of_keys", [4, 2])
 def test_engines_that_are_left_compute_one_query(of_keys, dtype, bias):
-    try:
-        check_engines(jc.graph(attend), one_query(4, of_keys, dtype, *bias))
-    except jc.UnsupportedGraphError as error:
-        if "wrongly" not in str(error):  # there no engine is left
-            raise
+    check_engines(jc.graph(attend), one_query(4, of_keys, dtype, *bias))
 
 
 def check_engines(function, avals):
-    """Each engine that is left gives the oracle's result."""
+    """Each engine that is left gives the oracle's result; there may be none."""
     random = np.random.default_rng(0)
     operands = [jnp.asarray(random.standard_normal(shape), dtype) for shape, dtype in avals]
-    plan = jc.plan(function, *operands)
+    try:
+        plan = jc.plan(function, *operands)
+    except jc.UnsupportedGraphError as error:
+        assert "wrongly" in str(error)  # noqa: PT017
+        return
     (want,) = oracle.evaluate(plan.spec, operands)
     errors = {}
     for row in plan.candidates:

@@ -52,6 +52,8 @@ def test_results_and_gradients(name, normal):
 def test_a_scale_may_be_an_array(normal):
     q = normal((1, 9, 4, 8))
     same(*(ours(q, q, q, scale=x) for x in (0.3, jnp.float32(0.3))))
+    of_heads = jnp.array([[0.1], [0.2], [0.3], [0.4]])
+    same(ours(q, q, q, scale=of_heads), ours(q * of_heads, q, q, scale=1.0))
 
 
 def test_gradients_of_a_result_in_float8_do_not_go_on_from_it(normal):

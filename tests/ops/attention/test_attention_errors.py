@@ -32,7 +32,7 @@ FUNCTIONS = {  # words, and a function, its arguments, keywords
     "1, -1": (ours, (Q,) * 3, {"local_window_size": (1, -1)}),
     "float32": (ours, (Q,) * 3, {"query_seq_lengths": jnp.ones(2)}),
     "scale has a dtype": (ours, (Q,) * 3, {"scale": 1j}),
-    "scale is not one number": (ours, (Q,) * 3, {"scale": jnp.ones(3)}),
+    "scale does not broadcast": (ours, (Q,) * 3, {"scale": jnp.ones(3)}),
     "got: nan": (ours, (Q,) * 3, {"scale": float("nan")}),
     "below 1": (ours, (Q,) * 3, {"dropout_rate": 1.0, "dropout_rng": KEY}),
     "without dropout_rng": (ours, (Q,) * 3, {"dropout_rate": 0.1}),

@@ -17,6 +17,8 @@ from attention_table import (
     fp8,
     gradients,
     in_pages,
+    ints,
+    one_array,
     packed,
 )  # fmt: skip
 from transformations import relative_error
@@ -92,6 +94,25 @@ def test_results_and_gradients(name, dtype, normal):
     function, avals, _ = TABLE.get(name) or OTHERS[name]
     operands = [drawn(normal, a, dtype) for a in avals]
     compare(function, operands, 0.13 if "fp8" in name else 2e-2, shared=name in SHARED)
+
+
+ONE = {"b": 4, "t": 1, "lengths": ([1, 0, 1, 0], [77, 77, 0, 0])}
+ONE_QUERY = {
+    "own keys": dense(**ONE),
+    "shared keys": dense(k=2, **ONE),
+    "bias": dense(bias=(1, 4, 1, 256), **ONE),
+    "qkv": one_array(t=1, query_seq_lengths=ints(1, 0), key_value_seq_lengths=ints(1, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_QUERY)
+def test_one_query_that_is_not_there(name, normal):
+    """cuDNN computes it whatever its length; gradients are XLA's."""
+    function, avals, _ = ONE_QUERY[name]
+    operands = [drawn(normal, a) for a in avals]
+    got, want = (function(*operands, implementation=i) for i in ("cudnn", "xla"))
+    near([got], [want])
+    compare(function, operands)
 
 
 def rows(function, operands, **more):

@@ -152,12 +152,25 @@ def backward_of(row):
 NUMBERS = [((2, 1, 1, 1), "int32")] * 2
 SIX = [*[X] * 5, S((2, 4, 128, 1), "float32")]
 LENGTHS, WIDE = ([100, 128], [128, 30]), S(X.shape, "float32")
+
+
+def by_columns(g, q, k, v, bias):
+    _, h, t, s = bias.get_dim()
+    return g.sdpa(q, k, v, bias=bias.set_stride([h * t * s, t * s, 1, t]))[0]
+
+
 REASONS = {  # a function and operands, words of the reason; on an H200 by default
     "one query": ((dense()[0], [S((2, 1, 4, 64), "float32"), *[S((2, 9, 2, 64), "float32")] * 2]),
         ["computes sdpa.0 wrongly"]),
     "lengths of float32": ((dense(lengths=LENGTHS)[0], [S(TOKENS.shape, "float32")] * 3),
         ["after seq_len_q"]),
     "gradients of other dtypes": ((jc.graph(rounded), SIX), ["dK only in bfloat16"]),
+    "one query of each": (packed(t=4, s=9, ends=[(0, 1, 1, 2), (0, 3, 6, 9)], longest=(1, 3))[:2],
+        ["whatever its length"]),
+    "bias by columns": ((jc.graph(by_columns), [X, X, X, S((1, 1, 128, 128), "bfloat16")]),
+        ["fastest dimension"]),
+    "one query that is not there": (backward_of(dense(t=1, lengths=([1, 0], [9, 9]))),
+        ["gradients of one query unwritten"]),
     "keys of another dtype": ((jc.graph(lambda g, *x: g.sdpa_backward(*x)), [X, WIDE, *SIX[2:]]),
         ["k float32"]),
     "dropout from the last": (backward_of(dense(**DROPOUT, **LAST)),
