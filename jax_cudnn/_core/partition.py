@@ -76,12 +76,10 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
 
     mesh = compat.partitioning_mesh(ctx)
     if compat.is_explicit(ctx, mesh):
-        specs = [aval.sharding.spec for aval in ctx.avals_out]
-        run = (
-            functools.partial(_by_reference, spec, specs)
-            if is_left_whole(spec)
-            else (functools.partial(_on_types, spec, name))
-        )
+        given, made = ([x.sharding.spec for x in avals] for avals in (ctx.avals_in, ctx.avals_out))
+        run = functools.partial(_on_types, spec, name)
+        if is_left_whole(spec, given):
+            run = functools.partial(_by_reference, spec, made)
         return compat.lower_explicit(ctx, mesh, run, operands)
     if compat.is_exported(ctx):  # another process would not know the graph
         return lower_local(ctx, *operands, spec=spec, name=name)

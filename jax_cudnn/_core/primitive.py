@@ -63,10 +63,10 @@ def _abstract_eval(*avals: Any, spec: GraphSpec, name: str) -> list[Any]:
         from .sharding.work import is_left_whole, sharding_types
 
         template = sharded[0]
-        if is_left_whole(spec):  # jnp's rules say how its reference's results are sharded
+        given = [aval.sharding.spec for aval in avals]
+        if is_left_whole(spec, given):  # jnp's rules say how its reference's results are sharded
             with contextlib.suppress(compat.ShardingTypeError):
                 return list(jax.make_jaxpr(functools.partial(evaluate, spec))(*avals).out_avals)
-        given = [aval.sharding.spec for aval in avals]
         shardings = sharding_types(spec, given, template.sharding.mesh)
     return [
         template.update(

@@ -211,15 +211,22 @@ def _sharding(chosen: Mapping[Factor, Axes], tensor: Tensor) -> Sharding:
     return tuple(of.get((tensor.name, dim), ()) for dim in range(len(tensor.shape)))
 
 
-def is_left_whole(spec: GraphSpec) -> bool:
-    """Whether cuDNN would need the whole batch where XLA exchanges statistics: a graph without a
-    product whose largest operand cannot be sharded along its first axis."""
+def is_left_whole(spec: GraphSpec, types: Sequence[PartitionSpec] | None = None) -> bool:
+    """Whether XLA shards a graph without a product better, because it exchanges statistics where
+    cuDNN would need the whole of what operands of these types shard; without types, of the first
+    axis of the largest operand, which is likely to be sharded."""
     if spec.options.implementation == CUDNN or spec.options.engine is not None:
         return False
     if not spec.inputs or any(call.node.product for call in spec.calls):
         return False
-    first = max(spec.input_tensors, key=lambda tensor: tensor.nbytes).name, 0
-    return any(f.role == WHOLE and first in f.axes for f in factors(spec))
+    whole = {at for factor in factors(spec) if factor.role == WHOLE for at in factor.axes}
+    if types is None:
+        return (max(spec.input_tensors, key=lambda tensor: tensor.nbytes).name, 0) in whole
+    return any(
+        axes and (tensor.name, dim) in whole
+        for tensor, own in zip(spec.input_tensors, types, strict=True)
+        for dim, axes in enumerate(padded(own, tensor))
+    )
 
 
 def _even(sharding: Sharding, tensor: Tensor, sizes: Mapping[str, int]) -> Sharding:
