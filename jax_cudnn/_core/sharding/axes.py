@@ -168,8 +168,7 @@ def _of_node(node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...]) -> 
         return _alike(node, inputs, outs, trace, values, [x for root in roots for x in sets[root]])
 
     free = [root for root in sets if not classes.whole(root)]
-    if free and not alike(*free):
-        classes.keep_whole(*(root for root in free if not alike(root)))
+    classes.keep_whole(*(root for root in free if not alike(root)))
     return tuple(
         _Local(tuple(axes), classes.size(root), classes.whole(root), _partial(values, outs, root))
         for root, axes in sets.items()
@@ -258,9 +257,24 @@ def _traced(
                         trace.classes.join(letters.setdefault((letter, i), axis), axis)
     if isinstance(node, Batched):
         trace.classes.join(*(values[port].axes[0] for port in (*node.mapped, *node.outs)))
+    for port, other in _tangents(node):
+        if port in values and other in values:  # of a vmap, one may have no leading axis
+            a, b = values[port].axes, values[other].axes
+            rank = min(len(a), len(b))
+            trace.classes.join_all(a[len(a) - rank :], b[len(b) - rank :])
     for x in values.values():
         trace.classes.apart(x.axes)
     return trace, values
+
+
+def _tangents(node: Node) -> Iterable[tuple[str, str]]:
+    """Pairs of ports of one shape, an operand and its tangent or cotangent: a reference may need
+    the operand for its shape only."""
+    if isinstance(node, Tangent):
+        yield from node.given.items()
+    if isinstance(node, (Batched, Transposed)):
+        made = node.made if isinstance(node, Transposed) else {}
+        yield from ((made.get(a, a), made.get(b, b)) for a, b in _tangents(node.base))
 
 
 # -- graphs of shards -----------------------------------------------------------------------------

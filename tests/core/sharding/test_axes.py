@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import all_cases
+from transformations import graphs_of
 
+import jax_cudnn as jc
 from jax_cudnn._core.graph.promotion import inferred
 from jax_cudnn._core.graph.reference import evaluate
 from jax_cudnn._core.sharding.axes import PASS, SUM, WHOLE, factors, localized, parts
@@ -48,6 +50,7 @@ ROLES = {
     "reshape_1_float32": "OUT_00 input0 | OUT_01 input2",
     "gen_index_0_bfloat16": "OUT_00 input0 | OUT_02 input2 | OUT_03 input3",
 }
+DERIVED = ("resample_1_float32", "resample_2_float16", "conv_bias_relu", "sdpa_0_bfloat16")
 _FUSED = ("conv_bias_relu", "conv_with_statistics", "matmul_scale_bias_relu", "lower_triangles")
 
 
@@ -114,8 +117,47 @@ def test_roles(case):
 def test_halves_give_the_whole(case):
     operands = case.operands(jax.random.key(0))
     _, trace = case.function.trace(*operands)
-    spec = trace.spec
-    named = [operands[i] for i in trace.operands]
+    check_halves(trace.spec, [operands[i] for i in trace.operands])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=c.name, marks=[] if c.name in DERIVED else pytest.mark.long)
+        for c in all_cases()
+    ],
+)
+def test_halves_of_derivatives_give_the_whole(case):
+    """Also of nodes made from references, which may need an operand for its shape only."""
+    places = [i for i, x in enumerate(case.avals) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def gradients(*operands):
+        def total(*floats):
+            given = [*operands]
+            for i, x in zip(places, floats, strict=True):
+                given[i] = x
+            leaves = jax.tree.leaves(case.function(*given))
+            kept = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+            return sum(jnp.sum(jnp.sin(x.astype("float32"))) for x in kept)
+
+        return jax.grad(total, range(len(places)))(*(operands[i] for i in places))
+
+    try:
+        specs = graphs_of(gradients, *case.avals)
+    except jc.GraphError:  # it has no derivative
+        return
+    random = np.random.default_rng(0)
+    for spec in specs:
+        shapes = [(t.shape, t.dtype) for t in spec.input_tensors]
+        floats = [jnp.issubdtype(dtype, jnp.floating) for _, dtype in shapes]
+        values = [
+            jnp.asarray(random.standard_normal(s) if f else np.ones(s), d)
+            for (s, d), f in zip(shapes, floats, strict=True)
+        ]
+        check_halves(spec, values)
+
+
+def check_halves(spec, named):
     whole = run(spec, named)
     wide = {tensor.dtype for tensor in spec.tensors} <= {"float32", "int32", "bool"}
     for factor in factors(spec):
