@@ -26,7 +26,7 @@ from jax._src.custom_partitioning_sharding_rule import (
 )
 from jax._src.interpreters import mlir
 from jax._src.interpreters import partial_eval as _partial_eval
-from jax._src.lib import xla_client as _xla_client
+from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 
 from .errors import TargetError
 
@@ -271,8 +271,9 @@ def partitioned_call(
     reduced: Any,
 ) -> Any:
     """The custom call that XLA partitions, with Shardy's rule for it."""
+    ir: Any = mlir.ir  # pyright: ignore[reportPrivateImportUsage]
     types = [
-        mlir.ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
+        ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
         for aval in ctx.avals_out
     ]
     call = mlir.custom_call(
@@ -302,7 +303,8 @@ def partitioned_call(
         )
         alone_too = {name for dims in (*ins, *outs) for name in dims if isinstance(name, str)}
         order = dict.fromkeys(f[0] for dims in factors_in for f in dims if f and f[0] in reduced)
-        rule = SdyShardingRule(
+        rule_of: Any = SdyShardingRule  # its annotations do not hold
+        rule = rule_of(
             ins,
             outs,
             reduction_factors=tuple(f"f{f}" for f in order),  # Shardy wants its own order
