@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +24,13 @@ from . import compat
 from .graph.reference import evaluate
 from .graph.spec import GraphSpec, Tensor
 from .sharding.axes import WHOLE, factors
-from .sharding.work import Sharding, Work, is_left_whole, padded, size_of, spec_of, work
+from .sharding.work import Sharding, Work, gathered, is_left_whole, padded, size_of, spec_of, work
 from .user_context import TARGET
 
 PARTITIONED = "jax_cudnn_partitioned"
+LARGE = 2**20
+"""Bytes of an operand from which on it is said that it is gathered."""
+log = logging.getLogger("jax_cudnn")
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +121,7 @@ def _on_types(spec: GraphSpec, name: str, mesh: Any, avals: Any, *arrays: Any) -
     pairs = zip(avals, spec.input_tensors, strict=True)
     given = tuple(padded(a.sharding.spec, t) for a, t in pairs)
     found = work(spec, given, (), (*mesh.shape.items(),))
+    _tell(spec, name, given, found, mesh.shape)
     specs = tuple(map(spec_of, found.operands))
     arrays = tuple(
         jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, own))
@@ -168,6 +173,7 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
     given = _decoded(site, shardings, spec.input_tensors)
     found = site.work(given, _decoded(site, wanted, spec.output_tensors))
     if found not in site.made:
+        _tell(spec, site.name, given, found, site.axes.shape)
         avals = [
             jax.ShapeDtypeStruct(
                 tuple(n // size_of(a, site.axes.shape) for n, a in zip(t.shape, own, strict=True)),
@@ -180,6 +186,24 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
             site.made[found] = compat.local_module(body, avals, site.mesh, *site.module)
     results = compat.packed_shardings(result, _encoded(site, found.results))
     return site.made[found], _encoded(site, found.operands), results
+
+
+def _tell(spec: GraphSpec, name: str, given: Any, found: Work, sizes: Mapping[str, int]) -> None:
+    large = [one for one in gathered(spec, given, found, sizes) if one.nbytes >= LARGE]
+    if large:
+        where = spec._cache.get("line", "")
+        _warn(
+            "\n  ".join((f"{name}: on a mesh,", *map(str, large), _ADVICE, *[where] * bool(where)))
+        )
+
+
+_ADVICE = "what to do: shard another dimension, or call it in jax.shard_map"
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn(text: str) -> None:
+    """Once; a warning that a filter makes an error would end XLA's callback."""
+    log.warning(text)
 
 
 def _decoded(site: _Partitioned, shardings: Any, tensors: Iterable[Tensor]) -> tuple[Sharding, ...]:

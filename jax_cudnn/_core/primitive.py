@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from . import compat, ffi
 from .errors import GraphError
 from .graph.reference import WIDE, evaluate
+from .graph.source import user_line
 from .graph.spec import GraphSpec
 
 
@@ -31,6 +32,8 @@ cudnn_local_p = compat.new_primitive("cudnn_local", title)
 
 def bind(spec: GraphSpec, name: str, *operands: Any) -> list[jax.Array]:
     """Apply a graph to arrays in the order of ``spec.inputs``; ``name`` is the user's function."""
+    if "line" not in spec._cache:  # where it was traced first, for warnings
+        spec._cache["line"] = user_line()
     with jax.named_scope(name):
         return cudnn_p.bind(*_align_varying(operands), spec=spec, name=name)
 

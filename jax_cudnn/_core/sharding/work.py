@@ -235,6 +235,43 @@ def _even(sharding: Sharding, tensor: Tensor, sizes: Mapping[str, int]) -> Shard
     return tuple(axes if size % size_of(axes, sizes) == 0 else () for axes, size in pairs)
 
 
+class Gathered(NamedTuple):
+    """An operand that each device gets whole along a dimension, though it is sharded there."""
+
+    tensor: Tensor
+    dim: int
+    axes: Axes
+    nbytes: int
+    divided: bool
+    """Whether the shards divide the dimension; if so, cuDNN needs all of it."""
+
+    def __str__(self) -> str:
+        why = (
+            "cuDNN needs all of it" if self.divided else "its size is not a multiple of the shards"
+        )
+        return (
+            f"{self.tensor.name}, {self.tensor.dtype}{list(self.tensor.shape)}, is gathered along "
+            f"dimension {self.dim}, which {' and '.join(self.axes)} shards, {self.nbytes:,} bytes "
+            f"on each device: {why}"
+        )
+
+
+def gathered(
+    spec: GraphSpec, given: tuple[Sharding, ...], found: Work, sizes: Mapping[str, int]
+) -> list[Gathered]:
+    """What is gathered because a graph cannot be sharded along its axes. An operand that gives way
+    to another one, as a weight under FSDP to the batch, is gathered for jnp, too."""
+    whole = {at for factor in factors(spec) if factor.role == WHOLE for at in factor.axes}
+    made = []
+    for tensor, own, used in zip(spec.input_tensors, given, found.operands, strict=True):
+        nbytes = tensor.nbytes // size_of(tuple(axis for axes in used for axis in axes), sizes)
+        for dim, axes in enumerate(own):
+            divided = tensor.shape[dim] % size_of(axes, sizes) == 0
+            if axes and not used[dim] and ((tensor.name, dim) in whole or not divided):
+                made.append(Gathered(tensor, dim, axes, nbytes, divided))
+    return made
+
+
 def sharding_types(
     spec: GraphSpec, operands: Sequence[PartitionSpec], mesh: Any
 ) -> list[PartitionSpec]:
