@@ -401,6 +401,11 @@ def packed_shardings(shape: Any, shardings: Any) -> Any:
     return shardings[0]
 
 
+def replicated(shape: Any) -> Any:
+    whole = _xla_client.HloSharding.replicate()
+    return packed_shardings(shape, [whole] * len(shape.tuple_shapes() if shape.is_tuple() else [0]))
+
+
 def local_module(body: Any, avals: Any, mesh: Any, platforms: Any, backend: Any) -> bytes:
     """What each device of a mesh runs, as a module."""
     with (

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from .. import __version__
 from . import compat
+from .errors import GraphError
 from .graph.reference import evaluate
 from .graph.spec import GraphSpec, Tensor
 from .sharding.axes import WHOLE, factors
@@ -156,18 +157,32 @@ def register() -> None:
     compat.register_partitioner(PARTITIONED, _wanted, _partition, _inferred)
 
 
+def _site(key: bytes) -> _Partitioned:
+    if key not in _known:
+        raise GraphError(
+            f"this process does not know the graph {key.decode().partition(' ')[0]!r}",
+            why="XLA compiles a program that another process lowered",
+            fix="lower it here, or export it with jax.export",
+        )
+    return _known[key]
+
+
 def _wanted(sharding: Any, shape: Any, key: bytes) -> Any:
     return sharding
 
 
 def _inferred(shapes: Any, shardings: Any, result: Any, key: bytes) -> Any:
-    site = _known[key]
-    found = site.work(_decoded(site, shardings, site.spec.input_tensors), ())
-    return compat.packed_shardings(result, _encoded(site, found.results))
+    """GSPMD's: an error would end the process. :func:`_partition` meets it again, and raises it."""
+    try:
+        site = _site(key)
+        found = site.work(_decoded(site, shardings, site.spec.input_tensors), ())
+        return compat.packed_shardings(result, _encoded(site, found.results))
+    except Exception:
+        return compat.replicated(result)
 
 
 def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes) -> Any:
-    site = _known[key]
+    site = _site(key)
     spec = site.spec
     wanted = wanted.tuple_elements() if result.is_tuple() else [wanted]
     given = _decoded(site, shardings, spec.input_tensors)
