@@ -204,12 +204,12 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
 
 
 def _tell(spec: GraphSpec, name: str, given: Any, found: Work, sizes: Mapping[str, int]) -> None:
+    for _, local in found.stages:
+        log.debug("%s: each device computes %s", name, local)
     large = [one for one in gathered(spec, given, found, sizes) if one.nbytes >= LARGE]
     if large:
-        where = spec._cache.get("line", "")
-        _warn(
-            "\n  ".join((f"{name}: on a mesh,", *map(str, large), _ADVICE, *[where] * bool(where)))
-        )
+        where = [spec._cache["line"]] if spec._cache.get("line") else []
+        _warn("\n  ".join((f"{name}: on a mesh,", *map(str, large), _ADVICE, *where)))
 
 
 _ADVICE = "what to do: shard another dimension, or call it in jax.shard_map"

@@ -126,3 +126,19 @@ def test_a_call_says_all_that_determines_it_and_is_forgotten_with_its_program():
     jax.clear_caches()
     gc.collect()
     assert text.encode() not in partition._known
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_large_gather_is_told_once(kind, caplog):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    sharding = NamedSharding(mesh, P("data", "model"))  # of the tokens
+    q = jax.ShapeDtypeStruct((2, 2048, 2, 128 + len(kind.name)), "float32", sharding=sharding)
+    attend = jax.jit(lambda q: jc.ops.dot_product_attention(q, q, q))
+    with caplog.at_level("WARNING", "jax_cudnn"), jax.set_mesh(mesh):
+        for _ in range(2):
+            attend.lower(q).compile()
+            jax.clear_caches()
+    (record,) = caplog.records
+    assert "along dimension 2, which model shards" in record.message
+    assert "cuDNN needs all of it" in record.message
+    assert "test_partition.py" in record.message
