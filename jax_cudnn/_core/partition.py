@@ -25,7 +25,17 @@ from .errors import GraphError
 from .graph.reference import evaluate
 from .graph.spec import GraphSpec, Tensor
 from .sharding.axes import WHOLE, factors
-from .sharding.work import Sharding, Work, gathered, is_left_whole, padded, size_of, spec_of, work
+from .sharding.work import (
+    Sharding,
+    Work,
+    described,
+    gathered,
+    is_left_whole,
+    padded,
+    size_of,
+    spec_of,
+    work,
+)
 from .user_context import TARGET
 
 PARTITIONED = "jax_cudnn_partitioned"
@@ -74,9 +84,11 @@ cache, which sees only it, cannot serve the program of another graph."""
 def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     """The custom call in place of a graph, or its reference where XLA runs it anyway."""
     from .planning.placement import left_to_xla
-    from .primitive import lower_local, lower_reference, title
+    from .primitive import lower_local, lower_reference, observe, title
 
+    titled = title(spec=spec, name=name)
     if left_to_xla(spec) or not spec.is_static:
+        observe((spec, name), (titled, spec, "XLA runs and partitions it"))
         return lower_local(ctx, *operands, spec=spec, name=name)
 
     mesh = compat.partitioning_mesh(ctx)
@@ -84,20 +96,25 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         given, made = ([x.sharding.spec for x in avals] for avals in (ctx.avals_in, ctx.avals_out))
         run = functools.partial(_on_types, spec, name)
         if is_left_whole(spec, given):
+            observe((spec, name), (titled, spec, _EXCHANGED))
             run = functools.partial(_by_reference, spec, made)
         return compat.lower_explicit(ctx, mesh, run, operands)
     if compat.is_exported(ctx):  # another process would not know the graph
         return lower_local(ctx, *operands, spec=spec, name=name)
     if is_left_whole(spec):
+        observe(
+            (spec, name), (titled, spec, "XLA runs it: it exchanges statistics between devices")
+        )
         return lower_reference(ctx, *operands, spec=spec, name=name)
     axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
     values, settings = compat.settings_of_thread()
     said = repr((spec._key(), name, where, values, __version__, jax.__version__))
-    key = f"{title(spec=spec, name=name)} {hashlib.sha256(said.encode()).hexdigest()}".encode()
+    key = f"{titled} {hashlib.sha256(said.encode()).hexdigest()}".encode()
     site = _Partitioned(spec, name, mesh, axes, compat.module_platforms(ctx), target, settings)
     site = _known.setdefault(key, site)
     compat.keep_alive(ctx, site)
+    observe((spec, name))
     register()
     return compat.partitioned_call(ctx, PARTITIONED, key, operands, *_letters(spec))
 
@@ -204,9 +221,15 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
 
 
 def _tell(spec: GraphSpec, name: str, given: Any, found: Work, sizes: Mapping[str, int]) -> None:
+    """Says what each device computes, and warns of large operands that are gathered."""
+    from .primitive import observe, title
+
+    all_of_them = gathered(spec, given, found, sizes)
+    how = "; ".join((described(spec, found), *map(str, all_of_them)))
     for _, local in found.stages:
         log.debug("%s: each device computes %s", name, local)
-    large = [one for one in gathered(spec, given, found, sizes) if one.nbytes >= LARGE]
+        observe((spec, name), (title(spec=local, name=name), local, how))
+    large = [one for one in all_of_them if one.nbytes >= LARGE]
     if large:
         where = [spec._cache["line"]] if spec._cache.get("line") else []
         _warn("\n  ".join((f"{name}: on a mesh,", *map(str, large), _ADVICE, *where)))

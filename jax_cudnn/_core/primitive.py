@@ -89,8 +89,19 @@ def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
 lower_local = mlir.lower_fun(_local, multiple_results=True)
 
 
+observers: list[dict[Any, list[tuple[str, GraphSpec, str]]]] = []
+"""Each is given the graphs that one device computes, by calls, in the order in which programs are
+lowered: their names, and how a mesh shards them."""
+
+
+def observe(key: Any, *graphs: tuple[str, GraphSpec, str]) -> None:
+    for seen in observers:
+        seen.setdefault(key, []).extend(graphs)
+
+
 def _lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     if compat.partitioning_mesh(ctx) is None:
+        observe((spec, name), (title(spec=spec, name=name), spec, ""))
         return lower_local(ctx, *operands, spec=spec, name=name)
     from . import partition  # which programs for one device do without
 

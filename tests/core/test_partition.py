@@ -142,3 +142,39 @@ def test_a_large_gather_is_told_once(kind, caplog):
     assert "along dimension 2, which model shards" in record.message
     assert "cuDNN needs all of it" in record.message
     assert "test_partition.py" in record.message
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("kind", ["auto", "explicit", "in_shardings", "manual"])
+def test_plans_are_those_of_one_device(kind):
+    types = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
+    shapes, specs = ((8, 256, 128), (128, 512), (512,)), (P("data"), P(None, "model"), P())
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    f, given = lambda x, w, s: jc.ops.rms_norm(jc.ops.matmul(x, w), s), shardings
+    if kind == "in_shardings":
+        f, given = jax.jit(f, in_shardings=shardings), [None] * 3
+    if kind == "manual":
+        f = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+    x = [
+        jax.ShapeDtypeStruct(shape, "bfloat16", sharding=own)
+        for shape, own in zip(shapes, given, strict=True)
+    ]
+    with jc.target("H200"):
+        plans = jc.plans(f, *x)
+    columns = 512 if kind == "manual" else 128
+    assert [t.shape for t in plans["matmul"].spec.input_tensors] == [(4, 256, 128), (128, columns)]
+    assert plans["rms_norm"].spec.input_tensors[0].shape == (4, 256, 512)
+    if kind == "manual":
+        assert not plans.notes
+        return
+    assert plans.notes["matmul"].startswith("data shards a[0], matmul.0::C[0]; model shards b[1]")
+    assert "is gathered along dimension 2, which model shards" in plans.notes["rms_norm"]
+    assert "1,048,576 bytes on each device: cuDNN needs all of it" in str(plans)
+    assert "on the mesh: data shards" in str(plans.explain())
+
+
+def test_without_a_mesh_nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    found = jc.plans(lambda x: relu(x, x), jax.ShapeDtypeStruct((8, 8), "float32"), gpus=["H200"])
+    assert not found["H200"].notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,16 +13,24 @@ from .. import compat
 from ..errors import GraphError, GraphTypeError, shown
 from ..graph.spec import GraphSpec
 from ..graph.trace import GraphFunction
-from ..primitive import cudnn_local_p, cudnn_p
+from ..primitive import cudnn_local_p, cudnn_p, observers
 
 
-def graphs(
-    fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]
-) -> dict[str, GraphSpec]:
+class Graphs(dict[str, GraphSpec]):
+    """Graphs by name. On a mesh these are the graphs of one device, and ``notes`` says of each how
+    the mesh shards it."""
+
+    def __init__(self, found: Mapping[str, GraphSpec] = MappingProxyType({})) -> None:
+        super().__init__(found)
+        self.notes: dict[str, str] = {}
+
+
+def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]) -> Graphs:
     """The different graphs of ``fn(*args, **static)`` by name, in the order of the program.
 
     A graph is named after its graph function; where a function gives several (other shapes,
-    other statics) the second is ``"name 2"``. Nothing is planned or run.
+    other statics) the second is ``"name 2"``. Nothing is planned or run. Where arrays are sharded
+    over a mesh, XLA compiles the function, which determines the graphs of one device.
 
     Raises:
         GraphTypeError: ``fn`` is not a function.
@@ -33,11 +42,19 @@ def graphs(
             expected="a function of arrays, such as one decorated with @jax_cudnn.graph",
             got=shown(fn),
         )
+    sharded = False
     with advised(args):
         if isinstance(fn, GraphFunction):
-            found = [(fn.name, fn.trace(*args, **static)[1].spec)]
+            found = [(fn.name, fn.trace(*args, **static)[1].spec, "")]
+            sharded = any(map(_on_mesh, jax.tree.leaves(args)))
         else:
-            found = list(dict.fromkeys(in_jaxpr(_jaxpr(fn, args, static))))
+            jaxpr = _jaxpr(fn, args, static)
+            found = [(*each, "") for each in dict.fromkeys(in_jaxpr(jaxpr))]
+            sharded = bool(found) and (
+                any(map(_on_mesh, jax.tree.leaves(args))) or any(_shardings(jaxpr))
+            )
+    if sharded:
+        found = list(dict.fromkeys(_local(fn, args, static))) or found
     if not found:
         raise GraphError(
             f"{_name(fn)} contains no cuDNN graph",
@@ -48,8 +65,8 @@ def graphs(
             fix="call jax_cudnn.ops.conv, matmul, layer_norm or dot_product_attention in their "
             "place, or use the layers of jax_cudnn.flax",
         )
-    named: dict[str, GraphSpec] = {}
-    for name, spec in found:
+    named = Graphs()
+    for name, spec, note in found:
         if not spec.is_static:
             raise GraphError(
                 f"{name}: symbolic dimensions cannot be planned",
@@ -57,7 +74,10 @@ def graphs(
                 got=str(spec).splitlines()[0],
                 why="a cuDNN plan is built for fixed shapes",
             )
-        named[_unused(name, named)] = spec
+        unique = _unused(name, named)
+        named[unique] = spec
+        if note:
+            named.notes[unique] = note
     return named
 
 
@@ -97,8 +117,45 @@ def advised(args: tuple[Any, ...]) -> Iterator[None]:
         raise
 
 
+def _local(
+    fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]
+) -> Iterator[tuple[str, GraphSpec, str]]:
+    """The graphs of one device, with how a mesh shards them, as XLA compiles the function."""
+    run, arrays = _of_arrays(fn, args, static)
+    seen: dict[Any, list[tuple[str, GraphSpec, str]]] = {}
+    observers.append(seen)
+    try:
+        jax.jit(run).lower(*arrays).compile()
+    finally:
+        observers.remove(seen)
+    for each in seen.values():
+        yield from each
+
+
+def _on_mesh(value: Any) -> bool:
+    """Whether this is a sharding over several devices, or an array with one."""
+    sharding = getattr(value, "sharding", value)
+    return isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.device_set) > 1
+
+
+def _shardings(jaxpr: Any) -> Iterator[bool]:
+    """For jit's ``in_shardings`` and other shardings in a program, whether they are over several
+    devices."""
+    for equation in jaxpr.eqns:
+        yield from map(_on_mesh, jax.tree.leaves([*equation.params.values()]))
+        for inner in compat.inner_jaxprs(equation):
+            yield from _shardings(inner)
+
+
 def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
-    """The function's jaxpr over its arrays; everything else stays the Python value it is."""
+    run, arrays = _of_arrays(fn, args, static)
+    return compat.without_dead_code(jax.make_jaxpr(run)(*arrays).jaxpr)  # as jax.jit lowers it
+
+
+def _of_arrays(
+    fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """The function of its arrays, and these; everything else stays the Python value it is."""
     leaves, structure = jax.tree.flatten((args, dict(static)))
     positions = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
@@ -109,8 +166,7 @@ def _jaxpr(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
         positional, keywords = jax.tree.unflatten(structure, filled)
         return fn(*positional, **keywords)
 
-    closed = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in positions))
-    return compat.without_dead_code(closed.jaxpr)  # as jax.jit lowers it
+    return of_arrays, [leaves[i] for i in positions]
 
 
 def in_jaxpr(jaxpr: Any) -> Iterator[tuple[str, GraphSpec]]:

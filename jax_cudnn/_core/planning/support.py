@@ -125,6 +125,7 @@ def _plans(found: Mapping[str, GraphSpec], chosen: Sites | None) -> Plans | dict
 
         def planned(site: Profile | CudaDevice | None) -> Plans:
             made = Plans()
+            made.notes = getattr(found, "notes", {})
             for name, spec in found.items():
                 with program.graph():
                     there = site or context.site(_default_devices(), name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ...deviceless import profiles
@@ -19,10 +20,16 @@ _HEADER = ("graph", "operands", "runs on", "MB", "roofline us")
 
 
 class Explanations(dict[str, Any]):
-    """Explanations by the names of their graphs or GPUs; prints one below the other."""
+    """Explanations by the names of their graphs or GPUs; prints one below the other, each with its
+    note on the mesh, if it has one."""
+
+    notes: Mapping[str, str] = MappingProxyType({})
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.values()))
+        pairs = ((value, self.notes.get(name)) for name, value in self.items())
+        return "\n".join(
+            f"{value}\n  on the mesh: {note}" if note else str(value) for value, note in pairs
+        )
 
 
 class Plans(dict[str, Plan]):
@@ -30,24 +37,31 @@ class Plans(dict[str, Plan]):
 
     ``MB`` counts each operand and result of a cuDNN plan or XLA part once. ``roofline us`` is the
     least time on the GPU, of these bytes or the arithmetic; where lengths, packing, pages or block
-    masks decide what is read, of the results alone. Equal graphs share a row.
+    masks decide what is read, of the results alone. Equal graphs share a row. On a mesh plans are
+    those of one device, and ``notes`` says of each graph how it is sharded, and what is gathered.
     """
+
+    notes: Mapping[str, str] = MappingProxyType({})
 
     def __missing__(self, name: str) -> Any:
         raise KeyError(_unknown("graph", name, self))
 
     def explain(self) -> Explanations:
         """The explanations of all plans, by name; prints one below the other."""
-        return Explanations({name: plan.explain() for name, plan in self.items()})
+        made = Explanations({name: plan.explain() for name, plan in self.items()})
+        made.notes = self.notes
+        return made
 
     def __str__(self) -> str:
         lines = [_HEADER, *self._cells()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         aligned = str.ljust, str.ljust, str.ljust, str.rjust, str.rjust
-        return "\n".join(
+        rows = (
             "  ".join(f(cell, width) for f, cell, width in zip(aligned, line, widths, strict=True))
             for line in lines
         )
+        notes = (f"{name} on the mesh: {note}" for name, note in self.notes.items())
+        return "\n".join((*rows, *notes))
 
     def _cells(self) -> Iterator[tuple[str, ...]]:
         site = next((plan.site for plan in self.values() if plan.site is not None), None)

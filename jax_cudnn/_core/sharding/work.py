@@ -235,6 +235,25 @@ def _even(sharding: Sharding, tensor: Tensor, sizes: Mapping[str, int]) -> Shard
     return tuple(axes if size % size_of(axes, sizes) == 0 else () for axes, size in pairs)
 
 
+def described(spec: GraphSpec, found: Work) -> str:
+    """What each mesh axis shards."""
+    shards: dict[str, list[str]] = {}
+    sides = ((spec.inputs, found.operands), (found.outputs, found.results))
+    for name, sharding in (pair for side in sides for pair in zip(*side, strict=True)):
+        for dim, axes in enumerate(sharding):
+            for axis in axes:
+                shards.setdefault(axis, []).append(f"{name}[{dim}]")
+    sums = [
+        move.name
+        for moves in (*(m for m, _ in found.stages), found.last)
+        for move in moves
+        if move.how in (ADD, MAX, MIN, "scatter")
+    ]
+    said = [f"{axis} shards {', '.join(names)}" for axis, names in shards.items()]
+    said += [f"devices sum {', '.join(dict.fromkeys(sums))}"] if sums else []
+    return "; ".join(said) or "each device computes all of it"
+
+
 class Gathered(NamedTuple):
     """An operand that each device gets whole along a dimension, though it is sharded there."""
 
