@@ -41,6 +41,7 @@ from .user_context import TARGET
 PARTITIONED = "jax_cudnn_partitioned"
 LARGE = 2**20
 """Bytes of an operand from which on it is said that it is gathered."""
+_EXCHANGED = "XLA runs it: it exchanges statistics between devices"
 log = logging.getLogger("jax_cudnn")
 
 
@@ -102,9 +103,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     if compat.is_exported(ctx):  # another process would not know the graph
         return lower_local(ctx, *operands, spec=spec, name=name)
     if is_left_whole(spec):
-        observe(
-            (spec, name), (titled, spec, "XLA runs it: it exchanges statistics between devices")
-        )
+        observe((spec, name), (titled, spec, _EXCHANGED))
         return lower_reference(ctx, *operands, spec=spec, name=name)
     axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
