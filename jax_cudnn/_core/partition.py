@@ -19,11 +19,11 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .. import __version__
 from . import compat
 from .errors import GraphError
 from .graph.reference import evaluate
 from .graph.spec import GraphSpec, Tensor
+from .package import fingerprint
 from .sharding.axes import WHOLE, factors
 from .sharding.work import (
     Sharding,
@@ -108,7 +108,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
     values, settings = compat.settings_of_thread()
-    said = repr((spec._key(), name, where, values, __version__, jax.__version__))
+    said = repr((spec._key(), name, where, values, fingerprint(), jax.__version__))
     key = f"{titled} {hashlib.sha256(said.encode()).hexdigest()}".encode()
     site = _Partitioned(spec, name, mesh, axes, compat.module_platforms(ctx), target, settings)
     site = _known.setdefault(key, site)
