@@ -32,6 +32,7 @@ KINDS |= {"all-to-all": "A2A", "collective-permute": "CP"}
 COLUMNS = ("plain JAX", "jax.nn's cuDNN attention", "jax_cudnn")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-done)?\(")
 _CALL = re.compile(r'= (.*?) custom-call\(.*custom_call_target="jax_cudnn"')
+_MUCH = 10**6  # bytes on a device
 _ARRAY = re.compile(r"\b[a-z]+(\d+)\w*\[([\d,]*)\]")
 
 
@@ -125,23 +126,21 @@ def measured(*cell: Any) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """A row for each model and mesh; ways with the same figures share it."""
-    rows, more = [], []
-    for (model, over), cells in itertools.groupby(
-        result["collectives"].items(), lambda cell: cell[0].split(", ")[:2]
-    ):
+    """A row for each model and mesh, shared by ways with the same figures; where we move more."""
+    rows, more, cells = [], {}, result["collectives"]
+    for (model, over), group in itertools.groupby(cells, lambda cell: cell.split(", ")[:2]):
         same: dict[tuple[str, ...], list[str]] = {}
-        for name, found in cells:
-            shown = (*(_shown(found.get(column)) for column in COLUMNS),)
-            same.setdefault(shown, []).append(name.split(", ")[2])
-            ours, plain = (_bytes(found[column]) for column in (COLUMNS[-1], COLUMNS[0]))
-            if plain and ours > 1.01 * plain:
-                more.append(f"{name}: {ours / plain:.2f}")
+        for cell in group:
+            found, way = cells[cell], cell.split(", ")[2]
+            same.setdefault((*map(_shown, map(found.get, COLUMNS)),), []).append(way)
+            plain, ours = _bytes(found[COLUMNS[0]]), _bytes(found[COLUMNS[-1]])
+            if plain and ours >= plain + _MUCH:
+                more.setdefault(f"{ours / plain:.2f} x, {model}, {over}", []).append(way)
         rows += [[model, over, ", ".join(ways), *shown] for shown, ways in same.items()]
-    total = len(result["collectives"])
-    note = f"Of {total} steps, ours moves more bytes than plain JAX in {len(more)} (times as many):"
-    shown = table(["model", "mesh", "way", *COLUMNS], rows)
-    return f"{shown}\n\n{note}\n\n{listed(more)}" if more else shown
+    count = sum(map(len, more.values()))
+    note = f"{COLUMNS[-1]} moves at least 1 MB more than plain JAX in {count} of {len(cells)} steps:\n\n"
+    note += listed(f"{which} ({', '.join(ways)})" for which, ways in more.items())
+    return table(["model", "mesh", "way", *COLUMNS], rows) + f"\n\n{note}" * bool(more)
 
 
 def _shown(found: dict[str, Any] | None) -> str:
@@ -157,7 +156,9 @@ def _bytes(found: dict[str, Any]) -> int:
 
 def _size(size: int) -> str:
     power = min(2, (len(str(size)) - 1) // 3)
-    return f"{size / 1000**power:.4g} {('B', 'kB', 'MB')[power]}"
+    number = size / 1000**power
+    digits = 3 - len(str(int(number))) if power else 0
+    return f"{number:.{max(digits, 0)}f} {('B', 'kB', 'MB')[power]}"
 
 
 def main() -> None:
