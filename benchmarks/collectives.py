@@ -138,7 +138,7 @@ def render(result: dict[str, Any]) -> str:
                 more.setdefault(f"{ours / plain:.2f} x, {model}, {over}", []).append(way)
         rows += [[model, over, ", ".join(ways), *shown] for shown, ways in same.items()]
     count = sum(map(len, more.values()))
-    note = f"{COLUMNS[-1]} moves at least 1 MB more than plain JAX in {count} of {len(cells)} steps:\n\n"
+    note = f"Ours moves at least 1 MB more than plain JAX in {count} of {len(cells)} steps:\n\n"
     note += listed(f"{which} ({', '.join(ways)})" for which, ways in more.items())
     return table(["model", "mesh", "way", *COLUMNS], rows) + f"\n\n{note}" * bool(more)
 
