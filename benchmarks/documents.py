@@ -16,6 +16,7 @@ from . import ROOT
 from .attention.tables import render as render_attention
 from .cases.tables import render as render_cases
 from .cases.tables import render_host
+from .collectives import render as render_collectives
 from .flax.tables import render as render_flax
 from .norms.tables import render as render_norms
 from .steps.tables import render as render_steps
@@ -75,6 +76,8 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     for mark, name, rendered in SHOWN:
         yield PAGE, mark, rendered(read(committed(name)))
     yield ROOT / "docs" / "testing.md", "tested", render_tested(RESULTS)
+    result = read(committed("collectives_h200"))
+    yield ROOT / "docs" / "many_gpus.md", "collectives", render_collectives(result)
 
 
 def placed(document: Path, mark: str, shown: str, check: bool) -> str:

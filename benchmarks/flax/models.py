@@ -144,7 +144,7 @@ class GPT2(nnx.Module):
     """GPT-2 of 124M parameters by default; tokens (N, T) to logits (N, T, vocabulary).
 
     The vocabulary of 50257 is padded to a multiple of 128, and the logits are products with the
-    tokens' own embeddings.
+    tokens' own embeddings. ``out_sharding`` is that of the embedded tokens, on explicit axes.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class GPT2(nnx.Module):
         self.blocks = nnx.List(Block(width, heads, True, attention_fn, **how) for _ in range(depth))
         self.norm = nnx.LayerNorm(width, **how)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[-1]))
+    def __call__(self, tokens: jax.Array, out_sharding: Any = None) -> jax.Array:
+        x = self.tokens(tokens, out_sharding) + self.positions(jnp.arange(tokens.shape[-1]))
         for block in self.blocks:
             x = block(x)
         return self.tokens.attend(self.norm(x))
