@@ -135,7 +135,9 @@ def _local(
 def _on_mesh(value: Any) -> bool:
     """Whether this is a sharding over several devices, or an array with one."""
     sharding = getattr(value, "sharding", value)
-    return isinstance(sharding, jax.sharding.NamedSharding) and len(sharding.device_set) > 1
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.size <= 1:
+        return False
+    return isinstance(sharding.mesh, jax.sharding.Mesh) or not jax.sharding.get_mesh().empty
 
 
 def _shardings(jaxpr: Any) -> Iterator[bool]:
