@@ -103,13 +103,8 @@ class Biased(Node):
         said = [
             f"cuDNN reads the whole bias ({tensors['bias'].nbytes:,} bytes, again for each head "
             "and batch element that shares it) and computes all scores; "
-            + (
-                "is_causal and local_window_size cost"
-                if wide
-                else "is_causal, local_window_size, query_seq_lengths and key_value_seq_lengths "
-                "cost"
-            )
-            + " nothing instead, and skip hidden tiles of keys"
+            f"is_causal{'' if wide else ', query_seq_lengths, key_value_seq_lengths'} and "
+            "local_window_size cost nothing instead, and skip hidden tiles of keys"
         ]
         for port, shape in self.broadcast_to(tensors).items():
             if port in ("bias", "dBias"):
@@ -125,11 +120,8 @@ class Biased(Node):
         return "; ".join(said)
 
     def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
-        return self._refused_bias(tensors, graph) or super().refuses(tensors, graph)
-
-    def _refused_bias(self, tensors: Tensors, graph: GraphSpec) -> str | None:
         if "bias" not in tensors:
-            return None
+            return super().refuses(tensors, graph)
         bias = tensors["bias"]
         if "O" in tensors and bias.order:  # random graph 704, on an H200
             *_, fastest = (axis for axis in bias.order if bias.shape[axis] > 1 or axis == _KEYS)
@@ -145,7 +137,7 @@ class Biased(Node):
         read = [name for call in graph.calls for _, name in call.inputs].count(bias.name)
         alone = bias.name in graph.inputs and read == 1
         if bias.shape == wanted or (alone and bias.shape[_KEYS] == wanted[_KEYS]):
-            return None
+            return super().refuses(tensors, graph)
         return (
             f"cuDNN misreads a bias of {list(bias.shape)}, which is broadcast over queries or "
             "keys, unless it is an operand that no other operation in its plan computes or reads: "
