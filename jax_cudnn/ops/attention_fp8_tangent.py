@@ -99,12 +99,12 @@ class QuantizeGradient(Node):
         "scale_dQ", "scale_dK", "scale_dV", "unscale_q", "unscale_k", "unscale_v",
     )  # fmt: skip
     ports = derived_ports(
-        ("dO", "v", "descale_q", "descale_k", "descale_v", "scale_o", "q"), results_
+        ("grad", "v", "descale_q", "descale_k", "descale_v", "scale_o", "q"), results_
     )
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         one = ((1, 1, 1, 1), "float32")
-        return {"dO": (inputs["dO"].shape, self.dtype)} | dict.fromkeys(self.results_[1:], one)
+        return {"dO": (inputs["grad"].shape, self.dtype)} | dict.fromkeys(self.results_[1:], one)
 
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         x = {port: array.astype(jnp.float32) for port, array in arrays.items()}
@@ -112,7 +112,7 @@ class QuantizeGradient(Node):
         finite = largest(kind if kind in FP8 else E4M3)
         most = {port: finite * x[f"descale_{port}"] for port in ("q", "k")}
         queries = x["q"].shape[1] // x["v"].shape[1] * x["q"].shape[2]
-        grad = x["dO"] * x["scale_o"]
+        grad = x["grad"] * x["scale_o"]
         size = _largest(jnp.abs(grad))
         norms = _largest(_norm(grad)) * _largest(_norm(x["v"])) * x["descale_v"]
         slope = abs(self.attn_scale) * norms
@@ -136,10 +136,10 @@ class QuantizeGradient(Node):
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
         """Scales are constants: later operations divide by them."""
-        if "dO" not in tangents:
+        if "grad" not in tangents:
             return {}
         to = Quantize("float32")
-        along = g.apply(to, input=tangents["dO"], scale=inputs["scale_o"])[0]
+        along = g.apply(to, input=tangents["grad"], scale=inputs["scale_o"])[0]
         return {"dO": g.apply(Unscale(), input=along, descale=outputs["descale_dO"])[0]}
 
 
@@ -216,7 +216,7 @@ class Fp8Tangent(WideTangent):
         node = SdpaFp8Backward(**{name: getattr(self.base, name) for name in shared})
         quantize = QuantizeGradient(self.base.attn_scale)
         taken = quantize.ports.input_names[1:]
-        results = g.apply(quantize, dO=grad, **{port: inputs[port] for port in taken})
+        results = g.apply(quantize, grad=grad, **{port: inputs[port] for port in taken})
         made = dict(zip(quantize.results, results, strict=True))
         g.ordered(made["dO"], inputs["O"]._state.order)
         values = {port: inputs[port] for port in self.inner if port != "scale_o"}
