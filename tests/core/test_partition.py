@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import python
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -126,3 +127,30 @@ def test_a_call_says_all_that_determines_it_and_is_forgotten_with_its_program():
     jax.clear_caches()
     gc.collect()
     assert text.encode() not in partition._known
+
+
+CACHED = """
+import collections
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jax_cudnn as jc
+
+seen = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: seen.update([event.split("/")[-1]]))
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+x = jax.device_put(jnp.full((8, 4), -1.0), NamedSharding(mesh, P("data")))
+graphs = jc.graph(lambda g, x: g.relu(x)), jc.graph(lambda g, x: g.abs(x))
+for graph in graphs[:NUMBER]:
+    lowered = jax.jit(lambda x: graph(x)).lower(x)
+    seen.clear()
+    compiled = lowered.compile()
+    print(seen["cache_hits"], seen["cache_misses"], float(compiled(x).max()))
+"""
+
+
+def test_the_persistent_cache_serves_the_program_of_the_same_graph_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    first, second = (python(CACHED.replace("NUMBER", n)).stdout.splitlines() for n in "12")
+    assert first == ["0 1 0.0"]
+    assert second == ["1 0 0.0", "0 1 1.0"]

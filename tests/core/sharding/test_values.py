@@ -20,6 +20,15 @@ import jax_cudnn as jc
 from jax_cudnn._core.primitive import bind
 
 KINDS = ("auto", "explicit", "partly manual")
+REGISTRY = [*all_cases()]
+LAX = "lax's own check of types refuses it: pass out_sharding"
+KNOWN = {
+    ("dot_general", "explicit"): LAX,
+    ("conv_general_dilated", "explicit"): LAX,
+    ("write_pages", "explicit"): "jnp's update of an array has no rule for these types",
+    ("mxfp8", "explicit"): "jnp does not merge sharded tokens with other dimensions",
+    ("paged", "partly manual"): "XLA aborts where pages and a table are sharded, for jnp, too",
+}
 SIZES = {"b": 4, "t": 4, "s": 8, "h": 8, "k": 8, "m": 4, "n": 8, "c": 4, "p": 8}
 pytestmark = [
     pytest.mark.long,
@@ -32,30 +41,28 @@ def axes_of(arrays):
     return [(i, d) for i, x in enumerate(arrays) for d, n in enumerate(x.shape) if n % 2 == 0 < n]
 
 
-def layout(arrays, *places):
-    """PartitionSpecs that shard these axes over "a" and "b", in this order."""
-    named = dict(zip(places, "ab", strict=False))
-    return [P(*(named.get((i, d)) for d in range(x.ndim))) for i, x in enumerate(arrays)]
+def layout(arrays, places):
+    """PartitionSpecs that shard some axes, each over the mesh axis given for it."""
+    return [P(*(places.get((i, d)) for d in range(x.ndim))) for i, x in enumerate(arrays)]
+
+
+def each_axis(name, arrays, pairs):
+    """All axes alone, and a sample of their pairs."""
+    alone = axes_of(arrays)
+    two = [*itertools.combinations(alone, 2)]
+    chosen = random.Random(name).sample(two, min(pairs, len(two)))
+    return [layout(arrays, dict(zip(places, "ab", strict=False)))
+            for places in [*zip(alone), *chosen]]  # fmt: skip
 
 
 def together(arrays):
-    """Each dimension of all operands that have as many as the first one."""
-    known, rank = axes_of(arrays), arrays[0].ndim
-    for dim in range(rank):
-        if (0, dim) in known:
-            yield [
-                P(*("a" if d == dim and x.ndim == rank and (i, d) in known else None
-                    for d in range(x.ndim)))
-                for i, x in enumerate(arrays)
-            ]  # fmt: skip
-
-
-def layouts(name, arrays, pairs):
-    """All axes alone, and a sample of their pairs."""
-    known = axes_of(arrays)
-    two = [*itertools.combinations(known, 2)]
-    chosen = random.Random(name).sample(two, min(pairs, len(two)))
-    return [layout(arrays, *places) for places in [*((one,) for one in known), *chosen]]
+    """The first dimension of all operands; then the later ones of floats of the first's rank."""
+    first, made = arrays[0], []
+    for dim in range(first.ndim):
+        alike = [x.ndim == first.ndim and (dim == 0 or is_float(x)) for x in arrays]
+        places = {(i, d): "a" for i, d in axes_of(arrays) if d == dim and alike[i]}
+        made += [layout(arrays, places)] if (0, dim) in places else []
+    return made
 
 
 def differentiated(function, arrays):
@@ -74,27 +81,39 @@ def differentiated(function, arrays):
             return sum((weighted(y) for y in results if is_float(y)), jnp.float32(0)), results
 
         try:
-            return jax.grad(total, (*range(len(floats)),), has_aux=True)(*(given[i] for i in floats))
+            return jax.grad(total, (*range(len(floats)),), has_aux=True)(
+                *(given[i] for i in floats)
+            )
         except jc.GraphError:  # it has no derivative
             return function(*given)
 
     return run if floats else lambda given: function(*given)
 
 
-def check(function, arrays, kind, specs):
-    """All layouts in one program: each has operands of its own, so none determines another."""
-    run = differentiated(function, arrays)
-    want = jax.tree.leaves(jax.jit(run)(arrays))
+def on_mesh(kind, arrays, specs):
     axes = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=axes)
-    placed = [
+    return [
         [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, own, strict=True)]
         for own in specs
     ]
+
+
+def check(function, arrays, kind, specs):
+    """All layouts in one program: each has operands of its own, so none determines another."""
+    assert specs
+    run = differentiated(function, arrays)
+    want = jax.tree.leaves(jax.jit(run)(arrays))
+    placed = on_mesh(kind, arrays, specs)
     mapped = run
     if kind == "partly manual":
         mapped = jax.shard_map(
-            run, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"c"}, check_vma=False
+            run,
+            mesh=placed[0][0].sharding.mesh,
+            in_specs=P(),
+            out_specs=P(),
+            axis_names={"c"},
+            check_vma=False,
         )
     made = jax.jit(lambda given: [mapped(own) for own in given])(placed)
     dtypes = {str(x.dtype) for x in jax.tree.leaves((arrays, want))}
@@ -112,47 +131,56 @@ def check(function, arrays, kind, specs):
             np.testing.assert_allclose(x, y, tolerance, atol, err_msg=f"{own}, leaf {i}")
 
 
-def is_first(case, seen=set()):  # noqa: B006
-    """Whether a case is the first one of its method."""
-    method = case.name.rsplit("_", 2)[0]
-    return method not in seen and not seen.add(method)
-
-
-ANCHORS = ("sdpa", "matmul", "conv", "norm")
-REGISTRY = [*all_cases()]
-SAMPLE = {case.name for case in REGISTRY if is_first(case)}
+def sample():
+    """The first case of each method, and all fusions."""
+    return {case.name.rsplit("_", 2)[0]: case.name for case in reversed(REGISTRY)}.values()
 
 
 def pytest_generate_tests(metafunc):
+    name = "function" if "function" in metafunc.fixturenames else "case"
     every = metafunc.config.getoption("every")
-    if "case" in metafunc.fixturenames:
-        rows = [
-            pytest.param(case, kind, id=f"{case.name}-{kind}")
-            for i, case in enumerate(REGISTRY)
-            if every or case.name in SAMPLE
-            for kind in (KINDS if every and i % 3 == 0 else KINDS[:2] if every else KINDS[i % 2 : i % 2 + 1])
-        ]
-        metafunc.parametrize(("case", "kind"), rows)
+    rows = [*function_cases.CASES] if name == "function" else REGISTRY
+    rows = [x for x in rows if every or name == "function" or x.name in {*sample()}]
+    metafunc.parametrize(
+        (name, "kind"),
+        [
+            pytest.param(x, kind, id=f"{x if name == 'function' else x.name}-{kind}")
+            for i, x in enumerate(rows)
+            for j, kind in enumerate(KINDS)
+            if (j < 2 or i % 3 == 0 if every else i % 5 % 3 == j)
+        ],
+    )
 
 
 def test_graphs(case, kind, request):
     spec, operands = spec_and_operands(case, SMALL)
-    every = request.config.getoption("every")
     anchored = any(call.node.anchor for call in spec.calls)
-    if every:
-        specs = layouts(case.name, operands, 8 if anchored else 0)
-    else:
-        specs = layouts(case.name, operands, 1)[-1:] if anchored else [*together(operands)][:1]
+    specs = each_axis(case.name, operands, 8 if anchored else 0)
+    if not request.config.getoption("every"):
+        specs = each_axis(case.name, operands, 1)[-1:] if anchored else together(operands)[:1]
     check(lambda *x: bind(spec, case.name, *x), operands, kind, specs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", function_cases.CASES)
-def test_functions(name, kind, request):
-    case = function_cases.CASES[name]
+def test_functions(function, kind, request):
+    name, case = function, function_cases.CASES[function]
     operands = [*function_cases.operands(case, SIZES)]
+    if (name, kind) in KNOWN:
+        pytest.skip(KNOWN[name, kind])
+    specs = together(operands)[:: max(1, operands[0].ndim - 2)]  # examples, and heads or features
+    run = function_cases.given(case, 0)
     if request.config.getoption("every"):
-        specs = layouts(name, operands, 8)
-    else:
-        specs = [*together(operands)][:: max(1, operands[0].ndim - 2)]
-    check(function_cases.given(case, 0), operands, kind, specs)
+        specs = each_axis(name, operands, 8)
+        if kind == "explicit":
+            specs = [own for own in specs if has_types(run, operands, own)]
+    check(run, operands, kind, specs)
+
+
+def has_types(function, arrays, own):
+    """Whether the operations of jnp around graphs find the types of their results."""
+    try:
+        jax.eval_shape(differentiated(function, arrays), on_mesh("explicit", arrays, [own])[0])
+    except Exception as error:
+        if type(error).__name__ in ("ShardingTypeError", "DuplicateSpecError"):
+            return False
+        raise
+    return True
