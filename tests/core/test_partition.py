@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import math
 import re
 
 import jax
@@ -15,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jax_cudnn as jc
 from jax_cudnn._core import partition
 
-COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
+COLLECTIVE = re.compile(
+    r" = (.+) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\("
+)
 pytestmark = pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 (host) devices")
 
 
@@ -78,6 +81,15 @@ def step(function, count):
     return jax.jit(jax.value_and_grad(loss, tuple(range(count))))
 
 
+def moved(compiled):
+    """The float32 numbers that each kind of collective makes."""
+    found = collections.Counter()
+    for made, kind in COLLECTIVE.findall(compiled.as_text()):
+        shapes = re.findall(r"f32\[([\d,]*)\]", made)
+        found[kind] += sum(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
+    return found
+
+
 @pytest.mark.parametrize("kind", ["auto", "explicit", "partly manual"])
 @pytest.mark.parametrize("name", CASES)
 def test_collectives_and_values(name, kind):
@@ -100,10 +112,10 @@ def test_collectives_and_values(name, kind):
         elif kind == "explicit" and name in AMBIGUOUS and function is plain:
             continue  # jnp asks how the result is sharded
         compiled = step(function, len(shapes)).lower(*arrays).compile()
-        found.append(collections.Counter(COLLECTIVE.findall(compiled.as_text())))
+        found.append(moved(compiled))
         for got, wanted in zip(*map(jax.tree.leaves, (compiled(*arrays), want)), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=2e-3)
-    assert found[0] == found[-1]
+    assert found[0] <= found[-1]  # of tokens over two axes it sums weights once, jnp twice
     assert found[0]["all-gather"] == 0
 
 
