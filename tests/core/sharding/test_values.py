@@ -122,8 +122,6 @@ def check(function, arrays, kind, specs):
         tolerance = 0.13
     for own, got in zip(specs, made, strict=True):
         for i, (x, y) in enumerate(zip(jax.tree.leaves(got), want, strict=True)):
-            if jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
-                continue
             x, y = (np.asarray(v, np.float64) for v in (x, y))
             largest = np.max(np.abs(y), initial=0, where=np.isfinite(y))
             # a gradient may be a difference of numbers of about 1
@@ -155,9 +153,11 @@ def pytest_generate_tests(metafunc):
 def test_graphs(case, kind, request):
     spec, operands = spec_and_operands(case, SMALL)
     anchored = any(call.node.anchor for call in spec.calls)
-    specs = each_axis(case.name, operands, 8 if anchored else 0)
+    specs = each_axis(case.name, operands, 3 if anchored else 0)
     if not request.config.getoption("every"):
         specs = each_axis(case.name, operands, 1)[-1:] if anchored else together(operands)[:1]
+    if not specs:
+        pytest.skip("no axis has an even size")
     check(lambda *x: bind(spec, case.name, *x), operands, kind, specs)
 
 
@@ -169,7 +169,7 @@ def test_functions(function, kind, request):
     specs = together(operands)[:: max(1, operands[0].ndim - 2)]  # examples, and heads or features
     run = function_cases.given(case, 0)
     if request.config.getoption("every"):
-        specs = each_axis(name, operands, 8)
+        specs = each_axis(name, operands, 3)
         if kind == "explicit":
             specs = [own for own in specs if has_types(run, operands, own)]
     check(run, operands, kind, specs)
