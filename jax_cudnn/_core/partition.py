@@ -75,17 +75,15 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     from .planning.placement import left_to_xla
     from .primitive import lower_local, lower_reference, title
 
-    if left_to_xla(spec) or not spec.is_static:
-        return lower_local(ctx, *operands, spec=spec, name=name)
-
-    mesh = compat.partitioning_mesh(ctx)
-    if compat.is_explicit(ctx, mesh):
+    mesh, by_xla = compat.partitioning_mesh(ctx), left_to_xla(spec)
+    if spec.is_static and compat.is_explicit(ctx, mesh):
         given, made = ([x.sharding.spec for x in avals] for avals in (ctx.avals_in, ctx.avals_out))
         run = functools.partial(_on_types, spec, name)
-        if is_left_whole(spec, given):
+        if by_xla or is_left_whole(spec, given):  # jnp has no types for some results
             run = functools.partial(_by_reference, spec, made)
         return compat.lower_explicit(ctx, mesh, run, operands)
-    if compat.is_exported(ctx):  # another process would not know the graph
+    # another process would not know the graph
+    if by_xla or not spec.is_static or compat.is_exported(ctx):
         return lower_local(ctx, *operands, spec=spec, name=name)
     if is_left_whole(spec):
         return lower_reference(ctx, *operands, spec=spec, name=name)
