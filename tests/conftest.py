@@ -45,6 +45,10 @@ def _has_gpu() -> bool:
         return False
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every", action="store_true", help="each axis on a mesh, not a sample")
+
+
 def pytest_collection_modifyitems(config, items):
     missing = {} if _has_gpu() else {"gpu": "no NVIDIA GPU is visible to JAX"}
     if not importlib.util.find_spec("cudnn"):

@@ -76,6 +76,32 @@ class Quantize(Node):
 
 
 @frozen
+class Bounds(Node):
+    """The largest absolute value and the largest norm of a token of ``scale * input``, apart from
+    :class:`QuantizeGradient`: of shards they are largest values, too."""
+
+    method = "bounds"
+    requires = "runs in XLA: not an operation of cuDNN graphs"
+    leftover = True
+    outside = True
+    ports = derived_ports(("input", "scale"), ("size", "norm"))
+
+    def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
+        return dict.fromkeys(self.results, ((1, 1, 1, 1), "float32"))
+
+    def reference(self, *, input: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = input.astype(jnp.float32) * scale.astype(jnp.float32)
+        norms = jnp.sqrt(jnp.sum(jnp.square(x), axis=-1))
+        return _largest(jnp.abs(x)), _largest(norms)
+
+    def jvp(
+        self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
+    ) -> dict[str, GraphTensor]:
+        """They are constants, as the scales."""
+        return {}
+
+
+@frozen
 class QuantizeGradient(Node):
     """The gradient with respect to O in fp8, and the scales for cuDNN's backward pass.
 
@@ -93,39 +119,37 @@ class QuantizeGradient(Node):
     outside = True
 
     attn_scale: float
+    queries: int
+    finite: float
+    """The largest number of the dtype of q and k."""
     dtype: str = E5M2
     results_ = (
         "dO", "descale_dO", "descale_o", "scale_dP", "descale_dP",
         "scale_dQ", "scale_dK", "scale_dV", "unscale_q", "unscale_k", "unscale_v",
     )  # fmt: skip
     ports = derived_ports(
-        ("dO", "v", "descale_q", "descale_k", "descale_v", "scale_o", "q"), results_
+        ("grad", "size", "norm", "norm_v", "descale_q", "descale_k", "descale_v", "scale_o"),
+        results_,
     )
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         one = ((1, 1, 1, 1), "float32")
-        return {"dO": (inputs["dO"].shape, self.dtype)} | dict.fromkeys(self.results_[1:], one)
+        return {"dO": (inputs["grad"].shape, self.dtype)} | dict.fromkeys(self.results_[1:], one)
 
     def reference(self, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         x = {port: array.astype(jnp.float32) for port, array in arrays.items()}
-        kind = str(arrays["v"].dtype)
-        finite = largest(kind if kind in FP8 else E4M3)
-        most = {port: finite * x[f"descale_{port}"] for port in ("q", "k")}
-        queries = x["q"].shape[1] // x["v"].shape[1] * x["q"].shape[2]
-        grad = x["dO"] * x["scale_o"]
-        size = _largest(jnp.abs(grad))
-        norms = _largest(_norm(grad)) * _largest(_norm(x["v"])) * x["descale_v"]
-        slope = abs(self.attn_scale) * norms
+        most = {port: self.finite * x[f"descale_{port}"] for port in ("q", "k")}
+        slope = abs(self.attn_scale) * x["norm"] * x["norm_v"]
         bounds = {
-            "dO": size,
+            "dO": x["size"],
             "dP": slope / 2,
             "dQ": slope * most["k"],
-            "dK": queries * slope / 2 * most["q"],
-            "dV": queries * size,
+            "dK": self.queries * slope / 2 * most["q"],
+            "dV": self.queries * x["size"],
         }
         scales = {name: scale_of(bound, self.dtype) for name, bound in bounds.items()}
-        found = {"dO": quantizable(grad) * scales["dO"], "descale_dO": 1 / scales["dO"]}
-        found["descale_o"] = 1 / x["scale_o"]
+        found = {"dO": quantizable(x["grad"] * x["scale_o"]) * scales["dO"]}
+        found |= {"descale_dO": 1 / scales["dO"], "descale_o": 1 / x["scale_o"]}
         found |= {f"scale_{name}": scale for name, scale in scales.items()}
         found["descale_dP"] = 1 / scales["dP"]
         for port in "qkv":  # back to the units of the fp8 operands
@@ -136,10 +160,10 @@ class QuantizeGradient(Node):
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values
     ) -> dict[str, GraphTensor]:
         """Scales are constants: later operations divide by them."""
-        if "dO" not in tangents:
+        if "grad" not in tangents:
             return {}
         to = Quantize("float32")
-        along = g.apply(to, input=tangents["dO"], scale=inputs["scale_o"])[0]
+        along = g.apply(to, input=tangents["grad"], scale=inputs["scale_o"])[0]
         return {"dO": g.apply(Unscale(), input=along, descale=outputs["descale_dO"])[0]}
 
 
@@ -166,10 +190,6 @@ class Unscale(Node):
 def _largest(x: jax.Array) -> jax.Array:
     """The largest finite value: other elements become NaN in fp8, whatever the scale."""
     return jnp.max(jnp.where(jnp.isfinite(x), x, 0), initial=0).reshape(1, 1, 1, 1)
-
-
-def _norm(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.square(x), axis=-1))
 
 
 @frozen
@@ -214,9 +234,14 @@ class Fp8Tangent(WideTangent):
         assert isinstance(self.base, SdpaFp8)
         shared = ("attn_scale", "diagonal_alignment", *self.base.bounds)
         node = SdpaFp8Backward(**{name: getattr(self.base, name) for name in shared})
-        quantize = QuantizeGradient(self.base.attn_scale)
-        taken = quantize.ports.input_names[1:]
-        results = g.apply(quantize, dO=grad, **{port: inputs[port] for port in taken})
+        q, v = inputs["q"], inputs["v"]
+        kind = str(v.dtype) if str(v.dtype) in FP8 else E4M3
+        queries = q.shape[1] // v.shape[1] * q.shape[2]
+        quantize = QuantizeGradient(self.base.attn_scale, queries, largest(kind))
+        size, norm = g.apply(Bounds(), input=grad, scale=inputs["scale_o"])
+        _, norm_v = g.apply(Bounds(), input=v, scale=inputs["descale_v"])
+        taken = {name: inputs[name] for name in quantize.ports.input_names if name in inputs}
+        results = g.apply(quantize, grad=grad, size=size, norm=norm, norm_v=norm_v, **taken)
         made = dict(zip(quantize.results, results, strict=True))
         g.ordered(made["dO"], inputs["O"]._state.order)
         values = {port: inputs[port] for port in self.inner if port != "scale_o"}

@@ -33,9 +33,10 @@ def as_patches(
         return image, weight, windows
     counts = [size // step for size, step in zip(image.shape[2:], sizes, strict=True)]
     whole = tuple(slice(n * step) for n, step in zip(counts, sizes, strict=True))
-    split = image[(..., *whole)].reshape(
-        *image.shape[:2], *(n for pair in zip(counts, sizes, strict=True) for n in pair)
-    )
+    split = image[(..., *whole)]
+    for i, pair in enumerate(zip(counts, sizes, strict=True)):  # explicit axes need one at a time
+        at = 2 + 2 * i
+        split = split.reshape(*split.shape[:at], *pair, *split.shape[at + 1 :])
     inner, outer = range(3, 3 + 2 * rank, 2), range(2, 2 + 2 * rank, 2)
     image = split.transpose(0, *inner, 1, *outer).reshape(image.shape[0], count, *counts)
     weight = weight.transpose(0, *range(2, 2 + rank), 1).reshape(features, count, *(1,) * rank)

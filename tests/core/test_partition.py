@@ -2,19 +2,23 @@
 
 import collections
 import gc
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import python
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
 from jax_cudnn._core import partition
 
-COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
+COLLECTIVE = re.compile(
+    r" = (.+) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\("
+)
 pytestmark = pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 (host) devices")
 
 
@@ -77,6 +81,15 @@ def step(function, count):
     return jax.jit(jax.value_and_grad(loss, tuple(range(count))))
 
 
+def moved(compiled):
+    """The float32 numbers that each kind of collective makes."""
+    found = collections.Counter()
+    for made, kind in COLLECTIVE.findall(compiled.as_text()):
+        shapes = re.findall(r"f32\[([\d,]*)\]", made)
+        found[kind] += sum(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
+    return found
+
+
 @pytest.mark.parametrize("kind", ["auto", "explicit", "partly manual"])
 @pytest.mark.parametrize("name", CASES)
 def test_collectives_and_values(name, kind):
@@ -99,10 +112,10 @@ def test_collectives_and_values(name, kind):
         elif kind == "explicit" and name in AMBIGUOUS and function is plain:
             continue  # jnp asks how the result is sharded
         compiled = step(function, len(shapes)).lower(*arrays).compile()
-        found.append(collections.Counter(COLLECTIVE.findall(compiled.as_text())))
+        found.append(moved(compiled))
         for got, wanted in zip(*map(jax.tree.leaves, (compiled(*arrays), want)), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=2e-3)
-    assert found[0] == found[-1]
+    assert found[0] <= found[-1]  # of tokens over two axes it sums weights once, jnp twice
     assert found[0]["all-gather"] == 0
 
 
@@ -128,6 +141,7 @@ def test_a_call_says_all_that_determines_it_and_is_forgotten_with_its_program():
     assert text.encode() not in partition._known
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_large_gather_is_told_once(kind, caplog):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
@@ -182,3 +196,30 @@ def test_without_a_mesh_nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
     found = jc.plans(lambda x: relu(x, x), jax.ShapeDtypeStruct((8, 8), "float32"), gpus=["H200"])
     assert not found["H200"].notes
+=======
+CACHED = """
+import collections
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jax_cudnn as jc
+
+seen = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: seen.update([event.split("/")[-1]]))
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+x = jax.device_put(jnp.full((8, 4), -1.0), NamedSharding(mesh, P("data")))
+graphs = jc.graph(lambda g, x: g.relu(x)), jc.graph(lambda g, x: g.abs(x))
+for graph in graphs[:NUMBER]:
+    lowered = jax.jit(lambda x: graph(x)).lower(x)
+    seen.clear()
+    compiled = lowered.compile()
+    print(seen["cache_hits"], seen["cache_misses"], float(compiled(x).max()))
+"""
+
+
+def test_the_persistent_cache_serves_the_program_of_the_same_graph_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    first, second = (python(CACHED.replace("NUMBER", n)).stdout.splitlines() for n in "12")
+    assert first == ["0 1 0.0"]
+    assert second == ["1 0 0.0", "0 1 1.0"]
+>>>>>>> b26v

@@ -234,6 +234,7 @@ def _traced(
     """The steps of a node's reference, and the values at its ports."""
     trace = Trace(Classes())
     values = {port: trace.value(shape) for port, shape, _ in inputs}
+    assert not values.keys() & {port for port, *_ in outs}, node
 
     def reference(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         named = dict(zip(values, arrays, strict=True))

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import re
 import sys
 
 import jax
@@ -15,6 +16,7 @@ from jax_cudnn._core.job import agreement
 from jax_cudnn._core.planning import planner
 
 CALL = "custom_call @jax_cudnn("
+COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
 
 
 @jc.graph
@@ -53,12 +55,12 @@ def fail(spec, site):
 
 def compile_programs(devices, rank):
     """Programs with a runtime-compiled plan, whose bytes differ from build to build."""
-    mesh = jax.make_mesh((4,), ("rows",), devices=devices)
+    mesh = jax.make_mesh((8,), ("rows",), devices=devices)
 
     def lower(rows):
         split, whole = PartitionSpec("rows"), PartitionSpec()
         sharded = jax.shard_map(linear, mesh=mesh, in_specs=(split, whole, whole), out_specs=split)
-        shapes = [((4, rows, 128), split), ((1, 128, 256), whole), ((1, 1, 256), whole)]
+        shapes = [((8, rows, 128), split), ((1, 128, 256), whole), ((1, 1, 256), whole)]
         arrays = [
             jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
             for shape, spec in shapes
@@ -82,6 +84,37 @@ def compile_programs(devices, rank):
     return found
 
 
+def loss(parameters, x):
+    scale, w, v = parameters
+    heads = jc.ops.matmul(jc.ops.rms_norm(x, scale), w, activation="gelu").reshape(8, 4, 2, 8)
+    attended = jc.ops.dot_product_attention(heads, heads, heads, is_causal=True)
+    y = jc.ops.matmul(attended.reshape(8, 4, 16), v, residual=x)
+    return jnp.mean((y - 1) ** 2)
+
+
+def step(parameters, x):
+    value, gradients = jax.value_and_grad(loss)(parameters, x)
+    return value, [p - 0.1 * g for p, g in zip(parameters, gradients, strict=True)]
+
+
+def train(devices):
+    """The collectives of a step whose examples all devices share, and its largest error."""
+    random = np.random.default_rng(0)
+    *parameters, x = (
+        random.standard_normal(shape, np.float32) / 4
+        for shape in ((16,), (16, 16), (16, 16), (8, 4, 16))
+    )
+    with jax.default_device(jax.local_devices()[0]):
+        want = jax.jit(step)(parameters, x)
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices)
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    given = jax.device_put(parameters, whole), jax.device_put(x, split)
+    made = jax.jit(step, out_shardings=whole).lower(*given).compile()
+    pairs = zip(*map(jax.tree.leaves, (made(*given), want)), strict=True)
+    errors = [float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs]
+    return [sorted({*COLLECTIVE.findall(made.as_text())}), max(errors)]
+
+
 def main(port, rank):
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
     devices = jax.devices()
@@ -89,6 +122,7 @@ def main(port, rank):
         "processes": sorted(device.process_index for device in devices),
         "leader": agreement.leader(devices),
         **agree(devices, rank),
+        "trained": train(devices),
     }
     if importlib.util.find_spec("cudnn"):
         found["programs"] = compile_programs(devices, rank)

@@ -213,17 +213,23 @@ def ranks(tmp_path_factory):
         "ignore",
         timeout=120,
         JAX_PLATFORMS=["cpu"] * 2,
-        XLA_FLAGS=["--xla_force_host_platform_device_count=2"] * 2,
+        XLA_FLAGS=["--xla_force_host_platform_device_count=4"] * 2,
         XDG_CACHE_HOME=[tmp_path_factory.mktemp(f"cache{rank}") for rank in range(2)],
     )
 
 
 def test_two_processes_agree(ranks):
-    assert [(rank["processes"], rank["leader"]) for rank in ranks] == [([0, 0, 1, 1], 0)] * 2
+    assert [(rank["processes"], rank["leader"]) for rank in ranks] == [([0] * 4 + [1] * 4, 0)] * 2
     assert ranks[0]["agreed"] == ranks[1]["agreed"] == [0, True]
     assert ranks[0]["failure"] == ["UnsupportedGraphError", "linear: no engine"]
     wanted = "in process 0, which plans for this job: linear: no engine"
     assert ranks[1]["failure"] == ["UnsupportedGraphError", wanted]
+
+
+def test_two_processes_train_with_shared_examples(ranks):
+    for collectives, error in (rank["trained"] for rank in ranks):
+        assert collectives == ["all-reduce"]
+        assert error < 1e-5
 
 
 @pytest.mark.deviceless

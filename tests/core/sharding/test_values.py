@@ -1,0 +1,186 @@
+"""On a mesh, values and gradients are those of the unsharded program.
+
+``pytest -m long`` runs a sample; with ``--every``, each case along each axis that it has.
+"""
+
+import itertools
+import random
+
+import function_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import all_cases
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from transformations import SMALL, is_float, spec_and_operands
+
+import jax_cudnn as jc
+from jax_cudnn._core.primitive import bind
+
+KINDS = ("auto", "explicit", "partly manual")
+REGISTRY = [*all_cases()]
+LAX = "lax's own check of types refuses it: pass out_sharding"
+KNOWN = {
+    ("dot_general", "explicit"): LAX,
+    ("conv_general_dilated", "explicit"): LAX,
+    ("write_pages", "explicit"): "jnp's update of an array has no rule for these types",
+    ("mxfp8", "explicit"): "jnp does not merge sharded tokens with other dimensions",
+    ("paged", "partly manual"): "XLA aborts where pages and a table are sharded, for jnp, too",
+}
+SIZES = {"b": 4, "t": 4, "s": 8, "h": 8, "k": 8, "m": 4, "n": 8, "c": 4, "p": 8}
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 (host) devices"),
+]
+
+
+def axes_of(arrays):
+    """Each axis that two devices may share: the operand and its dimension."""
+    return [(i, d) for i, x in enumerate(arrays) for d, n in enumerate(x.shape) if n % 2 == 0 < n]
+
+
+def layout(arrays, places):
+    """PartitionSpecs that shard some axes, each over the mesh axis given for it."""
+    return [P(*(places.get((i, d)) for d in range(x.ndim))) for i, x in enumerate(arrays)]
+
+
+def each_axis(name, arrays, pairs):
+    """All axes alone, and a sample of their pairs."""
+    alone = axes_of(arrays)
+    two = [*itertools.combinations(alone, 2)]
+    chosen = random.Random(name).sample(two, min(pairs, len(two)))
+    return [layout(arrays, dict(zip(places, "ab", strict=False)))
+            for places in [*zip(alone), *chosen]]  # fmt: skip
+
+
+def together(arrays):
+    """The first dimension of all operands; then the later ones of floats of the first's rank."""
+    first, made = arrays[0], []
+    for dim in range(first.ndim):
+        alike = [x.ndim == first.ndim and (dim == 0 or is_float(x)) for x in arrays]
+        places = {(i, d): "a" for i, d in axes_of(arrays) if d == dim and alike[i]}
+        made += [layout(arrays, places)] if (0, dim) in places else []
+    return made
+
+
+def differentiated(function, arrays):
+    """The results, and gradients of a linear function of them, of a list of arrays."""
+    floats = tuple(i for i, x in enumerate(arrays) if is_float(x))
+
+    def weighted(y):
+        return (y.astype("float32") * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum()
+
+    def run(given):
+        def total(*moving):
+            own = [*given]
+            for i, x in zip(floats, moving, strict=True):
+                own[i] = x
+            results = jax.tree.leaves(function(*own))
+            return sum((weighted(y) for y in results if is_float(y)), jnp.float32(0)), results
+
+        try:
+            return jax.grad(total, (*range(len(floats)),), has_aux=True)(
+                *(given[i] for i in floats)
+            )
+        except jc.GraphError:  # it has no derivative
+            return function(*given)
+
+    return run if floats else lambda given: function(*given)
+
+
+def on_mesh(kind, arrays, specs):
+    axes = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=axes)
+    return [
+        [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, own, strict=True)]
+        for own in specs
+    ]
+
+
+def check(function, arrays, kind, specs):
+    """All layouts in one program: each has operands of its own, so none determines another."""
+    assert specs
+    run = differentiated(function, arrays)
+    want = jax.tree.leaves(jax.jit(run)(arrays))
+    placed = on_mesh(kind, arrays, specs)
+    mapped = run
+    if kind == "partly manual":
+        mapped = jax.shard_map(
+            run,
+            mesh=placed[0][0].sharding.mesh,
+            in_specs=P(),
+            out_specs=P(),
+            axis_names={"c"},
+            check_vma=False,
+        )
+    made = jax.jit(lambda given: [mapped(own) for own in given])(placed)
+    dtypes = {str(x.dtype) for x in jax.tree.leaves((arrays, want))}
+    tolerance = 2e-4 if {d for d in dtypes if "float" in d} <= {"float32"} else 2e-2
+    if any("float8" in d for d in dtypes):  # a step of float8_e4m3fn is at most 1/8
+        tolerance = 0.13
+    for own, got in zip(specs, made, strict=True):
+        for i, (x, y) in enumerate(zip(jax.tree.leaves(got), want, strict=True)):
+            x, y = (np.asarray(v, np.float64) for v in (x, y))
+            largest = np.max(np.abs(y), initial=0, where=np.isfinite(y))
+            # a gradient may be a difference of numbers of about 1
+            atol = tolerance * largest + 1e-5
+            np.testing.assert_allclose(x, y, tolerance, atol, err_msg=f"{own}, leaf {i}")
+
+
+def sample():
+    """The first case of each method, and all fusions."""
+    return {case.name.rsplit("_", 2)[0]: case.name for case in reversed(REGISTRY)}.values()
+
+
+def pytest_generate_tests(metafunc):
+    name = "function" if "function" in metafunc.fixturenames else "case"
+    every = metafunc.config.getoption("every")
+    rows = [*function_cases.CASES] if name == "function" else REGISTRY
+    rows = [x for x in rows if every or name == "function" or x.name in {*sample()}]
+    metafunc.parametrize(
+        (name, "kind"),
+        [
+            pytest.param(x, kind, id=f"{x if name == 'function' else x.name}-{kind}")
+            for i, x in enumerate(rows)
+            for j, kind in enumerate(KINDS)
+            if (j < 2 or i % 3 == 0 if every else i % 5 % 3 == j)
+        ],
+    )
+
+
+def test_graphs(case, kind, request):
+    spec, operands = spec_and_operands(case, SMALL)
+    anchored = any(call.node.anchor for call in spec.calls)
+    specs = each_axis(case.name, operands, 3 if anchored else 0)
+    if not request.config.getoption("every"):
+        specs = each_axis(case.name, operands, 1)[-1:] if anchored else together(operands)[:1]
+    if not specs:
+        pytest.skip("no axis has an even size")
+    check(lambda *x: bind(spec, case.name, *x), operands, kind, specs)
+
+
+def test_functions(function, kind, request):
+    name, case = function, function_cases.CASES[function]
+    operands = [*function_cases.operands(case, SIZES)]
+    if (name, kind) in KNOWN:
+        pytest.skip(KNOWN[name, kind])
+    specs = together(operands)[:: max(1, operands[0].ndim - 2)]  # examples, and heads or features
+    run = function_cases.given(case, 0)
+    if request.config.getoption("every"):
+        specs = each_axis(name, operands, 3)
+        if kind == "explicit":
+            specs = [own for own in specs if has_types(run, operands, own)]
+    check(run, operands, kind, specs)
+
+
+def has_types(function, arrays, own):
+    """Whether the operations of jnp around graphs find the types of their results."""
+    try:
+        jax.eval_shape(differentiated(function, arrays), on_mesh("explicit", arrays, [own])[0])
+    except Exception as error:
+        if type(error).__name__ in ("ShardingTypeError", "DuplicateSpecError"):
+            return False
+        raise
+    return True
