@@ -41,6 +41,7 @@ from .user_context import TARGET
 PARTITIONED = "jax_cudnn_partitioned"
 LARGE = 2**20
 """Bytes of an operand from which on it is said that it is gathered."""
+_BY_XLA = "XLA runs and partitions it"
 _EXCHANGED = "XLA runs it: it exchanges statistics between devices"
 log = logging.getLogger("jax_cudnn")
 
@@ -87,29 +88,21 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     from .planning.placement import left_to_xla
     from .primitive import lower_local, lower_reference, observe, title
 
-<<<<<<< HEAD
-    titled = title(spec=spec, name=name)
-    if left_to_xla(spec) or not spec.is_static:
-        observe((spec, name), (titled, spec, "XLA runs and partitions it"))
-        return lower_local(ctx, *operands, spec=spec, name=name)
-
-    mesh = compat.partitioning_mesh(ctx)
-    if compat.is_explicit(ctx, mesh):
-        given, made = ([x.sharding.spec for x in avals] for avals in (ctx.avals_in, ctx.avals_out))
-        run = functools.partial(_on_types, spec, name)
-        if is_left_whole(spec, given):
-            observe((spec, name), (titled, spec, _EXCHANGED))
-=======
-    mesh, by_xla = compat.partitioning_mesh(ctx), left_to_xla(spec)
+    titled, mesh, by_xla = (
+        title(spec=spec, name=name),
+        compat.partitioning_mesh(ctx),
+        left_to_xla(spec),
+    )
     if spec.is_static and compat.is_explicit(ctx, mesh):
         given, made = ([x.sharding.spec for x in avals] for avals in (ctx.avals_in, ctx.avals_out))
         run = functools.partial(_on_types, spec, name)
         if by_xla or is_left_whole(spec, given):  # jnp has no types for some results
->>>>>>> b26v
+            observe((spec, name), (titled, spec, _BY_XLA if by_xla else _EXCHANGED))
             run = functools.partial(_by_reference, spec, made)
         return compat.lower_explicit(ctx, mesh, run, operands)
     # another process would not know the graph
     if by_xla or not spec.is_static or compat.is_exported(ctx):
+        observe((spec, name), (titled, spec, _BY_XLA))
         return lower_local(ctx, *operands, spec=spec, name=name)
     if is_left_whole(spec):
         observe((spec, name), (titled, spec, _EXCHANGED))

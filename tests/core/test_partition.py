@@ -141,7 +141,6 @@ def test_a_call_says_all_that_determines_it_and_is_forgotten_with_its_program():
     assert text.encode() not in partition._known
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_large_gather_is_told_once(kind, caplog):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
@@ -196,7 +195,8 @@ def test_without_a_mesh_nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
     found = jc.plans(lambda x: relu(x, x), jax.ShapeDtypeStruct((8, 8), "float32"), gpus=["H200"])
     assert not found["H200"].notes
-=======
+
+
 CACHED = """
 import collections
 import jax, jax.numpy as jnp
@@ -222,4 +222,3 @@ def test_the_persistent_cache_serves_the_program_of_the_same_graph_alone(tmp_pat
     first, second = (python(CACHED.replace("NUMBER", n)).stdout.splitlines() for n in "12")
     assert first == ["0 1 0.0"]
     assert second == ["1 0 0.0", "0 1 1.0"]
->>>>>>> b26v
