@@ -25,7 +25,8 @@ _OTHERS = {
         "_core.graph.by_reference": "Tangent Transposed Batched",
         "_core.graph.options": "Options",
         "_core.graph.spec": "GraphSpec Tensor Call Origin",
-        "ops.attention_fp8_tangent": "WideTangent Fp8Tangent Unscale Bounds QuantizeGradient Quantize",
+        "ops.attention_fp8_tangent": "WideTangent Fp8Tangent Unscale Bounds QuantizeGradient "
+        "Quantize",
         "ops.attention_packed": "PackedSdpa PackedSdpaBackward",
         "ops.attention_paged": "PagedSdpa",
         "ops.attention_qkv": "QkvSdpa QkvSdpaBackward",
