@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import all_cases
-from transformations import graphs_of
+from transformations import graphs_of, is_float
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.promotion import inferred
@@ -129,7 +129,10 @@ def test_halves_give_the_whole(case):
 )
 def test_halves_of_derivatives_give_the_whole(case):
     """Also of nodes made from references, which may need an operand for its shape only."""
-    places = [i for i, x in enumerate(case.avals) if jnp.issubdtype(x.dtype, jnp.floating)]
+    places = [i for i, x in enumerate(case.avals) if is_float(x)]
+
+    if not places:
+        return
 
     def gradients(*operands):
         def total(*floats):
@@ -137,8 +140,8 @@ def test_halves_of_derivatives_give_the_whole(case):
             for i, x in zip(places, floats, strict=True):
                 given[i] = x
             leaves = jax.tree.leaves(case.function(*given))
-            kept = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
-            return sum(jnp.sum(jnp.sin(x.astype("float32"))) for x in kept)
+            kept = [jnp.sum(jnp.sin(x.astype("float32"))) for x in leaves if is_float(x)]
+            return sum(kept, jnp.float32(0))
 
         return jax.grad(total, range(len(places)))(*(operands[i] for i in places))
 
@@ -151,7 +154,7 @@ def test_halves_of_derivatives_give_the_whole(case):
         shapes = [(t.shape, t.dtype) for t in spec.input_tensors]
         floats = [jnp.issubdtype(dtype, jnp.floating) for _, dtype in shapes]
         values = [
-            jnp.asarray(random.standard_normal(s) if f else np.ones(s), d)
+            jnp.asarray(random.random(s) + 0.25 if f else np.ones(s), d)  # also of square roots
             for (s, d), f in zip(shapes, floats, strict=True)
         ]
         check_halves(spec, values)
@@ -168,6 +171,8 @@ def check_halves(spec, named):
             got, want = (np.asarray(x, np.float32) for x in (got, want))
             largest = np.max(np.abs(want), initial=0, where=np.isfinite(want)) + 1e-6
             exact = 2e-4 if wide else 2e-2
+            if "float8" in spec.tensor(name).dtype:  # one step of float8_e5m2
+                exact = 0.25
             np.testing.assert_allclose(
                 got, want, exact, exact * largest, err_msg=str((name, factor))
             )
