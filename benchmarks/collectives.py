@@ -168,7 +168,8 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="cells with this in their names")
     parser.add_argument("--into", type=Path, metavar="FILE", help="put them into this result")
     given = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")  # the absent ones need no device
+    jax.config.update("jax_platforms", "cpu")  # the absent ones need no device, but layers count
+    jax.config.update("jax_num_cpu_devices", 8)
     found = {}
     for name, model in models().items():
         for over, way in model.cells:

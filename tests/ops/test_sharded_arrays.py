@@ -72,7 +72,7 @@ def test_tokens_are_sharded_as_for_lax(name, kind):
             x = jax.device_put(inputs(*TOKENS), spec)
             (got, ours), (want, theirs) = (step(f, x, parameters) for f in functions)
         assert_near(got, want)
-        assert ours == theirs
+        assert ours <= theirs  # lax sums a weight's gradient over one axis after the other
         for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b.sharding)
 
