@@ -228,15 +228,24 @@ def keep_alive(ctx: Any, value: Any) -> None:
     ctx.module_context.add_keepalive(value)
 
 
+_SETTINGS = (
+    *("enable_x64", "default_matmul_precision", "threefry_partitionable", "default_prng_impl"),
+    *("threefry_gpu_kernel_lowering", "random_seed_offset", "softmax_custom_jvp"),
+    *("numpy_dtype_promotion", "numpy_rank_promotion"),
+)
+"""JAX's settings that change what a reference computes, or whether it can be traced."""
+
+
 def settings_of_thread() -> tuple[Any, Any]:
     """What holds in this thread for the lowering of a reference, and a context manager that sets
     it in another."""
-    values = _config.enable_x64.value, _config.default_matmul_precision.value
+    values = {name: getattr(_config, name).value for name in _SETTINGS}
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
-        x64, precision = values
-        with _config.enable_x64(x64), _config.default_matmul_precision(precision):
+        with contextlib.ExitStack() as stack:
+            for name, value in values.items():
+                stack.enter_context(getattr(_config, name)(value))
             yield
 
     return values, entered

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import secrets
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from .errors import GraphError
 from .graph.reference import evaluate
 from .graph.spec import GraphSpec, Tensor
 from .package import fingerprint
+from .primitive import Seen, lower_local, lower_reference, observe, observer, title
 from .sharding.axes import WHOLE, factors
 from .sharding.work import (
     Sharding,
@@ -57,6 +59,8 @@ class _Partitioned:
     module: Any
     target: Any
     settings: Any
+    seen: Seen | None
+    """What wants to know the graphs of one device."""
     made: dict[Work, bytes] = field(default_factory=dict)
     """Modules by what they do: the layers of a model share them."""
 
@@ -86,7 +90,6 @@ cache, which sees only it, cannot serve the program of another graph."""
 def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     """The custom call in place of a graph, or its reference where XLA runs it anyway."""
     from .planning.placement import left_to_xla
-    from .primitive import lower_local, lower_reference, observe, title
 
     titled, mesh, by_xla = (
         title(spec=spec, name=name),
@@ -111,11 +114,16 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
     values, settings = compat.settings_of_thread()
     said = repr((spec._key(), name, where, values, fingerprint(), jax.__version__))
+    seen = observer.get()
+    if seen is not None:  # XLA partitions it anew, whatever JAX's cache holds
+        seen.setdefault((spec, name), [])
+        said += secrets.token_hex()
     key = f"{titled} {hashlib.sha256(said.encode()).hexdigest()}".encode()
-    site = _Partitioned(spec, name, mesh, axes, compat.module_platforms(ctx), target, settings)
+    site = _Partitioned(
+        spec, name, mesh, axes, compat.module_platforms(ctx), target, settings, seen
+    )
     site = _known.setdefault(key, site)
     compat.keep_alive(ctx, site)
-    observe((spec, name))
     register()
     return compat.partitioned_call(ctx, PARTITIONED, key, operands, *_letters(spec))
 
@@ -140,7 +148,7 @@ def _on_types(spec: GraphSpec, name: str, mesh: Any, avals: Any, *arrays: Any) -
     pairs = zip(avals, spec.input_tensors, strict=True)
     given = tuple(padded(a.sharding.spec, t) for a, t in pairs)
     found = work(spec, given, (), (*mesh.shape.items(),))
-    _tell(spec, name, given, found, mesh.shape)
+    _tell(spec, name, given, found, mesh.shape, True, observer.get())
     specs = tuple(map(spec_of, found.operands))
     arrays = tuple(
         jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, own))
@@ -205,8 +213,8 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
     wanted = wanted.tuple_elements() if result.is_tuple() else [wanted]
     given = _decoded(site, shardings, spec.input_tensors)
     found = site.work(given, _decoded(site, wanted, spec.output_tensors))
+    _tell(spec, site.name, given, found, site.axes.shape, site.sums, site.seen)
     if found not in site.made:
-        _tell(spec, site.name, given, found, site.axes.shape)
         avals = [
             jax.ShapeDtypeStruct(
                 tuple(n // size_of(a, site.axes.shape) for n, a in zip(t.shape, own, strict=True)),
@@ -221,15 +229,23 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
     return site.made[found], _encoded(site, found.operands), results
 
 
-def _tell(spec: GraphSpec, name: str, given: Any, found: Work, sizes: Mapping[str, int]) -> None:
+def _tell(
+    spec: GraphSpec,
+    name: str,
+    given: Any,
+    found: Work,
+    sizes: Mapping[str, int],
+    sums: bool,
+    seen: Seen | None,
+) -> None:
     """Says what each device computes, and warns of large operands that are gathered."""
-    from .primitive import observe, title
-
-    all_of_them = gathered(spec, given, found, sizes)
+    all_of_them = gathered(spec, given, found, sizes, sums)
     how = "; ".join((described(spec, found), *map(str, all_of_them)))
     for _, local in found.stages:
         log.debug("%s: each device computes %s", name, local)
-        observe((spec, name), (title(spec=local, name=name), local, how))
+    if seen is not None:
+        graphs = [(title(spec=local, name=name), local, how) for _, local in found.stages]
+        seen.setdefault((spec, name), []).extend(graphs)
     large = [one for one in all_of_them if one.nbytes >= LARGE]
     if large:
         where = [spec._cache["line"]] if spec._cache.get("line") else []

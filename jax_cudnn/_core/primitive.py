@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -32,8 +33,7 @@ cudnn_local_p = compat.new_primitive("cudnn_local", title)
 
 def bind(spec: GraphSpec, name: str, *operands: Any) -> list[jax.Array]:
     """Apply a graph to arrays in the order of ``spec.inputs``; ``name`` is the user's function."""
-    if "line" not in spec._cache:  # where it was traced first, for warnings
-        spec._cache["line"] = user_line()
+    spec._cache["line"] = user_line()  # where it was traced last, for warnings
     with jax.named_scope(name):
         return cudnn_p.bind(*_align_varying(operands), spec=spec, name=name)
 
@@ -89,13 +89,15 @@ def _local(*operands: Any, spec: GraphSpec, name: str) -> list[Any]:
 lower_local = mlir.lower_fun(_local, multiple_results=True)
 
 
-observers: list[dict[Any, list[tuple[str, GraphSpec, str]]]] = []
-"""Each is given the graphs that one device computes, by calls, in the order in which programs are
+Seen = dict[Any, list[tuple[str, GraphSpec, str]]]
+observer: ContextVar[Seen | None] = ContextVar("observer", default=None)
+"""Is given the graphs that one device computes, by calls, in the order in which a program is
 lowered: their names, and how a mesh shards them."""
 
 
 def observe(key: Any, *graphs: tuple[str, GraphSpec, str]) -> None:
-    for seen in observers:
+    seen = observer.get()
+    if seen is not None:
         seen.setdefault(key, []).extend(graphs)
 
 

@@ -95,7 +95,7 @@ class ScoreMod:
     def stretches(self, tensors: Tensors) -> dict[str, Shape]:
         """The operands broadcast over queries, which cuDNN would misread, with the shapes to which
         they are copied."""
-        scores = self.spec.tensor(self.spec.inputs[0]).shape
+        scores = (*tensors["q"].shape[:3], tensors["k"].shape[2])  # on a mesh, of one device
         shapes = {port: stretched(tensors[port].shape, scores) for port in self.ports}
         return {port: shape for port, shape in shapes.items() if shape != tensors[port].shape}
 

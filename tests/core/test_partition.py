@@ -1,6 +1,7 @@
 """Graphs over a mesh of 8 host devices: values of the unsharded program, collectives of jnp."""
 
 import collections
+import concurrent.futures
 import gc
 import math
 import re
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
 from jax_cudnn._core import partition
+from jax_cudnn._core.planning import planner
 
 COLLECTIVE = re.compile(
     r" = (.+) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\("
@@ -222,3 +224,70 @@ def test_the_persistent_cache_serves_the_program_of_the_same_graph_alone(tmp_pat
     first, second = (python(CACHED.replace("NUMBER", n)).stdout.splitlines() for n in "12")
     assert first == ["0 1 0.0"]
     assert second == ["1 0 0.0", "0 1 1.0"]
+
+
+def over(mesh, shape, *spec, dtype="float32"):
+    sharding = NamedSharding(mesh, P(*spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def test_settings_of_references_are_in_the_call():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, key = over(mesh, (8, 4, 2, 8), "data"), jax.random.wrap_key_data(jnp.array([1, 2], "uint32"))
+
+    def lowered(setting):
+        drop = lambda q: jc.ops.dot_product_attention(  # noqa: E731
+            q, q, q, dropout_rate=0.5, dropout_rng=key
+        )
+        with jax.threefry_partitionable(setting):
+            made = jax.jit(drop).lower(x)
+        return made, made.compile()
+
+    kept = lowered(False)
+    drawn = jax.device_put(jax.random.normal(jax.random.key(0), x.shape), x.sharding)
+    for setting, (_, compiled) in ((True, lowered(True)), (False, kept)):
+        with jax.threefry_partitionable(setting):
+            want = jax.jit(lambda q: jc.ops.dot_product_attention(
+                q, q, q, dropout_rate=0.5, dropout_rng=key))(jax.device_get(drawn))  # fmt: skip
+        np.testing.assert_allclose(compiled(drawn), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.deviceless
+def test_plans_do_not_depend_on_what_was_compiled_before():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sizes = 24, 40, 56
+    double = jc.graph(lambda g, x: g.add(x, x))
+
+    def shapes(size):
+        with jc.target("H200"):
+            plans = jc.plans(double, over(mesh, (8, size), "data"))
+        return [[t.shape for t in plan.spec.input_tensors] for plan in plans.values()]
+
+    jax.jit(lambda x: double(x)).lower(over(mesh, (8, 24), "data")).compile()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(shapes, sizes)] == [[[(1, size)]] for size in sizes]
+
+
+@pytest.mark.deviceless
+def test_warmup_plans_the_graphs_of_one_device(no_plans, monkeypatch):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    planned, plan = [], planner.plan
+
+    def planning(spec, *given, **how):
+        planned.append(spec)
+        return plan(spec, *given, **how)
+
+    monkeypatch.setattr(planner, "plan", planning)
+    with jc.target("H200"):
+        jc.warmup(relu, over(mesh, (64, 16, 72), "data"), over(mesh, (1, 72, 8)))
+    assert {spec.input_tensors[0].shape for spec in planned} == {(8, 16, 72)}
+
+
+def test_groups_that_shards_do_not_divide_are_told(caplog):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, w = over(mesh, (8, 64, 64, 64), None, None, None, "data"), over(mesh, (3, 3, 16, 64))
+    dims = ("NHWC", "HWIO", "NHWC")
+    grouped = lambda x, w: jc.ops.conv(x, w, dimension_numbers=dims, groups=4)  # noqa: E731
+    with caplog.at_level("WARNING", "jax_cudnn"):
+        jax.jit(grouped).lower(x, w).compile()
+    assert "8 shards do not divide its 4 parts" in caplog.text

@@ -13,7 +13,7 @@ from .. import compat
 from ..errors import GraphError, GraphTypeError, shown
 from ..graph.spec import GraphSpec
 from ..graph.trace import GraphFunction
-from ..primitive import cudnn_local_p, cudnn_p, observers
+from ..primitive import Seen, cudnn_local_p, cudnn_p, observer
 
 
 class Graphs(dict[str, GraphSpec]):
@@ -46,13 +46,11 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
     with advised(args):
         if isinstance(fn, GraphFunction):
             found = [(fn.name, fn.trace(*args, **static)[1].spec, "")]
-            sharded = any(map(_on_mesh, jax.tree.leaves(args)))
+            sharded = is_sharded(None, args)
         else:
             jaxpr = _jaxpr(fn, args, static)
             found = [(*each, "") for each in dict.fromkeys(in_jaxpr(jaxpr))]
-            sharded = bool(found) and (
-                any(map(_on_mesh, jax.tree.leaves(args))) or any(_shardings(jaxpr))
-            )
+            sharded = bool(found) and is_sharded(jaxpr, args)
     if sharded:
         found = list(dict.fromkeys(_local(fn, args, static))) or found
     if not found:
@@ -122,14 +120,20 @@ def _local(
 ) -> Iterator[tuple[str, GraphSpec, str]]:
     """The graphs of one device, with how a mesh shards them, as XLA compiles the function."""
     run, arrays = _of_arrays(fn, args, static)
-    seen: dict[Any, list[tuple[str, GraphSpec, str]]] = {}
-    observers.append(seen)
+    seen: Seen = {}
+    token = observer.set(seen)
     try:
         jax.jit(run).lower(*arrays).compile()
     finally:
-        observers.remove(seen)
+        observer.reset(token)
     for each in seen.values():
         yield from each
+
+
+def is_sharded(jaxpr: Any, args: tuple[Any, ...]) -> bool:
+    """Whether arguments or a program's shardings are over several devices."""
+    given = any(map(_on_mesh, jax.tree.leaves(args)))
+    return given or (jaxpr is not None and any(_shardings(jaxpr)))
 
 
 def _on_mesh(value: Any) -> bool:

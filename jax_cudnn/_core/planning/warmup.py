@@ -11,14 +11,16 @@ import jax
 from .. import compat, context
 from ..errors import GraphTypeError, shown
 from . import progress
-from .collect import advised, in_jaxpr
+from .collect import advised, in_jaxpr, is_sharded
+from .support import plans
 
 
 def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """Plan every graph of a program ahead of its first call, also for other processes.
 
     The program is traced and lowered, but not compiled or run; its plans stay in memory and in
-    the plan cache. Graphs inside a sharded program are planned for the shapes of one device.
+    the plan cache. Graphs inside a sharded program are planned for the shapes of one device; where
+    arrays are sharded, XLA compiles it for their mesh to find these.
 
     Args:
         fn: a function of arrays, jitted or not (static arguments and shardings are kept).
@@ -54,5 +56,7 @@ def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowe
             'jax_cudnn.target("H200"): ...',
             stacklevel=2,
         )
+    if is_sharded(traced.jaxpr.jaxpr, args):  # XLA says what a device computes
+        plans(fn, *args, **kwargs)
     with progress.counted(len(graphs)):
         return traced.lower(lowering_platforms=("cuda",)) if context.targeted() else traced.lower()

@@ -255,39 +255,56 @@ def described(spec: GraphSpec, found: Work) -> str:
 
 
 class Gathered(NamedTuple):
-    """An operand that each device gets whole along a dimension, though it is sharded there."""
+    """A tensor that each device gets whole along a dimension, though it is sharded there."""
 
     tensor: Tensor
     dim: int
     axes: Axes
     nbytes: int
-    divided: bool
-    """Whether the shards divide the dimension; if so, cuDNN needs all of it."""
+    why: str
 
     def __str__(self) -> str:
-        why = (
-            "cuDNN needs all of it" if self.divided else "its size is not a multiple of the shards"
-        )
         return (
             f"{self.tensor.name}, {self.tensor.dtype}{list(self.tensor.shape)}, is gathered along "
             f"dimension {self.dim}, which {' and '.join(self.axes)} shards, {self.nbytes:,} bytes "
-            f"on each device: {why}"
+            f"on each device: {self.why}"
         )
 
 
 def gathered(
-    spec: GraphSpec, given: tuple[Sharding, ...], found: Work, sizes: Mapping[str, int]
+    spec: GraphSpec,
+    given: tuple[Sharding, ...],
+    found: Work,
+    sizes: Mapping[str, int],
+    sums: bool,
 ) -> list[Gathered]:
     """What is gathered because a graph cannot be sharded along its axes. An operand that gives way
     to another one, as a weight under FSDP to the batch, is gathered for jnp, too."""
-    whole = {at for factor in factors(spec) if factor.role == WHOLE for at in factor.axes}
+    of = {at: factor for factor in factors(spec) for at in factor.axes}
+    taken = {axis for sharding in found.operands for axes in sharding for axis in axes}
     made = []
     for tensor, own, used in zip(spec.input_tensors, given, found.operands, strict=True):
         nbytes = tensor.nbytes // size_of(tuple(axis for axes in used for axis in axes), sizes)
         for dim, axes in enumerate(own):
-            divided = tensor.shape[dim] % size_of(axes, sizes) == 0
-            if axes and not used[dim] and ((tensor.name, dim) in whole or not divided):
-                made.append(Gathered(tensor, dim, axes, nbytes, divided))
+            if not axes or used[dim]:
+                continue
+            factor, shards = of.get((tensor.name, dim)), size_of(axes, sizes)
+            why = ""
+            if factor is None or factor.role == WHOLE:
+                why = "cuDNN needs all of it"
+            elif factor.size % shards:
+                why = f"{shards} shards do not divide its {factor.size} parts"
+            elif factor.partial and not sums:
+                why = "devices cannot sum over several axes next to manual ones"
+            elif not {*axes} <= taken:
+                why = "another tensor of the call is sharded in another way"
+            if why:
+                made.append(Gathered(tensor, dim, axes, nbytes, why))
+    for move in (*(move for moves, _ in found.stages for move in moves), *found.last):
+        if move.how == "gather":
+            tensor = spec.tensor(move.name)
+            why = "a later operation needs all of it"
+            made.append(Gathered(tensor, move.dim, move.axes, tensor.nbytes, why))
     return made
 
 

@@ -156,7 +156,7 @@ def dce_rule(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     if not any(used):
         return [False] * len(spec.inputs), None
     left = pruned(spec, tuple(n for n, u in zip(spec.outputs, used, strict=True) if u))
-    left._cache.setdefault("line", spec._cache.get("line", ""))
+    left._cache["line"] = spec._cache.get("line", "")
     live = [n in left.inputs for n in spec.inputs]
     return live, equation.replace(
         invars=[v for v, keep in zip(equation.invars, live, strict=True) if keep],
