@@ -1,14 +1,13 @@
 """Replace Flax's layers by those of jax_cudnn.flax in Flax's own tests."""
 
 import functools
-import inspect
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-import jax_cudnn as jc
+from jax_cudnn._core.graph.trace import GraphFunction
 from jax_cudnn.flax.layer import SWAPPED
 
 FAST_VARIANCE = "Flax's E[x²] - E[x]² loses digits in groups of two; ours is close to float64"
@@ -19,7 +18,7 @@ DIFFERENT = {
 """Tests that must fail, and why: documented differences."""
 
 SHARE = 0.75
-"""The smallest share of tests that must call ``jax_cudnn.ops``. The rest test constructors, errors
+"""The smallest share of tests that must use a cuDNN graph. The rest test constructors, errors
 and cases that fall back to Flax's implementation."""
 
 STEPS = 4
@@ -40,7 +39,7 @@ def within_rounding(actual, desired, *args, **kwargs):
 
 
 ran: dict[str, int] = {}
-"""How often each test called a function of ``jax_cudnn.ops``."""
+"""How often each test used a cuDNN graph."""
 
 
 def counted(function):
@@ -61,9 +60,7 @@ def pytest_configure():
         assert getattr(nnx, theirs.__name__) is theirs
         setattr(nnx, theirs.__name__, ours)
     np.testing.assert_array_equal = within_rounding
-    for name, function in [*vars(jc.ops).items()]:
-        if inspect.isfunction(function):
-            setattr(jc.ops, name, counted(function))
+    GraphFunction.__call__ = counted(GraphFunction.__call__)
 
 
 def pytest_runtest_setup(item):
@@ -73,7 +70,7 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
     calling = sum(calls > 0 for calls in ran.values())
-    print(f"\n{calling} of {len(ran)} tests called jax_cudnn.ops")
+    print(f"\n{calling} of {len(ran)} tests used a cuDNN graph")
     if calling < SHARE * len(ran):
         print(f"fewer than {SHARE:.0%}: layers fall back to Flax too often")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
