@@ -357,47 +357,9 @@ def automatic_axes(ctx: Any, mesh: Any) -> Any:
     return jax.sharding.AbstractMesh(tuple(mesh.shape[axis] for axis in names), names)
 
 
-def mesh_axes(sharding: Any, mesh: Any) -> list[tuple[str, ...]]:
-    """The axes of a mesh that shard each dimension according to XLA: those ahead of the first of
-    which only a part does, and none where the mesh cannot state it."""
-    if sharding is None or not sharding.is_tiled():
-        return []
-    primes = {axis: _primes(size) for axis, size in mesh.shape.items()}
-    sizes = {(axis, i): p for axis, found in primes.items() for i, p in enumerate(found)}
-    try:
-        devices = sharding.tile_assignment_devices()
-        order = iter(_sharding_impls.unflatten_array(sizes, devices))
-        dims = []
-        for size in sharding.tile_assignment_dimensions():
-            used, axes = [], []
-            while size > 1:
-                used.append(next(order))
-                size, rest = divmod(size, sizes[used[-1]])
-                if rest:
-                    return []
-            while used and used[: len(primes[used[0][0]])] == _parts(primes, used[0][0]):
-                axes.append(used[0][0])
-                del used[: len(primes[axes[-1]])]
-            dims.append(tuple(axes))
-    except (KeyError, ValueError, StopIteration):
-        return []
-    groups = len(sharding.subgroup_types()) or sharding.replicate_on_last_tile_dim()
-    return dims[: len(dims) - groups]
-
-
-def _parts(primes: dict[str, list[int]], axis: str) -> list[tuple[str, int]]:
-    return [(axis, i) for i in range(len(primes[axis]))]
-
-
-def _primes(size: int) -> list[int]:
-    found, p = [], 2
-    while size > 1:
-        if size % p == 0:
-            found.append(p)
-            size //= p
-        else:
-            p += 1
-    return found
+def unflattened(devices: Any, sizes: Any) -> Iterator[Any]:
+    """The axes, given with their sizes, in the order in which they number these devices."""
+    return iter(_sharding_impls.unflatten_array(sizes, devices))
 
 
 def hlo_sharding(mesh: Any, spec: Any, rank: int) -> Any:

@@ -91,11 +91,8 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     """The custom call in place of a graph, or its reference where XLA runs it anyway."""
     from .planning.placement import left_to_xla
 
-    titled, mesh, by_xla = (
-        title(spec=spec, name=name),
-        compat.partitioning_mesh(ctx),
-        left_to_xla(spec),
-    )
+    titled, by_xla = title(spec=spec, name=name), left_to_xla(spec)
+    mesh = compat.partitioning_mesh(ctx)
     if spec.is_static and compat.is_explicit(ctx, mesh):
         given, made = ([x.sharding.spec for x in avals] for avals in (ctx.avals_in, ctx.avals_out))
         run = functools.partial(_on_types, spec, name)
@@ -103,8 +100,8 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
             observe((spec, name), (titled, spec, _BY_XLA if by_xla else _EXCHANGED))
             run = functools.partial(_by_reference, spec, made)
         return compat.lower_explicit(ctx, mesh, run, operands)
-    # another process would not know the graph
-    if by_xla or not spec.is_static or compat.is_exported(ctx):
+    elsewhere = compat.is_exported(ctx)  # another process would not know the graph
+    if by_xla or elsewhere or not spec.is_static:
         observe((spec, name), (titled, spec, _BY_XLA))
         return lower_local(ctx, *operands, spec=spec, name=name)
     if is_left_whole(spec):
@@ -263,10 +260,53 @@ def _warn(text: str) -> None:
 
 def _decoded(site: _Partitioned, shardings: Any, tensors: Iterable[Tensor]) -> tuple[Sharding, ...]:
     return tuple(
-        padded(compat.mesh_axes(sharding, site.axes), tensor)
+        padded(_mesh_axes(sharding, site.axes), tensor)
         for sharding, tensor in zip(shardings, tensors, strict=True)
     )
 
 
 def _encoded(site: _Partitioned, shardings: Iterable[Sharding]) -> list[Any]:
     return [compat.hlo_sharding(site.axes, spec_of(own), len(own)) for own in shardings]
+
+
+def _mesh_axes(sharding: Any, mesh: Any) -> list[tuple[str, ...]]:
+    """The axes of a mesh that shard each dimension according to XLA: those ahead of the first of
+    which only a part does, and none where the mesh cannot state it."""
+    if sharding is None or not sharding.is_tiled():
+        return []
+    primes = {axis: _primes(size) for axis, size in mesh.shape.items()}
+    sizes = {(axis, i): p for axis, found in primes.items() for i, p in enumerate(found)}
+    try:
+        devices = sharding.tile_assignment_devices()
+        order = compat.unflattened(devices, sizes)
+        dims = []
+        for size in sharding.tile_assignment_dimensions():
+            used, axes = [], []
+            while size > 1:
+                used.append(next(order))
+                size, rest = divmod(size, sizes[used[-1]])
+                if rest:
+                    return []
+            while used and used[: len(primes[used[0][0]])] == _parts(primes, used[0][0]):
+                axes.append(used[0][0])
+                del used[: len(primes[axes[-1]])]
+            dims.append(tuple(axes))
+    except (KeyError, ValueError, StopIteration):
+        return []
+    groups = len(sharding.subgroup_types()) or sharding.replicate_on_last_tile_dim()
+    return dims[: len(dims) - groups]
+
+
+def _parts(primes: dict[str, list[int]], axis: str) -> list[tuple[str, int]]:
+    return [(axis, i) for i in range(len(primes[axis]))]
+
+
+def _primes(size: int) -> list[int]:
+    found, p = [], 2
+    while size > 1:
+        if size % p == 0:
+            found.append(p)
+            size //= p
+        else:
+            p += 1
+    return found

@@ -280,6 +280,7 @@ def test_warmup_plans_the_graphs_of_one_device(no_plans, monkeypatch):
     monkeypatch.setattr(planner, "plan", planning)
     with jc.target("H200"):
         jc.warmup(relu, over(mesh, (64, 16, 72), "data"), over(mesh, (1, 72, 8)))
+        jc.warmup(jnp.sin, over(mesh, (64, 16), "data"))  # without a graph
     assert {spec.input_tensors[0].shape for spec in planned} == {(8, 16, 72)}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,8 +19,8 @@ class Graphs(dict[str, GraphSpec]):
     """Graphs by name. On a mesh these are the graphs of one device, and ``notes`` says of each how
     the mesh shards it."""
 
-    def __init__(self, found: Mapping[str, GraphSpec] = MappingProxyType({})) -> None:
-        super().__init__(found)
+    def __init__(self) -> None:
+        super().__init__()
         self.notes: dict[str, str] = {}
 
 

@@ -17,7 +17,7 @@ from ..cuda import CudaDevice
 from ..errors import GraphError, TargetError, UnsupportedGraphError, shown
 from ..graph.spec import GraphSpec
 from . import failure, frontend, progress
-from .collect import graphs, pieces
+from .collect import Graphs, graphs, pieces
 from .plan import XLA, Plan
 from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
 from .table import ByGpu, Plans
@@ -117,7 +117,7 @@ def plans(
     return _plans(graphs(fn, args, static), chosen)
 
 
-def _plans(found: Mapping[str, GraphSpec], chosen: Sites | None) -> Plans | dict[str, Plans]:
+def _plans(found: Graphs, chosen: Sites | None) -> Plans | dict[str, Plans]:
     """The plans of graphs, on chosen GPUs or the default one."""
     from .placement import place  # and all of planning: importing jax_cudnn does without
 
@@ -125,7 +125,7 @@ def _plans(found: Mapping[str, GraphSpec], chosen: Sites | None) -> Plans | dict
 
         def planned(site: Profile | CudaDevice | None) -> Plans:
             made = Plans()
-            made.notes = getattr(found, "notes", {})
+            made.notes = found.notes
             for name, spec in found.items():
                 with program.graph():
                     there = site or context.site(_default_devices(), name)

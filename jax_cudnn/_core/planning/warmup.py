@@ -56,7 +56,7 @@ def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowe
             'jax_cudnn.target("H200"): ...',
             stacklevel=2,
         )
-    if is_sharded(traced.jaxpr.jaxpr, args):  # XLA says what a device computes
+    if graphs and is_sharded(traced.jaxpr.jaxpr, args):  # XLA says what a device computes
         plans(fn, *args, **kwargs)
     with progress.counted(len(graphs)):
         return traced.lower(lowering_platforms=("cuda",)) if context.targeted() else traced.lower()
