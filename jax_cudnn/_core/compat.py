@@ -270,6 +270,14 @@ def register_partitioner(name: str, wanted: Any, partition: Any, inferred: Any) 
     _xla_bridge.register_plugin_callbacks(register)
 
 
+def transposed(x: Any) -> tuple[Any, tuple[int, ...]]:
+    """The value that a value of a module is a transpose of, itself if of none, and the order of
+    its dimensions."""
+    if getattr(x.owner, "name", "") == "stablehlo.transpose":
+        return x.owner.opview.operand, tuple(x.owner.opview.permutation)
+    return x, tuple(range(x.type.rank))
+
+
 def partitioned_call(
     ctx: Any,
     target: str,
@@ -304,11 +312,10 @@ def partitioned_call(
             sizes[f"f{factor[0]}"], sizes[whole[-1]] = factor[1], rest
             return CompoundFactor(f"f{factor[0]}", whole[-1])
 
+        given = [ir.RankedTensorType(x.type) for x in operands]
         ins, outs = (
-            tuple(
-                tuple(map(letter, dims, aval.shape)) for dims, aval in zip(side, avals, strict=True)
-            )
-            for side, avals in ((factors_in, ctx.avals_in), (factors_out, ctx.avals_out))
+            tuple(tuple(map(letter, dims, t.shape)) for dims, t in zip(side, found, strict=True))
+            for side, found in ((factors_in, given), (factors_out, types))
         )
         alone_too = {name for dims in (*ins, *outs) for name in dims if isinstance(name, str)}
         order = dict.fromkeys(f[0] for dims in factors_in for f in dims if f and f[0] in reduced)
@@ -320,7 +327,7 @@ def partitioned_call(
             need_replication_factors=tuple(whole),
             **{name: size for name, size in sizes.items() if name not in alone_too},
         )
-        attribute = sdy_sharding_rule_to_mlir(rule, [x.type for x in operands], types)
+        attribute = sdy_sharding_rule_to_mlir(rule, given, types)
         call.attributes["sdy.sharding_rule"] = attribute
     return [
         mlir.lower_with_sharding_in_types(ctx, x, aval)

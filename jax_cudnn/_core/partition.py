@@ -15,7 +15,7 @@ import secrets
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -45,6 +45,7 @@ LARGE = 2**20
 """Bytes of an operand from which on it is said that it is gathered."""
 _BY_XLA = "XLA runs and partitions it"
 _EXCHANGED = "XLA runs it: it exchanges statistics between devices"
+T = TypeVar("T")
 log = logging.getLogger("jax_cudnn")
 
 
@@ -59,6 +60,8 @@ class _Partitioned:
     module: Any
     target: Any
     settings: Any
+    turns: tuple[tuple[int, ...], ...]
+    """The dimensions of each array of the call, in the order of the graph's operand."""
     seen: Seen | None
     """What wants to know the graphs of one device."""
     made: dict[Work, bytes] = field(default_factory=dict)
@@ -110,19 +113,27 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     axes, target = compat.automatic_axes(ctx, mesh), TARGET.value
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
     values, settings = compat.settings_of_thread()
-    said = repr((spec._key(), name, where, values, fingerprint(), jax.__version__))
+    # What XLA gathers, or moves, is the array in its own order: once for all calls that read it.
+    operands, turns = zip(*map(compat.transposed, operands), strict=True) if operands else ((), ())
+    said = repr((spec._key(), name, turns, where, values, fingerprint(), jax.__version__))
     seen = observer.get()
     if seen is not None:  # XLA partitions it anew, whatever JAX's cache holds
         seen.setdefault((spec, name), [])
         said += secrets.token_hex()
     key = f"{titled} {hashlib.sha256(said.encode()).hexdigest()}".encode()
-    site = _Partitioned(
-        spec, name, mesh, axes, compat.module_platforms(ctx), target, settings, seen
-    )
+    module = compat.module_platforms(ctx)
+    site = _Partitioned(spec, name, mesh, axes, module, target, settings, turns, seen)
     site = _known.setdefault(key, site)
     compat.keep_alive(ctx, site)
     register()
-    return compat.partitioned_call(ctx, PARTITIONED, key, operands, *_letters(spec))
+    ins, outs, sums = _letters(spec)
+    ins = [*map(_given, ins, turns)]
+    return compat.partitioned_call(ctx, PARTITIONED, key, operands, ins, outs, sums)
+
+
+def _given(dims: Sequence[T], turn: Sequence[int]) -> tuple[T, ...]:
+    """What belongs to each dimension of an operand, for those of the array that is given."""
+    return tuple(dims[turn.index(i)] for i in range(len(turn)))
 
 
 def _letters(spec: GraphSpec) -> tuple[Any, Any, set[int]]:
@@ -198,7 +209,7 @@ def _inferred(shapes: Any, shardings: Any, result: Any, key: bytes) -> Any:
     """GSPMD's: an error would end the process. :func:`_partition` meets it again, and raises it."""
     try:
         site = _site(key)
-        found = site.work(_decoded(site, shardings, site.spec.input_tensors), ())
+        found = site.work(_operands(site, shardings), ())
         return compat.packed_shardings(result, _encoded(site, found.results))
     except Exception:
         return compat.replicated(result)
@@ -208,22 +219,23 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
     site = _site(key)
     spec = site.spec
     wanted = wanted.tuple_elements() if result.is_tuple() else [wanted]
-    given = _decoded(site, shardings, spec.input_tensors)
+    given = _operands(site, shardings)
     found = site.work(given, _decoded(site, wanted, spec.output_tensors))
     _tell(spec, site.name, given, found, site.axes.shape, site.sums, site.seen)
     if found not in site.made:
-        avals = [
-            jax.ShapeDtypeStruct(
-                tuple(n // size_of(a, site.axes.shape) for n, a in zip(t.shape, own, strict=True)),
-                t.dtype,
-            )
-            for t, own in zip(spec.input_tensors, found.operands, strict=True)
-        ]
-        body = functools.partial(found.run, spec.inputs, site.name)
+        avals = []
+        for t, own, turn in zip(spec.input_tensors, found.operands, site.turns, strict=True):
+            parts = [size_of(axes, site.axes.shape) for axes in own]
+            shape = [n // shards for n, shards in zip(t.shape, parts, strict=True)]
+            avals.append(jax.ShapeDtypeStruct(_given(shape, turn), t.dtype))
+
+        def body(*arrays: Any) -> list[Any]:
+            return found.run(spec.inputs, site.name, *map(jax.numpy.transpose, arrays, site.turns))
+
         with site.contexts():
             site.made[found] = compat.local_module(body, avals, site.mesh, *site.module)
     results = compat.packed_shardings(result, _encoded(site, found.results))
-    return site.made[found], _encoded(site, found.operands), results
+    return site.made[found], _encoded(site, map(_given, found.operands, site.turns)), results
 
 
 def _tell(
@@ -256,6 +268,12 @@ _ADVICE = "what to do: shard another dimension, or call it in jax.shard_map"
 def _warn(text: str) -> None:
     """Once; a warning that a filter makes an error would end XLA's callback."""
     log.warning(text)
+
+
+def _operands(site: _Partitioned, shardings: Any) -> tuple[Sharding, ...]:
+    tensors = site.spec.input_tensors
+    decoded = _decoded(site, shardings, tensors)
+    return tuple(tuple(own[i] for i in turn) for own, turn in zip(decoded, site.turns, strict=True))
 
 
 def _decoded(site: _Partitioned, shardings: Any, tensors: Iterable[Tensor]) -> tuple[Sharding, ...]:

@@ -133,7 +133,8 @@ def _transformed(rule: str, *args: Any, **params: Any) -> Any:
 
 for _primitive in (cudnn_p, cudnn_local_p):
     _primitive.def_abstract_eval(_abstract_eval)
-mlir.register_lowering(cudnn_p, _lower)
+# Not cached: a cached lowering does not see that an operand is a transpose. cudnn_local_p's is.
+mlir.register_lowering(cudnn_p, _lower, cacheable=False)
 mlir.register_lowering(cudnn_local_p, lower_reference)
 mlir.register_lowering(
     cudnn_local_p,

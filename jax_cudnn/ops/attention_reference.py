@@ -142,6 +142,8 @@ class Attention:
 
     def mask(self, arrays: Arrays) -> jax.Array:
         """1 where dropout keeps a weight, else 0: (B, H, S, T)."""
+        if "dropout_mask" in arrays:
+            return arrays["dropout_mask"]
         assert self.dropout is not None
         (b, h, s, _), t = arrays["q"].shape, arrays["k"].shape[2]
         return extras.kept(arrays, self.dropout, (b, h, s, t), 0)

@@ -13,7 +13,7 @@ import math
 import numbers
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -49,6 +49,29 @@ def frozen(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass with Node's equality and text. Generated ones would
     double the import time of each node."""
     return dataclass(frozen=True, eq=False, repr=False)(cls)
+
+
+class Counter(NamedTuple):
+    """What a shard of the batch needs to draw the random numbers of the whole.
+
+    Attributes:
+        words: input ports, the seed and the count, each (1, 1, 1, 2) in uint32, the low word first.
+        drawn: the input port that may hold what is drawn instead, of this shape; batch first.
+        batch: an input port whose first dimension is the batch.
+        step: what each element of the batch adds to the count.
+    """
+
+    words: tuple[str, str]
+    drawn: str
+    shape: Shape
+    batch: str
+    step: int
+
+
+def advanced(words: jax.Array, by: Any) -> jax.Array:
+    """A count in two words of uint32, the low one first, plus ``by``."""
+    low = words[..., 0] + by
+    return jax.numpy.stack([low, words[..., 1] + (low < words[..., 0])], axis=-1)
 
 
 @frozen
@@ -167,6 +190,10 @@ class Node(Planned):
         numbers again, in parts. ``made`` maps each input port to the node and port that computes
         it; "" if none does."""
         return ()
+
+    def counter(self, shapes: Mapping[str, Shape]) -> Counter | None:
+        """How random numbers that the node draws depend on the batch, for these input ports."""
+        return None
 
     def leaving(self, ports: Collection[str]) -> Node:
         """The node without these input ports, of those that it ``redraws``."""

@@ -7,7 +7,7 @@ The sets of all calls are joined where calls share a tensor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from ..errors import JaxCudnnError
 from ..graph.by_reference import Batched, ByReference, Tangent, Transposed
 from ..graph.dims import Shape, assigned
 from ..graph.dtypes import itemsize
-from ..graph.node import Node
+from ..graph.node import Counter, Node
 from ..graph.promotion import inferred
 from ..graph.reference import applied, in_one_part
 from ..graph.spec import GraphSpec, Tensor, intern
@@ -77,9 +77,15 @@ def factors(spec: GraphSpec) -> tuple[Factor, ...]:
         for axis, size in enumerate(tensor.shape)
     }
     named: list[list[tuple[int, _Local]]] = []
-    for call in spec.calls:
+    counting = counters(spec)
+    for i, call in enumerate(spec.calls):
         at, found = dict((*call.inputs, *call.outputs)), []
-        for local in _of_node(call.node, _ports(spec, call.inputs), _ports(spec, call.outputs)):
+        ports = _ports(spec, call.inputs), _ports(spec, call.outputs)
+        for local in (
+            _of_counting(call.node, *ports, counting[i])
+            if i in counting
+            else _of_node(call.node, *ports)
+        ):
             first, *others = (ids[at[port], axis] for port, axis in local.axes)
             assert first is not None
             classes.join(first, *others, size=local.size)
@@ -138,6 +144,34 @@ def _sums(
 def _ports(spec: GraphSpec, named: Iterable[tuple[str, str]]) -> tuple[_Port, ...]:
     tensors = ((port, spec.tensor(name)) for port, name in named)
     return tuple((port, tensor.shape, tensor.dtype) for port, tensor in tensors)
+
+
+@functools.lru_cache(maxsize=2048)
+def counters(spec: GraphSpec) -> Mapping[int, Counter]:
+    """The calls that draw random numbers of which a shard of the batch can draw its part, by
+    index: not where two of them count with one operand, and their batches are two tensors."""
+    found, batches = {}, {}
+    for i, call in enumerate(spec.calls):
+        at = dict(call.inputs)
+        counter = call.node.counter({port: spec.tensor(name).shape for port, name in call.inputs})
+        if counter is not None and at[counter.words[1]] in spec.inputs:
+            found[i] = counter
+            batches.setdefault(at[counter.words[1]], set()).add(at[counter.batch])
+    counts = {i: dict(spec.calls[i].inputs)[counter.words[1]] for i, counter in found.items()}
+    return {i: counter for i, counter in found.items() if len(batches[counts[i]]) == 1}
+
+
+def _of_counting(
+    node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...], counter: Counter
+) -> Iterator[_Local]:
+    """The factors of a node that draws: those of the node that is given what it draws, but that
+    the drawn array is sharded along its batch alone."""
+    given = tuple(port for port in inputs if port[0] not in counter.words)
+    for local in _of_node(node, (*given, (counter.drawn, counter.shape, "float32")), outs):
+        drawn = {axis for port, axis in local.axes if port == counter.drawn}
+        axes = tuple(at for at in local.axes if at[0] != counter.drawn)
+        yield local._replace(axes=axes, whole=local.whole or bool(drawn - {0}))
+    yield from (_Local(((word, 3),), 2, True) for word in counter.words)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -323,15 +357,27 @@ def _resized(node: Node, shapes: Mapping[str, Shape]) -> Node:
 
 def parts(spec: GraphSpec, sharded: Iterable[Factor]) -> tuple[GraphSpec, GraphSpec | None]:
     """The graph up to the sums over these factors that later calls read, and the rest; None if
-    nothing is left. Call :func:`factors` again for the rest."""
+    nothing is left. Call :func:`factors` again for the rest. In a 16-bit graph the parts of a
+    product's sum are rounded, as jnp's are: devices exchange half as much."""
     from ..planning.split import part
 
-    needs = {name for factor in sharded for name in factor.ahead}
-    later = set()
+    sums = frozenset(name for factor in sharded for name in factor.ahead)
+    needs, later, narrow = {*sums}, set(), _narrow(spec)
     for i, call in enumerate(spec.calls):
         if needs & {name for _, name in call.inputs}:
             needs |= {name for _, name in call.outputs}
             later.add(i)
     if not later:
         return spec, None
+    if narrow:
+        tensors = (replace(t, dtype=narrow) if t.name in sums else t for t in spec.tensors)
+        spec = replace(spec, tensors=(*tensors,), _cache={})
     return part(spec, {*range(len(spec.calls))} - later), part(spec, later)
+
+
+def _narrow(spec: GraphSpec) -> str:
+    """The 16-bit dtype of all operands of products and all results; "" if they have others."""
+    read = {name for call in spec.calls if call.node.product for _, name in call.inputs}
+    kinds = {spec.tensor(name).dtype for name in read}
+    results = {tensor.dtype for tensor in spec.output_tensors}
+    return min(kinds) if kinds == results and len(kinds) == 1 and itemsize(min(kinds)) == 2 else ""

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from ..graph.node import advanced
 from ..graph.spec import GraphSpec, Tensor
 from ..implementation import CUDNN
-from .axes import WHOLE, Factor, factors, localized, parts
+from .axes import WHOLE, Factor, counters, factors, localized, parts
 from .classes import ADD, MAX, MIN
 
 Axes = tuple[str, ...]
@@ -22,12 +23,14 @@ Sharding = tuple[Axes, ...]
 
 class Move(NamedTuple):
     """What happens to a tensor ahead of a call: shards are added (or the largest or smallest
-    elements taken), scattered or gathered along a dimension, or one shard is cut out."""
+    elements taken), scattered or gathered along a dimension, or one shard is cut out. A count (see
+    Counter) of random numbers goes on by ``step`` for each shard, for this call alone."""
 
     name: str
     how: str
     axes: Axes
     dim: int = 0
+    step: int = 0
 
     def run(self, x: Any) -> Any:
         axes, dim = self.axes, self.dim
@@ -38,6 +41,8 @@ class Move(NamedTuple):
         if self.how == "cut":
             size = x.shape[dim] // jax.lax.axis_size(axes)
             return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dim)
+        if self.how == "count":
+            return advanced(x, jax.lax.axis_index(axes).astype(x.dtype) * self.step)
         return {ADD: jax.lax.psum, MAX: jax.lax.pmax, MIN: jax.lax.pmin}[self.how](x, axes)
 
 
@@ -57,9 +62,11 @@ class Work:
 
         values = dict(zip(names, arrays, strict=True))
         for moves, spec in self.stages:
+            counts = {}
             for move in moves:
-                values[move.name] = move.run(values[move.name])
-            given = [values[name] for name in spec.inputs]
+                made = counts if move.how == "count" else values
+                made[move.name] = move.run(values[move.name])
+            given = [counts.get(name, values[name]) for name in spec.inputs]
             made = cudnn_local_p.bind(*given, spec=spec, name=title)
             values.update(zip(spec.outputs, made, strict=True))
         for move in self.last:
@@ -94,7 +101,7 @@ def work(
         local = localized(first, {f: size_of(axes, sizes) for f, axes in chosen.items()})
         for tensor in first.input_tensors:
             at.move(tensor, _sharding(chosen, tensor))
-        stages.append((at.taken(), local))
+        stages.append(((*at.taken(), *_counts(first, chosen, sizes)), local))
         for tensor in first.output_tensors:
             at.have[tensor.name] = _sharding(chosen, tensor)
             ways = [
@@ -109,6 +116,20 @@ def work(
         at.complete(tensor, goal.get(tensor.name, ()))
     results = tuple(at.have[name] for name in spec.outputs)
     return Work(tuple(stages), at.taken(), operands, spec.outputs, results)
+
+
+def _counts(
+    spec: GraphSpec, chosen: Mapping[Factor, Axes], sizes: Mapping[str, int]
+) -> tuple[Move, ...]:
+    """The counts of random numbers of each shard of a batch."""
+    made = {}
+    for i, counter in counters(spec).items():
+        at = dict(spec.calls[i].inputs)
+        axes, *_ = _sharding(chosen, spec.tensor(at[counter.batch]))
+        if axes:
+            name, shard = at[counter.words[1]], counter.shape[0] // size_of(axes, sizes)
+            made[name] = Move(name, "count", axes, step=counter.step * shard)
+    return (*made.values(),)
 
 
 class _At:

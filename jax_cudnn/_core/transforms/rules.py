@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -116,8 +117,32 @@ def batch_rule(
         folded, batched = batch(spec, size, frozenset(mapped))
     except NoFold as error:
         return _in_turn(bind, error, arrays, mapped, size, spec, name)
-    results = _run(folded, arrays, bind, name, [PartitionSpec()] * len(batched))
+    types = _batched_types(functools.partial(bind, spec, name), arrays, mapped, batched)
+    results = _run(folded, arrays, bind, name, types)
     return results, [0 if b else None for b in batched]
+
+
+def _batched_types(
+    run: Callable[..., Any], arrays: Mapping[str, Any], mapped: set[str], batched: Sequence[bool]
+) -> list[PartitionSpec]:
+    """How results of a vmap are sharded on explicit axes: as those of each element, and along the
+    mapped dimension as the operands are."""
+    types = {n: jax.typeof(x) for n, x in arrays.items()}
+    if not any(axis for x in types.values() for axis in x.sharding.spec):
+        return []
+    lead = next(filter(None, (types[n].sharding.spec[0] for n in mapped)), None)
+    one = [
+        x.update(
+            shape=x.shape[n in mapped :],
+            sharding=x.sharding.update(spec=PartitionSpec(*x.sharding.spec[n in mapped :])),
+        )
+        for n, x in types.items()
+    ]
+    made = [
+        [None if axis == lead else axis for axis in out.sharding.spec]
+        for out in jax.make_jaxpr(run)(*one).out_avals
+    ]
+    return [PartitionSpec(*[lead] * b, *axes) for axes, b in zip(made, batched, strict=True)]
 
 
 def _in_turn(
@@ -143,7 +168,13 @@ def _in_turn(
     def one(each: dict[str, Any]) -> list[Any]:
         return bind(spec, title, *({**arrays, **each}[n] for n in spec.inputs))
 
-    results = jax.lax.map(one, {n: arrays[n] for n in mapped})
+    parts = {n: arrays[n] for n in mapped}
+    for n, x in parts.items():
+        if jax.typeof(x).sharding.spec[0]:  # a loop takes every element on each device
+            parts[n] = jax.sharding.reshard(
+                x, PartitionSpec(None, *jax.typeof(x).sharding.spec[1:])
+            )
+    results = jax.lax.map(one, parts)
     return results, [0] * len(results)
 
 
