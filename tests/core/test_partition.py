@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import functools
 import gc
 import math
 import re
@@ -92,7 +93,15 @@ def moved(compiled):
     return found
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit", "partly manual"])
+@pytest.fixture
+def kind(request):
+    """How arrays are sharded; GSPMD is what partitioned before Shardy."""
+    jax.config.update("jax_use_shardy_partitioner", request.param != "GSPMD")
+    yield request.param
+    jax.config.update("jax_use_shardy_partitioner", True)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "partly manual", "GSPMD"], indirect=True)
 @pytest.mark.parametrize("name", CASES)
 def test_collectives_and_values(name, kind):
     ours, plain, shapes, shardings = CASES[name]
@@ -119,6 +128,69 @@ def test_collectives_and_values(name, kind):
             np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=2e-3)
     assert found[0] <= found[-1]  # of tokens over two axes it sums weights once, jnp twice
     assert found[0]["all-gather"] == 0
+
+
+DROPPED = P("data"), P(("data", "model")), P("data", None, "model")
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", DROPPED)
+def test_dropout_is_that_of_the_unsharded_program(spec, types):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(types,) * 2)
+    q, k, key = (8, 16, 8, 8), (8, 16, 4, 8), jax.random.key(5)
+    run = step(
+        functools.partial(jc.ops.dot_product_attention, dropout_rate=0.4, dropout_rng=key), 3
+    )
+    values = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate((q, k, k))]
+    arrays = [jax.device_put(x, NamedSharding(mesh, spec)) for x in values]
+    compiled = run.lower(*arrays).compile()
+    for got, want in zip(*map(jax.tree.leaves, (compiled(*arrays), run(*values))), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+    assert ("model" in spec) == bool(moved(compiled)["all-gather"])  # of the heads
+
+
+def test_weights_are_gathered_once_for_a_step():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    arrays = [over(mesh, shape, "data") for shape in (X, (32, 64), (64,))]
+    ours, plain = (
+        moved(step(function, 3).lower(*arrays).compile())
+        for function in (lambda x, w, b: jc.ops.matmul(x, w, bias=b), lambda x, w, b: x @ w + b)
+    )
+    assert ours["all-gather"] == plain["all-gather"] == 32 * 64 + 64
+
+
+MAPPED = {  # function, shape and sharding of what is mapped, and of what is not
+    "product": (jc.ops.matmul, X, P("data"), (32, 64), P(None, "model")),
+    "conv": (
+        conv(jc.ops.conv),
+        (4, 2, *IMAGE[1:]),
+        P("data"),
+        FILTER,
+        P(None, None, None, "model"),
+    ),
+    "attention": (
+        *(lambda q, k: jc.ops.dot_product_attention(q, k, k), (2, *Q)),
+        *(P("data", None, None, "model"), K, P(None, None, "model")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap_on_explicit_axes_gathers_nothing(name):
+    function, *given = MAPPED[name]
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    values = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(given[::2])]
+    run = step(jax.vmap(function, (0, None)), 2)
+    want = run(*values)
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(values, given[1::2], strict=True)
+    ]
+    compiled = run.lower(*arrays).compile()
+    for got, wanted in zip(*map(jax.tree.leaves, (compiled(*arrays), want)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=2e-3)
+    assert moved(compiled)["all-gather"] == 0
+    out = jax.typeof(jax.jit(jax.vmap(function, (0, None)))(*arrays)).sharding.spec
+    assert (out[0], "model" in out) == ("data", True)
 
 
 def test_a_call_says_all_that_determines_it_and_is_forgotten_with_its_program():
