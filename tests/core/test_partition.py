@@ -169,8 +169,8 @@ MAPPED = {  # function, shape and sharding of what is mapped, and of what is not
         P(None, None, None, "model"),
     ),
     "attention": (
-        *(lambda q, k: jc.ops.dot_product_attention(q, k, k), (2, *Q)),
-        *(P("data", None, None, "model"), K, P(None, None, "model")),
+        *(lambda q, scale: jc.ops.dot_product_attention(q, q, q * scale), (2, *Q)),
+        *(P("data", None, None, "model"), (8,), P()),
     ),
 }
 
