@@ -93,7 +93,8 @@ def compiled(model: Any, column: str, over: str, way: str) -> Any:
     shardings: dict[str, Any] = {} if explicit or manual else {"out_shardings": (None, *placed[:2])}
     if way == GIVEN:
         shardings["in_shardings"] = placed
-    context = jax.set_mesh(mesh) if explicit else contextlib.nullcontext()
+    is_set = explicit or (model.constrained and not manual)
+    context = jax.set_mesh(mesh) if is_set else contextlib.nullcontext()
     with jc.target("H200"), context:
         return jax.jit(step, **shardings).lower(*given).compile(compiler_options=OPTIONS)
 

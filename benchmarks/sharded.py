@@ -45,6 +45,7 @@ class Model:
         losses: of parameters, other state, data and :data:`Total`: the loss and the new state.
         cells: meshes and ways that make sense.
         specs: of parameters, by the end of their path; the others are replicated.
+        constrained: whether it states how activations are sharded, for the mesh that is set.
     """
 
     losses: Mapping[str, Callable[..., Any]]
@@ -52,6 +53,7 @@ class Model:
     state: Any = ()
     data: tuple[Any, ...] = ()
     specs: Mapping[str, P] = field(default_factory=dict)
+    constrained: bool = False
     cells: Sequence[tuple[str, str]] = (*itertools.product(MESHES, WAYS),)
 
     def spec(self, path: Any) -> P:
@@ -69,6 +71,7 @@ def models() -> dict[str, Model]:
     conv: Any = {"padding": "SAME", "dimension_numbers": _DIMS}
     return {
         "transformer": transformer(),
+        "transformer with remat and scan": transformer(scanned=True),
         "NNX GPT": _gpt(),
         "ResNet": _flax(
             {PLAIN: partial(ResNet, (1, 1), classes=16)},
@@ -103,25 +106,44 @@ def models() -> dict[str, Model]:
     }
 
 
-def transformer() -> Model:
-    """Two layers written with functions."""
+def transformer(scanned: bool = False) -> Model:
+    """Two layers written with functions; or ``scanned``, each recomputed for its gradient."""
     d, head, wide = 256, (256, 8, 32), 1024
     layer = {"n1": (d,), "q": head, "k": head, "v": head, "o": (d, d)}
     layer |= {"n2": (d,), "w1": (d, wide), "b1": (wide,), "w2": (wide, d), "b2": (d,)}
-    params = {"layers": [{name: _aval(shape) for name, shape in layer.items()}] * 2}
+    one, stacked = ({n: _aval((*lead, *s)) for n, s in layer.items()} for lead in ((), (2,)))
+    params = {"layers": stacked if scanned else [one] * 2}
     params |= {"embedding": _aval((512, d)), "norm": _aval((d,))}
     specs = {f"/{name}": _COLUMNS for name in ("q", "k", "v", "w1")}
     specs |= {f"/{name}": _ROWS for name in ("o", "b1", "w2")}
+    specs = {name: P(None, *spec) for name, spec in specs.items()} if scanned else specs
     losses = {column: partial(_language, column) for column in (PLAIN, JAX_NN, OURS)}
-    return Model(losses, params, (), (jax.ShapeDtypeStruct((64, 1025), jnp.int32),), specs)
+    data = (jax.ShapeDtypeStruct((64, 1025), jnp.int32),)
+    return Model(losses, params, (), data, specs, constrained=scanned)
 
 
 def _language(column: str, p: Any, state: Any, tokens: Any, total: Total) -> Any:
     before = tokens[:, :-1]
     x = p["embedding"].at[before].get(**_typed(before, None))
-    for layer in p["layers"]:
-        x = _block(column, layer, x, total)
+
+    @jax.checkpoint
+    def block(x: Any, layer: Any) -> tuple[Any, None]:
+        return _constrained(_block(column, layer, _constrained(x), total)), None
+
+    if isinstance(p["layers"], dict):
+        x, _ = lax.scan(block, x, p["layers"])
+    else:
+        for layer in p["layers"]:
+            x = _block(column, layer, x, total)
     return _entropy(_rms(x, p["norm"]) @ p["embedding"].T, tokens[:, 1:]), state
+
+
+def _constrained(x: Any) -> Any:
+    """Loops need it: XLA would shard what they carry as it shards a parameter."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.axis_names or not mesh.are_all_axes_auto:
+        return x
+    return lax.with_sharding_constraint(x, P("data" if "data" in mesh.axis_names else None))
 
 
 def _block(column: str, p: Any, x: Any, total: Total) -> Any:
