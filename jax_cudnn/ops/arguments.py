@@ -129,18 +129,23 @@ def laid_out(shape: Sequence[int], spec: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_channels(
-    channels: int, of_weights: int, spec: lax.ConvDimensionNumbers, groups: int | None = None
+    channels: int,
+    of_weights: int,
+    spec: lax.ConvDimensionNumbers,
+    groups: int | None = None,
+    unbatched: bool = False,
 ) -> None:
     """GraphError if the weights are for a different number of channels. ``groups`` is None for an
-    operation without groups."""
+    operation without groups; an ``unbatched`` image lacks its batch dimension."""
     if of_weights * (groups or 1) != channels:
         given, divided, other = (
             ("", "", "") if groups is None else (f", groups={groups}", " / groups", ", or groups")
         )
+        batch, dimension, *_ = spec.lhs_spec
         raise GraphError(
             "the weights do not fit the image's channels",
             expected=f"weights for C{divided} channels, with C = {channels} from dimension "
-            f"{spec.lhs_spec[1]} of the image",
+            f"{dimension - (unbatched and batch < dimension)} of the image",
             got=f"weights for {of_weights} (their dimension {spec.rhs_spec[1]}){given}",
             fix='pass the layout, for example dimension_numbers=("NHWC", "OHWI", "NHWC")' + other,
         )

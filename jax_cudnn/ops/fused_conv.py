@@ -134,7 +134,7 @@ def conv(
     if groups is None:
         groups = groups_of_shapes(x, w, dimension_numbers)
     image, weight, shape, spec, windows = prepared(
-        x, w, strides, padding, dilation, groups, dimension_numbers
+        x, w, strides, padding, dilation, groups, dimension_numbers, unbatched
     )
     terms = _terms(scale, bias, residual, activation, shape, weight, spec, unbatched)
     out = out_dtype(image, weight, preferred_element_type, terms.given)
@@ -185,13 +185,14 @@ def prepared(
     dilation: int | Sequence[int],
     groups: int,
     dimension_numbers: Any,
+    unbatched: bool = False,
 ) -> Prepared:
     """Checks lax's arguments and converts them, promoted, to the form that graphs take."""
     spec = numbers(x, w, dimension_numbers)
     image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
     rank = image.ndim - 2
     (groups,) = integers("groups", (groups,), 1, groups)
-    check_channels(image.shape[1], weight.shape[1], spec, groups)
+    check_channels(image.shape[1], weight.shape[1], spec, groups, unbatched)
     stride, dilate = each("strides", strides, rank), each("dilation", dilation, rank)
     window = [d * (r - 1) + 1 for d, r in zip(dilate, weight.shape[2:], strict=True)]
     padded = pads(padding, image.shape[2:], window, stride)

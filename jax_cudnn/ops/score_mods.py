@@ -19,6 +19,13 @@ from .._core.errors import GraphError, shown
 from .._core.graph.dtypes import float32_range
 
 
+__all__ = ["documents", "prefix", "softcap"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 def softcap(cap: float) -> Callable[..., Any]:
     """Soft-cap the scores: ``cap * tanh(score / cap)``.
 
