@@ -1,4 +1,5 @@
-"""jax_cudnn: any cuDNN graph as a JAX function."""
+"""jax_cudnn: cuDNN's fused kernels for JAX: attention, convolutions, matmuls and normalizations
+that work under jit, grad, vmap and shard_map."""
 
 from typing import TYPE_CHECKING as TYPE_CHECKING
 
