@@ -1,5 +1,4 @@
-"""jax_cudnn: cuDNN's fused kernels for JAX: attention, convolutions, matmuls and normalizations
-that work under jit, grad, vmap and shard_map."""
+"""cuDNN's fused kernels for JAX: attention, convolutions, matmuls and normalizations."""
 
 from typing import TYPE_CHECKING as TYPE_CHECKING
 

@@ -128,8 +128,8 @@ def layer_norm(
     """Layer normalization.
 
     ``(x - mean) * inv_std * scale + bias`` with ``inv_std = (var + epsilon)**-0.5``; mean and
-    (biased) variance over ``axis``, in float32, or in float64 for float64. The variance sums squared
-    distances from the mean.
+    (biased) variance over ``axis``, in float32 (float64 for float64). The variance sums
+    squared distances from the mean.
 
     Args:
         x, axis, epsilon, zero_centered_scale, implementation, options: as in :func:`rms_norm`.

@@ -18,12 +18,8 @@ import numpy as np
 from .._core.errors import GraphError, shown
 from .._core.graph.dtypes import float32_range
 
-
 __all__ = ["documents", "prefix", "softcap"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # dir() shows these alone
 
 
 def softcap(cap: float) -> Callable[..., Any]:

@@ -170,13 +170,13 @@ def _figures(spec: GraphSpec, unit: float, count: int, *arrays: Any) -> Any:
     return given, lost, each
 
 
-def _of_result(wide: str, result: Any, reference: Any, moved: Any) -> dict[str, Any]:
-    finite, over = _range(result.dtype, reference.astype(wide))
+def _of_result(exact: str, result: Any, reference: Any, moved: Any) -> dict[str, Any]:
+    finite, over = _range(result.dtype, reference.astype(exact))
     # Integers are subtracted as integers: float32 cannot represent all of them.
-    kind = wide if _floating(result) else jnp.promote_types(result.dtype, jnp.int32)
+    kind = exact if _floating(result) else jnp.promote_types(result.dtype, jnp.int32)
     result, reference, moved = (x.astype(kind) for x in (result, reference, moved))
-    error, move = (jnp.abs((x - reference).astype(wide)) for x in (result, moved))
-    values, size = result.astype(wide), jnp.abs(reference.astype(wide))
+    error, move = (jnp.abs((x - reference).astype(exact)) for x in (result, moved))
+    values, size = result.astype(exact), jnp.abs(reference.astype(exact))
     right = jnp.isfinite(values)
     parts = {
         "error": jnp.where(right & jnp.isfinite(size), error, 0),
@@ -184,8 +184,8 @@ def _of_result(wide: str, result: Any, reference: Any, moved: Any) -> dict[str, 
         "size": jnp.where(right & jnp.isfinite(size), size, 0),
     }
     largest = {name: jnp.max(x, initial=0) for name, x in parts.items()}
-    # Squares of large or small values exceed the range of the dtype.
-    scale = jnp.maximum(jnp.max(jnp.stack([*largest.values()])), jnp.finfo(wide).tiny)
+    # Squares of large or small values exceed the dtype's range.
+    scale = jnp.maximum(jnp.max(jnp.stack([*largest.values()])), jnp.finfo(exact).tiny)
     squares = {f"{name}_squares": jnp.sum(jnp.square(x / scale)) for name, x in parts.items()}
     return {
         **largest,
@@ -239,7 +239,6 @@ def _total(masks: Any) -> Any:
 
 def _judged(name: str, dtype: str, shape: Sequence[int], unit: float, f: Figures) -> Output:
     scales = f["scale"].astype(np.float64)
-
     top = float(scales.max())
 
     def norm(of: str) -> float:
@@ -272,8 +271,7 @@ def _explained(dtype: str, unit: float, of: Mapping[str, float], count: float) -
         return of["move"] + max(1.0, count / math.sqrt(_EDGES))
     if not is_floating(dtype):  # to the nearest integer
         return of["move"] + 0.5 * count
-    flushed = 0.0 if dtype == "float64" else 2.0**-126
-    least = max(float(jnp.finfo(dtype).smallest_subnormal), flushed)
+    least = max(float(jnp.finfo(dtype).smallest_subnormal), (dtype != "float64") * 2.0**-126)
     return max(_half_place(dtype), unit) * of["size"] + of["move"] + least * count
 
 

@@ -127,11 +127,11 @@ class Bisection:
 
     def _summary(self) -> Iterator[str]:
         operations = len({entry._group for entry in self.entries})
-        results = {output.dtype for entry in self.entries for output in entry.outputs}
+        dtypes = {output.dtype for entry in self.entries for output in entry.outputs}
+        wide = "float64" if "float64" in dtypes else "float32"
         yield (
             f"{self.name}: {operations} fused operation{'s' * (operations != 1)}, run "
-            f"{len(self)} time{'s' * (len(self) != 1)} on {self.device}, compared with "
-            f"{'float64' if 'float64' in results else 'float32'}"
+            f"{len(self)} time{'s' * (len(self) != 1)} on {self.device}, compared with {wide}"
         )
         suspects = {entry._group: entry for entry in reversed(self.suspects)}
         if suspects:
