@@ -65,7 +65,7 @@ def printed(path: Path) -> str:
 
 def _no_result(path: Path, got: str) -> GraphError:
     return GraphError(
-        f"{path} is no result",
+        f"{path} does not hold a result",
         expected="the JSON that `python -m benchmarks run` writes",
         got=got,
     )

@@ -52,9 +52,9 @@ def generate(*results: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """All patterns of a result: how XLA's time compares, and whether they are left to XLA."""
+    """All patterns of a result: how XLA's time compares, and whether XLA runs them."""
     rows = [
-        "| pattern | cases | reference in XLA / jax_cudnn | left to XLA |",
+        "| pattern | cases | reference in XLA / jax_cudnn | XLA runs it |",
         "|---|---|---|---|",
     ]
     for pattern, entries in sorted(_by_pattern(result).items()):
@@ -75,7 +75,7 @@ def merged(results: Sequence[dict[str, Any]], file: Path) -> str:
         table = dict(sorted(table.items(), key=lambda part: int(part[0])))
     except (ValueError, TypeError) as error:
         raise GraphError(
-            f"{file} is no table of losses",
+            f"{file} does not hold a table of losses",
             expected="a new file, or a table that this command wrote",
             got=repr(error),
         ) from error

@@ -171,8 +171,10 @@ def _notebooks() -> str:
 
 def _scripts() -> list[Path]:
     """Those for training come first, then the introduction."""
+    first = ("train_gpt", "train_resnet", "train_on_a_mesh", "introduction")
+    order = {name: place for place, name in enumerate(first)}
     scripts = (path.with_suffix(".py") for path in (ROOT / "notebooks").glob("*.ipynb"))
-    return sorted(scripts, key=lambda p: (p.stem[:5] != "train", p.stem[:5] != "intro", p.stem))
+    return sorted(scripts, key=lambda path: (order.get(path.stem, len(order)), path.stem))
 
 
 # -- docstrings ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""jax_cudnn: any cuDNN graph as a JAX function."""
+"""cuDNN's fused kernels for JAX: attention, convolutions, matmuls and normalizations."""
 
 from typing import TYPE_CHECKING as TYPE_CHECKING
 

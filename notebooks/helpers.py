@@ -26,6 +26,11 @@ def normal(shape, dtype=jnp.float32):
     return jnp.asarray(_random.standard_normal(shape), dtype)
 
 
+def aval(shape, dtype="bfloat16"):
+    """The shape and dtype of an array, which planning needs in place of its values."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 def check(got, want, tolerance=1e-2):
     """Prints the relative error in the 2-norm, which must be below the tolerance."""
     got, want = (np.asarray(x, np.float32) for x in (got, want))

@@ -23,7 +23,7 @@ from importlib import resources
 
 import jax
 import jax.numpy as jnp
-from helpers import draw, on_gpu
+from helpers import aval, draw, on_gpu
 
 import jax_cudnn as jc
 
@@ -42,10 +42,6 @@ def fp8_matmul(g, a, b):
 @jc.graph
 def conv_bias_relu(g, x, w, b):
     return g.relu(g.bias(g.conv_fprop(x, w, padding=[1, 1]), b))
-
-
-def aval(shape, dtype="bfloat16"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 x, w, b = aval((8, 64, 28, 28)), aval((64, 64, 3, 3)), aval((1, 64, 1, 1))

@@ -22,7 +22,7 @@
 import logging
 
 import jax
-from helpers import draw, planned
+from helpers import aval, draw, planned
 
 import jax_cudnn as jc
 
@@ -34,10 +34,6 @@ def explain(function, *arrays):
     if len(plan.segments) > 1:
         draw(plan)
     return plan
-
-
-def aval(shape, dtype="bfloat16"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 x, w = aval((8, 64, 28, 28)), aval((64, 64, 3, 3))

@@ -47,7 +47,8 @@ def test_public_names_alone_are_shown():
         _ = jax_cudnn.ops.attention
     with pytest.raises(AttributeError, match=r"did you mean jax_cudnn.flax.accelerate\?"):
         _ = jc.accelerate
-    rooms = [jc.ops, *([jc.flax] if importlib.util.find_spec("flax") else [])]
+    assert repr(jc.target("H200")) == "<jax_cudnn context: H200>"
+    rooms = [jc.ops, jc.ops.score_mods, *([jc.flax] if importlib.util.find_spec("flax") else [])]
     for room in rooms:
         shown = {name for name in dir(room) if inspect.ismodule(getattr(room, name))}
         assert shown <= {"score_mods"}

@@ -39,6 +39,9 @@ class _Entered(contextlib.ContextDecorator):
     def __init__(self, context: Any, value: Any) -> None:
         self._context, self._value, self._inside = context, value, threading.local()
 
+    def __repr__(self) -> str:
+        return f"<jax_cudnn context: {getattr(self._value, 'name', self._value)}>"
+
     def __enter__(self) -> None:
         self._inside.contexts = [
             *getattr(self._inside, "contexts", ()),

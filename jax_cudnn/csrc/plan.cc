@@ -361,8 +361,8 @@ ffi::Error CallSite::Record(int32_t ordinal, Stream stream, const Buffer* operan
                             CudaGraph graph, bool update) {
   if (!fills_.empty() || !initial_.empty()) {
     return Failure(ffi::ErrorCode::kUnimplemented,
-                   "this plan sets memory before each execution, which is no part of what "
-                   "cuDNN puts into a CUDA graph",
+                   "this plan sets memory before each execution, and cuDNN's CUDA graph does "
+                   "not contain that",
                    name());
   }
   const auto record = [&](const DeviceState& state, Handle handle, Descriptor pack,

@@ -40,10 +40,7 @@ __all__ = [
     "accelerate",
     "report",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # dir() shows these alone
 
 
 def __getattr__(name: str) -> object:

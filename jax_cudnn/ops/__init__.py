@@ -77,11 +77,7 @@ __all__ = [
     "score_mods",
     "write_pages",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
-
+__dir__ = __all__.copy  # dir() shows these alone
 
 _FUNCTIONS = {
     "attention": "dot_product_attention",

@@ -129,10 +129,10 @@ def laid_out(shape: Sequence[int], spec: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_channels(
-    channels: int, of_weights: int, spec: lax.ConvDimensionNumbers, groups: int | None = None
+    channels: int, of_weights: int, where: tuple[int, int], groups: int | None = None
 ) -> None:
-    """GraphError if the weights are for a different number of channels. ``groups`` is None for an
-    operation without groups."""
+    """GraphError if the weights are for a different number of channels. ``where`` has the channel
+    dimension of image and weights; ``groups`` is None for an operation without groups."""
     if of_weights * (groups or 1) != channels:
         given, divided, other = (
             ("", "", "") if groups is None else (f", groups={groups}", " / groups", ", or groups")
@@ -140,8 +140,8 @@ def check_channels(
         raise GraphError(
             "the weights do not fit the image's channels",
             expected=f"weights for C{divided} channels, with C = {channels} from dimension "
-            f"{spec.lhs_spec[1]} of the image",
-            got=f"weights for {of_weights} (their dimension {spec.rhs_spec[1]}){given}",
+            f"{where[0]} of the image",
+            got=f"weights for {of_weights} (their dimension {where[1]}){given}",
             fix='pass the layout, for example dimension_numbers=("NHWC", "OHWI", "NHWC")' + other,
         )
 
@@ -169,8 +169,7 @@ def pads(
     if isinstance(padding, str):
         if padding.upper() not in _PADDINGS:
             raise _unknown_padding(padding)
-        found = lax.padtype_to_pads(sizes, window, strides, padding.upper())
-        return tuple((low, high) for low, high in (integers("padding", pair) for pair in found))
+        padding = lax.padtype_to_pads(sizes, window, strides, padding.upper())
     return pairs(padding, len(sizes))
 
 

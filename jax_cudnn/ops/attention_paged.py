@@ -44,8 +44,8 @@ class PagedSdpa(Arranged):
     dims = f"q: b s h d, k: p *k d, v: w *k e, {_PORTS} -> O: b s h e, Stats: *l"
     integers = _INTEGERS
     requires = (
-        "bfloat16 or float16, head sizes that are multiples of 8, SM 80; no derivative: cuDNN has "
-        "none for paged keys"
+        "bfloat16 or float16, head sizes that are multiples of 8, SM 80; no derivative: cuDNN does "
+        "not support it for paged keys"
     )
 
     heads_first: bool = False

@@ -134,7 +134,7 @@ def conv(
     if groups is None:
         groups = groups_of_shapes(x, w, dimension_numbers)
     image, weight, shape, spec, windows = prepared(
-        x, w, strides, padding, dilation, groups, dimension_numbers
+        x, w, strides, padding, dilation, groups, dimension_numbers, unbatched
     )
     terms = _terms(scale, bias, residual, activation, shape, weight, spec, unbatched)
     out = out_dtype(image, weight, preferred_element_type, terms.given)
@@ -185,13 +185,16 @@ def prepared(
     dilation: int | Sequence[int],
     groups: int,
     dimension_numbers: Any,
+    unbatched: bool = False,
 ) -> Prepared:
     """Checks lax's arguments and converts them, promoted, to the form that graphs take."""
     spec = numbers(x, w, dimension_numbers)
     image, weight = transpose(x, spec.lhs_spec), transpose(w, spec.rhs_spec)
     rank = image.ndim - 2
     (groups,) = integers("groups", (groups,), 1, groups)
-    check_channels(image.shape[1], weight.shape[1], spec, groups)
+    batch, channels, *_ = spec.lhs_spec
+    where = channels - (unbatched and batch < channels), spec.rhs_spec[1]  # of the user's arrays
+    check_channels(image.shape[1], weight.shape[1], where, groups)
     stride, dilate = each("strides", strides, rank), each("dilation", dilation, rank)
     window = [d * (r - 1) + 1 for d, r in zip(dilate, weight.shape[2:], strict=True)]
     padded = pads(padding, image.shape[2:], window, stride)
@@ -263,7 +266,7 @@ def conv_transpose(
     given = [padding] * rank if isinstance(padding, str) else pairs(padding, rank)
     windows = zip(weight.shape[2:], stride, dilate, given, strict=True)
     padded = tuple(transposed_pads(*window) for window in windows)
-    check_channels(image.shape[1], weight.shape[1], spec)
+    check_channels(image.shape[1], weight.shape[1], (spec.lhs_spec[1], spec.rhs_spec[1]))
     sizes = (
         (step * (size - 1) + 1 if size != 0 else 0) + sum(pair) - reach * (r - 1)
         for step, size, pair, reach, r in zip(

@@ -79,10 +79,10 @@ def batch_norm(
     """Batch normalization.
 
     ``activation((x - mean) * (var + epsilon)**-0.5 * scale + bias + residual)``. In training, mean
-    and (biased) variance are those of the batch, over all axes except ``axis``, in float32, and
-    update the running statistics:
-    ``running = momentum * running + (1 - momentum) * batch``. In inference, mean and variance are
-    the running statistics, which do not change.
+    and (biased) variance are those of the batch, over all axes except ``axis``, in float32 (float64
+    for float64), and update the running statistics: ``running = momentum * running +
+    (1 - momentum) * batch``. In inference, mean and variance are the running statistics, which do
+    not change.
 
     Args:
         x: (batch, ..., channels), or with the channels at ``axis``; float32, bfloat16 or float16;

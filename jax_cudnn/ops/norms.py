@@ -93,8 +93,8 @@ def rms_norm(
         options: how to choose the plan, see :class:`jax_cudnn.Options`.
 
     Returns: y, with the shape and dtype of x; with ``return_statistics`` (y, inv_rms), where
-    inv_rms is float32 with size 1 in the normalized axes. All results are differentiable; the
-    forward keeps inv_rms for the backward.
+    inv_rms is float32 (float64 for float64) with size 1 in the normalized axes. All results are
+    differentiable; the forward keeps inv_rms for the backward.
 
     Raises:
         GraphError, GraphTypeError: the shapes, dtypes or arguments do not fit.
@@ -128,7 +128,8 @@ def layer_norm(
     """Layer normalization.
 
     ``(x - mean) * inv_std * scale + bias`` with ``inv_std = (var + epsilon)**-0.5``; mean and
-    (biased) variance over ``axis``, in float32. The variance sums squared distances from the mean.
+    (biased) variance over ``axis``, in float32 (float64 for float64). The variance sums
+    squared distances from the mean.
 
     Args:
         x, axis, epsilon, zero_centered_scale, implementation, options: as in :func:`rms_norm`.
@@ -137,8 +138,8 @@ def layer_norm(
         return_statistics: also return (mean, inv_std).
 
     Returns: y, with the shape and dtype of x; with ``return_statistics`` (y, (mean, inv_std)),
-    where the statistics are float32 with size 1 in the normalized axes. All results are
-    differentiable; the forward keeps only mean and inv_std for the backward.
+    where the statistics have size 1 in the normalized axes. All results are differentiable; the
+    forward keeps only mean and inv_std for the backward.
 
     Raises: as :func:`rms_norm`. Source: Ba et al. 2016, arXiv:1607.06450;
     ``flax.nnx.LayerNorm``; cuDNN documentation, ``CUDNN_LAYER_NORM``.

@@ -97,7 +97,7 @@ def group_norm(
         epsilon, return_statistics, implementation, options: as in :func:`layer_norm`.
 
     Returns: y, with the shape and dtype of x; with ``return_statistics`` (y, (mean, inv_std)), the
-    statistics in float32 with shape (batch, num_groups).
+    statistics in float32 (float64 for float64) with shape (batch, num_groups).
 
     cuDNN graphs have no group normalization. A single group runs as a layer normalization, one
     group per channel as an instance normalization. With several groups and a scale or bias, XLA

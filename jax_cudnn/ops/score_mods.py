@@ -18,6 +18,9 @@ import numpy as np
 from .._core.errors import GraphError, shown
 from .._core.graph.dtypes import float32_range
 
+__all__ = ["documents", "prefix", "softcap"]
+__dir__ = __all__.copy  # dir() shows these alone
+
 
 def softcap(cap: float) -> Callable[..., Any]:
     """Soft-cap the scores: ``cap * tanh(score / cap)``.

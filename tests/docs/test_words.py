@@ -19,7 +19,7 @@ PHRASES = [
     r"(?<!there\s)(?<!which\s)(is|are) no " + _RATHER + r"[a-z]+",  # is not a
     r"there (is|are) no \w+ yet",
     r"(is|are|was|were|be|not) told( so)?",  # reports, passes
-    r"(is|are|was|were) asked for",  # requested
+    r"(is|are|was|were|not) asked for",  # requested
     r"in words",
     r"(?<!dims\s)(is|are) (XLA|cuDNN)'s(?=[.,;:)]|\s+and)",  # runs in XLA, on cuDNN
     r"by (Flax|lax|JAX)'s (own )?way",  # falls back to
@@ -32,7 +32,7 @@ PHRASES = [
     r"and the like",
     r"looked into",
     r"doors?",
-    r"(is|are) (left|given) to (XLA|Flax|lax|cuDNN)",
+    r"(left|given) to (XLA|Flax|lax|cuDNN)|(is|are) left to it",
     r"(in|at) the place of",
     r"who(ever)? (drives|wants|knows|writes|asks)",
 ]
@@ -60,6 +60,17 @@ def texts():
             for node in ast.walk(shown_by):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield path, node.lineno, node.value
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        for node in nodes:
+            if isinstance(getattr(node, "value", None), str) and node not in docstrings:
+                yield path, node.lineno, node.value
+    for path in sorted((ROOT / "jax_cudnn" / "csrc").rglob("*.cc")):
+        text = path.read_text()
+        for literal in re.finditer(r'"([^"\\\n]|\\.)*"(\s*"([^"\\\n]|\\.)*")*', text):
+            line = text.count("\n", 0, literal.start()) + 1
+            yield path, line, re.sub(r'"\s*"', "", literal[0])
 
 
 def _is_shown(node):

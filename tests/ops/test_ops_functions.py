@@ -150,6 +150,8 @@ def test_what_cudnn_has_no_operation_for_is_laxs_and_said(words, key, caplog):
         ),
         (lambda x, w: jc.ops.conv(x, w, groups="2"), "groups is not valid[^$]*groups='2'"),
         (lambda x, w: jc.ops.conv(x, w, groups=-1), "groups is not valid"),
+        (lambda x, w: jc.ops.conv(x, w, groups=2.0), r"groups is not valid[^$]*groups=2\.0"),
+        (lambda x, w: jc.ops.conv(x[0], w[:, :3]), "C = 8 from dimension 0 of the image"),
         (lambda x, w: jc.ops.conv_transpose(x, w), r"for 3 \(their dimension 2\)\n[^$]*NHWC\"\)$"),
         (lambda x, w: jc.ops.dot_general([x, [1]], w, ()), "lhs is not an array"),
         (lambda x, w: jc.ops.conv(x, w, padding="vaild"), "did you mean 'VALID'"),

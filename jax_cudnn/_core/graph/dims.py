@@ -112,8 +112,6 @@ def integers(
     """
 
     def integer(value: Any) -> Any:
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
         if hasattr(value, "dimension_as_value"):  # as JAX recognizes dimension expressions
             return value
         return operator.index(cast(Any, value))
@@ -127,6 +125,7 @@ def integers(
             f"{name} is not valid",
             expected=f"integers of at least {least}",
             got=f"{name}={shown(values if given is None else given)}",
+            why="they select the program to compile",
         )
     return result
 

@@ -62,7 +62,7 @@ def canonical(dtype: Any) -> str:
         )
     if name not in TO_CUDNN:
         raise GraphTypeError(
-            "no cuDNN data type stands for this dtype",
+            "cuDNN has no data type for this dtype",
             expected=", ".join(TO_CUDNN),
             got=name,
             fix="cast the array before the call, for example x.astype(jnp.float32)",

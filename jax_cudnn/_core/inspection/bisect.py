@@ -14,14 +14,14 @@ def bisect(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Bisection:
 
     Runs the program of ``jax.jit(fn)`` on the default device, step by step. At each graph of this
     package, including tangents and backwards, it runs the graph as the program does and, on the
-    same operands, its reference in float32 (products at precision "highest"). It steps through
-    loops (``scan``, ``while_loop``) and the taken branch of ``cond``, and enters jit, remat,
-    custom derivatives and ``shard_map``.
+    same operands, its reference in float32, or in float64 if it has float64 arrays (products at
+    precision "highest"). It steps through loops (``scan``, ``while_loop``) and the taken branch of
+    ``cond``, and enters jit, remat, custom derivatives and ``shard_map``.
 
     For each result ``f`` with reference ``r`` it reports the largest ``|f - r|``, the relative
     error ``|f - r| / |r|`` in the Euclidean norm, and both in units of the error that rounding
-    explains: the rounding of the result's dtype and of the arithmetic (float32, or TF32 where a
-    GPU may use it), and the change of the reference when its operands change by as much. A
+    explains: the rounding of the result's dtype and of the arithmetic (float64, float32, or TF32
+    where a GPU may use it), and the change of the reference when its operands change by as much. A
     correct operation is between 0 and about 1; from 4 on it is suspect.
 
     Args:

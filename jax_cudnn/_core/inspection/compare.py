@@ -18,16 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..graph.by_reference import ByReference
-from ..graph.dtypes import FP8, is_floating, itemsize
+from ..graph.dtypes import FP8, is_floating, wide_dtype
 from ..graph.node import Node
 from ..graph.reference import WIDE, evaluate
 from ..graph.spec import GraphSpec
 
-# Relative errors of correct computations: in float32 (exp, tanh and similar functions have about
-# 16 bits on a GPU), with operands rounded to TF32's 10 bits, in float8 products, whose
+# Relative errors of correct computations: in float64, in float32 (exp, tanh and similar functions
+# have about 16 bits on a GPU), with operands rounded to TF32's 10 bits, in float8 products, whose
 # accumulator has fewer bits, and with a 16-bit accumulator. The tolerances of the fuzzer and the
 # tests are based on the same measurements.
-_FLOAT32, _TF32, _FLOAT8, _HALF_ACCUMULATOR = 2.0**-14, 2.0**-10, 2.0**-12, 2.0**-9
+_FLOAT64, _FLOAT32, _TF32, _FLOAT8 = 2.0**-44, 2.0**-14, 2.0**-10, 2.0**-12
+_HALF_ACCUMULATOR = 2.0**-9
 # At most one boolean in this many may differ.
 _EDGES = 1000
 
@@ -36,7 +37,7 @@ Figures = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Output:
-    """One result of a graph, compared with its reference in float32.
+    """One result of a graph, compared with its reference in float32, or in float64 (see ``wide``).
 
     Attributes:
         name, dtype, shape: of the result in the graph (inside shard_map, of one device's shard).
@@ -103,11 +104,13 @@ def judge(spec: GraphSpec, figures: Any, on_gpu: bool) -> Comparison:
 
 def wide(spec: GraphSpec) -> GraphSpec:
     """The graph for float32 operands, with float32 accumulation, products at precision "highest",
-    and 16-bit results in float32. Rounding inside the graph is part of its definition and stays."""
+    and 16-bit results in float32; all of it in float64 where the graph has float64. Rounding inside
+    the graph is part of its definition and stays."""
+    kind = wide_dtype(*spec.tensors).name
     read = {name for call in spec.calls for _, name in call.inputs}
     last = {*spec.outputs} - read
     tensors = tuple(
-        replace(t, dtype="float32")
+        replace(t, dtype=kind)
         if is_floating(t.dtype)
         and (t.name in spec.inputs or (t.name in last and t.dtype not in FP8))
         else t
@@ -132,7 +135,7 @@ def inexactness(spec: GraphSpec, on_gpu: bool) -> float:
     anchored = {
         spec.tensor(name).dtype for c in spec.calls if c.node.product for _, name in c.inputs
     }
-    amounts = [_FLOAT32]
+    amounts = [_FLOAT64 if spec.has_float64 else _FLOAT32]
     if on_gpu and "float32" in anchored and spec.options.precision == "default":
         amounts.append(_TF32)
     if on_gpu and anchored & {*FP8}:
@@ -154,25 +157,26 @@ def _figures(spec: GraphSpec, unit: float, count: int, *arrays: Any) -> Any:
     results, operands = arrays[:count], arrays[count:]
     floats = [x for x in operands if _floating(x)]
     given = {"nan": _total(map(jnp.isnan, floats)), "inf": _total(map(jnp.isinf, floats))}
-    widened = [x.astype(jnp.float32) if _floating(x) else x for x in operands]
+    kind = wide_dtype(*spec.tensors).name
+    widened = [x.astype(kind) if _floating(x) else x for x in operands]
     with jax.default_matmul_precision("highest"):
         references = evaluate(spec, *widened, products=WIDE)
         moved = evaluate(spec, *(_moved(x, unit) for x in widened), products=WIDE)
     each = [
-        _of_result(result, reference, other)
+        _of_result(kind, result, reference, other)
         for result, reference, other in zip(results, references, moved, strict=True)
     ]
     lost = sum((f.pop("lost") for f in each), jnp.int32(0))
     return given, lost, each
 
 
-def _of_result(result: Any, reference: Any, moved: Any) -> dict[str, Any]:
-    finite, over = _range(result.dtype, reference)
+def _of_result(exact: str, result: Any, reference: Any, moved: Any) -> dict[str, Any]:
+    finite, over = _range(result.dtype, reference.astype(exact))
     # Integers are subtracted as integers: float32 cannot represent all of them.
-    kind = jnp.float32 if _floating(result) else jnp.promote_types(result.dtype, jnp.int32)
+    kind = exact if _floating(result) else jnp.promote_types(result.dtype, jnp.int32)
     result, reference, moved = (x.astype(kind) for x in (result, reference, moved))
-    error, move = (jnp.abs((x - reference).astype(jnp.float32)) for x in (result, moved))
-    values, size = result.astype(jnp.float32), jnp.abs(reference.astype(jnp.float32))
+    error, move = (jnp.abs((x - reference).astype(exact)) for x in (result, moved))
+    values, size = result.astype(exact), jnp.abs(reference.astype(exact))
     right = jnp.isfinite(values)
     parts = {
         "error": jnp.where(right & jnp.isfinite(size), error, 0),
@@ -180,8 +184,8 @@ def _of_result(result: Any, reference: Any, moved: Any) -> dict[str, Any]:
         "size": jnp.where(right & jnp.isfinite(size), size, 0),
     }
     largest = {name: jnp.max(x, initial=0) for name, x in parts.items()}
-    # Squares of large or small values exceed the range of float32.
-    scale = jnp.maximum(jnp.max(jnp.stack([*largest.values()])), jnp.finfo(jnp.float32).tiny)
+    # Squares of large or small values exceed the dtype's range.
+    scale = jnp.maximum(jnp.max(jnp.stack([*largest.values()])), jnp.finfo(exact).tiny)
     squares = {f"{name}_squares": jnp.sum(jnp.square(x / scale)) for name, x in parts.items()}
     return {
         **largest,
@@ -198,26 +202,28 @@ def _of_result(result: Any, reference: Any, moved: Any) -> dict[str, Any]:
 
 
 def _range(dtype: Any, reference: Any) -> tuple[Any, Any]:
-    """Where a float32 reference is certainly finite in a dtype, and where it certainly is not.
+    """Where a wide reference is certainly finite in a dtype, and where it certainly is not.
 
     It does not convert to the dtype and back, because XLA may remove that.
     """
     if not jnp.issubdtype(dtype, jnp.floating) or str(dtype) in FP8:  # they saturate
-        finite = jnp.isfinite(reference.astype(jnp.float32))
+        finite = jnp.isfinite(reference)
         return finite, ~finite
-    info, size = jnp.finfo(dtype), jnp.abs(reference.astype(jnp.float32))
-    largest, eps, most = float(info.max), float(info.eps), float(jnp.finfo(jnp.float32).max)
+    info, size = jnp.finfo(dtype), jnp.abs(reference)
+    largest, eps, most = float(info.max), float(info.eps), float(jnp.finfo(size.dtype).max)
     return size <= largest * (1 - eps), ~(size <= min(largest * (1 + eps), most))
 
 
 def _moved(x: Any, unit: float) -> Any:
-    """A float32 array with each element changed by ``unit``, up or down; equal ones stay equal."""
+    """A wide array with each element changed by ``unit``, up or down; equal ones stay equal."""
     if not _floating(x):
         return x
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    if bits.ndim > x.ndim:  # the halves of float64
+        bits = bits[..., 0] ^ bits[..., 1]
     mixed = (bits ^ (bits >> 15)) * np.uint32(0x9E3779B1)
     up = (mixed >> 31) == 1
-    return x * jnp.where(up, np.float32(1 + unit), np.float32(1 - unit))
+    return x * jnp.where(up, 1 + unit, 1 - unit).astype(x.dtype)
 
 
 def _floating(x: Any) -> bool:
@@ -233,9 +239,10 @@ def _total(masks: Any) -> Any:
 
 def _judged(name: str, dtype: str, shape: Sequence[int], unit: float, f: Figures) -> Output:
     scales = f["scale"].astype(np.float64)
+    top = float(scales.max())
 
     def norm(of: str) -> float:
-        return math.sqrt(float(np.sum(f[f"{of}_squares"] * scales**2)))
+        return top * math.sqrt(float(np.sum(f[f"{of}_squares"] * (scales / top) ** 2)))
 
     norms = {of: norm(of) for of in ("error", "move", "size")}
     largest = {of: float(f[of].max()) for of in ("error", "move", "size")}
@@ -264,14 +271,13 @@ def _explained(dtype: str, unit: float, of: Mapping[str, float], count: float) -
         return of["move"] + max(1.0, count / math.sqrt(_EDGES))
     if not is_floating(dtype):  # to the nearest integer
         return of["move"] + 0.5 * count
-    least = max(float(jnp.finfo(dtype).smallest_subnormal), 2.0**-126)
+    least = max(float(jnp.finfo(dtype).smallest_subnormal), (dtype != "float64") * 2.0**-126)
     return max(_half_place(dtype), unit) * of["size"] + of["move"] + least * count
 
 
 def _half_place(dtype: str) -> float:
     """The relative rounding error of a float: half a unit in the last place."""
-    narrow = is_floating(dtype) and itemsize(dtype) < 4
-    return float(jnp.finfo(dtype).eps) / 2 if narrow else 0.0
+    return float(jnp.finfo(dtype).eps) / 2 if is_floating(dtype) else 0.0
 
 
 def _ratio(error: float, explained: float) -> float:

@@ -127,9 +127,11 @@ class Bisection:
 
     def _summary(self) -> Iterator[str]:
         operations = len({entry._group for entry in self.entries})
+        dtypes = {output.dtype for entry in self.entries for output in entry.outputs}
+        wide = "float64" if "float64" in dtypes else "float32"
         yield (
             f"{self.name}: {operations} fused operation{'s' * (operations != 1)}, run "
-            f"{len(self)} time{'s' * (len(self) != 1)} on {self.device}, compared with float32"
+            f"{len(self)} time{'s' * (len(self) != 1)} on {self.device}, compared with {wide}"
         )
         suspects = {entry._group: entry for entry in reversed(self.suspects)}
         if suspects:
@@ -194,8 +196,8 @@ def _advice(report: Bisection) -> Iterator[str]:
             )
         else:
             yield (
-                f"{blamed.title} produces it in float32 as well: its operations have no finite "
-                "result for these operands (report.first_nan.operands), on cuDNN or in XLA."
+                f"The reference of {blamed.title} produces it as well: its operations have no "
+                "finite result for these operands (report.first_nan.operands), on cuDNN or in XLA."
             )
     arrived = next((entry for entry in report if entry.nonfinite), None)
     if arrived is not None and arrived.nonfinite == OPERANDS:

@@ -104,7 +104,7 @@ def _obtain(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Execution
     if known is not None:
         log.debug("%s: plan read from the cache: %s", name, known)
         return known
-    limit = f", at most {2 * _seconds(spec):.0f} s" if isinstance(site, Profile) else ""
+    limit = f", time limit {2 * _seconds(spec):.0f} s" if isinstance(site, Profile) else ""
     with progress.planning(name + limit) as clock:
         made = _build(spec, site)
     log.debug("%s: planned in %.3f s: %s", name, clock.seconds, made)

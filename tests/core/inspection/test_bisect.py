@@ -179,6 +179,19 @@ def test_another_order_of_adding_is_not_suspect_even_where_terms_cancel():
     assert times(exact + 100.0).times_rounding > 4
 
 
+@pytest.mark.parametrize("scale", [1e-100, 1, 1e100])
+def test_float64_is_compared_in_float64(scale, wrong):
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)) * scale)
+        product = lambda x: jc.ops.matmul(x, x.T, activation="relu")  # noqa: E731
+        report = jc.bisect(product, x)
+        assert (report.suspects, report.first_nan) == ((), None)
+        assert "compared with float64" in str(report)
+        wrong("matmul", lambda y: y * (1 + 1e-10))
+        (suspect,) = jc.bisect(product, x).suspects
+        np.testing.assert_allclose(suspect.worst_output.relative, 1e-10, rtol=1e-3)
+
+
 def test_booleans_and_integers_are_compared(wrong):
     wrong("cmp_gt", lambda y: ~y)
     wrong("add", lambda y: y + 7)
