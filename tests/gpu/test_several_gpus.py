@@ -108,7 +108,7 @@ def test_one_process_plans_for_two_and_a_second_job_plans_nothing(tmp_path):
         assert max(zero["error"], one["error"]) < 0.02
         assert one["built"] == 0
     assert first[0]["built"] > 0 == second[0]["built"]
-    assert all(rank["hits"] and not rank["misses"] for rank in second)
+    assert (second[0]["hits"], second[0]["misses"]) == (1, 0)  # JAX's other processes have no cache
     assert first[0]["plans"] == second[0]["plans"]
 
 
