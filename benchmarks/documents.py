@@ -14,6 +14,7 @@ from jax_cudnn._core.errors import GraphError
 
 from . import ROOT
 from .attention.tables import render as render_attention
+from .before_after import render as render_one_gpu
 from .cases.tables import render as render_cases
 from .cases.tables import render_host
 from .collectives import render as render_collectives
@@ -76,8 +77,9 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     for mark, name, rendered in SHOWN:
         yield PAGE, mark, rendered(read(committed(name)))
     yield ROOT / "docs" / "testing.md", "tested", render_tested(RESULTS)
-    result = read(committed("collectives_h200"))
-    yield ROOT / "docs" / "many_gpus.md", "collectives", render_collectives(result)
+    page = ROOT / "docs" / "many_gpus.md"
+    yield page, "collectives", render_collectives(read(committed("collectives_h200")))
+    yield page, "one gpu", render_one_gpu(read(committed("one_gpu_h200")))
 
 
 def placed(document: Path, mark: str, shown: str, check: bool) -> str:

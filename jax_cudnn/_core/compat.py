@@ -271,8 +271,7 @@ def register_partitioner(name: str, wanted: Any, partition: Any, inferred: Any) 
 
 
 def transposed(x: Any) -> tuple[Any, tuple[int, ...]]:
-    """The value that a value of a module is a transpose of, itself if of none, and the order of
-    its dimensions."""
+    """The value, or the one that it is a transpose of, and the order of its dimensions."""
     if getattr(x.owner, "name", "") == "stablehlo.transpose":
         return x.owner.opview.operand, tuple(x.owner.opview.permutation)
     return x, tuple(range(x.type.rank))
