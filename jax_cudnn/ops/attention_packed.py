@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 QUERIES = {"q": "q", "dQ": "q", "o": "o", "O": "o", "dO": "o", "stats": "stats", "Stats": "stats"}
 KEYS = {"k": "k", "dK": "k", "v": "v", "dV": "v"}
 _OFFSETS = tuple(f"ragged_offset_{kind}" for kind in ("q", "k", "v", "o", "stats"))
+_OFFSETS_OF = {port: f"ragged_offset_{kind}" for port, kind in (QUERIES | KEYS).items()}
 _INTEGERS = (*LENGTHS, *_OFFSETS)
 _PORTS = ", ".join(f"?{port}: *{port}" for port in _INTEGERS)
 _MOST = 2**31  # elements that 32-bit offsets can address
@@ -45,6 +46,7 @@ class _Packed(Biased, Arranged):
     max_total_seq_len_kv: int
 
     integers = _INTEGERS
+    offsets = _OFFSETS_OF
     requires = (
         "bfloat16 or float16, head sizes that are multiples of 8, SM 80, and SM 90 for gradients; "
         "arrays of fewer than 2**31 elements"
@@ -102,8 +104,7 @@ class _Packed(Biased, Arranged):
         """Offsets clipped to their arrays, and lengths clipped to the distance between offsets."""
         found = dict(given)
         rooms: tuple[list[jax.Array], list[jax.Array]] = ([], [])  # of queries, of keys
-        for port, kind in (QUERIES | KEYS).items():
-            offset = f"ragged_offset_{kind}"
+        for port, offset in self.offsets.items():
             if offset in given and port in tensors:
                 tokens, *token = tensors[port].shape
                 size = math.prod(token)
@@ -117,20 +118,17 @@ class _Packed(Biased, Arranged):
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        offsets = {port: tensors[port] for port in _OFFSETS if port in tensors}
-        kinds = QUERIES | KEYS
-        arrays = {port: x for port, x in tensors.items() if port not in offsets}
+        arrays = {port: x for port, x in tensors.items() if port not in _OFFSETS}
 
-        def placed(port: str, x: Any) -> Any:
-            return x.set_ragged_offset(offsets[f"ragged_offset_{kinds[port]}"])
+        def placed(port: str, x: Any) -> None:
+            if port in self.offsets:
+                x.set_ragged_offset(tensors[self.offsets[port]])
 
         for port, x in arrays.items():
-            if port in kinds:
-                placed(port, x)
+            placed(port, x)
         made = self.base.emit(pygraph, arrays, {**common, **self.totals})
         for port, x in zip(self.results, made, strict=True):
-            if port in kinds:
-                placed(port, x)
+            placed(port, x)
         return made
 
     @property

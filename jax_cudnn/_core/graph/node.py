@@ -114,6 +114,9 @@ class Node(Planned):
     selecting: ClassVar[tuple[str, ...]] = ()
     """Ports whose values decide what is computed and read, such as lengths: with one of them, the
     least work is to write the results."""
+    offsets: ClassVar[Mapping[str, str]] = {}
+    """For ports of arrays, the port of offsets into the array, in elements: whole elements of its
+    first dimension. Those into a shard of the other dimensions are smaller."""
     examples: ClassVar[tuple[Example, ...]] = ()
     ports: ClassVar[Dims]
 

@@ -93,6 +93,12 @@ def factors(spec: GraphSpec) -> tuple[Factor, ...]:
                 classes.keep_whole(first)
             found.append((first, local))
         named.append(found)
+    for offsets, names in with_offsets(spec).items():
+        rows = [[ids[n, axis] for axis in range(1, len(spec.tensor(n).shape))] for n in names]
+        if offsets in spec.inputs and len({spec.tensor(n).shape[1:] for n in names}) == 1:
+            classes.join_all(*rows)
+        else:
+            classes.keep_whole(*(axis for row in rows for axis in row))
     for tensor in spec.tensors:
         classes.apart(ids[tensor.name, axis] for axis in range(len(tensor.shape)))
     sets: dict[int, set[tuple[str, int]]] = {}
@@ -144,6 +150,18 @@ def _sums(
 def _ports(spec: GraphSpec, named: Iterable[tuple[str, str]]) -> tuple[_Port, ...]:
     tensors = ((port, spec.tensor(name)) for port, name in named)
     return tuple((port, tensor.shape, tensor.dtype) for port, tensor in tensors)
+
+
+@functools.lru_cache(maxsize=2048)
+def with_offsets(spec: GraphSpec) -> Mapping[str, set[str]]:
+    """The arrays into which each tensor holds offsets."""
+    found: dict[str, set[str]] = {}
+    for call in spec.calls:
+        at = dict((*call.inputs, *call.outputs))
+        for array, offsets in call.node.offsets.items():
+            if array in at and offsets in at:
+                found.setdefault(at[offsets], set()).add(at[array])
+    return found
 
 
 @functools.lru_cache(maxsize=2048)
@@ -268,6 +286,9 @@ def _traced(
     """The steps of a node's reference, and the values at its ports."""
     trace = Trace(Classes())
     values = {port: trace.value(shape) for port, shape, _ in inputs}
+    for port in node.offsets.values():
+        if port in values:
+            values[port].is_offset = True
     assert not values.keys() & {port for port, *_ in outs}, node
 
     def reference(*arrays: jax.Array) -> tuple[jax.Array, ...]:

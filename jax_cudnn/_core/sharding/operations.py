@@ -12,14 +12,16 @@ Range = tuple[float, float]
 
 
 class Value:
-    """An array inside the function: its axes, the least and the largest element if known, and the
-    sets over whose shards it is a partial sum (or largest or smallest element)."""
+    """An array inside the function: its axes, the least and the largest element if known, the
+    sets over whose shards it is a partial sum (or largest or smallest element), and whether it
+    follows from offsets alone, which are others on a shard."""
 
-    __slots__ = ("axes", "partial", "range", "shape")
+    __slots__ = ("axes", "is_offset", "partial", "range", "shape")
 
     def __init__(self, shape: Sequence[int], axes: list[int | None], range: Range | None = None):
         self.shape, self.axes, self.range = tuple(shape), axes, range
         self.partial: dict[int, str] = {}
+        self.is_offset = False
 
     @property
     def constant(self) -> float | None:
@@ -203,6 +205,14 @@ def _dynamic(params: Mapping[str, Any], shape: tuple[int, ...]) -> list[int]:
     return [i for i, size in enumerate(params["slice_sizes"]) if size != shape[i]]
 
 
+def _updated(classes: Classes, params: Any, ins: list[Value], outs: list[Value]) -> _Made:
+    x, part, *_ = ins
+    sides = x.axes, part.axes, outs[0].axes, x.shape, part.shape
+    for *axes, size, other in zip(*sides, strict=True):
+        classes.join(*axes)
+        classes.keep_whole(*axes if size != other else ())
+
+
 RULES: dict[str, _Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     "iota": _iota,
@@ -212,6 +222,7 @@ RULES: dict[str, _Rule] = {
     "broadcast_in_dim": _broadcast,
     "slice": _except(_sliced),
     "dynamic_slice": _except(_dynamic),
+    "dynamic_update_slice": _updated,
     "pad": _except(
         lambda p, shape: [i for i, each in enumerate(p["padding_config"]) if each != (0, 0, 0)]
     ),

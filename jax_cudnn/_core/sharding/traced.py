@@ -90,6 +90,8 @@ class Trace:
         outs = [self.value(shape, found) for shape in shapes]
         if outs[0].constant is not None:  # the same on every shard
             return outs
+        for out in outs:
+            out.is_offset = all(x.is_offset or x.constant is not None for x in ins)
         reduced = RULES.get(name, unknown)(self.classes, params, ins, outs) or []
         self.steps.append(_Step(name, params, ins, outs, reduced))
         return outs
@@ -119,9 +121,13 @@ class Trace:
         return outs
 
     def described(self) -> list[Any]:
-        """The operations, with the operands that are constants."""
+        """The operations, with the operands that are constants, but for arithmetic of offsets."""
         return [
-            (step.name, [x.constant for x in step.ins], step.body and step.body.described())
+            (
+                step.name,
+                [x.constant for x in step.ins if not step.outs[0].is_offset],
+                step.body and step.body.described(),
+            )
             for step in self.steps
         ]
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from ..graph.node import advanced
 from ..graph.spec import GraphSpec, Tensor
 from ..implementation import CUDNN
-from .axes import WHOLE, Factor, counters, factors, localized, parts
+from .axes import WHOLE, Factor, counters, factors, localized, parts, with_offsets
 from .classes import ADD, MAX, MIN
 
 Axes = tuple[str, ...]
@@ -23,8 +23,9 @@ Sharding = tuple[Axes, ...]
 
 class Move(NamedTuple):
     """What happens to a tensor ahead of a call: shards are added (or the largest or smallest
-    elements taken), scattered or gathered along a dimension, or one shard is cut out. A count (see
-    Counter) of random numbers goes on by ``step`` for each shard, for this call alone."""
+    elements taken), scattered or gathered along a dimension, or one shard is cut out. For this call
+    alone, a count of random numbers (:class:`.Counter`) goes on by ``step`` for each shard, and
+    offsets are divided by ``step`` shards."""
 
     name: str
     how: str
@@ -43,6 +44,8 @@ class Move(NamedTuple):
             return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dim)
         if self.how == "count":
             return advanced(x, jax.lax.axis_index(axes).astype(x.dtype) * self.step)
+        if self.how == "divide":
+            return x // self.step
         return {ADD: jax.lax.psum, MAX: jax.lax.pmax, MIN: jax.lax.pmin}[self.how](x, axes)
 
 
@@ -62,11 +65,11 @@ class Work:
 
         values = dict(zip(names, arrays, strict=True))
         for moves, spec in self.stages:
-            counts = {}
+            own = {}
             for move in moves:
-                made = counts if move.how == "count" else values
+                made = own if move.step else values
                 made[move.name] = move.run(values[move.name])
-            given = [counts.get(name, values[name]) for name in spec.inputs]
+            given = [own.get(name, values[name]) for name in spec.inputs]
             made = cudnn_local_p.bind(*given, spec=spec, name=title)
             values.update(zip(spec.outputs, made, strict=True))
         for move in self.last:
@@ -101,7 +104,7 @@ def work(
         local = localized(first, {f: size_of(axes, sizes) for f, axes in chosen.items()})
         for tensor in first.input_tensors:
             at.move(tensor, _sharding(chosen, tensor))
-        stages.append(((*at.taken(), *_counts(first, chosen, sizes)), local))
+        stages.append(((*at.taken(), *_placed(first, chosen, sizes)), local))
         for tensor in first.output_tensors:
             at.have[tensor.name] = _sharding(chosen, tensor)
             ways = [
@@ -118,11 +121,16 @@ def work(
     return Work(tuple(stages), at.taken(), operands, spec.outputs, results)
 
 
-def _counts(
+def _placed(
     spec: GraphSpec, chosen: Mapping[Factor, Axes], sizes: Mapping[str, int]
 ) -> tuple[Move, ...]:
-    """The counts of random numbers of each shard of a batch."""
+    """Counts of random numbers and offsets for a shard."""
     made = {}
+    for offsets, arrays in with_offsets(spec).items():
+        _, *rest = _sharding(chosen, spec.tensor(min(arrays)))
+        shards = size_of(tuple(axis for axes in rest for axis in axes), sizes)
+        if shards > 1:
+            made[offsets] = Move(offsets, "divide", (), step=shards)
     for i, counter in counters(spec).items():
         at = dict(spec.calls[i].inputs)
         axes, *_ = _sharding(chosen, spec.tensor(at[counter.batch]))
