@@ -223,6 +223,9 @@ def is_exported(ctx: Any) -> bool:
     return ctx.module_context.lowering_parameters.for_export
 
 
+uncached = functools.partial(_config.enable_compilation_cache, False)  # JAX's cache of programs
+
+
 def keep_alive(ctx: Any, value: Any) -> None:
     """Keeps a value as long as the compiled program."""
     ctx.module_context.add_keepalive(value)
@@ -270,8 +273,8 @@ def register_partitioner(name: str, wanted: Any, partition: Any, inferred: Any) 
     _xla_bridge.register_plugin_callbacks(register)
 
 
-def transposed(x: Any) -> tuple[Any, tuple[int, ...]]:
-    """The value, or the one that it is a transpose of, and the order of its dimensions."""
+def untransposed(x: Any) -> tuple[Any, tuple[int, ...]]:
+    """The operand of the transpose that made a value, or the value itself, and the permutation."""
     if getattr(x.owner, "name", "") == "stablehlo.transpose":
         return x.owner.opview.operand, tuple(x.owner.opview.permutation)
     return x, tuple(range(x.type.rank))
@@ -326,8 +329,7 @@ def partitioned_call(
             need_replication_factors=tuple(whole),
             **{name: size for name, size in sizes.items() if name not in alone_too},
         )
-        attribute = sdy_sharding_rule_to_mlir(rule, given, types)
-        call.attributes["sdy.sharding_rule"] = attribute
+        call.attributes["sdy.sharding_rule"] = sdy_sharding_rule_to_mlir(rule, given, types)
     return [
         mlir.lower_with_sharding_in_types(ctx, x, aval)
         for x, aval in zip(call.results, ctx.avals_out, strict=True)

@@ -45,6 +45,7 @@ LARGE = 2**20
 """Bytes of an operand from which on it is said that it is gathered."""
 _BY_XLA = "XLA runs and partitions it"
 _EXCHANGED = "XLA runs it: it exchanges statistics between devices"
+_ADVICE = "what to do: shard another dimension, or call it in jax.shard_map"
 T = TypeVar("T")
 log = logging.getLogger("jax_cudnn")
 
@@ -114,7 +115,9 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
     values, settings = compat.settings_of_thread()
     # What XLA gathers, or moves, is the array in its own order: once for all calls that read it.
-    operands, turns = zip(*map(compat.transposed, operands), strict=True) if operands else ((), ())
+    operands, turns = (
+        zip(*map(compat.untransposed, operands), strict=True) if operands else ((), ())
+    )
     said = repr((spec._key(), name, turns, where, values, fingerprint(), jax.__version__))
     seen = observer.get()
     if seen is not None:  # XLA partitions it anew, whatever JAX's cache holds
@@ -127,12 +130,12 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     compat.keep_alive(ctx, site)
     register()
     ins, outs, sums = _letters(spec)
-    ins = [*map(_given, ins, turns)]
+    ins = [*map(_untransposed, ins, turns)]
     return compat.partitioned_call(ctx, PARTITIONED, key, operands, ins, outs, sums)
 
 
-def _given(dims: Sequence[T], turn: Sequence[int]) -> tuple[T, ...]:
-    """What belongs to each dimension of an operand, for those of the array that is given."""
+def _untransposed(dims: Sequence[T], turn: Sequence[int]) -> tuple[T, ...]:
+    """What belongs to each dimension of an operand, for those of the array of the call."""
     return tuple(dims[turn.index(i)] for i in range(len(turn)))
 
 
@@ -227,7 +230,7 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
         for t, own, turn in zip(spec.input_tensors, found.operands, site.turns, strict=True):
             parts = [size_of(axes, site.axes.shape) for axes in own]
             shape = [n // shards for n, shards in zip(t.shape, parts, strict=True)]
-            avals.append(jax.ShapeDtypeStruct(_given(shape, turn), t.dtype))
+            avals.append(jax.ShapeDtypeStruct(_untransposed(shape, turn), t.dtype))
 
         def body(*arrays: Any) -> list[Any]:
             return found.run(spec.inputs, site.name, *map(jax.numpy.transpose, arrays, site.turns))
@@ -235,7 +238,7 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
         with site.contexts():
             site.made[found] = compat.local_module(body, avals, site.mesh, *site.module)
     results = compat.packed_shardings(result, _encoded(site, found.results))
-    return site.made[found], _encoded(site, map(_given, found.operands, site.turns)), results
+    return site.made[found], _encoded(site, map(_untransposed, found.operands, site.turns)), results
 
 
 def _tell(
@@ -259,9 +262,6 @@ def _tell(
     if large:
         where = [spec._cache["line"]] if spec._cache.get("line") else []
         _warn("\n  ".join((f"{name}: on a mesh,", *map(str, large), _ADVICE, *where)))
-
-
-_ADVICE = "what to do: shard another dimension, or call it in jax.shard_map"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -292,8 +292,8 @@ def _mesh_axes(sharding: Any, mesh: Any) -> list[tuple[str, ...]]:
     which only a part does, and none where the mesh cannot state it."""
     if sharding is None or not sharding.is_tiled():
         return []
-    primes = {axis: _primes(size) for axis, size in mesh.shape.items()}
-    sizes = {(axis, i): p for axis, found in primes.items() for i, p in enumerate(found)}
+    sizes = {(axis, i): p for axis, n in mesh.shape.items() for i, p in enumerate(_primes(n))}
+    parts = {axis: [part for part in sizes if part[0] == axis] for axis in mesh.shape}
     try:
         devices = sharding.tile_assignment_devices()
         order = compat.unflattened(devices, sizes)
@@ -305,18 +305,14 @@ def _mesh_axes(sharding: Any, mesh: Any) -> list[tuple[str, ...]]:
                 size, rest = divmod(size, sizes[used[-1]])
                 if rest:
                     return []
-            while used and used[: len(primes[used[0][0]])] == _parts(primes, used[0][0]):
+            while used and used[: len(parts[used[0][0]])] == parts[used[0][0]]:
                 axes.append(used[0][0])
-                del used[: len(primes[axes[-1]])]
+                del used[: len(parts[axes[-1]])]
             dims.append(tuple(axes))
     except (KeyError, ValueError, StopIteration):
         return []
     groups = len(sharding.subgroup_types()) or sharding.replicate_on_last_tile_dim()
     return dims[: len(dims) - groups]
-
-
-def _parts(primes: dict[str, list[int]], axis: str) -> list[tuple[str, int]]:
-    return [(axis, i) for i in range(len(primes[axis]))]
 
 
 def _primes(size: int) -> list[int]:

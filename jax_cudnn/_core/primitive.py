@@ -31,9 +31,13 @@ cudnn_p = compat.new_primitive("cudnn", title)
 cudnn_local_p = compat.new_primitive("cudnn_local", title)
 
 
+_line: ContextVar[str] = ContextVar("line", default="")
+"""Where the graph was traced from which a rule derives others."""
+
+
 def bind(spec: GraphSpec, name: str, *operands: Any) -> list[jax.Array]:
     """Apply a graph to arrays in the order of ``spec.inputs``; ``name`` is the user's function."""
-    spec._cache["line"] = user_line()  # where it was traced last, for warnings
+    spec._cache["line"] = _line.get() or user_line()  # where it was traced last, for warnings
     with jax.named_scope(name):
         return cudnn_p.bind(*_align_varying(operands), spec=spec, name=name)
 
@@ -128,7 +132,11 @@ def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
 def _transformed(rule: str, *args: Any, **params: Any) -> Any:
     from .transforms import rules  # which importing jax_cudnn does without
 
-    return getattr(rules, rule)(*args, **params)
+    token = _line.set(params["spec"]._cache.get("line", "") if "spec" in params else "")
+    try:
+        return getattr(rules, rule)(*args, **params)
+    finally:
+        _line.reset(token)
 
 
 for _primitive in (cudnn_p, cudnn_local_p):

@@ -11,7 +11,7 @@ import numpy as np
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
-from .._core.graph.node import NUMBERS_ONLY, Counter, Node, frozen
+from .._core.graph.node import NUMBERS_ONLY, Draws, Node, frozen
 from . import attention_extras as extras
 from .attention_bias import LENGTHS, Biased
 from .attention_reference import Attention, Band, bound
@@ -245,11 +245,12 @@ class Attending(Biased):
         drawn = made.get("dropout_mask") == "RNG_DUMP" and "seed" in made
         return ("dropout_mask",) if drawn else ()
 
-    def counter(self, shapes: Mapping[str, Shape]) -> Counter | None:
+    def draws(self, shapes: Mapping[str, Shape]) -> Draws | None:
         if "seed" not in shapes:
             return None
         (b, h, queries, _), keys = shapes["q"], shapes["k"][2]
-        return Counter(extras.WORDS, "dropout_mask", (b, h, queries, keys), "q", extras.STEP * h)
+        mask = "dropout_mask", (b, h, queries, keys)
+        return Draws("seed", "offset", extras.STEP * h, *mask, batch="q")
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
         if reason := odd_heads(tensors) or wrong_dtypes(self.results, tensors):

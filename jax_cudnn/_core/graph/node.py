@@ -51,25 +51,27 @@ def frozen(cls: type[T]) -> type[T]:
     return dataclass(frozen=True, eq=False, repr=False)(cls)
 
 
-class Counter(NamedTuple):
-    """What a shard of the batch needs to draw the random numbers of the whole.
+class Draws(NamedTuple):
+    """The random numbers that a node draws, of which a shard of the batch draws its part.
 
     Attributes:
-        words: input ports, the seed and the count, each (1, 1, 1, 2) in uint32, the low word first.
+        seed: an input port, (1, 1, 1, 2) in uint32, the low word first.
+        offset: an input port like it: the place in the random stream at which the batch begins.
+        step: what each element of the batch adds to the offset.
         drawn: the input port that may hold what is drawn instead, of this shape; batch first.
         batch: an input port whose first dimension is the batch.
-        step: what each element of the batch adds to the count.
     """
 
-    words: tuple[str, str]
+    seed: str
+    offset: str
+    step: int
     drawn: str
     shape: Shape
     batch: str
-    step: int
 
 
 def advanced(words: jax.Array, by: Any) -> jax.Array:
-    """A count in two words of uint32, the low one first, plus ``by``."""
+    """An offset in two words of uint32, the low one first, plus ``by``."""
     low = words[..., 0] + by
     return jax.numpy.stack([low, words[..., 1] + (low < words[..., 0])], axis=-1)
 
@@ -194,8 +196,8 @@ class Node(Planned):
         it; "" if none does."""
         return ()
 
-    def counter(self, shapes: Mapping[str, Shape]) -> Counter | None:
-        """How random numbers that the node draws depend on the batch, for these input ports."""
+    def draws(self, shapes: Mapping[str, Shape]) -> Draws | None:
+        """The random numbers that the node draws with these input ports."""
         return None
 
     def leaving(self, ports: Collection[str]) -> Node:

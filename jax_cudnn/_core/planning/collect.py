@@ -122,7 +122,8 @@ def _local(
     seen: Seen = {}
     token = observer.set(seen)
     try:
-        jax.jit(run).lower(*arrays).compile()
+        with compat.uncached():  # what is partitioned to look at it is not kept
+            jax.jit(run).lower(*arrays).compile()
     finally:
         observer.reset(token)
     for each in seen.values():
@@ -131,7 +132,16 @@ def _local(
 
 def is_sharded(jaxpr: Any, args: tuple[Any, ...]) -> bool:
     """Whether arguments or a program's shardings are over several devices."""
-    given = any(map(_on_mesh, jax.tree.leaves(args)))
+    leaves = jax.tree.leaves(args)
+    given = any(map(_on_mesh, leaves))
+    meshes = {getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves}
+    if not given and any(isinstance(m, jax.sharding.AbstractMesh) and m.size > 1 for m in meshes):
+        raise GraphError(
+            "an argument is sharded over an abstract mesh",
+            expected="a jax.sharding.Mesh: XLA partitions a program for devices",
+            fix="make the mesh of host devices, with XLA_FLAGS="
+            "--xla_force_host_platform_device_count=8 for 8, and name the GPU by jax_cudnn.target",
+        )
     return given or (jaxpr is not None and any(_shardings(jaxpr)))
 
 

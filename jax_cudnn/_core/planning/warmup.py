@@ -50,13 +50,14 @@ def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowe
     with advised(args):
         traced = jitted.trace(*args, **kwargs)
     graphs = {*in_jaxpr(traced.jaxpr.jaxpr)}
-    if graphs and not context.targeted() and not any(map(compat.is_cuda, jax.local_devices())):
+    nothing = not context.targeted() and not any(map(compat.is_cuda, jax.local_devices()))
+    if graphs and nothing:
         warnings.warn(
             "jax_cudnn.warmup plans nothing: there is no GPU. Name one: with "
             'jax_cudnn.target("H200"): ...',
             stacklevel=2,
         )
-    if graphs and is_sharded(traced.jaxpr.jaxpr, args):  # XLA says what a device computes
+    elif graphs and is_sharded(traced.jaxpr.jaxpr, args):  # XLA says what a device computes
         plans(fn, *args, **kwargs)
     with progress.counted(len(graphs)):
         return traced.lower(lowering_platforms=("cuda",)) if context.targeted() else traced.lower()

@@ -17,10 +17,10 @@ from ..errors import JaxCudnnError
 from ..graph.by_reference import Batched, ByReference, Tangent, Transposed
 from ..graph.dims import Shape, assigned
 from ..graph.dtypes import itemsize
-from ..graph.node import Counter, Node
+from ..graph.node import Draws, Node
 from ..graph.promotion import inferred
 from ..graph.reference import applied, in_one_part
-from ..graph.spec import GraphSpec, Tensor, intern
+from ..graph.spec import Call, GraphSpec, Tensor, intern
 from .classes import ADD, Classes
 from .traced import Trace, Value
 
@@ -77,13 +77,13 @@ def factors(spec: GraphSpec) -> tuple[Factor, ...]:
         for axis, size in enumerate(tensor.shape)
     }
     named: list[list[tuple[int, _Local]]] = []
-    counting = counters(spec)
+    random = drawing(spec)
     for i, call in enumerate(spec.calls):
         at, found = dict((*call.inputs, *call.outputs)), []
         ports = _ports(spec, call.inputs), _ports(spec, call.outputs)
         for local in (
-            _of_counting(call.node, *ports, counting[i])
-            if i in counting
+            _of_drawing(call.node, *ports, random[i])
+            if i in random
             else _of_node(call.node, *ports)
         ):
             first, *others = (ids[at[port], axis] for port, axis in local.axes)
@@ -95,7 +95,9 @@ def factors(spec: GraphSpec) -> tuple[Factor, ...]:
         named.append(found)
     for offsets, names in with_offsets(spec).items():
         rows = [[ids[n, axis] for axis in range(1, len(spec.tensor(n).shape))] for n in names]
-        if offsets in spec.inputs and len({spec.tensor(n).shape[1:] for n in names}) == 1:
+        alone = all(port in call.node.offsets.values() for call, port in _reads(spec)[offsets])
+        alike = len({spec.tensor(n).shape[1:] for n in names}) == 1
+        if alone and alike and offsets in spec.inputs:
             classes.join_all(*rows)
         else:
             classes.keep_whole(*(axis for row in rows for axis in row))
@@ -165,31 +167,44 @@ def with_offsets(spec: GraphSpec) -> Mapping[str, set[str]]:
 
 
 @functools.lru_cache(maxsize=2048)
-def counters(spec: GraphSpec) -> Mapping[int, Counter]:
+def drawing(spec: GraphSpec) -> Mapping[int, Draws]:
     """The calls that draw random numbers of which a shard of the batch can draw its part, by
-    index: not where two of them count with one operand, and their batches are two tensors."""
-    found, batches = {}, {}
+    index: those with an offset that they alone read, for one batch."""
+    found, reads = {}, _reads(spec)
     for i, call in enumerate(spec.calls):
         at = dict(call.inputs)
-        counter = call.node.counter({port: spec.tensor(name).shape for port, name in call.inputs})
-        if counter is not None and at[counter.words[1]] in spec.inputs:
-            found[i] = counter
-            batches.setdefault(at[counter.words[1]], set()).add(at[counter.batch])
-    counts = {i: dict(spec.calls[i].inputs)[counter.words[1]] for i, counter in found.items()}
-    return {i: counter for i, counter in found.items() if len(batches[counts[i]]) == 1}
+        draws = call.node.draws({port: spec.tensor(name).shape for port, name in call.inputs})
+        if draws is not None and at[draws.offset] in spec.inputs:
+            others = [
+                dict(other.inputs).get(draws.batch) if port == draws.offset else None
+                for other, port in reads[at[draws.offset]]
+            ]
+            if {*others} == {at[draws.batch]}:
+                found[i] = draws
+    return found
 
 
-def _of_counting(
-    node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...], counter: Counter
+def _reads(spec: GraphSpec) -> Mapping[str, list[tuple[Call, str]]]:
+    """The calls and ports that read each tensor."""
+    found: dict[str, list[tuple[Call, str]]] = {}
+    for call in spec.calls:
+        for port, name in call.inputs:
+            found.setdefault(name, []).append((call, port))
+    return found
+
+
+def _of_drawing(
+    node: Node, inputs: tuple[_Port, ...], outs: tuple[_Port, ...], draws: Draws
 ) -> Iterator[_Local]:
     """The factors of a node that draws: those of the node that is given what it draws, but that
     the drawn array is sharded along its batch alone."""
-    given = tuple(port for port in inputs if port[0] not in counter.words)
-    for local in _of_node(node, (*given, (counter.drawn, counter.shape, "float32")), outs):
-        drawn = {axis for port, axis in local.axes if port == counter.drawn}
-        axes = tuple(at for at in local.axes if at[0] != counter.drawn)
+    words = draws.seed, draws.offset
+    given = tuple(port for port in inputs if port[0] not in words)
+    for local in _of_node(node, (*given, (draws.drawn, draws.shape, "float32")), outs):
+        drawn = {axis for port, axis in local.axes if port == draws.drawn}
+        axes = tuple(at for at in local.axes if at[0] != draws.drawn)
         yield local._replace(axes=axes, whole=local.whole or bool(drawn - {0}))
-    yield from (_Local(((word, 3),), 2, True) for word in counter.words)
+    yield from (_Local(((word, 3),), 2, True) for word in words)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -350,7 +365,16 @@ def localized(spec: GraphSpec, shards: Mapping[Factor, int]) -> GraphSpec:
     for call in spec.calls:
         shapes = {port: tensors[name].shape for port, name in (*call.inputs, *call.outputs)}
         calls.append(replace(call, node=_resized(call.node, shapes)))
-    return intern(replace(spec, tensors=tuple(tensors.values()), calls=tuple(calls), _cache={}))
+
+    def alike(member: GraphSpec) -> GraphSpec:
+        """A graph of the family, whose arrays have the same names."""
+        counts = {f: max(number.get(axis, 1) for axis in f.axes) for f in factors(member)}
+        fit = {f: n for f, n in counts.items() if f.role != WHOLE and f.size % n == 0}
+        return localized(member, fit)
+
+    origin = replace(spec.origin, family=(*map(alike, spec.origin.family),))
+    changes: dict[str, Any] = {"tensors": (*tensors.values(),), "calls": (*calls,)}
+    return intern(replace(spec, **changes, origin=origin, _cache={}))
 
 
 def _resized(node: Node, shapes: Mapping[str, Shape]) -> Node:
@@ -378,8 +402,8 @@ def _resized(node: Node, shapes: Mapping[str, Shape]) -> Node:
 
 def parts(spec: GraphSpec, sharded: Iterable[Factor]) -> tuple[GraphSpec, GraphSpec | None]:
     """The graph up to the sums over these factors that later calls read, and the rest; None if
-    nothing is left. Call :func:`factors` again for the rest. In a 16-bit graph the parts of a
-    product's sum are rounded, as jnp's are: devices exchange half as much."""
+    nothing is left. Call :func:`factors` again for the rest. In bfloat16 the parts of a sum are
+    rounded, as jnp's are: devices exchange half as much."""
     from ..planning.split import part
 
     sums = frozenset(name for factor in sharded for name in factor.ahead)
@@ -397,8 +421,8 @@ def parts(spec: GraphSpec, sharded: Iterable[Factor]) -> tuple[GraphSpec, GraphS
 
 
 def _narrow(spec: GraphSpec) -> str:
-    """The 16-bit dtype of all operands of products and all results; "" if they have others."""
+    """bfloat16 if all operands of products and all results are, else "": a part of a sum may be
+    out of the range of float16."""
     read = {name for call in spec.calls if call.node.product for _, name in call.inputs}
-    kinds = {spec.tensor(name).dtype for name in read}
-    results = {tensor.dtype for tensor in spec.output_tensors}
-    return min(kinds) if kinds == results and len(kinds) == 1 and itemsize(min(kinds)) == 2 else ""
+    kinds = {spec.tensor(name).dtype for name in (*read, *spec.outputs)}
+    return "bfloat16" if kinds == {"bfloat16"} else ""

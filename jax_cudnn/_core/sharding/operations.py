@@ -34,6 +34,8 @@ _ELEMENTWISE = {
     *"ceil clamp convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc".split(),
     *"exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max".split(),
     *"min mul ne neg nextafter not or population_count pow reduce_precision rem round".split(),
+    *"bessel_i0e bessel_i1e clz eq_to igamma igamma_grad_a igammac le_to log2 lt_to mulhi".split(),
+    *"one_minus_square polygamma zeta".split(),
     *"rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh".split(),
     *"sqrt square stop_gradient sub tan tanh xor".split(),
 }

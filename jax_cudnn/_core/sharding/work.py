@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from ..graph.node import advanced
 from ..graph.spec import GraphSpec, Tensor
 from ..implementation import CUDNN
-from .axes import WHOLE, Factor, counters, factors, localized, parts, with_offsets
+from .axes import WHOLE, Factor, drawing, factors, localized, parts, with_offsets
 from .classes import ADD, MAX, MIN
 
 Axes = tuple[str, ...]
@@ -24,8 +24,8 @@ Sharding = tuple[Axes, ...]
 class Move(NamedTuple):
     """What happens to a tensor ahead of a call: shards are added (or the largest or smallest
     elements taken), scattered or gathered along a dimension, or one shard is cut out. For this call
-    alone, a count of random numbers (:class:`.Counter`) goes on by ``step`` for each shard, and
-    offsets are divided by ``step`` shards."""
+    alone, the offset of random numbers (:class:`.Draws`) is ``step`` more for each shard before it,
+    and offsets into arrays are divided by ``step`` shards."""
 
     name: str
     how: str
@@ -42,7 +42,7 @@ class Move(NamedTuple):
         if self.how == "cut":
             size = x.shape[dim] // jax.lax.axis_size(axes)
             return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dim)
-        if self.how == "count":
+        if self.how == "advance":
             return advanced(x, jax.lax.axis_index(axes).astype(x.dtype) * self.step)
         if self.how == "divide":
             return x // self.step
@@ -124,19 +124,19 @@ def work(
 def _placed(
     spec: GraphSpec, chosen: Mapping[Factor, Axes], sizes: Mapping[str, int]
 ) -> tuple[Move, ...]:
-    """Counts of random numbers and offsets for a shard."""
+    """The offsets of a shard: of random numbers, and into arrays."""
     made = {}
     for offsets, arrays in with_offsets(spec).items():
         _, *rest = _sharding(chosen, spec.tensor(min(arrays)))
         shards = size_of(tuple(axis for axes in rest for axis in axes), sizes)
         if shards > 1:
             made[offsets] = Move(offsets, "divide", (), step=shards)
-    for i, counter in counters(spec).items():
+    for i, draws in drawing(spec).items():
         at = dict(spec.calls[i].inputs)
-        axes, *_ = _sharding(chosen, spec.tensor(at[counter.batch]))
+        axes, *_ = _sharding(chosen, spec.tensor(at[draws.batch]))
         if axes:
-            name, shard = at[counter.words[1]], counter.shape[0] // size_of(axes, sizes)
-            made[name] = Move(name, "count", axes, step=counter.step * shard)
+            name, shard = at[draws.offset], draws.shape[0] // size_of(axes, sizes)
+            made[name] = Move(name, "advance", axes, step=draws.step * shard)
     return (*made.values(),)
 
 
@@ -320,7 +320,7 @@ def gathered(
             factor, shards = of.get((tensor.name, dim)), size_of(axes, sizes)
             why = ""
             if factor is None or factor.role == WHOLE:
-                why = "cuDNN needs all of it"
+                why = "the operation needs all of it"
             elif factor.size % shards:
                 why = f"{shards} shards do not divide its {factor.size} parts"
             elif factor.partial and not sums:

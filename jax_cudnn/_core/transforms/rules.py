@@ -124,7 +124,7 @@ def batch_rule(
 
 def _batched_types(
     run: Callable[..., Any], arrays: Mapping[str, Any], mapped: set[str], batched: Sequence[bool]
-) -> list[PartitionSpec]:
+) -> list[Any]:
     """How results of a vmap are sharded on explicit axes: as those of each element, and along the
     mapped dimension as the operands are."""
     types = {n: jax.typeof(x) for n, x in arrays.items()}
@@ -138,11 +138,11 @@ def _batched_types(
         )
         for n, x in types.items()
     ]
-    made = [
-        [None if axis == lead else axis for axis in out.sharding.spec]
-        for out in jax.make_jaxpr(run)(*one).out_avals
+    made = [out.sharding for out in jax.make_jaxpr(run)(*one).out_avals]
+    return [
+        x.update(spec=(*[lead] * b, *(None if axis == lead else axis for axis in x.spec)))
+        for x, b in zip(made, batched, strict=True)
     ]
-    return [PartitionSpec(*[lead] * b, *axes) for axes, b in zip(made, batched, strict=True)]
 
 
 def _in_turn(
@@ -171,9 +171,8 @@ def _in_turn(
     parts = {n: arrays[n] for n in mapped}
     for n, x in parts.items():
         if jax.typeof(x).sharding.spec[0]:  # a loop takes every element on each device
-            parts[n] = jax.sharding.reshard(
-                x, PartitionSpec(None, *jax.typeof(x).sharding.spec[1:])
-            )
+            own = jax.typeof(x).sharding
+            parts[n] = jax.sharding.reshard(x, own.update(spec=(None, *own.spec[1:])))
     results = jax.lax.map(one, parts)
     return results, [0] * len(results)
 

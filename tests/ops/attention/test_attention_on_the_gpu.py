@@ -153,6 +153,16 @@ def test_dropout(normal):
     check(normal, *case, 2e-2, of_logs=False)
 
 
+def test_dropout_of_a_part_of_the_batch(normal):
+    """Shards of a batch rely on it: 32 more in the offset is the next head, or example."""
+    mask = jax.jit(jc.graph(lambda g, q, seed, offset: g.sdpa(
+        q, q, q, seed=seed, offset=offset, dropout_probability=0.4, rng_dump=True)[-1]
+    ).with_options(implementation="cudnn"))  # fmt: skip
+    q = normal((4, 3, 128, 64), "bfloat16")
+    words = [jnp.array([n, 0], jnp.uint32).reshape(1, 1, 1, 2) for n in (7, 5, 5 + 32 * 2 * 3)]
+    np.testing.assert_array_equal(mask(q[2:], words[0], words[2]), mask(q, *words[:2])[2:])
+
+
 ORDERED = {
     "arrays": functools.partial(dense, b=1, t=2048, s=2048, h=128, sink=True, **CAUSAL),
     "fp8": functools.partial(dense, attend=fp8, b=1, t=2048, s=2048, h=128, **CAUSAL),
