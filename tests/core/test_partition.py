@@ -411,6 +411,16 @@ def test_warmup_plans_the_graphs_of_one_device(no_plans, monkeypatch):
         jc.warmup(relu, over(mesh, (64, 16, 72), "data"), over(mesh, (1, 72, 8)))
         jc.warmup(jnp.sin, over(mesh, (64, 16), "data"))  # without a graph
     assert {spec.input_tensors[0].shape for spec in planned} == {(8, 16, 72)}
+    planned.clear()
+    drop = functools.partial(
+        jc.ops.dot_product_attention, dropout_rate=0.1, dropout_rng=jax.random.key(0)
+    )
+    with jc.target("H200"):  # also the related graphs, which must run where this one does
+        jc.warmup(jax.grad(lambda q: drop(q, q, q).astype("float32").sum()),
+                  over(mesh, (16, 128, 4, 64), "data", dtype="bfloat16"))  # fmt: skip
+    assert {next(t.shape for t in spec.input_tensors if t.shape[-1] == 64) for spec in planned} == {
+        (2, 4, 128, 64)
+    }
 
 
 def test_groups_that_shards_do_not_divide_are_told(caplog):
