@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from . import compat
+from . import compat, ffi
 from .errors import GraphError
 from .graph.reference import evaluate
 from .graph.spec import GraphSpec, Tensor
@@ -125,6 +125,8 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
         said += secrets.token_hex()
     key = f"{titled} {hashlib.sha256(said.encode()).hexdigest()}".encode()
     module = compat.module_platforms(ctx)
+    if "cuda" in module[0]:  # JAX's cache may have the program: then nothing else registers it
+        ffi.register()
     site = _Partitioned(spec, name, mesh, axes, module, target, settings, turns, seen)
     site = _known.setdefault(key, site)
     compat.keep_alive(ctx, site)

@@ -355,6 +355,23 @@ def test_the_persistent_cache_serves_the_program_of_the_same_graph_alone(tmp_pat
     assert second == ["1 0 0.0", "0 1 1.0"]
 
 
+@pytest.mark.deviceless
+def test_lowering_registers_what_a_program_from_the_cache_calls():
+    lowered = python("""
+        import jax
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        import jax_cudnn as jc
+        from jax_cudnn._core import ffi
+
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        x = jax.ShapeDtypeStruct((8, 64, 64), "bfloat16", sharding=NamedSharding(mesh, P("data")))
+        with jc.target("H200"):
+            jax.jit(jc.ops.matmul).trace(x, x).lower(lowering_platforms=("cuda",))
+        print(ffi.register.cache_info().currsize)
+    """)
+    assert lowered.stdout == "1\n"
+
+
 def over(mesh, shape, *spec, dtype="float32"):
     sharding = NamedSharding(mesh, P(*spec))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
