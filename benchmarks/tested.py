@@ -18,7 +18,8 @@ from xml.etree import ElementTree
 from .measure import environment
 from .tables import table
 
-RUNS, RANDOM = ("tested_cuda13", "tested_cuda12"), ("programs_h200", "graphs_h200", "calls_h200")
+RUNS = ("tested_two_gpus", "tested_h100", "tested_cuda13", "tested_cuda12")
+RANDOM = ("programs_h200", "graphs_h200", "calls_h200")
 _OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 
 

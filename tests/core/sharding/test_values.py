@@ -28,6 +28,10 @@ REFUSED = {  # on explicit axes, by JAX's own check of types, and in what words
     "write_pages": "Incompatible types for broadcasting",
     "mxfp8": "This reshape is not supported",
 }
+UNSPECIFIED = {  # on GPUs
+    "write_pages": "random tables write some slots twice: either may stay",
+    "mxfp8": "XLA may leave out that a cotangent is rounded to float8",
+}
 ABORTS = ("paged", "partly manual")  # XLA where pages and a table are sharded, for jnp, too
 SIZES = {"b": 4, "t": 4, "s": 8, "h": 8, "k": 8, "m": 4, "n": 8, "c": 4, "p": 8}
 MESHES = {8: (2, 2, 2), 4: (2, 2, 1), 2: (2, 1, 1)}
@@ -169,8 +173,8 @@ def test_graphs(case, kind, request):
 
 def test_functions(function, kind, request):
     name, case = function, function_cases.CASES[function]
-    if name == "write_pages" and jax.default_backend() == "gpu":
-        pytest.skip("random tables write some slots twice: a GPU may keep either")
+    if jax.default_backend() == "gpu" and name in UNSPECIFIED:
+        pytest.skip(UNSPECIFIED[name])
     operands = [*function_cases.operands(case, SIZES)]
     specs = together(operands)[:: max(1, operands[0].ndim - 2)]  # examples, and heads or features
     run = function_cases.given(case, 0)
