@@ -138,10 +138,11 @@ def _batched_types(
         )
         for n, x in types.items()
     ]
-    made = [out.sharding for out in jax.make_jaxpr(run)(*one).out_avals]
+    made: Any = jax.make_jaxpr(run)(*one).out_avals
+    own = [out.sharding for out in made]
     return [
         x.update(spec=(*[lead] * b, *(None if axis == lead else axis for axis in x.spec)))
-        for x, b in zip(made, batched, strict=True)
+        for x, b in zip(own, batched, strict=True)
     ]
 
 
