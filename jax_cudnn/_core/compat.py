@@ -223,7 +223,8 @@ def is_exported(ctx: Any) -> bool:
     return ctx.module_context.lowering_parameters.for_export
 
 
-uncached = functools.partial(_config.enable_compilation_cache, False)  # JAX's cache of programs
+# JAX's cache keeps nothing. Switched off, it would be off for the whole process.
+uncached = functools.partial(_config.persistent_cache_min_compile_time_secs, float("inf"))
 
 
 def keep_alive(ctx: Any, value: Any) -> None:

@@ -132,11 +132,11 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     compat.keep_alive(ctx, site)
     register()
     ins, outs, sums = _letters(spec)
-    ins = [*map(_untransposed, ins, turns)]
+    ins = [*map(_of_array, ins, turns)]
     return compat.partitioned_call(ctx, PARTITIONED, key, operands, ins, outs, sums)
 
 
-def _untransposed(dims: Sequence[T], turn: Sequence[int]) -> tuple[T, ...]:
+def _of_array(dims: Sequence[T], turn: Sequence[int]) -> tuple[T, ...]:
     """What belongs to each dimension of an operand, for those of the array of the call."""
     return tuple(dims[turn.index(i)] for i in range(len(turn)))
 
@@ -232,7 +232,7 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
         for t, own, turn in zip(spec.input_tensors, found.operands, site.turns, strict=True):
             parts = [size_of(axes, site.axes.shape) for axes in own]
             shape = [n // shards for n, shards in zip(t.shape, parts, strict=True)]
-            avals.append(jax.ShapeDtypeStruct(_untransposed(shape, turn), t.dtype))
+            avals.append(jax.ShapeDtypeStruct(_of_array(shape, turn), t.dtype))
 
         def body(*arrays: Any) -> list[Any]:
             return found.run(spec.inputs, site.name, *map(jax.numpy.transpose, arrays, site.turns))
@@ -240,7 +240,7 @@ def _partition(shapes: Any, shardings: Any, result: Any, wanted: Any, key: bytes
         with site.contexts():
             site.made[found] = compat.local_module(body, avals, site.mesh, *site.module)
     results = compat.packed_shardings(result, _encoded(site, found.results))
-    return site.made[found], _encoded(site, map(_untransposed, found.operands, site.turns)), results
+    return site.made[found], _encoded(site, map(_of_array, found.operands, site.turns)), results
 
 
 def _tell(

@@ -32,7 +32,7 @@ cudnn_local_p = compat.new_primitive("cudnn_local", title)
 
 
 _line: ContextVar[str] = ContextVar("line", default="")
-"""Where the graph was traced from which a rule derives others."""
+"""The line of the graph that a rule is transforming."""
 
 
 def bind(spec: GraphSpec, name: str, *operands: Any) -> list[jax.Array]:

@@ -117,8 +117,8 @@ class Node(Planned):
     """Ports whose values decide what is computed and read, such as lengths: with one of them, the
     least work is to write the results."""
     offsets: ClassVar[Mapping[str, str]] = {}
-    """For ports of arrays, the port of offsets into the array, in elements: whole elements of its
-    first dimension. Those into a shard of the other dimensions are smaller."""
+    """For ports of arrays, the port of offsets into the array: multiples of the number of elements
+    of a row, which is less on a shard of the later dimensions."""
     examples: ClassVar[tuple[Example, ...]] = ()
     ports: ClassVar[Dims]
 

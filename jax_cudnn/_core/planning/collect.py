@@ -134,13 +134,14 @@ def is_sharded(jaxpr: Any, args: tuple[Any, ...]) -> bool:
     """Whether arguments or a program's shardings are over several devices."""
     leaves = jax.tree.leaves(args)
     given = any(map(_on_mesh, leaves))
-    meshes = {getattr(getattr(x, "sharding", None), "mesh", None) for x in leaves}
-    if not given and any(isinstance(m, jax.sharding.AbstractMesh) and m.size > 1 for m in meshes):
+    shardings = [x.sharding for x in leaves if hasattr(x, "sharding")]
+    named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding) and any(s.spec)]
+    if not given and any(isinstance(s.mesh, jax.sharding.AbstractMesh) for s in named):
         raise GraphError(
             "an argument is sharded over an abstract mesh",
             expected="a jax.sharding.Mesh: XLA partitions a program for devices",
-            fix="make the mesh of host devices, with XLA_FLAGS="
-            "--xla_force_host_platform_device_count=8 for 8, and name the GPU by jax_cudnn.target",
+            fix="call it inside of jax.set_mesh(mesh), with a mesh of devices; 8 host devices come "
+            "from XLA_FLAGS=--xla_force_host_platform_device_count=8",
         )
     return given or (jaxpr is not None and any(_shardings(jaxpr)))
 

@@ -367,9 +367,9 @@ def localized(spec: GraphSpec, shards: Mapping[Factor, int]) -> GraphSpec:
         calls.append(replace(call, node=_resized(call.node, shapes)))
 
     def alike(member: GraphSpec) -> GraphSpec:
-        """A graph of the family, whose arrays have the same names."""
+        """A graph of the family, whose operands have the same names, as sharded as this one."""
         counts = {f: max(number.get(axis, 1) for axis in f.axes) for f in factors(member)}
-        fit = {f: n for f, n in counts.items() if f.size % n == 0}
+        fit = {f: n for f, n in counts.items() if f.role != WHOLE and f.size % n == 0}
         return localized(member, fit)
 
     origin = replace(spec.origin, family=(*map(alike, spec.origin.family),))

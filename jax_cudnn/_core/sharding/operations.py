@@ -276,6 +276,7 @@ def known_range(name: str, params: Mapping[str, Any], ranges: list[Any], aval: A
         "add": lambda: (a + c, b + d),
         "sub": lambda: (a - d, b - c),
         "neg": lambda: (-b, -a),
+        "sign": lambda: (float((a > 0) - (a < 0)), float((b > 0) - (b < 0))),
         "max": lambda: (max(a, c), max(b, d)),
         "min": lambda: (min(a, c), min(b, d)),
         "lt": lambda: (float(b < c), float(a < d)),

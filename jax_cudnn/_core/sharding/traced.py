@@ -91,7 +91,9 @@ class Trace:
         if outs[0].constant is not None:  # the same on every shard
             return outs
         for out in outs:
-            out.is_offset = all(x.is_offset or x.constant is not None for x in ins)
+            out.is_offset = any(x.is_offset for x in ins) and all(
+                x.is_offset or x.constant is not None for x in ins
+            )
         reduced = RULES.get(name, unknown)(self.classes, params, ins, outs) or []
         self.steps.append(_Step(name, params, ins, outs, reduced))
         return outs
@@ -212,6 +214,8 @@ def _is_linear(step: _Step, given: list[bool]) -> bool:
         return given == [True, False]
     if name == "select_n":
         return not given[0] and all(filled[1:])
+    if name == "dynamic_update_slice":
+        return all(filled[:2]) and not any(given[2:])
     if name == "pad":
         return given[0] and filled[1]
     return name in ("dynamic_slice", "gather") and given[0] and not any(given[1:])

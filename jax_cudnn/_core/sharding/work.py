@@ -67,7 +67,7 @@ class Work:
         for moves, spec in self.stages:
             own = {}
             for move in moves:
-                made = own if move.step else values
+                made = own if move.how in ("advance", "divide") else values
                 made[move.name] = move.run(values[move.name])
             given = [own.get(name, values[name]) for name in spec.inputs]
             made = cudnn_local_p.bind(*given, spec=spec, name=title)
@@ -127,7 +127,7 @@ def _placed(
     """The offsets of a shard: of random numbers, and into arrays."""
     made = {}
     for offsets, arrays in with_offsets(spec).items():
-        _, *rest = _sharding(chosen, spec.tensor(min(arrays)))
+        _, *rest = _sharding(chosen, spec.tensor(min(arrays)))  # as of the others, see factors
         shards = size_of(tuple(axis for axes in rest for axis in axes), sizes)
         if shards > 1:
             made[offsets] = Move(offsets, "divide", (), step=shards)
