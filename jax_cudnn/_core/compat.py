@@ -274,13 +274,6 @@ def register_partitioner(name: str, wanted: Any, partition: Any, inferred: Any) 
     _xla_bridge.register_plugin_callbacks(register)
 
 
-def untransposed(x: Any) -> tuple[Any, tuple[int, ...]]:
-    """The operand of the transpose that made a value, or the value itself, and the permutation."""
-    if getattr(x.owner, "name", "") == "stablehlo.transpose":
-        return x.owner.opview.operand, tuple(x.owner.opview.permutation)
-    return x, tuple(range(x.type.rank))
-
-
 def partitioned_call(
     ctx: Any,
     target: str,

@@ -115,9 +115,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     where = mesh.axis_names, mesh.axis_sizes, axes.axis_names, _identity(ctx, name)
     values, settings = compat.settings_of_thread()
     # What XLA gathers, or moves, is the array in its own order: once for all calls that read it.
-    operands, turns = (
-        zip(*map(compat.untransposed, operands), strict=True) if operands else ((), ())
-    )
+    operands, turns = zip(*map(_untransposed, operands), strict=True) if operands else ((), ())
     said = repr((spec._key(), name, turns, where, values, fingerprint(), jax.__version__))
     seen = observer.get()
     if seen is not None:  # XLA partitions it anew, whatever JAX's cache holds
@@ -134,6 +132,13 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     ins, outs, sums = _letters(spec)
     ins = [*map(_of_array, ins, turns)]
     return compat.partitioned_call(ctx, PARTITIONED, key, operands, ins, outs, sums)
+
+
+def _untransposed(x: Any) -> tuple[Any, tuple[int, ...]]:
+    """The operand of the transpose that made a value, or the value itself, and the permutation."""
+    if getattr(x.owner, "name", "") == "stablehlo.transpose":
+        return x.owner.opview.operand, tuple(x.owner.opview.permutation)
+    return x, tuple(range(x.type.rank))
 
 
 def _of_array(dims: Sequence[T], turn: Sequence[int]) -> tuple[T, ...]:

@@ -20,7 +20,7 @@ from ..graph.dtypes import itemsize
 from ..graph.node import Draws, Node
 from ..graph.promotion import inferred
 from ..graph.reference import applied, in_one_part
-from ..graph.spec import Call, GraphSpec, Tensor, intern
+from ..graph.spec import Call, GraphSpec, Tensor
 from .classes import ADD, Classes
 from .traced import Trace, Value
 
@@ -38,7 +38,7 @@ class Factor:
             partial results; WHOLE if the axes cannot be sharded.
         partial: each tensor that is partial, with "add", "max" or "min", the operation that makes
             it whole.
-        ahead: those that must be whole before later calls read them, see :func:`parts`.
+        ahead: those that must be whole before later calls read them, see :func:`.shards.parts`.
     """
 
     axes: frozenset[tuple[str, int]]
@@ -261,10 +261,10 @@ def _alike(
 
     inputs, outs = larger(inputs), larger(outs)
     shapes = {port: shape for port, shape, _ in (*inputs, *outs)}
-    resized = _resized(node, shapes)
+    bigger = resized(node, shapes)
     try:
-        made = inferred(resized, {p: Tensor(p, shape, dtype) for p, shape, dtype in inputs})
-        other, values = _traced(resized, inputs, outs)
+        made = inferred(bigger, {p: Tensor(p, shape, dtype) for p, shape, dtype in inputs})
+        other, values = _traced(bigger, inputs, outs)
     except (JaxCudnnError, TypeError, ValueError, ZeroDivisionError):
         return False  # they do not fit other axes
     return trace.described() == other.described() and all(
@@ -348,36 +348,7 @@ def _tangents(node: Node) -> Iterable[tuple[str, str]]:
         yield from ((made.get(a, a), made.get(b, b)) for a, b in _tangents(node.base))
 
 
-# -- graphs of shards -----------------------------------------------------------------------------
-
-
-def localized(spec: GraphSpec, shards: Mapping[Factor, int]) -> GraphSpec:
-    """The graph on the shapes of one shard, for the number of shards of each factor."""
-    number = {axis: count for factor, count in shards.items() for axis in factor.axes}
-
-    def local(tensor: Tensor) -> Tensor:
-        sizes = enumerate(tensor.shape)
-        shape = tuple(size // number.get((tensor.name, axis), 1) for axis, size in sizes)
-        return replace(tensor, shape=shape)
-
-    tensors = {tensor.name: local(tensor) for tensor in spec.tensors}
-    calls = []
-    for call in spec.calls:
-        shapes = {port: tensors[name].shape for port, name in (*call.inputs, *call.outputs)}
-        calls.append(replace(call, node=_resized(call.node, shapes)))
-
-    def alike(member: GraphSpec) -> GraphSpec:
-        """A graph of the family, whose operands have the same names, as sharded as this one."""
-        counts = {f: max(number.get(axis, 1) for axis in f.axes) for f in factors(member)}
-        fit = {f: n for f, n in counts.items() if f.role != WHOLE and f.size % n == 0}
-        return localized(member, fit)
-
-    origin = replace(spec.origin, family=(*map(alike, spec.origin.family),))
-    changes: dict[str, Any] = {"tensors": (*tensors.values(),), "calls": (*calls,)}
-    return intern(replace(spec, **changes, origin=origin, _cache={}))
-
-
-def _resized(node: Node, shapes: Mapping[str, Shape]) -> Node:
+def resized(node: Node, shapes: Mapping[str, Shape]) -> Node:
     """A node with the attributes for other shapes of its ports."""
     changes: dict[str, Any] = {}
     held: Any = node
@@ -396,33 +367,5 @@ def _resized(node: Node, shapes: Mapping[str, Shape]) -> Node:
             inner |= {port: shapes[name] for port, name in also.items() if name in shapes}
         if isinstance(node, Transposed):
             changes["linear"] = tuple((port, inner[port], dtype) for port, _, dtype in node.linear)
-        changes["base"] = _resized(node.base, inner)
+        changes["base"] = resized(node.base, inner)
     return replace(node, **changes) if changes else node
-
-
-def parts(spec: GraphSpec, sharded: Iterable[Factor]) -> tuple[GraphSpec, GraphSpec | None]:
-    """The graph up to the sums over these factors that later calls read, and the rest; None if
-    nothing is left. Call :func:`factors` again for the rest. In bfloat16 the parts of a sum are
-    rounded, as jnp's are: devices exchange half as much."""
-    from ..planning.split import part
-
-    sums = frozenset(name for factor in sharded for name in factor.ahead)
-    needs, later, narrow = {*sums}, set(), _narrow(spec)
-    for i, call in enumerate(spec.calls):
-        if needs & {name for _, name in call.inputs}:
-            needs |= {name for _, name in call.outputs}
-            later.add(i)
-    if not later:
-        return spec, None
-    if narrow:
-        tensors = (replace(t, dtype=narrow) if t.name in sums else t for t in spec.tensors)
-        spec = replace(spec, tensors=(*tensors,), _cache={})
-    return part(spec, {*range(len(spec.calls))} - later), part(spec, later)
-
-
-def _narrow(spec: GraphSpec) -> str:
-    """bfloat16 if all operands of products and all results are, else "": a part of a sum may be
-    out of the range of float16."""
-    read = {name for call in spec.calls if call.node.product for _, name in call.inputs}
-    kinds = {spec.tensor(name).dtype for name in (*read, *spec.outputs)}
-    return "bfloat16" if kinds == {"bfloat16"} else ""

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 from ..graph.node import advanced
 from ..graph.spec import GraphSpec, Tensor
 from ..implementation import CUDNN
-from .axes import WHOLE, Factor, drawing, factors, localized, parts, with_offsets
+from .axes import WHOLE, Factor, drawing, factors, with_offsets
 from .classes import ADD, MAX, MIN
+from .shards import localized, parts
 
 Axes = tuple[str, ...]
 Sharding = tuple[Axes, ...]

@@ -12,7 +12,8 @@ from transformations import graphs_of, is_float
 import jax_cudnn as jc
 from jax_cudnn._core.graph.promotion import inferred
 from jax_cudnn._core.graph.reference import evaluate
-from jax_cudnn._core.sharding.axes import PASS, SUM, WHOLE, factors, localized, parts
+from jax_cudnn._core.sharding.axes import PASS, SUM, WHOLE, factors
+from jax_cudnn._core.sharding.shards import localized, parts
 
 _JOINED = {"add": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
