@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_cudnn._core.errors import GraphError, TargetError
-from jax_cudnn.deviceless import profiles
+from jax_cudnn._core.planning.deviceless import profiles
 
 from .case import REFERENCE, WHOLE
 from .measure import TIMED

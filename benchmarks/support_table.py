@@ -12,7 +12,7 @@ from cases import Case, node_cases  # tests/cases.py
 from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.planning.support import shipped, survey
 from jax_cudnn._core.planning.support_value import PUBLIC, Support, SupportRow
-from jax_cudnn.deviceless import profiles
+from jax_cudnn._core.planning.deviceless import profiles
 
 Line = tuple[str, ...]
 

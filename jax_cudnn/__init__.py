@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # see _core/later.py
     from ._core.planning.support_value import Support as Support
     from ._core.planning.warmup import warmup as warmup
     from ._core.settings import configure as configure
-    from .deviceless.profiles import Profile as Profile
+    from ._core.planning.deviceless.profiles import Profile as Profile
     from .interop import Graph as Graph
     from .interop import from_pygraph as from_pygraph
     from .interop import graph_cache as graph_cache

@@ -115,7 +115,7 @@ else:
 # an example, here is the package's profile of an H200 with half the SMs.
 
 # %%
-file = resources.files("jax_cudnn.deviceless") / "profiles" / "h200.json"
+file = resources.files("jax_cudnn._core.planning.deviceless") / "profiles" / "h200.json"
 properties = json.loads(file.read_text())["properties"]
 properties["multiProcessorCount"] //= 2
 mine = jc.Profile.from_json(json.dumps(properties), name="half an H200")

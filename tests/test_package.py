@@ -42,7 +42,7 @@ def test_public_names_alone_are_shown():
 
     assert jc.__version__[0].isdigit()
     assert {"ops", "flax", "plan", "graph"} <= {*dir(jc)}
-    assert not {"TYPE_CHECKING", "_core", "deviceless"} & {*dir(jc)}
+    assert not {"TYPE_CHECKING", "_core"} & {*dir(jc)}
     with pytest.raises(AttributeError, match="did you mean dot_product_attention"):
         _ = jax_cudnn.ops.attention
     with pytest.raises(AttributeError, match=r"did you mean jax_cudnn.flax.accelerate\?"):
@@ -79,14 +79,12 @@ def test_a_missing_broken_or_too_old_frontend_is_named(monkeypatch, tmp_path):
 
 # What each room may import of the package besides itself. The core names no op.
 ALLOWED = {
-    "_core": {"deviceless"},
+    "_core": set(),
     "ops": {"_core"},
-    "deviceless": {"_core"},
-    "doctor": {"deviceless", "_core"},
-    "explain": {"ops", "_core"},
+    "doctor": {"_core"},
     "interop": {"ops", "_core"},
     "flax": {"ops", "_core"},
-    "commands": {"doctor", "ops", "deviceless", "flax", "_core"},
+    "commands": {"doctor", "ops", "flax", "_core"},
 }
 
 

@@ -70,7 +70,7 @@ def smaller(spec, sizes):
             return spec
         tensors |= {name: replace(tensors[name], shape=results[p][0]) for p, name in call.outputs}
         calls.append(replace(call, node=node))
-    return replace(spec, tensors=tuple(tensors.values()), calls=tuple(calls), _cache={})
+    return replace(spec, tensors=tuple(tensors.values()), calls=tuple(calls))
 
 
 def in_float32(spec):
@@ -79,7 +79,7 @@ def in_float32(spec):
         replace(t, dtype="float32") if is_floating(t.dtype) else t for t in spec.tensors
     )
     options = replace(spec.options, precision="highest")
-    return replace(spec, tensors=tensors, options=options, _cache={})
+    return replace(spec, tensors=tensors, options=options)
 
 
 def plain(spec):

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ..deviceless.profiles import Profile, get, names
+from .planning.deviceless.profiles import Profile, get, names
 from . import compat
 from .compat import Device
 from .cuda import CudaDevice

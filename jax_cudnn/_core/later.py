@@ -17,7 +17,7 @@ HOMES = {
     "Graph": "interop.wrapper",
     "Plan": "_core.planning.plan",
     "PlannedSegment": "_core.planning.plan",
-    "Profile": "deviceless.profiles",
+    "Profile": "_core.planning.deviceless.profiles",
     "Support": "_core.planning.support_value",
     "bisect": "_core.inspection.bisect",
     "configure": "_core.settings",

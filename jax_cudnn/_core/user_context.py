@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import jax
 
 if TYPE_CHECKING:
-    from ..deviceless.profiles import Profile
+    from .planning.deviceless.profiles import Profile
 
 T = TypeVar("T")
 

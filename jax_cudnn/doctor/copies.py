@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..deviceless import environment
+from .._core.planning.deviceless import environment
 from . import process
 
 SONAME = "libcudnn.so.9"

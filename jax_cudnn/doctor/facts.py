@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .._core.cuda import device_nodes
-from ..deviceless import environment
+from .._core.planning.deviceless import environment
 from . import copies, process
 
 T = TypeVar("T")

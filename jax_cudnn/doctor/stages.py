@@ -25,7 +25,7 @@ import jax_cudnn as jc
 from .._core import compat, ffi
 from .._core.errors import JaxCudnnError
 from .._core.planning import frontend
-from ..deviceless import client, profiles
+from .._core.planning.deviceless import client, profiles
 
 TARGET = "H200"  # the profile for which planning is tried
 ABSENT = {"absent": "nvidia-cudnn-frontend is not installed"}

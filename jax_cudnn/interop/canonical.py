@@ -22,7 +22,7 @@ def with_constants(spec: GraphSpec, literals: dict[str, str]) -> GraphSpec:
 
     tensors = tuple(known(t) if t.name in literals else t for t in spec.tensors)
     inputs = tuple(name for name in spec.inputs if name not in literals)
-    return intern(replace(spec, tensors=tensors, inputs=inputs, _cache={}))
+    return intern(replace(spec, tensors=tensors, inputs=inputs))
 
 
 def inputs_first(spec: GraphSpec, order: Sequence[str]) -> GraphSpec:
@@ -31,7 +31,7 @@ def inputs_first(spec: GraphSpec, order: Sequence[str]) -> GraphSpec:
     inputs = sorted(spec.inputs, key=order.index)
     places = {name: place for place, name in enumerate(inputs)}
     ordered = sorted(spec.tensors, key=lambda tensor: places.get(tensor.name, len(places)))
-    return intern(replace(spec, tensors=tuple(ordered), inputs=tuple(inputs), _cache={}))
+    return intern(replace(spec, tensors=tuple(ordered), inputs=tuple(inputs)))
 
 
 def with_usual_orders(spec: GraphSpec) -> GraphSpec:
@@ -40,7 +40,7 @@ def with_usual_orders(spec: GraphSpec) -> GraphSpec:
     if all(tensor.order is None for tensor in spec.tensors):
         return spec
     silent = tuple(replace(tensor, order=None) for tensor in spec.tensors)
-    usual = replace(spec, tensors=silent, _cache={})
+    usual = replace(spec, tensors=silent)
 
     def said(tensor: Tensor) -> tuple[int, ...] | None:
         same = tensor.order is None or _apparent(tensor.shape, tensor.order) == _apparent(
@@ -49,7 +49,7 @@ def with_usual_orders(spec: GraphSpec) -> GraphSpec:
         return None if same else tensor.order
 
     tensors = tuple(replace(tensor, order=said(tensor)) for tensor in spec.tensors)
-    return intern(replace(spec, tensors=tensors, _cache={}))
+    return intern(replace(spec, tensors=tensors))
 
 
 def _apparent(shape: Shape, order: tuple[int, ...]) -> list[int]:

@@ -77,7 +77,7 @@ def packed(
     made = {name for call in calls for _, name in call.outputs}
     inputs = tuple(name for name in order if name in used and name not in made)
     kept = tuple(tensor for tensor in tensors.values() if tensor.name in used)
-    return intern(replace(spec, tensors=kept, calls=tuple(calls), inputs=inputs, _cache={}))
+    return intern(replace(spec, tensors=kept, calls=tuple(calls), inputs=inputs))
 
 
 def _ports(spec: GraphSpec, call: Call, offsets: Mapping[str, str]) -> dict[str, str]:

@@ -150,7 +150,7 @@ class ScoreMod:
             else dataclasses.replace(t, shape=grown(t.shape, 0, size))
             for t in self.spec.tensors
         )
-        spec = intern(dataclasses.replace(self.spec, tensors=tensors, _cache={}))
+        spec = intern(dataclasses.replace(self.spec, tensors=tensors))
         return dataclasses.replace(self, spec=spec)
 
 

@@ -254,7 +254,7 @@ def before_causal_mask(spec: GraphSpec) -> GraphSpec | None:
     tensors = tuple(t for t in spec.tensors if t.name in needed)
     inner = intern(
         dataclasses.replace(
-            spec, tensors=tensors, calls=tuple(calls), outputs=(changed,), _cache={}
+            spec, tensors=tensors, calls=tuple(calls), outputs=(changed,)
         )
     )
     return inner

@@ -19,7 +19,7 @@ import pytest
 from helpers import python
 
 from jax_cudnn._core import errors
-from jax_cudnn.deviceless import Profile, call, client, environment, profiles
+from jax_cudnn._core.planning.deviceless import Profile, call, client, environment, profiles
 
 # The worker imports this file under this name; it gets our sys.path.
 HERE = "test_deviceless_worker"
@@ -191,7 +191,7 @@ def test_interrupt_does_not_leave_an_answer_behind():
 def test_fork():
     python("""
         import os
-        from jax_cudnn.deviceless import call
+        from jax_cudnn._core.planning.deviceless import call
         first = call("os:getpid")
         pid = os.fork()
         if pid == 0:
@@ -208,7 +208,7 @@ def test_fork():
 def test_worker_ends_when_its_client_exits_or_is_killed(tmp_path, busy):
     code = """if True:
         import sys
-        from jax_cudnn.deviceless import call
+        from jax_cudnn._core.planning.deviceless import call
         if __name__ != "__main__":
             print("main was imported again")
         print(call("os:getpid"), flush=True)

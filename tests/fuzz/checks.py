@@ -19,7 +19,7 @@ from jax_cudnn._core.planning import placement
 from jax_cudnn._core.planning.plan import Plan
 from jax_cudnn._core.planning.split import part, run
 from jax_cudnn._core.settings import configure
-from jax_cudnn.deviceless import profiles
+from jax_cudnn._core.planning.deviceless import profiles
 
 from . import alterations
 from .calls import Call

@@ -20,7 +20,7 @@ from cases import conv_bias_relu, matmul_bias_gelu
 
 import jax_cudnn as jc
 from jax_cudnn._core import ffi
-from jax_cudnn.deviceless import profiles
+from jax_cudnn._core.planning.deviceless import profiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("by_cudnn")]
 

@@ -100,7 +100,7 @@ class GraphBuilder:
         options = given.resolved(around, spec.has_float32_product)
         if options.deterministic:
             calls = [replace(call, node=call.node.settled()) for call in calls]
-        return intern(replace(spec, calls=tuple(calls), options=options, _cache={}))
+        return intern(replace(spec, calls=tuple(calls), options=options))
 
     # -- what the generated methods do ---------------------------------------------------------
 

@@ -47,7 +47,7 @@ def merged(spec: GraphSpec) -> GraphSpec:
         return spec
     tensors = {t.name: _merged(t, sides[t.name]) for t in spec.tensors}
     calls = tuple(_call(call, tensors) for call in spec.calls)
-    return replace(spec, tensors=(*tensors.values(),), calls=calls, _cache={})
+    return replace(spec, tensors=(*tensors.values(),), calls=calls)
 
 
 def widened(spec: GraphSpec) -> GraphSpec:
@@ -84,7 +84,6 @@ def _found(spec: GraphSpec) -> tuple[GraphSpec, _Sides]:
         wide = replace(
             spec,
             tensors=tuple(_widened(t, sides[t.name], t.name in spec.outputs) for t in spec.tensors),
-            _cache={},
         )
         if all(_fits(t, sides[t.name]) for t in wide.tensors):
             return wide, sides

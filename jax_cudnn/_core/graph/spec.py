@@ -92,7 +92,7 @@ class GraphSpec:
     outputs: tuple[str, ...]
     options: Options = DEFAULTS
     origin: Origin = Origin()
-    _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     # JAX hashes and compares a primitive's parameters several times in each trace.
     def __hash__(self) -> int:
@@ -187,7 +187,7 @@ class GraphSpec:
             return self
         if "planning" not in self._cache:
             options = replace(self.options, implementation=None)
-            same = replace(self, options=options, origin=Origin(), _cache={})
+            same = replace(self, options=options, origin=Origin())
             self._cache["planning"] = intern(same)
         return self._cache["planning"]
 
@@ -197,7 +197,7 @@ class GraphSpec:
             return self
         zero = (0.0).hex()
         tensors = (t if t.literal is None else replace(t, literal=zero) for t in self.tensors)
-        return intern(replace(self, tensors=tuple(tensors), _cache={}))
+        return intern(replace(self, tensors=tuple(tensors)))
 
     def canonical(self) -> GraphSpec:
         """The graph with tensors named by position, so that equal graphs compare equal."""

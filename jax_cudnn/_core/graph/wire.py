@@ -64,7 +64,7 @@ def _wired(spec: GraphSpec) -> GraphSpec:
         sent = _converted(sent)
     if shapes := _stretched(spec):
         tensors = (replace(t, shape=shapes.get(t.name, t.shape)) for t in sent.tensors)
-        sent = replace(sent, tensors=tuple(tensors), _cache={})
+        sent = replace(sent, tensors=tuple(tensors))
     if any(call.node.takes_masks for call in spec.calls):
         sent = _with_bits(sent)
     if any(call.node.writes_all for call in spec.calls):

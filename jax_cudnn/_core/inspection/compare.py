@@ -118,7 +118,7 @@ def wide(spec: GraphSpec) -> GraphSpec:
     )
     options = replace(spec.options, precision="highest")
     calls = tuple(replace(call, node=_in_float32(call.node)) for call in spec.calls)
-    return replace(spec, tensors=tensors, calls=calls, options=options, _cache={})
+    return replace(spec, tensors=tensors, calls=calls, options=options)
 
 
 def _in_float32(node: Node) -> Node:

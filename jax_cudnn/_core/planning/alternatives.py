@@ -55,7 +55,7 @@ def _variants(spec: GraphSpec) -> Iterator[tuple[str, GraphSpec]]:
             else call
             for call in spec.calls
         )
-        yield dtype, replace(spec, tensors=(*map(changed, spec.tensors),), calls=calls, _cache={})
+        yield dtype, replace(spec, tensors=(*map(changed, spec.tensors),), calls=calls)
 
 
 def _has_plan(spec: GraphSpec, build: Callable[[GraphSpec], Any]) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...deviceless.profiles import Profile
+from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import JaxCudnnError, UnsupportedGraphError
 from ..graph import layout

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from ...deviceless.profiles import Profile
+from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..graph.dtypes import itemsize
 from ..graph.spec import Call, GraphSpec

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...deviceless import profiles
+from .deviceless import profiles
 from ..errors import TargetError
 from .cost import cost, roofline, size
 
 if TYPE_CHECKING:
-    from ...deviceless.profiles import Profile
+    from .deviceless.profiles import Profile
     from ..cuda import CudaDevice
     from ..graph.spec import Call, GraphSpec
     from .plan import Plan, PlannedSegment

@@ -10,7 +10,7 @@ import re
 import threading
 from typing import Any
 
-from ...deviceless.environment import wheel_folders
+from .deviceless.environment import wheel_folders
 from ..errors import LibraryError
 from ..package import install
 

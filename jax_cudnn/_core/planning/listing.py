@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ...deviceless.profiles import Profile
+from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import UnsupportedGraphError
 from ..graph.options import HEURISTICS, NUMERIC_NOTES

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ...deviceless.profiles import Profile
+from .deviceless.profiles import Profile
 from ..compat import Device
 from ..cuda import CudaDevice
 from ..errors import JobError, PlanningError, UnsupportedGraphError

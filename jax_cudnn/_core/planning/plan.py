@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...deviceless.profiles import Profile
+from .deviceless.profiles import Profile
 from ..compat import Device
 from ..cuda import CudaDevice
 from ..errors import GraphError

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ...deviceless import client
-from ...deviceless.profiles import Profile
+from .deviceless import client
+from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import JaxCudnnError, UnsupportedGraphError
 from ..graph.spec import GraphSpec
@@ -59,7 +59,7 @@ def candidates(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[
 
     Raises the errors of planning that are known without building a plan.
     """
-    free = replace(spec, options=replace(spec.options, engine=None, knobs=()), _cache={})
+    free = replace(spec, options=replace(spec.options, engine=None, knobs=()))
     key = _planned(free, site, name).canonical().unvalued()
     try:
         return _listed.get((key, identity(site)), lambda: _list(key, site))

@@ -6,7 +6,7 @@ import functools
 import operator
 from dataclasses import replace
 
-from ...deviceless.profiles import Profile
+from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import GraphError, PlanningError, UnsupportedGraphError
 from ..graph.spec import intern
@@ -46,7 +46,7 @@ def select(plan: Plan, which: int | Candidate) -> Plan:
         )
     knobs = tuple(sorted(candidate.knobs.items()))
     named = replace(plan.spec.options, engine=candidate.engine, knobs=knobs)
-    spec = intern(replace(plan.spec, options=named, _cache={}))
+    spec = intern(replace(plan.spec, options=named))
     made = planner.plan(spec, _site(plan), plan.name, advise=False)
     (segment,) = plan.segments
     return replace(plan, spec=spec, segments=(replace(segment, spec=spec, plan=made),))

@@ -9,8 +9,8 @@ from typing import Any, overload
 
 import jax
 
-from ...deviceless import client, profiles
-from ...deviceless.profiles import Profile
+from .deviceless import client, profiles
+from .deviceless.profiles import Profile
 from .. import compat, context
 from ..compat import Device
 from ..cuda import CudaDevice

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ...deviceless import profiles
-from ...deviceless.profiles import Profile
+from .deviceless import profiles
+from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import TargetError
 from ..graph.spec import GraphSpec

@@ -68,5 +68,5 @@ def other_form(spec: GraphSpec, cudnn: int) -> GraphSpec | None:
                 knobs=tuple(sorted(other.knobs.items())),
             )
             calls = (*spec.calls[:i], replace(call, node=other.node), *spec.calls[i + 1 :])
-            return replace(spec, calls=calls, options=options, _cache={})
+            return replace(spec, calls=calls, options=options)
     return None

@@ -33,7 +33,7 @@ def localized(spec: GraphSpec, shards: Mapping[Factor, int]) -> GraphSpec:
 
     origin = replace(spec.origin, family=(*map(alike, spec.origin.family),))
     changes: dict[str, Any] = {"tensors": (*tensors.values(),), "calls": (*calls,)}
-    return intern(replace(spec, **changes, origin=origin, _cache={}))
+    return intern(replace(spec, **changes, origin=origin))
 
 
 def parts(spec: GraphSpec, sharded: Iterable[Factor]) -> tuple[GraphSpec, GraphSpec | None]:
@@ -52,7 +52,7 @@ def parts(spec: GraphSpec, sharded: Iterable[Factor]) -> tuple[GraphSpec, GraphS
         return spec, None
     if narrow:
         tensors = (replace(t, dtype=narrow) if t.name in sums else t for t in spec.tensors)
-        spec = replace(spec, tensors=(*tensors,), _cache={})
+        spec = replace(spec, tensors=(*tensors,))
     return part(spec, {*range(len(spec.calls))} - later), part(spec, later)
 
 

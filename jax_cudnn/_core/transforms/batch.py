@@ -112,7 +112,7 @@ class _Attempt:
         left = tuple(s.of for s in kept if s is not None and s.of in made.spec.outputs)
         family = tuple(_batched_whole(member, self.size) for member in self.spec.origin.family)
         origin = replace(origin, residuals=left, family=family)
-        return replace(made, spec=intern(replace(made.spec, origin=origin, _cache={})))
+        return replace(made, spec=intern(replace(made.spec, origin=origin)))
 
     # -- calls ----------------------------------------------------------------------------------
 

@@ -171,7 +171,7 @@ class Derivation(GraphBuilder):
             return None
         self._computed_narrow({x.name for x in computed})
         origin = replace(origin, engine=self._engine)
-        return intern(replace(self.finish(computed), origin=origin, _cache={}))
+        return intern(replace(self.finish(computed), origin=origin))
 
     def _computed_narrow(self, outputs: Collection[str]) -> None:
         """Merges an elementwise operation with a cast that is the only reader of its result.

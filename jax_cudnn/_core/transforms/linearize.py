@@ -78,10 +78,10 @@ def _family(made: Linearized) -> Linearized:
     linear = tuple(n for n, source in sources if cast(tuple, source.of)[0] == TANGENT)
     backward = transpose(tangent, linear, tangent.outputs).spec
     members = (made.forward, tangent, backward)
-    family = tuple(replace(m, origin=Origin(), _cache={}) for m in members if m is not None)
+    family = tuple(replace(m, origin=Origin()) for m in members if m is not None)
 
     def belonging(spec: GraphSpec) -> GraphSpec:
-        return intern(replace(spec, origin=replace(spec.origin, family=family), _cache={}))
+        return intern(replace(spec, origin=replace(spec.origin, family=family)))
 
     derived = replace(made.tangent, spec=belonging(tangent))
     return Linearized(belonging(made.forward), derived)
@@ -164,7 +164,6 @@ def _forward(spec: GraphSpec, kept: Collection[str]) -> tuple[GraphSpec, dict[st
         calls=tuple(calls),
         outputs=tuple(outputs),
         origin=Origin(role, residuals),
-        _cache={},
     )
     return intern(forward), names
 

@@ -24,6 +24,5 @@ def pruned(spec: GraphSpec, outputs: tuple[str, ...]) -> GraphSpec:
         inputs=tuple(name for name in spec.inputs if name in needed),
         outputs=outputs,
         origin=replace(spec.origin, residuals=residuals),
-        _cache={},
     )
     return intern(left)

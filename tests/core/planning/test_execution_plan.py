@@ -33,7 +33,7 @@ from jax_cudnn._core.store.archive import export, import_
 from jax_cudnn._core.store.cache import PlanCache
 from jax_cudnn._core.store.entry import Content, digest, encode
 from jax_cudnn._core.store.entry import decode as read_entry
-from jax_cudnn.deviceless import profiles
+from jax_cudnn._core.planning.deviceless import profiles
 
 
 @jc.graph

@@ -19,7 +19,7 @@ from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn._core.planning.planner import identity
 from jax_cudnn._core.planning.stored import key_text
 from jax_cudnn._core.store import cache
-from jax_cudnn.deviceless import client, profiles
+from jax_cudnn._core.planning.deviceless import client, profiles
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
 

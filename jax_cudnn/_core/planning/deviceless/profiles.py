@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jax_cudnn._core.errors import TargetError, nearest
+from ...errors import TargetError, nearest
 
 _FOLDER = Path(__file__).parent / "profiles"
 

@@ -1,4 +1,4 @@
-"""The planning worker: ``python -m jax_cudnn.deviceless.worker FD NULL_DRIVER``.
+"""The planning worker: ``python -m jax_cudnn._core.planning.deviceless.worker FD NULL_DRIVER``.
 
 A process with the null driver in place of ``libcuda.so.1``, which must never use a GPU.
 ``client.py`` starts it; it answers over the socket ``FD`` and ends when the other side is gone.
@@ -23,7 +23,7 @@ import threading
 import traceback
 from typing import Any
 
-from jax_cudnn._core.errors import LibraryError
+from ...errors import LibraryError
 
 from . import wire
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jax_cudnn._core.errors import JaxCudnnError, PlanningWorkerError
+from ...errors import JaxCudnnError, PlanningWorkerError
 
 from . import environment, wire
 
@@ -172,7 +172,7 @@ class _Worker:
 
     def __init__(self) -> None:
         interpreter = [environment.python(), "-P", "-X", "faulthandler"]
-        module = ["-m", "jax_cudnn.deviceless.worker"]
+        module = ["-m", "jax_cudnn._core.planning.deviceless.worker"]
         self.owner = os.getpid()
         self.ready = self.stopped = False
         # A file, not a pipe: the worker never waits for a reader. It appends, so that we can

@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from jax_cudnn._core.errors import LibraryError
-from jax_cudnn._core.package import install, packaged_library
+from ...errors import LibraryError
+from ...package import install, packaged_library
 
 
 def null_driver() -> Path:
