@@ -11,7 +11,9 @@ print(wheel, "with", len(names), "files")
 assert "-py3-none-linux_" in wheel, "one wheel per platform serves every Python"
 for name in ("libjax_cudnn.so", "libjax_cudnn_null_driver.so"):
     assert f"jax_cudnn/_lib/{name}" in names, name
-profiles = [name for name in names if name.startswith("jax_cudnn/_core/planning/deviceless/profiles/")]
+profiles = [
+    name for name in names if name.startswith("jax_cudnn/_core/planning/deviceless/profiles/")
+]
 assert any(name.endswith(".json") for name in profiles), "no profiles"
 sources = [name for name in names if name.endswith((".c", ".cc", ".h", "CMakeLists.txt"))]
 assert not sources, sources

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.commands import agreement
+from jax_cudnn._core import agreement
 from jax_cudnn.commands.bench import drawn
 
 Array = jax.Array

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_cudnn._core import agreement
 from jax_cudnn._core.implementation import CUDNN, XLA
-from jax_cudnn.commands import agreement, timing
+from jax_cudnn.commands import timing
 
 from . import power, queued, torch_graphs
 from .case import BACKWARD, FORWARD, OURS, REFERENCE, TRAINING, WHOLE, Case, Named, Side

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from cases import FUSIONS, Case  # tests/cases.py
 
+from jax_cudnn._core import auto
 from jax_cudnn._core.graph.trace import graph
-from jax_cudnn._core.planning import placement
-from jax_cudnn._core.planning.support import plan
+from jax_cudnn._core.plans.support import plan
 from jax_cudnn._core.settings import configure, settings
 from jax_cudnn._core.store import cache
 from jax_cudnn.commands.timing import summary
@@ -44,7 +44,7 @@ def nothing_planned() -> Iterator[str]:
     kept = settings().plan_cache
     with tempfile.TemporaryDirectory() as folder:
         configure(plan_cache=folder)
-        placement.clear()
+        auto.clear()
         try:
             yield folder
         finally:
@@ -60,9 +60,9 @@ def planning() -> dict[str, Any]:
         whole = [c for c in FUSIONS if len(plan(c.function, *c.avals).segments) == 1]
         cache.PlanCache(folder).clear()
         for case in whole:
-            placement.clear()
+            auto.clear()
             cold[case.name] = round(_milliseconds(case), 1)
-            placement.clear()
+            auto.clear()
             _milliseconds(whole[0])  # the GPU's properties and the versions are read once
             disk.append(_milliseconds(case))
             memory.append(_milliseconds(case))

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from cases import Case, node_cases  # tests/cases.py
 
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn._core.planning.support import shipped, survey
-from jax_cudnn._core.planning.support_value import PUBLIC, Support, SupportRow
 from jax_cudnn._core.planning.deviceless import profiles
+from jax_cudnn._core.plans.support import shipped, survey
+from jax_cudnn._core.plans.support_value import PUBLIC, Support, SupportRow
 
 Line = tuple[str, ...]
 

@@ -28,16 +28,16 @@ if TYPE_CHECKING:  # see _core/later.py
     from ._core.inspection.bisect import bisect as bisect
     from ._core.planning.candidates import Candidate as Candidate
     from ._core.planning.candidates import Candidates as Candidates
-    from ._core.planning.explanation import Explanation as Explanation
-    from ._core.planning.plan import Plan as Plan
-    from ._core.planning.plan import PlannedSegment as PlannedSegment
-    from ._core.planning.support import plan as plan
-    from ._core.planning.support import plans as plans
-    from ._core.planning.support import support as support
-    from ._core.planning.support_value import Support as Support
-    from ._core.planning.warmup import warmup as warmup
-    from ._core.settings import configure as configure
     from ._core.planning.deviceless.profiles import Profile as Profile
+    from ._core.planning.planned_graph import PlannedSegment as PlannedSegment
+    from ._core.plans.explanation import Explanation as Explanation
+    from ._core.plans.plan import Plan as Plan
+    from ._core.plans.support import plan as plan
+    from ._core.plans.support import plans as plans
+    from ._core.plans.support import support as support
+    from ._core.plans.support_value import Support as Support
+    from ._core.plans.warmup import warmup as warmup
+    from ._core.settings import configure as configure
     from .interop import Graph as Graph
     from .interop import from_pygraph as from_pygraph
     from .interop import graph_cache as graph_cache

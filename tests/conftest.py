@@ -30,7 +30,8 @@ import jax
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.planning import losses, placement, planner
+from jax_cudnn._core import auto
+from jax_cudnn._core.planning import losses, planner
 from jax_cudnn._core.settings import settings
 
 # Plans of tests, also of their subprocesses, stay out of the user's cache; deleted at exit.
@@ -87,9 +88,9 @@ def no_plans():
     """No plan is known, and none is read from the disk or left there."""
     kept = settings().plan_cache
     jc.configure(plan_cache=None)
-    placement.clear()
+    auto.clear()
     yield
-    placement.clear()
+    auto.clear()
     jc.configure(plan_cache=kept)
 
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_cudnn._core import agreement
 from jax_cudnn._core.errors import GraphError
-from jax_cudnn.commands import agreement
 
 from ..case import BACKWARD, LIMIT, OURS, Array, Case, Named, Operand, Side
 from . import torch_sides

@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn import ops
-from jax_cudnn._core import compat, context
+from jax_cudnn._core import agreement, auto, compat, context
 from jax_cudnn._core.errors import TargetError
 from jax_cudnn._core.implementation import implementation
-from jax_cudnn._core.planning import placement
-from jax_cudnn.commands import agreement, programs
+from jax_cudnn.commands import programs
 
 from ..case import OURS, REFERENCE, Array, Case, Operand, Side
 from ..planning import nothing_planned
@@ -105,7 +104,7 @@ class StepCase(Case):
         with nothing_planned():
             began = time.perf_counter()
             for spec, name in specs.items():
-                placement.place(spec, site, name)
+                auto.place(spec, site, name)
             return entry | {"cold_planning_s": round(time.perf_counter() - began, 2)}
 
     def described(self) -> dict[str, str]:

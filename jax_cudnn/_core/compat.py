@@ -15,6 +15,7 @@ import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch, distributed, source_info_util
+from jax._src import lib as _jaxlib
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
@@ -30,6 +31,7 @@ from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPriv
 
 from .errors import TargetError
 
+JAXLIB = _jaxlib.version_str
 OLDEST_JAX = (0, 10, 2)
 
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from .planning.deviceless.profiles import Profile, get, names
 from . import compat
 from .compat import Device
 from .cuda import CudaDevice
 from .errors import TargetError, shown
+from .planning.deviceless.profiles import Profile, get, names
 from .user_context import TARGET
 
 

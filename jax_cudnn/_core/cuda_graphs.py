@@ -22,10 +22,11 @@ from .graph.bounds import has_bounds
 from .graph.merging import is_reread
 from .graph.spec import Tensor
 from .graph.wire import stored, wire
+from .plans import selection
 
 if TYPE_CHECKING:
     from .planning.execution_plan import ExecutionPlan
-    from .planning.plan import Plan
+    from .planning.planned_graph import PlannedGraph
 
 NOTE = "SUPPORTS_CUDA_GRAPH_NATIVE_API"
 _INSTEAD = "capture a jitted call on a stream, or rely on XLA's command buffers"
@@ -68,7 +69,7 @@ class _Buffers(ctypes.Structure):
 
 
 def record(
-    plan: Plan,
+    plan: PlannedGraph,
     cuda_graph: Any,
     operands: Sequence[Any],
     results: Sequence[Any],
@@ -152,13 +153,13 @@ def _new_call_site(plan: ExecutionPlan, name: str) -> int:
     return site
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: PlannedGraph) -> None:
     """Checks that cuDNN can put the plan into a CUDA graph, and that it needs nothing else."""
     own, spec = plan.only, plan.spec
     if NOTE not in own.behavior_notes:
         able = []
         if plan.site is not None:
-            rows = (row for row in plan.candidates if row.supported is not False)
+            rows = (row for row in selection.candidates(plan) if row.supported is not False)
             able = [row.index for row in rows if NOTE in row.behavior_notes]
         raise UnsupportedGraphError(
             f"{plan.name}: cuDNN has no native CUDA graph of this engine",
@@ -198,7 +199,7 @@ def _check(plan: Plan) -> None:
 
 
 def _pointers(
-    plan: Plan, tensors: Sequence[Tensor], arrays: Sequence[Any], what: str, device: Device
+    plan: PlannedGraph, tensors: Sequence[Tensor], arrays: Sequence[Any], what: str, device: Device
 ) -> list[tuple[int, int]]:
     """Pointer and bytes of each array, after checking its layout against the plan."""
     if len(arrays) != len(tensors):
@@ -213,7 +214,7 @@ def _pointers(
     ]
 
 
-def _pointer(plan: Plan, tensor: Tensor, array: Any, device: Device) -> int:
+def _pointer(plan: PlannedGraph, tensor: Tensor, array: Any, device: Device) -> int:
     if _is_address(array):
         return int(array)
     order = layout.major_to_minor(wire(plan.spec), tensor)
@@ -235,7 +236,7 @@ def _is_address(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
-def _address(plan: Plan, what: str, array: jax.Array, device: Device) -> int:
+def _address(plan: PlannedGraph, what: str, array: jax.Array, device: Device) -> int:
     """The address of an array on the GPU whose kernels will read it."""
     if array.devices() != {device}:
         raise GraphError(
@@ -259,7 +260,7 @@ def _strided(shape: Sequence[int], order: Sequence[int] | None) -> list[int]:
     return [axis for axis in order or () if shape[axis] != 1]
 
 
-def _workspace(plan: Plan, workspace: Any, device: Device) -> tuple[int, int]:
+def _workspace(plan: PlannedGraph, workspace: Any, device: Device) -> tuple[int, int]:
     needed = plan.only.workspace_bytes
     if _is_address(workspace):
         return int(workspace), needed

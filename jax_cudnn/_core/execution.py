@@ -20,7 +20,7 @@ from .graph.spec import GraphSpec, Tensor
 
 if TYPE_CHECKING:
     from .planning.execution_plan import ExecutionPlan
-    from .planning.plan import Plan
+    from .planning.planned_graph import PlannedGraph
 
 InPlace = Mapping[str | int, str | int]
 
@@ -32,7 +32,7 @@ _ONE_NODE = (
 
 
 def execute(
-    plan: Plan,
+    plan: PlannedGraph,
     arrays: Sequence[Any],
     device: Device | None,
     in_place: InPlace | None,
@@ -45,7 +45,7 @@ def execute(
 
 
 @functools.lru_cache(maxsize=256)
-def program(plan: Plan, in_place: tuple[tuple[int, int], ...] = ()) -> Any:
+def program(plan: PlannedGraph, in_place: tuple[tuple[int, int], ...] = ()) -> Any:
     """The jitted function that runs a plan; ``in_place`` pairs operands and results by position."""
     call = functools.partial(_call, in_place=dict(in_place))
     run = functools.partial(lowering.run, plan, plan.name, call)
@@ -60,7 +60,7 @@ def _call(own: ExecutionPlan, spec: GraphSpec, name: str, *operands: Any, **how:
 
 
 def on_device(
-    plan: Plan,
+    plan: PlannedGraph,
     arrays: Sequence[Any],
     device: Device | None,
 ) -> list[jax.Array]:
@@ -71,7 +71,7 @@ def on_device(
 
 
 def gpu_for(
-    plan: Plan,
+    plan: PlannedGraph,
     arrays: Sequence[Any],
     device: Device | None,
 ) -> Device:
@@ -111,7 +111,7 @@ def gpu_for(
     return device
 
 
-def _is_planned_on(plan: Plan, device: Device) -> bool:
+def _is_planned_on(plan: PlannedGraph, device: Device) -> bool:
     own = plan.site.ordinal if isinstance(plan.site, CudaDevice) else None
     return compat.is_cuda(device) and device.local_hardware_id == own
 
@@ -121,7 +121,7 @@ def _lies_on(array: Any, device: Device) -> bool:
     return isinstance(array, jax.Array) and array.committed and array.devices() == {device}
 
 
-def _check_arrays(plan: Plan, arrays: Sequence[Any]) -> None:
+def _check_arrays(plan: PlannedGraph, arrays: Sequence[Any]) -> None:
     expected = plan.spec.input_tensors
     if len(arrays) != len(expected):
         raise GraphError(
@@ -152,7 +152,7 @@ def _check_arrays(plan: Plan, arrays: Sequence[Any]) -> None:
 # -- in place --------------------------------------------------------------------------------------
 
 
-def _pairs(plan: Plan, in_place: InPlace) -> tuple[tuple[int, int], ...]:
+def _pairs(plan: PlannedGraph, in_place: InPlace) -> tuple[tuple[int, int], ...]:
     """Operands and results by position, after checking that they may share memory."""
     if not isinstance(in_place, Mapping):
         raise GraphTypeError(
@@ -187,7 +187,7 @@ def _pairs(plan: Plan, in_place: InPlace) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(pairs))
 
 
-def _tensor(plan: Plan, key: str | int, which: str) -> Tensor:
+def _tensor(plan: PlannedGraph, key: str | int, which: str) -> Tensor:
     names: tuple[str, ...] = getattr(plan.spec, which)
     known = {**dict(zip(names, names, strict=True)), **dict(enumerate(names))}
     if key not in known:
@@ -199,7 +199,7 @@ def _tensor(plan: Plan, key: str | int, which: str) -> Tensor:
     return plan.spec.tensor(known[key])
 
 
-def _not_in_place(plan: Plan, why: str, **parts: str) -> GraphError:
+def _not_in_place(plan: PlannedGraph, why: str, **parts: str) -> GraphError:
     return GraphError(
         f"{plan.name}: this graph cannot run in place",
         why=why,

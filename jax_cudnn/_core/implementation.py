@@ -7,9 +7,9 @@ from typing import Any
 from .errors import GraphError, nearest, shown
 from .user_context import UserContext
 
-CUDNN, SPLIT, XLA = IMPLEMENTATIONS = ("cudnn", "split", "xla")
+AUTO, CUDNN, SPLIT, XLA = IMPLEMENTATIONS = ("auto", "cudnn", "split", "xla")
 
-_implementation = UserContext(SPLIT)
+_implementation = UserContext(AUTO)
 
 
 def implementation(name: str) -> Any:
@@ -19,8 +19,11 @@ def implementation(name: str) -> Any:
     JAX contexts it applies to the thread that entered it.
 
     Args:
-        name: "split" (the default): cuDNN runs the parts for which it has engines and is not
-            measured to be slower, XLA runs the rest of the same program. "cudnn": the whole graph
+        name: "auto" (the default): the fastest way to run the graph on this GPU, measured when it
+            is first lowered, and remembered in the plan cache. Without the GPU, with
+            ``deterministic`` or with ``jc.configure(tuning="off")`` it is "split". "split": cuDNN
+            runs the parts for which it has engines and was not measured to be slower, XLA runs
+            the rest of the same program. "cudnn": the whole graph
             is one cuDNN plan, or an UnsupportedGraphError says why not; its derivatives may take
             several plans with XLA between them, but every convolution and matmul in them runs on
             cuDNN. "xla": XLA compiles the graph's reference.

@@ -17,12 +17,12 @@ from .compat import Device
 from .errors import GraphError, UnsupportedGraphError
 from .graph.bounds import bounded
 from .graph.dtypes import is_floating
-from .planning import selection
+from .plans import selection
 
 if TYPE_CHECKING:
     from .graph.spec import Tensor
     from .planning.candidates import Candidate, Candidates
-    from .planning.plan import Plan
+    from .planning.planned_graph import PlannedGraph
 
 _SHORT, _LONG = 8, 40  # executions in a row, in one program
 _WARM, _LEAST, _MOST = 2, 5, 25  # rounds
@@ -30,7 +30,7 @@ _BUDGET = 0.5  # seconds of rounds
 
 
 def time(
-    plan: Plan,
+    plan: PlannedGraph,
     arrays: Sequence[Any],
     device: Device | None,
 ) -> float:
@@ -53,7 +53,7 @@ def time(
 
 
 def time_candidates(
-    plan: Plan,
+    plan: PlannedGraph,
     arrays: Sequence[Any],
     device: Device | None,
     limit: int | None,
@@ -71,28 +71,28 @@ def time_candidates(
             left -= 1
         return replace(row, seconds=seconds)
 
-    candidates = plan.candidates
+    candidates = selection.candidates(plan)
     return candidates.replaced(map(timed, candidates))
 
 
 def autotune(
-    plan: Plan,
+    plan: PlannedGraph,
     arrays: Sequence[Any],
     device: Device | None,
     limit: int | None,
-) -> Plan:
+) -> PlannedGraph:
     """See :meth:`jax_cudnn.Plan.autotune`."""
     rows = [row for row in time_candidates(plan, arrays, device, limit) if row.seconds is not None]
-    return plan.select(min(rows, key=lambda row: row.seconds or 0.0)) if rows else plan
+    return selection.select(plan, min(rows, key=lambda row: row.seconds or 0.0)) if rows else plan
 
 
-def random_arrays(plan: Plan) -> list[np.ndarray]:
+def random_arrays(plan: PlannedGraph) -> list[np.ndarray]:
     """Realistic operands: kernels can be faster with zeros."""
     generator = np.random.default_rng(0)
     return [_random(plan, tensor, generator) for tensor in plan.spec.input_tensors]
 
 
-def _random(plan: Plan, tensor: Tensor, generator: np.random.Generator) -> np.ndarray:
+def _random(plan: PlannedGraph, tensor: Tensor, generator: np.random.Generator) -> np.ndarray:
     if tensor.dtype == "bool":
         return generator.random(tensor.shape) < 0.5
     if not is_floating(tensor.dtype):
@@ -107,14 +107,14 @@ def _random(plan: Plan, tensor: Tensor, generator: np.random.Generator) -> np.nd
 
 
 def _timed(
-    plan: Plan, row: Candidate, placed: Sequence[jax.Array]
+    plan: PlannedGraph, row: Candidate, placed: Sequence[jax.Array]
 ) -> tuple[Candidate, float | None]:
     """A candidate with its time, and with ``supported`` set."""
     row = selection.tried(plan, row)
     if not row.supported:
         return row, None
     try:
-        return row, time(plan.select(row), placed, None)
+        return row, time(selection.select(plan, row), placed, None)
     except (UnsupportedGraphError, jax.errors.JaxRuntimeError) as error:  # it fails where it runs
         return replace(row, supported=False, reason=str(error).partition("\n")[0]), None
 
@@ -126,7 +126,7 @@ def _seconds(program: Any) -> float:
 
 
 @functools.lru_cache(maxsize=8)
-def _repeated(plan: Plan, count: int) -> Any:
+def _repeated(plan: PlannedGraph, count: int) -> Any:
     """The jitted function that executes a plan ``count`` times in sequence."""
 
     def run(*given: jax.Array) -> Sequence[jax.Array]:
@@ -139,5 +139,7 @@ def _repeated(plan: Plan, count: int) -> Any:
     return jax.jit(run)
 
 
-def _call(plan: Plan, arrays: Sequence[Any], after: Any) -> tuple[Sequence[jax.Array], jax.Array]:
+def _call(
+    plan: PlannedGraph, arrays: Sequence[Any], after: Any
+) -> tuple[Sequence[jax.Array], jax.Array]:
     return ffi.outputs_and_workspace(plan.only, plan.spec, plan.name, *arrays, after=after)

@@ -122,9 +122,9 @@ lower_reference = mlir.lower_fun(_reference, multiple_results=True)
 
 
 def _lower_cuda(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
-    from . import lowering  # and all of planning: importing jax_cudnn does without
+    from . import auto, lowering  # and all of planning: importing jax_cudnn does without
 
-    plan = lowering.plan(ctx, spec, name)
+    plan = auto.of_lowering(ctx, spec, name)
     run = functools.partial(lowering.run, plan, name, ffi.call)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 

@@ -1,4 +1,4 @@
-"""Settings of the process: the plan cache, and how long processes wait for each other."""
+"""Settings of the process: the plan cache, measuring, how long processes wait for each other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from .errors import GraphError, GraphTypeError, shown
+from .errors import GraphError, GraphTypeError, nearest, shown
 
 _UNCHANGED: Any = ...  # None means something: no cache on disk
+OFF, FAST, FULL = TUNING = ("off", "fast", "full")
+VARIABLE = "JAX_CUDNN_TUNING"
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Settings:
     plan_cache: Path | None
     plan_cache_bytes: int = 2**30
     job_timeout: float = 300.0
+    tuning: str = "fast"
+    tuning_seconds: float = 120.0
 
 
 _given: dict[str, Any] = {}
@@ -31,6 +35,8 @@ def configure(
     plan_cache: str | os.PathLike[str] | None = _UNCHANGED,
     plan_cache_bytes: int = _UNCHANGED,
     job_timeout: float = _UNCHANGED,
+    tuning: str = _UNCHANGED,
+    tuning_seconds: float = _UNCHANGED,
 ) -> None:
     """Change settings of this process for all later plans; omitted settings keep their value.
 
@@ -42,10 +48,18 @@ def configure(
             are deleted first. Default: 1 GiB.
         job_timeout: how long, in seconds, a process of a ``jax.distributed`` job waits for the
             plans of the process that makes them. Default: 300.
+        tuning: how implementation="auto" chooses where the GPU is in the process: "fast" measures
+            the main ways to run a graph, about a second for each new graph; "full" measures all
+            cuts and up to twelve engines of cuDNN; "off" decides by the measurements that ship
+            with the package, so that equal versions give equal programs on every machine.
+            Default: the environment variable ``JAX_CUDNN_TUNING``, else "fast".
+        tuning_seconds: how long this process may measure in total; later graphs are decided as
+            with "off". Default: 120.
 
     Raises:
         GraphTypeError: a value of the wrong type.
-        GraphError: not a valid path, or not a positive number. All settings stay unchanged then.
+        GraphError: not a valid path, not a positive number, or no kind of tuning. All settings
+            stay unchanged then.
 
     Example:
         >>> import jax_cudnn as jc
@@ -59,12 +73,30 @@ def configure(
         changes["plan_cache_bytes"] = _positive("plan_cache_bytes", plan_cache_bytes, Integral)
     if job_timeout is not _UNCHANGED:
         changes["job_timeout"] = _positive("job_timeout", job_timeout, Real)
+    if tuning is not _UNCHANGED:
+        changes["tuning"] = _tuning("tuning", tuning)
+    if tuning_seconds is not _UNCHANGED:
+        changes["tuning_seconds"] = _positive("tuning_seconds", tuning_seconds, Real)
     _given = {**_given, **changes}
 
 
 def settings() -> Settings:
     """The current settings."""
-    return Settings(**{"plan_cache": _default_folder(), **_given})
+    found = {"plan_cache": _default_folder(), **_given}
+    if "tuning" not in found and (named := os.environ.get(VARIABLE)):
+        found["tuning"] = _tuning(VARIABLE, named)
+    return Settings(**found)
+
+
+def _tuning(name: str, value: Any) -> str:
+    if value not in TUNING:
+        raise GraphError(
+            f"{name} is not valid",
+            expected=", ".join(map(repr, TUNING)),
+            got=shown(value),
+            fix=nearest(value, TUNING),
+        )
+    return value
 
 
 def _default_folder() -> Path | None:

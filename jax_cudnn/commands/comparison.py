@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
+from .._core import agreement
+from .._core.agreement import Difference
 from .._core.errors import GraphError
-from . import agreement, timing
-from .agreement import Difference
+from . import timing
 
 _CALLS, _ROUNDS, _LEAST_ROUNDS = 30, 15, 7
 

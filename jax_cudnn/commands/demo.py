@@ -19,7 +19,7 @@ from .._core.cuda import device_nodes
 from .._core.errors import LibraryError
 from .._core.graph.trace import graph
 from .._core.package import install
-from .._core.planning.support import plan
+from .._core.plans.support import plan
 from ..doctor.facts import cuda_plugins
 from .comparison import compare
 from .figures import OURS

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 
 from .._core import context
+from .._core.auto import place
 from .._core.errors import GraphError
 from .._core.graph.reference import NARROW, evaluate
 from .._core.graph.spec import GraphSpec
-from .._core.planning import placement
 from .._core.planning.cost import Cost, cost
-from .._core.planning.plan import Plan
+from .._core.plans.plan import Plan
 
 # Primitives that run an inner program once on the same operands.
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
@@ -41,7 +41,7 @@ def placed(graphs: list[tuple[GraphSpec, str, int]]) -> list[Plan]:
     """The plan of each graph for this machine's GPU or for ``jax_cudnn.target``. Raises TargetError
     if there is neither."""
     site = context.site(jax.local_devices(), "bench")
-    return [placement.place(spec, site, name) for spec, name, _ in graphs]
+    return [Plan.of(place(spec, site, name)) for spec, name, _ in graphs]
 
 
 def loops(jaxpr: Any) -> int:

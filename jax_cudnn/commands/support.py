@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from .._core.planning.support import support
+from .._core.plans.support import support
 from .avals import called, parse_arguments
 
 _EXAMPLE = """\

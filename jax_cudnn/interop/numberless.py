@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from .._core.errors import GraphError
 from .._core.graph.source import user_line
-from .._core.planning.plan import Plan
+from .._core.plans.plan import Plan
 
 
 @dataclass(frozen=True)

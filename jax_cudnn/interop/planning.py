@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.source import user_line
 from .._core.planning.candidates import Candidate
-from .._core.planning.plan import Plan
-from .._core.planning.support_value import Support
+from .._core.plans.plan import Plan
+from .._core.plans.support_value import Support
 from .checks import listed
 from .choosing import Choosing
 from .numberless import NumberlessPlan
@@ -59,7 +59,7 @@ class Planning(Choosing):
             ...     graph.plan().spec.inputs
             ('mul::b', 'mul::a')
         """
-        from .._core.planning.support import plan
+        from .._core.plans.support import plan
 
         graph = self._so_far()
         values, lacking = graph._numbers(numbers or {})
@@ -73,7 +73,7 @@ class Planning(Choosing):
 
     def support(self, *, gpus: Any = None) -> Support:
         """On which GPUs the graph is one cuDNN plan, like :func:`jax_cudnn.support`."""
-        from .._core.planning.support import support
+        from .._core.plans.support import support
 
         graph = self._so_far()
         function, avals = graph._of_operands(graph._numbers({})[0])

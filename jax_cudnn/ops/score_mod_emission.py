@@ -253,9 +253,7 @@ def before_causal_mask(spec: GraphSpec) -> GraphSpec | None:
         return None
     tensors = tuple(t for t in spec.tensors if t.name in needed)
     inner = intern(
-        dataclasses.replace(
-            spec, tensors=tensors, calls=tuple(calls), outputs=(changed,)
-        )
+        dataclasses.replace(spec, tensors=tensors, calls=tuple(calls), outputs=(changed,))
     )
     return inner
 

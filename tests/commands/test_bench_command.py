@@ -11,8 +11,9 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
+from jax_cudnn._core import agreement
 from jax_cudnn._core.planning.cost import Cost
-from jax_cudnn.commands import agreement, comparison, programs, timing
+from jax_cudnn.commands import comparison, programs, timing
 from jax_cudnn.commands.avals import parse_aval
 from jax_cudnn.commands.bench import Formulation, compare
 

@@ -11,8 +11,8 @@ from jax.export import DisabledSafetyCheck
 import jax_cudnn as jc
 from jax_cudnn._core import context, cuda
 from jax_cudnn._core.planning import planner
-from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn._core.planning.deviceless import profiles
+from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 
 H200, H100 = map(profiles.get, ("H200", "H100"))
 X = jax.ShapeDtypeStruct((1, 64, 64), jnp.bfloat16)

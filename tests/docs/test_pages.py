@@ -12,7 +12,7 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core.graph import trace
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn._core.planning import support
+from jax_cudnn._core.plans import support
 from jax_cudnn.interop import factory, pygraph, wrapper
 
 ROOT = Path(__file__).parents[2]

@@ -23,14 +23,13 @@ from helpers import lowered
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
-from jax_cudnn._core import ffi
+from jax_cudnn._core import auto, ffi
 from jax_cudnn._core.errors import GraphError
 from jax_cudnn._core.graph.wire import wire
-from jax_cudnn._core.planning import placement
 from jax_cudnn._core.planning.execution_plan import SCALAR_STRIDE, ExecutionPlan, graph_rows
-from jax_cudnn._core.planning.plan import Plan
-from jax_cudnn._core.planning.plan_record import sealed
 from jax_cudnn._core.planning.stored import _listed
+from jax_cudnn._core.plans.plan import Plan
+from jax_cudnn._core.plans.record import sealed
 from jax_cudnn._core.store.entry import Content, decode, encode
 
 from .comparison import WrongResult
@@ -109,7 +108,7 @@ def _stored(name: str) -> tuple[dict[str, Content], bytes, list[Plan]]:
     """The entries that planning a function leaves, their archive, and its plans."""
     folder = Path(tempfile.mkdtemp(prefix="jax_cudnn-fuzz-"))
     jc.configure(plan_cache=folder)
-    placement.clear()
+    auto.clear()
     plans = _planned(name)
     entries = {path.stem: decode(path.read_bytes(), path.stem) for path in folder.glob("*.plan")}
     archive = folder / "archive"
@@ -192,7 +191,7 @@ def of_files(seed: int) -> Told:
                 (here / f"{stem}.plan").write_bytes(data)
         verified = _command("verify", here)
         jc.configure(plan_cache=here)
-        placement.clear()
+        auto.clear()
         found = _planned(name)
         for plan, want in zip(found, plans, strict=True):
             _check_same(plan, want)

@@ -12,14 +12,14 @@ import numpy as np
 import oracle
 from transformations import graphs_of
 
+from jax_cudnn._core import auto
 from jax_cudnn._core.cuda import CudaDevice, device_nodes
 from jax_cudnn._core.errors import JaxCudnnError
 from jax_cudnn._core.graph.spec import GraphSpec
-from jax_cudnn._core.planning import placement
-from jax_cudnn._core.planning.plan import Plan
-from jax_cudnn._core.planning.split import part, run
-from jax_cudnn._core.settings import configure
 from jax_cudnn._core.planning.deviceless import profiles
+from jax_cudnn._core.planning.split import part, run
+from jax_cudnn._core.plans.plan import Plan
+from jax_cudnn._core.settings import configure
 
 from . import alterations
 from .calls import Call
@@ -69,7 +69,7 @@ class Checks:
 
     def plans(self, specs: Sequence[GraphSpec]) -> list[Plan]:
         """Theirs, whose segments compute what the graphs do."""
-        plans = [placement.place(spec, self.site, "random") for spec in specs]
+        plans = [auto.place(spec, self.site, "random") for spec in specs]
         for plan in plans:
             check_segments(plan.spec, plan.segments)
         return plans

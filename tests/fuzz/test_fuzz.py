@@ -7,6 +7,7 @@ import signal
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,12 +25,15 @@ from fuzz.comparison import WrongResult
 from fuzz.functions import NAMES, random_call
 from fuzz.graphs import LEAST, MOST, random_graph
 from fuzz.meaning import graph_call
-from jax_cudnn._core import settings
+from jax_cudnn._core import auto, settings
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn._core.planning import placement, split
-from jax_cudnn._core.transforms import batch, linearize, transpose
+from jax_cudnn._core.planning import split
 from jax_cudnn._core.planning.deviceless import profiles
+from jax_cudnn._core.planning.planned_graph import PlannedSegment
+from jax_cudnn._core.transforms import batch, linearize, transpose
+
+PLAN: Any = "a plan"
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +159,7 @@ def test_segments_that_compute_something_else_are_noticed():
     avals = [jax.ShapeDtypeStruct((1, 8, 8), "bfloat16")] * 3
     product = jc.graph(lambda g, x, w, v: g.matmul(g.matmul(x, w).set_data_type("bfloat16"), v))
     spec = product.trace(*avals)[1].spec
-    a, b = (split.Segment(split.part(spec, (i,)), (i,), False) for i in range(2))
+    a, b = (PlannedSegment(split.part(spec, (i,)), (i,), PLAN) for i in range(2))
     checks.check_segments(spec, [a, b])
     name = a.spec.outputs[0]
     half = (replace(t, dtype="float16") if t.name == name else t for t in a.spec.tensors)
@@ -236,9 +240,9 @@ def test_the_command_tells_a_refused_plan_and_its_smallest_part(many, monkeypatc
             raise jc.UnsupportedGraphError("no sums today")
         return placed(spec, site, name)
 
-    placed = placement.place
+    placed = auto.place
     monkeypatch.setattr(settings, "_given", settings._given)
-    monkeypatch.setattr(placement, "place", place)
+    monkeypatch.setattr(auto, "place", place)
     drawn = {graph.seed: {*methods(graph.spec)} for graph in many}
     seed = next(n for n, found in drawn.items() if "genstats" in found and len(found) > 3)
     assert main(["graphs", "--gpu", "H200", "--seeds", str(seed)]) == 1
@@ -260,7 +264,7 @@ def test_whatever_is_refused_segments_compute_what_the_graph_does(many):
 
             def ask(piece, share=share):
                 refused = zlib.crc32(str(piece).encode()) % 100 < share
-                return split.Refusal("by lot") if refused else None
+                return split.Refusal("by lot") if refused else PLAN
 
             segments = split.search(graph.spec, ask)
             checks.check_segments(graph.spec, segments)

@@ -29,8 +29,8 @@ import jax_cudnn as jc
 from jax_cudnn._core import compat, cuda_graphs
 from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning import frontend, losses, stored
-from jax_cudnn._core.planning.limits import known_reasons
 from jax_cudnn._core.planning.deviceless import client, profiles
+from jax_cudnn._core.planning.limits import known_reasons
 
 GPUS = ("A100", "H100", "H200", "B200")
 FOLDER = Path(__file__).parent

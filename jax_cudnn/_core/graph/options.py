@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import compat
 from ..errors import GraphError, GraphTypeError, shown
-from ..implementation import SPLIT, checked, current
+from ..implementation import AUTO, checked, current
 from .dtypes import FLOATS, FP8, canonical, canonical_compute, is_floating
 
 HEURISTICS = ("A", "B", "FALLBACK")
@@ -55,7 +55,7 @@ class Surroundings(NamedTuple):
 
     precision: Any = None
     deterministic: bool = False
-    implementation: str = SPLIT
+    implementation: str = AUTO
 
     @classmethod
     def now(cls) -> Surroundings:
@@ -89,8 +89,8 @@ class Options:
             multiplies them with a 16-bit operand: those take the dtype of that operand.
         compute_data_type: the accumulation type of convolutions and matmuls that set none; None
             means float32, and int32 for integers.
-        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`; None
-            follows that context.
+        implementation: "auto", "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`;
+            None follows that context.
 
     Source: cuDNN documentation, "Heuristics", "Numerical notes", "Behavior notes".
     """
@@ -181,7 +181,7 @@ class Options:
             for f in dataclasses.fields(self)
             if getattr(self, f.name) != f.default
         )
-        usual = (("precision", "default"), ("implementation", SPLIT))
+        usual = (("precision", "default"), ("implementation", AUTO))
         return ", ".join(f"{k}={v!r}" for k, v in changed if (k, v) not in usual)
 
 

@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import JaxCudnnError, UnsupportedGraphError
 from ..graph import layout
 from ..graph.dtypes import cudnn_name
 from ..graph.spec import GraphSpec
 from . import choice, failure, frontend, ubjson, workspace
+from .deviceless.profiles import Profile
 from .execution_plan import ExecutionPlan, Uids, decode
 from .unsupported import engine_reasons, unsupported
 from .workspace import Limit

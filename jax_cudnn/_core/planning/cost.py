@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..graph.dtypes import itemsize
 from ..graph.spec import Call, GraphSpec
 from . import frontend
+from .deviceless.profiles import Profile
 
 _FLOPS_PER_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 120: 1024}
 """Of one SM's tensor cores with 16-bit operands, by compute capability times ten (NVIDIA's

@@ -10,9 +10,9 @@ import re
 import threading
 from typing import Any
 
-from .deviceless.environment import wheel_folders
 from ..errors import LibraryError
 from ..package import install
+from .deviceless.environment import wheel_folders
 
 OLDEST_FRONTEND = (1, 28)
 OLDEST_CUDNN = 91900

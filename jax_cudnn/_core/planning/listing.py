@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import UnsupportedGraphError
 from ..graph.options import HEURISTICS, NUMERIC_NOTES
 from ..graph.spec import GraphSpec
 from . import build, choice, failure, frontend, workspace
 from .candidates import Candidate
+from .deviceless.profiles import Profile
 from .unsupported import LEFT_OUT
 from .workspace import Limit
 

@@ -97,6 +97,11 @@ def _may_be_xlas(spec: GraphSpec) -> bool:
     return spec.options.engine is None and (settled or not spec.options.deterministic)
 
 
+def key(sm_version: int) -> list[str]:
+    """What the decisions for an architecture depend on: a part of the key of stored cuts."""
+    return sorted(table().get(str(sm_version), {}).get("patterns", ()))
+
+
 @functools.cache
 def table() -> Mapping[str, Any]:
     """The SM version as text -> the conditions of the measurement, and ``patterns``: a pattern ->

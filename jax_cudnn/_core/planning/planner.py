@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from .deviceless import client
-from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import JaxCudnnError, UnsupportedGraphError
 from ..graph.spec import GraphSpec
@@ -21,6 +19,8 @@ from ..package import fingerprint
 from ..store import cache
 from . import alternatives, build, failure, frontend, listing, progress, workspace
 from .candidates import Candidate
+from .deviceless import client
+from .deviceless.profiles import Profile
 from .execution_plan import ExecutionPlan, canonical_properties
 from .limits import known_reasons
 from .single_flight import SingleFlight
@@ -31,7 +31,7 @@ log = logging.getLogger("jax_cudnn")
 
 V = TypeVar("V")
 
-_plans: SingleFlight[ExecutionPlan] = SingleFlight()
+_plans: SingleFlight[ExecutionPlan | UnsupportedGraphError] = SingleFlight(1 << 14)
 _listed: SingleFlight[tuple[Candidate, ...]] = SingleFlight(256)
 
 
@@ -83,13 +83,17 @@ def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPl
     key = planned.canonical().unvalued()
     try:
         made = _plans.get((key, identity(site)), lambda: _obtain(key, site, name))
+        if isinstance(made, UnsupportedGraphError):
+            raise made
         return made.with_constants(planned)
     except JaxCudnnError as error:
         raise _told(error, spec, name, site) from error.__cause__  # told once, not twice
 
 
-def _obtain(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPlan:
-    """The plan from the disk, or built and stored there for other processes.
+def _obtain(
+    spec: GraphSpec, site: Profile | CudaDevice, name: str
+) -> ExecutionPlan | UnsupportedGraphError:
+    """The plan from the disk, or built and stored there for other processes; why there is none.
 
     If another process stored one first, that plan is used: equal programs have equal bytes in all
     processes.
@@ -106,7 +110,10 @@ def _obtain(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> Execution
         return known
     limit = f", time limit {2 * _seconds(spec):.0f} s" if isinstance(site, Profile) else ""
     with progress.planning(name + limit) as clock:
-        made = _build(spec, site)
+        try:
+            made = _build(spec, site)
+        except UnsupportedGraphError as error:
+            return error
     log.debug("%s: planned in %.3f s: %s", name, clock.seconds, made)
     label = f"{spec.label}; {made}, cuDNN {frontend.version_text(made.cudnn_version)}"
     data = made.to_json()

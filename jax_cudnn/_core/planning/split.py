@@ -16,10 +16,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..graph.spec import GraphSpec
 from .call_sets import CallSets, members
+from .execution_plan import ExecutionPlan
+from .planned_graph import PlannedSegment, Segments
 
 # Bounds of the search around one anchor: parts tried, calls considered, parts kept of each size.
 _QUESTIONS, _REACH, _WIDTH = 64, 14, 24
@@ -30,28 +32,6 @@ _NOT_ASKED = "XLA fuses it with its neighbours, with no more memory traffic than
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A part of a graph: its inputs and outputs are tensors of the whole, by name.
-
-    Attributes:
-        spec: the part as a graph.
-        calls: the positions of its calls in the whole graph.
-        leftover: whether XLA runs it through its reference.
-        reason: why XLA runs it; for a cuDNN segment, why it is not one plan with the rest.
-    """
-
-    spec: GraphSpec
-    calls: tuple[int, ...]
-    leftover: bool
-    reason: str = ""
-
-
-class _Part(Protocol):
-    @property
-    def spec(self) -> GraphSpec: ...
-
-
-@dataclass(frozen=True)
 class Refusal:
     """Why cuDNN does not run a graph; with ``final``, no part of it is tried either."""
 
@@ -59,22 +39,22 @@ class Refusal:
     final: bool = False
 
 
-Ask = Callable[[GraphSpec], Refusal | None]
+Planner = Callable[[GraphSpec], ExecutionPlan | Refusal]
 
 
-def search(spec: GraphSpec, ask: Ask) -> tuple[Segment, ...]:
+def search(spec: GraphSpec, plan_of: Planner) -> Segments:
     """The segments of a graph, in an order in which the inputs of each are already computed.
 
-    ``ask`` returns why cuDNN does not run a graph, or None if it does; it is called once per part.
-    Equal graphs and answers give equal segments: parts are tried by cost, then larger ones
+    ``plan_of`` returns the plan of a graph, or why cuDNN does not run it; it is called once per
+    part. Equal graphs and answers give equal segments: parts are tried by cost, then larger ones
     first, then by position.
     """
-    return _Search(spec, ask).segments()
+    return _Search(spec, plan_of).segments()
 
 
-def whole(spec: GraphSpec, leftover: bool, reason: str = "") -> tuple[Segment, ...]:
+def whole(spec: GraphSpec, plan: ExecutionPlan | None, reason: str = "") -> Segments:
     """A graph as its only segment."""
-    return (Segment(spec, tuple(range(len(spec.calls))), leftover, reason),)
+    return (PlannedSegment(spec, tuple(range(len(spec.calls))), plan, reason),)
 
 
 def part(spec: GraphSpec, calls: Iterable[int]) -> GraphSpec:
@@ -109,7 +89,7 @@ def for_cudnn(spec: GraphSpec) -> tuple[GraphSpec, ...]:
 
 
 def run(
-    segments: Sequence[_Part],
+    segments: Segments,
     spec: GraphSpec,
     operands: Sequence[Any],
     execute: Callable[..., Sequence[Any]],
@@ -123,38 +103,41 @@ def run(
 
 
 class _Search:
-    def __init__(self, spec: GraphSpec, ask: Ask) -> None:
-        self._spec, self._ask, self._sets = spec, ask, CallSets(spec)
-        self._answers: dict[int, Refusal | None] = {}
+    def __init__(self, spec: GraphSpec, plan_of: Planner) -> None:
+        self._spec, self._plan_of, self._sets = spec, plan_of, CallSets(spec)
+        self._answers: dict[int, ExecutionPlan | Refusal] = {}
 
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> Segments:
         sets = self._sets
         answer = self._answer(sets.all)
-        if answer is None:
-            return whole(self._spec, leftover=False)
+        if not isinstance(answer, Refusal):
+            return whole(self._spec, answer)
         if answer.final:
-            return whole(self._spec, leftover=True, reason=answer.reason)
-        taken: list[int] = []
+            return whole(self._spec, None, answer.reason)
+        taken: dict[int, ExecutionPlan] = {}
         free = sets.all & ~sets.leftover
         for position in members(sets.anchors):
             anchor = 1 << position
-            found = self._around(anchor, free & ~sets.anchors, taken) if anchor & free else 0
-            if found:
-                taken.append(found)
-                free &= ~found
+            if anchor & free:
+                found, plan = self._around(anchor, free & ~sets.anchors, [*taken])
+                if plan is not None:
+                    taken[found] = plan
+                    free &= ~found
         rest = sets.all & ~sum(taken)
         return tuple(
-            Segment(
+            PlannedSegment(
                 part(self._spec, members(group)),
                 tuple(members(group)),
-                leftover := group not in taken,
-                self._reason(group) if leftover else answer.reason,
+                taken.get(group),
+                answer.reason if group in taken else self._reason(group),
             )
-            for group in sets.in_order(taken, rest)
+            for group in sets.in_order([*taken], rest)
         )
 
-    def _around(self, anchor: int, free: int, taken: list[int]) -> int:
-        """The cheapest part around an anchor that cuDNN runs; 0 if there is none."""
+    def _around(
+        self, anchor: int, free: int, taken: Sequence[int]
+    ) -> tuple[int, ExecutionPlan | None]:
+        """The cheapest part around an anchor that cuDNN runs, with its plan, if there is one."""
         region = anchor
         while (near := self._sets.beside(region) & free) and region.bit_count() < _REACH:
             for position in members(near):
@@ -174,11 +157,11 @@ class _Search:
         asked = sorted(closed, key=rank)[: _QUESTIONS if len(self._answers) < _TOTAL else 0]
         for calls in (*asked, anchor):
             answer = self._answer(calls)
-            if answer is None:
-                return calls
+            if not isinstance(answer, Refusal):
+                return calls, answer
             if answer.final:
-                return 0
-        return 0
+                break
+        return 0, None
 
     def _cost(self, region: int, calls: int) -> int:
         """Bytes moved in a region if cuDNN runs these calls and XLA fuses the rest."""
@@ -187,9 +170,9 @@ class _Search:
         groups = [*self._sets.connected(first), *self._sets.connected(rest & ~first)]
         return sum(self._sets.traffic(group) + _START for group in (calls, *groups))
 
-    def _answer(self, calls: int) -> Refusal | None:
+    def _answer(self, calls: int) -> ExecutionPlan | Refusal:
         if calls not in self._answers:
-            self._answers[calls] = self._ask(part(self._spec, members(calls)))
+            self._answers[calls] = self._plan_of(part(self._spec, members(calls)))
         return self._answers[calls]
 
     def _reason(self, group: int) -> str:
@@ -200,7 +183,7 @@ class _Search:
         near = [
             (not answer.final, calls.bit_count(), calls, answer.reason)
             for calls, answer in self._answers.items()
-            if answer is not None and calls & group & ~self._sets.leftover
+            if isinstance(answer, Refusal) and calls & group & ~self._sets.leftover
         ]
         if own and not (near and group & self._sets.anchors):
             return "; ".join(said)

@@ -17,6 +17,7 @@ from ..graph import layout, record
 from ..graph.dtypes import FROM_CUDNN, cudnn_name, itemsize
 from ..graph.field_types import checked
 from ..graph.spec import GraphSpec
+from ..graph.wire import wire
 from ..package import fingerprint
 from ..store.entry import Content, Unusable, checks, parsed
 from . import frontend
@@ -34,6 +35,7 @@ from .execution_plan import (
     graph_rows,
     version_in,
 )
+from .planned_graph import Measured, PlannedSegment, Segments
 from .split import part
 
 _FORMAT = 1
@@ -59,7 +61,11 @@ def check_entry(content: Content) -> None:
         return
     try:
         spec = record.decoded(parsed(lines[0].encode()))
-        read = {f"plan {_FORMAT}": plan_of, f"split {_FORMAT}": rows_of}[kind]
+        read = {
+            f"plan {_FORMAT}": plan_of,
+            f"split {_FORMAT}": rows_of,
+            f"choice {_FORMAT}": choice_of,
+        }[kind]
         read(content.value, spec, lines[1])
     except Exception as error:  # anything may stand there
         raise Unusable(f"foreign: {said(error)}") from error
@@ -93,6 +99,21 @@ def rows_of(value: Any, spec: GraphSpec, identity: str = "") -> Rows:
     return rows
 
 
+def choice_of(value: Any, spec: GraphSpec, identity: str = "") -> dict[str, Any]:
+    """A measured choice as stored: segments, each with the engine that is not the planner's first;
+    and what was measured. An exception for anything else."""
+    rows = value["segments"]
+    check_order(spec, [tuple(row["calls"]) for row in rows])
+    for row in rows:
+        typed = isinstance(row["in_xla"], bool) and isinstance(row["reason"], str)
+        pinned = row["pinned"] or {"engine": 0, "knobs": {}}
+        numbers = [pinned["engine"], *pinned["knobs"].values()]
+        need(typed and all(type(n) is int for n in numbers), "segments", "a choice", row)
+    for way in value["measured"]:
+        checked(Measured(**way))
+    return value
+
+
 def check_order(spec: GraphSpec, segments: Sequence[tuple[int, ...]]) -> None:
     """Raises Wrong unless segments hold each call once, after those whose results it reads."""
     flat = [call for calls in segments for call in calls]
@@ -103,6 +124,26 @@ def check_order(spec: GraphSpec, segments: Sequence[tuple[int, ...]]) -> None:
         piece = part(spec, calls)
         need(known.issuperset(piece.inputs), "segments", "an order of execution", segments)
         known.update(piece.outputs)
+
+
+def row_of(segment: PlannedSegment) -> dict[str, Any]:
+    """A segment as data, without its graph, which is a part of the whole one."""
+    plan = None if segment.plan is None else segment.plan.to_json()
+    return {"calls": list(segment.calls), "plan": plan, "reason": segment.reason}
+
+
+def segments_of(rows: list[dict[str, Any]], spec: GraphSpec, identity: str = "") -> Segments:
+    """The segments of a graph from :func:`row_of`; an exception for anything else. ``identity``: of
+    GPU and versions, if they are known."""
+    check_order(spec, [tuple(row["calls"]) for row in rows])
+    found = []
+    for row in rows:
+        calls, plan = tuple(row["calls"]), row["plan"]
+        piece = part(spec, calls)
+        if plan is not None:
+            plan = plan_of(plan, wire(piece.for_planning()), identity)
+        found.append(checked(PlannedSegment(piece, calls, plan, row["reason"])))
+    return tuple(found)
 
 
 def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> ExecutionPlan:

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core import auto
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn._core.planning import losses, placement, planner
+from jax_cudnn._core.planning import losses, planner
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 
 IMAGE = jax.ShapeDtypeStruct((4, 16, 10, 10), jnp.bfloat16)
@@ -33,7 +34,7 @@ def cudnn_takes(made_up_plans, monkeypatch):
                 raise jc.UnsupportedGraphError("no engine", reasons={"engine 7": "it does not"})
             return ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 64, 0, (), (), b"", 3)
 
-        placement.clear()
+        auto.clear()
         monkeypatch.setattr(planner, "_build", build)
 
     return set_to

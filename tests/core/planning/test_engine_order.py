@@ -4,7 +4,8 @@ import jax
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.planning import choice, losses, placement
+from jax_cudnn._core import auto
+from jax_cudnn._core.planning import choice, losses
 
 S = jax.ShapeDtypeStruct
 
@@ -73,7 +74,7 @@ def test_a_split_on_disk_is_of_the_implementation_that_asked(tmp_path, monkeypat
     jc.configure(plan_cache=tmp_path)
     found = {}
     for implementation in ("split", "cudnn"):
-        placement.clear()
+        auto.clear()
         loss = lambda x, s: jc.ops.rms_norm(x, s).astype("float32").sum()  # noqa: E731
         with jc.target("H200"), jc.implementation(implementation):
             plans = jc.plans(jax.grad(loss), S((64, 1000), "bfloat16"), S((1000,), "bfloat16"))

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn as jc
+from jax_cudnn._core import auto
 from jax_cudnn._core.cuda_graphs import _new_call_site
 from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.job import agreement
 from jax_cudnn._core.planning import execution_plan as plans
-from jax_cudnn._core.planning import placement, planner
+from jax_cudnn._core.planning import planner
+from jax_cudnn._core.planning.deviceless import profiles
 from jax_cudnn._core.planning.execution_plan import (
     CONSTANT,
     OPERAND,
@@ -33,7 +35,6 @@ from jax_cudnn._core.store.archive import export, import_
 from jax_cudnn._core.store.cache import PlanCache
 from jax_cudnn._core.store.entry import Content, digest, encode
 from jax_cudnn._core.store.entry import decode as read_entry
-from jax_cudnn._core.planning.deviceless import profiles
 
 
 @jc.graph
@@ -367,12 +368,12 @@ def test_an_altered_split_is_discarded_and_searched_anew(rows, store, monkeypatc
         raise jc.UnsupportedGraphError("no engine", why="too odd")
 
     monkeypatch.setattr(planner, "_build", build)
-    want = placement.place(SPEC, H200, "f")
+    want = auto.place(SPEC, H200, "f")
     (path,) = store[0].folder.glob("*.plan")
     content = read_entry(path.read_bytes(), path.stem)
     path.write_bytes(encode(content._replace(value={"segments": rows})))
-    placement.clear()
-    assert placement.place(SPEC, H200, "f") == want
+    auto.clear()
+    assert auto.place(SPEC, H200, "f") == want
     assert store[0].get(content.key) == content.value
     assert caplog.text.count("is ignored (foreign: ") == 1
 
@@ -380,10 +381,10 @@ def test_an_altered_split_is_discarded_and_searched_anew(rows, store, monkeypatc
 def test_a_job_refuses_a_plan_that_is_not_for_its_graph(made_up_plans, monkeypatch):
     row = {"calls": [0, 1, 2], "plan": build(SPEC).to_json(), "reason": ""}
     monkeypatch.setattr(agreement, "leader", lambda devices: 0)
-    monkeypatch.setattr(agreement, "agreed", lambda *_, **__: {"segments": [row]})
+    monkeypatch.setattr(agreement, "agreed", lambda *_, **__: {"segments": [row], "measured": []})
     device = SimpleNamespace(device_kind="NVIDIA H200")
-    (plan,) = placement.place(SPEC, H200, "f", [device]).execution_plans
+    (plan,) = auto.place(SPEC, H200, "f", [device]).execution_plans
     assert plan == build(SPEC)
     row["plan"]["workspace_bytes"] = -1
     with pytest.raises(jc.JobError, match="workspace_bytes: expected 0 to "):
-        placement.place(SPEC, H200, "f", [device])
+        auto.place(SPEC, H200, "f", [device])

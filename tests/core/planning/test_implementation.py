@@ -115,7 +115,7 @@ def test_explain_says_what_runs_where_and_why(built, caplog):
         plan = jc.plan(two, IMAGE, WEIGHT)
         of_xla = str(jc.plan(shifted, IMAGE).explain())
     data = json.loads(json.dumps(plan.explain().to_json()))
-    assert (data["name"], data["gpu"], data["implementation"]) == ("two", "H200", "split")
+    assert (data["name"], data["gpu"], data["implementation"]) == ("two", "H200", "auto")
     assert [(s["operations"], s["runs_on"]) for s in data["segments"]] == [
         (["conv_fprop.0", "relu.0"], "cuDNN"),
         (["conv_fprop.1", "sigmoid.0"], "cuDNN"),

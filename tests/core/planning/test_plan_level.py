@@ -18,8 +18,8 @@ from jax_cudnn._core.graph import record
 from jax_cudnn._core.graph.by_reference import ByReference
 from jax_cudnn._core.graph.node import REGISTRY, Node
 from jax_cudnn._core.graph.spec import intern
-from jax_cudnn._core.planning.collect import graphs
-from jax_cudnn._core.planning.plan_record import sealed
+from jax_cudnn._core.plans.collect import graphs
+from jax_cudnn._core.plans.record import sealed
 
 FLOATS = [jax.ShapeDtypeStruct((1, 64, 64), "float32")] * 2
 

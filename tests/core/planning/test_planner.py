@@ -15,11 +15,11 @@ import pytest
 import jax_cudnn as jc
 from jax_cudnn._core import package
 from jax_cudnn._core.planning import planner, single_flight
+from jax_cudnn._core.planning.deviceless import client, profiles
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn._core.planning.planner import identity
 from jax_cudnn._core.planning.stored import key_text
 from jax_cudnn._core.store import cache
-from jax_cudnn._core.planning.deviceless import client, profiles
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
 

@@ -1,6 +1,7 @@
 """Graphs that run as several segments of one program: cut, evaluated, lowered."""
 
 import random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,9 @@ def random_graph(seed):
     return graph.trace(*avals)[1].spec
 
 
+PLAN: Any = "a plan"
+
+
 def refusing(limit, asked=None):
     """cuDNN's answers, made up: it takes one convolution with up to ``limit`` other calls."""
 
@@ -53,7 +57,7 @@ def refusing(limit, asked=None):
         anchors = sum(call.node.anchor for call in spec.calls)
         if anchors != 1 or any(call.node.leftover for call in spec.calls):
             return Refusal("not one convolution")
-        return None if len(spec.calls) <= 1 + limit else Refusal("too many")
+        return PLAN if len(spec.calls) <= 1 + limit else Refusal("too many")
 
     return refusal
 
@@ -61,23 +65,23 @@ def refusing(limit, asked=None):
 @pytest.mark.parametrize("seed", [6, 9, 10, 17, 19, 29, 42, 56])
 def test_segments_in_order_compute_what_the_whole_graph_computes(seed):
     spec, asked = random_graph(seed), []
-    (whole,) = search(spec, lambda part: asked.append(part))
-    assert (whole.spec, asked, whole.leftover) == (spec, [spec], False)
+    (whole,) = search(spec, lambda part: asked.append(part) or PLAN)
+    assert (whole.spec, asked, whole.plan) == (spec, [spec], PLAN)
     segments = search(spec, refusing(seed % 4))
     assert segments == search(random_graph(seed), refusing(seed % 4))
     assert sorted(i for s in segments for i in s.calls) == [*range(len(spec.calls))]
     known = set(spec.inputs)
     for segment in segments:
         assert segment.spec.calls == tuple(spec.calls[i] for i in segment.calls)
-        assert bool(segment.reason) == (len(segments) > 1 or segment.leftover)
-        assert segment.leftover or refusing(seed % 4)(segment.spec) is None
+        assert bool(segment.reason) == (len(segments) > 1 or segment.plan is None)
+        assert segment.plan in (None, refusing(seed % 4)(segment.spec))
         assert segment.spec.options == spec.options
         assert set(segment.spec.inputs) <= known
         assert segment.spec.outputs
         for tensor in segment.spec.tensors:
             assert tensor == spec.tensor(tensor.name)
         known |= set(segment.spec.outputs)
-    of_cudnn = [c.name for s in segments if not s.leftover for c in s.spec.calls if c.node.anchor]
+    of_cudnn = [c.name for s in segments if s.plan for c in s.spec.calls if c.node.anchor]
     assert sorted(of_cudnn) == [c.name for c in spec.calls if c.node.anchor]
     draw = np.random.default_rng(seed).standard_normal
     operands = [jnp.asarray(draw(t.shape), t.dtype) for t in spec.input_tensors]
@@ -94,7 +98,7 @@ def traced(fn, *shapes):
 def names(segments):
     """XLA's segments in brackets."""
     return [
-        f"[{text}]" if s.leftover else text
+        f"[{text}]" if s.plan is None else text
         for s in segments
         for text in [" ".join(call.name for call in s.spec.calls)]
     ]
@@ -160,6 +164,6 @@ def deep(count, width):
 def test_the_search_is_bounded_and_finds_all_convolutions(count, width, limit, most):
     asked = []
     segments = search(deep(count, width), refusing(limit, asked))
-    assert len([s for s in segments if not s.leftover]) == count
+    assert len([s for s in segments if s.plan]) == count
     assert len(asked) <= most
     assert len(set(asked)) == len(asked)

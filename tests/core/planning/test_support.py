@@ -11,9 +11,10 @@ import pytest
 from helpers import lowered
 
 import jax_cudnn as jc
-from jax_cudnn._core.planning import collect, planner, progress, support
-from jax_cudnn._core.planning.execution_plan import ExecutionPlan
+from jax_cudnn._core.planning import planner, progress
 from jax_cudnn._core.planning.deviceless import profiles
+from jax_cudnn._core.planning.execution_plan import ExecutionPlan
+from jax_cudnn._core.plans import collect, support
 
 H200, A100 = profiles.get("H200"), profiles.get("A100")
 X = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)

@@ -13,7 +13,7 @@ from transformations import graphs, methods, primitives, shapes_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.node import REGISTRY
-from jax_cudnn._core.planning import collect
+from jax_cudnn._core.plans import collect
 from jax_cudnn._core.transforms.batch import NoFold, batch
 
 SIZE = 3

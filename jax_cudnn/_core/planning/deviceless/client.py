@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import JaxCudnnError, PlanningWorkerError
-
 from . import environment, wire
 
 log = logging.getLogger("jax_cudnn")

@@ -24,7 +24,6 @@ import traceback
 from typing import Any
 
 from ...errors import LibraryError
-
 from . import wire
 
 

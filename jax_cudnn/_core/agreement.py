@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.errors import GraphError
+from .errors import GraphError
 
 # Products of float32 operands may be rounded to TF32 (10 bits) by either side.
 _TF32_EPS = 2.0**-10
@@ -54,8 +54,8 @@ def difference(got: Any, want: Any) -> Difference:
             fix="compare functions that return the same, with a transposition at the end of one if "
             "need be",
         )
-    figures = [jax.device_get(_of_leaf(a, b)) for a, b in zip(ours, theirs, strict=True) if a.size]
-    relative, worst = ([float(pair[i]) for pair in figures] for i in (0, 1))
+    found = [jax.device_get(figures(a, b)) for a, b in zip(ours, theirs, strict=True) if a.size]
+    relative, worst = ([float(leaf[i]) for leaf in found] for i in (0, 1))
     return Difference(largest(relative), largest(worst))
 
 
@@ -65,7 +65,9 @@ def largest(values: Sequence[float]) -> float:
 
 
 @jax.jit
-def _of_leaf(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
+def figures(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``relative`` and ``worst`` of a :class:`Difference`, and the part of the elements that differ
+    by more than one, or are another boolean."""
     a, b = got.astype(jnp.float32), want.astype(jnp.float32)
     same = (a == b) | (jnp.isnan(a) & jnp.isnan(b))  # equal infinities are equal
     error = jnp.where(same, 0, jnp.abs(a - b))
@@ -73,7 +75,8 @@ def _of_leaf(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
     tiny = jnp.finfo(jnp.float32).tiny
     relative = jnp.sqrt(jnp.mean(error * error) / (square + tiny))
     size = jnp.where(jnp.isfinite(b), jnp.abs(b), 0) + jnp.sqrt(square)
-    return relative, jnp.max(error / (size + tiny))
+    other = jnp.mean(jnp.abs(a - b) > (got.dtype != jnp.bool_))
+    return relative, jnp.max(error / (size + tiny)), other
 
 
 def tolerance(operands: Sequence[Any], results: Any) -> float:

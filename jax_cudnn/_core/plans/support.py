@@ -9,19 +9,21 @@ from typing import Any, overload
 
 import jax
 
-from .deviceless import client, profiles
-from .deviceless.profiles import Profile
 from .. import compat, context
+from ..auto import place
 from ..compat import Device
 from ..cuda import CudaDevice
 from ..errors import GraphError, TargetError, UnsupportedGraphError, shown
 from ..graph.spec import GraphSpec
-from . import failure, frontend, progress
+from ..planning import failure, frontend, planner, progress
+from ..planning.deviceless import client, profiles
+from ..planning.deviceless.profiles import Profile
+from ..planning.planned_graph import XLA
+from ..planning.unsupported import most_telling
 from .collect import Graphs, graphs, pieces
-from .plan import XLA, Plan
+from .plan import Plan
 from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
 from .table import ByGpu, Plans
-from .unsupported import most_telling
 
 # GPUs to plan for: by name, profiles or GPUs of this process; and as users give them.
 Sites = dict[str, Profile | CudaDevice]
@@ -119,8 +121,6 @@ def plans(
 
 def _plans(found: Graphs, chosen: Sites | None) -> Plans | dict[str, Plans]:
     """The plans of graphs, on chosen GPUs or the default one."""
-    from .placement import place  # and all of planning: importing jax_cudnn does without
-
     with progress.counted(len(found) * (1 if chosen is None else len(chosen))) as program:
 
         def planned(site: Profile | CudaDevice | None) -> Plans:
@@ -129,7 +129,7 @@ def _plans(found: Graphs, chosen: Sites | None) -> Plans | dict[str, Plans]:
             for name, spec in found.items():
                 with program.graph():
                     there = site or context.site(_default_devices(), name)
-                    made[name] = place(spec, there, name)
+                    made[name] = Plan.of(place(spec, there, name))
             return made
 
         if chosen is None:
@@ -199,8 +199,6 @@ def survey(
 
 
 def _row(name: str, spec: GraphSpec, gpu: str, site: Profile | CudaDevice) -> SupportRow:
-    from . import planner
-
     basis = DEVICE if isinstance(site, CudaDevice) else MEASURED if site.measured else PUBLIC
     if all(call.node.leftover for call in spec.calls):
         return SupportRow(name, gpu, basis, True, XLA, 0, 0)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import replace
+from typing import TypeVar
 
-from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import GraphError, PlanningError, UnsupportedGraphError
 from ..graph.spec import intern
-from . import planner
-from .candidates import Candidate, Candidates
-from .plan import Plan, PlannedSegment
-from .unsupported import most_telling
+from ..planning import planner
+from ..planning.candidates import Candidate, Candidates
+from ..planning.deviceless.profiles import Profile
+from ..planning.planned_graph import PlannedGraph, PlannedSegment
+from ..planning.unsupported import most_telling
+
+P = TypeVar("P", bound=PlannedGraph)
 
 
-def candidates(plan: Plan) -> Candidates:
+def candidates(plan: PlannedGraph) -> Candidates:
     """The plans that cuDNN proposes for a plan's graph on its GPU."""
     own = plan.only
     rows = planner.candidates(plan.spec, _site(plan), plan.name)
@@ -30,7 +33,7 @@ def candidates(plan: Plan) -> Candidates:
     return Candidates(rows, plan.gpu, chosen, functools.partial(tried, plan))
 
 
-def select(plan: Plan, which: int | Candidate) -> Plan:
+def select(plan: P, which: int | Candidate) -> P:
     """The plan of a candidate."""
     own = plan.only
     candidate = which if isinstance(which, Candidate) else _at(plan, which)
@@ -52,20 +55,20 @@ def select(plan: Plan, which: int | Candidate) -> Plan:
     return replace(plan, spec=spec, segments=(replace(segment, spec=spec, plan=made),))
 
 
-def parts(plan: Plan) -> tuple[Plan, ...]:
+def parts(plan: P) -> tuple[P, ...]:
     """A plan for each cuDNN segment."""
     if len(plan.segments) == 1:
         return (plan,) if plan.execution_plans else ()
     return tuple(_part(plan, segment) for segment in plan.segments if segment.plan is not None)
 
 
-def _part(plan: Plan, segment: PlannedSegment) -> Plan:
+def _part(plan: P, segment: PlannedSegment) -> P:
     alone = replace(segment, calls=tuple(range(len(segment.spec.calls))))
     names = ", ".join(call.name for call in segment.spec.calls)
     return replace(plan, name=f"{plan.name}: {names}", spec=segment.spec, segments=(alone,))
 
 
-def tried(plan: Plan, candidate: Candidate) -> Candidate:
+def tried(plan: PlannedGraph, candidate: Candidate) -> Candidate:
     """A candidate with ``supported`` set, after trying to build it."""
     if candidate.supported is not None:
         return candidate
@@ -79,7 +82,7 @@ def tried(plan: Plan, candidate: Candidate) -> Candidate:
     return replace(candidate, supported=True, workspace_bytes=made.workspace_bytes)
 
 
-def _check_known(plan: Plan, candidate: Candidate) -> None:
+def _check_known(plan: PlannedGraph, candidate: Candidate) -> None:
     """GraphError for a candidate of another plan: cuDNN might still build it, or report that it is
     for another GPU."""
     rows = planner.candidates(plan.spec, _site(plan), plan.name)
@@ -91,7 +94,7 @@ def _check_known(plan: Plan, candidate: Candidate) -> None:
         )
 
 
-def _at(plan: Plan, index: int) -> Candidate:
+def _at(plan: PlannedGraph, index: int) -> Candidate:
     rows = candidates(plan)
     try:
         return rows[operator.index(index)]
@@ -103,7 +106,7 @@ def _at(plan: Plan, index: int) -> Candidate:
         ) from None
 
 
-def _site(plan: Plan) -> Profile | CudaDevice:
+def _site(plan: PlannedGraph) -> Profile | CudaDevice:
     if plan.site is None:
         raise GraphError(
             f"{plan.name}: the candidates of this plan are not known",

@@ -80,7 +80,7 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
 
 def pieces(named: Mapping[str, GraphSpec]) -> dict[str, GraphSpec]:
     """The same with graphs cut around nodes that always run in XLA, such as pooling."""
-    from .split import for_cudnn
+    from ..planning.split import for_cudnn
 
     found: dict[str, GraphSpec] = {}
     for name, spec in named.items():

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from .deviceless import profiles
-from .deviceless.profiles import Profile
 from ..cuda import CudaDevice
 from ..errors import TargetError
 from ..graph.spec import GraphSpec
-from .cost import cost, roofline
+from ..planning.cost import cost, roofline
+from ..planning.deviceless import profiles
+from ..planning.deviceless.profiles import Profile
 from .plan import Plan
 
 _HEADER = ("graph", "operands", "runs on", "MB", "roofline us")

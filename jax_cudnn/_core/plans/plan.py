@@ -1,90 +1,38 @@
-"""Plan: how one graph runs on one GPU, by segments, with the reason for each cut."""
+"""Plan: how one graph runs on one GPU, and what can be done with that."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from .deviceless.profiles import Profile
+from .. import cuda_graphs, execution, measuring
 from ..compat import Device
-from ..cuda import CudaDevice
-from ..errors import GraphError
-from ..graph.spec import GraphSpec, Tensor
-from ..implementation import CUDNN
-from .execution_plan import ExecutionPlan
+from ..planning.candidates import Candidate, Candidates
+from ..planning.planned_graph import PlannedGraph
+from . import record, selection
 from .explanation import Explanation, explain
 
-if TYPE_CHECKING:
-    from .candidates import Candidate, Candidates
 
-XLA = "XLA"
-"""The engine name of a segment that runs in XLA."""
-
-
-@dataclass(frozen=True)
-class PlannedSegment:
-    """A part of a graph, run by cuDNN or XLA.
-
-    Attributes:
-        spec: the part; its inputs and outputs are tensors of the whole graph, by name.
-        calls: the positions of its operations in the whole graph.
-        plan: the cuDNN plan; None if XLA runs the reference of the part.
-        reason: why XLA runs it; for a cuDNN segment, why it is not one plan with the rest.
-    """
-
-    spec: GraphSpec
-    calls: tuple[int, ...]
-    plan: ExecutionPlan | None
-    reason: str = ""
-
-    @property
-    def engine(self) -> str:
-        return XLA if self.plan is None else self.plan.engine
-
-
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(PlannedGraph):
     """How a graph runs on a GPU.
 
     Attributes:
         name: the graph function's name.
         gpu: the GPU's name.
-        implementation: "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
+        implementation: "auto", "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
         spec: the graph.
         segments: its parts, in execution order.
         site: the GPU that it was planned for, a profile or a GPU of this process; None if the
             plan was read from bytes, or made while lowering a graph that always runs in XLA.
+        measured: under "auto" the ways to run it that were measured, each with ``what`` runs,
+            ``seconds``, a ``note`` and whether it is ``taken``; empty where no measurement decided.
     """
 
-    name: str
-    gpu: str
-    implementation: str
-    spec: GraphSpec
-    segments: tuple[PlannedSegment, ...]
-    site: Profile | CudaDevice | None = field(default=None, compare=False)
-
-    @property
-    def execution_plans(self) -> tuple[ExecutionPlan, ...]:
-        """The cuDNN plans, in execution order."""
-        return tuple(segment.plan for segment in self.segments if segment.plan is not None)
-
-    @property
-    def engine(self) -> str:
-        """The engine with its knobs, as cuDNN names it; several segments are joined by " + "."""
-        return " + ".join(segment.engine for segment in self.segments)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Device memory in use while it runs: the largest workspace of its plans."""
-        return max((plan.workspace_bytes for plan in self.execution_plans), default=0)
-
-    @property
-    def candidate_count(self) -> int:
-        """How many plans cuDNN proposed during planning, summed over the segments: in the modes of
-        the options, and 1 for a segment whose engine the options fix. ``candidates`` covers all
-        modes, whatever the options are."""
-        return sum(plan.candidates for plan in self.execution_plans)
+    @classmethod
+    def of(cls, planned: PlannedGraph) -> Plan:
+        return cls(**vars(planned))
 
     @property
     def candidates(self) -> Candidates:
@@ -103,8 +51,6 @@ class Plan:
             >>> with jc.target("H200"):
             ...     print(jc.plan(relu, x).candidates)                        # doctest: +SKIP
         """
-        from . import selection
-
         return selection.candidates(self)
 
     def select(self, which: int | Candidate) -> Plan:
@@ -123,8 +69,6 @@ class Plan:
             UnsupportedGraphError: cuDNN cannot build it, or the graph's options exclude it.
             GraphError: there is no such candidate, or the graph is cut.
         """
-        from . import selection
-
         return selection.select(self, which)
 
     @property
@@ -134,46 +78,7 @@ class Plan:
         ``select``, ``execute`` and ``time`` work on each part. ``pinned`` of a part does not fit
         the options of the function that was cut: there, an engine applies to the whole graph.
         """
-        from . import selection
-
-        return selection.parts(self)
-
-    @property
-    def residuals(self) -> tuple[Tensor, ...]:
-        """The results of a forward graph that only its derivatives need."""
-        return tuple(self.spec.tensor(name) for name in self.spec.origin.residuals)
-
-    @property
-    def pinned(self) -> dict[str, Any]:
-        """The options that fix this engine with its knobs, for a graph that is one plan."""
-        return self.only.pinned
-
-    @property
-    def text(self) -> str:
-        """The backend's plan (JSON), for a graph that is one plan."""
-        return self.only.text
-
-    @property
-    def only(self) -> ExecutionPlan:
-        """The cuDNN plan of a graph that is one plan; otherwise raises GraphError."""
-        plans = self.execution_plans
-        if len(self.segments) > 1 or not plans:
-            raise GraphError(f"{self.name} is not one cuDNN plan", **self._instead())
-        return plans[0]
-
-    def _instead(self) -> dict[str, str | None]:
-        """What the graph runs as instead of one cuDNN plan, and what to do."""
-        if self.execution_plans:
-            return {
-                "got": f"{len(self.segments)} segments: {self.engine}",
-                "fix": "use its parts, plan.parts; plan.explain() says why it is cut",
-            }
-        insist = "implementation='cudnn' requires a cuDNN plan, or says why there is none"
-        return {
-            "got": f"{self.engine}: all of it runs in XLA",
-            "why": "; ".join(dict.fromkeys(s.reason for s in self.segments)),
-            "fix": None if self.implementation == CUDNN else insist,
-        }
+        return tuple(map(Plan.of, selection.parts(self)))
 
     def execute(
         self,
@@ -210,8 +115,6 @@ class Plan:
             >>> x = jnp.ones((64, 128), "bfloat16")
             >>> y = jc.plan(relu, x).execute(x)                                # doctest: +SKIP
         """
-        from .. import execution
-
         return execution.execute(self, arrays, device, in_place)
 
     def time(self, *arrays: Any, device: Device | None = None) -> float:
@@ -228,8 +131,6 @@ class Plan:
             GraphError: the graph is cut, or an integer operand would have to be random.
             TargetError: as for :meth:`execute`.
         """
-        from .. import measuring
-
         return measuring.time(self, arrays, device)
 
     def time_candidates(
@@ -244,8 +145,6 @@ class Plan:
 
         Args and Raises: as :meth:`time`.
         """
-        from .. import measuring
-
         return measuring.time_candidates(self, arrays, device, limit)
 
     def autotune(
@@ -265,9 +164,7 @@ class Plan:
             >>> best = jc.plan(matmul, a, a).autotune(a, a)                    # doctest: +SKIP
             >>> fast = jax.jit(matmul.with_options(**best.pinned))             # doctest: +SKIP
         """
-        from .. import measuring
-
-        return measuring.autotune(self, arrays, device, limit)
+        return Plan.of(measuring.autotune(self, arrays, device, limit))
 
     def populate_cuda_graph(
         self,
@@ -300,8 +197,6 @@ class Plan:
             TargetError: there is no GPU of the plan's model.
             LibraryError: cuDNN or the driver reports an error.
         """
-        from .. import cuda_graphs
-
         cuda_graphs.record(self, cuda_graph, operands, results, workspace, update=False)
 
     def update_cuda_graph(
@@ -317,23 +212,17 @@ class Plan:
 
         Args and Raises: as :meth:`populate_cuda_graph`.
         """
-        from .. import cuda_graphs
-
         cuda_graphs.record(self, cuda_graph, operands, results, workspace, update=True)
 
     def to_json(self) -> dict[str, Any]:
         """The graph, its segments and the cuDNN plans as data for ``json.dumps``. Infinities and
         NaN, which JSON lacks, are ``["float", "inf"]``, ``"-inf"`` or ``"nan"``."""
-        from . import plan_record
-
-        return plan_record.data(self)
+        return record.data(self)
 
     def serialize(self) -> bytes:
         """The plan as bytes with a checksum, for :meth:`deserialize` in another process, which
         executes it without planning. 3 to 120 KB per cuDNN plan; GraphError above 32 MiB."""
-        from . import plan_record
-
-        return plan_record.dumped(self)
+        return record.dumped(self)
 
     @classmethod
     def deserialize(cls, content: bytes) -> Plan:
@@ -346,16 +235,8 @@ class Plan:
         Raises:
             GraphError: not a serialized plan, a damaged one, or one of an incompatible version.
         """
-        from . import plan_record
-
-        return plan_record.loaded(content)
+        return record.loaded(content, cls)
 
     def explain(self) -> Explanation:
         """Which parts run where, and why; prints as text, ``.to_json()`` gives data."""
         return explain(self)
-
-    def __str__(self) -> str:
-        return f"{self.engine} for {self.gpu}, {self.workspace_bytes} bytes of workspace"
-
-    def __repr__(self) -> str:
-        return f"<Plan {self}>"  # texts are up to 100 KB each

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .deviceless import profiles
 from ..errors import TargetError
-from .cost import cost, roofline, size
+from ..planning.cost import cost, roofline, size
+from ..planning.deviceless import profiles
 
 if TYPE_CHECKING:
-    from .deviceless.profiles import Profile
     from ..cuda import CudaDevice
     from ..graph.spec import Call, GraphSpec
-    from .plan import Plan, PlannedSegment
+    from ..planning.deviceless.profiles import Profile
+    from ..planning.planned_graph import PlannedGraph, PlannedSegment
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, width=100, initial_indent=indent, subsequent_indent=f"{indent}  ")
 
 
-def explain(plan: Plan) -> Explanation:
+def explain(plan: PlannedGraph) -> Explanation:
     """The explanation of a plan."""
     site = plan.site
     with contextlib.suppress(TargetError):  # a plan that was read from bytes knows the name alone

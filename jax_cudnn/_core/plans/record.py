@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -15,13 +15,12 @@ from ..graph.dtypes import TO_CUDNN, WORDS
 from ..graph.field_types import checked
 from ..graph.reference import evaluate
 from ..graph.spec import GraphSpec, intern
-from ..graph.wire import wire
 from ..implementation import IMPLEMENTATIONS
 from ..package import version
+from ..planning.planned_graph import PlannedGraph
+from ..planning.stored import need, row_of, said, segments_of
 from ..store.entry import Unusable, check_size, checksum, parsed
-from .plan import Plan, PlannedSegment
-from .split import part
-from .stored import check_order, need, plan_of, said
+from .explanation import explain
 
 _KIND = "jax_cudnn plan"
 _FORMAT = 1
@@ -30,7 +29,7 @@ _SEAL = re.compile(rb',"checksum":"([0-9a-f]{64})"}\Z')
 _AGAIN = "plan the function again with jax_cudnn.plan(fn, *args) and serialize that plan"
 
 
-def data(plan: Plan) -> dict[str, Any]:
+def data(plan: PlannedGraph) -> dict[str, Any]:
     """A plan as data for ``json.dumps``."""
     return {
         "kind": _KIND,
@@ -48,7 +47,7 @@ def data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def dumped(plan: Plan) -> bytes:
+def dumped(plan: PlannedGraph) -> bytes:
     """The data as UTF-8 text, with a checksum; GraphError if it is too large to be read back."""
     text = json.dumps(data(plan), separators=(",", ":"), allow_nan=False).encode()
     try:
@@ -64,7 +63,10 @@ def sealed(text: bytes) -> bytes:
     return b'%s,"checksum":"%s"}' % (text[:-1], checksum(text[:-1]))
 
 
-def loaded(content: bytes) -> Plan:
+P = TypeVar("P", bound=PlannedGraph)
+
+
+def loaded(content: bytes, cls: type[P]) -> P:
     """The plan that :func:`dumped` wrote; GraphError for anything else.
 
     A plan that is returned has a graph that its nodes accept, plans that fit it (``stored.py``),
@@ -103,11 +105,11 @@ def loaded(content: bytes) -> Plan:
         _check_graph(spec)
         spec = intern(spec)
         name, gpu, implementation = (found[key] for key in ("name", "gpu", "implementation"))
-        plan = checked(Plan(name, gpu, implementation, spec, segments_of(found["segments"], spec)))
+        plan = checked(cls(name, gpu, implementation, spec, segments_of(found["segments"], spec)))
         written = {**data(plan), "jax_cudnn": found["jax_cudnn"]}
         need(_text(written) == _text(found), "the bytes", "those of this plan", "others")
         need(implementation in IMPLEMENTATIONS, "implementation", IMPLEMENTATIONS, implementation)
-        str(plan.explain())
+        str(explain(plan))
     except Exception as error:  # anything may stand there
         raise GraphError(
             "this plan cannot be read",
@@ -117,28 +119,6 @@ def loaded(content: bytes) -> Plan:
             fix=_AGAIN,
         ) from error
     return plan
-
-
-def row_of(segment: PlannedSegment) -> dict[str, Any]:
-    """A segment as data, without its graph, which is a part of the whole one."""
-    plan = None if segment.plan is None else segment.plan.to_json()
-    return {"calls": list(segment.calls), "plan": plan, "reason": segment.reason}
-
-
-def segments_of(
-    rows: list[dict[str, Any]], spec: GraphSpec, identity: str = ""
-) -> tuple[PlannedSegment, ...]:
-    """The segments of a graph from :func:`row_of`; an exception for anything else. ``identity``: of
-    GPU and versions, if they are known."""
-    check_order(spec, [tuple(row["calls"]) for row in rows])
-    found = []
-    for row in rows:
-        calls, plan = tuple(row["calls"]), row["plan"]
-        piece = part(spec, calls)
-        if plan is not None:
-            plan = plan_of(plan, wire(piece.for_planning()), identity)
-        found.append(checked(PlannedSegment(piece, calls, plan, row["reason"])))
-    return tuple(found)
 
 
 def _check_graph(spec: Any) -> None:

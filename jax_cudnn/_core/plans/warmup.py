@@ -10,7 +10,7 @@ import jax
 
 from .. import compat, context
 from ..errors import GraphTypeError, shown
-from . import progress
+from ..planning import progress
 from .collect import advised, in_jaxpr, is_sharded
 from .support import plans
 

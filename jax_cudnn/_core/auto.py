@@ -1,0 +1,189 @@
+"""Where a graph runs: by its options, by a measurement (:mod:`.tuning`), or by the shipped ones
+(:mod:`.placement`); once for equal graphs, and equally in all processes of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from . import compat, context, tuning
+from .compat import Device
+from .cuda import CudaDevice
+from .errors import GraphError, JobError, PlanningError
+from .graph.spec import GraphSpec
+from .implementation import AUTO, CUDNN
+from .job import agreement
+from .planning import limits, placement, planner, progress, variety
+from .planning.deviceless.profiles import Profile
+from .planning.placement import Site
+from .planning.planned_graph import Measured, PlannedGraph, Segments
+from .planning.split import whole
+from .planning.stored import row_of, said, segments_of
+from .settings import settings
+
+log = logging.getLogger("jax_cudnn")
+
+
+def of_lowering(ctx: Any, spec: GraphSpec, name: str) -> PlannedGraph:
+    """The plan of a graph in a lowering rule's context.
+
+    Raises what :func:`place` raises; GraphError for symbolic dimensions, TargetError without a GPU.
+    """
+    name = spec.origin.titled(name)
+    if placement.xla_only(spec):
+        return by_xla(spec, name)
+    if not spec.is_static:
+        raise GraphError(
+            f"{name}: symbolic dimensions cannot be planned for CUDA",
+            expected="static shapes",
+            got=str(spec).splitlines()[0],
+            why="a cuDNN plan is built for fixed shapes while lowering",
+            fix="export one program for each shape, or export for platforms=('cpu',); "
+            "implementation='xla' takes symbolic dimensions, too",
+        )
+    devices = compat.lowering_devices(ctx)
+    with progress.of_program(compat.program(ctx)):
+        return place(spec, context.site(devices, name), name, devices)
+
+
+def place(spec: GraphSpec, site: Site, name: str, devices: Sequence[Device] = ()) -> PlannedGraph:
+    """The plan of a graph for a GPU.
+
+    ``devices`` are those of the compilation: if they belong to several processes, the lowest one
+    decides for all.
+
+    Raises:
+        UnsupportedGraphError: the graph requires ``implementation="cudnn"``, and cuDNN has no
+            engine for the whole graph.
+        PlanningError: planning failed for a reason that may pass, and XLA may not run the graph.
+        JobError: another process decides, and its decision has not arrived.
+    """
+    if placement.xla_only(spec):
+        return by_xla(spec, name, site)
+    variety.count(spec, name)
+    measured: tuple[Measured, ...] = ()
+    try:
+        if agreement.leader(devices) is None:
+            segments, measured = _decide(spec, site, name)
+        else:
+            segments, measured = _decide_together(spec, site, name, devices)
+        gpu = placement.model(site)[0]
+    except PlanningError as error:
+        segments, gpu = _this_time(spec, error, name), getattr(site, "name", "this GPU")
+    implementation = spec.options.implementation or AUTO
+    plan = PlannedGraph(name, gpu, implementation, spec, segments, site, measured)
+    _tell(plan)
+    return plan
+
+
+def by_xla(spec: GraphSpec, name: str, site: Site | None = None) -> PlannedGraph:
+    """The plan of a graph that XLA runs on every GPU."""
+    segments = whole(spec, None, reason := placement.xla_only(spec))
+    if reason == limits.FLOAT64:
+        placement.check_determinism(spec, segments, name)
+    titled, implementation = spec.origin.titled(name), spec.options.implementation or AUTO
+    gpu = "any GPU" if site is None else placement.model(site)[0]
+    plan = PlannedGraph(titled, gpu, implementation, spec, segments, site)
+    _tell(plan)
+    return plan
+
+
+def _this_time(spec: GraphSpec, error: PlanningError, name: str) -> Segments:
+    """The graph as XLA runs it in the program that is being compiled: nothing is kept of this.
+
+    Raises ``error`` where the options require cuDNN, and where the related graphs may be planned.
+    """
+    if spec.options.implementation == CUDNN or spec.options.engine is not None or spec.is_paired:
+        if spec.is_paired:
+            error.expected = "a plan: XLA's random numbers are not those of the related graphs"
+        raise error
+    failed = f"{error.summary.removeprefix(f'{name}: ')} ({error.got})"
+    segments = whole(spec, None, f"planning failed, for this program alone: {failed}")
+    placement.check_determinism(spec, segments, name)
+    log.warning(
+        "%s: %s, twice; XLA runs the graph in this program alone, and the next compilation plans "
+        "it again (jax.clear_caches()). Free memory, or check the installation: python -m "
+        "jax_cudnn doctor. implementation='cudnn' makes this an error. The graph: %s",
+        name,
+        failed,
+        spec.label,
+    )
+    return segments
+
+
+def _decide(spec: GraphSpec, site: Site, name: str) -> tuple[Segments, tuple[Measured, ...]]:
+    found = tuning.outcome(spec, site, name) if isinstance(site, CudaDevice) else None
+    if found is not None:
+        return found.segments, found.measured
+    return placement.decide(spec, site, name), ()
+
+
+def _decide_together(
+    spec: GraphSpec, site: Site, name: str, devices: Sequence[Device]
+) -> tuple[Segments, tuple[Measured, ...]]:
+    """One process decides, and all take what it decided."""
+    canonical = spec.canonical()
+
+    def make() -> dict[str, Any]:
+        segments, measured = _decide(canonical, site, name)
+        return {
+            "segments": [row_of(segment) for segment in segments],
+            "measured": [dataclasses.asdict(way) for way in measured],
+        }
+
+    def identity() -> str:
+        try:
+            return json.dumps({**json.loads(planner.identity(site)), "jax": jax.__version__})
+        except PlanningError as error:  # not that of the job, of which all processes hear
+            raise JobError(
+                f"{name}: process {jax.process_index()} cannot compare its libraries with those "
+                "of the job",
+                why=str(error),
+                fix=error.fix,
+            ) from error
+
+    # Nothing here may fail before the other processes learn of it: versions are read later.
+    gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
+    record = agreement.agreed(
+        repr((canonical._key(), gpu)),
+        devices,
+        make,
+        name=name,
+        identity=identity,
+        timeout=settings().job_timeout,
+    )
+    try:
+        measured = tuple(Measured(**way) for way in record["measured"])
+        return segments_of(record["segments"], spec, planner.identity(site)), measured
+    except Exception as error:  # anything may stand there
+        raise JobError(
+            f"{name}: the plan of another process of this job is not one for this graph",
+            got=said(error),
+            why="the store of the job holds something else",
+            fix="run the same version of jax_cudnn in all processes",
+        ) from error
+
+
+def _tell(plan: PlannedGraph) -> None:
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    if len(plan.segments) > 1:
+        why = next((s.reason for s in plan.segments if s.plan is not None), "")
+        log.debug("%s: cut in %d segments: %s", plan.name, len(plan.segments), why)
+    for segment in plan.segments:
+        calls = ", ".join(call.name for call in segment.spec.calls)
+        if segment.plan is None:
+            log.debug("%s: XLA runs %s: %s", plan.name, calls, segment.reason)
+        elif len(plan.segments) > 1:
+            log.debug("%s: cuDNN runs %s: %s", plan.name, calls, segment.plan.engine)
+
+
+def clear() -> None:
+    """Forget all decisions and plans that are in memory (tests and benchmarks)."""
+    tuning.clear()
+    placement.clear()

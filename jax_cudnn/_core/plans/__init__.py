@@ -1,0 +1,1 @@
+"""Planning: from a graph to cuDNN plans and XLA parts, and their explanation."""

@@ -1,0 +1,305 @@
+"""Runs several ways to compute a graph on a GPU: which are right, and how long each takes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import agreement, compat, ffi, lowering
+from .compat import Device
+from .cuda import CudaDevice
+from .graph import layout
+from .graph.bounds import bounded
+from .graph.dtypes import is_floating
+from .graph.reference import NARROW, evaluate
+from .graph.spec import GraphSpec, Tensor
+from .planning.cost import roofline
+from .planning.planned_graph import PlannedGraph, Segments
+
+# One program runs a way so often in a row, and a round runs the program so often, that a round
+# takes about this long: starting a program and waiting for it then counts little.
+_PROGRAM, _ROUND = 150e-6, 4e-3  # seconds
+_MOST_RUNS, _MOST_CALLS = 8, 30
+_ROUNDS = 7
+_SHARE = 0.1  # of the free memory of the GPU
+_EDGES = 1000  # of so many integers and booleans one may be another after rounding
+_TILE = 1_000_003  # random numbers, which repeat in larger arrays: a prime, so rows differ
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of a way: the seconds of one run, or why there are none; ``wrong`` results."""
+
+    seconds: float = math.inf
+    note: str = ""
+    wrong: bool = False
+
+
+@dataclass
+class _Program:
+    """A function under jit, which finds what was compiled of it and costs the host least a call."""
+
+    call: Any
+    lowered: Any
+    compiled: Any = None
+
+    def compile(self, options: Any = None) -> _Program:
+        with compat.uncached():  # nothing of this belongs into the user's cache
+            self.compiled = self.lowered.compile(options)
+        return self
+
+    @property
+    def memory(self) -> int:
+        """Bytes beside the operands."""
+        found = self.compiled.memory_analysis()
+        return found.temp_size_in_bytes + found.output_size_in_bytes if found else 0
+
+
+class Bench:
+    """One graph on one device: its operands, its reference's results, and the fastest program."""
+
+    def __init__(self, spec: GraphSpec, site: CudaDevice, device: Device) -> None:
+        """Raises MemoryError where the graph is too large to be measured beside what is in memory,
+        and what the reference raises."""
+        self._spec, self._device = spec, device
+        least = max(roofline(spec, site) or 0.0, 2e-6)
+        self._runs = min(max(round(_PROGRAM / least), 1), _MOST_RUNS)
+        given, made = (
+            sum(t.nbytes for t in side) for side in (spec.input_tensors, spec.output_tensors)
+        )
+        self._room = int(_SHARE * _free(device)) - given - made
+        if (self._runs + 1) * made > self._room:
+            raise MemoryError
+        # Arrays lie as a plan wants them, as those of a model do: XLA copies none for any way.
+        self._in, self._out = (
+            [layout.major_to_minor(spec, tensor) for tensor in side]
+            for side in (spec.input_tensors, spec.output_tensors)
+        )
+        arrays = zip(operands(spec), self._in, strict=True)
+        self._operands = [jax.device_put(x.transpose(order), device) for x, order in arrays]
+        self._judge: _Program | None = None
+        self._best: tuple[Any, float] | None = None
+
+    def trials(self, ways: Sequence[Segments]) -> list[Trial]:
+        """Compiles ways, compares their results with the reference's, and times the right ones in
+        turns with the fastest one so far."""
+        made = [_tried(self._program, self._repeated(segments)) for segments in ways]
+        # XLA autotunes its products on the device: one after the other, and nothing beside it.
+        tuned = [i for i, segments in enumerate(ways) if _has_product_in_xla(segments)]
+        for i in tuned:
+            made[i] = _compiled(made[i])
+        with ThreadPoolExecutor(len(ways) + 1) as pool:
+            judge = pool.submit(self._judging)
+            others = [i for i in range(len(ways)) if i not in tuned]
+            compiled = pool.map(_compiled, [made[i] for i in others])
+            for i, program in zip(others, compiled, strict=True):
+                made[i] = program
+            self._judge = judge.result()
+        found = list(map(self._judged, made))
+        right = {i: made[i] for i, trial in enumerate(found) if not trial.note}
+        for i, seconds in self._times(right).items():
+            found[i] = Trial(seconds)
+            if self._best is None or seconds < self._best[1]:
+                self._best = made[i], seconds
+        return found
+
+    def _judging(self) -> _Program:
+        """The program that compares results with the reference's, compiled in the first call; in it
+        nothing is autotuned."""
+        if self._judge is not None:
+            return self._judge
+        count = len(self._operands)
+
+        def run(*arrays: jax.Array) -> list[jax.Array]:
+            want = self._arranged(functools.partial(evaluate, self._spec, products=NARROW))(
+                *arrays[:count]
+            )
+            return [agreement.figures(a, b) for a, b in zip(arrays[count:], want, strict=True)]
+
+        shapes = zip(self._spec.output_tensors, self._out, strict=True)
+        got = [
+            jax.ShapeDtypeStruct([t.shape[i] for i in order], jnp.dtype(t.dtype))
+            for t, order in shapes
+        ]
+        program = self._program(run, *got).compile({"xla_gpu_autotune_level": "0"})
+        if program.memory > self._room:
+            raise MemoryError
+        return program
+
+    def _program(self, function: Callable[..., Any], *more: Any) -> _Program:
+        call = jax.jit(function)
+        return _Program(call, call.lower(*self._operands, *more))
+
+    def _repeated(self, segments: Segments) -> Callable[..., Any]:
+        """Runs a way several times in a row, each after the one before. Returns the last results,
+        and an element of each other, else XLA would not compute those."""
+        planned = PlannedGraph("measured", "", "", self._spec, segments)
+        once = self._arranged(functools.partial(lowering.run, planned, "measured", ffi.call))
+
+        def run(*arrays: jax.Array) -> Any:
+            results, used = once(*arrays), []
+            for _ in range(self._runs - 1):
+                arrays, results = jax.lax.optimization_barrier((arrays, results))
+                used += [x[(0,) * x.ndim].astype(jnp.float32) for x in results]
+                results = once(*arrays)
+            return results, jnp.stack(used) if used else ()
+
+        return run
+
+    def _arranged(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the graph's arrays as one of row-major arrays that lie as those do."""
+
+        def run(*arrays: jax.Array) -> list[jax.Array]:
+            given = [
+                x.transpose(np.argsort(order)) for x, order in zip(arrays, self._in, strict=True)
+            ]
+            results = function(*bounded(self._spec, given))
+            return [y.transpose(order) for y, order in zip(results, self._out, strict=True)]
+
+        return run
+
+    def _judged(self, program: Any) -> Trial:
+        if isinstance(program, Exception):
+            return Trial(note=_line(program))
+        if program.memory > self._room:
+            return Trial(note="it needs more memory than measuring may take")
+        assert self._judge is not None
+        try:
+            got = jax.block_until_ready(program.call(*self._operands))[0]
+        except Exception as error:  # of cuDNN or XLA while it runs
+            return Trial(note=_line(error))
+        wrong = _wrong(self._spec, jax.device_get(self._judge.compiled(*self._operands, *got)))
+        return Trial(note=wrong, wrong=bool(wrong))
+
+    def _times(self, programs: Mapping[int, Any]) -> dict[int, float]:
+        """Seconds of one run of each program: medians of rounds in turns. The fastest one so far
+        takes part, and what it takes now scales the others to what it took then."""
+        every = dict(programs)
+        if self._best is not None:
+            every[-1] = self._best[0]
+        calls = {}
+        for key, program in every.items():
+            took = min(self._round(program, 1) for _ in range(2))
+            calls[key] = min(max(round(_ROUND / took), 1), _MOST_CALLS)
+        rounds: dict[int, list[float]] = {key: [] for key in every}
+        for _ in range(_ROUNDS):
+            for key, program in every.items():
+                rounds[key].append(self._round(program, calls[key]) / calls[key] / self._runs)
+        found = {key: statistics.median(seconds) for key, seconds in rounds.items()}
+        now = found.pop(-1, 1.0)
+        scale = 1.0 if self._best is None else self._best[1] / now
+        return {key: seconds * scale for key, seconds in found.items()}
+
+    def _round(self, program: Any, calls: int) -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            results = program.call(*self._operands)
+        jax.block_until_ready(results)
+        return time.perf_counter() - began
+
+
+def _free(device: Device) -> int:
+    """Bytes of the device that this process may still use."""
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+
+
+def idle(device: Device) -> None:
+    """Returns once the device has done all that it was given."""
+    with jax.default_device(device):
+        jax.block_until_ready(jnp.zeros(()) + 1)
+
+
+def operands(spec: GraphSpec) -> list[np.ndarray]:
+    """Random operands. Indices into other operands are valid: full lengths, offsets at equal
+    distances, pages one after the other."""
+    generator = np.random.default_rng(0)
+    normal = generator.standard_normal(_TILE, np.float32)
+    values = {t.name: _random(t, generator, normal) for t in spec.input_tensors}
+    for call in spec.calls:
+        node, shapes = call.node, {p: spec.tensor(n) for p, n in (*call.inputs, *call.outputs)}
+        names = {port: name for port, name in call.inputs if port in node.integers}
+        for port, offset in node.offsets.items():
+            if offset in names and port in shapes:
+                tokens, *token = shapes[port].shape
+                count = math.prod(shapes[offset].shape)
+                steps = np.linspace(0, tokens, count).astype(np.int64) * math.prod(token)
+                values[names[offset]] = steps.reshape(shapes[offset].shape)
+                names.pop(offset, None)
+        if not names:
+            continue
+        given = {
+            port: jnp.asarray(values[n], jnp.int32)
+            if n in values and port not in names
+            else jnp.full(shapes[port].shape, 2**30, jnp.int32)
+            for port, n in call.inputs
+            if port in node.integers
+        }
+        for port, most in node.bounded(given, shapes).items():
+            if names.get(port) in values:
+                values[names[port]] = _index(np.asarray(most))
+    return [values[t.name].astype(jnp.dtype(t.dtype), copy=False) for t in spec.input_tensors]
+
+
+def _index(most: np.ndarray) -> np.ndarray:
+    """Lengths, of which each batch element has one, are the largest; of several indices of pages
+    each is another."""
+    if most.size == most.shape[0]:
+        return most
+    return np.arange(most.size).reshape(most.shape) % (most + 1)
+
+
+def _random(tensor: Tensor, generator: np.random.Generator, normal: np.ndarray) -> np.ndarray:
+    if is_floating(tensor.dtype):
+        return np.resize(normal.astype(jnp.dtype(tensor.dtype)), tensor.shape)
+    if tensor.dtype == "bool":
+        return np.resize(normal < 0, tensor.shape)
+    kind = np.iinfo(jnp.dtype(tensor.dtype))
+    drawn = generator.integers(kind.min, kind.max, 4099, np.int64 if kind.min else np.uint64)
+    return np.resize(drawn.astype(jnp.dtype(tensor.dtype)), tensor.shape)
+
+
+def _wrong(spec: GraphSpec, figures: Sequence[Any]) -> str:
+    """How results differ from the reference's by more than rounding explains; else empty."""
+    given, made = (
+        [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in side]
+        for side in (spec.input_tensors, spec.output_tensors)
+    )
+    limit = agreement.tolerance(given, [x for x in made if is_floating(x.dtype.name)])
+    for tensor, (relative, worst, other) in zip(spec.output_tensors, figures, strict=True):
+        if is_floating(tensor.dtype):
+            found = agreement.Difference(*(agreement.largest([x]) for x in (relative, worst)))
+            if not found.within(limit):
+                return f"it differs from the reference by {found}, more than {limit:.2g}"
+        elif other > 1 / _EDGES:
+            return f"{other:.2%} of its {tensor.dtype} results differ from the reference"
+    return ""
+
+
+def _has_product_in_xla(segments: Segments) -> bool:
+    return any(c.node.product for s in segments if s.plan is None for c in s.spec.calls)
+
+
+def _compiled(program: Any) -> Any:
+    return program if isinstance(program, Exception) else _tried(program.compile)
+
+
+def _tried(make: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return make(*args)
+    except Exception as error:
+        return error
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
