@@ -25,7 +25,10 @@ from ._core.transforms.policy import save_cudnn as save_cudnn
 if TYPE_CHECKING:  # see _core/later.py
     from . import flax as flax
     from ._core.context import target as target
+    from ._core.explain import Report as Report
+    from ._core.explain import explain as explain
     from ._core.inspection.bisect import bisect as bisect
+    from ._core.picture import Picture as Picture
     from ._core.planning.candidates import Candidate as Candidate
     from ._core.planning.candidates import Candidates as Candidates
     from ._core.planning.deviceless.profiles import Profile as Profile

@@ -1,4 +1,4 @@
-"""Shell: ``python -m jax_cudnn demo | bench | doctor | support | cache``."""
+"""Shell: ``python -m jax_cudnn demo | bench | doctor | explain | support | cache``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ABOUT = "Commands of jax_cudnn: a demo, timing, checks of the installation, pla
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; prints errors of this package without a traceback."""
-    from .commands import bench, cache, support
+    from .commands import bench, cache, explain, support
 
     parser = argparse.ArgumentParser(prog="python -m jax_cudnn", description=_ABOUT)
     parser.add_argument("--version", action="version", version=version())
@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     checks = "check the installation: versions, GPUs, drivers"
     doctor = commands.add_parser("doctor", help=checks, description=f"C{checks[1:]}.")
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    explain.add_parser(commands)
     support.add_parser(commands)
     cache.add_parser(commands)
     options = parser.parse_args(arguments)
@@ -35,7 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
         # Without a GPU the CUDA plugin only prints that it finds none.
         jax.config.update("jax_platforms", "cpu")
     try:
-        if options.command == "demo":
+        if options.command == "explain":
+            return explain.run(options)
+        elif options.command == "demo":
             from .commands.demo import demo
 
             demo()

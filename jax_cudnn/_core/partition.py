@@ -30,9 +30,9 @@ from .sharding.axes import WHOLE, factors
 from .sharding.work import (
     Sharding,
     Work,
-    described,
     gathered,
     is_left_whole,
+    noted,
     padded,
     size_of,
     spec_of,
@@ -45,7 +45,8 @@ LARGE = 2**20
 """Bytes of an operand from which on it is said that it is gathered."""
 _BY_XLA = "XLA runs and partitions it"
 _EXCHANGED = "XLA runs it: it exchanges statistics between devices"
-_ADVICE = "what to do: shard another dimension, or call it in jax.shard_map"
+GATHERED = "shard another dimension, or call it in jax.shard_map"
+"""What to do about that."""
 T = TypeVar("T")
 log = logging.getLogger("jax_cudnn")
 
@@ -259,7 +260,7 @@ def _tell(
 ) -> None:
     """Says what each device computes, and warns of large operands that are gathered."""
     all_of_them = gathered(spec, given, found, sizes, sums)
-    how = "; ".join((described(spec, found), *map(str, all_of_them)))
+    how = noted(spec, found, all_of_them)
     for _, local in found.stages:
         log.debug("%s: each device computes %s", name, local)
     if seen is not None:
@@ -268,7 +269,11 @@ def _tell(
     large = [one for one in all_of_them if one.nbytes >= LARGE]
     if large:
         where = [spec._cache["line"]] if spec._cache.get("line") else []
-        _warn("\n  ".join((f"{name}: on a mesh,", *map(str, large), _ADVICE, *where)))
+        _warn(
+            "\n  ".join(
+                (f"{name}: on a mesh,", *map(str, large), f"what to do: {GATHERED}", *where)
+            )
+        )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,6 +21,16 @@ def user_line() -> str:
     return "" if frame is None else _describe(frame, frame.f_lineno)
 
 
+def users_place(frames: Iterable[tuple[str, int, str]]) -> str:
+    """``file:line`` of the innermost of a program's frames (file, line, function) that is neither
+    ours nor Flax's; JAX's are left out before."""
+    flax = f"{os.sep}site-packages{os.sep}flax{os.sep}"
+    for file, line, _ in frames:
+        if flax not in file and not os.path.abspath(file).startswith(_PACKAGE):
+            return f"{file}:{line}"
+    return ""
+
+
 def user_level() -> int:
     """The ``stacklevel`` of a warning by our caller that points at the user's innermost frame."""
     return next((level for level, frame in enumerate(_callers()) if _is_users(frame)), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,18 +11,24 @@ import jax
 
 from .. import compat
 from ..errors import GraphError, GraphTypeError, shown
+from ..graph.source import users_place
 from ..graph.spec import GraphSpec
 from ..graph.trace import GraphFunction
 from ..primitive import Seen, cudnn_local_p, cudnn_p, observer
 
+# A graph's name, the graph, and how a mesh shards it -> where it is called -> how often.
+_Found = dict[tuple[str, GraphSpec, str], Counter[str]]
+
 
 class Graphs(dict[str, GraphSpec]):
     """Graphs by name. On a mesh these are the graphs of one device, and ``notes`` says of each how
-    the mesh shards it."""
+    the mesh shards it. ``calls`` holds for each the lines of the user's code that call it, as
+    "file:line", with how often a run of the program executes it there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notes: dict[str, str] = {}
+        self.calls: dict[str, Counter[str]] = {}
 
 
 def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]) -> Graphs:
@@ -41,17 +48,20 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
             expected="a function of arrays, such as one decorated with @jax_cudnn.graph",
             got=shown(fn),
         )
-    sharded = False
+    found: _Found = {}
     with advised(args):
         if isinstance(fn, GraphFunction):
-            found = [(fn.name, fn.trace(*args, **static)[1].spec, "")]
+            code = getattr(fn.fn, "__code__", None)
+            place = f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+            found[fn.name, fn.trace(*args, **static)[1].spec, ""] = Counter([place])
             sharded = is_sharded(None, args)
         else:
             jaxpr = _jaxpr(fn, args, static)
-            found = [(*each, "") for each in dict.fromkeys(in_jaxpr(jaxpr))]
+            for name, spec, place, times in _calls(jaxpr, 1):
+                found.setdefault((name, spec, ""), Counter())[place] += times
             sharded = bool(found) and is_sharded(jaxpr, args)
     if sharded:
-        found = list(dict.fromkeys(_local(fn, args, static))) or found
+        found = _local(fn, args, static, found) or found
     if not found:
         raise GraphError(
             f"{_name(fn)} contains no cuDNN graph",
@@ -63,7 +73,7 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
             "place, or use the layers of jax_cudnn.flax",
         )
     named = Graphs()
-    for name, spec, note in found:
+    for (name, spec, note), calls in found.items():
         if not spec.is_static:
             raise GraphError(
                 f"{name}: symbolic dimensions cannot be planned",
@@ -72,7 +82,7 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
                 why="a cuDNN plan is built for fixed shapes",
             )
         unique = _unused(name, named)
-        named[unique] = spec
+        named[unique], named.calls[unique] = spec, calls
         if note:
             named.notes[unique] = note
     return named
@@ -115,8 +125,8 @@ def advised(args: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _local(
-    fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any]
-) -> Iterator[tuple[str, GraphSpec, str]]:
+    fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, Any], whole: _Found
+) -> _Found:
     """The graphs of one device, with how a mesh shards them, as XLA compiles the function."""
     run, arrays = _of_arrays(fn, args, static)
     seen: Seen = {}
@@ -126,8 +136,12 @@ def _local(
             jax.jit(run).lower(*arrays).compile()
     finally:
         observer.reset(token)
-    for each in seen.values():
-        yield from each
+    found: _Found = {}
+    for (spec, name), graphs_of_device in seen.items():
+        calls = whole.get((spec.origin.titled(name), spec, ""), {})
+        for each in dict.fromkeys(graphs_of_device):
+            found.setdefault(each, Counter()).update(calls)
+    return found
 
 
 def is_sharded(jaxpr: Any, args: tuple[Any, ...]) -> bool:
@@ -187,12 +201,19 @@ def _of_arrays(
 
 def in_jaxpr(jaxpr: Any) -> Iterator[tuple[str, GraphSpec]]:
     """All graphs of a jaxpr with their names, equal ones too."""
+    return ((name, spec) for name, spec, *_ in _calls(jaxpr, 1))
+
+
+def _calls(jaxpr: Any, times: int) -> Iterator[tuple[str, GraphSpec, str, int]]:
+    """Each call: the graph, its line in the user's code, and how often it runs; once in a while
+    loop and in each branch of a conditional, where that is unknown."""
     for equation in jaxpr.eqns:
         if equation.primitive in (cudnn_p, cudnn_local_p):
             name, spec = equation.params["name"], equation.params["spec"]
-            yield spec.origin.titled(name), spec
+            yield spec.origin.titled(name), spec, users_place(compat.user_frames(equation)), times
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in compat.inner_jaxprs(equation):
-            yield from in_jaxpr(inner)
+            yield from _calls(inner, times * turns)
 
 
 def _is_array(leaf: Any) -> bool:

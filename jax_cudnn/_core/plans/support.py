@@ -125,7 +125,7 @@ def _plans(found: Graphs, chosen: Sites | None) -> Plans | dict[str, Plans]:
 
         def planned(site: Profile | CudaDevice | None) -> Plans:
             made = Plans()
-            made.notes = found.notes
+            made.notes, made.calls = found.notes, found.calls
             for name, spec in found.items():
                 with program.graph():
                     there = site or context.site(_default_devices(), name)

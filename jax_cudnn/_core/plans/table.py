@@ -10,7 +10,7 @@ from typing import Any
 
 from ..cuda import CudaDevice
 from ..errors import TargetError
-from ..graph.spec import GraphSpec
+from ..graph.spec import GraphSpec, Tensor
 from ..planning.cost import cost, roofline
 from ..planning.deviceless import profiles
 from ..planning.deviceless.profiles import Profile
@@ -39,9 +39,11 @@ class Plans(dict[str, Plan]):
     least time on the GPU, of these bytes or the arithmetic; where lengths, packing, pages or block
     masks decide what is read, of the results alone. Equal graphs share a row. On a mesh plans are
     those of one device, and ``notes`` says of each graph how it is sharded, and what is gathered.
+    ``calls`` holds for each graph the lines that call it, and how often.
     """
 
     notes: Mapping[str, str] = MappingProxyType({})
+    calls: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
     def __missing__(self, name: str) -> Any:
         raise KeyError(_unknown("graph", name, self))
@@ -53,13 +55,7 @@ class Plans(dict[str, Plan]):
         return made
 
     def __str__(self) -> str:
-        lines = [_HEADER, *self._cells()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        aligned = str.ljust, str.ljust, str.ljust, str.rjust, str.rjust
-        rows = (
-            "  ".join(f(cell, width) for f, cell, width in zip(aligned, line, widths, strict=True))
-            for line in lines
-        )
+        rows = aligned([_HEADER, *self._cells()], 3)
         notes = (f"{name} on the mesh: {note}" for name, note in self.notes.items())
         return "\n".join((*rows, *notes))
 
@@ -68,7 +64,7 @@ class Plans(dict[str, Plan]):
         every: list[GraphSpec] = []
         for name, plan in self.items():
             specs = [segment.spec for segment in plan.segments]
-            yield name, _operands(plan.spec), _where(plan), *_figures(specs, site)
+            yield name, _operands(plan.spec), where(plan), *_figures(specs, site)
             every += specs
         fused = sum(len(plan.execution_plans) for plan in self.values())
         yield "total", "", f"{fused} cuDNN, {len(every) - fused} XLA", *_figures(every, site)
@@ -95,7 +91,17 @@ def _unknown(kind: str, name: Any, there: Iterable[str]) -> str:
     return f"{name!r} is not the name of a {kind} here; there are {', '.join(map(repr, there))}"
 
 
-def _where(plan: Plan) -> str:
+def aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
+    """The lines of a table: the first columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = (cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in pairs)
+        yield "  ".join(cells).rstrip()
+
+
+def where(plan: Plan) -> str:
+    """Who runs the segments of a plan: "2 cuDNN + XLA"."""
     fused = len(plan.execution_plans)
     others = len(plan.segments) - fused
     cudnn = "" if not fused else "cuDNN" if fused == 1 else f"{fused} cuDNN"
@@ -104,8 +110,13 @@ def _where(plan: Plan) -> str:
 
 
 def _operands(spec: GraphSpec) -> str:
-    shapes = (f"{t.dtype}[{','.join(map(str, t.shape))}]" for t in spec.input_tensors)
-    return re.sub(r"(?<=u)int|(?<=i)nt|(?<=f)loat", "", ", ".join(shapes))  # bf16, i32 as in JAX
+    return ", ".join(map(shape, spec.input_tensors))
+
+
+def shape(tensor: Tensor) -> str:
+    """A tensor's dtype and sizes as JAX prints them: ``bf16[8,64]``."""
+    dtype = re.sub(r"(?<=u)int|(?<=i)nt|(?<=f)loat", "", tensor.dtype)
+    return f"{dtype}[{','.join(map(str, tensor.shape))}]"
 
 
 def _figures(specs: Sequence[GraphSpec], site: Profile | CudaDevice | None) -> tuple[str, str]:

@@ -301,6 +301,19 @@ class Gathered(NamedTuple):
         )
 
 
+class Note(str):
+    """How a mesh shards a graph, as text, and what is gathered for it."""
+
+    gathered: Sequence[Gathered] = ()
+
+
+def noted(spec: GraphSpec, found: Work, all_of_them: Sequence[Gathered]) -> Note:
+    """The note on a graph."""
+    note = Note("; ".join((described(spec, found), *map(str, all_of_them))))
+    note.gathered = all_of_them
+    return note
+
+
 def gathered(
     spec: GraphSpec,
     given: tuple[Sharding, ...],
