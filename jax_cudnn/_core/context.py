@@ -81,5 +81,6 @@ def site(devices: Sequence[Device], name: str) -> Profile | CudaDevice:
 _NAME_A_TARGET = (
     "with jax_cudnn.target(NAME): ...   NAME is one of "
     + ", ".join(names())
-    + ', or your own jax_cudnn.Profile. jax_cudnn.plan and plans also take gpus=["H200"]'
+    + ', or your own jax_cudnn.Profile. jax_cudnn.plan and plans also take gpus=["H200"], '
+    'explain gpu="H200", and its command --gpu H200'
 )

@@ -19,7 +19,7 @@ from .graph import layout
 from .graph.merging import widened
 from .graph.wire import stored, wire
 from .partition import GATHERED
-from .picture import Picture, microseconds, taken
+from .picture import Picture, counted, microseconds, taken
 from .planning import frontend, losses
 from .planning.cost import roofline, size
 from .planning.deviceless.profiles import Profile
@@ -116,8 +116,9 @@ class Report:
 
     def _parts(self) -> Iterator[str | Picture]:
         graphs, changes = self.data["graphs"], self.data["changes"]
-        calls = sum(graph["times"] for graph in graphs)
-        yield f"{self.data['function']}, {self.data['gpu']}: {calls} calls of {len(graphs)} graphs"
+        calls = counted(sum(graph["times"] for graph in graphs), "call")
+        of = counted(len(graphs), "graph")
+        yield f"{self.data['function']}, {self.data['gpu']}: {calls} of {of}"
         rows = [_HEADER, *map(_row, graphs), ("total", "", "", *_figures(graphs))]
         yield "\n".join((*aligned(rows, 3), *_LEGEND))
         for graph in graphs:

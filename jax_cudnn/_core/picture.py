@@ -23,7 +23,7 @@ from .planning.table import shape
 _XLA, _CUDNN = "#e4e6e9", ("#d3ecae", "#b9e0f2", "#f7e0a6", "#e5d2f0", "#f6cfc4")
 _CHARACTER, _LINE, _GAP = 6.7, 15, 12
 _FONT = 'fontname="monospace" fontsize=11'
-_DOT = f"""digraph {{ graph [{_FONT} bgcolor=white labeljust=l]
+_DOT = f"""digraph {{ graph [{_FONT} bgcolor=white labeljust=l labelloc=b]
 node [{_FONT} shape=box height=0.3]
 edge [{_FONT}]"""
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}" viewBox="0 0 {0} {1}"
@@ -58,7 +58,12 @@ class Picture:
 
 def microseconds(seconds: float) -> str:
     """As text, with two digits or more."""
-    return f"{seconds * 1e6:,.{1 if seconds >= 1e-6 else 2}f}"
+    return f"{seconds * 1e6:,.1f}" if seconds >= 1e-6 else f"{seconds * 1e6:.2g}"
+
+
+def counted(count: int, what: str) -> str:
+    """ "1 call", "2 calls"."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def taken(plan: Plan) -> float | None:
@@ -69,7 +74,7 @@ def taken(plan: Plan) -> float | None:
 def _heads(plan: Plan) -> Iterator[tuple[str, str]]:
     """Who runs each segment; its memory traffic and time."""
     for segment, said in zip(plan.segments, plan.explain().to_json()["segments"], strict=True):
-        count = f"{len(segment.calls)} operation{'s' * (len(segment.calls) > 1)}"
+        count = counted(len(segment.calls), "operation")
         who = f"cuDNN {segment.engine.partition('_')[0]}: {count} in one plan"
         seconds, measured = said["roofline_seconds"], taken(plan)
         time = "" if seconds is None else f", at least {microseconds(seconds)} us"
@@ -241,5 +246,6 @@ def _arrow(points: Sequence[tuple[float, float]], label: str) -> Iterator[str]:
         f'<polyline points="{path}" fill="none" stroke="#444" stroke-width="{2 if label else 1}" '
         'marker-end="url(#tip)"/>'
     )
-    (x, y), (x2, y2) = points[:2]
-    yield f'<text x="{(x + x2) / 2:.1f}" y="{(y + y2) / 2:.1f}">{label}</text>' * bool(label)
+    if label:  # where arrows from one node are apart
+        (x, y), (x2, y2) = points[-2:]
+        yield f'<text x="{0.3 * x + 0.7 * x2:.1f}" y="{0.3 * y + 0.7 * y2:.1f}">{label}</text>'
