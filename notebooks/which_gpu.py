@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -23,7 +25,8 @@ from importlib import resources
 
 import jax
 import jax.numpy as jnp
-from helpers import aval, draw, on_gpu
+from helpers import aval, on_gpu
+from IPython.display import display
 
 import jax_cudnn as jc
 
@@ -64,8 +67,8 @@ print(of_fp8)
 row = of_fp8["A100", "fp8_matmul"]
 print(row.supported, "-", row.reason)
 print(of_conv.to_json()["rows"][0].keys())
-gpus = ["A100", "H200"]
-draw({f"fp8_matmul on {gpu}": p for gpu, p in jc.plan(fp8_matmul, e4m3, e4m3, gpus=gpus).items()})
+for gpu in ("A100", "H200"):
+    display(*jc.explain(fp8_matmul, e4m3, e4m3, gpu=gpu).pictures.values())
 
 # %% [markdown]
 # ## A whole program
@@ -78,8 +81,17 @@ def loss(w, x, b):
     return jnp.sum(jc.ops.layer_norm(y).astype(jnp.float32))
 
 
-program = jc.support(jax.jit(jax.grad(loss)), w, x, aval((64,)), gpus=["H200"])
-print(program)
+gradient = jax.jit(jax.grad(loss))
+print(jc.support(gradient, w, x, aval((64,)), gpus=["H200"]))
+
+# %% [markdown]
+# `jc.explain` shows the program on one GPU: where each graph is called, what is fused into which
+# plan, what crosses memory between plans, and the least time that takes.
+
+# %%
+report = jc.explain(gradient, w, x, aval((64,)), gpu="H200")
+assert len(report.pictures) == 4
+report
 
 # %% [markdown]
 # ## A plan for one GPU

@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -15,25 +17,25 @@
 # # Why was this not fused?
 #
 # A graph for which cuDNN has no engine still runs: it is cut into segments that run on cuDNN or in
-# XLA. `plan.explain()` reports what runs where, how many bytes cross the cuts, and why. This
-# notebook goes through the usual reasons, and what to do about each.
+# XLA. `jc.explain` draws what is fused and what crosses the cuts, and `plan.explain()` says why. This
+# notebook goes through the usual reasons, and what to do about each. Its plans are for an H200,
+# which need not be here.
 
 # %%
 import logging
 
 import jax
-from helpers import aval, draw, planned
+from helpers import aval
+from IPython.display import display
 
 import jax_cudnn as jc
 
 
 def explain(function, *arrays):
-    with planned():
-        plan = jc.plan(function, *arrays)
-    print(plan.explain())
-    if len(plan.segments) > 1:
-        draw(plan)
-    return plan
+    (picture,) = jc.explain(function, *arrays, gpu="H200").pictures.values()
+    display(picture)
+    print(picture.plan.explain())
+    return picture.plan
 
 
 x, w = aval((8, 64, 28, 28)), aval((64, 64, 3, 3))
@@ -71,6 +73,19 @@ assert crossing[1] < crossing[0]
 # Two separate graphs, one with the intermediate value as output and one with it as input, are
 # equivalent.
 #
+# The same for a whole program: `jc.explain` takes any JAX function. Its report says where each
+# graph is called and how often, what it moves and takes at least (or was measured to take), and what
+# to change, beginning with what concerns the most bytes.
+
+
+# %%
+def step(x, w):
+    return two_in_float32(two_convolutions(x, w), w)
+
+
+jc.explain(step, x, w, gpu="H200")
+
+# %% [markdown]
 # ## Operations without a cuDNN engine
 # Some operations always run in XLA: reshape, transpose, concatenate, pooling. Keep them outside of
 # the graph where you can.
@@ -145,7 +160,7 @@ assert (
 
 # %%
 try:
-    with planned():
+    with jc.target("H200"):
         jc.plan(two_convolutions.with_options(implementation="cudnn"), x, w)
 except jc.UnsupportedGraphError as error:
     print(error.summary, error.why, error.fix, sep="\n- ")
@@ -179,7 +194,7 @@ handler.emit = lambda record: messages.append(record.getMessage())
 logger = logging.getLogger("jax_cudnn")
 logger.addHandler(handler)
 logger.setLevel(logging.DEBUG)
-with planned():
+with jc.target("H200"):
     jax.jit(pooled).trace(x, w).lower(lowering_platforms=("cuda",))
 print(*(line for line in messages if "pooled" in line), sep="\n")
 assert any("resample" in line for line in messages)

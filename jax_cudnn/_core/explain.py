@@ -7,6 +7,7 @@ import json
 import math
 import operator
 import os
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,7 +113,7 @@ class Report:
         for part in self._parts():
             svg = part.svg() if isinstance(part, Picture) else None
             shown.append(svg or f"<pre>{html.escape(str(part))}</pre>")
-        return "\n".join(shown).replace(' xmlns="http://www.w3.org/2000/svg"', "")
+        return re.sub(r' xmlns(:\w+)?="[^"]*"', "", "\n".join(shown))
 
     def _parts(self) -> Iterator[str | Picture]:
         graphs, changes = self.data["graphs"], self.data["changes"]
