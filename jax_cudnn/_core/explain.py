@@ -18,9 +18,10 @@ from typing import Any
 from .compat import Device
 from .graph import layout
 from .graph.merging import widened
+from .graph.spec import Tensor
 from .graph.wire import stored, wire
 from .partition import GATHERED
-from .picture import Picture, counted, microseconds, taken
+from .picture import Picture, microseconds, taken
 from .planning import frontend, losses
 from .planning.cost import roofline, size
 from .planning.deviceless.profiles import Profile
@@ -117,9 +118,8 @@ class Report:
 
     def _parts(self) -> Iterator[str | Picture]:
         graphs, changes = self.data["graphs"], self.data["changes"]
-        calls = counted(sum(graph["times"] for graph in graphs), "call")
-        of = counted(len(graphs), "graph")
-        yield f"{self.data['function']}, {self.data['gpu']}: {calls} of {of}"
+        calls = sum(graph["times"] for graph in graphs)
+        yield f"{self.data['function']}, {self.data['gpu']}; graphs: {len(graphs)}, calls: {calls}"
         rows = [_HEADER, *map(_row, graphs), ("total", "", "", *_figures(graphs))]
         yield "\n".join((*aligned(rows, 3), *_LEGEND))
         for graph in graphs:
@@ -179,20 +179,25 @@ def _edge(segment: PlannedSegment) -> Iterator[str]:
     for tensor, other in zip(own, wired, strict=False):
         form, dtype = stored(other)
         if math.prod(form) != math.prod(tensor.shape) or dtype != tensor.dtype:
-            written = "read from" if tensor.name in spec.outputs else "written as"
-            yield f"{tensor.name}, {shape(tensor)}, is {written} {dtype}{list(form)}: a copy in XLA"
+            way = "read from" if tensor.name in spec.outputs else "written as"
+            copy = Tensor("", form, dtype)
+            yield f"{_titled(tensor)}, is {way} {shape(copy)}, {size(copy.nbytes)}, in XLA"
         elif wide.tensor(tensor.name).order != tensor.order:
-            yield f"{tensor.name}, {shape(tensor)}, is reordered in memory: a copy in XLA"
+            yield f"{_titled(tensor)}, is reordered in memory, {size(tensor.nbytes)}, in XLA"
         elif tensor.order is None and len(tensor.shape) > 2:
             order = layout.major_to_minor(sent, other)
             if not layout.lies_so(other, tuple(range(len(order))), order):
                 placed.append(tensor.name)
     for unread in wired[len(own) :]:
-        yield f"{unread.name}, {shape(unread)}, is written, and nothing reads it"
+        yield f"{_titled(unread)}, is written, and nothing reads it"
     if placed:
         yield f"channels-last in memory: {', '.join(placed)}; XLA transposes arrays that are not"
     if plan is not None and plan.tables:
         yield f"{4 * sum(map(len, plan.tables)):,} bytes of tables are read in each call"
+
+
+def _titled(tensor: Tensor) -> str:
+    return f"{tensor.name}, {shape(tensor)}"
 
 
 def _changes(plan: Plan, note: str) -> Iterator[tuple[int, str]]:
@@ -213,9 +218,11 @@ def _changes(plan: Plan, note: str) -> Iterator[tuple[int, str]]:
 
 def _measured(plan: Plan, segment: PlannedSegment) -> bool:
     """Whether XLA runs a segment because it measured faster."""
-    if getattr(plan, "measured", ()) or plan.site is None:
-        return bool(getattr(plan, "measured", ()))
+    if getattr(plan, "measured", ()):
+        return True
     site = plan.site
+    if site is None:
+        return False
     version = site.sm_version if isinstance(site, Profile) else site.model(frontend.load())[1]
     return losses.loss(segment.spec, version) is not None
 

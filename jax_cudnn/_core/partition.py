@@ -28,11 +28,12 @@ from .package import fingerprint
 from .primitive import Seen, lower_local, lower_reference, observe, observer, title
 from .sharding.axes import WHOLE, factors
 from .sharding.work import (
+    Note,
     Sharding,
     Work,
+    described,
     gathered,
     is_left_whole,
-    noted,
     padded,
     size_of,
     spec_of,
@@ -260,7 +261,8 @@ def _tell(
 ) -> None:
     """Says what each device computes, and warns of large operands that are gathered."""
     all_of_them = gathered(spec, given, found, sizes, sums)
-    how = noted(spec, found, all_of_them)
+    how = Note("; ".join((described(spec, found), *map(str, all_of_them))))
+    how.gathered = all_of_them
     for _, local in found.stages:
         log.debug("%s: each device computes %s", name, local)
     if seen is not None:

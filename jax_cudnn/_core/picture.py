@@ -61,11 +61,6 @@ def microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:,.1f}" if seconds >= 1e-6 else f"{seconds * 1e6:.2g}"
 
 
-def counted(count: int, what: str) -> str:
-    """ "1 call", "2 calls"."""
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
 def taken(plan: Plan) -> float | None:
     """The measured seconds of a graph as it runs; None where nothing was measured."""
     return next((one.seconds for one in getattr(plan, "measured", ()) if one.taken), None)
@@ -74,7 +69,7 @@ def taken(plan: Plan) -> float | None:
 def _heads(plan: Plan) -> Iterator[tuple[str, str]]:
     """Who runs each segment; its memory traffic and time."""
     for segment, said in zip(plan.segments, plan.explain().to_json()["segments"], strict=True):
-        count = counted(len(segment.calls), "operation")
+        count = f"{len(segment.calls)} operation{'s' * (len(segment.calls) > 1)}"
         who = f"cuDNN {segment.engine.partition('_')[0]}: {count} in one plan"
         seconds, measured = said["roofline_seconds"], taken(plan)
         time = "" if seconds is None else f", at least {microseconds(seconds)} us"
@@ -195,6 +190,8 @@ def _by_grandalf(plan: Plan) -> str | None:
     from grandalf.routing import EdgeViewer  # pyright: ignore[reportMissingImports]
 
     drawn = _Drawn(plan)
+    for number, head in enumerate(_heads(plan)):  # which explain the colors
+        drawn.nodes[f"segment {number}"] = ["; ".join(head)], number
     vertices = {name: Vertex(name) for name in drawn.nodes}
     for name, vertex in vertices.items():
         vertex.view = _Box(drawn.nodes[name][0])
@@ -202,15 +199,15 @@ def _by_grandalf(plan: Plan) -> str | None:
     for edge in edges:
         edge.view = EdgeViewer()
     shapes: list[str] = []
-    right = bottom = _GAP
-    for part in Graph([*vertices.values()], edges).C:
+    right = bottom = 0.0
+    for part in Graph([*vertices.values()], edges).C:  # one below the other
         layout = SugiyamaLayout(part)
         layout.yspace = 2 * _LINE
         layout.init_all(optimize=True)
         layout.draw()
         boxes = [vertex.view for vertex in part.sV]
-        dx = right - min(box.xy[0] - box.w / 2 for box in boxes)
-        dy = _GAP - min(box.xy[1] - box.h / 2 for box in boxes)
+        dx = _GAP - min(box.xy[0] - box.w / 2 for box in boxes)
+        dy = _GAP - min(box.xy[1] - box.h / 2 for box in boxes) + bottom
         for edge in part.sE:
             points = [(x + dx, y + dy) for x, y in edge.view._pts]
             points[0] = points[0][0], points[0][1] + edge.v[0].view.h / 2
@@ -219,33 +216,27 @@ def _by_grandalf(plan: Plan) -> str | None:
         for vertex in part.sV:
             (lines, own), (x, y) = drawn.nodes[vertex.data], vertex.view.xy
             shapes += _box(lines, x + dx, y + dy, "white" if own is None else drawn.colors[own])
-        right = max(box.xy[0] + box.w / 2 + dx for box in boxes) + _GAP
-        bottom = max(bottom, *(box.xy[1] + box.h / 2 + dy for box in boxes))
-    for head, color in zip(_heads(plan), drawn.colors, strict=True):
-        lines = ["; ".join(head)]
-        wide, high = _Box(lines).w, _Box(lines).h
-        shapes += _box(lines, _GAP + wide / 2, bottom + _GAP + high / 2, color)
-        right, bottom = max(right, wide + 2 * _GAP), bottom + _GAP + high
-    return "\n".join((_SVG.format(math.ceil(right), math.ceil(bottom + _GAP)), *shapes, "</svg>"))
+        right = max(right, *(box.xy[0] + box.w / 2 + dx for box in boxes))
+        bottom = max(box.xy[1] + box.h / 2 + dy for box in boxes)
+    size_of_all = (math.ceil(right + _GAP), math.ceil(bottom + _GAP))
+    return "\n".join((_SVG.format(*size_of_all), *shapes, "</svg>"))
 
 
 def _box(lines: Sequence[str], x: float, y: float, color: str) -> Iterator[str]:
     box = _Box(lines)
-    left, top, line = x - box.w / 2, y - box.h / 2, "none" if color == "white" else "#777"
+    left, top = x - box.w / 2, y - box.h / 2
     yield (
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{box.w:.1f}" height="{box.h:.1f}" rx="4" '
-        f'fill="{color}" stroke="{line}"/>'
+        f'fill="{color}"/>'
     )
     for number, text in enumerate(lines, 1):
         yield f'<text x="{x:.1f}" y="{top + _LINE * number:.1f}">{html.escape(text)}</text>'
 
 
 def _arrow(points: Sequence[tuple[float, float]], label: str) -> Iterator[str]:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    path, (x, y), (x2, y2) = " ".join(f"{x:.1f},{y:.1f}" for x, y in points), *points[-2:]
     yield (
         f'<polyline points="{path}" fill="none" stroke="#444" stroke-width="{2 if label else 1}" '
         'marker-end="url(#tip)"/>'
-    )
-    if label:  # where arrows from one node are apart
-        (x, y), (x2, y2) = points[-2:]
-        yield f'<text x="{0.3 * x + 0.7 * x2:.1f}" y="{0.3 * y + 0.7 * y2:.1f}">{label}</text>'
+    )  # and the label where arrows from one node are apart
+    yield f'<text x="{0.3 * x + 0.7 * x2:.1f}" y="{0.3 * y + 0.7 * y2:.1f}">{label}</text>'

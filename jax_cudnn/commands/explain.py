@@ -9,11 +9,7 @@ from typing import Any
 from .._core.explain import explain
 from .avals import called, parse_arguments
 
-_EXAMPLE = """\
-examples:
-  python -m jax_cudnn explain mymodel:block "f32[1,128,64]" causal=True --gpu H200
-  python -m jax_cudnn explain mymodel:gradient "bf16[8,64]" --html > report.html
-"""
+_EXAMPLE = 'python -m jax_cudnn explain mymodel:block "f32[1,128,64]" causal=True --gpu H200'
 
 
 def add_parser(commands: Any) -> None:
@@ -23,8 +19,7 @@ def add_parser(commands: Any) -> None:
         help="what is fused in a function, what it costs, and what to change",
         description="For each cuDNN graph of a function: where it is called, what is fused into "
         "which plan, memory traffic and times, and what to change.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"example: {_EXAMPLE}",
     )
     parser.add_argument("function", help="module:function")
     parser.add_argument("arguments", nargs="*", help="dtype[sizes], or static arguments key=value")

@@ -307,13 +307,6 @@ class Note(str):
     gathered: Sequence[Gathered] = ()
 
 
-def noted(spec: GraphSpec, found: Work, all_of_them: Sequence[Gathered]) -> Note:
-    """The note on a graph."""
-    note = Note("; ".join((described(spec, found), *map(str, all_of_them))))
-    note.gathered = all_of_them
-    return note
-
-
 def gathered(
     spec: GraphSpec,
     given: tuple[Sharding, ...],
