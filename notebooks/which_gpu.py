@@ -91,7 +91,7 @@ print(jc.support(gradient, w, x, aval((64,)), gpus=["H200"]))
 # %%
 report = jc.explain(gradient, w, x, aval((64,)), gpu="H200")
 assert len(report.pictures) == 4
-report
+display(report)
 
 # %% [markdown]
 # ## A plan for one GPU

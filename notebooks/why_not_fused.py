@@ -17,9 +17,9 @@
 # # Why was this not fused?
 #
 # A graph for which cuDNN has no engine still runs: it is cut into segments that run on cuDNN or in
-# XLA. `jc.explain` draws what is fused and what crosses the cuts, and `plan.explain()` says why. This
-# notebook goes through the usual reasons, and what to do about each. Its plans are for an H200,
-# which need not be here.
+# XLA. `jc.explain` draws what is fused and what crosses the cuts, and `plan.explain()` says why.
+# This notebook goes through the usual reasons, and what to do about each. Its plans are for an
+# H200, which need not be here.
 
 # %%
 import logging
@@ -74,8 +74,8 @@ assert crossing[1] < crossing[0]
 # equivalent.
 #
 # The same for a whole program: `jc.explain` takes any JAX function. Its report says where each
-# graph is called and how often, what it moves and takes at least (or was measured to take), and what
-# to change, beginning with what concerns the most bytes.
+# graph is called and how often, what it moves and takes at least (or was measured to take), and
+# what to change, beginning with what concerns the most bytes.
 
 
 # %%
@@ -83,7 +83,7 @@ def step(x, w):
     return two_in_float32(two_convolutions(x, w), w)
 
 
-jc.explain(step, x, w, gpu="H200")
+display(jc.explain(step, x, w, gpu="H200"))
 
 # %% [markdown]
 # ## Operations without a cuDNN engine
