@@ -25,15 +25,15 @@ from ._core.transforms.policy import save_cudnn as save_cudnn
 if TYPE_CHECKING:  # see _core/later.py
     from . import flax as flax
     from ._core.context import target as target
-    from ._core.explain import Report as Report
-    from ._core.explain import explain as explain
     from ._core.inspection.bisect import bisect as bisect
-    from ._core.picture import Picture as Picture
     from ._core.planning.candidates import Candidate as Candidate
     from ._core.planning.candidates import Candidates as Candidates
     from ._core.planning.deviceless.profiles import Profile as Profile
     from ._core.planning.planned_graph import PlannedSegment as PlannedSegment
+    from ._core.plans.explain import Report as Report
+    from ._core.plans.explain import explain as explain
     from ._core.plans.explanation import Explanation as Explanation
+    from ._core.plans.picture import Picture as Picture
     from ._core.plans.plan import Plan as Plan
     from ._core.plans.support import plan as plan
     from ._core.plans.support import plans as plans

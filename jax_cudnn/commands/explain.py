@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from .._core.explain import explain
+from .._core.plans.explain import explain
 from .avals import called, parse_arguments
 
 _EXAMPLE = 'python -m jax_cudnn explain mymodel:block "f32[1,128,64]" causal=True --gpu H200'

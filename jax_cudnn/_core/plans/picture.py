@@ -15,10 +15,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .graph.spec import GraphSpec, Tensor
-from .planning.cost import size
-from .planning.plan import Plan
-from .planning.table import shape
+from ..graph.spec import GraphSpec, Tensor
+from ..planning.cost import size
+from .plan import Plan
+from .table import shape
 
 _XLA, _CUDNN = "#e4e6e9", ("#d3ecae", "#b9e0f2", "#f7e0a6", "#e5d2f0", "#f6cfc4")
 _CHARACTER, _LINE, _GAP = 6.7, 15, 12
@@ -63,7 +63,7 @@ def microseconds(seconds: float) -> str:
 
 def taken(plan: Plan) -> float | None:
     """The measured seconds of a graph as it runs; None where nothing was measured."""
-    return next((one.seconds for one in getattr(plan, "measured", ()) if one.taken), None)
+    return next((one.seconds for one in plan.measured if one.taken), None)
 
 
 def _heads(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -15,19 +15,20 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from .compat import Device
-from .graph import layout
-from .graph.merging import widened
-from .graph.spec import Tensor
-from .graph.wire import stored, wire
-from .partition import GATHERED
+from ..compat import Device
+from ..graph import layout
+from ..graph.merging import widened
+from ..graph.spec import Tensor
+from ..graph.wire import stored, wire
+from ..partition import GATHERED
+from ..planning import frontend, losses
+from ..planning.cost import roofline, size
+from ..planning.deviceless.profiles import Profile
+from ..planning.planned_graph import PlannedSegment
 from .picture import Picture, microseconds, taken
-from .planning import frontend, losses
-from .planning.cost import roofline, size
-from .planning.deviceless.profiles import Profile
-from .planning.plan import Plan, PlannedSegment
-from .planning.support import plans
-from .planning.table import aligned, shape, where
+from .plan import Plan
+from .support import plans
+from .table import aligned, shape, where
 
 _HEADER = ("graph", "called at", "runs on", "MB", "us", "roofline us", "ratio")
 _LEGEND = (
@@ -142,7 +143,7 @@ def _graph(name: str, plan: Plan, calls: Mapping[str, int], note: str) -> dict[s
         called[_short(place)] += times
     least = [segment["roofline_seconds"] for segment in segments]
     fields = "what", "seconds", "note", "taken"
-    measured = [{f: getattr(one, f) for f in fields} for one in getattr(plan, "measured", ())]
+    measured = [{f: getattr(one, f) for f in fields} for one in plan.measured]
     repeated = ((len([*same]), text) for text, same in groupby(map(shape, plan.spec.input_tensors)))
     return {
         "graph": name,
@@ -218,7 +219,7 @@ def _changes(plan: Plan, note: str) -> Iterator[tuple[int, str]]:
 
 def _measured(plan: Plan, segment: PlannedSegment) -> bool:
     """Whether XLA runs a segment because it measured faster."""
-    if getattr(plan, "measured", ()):
+    if plan.measured:
         return True
     site = plan.site
     if site is None:
