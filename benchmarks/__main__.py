@@ -1,4 +1,4 @@
-"""Shell: ``python -m benchmarks run | render | losses | support | numerics``."""
+"""Shell: ``python -m benchmarks run | auto | tuning | render | losses | support | numerics``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ examples:
   run norms --only 8192x4096 --into benchmarks/results/norms_h200.json
   run flax --profile                with the kernels that take longest
   run attention --tiny --out /tmp   small shapes, on a CPU, too
+  auto --out auto.json --runs 3     the default against plain JAX, over all cases; goes on where
+                                    an earlier call was cut
+  auto --part 2/2 --out b.json      every second case, for a second GPU
+  auto --join a.json b.json --out benchmarks/results/auto_h200.json
+  tuning                            seconds of tuning, by graph and of two models' starts
   render                            writes the tables and the picture of all results
   render --check                    says whether they are what is committed
 """
@@ -43,10 +48,24 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--out", type=Path, metavar="DIR", default=Path("."))
     run.add_argument("--profile", action="store_true", help="of flax, also which kernels run")
     run.add_argument("--list", action="store_true", help="print the cases, measure nothing")
+    auto = commands.add_parser("auto", help="measure the default against plain JAX, all cases")
+    auto.add_argument("--out", type=Path, metavar="FILE", default=Path("auto.json"))
+    auto.add_argument("--only", metavar="PATTERN", help="cases with this in their names")
+    auto.add_argument("--runs", type=int, default=3, help="each compiles all anew")
+    auto.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
+    auto.add_argument("--part", metavar="I/N", default="1/1", help="every N-th case, from the I-th")
+    auto.add_argument("--join", type=Path, metavar="FILE", nargs="+", help="results of parts")
+    auto.add_argument("--plans", type=Path, metavar="DIR", help="a plan cache for all runs")
+    auto.add_argument("--run", type=int, help=argparse.SUPPRESS)  # one run, in this process
+    auto.add_argument("--crashed", action="store_true", help=argparse.SUPPRESS)
+    tuning = commands.add_parser("tuning", help="measure what tuning costs")
+    tuning.add_argument("--out", type=Path, metavar="FILE", default=Path("tuning.json"))
+    tuning.add_argument("--only", metavar="PATTERN", help="graphs and models with this in the name")
+    tuning.add_argument("--tiny", action="store_true", help="small shapes, on a CPU, too")
     render = commands.add_parser("render", help="write tables and the picture of all results")
     render.add_argument("file", type=Path, nargs="?", help="print those of this result instead")
-    losses = commands.add_parser("losses", help="write the table of patterns lost to XLA")
-    losses.add_argument("files", type=Path, nargs="*", help="of these results")
+    losses = commands.add_parser("losses", help="write the table of what cuDNN and XLA take")
+    losses.add_argument("files", type=Path, nargs="*", help="of these results of auto")
     support = commands.add_parser("support", help="write docs/operations.md")
     numerics = commands.add_parser("numerics", help="write docs/numerics.md")
     for command in (render, losses, support, numerics):
@@ -58,6 +77,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "run":
             return _run(options)
+        if options.command == "auto":
+            return _auto(options)
+        if options.command == "tuning":
+            from . import tuning
+
+            tuning.run(options.out, options.only, options.tiny)
+            return 0
         different = _written(options)
     except JaxCudnnError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -83,6 +109,24 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if {"WRONG", "failed"} & {*states} else 0
 
 
+def _auto(options: argparse.Namespace) -> int:
+    """1 where some default is wrong or failed."""
+    from .auto import run, tables
+
+    tiny, only, out = options.tiny, options.only, options.out
+    if options.run is not None:
+        todo = run.chosen(only, tiny, options.part)
+        run.one_run(out, todo, options.run, tiny, options.plans, options.crashed)
+        return 0
+    if options.join:
+        result = run.joined(options.join, out)
+    else:
+        result = run.runs(out, only, options.runs, tiny, options.part, options.plans)
+    print(tables.render(result))
+    print(f"written to {out}")
+    return 1 if result["summary"]["not_timed"] else 0
+
+
 def _written(options: argparse.Namespace) -> list[str]:
     """Writes what a command generates, or gives what differs."""
     from . import documents
@@ -101,10 +145,10 @@ def _written(options: argparse.Namespace) -> list[str]:
 
         from . import losses
 
-        names = losses.RESULTS
-        results = [documents.read(f) for f in options.files or map(documents.committed, names)]
-        print("\n\n".join(map(losses.render, results)))
+        results = [documents.read(file) for file in options.files or documents.autos()]
         table = ROOT / TABLE.relative_to(TABLE.parents[3])
+        if not results:
+            return []
         found = [documents.written(table, losses.merged(results, table), check)]
     elif options.file:
         print(documents.printed(options.file))

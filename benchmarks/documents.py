@@ -14,6 +14,7 @@ from jax_cudnn._core.errors import GraphError
 
 from . import ROOT
 from .attention.tables import render as render_attention
+from .auto.tables import render as render_auto
 from .before_after import render as render_one_gpu
 from .cases.tables import render as render_cases
 from .cases.tables import render_host
@@ -22,6 +23,7 @@ from .flax.tables import render as render_flax
 from .norms.tables import render as render_norms
 from .steps.tables import render as render_steps
 from .tested import render as render_tested
+from .tuning import render as render_tuning
 
 RESULTS = Path(__file__).parent / "results"
 PAGE, OPERATIONS = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "operations.md"
@@ -43,6 +45,11 @@ def committed(name: str) -> Path:
     return RESULTS / f"{name}.json"
 
 
+def autos() -> list[Path]:
+    """The committed results of ``auto``; README's picture and the page show the last one."""
+    return sorted(RESULTS.glob("auto_*.json"))
+
+
 def read(path: Path) -> dict[str, Any]:
     """A result; GraphError where a file is none."""
     try:
@@ -58,6 +65,10 @@ def printed(path: Path) -> str:
     """The tables of one result."""
     held = read(path)
     try:
+        if "summary" in held:
+            return render_auto(held)
+        if "starts" in held:
+            return render_tuning(held)
         shown = [rendered(held) for mark, _, rendered in SHOWN if _HELD.get(mark, mark) in held]
     except (AttributeError, KeyError, TypeError) as error:
         raise _no_result(path, repr(error)) from error
@@ -77,6 +88,10 @@ def tables() -> Iterator[tuple[Path, str, str]]:
     for mark, name, rendered in SHOWN:
         yield PAGE, mark, rendered(read(committed(name)))
     yield ROOT / "docs" / "testing.md", "tested", render_tested(RESULTS)
+    for file in autos()[-1:]:
+        yield PAGE, "auto", render_auto(read(file))
+    for file in sorted(RESULTS.glob("tuning_*.json"))[-1:]:
+        yield PAGE, "tuning", render_tuning(read(file))
     page = ROOT / "docs" / "many_gpus.md"
     yield page, "collectives", render_collectives(read(committed("collectives_h200")))
     yield page, "one gpu", render_one_gpu(read(committed("one_gpu_h200")))
@@ -115,11 +130,18 @@ def picture(check: bool) -> str:
 
     different = []
     results = {name: read(committed(name)) for _, name, _ in SHOWN}
+
+    def draw_overview() -> None:
+        if autos():
+            overview.plot_auto(read(autos()[-1]), drawn)
+        else:
+            overview.plot(results, drawn)
+
     with tempfile.TemporaryDirectory() as folder:
         drawn = Path(folder) / "drawn.svg"
         for file, draw in (
             (PICTURE, lambda: plot.plot(results["h200"], drawn)),
-            (OVERVIEW, lambda: overview.plot(results, drawn)),
+            (OVERVIEW, draw_overview),
         ):
             draw()
             new = drawn.read_text(encoding="utf-8")

@@ -11,17 +11,22 @@ from .case import BACKWARD, Case, Named
 from .halves import halves
 
 # Without the tuning of kernels, which takes longer than the one run that is wanted of it.
-_UNTUNED: dict[str, Any] = {"xla_gpu_autotune_level": 0}
+UNTUNED: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
 
 def exact(case: Case, operands: Named) -> dict[str, Named]:
     """Results of each program in float32."""
-    wide = jax.tree.map(
-        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, operands
-    )
-    dy = wide.pop("dy", None)
+    found = jax.block_until_ready(lowered(case, operands).compile(UNTUNED)(operands))
+    return {program: case.shown(result) for program, result in found.items()}
 
-    def results(operands: Named, dy: Any) -> dict[str, Named]:
+
+def lowered(case: Case, operands: Named) -> Any:
+    """The program of :func:`exact`, of arrays or their shapes, before what is not looked at is
+    made 0."""
+
+    def results(operands: Named) -> dict[str, Any]:
+        operands = jax.tree.map(_widened, operands)
+        dy = operands.pop("dy", None)
         if case.whole:
             made = {name: make(case.exact.function) for name, make in case.whole.items()}
             return {name: function(**operands) for name, function in made.items()}
@@ -33,6 +38,8 @@ def exact(case: Case, operands: Named) -> dict[str, Named]:
         return {program: found.get(program, trained[0]) for program in case.programs}
 
     with jax.default_matmul_precision("highest"):
-        program = jax.jit(results).lower(wide, dy).compile(_UNTUNED)
-    found = jax.block_until_ready(program(wide, dy))
-    return {program: case.shown(result) for program, result in found.items()}
+        return jax.jit(results).lower(operands)
+
+
+def _widened(x: Any) -> Any:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x

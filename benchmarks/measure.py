@@ -16,6 +16,7 @@ import jax
 from jax_cudnn._core import compat
 from jax_cudnn._core.errors import JaxCudnnError
 from jax_cudnn._core.planning import losses
+from jax_cudnn._core.planning.cost import cost
 from jax_cudnn.commands import programs, timing
 from jax_cudnn.commands.figures import FAILED, TIMED, WRONG
 
@@ -121,7 +122,8 @@ def compiled(
 
 def plans(function: Callable[..., Any], operands: tuple[Any, ...]) -> Entry:
     """How many graphs a program holds; on a GPU how many segments of them are cuDNN's, on which
-    engines, how many are XLA's, and why."""
+    engines, how many are XLA's, and why; with pattern, flops and bytes of each segment that is
+    cuDNN's."""
     try:
         live, _ = compat.live_program(jax.make_jaxpr(function)(*operands))
         found = programs.of_jaxpr(live)
@@ -136,7 +138,9 @@ def plans(function: Callable[..., Any], operands: tuple[Any, ...]) -> Entry:
     engines = [segment.engine for segment in segments if segment.plan is not None]
     reasons = [s.reason for s in segments if s.plan is None and s.reason]
     held |= {"cuDNN": len(engines), "XLA": len(segments) - len(engines), "engines": engines}
-    held["patterns"] = [losses.pattern(s.spec) for s in segments if s.plan is not None]
+    specs = [segment.spec for segment in segments if segment.plan is not None]
+    costs = [(losses.pattern(spec), cost(spec)) for spec in specs]
+    held["segments"] = [[pattern, each.flops, each.bytes] for pattern, each in costs]
     return held | ({"why_xla": " ".join(reasons[0].split())[:300]} if reasons else {})
 
 

@@ -106,3 +106,41 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
             "time of the alternative / time of jax_cudnn (right of 1: jax_cudnn is faster)"
         )
         axes.set_title(f"{e['device']}, bfloat16, cuDNN {e['cudnn']}, jax {e['jax']}", fontsize=8)
+
+
+def plot_auto(result: Mapping[str, Any], path: Path) -> None:
+    """Writes an SVG of a result of ``auto``: a point for each program, a bar for each family.
+
+    Raises LibraryError without matplotlib.
+    """
+    from .auto.tables import geomean, lines
+
+    e, families = result["environment"], {}
+    for line in lines(result):
+        families.setdefault(line.family, []).append(line.program["ratio"])
+    families["all"] = [ratio for each in families.values() for ratio in each]
+    with drawing(path, (8, 1.0 + 0.62 * len(families))) as axes:
+        for row, values in enumerate(families.values()):
+            mean = geomean(values) or 1.0
+            axes.barh(row, mean - 1, left=1, height=0.75, color=_COLORS[JAX_NN], alpha=0.35)
+            # Spread over the bar's height in a fixed order, so that equal ratios stay apart.
+            at = [row - 0.3 + 0.6 * (place * 5 % 8) / 7 for place in range(len(values))]
+            axes.plot(sorted(values), at, "o", ms=2.5, color=_COLORS[JAX_NN])
+            place = axes.get_yaxis_transform()
+            axes.text(1.01, row, f"{mean:.2f}", transform=place, va="center", fontsize=8)
+        axes.axvline(1, color="black", lw=0.8)
+        axes.set_xscale("log")
+        ticks = [0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_xticks([], minor=True)
+        largest, least = max(families["all"]), min(families["all"])
+        axes.set_xlim(min(0.9, least) / 1.06, max(1.5, largest) * 1.06)
+        axes.set_yticks(range(len(families)), [f"{n} ({len(v)})" for n, v in families.items()])
+        axes.set_ylim(len(families) - 0.5, -0.5)
+        axes.set_xlabel(
+            "time of the fastest plain JAX / time of jax_cudnn (right of 1: jax_cudnn is faster); "
+            "bars: geometric means"
+        )
+        axes.set_title(
+            f"{e['device']}, {e['date']}, cuDNN {e['cudnn']}, jax {e['jax']}", fontsize=8
+        )

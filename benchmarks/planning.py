@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import tempfile
 import time
@@ -13,6 +14,7 @@ import jax
 from cases import FUSIONS, Case  # tests/cases.py
 
 from jax_cudnn._core import auto
+from jax_cudnn._core.context import target
 from jax_cudnn._core.graph.trace import graph
 from jax_cudnn._core.plans.support import plan
 from jax_cudnn._core.settings import configure, settings
@@ -72,6 +74,25 @@ def planning() -> dict[str, Any]:
         "from_disk_ms": summary(disk[1:]),  # the first is in memory by then
         "from_memory_ms": summary(memory),
     }
+
+
+def lowering(gpu: str = "H200") -> dict[str, Any]:
+    """Seconds to lower a training step of a transformer of two layers for a GPU that is not here,
+    with an empty plan cache, and again when only that is known. In a process that has planned
+    nothing."""
+    from .sharded import OURS, transformer
+
+    model = transformer()
+    step = jax.value_and_grad(lambda p, tokens: model.losses[OURS](p, (), tokens, None)[0])
+    seconds = []
+    with nothing_planned(), target(gpu):
+        for _ in range(2):
+            placement.clear()
+            began = time.perf_counter()
+            function = jax.jit(lambda p, tokens: step(p, tokens))
+            function.trace(model.params, *model.data).lower(lowering_platforms=("cuda",))
+            seconds.append(round(time.perf_counter() - began, 2))
+    return {"seconds": seconds[0], "again": seconds[1], "gpu": gpu, "cpus": os.cpu_count()}
 
 
 def _milliseconds(case: Case) -> float:

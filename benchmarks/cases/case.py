@@ -7,8 +7,9 @@ model can hold them so; `Formulation.prepare` and `finish` reorder them outside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,11 +17,11 @@ import jax
 from jax_cudnn._core.errors import UnsupportedGraphError
 from jax_cudnn._core.graph.dtypes import FP8
 from jax_cudnn._core.implementation import CUDNN, implementation
-from jax_cudnn._core.planning import losses
-from jax_cudnn.commands import figures, programs
+from jax_cudnn._core.planning.cost import Cost
+from jax_cudnn.commands import agreement, figures, programs
 from jax_cudnn.commands.comparison import Formulation, compare
 
-from ..case import REFERENCE, Operand
+from ..case import LIMIT, REFERENCE, Case, Named, Operand, Side
 from ..measure import Effort, Entry
 
 Way = Callable[..., Any] | Formulation
@@ -83,6 +84,58 @@ def matrix_case(shape: str, part: str, build: Callable[..., Built], *arguments: 
     return make
 
 
+@dataclass(frozen=True)
+class GraphCase(Case):
+    """A :class:`ModelCase` as the other suites have theirs: operands x0, x1 and so on, result y."""
+
+    total: Cost = field(default_factory=Cost)
+    tolerance: float = 0.0
+
+    def bytes(self, program: str) -> int:
+        return self.total.bytes
+
+    def limit_us(self, program: str) -> float:
+        products = self.total.flops / LIMIT["tflops"]["bfloat16"] / 1e6
+        return max(products, super().limit_us(program))
+
+    def allowed(self, program: str) -> float:
+        return self.tolerance
+
+
+def named(case: ModelCase) -> GraphCase:
+    """All sides are held against the first formulation."""
+
+    def names(values: Iterable[Any]) -> dict[str, Any]:
+        return {f"x{place}": value for place, value in enumerate(values)}
+
+    def side(way: Way, implemented: str | None = None) -> Side:
+        way = way if isinstance(way, Formulation) else Formulation(way)
+        prepare, finish = way.prepare, way.finish
+
+        def function(**given: Any) -> Named:
+            with implementation(implemented) if implemented else contextlib.nullcontext():
+                return {"y": way.function(*given.values())}
+
+        return Side(
+            function,
+            prepare and (lambda given: names(prepare(*given.values()))),
+            finish and (lambda results: {"y": finish(results["y"])}),
+        )
+
+    first = next(iter(case.xla.values()))
+    return GraphCase(
+        case.name,
+        case.what,
+        names(case.operands),
+        (),
+        lambda implemented: side(case.ours, implemented),
+        {name: side(way) for name, way in case.xla.items()},
+        side(lambda *operands: first(*operands)),
+        total=programs.graphs_cost(case.ours, *case.avals),
+        tolerance=agreement.tolerance(case.avals, jax.eval_shape(case.ours, *case.avals)),
+    )
+
+
 def base(case: ModelCase) -> Entry:
     """What is always told of a case."""
     operands = [str(operand) for operand in case.operands]
@@ -102,8 +155,6 @@ def measure(case: ModelCase, effort: Effort) -> Entry:
             found = programs.graphs(case.ours, *case.avals)
             total = programs.graphs_cost(case.ours, *case.avals)
             entry |= {"flops": total.flops, "bytes": total.bytes}
-            if len(found) == 1:
-                entry["pattern"] = losses.pattern(found[0][0])
             functions, ours = case.functions, case.ours
             ours = ours if isinstance(ours, Formulation) else Formulation(ours)
             if not any(operand.dtype in FP8 for operand in case.operands):

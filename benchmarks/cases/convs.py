@@ -96,8 +96,8 @@ def ohwi(w: Array) -> Array:
 # -- convolutions with an epilogue -----------------------------------------------------------------
 
 
-def _epilogue(y: Array, scale: Array, bias: Array, *residual: Array) -> Array:
-    y = y * scale + bias
+def _epilogue(y: Array, scale: Array | None, bias: Array, *residual: Array) -> Array:
+    y = (y if scale is None else y * scale) + bias
     for r in residual:
         y = y + r
     return jax.nn.relu(y)
@@ -125,6 +125,10 @@ def _fused(conv: Conv, *, residual: bool) -> tuple[str, Any, Any, Any]:
         y = conv.lax(x, w, "NsC sIO", preferred_element_type=jnp.float32)
         return _epilogue(y, *rest).astype(x.dtype)
 
+    def folded(x, w, scale, *rest):
+        w = w * scale.reshape(-1, *[1] * (w.ndim - 1))
+        return _epilogue(conv.lax(x, w, "NsC OsI"), None, *rest)
+
     def in_nchw(x, w, scale, bias, *residual):
         scale, bias = (v.reshape(-1, *[1] * conv.rank) for v in (scale, bias))
         y = conv.lax(first(x), first(w), "NCs OIs")
@@ -137,6 +141,7 @@ def _fused(conv: Conv, *, residual: bool) -> tuple[str, Any, Any, Any]:
     xla = {
         "NHWC x OHWI, epilogue in bf16": in_bf16,
         "NHWC x HWIO, epilogue in f32": Formulation(in_f32, lambda x, w, *r: (x, hwio(w), *r)),
+        "scale folded into the weight": folded,
     }
     if conv.r == 1 and conv.stride == 1:
         xla["matrix product, epilogue in f32"] = Formulation(
@@ -171,7 +176,7 @@ def _dgrad(conv: Conv) -> tuple[str, Any, Any, Any]:
         return g.conv_dgrad(loss=dy, filter=w, **conv.spatial).set_dim(dims)
 
     def xla(layout, dy, w):
-        x = conv.image.aval
+        x = conv.image.aval.update(dtype=dy.dtype)
         x = jax.eval_shape(first, x) if layout.startswith("NCs") else x
         return jax.linear_transpose(lambda x: conv.lax(x, w, layout), x)(dy)[0]
 
@@ -191,7 +196,7 @@ def _wgrad(conv: Conv) -> tuple[str, Any, Any, Any]:
 
     def xla(layout, x, dy):
         order = {"OsI": lambda w: w, "sIO": hwio, "OIs": first}[layout.split()[1]]
-        w = jax.eval_shape(order, conv.weight.aval)
+        w = jax.eval_shape(order, conv.weight.aval.update(dtype=x.dtype))
         return jax.linear_transpose(lambda w: conv.lax(x, w, layout), w)(dy)[0]
 
     forms = _in_layouts(xla, "image image -> weight")

@@ -156,9 +156,17 @@ def product(m: int, k: int, n: int, transposed: str) -> Built:
         x, w = arrays(x, w)
         return matmul(x[None], w[None])[0]
 
+    def contracted(x, w):
+        along = (0 if transposed == "x" else 1,), (1 if transposed == "w" else 0,)
+        return jax.lax.dot_general(x, w, (along, ((), ())), preferred_element_type=F32)
+
     shapes = ((k, m) if transposed == "x" else (m, k)), ((n, k) if transposed == "w" else (k, n))
     operands = tuple(Operand(shape) for shape in shapes)
-    return ours, {"dot": lambda x, w: jnp.dot(*arrays(x, w))}, operands
+    xla = {
+        "dot": lambda x, w: jnp.dot(*arrays(x, w)),
+        "dot_general in f32": lambda x, w: contracted(x, w).astype(BF16),
+    }
+    return ours, xla, operands
 
 
 def cases() -> Iterator[Made]:

@@ -68,6 +68,61 @@ def squares(m: int, n: int, dtype: str) -> Built:
     return sum_of_squares, xla, (Operand((m, n), dtype),)
 
 
+def largest(m: int, n: int, mode: str) -> Built:
+    """The largest element, or with "AMAX" the largest absolute value, of each row, to float32."""
+
+    @graph
+    def maxima(g, x):
+        return g.reduction(x, mode=mode).set_dim([m, 1])
+
+    size = jnp.abs if mode == "AMAX" else lambda x: x
+
+    def by_lax(x):
+        y = jax.lax.reduce(size(x).astype(F32), -jnp.inf, jax.lax.max, (1,))
+        return y[:, None]
+
+    xla = {
+        "max": lambda x: jnp.max(size(x), 1, keepdims=True).astype(F32),
+        "lax.reduce in f32": by_lax,
+    }
+    return maxima, xla, (Operand((m, n)),)
+
+
+def exponentials(m: int, n: int) -> Built:
+    """The sum of the exponentials of each row, to float32."""
+
+    @graph
+    def sum_exp(g, x):
+        return g.reduction(g.exp(x), mode="ADD").set_dim([m, 1])
+
+    xla = {
+        "in f32": lambda x: jnp.sum(jnp.exp(x.astype(F32)), 1, keepdims=True),
+        "exp in bf16": lambda x: jnp.sum(jnp.exp(x), 1, dtype=F32, keepdims=True),
+    }
+    return sum_exp, xla, (Operand((m, n)),)
+
+
+def softmax(m: int, n: int) -> Built:
+    """A softmax of rows, written out of reductions."""
+
+    @graph
+    def written_out(g, x):
+        e = g.exp(g.sub(x, g.reduction(x, mode="MAX").set_dim([m, 1])))
+        y = g.div(e, g.reduction(e, mode="ADD").set_dim([m, 1]))
+        return y.set_data_type("bfloat16")
+
+    def by_hand(x):
+        e = jnp.exp(x.astype(F32) - jnp.max(x, 1, keepdims=True).astype(F32))
+        return (e / jnp.sum(e, 1, keepdims=True)).astype(x.dtype)
+
+    xla = {
+        "jax.nn.softmax": lambda x: jax.nn.softmax(x.astype(F32)).astype(x.dtype),
+        "jax.nn.softmax in bf16": jax.nn.softmax,
+        "by hand in f32": by_hand,
+    }
+    return written_out, xla, (Operand((m, n)),)
+
+
 def gate(m: int, n: int) -> Built:
     """swish(a) * b, the gate of a SwiGLU MLP."""
 
@@ -107,7 +162,10 @@ def channels(m: int, n: int) -> Built:
     def scale_bias_relu(g, x, scale, bias):
         return g.relu(g.add(g.mul(x, scale), bias))
 
-    xla = {"plain": lambda x, scale, bias: jax.nn.relu(x * scale + bias)}
+    xla = {
+        "plain": lambda x, scale, bias: jax.nn.relu(x * scale + bias),
+        "where": lambda x, scale, bias: (lambda y: jnp.where(y > 0, y, 0))(x * scale + bias),
+    }
     vector = Operand((1, n), "float32")
     return scale_bias_relu, xla, (Operand((m, n), "float32"), vector, vector)
 
@@ -121,6 +179,10 @@ def cases() -> Iterator[Made]:
         ("convnext/96-at-56", "sum of columns", total, pixels, 96, 0, "float32"),
         ("mlp/8192x8192", "sum of squares", squares, 8192, 8192, "bfloat16"),
         ("mlp/4096x4096", "sum of squares, float32", squares, 4096, 4096, "float32"),
+        ("mlp/16384x8192", "maximum of rows", largest, 16384, 8192, "MAX"),
+        ("mlp/16384x8192", "absolute maximum of rows", largest, 16384, 8192, "AMAX"),
+        ("mlp/16384x8192", "sum of exponentials of rows", exponentials, 16384, 8192),
+        ("mlp/16384x8192", "softmax of reductions", softmax, 16384, 8192),
         ("mlp/8192x14336", "swish gate", gate, 8192, 14336),
         ("convnext/384-at-56", "add, gelu", joined, pixels, 384),
         ("resnet50/128-at-28", "scale, bias, relu", channels, 256 * 28 * 28, 128),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_cudnn._core.planning import losses
-
 from ..measure import TIMED
 from ..tables import listed, spread, table, where
 
@@ -43,8 +41,8 @@ def render(result: dict[str, Any]) -> str:
     """The cases against XLA, and what could not be timed."""
     notes: list[str] = []
     titles = ["case", "jax_cudnn, us", "XLA's best, us", "XLA / jax_cudnn"]
-    titles += ["reference in XLA / jax_cudnn", "TFLOP/s", "GB/s", "default runs it in"]
-    rows, lost = [], losses.table().get(str(result["environment"].get("sm_version")), {})
+    titles += ["reference in XLA / jax_cudnn", "TFLOP/s", "GB/s"]
+    rows = []
     for name, entry in result["cases"].items():
         if entry["status"] != TIMED:
             rows.append([name, entry["status"], *[""] * (len(titles) - 2)])
@@ -58,7 +56,6 @@ def render(result: dict[str, Any]) -> str:
                 f"{spread(entry['us'][best])} {best}",
                 *(_ratio(entry, key) for key in ("ratio", "ratio_reference")),
                 *(f"{entry[kind]['jax_cudnn']:g}" for kind in ("tflops", "gbytes_s")),
-                "XLA" if entry.get("pattern") in lost.get("patterns", ()) else "cuDNN",
             ]
         )
     text = (

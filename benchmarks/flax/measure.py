@@ -6,6 +6,7 @@ XLA assigns to the step's buffers, which a process of several sides can say of e
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import Counter
@@ -147,6 +148,22 @@ def _made(case: FlaxCase, side: str, initial: nnx.State, batch: Batch) -> Traini
         model, swapped = accelerate(model), report(model)
     optimizer = nnx.Optimizer(model, case.optimizer, wrt=nnx.Param)
     return Training(model, optimizer, batch, report=swapped)
+
+
+def started(case: FlaxCase) -> Entry:
+    """Seconds to lower and to compile the step of the accelerated model, and of its first run."""
+    plain = nnx.jit(lambda: case.make(PLAIN))()
+    batch = jax.block_until_ready(jax.jit(case.batch)(jax.random.key(1)))
+    training = _made(case, OURS, nnx.state(plain), batch)
+    times = [time.perf_counter()]
+    lowered = step.lower(training.model, training.optimizer, *batch)
+    times.append(time.perf_counter())
+    training.program = lowered.compile()
+    times.append(time.perf_counter())
+    jax.block_until_ready(training())
+    times.append(time.perf_counter())
+    took = [round(b - a, 2) for a, b in itertools.pairwise(times)]
+    return dict(zip(("lower_s", "compile_s", "step_s"), took, strict=True))
 
 
 def _begun(ready: dict[str, Training], not_run: dict[str, str]) -> dict[str, Entry]:

@@ -64,6 +64,19 @@ def plain(norm: Norm, statistics: Statistics = two_passes) -> Function:
     return function
 
 
+def multiplied(norm: Norm, statistics: Statistics = two_passes) -> Function:
+    """As Flax does: scale and inverse deviation are multiplied first."""
+
+    def function(x, scale, bias=None, residual=None, **running):
+        mean, var = statistics(norm, x.astype(F32))
+        y = (x - mean) * (jax.lax.rsqrt(var + norm.epsilon) * scale)
+        y = y if bias is None else y + bias
+        y = _finished(norm, y, residual).astype(x.dtype)
+        return {"y": y, **_moved(norm, x, mean, var, **running)}
+
+    return function
+
+
 def standardized(norm: Norm) -> Function:
     """By ``jax.nn.standardize``."""
 
@@ -167,7 +180,13 @@ def formulations(norm: Norm) -> tuple[dict[str, Function], dict[str, Function]]:
     """How plain JAX computes it: ways that differ in the forward, and all others."""
     forwards: dict[str, Function] = {"two passes": plain(norm)}
     if norm.centred:
-        forwards |= {"one pass": plain(norm, one_pass), "jax.nn.standardize": standardized(norm)}
+        forwards |= {
+            "one pass": plain(norm, one_pass),
+            "one pass, multiplied as in Flax": multiplied(norm, one_pass),
+            "jax.nn.standardize": standardized(norm),
+        }
+    else:
+        forwards["multiplied as in Flax"] = multiplied(norm)
     others = {"by hand": by_hand(norm)}
     if norm.centred:
         others["by hand, one pass"] = by_hand(norm, one_pass)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_cudnn._core.planning import losses
-
 from ..case import BACKWARD, OURS, REFERENCE, TRAINING, WHOLE
 from ..measure import TIMED, fastest
 from ..tables import listed, medians, met, notes, pair, programs, quartiles, slower, table, time
@@ -84,7 +82,7 @@ def _row(name: str, found: dict[str, Any], result: dict[str, Any]) -> list[str]:
     return [
         *_times(name, found, found["bytes"], result["limit"]),
         pair(found["of_limit"], (OURS, best_other(found)), "{:.2f}"),
-        _runs(found["plans"].get(OURS, {}), result["environment"]["sm_version"]),
+        _runs(found["plans"].get(OURS, {})),
     ]
 
 
@@ -128,10 +126,7 @@ def _goals(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _runs(plan: dict[str, Any], sm_version: Any) -> str:
-    """Who ran the segments of a program by default, "" where no GPU says; and whether it would be
-    XLA now, by what was learned from such figures."""
+def _runs(plan: dict[str, Any]) -> str:
+    """Who ran the segments of a program by default, "" where no GPU says."""
     counts = [(plan.get(who, 0), who) for who in ("cuDNN", "XLA")]
-    ran = " + ".join(f"{n} {who}" if n > 1 else who for n, who in counts if n)
-    lost = losses.table().get(str(sm_version), {}).get("patterns", {})
-    return f"{ran}; now XLA" if lost.keys() & {*plan.get("patterns", ())} else ran
+    return " + ".join(f"{n} {who}" if n > 1 else who for n, who in counts if n)
