@@ -233,7 +233,7 @@ class Bench:
             "same": self.same[program],
             "host": [side for side, each in found.items() if not each.hidden],
             "repeats": self.repeats,
-            "errors": {side: error.json() for side, error in errors.items()},
+            "errors": {side: error.json()["relative"] for side, error in errors.items()},
             "tolerance": allowed,
             "not_run": dict(not_run),
             "plans": self.plans[program],

@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -279,11 +280,11 @@ def joined(files: Sequence[Path], path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
-    """In one step, so that a run that is cut leaves a whole file."""
+    """In one step, so that a run that is cut leaves a whole file; figures by side in one line."""
     result["summary"] = tables.summary(result)
-    held = (
-        result if result.get("under_way") else {k: v for k, v in result.items() if k != "under_way"}
-    )
+    held = {key: value for key, value in result.items() if key != "under_way" or value}
+    text = json.dumps(held, indent=1)
+    text = re.sub(r"\{[^{}\[\]]*\}|\[[^{}\[\]]*\]", lambda found: " ".join(found[0].split()), text)
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(held, indent=1) + "\n")
+    new.write_text(text + "\n")
     new.replace(path)
