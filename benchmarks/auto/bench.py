@@ -162,6 +162,9 @@ class Bench:
             for side in self.sides:
                 if (program, side) not in self.ready:
                     continue
+                if program == BACKWARD and side not in saved:
+                    not_run[side] = "its forward did not run"
+                    continue
                 try:
                     operands = self._operands(program, side, sets, saved)
                     call = partial(self.ready[program, side], *operands)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import jax_cudnn as jc
-from benchmarks import documents, losses
+from benchmarks import documents, losses, overview
 from benchmarks.__main__ import main
 from benchmarks.auto import run, tables
 from benchmarks.auto.bench import WAYS, Bench
@@ -140,6 +140,14 @@ def test_the_summary_names_losses_and_slow_forms_of_graphs(result):
     assert where_default["max"] == pytest.approx(80 / 76)
     assert [*where_default["above"]] == ["norm, backward"]
     assert said["xla"]["max"] == 1.5
+
+
+def test_the_picture_has_a_bar_for_each_family(result, tmp_path):
+    drawn = tmp_path / "drawn.svg"
+    overview.plot_auto(result, drawn)
+    words = documents._words(drawn.read_text())
+    assert {"norms (2)", "convs (4)", "all (6)"} <= {*words}
+    assert f"{tables.geomean([2.4, 0.95]):.2f}" in words
 
 
 def test_the_table_for_planning_holds_graphs_that_are_one_plan(result, tmp_path):
