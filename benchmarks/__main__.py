@@ -116,7 +116,8 @@ def _auto(options: argparse.Namespace) -> int:
     tiny, only, out = options.tiny, options.only, options.out
     if options.run is not None:
         todo = run.chosen(only, tiny, options.part)
-        run.one_run(out, todo, options.run, tiny, options.plans, options.crashed)
+        parts = int(options.part.partition("/")[2])
+        run.one_run(out, todo, options.run, tiny, options.plans, options.crashed, parts)
         return 0
     if options.join:
         result = run.joined(options.join, out)

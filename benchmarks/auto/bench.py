@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import time
@@ -23,7 +24,7 @@ from ..measure import FAILED, TIMED, WRONG, Effort, Entry, fastest, plans, short
 DEFAULT = "default"
 WAYS = {DEFAULT: None, SPLIT: SPLIT, XLA: XLA, CUDNN: CUDNN}
 """Ours, by the name of an implementation."""
-EFFORT = Effort(0.5, 20, 9)
+EFFORT = Effort(0.4, 20, 7)
 # A program does its work often enough to take so many us at the chip's limit, on operands of their
 # own; and calls in a row take so many seconds.
 _SHORT, _MOST, _BYTES = 200.0, 16, 2**30
@@ -119,16 +120,18 @@ class Bench:
     def _program(
         self, program: str, side: str, way: Side, given: Named, dy: Any
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A program's function and the shapes of its operands."""
+        """A program's function, which is traced once however often it is called, and the shapes of
+        its operands."""
         if program == FORWARD:
-            return partial(_by_name, way.function), (given,)
+            return jax.jit(partial(_by_name, way.function)), (given,)
         if side not in self.halves:
-            self.halves[side] = halves(way.function, given, self.case.learned)
+            half = halves(way.function, given, self.case.learned)
+            self.halves[side] = dataclasses.replace(half, training=jax.jit(half.training))
         half = self.halves[side]
         if program != BACKWARD:
             return half.training, (given,)
         saved = jax.eval_shape(lambda given: half.saved(given, half.training(given)), given)
-        return half.backward, (saved, dy)
+        return jax.jit(half.backward), (saved, dy)
 
     def _twin(self, program: str, side: str, lowered: Any) -> str | None:
         """Another of our sides that is the same program: it is compiled and timed once."""

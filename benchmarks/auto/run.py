@@ -132,9 +132,10 @@ def one_run(
     tiny: bool,
     plans: Path | None = None,
     crashed: bool = False,
+    parts: int = 1,
 ) -> None:
     """One run in this process: groups of cases are lowered while nothing else runs, compiled by
-    threads, and measured when all are."""
+    threads (``parts`` such processes share the machine), and measured when all are."""
     if plans is not None:
         jc.configure(plan_cache=plans)
     result = _begun(path)
@@ -151,7 +152,7 @@ def one_run(
     fillers = queued.Fillers.made()
     effort = TINY if tiny else EFFORT
     for group in groups:
-        benches = _compiled(group, cases, effort, number)
+        benches = _compiled(group, cases, effort, number, max(1, (os.cpu_count() or 1) // parts))
         result["under_way"] = [task.name for task in group]
         _write(path, result)
         for task in group:
@@ -172,7 +173,7 @@ def one_run(
 
 
 def _compiled(
-    group: Sequence[Task], cases: Mapping[str, Entry], effort: Any, number: int
+    group: Sequence[Task], cases: Mapping[str, Entry], effort: Any, number: int, threads: int
 ) -> dict[str, Bench | Exception]:
     benches: dict[str, Bench | Exception] = {}
     for task in group:
@@ -180,7 +181,7 @@ def _compiled(
             benches[task.name] = Bench(task.make(), effort, _skipped(cases.get(task.name), number))
         except Exception as error:
             benches[task.name] = error
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         futures = [
             (name, bench, key, pool.submit(lowered.compile, options))
             for name, bench in benches.items()
