@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
+import jax_cudnn as jc
 from jax_cudnn._core import compat
 from jax_cudnn._core.errors import JaxCudnnError
 from jax_cudnn._core.planning import losses
@@ -47,6 +49,8 @@ class Effort:
 
 
 TINY = Effort(0.0, 1)
+LIMIT = 3600.0
+"""Seconds that a process of many cases may tune: each stands for a program of its own."""
 
 
 def measured(
@@ -142,6 +146,13 @@ def plans(function: Callable[..., Any], operands: tuple[Any, ...]) -> Entry:
     costs = [(losses.pattern(spec), cost(spec)) for spec in specs]
     held["segments"] = [[pattern, each.flops, each.bytes] for pattern, each in costs]
     return held | ({"why_xla": " ".join(reasons[0].split())[:300]} if reasons else {})
+
+
+def configured(**settings: Any) -> bool:
+    """Sets those settings of the process that this version has; whether it has all."""
+    known = inspect.signature(jc.configure).parameters
+    jc.configure(**{name: value for name, value in settings.items() if name in known})
+    return settings.keys() <= known.keys()
 
 
 def fastest(us: Mapping[str, float], names: Iterable[str]) -> str | None:

@@ -7,7 +7,6 @@ there. XLA's compilation cache is off.
 from __future__ import annotations
 
 import fnmatch
-import inspect
 import itertools
 import json
 import os
@@ -22,10 +21,8 @@ from typing import Any
 
 import jax
 
-import jax_cudnn as jc
-
 from . import ROOT
-from .measure import Entry, environment, told
+from .measure import LIMIT, Entry, configured, environment, told
 from .tables import listed, table, where
 
 FAST, OFF = "fast", "off"
@@ -123,10 +120,7 @@ def _call(arguments: list[str]) -> Entry:
 
         return planning.lowering()
     folder, tuning, name, *more = rest
-    settings: dict[str, Any] = {"plan_cache": folder}
-    if known := "tuning" in inspect.signature(jc.configure).parameters:
-        settings["tuning"] = tuning
-    jc.configure(**settings)
+    known = configured(plan_cache=folder, tuning=tuning, tuning_seconds=LIMIT)
     try:
         found = (_graphs if what == "graphs" else _model)(name, bool(more))
     except Exception as error:

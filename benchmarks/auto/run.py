@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-import jax_cudnn as jc
 from jax_cudnn._core.cuda import device_nodes
 from jax_cudnn._core.errors import GraphError, TargetError
 
@@ -32,7 +31,7 @@ from .. import ROOT, queued
 from ..case import Case
 from ..cases import convs, matmuls, streams
 from ..cases.case import named
-from ..measure import FAILED, TINY, Entry, environment, told, worst
+from ..measure import FAILED, LIMIT, TINY, Entry, configured, environment, told, worst
 from . import tables
 from .bench import DEFAULT, EFFORT, XLA, Bench
 
@@ -102,7 +101,9 @@ def runs(
                 one_run(path, todo, number, True, folder)
             else:
                 _process(path, only, number, part, folder)
-    return json.loads(path.read_text())
+    result = json.loads(path.read_text()) | {"one_plan_cache": plans is not None}
+    _write(path, result)
+    return result
 
 
 def _process(path: Path, only: str | None, number: int, part: str, folder: Path) -> None:
@@ -136,8 +137,7 @@ def one_run(
 ) -> None:
     """One run in this process: groups of cases are lowered while nothing else runs, compiled by
     threads (``parts`` such processes share the machine), and measured when all are."""
-    if plans is not None:
-        jc.configure(plan_cache=plans)
+    configured(tuning_seconds=LIMIT, **({} if plans is None else {"plan_cache": plans}))
     result = _begun(path)
     cases = result["cases"]
     todo = [t for t in todo if len(cases.get(t.name, {"seconds": ()})["seconds"]) <= number]
