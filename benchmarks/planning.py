@@ -87,7 +87,7 @@ def lowering(gpu: str = "H200") -> dict[str, Any]:
     seconds = []
     with nothing_planned(), target(gpu):
         for _ in range(2):
-            placement.clear()
+            auto.clear()
             began = time.perf_counter()
             function = jax.jit(lambda p, tokens: step(p, tokens))
             function.trace(model.params, *model.data).lower(lowering_platforms=("cuda",))
