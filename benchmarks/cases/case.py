@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 
-from jax_cudnn._core import agreement, figures, programs
+from jax_cudnn._core import agreement
+from jax_cudnn.commands import figures, programs
 from jax_cudnn._core.errors import UnsupportedGraphError
 from jax_cudnn._core.graph.dtypes import FP8
 from jax_cudnn._core.implementation import CUDNN, implementation
