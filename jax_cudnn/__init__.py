@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # see _core/later.py
     from ._core.plans.support import plans as plans
     from ._core.plans.support import support as support
     from ._core.plans.support_value import Support as Support
+    from ._core.plans.tune import tune as tune
     from ._core.plans.warmup import warmup as warmup
     from ._core.settings import configure as configure
     from .interop import Graph as Graph

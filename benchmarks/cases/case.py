@@ -15,11 +15,11 @@ from typing import Any
 import jax
 
 from jax_cudnn._core import agreement
-from jax_cudnn.commands import figures, programs
 from jax_cudnn._core.errors import UnsupportedGraphError
 from jax_cudnn._core.graph.dtypes import FP8
 from jax_cudnn._core.implementation import CUDNN, implementation
 from jax_cudnn._core.planning.cost import Cost
+from jax_cudnn.commands import figures, programs
 from jax_cudnn.commands.comparison import Formulation, compare
 
 from ..case import LIMIT, REFERENCE, Case, Named, Operand, Side

@@ -119,7 +119,7 @@ def _this_time(spec: GraphSpec, error: PlanningError, name: str) -> Segments:
 def _decide(spec: GraphSpec, site: Site, name: str) -> tuple[Segments, tuple[Measured, ...]]:
     found = tuning.outcome(spec, site, name) if isinstance(site, CudaDevice) else None
     if found is not None:
-        return found.segments, found.measured
+        return found
     return placement.decide(spec, site, name), ()
 
 

@@ -30,6 +30,7 @@ HOMES = {
     "plans": "_core.plans.support",
     "support": "_core.plans.support",
     "target": "_core.context",
+    "tune": "_core.plans.tune",
     "warmup": "_core.plans.warmup",
 }
 """The module of each name."""

@@ -7,9 +7,7 @@ outcome is kept in the plan cache, so a second process measures nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import logging
 import math
 import threading
@@ -34,6 +32,7 @@ from .planning.stored import choice_of, key_text
 from .settings import FAST, FULL, OFF, settings
 from .store import cache
 from .trials import Bench, Trial, idle
+from .user_context import WAYS
 
 log = logging.getLogger("jax_cudnn")
 V = TypeVar("V")
@@ -44,14 +43,6 @@ _BATCH, _BATCHES = 2, {FAST: 3, FULL: 6}  # of other engines, in "fast" while th
 _AVERAGE = 1.0  # seconds that "fast" takes for a graph; what simple ones leave, others may take
 _FOR_ENGINES = 0.4  # seconds that a batch of engines takes
 _NEAR = 4.0  # times the fastest way: how slow cuDNN's first engine may be for others to be tried
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a canonical graph runs, and what was measured."""
-
-    segments: Segments
-    measured: tuple[Measured, ...]
 
 
 @dataclass
@@ -72,25 +63,54 @@ class _Spent:
             log.warning(message, *args)
 
 
-_outcomes: SingleFlight[Outcome | None] = SingleFlight()
+Data = dict[str, Any]
+"""What was measured of a graph, as it is stored: ``ways``, each with its segments, what they are,
+their seconds and a note; which of them is ``taken``; the ``level`` of tuning; and whether a whole
+``step`` was measured with it."""
+
+_known: SingleFlight[Data | None] = SingleFlight()
 _spent = _Spent()
 _measuring = threading.Lock()  # one graph at a time
 
 
-def outcome(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome | None:
-    """The measured choice for a graph; None where the shipped measurements decide."""
-    if not _may_measure(spec):
+def outcome(
+    spec: GraphSpec, site: CudaDevice, name: str
+) -> tuple[Segments, tuple[Measured, ...]] | None:
+    """The segments of a graph by a measurement, and the ways that were measured; None where the
+    shipped measurements decide."""
+    if not may_measure(spec):
         return None
     canonical = spec.for_planning().canonical()
-    key = canonical, planner.identity(site)
-    found = _outcomes.get(key, lambda: _known_or_measured(canonical, site, name))
-    if found is None:
+    data = measurement(canonical, site, name)
+    if data is None:
         return None
-    segments = (replace(s, spec=part(spec, s.calls)) for s in found.segments)
-    return replace(found, segments=tuple(segments))
+    taken = dict(WAYS.value).get(canonical, data["taken"])
+    segments = _segments(data["ways"][taken], spec, site, name)
+    if segments is None:
+        return None
+    ways = enumerate(data["ways"])
+    return segments, tuple(
+        Measured(w["what"], w["seconds"], w["note"], i == taken) for i, w in ways
+    )
 
 
-def _may_measure(spec: GraphSpec) -> bool:
+def measurement(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
+    """What is known of a canonical graph, measured if it is new; None if nothing can be."""
+    key = spec, planner.identity(site), settings().tuning
+    return _known.get(key, lambda: _stored_or_measured(spec, site, name))
+
+
+def remember(spec: GraphSpec, site: CudaDevice, way: int) -> None:
+    """Makes a way the one that a canonical graph takes, in later processes, too: a whole step was
+    fastest with it."""
+    key = spec, planner.identity(site), settings().tuning
+    data = _known.get(key, lambda: None)
+    assert data is not None
+    data |= {"taken": way, "step": True}
+    cache.replace(_key(spec, site), data, label=f"{spec.label}; measured in a step")
+
+
+def may_measure(spec: GraphSpec) -> bool:
     """Whether a measurement may decide: not where equal programs are wanted everywhere, where the
     options name the engine, and where other graphs must run as this one does."""
     options = spec.options
@@ -98,54 +118,56 @@ def _may_measure(spec: GraphSpec) -> bool:
     return free and not (options.deterministic or spec.is_paired) and settings().tuning != OFF
 
 
-def _known_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Outcome | None:
-    """The outcome from the disk, or measured and left there; None where nothing is measured."""
-    versions = {"jaxlib": compat.JAXLIB, "tuning": settings().tuning}
-    key = key_text("choice", spec, planner.identity(site), json.dumps(versions))
+def _key(spec: GraphSpec, site: CudaDevice) -> str:
+    return key_text("choice", spec, planner.identity(site), compat.JAXLIB)
 
-    def read(stored: dict[str, Any]) -> dict[str, Any]:
+
+def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
+    """From the disk, or measured and left there; None where nothing is measured."""
+    key, now = _key(spec, site), settings()
+
+    def read(stored: Data) -> Data:
         return choice_of(stored, spec)
 
-    known = planner.decoded(key, cache.get(key), read)
-    if known is not None and (outcome := _restored(known, spec, site, name)) is not None:
-        return outcome
+    stored = planner.decoded(key, cache.get(key), read)
+    if stored is not None:
+        taken = stored["ways"][stored["taken"]]
+        enough = now.tuning in (FAST, stored["level"])  # "full" measures more
+        if enough and _segments(taken, spec, site, name) is not None:
+            return stored
     with _measuring:
-        limit = settings().tuning_seconds
-        if _spent.seconds >= limit:
+        if _spent.seconds >= now.tuning_seconds:
             _spent.once(
                 "limit",
                 "jax_cudnn has measured for %.0f s: the measurements that ship with it decide "
                 "about further graphs of this process. jax_cudnn.configure(tuning_seconds=...) "
                 "sets the limit; what was measured is in the plan cache",
-                limit,
+                now.tuning_seconds,
             )
             return None
         began = time.perf_counter()
         try:
             with progress.planning(f"{name}, measuring"):
-                found = _measured(spec, site, name)
+                data = _measured(spec, site, name)
         finally:
             _spent.seconds += time.perf_counter() - began
             _spent.graphs += 1
-    if found is None:
+    if data is None:
         return None
-    if settings().plan_cache is None:
+    if now.plan_cache is None:
         _spent.once("cache", "without a plan cache, what jax_cudnn measures holds for this process")
-    data, segments = found
-    stored = cache.put(key, data, label=f"{spec.label}; measured")
-    if stored is not data and (first := planner.decoded(key, stored, read)):
-        return _restored(first, spec, site, name) or Outcome(segments, _ways(data))
-    return Outcome(segments, _ways(data))
+    label = f"{spec.label}; measured"
+    if stored is not None:
+        cache.replace(key, data, label)
+        return data
+    first = cache.put(key, data, label)
+    return data if first is data else planner.decoded(key, first, read) or data
 
 
-def _ways(data: dict[str, Any]) -> tuple[Measured, ...]:
-    return tuple(Measured(**way) for way in data["measured"])
-
-
-def _restored(data: dict[str, Any], spec: GraphSpec, site: CudaDevice, name: str) -> Outcome | None:
-    """The outcome from its data; None if cuDNN has no such plan any more."""
+def _segments(way: Data, spec: GraphSpec, site: CudaDevice, name: str) -> Segments | None:
+    """The segments of a way from its data; None if cuDNN has no such plan any more."""
     segments = []
-    for row in data["segments"]:
+    for row in way["segments"]:
         piece, plan = part(spec, row["calls"]), None
         if not row["in_xla"]:
             try:
@@ -153,7 +175,7 @@ def _restored(data: dict[str, Any], spec: GraphSpec, site: CudaDevice, name: str
             except UnsupportedGraphError:
                 return None
         segments.append(PlannedSegment(piece, tuple(row["calls"]), plan, row["reason"]))
-    return Outcome(tuple(segments), _ways(data))
+    return tuple(segments)
 
 
 def _pinned(spec: GraphSpec, pinned: dict[str, Any] | None) -> GraphSpec:
@@ -186,10 +208,8 @@ class _Way:
         return "; ".join(named)
 
 
-def _measured(
-    spec: GraphSpec, site: CudaDevice, name: str
-) -> tuple[dict[str, Any], Segments] | None:
-    """The outcome as data, and its segments; None where the graph cannot be measured."""
+def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
+    """None where the graph cannot be measured."""
     device = _device(site)
     began, level = time.perf_counter(), settings().tuning
     first = _distinct([_Way(placement.decide(spec, site, name)), *_cuts(spec, site, name)])
@@ -229,12 +249,11 @@ def _measured(
     except Exception as error:  # the graph runs as without a measurement
         log.warning("%s: not measured: %s: %s", name, type(error).__name__, error)
         return None
-    return _outcome(name, ways, trials)
+    return _chosen(name, ways, trials, level)
 
 
-def _outcome(
-    name: str, ways: Sequence[_Way], trials: Sequence[Trial]
-) -> tuple[dict[str, Any], Segments] | None:
+def _chosen(name: str, ways: Sequence[_Way], trials: Sequence[Trial], level: str) -> Data | None:
+    """The data of ways, of which the fastest is taken; None if none ran."""
     for way, trial in zip(ways, trials, strict=True):
         if trial.wrong:
             log.warning("%s: %s is not taken: %s", name, way.what, trial.note)
@@ -243,26 +262,28 @@ def _outcome(
         return None
     if trials[taken].seconds > _GAIN * trials[0].seconds:
         taken = 0
-    timed = {w.what: t.seconds * 1e6 for w, t in zip(ways, trials, strict=True) if not t.note}
-    log.debug("%s: takes %s of %s", name, ways[taken].what, timed)
-    way, reason = ways[taken], ""
-    if not _uses_cudnn(way):
-        reason = "XLA measured faster: " + ", ".join(f"{w} {us:.1f} us" for w, us in timed.items())
-    segments = tuple(replace(s, reason=reason or s.reason) for s in way.segments)
-    rows = [
+    pairs = [*zip(ways, trials, strict=True)]
+    timed = ", ".join(f"{w.what} {t.seconds * 1e6:.1f} us" for w, t in pairs if not t.note)
+    log.debug("%s: takes %s; measured: %s", name, ways[taken].what, timed)
+    of_xla = f"measured alone: {timed}"
+    found = [
         {
-            "calls": list(s.calls),
-            "in_xla": s.plan is None,
-            "pinned": way.pinned if i == way.at else None,
-            "reason": s.reason,
+            "what": way.what,
+            "seconds": None if trial.note else trial.seconds,
+            "note": trial.note,
+            "segments": [
+                {
+                    "calls": [*s.calls],
+                    "in_xla": s.plan is None,
+                    "pinned": way.pinned if i == way.at else None,
+                    "reason": s.reason or (of_xla if s.plan is None else ""),
+                }
+                for i, s in enumerate(way.segments)
+            ],
         }
-        for i, s in enumerate(segments)
+        for way, trial in pairs
     ]
-    measured = [
-        dataclasses.asdict(Measured(w.what, None if t.note else t.seconds, t.note, i == taken))
-        for i, (w, t) in enumerate(zip(ways, trials, strict=True))
-    ]
-    return {"segments": rows, "measured": measured}, segments
+    return {"level": level, "step": False, "taken": taken, "ways": found}
 
 
 def _uses_cudnn(way: _Way) -> bool:
@@ -351,5 +372,5 @@ def _in_thread(work: Callable[[], V]) -> Future[V]:
 
 def clear() -> None:
     """Forget all measurements that are in memory."""
-    _outcomes.clear()
+    _known.clear()
     _spent.seconds, _spent.graphs, _spent.told = 0.0, 0, frozenset()

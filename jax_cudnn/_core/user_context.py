@@ -56,3 +56,5 @@ class _Entered(contextlib.ContextDecorator):
 TARGET: UserContext[Profile | None] = UserContext(None)
 """The GPU that :mod:`.context` plans for. That module loads on first use; this value exists from
 the start: JAX retraces functions that it traced before a user context was created."""
+WAYS: UserContext[tuple[tuple[Any, int], ...]] = UserContext(())
+"""Canonical graphs with the number of the way that each runs: :func:`jax_cudnn.tune` tries them."""

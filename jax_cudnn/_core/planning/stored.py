@@ -100,17 +100,18 @@ def rows_of(value: Any, spec: GraphSpec, identity: str = "") -> Rows:
 
 
 def choice_of(value: Any, spec: GraphSpec, identity: str = "") -> dict[str, Any]:
-    """A measured choice as stored: segments, each with the engine that is not the planner's first;
-    and what was measured. An exception for anything else."""
-    rows = value["segments"]
-    check_order(spec, [tuple(row["calls"]) for row in rows])
-    for row in rows:
-        typed = isinstance(row["in_xla"], bool) and isinstance(row["reason"], str)
-        pinned = row["pinned"] or {"engine": 0, "knobs": {}}
-        numbers = [pinned["engine"], *pinned["knobs"].values()]
-        need(typed and all(type(n) is int for n in numbers), "segments", "a choice", row)
-    for way in value["measured"]:
-        checked(Measured(**way))
+    """A measured choice as stored (:data:`.tuning.Data`); an exception for anything else."""
+    ways = value["ways"]
+    need(0 <= value["taken"] < len(ways), "taken", f"one of {len(ways)} ways", value["taken"])
+    need({*value} == {"level", "step", "taken", "ways"}, "fields", "those of a choice", [*value])
+    for way in ways:
+        checked(Measured(way["what"], way["seconds"], way["note"]))
+        check_order(spec, [tuple(row["calls"]) for row in way["segments"]])
+        for row in way["segments"]:
+            typed = isinstance(row["in_xla"], bool) and isinstance(row["reason"], str)
+            pinned = row["pinned"] or {"engine": 0, "knobs": {}}
+            numbers = [pinned["engine"], *pinned["knobs"].values()]
+            need(typed and all(type(n) is int for n in numbers), "segments", "a choice", row)
     return value
 
 

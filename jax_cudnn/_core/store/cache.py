@@ -47,6 +47,14 @@ def discard(key: str, problem: str) -> None:
         cache.discard(key, problem)
 
 
+def replace(key: str, value: dict[str, Any], label: str = "") -> None:
+    """Stores a value in place of another one."""
+    cache = _configured()
+    if cache is not None:
+        _remove(cache.path(digest(key)))
+        cache.put(key, value, label)
+
+
 def put(key: str, value: dict[str, Any], label: str = "") -> dict[str, Any]:
     """Stores a value in the configured folder; see ``PlanCache.put``."""
     cache = _configured()
