@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
