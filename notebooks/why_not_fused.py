@@ -170,8 +170,7 @@ else:
 
 # %% [markdown]
 # ## Another dtype
-# If the dtypes are the reason, the error lists those for which there is a plan: an A100 has no
-# tensor cores for float8.
+# If the dtypes are the reason, the error says which to use: an A100 has no tensor cores for float8.
 
 # %%
 e4m3 = aval((1, 256, 256), "float8_e4m3fn")
@@ -179,7 +178,7 @@ try:
     with jc.target("A100"):
         jc.plan(matmul_relu.with_options(implementation="cudnn"), e4m3, e4m3)
 except jc.UnsupportedGraphError as error:
-    print(error.summary, error.expected, sep="\n- ")
+    print(error.summary, error.fix, sep="\n- ")
 else:
     raise AssertionError
 

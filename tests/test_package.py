@@ -62,7 +62,7 @@ def test_a_missing_broken_or_too_old_frontend_is_named(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(jc.LibraryError) as caught:
-            frontend._load.__wrapped__()
+            frontend._load()
     assert "pip install 'jax-cudnn[cuda12]'" in str(caught.value)
     monkeypatch.setenv("LD_LIBRARY_PATH", f"/none:{tmp_path}/")
     advice = frontend._repair(f"{tmp_path}//libcudnn.so.9")

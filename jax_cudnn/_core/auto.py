@@ -18,7 +18,7 @@ from .errors import GraphError, JobError, PlanningError
 from .graph.spec import GraphSpec
 from .implementation import AUTO, CUDNN
 from .job import agreement
-from .planning import limits, placement, planner, progress, variety
+from .planning import limits, placement, planner, progress
 from .planning.deviceless.profiles import Profile
 from .planning.placement import Site
 from .planning.planned_graph import Measured, PlannedGraph, Segments
@@ -65,7 +65,7 @@ def place(spec: GraphSpec, site: Site, name: str, devices: Sequence[Device] = ()
     """
     if placement.xla_only(spec):
         return by_xla(spec, name, site)
-    variety.count(spec, name)
+    progress.count_shapes(spec, name)
     measured: tuple[Measured, ...] = ()
     try:
         if agreement.leader(devices) is None:

@@ -69,7 +69,8 @@ class GraphAttributeError(GraphTypeError, AttributeError):
 class UnsupportedGraphError(JaxCudnnError, NotImplementedError):
     """cuDNN has no engine for this graph on this GPU.
 
-    ``graph`` is the printed graph, ``reasons`` maps each engine (or step) to cuDNN's reason.
+    ``graph`` is the printed graph, ``reasons`` maps each engine (or step) to cuDNN's reason, the
+    most telling one first; ``reason`` is that one.
     """
 
     def __init__(
@@ -82,6 +83,10 @@ class UnsupportedGraphError(JaxCudnnError, NotImplementedError):
     ):
         super().__init__(summary, **parts)
         self.graph, self.reasons = graph, reasons or {}
+
+    @property
+    def reason(self) -> str:
+        return next(iter(self.reasons.values()), "") or self.why or self.summary
 
     def __str__(self) -> str:
         text = super().__str__()

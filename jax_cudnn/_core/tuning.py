@@ -171,7 +171,7 @@ def _segments(way: Data, spec: GraphSpec, site: CudaDevice, name: str) -> Segmen
         piece, plan = part(spec, row["calls"]), None
         if not row["in_xla"]:
             try:
-                plan = planner.plan(_pinned(piece, row["pinned"]), site, name, advise=False)
+                plan = planner.plan(_pinned(piece, row["pinned"]), site, name)
             except UnsupportedGraphError:
                 return None
         segments.append(PlannedSegment(piece, tuple(row["calls"]), plan, row["reason"]))
@@ -305,9 +305,9 @@ def _cuts(spec: GraphSpec, site: CudaDevice, name: str) -> Iterator[_Way]:
             if len(piece.calls) > 1:
                 return Refusal("measured alone")
             try:
-                return planner.plan(piece, site, name, advise=False)
+                return planner.plan(piece, site, name)
             except UnsupportedGraphError as error:
-                return Refusal(error.summary)
+                return Refusal(error.reason)
 
         yield _Way(search(spec, alone))
 
@@ -335,7 +335,7 @@ def _engines(
         if row.supported is False or pinned == own.pinned:
             continue
         try:
-            plan = planner.plan(_pinned(piece, pinned), site, name, advise=False)
+            plan = planner.plan(_pinned(piece, pinned), site, name)
         except UnsupportedGraphError:
             continue
         changed = replace(segments[at], plan=plan)

@@ -13,6 +13,7 @@ import numpy as np
 from .._core.graph.builder import register
 from .._core.graph.example import Example
 from .._core.graph.node import frozen
+from .._core.reasons import Reason
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 
 if TYPE_CHECKING:
@@ -174,10 +175,12 @@ class Relu(Clipped):
     jax_names = ("relu", "relu6")
     examples = (*_UNARY, *small(("input",), *CLIPS), Example({"input": (64, 1)}, "float32"))
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with both, 0.7 of relative error.
         if graph.has_anchor and self.steepness and self.upper_clip is not None:
-            return "it follows a convolution or matmul and has both a slope and an upper clip"
+            return Reason(
+                "it follows a convolution or matmul and has both a slope and an upper clip"
+            )
         return super().refuses(tensors, graph)
 
     def distrusted(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape, packed_strides
 from .._core.graph.example import Example
 from .._core.graph.node import Node, OtherForm, frozen
+from .._core.reasons import Kind, Reason
 from . import attention_extras as extras
 from .attention_base import BOTTOM_RIGHT, Attending
 from .ordered import Ordered
@@ -123,20 +124,20 @@ class SdpaBackward(Ordered, Attending):
         of = {"dQ": "q", "dK": "k", "dV": "v", **_OPTIONAL}
         return {name: (inputs[of[name]].shape, inputs[of[name]].dtype) for name in self.results}
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if "block_mask" in tensors:
-            return "cuDNN's attention backward does not support a block mask"
+            return Reason("cuDNN's attention backward does not support a block mask")
         if self.scores(tensors)[2] == 1 and "seq_len_q" in tensors:
-            return "with lengths, cuDNN leaves gradients of one query unwritten"
+            return Reason("with lengths, cuDNN leaves gradients of one query unwritten")
         if self.score_mod is not None:
             if self.dBias:
-                return "cuDNN computes a wrong dBias together with a score_mod"
+                return Reason("cuDNN computes a wrong dBias together with a score_mod")
             if reason := self.score_mod.refused_backward(self.scores(tensors)):
                 return reason
         if self.dSink_token and graph.options.deterministic:
-            return "cuDNN sums dSink_token in no fixed order"
+            return Reason("cuDNN sums dSink_token in no fixed order")
         if self.dSink_token and self.dropout_probability is not None:
-            return "cuDNN computes a wrong dSink_token together with dropout"
+            return Reason("cuDNN computes a wrong dSink_token together with dropout")
         return super().refuses(tensors, graph)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -315,8 +316,9 @@ class Sdpa(Attending):
         results = attention.forward(arrays)[: 1 + self.generate_stats]
         return (*results, attention.mask(arrays)) if self.rng_dump else results
 
-    def needs(self, ports: Collection[str]) -> str:
-        return extras.NEEDS_OF_TILES if "block_mask" in ports else ""
+    def needs(self, ports: Collection[str]) -> Reason | None:
+        tiles = Reason(extras.NEEDS_OF_TILES, Kind.REQUIREMENT)
+        return tiles if "block_mask" in ports else None
 
     def emit(
         self, pygraph: Any, tensors: Mapping[str, Any], common: Mapping[str, Any]

@@ -10,6 +10,7 @@ from .._core.errors import GraphError, GraphTypeError
 from .._core.graph.dims import Dims, Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node, OtherForm, frozen
+from .._core.reasons import Reason
 from .attention_base import LENGTHS, Attending, wrong_dtypes
 
 if TYPE_CHECKING:
@@ -78,9 +79,9 @@ class Arranged(Node):
         """The node that computes the gradients with respect to these ports."""
         raise NotImplementedError
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if len(graph.calls) > 1:
-            return f"{self.method} needs its own plan, because of its storage layout"
+            return Reason(f"{self.method} needs its own plan, because of its storage layout")
         return wrong_dtypes(self.results, tensors)
 
     def sizes(self, inputs: Mapping[str, Tensor]) -> dict[str, int | Shape]:

@@ -12,6 +12,7 @@ from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Draws, Node, frozen
+from .._core.reasons import Reason
 from . import attention_extras as extras
 from .attention_bias import LENGTHS, Biased
 from .attention_reference import Attention, Band, bound
@@ -85,11 +86,11 @@ def check_shapes(inputs: Mapping[str, Tensor], further: Mapping[str, Shape]) -> 
         )
 
 
-def odd_heads(tensors: Mapping[str, Tensor]) -> str | None:
+def odd_heads(tensors: Mapping[str, Tensor]) -> Reason | None:
     """Why cuDNN does not support these head sizes, or None."""
     for size in (tensors[port].shape[3] for port in ("q", "v")):
         if size % _OF_HEADS:
-            return (
+            return Reason(
                 f"the head size is {size}, and cuDNN requires a multiple of {_OF_HEADS}: pad "
                 f"query, key and value with zeros to {size + -size % _OF_HEADS}, pass "
                 f"scale={size}**-0.5, and slice the result"
@@ -122,7 +123,7 @@ def as_examples(
 _ALIKE = {"O": "q", "dQ": "q", "dK": "k", "dV": "v", "dQKV": "qkv", "dBias": "bias"}
 
 
-def wrong_dtypes(results: Collection[str], tensors: Tensors) -> str | None:
+def wrong_dtypes(results: Collection[str], tensors: Tensors) -> Reason | None:
     """Why cuDNN does not run attention with these dtypes, or None. All of this was measured:
 
     - with mixed operand dtypes it reads all in the first one's dtype, some out of bounds;
@@ -132,30 +133,30 @@ def wrong_dtypes(results: Collection[str], tensors: Tensors) -> str | None:
     ports = [port for port in ("q", "k", "v", "qkv", "o", "dO") if port in tensors]
     if len({tensors[port].dtype for port in ports}) > 1:
         said = ", ".join(f"{port} {tensors[port].dtype}" for port in ports)
-        return (
+        return Reason(
             f"cuDNN requires attention operands of one dtype, not {said}: cast them, or set the "
             "dtype of computed ones by .set_data_type"
         )
     if "seq_len_q" in tensors and tensors[ports[0]].dtype == "float32":
-        return (
+        return Reason(
             "in float32 cuDNN's attention writes nonzero results for queries after seq_len_q: "
             "use a mask (B, 1, 1, S) for the keys, or compute in 16 bits"
         )
     for port in results:
         like = tensors.get(_ALIKE.get(port, ""))
         if like is not None and tensors[port].dtype != like.dtype:
-            return f"cuDNN writes {port} only in {like.dtype}, the dtype of {_ALIKE[port]}"
+            return Reason(f"cuDNN writes {port} only in {like.dtype}, the dtype of {_ALIKE[port]}")
     return None
 
 
-def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> str | None:
+def read_again(results: Collection[str], tensors: Tensors, graph: GraphSpec) -> Reason | None:
     """Why an operation that reads an attention result is not part of its plan, or None: cuDNN
     accepts some such graphs, but a pointer is missing when they run (measured for dQ)."""
     made = {tensors[port].name: port for port in results}
     for call in graph.calls:
         for _, name in call.inputs:
             if name in made:
-                return f"attention needs its own plan, and {call.name} reads {made[name]}"
+                return Reason(f"attention needs its own plan, and {call.name} reads {made[name]}")
     return None
 
 
@@ -252,7 +253,7 @@ class Attending(Biased):
         mask = "dropout_mask", (b, h, queries, keys)
         return Draws("seed", "offset", extras.STEP * h, *mask, batch="q")
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if reason := odd_heads(tensors) or wrong_dtypes(self.results, tensors):
             return reason
         if reason := read_again(self.results, tensors, graph):
@@ -263,7 +264,7 @@ class Attending(Biased):
             return extras.refusal(tensors)
         others = {"seed", "dropout_mask", "sink_token", "block_mask"}
         if self.use_alibi_mask or others & {*tensors}:
-            return "a score_mod with dropout, sinks, ALiBi or block masks runs only in XLA"
+            return Reason("a score_mod with dropout, sinks, ALiBi or block masks runs only in XLA")
         return self.score_mod.refused(tensors)
 
     def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:

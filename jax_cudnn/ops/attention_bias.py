@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape, packed_strides
 from .._core.graph.node import Node, View, frozen
+from .._core.reasons import Reason
 from .attention_operands import computed
 
 if TYPE_CHECKING:
@@ -119,18 +120,20 @@ class Biased(Node):
                 )
         return "; ".join(said)
 
-    def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
         if "bias" not in tensors:
             return super().refuses(tensors, graph)
         bias = tensors["bias"]
         if "O" in tensors and bias.order:  # random graph 704, on an H200
             *_, fastest = (axis for axis in bias.order if bias.shape[axis] > 1 or axis == _KEYS)
             if fastest != _KEYS:
-                return "cuDNN misreads a bias whose fastest dimension in memory is not its keys"
+                return Reason(
+                    "cuDNN misreads a bias whose fastest dimension in memory is not its keys"
+                )
         wanted = whole(bias.shape, self.scores(tensors))
         instead = f"broadcast it to {list(wanted)} for one plan, or use separate plans"
         if "dBias" in tensors and tensors["dBias"].shape != wanted:
-            return (
+            return Reason(
                 f"cuDNN writes dBias of {list(tensors['dBias'].shape)}, which is broadcast over "
                 f"queries or keys, out of bounds, and an operation in its plan reads it: {instead}"
             )
@@ -138,7 +141,7 @@ class Biased(Node):
         alone = bias.name in graph.inputs and read == 1
         if bias.shape == wanted or (alone and bias.shape[_KEYS] == wanted[_KEYS]):
             return super().refuses(tensors, graph)
-        return (
+        return Reason(
             f"cuDNN misreads a bias of {list(bias.shape)}, which is broadcast over queries or "
             "keys, unless it is an operand that no other operation in its plan computes or reads: "
             f"{instead}"

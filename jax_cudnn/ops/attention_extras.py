@@ -25,6 +25,7 @@ import numpy as np
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import wide_dtype
 from .._core.graph.node import advanced
+from .._core.reasons import Reason
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors, Values
@@ -119,10 +120,10 @@ def dropout_of(node: Attending, tensors: dict[str, Any]) -> dict[str, Any]:
     return {"dropout": (node.dropout_probability, *words)} if words else {}
 
 
-def refusal(inputs: Collection[str]) -> str | None:
+def refusal(inputs: Collection[str]) -> Reason | None:
     """Why cuDNN does not run these operands, or None."""
     if "dropout_mask" in inputs:
-        return "a given dropout_mask runs only in XLA: cuDNN draws it from seed and offset"
+        return Reason("a given dropout_mask runs only in XLA: cuDNN draws it from seed and offset")
     return None
 
 

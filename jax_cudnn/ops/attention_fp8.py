@@ -12,6 +12,7 @@ from .._core.graph.builder import register
 from .._core.graph.dims import Shape
 from .._core.graph.example import Example
 from .._core.graph.node import Node, frozen
+from .._core.reasons import Reason
 from .attention_fp8_base import TILE, Scaled
 from .ordered import Ordered
 from .scaling import E4M3, E5M2
@@ -231,9 +232,9 @@ class SdpaFp8Backward(Ordered, Scaled):
             for port in self.results
         }
 
-    def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
         if tensors["q"].shape[2] % TILE or tensors["k"].shape[2] % (TILE // 2):
-            return (
+            return Reason(
                 f"with {tensors['q'].shape[2]} queries and {tensors['k'].shape[2]} keys cuDNN's "
                 f"fp8 backward writes zeros to part of dQ: pad them to multiples of {TILE}, and "
                 "pass the lengths as seq_len_q and seq_len_kv"

@@ -9,6 +9,7 @@ from .._core.errors import GraphTypeError
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FP8
 from .._core.graph.node import NUMBERS_ONLY, Node, frozen
+from .._core.reasons import Reason
 from .attention_base import (
     BOTTOM_RIGHT,
     LENGTHS,
@@ -92,12 +93,16 @@ class Scaled(Node):
             )
         check_shapes(inputs, {port: self.factor_shape(port, inputs) for port in factors})
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         kinds = {tensors[port].dtype for port in ("q", "k", "v")}
         if len(kinds) > 1:
-            return f"cuDNN's fp8 attention requires q, k and v of one dtype, not {', '.join(kinds)}"
+            return Reason(
+                f"cuDNN's fp8 attention requires q, k and v of one dtype, not {', '.join(kinds)}"
+            )
         if any(t.value is not None for t in tensors.values()):
-            return "cuDNN's fp8 attention reads scales from device memory: pass them as arrays"
+            return Reason(
+                "cuDNN's fp8 attention reads scales from device memory: pass them as arrays"
+            )
         return read_again(self.results, tensors, graph)
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:

@@ -14,6 +14,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import E8M0
 from .._core.graph.example import Example
 from .._core.graph.node import Node, frozen
+from .._core.reasons import Reason
 from .attention_fp8_base import Scaled
 from .mxfp8 import dequantize_mxfp8, scales_shape
 from .ordered import Ordered
@@ -239,9 +240,11 @@ class SdpaMxfp8Backward(Ordered, BlockScaled):
             for port in self.results
         }
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if tensors["q"].shape[3] > 128:
-            return "the order of the scales of q_T and k_T is unknown for head sizes above 128"
+            return Reason(
+                "the order of the scales of q_T and k_T is unknown for head sizes above 128"
+            )
         return super().refuses(tensors, graph)
 
     def reference(self, *, precision: object = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:

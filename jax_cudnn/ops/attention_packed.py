@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
+from .._core.reasons import Reason
 from .attention_arranged import Arranged
 from .attention_bias import LENGTHS, Biased
 from .attention_packed_reference import Packing
@@ -95,9 +96,9 @@ class _Packed(Biased, Arranged):
         strides = (limit * heads * size, size, heads * size, 1)
         return (View(port, (batch, heads, limit, size), strides),)
 
-    def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
         if self.max_seq_len_q == 1:
-            return "cuDNN computes a single query of a sequence whatever its length"
+            return Reason("cuDNN computes a single query of a sequence whatever its length")
         return super().refuses(tensors, graph)
 
     def bounded(self, given: Mapping[str, jax.Array], tensors: Tensors) -> Mapping[str, jax.Array]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.dims import Shape
 from .._core.graph.node import Node, View, frozen
+from .._core.reasons import Reason
 from .attention_arranged import Arranged
 from .attention_base import as_examples
 from .attention_bias import LENGTHS, Biased
@@ -117,9 +118,9 @@ class QkvSdpaBackward(_Qkv):
             for name, port in zip(self.results, ("qkv", "bias"), strict=False)
         }
 
-    def refuses(self, tensors: Tensors, graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Tensors, graph: GraphSpec) -> Reason | None:
         if tensors["qkv"].shape[1] == 1:
-            return "cuDNN does not support gradients for one query and one key"
+            return Reason("cuDNN does not support gradients for one query and one key")
         return super().refuses(tensors, graph)
 
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -15,6 +15,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.example import Example
 from .._core.graph.node import Node
+from .._core.reasons import Kind, Reason
 from .extents import Spatial
 from .normalization_base import BACKWARD_DIMS, normalized
 from .normalization_of_channels import (
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 _MULTIPLE = 8
 
 
-def _odd_channels(tensors: Mapping[str, Tensor]) -> str | None:
+def _odd_channels(tensors: Mapping[str, Tensor]) -> Reason | None:
     channels = tensors["input"].shape[1]
-    return f"{channels} channels, not a multiple of {_MULTIPLE}" if channels % _MULTIPLE else None
+    odd = Reason(f"{channels} channels, not a multiple of {_MULTIPLE}", Kind.SHAPE)
+    return odd if channels % _MULTIPLE else None
 
 
 @register
@@ -71,12 +73,12 @@ class BatchnormBackward(BackwardOfChannels):
     extent = Spatial(batch=True)
     examples = (backward_example(IMAGES),)
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         for call in graph.calls:
             made = {name for _, name in call.outputs}
             dtypes = {graph.tensor(name).dtype for _, name in call.inputs}
             if tensors["grad"].name in made and "bool" not in dtypes:
-                return f"{call.name} computes its grad and is not a mask"
+                return Reason(f"{call.name} computes its grad and is not a mask")
         return super().refuses(tensors, graph) or _odd_channels(tensors)
 
 
@@ -135,7 +137,7 @@ class Batchnorm(ForwardOfChannels):
         for dtype in ("bfloat16", "float16", "float32")
     )
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         return super().refuses(tensors, graph) or _odd_channels(tensors)
 
     def reference(  # pyright: ignore[reportIncompatibleMethodOverride]

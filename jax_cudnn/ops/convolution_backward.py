@@ -16,6 +16,7 @@ from .._core.graph.dtypes import itemsize
 from .._core.graph.example import Example
 from .._core.graph.node import ONE_ELEMENT
 from .._core.graph.promotion import product_dtype
+from .._core.reasons import Reason
 from .convolution_base import SOLVERS, ConvolutionGradient, Roles
 from .convolution_reference import convolved, cropped
 
@@ -105,11 +106,11 @@ class ConvDgrad(ConvolutionGradient):
         self.check_forward(_named(loss, "DX", shape), filter, loss)
         return {"DX": (shape, product_dtype(inputs))}
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: for 16 bits cuDNN refuses this, for float32 it
         # computes wrong results (relative error 1.0).
         if any(step > 1 for step in self.stride) and len(graph.calls) > 1:
-            return "it has strides and the graph has other operations"
+            return Reason("it has strides and the graph has other operations")
         return super().refuses(tensors, graph)
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:

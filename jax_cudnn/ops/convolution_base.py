@@ -15,6 +15,7 @@ from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS
 from .._core.graph.node import Node, frozen
 from .._core.graph.promotion import product_compute
+from .._core.reasons import Kind, Reason
 from .convolution_order import in_mixed_orders
 from .folds import grown
 from .matrix import Matmul, turned
@@ -81,20 +82,21 @@ class Convolution(Node):
             )
         )
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # All measured on an H200 with cuDNN 9.19, which accepts each of them.
         first, second = (tensors[port] for port in self.ports.input_names)
         if first.name == second.name:  # fails at execution, or computes wrong results
-            return "both operands are the same tensor"
+            return Reason("both operands are the same tensor")
         if self.convolution_mode != "CROSS_CORRELATION" and len(graph.calls) > 1:
-            return (
+            return Reason(
                 "it has a flipped weight and the graph has other operations"  # relative error 1.1
             )
         dtypes = {first.dtype, second.dtype}
         if len(dtypes) > 1 and not dtypes <= {*FP8}:  # relative error 6.7, float16 by bfloat16
-            return (
+            return Reason(
                 "the operands of a convolution or matmul have different types "
-                f"({first.dtype} and {second.dtype})"
+                f"({first.dtype} and {second.dtype})",
+                Kind.FACTORS,
             )
         return in_mixed_orders(tensors, self.roles.result, graph)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._core.graph.layout import lies_so
+from .._core.reasons import Reason
 
 if TYPE_CHECKING:
     from .._core.graph.node import Tensors
     from .._core.graph.spec import GraphSpec
 
 
-def in_mixed_orders(tensors: Tensors, result: str, graph: GraphSpec) -> str | None:
+def in_mixed_orders(tensors: Tensors, result: str, graph: GraphSpec) -> Reason | None:
     """Why cuDNN cannot run a convolution of these arrays, or None; names the port ``result`` only
     if it is the only one in a different order.
 
@@ -29,7 +30,7 @@ def in_mixed_orders(tensors: Tensors, result: str, graph: GraphSpec) -> str | No
     if not orders:
         odd = [port for port, tensor in tensors.items() if not lies_so(tensor, last, last)]
         port = next((p for p in odd if p != result), odd[0])
-        return (
+        return Reason(
             f"{port} has the memory order {list(tensors[port].order or last)}; cuDNN reads arrays "
             f"that are all channels-last ({list(last)}) or all row-major ({list(rows)})"
         )
@@ -38,7 +39,7 @@ def in_mixed_orders(tensors: Tensors, result: str, graph: GraphSpec) -> str | No
             tensor = graph.tensor(name)
             image = name in graph.outputs and len(tensor.shape) == rank
             if image and not any(lies_so(tensor, order, last) for order in orders):
-                return (
+                return Reason(
                     f"{port} of {call.name} has the memory order {list(tensor.order or last)}, but "
                     f"the arrays of the convolution have the order {list(orders[0])}: omit "
                     "set_stride, or transpose the result after the call"

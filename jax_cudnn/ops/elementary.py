@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .._core.graph.builder import register
 from .._core.graph.example import Example
+from .._core.reasons import Reason
 from .elementwise import IMAGES, ROWS, Pointwise, elementwise, usual
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ class Identity(Pointwise):
     jax_names = ("positive",)
     examples = usual("input")
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with equal types, the result is not written.
         if graph.has_anchor and tensors["input"].dtype == tensors["OUT_0"].dtype:
-            return "it changes nothing, and then cuDNN does not write its result"
+            return Reason("it changes nothing, and then cuDNN does not write its result")
         return super().refuses(tensors, graph)
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:

@@ -19,6 +19,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS, FP8, is_floating
 from .._core.graph.example import Example
 from .._core.graph.node import Node
+from .._core.reasons import Reason
 from .folds import anywhere
 
 if TYPE_CHECKING:
@@ -55,15 +56,15 @@ class Pointwise(Node):
     alike: ClassVar[bool] = False
     """Whether cuDNN computes correct results only for operands of equal shapes."""
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: a backward operation that is alone in a graph reads a
         # broadcast operand out of bounds.
         if self.shaped and tensors[self.shaped].value is not None:
-            return f"{self.shaped} is a scalar, but it determines the shape of the result"
+            return Reason(f"{self.shaped} is a scalar, but it determines the shape of the result")
         shapes = {tensor.shape for tensor in tensors.values() if tensor.value is None}
         if not self.alike or len(shapes) == 1:
             return None
-        return (
+        return Reason(
             f"its operands broadcast ({', '.join(str(list(s)) for s in sorted(shapes))}); "
             "cuDNN supports equal shapes only"
         )

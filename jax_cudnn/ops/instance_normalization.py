@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .._core.graph.builder import register
 from .._core.graph.example import Example
+from .._core.reasons import Reason
 from .extents import Spatial
 from .normalization_base import BACKWARD_DIMS, Phased
 from .normalization_of_channels import (
@@ -52,12 +53,14 @@ class InstancenormBackward(BackwardOfChannels):
     extent = Spatial(batch=False)
     examples = (backward_example(_IMAGE),)
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: with 8 images, DScale and DBias miss one or more,
         # different ones in each run, so they are off by up to their own size. DX is correct.
         images = tensors["input"].shape[0]
         if images > 1:
-            return f"with a batch of {images} images, cuDNN drops some from DScale and DBias"
+            return Reason(
+                f"with a batch of {images} images, cuDNN drops some from DScale and DBias"
+            )
         return super().refuses(tensors, graph)
 
 

@@ -22,6 +22,7 @@ from .._core.graph.dtypes import FLOATS
 from .._core.graph.example import Example
 from .._core.graph.node import Node, frozen
 from .._core.graph.wire import BITS
+from .._core.reasons import Reason
 from .activation import Relu
 from .logical import cmp_gt
 from .pointwise import mul
@@ -111,8 +112,8 @@ class ReluMask(Node):
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         return _folds(tensors)
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        return _OTHERWISE.format(self.requires)
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        return Reason(_OTHERWISE.format(self.requires))
 
 
 @register
@@ -152,8 +153,8 @@ class Masked(Node):
     def reference(self, input: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
         return (jnp.where(_unpacked(mask), input, 0),)
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
-        return _OTHERWISE.format(self.requires)
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
+        return Reason(_OTHERWISE.format(self.requires))
 
     def in_bits(self) -> Sequence[tuple[Node, tuple[str | float, ...], str]]:
         return ((mul(), ("input", "mask"), "OUT_0"),)

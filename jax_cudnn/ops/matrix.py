@@ -15,6 +15,7 @@ from .._core.graph.dtypes import PRODUCTS, itemsize
 from .._core.graph.example import Example
 from .._core.graph.node import ANY, LEAD, Node, frozen
 from .._core.graph.promotion import product_compute, product_dtype, product_operands
+from .._core.reasons import Kind, Reason
 from .products import alike, product_jvp
 
 if TYPE_CHECKING:
@@ -113,13 +114,14 @@ class Matmul(Node):
     def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
         return product_compute(inputs)
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         floats = {tensors["A"].dtype, tensors["B"].dtype} & {"float32"}
         if floats and graph.options.precision in ("high", "highest"):
-            return (
+            return Reason(
                 "cuDNN multiplies float32 matrices in TF32 only, which precision "
                 f"{graph.options.precision!r} forbids (supported: precision 'default'; bfloat16, "
-                "float16, float8 and int8 at any precision; float32 convolutions)"
+                "float16, float8 and int8 at any precision; float32 convolutions)",
+                Kind.DTYPE,
             )
         read = [
             {name, *(source for call in _computing([name], graph) for _, source in call.inputs)}
@@ -128,32 +130,34 @@ class Matmul(Node):
         if any(math.prod(graph.tensor(name).shape) > 1 for name in set.intersection(*read)):
             # Measured on an H200 with cuDNN 9.19: relative errors of 0.4 to 1.7.
             if tensors["A"].name == tensors["B"].name:
-                return "both operands are the same tensor"
-            return "both operands are computed from the same tensor: compute one before the call"
+                return Reason("both operands are the same tensor")
+            return Reason(
+                "both operands are computed from the same tensor: compute one before the call"
+            )
         result = tensors["C"]
         innermost = result.order[-1] if result.order else len(result.shape) - 1
         if innermost < len(result.shape) - 2 and result.shape[innermost] > 1:
             # Seen on an H200 with cuDNN 9.19, in float32 (random call 49): most of it was wrong.
-            return "the batch of the result is innermost in memory"
+            return Reason("the batch of the result is innermost in memory")
         if tensors["A"].shape[-1] == 1:
             # Seen on an H200 with cuDNN 9.19, in one of two runs of the tangent of a random graph
             # (seed 81): results that are not finite.
-            return "an outer product: the contracted dimension is 1"
+            return Reason("an outer product: the contracted dimension is 1")
         computed = {tensors["A"].name, tensors["B"].name} - {*graph.inputs}
         batch = tensors["C"].shape[:-2]
         if any(t.name in computed and t.shape[:-2] != batch for t in tensors.values()):
             # Measured on an H200 with cuDNN 9.19: the kernel reads out of bounds.
-            return "an operand is computed in the graph and then broadcast over the batch"
+            return Reason("an operand is computed in the graph and then broadcast over the batch")
         singular = [c for c in _computing(computed, graph) if getattr(c.node, "singular", False)]
         if singular:
             # Measured on an H200 with cuDNN 9.19: operands beyond the edge of a matrix count as 0,
             # which becomes an infinity here, and infinity times another 0 makes the result NaN.
-            return f"{singular[0].name} computes an operand and is not finite at 0"
+            return Reason(f"{singular[0].name} computes an operand and is not finite at 0")
         whole = [t for t in graph.input_tensors if math.prod(t.shape) > 1]
         rows = [t.shape[-1] * itemsize(t.dtype) for t in whole]
         if computed and any(size % _ALIGNED for size in rows):
             # Measured on an H200 with cuDNN 9.19: wrong results with rows of 12 bytes.
-            return (
+            return Reason(
                 "an operand is computed in the graph from arrays whose rows are not a multiple of "
                 f"{_ALIGNED} bytes"
             )

@@ -11,6 +11,7 @@ from .._core.graph.builder import register
 from .._core.graph.example import Example
 from .._core.graph.node import Node, frozen
 from .._core.graph.spec import Tensor
+from .._core.reasons import Reason
 from .extents import Rows
 from .normalization_base import BACKWARD_DIMS, TRAINING
 from .normalization_of_rows import BackwardOfRows, ForwardOfRows, ones
@@ -97,9 +98,9 @@ class Adalayernorm(ForwardOfRows):
         ),
     )
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         if "bias" not in tensors:  # frontend 1.28 reads a null pointer and ends the process
-            return "without a bias nvidia-cudnn-frontend 1.28 crashes: pass a bias of zeros"
+            return Reason("without a bias nvidia-cudnn-frontend 1.28 crashes: pass a bias of zeros")
         return super().refuses(tensors, graph)
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:

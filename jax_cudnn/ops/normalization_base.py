@@ -19,6 +19,7 @@ from .._core.errors import GraphError
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FLOATS
 from .._core.graph.node import NUMBERS_ONLY, Node, frozen
+from .._core.reasons import Reason
 from .extents import Extent
 
 if TYPE_CHECKING:
@@ -78,23 +79,25 @@ class Normalizing(Node):
                 )
         return shape, statistics
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         arrays = [p for p in ("epsilon", "momentum") if p in tensors and tensors[p].value is None]
         if arrays:
-            return (
+            return Reason(
                 f"{' and '.join(arrays)} is computed on the device, but cuDNN needs the value on "
                 "the host: pass a Python scalar"
             )
         for port in ("mean", "inv_var", "inv_variance"):
             if port in tensors and tensors[port].dtype != "float32":
-                return f"cuDNN reads and writes its {port} in float32, not {tensors[port].dtype}"
+                return Reason(
+                    f"cuDNN reads and writes its {port} in float32, not {tensors[port].dtype}"
+                )
         shape, scale = tensors["input"].shape, tensors["scale"].shape
         axes = self.extent.reduced(shape, scale)
         if math.prod(shape[axis] for axis in axes) == 1:
-            return "it normalizes over a single element"
+            return Reason("it normalizes over a single element")
         return self._wrong_in_plan(tensors, graph)
 
-    def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         """The part of the graph that cuDNN accepts and then computes wrongly.
 
         Measured on an H200 with cuDNN 9.19: if an operand of a backward, or a scale other than
@@ -107,9 +110,11 @@ class Normalizing(Node):
             maker = made.get(name)
             free = port in self.computed or (port == "scale" and maker and _adds(maker, graph))
             if maker and not free:
-                return f"{maker.name} computes its {port}"
+                return Reason(f"{maker.name} computes its {port}")
             if tensors[port].value is None and [*given.values()].count(name) > 1:
-                return f"one tensor is its {' and '.join(p for p in given if given[p] == name)}"
+                return Reason(
+                    f"one tensor is its {' and '.join(p for p in given if given[p] == name)}"
+                )
         return None
 
     def flops(self, shapes: Mapping[str, Shape]) -> int:
@@ -253,10 +258,10 @@ class NormalizationBackward(Normalizing):
     def linear_in(self, port: str) -> bool:
         return port == "grad"
 
-    def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         for call in graph.calls:
             if tensors["DX"].name in (name for _, name in call.inputs):
-                return f"{call.name} reads its DX"
+                return Reason(f"{call.name} reads its DX")
         return super()._wrong_in_plan(tensors, graph)
 
 

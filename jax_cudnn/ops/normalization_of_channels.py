@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .._core.graph.dtypes import FP8
 from .._core.graph.example import Example
+from .._core.reasons import Reason
 from .extents import Spatial
 from .normalization_base import Normalization, NormalizationBackward, Normalizing
 
@@ -50,11 +51,11 @@ class OfChannels(Normalizing):
 class BackwardOfChannels(OfChannels, NormalizationBackward):
     """Requires one dtype for all arrays with the shape of x."""
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: into a float32 DX it writes the 16 bits of input.
         dtypes = {port: tensors[port].dtype for port in ("grad", "input", "DX")}
         if len({*dtypes.values()}) > 1:
-            return f"{', '.join(f'{port} is {dtype}' for port, dtype in dtypes.items())}"
+            return Reason(f"{', '.join(f'{port} is {dtype}' for port, dtype in dtypes.items())}")
         return super().refuses(tensors, graph)
 
 
@@ -63,11 +64,11 @@ class ForwardOfChannels(OfChannels, Normalization):
 
     rounding = ROUNDING
 
-    def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def _wrong_in_plan(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # All measured on an H200 with cuDNN 9.19. A plan that writes float8 fails at execution.
         for tensor in graph.output_tensors:
             if tensor.dtype in FP8:
-                return f"cuDNN cannot write {tensor.dtype} after it"
+                return Reason(f"cuDNN cannot write {tensor.dtype} after it")
         # If relu(Y + residual) also returns the sum, the sum is wrong. A mask of that relu is
         # correct.
         after = {tensors["Y"].name}
@@ -76,6 +77,6 @@ class ForwardOfChannels(OfChannels, Normalization):
             (_, result), *_ = call.outputs
             if names & after and graph.tensor(result).dtype != "bool":
                 if names & after & {*graph.outputs}:
-                    return f"{call.name} reads a tensor that the graph also returns"
+                    return Reason(f"{call.name} reads a tensor that the graph also returns")
                 after.add(result)
         return super()._wrong_in_plan(tensors, graph)

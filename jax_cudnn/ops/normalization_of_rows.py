@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from .._core.graph.layout import major_to_minor
 from .._core.graph.node import ANY, LEAD, Node
 from .._core.graph.spec import Tensor
+from .._core.reasons import Reason
 from .extents import Rows
 from .normalization_base import NormalizationBackward, Normalizing, Phased
 
@@ -41,12 +42,12 @@ class OfRows(Normalizing):
     in_front: ClassVar[type[Normalizing] | None] = None
     """The class for a leading dimension in all operands, with a separate scale per index."""
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         x = tensors["input"]
         axes = self.extent.reduced(x.shape, tensors["scale"].shape)
         order = [axis for axis in major_to_minor(graph, x) if x.shape[axis] > 1]
         if axes and {*order[-len(axes) :]} != {*axes}:
-            return f"the normalized dimensions {list(axes)} are not the last in memory"
+            return Reason(f"the normalized dimensions {list(axes)} are not the last in memory")
         return super().refuses(tensors, graph)
 
     def length(self, tensors: Mapping[str, Tensor]) -> int:
@@ -114,9 +115,9 @@ class ForwardOfRows(OfRows, Phased):
     rounding = _ROUNDING
     computed = ("input",)
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         for call in graph.calls:
             if call.node.ports.is_elementwise and call.node.method.endswith("_backward"):
                 # Planning crashes the process (SIGSEGV in cuDNN 9.19, float32).
-                return f"cuDNN's planner fails with {call.name} in the same plan"
+                return Reason(f"cuDNN's planner fails with {call.name} in the same plan")
         return super().refuses(tensors, graph)

@@ -19,6 +19,7 @@ from .._core.graph.dtypes import FLOATS, wide_dtype
 from .._core.graph.reference import applied, rounded
 from .._core.graph.spec import GraphSpec, intern
 from .._core.graph.tensor import GraphTensor
+from .._core.reasons import Reason
 from .attention_reference import OPERANDS, Band
 from .folds import grown
 
@@ -99,10 +100,10 @@ class ScoreMod:
         shapes = {port: stretched(tensors[port].shape, scores) for port in self.ports}
         return {port: shape for port, shape in shapes.items() if shape != tensors[port].shape}
 
-    def refused(self, tensors: Tensors) -> str | None:
+    def refused(self, tensors: Tensors) -> Reason | None:
         """Why cuDNN does not run it, or None."""
         for port, shape in self.stretches(tensors).items():
-            return (
+            return Reason(
                 f"cuDNN misreads {port} of shape {list(tensors[port].shape)}, which is broadcast "
                 f"over queries: broadcast it to {list(shape)}"
             )
@@ -117,23 +118,23 @@ class ScoreMod:
         masks = [n for c in self.spec.calls for p, n in c.inputs if p == "mask" and n in compared]
         if len(masks) < 2:
             return None
-        return (
+        return Reason(
             "cuDNN's planner fails if score_mod selects twice by comparisons with operands: "
             "combine the conditions with &, in one jnp.where"
         )
 
-    def refused_backward(self, scores: Shape) -> str | None:
+    def refused_backward(self, scores: Shape) -> Reason | None:
         """Why cuDNN does not run its derivative, or None."""
         from .score_mod_emission import reads_leading_numbers  # only for planning
 
         if reads_leading_numbers(self):
-            return (
+            return Reason(
                 "cuDNN's backward is wrong if the derivative of score_mod has an operation with a "
                 "scalar as its first operand: write jnp.where(seen, score, -jnp.inf), with the "
                 "scalar last"
             )
         if not takes_infinity(self, scores):
-            return (
+            return Reason(
                 f"cuDNN's backward pads {scores[2]} queries and {scores[3]} keys to multiples of "
                 f"{_TILE} and calls score_mod with -inf there; this score_mod returns NaN or +inf "
                 "for -inf, or its derivative is not finite there: pad queries and keys, and pass "

@@ -9,7 +9,7 @@ import pytest
 from transformations import graphs_of
 
 import jax_cudnn as jc
-from jax_cudnn._core.planning import variety
+from jax_cudnn._core.planning import progress
 
 
 def test_buckets_hold_their_lengths_with_little_padding():
@@ -59,8 +59,8 @@ def test_lengths_are_brought_into_range():
 
 def test_a_function_of_many_shapes_is_told_of(monkeypatch, caplog):
     """At 4, 8, 16 and so on; attention's operations hold shapes of their own."""
-    monkeypatch.setattr(variety, "_MANY", 4)
-    variety.clear()
+    monkeypatch.setattr(progress, "_MANY", 4)
+    progress._shapes.clear()
     cap = jc.ops.score_mods.softcap(2.0)
     relu = jc.graph(lambda g, x: g.relu(x)), (4,), ()
     capped = lambda q: jc.ops.dot_product_attention(q, q, q, score_mod=cap), (1,), (2, 8)
@@ -69,7 +69,7 @@ def test_a_function_of_many_shapes_is_told_of(monkeypatch, caplog):
         function, before, behind = of
         for length in lengths:
             aval = jax.ShapeDtypeStruct((*before, length, *behind), "float32")
-            variety.count(*graphs_of(function, aval), "some function")
+            progress.count_shapes(*graphs_of(function, aval), "some function")
 
     with caplog.at_level(logging.WARNING, "jax_cudnn"):
         count(relu, 8, 16, 24, 24, 8)
@@ -79,6 +79,6 @@ def test_a_function_of_many_shapes_is_told_of(monkeypatch, caplog):
         count(relu, 32, 40, 48, 56)
         assert len(caplog.messages) == 2
         count(relu, 64)
-    variety.clear()
+    progress._shapes.clear()
     assert len(caplog.messages) == 3
     assert "pad_to_bucket" in caplog.messages[1]

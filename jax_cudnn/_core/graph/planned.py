@@ -15,6 +15,7 @@ from .dims import Shape
 if TYPE_CHECKING:
     import jax
 
+    from ..reasons import Reason
     from .node import Node
     from .spec import GraphSpec, Tensor
 
@@ -98,7 +99,7 @@ class Planned:
     outside: ClassVar[bool] = False
     """Whether XLA may run this ``leftover`` even under implementation="cudnn"."""
 
-    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> str | None:
+    def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         """Why cuDNN must not run this node, from its tensors at all ports, or None.
 
         For cases that cuDNN would accept and compute wrongly, or not as the options require.
@@ -120,9 +121,9 @@ class Planned:
         """The knob without which an engine does not compute this node's graph, or ""."""
         return ""
 
-    def needs(self, ports: Collection[str]) -> str:
+    def needs(self, ports: Collection[str]) -> Reason | None:
         """GPU requirements of these input ports, in addition to ``requires``."""
-        return ""
+        return None
 
     def instead(self) -> OtherForm | None:
         """The alternative if cuDNN has no plan for this anchor, or none within the workspace

@@ -125,6 +125,10 @@ class GraphSpec:
             self._cache["tensors"] = {t.name: t for t in self.tensors}
         return self._cache["tensors"][name]
 
+    def at_ports(self, call: Call) -> dict[str, Tensor]:
+        """The tensors at all ports of a call."""
+        return {port: self.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+
     @property
     def input_tensors(self) -> tuple[Tensor, ...]:
         return tuple(self.tensor(name) for name in self.inputs)

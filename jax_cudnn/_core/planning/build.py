@@ -3,89 +3,88 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from ..cuda import CudaDevice
-from ..errors import JaxCudnnError, UnsupportedGraphError
+from ..errors import JaxCudnnError
 from ..graph import layout
 from ..graph.dtypes import cudnn_name
 from ..graph.spec import GraphSpec
-from . import choice, failure, frontend, ubjson, workspace
+from ..reasons import Kind, Reason, Reasons
+from . import choice, failure, frontend, ubjson
+from .candidates import Numbers
 from .deviceless.profiles import Profile
-from .execution_plan import ExecutionPlan, Uids, decode
+from .execution_plan import ExecutionPlan, decode, uids
 from .unsupported import engine_reasons, unsupported
-from .workspace import Limit
 
-FIRST_PYTHON_ENGINE = 20000
-"""Engines of the frontend itself (CuTe DSL) begin here."""
-PYTHON_ONLY = "runs only in the Python frontend, not inside an XLA program"
+Config = tuple[int, Numbers]
+"""An engine and the values of its knobs."""
 _NONE_PROPOSED = "cuDNN proposed no engine that matches the options (engine and notes)"
 
 
-def build_for_profile(spec: GraphSpec, profile: Profile) -> ExecutionPlan:
-    """The plan for a GPU that is not here. Runs in the deviceless worker."""
+@contextlib.contextmanager
+def at(site: Profile | CudaDevice) -> Iterator[tuple[Any, str, dict[str, Any]]]:
+    """cuDNN's frontend, a GPU's properties, and what a graph of the frontend's takes for that GPU:
+    a real handle, or in the deviceless worker the properties."""
     cudnn = frontend.load()
-    properties = cudnn.create_device_properties(profile.properties_json)
-    limit = workspace.limit(spec, profile.properties_json)
-    return _build(spec, cudnn, limit, device_property=properties, sm_version=profile.sm_version)
+    if isinstance(site, Profile):
+        properties = cudnn.create_device_properties(site.properties_json)
+        where = {"device_property": properties, "sm_version": site.sm_version}
+        yield cudnn, site.properties_json, where
+    else:
+        with site.planning_handle(cudnn) as handle:
+            yield cudnn, site.properties(cudnn), {"handle": handle}
 
 
-def build_for_device(spec: GraphSpec, device: CudaDevice) -> ExecutionPlan:
-    """The plan for a GPU of this process, with a real handle."""
-    cudnn = frontend.load()
-    limit = workspace.limit(spec, device.properties(cudnn))
-    with device.planning_handle(cudnn) as handle:
-        return _build(spec, cudnn, limit, handle=handle)
+def build_for(spec: GraphSpec, site: Profile | CudaDevice) -> ExecutionPlan:
+    """The plan for a GPU. For one that is not here it runs in the deviceless worker."""
+    with at(site) as (cudnn, properties, where):
+        found = _first(spec, cudnn, properties, where)
+        if isinstance(found, ExecutionPlan):
+            return found
+        if other := choice.other_form(spec, cudnn.backend_version()):
+            second = _first(other, cudnn, properties, where)
+            if isinstance(second, ExecutionPlan):
+                return second
+            # Other kinds say that the form has no engine here.
+            found |= {name: r for name, r in second.items() if r.kind is Kind.WORKSPACE}
+        raise unsupported(spec, found)
 
 
-def _build(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> ExecutionPlan:
+def _first(
+    spec: GraphSpec, cudnn: Any, properties: str, where: dict[str, Any]
+) -> ExecutionPlan | Reasons:
+    """The first acceptable candidate, or why there is none."""
+    reasons: Reasons = {}
     try:
-        return _first(spec, cudnn, limit, **where)
-    except UnsupportedGraphError as error:
-        other = workspace.other_form(spec, cudnn.backend_version())
-        if other is None:
-            raise
-        try:
-            return _first(other, cudnn, limit, **where)
-        except UnsupportedGraphError as second:
-            too_large = workspace.refusals(second.reasons)  # else that form has no engine here
-            raise unsupported(spec, {**error.reasons, **too_large}) from error
-
-
-def _first(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> ExecutionPlan:
-    """The first acceptable candidate."""
-    reasons: dict[str, str] = {}
-    with reasons_of(spec, cudnn):
         graph = operation_graph(spec, cudnn, **where)
         choice.propose(graph, spec, cudnn)
-    count = graph.get_execution_plan_count()
-    candidates = [graph.get_engine_and_knobs_at_index(index) for index in range(count)]
+    except Exception as error:
+        return reasons_of(error, cudnn)
+    candidates = configs(graph)
     for index in choice.order(spec, candidates):
-        name = graph.get_plan_name_at_index(index)
         engine, knobs = candidates[index]
         if not choice.is_chosen(spec, engine, knobs):
             continue
-        if engine >= FIRST_PYTHON_ENGINE:
-            reasons[name] = PYTHON_ONLY
-            continue
-        if wrong := choice.distrusted(spec, engine, knobs):
-            reasons[name] = f"computes {wrong} wrongly"
+        name = graph.get_plan_name_at_index(index)
+        if wrong := choice.barred(spec, engine, knobs):
+            reasons[name] = wrong
             continue
         try:
-            with reasons_of(spec, cudnn):
-                graph.build_plan_at_index(index)
-        except UnsupportedGraphError as error:
-            reasons[name] = next(iter(error.reasons.values()))
+            graph.build_plan_at_index(index)
+        except Exception as error:
+            (reasons[name], *_) = reasons_of(error, cudnn).values()
             continue
         needed = graph.get_workspace_size()
-        if needed > limit.nbytes:
-            reasons[name] = limit.refusal(needed)
+        if too_much := choice.too_large(spec, properties, needed):
+            reasons[name] = too_much
             continue
         blob = ubjson.decode(bytes(graph.serialize()))
         notes = behavior_notes(graph, index)
-        return decode(spec, blob, name, needed, count, int(engine), named(knobs), notes)
-    raise unsupported(spec, reasons or {"heuristics": _NONE_PROPOSED})
+        pairs = tuple(knobs.items())
+        return decode(spec, blob, name, needed, len(candidates), engine, pairs, notes)
+    return reasons or {"heuristics": Reason(_NONE_PROPOSED, Kind.OPTIONS)}
 
 
 def operation_graph(spec: GraphSpec, cudnn: Any, **where: Any) -> Any:
@@ -110,29 +109,32 @@ def behavior_notes(graph: Any, index: int) -> tuple[str, ...]:
     return tuple(str(getattr(note, "name", note)) for note in notes)
 
 
-def named(knobs: Mapping[Any, int]) -> tuple[tuple[str, int], ...]:
-    """The values of an engine's knobs by name."""
-    return tuple(sorted((getattr(k, "name", str(k)), int(v)) for k, v in knobs.items()))
+def configs(graph: Any) -> list[Config]:
+    """The engines with the values of their knobs by name that a graph of the frontend proposes."""
+    every = map(graph.get_engine_and_knobs_at_index, range(graph.get_execution_plan_count()))
+    return [(int(engine), _named(knobs)) for engine, knobs in every]
 
 
-@contextlib.contextmanager
-def reasons_of(spec: GraphSpec, cudnn: Any) -> Iterator[None]:
-    """Turns the frontend's exceptions into ours.
+def _named(knobs: dict[Any, int]) -> Numbers:
+    return Numbers(sorted((getattr(k, "name", str(k)), int(v)) for k, v in knobs.items()))
 
-    It raises RuntimeError both for graphs that cuDNN cannot represent and for a failing device,
-    and Python's exceptions in its Python parts.
+
+def reasons_of(error: Exception, cudnn: Any) -> Reasons:
+    """What an exception of the frontend says of a graph; raises what says something else.
+
+    The frontend raises RuntimeError both for graphs that cuDNN cannot represent and for a failing
+    device, and Python's exceptions in its Python parts.
     """
-    try:
-        yield
-    except JaxCudnnError:
-        raise
-    except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-        failed = failure.passing(error)
-        raise failed or unsupported(spec, engine_reasons(str(error))) from error
-    except (AssertionError, ValueError) as error:
-        if _raised_in(error).partition(".")[0] != cudnn.__name__:
-            raise
-        raise unsupported(spec, engine_reasons(str(error))) from error
+    if isinstance(error, JaxCudnnError):
+        raise error
+    if isinstance(error, (cudnn.cudnnGraphNotSupportedError, RuntimeError)):
+        if failed := failure.passing(error):
+            raise failed from error
+    elif not isinstance(error, (AssertionError, ValueError)):
+        raise error
+    elif _raised_in(error).partition(".")[0] != cudnn.__name__:
+        raise error
+    return engine_reasons(str(error))
 
 
 def _raised_in(error: BaseException) -> str:
@@ -144,42 +146,44 @@ def _raised_in(error: BaseException) -> str:
 
 
 def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
-    uids = Uids.of(spec)
+    places = uids(spec)
+    constants = [constant.name for constant in spec.constants]
+    tensors: dict[str, list[Any]] = {}
 
     def data_type(dtype: str) -> Any:
         return getattr(cudnn.data_type, cudnn_name(dtype))
 
-    tensors: dict[str, list[Any]] = {}
-    for uid_of, by_value in ((uids.inputs, False), (uids.constants, True)):
-        for name, uid in uid_of.items():
-            tensor = spec.tensor(name)
-            tensors[name] = [
-                graph.tensor(
-                    name=f"{name}.{part.port}" if part.port else name,
-                    dim=list(part.dims),
-                    stride=list(part.strides),
-                    data_type=data_type(tensor.dtype),
-                    is_pass_by_value=by_value,
-                    uid=uids.parts.get((name, i), uid),
-                )
-                for i, part in enumerate(layout.shown(spec, tensor))
-            ]
+    for name in (*spec.inputs, *constants):
+        tensor = spec.tensor(name)
+        tensors[name] = [
+            graph.tensor(
+                name=f"{name}.{part.port}" if part.port else name,
+                dim=list(part.dims),
+                stride=list(part.strides),
+                data_type=data_type(tensor.dtype),
+                is_pass_by_value=name in constants,
+                uid=places[name, i],
+            )
+            for i, part in enumerate(layout.shown(spec, tensor))
+        ]
     for call in spec.calls:
-        inputs = {}
-        for port, name in call.inputs:
-            parts = layout.shown(spec, spec.tensor(name))
-            inputs |= {p.port or port: x for p, x in zip(parts, tensors[name], strict=True)}
+        inputs = {
+            part.port or port: given
+            for port, name in call.inputs
+            for part, given in zip(
+                layout.shown(spec, spec.tensor(name)), tensors[name], strict=True
+            )
+        }
         compute = data_type(call.node.compute_data_type)
         common = {"name": call.name, "compute_data_type": compute}
         made = iter(call.node.emit(graph, inputs, common))
         for _, name in call.outputs:
-            tensor, uid = spec.tensor(name), uids.outputs.get(name)
-            tensors[name] = []
+            tensor, tensors[name] = spec.tensor(name), []
             for i, part in enumerate(layout.shown(spec, tensor)):
                 out = next(made)
                 out.set_dim(list(part.dims)).set_stride(list(part.strides))
                 out.set_data_type(data_type(tensor.dtype))
-                if uid is not None:
-                    out.set_output(True).set_uid(uids.parts.get((name, i), uid))
+                if name in spec.outputs:
+                    out.set_output(True).set_uid(places[name, i])
                 tensors[name].append(out)
         assert next(made, None) is None, f"{call.node.method} has more results than ports"

@@ -4,14 +4,14 @@ that cross their edge."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from ..graph.spec import GraphSpec
 
 
-@dataclass(frozen=True)
-class _Edge:
+class _Edge(NamedTuple):
     """A tensor: the call that makes it (0 for an operand), those that read it, and its bytes."""
 
     maker: int
@@ -24,16 +24,23 @@ class CallSets:
     """The calls of a graph as bits: bit ``i`` is call ``i``."""
 
     def __init__(self, spec: GraphSpec) -> None:
-        self.all = (1 << len(spec.calls)) - 1
-        self.anchors = _bits(i for i, call in enumerate(spec.calls) if call.node.anchor)
-        self.leftover = _bits(i for i, call in enumerate(spec.calls) if call.node.leftover)
-        self._edges = _edges(spec)
         count = len(spec.calls)
+        self.all = (1 << count) - 1
+        self.anchors = _union(1 << i for i, call in enumerate(spec.calls) if call.node.anchor)
+        self.leftover = _union(1 << i for i, call in enumerate(spec.calls) if call.node.leftover)
+        makers: dict[str, int] = defaultdict(int)
+        users: dict[str, int] = defaultdict(int)
+        for i, call in enumerate(spec.calls):
+            for _, name in call.inputs:
+                users[name] |= 1 << i
+            makers.update((name, 1 << i) for _, name in call.outputs)
+        self._edges = [
+            _Edge(makers[t.name], users[t.name], t.name in spec.outputs, t.nbytes)
+            for t in spec.tensors
+            if t.value is None
+        ]
         self._made_before = [0] * count  # the makers of a call's operands
-        self._before = [0] * count  # and theirs, and so on
-        self._users = [0] * count
-        self._beside = [0] * count
-        self._edges_at = [0] * count
+        self._users, self._beside, self._edges_at = [0] * count, [0] * count, [0] * count
         for number, edge in enumerate(self._edges):
             for i in members(edge.maker):
                 self._users[i] |= edge.users
@@ -42,41 +49,37 @@ class CallSets:
             for i in members(edge.users | edge.maker):
                 self._beside[i] |= edge.users | edge.maker
                 self._edges_at[i] |= 1 << number
-        for i, makers in enumerate(self._made_before):  # calls are in topological order
-            self._before[i] = makers | _union([self._before[j] for j in members(makers)])
+        self._before: list[int] = []  # the makers, theirs, and so on
+        for makers_of in self._made_before:  # calls are in topological order
+            self._before.append(makers_of | _of(self._before, makers_of))
 
     def traffic(self, calls: int) -> int:
         """Bytes that a segment of these calls reads and writes."""
-        moved = 0
-        for number in members(_union([self._edges_at[i] for i in members(calls)])):
-            edge = self._edges[number]
-            if edge.maker & calls:
-                moved += edge.nbytes if edge.returned or edge.users & ~calls else 0
-            else:
-                moved += edge.nbytes
-        return moved
+        edges = [self._edges[number] for number in members(_of(self._edges_at, calls))]
+        inner = (e.maker & calls and not (e.returned or e.users & ~calls) for e in edges)
+        return sum(e.nbytes for e, within in zip(edges, inner, strict=True) if not within)
 
     def beside(self, calls: int) -> int:
         """Other calls that make, read or share a tensor with these."""
-        return _union([self._beside[i] for i in members(calls)]) & ~calls
+        return _of(self._beside, calls) & ~calls
 
     def before(self, calls: int, glued: Sequence[int] = ()) -> int:
         """All calls on whose results these depend, where those of each ``glued`` set run at
         once."""
         found, new = 0, _with(calls, glued)
         while new:
-            makers = _with(_union([self._before[i] for i in members(new)]), glued)
+            makers = _with(_of(self._before, new), glued)
             new = makers & ~found if glued else 0
             found |= makers
         return found
 
     def _makers(self, calls: int) -> int:
         """The calls that make the operands of these."""
-        return _union([self._made_before[i] for i in members(calls)])
+        return _of(self._made_before, calls)
 
     def users(self, calls: int) -> int:
         """The calls that read what these make."""
-        return _union([self._users[i] for i in members(calls)])
+        return _of(self._users, calls)
 
     def after(self, calls: int) -> int:
         """All calls that depend on these."""
@@ -126,10 +129,10 @@ class CallSets:
             stage += stage % 2 != bool(ready & foreign)
             stages.update((i, stage) for i in members(ready))
             waiting &= ~ready
+        free = [*members(self.all & ~_union(fixed))]
         groups = [*fixed]
-        free = self.all & ~_union(fixed)
-        for stage in sorted({stages[i] for i in members(free)}):
-            groups += self.connected(_bits(i for i in members(free) if stages[i] == stage))
+        for stage in sorted({stages[i] for i in free}):
+            groups += self.connected(_union(1 << i for i in free if stages[i] == stage))
         return sorted(groups, key=lambda group: (stages[next(members(group))], group & -group))
 
 
@@ -141,28 +144,15 @@ def members(calls: int) -> Iterator[int]:
         calls ^= lowest
 
 
-def _bits(positions: Iterator[int]) -> int:
-    return sum(1 << i for i in positions)
+def _union(sets: Iterable[int]) -> int:
+    return functools.reduce(int.__or__, sets, 0)
+
+
+def _of(sets: Sequence[int], calls: int) -> int:
+    """The union of the sets of these calls."""
+    return _union(sets[i] for i in members(calls))
 
 
 def _with(calls: int, groups: Sequence[int]) -> int:
     """The set with all of each group of which it has a call."""
-    return calls | _union([group for group in groups if group & calls])
-
-
-def _union(sets: Sequence[int]) -> int:
-    return functools.reduce(int.__or__, sets, 0)
-
-
-def _edges(spec: GraphSpec) -> list[_Edge]:
-    makers: dict[str, int] = {}
-    users: dict[str, int] = {}
-    for i, call in enumerate(spec.calls):
-        for _, name in call.inputs:
-            users[name] = users.get(name, 0) | 1 << i
-        makers.update((name, 1 << i) for _, name in call.outputs)
-    return [
-        _Edge(makers.get(t.name, 0), users.get(t.name, 0), t.name in spec.outputs, t.nbytes)
-        for t in spec.tensors
-        if t.value is None
-    ]
+    return calls | _union(group for group in groups if group & calls)

@@ -12,26 +12,11 @@ from ..graph.options import HEURISTICS
 _SUPPORTED = {True: "yes", False: "no", None: "not tried"}
 
 
-class Numbers(Mapping[str, int]):
-    """An immutable, hashable mapping of names to integers."""
+class Numbers(dict[str, int]):
+    """Integers by name, which nothing changes: it can be hashed."""
 
-    def __init__(self, numbers: Mapping[str, int]) -> None:
-        self._numbers = dict(numbers)
-
-    def __getitem__(self, name: str) -> int:
-        return self._numbers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._numbers)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._numbers.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._numbers)
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(frozenset(self.items()))
 
 
 @dataclass(frozen=True)
@@ -71,8 +56,7 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """All attributes as data for ``json.dumps``."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**found, "knobs": dict(self.knobs), "modes": dict(self.modes)}
+        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)

@@ -59,20 +59,15 @@ def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None
     that select by value only the results count. None where the GPU's rates are not known."""
     if site is None:
         return None
-    if isinstance(site, Profile):
-        gpu = json.loads(site.properties_json)
-        bits = gpu.get("memoryBusWidth", 0)
-    else:
-        gpu = json.loads(site.properties(frontend.load()))
-        bits = site.memory_bus_width()
+    absent = isinstance(site, Profile)
+    gpu = json.loads(site.properties_json if absent else site.properties(frontend.load()))
+    bits = gpu.get("memoryBusWidth", 0) if absent else site.memory_bus_width()
     rate = bits / 8 * 2 * gpu.get("memClockRateKHz", 0) * 1e3
     if not rate:
         return None
     cycles = gpu["multiProcessorCount"] * gpu["smClockRateKHz"] * 1e3
     peak = cycles * _FLOPS_PER_CYCLE.get(int(gpu["deviceVer"]) // 10, 0)
-    work = sum(
-        _flops(spec, call) * _width(spec, call) / 2 for call in spec.calls if call.node.product
-    )
+    work = sum(_flops(spec, c) * _width(spec, c) / 2 for c in spec.calls if c.node.product)
     if work and not peak:
         return None
     read = {name for call in spec.calls if not _selects(call) for _, name in call.inputs}
@@ -91,10 +86,8 @@ def _selects(call: Call) -> bool:
 
 
 def _flops(spec: GraphSpec, call: Call) -> int:
-    if _selects(call):
-        return 0
-    ports = (*call.inputs, *call.outputs)
-    return call.node.flops({port: spec.tensor(name).shape for port, name in ports})
+    shapes = {port: tensor.shape for port, tensor in spec.at_ports(call).items()}
+    return 0 if _selects(call) else call.node.flops(shapes)
 
 
 def _width(spec: GraphSpec, product: Call) -> int:

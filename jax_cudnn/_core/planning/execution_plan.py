@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 import struct
@@ -89,14 +88,8 @@ class ExecutionPlan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ExecutionPlan:
         """The plan that ``to_json`` wrote; KeyError, TypeError or ValueError for other data."""
-        names = "bindings", "fills", "knobs", "tables", "behavior_notes"
-        if wrong := [name for name in names if not isinstance(data[name], (list, tuple))]:
-            raise TypeError(f"{wrong[0]} is not a list")
-        *rows, notes = (tuple(data[name]) for name in names)
-        rows = {name: tuple(map(tuple, row)) for name, row in zip(names[:-1], rows, strict=True)}
-        scalars = bytes.fromhex(data["scalars"])
-        rows |= {"behavior_notes": notes, "scalars": scalars, "engine_id": data["engine_id"]}
-        return cls(**{**data, **rows})
+        held = {field.name: _tuples(data[field.name]) for field in dataclasses.fields(cls)}
+        return cls(**{**data, **held, "scalars": bytes.fromhex(data["scalars"])})
 
     def attributes(self, name: str, initial: Sequence[int] = ()) -> dict[str, Any]:
         """The custom call's attributes; ``checksum`` is of the others, see csrc/plan.h."""
@@ -125,52 +118,46 @@ class ExecutionPlan:
         return f"{self.engine} for {self.device_name}, {self.workspace_bytes} bytes of workspace"
 
 
-@dataclass(frozen=True)
-class Uids:
-    """The tensor uids that emission gave to a spec's operands, results and constants; and to
-    further parts of these, by name and position (the first part has the uid of the whole)."""
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
-    inputs: dict[str, int]
-    outputs: dict[str, int]
-    constants: dict[str, int]
-    parts: dict[tuple[str, int], int]
 
-    @classmethod
-    def of(cls, spec: GraphSpec) -> Uids:
-        count = itertools.count(1)
-        return cls(
-            {name: next(count) for name in spec.inputs},
-            {name: next(count) for name in spec.outputs},
-            {constant.name: next(count) for constant in spec.constants},
-            {
-                (name, i): next(count)
-                for name in (*spec.inputs, *spec.outputs)
-                for i in range(1, len(layout.views(spec, spec.tensor(name))))
-            },
-        )
+def uids(spec: GraphSpec) -> dict[tuple[str, int], int]:
+    """The uids that emission gives to operands, results and constants, in this order, by name and
+    0; then those of their further parts, by name and position. The first part has the uid of the
+    whole."""
+    arrays = *spec.inputs, *spec.outputs
+    whole = [(name, 0) for name in (*arrays, *(constant.name for constant in spec.constants))]
+    counts = ((name, len(layout.views(spec, spec.tensor(name)))) for name in arrays)
+    parts = [(name, i) for name, count in counts for i in range(1, count)]
+    return {place: uid for uid, place in enumerate([*whole, *parts], 1)}
 
 
 def graph_rows(spec: GraphSpec) -> dict[int, Row]:
     """What each of a graph's tensors points to, by uid: first its operands and results."""
-    uids = Uids.of(spec)
-    whole = uids.inputs | uids.outputs
-    rows = [(OPERAND, i, _nbytes(tensor)) for i, tensor in enumerate(spec.input_tensors)]
-    rows += [(RESULT, i, _nbytes(tensor)) for i, tensor in enumerate(spec.output_tensors)]
-    rows += [(CONSTANT, i * SCALAR_STRIDE, 0) for i in range(len(uids.constants))]
-    for name, i in uids.parts:
+    inputs, arrays = len(spec.inputs), len(spec.inputs) + len(spec.outputs)
+    places, rows = uids(spec), {}
+    for (name, i), uid in places.items():
         tensor = spec.tensor(name)
-        start = layout.views(spec, tensor)[i].offset * itemsize(tensor.dtype)
-        rows.append((VIEW, whole[name] - 1, start))
-    return dict(enumerate(rows, 1))  # as Uids.of counts
+        if i:
+            start = layout.views(spec, tensor)[i].offset * itemsize(tensor.dtype)
+            rows[uid] = VIEW, places[name, 0] - 1, start
+        elif uid > arrays:
+            rows[uid] = CONSTANT, (uid - 1 - arrays) * SCALAR_STRIDE, 0
+        else:
+            shape, dtype = stored(tensor)
+            kind, place = (RESULT, uid - 1 - inputs) if uid > inputs else (OPERAND, uid - 1)
+            rows[uid] = kind, place, math.prod(shape) * itemsize(dtype)
+    return rows
 
 
-_FIELDS = (
+_FIELDS = {
     "cudnn_backend_data",
     "variant_pack_uids",
     "pass_by_values",
     "workspace_modifications",
     "fe_workspace_size",
-)
+}
 
 
 def decode(
@@ -188,13 +175,8 @@ def decode(
     The frontend resolves by-value constants, initialised workspace and slices in every execution;
     here they become rows once.
     """
-    missing = [field for field in _FIELDS if field not in blob]
-    if missing:
-        raise LibraryError(
-            f"the frontend's plan has no {', '.join(missing)}",
-            why="this version of nvidia-cudnn-frontend writes plans in an unknown format",
-            fix="install a tested version (see newest.txt) or a newer jax_cudnn",
-        )
+    if missing := _FIELDS - blob.keys():
+        raise _unknown(f"the frontend's plan has no {', '.join(sorted(missing))}")
     rows = graph_rows(spec)
     views = {uid: rows.pop(uid) for uid, row in [*rows.items()] if row[0] == VIEW}
     scalars = bytearray().join(map(_packed, spec.constants))
@@ -215,23 +197,24 @@ def decode(
             fills.append((offset, 1, int(floats[0]), 0))
     used = set(blob["variant_pack_uids"])
     own = used - more.keys()
-    kept = [(uid if uid in own else UNBOUND, uid, row) for uid, row in rows.items()]
-    kept += [(uid if uid in used else UNBOUND, uid, row) for uid, row in more.items()]
-    kept = [(u, uid, row) for u, uid, row in kept if u == uid or row[0] in (OPERAND, RESULT)]
-    bindings = [(bound, *row) for bound, _, row in kept]
-    place = {uid: i for i, (_, uid, _) in enumerate(kept)}
-    sliced = [found for found in _views(blob) if found[0] in used]
-    views |= {uid: (VIEW, place.get(source, UNBOUND), start) for uid, (source, start) in sliced}
+    bindings: list[tuple[int, int, int, int]] = []
+    places: dict[int, int] = {}
+    for known, bound in ((rows, own), (more, used)):
+        for uid, row in known.items():
+            if uid in bound or row[0] in (OPERAND, RESULT):
+                places[uid] = len(bindings)
+                bindings.append((uid if uid in bound else UNBOUND, *row))
+    # Before cuDNN could slice, the frontend did: it binds these to parts of the memory of others.
+    sliced = blob.get("variant_pack_replacements") or []  # a map, or a list of pairs
+    for source, (uid, offset) in sliced.items() if isinstance(sliced, dict) else sliced:
+        if uid in used:
+            views[uid] = VIEW, places.get(int(source), UNBOUND), offset
     bindings += [(uid, *row) for uid, row in views.items() if uid in own]
     unknown = own - rows.keys() - views.keys()
-    unknown |= {source for _, (source, _) in sliced} - place.keys()
+    unknown |= {uid for uid, (_, place, _) in views.items() if place == UNBOUND}
     if unknown:
-        raise LibraryError(
-            "the frontend's plan has tensors that are not in the graph",
-            got=f"uids {sorted(unknown)}",
-            why="this version of nvidia-cudnn-frontend lays out plans in an unknown way",
-            fix="install a tested version (see newest.txt) or a newer jax_cudnn",
-        )
+        what = "the frontend's plan has tensors that are not in the graph"
+        raise _unknown(what, f"uids {sorted(unknown)}")
     text = canonical_properties(blob["cudnn_backend_data"])
     space = blob["fe_workspace_size"]  # any number; cuDNN's own part begins aligned
     start = -(-space // SCALAR_STRIDE) * SCALAR_STRIDE
@@ -253,11 +236,6 @@ def decode(
     )
 
 
-def _nbytes(tensor: Tensor) -> int:
-    shape, dtype = stored(tensor)
-    return math.prod(shape) * itemsize(dtype)
-
-
 def _packed(tensor: Tensor) -> bytes:
     """A by-value constant as the kernels read it."""
     assert tensor.value is not None
@@ -272,29 +250,13 @@ def _by_value(given: dict[str, Any]) -> bytes:
     value = given["value"]
     if isinstance(value, str):
         return bytes.fromhex(value)[::-1]
-    formats = {0: "<q", 1: "<i"}
-    if given["index"] not in formats:
-        raise LibraryError(
-            "the frontend's plan has a constant of an unknown type",
-            got=repr(given),
-            why="this version of nvidia-cudnn-frontend writes plans in an unknown format",
-            fix="install a tested version (see newest.txt) or a newer jax_cudnn",
-        )
-    return struct.pack(formats[given["index"]], value)
+    if given["index"] not in (0, 1):
+        raise _unknown("the frontend's plan has a constant of an unknown type", repr(given))
+    return struct.pack("<i" if given["index"] else "<q", value)
 
 
 def _padded(value: bytes) -> bytes:
     return value.ljust(SCALAR_STRIDE, b"\0")
-
-
-def _views(blob: dict[str, Any]) -> list[tuple[int, tuple[int, int]]]:
-    """Tensors that are a part of another one's memory: (uid, (that one's uid, byte offset)).
-
-    Before cuDNN could slice, the frontend did it so; a map with integer keys is a list of pairs.
-    """
-    found = blob.get("variant_pack_replacements") or []
-    pairs = found.items() if isinstance(found, dict) else found
-    return [(uid, (int(source), offset)) for source, (uid, offset) in pairs]
 
 
 def _float(given: Any) -> float:
@@ -315,9 +277,14 @@ def device_in(text: str) -> str:
 def _field(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     if match is None:
-        raise LibraryError(
-            f"cuDNN's plan text has no {pattern.split(':')[0]}",
-            why="this version of cuDNN writes plans in an unknown format",
-            fix="install a tested version (see newest.txt) or a newer jax_cudnn",
-        )
+        raise _unknown(f"cuDNN's plan text has no {pattern.split(':')[0]}")
     return match[1]
+
+
+def _unknown(what: str, got: str | None = None) -> LibraryError:
+    return LibraryError(
+        what,
+        got=got,
+        why="this version of cuDNN or of nvidia-cudnn-frontend writes plans in an unknown format",
+        fix="install a tested version (see newest.txt) or a newer jax_cudnn",
+    )

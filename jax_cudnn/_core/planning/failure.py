@@ -52,11 +52,11 @@ def passing(error: BaseException) -> PlanningError | None:
     if not isinstance(error, texts) or isinstance(error, UnsupportedGraphError):
         return None
     text = str(error).strip()
-    if "COMPILATION_FAILED" in text:
-        try:
+    try:
+        if "COMPILATION_FAILED" in text:
             check_room()
-        except PlanningError as failure:
-            return failure
+    except PlanningError as failure:
+        return failure
     failed = _LACKING.search(text) or _STATUS.search(_INNER.sub("", text))
     return _failed(textwrap.shorten(text, 500, placeholder=" ...")) if failed else None
 
@@ -69,17 +69,16 @@ def twice(attempt: Callable[[bool], V]) -> V:
     try:
         return attempt(False)
     except Exception as error:
-        first = passing(error)
-        if first is None:
+        if not (failed := passing(error)):
             raise
-    log.debug("planning failed, and is tried once more: %s", first)
+    log.debug("planning failed, and is tried once more: %s", failed)
     try:
         return attempt(True)
     except Exception as error:
-        second = passing(error)
-        if second is None or second is error:
+        failed = passing(error)
+        if failed is None or failed is error:
             raise
-        raise second from error
+        raise failed from error
 
 
 def _failed(got: str) -> PlanningError:

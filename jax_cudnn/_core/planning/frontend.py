@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.util
 import os
 import re
-import threading
 from typing import Any
 
 from ..errors import LibraryError
 from ..package import install
 from .deviceless.environment import wheel_folders
+from .single_flight import SingleFlight
 
 OLDEST_FRONTEND = (1, 28)
 OLDEST_CUDNN = 91900
 INSTALL = install("cuda12", "cuda13")
-
-_lock = threading.Lock()
-
-
-def _after_fork() -> None:
-    """A thread that held the lock does not exist in a child."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_loaded: SingleFlight[Any] = SingleFlight()  # its import is not thread-safe: it loads a library
 
 
 def load() -> Any:
     """The module ``cudnn``; LibraryError when it or cuDNN is missing, too old, or mixed."""
-    with _lock:  # the import below is not thread-safe: it loads and registers a library
-        return _load()
+    return _loaded.get("cudnn", _load)
 
 
-@functools.cache
 def _load() -> Any:
     if importlib.util.find_spec("cudnn") is None:
         raise LibraryError(
@@ -83,27 +69,23 @@ def _repair(path: str) -> str:
 
 def check_frontend(version: str, path: str | None) -> None:
     """LibraryError for a frontend (``cudnn.__version__``) older than ``OLDEST_FRONTEND``."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if numbers < OLDEST_FRONTEND:
-        raise LibraryError(
-            "nvidia-cudnn-frontend is too old",
-            expected=f">= {'.'.join(map(str, OLDEST_FRONTEND))}",
-            got=f"{version} from {path}",
-            fix="pip install -U nvidia-cudnn-frontend; if that updates another copy, fix "
-            "PYTHONPATH",
-        )
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_FRONTEND:
+        oldest = ".".join(map(str, OLDEST_FRONTEND))
+        fix = "pip install -U nvidia-cudnn-frontend; if that updates another copy, fix PYTHONPATH"
+        raise _too_old("nvidia-cudnn-frontend", oldest, f"{version} from {path}", fix)
 
 
 def check_cudnn(version: int) -> None:
     """LibraryError for a cuDNN (``cudnnGetVersion()``) older than ``OLDEST_CUDNN``."""
     if version < OLDEST_CUDNN:
-        raise LibraryError(
-            "cuDNN is too old",
-            expected=f">= {version_text(OLDEST_CUDNN)}",
-            got=f"{version_text(version)} from {', '.join(loaded_paths())}",
-            fix="pip install -U nvidia-cudnn-cu12 (or -cu13), and keep LD_LIBRARY_PATH free of "
-            "other copies",
-        )
+        got = f"{version_text(version)} from {', '.join(loaded_paths())}"
+        wheel = "pip install -U nvidia-cudnn-cu12 (or -cu13)"
+        fix = f"{wheel}, and keep LD_LIBRARY_PATH free of other copies"
+        raise _too_old("cuDNN", version_text(OLDEST_CUDNN), got, fix)
+
+
+def _too_old(what: str, oldest: str, got: str, fix: str) -> LibraryError:
+    return LibraryError(f"{what} is too old", expected=f">= {oldest}", got=got, fix=fix)
 
 
 def check_one_cudnn(executing: int, planning: int) -> None:
@@ -139,11 +121,9 @@ def version_text(version: int) -> str:
 
 def _loaded_library() -> ctypes.CDLL | None:
     """The libcudnn.so.9 that this process has loaded already (by JAX, when it has a GPU)."""
-    if not hasattr(os, "RTLD_NOLOAD"):
-        return None
     try:
         library = ctypes.CDLL("libcudnn.so.9", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except OSError:
+    except (AttributeError, OSError):  # another system, or it is not loaded
         return None
     library.cudnnGetVersion.restype = library.cudnnGetCudartVersion.restype = ctypes.c_size_t
     return library

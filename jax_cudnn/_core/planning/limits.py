@@ -1,106 +1,164 @@
 """Graphs that are never sent to cuDNN: it would refuse them, or accept and compute them wrongly.
 
-The second kind was found by running every pattern on an H200 with cuDNN 9.19 and comparing with
-float64 (``tests/gpu/test_broadcasts_on_the_gpu.py`` runs all that pass these rules):
+The second kind was found on an H200 with cuDNN 9.19, by running every pattern of broadcasts
+(``tests/gpu/test_broadcasts_on_the_gpu.py`` runs all that pass these rules) and random graphs
+(``python -m fuzz`` in ``tests``), and comparing with float64.
 
-- After a matmul every broadcast is correct. After fprop and dgrad those of (1, C, 1, 1),
-  (N, 1, H, W) and (1, 1, 1, 1) are; after wgrad only that of (1, 1, 1, 1). Others are read out of
-  bounds.
-- Without a convolution or matmul, operations of two operands broadcast as after fprop; those of
-  three (a selection) and those of rank three take scalars only. Values computed in the graph
-  are not broadcast.
+Broadcasts. After a matmul every one is correct. After fprop and dgrad those of (1, C, 1, 1),
+(N, 1, H, W) and (1, 1, 1, 1) are; after wgrad only that of (1, 1, 1, 1). Others are read out of
+bounds. Without a convolution or matmul, operations of two operands broadcast as after fprop; those
+of three (a selection) and those of rank three take scalars only, and values computed in the graph
+are not broadcast.
 
-cuDNN also accepts graphs of which it computes only a part, leaving the rest unwritten (found with
-random graphs): see ``structure.py``.
+Structure. cuDNN accepts graphs with more operations than an engine computes: it then leaves results
+unwritten, or reads an operand in place of a value computed from it. A graph is therefore arranged
+around its anchor. Operations before the anchor compute its operands, where ``Node.prologue`` allows
+them; their results neither leave the graph nor are used elsewhere. All others come after the
+anchor; what they compute independently of it (from biases, for example) is used there. Without an
+anchor, all operations have one shape, up to the reductions at the end.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
 
 from ..graph import layout
 from ..graph.dims import Shape
 from ..graph.merging import is_split
 from ..graph.planned import ANY, NUMBERS_ONLY, ROWS_AND_CHANNELS
 from ..graph.spec import Call, GraphSpec
-from . import structure
+from ..reasons import Kind, Reason, Reasons
+from .call_sets import CallSets, members
 
 _MERGED = (
     "cuDNN sees the dimensions of its batch, rows, columns and sum as one each, and those of some "
     "tensor in this graph do not merge so (some are broadcast, or not contiguous)"
 )
 FLOAT64 = "cuDNN has no engine for float64"
+_Found = Iterator[tuple[str, str | Reason]]
 
 
-def known_reasons(spec: GraphSpec) -> dict[str, str]:
+def known_reasons(spec: GraphSpec) -> Reasons:
     """Why this graph is not planned, by operation; empty if cuDNN may plan it."""
-    found: dict[str, str] = {}
+    for rules in (_never, _mixed_ranks, _no_matrices, _calls, _structure):
+        if found := dict(rules(spec)):  # the rules behind are about graphs that pass those before
+            return {who: r if isinstance(r, Reason) else Reason(r) for who, r in found.items()}
+    return {}
+
+
+def _never(spec: GraphSpec) -> _Found:
     if spec.is_empty:
-        found["shape"] = "a tensor has no elements (under jit XLA runs such a graph)"
+        yield "shape", "a tensor has no elements (under jit XLA runs such a graph)"
     if spec.has_float64:
-        found["dtype"] = FLOAT64
-    found |= {call.name: call.node.requires for call in spec.calls if call.node.leftover}
-    found |= {c.name: _MERGED for c in spec.calls if is_split(c.node)}
-    if found:
-        return found
-    found |= structure.mixed_ranks(spec) or _no_matrices(spec)
-    if found:
-        return found  # what follows is about graphs that have a layout
-    found |= _misplaced_views(spec)
-    if any(call.node.merges for call in spec.calls) and layout.merged(spec) is None:
-        found["order"] = "its tensors have different memory orders"
-    anchors = [call.node for call in spec.calls if call.node.anchor]
-    if not anchors:
-        found |= _small_intermediates(spec)
+        yield "dtype", FLOAT64
     for call in spec.calls:
-        tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
-        kind = anchors[0].broadcasts_around if anchors else _alone(spec, call)
-        reason = call.node.refuses(tensors, spec) or _broadcast(spec, call, kind)
-        if reason is not None:
-            found[call.name] = reason
-    return found or structure.reasons(spec)
+        if call.node.leftover:
+            yield call.name, call.node.requires
+        if is_split(call.node):
+            yield call.name, _MERGED
 
 
-def _no_matrices(spec: GraphSpec) -> dict[str, str]:
+def _mixed_ranks(spec: GraphSpec) -> _Found:
+    """Why cuDNN cannot see all tensors of a graph with one rank of at least three."""
+    ranks = {
+        len(shape)
+        for tensor in spec.tensors
+        if tensor.value is None
+        for shape in [v.dims for v in layout.views(spec, tensor)] or [tensor.shape]
+    }
+    least = {call.node.least_rank for call in spec.calls if call.node.anchor}
+    free = all(call.node.ports.is_elementwise or call.node.merges for call in spec.calls)
+    free = free or layout.has_matrices(spec)
+    if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
+        return
+    shown = ", ".join(map(str, sorted(ranks | least - {0})))
+    if len(ranks | least - {0}) > 1:
+        yield "ranks", f"tensors of ranks {shown} in one plan"
+    else:
+        named = next(c.name for c in spec.calls if not c.node.ports.is_elementwise)
+        what = f"tensors of rank {shown}, but {named} takes at least three dimensions"
+        yield "ranks", what
+
+
+def _no_matrices(spec: GraphSpec) -> _Found:
     """Why cuDNN cannot see the tensors around a matmul as a batch of matrices."""
     among = [call.name for call in spec.calls if call.node.matrices]
-    shapes = {len(tensor.shape) for tensor in spec.tensors}
-    if not among or shapes == {3}:
-        return {}
+    if not among or {len(tensor.shape) for tensor in spec.tensors} == {3}:
+        return
     if not layout.has_matrices(spec):
-        return {
-            call.name: f"it is in a plan with {among[0]}, which has several batch dimensions"
-            for call in spec.calls
-            if not (call.node.matrices or call.node.ports.is_elementwise)
-        }
-    return {
-        tensor.name: "cuDNN sees all leading dimensions of a matrix as one, and those of "
-        f"{list(tensor.shape)} cannot be merged (some are broadcast, or not contiguous)"
-        for tensor in spec.tensors
-        if layout.as_matrices(spec, tensor) is None
-    }
+        what = f"it is in a plan with {among[0]}, which has several batch dimensions"
+        for call in spec.calls:
+            if not (call.node.matrices or call.node.ports.is_elementwise):
+                yield call.name, what
+        return
+    for tensor in spec.tensors:
+        if layout.as_matrices(spec, tensor) is None:
+            what = "cuDNN sees all leading dimensions of a matrix as one, and those of "
+            cannot = "cannot be merged (some are broadcast, or not contiguous)"
+            yield tensor.name, f"{what}{list(tensor.shape)} {cannot}"
 
 
-def _alone(spec: GraphSpec, call: Call) -> str:
-    """The broadcasts that an operation may use in a graph without convolution and matmul."""
-    rank = len(layout.view(spec, spec.tensor(call.outputs[0][1]))[0])
-    return NUMBERS_ONLY if len(call.inputs) > 2 or rank == 3 else ROWS_AND_CHANNELS
+def _calls(spec: GraphSpec) -> _Found:
+    """What single operations cannot do, and what their tensors cannot be."""
+    yield from _misplaced_views(spec)
+    if any(call.node.merges for call in spec.calls) and layout.merged(spec) is None:
+        yield "order", "its tensors have different memory orders"
+    if not spec.has_anchor:
+        yield from _small_intermediates(spec)
+    for call in spec.calls:
+        refused = call.node.refuses(spec.at_ports(call), spec)
+        if refused := refused or _broadcasts(spec, call):
+            yield call.name, refused
 
 
-def _broadcast(spec: GraphSpec, call: Call, kind: str) -> str | None:
+def _misplaced_views(spec: GraphSpec) -> _Found:
+    """Slices of another tensor's memory that a plan would have to copy."""
+    for call in spec.calls:
+        source, out = (spec.tensor(ports[0][1]) for ports in (call.inputs, call.outputs))
+        if call.node.view_strides(*layout.view(spec, source)) is None:
+            continue
+        if source.name not in spec.inputs:
+            what = f"it is a slice of {source.name}, which is not an operand of the graph"
+        elif layout.view_strides(spec, out) is None:
+            what = "its result leaves the graph or has its own layout, and so needs a copy"
+        else:
+            continue
+        yield call.name, f"{what} ({call.node.requires})"
+
+
+def _small_intermediates(spec: GraphSpec) -> _Found:
+    """Values computed in the graph with a smaller shape, and then broadcast: without a convolution
+    or matmul in the graph cuDNN reads them out of bounds."""
+    made = {name for call in spec.calls for _, name in call.outputs}
+    for call in spec.calls:
+        if len(call.inputs) < 2 or not call.node.ports.is_elementwise:
+            continue  # nothing is broadcast
+        out = spec.tensor(call.outputs[0][1]).shape
+        for port, name in call.inputs:
+            if name in made and (own := spec.tensor(name).shape) != out:
+                what = f"{port} is computed in the graph with shape {list(own)} and then broadcast"
+                yield call.name, f"{what} to {list(out)}: compute it before the call"
+
+
+def _broadcasts(spec: GraphSpec, call: Call) -> Reason | None:
     """Why an elementwise operation cannot broadcast its operands like this, or None."""
-    if kind == ANY or not call.node.ports.is_elementwise or len(call.inputs) < 2:
+    if not call.node.ports.is_elementwise or len(call.inputs) < 2:
         return None
+    out = layout.view(spec, spec.tensor(call.outputs[0][1]))[0]
+    small = len(call.inputs) == 2 and len(out) != 3
+    alone = ROWS_AND_CHANNELS if small else NUMBERS_ONLY
+    kind = next((c.node.broadcasts_around for c in spec.calls if c.node.anchor), alone)
     operands = [spec.tensor(name) for _, name in call.inputs]
     arrays = [layout.view(spec, t)[0] for t in operands if t.value is None]
-    out = layout.view(spec, spec.tensor(call.outputs[0][1]))[0]
     allowed = _patterns(out, kind)
     wrong = [list(dims) for dims in arrays if dims != out and list(dims) not in allowed]
-    if not wrong and out in arrays:
+    if kind == ANY or (not wrong and out in arrays):
         return None
-    return (
-        f"broadcasting {' and '.join(map(str, wrong or map(list, arrays)))} to {list(out)} is "
-        f"not supported: next to a full operand cuDNN takes "
-        f"{', '.join(map(str, allowed)) or 'Python scalars'}"
-    )
+    given = " and ".join(map(str, wrong or map(list, arrays)))
+    takes = ", ".join(map(str, allowed)) or "Python scalars"
+    what = f"broadcasting {given} to {list(out)} is not supported: next to a full operand "
+    return Reason(f"{what}cuDNN takes {takes}", Kind.BROADCAST)
 
 
 def _patterns(out: Shape, kind: str) -> list[list[int]]:
@@ -110,42 +168,66 @@ def _patterns(out: Shape, kind: str) -> list[list[int]]:
     return [] if kind == NUMBERS_ONLY else [*rows_and_channels, [1, 1, *ones]]
 
 
-def _small_intermediates(spec: GraphSpec) -> dict[str, str]:
-    """Values computed in the graph with a smaller shape, and then broadcast.
+def _structure(spec: GraphSpec) -> _Found:
+    """With several anchors cuDNN's own refusals apply as well."""
+    sets = CallSets(spec)
+    if len(sets.connected(sets.all)) > 1:
+        return iter([("graph", "the graph is disconnected")])
+    (*anchors,) = members(sets.anchors)
+    if not anchors:
+        return _alike(spec)
+    return _side_by_side(spec, sets) if anchors[1:] else _around(spec, sets, *anchors)
 
-    Measured on an H200 with cuDNN 9.19: without a convolution or matmul in the graph cuDNN reads
-    them out of bounds.
-    """
-    made = {name for call in spec.calls for _, name in call.outputs}
-    found = {}
+
+def _alike(spec: GraphSpec) -> _Found:
+    extents = {call.name: _extent(spec, call) for call in spec.calls}
+    if len({*extents.values()}) > 1:
+        for name, extent in extents.items():
+            yield name, f"over {list(extent)}, unlike other operations"
+
+
+def _side_by_side(spec: GraphSpec, sets: CallSets) -> _Found:
+    """Two independent matmuls, as in the gradient of one, give wrong matrices (relative error 1.7).
+    cuDNN 9.28 accepts some chains, which nobody has verified."""
+    for i in members(sets.anchors):
+        related = sets.before(1 << i) | sets.after(1 << i) | 1 << i
+        for other in members(sets.anchors & ~related):
+            what = f"independent of {spec.calls[other].name}: one plan holds one anchor"
+            yield spec.calls[i].name, what
+        for other in members(sets.anchors & sets.before(1 << i)):
+            first, second = spec.calls[other], spec.calls[i]
+            if first.node.matrices and second.node.matrices:
+                what = f"it needs {first.name}, and such chains are not verified"
+                yield second.name, what
+
+
+def _around(spec: GraphSpec, sets: CallSets, place: int) -> _Found:
+    anchor = spec.calls[place]
+    before, after = sets.before(sets.anchors), sets.after(sets.anchors)
+    methods = {call.node.method for call in spec.calls}
+    if before and anchor.node.prologue not in (ANY, *methods):
+        for i in members(before):
+            what = f"{anchor.name} takes no operand computed in the same plan"
+            yield spec.calls[i].name, what
+    further = {name: port for port, name in anchor.outputs[1:]}
     for call in spec.calls:
-        if len(call.inputs) < 2 or not call.node.ports.is_elementwise:
-            continue  # nothing is broadcast
-        out = spec.tensor(call.outputs[0][1]).shape
-        for port, name in call.inputs:
-            if name in made and spec.tensor(name).shape != out:
-                found[call.name] = (
-                    f"{port} is computed in the graph with shape {list(spec.tensor(name).shape)} "
-                    f"and then broadcast to {list(out)}: compute it before the call"
-                )
-    return found
+        for _, name in call.inputs:
+            if name in further:
+                yield call.name, f"it reads {further[name]} of {anchor.name}"
+    for i in members(after):
+        if _extent(spec, spec.calls[i]) != spec.tensor(anchor.outputs[0][1]).shape:
+            what = f"its shape differs from the result of {anchor.name}"
+            yield spec.calls[i].name, what
+    for i in members(sets.all & ~sets.anchors & ~after):
+        users = sets.users(1 << i)
+        allowed = before | sets.anchors if before >> i & 1 else ~(before | sets.anchors)
+        free = anchor.node.returns_prologue and before >> i & 1
+        if not users or users & ~allowed or (sets.is_returned(1 << i) and not free):
+            what = "computes an operand of" if before >> i & 1 else "is independent of"
+            yield spec.calls[i].name, f"it {what} {anchor.name} and is used elsewhere"
 
 
-def _misplaced_views(spec: GraphSpec) -> dict[str, str]:
-    """Slices of another tensor's memory that a plan would have to copy."""
-    found = {}
-    for call in spec.calls:
-        source, out = (spec.tensor(ports[0][1]) for ports in (call.inputs, call.outputs))
-        if call.node.view_strides(*layout.view(spec, source)) is None:
-            continue
-        if source.name not in spec.inputs:
-            found[call.name] = (
-                f"it is a slice of {source.name}, which is not an operand of the graph "
-                f"({call.node.requires})"
-            )
-        elif layout.view_strides(spec, out) is None:
-            found[call.name] = (
-                "its result leaves the graph or has its own layout, and so needs a copy "
-                f"({call.node.requires})"
-            )
-    return found
+def _extent(spec: GraphSpec, call: Call) -> Shape:
+    """The shape over which a call iterates: for a reduction, that of its operand."""
+    shapes = (spec.tensor(name).shape for _, name in (*call.inputs, *call.outputs))
+    return max(shapes, key=math.prod)

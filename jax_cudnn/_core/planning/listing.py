@@ -7,156 +7,109 @@ limit; both are read from these refusals, each with a separate graph.
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..cuda import CudaDevice
-from ..errors import UnsupportedGraphError
 from ..graph.options import HEURISTICS, NUMERIC_NOTES
 from ..graph.spec import GraphSpec
-from . import build, choice, failure, frontend, workspace
+from ..reasons import Reason, Reasons
+from . import build, choice, failure
+from .build import Config
 from .candidates import Candidate
 from .deviceless.profiles import Profile
-from .unsupported import LEFT_OUT
-from .workspace import Limit
+from .unsupported import LEFT_OUT, unsupported
 
-_Fresh = Callable[[], Any]  # makes a graph of the frontend's
-_Config = tuple[int, tuple[tuple[str, int], ...]]  # an engine and the values of its knobs
-_BARRED = "Deselecting"
 _WORKSPACE = r"workspace violation\. Requires (\d+)"
 
 
-def list_for_profile(spec: GraphSpec, profile: Profile) -> tuple[Candidate, ...]:
-    """The candidates for a GPU that is not here. Runs in the deviceless worker."""
-    cudnn = frontend.load()
-    properties = cudnn.create_device_properties(profile.properties_json)
-    limit = workspace.limit(spec, profile.properties_json)
-    return _listed(spec, cudnn, limit, device_property=properties, sm_version=profile.sm_version)
+def list_for(spec: GraphSpec, site: Profile | CudaDevice) -> tuple[Candidate, ...]:
+    """The candidates for a GPU, those of the options' heuristics first. For one that is not here it
+    runs in the deviceless worker."""
+    with build.at(site) as (cudnn, properties, where):
 
+        def proposing(*modes: str) -> Any:
+            graph = build.operation_graph(spec, cudnn, **where)
+            graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in modes])
+            return graph
 
-def list_for_device(spec: GraphSpec, device: CudaDevice) -> tuple[Candidate, ...]:
-    """The candidates for a GPU of this process, with a real handle."""
-    cudnn = frontend.load()
-    limit = workspace.limit(spec, device.properties(cudnn))
-    with device.planning_handle(cudnn) as handle:
-        return _listed(spec, cudnn, limit, handle=handle)
+        places = _places(spec, cudnn, proposing)
+        modes = [mode for mode in HEURISTICS if any(mode in found for found in places.values())]
+        graph = proposing(*modes)
+        said = {
+            config: (graph.get_plan_name_at_index(i), build.behavior_notes(graph, i))
+            for i, config in _of_backend(graph)
+        }
+        needed = {
+            config: int(match[1])
+            for config, refusal in _refusals(graph)
+            if (match := re.search(_WORKSPACE, refusal))
+        }
 
+        def without(restrict: Callable[[Any], object]) -> set[Config]:
+            restrict(graph := proposing(*modes))
+            return {c for c, refusal in _refusals(graph) if refusal.startswith("Deselecting")}
 
-def _listed(spec: GraphSpec, cudnn: Any, limit: Limit, **where: Any) -> tuple[Candidate, ...]:
-    fresh = functools.partial(build.operation_graph, spec, cudnn, **where)
-    places = _places(fresh, spec, cudnn)
-    modes = [mode for mode in HEURISTICS if any(mode in found for found in places.values())]
-    proposing = functools.partial(_proposing, fresh, cudnn, modes)
-    graph = proposing()
-    told = dict(_told(graph))
-    workspaces = dict(_workspaces(graph))
-    carriers = {note: _carriers(proposing(), cudnn, note) for note in NUMERIC_NOTES}
-    left_out = _left_out(proposing(), spec, cudnn)
+        known = cudnn.numerical_note.__members__  # this version may lack some
+        carriers = {
+            note: without(lambda graph, note=note: graph.deselect_numeric_notes([known[note]]))
+            for note in NUMERIC_NOTES
+            if note in known
+        }
+        left_out = without(lambda graph: choice.restrict(graph, spec, cudnn))
 
-    def reason(engine: int, knobs: dict[str, int], config: _Config) -> str:
-        if engine >= build.FIRST_PYTHON_ENGINE:
-            return build.PYTHON_ONLY
-        if wrong := choice.distrusted(spec, engine, knobs):
-            return f"computes {wrong} wrongly"
-        if config in left_out:
-            return LEFT_OUT
-        needed = workspaces.get(config, 0)
-        return limit.refusal(needed) if needed > limit.nbytes else ""
+    def reason(config: Config) -> Reason | None:
+        barred = choice.barred(spec, *config) or (LEFT_OUT if config in left_out else None)
+        return barred or choice.too_large(spec, properties, needed.get(config, 0))
 
-    def candidate(index: int, config: _Config) -> Candidate:
-        engine, knobs = config[0], dict(config[1])
-        name, behavior_notes = told.get(config, (f"eng{engine}", ()))
-        why_not = reason(engine, knobs, config)
+    def candidate(index: int, config: Config) -> Candidate:
+        why_not = reason(config)
+        name, behavior_notes = said.get(config, (f"eng{config[0]}", ()))
         return Candidate(
             index,
-            engine,
+            config[0],
             name,
-            knobs,
+            config[1],
             places[config],
-            numeric_notes=tuple(note for note in NUMERIC_NOTES if config in carriers[note]),
+            numeric_notes=tuple(note for note, carrying in carriers.items() if config in carrying),
             behavior_notes=behavior_notes,
-            workspace_bytes=workspaces.get(config),
+            workspace_bytes=needed.get(config),
             supported=False if why_not else None,
-            reason=why_not,
+            reason=str(why_not or ""),
         )
 
     own = [config for config, found in places.items() if {*found} & {*spec.options.heuristics}]
-    order = choice.order(spec, [(engine, dict(knobs)) for engine, knobs in own])
-    ordered = dict.fromkeys((*(own[i] for i in order), *places))
+    ordered = dict.fromkeys((*(own[i] for i in choice.order(spec, own)), *places))
     return tuple(candidate(i, config) for i, config in enumerate(ordered))
 
 
-def _places(fresh: _Fresh, spec: GraphSpec, cudnn: Any) -> dict[_Config, dict[str, int]]:
+def _places(
+    spec: GraphSpec, cudnn: Any, proposing: Callable[[str], Any]
+) -> dict[Config, dict[str, int]]:
     """Which modes of the heuristics propose an engine with its knobs, and at which place; those of
     the options first. UnsupportedGraphError where none proposes anything."""
-    own = spec.options.heuristics
-    places: dict[_Config, dict[str, int]] = {}
-    refusals: list[UnsupportedGraphError] = []
-    for mode in (*own, *(mode for mode in HEURISTICS if mode not in own)):
+    places: dict[Config, dict[str, int]] = {}
+    refusals: list[Reasons] = []
+    for mode in dict.fromkeys((*spec.options.heuristics, *HEURISTICS)):
         try:
-            with build.reasons_of(spec, cudnn):
-                graph = _proposing(fresh, cudnn, [mode])
-        except UnsupportedGraphError as error:
-            refusals.append(error)
+            graph = proposing(mode)
+        except Exception as error:
+            refusals.append(build.reasons_of(error, cudnn))
             continue
-        for place, config in enumerate(_configs(graph)):
+        for place, config in enumerate(build.configs(graph)):
             places.setdefault(config, {}).setdefault(mode, place)
     if not places and refusals:
-        raise refusals[0]
+        raise unsupported(spec, refusals[0])
     return places
 
 
-def _proposing(fresh: _Fresh, cudnn: Any, modes: Sequence[str]) -> Any:
-    graph = fresh()
-    graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in modes])
-    return graph
+def _of_backend(graph: Any) -> Iterator[tuple[int, Config]]:
+    every = enumerate(build.configs(graph))
+    return ((i, config) for i, config in every if config[0] < choice.FIRST_PYTHON_ENGINE)
 
 
-def _configs(graph: Any) -> list[_Config]:
-    every = map(graph.get_engine_and_knobs_at_index, range(graph.get_execution_plan_count()))
-    return [(int(engine), build.named(knobs)) for engine, knobs in every]
-
-
-def _of_backend(graph: Any) -> Iterator[tuple[int, _Config]]:
-    for i, config in enumerate(_configs(graph)):
-        if config[0] < build.FIRST_PYTHON_ENGINE:
-            yield i, config
-
-
-def _told(graph: Any) -> Iterator[tuple[_Config, tuple[str, tuple[str, ...]]]]:
-    """Of each plan its name and its behaviour notes."""
-    for i, config in _of_backend(graph):
-        yield config, (graph.get_plan_name_at_index(i), build.behavior_notes(graph, i))
-
-
-def _workspaces(graph: Any) -> Iterator[tuple[_Config, int]]:
-    for config, refusal in _refusals(graph):
-        if match := re.search(_WORKSPACE, refusal):
-            yield config, int(match[1])
-
-
-def _carriers(graph: Any, cudnn: Any, note: str) -> set[_Config]:
-    """Those that carry a numeric note."""
-    members: Any = cudnn.numerical_note.__members__
-    if note not in members:  # of another version
-        return set()
-    graph.deselect_numeric_notes([members[note]])
-    return _barred(graph)
-
-
-def _left_out(graph: Any, spec: GraphSpec, cudnn: Any) -> set[_Config]:
-    """Those that the notes of the options leave out."""
-    choice.restrict(graph, spec, cudnn)
-    return _barred(graph)
-
-
-def _barred(graph: Any) -> set[_Config]:
-    return {config for config, refusal in _refusals(graph) if refusal.startswith(_BARRED)}
-
-
-def _refusals(graph: Any) -> Iterator[tuple[_Config, str]]:
+def _refusals(graph: Any) -> Iterator[tuple[Config, str]]:
     """Why the frontend builds none of the backend's plans where they may have no workspace."""
     graph.deselect_workspace_greater_than(-1)
     for i, config in _of_backend(graph):

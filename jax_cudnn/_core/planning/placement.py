@@ -18,7 +18,6 @@ from .planned_graph import PlannedSegment, Segments
 from .single_flight import SingleFlight
 from .split import Refusal, part, search, whole
 from .stored import Rows, key_text, rows_of
-from .unsupported import most_telling
 
 Site = Profile | CudaDevice
 _ELSE = "then cuDNN runs the supported parts, and XLA the rest"
@@ -133,9 +132,9 @@ def _split(spec: GraphSpec, losing: bool, apart: str, site: Site, name: str) -> 
         if loss is not None:
             return Refusal(str(loss), final=True)
         try:
-            plan = planner.plan(piece, site, name, advise=False)
+            plan = planner.plan(piece, site, name)
         except UnsupportedGraphError as error:
-            return Refusal(most_telling(error.reasons) or error.why or error.summary)
+            return Refusal(error.reason)
         slow = "" if losing else losses.slow(piece, plan, sm_version)
         return Refusal(slow) if slow else plan
 

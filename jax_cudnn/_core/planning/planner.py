@@ -7,6 +7,7 @@ import copy
 import functools
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from ..graph.spec import GraphSpec
 from ..graph.wire import wire
 from ..package import fingerprint
 from ..store import cache
-from . import alternatives, build, failure, frontend, listing, progress, workspace
+from . import build, choice, failure, frontend, listing, progress
 from .candidates import Candidate
 from .deviceless import client
 from .deviceless.profiles import Profile
@@ -35,23 +36,22 @@ _plans: SingleFlight[ExecutionPlan | UnsupportedGraphError] = SingleFlight(1 << 
 _listed: SingleFlight[tuple[Candidate, ...]] = SingleFlight(256)
 
 
-def plan(
-    spec: GraphSpec, site: Profile | CudaDevice, name: str, advise: bool = True
-) -> ExecutionPlan:
+def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPlan:
     """The plan of a graph for a GPU, built at most once for all threads.
 
     For a GPU of this process a real handle plans; for a profile the deviceless worker does, even
-    on a machine with a GPU. Raises a new copy of planning's error for each caller; with
-    ``advise``, an error about dtypes lists the supported ones. PlanningError: planning failed
-    twice for a reason that may pass.
+    on a machine with a GPU. Raises a new copy of planning's error for each caller. PlanningError:
+    planning failed twice for a reason that may pass.
     """
+    planned = _planned(spec, site, name)
+    key = planned.canonical().unvalued()
     try:
-        return _plan(spec, site, name)
-    except UnsupportedGraphError as error:
-        if advise:
-            build = functools.partial(_plan, site=site, name=name)
-            error.expected = alternatives.dtypes_with_plan(spec, error, build)
-        raise
+        made = _plans.get((key, identity(site)), lambda: _obtain(key, site, name))
+        if isinstance(made, UnsupportedGraphError):
+            raise made
+        return made.with_constants(planned)
+    except JaxCudnnError as error:
+        raise _told(error, spec, name, site) from error.__cause__  # told once, not twice
 
 
 def candidates(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[Candidate, ...]:
@@ -72,22 +72,9 @@ def _planned(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> GraphSpe
     planned = wire(spec.for_planning())
     reasons = known_reasons(planned)
     if reasons:
-        error = unsupported(planned, reasons)
-        error.why = "; ".join(reasons.values())
-        raise _told(error, spec, name, site)
+        why = "; ".join(map(str, reasons.values()))
+        raise _told(unsupported(planned, reasons, why), spec, name, site)
     return planned
-
-
-def _plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPlan:
-    planned = _planned(spec, site, name)
-    key = planned.canonical().unvalued()
-    try:
-        made = _plans.get((key, identity(site)), lambda: _obtain(key, site, name))
-        if isinstance(made, UnsupportedGraphError):
-            raise made
-        return made.with_constants(planned)
-    except JaxCudnnError as error:
-        raise _told(error, spec, name, site) from error.__cause__  # told once, not twice
 
 
 def _obtain(
@@ -109,12 +96,13 @@ def _obtain(
         log.debug("%s: plan read from the cache: %s", name, known)
         return known
     limit = f", time limit {2 * _seconds(spec):.0f} s" if isinstance(site, Profile) else ""
-    with progress.planning(name + limit) as clock:
+    began = time.perf_counter()
+    with progress.planning(name + limit):
         try:
             made = _build(spec, site)
         except UnsupportedGraphError as error:
             return error
-    log.debug("%s: planned in %.3f s: %s", name, clock.seconds, made)
+    log.debug("%s: planned in %.3f s: %s", name, time.perf_counter() - began, made)
     label = f"{spec.label}; {made}, cuDNN {frontend.version_text(made.cudnn_version)}"
     data = made.to_json()
     stored = cache.put(key, data, label=label)
@@ -139,17 +127,17 @@ def _told(
     told = copy.copy(error)
     told.summary = f"{name}: {error.summary}"
     if isinstance(told, UnsupportedGraphError):
-        told.graph = str(spec)
+        told.graph, gpu = str(spec), "this GPU"
         if isinstance(site, Profile):
-            basis = "" if site.measured else " (a profile from public specifications)"
-            told.summary = told.summary.replace("on this GPU", f"on {site.name}{basis}")
+            gpu = site.name + ("" if site.measured else " (a profile from public specifications)")
+        told.summary += f" on {gpu}"
     return told
 
 
 def _build(spec: GraphSpec, site: Profile | CudaDevice) -> ExecutionPlan:
     if isinstance(site, CudaDevice):
-        return failure.twice(lambda again: build.build_for_device(spec, site))
-    worker = "jax_cudnn._core.planning.build:build_for_profile"
+        return failure.twice(lambda again: build.build_for(spec, site))
+    worker = "jax_cudnn._core.planning.build:build_for"
     limit = _seconds(spec)
     return failure.twice(lambda new: client.call(worker, spec, site, timeout=limit, fresh=new))
 
@@ -162,8 +150,8 @@ def _seconds(spec: GraphSpec) -> float:
 
 def _list(spec: GraphSpec, site: Profile | CudaDevice) -> tuple[Candidate, ...]:
     if isinstance(site, CudaDevice):
-        return failure.twice(lambda again: listing.list_for_device(spec, site))
-    worker = "jax_cudnn._core.planning.listing:list_for_profile"
+        return failure.twice(lambda again: listing.list_for(spec, site))
+    worker = "jax_cudnn._core.planning.listing:list_for"
     return failure.twice(lambda new: client.call(worker, spec, site, fresh=new))
 
 
@@ -184,7 +172,7 @@ def _text(planned: str, properties: str, libraries: dict[str, str], **more: int)
     given = {
         "planned": planned,
         "GPU": canonical_properties(properties),
-        "workspace": workspace.default(properties),
+        "workspace": choice.default_workspace(properties),
         **more,
     }
     return json.dumps({**given, **libraries, "jax_cudnn": fingerprint()}, sort_keys=True)

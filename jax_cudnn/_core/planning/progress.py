@@ -1,4 +1,5 @@
-"""Reports the progress of planning when it takes seconds: a bar on a terminal, else log lines."""
+"""Reports planning that takes seconds (a bar on a terminal, else log lines), and warns where a
+function is planned for more and more shapes, as for sequences of every length."""
 
 from __future__ import annotations
 
@@ -8,27 +9,29 @@ import sys
 import threading
 import time
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+
+from ..graph.dims import Shape
+from ..graph.spec import GraphSpec
 
 log = logging.getLogger("jax_cudnn")
 
 _SILENT = 2.0  # seconds of planning before the first line, and between two log lines
 _REDRAW = 0.5  # seconds between two drawings of the bar
 _WIDTH = 20  # characters of the bar
-_here = threading.local()
+_MANY = 64  # shapes of one function; the convolutions of a large model have half as many
 
 
 class Program:
     """What has been planned for one program so far, of ``total`` graphs where that is known."""
 
     def __init__(self, total: int | None = None) -> None:
-        self.total, self.done, self.seconds, self.reported = total, 0, 0.0, 0.0
+        self.total, self.done, self.seconds, self._reported = total, 0, 0.0, 0.0
         self._drawn = False
 
     @contextlib.contextmanager
     def graph(self) -> Iterator[None]:
         """Around the planning of one graph of the program in this thread."""
-        outer, _here.program = getattr(_here, "program", None), self
+        outer, _here.program = _here.program, self
         try:
             yield
         finally:
@@ -37,52 +40,44 @@ class Program:
             if self.total is None:
                 self.erase()
 
-    @contextlib.contextmanager
-    def planning(self, name: str) -> Iterator[None]:
-        """Around one request to cuDNN; also reports while that takes long."""
-        began, over = time.perf_counter(), threading.Event()
+    def watch(self, name: str, began: float, over: threading.Event) -> None:
+        """Reports until it is over."""
+        wait = self._reported + (_REDRAW if self._drawn else _SILENT) - self.seconds
+        while not over.wait(max(0.0, wait)):
+            self._reported = self.seconds + time.perf_counter() - began
+            if log.isEnabledFor(logging.WARNING):
+                self._report(name)
+            wait = _REDRAW if self._drawn else _SILENT
 
-        def watch() -> None:
-            since = self.reported + (_REDRAW if self._drawn else _SILENT) - self.seconds
-            while not over.wait(max(0.0, since)):
-                self._report(name, self.seconds + time.perf_counter() - began)
-                since = _REDRAW if self._drawn else _SILENT
-
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            over.set()
-            watcher.join()
-            self.seconds += time.perf_counter() - began
-
-    def _report(self, name: str, seconds: float) -> None:
-        self.reported = seconds
-        number = self.done + 1
-        total = None if self.total is None else max(self.total, number)
-        if not log.isEnabledFor(logging.WARNING):
-            return
-        count = f"graph {number}" if total is None else f"graph {number} of {total}"
-        if not _on_terminal():
-            log.warning(
-                "planning for cuDNN: %s (%s), %.1f s so far; plans are cached",
-                count,
-                name,
-                seconds,
-            )
-            return
-        filled = 0 if total is None else _WIDTH * self.done // total
-        bar = "#" * min(number, _WIDTH) if total is None else f"[{'#' * filled:<{_WIDTH}}]"
-        line = f"planning for cuDNN {bar} {count}, {seconds:.1f} s: {name}"
-        print(f"\r\x1b[K{line[:99]}", end="", file=sys.stderr, flush=True)
-        self._drawn = True
+    def _report(self, name: str) -> None:
+        number, seconds = self.done + 1, self._reported
+        count, bar = f"graph {number}", "#" * min(number, _WIDTH)
+        if self.total is not None:
+            total = max(self.total, number)
+            count += f" of {total}"
+            bar = f"[{'#' * (_WIDTH * self.done // total):<{_WIDTH}}]"
+        if _on_terminal():
+            line = f"planning for cuDNN {bar} {count}, {seconds:.1f} s: {name}"
+            print(f"\r\x1b[K{line[:99]}", end="", file=sys.stderr, flush=True)
+            self._drawn = True
+        else:
+            said = "planning for cuDNN: %s (%s), %.1f s so far; plans are cached"
+            log.warning(said, count, name, seconds)
 
     def erase(self) -> None:
         """Remove the bar from the terminal."""
         if self._drawn:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self._drawn = False
+
+
+class _Here(threading.local):
+    program: Program | None = None  # whose graph this thread plans
+    counted: Program | None = None
+    lowered: tuple[Hashable, Program] | None = None  # a program by its key
+
+
+_here = _Here()
 
 
 def _on_terminal() -> bool:
@@ -93,8 +88,7 @@ def _on_terminal() -> bool:
 @contextlib.contextmanager
 def counted(total: int) -> Iterator[Program]:
     """Inside, this thread plans ``total`` graphs, for one lowered program or by ``graph()``."""
-    outer = getattr(_here, "counted", None)
-    _here.counted = made = Program(total)
+    outer, _here.counted = _here.counted, (made := Program(total))
     try:
         yield made
     finally:
@@ -105,29 +99,49 @@ def counted(total: int) -> Iterator[Program]:
 @contextlib.contextmanager
 def of_program(key: Hashable) -> Iterator[None]:
     """Inside, this thread plans one graph of a program; earlier ones of the same program count."""
-    made = getattr(_here, "counted", None)
-    if made is None:
-        if getattr(_here, "key", None) != key:
-            _here.key, _here.lowered = key, Program()
-        made = _here.lowered
-    with made.graph():
+    if _here.lowered is None or _here.lowered[0] != key:
+        _here.lowered = key, Program()
+    with (_here.counted or _here.lowered[1]).graph():
         yield
 
 
-@dataclass
-class Clock:
-    """How long planning took."""
-
-    seconds: float = 0.0
-
-
 @contextlib.contextmanager
-def planning(name: str) -> Iterator[Clock]:
-    """Around the planning of one graph of the function ``name``, whether it succeeds or not."""
-    clock, began = Clock(), time.perf_counter()
-    program = getattr(_here, "program", None)
+def planning(name: str) -> Iterator[None]:
+    """Around one request to cuDNN for the function ``name``, whether it succeeds or not."""
+    program = _here.program
+    if program is None:
+        yield
+        return
+    began, over = time.perf_counter(), threading.Event()
+    watcher = threading.Thread(target=program.watch, args=(name, began, over), daemon=True)
+    watcher.start()
     try:
-        with contextlib.nullcontext() if program is None else program.planning(name):
-            yield clock
+        yield
     finally:
-        clock.seconds = time.perf_counter() - began
+        over.set()
+        watcher.join()
+        program.seconds += time.perf_counter() - began
+
+
+# The shapes of a function, by its name and its operations: nodes hold shapes, too.
+_shapes: dict[tuple[str, ...], set[tuple[Shape, ...]]] = {}
+_lock = threading.Lock()
+
+
+def count_shapes(spec: GraphSpec, name: str) -> None:
+    """Counts the shapes of a function's operands; warns at 64 and at each doubling."""
+    shapes = tuple(tensor.shape for tensor in spec.input_tensors)
+    with _lock:
+        known = _shapes.setdefault((name, *(call.node.method for call in spec.calls)), set())
+        new = shapes not in known
+        known.add(shapes)
+        found = len(known)
+    if new and found >= _MANY and found & (found - 1) == 0:
+        log.warning(
+            "%s was planned for %d different shapes, most recently %s: each shape needs its own "
+            "plan and compilation; use fewer shapes, for example by padding sequences with "
+            "jax_cudnn.ops.pad_to_bucket",
+            name,
+            found,
+            ", ".join(map(str, spec.input_tensors)),
+        )

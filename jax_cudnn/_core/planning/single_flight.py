@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 V = TypeVar("V")
-_all: weakref.WeakSet[SingleFlight[Any]] = weakref.WeakSet()
 
 
 class SingleFlight(Generic[V]):
@@ -20,7 +18,8 @@ class SingleFlight(Generic[V]):
         self._capacity = capacity
         self._futures: dict[Hashable, Future[V]] = {}
         self._lock = threading.Lock()
-        _all.add(self)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.forget_unfinished)
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
         """The value for a key; one thread makes it while the others wait.
@@ -36,22 +35,19 @@ class SingleFlight(Generic[V]):
                     while len(self._futures) > self._capacity:
                         self._futures.pop(next(iter(self._futures)))
             if mine:
-                self._fulfil(future, key, make)
+                try:
+                    future.set_result(make())
+                except BaseException as error:
+                    # The user may repair the installation and try again.
+                    with self._lock:
+                        self._futures.pop(key, None)
+                    future.set_exception(error)
             try:
                 return future.result()
             except (KeyboardInterrupt, SystemExit) as error:
                 if mine or not (future.done() and future.exception() is error):
                     raise
                 # The thread that made it was interrupted, not this one: make it here.
-
-    def _fulfil(self, future: Future[V], key: Hashable, make: Callable[[], V]) -> None:
-        try:
-            future.set_result(make())
-        except BaseException as error:
-            # The user may repair the installation and try again.
-            with self._lock:
-                self._futures.pop(key, None)
-            future.set_exception(error)
 
     def clear(self) -> None:
         with self._lock:
@@ -62,12 +58,3 @@ class SingleFlight(Generic[V]):
         self._lock = threading.Lock()
         for key in [key for key, future in self._futures.items() if not future.done()]:
             del self._futures[key]
-
-
-def _after_fork() -> None:
-    for flight in _all:
-        flight.forget_unfinished()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -30,9 +30,9 @@ from .execution_plan import (
     UNBOUND,
     VIEW,
     ExecutionPlan,
-    Uids,
     device_in,
     graph_rows,
+    uids,
     version_in,
 )
 from .planned_graph import Measured, PlannedSegment, Segments
@@ -221,7 +221,11 @@ def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: list[tuple[int
     bound = {uid: row for uid, *row in rows if 0 < uid < 2**62}
     unbound = [uid for uid, kind, *_ in rows if uid == UNBOUND and kind in (OPERAND, RESULT)]
     need(bound and len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
-    shown = {uid: found for uid, found in _shown(spec) if uid not in free}
+    shown = {}
+    for (name, i), uid in uids(spec).items():
+        tensor = spec.tensor(name)
+        dims = sorted(layout.shown(spec, tensor)[i].dims)
+        shown |= {} if uid in free else {uid: (f"CUDNN_DATA_{cudnn_name(tensor.dtype)}", dims)}
     slots: dict[int, tuple[int, int]] = {}
     for uid, tensor in listed:
         kind, value, size = bound.get(uid, (UNBOUND, 0, 0))
@@ -249,16 +253,6 @@ def _least(tensor: dict[str, Any]) -> int:
         return 0
     last = sum((dim - 1) * step for dim, step in zip(tensor["dim"], tensor["stride"], strict=True))
     return -(-(last + 1) * (1 if dtype == "bool" else 8 * itemsize(dtype)) // 8)
-
-
-def _shown(spec: GraphSpec) -> Iterator[tuple[int, tuple[str, list[int]]]]:
-    """The graph's tensors as a plan's text has them: uid, dtype and dimensions, ascending."""
-    uids = Uids.of(spec)
-    for name, uid in (uids.inputs | uids.outputs | uids.constants).items():
-        tensor = spec.tensor(name)
-        for i, seen in enumerate(layout.shown(spec, tensor)):
-            kind = f"CUDNN_DATA_{cudnn_name(tensor.dtype)}"
-            yield uids.parts.get((name, i), uid), (kind, sorted(seen.dims))
 
 
 def _listed(operations: Any) -> Iterator[tuple[int, dict[str, Any]]]:

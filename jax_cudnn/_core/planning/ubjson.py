@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _NUMBERS = {"i": ">b", "U": ">B", "I": ">h", "l": ">i", "L": ">q", "d": ">f", "D": ">d"}
@@ -13,7 +14,7 @@ def decode(data: bytes) -> Any:
     """The Python value of a UBJSON document; ValueError when it is not one."""
     try:
         reader = _Reader(data)
-        value = reader.value()
+        value = reader.value(reader.marker())
         if reader.at != len(data):
             raise KeyError(f"{len(data) - reader.at} bytes follow it")
         return value
@@ -25,18 +26,20 @@ class _Reader:
     def __init__(self, data: bytes):
         self.data, self.at = data, 0
 
-    def marker(self) -> str:
-        self.at += 1
-        return chr(self.data[self.at - 1])
-
-    def peek(self) -> str:
-        return chr(self.data[self.at])
-
     def take(self, size: int) -> bytes:
         if size < 0 or self.at + size > len(self.data):
             raise IndexError("document is cut short")
         self.at += size
         return self.data[self.at - size : self.at]
+
+    def marker(self) -> str:
+        return self.take(1).decode("latin1")
+
+    def passes(self, marker: str) -> bool:
+        """Whether the next byte is this one, which is then read."""
+        found = self.data[self.at : self.at + 1] == marker.encode()
+        self.at += found
+        return found
 
     def number(self, marker: str) -> Any:
         form = _NUMBERS[marker]
@@ -45,8 +48,7 @@ class _Reader:
     def text(self) -> str:
         return self.take(self.number(self.marker())).decode("utf-8")
 
-    def value(self, marker: str | None = None) -> Any:
-        marker = marker or self.marker()
+    def value(self, marker: str) -> Any:
         if marker in _NUMBERS:
             return self.number(marker)
         if marker in _CONSTANTS:
@@ -54,25 +56,18 @@ class _Reader:
         if marker in "SH":
             return self.text()
         if marker == "C":
-            return self.take(1).decode("latin1")
+            return self.marker()
         if marker == "[":
-            return list(self.items("]", self.value))
+            return list(self.items("]", lambda kind: self.value(kind or self.marker())))
         if marker == "{":
-            return dict(self.items("}", lambda kind: (self.text(), self.value(kind))))
+            pair = lambda kind: (self.text(), self.value(kind or self.marker()))  # noqa: E731
+            return dict(self.items("}", pair))
         raise KeyError(f"unknown marker {marker!r} at byte {self.at}")
 
-    def items(self, end: str, item: Any) -> Any:
-        kind = count = None
-        if self.peek() == "$":
-            self.at += 1
-            kind = self.marker()
-        if self.peek() == "#":
-            self.at += 1
-            count = self.number(self.marker())
-        if count is not None:
-            for _ in range(count):
+    def items(self, end: str, item: Callable[[str | None], Any]) -> Iterator[Any]:
+        kind = self.marker() if self.passes("$") else None
+        if self.passes("#"):
+            yield from (item(kind) for _ in range(self.number(self.marker())))
+        else:
+            while not self.passes(end):
                 yield item(kind)
-            return
-        while self.peek() != end:
-            yield item(kind)
-        self.at += 1

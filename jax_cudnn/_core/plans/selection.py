@@ -14,7 +14,6 @@ from ..planning import planner
 from ..planning.candidates import Candidate, Candidates
 from ..planning.deviceless.profiles import Profile
 from ..planning.planned_graph import PlannedGraph, PlannedSegment
-from ..planning.unsupported import most_telling
 
 P = TypeVar("P", bound=PlannedGraph)
 
@@ -50,7 +49,7 @@ def select(plan: P, which: int | Candidate) -> P:
     knobs = tuple(sorted(candidate.knobs.items()))
     named = replace(plan.spec.options, engine=candidate.engine, knobs=knobs)
     spec = intern(replace(plan.spec, options=named))
-    made = planner.plan(spec, _site(plan), plan.name, advise=False)
+    made = planner.plan(spec, _site(plan), plan.name)
     (segment,) = plan.segments
     return replace(plan, spec=spec, segments=(replace(segment, spec=spec, plan=made),))
 
@@ -75,8 +74,7 @@ def tried(plan: PlannedGraph, candidate: Candidate) -> Candidate:
     try:
         made = select(plan, candidate)
     except UnsupportedGraphError as error:
-        reason = most_telling(error.reasons) or error.why or error.summary
-        return replace(candidate, supported=False, reason=reason)
+        return replace(candidate, supported=False, reason=error.reason)
     except PlanningError as error:  # it may be supported
         return replace(candidate, reason=error.summary)
     return replace(candidate, supported=True, workspace_bytes=made.workspace_bytes)

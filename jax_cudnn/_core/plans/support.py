@@ -19,7 +19,6 @@ from ..planning import failure, frontend, planner, progress
 from ..planning.deviceless import client, profiles
 from ..planning.deviceless.profiles import Profile
 from ..planning.planned_graph import XLA
-from ..planning.unsupported import most_telling
 from .collect import Graphs, graphs, pieces
 from .plan import Plan
 from .support_value import DEVICE, MEASURED, PUBLIC, Support, SupportRow
@@ -203,10 +202,10 @@ def _row(name: str, spec: GraphSpec, gpu: str, site: Profile | CudaDevice) -> Su
     if all(call.node.leftover for call in spec.calls):
         return SupportRow(name, gpu, basis, True, XLA, 0, 0)
     try:
-        made = planner.plan(spec, site, name, advise=False)
+        made = planner.plan(spec, site, name)
     except UnsupportedGraphError as error:
-        reason = most_telling(error.reasons) or error.summary
-        return SupportRow(name, gpu, basis, False, reason=reason, reasons=(*error.reasons.items(),))
+        reasons = (*error.reasons.items(),)
+        return SupportRow(name, gpu, basis, False, reason=error.reason, reasons=reasons)
     return SupportRow(name, gpu, basis, True, made.engine, made.workspace_bytes, made.candidates)
 
 

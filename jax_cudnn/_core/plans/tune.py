@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator

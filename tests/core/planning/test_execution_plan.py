@@ -27,8 +27,8 @@ from jax_cudnn._core.planning.execution_plan import (
     UNBOUND,
     VIEW,
     ExecutionPlan,
-    Uids,
     decode,
+    uids,
 )
 from jax_cudnn._core.planning.stored import key_text, plan_of
 from jax_cudnn._core.store.archive import export, import_
@@ -43,8 +43,7 @@ def scaled(g, x, b):
 
 
 SPEC = scaled.trace(jnp.zeros((4, 8), jnp.bfloat16), jnp.zeros((1, 8), jnp.bfloat16))[1].spec
-UIDS = Uids.of(SPEC)
-(X, B), (OUT,), (HALF,) = UIDS.inputs.values(), UIDS.outputs.values(), UIDS.constants.values()
+X, B, OUT, HALF = uids(SPEC).values()
 TEXT = (
     '{"cudnnVersion":91900,"GPUProfile":'
     '{"deviceName":"NVIDIA H200","pciDeviceId":7,"totalGlobalMem": 15}}'

@@ -13,6 +13,8 @@ from helpers import conv, product, spec_of
 import jax_cudnn as jc
 from jax_cudnn._core.graph.dims import packed_strides
 from jax_cudnn._core.planning.limits import known_reasons
+from jax_cudnn._core.planning.unsupported import LEFT_OUT, engine_reasons, unsupported
+from jax_cudnn._core.reasons import Kind
 
 pytestmark = pytest.mark.usefixtures("by_cudnn")
 
@@ -35,12 +37,19 @@ REFUSED = {  # function, operands, options, words of the message
         [IMAGE, WEIGHT], {},
         [r"engine \d+: ", r"conv_fprop\.1::Y: bfloat16", "one convolution or matmul each"],
     ),
-    "float8 on an A100": (product.fn, FLOAT8, {"gpu": "A100"}, ["operands of bfloat16, float16"]),
+    "float8 on an A100": (product.fn, FLOAT8, {"gpu": "A100"}, ["use bfloat16 or float16"]),
     "left out by options": (
         conv, [IMAGE, WEIGHT], {"select_numeric_notes": "FFT"},
         ["relax the options", "excluded by the options", "FFT"],
     ),
-    "TF32": (product.fn, FLOAT32, {"precision": "highest"}, ["in TF32 only", "'highest'"]),
+    "TF32": (
+        product.fn, FLOAT32, {"precision": "highest"},
+        ["in TF32 only", "'highest'", "use bfloat16 or float16"],
+    ),
+    "two types": (
+        conv, [IMAGE, (WEIGHT[0], "float16")], {},
+        [r"different types \(bfloat16 and float16", "use one dtype for both operands"],
+    ),
 }  # fmt: skip
 
 
@@ -54,6 +63,34 @@ def test_an_unsupported_graph_is_printed_with_reasons_and_advice(what):
     assert error.fix
     for pattern in (*words, "what to do: ", "cuDNN's reasons:", r"graph\(\w: ", "return "):
         assert re.search(pattern, str(error)), f"{pattern!r} is not in\n{error}"
+
+
+BLOCK = '{"engineId":%d}\nWarning: CUDNN_STATUS_%s; Reason: %s\n'
+SAID = [  # by one engine each, as the frontend writes it
+    (0, "NOT_SUPPORTED_ARCH_MISMATCH", "deviceVer < 900", Kind.ARCHITECTURE),
+    (3, "NOT_SUPPORTED_SHAPE", "k % 8 != 0", Kind.SHAPE),
+    (4, "NOT_SUPPORTED", "too odd", Kind.OTHER),
+    (5, "NOT_SUPPORTED_GRAPH_PATTERN", "mmaNodeCount > 1", Kind.ANCHORS),
+]
+
+
+def test_reasons_are_ranked_and_advised_on_by_kind():
+    reasons = engine_reasons("".join(BLOCK % row[:3] for row in SAID))
+    assert [(who, r.kind) for who, r in reasons.items()] == [
+        (f"engine {row[0]}", row[-1]) for row in SAID
+    ]
+    spec = spec_of(lambda g, a, b: g.relu(g.matmul(a, b)), MATRIX, MATRIX)
+    error = unsupported(spec, reasons)
+    assert [*error.reasons] == ["engine 5", "engine 3", "engine 4", "engine 0"]
+    assert error.reason == error.reasons["engine 5"]
+    cut, pad = error.fix.split("; ")
+    assert ("cut" in cut, "multiple of 8" in pad) == (True, True)
+    left_out = dict.fromkeys(("eng6", "eng7"), LEFT_OUT)
+    error = unsupported(spec, reasons | left_out)
+    assert error.reason == "2 plans, excluded by the options"
+    assert error.fix.startswith("relax the options")
+    alone = unsupported(spec_of(product.fn, MATRIX, MATRIX), reasons)  # nothing to cut
+    assert alone.fix == pad
 
 
 def narrow(tensor):
@@ -147,7 +184,7 @@ NOT_ASKED_FOR = [  # most found by random graphs on an H200: function, operands,
 @pytest.mark.parametrize("row", NOT_ASKED_FOR, ids=[row[-1] for row in NOT_ASKED_FOR])
 def test_what_cudnn_would_compute_wrongly_is_not_asked_for(row):
     function, avals, words = row
-    assert words in "; ".join(known_reasons(spec_of(function, *avals)).values())
+    assert words in "; ".join(map(str, known_reasons(spec_of(function, *avals)).values()))
 
 
 def test_what_stands_right_is_asked_for():

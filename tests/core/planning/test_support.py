@@ -14,7 +14,9 @@ import jax_cudnn as jc
 from jax_cudnn._core.planning import planner, progress
 from jax_cudnn._core.planning.deviceless import profiles
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
+from jax_cudnn._core.planning.unsupported import unsupported
 from jax_cudnn._core.plans import collect, support
+from jax_cudnn._core.reasons import Kind, Reason
 
 H200, A100 = profiles.get("H200"), profiles.get("A100")
 X = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
@@ -36,12 +38,12 @@ def plans(made_up_plans, monkeypatch):
     plans were kept. ``double`` has no engine on an A100."""
     asked = []
 
-    def plan(spec, site, name, advise=True):
+    def plan(spec, site, name):
         if (name, site) not in asked:
             asked.append((name, site))
         if name == "double" and site == A100:
-            reasons = {"engine 1": "not supported (CUDNN_STATUS)", "engine 2": "a shape is wrong"}
-            raise jc.UnsupportedGraphError("double: no engine", reasons=reasons)
+            found = {"engine 1": Reason("not supported (CUDNN_STATUS)", Kind.OTHER)}
+            raise unsupported(spec, {**found, "engine 2": Reason("a shape is wrong", Kind.SHAPE)})
         kind = getattr(site, "device_name", "NVIDIA H200")
         return ExecutionPlan("{}", "eng0", 91900, kind, 3 << 20, 0, (), (), b"", 7)
 
@@ -168,7 +170,7 @@ def test_progress_counts_the_graphs_of_a_program(run, terminal, plans, monkeypat
     monkeypatch.setattr(progress, "_REDRAW", 0.005)
     monkeypatch.setattr(progress, "_on_terminal", lambda: terminal)
 
-    def slow(spec, site, name, advise=True):
+    def slow(spec, site, name):
         with progress.planning(name):
             time.sleep(0.02)
         return ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 7)

@@ -43,7 +43,7 @@ class Fake:
         self.measured = 0
         cpu = jax.devices("cpu")[0]
 
-        def plan(spec, site, name, advise=True):
+        def plan(spec, site, name):
             engine = spec.options.engine or 0
             return ExecutionPlan(
                 "{}" + str(engine), f"eng{engine}", 0, "", 0, 0, (), (), b"", 2, engine
