@@ -24,7 +24,7 @@ from .cuda import CudaDevice
 from .errors import UnsupportedGraphError
 from .graph.spec import GraphSpec
 from .implementation import AUTO
-from .planning import placement, planner, progress
+from .planning import losses, placement, planner, progress
 from .planning.planned_graph import Measured, PlannedSegment, Segments
 from .planning.single_flight import SingleFlight
 from .planning.split import Refusal, part, search, whole
@@ -42,6 +42,7 @@ _PATIENCE = 5.0  # seconds for the device to be idle
 _BATCH, _BATCHES = 2, {FAST: 3, FULL: 6}  # of other engines, in "fast" while they gain
 _AVERAGE = 1.0  # seconds that "fast" takes for a graph; what simple ones leave, others may take
 _FOR_ENGINES = 0.4  # seconds that a batch of engines takes
+_FAR_SLOWER = 2.0  # XLA's time over cuDNN's in the nearest measured graphs
 _NEAR = 4.0  # times the fastest way: how slow cuDNN's first engine may be for others to be tried
 
 
@@ -296,8 +297,11 @@ def _fastest(trials: Sequence[Trial]) -> int | None:
 
 
 def _cuts(spec: GraphSpec, site: CudaDevice, name: str) -> Iterator[_Way]:
-    """XLA alone; cuDNN where it can; and the products alone in cuDNN."""
-    yield _Way(whole(spec, None))
+    """XLA alone, but where it is known to be far slower; cuDNN where it can; and the products alone
+    in cuDNN."""
+    known = losses.nearest(spec, placement.model(site)[1])
+    if settings().tuning == FULL or known is None or known.ratio < _FAR_SLOWER:
+        yield _Way(whole(spec, None))
     yield _Way(placement.cut(spec, site, name, losing=True))
     if len(spec.calls) > 1 and any(call.node.anchor for call in spec.calls):
 

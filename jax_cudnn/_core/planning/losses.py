@@ -1,8 +1,9 @@
-"""Graphs for which XLA measured faster than cuDNN: the implementation "split" leaves them to XLA.
+"""What was measured of graphs: XLA's time over cuDNN's, by pattern and size.
 
-A graph is filed under its pattern, a text for its main operations. ``losses.json`` holds, for each
-measured architecture, the patterns for which XLA's compilation of the graph's reference was faster
-than cuDNN in every measured case. ``python -m benchmarks losses`` writes it from benchmark results.
+Where nothing is measured on the spot, "auto" and "split" leave a graph to XLA if it was faster for
+the nearest measured graphs. A graph is filed under its pattern, a text for its main operations;
+``losses.json`` holds for each architecture the measured graphs of each pattern. ``python -m
+benchmarks losses`` writes it from the results of ``python -m benchmarks auto``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..graph.layout import major_to_minor
 from ..graph.spec import Call, GraphSpec
 from . import choice
 from .call_sets import CallSets, members
+from .cost import cost
 from .execution_plan import ExecutionPlan
 
 TABLE = Path(__file__).with_name("losses.json")
@@ -28,17 +30,22 @@ TABLE = Path(__file__).with_name("losses.json")
 _KINDS = {"bfloat16": "", "float16": "", **dict.fromkeys(FP8, "float8")}
 
 
+_NEAREST = 3  # measured graphs that decide
+_LOSS = 0.95  # of cuDNN's time: XLA must be as fast to be faster, and not noise
+_LEAST = 2  # measured graphs of a pattern, else nothing is known of it
+
+
 @dataclass(frozen=True)
 class Loss:
-    """A pattern for which XLA is faster; its text is the reason to leave a graph to XLA.
+    """A measured loss; its text is the reason to leave a graph to XLA.
 
     Attributes:
         pattern: as :func:`pattern` gives it.
-        ratio: XLA's time divided by cuDNN's, in the case closest to 1.
+        ratio: XLA's time over cuDNN's that is expected: the mean of the nearest cases.
         device: the GPU of the measurement.
-        date: its date, or several separated by commas.
+        date: its date.
         cudnn: its version of cuDNN.
-        cases: the names of the cases in ``benchmarks``.
+        cases: the names of the nearest cases in ``benchmarks``.
     """
 
     pattern: str
@@ -49,17 +56,15 @@ class Loss:
     cases: tuple[str, ...]
 
     def __str__(self) -> str:
-        dates = sorted(self.date.split(", "))
-        dates = " to ".join(dict.fromkeys((dates[0], dates[-1])))
         return (
-            f"XLA is faster for {self.pattern!r}: it took at most {self.ratio:.0%} of the time of "
-            f"cuDNN in each of {len(self.cases)} cases ({self.device}, cuDNN {self.cudnn}, "
-            f"{dates})"
+            f"XLA is faster for {self.pattern!r}: about {self.ratio:.0%} of the time of cuDNN in "
+            f"the {len(self.cases)} nearest measured cases ({self.device}, cuDNN {self.cudnn}, "
+            f"{self.date})"
         )
 
 
 def loss(spec: GraphSpec, sm_version: int) -> Loss | None:
-    """The measured loss if cuDNN runs this whole graph, or None.
+    """The loss that is expected if cuDNN runs this whole graph, or None.
 
     Args:
         spec: the graph that would be one plan.
@@ -68,15 +73,31 @@ def loss(spec: GraphSpec, sm_version: int) -> Loss | None:
     Also None on an architecture without measurements, if the options fix the engine, and if they
     require determinism of a node that XLA may also compute with atomics.
     """
+    found = nearest(spec, sm_version) if _may_be_xlas(spec) else None
+    return found if found is not None and found.ratio < _LOSS else None
+
+
+def nearest(spec: GraphSpec, sm_version: int) -> Loss | None:
+    """What the nearest measured graphs of the same pattern say: near in operations and bytes, each
+    by its logarithm. None if too few were measured."""
     measured = table().get(str(sm_version))
-    if measured is None or not _may_be_xlas(spec):
+    if measured is None:
         return None
-    filed = pattern(spec)
-    cases = measured["patterns"].get(filed)
-    if cases is None:
+    filed, own = pattern(spec), cost(spec)
+    rows = measured["patterns"].get(filed, ())
+    if len(rows) < _LEAST:
         return None
+
+    def distance(row: Sequence[Any]) -> float:
+        pairs = zip((own.flops, own.bytes), row, strict=False)
+        return sum(abs(math.log2((a + 1) / (b + 1))) for a, b in pairs)
+
+    near = sorted(rows, key=distance)[:_NEAREST]
+    weights = [1 / (1 + distance(row)) for row in near]
+    logs = (weight * math.log(row[2]) for weight, row in zip(weights, near, strict=True))
+    ratio = math.exp(sum(logs) / sum(weights))
     where = {key: measured[key] for key in ("device", "date", "cudnn")}
-    return Loss(filed, max(cases.values()), **where, cases=tuple(cases))
+    return Loss(filed, ratio, **where, cases=tuple(row[3] for row in near))
 
 
 def slow(spec: GraphSpec, plan: ExecutionPlan, sm_version: int) -> str:
@@ -97,15 +118,15 @@ def _may_be_xlas(spec: GraphSpec) -> bool:
     return spec.options.engine is None and (settled or not spec.options.deterministic)
 
 
-def key(sm_version: int) -> list[str]:
+def key(sm_version: int) -> str:
     """What the decisions for an architecture depend on: a part of the key of stored cuts."""
-    return sorted(table().get(str(sm_version), {}).get("patterns", ()))
+    return json.dumps(table().get(str(sm_version)), sort_keys=True)
 
 
 @functools.cache
 def table() -> Mapping[str, Any]:
     """The SM version as text -> the conditions of the measurement, and ``patterns``: a pattern ->
-    the ratio in each of its cases."""
+    rows of operations, bytes, XLA's time over cuDNN's, and the name of the case."""
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 

@@ -3,6 +3,7 @@ plan for each cuDNN segment."""
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 from ..cuda import CudaDevice
@@ -121,9 +122,9 @@ def check_determinism(spec: GraphSpec, segments: Segments, name: str) -> None:
 def _split(spec: GraphSpec, losing: bool, apart: str, site: Site, name: str) -> Segments:
     """From the disk, or searched and left there for other processes."""
     sm_version = model(site)[1]
-    known_losses = [] if losing else losses.key(sm_version)
+    known_losses = "" if losing else f"{zlib.crc32(losses.key(sm_version).encode())}"
     asked = f"_Asked(losing={losing!r}, apart={apart!r})"
-    key = key_text("split", spec, planner.identity(site), str(known_losses), asked)
+    key = key_text("split", spec, planner.identity(site), known_losses, asked)
 
     def plan_of(piece: GraphSpec) -> ExecutionPlan | Refusal:
         if apart and piece.is_paired:

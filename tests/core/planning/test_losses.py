@@ -71,17 +71,31 @@ def test_a_graph_is_filed_under_what_it_is_at_heart(row):
 
 
 def test_a_loss_says_by_how_much_and_where_it_was_measured(monkeypatch):
-    patterns = {"conv_dgrad depthwise": {"a": 0.4, "b": 0.625}, "pointwise": {"c": 0.9}}
-    where = {"device": "NVIDIA X", "date": "2026-01-05, 2026-01-02, 2026-01-04", "cudnn": "9.99.0"}
+    patterns = {
+        "conv_dgrad depthwise": [[10, 10, 0.5, "a"], [10, 10, 0.5, "b"]],
+        "pointwise": [[32, 128, 0.9, "c"], [32, 128, 0.9, "d"]],
+        "matmul": [[10, 10, 0.5, "alone"]],
+    }
+    where = {"device": "NVIDIA X", "date": "2026-01-05", "cudnn": "9.99.0"}
     monkeypatch.setattr(losses, "table", lambda: {"91": {**where, "patterns": patterns}})
     depthwise, relu = (DGRAD, [LOSS, (16, 1, 3, 3)]), (node("relu"), [(4, 8)])
     found = losses.loss(traced(*depthwise), 91)
-    assert found == losses.Loss("conv_dgrad depthwise", 0.625, *where.values(), ("a", "b"))
-    assert "62%" in str(found)
-    assert "2026-01-02 to 2026-01-05)" in str(found)
+    assert found == losses.Loss("conv_dgrad depthwise", 0.5, *where.values(), ("a", "b"))
+    assert "about 50% of the time" in str(found)
     for absent, gpu in (((product(), MATRICES), 91), (depthwise, 90)):  # not listed, not measured
         assert losses.loss(traced(*absent), gpu) is None
     # Who names an engine gets it; determinism is not left to XLA, but where nothing depends on it.
     assert losses.loss(traced(*relu, engine=1), 91) is None
     assert losses.loss(traced(*depthwise, deterministic=True), 91) is None
     assert losses.loss(traced(*relu, deterministic=True), 91) is not None
+
+
+def test_the_nearest_measured_graphs_decide(monkeypatch):
+    """Small ones lose, large ones win: a graph goes with those of its size."""
+    rows = [[2**i, 2**i, 0.5 if i < 20 else 2.0, f"{i}"] for i in (8, 10, 12, 28, 30, 32)]
+    where = {"device": "NVIDIA X", "date": "2026-01-05", "cudnn": "9.99.0"}
+    monkeypatch.setattr(losses, "table", lambda: {"91": {**where, "patterns": {"pointwise": rows}}})
+    small, large = (traced(node("relu"), [(n, 64)]) for n in (8, 2**20))
+    assert losses.loss(small, 91).cases == ("10", "8", "12")
+    assert losses.loss(large, 91) is None
+    assert losses.nearest(large, 91).ratio == pytest.approx(2.0)
