@@ -41,6 +41,26 @@ stored in the dtypes of the tensors.
 
 The reference, which runs on CPU and TPU, rounds at the same points.
 
+## What XLA runs on a GPU
+
+Parts of a graph that XLA runs on a GPU are computed as plain JAX would: XLA's libraries fuse no
+other form. Results that the graph returns, and values that a part on cuDNN reads, have their
+dtypes, and float8 and integer values are rounded everywhere. The rest differs from the table above:
+
+- Intermediate values are not rounded to 16 bits where XLA keeps float32.
+- A product of 16-bit operands is rounded to 16 bits, and so is each sum and factor after it, if
+  only sums, factors, activations and normalizations stand between it and 16-bit results. Each costs
+  as much as rounding the result. The error relative to float64 is at most 2.5 times as large for a
+  scale, a bias and a residual together. A product stays in float32 if a float32 result, a sum over
+  its elements, an exponential or a quotient depends on it.
+- float8 products with 16-bit results likewise, in bfloat16; their scales are rounded to it, too.
+- A factor for each feature of a convolution, or `batchnorm_inference` after one, is multiplied
+  into the weight, which is rounded once more.
+- Mean and variance of 16-bit elements are E[x] and E[x^2] - E[x]^2 in float32: of images, of rows
+  whose statistics are kept, and of rows of more than 12288 elements. The relative error of 1 /
+  deviation is at most 5e-7 * (1 + mean^2 / (variance + epsilon)); Flax computes it so by default.
+- `reduction` with MIN, MAX and AMAX gives NaN where an element is NaN; cuDNN ignores these.
+
 ## Conversions
 
 Conversions to integers round to nearest, ties to even, and saturate. Conversions to float8 saturate

@@ -190,8 +190,10 @@ def tolerance(spec, operands, on_gpu):
         HALF_ACCUMULATOR if any(c.node.compute_data_type == "float16" for c in spec.calls) else 0,
     )
     exact = evaluate(spec, operands)
+    # Attention's weights are rounded too: 1.31 seen. XLA's form rounds an epilogue at each step.
+    factor = 2.5 if on_gpu and any(call.node.product for call in spec.calls) else 1.4
     return [
-        1.4 * distance(r, e) + arithmetic  # attention's weights are rounded too: 1.31 seen
+        factor * distance(r, e) + arithmetic
         for r, e in zip(rounded(spec, operands), exact, strict=True)
     ]
 

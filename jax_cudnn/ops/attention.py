@@ -311,6 +311,13 @@ class Sdpa(Attending):
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Attending)}
         return SdpaBackward(**shared, dBias="bias" in wanted, dSink_token="sink_token" in wanted)
 
+    def xla(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...] | None:
+        attention = self.attention(precision)
+        if self.rng_dump or not attention.sees_some(arrays):
+            return None
+        plain = dataclasses.replace(attention, guarded=False)
+        return plain.forward(arrays)[: 1 + self.generate_stats]
+
     def reference(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...]:
         attention = self.attention(precision)
         results = attention.forward(arrays)[: 1 + self.generate_stats]

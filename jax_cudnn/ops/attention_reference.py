@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _SCORES = 2**24  # scores in memory at a time, 64 MiB of float32
 
 Arrays = Mapping[str, jax.Array]
+_HIDING = "seq_len_q", "seq_len_kv", "block_mask"
 _OF_QUERIES = "q", "q_T", "o", "o_f16", "dO", "dO_T", "dO_f16", "stats"
 _OF_KEYS = "k", "k_T", "v", "dK", "dV"
 OPERANDS = "score_mod_operands"
@@ -83,6 +84,8 @@ class Attention:
     dropout: float | None = None
     alibi: bool = False
     score_mod: ScoreMod | None = None
+    guarded: bool = True
+    """Whether a query may see no key, or keys with scores of -inf only."""
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         """O and the log-sum-exp of each row, from q, k, v and the optional operands (bias,
@@ -168,12 +171,14 @@ class Attention:
         sink = self._sink(rows, arrays, first)
         if sink is not None:
             largest = jnp.maximum(largest, sink)
-        largest = jax.lax.stop_gradient(jnp.where(jnp.isneginf(largest), 0, largest))
+        if self.guarded:  # XLA makes one kernel of a softmax only without this
+            largest = jnp.where(jnp.isneginf(largest), 0, largest)
+        largest = jax.lax.stop_gradient(largest)
         each = jnp.exp(scores - largest)
         total = jnp.sum(each, axis=-1, keepdims=True)
         if sink is not None:
             total = total + jnp.exp(sink - largest)
-        none = total == 0  # false for NaN, as is total > 0
+        none = self.guarded and total == 0  # false for NaN, as is total > 0
         total = jnp.where(none, 1, total)
         return each / total, jnp.where(none, -jnp.inf, largest + jnp.log(total))
 
@@ -188,7 +193,19 @@ class Attention:
             i, j, queries, keys = self._positions(arrays, first, scores.shape[3])
             further = j - self.band.at(i, keys - queries)
             scores = scores + of_heads[:, :, None, None] * further.astype(scores.dtype)
+        if self.band == Band() and not {*_HIDING} & {*arrays}:
+            return scores
         return jnp.where(self._seen(arrays, first, scores.shape[3]), scores, -jnp.inf)
+
+    def sees_some(self, arrays: Arrays) -> bool:
+        """Whether each query sees a key with a finite score, if scores are finite."""
+        queries, keys = (arrays[port].shape[2] for port in ("q", "k"))
+        hidden = {*_HIDING, "bias", "sink_token"} & {*arrays} or self.score_mod is not None
+        if hidden or not isinstance(keys, int) or not isinstance(queries, int) or not keys:
+            return False
+        first = keys - queries if self.band.bottom_right else 0
+        right = self.band.right
+        return self.band.left is None and (right is None or first + right >= 0)
 
     def _products(self, rows: Arrays, arrays: Arrays) -> jax.Array:
         return self.scale * self._product("bngsd,bntd->bngst", rows["q"], arrays["k"])

@@ -17,7 +17,7 @@ from .._core.graph.example import Example
 from .._core.graph.node import Node
 from .._core.reasons import Kind, Reason
 from .extents import Spatial
-from .normalization_base import BACKWARD_DIMS, normalized
+from .normalization_base import BACKWARD_DIMS, Moments, normalized
 from .normalization_of_channels import (
     CHANNELS,
     IMAGES,
@@ -149,9 +149,10 @@ class Batchnorm(ForwardOfChannels):
         in_running_var: jax.Array,
         epsilon: jax.Array,
         momentum: jax.Array,
+        moments: Moments | None = None,
     ) -> tuple[jax.Array, ...]:
         axes = self.extent.reduced(input.shape, scale.shape)
-        mean, variance = self.extent.moments(input, axes)
+        mean, variance = (moments or self.extent.moments)(input, axes)
         inv_var = jax.lax.rsqrt(variance + epsilon)
         y = normalized(input, mean, inv_var) * scale + bias
         count = input.size // max(scale.size, 1)
@@ -219,6 +220,7 @@ class BatchnormInference(Node):
     """
 
     method = "batchnorm_inference"
+    smooth = True
     dims = "input: *x, mean: *s, inv_variance: *s, scale: *s, bias: *s -> Y: *x"
     leftover = True
     dtypes = FLOATS
@@ -258,6 +260,14 @@ class BatchnormInference(Node):
         wide = (x.astype(self.accumulator) for x in given)
         x, mean, inv_variance, scale, bias = wide
         return (normalized(x, mean, inv_variance) * scale + bias,)
+
+    def line(self, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None] | None:
+        if "input" in arrays:
+            return None
+        mean, inv_variance, scale, bias = (
+            arrays[port].astype(self.accumulator) for port in self.ports.input_names[1:]
+        )
+        return inv_variance * scale, bias - mean * inv_variance * scale
 
     def folds(self, batched: frozenset[str], tensors: Tensors) -> Iterable[dict[str, int]]:
         if batched <= {"input"}:

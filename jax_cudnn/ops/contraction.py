@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from .._core.graph.dims import Dims, Shape, packed_strides
 from .._core.graph.node import LEAD, Node, frozen
-from .._core.graph.promotion import product_operands
 from .matrix import Matmul
 from .products import alike
 
@@ -102,8 +101,8 @@ class Contraction(Matmul):
     def broadcast_to(self, tensors: Tensors) -> Mapping[str, Shape]:
         return {}
 
-    def reference(self, A: jax.Array, B: jax.Array, *, precision: Any = None) -> tuple:
-        arrays = product_operands(A, B)
+    def _multiplied(self, A: jax.Array, B: jax.Array, precision: Any) -> tuple[jax.Array, ...]:
+        arrays = A, B
         letters = dict.fromkeys(axis for port in self.ports.inputs for axis in port.axes)
         number = {letter: i for i, letter in enumerate(letters)}
         given: list[Any] = []

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
+from .._core.graph.dtypes import FLOATS, wide_dtype
 from .._core.graph.example import Example
 from .._core.graph.promotion import product_dtype
 from .convolution_base import SOLVERS, Convolution, Roles
@@ -144,6 +145,17 @@ class ConvFprop(Convolution):
             accumulator=self.accumulator,
         )
         return (out,)
+
+    def scaled(
+        self, arrays: Mapping[str, jax.Array], factor: jax.Array
+    ) -> dict[str, jax.Array] | None:
+        """A factor of each feature goes into the weight."""
+        weight = arrays["weight"]
+        if str(weight.dtype) not in FLOATS or factor.size not in (1, factor.shape[1]):
+            return None
+        by_feature = jnp.swapaxes(factor, 0, 1).astype(wide_dtype(weight, factor))
+        product = weight.astype(by_feature.dtype) * by_feature
+        return {**arrays, "weight": product.astype(weight.dtype)}
 
 
 SOLVERS["result"] = ConvFprop

@@ -149,15 +149,20 @@ class ConvDgrad(ConvolutionGradient):
         ]
         loss, padding, spread = cropped(loss, list(zip(before, after, strict=True)), stride)
         flipped = jnp.flip(filter, tuple(range(2, filter.ndim)))
-        by_group = flipped.reshape(groups, k // groups, i, *r).swapaxes(1, 2)
+        axes = tuple(range(len(r) + 2))
+        if groups == 1:  # XLA finds its backward convolution in this form only
+            by_group, of_filter = flipped, (1, 0, *axes[2:])
+        else:
+            by_group = flipped.reshape(groups, k // groups, i, *r).swapaxes(1, 2)
+            by_group, of_filter = by_group.reshape(groups * i, k // groups, *r), axes
         out = convolved(
             loss,
-            by_group.reshape(groups * i, k // groups, *r),
+            by_group,
             [1] * len(r),
             padding,
             lhs_dilation=spread,
             rhs_dilation=dilation,
-            dimension_numbers=jax.lax.ConvDimensionNumbers(*[tuple(range(len(r) + 2))] * 3),
+            dimension_numbers=jax.lax.ConvDimensionNumbers(axes, of_filter, axes),
             feature_group_count=groups,
             precision=precision,
             accumulator=self.accumulator,

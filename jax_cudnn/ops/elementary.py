@@ -49,6 +49,11 @@ class Identity(Pointwise):
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
         return (input,)
 
+    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        return (input,)  # converted once, to the result's dtype
+
     reads: ClassVar[Mapping[str, tuple[str, ...]]] = {"input": ()}
 
     def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor:
@@ -94,6 +99,7 @@ def floor(input: jax.Array) -> jax.Array:
 
 @elementwise(
     result="real",
+    smooth=False,
     jax_names=("cos",),
     slopes={"input": lambda g, t, input: -(t * g.sin(input))},
 )
@@ -103,7 +109,10 @@ def cos(input: jax.Array) -> jax.Array:
 
 
 @elementwise(
-    result="real", jax_names=("sin",), slopes={"input": lambda g, t, input: t * g.cos(input)}
+    result="real",
+    smooth=False,
+    jax_names=("sin",),
+    slopes={"input": lambda g, t, input: t * g.cos(input)},
 )
 def sin(input: jax.Array) -> jax.Array:
     """Sine of radians. Source: cuDNN documentation, ``CUDNN_POINTWISE_SIN``."""
@@ -112,6 +121,7 @@ def sin(input: jax.Array) -> jax.Array:
 
 @elementwise(
     result="real",
+    smooth=False,
     jax_names=("tan",),
     slopes={"input": lambda g, t, OUT_0: t * (OUT_0 * OUT_0 + 1.0)},
 )
@@ -133,7 +143,12 @@ def erf(input: jax.Array) -> jax.Array:
     return jax.lax.erf(input)
 
 
-@elementwise(result="real", jax_names=("exp",), slopes={"input": lambda g, t, OUT_0: t * OUT_0})
+@elementwise(
+    result="real",
+    smooth=False,
+    jax_names=("exp",),
+    slopes={"input": lambda g, t, OUT_0: t * OUT_0},
+)
 def exp(input: jax.Array) -> jax.Array:
     """Exponential ``OUT_0 = e**input``. Source: cuDNN documentation, ``CUDNN_POINTWISE_EXP``."""
     return jnp.exp(input)

@@ -43,6 +43,7 @@ class Pointwise(Node):
 
     dtypes = (*FLOATS, *FP8, "int8", "uint8", "int32")
     recomputed = True
+    smooth = True
     result: ClassVar[str] = ""
     """"bool"; or "real" for functions with non-integer values: integers give float32."""
     shaped: ClassVar[str] = ""
@@ -156,6 +157,8 @@ def elementwise(
     alike: bool = False,
     chooses: bool = False,
     adds: bool = False,
+    multiplies: bool = False,
+    smooth: bool = True,
     singular: bool = False,
     jumps: bool = False,
     jax_names: tuple[str, ...] = (),
@@ -200,6 +203,8 @@ def elementwise(
             "alike": alike,
             "chooses": chooses,
             "adds": adds,
+            "multiplies": multiplies,
+            "smooth": smooth and not (singular or jumps or result == "bool"),
             "singular": singular,
             "recomputed": not (jumps or result == "bool"),
             "dtypes": dtypes,

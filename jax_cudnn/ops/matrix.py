@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape
-from .._core.graph.dtypes import PRODUCTS, itemsize
+from .._core.graph.dtypes import FP8, PRODUCTS, itemsize
 from .._core.graph.example import Example
 from .._core.graph.node import ANY, LEAD, Node, frozen
 from .._core.graph.promotion import product_compute, product_dtype, product_operands
@@ -240,5 +240,18 @@ class Matmul(Node):
         self, A: jax.Array, B: jax.Array, *, precision: Any = None
     ) -> tuple[jax.Array, ...]:
         A, B = product_operands(A, B)
-        kind = self.accumulator
-        return (jnp.matmul(A, B, precision=precision, preferred_element_type=kind),)
+        return self._multiplied(A, B, precision)
+
+    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, A: jax.Array, B: jax.Array, *, precision: Any = None
+    ) -> tuple[jax.Array, ...] | None:
+        # XLA multiplies float8 as it is.
+        return (
+            self._multiplied(A, B, precision)
+            if str(A.dtype) in FP8 and A.dtype == B.dtype
+            else None
+        )
+
+    def _multiplied(self, A: jax.Array, B: jax.Array, precision: Any) -> tuple[jax.Array, ...]:
+        """The product of operands of one dtype."""
+        return (jnp.matmul(A, B, precision=precision, preferred_element_type=self.accumulator),)

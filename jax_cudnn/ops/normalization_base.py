@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 TRAINING, INFERENCE = "TRAINING", "INFERENCE"
 PHASES = (TRAINING, INFERENCE)
+Moments = Callable[[jax.Array, tuple[int, ...]], tuple[jax.Array, jax.Array]]
+"""Mean and variance of an array over these axes."""
 STATISTICS = ("mean", "inv_var")
 BACKWARD_DIMS = (
     "grad: *x, input: *x, scale: *s, mean: *m, inv_variance: *m -> DX: *x, DScale: *s, DBias: *s"
@@ -131,6 +133,7 @@ class Normalization(Normalizing):
     """Forward: ``Y`` and the statistics."""
 
     backward: ClassVar[type[NormalizationBackward]]
+    smooth = True
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         shape, statistics = self.checked(inputs)
@@ -145,14 +148,27 @@ class Normalization(Normalizing):
         scale: jax.Array,
         epsilon: jax.Array,
         bias: jax.Array | None = None,
+        moments: Moments | None = None,
     ) -> tuple[jax.Array, ...]:
         axes = self.extent.reduced(input.shape, scale.shape)
-        mean, variance = self.extent.moments(input, axes)
+        mean, variance = (moments or self.extent.moments)(input, axes)
         inv_var = jax.lax.rsqrt(variance + epsilon)
         y = normalized(input, mean, inv_var) * scale
         y = y if bias is None else y + bias
         found = {"Y": y, "mean": mean, "inv_var": inv_var}
         return tuple(found[port] for port in self.results)
+
+    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input: jax.Array, **others: jax.Array
+    ) -> tuple[jax.Array, ...] | None:
+        axes = self.extent.reduced(input.shape, others["scale"].shape)
+        size = math.prod(input.shape[axis] for axis in axes)
+        kept = len(self.results) > 1
+        if input.dtype.itemsize > 2 or not self.extent.favours(size, kept):
+            return None
+        arrays = {"input": input, **others}
+        wide: Any = {port: x.astype(self.accumulator) for port, x in arrays.items()}
+        return self.reference(**wide, moments=self.extent.at_once)
 
     def jvp(
         self, g: Derivation, tangents: Values, inputs: Values, outputs: Values

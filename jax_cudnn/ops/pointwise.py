@@ -65,6 +65,7 @@ def sub(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @elementwise(
+    multiplies=True,
     jax_names=("multiply", "mul"),
     examples=_binary("a", "b"),
     slopes={"a": lambda g, t, b: t * b, "b": lambda g, t, a: t * a},
@@ -173,6 +174,7 @@ def pow(input0: jax.Array, input1: jax.Array) -> jax.Array:
 
 
 @elementwise(
+    smooth=False,
     examples=usual("a", "b"),
     slopes={"a": lambda g, t: t, "b": lambda g, t, b: t * (b + b)},
 )
@@ -208,6 +210,7 @@ def bias(input: jax.Array, bias: jax.Array) -> jax.Array:
 
 @elementwise(
     shaped="input",
+    multiplies=True,
     examples=(
         Example({"input": IMAGES, "scale": (1, 64, 1, 1)}, "bfloat16"),
         Example({"input": (2, 128, 96), "scale": (1, 1, 96)}, "float32"),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
-from .._core.graph.dtypes import FLOATS, FP8
+from .._core.graph.dtypes import FLOATS, FP8, is_floating
 from .._core.graph.example import Example
 from .._core.graph.node import Node, frozen
 from .folds import anywhere, grown
@@ -50,6 +50,13 @@ def _largest_magnitude(x: jax.Array, **axes: Any) -> jax.Array:
     return jnp.max(jnp.where(jnp.isnan(x), 0.0, jnp.abs(x)), **axes)
 
 
+IN_XLA = {
+    "MIN": jnp.min,
+    "MAX": jnp.max,
+    "AMAX": _over_magnitudes(jnp.max),
+}
+"""Modes without the test of each element for NaN, which costs XLA a third of its speed."""
+
 MODES = {
     "ADD": jnp.sum,
     "MUL": jnp.prod,
@@ -71,7 +78,8 @@ class Reduction(Node):
     Args:
         input: any shape.
         mode: a string or a member of ``cudnn.reduction_mode``: "ADD" (sum), "MUL" (product),
-            "MIN", "MAX", "AMAX" (largest magnitude; all three ignore NaN), "AVG" (mean),
+            "MIN", "MAX", "AMAX" (largest magnitude; all three ignore NaN, except where XLA runs
+            them on a GPU), "AVG" (mean),
             "NORM1" (sum of magnitudes), "NORM2" (root of the sum of squares), "MUL_NO_ZEROS"
             (product of the nonzero elements).
         out_dims: the shape of the output: the rank of the input, each dimension 1 or equal to that
@@ -93,7 +101,9 @@ class Reduction(Node):
         "AMAX, and for MUL after a convolution or matmul (for NORM1 reduce abs(x) with ADD; for "
         "AVG and NORM2 reduce x, or its square, with ADD, and divide or take the root in jnp)"
     )
-    rounding = "cuDNN chooses the order of summation; MIN, MAX and AMAX ignore NaN"
+    rounding = (
+        "cuDNN chooses the order of summation; MIN, MAX and AMAX ignore NaN, in XLA on a GPU not"
+    )
     examples = (
         Example({"input": (8, 64, 28, 28)}, "bfloat16", {"mode": "ADD", "out_dims": [1, 64, 1, 1]}),
         Example({"input": (512, 256)}, "float32", {"mode": "ADD", "out_dims": [512, 1]}),
@@ -156,9 +166,19 @@ class Reduction(Node):
         return math.prod(shapes["input"])
 
     def reference(self, input: jax.Array) -> tuple[jax.Array, ...]:
+        return self._reduced(MODES[self.mode], input)
+
+    def xla(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input: jax.Array
+    ) -> tuple[jax.Array, ...] | None:
+        if self.mode not in IN_XLA or not is_floating(str(input.dtype)):
+            return None
+        return self._reduced(IN_XLA[self.mode], input.astype(self.accumulator))
+
+    def _reduced(self, reduce: Callable[..., jax.Array], input: jax.Array) -> tuple[jax.Array, ...]:
         out = (1,) * input.ndim if self.out_dims is None else self.out_dims
         axes = tuple(i for i, (o, s) in enumerate(zip(out, input.shape, strict=True)) if o != s)
-        return (MODES[self.mode](input, axis=axes, keepdims=True),)
+        return (reduce(input, axis=axes, keepdims=True),)
 
     def linear_in(self, port: str) -> bool:
         return self.mode in ("ADD", "AVG")

@@ -43,7 +43,7 @@ MUTATIONS = {
     # graphs
     "float8 overflows": ("_core/graph/reference.py", "return jnp.clip(value, -largest, largest).astype(target)", "return value.astype(target)"),
     "integers are cut, not rounded": ("_core/graph/reference.py", "value = jnp.round(value)", "value = jnp.trunc(value)"),
-    "what is kept is not rounded": ("_core/graph/reference.py", "rounded(_kept(result, dtype) if is_read else result, dtype)", "result.astype(dtype) if not is_read else result"),
+    "what is kept is not rounded": ("_core/graph/reference.py", "rounded(kept(result, dtype) if is_read else result, dtype)", "result.astype(dtype) if not is_read else result"),
     "bounds of one port only": ("_core/graph/bounds.py", "jnp.minimum(found[name], x) if name in found else x", "x"),
     "ties of several uses not seen": ("_core/graph/wire.py", "if tensors[port].name in {*spec.inputs, *spec.outputs} - others:", "if tensors[port].name in {*spec.inputs, *spec.outputs}:"),
     "batches that lie apart are merged": ("_core/graph/layout.py", "if order[first : first + len(own)] != own:", "if False:"),

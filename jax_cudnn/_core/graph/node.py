@@ -108,6 +108,11 @@ class Node(Planned):
     dtype."""
     adds: ClassVar[bool] = False
     """Whether the node adds two tensors, of which one may be the bias of a product."""
+    multiplies: ClassVar[bool] = False
+    """Whether the node multiplies two tensors, of which one may be a factor of a product."""
+    smooth: ClassVar[bool] = False
+    """Whether an operand that is rounded to 16 bits changes the result about as much as rounding
+    the result to 16 bits does."""
     recomputed: ClassVar[bool] = False
     """Whether derivatives recompute the results if that saves memory."""
     paired: ClassVar[bool] = False
@@ -236,6 +241,27 @@ class Node(Planned):
         receive them unchanged. Only products get ``precision``.
         """
         raise NotImplementedError
+
+    def xla(self, *, precision: Any = None, **arrays: jax.Array) -> tuple[jax.Array, ...] | None:
+        """How XLA computes the node best on a GPU, where that is not the reference (None).
+
+        Arrays arrive in the dtypes in which they are held. Results may differ from the reference's
+        by what the numerics page states.
+        """
+        return None
+
+    def line(self, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None] | None:
+        """The factor and the summand with which the result follows from the one operand that
+        ``arrays`` lacks; None if it does not."""
+        factors = [*arrays.values()]
+        return (factors[0], None) if self.multiplies and len(factors) == 1 else None
+
+    def scaled(
+        self, arrays: Mapping[str, jax.Array], factor: jax.Array
+    ) -> dict[str, jax.Array] | None:
+        """The operands with which this product gives its result times a factor of the result's
+        rank, where that costs little; else None."""
+        return None
 
     # -- transformations ------------------------------------------------------------------------
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +12,11 @@ import jax.numpy as jnp
 from .dtypes import FP8, INTEGERS, is_floating, itemsize
 from .node import Node
 from .options import lax_precision
-from .spec import GraphSpec
+from .spec import Call, GraphSpec
 
 WIDE, NARROW = "wide", "narrow"
 _parted: ContextVar[bool] = ContextVar("parted", default=True)
-_HALVES = ("bfloat16", "float16")
+HALVES = ("bfloat16", "float16")
 _CHOSEN = [{"bfloat16"}, {"float16"}]
 
 
@@ -46,56 +44,58 @@ def evaluate(
     in the spec, as in a fused plan. ``read`` names the outputs that later computations of the same
     program read.
 
-    ``products`` adapts products of 16-bit operands to a backend of XLA; their values stay the
-    same. WIDE converts the operands to float32, because XLA's CPU backend lacks some of the others.
-    NARROW requests a 16-bit result where the spec has one: a GPU accumulates in float32 anyway, and
-    uses slow kernels for a float32 result. A bias added to it stays in 16 bits, too: XLA's matmul
-    library adds it in float32 before rounding.
+    ``products`` adapts the graph to a backend of XLA. WIDE converts 16-bit operands of products to
+    float32, because XLA's CPU backend lacks some of the others; values stay the same. NARROW is the
+    form for a GPU, which rounds less and in other places: see :mod:`.xla_form`.
     """
     with jax.numpy_rank_promotion("allow"):  # a user's setting is for the user's code only
-        return _evaluated(spec, operands, products, read)
+        if products == NARROW:
+            from .xla_form import evaluated  # which programs for other platforms do without
+
+            return evaluated(spec, operands, read)
+        return _evaluated(spec, operands, products == WIDE, read)
 
 
 def _evaluated(
-    spec: GraphSpec, operands: Sequence[jax.Array], products: str, read: Collection[str]
+    spec: GraphSpec, operands: Sequence[jax.Array], widens: bool, read: Collection[str]
 ) -> list[jax.Array]:
+    values = given(spec, operands)
+    precision = lax_precision(spec.options.precision)
+    inside = {name for call in spec.calls for _, name in call.inputs}
+    for call, node, inputs in steps(spec.calls, values):
+        if node.product:
+            if widens and node.compute_data_type == "float32":
+                halves = {port: x for port, x in inputs.items() if str(x.dtype) in HALVES}
+                inputs |= {port: x.astype(jnp.float32) for port, x in halves.items()}
+            results = node.reference(**inputs, precision=precision)
+        else:
+            results = applied(node, inputs)
+        for (_, name), result in zip(call.outputs, results, strict=True):
+            dtype, is_read = spec.tensor(name).dtype, name in inside or name in read
+            values[name] = rounded(kept(result, dtype) if is_read else result, dtype)
+    return [values[name] for name in spec.outputs]
+
+
+def given(spec: GraphSpec, operands: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """The values of a graph's inputs and constants, by name."""
     values = dict(zip(spec.inputs, operands, strict=True))
     kind = "float64" if spec.has_float64 else "float32"
     for constant in spec.constants:
         assert constant.value is not None
         exact = kind if constant.dtype == "float32" else constant.dtype
         values[constant.name] = jnp.full(constant.shape, constant.value, exact)
-    precision = lax_precision(spec.options.precision)
-    made = {name: port for call in spec.calls for port, name in call.outputs}
-    inside = {name for call in spec.calls for _, name in call.inputs}
-    returned: dict[str, jax.Array] = {}
-    biased = _biased(spec) if products == NARROW else {}
-    for call in spec.calls:
+    return values
+
+
+def steps(
+    calls: Sequence[Call], values: Mapping[str, jax.Array]
+) -> Iterator[tuple[Call, Node, dict[str, jax.Array]]]:
+    """Each call of a graph with its node and operands, which ``values`` has by then."""
+    made = {name: port for call in calls for port, name in call.outputs}
+    for call in calls:
         again = call.node.redraws({port: made.get(name, "") for port, name in call.inputs})
         node = call.node.leaving(again) if again else call.node
-        inputs = {port: values[name] for port, name in call.inputs if port not in again}
-        if node.product:
-            name = call.outputs[0][1]
-            dtype = biased.get(name, spec.tensor(name).dtype)
-            node, inputs = _suited(node, inputs, dtype, products)
-            results = node.reference(**inputs, precision=precision)
-            if name in biased:
-                values[name] = results[0]
-                continue
-        elif not biased.keys().isdisjoint(name for _, name in call.inputs):
-            results = node.reference(**inputs)
-        else:
-            results = applied(node, inputs)
-        for (_, name), result in zip(call.outputs, results, strict=True):
-            dtype, is_read = spec.tensor(name).dtype, name in inside or name in read
-            halved = (dtype, str(result.dtype)) == ("bfloat16", "float32")
-            if halved and products == NARROW and name in inside and name in spec.outputs:
-                kept = _kept(result, dtype) if name in read else result
-                returned[name] = rounded(kept, dtype)
-                values[name] = _of_bits(returned[name])
-            else:
-                values[name] = rounded(_kept(result, dtype) if is_read else result, dtype)
-    return [returned.get(name, values[name]) for name in spec.outputs]
+        yield call, node, {port: values[name] for port, name in call.inputs if port not in again}
 
 
 def applied(node: Node, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -107,46 +107,7 @@ def applied(node: Node, inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ...
     return node.reference(**inputs)
 
 
-def _biased(spec: GraphSpec) -> dict[str, str]:
-    """The 16-bit products whose only reader adds a bias, with operands and sum of one dtype: the
-    names of their results, with that dtype."""
-    reads = Counter(name for call in spec.calls for _, name in call.inputs)
-    reads.update(spec.outputs)
-    makers = {call.outputs[0][1]: call for call in spec.calls if call.node.product}
-    found = {}
-    for call in (call for call in spec.calls if call.node.adds):
-        dtype = spec.tensor(call.outputs[0][1]).dtype
-        for product in (name for _, name in call.inputs if name in makers and reads[name] == 1):
-            if not spec.is_bias(call, makers[product]):
-                continue
-            operands = {name for _, name in (*call.inputs, *makers[product].inputs)} - {product}
-            if dtype in _HALVES and {spec.tensor(name).dtype for name in operands} == {dtype}:
-                found[product] = dtype
-    return found
-
-
-def _suited(
-    node: Node, inputs: dict[str, jax.Array], result: str, products: str
-) -> tuple[Node, dict[str, jax.Array]]:
-    if node.compute_data_type != "float32":
-        return node, inputs
-    if products == WIDE:
-        wide = {port: x for port, x in inputs.items() if str(x.dtype) in _HALVES}
-        inputs = {**inputs, **{port: x.astype(jnp.float32) for port, x in wide.items()}}
-    elif products == NARROW and result in _HALVES:
-        if {str(x.dtype) for x in inputs.values()} == {result}:
-            node = replace(node, compute_data_type=result)
-    return node, inputs
-
-
-def _of_bits(value: jax.Array) -> jax.Array:
-    """bfloat16 as float32, by a bit operation that XLA does not simplify as a conversion: so it
-    reads the stored value, and does not also store and read the wider one."""
-    bits = jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(bits << 16, jnp.float32)
-
-
-def _kept(value: jax.Array, dtype: str) -> jax.Array:
+def kept(value: jax.Array, dtype: str) -> jax.Array:
     """A value reduced to the precision of a dtype, by a separate operation: XLA removes a
     conversion to a narrower float and back."""
     if not is_floating(dtype) or not is_floating(str(value.dtype)):

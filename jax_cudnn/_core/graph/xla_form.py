@@ -1,0 +1,189 @@
+"""How XLA computes a graph best on a GPU: as a user of JAX would have written it.
+
+The reference keeps every rounding of the graph, which XLA pays for with conversions that it cannot
+fuse. Here, values inside of the graph have the dtype in which they are made; only results, float8
+and integers are rounded as the graph says (docs/numerics.md states what this costs). Besides:
+
+- A product of 16-bit operands has a 16-bit result where only operations that keep the size of its
+  error stand between it and 16-bit results of the graph: XLA writes half as much, and its libraries
+  add a bias or a residual, and a relu behind them, to a result of that dtype only.
+- A factor of a product's result is multiplied into an operand where that is smaller.
+- A node may compute in another way than its reference (:meth:`.node.Node.xla`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from .dtypes import FP8, is_floating, itemsize
+from .node import Node
+from .options import lax_precision
+from .reference import HALVES, applied, given, kept, rounded, steps
+from .spec import Call, GraphSpec
+
+Values = Mapping[str, jax.Array]
+
+
+def evaluated(
+    spec: GraphSpec, operands: Sequence[jax.Array], read: Collection[str]
+) -> list[jax.Array]:
+    """As :func:`.reference.evaluate`, without all roundings."""
+    values, form = given(spec, operands), _Form(spec)
+    returned: dict[str, jax.Array] = {}
+    for call, node, inputs in steps(_products_last(spec), values):
+        wanted = {port for port, name in call.outputs if name in {*form.readers, *spec.outputs}}
+        node = node.without({*node.results} - wanted) if wanted else node
+        results = dict(zip(node.results, form.results(call, node, inputs, values), strict=True))
+        for port, name in call.outputs:
+            if port not in results:
+                continue
+            result = results[port]
+            dtype, inside = spec.tensor(name).dtype, name in form.readers
+            if name not in spec.outputs:
+                values[name] = _inside(result, dtype)
+                continue
+            exact = kept(result, dtype) if name in read or (inside and dtype in FP8) else result
+            values[name] = returned[name] = rounded(exact, dtype)
+            if inside and (dtype, str(result.dtype)) == ("bfloat16", "float32"):
+                values[name] = _of_bits(returned[name])
+    return [returned.get(name, values[name]) for name in spec.outputs]
+
+
+class _Form:
+    """The dtypes in which the products of a graph and what follows them are computed."""
+
+    def __init__(self, spec: GraphSpec) -> None:
+        self.spec = spec
+        self.readers: dict[str, list[Call]] = {}
+        for call in spec.calls:
+            for _, name in call.inputs:
+                self.readers.setdefault(name, []).append(call)
+        self._borne: dict[tuple[str, str], bool] = {}
+        self._held: dict[str, str] = {}
+        """Products, and what was added to them, in 16 bits."""
+        self._scaled: dict[str, tuple[str, jax.Array | None]] = {}
+        """Results that are a factor times a product -> that product, with the factor in it, and
+        what is added."""
+
+    def results(
+        self, call: Call, node: Node, inputs: dict[str, jax.Array], values: Values
+    ) -> Sequence[jax.Array]:
+        """A call's results, before they are rounded."""
+        result = call.outputs[0][1]
+        if node.product:
+            return self._product(call, node, inputs, values)
+        held = {self._held.get(name, "") for _, name in call.inputs} - {""}
+        dtype = held.pop() if len(held) == 1 else ""
+        if result in self._scaled:
+            product, offset = self._scaled[result]
+            self._held |= {result: dtype}
+            found = values[product]
+            return (found if offset is None else found + offset.astype(found.dtype),)
+        if dtype and (node.adds or node.multiplies) and self._bears(result, dtype):
+            shape = self.spec.tensor(result).shape
+            if all(str(x.dtype) == dtype or x.shape != shape for x in inputs.values()):
+                self._held[result] = dtype  # also of a bias or a factor, which are few numbers
+                return node.reference(**{port: x.astype(dtype) for port, x in inputs.items()})
+        if node.chooses or node.moves:
+            self._held |= {result: dtype}
+        return node.xla(**inputs) or applied(node, inputs)
+
+    def _product(
+        self, call: Call, node: Node, inputs: dict[str, jax.Array], values: Values
+    ) -> Sequence[jax.Array]:
+        dtype = self._held[call.outputs[0][1]] = self._half(call)
+        if dtype:
+            node = replace(node, compute_data_type=dtype)
+        if dtype or all(x.dtype.itemsize > 2 for x in inputs.values()):
+            inputs = self._with_factor(call, inputs, values)
+        precision = lax_precision(self.spec.options.precision)
+        found = node.xla(**inputs, precision=precision)
+        return found or node.reference(**inputs, precision=precision)
+
+    def _half(self, call: Call) -> str:
+        """The 16-bit dtype in which XLA is to write a product; "" where the graph's holds."""
+        result = call.outputs[0][1]
+        operands = {self.spec.tensor(name).dtype for _, name in call.inputs}
+        if call.node.compute_data_type != "float32":
+            return ""
+        dtype = self.spec.tensor(result).dtype
+        (only, *others) = operands
+        if others:
+            return ""
+        if dtype in HALVES and (only == dtype or (only in FP8 and call.node.matrices)):
+            return dtype
+        if only in FP8 and call.node.matrices:
+            only = "bfloat16"  # float16 may overflow before a scale follows
+        return only if only in HALVES and self._bears(result, only) else ""
+
+    def _bears(self, name: str, dtype: str) -> bool:
+        """Whether a value may be rounded to a 16-bit dtype: it becomes only results that are, and
+        operations in between make no more of its error."""
+        if (name, dtype) not in self._borne:
+            stays = name not in self.spec.outputs
+            self._borne[name, dtype] = (
+                stays or self.spec.tensor(name).dtype in (dtype, *FP8)
+            ) and all(self._passes(call, name, dtype) for call in self.readers.get(name, ()))
+        return self._borne[name, dtype]
+
+    def _passes(self, call: Call, name: str, dtype: str) -> bool:
+        """Whether a reader of such a value makes no more of its error."""
+        node = call.node
+        if node.product:
+            return self.spec.tensor(name).dtype == dtype
+        if node.anchor:  # a normalization, and its statistics, too
+            return node.smooth
+        smooth = node.smooth or node.moves
+        return smooth and all(self._bears(made, dtype) for _, made in call.outputs)
+
+    def _with_factor(
+        self, call: Call, inputs: dict[str, jax.Array], values: Values
+    ) -> dict[str, jax.Array]:
+        """The operands of a product, with the factor in them by which its only reader multiplies
+        its result."""
+        result = call.outputs[0][1]
+        readers = self.readers.get(result, [])
+        if len(readers) != 1 or result in self.spec.outputs:
+            return inputs
+        (reader,) = readers
+        others = {port: values.get(name) for port, name in reader.inputs if name != result}
+        known = {port: x for port, x in others.items() if x is not None}
+        line = reader.node.line(known) if len(known) == len(reader.inputs) - 1 else None
+        scaled = None if line is None else call.node.scaled(inputs, line[0])
+        if line is None or scaled is None:
+            return inputs
+        self._scaled[reader.outputs[0][1]] = result, line[1]
+        return scaled
+
+
+def _products_last(spec: GraphSpec) -> list[Call]:
+    """The calls in an order in which a product comes only after what does not need it."""
+    waiting, found = [*spec.calls], []
+    while waiting:
+        missing = {name for call in waiting for _, name in call.outputs}
+        ready = [c for c in waiting if missing.isdisjoint(name for _, name in c.inputs)]
+        call = next((call for call in ready if not call.node.product), ready[0])
+        waiting.remove(call)
+        found.append(call)
+    return found
+
+
+def _inside(value: jax.Array, dtype: str) -> jax.Array:
+    """A value that nothing but the graph reads: float8 and integers are rounded."""
+    if dtype in FP8:
+        return rounded(kept(value, dtype), dtype)
+    if is_floating(dtype) and is_floating(str(value.dtype)):
+        if itemsize(dtype) > itemsize(str(value.dtype)):
+            return value
+    return rounded(value, dtype)
+
+
+def _of_bits(value: jax.Array) -> jax.Array:
+    """bfloat16 as float32, by a bit operation that XLA does not simplify as a conversion: so it
+    reads the stored value, and does not also store and read the wider one."""
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits << 16, jnp.float32)
