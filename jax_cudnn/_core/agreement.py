@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .errors import GraphError
 
 # Products of float32 operands may be rounded to TF32 (10 bits) by either side.
-_TF32_EPS = 2.0**-10
+TF32_EPS = 2.0**-10
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def tolerance(operands: Sequence[Any], results: Any) -> float:
     For bfloat16 this is 2**-6, about nine times the error of one rounding: epilogues in bfloat16
     pass, a wrong operand does not. 8-bit floats are exact in products, and count only as results.
     """
-    coarsest = _TF32_EPS
+    coarsest = TF32_EPS
     for leaf in jax.tree.leaves(results):
         coarsest = max(coarsest, _eps(leaf.dtype))
     for leaf in jax.tree.leaves(operands):

@@ -245,7 +245,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
             if level != FULL and _fastest(trials) == best:
                 break
     except MemoryError:
-        log.debug("%s: too large to be measured beside what is in memory", name)
+        log.debug("%s: too large to be measured with what is in memory", name)
         return None
     except Exception as error:  # the graph runs as without a measurement
         log.warning("%s: not measured: %s: %s", name, type(error).__name__, error)
@@ -266,7 +266,10 @@ def _chosen(name: str, ways: Sequence[_Way], trials: Sequence[Trial], level: str
     pairs = [*zip(ways, trials, strict=True)]
     timed = ", ".join(f"{w.what} {t.seconds * 1e6:.1f} us" for w, t in pairs if not t.note)
     log.debug("%s: takes %s; measured: %s", name, ways[taken].what, timed)
-    of_xla = f"measured alone: {timed}"
+
+    def reason(way: _Way, segment: PlannedSegment) -> str:
+        return f"measured: {timed}" if not _uses_cudnn(way) else segment.reason
+
     found = [
         {
             "what": way.what,
@@ -277,7 +280,7 @@ def _chosen(name: str, ways: Sequence[_Way], trials: Sequence[Trial], level: str
                     "calls": [*s.calls],
                     "in_xla": s.plan is None,
                     "pinned": way.pinned if i == way.at else None,
-                    "reason": s.reason or (of_xla if s.plan is None else ""),
+                    "reason": reason(way, s),
                 }
                 for i, s in enumerate(way.segments)
             ],

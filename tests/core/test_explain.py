@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_cudnn as jc
 from jax_cudnn.__main__ import main
-from jax_cudnn._core import picture
 from jax_cudnn._core.plans import explain as module
+from jax_cudnn._core.plans import picture
 
 pytestmark = pytest.mark.deviceless
 S = jax.ShapeDtypeStruct

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_cudnn as jc
 from jax_cudnn._core import partition
-from jax_cudnn._core.planning import planner
+from jax_cudnn._core.planning import placement
 
 COLLECTIVE = re.compile(
     r" = (.+) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\("
@@ -428,13 +428,13 @@ def test_plans_do_not_depend_on_what_was_compiled_before():
 @pytest.mark.deviceless
 def test_warmup_plans_the_graphs_of_one_device(no_plans, monkeypatch):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    planned, plan = [], planner.plan
+    planned, decide = [], placement.decide
 
-    def planning(spec, *given, **how):
+    def deciding(spec, *given):
         planned.append(spec)
-        return plan(spec, *given, **how)
+        return decide(spec, *given)
 
-    monkeypatch.setattr(planner, "plan", planning)
+    monkeypatch.setattr(placement, "decide", deciding)
     with jc.target("H200"):
         jc.warmup(relu, over(mesh, (64, 16, 72), "data"), over(mesh, (1, 72, 8)))
         jc.warmup(jnp.sin, over(mesh, (64, 16), "data"))  # without a graph
@@ -446,8 +446,7 @@ def test_warmup_plans_the_graphs_of_one_device(no_plans, monkeypatch):
     with jc.target("H200"):  # also the related graphs, which must run where this one does
         jc.warmup(jax.grad(lambda q: drop(q, q, q).astype("float32").sum()),
                   over(mesh, (16, 128, 4, 64), "data", dtype="bfloat16"))  # fmt: skip
-    run = [spec for spec in planned if spec.origin.role]  # the others are planned to compare
-    shapes = {next(t.shape for t in spec.input_tensors if t.shape[-1] == 64) for spec in run}
+    shapes = {next(t.shape for t in spec.input_tensors if t.shape[-1] == 64) for spec in planned}
     assert shapes == {(2, 4, 128, 64)}
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from test_tuning import GPU, fake, spec_of, taken  # noqa: F401
+from test_measured_choice import GPU, fake, spec_of, taken  # noqa: F401
 
 import jax_cudnn as jc
 from jax_cudnn._core import auto, compat, context
@@ -68,7 +68,7 @@ def test_what_makes_the_step_faster_is_kept_and_remembered(stood_in, capsys):
     assert found.after < found.before
     assert "taken" in capsys.readouterr().out
     assert len(stood_in) == 5
-    large, small = (spec_of(*[jax.typeof(x)] * 2) for x in (LARGE, SMALL))
+    large, small = (spec_of(*[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2) for x in (LARGE, SMALL))
     for forget in (lambda: None, auto.clear):  # in this process, and in the next one
         forget()
         assert taken(large)[0] == "XLA"
