@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_cudnn._core.errors import GraphError
+from jax_cudnn._core.graph.node import REGISTRY
 from jax_cudnn._core.implementation import CUDNN, XLA
 
 Row = tuple[str, int, int, float, str]
@@ -16,7 +17,8 @@ Row = tuple[str, int, int, float, str]
 
 def rows(result: dict[str, Any]) -> Iterator[Row]:
     """Of each program that "cudnn" runs as one plan: its pattern, flops and bytes, XLA's time over
-    cuDNN's (the median over runs), and its name. Where the host may be in cuDNN's time, none."""
+    cuDNN's (the median over runs), and its name. None where the host may be in cuDNN's time, or
+    only an engine supports it that is known to be slow: there XLA runs it, whatever its size."""
     for name, case in result["cases"].items():
         for program, found in case["programs"].items():
             plan = found["plans"].get(CUDNN, {})
@@ -26,9 +28,15 @@ def rows(result: dict[str, Any]) -> Iterator[Row]:
                 for run in found["runs"]
                 if {XLA, CUDNN} <= run.get("us", {}).keys() and CUDNN not in run["host"]
             ]
-            if len(segments) == 1 and not plan.get("XLA") and ratios:
+            alone = len(segments) == 1 and not plan.get("XLA") and ratios
+            if alone and not _is_slow(segments[0][0], plan.get("engines", [""])[0]):
                 called = f"{name}, {program}" if len(case["programs"]) > 1 else name
                 yield (*segments[0], round(statistics.median(ratios), 4), called)
+
+
+def _is_slow(pattern: str, engine: str) -> bool:
+    node = REGISTRY.get(pattern.split()[0])
+    return node is not None and engine.partition("_")[0] in [f"eng{n}" for n in node.slow]
 
 
 def merged(results: Sequence[dict[str, Any]], file: Path) -> str:

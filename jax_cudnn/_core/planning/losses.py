@@ -31,7 +31,8 @@ _KINDS = {"bfloat16": "", "float16": "", **dict.fromkeys(FP8, "float8")}
 
 
 _NEAREST = 3  # measured graphs that decide
-_LOSS = 0.95  # of cuDNN's time: XLA must be as fast to be faster, and not noise
+_LOSS = 0.9  # of cuDNN's time: XLA must be as fast to be faster, and not noise
+_REACH = 6.0  # the sum of two base-2 logarithms: beyond, all cases of the pattern must lose
 _LEAST = 2  # measured graphs of a pattern, else nothing is known of it
 
 
@@ -58,7 +59,7 @@ class Loss:
     def __str__(self) -> str:
         return (
             f"XLA is faster for {self.pattern!r}: about {self.ratio:.0%} of the time of cuDNN in "
-            f"the {len(self.cases)} nearest measured cases ({self.device}, cuDNN {self.cudnn}, "
+            f"the measured cases {', '.join(self.cases)} ({self.device}, cuDNN {self.cudnn}, "
             f"{self.date})"
         )
 
@@ -93,6 +94,8 @@ def nearest(spec: GraphSpec, sm_version: int) -> Loss | None:
         return sum(abs(math.log2((a + 1) / (b + 1))) for a, b in pairs)
 
     near = sorted(rows, key=distance)[:_NEAREST]
+    if distance(near[0]) > _REACH:
+        near = [max(rows, key=lambda row: row[2])]
     weights = [1 / (1 + distance(row)) for row in near]
     logs = (weight * math.log(row[2]) for weight, row in zip(weights, near, strict=True))
     ratio = math.exp(sum(logs) / sum(weights))
