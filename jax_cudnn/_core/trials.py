@@ -72,7 +72,7 @@ class Bench:
     def __init__(self, spec: GraphSpec, site: CudaDevice, device: Device) -> None:
         """Raises MemoryError where the graph is too large to be measured beside what is in memory,
         and what the reference raises."""
-        self._spec, self._device = spec, device
+        self._spec = spec
         least = max(roofline(spec, site) or 0.0, 2e-6)
         self._runs = min(max(round(_PROGRAM / least), 1), _MOST_RUNS)
         given, made = (
@@ -88,6 +88,8 @@ class Bench:
         )
         arrays = zip(operands(spec), self._in, strict=True)
         self._operands = [jax.device_put(x.transpose(order), device) for x, order in arrays]
+        filler = np.full((4096, 4096), 2.0**-12, jnp.bfloat16)
+        self._filler = jax.device_put(filler, device)
         self._judge: _Program | None = None
         self._best: tuple[Any, float] | None = None
 
@@ -189,19 +191,18 @@ class Bench:
         """Seconds of one run of each program: medians of rounds in turns. The fastest one so far
         takes part, and what it takes now scales the others to what it took then."""
         every = dict(programs)
-        fill = _filler(self._device)
         if self._best is not None:
             every[-1] = self._best[0]
-        calls, begun = {}, min(self._round(None, 0, fill) for _ in range(2))
+        calls, begun = {}, min(self._round(None, 0) for _ in range(3))
         for key, program in every.items():
-            took = max(min(self._round(program, 1, fill) for _ in range(2)) - begun, 2e-5)
+            took = max(min(self._round(program, 1) for _ in range(2)) - begun, 2e-5)
             calls[key] = min(max(round(_ROUND / took), 1), _MOST_CALLS)
         rounds: dict[int, list[float]] = {key: [] for key in every}
         filling: list[float] = []
         for _ in range(_ROUNDS):
-            filling.append(self._round(None, 0, fill))
+            filling.append(self._round(None, 0))
             for key, program in every.items():
-                rounds[key].append(self._round(program, calls[key], fill))
+                rounds[key].append(self._round(program, calls[key]))
         begun = statistics.median(filling)
         found = {
             key: max(statistics.median(seconds) - begun, 1e-9) / calls[key] / self._runs
@@ -211,30 +212,22 @@ class Bench:
         scale = 1.0 if self._best is None else self._best[1] / now
         return {key: seconds * scale for key, seconds in found.items()}
 
-    def _round(self, program: Any, calls: int, fill: Callable[[], Any]) -> float:
+    def _round(self, program: Any, calls: int) -> float:
         """Seconds of so many calls, which are issued while the device is busy with other work."""
         began = time.perf_counter()
-        results = fill()
+        results = _fill(self._filler)
         for _ in range(calls):
             results = program.call(*self._operands)
         jax.block_until_ready(results)
         return time.perf_counter() - began
 
 
-@functools.lru_cache(maxsize=8)
-def _filler(device: Device) -> Callable[[], Any]:
+@jax.jit
+def _fill(x: jax.Array) -> jax.Array:
     """Work of about two milliseconds on a large GPU."""
-    x = jax.device_put(np.full((4096, 4096), 2.0**-12, jnp.bfloat16), device)
-
-    def work(x: jax.Array) -> jax.Array:
-        for _ in range(8):
-            x = x @ x
-        return x
-
-    call = jax.jit(work)
-    with compat.uncached():
-        jax.block_until_ready(call(x))
-    return functools.partial(call, x)
+    for _ in range(8):
+        x = x @ x
+    return x
 
 
 def _free(device: Device) -> int:
