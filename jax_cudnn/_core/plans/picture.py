@@ -194,10 +194,10 @@ def _by_grandalf(plan: Plan) -> str | None:
         drawn.nodes[f"segment {number}"] = ["; ".join(head)], number
     vertices = {name: Vertex(name) for name in drawn.nodes}
     for name, vertex in vertices.items():
-        vertex.view = _Box(drawn.nodes[name][0])
+        vertex.view = _Box(drawn.nodes[name][0])  # pyright: ignore[reportAttributeAccessIssue]
     edges = [Edge(vertices[a], vertices[b], data=label) for (a, b), label in drawn.edges.items()]
     for edge in edges:
-        edge.view = EdgeViewer()
+        edge.view = EdgeViewer()  # pyright: ignore[reportAttributeAccessIssue]
     shapes: list[str] = []
     right = bottom = 0.0
     for part in Graph([*vertices.values()], edges).C:  # one below the other
