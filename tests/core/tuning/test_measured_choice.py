@@ -77,7 +77,7 @@ class Fake:
         patch(trials, "_free", lambda device: 2**30)
         patch(tuning, "_device", lambda site: cpu)
         patch(tuning, "_AVERAGE", 1e3)
-        patch(settings, "_given", {"plan_cache": tmp_path})
+        patch(settings, "_given", {"plan_cache": tmp_path, "tuning": "fast"})
 
     def engine(self, segments):
         plans = [s.plan.engine_id for s in segments if s.plan is not None]
@@ -148,6 +148,7 @@ def test_where_no_measurement_may_decide(fake, monkeypatch, how):
     if how == "off":
         jc.configure(tuning="off")
     elif how == "variable":
+        monkeypatch.delitem(settings._given, "tuning")
         monkeypatch.setenv("JAX_CUDNN_TUNING", "off")
     elif how == "deterministic":
         options = replace(options, deterministic=True)
