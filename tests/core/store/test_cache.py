@@ -90,7 +90,8 @@ def test_configure_changes_what_is_given(tmp_path, monkeypatch):
     assert (chosen.plan_cache_bytes, chosen.job_timeout) == (2**30, 300.0)
     settings.configure(plan_cache="here", plan_cache_bytes=np.int64(10**6))
     settings.configure(job_timeout=5)
-    assert settings.settings() == settings.Settings(tmp_path / "here", 10**6, 5.0)
+    tuning = os.environ["JAX_CUDNN_TUNING"]  # off, in tests
+    assert settings.settings() == settings.Settings(tmp_path / "here", 10**6, 5.0, tuning)
     assert cache.put("a", VALUE) == PlanCache("here").get("a")
     assert PlanCache("here").limit == 10**6
     before = settings.settings()
