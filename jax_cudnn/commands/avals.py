@@ -41,6 +41,12 @@ _SHORT = {
 _AVAL = re.compile(r"\s*(\w+)\s*\[([\d\s,]*)\]\s*")
 
 
+def add_function(parser: Any) -> None:
+    """Adds the arguments that name a function and what it is called with."""
+    parser.add_argument("function", help="module:function")
+    parser.add_argument("arguments", nargs="*", help="dtype[sizes], or static arguments key=value")
+
+
 def parse_aval(text: str) -> jax.ShapeDtypeStruct:
     """The shape and dtype in ``dtype[sizes]``, as JAX and XLA print them.
 

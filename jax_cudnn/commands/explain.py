@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from .._core.plans.explain import explain
-from .avals import called, parse_arguments
+from .avals import add_function, called, parse_arguments
 
 _EXAMPLE = 'python -m jax_cudnn explain mymodel:block "f32[1,128,64]" causal=True --gpu H200'
 
@@ -21,8 +21,7 @@ def add_parser(commands: Any) -> None:
         "which plan, memory traffic and times, and what to change.",
         epilog=f"example: {_EXAMPLE}",
     )
-    parser.add_argument("function", help="module:function")
-    parser.add_argument("arguments", nargs="*", help="dtype[sizes], or static arguments key=value")
+    add_function(parser)
     parser.add_argument("--gpu", help="a GPU's name (default: the GPU of this machine)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--html", action="store_true", help="print HTML, with pictures")

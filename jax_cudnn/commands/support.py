@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from .._core.plans.support import support
-from .avals import called, parse_arguments
+from .avals import add_function, called, parse_arguments
 
 _EXAMPLE = """\
 examples:
@@ -27,8 +27,7 @@ def add_parser(commands: Any) -> None:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("function", help="module:function")
-    parser.add_argument("arguments", nargs="*", help="dtype[sizes], or static arguments key=value")
+    add_function(parser)
     parser.add_argument("--gpus", help="GPUs, separated by commas (default: all)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print Markdown")

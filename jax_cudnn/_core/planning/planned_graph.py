@@ -59,19 +59,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """How a graph runs on a GPU.
-
-    Attributes:
-        name: the graph function's name.
-        gpu: the GPU's name.
-        implementation: "auto", "cudnn", "split" or "xla", see :func:`jax_cudnn.implementation`.
-        spec: the graph.
-        segments: its parts, in execution order.
-        site: the GPU that it was planned for, a profile or a GPU of this process; None if the
-            plan was read from bytes, or made while lowering a graph that always runs in XLA.
-        measured: under "auto" the ways to run it that were measured; empty where no measurement
-            decided.
-    """
+    """How a graph runs on a GPU; its attributes are those of :class:`jax_cudnn.Plan`."""
 
     name: str
     gpu: str
