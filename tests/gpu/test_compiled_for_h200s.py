@@ -78,6 +78,7 @@ def test_products_of_sharded_tokens_gather_nothing(kind):
     x = aval(8, 256, 512, sharding=NamedSharding(mesh, P(None, "data")))
     with jax.set_mesh(mesh):
         program = compiled(run, state, x, mesh=mesh)
-    assert operations(program).count(CUBLAS) == 1
-    assert not [name for name in operations(program) if name.startswith(("all-", "collective"))]
+    found = operations(program)
+    assert found.count(CUDNN) + found.count(CUBLAS) == 1  # whichever the shipped table takes
+    assert not [name for name in found if name.startswith(("all-", "collective"))]
     assert "bf16[8,128,1024]" in program.as_text()
