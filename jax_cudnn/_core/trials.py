@@ -34,6 +34,7 @@ _ROUNDS = 7
 _SHARE = 0.1  # of the free memory of the GPU
 _ROUNDINGS = 4  # of the operands may explain a difference
 _EDGES = 1000  # of so many integers and booleans one may be another after rounding
+_THREADS = 4  # that compile
 _TILE = 1_000_003  # random numbers, which repeat in larger arrays: a prime, so rows differ
 
 
@@ -69,8 +70,13 @@ class _Program:
 class Bench:
     """One graph on one device: its operands, its reference's results, and the fastest program."""
 
-    def __init__(self, spec: GraphSpec, site: CudaDevice, device: Device) -> None:
-        """Raises MemoryError where the graph is too large to be measured beside what is in memory,
+    def __init__(
+        self, spec: GraphSpec, site: CudaDevice, device: Device, xla: Segments | None = None
+    ) -> None:
+        """Compiles what compares results, and ``xla``, the graph in XLA alone, if it is a way: both
+        are ready when cuDNN's plans are.
+
+        Raises MemoryError where the graph is too large to be measured beside what is in memory,
         and what the reference raises."""
         self._spec = spec
         least = max(roofline(spec, site) or 0.0, 2e-6)
@@ -79,35 +85,37 @@ class Bench:
             sum(t.nbytes for t in side) for side in (spec.input_tensors, spec.output_tensors)
         )
         self._room = int(_SHARE * _free(device)) - given - made
-        if (self._runs + 1) * made > self._room:
+        if (self._runs + 2) * made > self._room:  # with the reference's
             raise MemoryError
         # Arrays lie as a plan wants them, as those of a model do: XLA copies none for any way.
         self._in, self._out = (
             [layout.major_to_minor(spec, tensor) for tensor in side]
             for side in (spec.input_tensors, spec.output_tensors)
         )
+        self._pool = ThreadPoolExecutor(_THREADS)
+        self._judge = self._pool.submit(self._judging, device)
         arrays = zip(operands(spec), self._in, strict=True)
         self._operands = [jax.device_put(x.transpose(order), device) for x, order in arrays]
         filler = np.full((4096, 4096), 2.0**-12, jnp.bfloat16)
         self._filler = jax.device_put(filler, device)
-        self._judge: _Program | None = None
         self._best: tuple[Any, float] | None = None
+        self._xla = None if xla is None else self._compiled(xla)
 
     def trials(self, ways: Sequence[Segments]) -> list[Trial]:
         """Compiles ways, compares their results with the reference's, and times the right ones in
         turns with the fastest one so far."""
-        made = [_tried(self._program, self._repeated(segments)) for segments in ways]
+        in_xla = [all(s.plan is None for s in segments) for segments in ways]
         # XLA autotunes its products on the device: one after the other, and nothing beside it.
-        tuned = [i for i, segments in enumerate(ways) if _has_product_in_xla(segments)]
-        for i in tuned:
-            made[i] = _compiled(made[i])
-        with ThreadPoolExecutor(len(ways) + 1) as pool:
-            judge = pool.submit(self._judging)
-            others = [i for i in range(len(ways)) if i not in tuned]
-            compiled = pool.map(_compiled, [made[i] for i in others])
-            for i, program in zip(others, compiled, strict=True):
-                made[i] = program
-            self._judge = judge.result()
+        alone = [_has_product_in_xla(segments) for segments in ways]
+        made: list[Any] = [self._xla if x else None for x in in_xla]
+        todo = [i for i, program in enumerate(made) if program is None]
+        for i in todo:
+            if alone[i]:
+                made[i] = self._compiled(ways[i])
+        others = [i for i in todo if not alone[i]]
+        programs = self._pool.map(self._compiled, [ways[i] for i in others])
+        for i, program in zip(others, programs, strict=True):
+            made[i] = program
         found = list(map(self._judged, made))
         right = {i: made[i] for i, trial in enumerate(found) if not trial.note}
         for i, seconds in self._times(right).items():
@@ -116,35 +124,52 @@ class Bench:
                 self._best = made[i], seconds
         return found
 
-    def _judging(self) -> _Program:
-        """The program that compares results with the reference's, compiled in the first call; in it
-        nothing is autotuned."""
-        if self._judge is not None:
-            return self._judge
-        count = len(self._operands)
+    def _judging(self, device: Device) -> tuple[_Program, _Program]:
+        """The reference, in which nothing is autotuned, and what compares its results."""
 
-        def run(*arrays: jax.Array) -> list[Any]:
-            """Figures of results and the reference's, and of the latter for operands that are one
-            rounding away: what cancels is inexact in any arithmetic."""
-            given, got = arrays[:count], arrays[count:]
-            reference = self._arranged(functools.partial(evaluate, self._spec))
-            want, near = reference(*given), reference(*map(_rounding_away, given))
-            triples = zip(got, want, near, strict=True)
-            return [(agreement.figures(a, b), agreement.figures(c, b)) for a, b, c in triples]
+        def figures(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> list[Any]:
+            return [agreement.figures(a, b) for a, b in zip(got, want, strict=True)]
 
-        shapes = zip(self._spec.output_tensors, self._out, strict=True)
-        got = [
-            jax.ShapeDtypeStruct([t.shape[i] for i in order], jnp.dtype(t.dtype))
-            for t, order in shapes
-        ]
-        program = self._program(run, *got).compile({"xla_gpu_autotune_level": "0"})
-        if program.memory > self._room:
+        where = jax.sharding.SingleDeviceSharding(device)
+        given, made = (
+            [
+                jax.ShapeDtypeStruct(
+                    [t.shape[i] for i in order], jnp.dtype(t.dtype), sharding=where
+                )
+                for t, order in zip(tensors, orders, strict=True)
+            ]
+            for tensors, orders in (
+                (self._spec.input_tensors, self._in),
+                (self._spec.output_tensors, self._out),
+            )
+        )
+        reference = _program(self._arranged(functools.partial(evaluate, self._spec)), *given)
+        reference.compile({"xla_gpu_autotune_level": "0"})
+        return reference, _program(figures, made, made).compile()
+
+    @functools.cached_property
+    def _want(self) -> list[jax.Array]:
+        """The reference's results."""
+        reference, _ = self._judge.result()
+        if reference.memory > self._room:
             raise MemoryError
-        return program
+        return reference.compiled(*self._operands)
 
-    def _program(self, function: Callable[..., Any], *more: Any) -> _Program:
-        call = jax.jit(function)
-        return _Program(call, call.lower(*self._operands, *more))
+    def _wrong(self, got: Sequence[jax.Array]) -> str:
+        """How results differ from the reference's by more than rounding explains; else empty."""
+        reference, figures = self._judge.result()
+
+        def differences(results: Sequence[jax.Array]) -> list[Any]:
+            return jax.device_get(figures.compiled([*results], self._want))
+
+        def near() -> list[Any]:
+            return differences(reference.compiled(*map(_rounding_away, self._operands)))
+
+        return _wrong(self._spec, differences(got), near)
+
+    def _compiled(self, segments: Segments) -> Any:
+        """The program of a way, or the error that it meets."""
+        return _tried(lambda: _program(self._repeated(segments), *self._operands).compile())
 
     def _repeated(self, segments: Segments) -> Callable[..., Any]:
         """Runs a way several times in a row, each after the one before. Returns the last results,
@@ -179,12 +204,11 @@ class Bench:
             return Trial(note=_line(program))
         if program.memory > self._room:
             return Trial(note="it needs more memory than measuring may take")
-        assert self._judge is not None
         try:
             got = jax.block_until_ready(program.call(*self._operands))[0]
         except Exception as error:  # of cuDNN or XLA while it runs
             return Trial(note=_line(error))
-        wrong = _wrong(self._spec, jax.device_get(self._judge.compiled(*self._operands, *got)))
+        wrong = self._wrong(got)
         return Trial(note=wrong, wrong=bool(wrong))
 
     def _times(self, programs: Mapping[int, Any]) -> dict[int, float]:
@@ -291,29 +315,42 @@ def _random(tensor: Tensor, generator: np.random.Generator, normal: np.ndarray) 
     return np.resize(drawn.astype(jnp.dtype(tensor.dtype)), tensor.shape)
 
 
-def _wrong(spec: GraphSpec, figures: Sequence[Any]) -> str:
-    """How results differ from the reference's by more than rounding explains; else empty."""
+def _program(function: Callable[..., Any], *operands: Any) -> _Program:
+    call = jax.jit(function)
+    return _Program(call, call.lower(*operands))
+
+
+def _wrong(spec: GraphSpec, figures: Sequence[Any], near: Callable[[], Sequence[Any]]) -> str:
+    """As :meth:`Bench._wrong`. ``near`` gives the figures of the reference for operands that are
+    one rounding away: what cancels is inexact in any arithmetic."""
     given, made = (
         [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in side]
         for side in (spec.input_tensors, spec.output_tensors)
     )
     limit = agreement.tolerance(given, [x for x in made if is_floating(x.dtype.name)])
-    for tensor, pair in zip(spec.output_tensors, figures, strict=True):
-        found, near = (
-            agreement.Difference(*(agreement.largest([float(x)]) for x in of[:2])) for of in pair
-        )
-        if is_floating(tensor.dtype):
-            exact = found.relative <= max(limit, _ROUNDINGS * near.relative)
-            if not (exact and found.worst <= max(4 * limit, _ROUNDINGS * near.worst)):
-                return (
-                    f"it differs from the reference by {found}, more than {limit:.2g} and than "
-                    f"{_ROUNDINGS} roundings of the operands, each of {near}"
-                )
-        elif (other := float(pair[0][2])) > 1 / _EDGES:
-            return f"{other:.2%} of its {tensor.dtype} results differ from the reference"
+    for i, (tensor, of) in enumerate(zip(spec.output_tensors, figures, strict=True)):
+        if not is_floating(tensor.dtype):
+            if float(of[2]) > 1 / _EDGES:
+                return f"{of[2]:.2%} of its {tensor.dtype} results differ from the reference"
+            continue
+        found = _difference(of)
+        if found.relative <= limit and found.worst <= 4 * limit:
+            continue
+        other = _difference(near()[i])
+        exact = found.relative <= max(limit, _ROUNDINGS * other.relative)
+        if not (exact and found.worst <= max(4 * limit, _ROUNDINGS * other.worst)):
+            return (
+                f"it differs from the reference by {found}, more than {limit:.2g} and than "
+                f"{_ROUNDINGS} roundings of the operands, each of {other}"
+            )
     return ""
 
 
+def _difference(figures: Sequence[Any]) -> agreement.Difference:
+    return agreement.Difference(*(agreement.largest([float(x)]) for x in figures[:2]))
+
+
+@jax.jit
 def _rounding_away(x: jax.Array) -> jax.Array:
     """The array with each element one rounding larger or smaller, half of them each."""
     if not is_floating(x.dtype.name) or x.dtype.itemsize < 2:
@@ -325,10 +362,6 @@ def _rounding_away(x: jax.Array) -> jax.Array:
 
 def _has_product_in_xla(segments: Segments) -> bool:
     return any(c.node.product for s in segments if s.plan is None for c in s.spec.calls)
-
-
-def _compiled(program: Any) -> Any:
-    return program if isinstance(program, Exception) else _tried(program.compile)
 
 
 def _tried(make: Callable[..., Any], *args: Any) -> Any:

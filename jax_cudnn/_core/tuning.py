@@ -23,8 +23,10 @@ from . import compat
 from .cuda import CudaDevice
 from .errors import UnsupportedGraphError
 from .graph.spec import GraphSpec
+from .graph.wire import wire
 from .implementation import AUTO
 from .planning import losses, placement, planner, progress
+from .planning.limits import known_reasons
 from .planning.planned_graph import Measured, PlannedSegment, Segments
 from .planning.single_flight import SingleFlight
 from .planning.split import Refusal, part, search, whole
@@ -213,9 +215,12 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
     """None where the graph cannot be measured."""
     device = _device(site)
     began, level = time.perf_counter(), settings().tuning
-    first = _distinct([_Way(placement.decide(spec, site, name)), *_cuts(spec, site, name)])
-    if len(first) == 1 and first[0].segments[0].plan is None:
-        return None  # XLA alone can run it
+    known = losses.nearest(spec, placement.model(site)[1])
+    slow = level != FULL and known is not None and known.ratio >= _FAR_SLOWER
+    xla = None if slow else whole(spec, None)
+    first = _first_ways(spec, site, name, xla) if known_reasons(wire(spec)) else None
+    if first == []:
+        return None
     try:
         _in_thread(lambda: idle(device)).result(_PATIENCE)
     except TimeoutError:
@@ -226,8 +231,13 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
             _PATIENCE,
         )
         return None
+    made = _in_thread(lambda: Bench(spec, site, device, xla))  # compiles while cuDNN plans
+    if first is None:
+        first = _first_ways(spec, site, name, xla)
     try:
-        bench = _in_thread(lambda: Bench(spec, site, device)).result()
+        bench = made.result()
+        if not first:
+            return None
         ways, trials = (
             [*first],
             _in_thread(lambda: bench.trials([w.segments for w in first])).result(),
@@ -299,13 +309,12 @@ def _fastest(trials: Sequence[Trial]) -> int | None:
     return fastest if trials[fastest].seconds < math.inf else None
 
 
-def _cuts(spec: GraphSpec, site: CudaDevice, name: str) -> Iterator[_Way]:
-    """XLA alone, but where it is known to be far slower; cuDNN where it can; and the products alone
-    in cuDNN."""
-    known = losses.nearest(spec, placement.model(site)[1])
-    if settings().tuning == FULL or known is None or known.ratio < _FAR_SLOWER:
-        yield _Way(whole(spec, None))
-    yield _Way(placement.cut(spec, site, name, losing=True))
+def _first_ways(spec: GraphSpec, site: CudaDevice, name: str, xla: Segments | None) -> list[_Way]:
+    """What is taken without a measurement, XLA alone, cuDNN where it can, and the products alone in
+    cuDNN; empty if XLA alone can run the graph."""
+    cuts = [placement.decide(spec, site, name), placement.cut(spec, site, name, losing=True)]
+    if xla is not None:
+        cuts.insert(1, xla)
     if len(spec.calls) > 1 and any(call.node.anchor for call in spec.calls):
 
         def alone(piece: GraphSpec) -> Any:
@@ -316,7 +325,9 @@ def _cuts(spec: GraphSpec, site: CudaDevice, name: str) -> Iterator[_Way]:
             except UnsupportedGraphError as error:
                 return Refusal(error.reason)
 
-        yield _Way(search(spec, alone))
+        cuts.append(search(spec, alone))
+    ways = _distinct(list(map(_Way, cuts)))
+    return ways if any(map(_uses_cudnn, ways)) else []
 
 
 def _engines(
