@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +73,8 @@ class Bench:
     def __init__(
         self, spec: GraphSpec, site: CudaDevice, device: Device, xla: Segments | None = None
     ) -> None:
-        """Compiles what compares results, and ``xla``, the graph in XLA alone, if it is a way: both
-        are ready when cuDNN's plans are.
+        """Begins to compile what compares results, and ``xla``, the graph in XLA alone, if it is a
+        way: XLA compiles in other threads while cuDNN plans.
 
         Raises MemoryError where the graph is too large to be measured beside what is in memory,
         and what the reference raises."""
@@ -92,30 +92,32 @@ class Bench:
             [layout.major_to_minor(spec, tensor) for tensor in side]
             for side in (spec.input_tensors, spec.output_tensors)
         )
-        self._pool = ThreadPoolExecutor(_THREADS)
-        self._judge = self._pool.submit(self._judging, device)
+        self._pool, self._one = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(1)
         arrays = zip(operands(spec), self._in, strict=True)
         self._operands = [jax.device_put(x.transpose(order), device) for x, order in arrays]
         filler = np.full((4096, 4096), 2.0**-12, jnp.bfloat16)
         self._filler = jax.device_put(filler, device)
         self._best: tuple[Any, float] | None = None
-        self._xla = None if xla is None else self._compiled(xla)
+        reference = _program(self._arranged(functools.partial(evaluate, spec)), *self._operands)
+        where = jax.sharding.SingleDeviceSharding(device)
+        results = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+            for x in reference.lowered.out_info
+        ]
+        figures = _program(_figures, results, results)
+        # In the reference nothing is autotuned.
+        self._reference = self._pool.submit(reference.compile, {"xla_gpu_autotune_level": "0"})
+        self._figures = self._pool.submit(figures.compile)
+        self._xla = None if xla is None else self._begun(xla)
 
     def trials(self, ways: Sequence[Segments]) -> list[Trial]:
         """Compiles ways, compares their results with the reference's, and times the right ones in
         turns with the fastest one so far."""
-        in_xla = [all(s.plan is None for s in segments) for segments in ways]
-        # XLA autotunes its products on the device: one after the other, and nothing beside it.
-        alone = [_has_product_in_xla(segments) for segments in ways]
-        made: list[Any] = [self._xla if x else None for x in in_xla]
-        todo = [i for i, program in enumerate(made) if program is None]
-        for i in todo:
-            if alone[i]:
-                made[i] = self._compiled(ways[i])
-        others = [i for i in todo if not alone[i]]
-        programs = self._pool.map(self._compiled, [ways[i] for i in others])
-        for i, program in zip(others, programs, strict=True):
-            made[i] = program
+        xla = self._xla
+        begun = [
+            xla if xla and all(s.plan is None for s in way) else self._begun(way) for way in ways
+        ]
+        made = [program.result() for program in begun]
         found = list(map(self._judged, made))
         right = {i: made[i] for i, trial in enumerate(found) if not trial.note}
         for i, seconds in self._times(right).items():
@@ -124,40 +126,17 @@ class Bench:
                 self._best = made[i], seconds
         return found
 
-    def _judging(self, device: Device) -> tuple[_Program, _Program]:
-        """The reference, in which nothing is autotuned, and what compares its results."""
-
-        def figures(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> list[Any]:
-            return [agreement.figures(a, b) for a, b in zip(got, want, strict=True)]
-
-        where = jax.sharding.SingleDeviceSharding(device)
-        given, made = (
-            [
-                jax.ShapeDtypeStruct(
-                    [t.shape[i] for i in order], jnp.dtype(t.dtype), sharding=where
-                )
-                for t, order in zip(tensors, orders, strict=True)
-            ]
-            for tensors, orders in (
-                (self._spec.input_tensors, self._in),
-                (self._spec.output_tensors, self._out),
-            )
-        )
-        reference = _program(self._arranged(functools.partial(evaluate, self._spec)), *given)
-        reference.compile({"xla_gpu_autotune_level": "0"})
-        return reference, _program(figures, made, made).compile()
-
     @functools.cached_property
     def _want(self) -> list[jax.Array]:
         """The reference's results."""
-        reference, _ = self._judge.result()
+        reference = self._reference.result()
         if reference.memory > self._room:
             raise MemoryError
         return reference.compiled(*self._operands)
 
     def _wrong(self, got: Sequence[jax.Array]) -> str:
         """How results differ from the reference's by more than rounding explains; else empty."""
-        reference, figures = self._judge.result()
+        reference, figures = self._reference.result(), self._figures.result()
 
         def differences(results: Sequence[jax.Array]) -> list[Any]:
             return jax.device_get(figures.compiled([*results], self._want))
@@ -167,9 +146,12 @@ class Bench:
 
         return _wrong(self._spec, differences(got), near)
 
-    def _compiled(self, segments: Segments) -> Any:
-        """The program of a way, or the error that it meets."""
-        return _tried(lambda: _program(self._repeated(segments), *self._operands).compile())
+    def _begun(self, segments: Segments) -> Future[Any]:
+        """The program of a way, or the error that it meets. XLA autotunes its products on the
+        device, so these are compiled one after the other."""
+        products = any(c.node.product for s in segments if s.plan is None for c in s.spec.calls)
+        lowered = _tried(_program, self._repeated(segments), *self._operands)
+        return (self._one if products else self._pool).submit(_compiled, lowered)
 
     def _repeated(self, segments: Segments) -> Callable[..., Any]:
         """Runs a way several times in a row, each after the one before. Returns the last results,
@@ -320,6 +302,10 @@ def _program(function: Callable[..., Any], *operands: Any) -> _Program:
     return _Program(call, call.lower(*operands))
 
 
+def _figures(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> list[Any]:
+    return [agreement.figures(a, b) for a, b in zip(got, want, strict=True)]
+
+
 def _wrong(spec: GraphSpec, figures: Sequence[Any], near: Callable[[], Sequence[Any]]) -> str:
     """As :meth:`Bench._wrong`. ``near`` gives the figures of the reference for operands that are
     one rounding away: what cancels is inexact in any arithmetic."""
@@ -360,8 +346,8 @@ def _rounding_away(x: jax.Array) -> jax.Array:
     return jnp.where(index * np.uint32(2654435769) >> 31 == 0, x * (1 + eps), x * (1 - eps))
 
 
-def _has_product_in_xla(segments: Segments) -> bool:
-    return any(c.node.product for s in segments if s.plan is None for c in s.spec.calls)
+def _compiled(program: Any) -> Any:
+    return program if isinstance(program, Exception) else _tried(program.compile)
 
 
 def _tried(make: Callable[..., Any], *args: Any) -> Any:

@@ -21,7 +21,7 @@ import jax
 
 from . import compat
 from .cuda import CudaDevice
-from .errors import UnsupportedGraphError
+from .errors import PlanningError, UnsupportedGraphError
 from .graph.spec import GraphSpec
 from .graph.wire import wire
 from .implementation import AUTO
@@ -231,17 +231,12 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
             _PATIENCE,
         )
         return None
-    made = _in_thread(lambda: Bench(spec, site, device, xla))  # compiles while cuDNN plans
-    if first is None:
-        first = _first_ways(spec, site, name, xla)
     try:
-        bench = made.result()
-        if not first:
+        bench = _in_thread(lambda: Bench(spec, site, device, xla)).result()
+        ways = _first_ways(spec, site, name, xla) if first is None else first
+        if not ways:
             return None
-        ways, trials = (
-            [*first],
-            _in_thread(lambda: bench.trials([w.segments for w in first])).result(),
-        )
+        trials = _in_thread(lambda: bench.trials([w.segments for w in ways])).result()
         more = _engines(spec, site, name, ways, trials)
         for _ in range(_BATCHES[level]):
             if level != FULL and _spent.left() < time.perf_counter() - began + _FOR_ENGINES:
@@ -257,6 +252,8 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
     except MemoryError:
         log.debug("%s: too large to be measured with what is in memory", name)
         return None
+    except (PlanningError, UnsupportedGraphError):
+        raise
     except Exception as error:  # the graph runs as without a measurement
         log.warning("%s: not measured: %s: %s", name, type(error).__name__, error)
         return None
