@@ -22,6 +22,9 @@ WHOLE, OURS, REFERENCE = "cuDNN", "jax_cudnn", "reference"
 """Ours with ``implementation="cudnn"``, by default, and with ``implementation="xla"``, to which
 the default may leave it."""
 FORWARD, TRAINING, BACKWARD = "forward", "forward that keeps residuals", "backward"
+STEP = "forward and backward"
+"""The sum of the last two, of one way to compute: what its forward does not keep, its backward
+computes again, so neither half alone says which way is faster."""
 LIMIT = {
     "tflops": {"bfloat16": 989.5, "float8_e4m3fn": 1979.0},
     "tbytes_s": 4.3,

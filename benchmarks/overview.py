@@ -116,7 +116,7 @@ def plot_auto(result: Mapping[str, Any], path: Path) -> None:
     from .auto.tables import geomean, lines
 
     e, families = result["environment"], {}
-    for line in lines(result):
+    for line in filter(lambda line: line.counts, lines(result)):
         families.setdefault(line.family, []).append(line.program["ratio"])
     families["all"] = [ratio for each in families.values() for ratio in each]
     with drawing(path, (8, 1.0 + 0.62 * len(families))) as axes:

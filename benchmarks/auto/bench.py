@@ -17,7 +17,7 @@ from jax_cudnn._core.implementation import CUDNN, SPLIT, XLA
 from jax_cudnn.commands import timing
 
 from .. import exact, queued
-from ..case import BACKWARD, FORWARD, OURS, Case, Named, Side
+from ..case import BACKWARD, FORWARD, OURS, STEP, TRAINING, Case, Named, Side
 from ..halves import Halves, halves
 from ..measure import FAILED, TIMED, WRONG, Effort, Entry, fastest, plans, short, told
 
@@ -158,6 +158,7 @@ class Bench:
         sets = [self.ready["arrays",](jax.random.key(at)) for at in range(self.repeats)]
         want = jax.block_until_ready(self.ready["exact",](sets[0]))
         saved: dict[str, list[Any]] = {}
+        entries: dict[str, Entry] = {}
         for program in self.case.programs:
             calls, not_run = {}, self.not_run[program]
             errors: dict[str, Any] = {}
@@ -185,7 +186,28 @@ class Bench:
                 except Exception as error:
                     not_run[side] = told(error)
                 found = None
-            yield program, self._entry(program, calls, seconds, errors, fillers.jax)
+            entries[program] = self._entry(program, calls, seconds, errors, fillers.jax)
+            yield program, entries[program]
+        if BACKWARD in entries:
+            yield STEP, self._step(entries[TRAINING], entries[BACKWARD])
+
+    def _step(self, forward: Entry, backward: Entry) -> Entry:
+        """Times in us of the sides that ran in both halves."""
+        halves = forward.get("us", {}), backward.get("us", {})
+        us = {
+            side: short(time + halves[1][side])
+            for side, time in halves[0].items()
+            if side in halves[1]
+        }
+        both: Entry = {"us": us, "host": [], "not_run": {}}
+        plans = [half["plans"].get(DEFAULT, {}) for half in (forward, backward)]
+        both["plans"] = {
+            DEFAULT: {by: sum(plan.get(by, 0) for plan in plans) for by in ("cuDNN", "XLA")}
+        }
+        both["cudnn_calls"] = sum(half.get("cudnn_calls", 0) for half in (forward, backward))
+        if DEFAULT not in us:
+            return both | {"status": FAILED, "reason": "a half of it was not timed"}
+        return both | {"status": TIMED, **ratios(us, self.plain)}
 
     def _operands(
         self, program: str, side: str, sets: list[Named], saved: dict[str, list[Any]]
@@ -212,11 +234,18 @@ class Bench:
         not_run |= {s: f"a call takes {t:.0f} s" for s, t in seconds.items() if t > _TOO_LONG}
         calls = {side: call for side, call in calls.items() if side not in not_run}
         once = {side: seconds[side] for side in calls}
-        near = [s for s, t in once.items() if t <= _FAR * min(once.values()) + 5e-5]
+
+        def near() -> list[str]:
+            limit = _FAR * min(once.values(), default=0.0) + 5e-5
+            return [side for side, t in once.items() if t <= limit]
+
+        for side in once.keys() - near():  # the first calls of all may have met a slow device
+            once[side] = min(once[side], _once(calls[side])[0])
+        turns = near()
         found = queued.times(
-            {side: calls[side] for side in near},
-            dict.fromkeys(near, filler),
-            calls={s: max(1, min(int(_BATCH / once[s]), self.effort.calls)) for s in near},
+            {side: calls[side] for side in turns},
+            dict.fromkeys(turns, filler),
+            calls={s: max(1, min(int(_BATCH / once[s]), self.effort.calls)) for s in turns},
             rounds=self.effort.rounds,
             seconds=self.effort.seconds,
             least=1 if self.effort.tiny else _LEAST,

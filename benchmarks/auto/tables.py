@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ..case import FORWARD, STEP
 from ..measure import TIMED, Entry
 from ..tables import listed, table
 from ..tables import where as measured_where
@@ -26,11 +27,12 @@ _TITLES = (
 
 
 class Line(NamedTuple):
-    """One program of a case that was timed."""
+    """One program of a case that was timed; ``counts``, if it is no half of another."""
 
     name: str
     family: str
     program: Entry
+    counts: bool
 
     @property
     def on_xla(self) -> bool:
@@ -42,7 +44,8 @@ def lines(result: Mapping[str, Any]) -> Iterator[Line]:
         for program, found in case["programs"].items():
             if "ratio" in found:
                 called = f"{name}, {program}" if len(case["programs"]) > 1 else name
-                yield Line(called, case["family"], found)
+                counts = STEP not in case["programs"] or program in (FORWARD, STEP)
+                yield Line(called, case["family"], found, counts)
 
 
 def runs_on(run: Entry, plan: Entry) -> str:
@@ -57,7 +60,7 @@ def runs_on(run: Entry, plan: Entry) -> str:
 
 def summary(result: Mapping[str, Any]) -> dict[str, Any]:
     """Geometric means over programs, and those that miss what is wanted."""
-    found = [*lines(result)]
+    found = [line for line in lines(result) if line.counts]
     ratios = {line.name: line.program["ratio"] for line in found}
     forms = {line.name: line.program["xla_ratio"] for line in found if "xla_ratio" in line.program}
     on_xla = {line.name: forms[line.name] for line in found if line.on_xla and line.name in forms}
@@ -114,8 +117,9 @@ def render(result: dict[str, Any]) -> str:
         "runs. Default is the call "
         'without `implementation=`; xla is `implementation="xla"`; plain JAX is the fastest of '
         "several formulations, with `jax.nn`'s cuDNN attention among them. The fastest of all is "
-        "that of these and of the other implementations, in each run. Ratios above 1: jax_cudnn "
-        "is faster."
+        "that of these and of the other implementations, in each run. Forward and backward is the "
+        "sum of the halves by one side: what a forward does not keep, its backward computes again, "
+        "so the halves are shown and do not count. Ratios above 1: jax_cudnn is faster."
     )
     parts = [text, listed(_said(said)), "<details markdown><summary>All programs</summary>"]
     for family in said["families"]:
