@@ -142,6 +142,9 @@ class Bench:
             return jax.device_get(figures.compiled([*results], self._want))
 
         def near() -> list[Any]:
+            size = sum(x.nbytes for x in (*self._operands, *self._want))
+            if size + reference.memory > self._room:
+                raise MemoryError
             return differences(reference.compiled(*map(_rounding_away, self._operands)))
 
         return _wrong(self._spec, differences(got), near)

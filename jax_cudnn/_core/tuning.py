@@ -218,6 +218,7 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
     known = losses.nearest(spec, placement.model(site)[1])
     slow = level != FULL and known is not None and known.ratio >= _FAR_SLOWER
     xla = None if slow else whole(spec, None)
+    # What cuDNN is known to refuse may be left to XLA alone: then nothing is compiled in vain.
     first = _first_ways(spec, site, name, xla) if known_reasons(wire(spec)) else None
     if first == []:
         return None

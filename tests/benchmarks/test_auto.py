@@ -86,6 +86,15 @@ def test_what_is_wrong_is_not_timed():
     assert "ratio" not in entry
 
 
+def test_a_step_is_wrong_where_a_half_is():
+    forward = {"status": "timed", "us": {"default": 2.0, "plain": 3.0}, "plans": {}}
+    backward = {"status": "WRONG", "us": {"plain": 4.0}, "plans": {}}
+    step = object.__new__(Bench)._step(forward, backward)
+    assert step["status"] == "WRONG"
+    assert step["us"] == {"plain": 7.0}
+    assert "ratio" not in step
+
+
 def test_a_case_in_which_a_process_ends_is_noted_and_the_others_go_on(tmp_path):
     path, todo = tmp_path / "cut.json", run.chosen("*sum-of-squares*", tiny=True)
     begun = {"environment": run.environment(), "cases": {}, "under_way": [todo[0].name]}

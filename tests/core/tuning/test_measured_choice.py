@@ -126,6 +126,18 @@ def test_a_wrong_result_is_never_taken_and_is_remembered(fake, caplog):
     assert not notes["cuDNN eng0"]
 
 
+def test_what_roundings_of_the_operands_explain_is_right():
+    def near(relative):
+        return lambda: [(relative, relative, 0.0)]
+
+    def not_needed():
+        raise AssertionError
+
+    assert trials._wrong(SPEC, [(1e-4, 1e-4, 0.0)], not_needed) == ""
+    assert trials._wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.03)) == ""
+    assert "4 roundings" in trials._wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.02))
+
+
 def test_a_second_process_measures_nothing_and_plans_the_same(fake):
     fake.seconds[1] = 4e-6
     first = taken()[1]
