@@ -28,6 +28,7 @@ from fuzz.meaning import graph_call
 from jax_cudnn._core import auto, settings
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.graph.node import REGISTRY
+from jax_cudnn._core.graph.reference import NARROW, evaluate
 from jax_cudnn._core.planning import split
 from jax_cudnn._core.planning.deviceless import profiles
 from jax_cudnn._core.planning.planned_graph import PlannedSegment
@@ -283,6 +284,14 @@ def starts(*default, long):
 def test_every_graph_is_planned(start):
     outcomes = check_all(Checks(profiles.get("H200")), range(start, start + 8))
     assert any(any(outcome.segments) for outcome in outcomes)
+
+
+def test_the_form_for_xla_has_the_results_of_the_graph(many):
+    for graph in many[:60]:
+        form = functools.partial(evaluate, graph.spec, products=NARROW)
+        operands = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in graph.spec.input_tensors]
+        found = [(out.shape, out.dtype.name) for out in jax.eval_shape(form, *operands)]
+        assert found == [(t.shape, t.dtype) for t in graph.spec.output_tensors], graph.seed
 
 
 @starts(0, 5, long=range(10, 60, 10))

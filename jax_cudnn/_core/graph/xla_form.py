@@ -37,6 +37,9 @@ def evaluated(
     for call, node, inputs in steps(_products_last(spec), values):
         wanted = {port for port, name in call.outputs if name in {*form.readers, *spec.outputs}}
         node = node.without({*node.results} - wanted) if wanted else node
+        if node.product:  # of a result of the graph it reads what is stored
+            stored = {port: name for port, name in call.inputs if name in returned}
+            inputs |= {port: returned[name] for port, name in stored.items()}
         results = dict(zip(node.results, form.results(call, node, inputs, values), strict=True))
         for port, name in call.outputs:
             if port not in results:
