@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._core.errors import GraphError
 from .._core.graph.builder import register
 from .._core.graph.dims import Shape, integers
-from .._core.graph.dtypes import FLOATS, FP8, is_floating
+from .._core.graph.dtypes import FLOATS, FP8, is_floating, itemsize
 from .._core.graph.example import Example
 from .._core.graph.node import Node, frozen
 from .folds import anywhere, grown
@@ -173,7 +173,9 @@ class Reduction(Node):
     ) -> tuple[jax.Array, ...] | None:
         if self.mode not in IN_XLA or not is_floating(str(input.dtype)):
             return None
-        return self._reduced(IN_XLA[self.mode], input.astype(self.accumulator))
+        if itemsize(input.dtype.name) != 2:  # of 16 bits one is chosen exactly
+            input = input.astype(self.accumulator)
+        return self._reduced(IN_XLA[self.mode], input)
 
     def _reduced(self, reduce: Callable[..., jax.Array], input: jax.Array) -> tuple[jax.Array, ...]:
         out = (1,) * input.ndim if self.out_dims is None else self.out_dims
