@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # see _core/later.py
     from ._core.context import target as target
     from ._core.inspection.bisect import bisect as bisect
     from ._core.planning.candidates import Candidate as Candidate
-    from ._core.planning.candidates import Candidates as Candidates
     from ._core.planning.deviceless.profiles import Profile as Profile
     from ._core.planning.planned_graph import PlannedSegment as PlannedSegment
     from ._core.plans.explain import Report as Report
@@ -35,6 +34,7 @@ if TYPE_CHECKING:  # see _core/later.py
     from ._core.plans.explanation import Explanation as Explanation
     from ._core.plans.picture import Picture as Picture
     from ._core.plans.plan import Plan as Plan
+    from ._core.plans.selection import Candidates as Candidates
     from ._core.plans.support import plan as plan
     from ._core.plans.support import plans as plans
     from ._core.plans.support import support as support

@@ -12,7 +12,7 @@ from .package import version
 _PACKAGE = __name__.partition(".")[0]
 HOMES = {
     "Candidate": "_core.planning.candidates",
-    "Candidates": "_core.planning.candidates",
+    "Candidates": "_core.plans.selection",
     "Explanation": "_core.plans.explanation",
     "Graph": "interop.wrapper",
     "Picture": "_core.plans.picture",

@@ -21,8 +21,9 @@ from .plans import selection
 
 if TYPE_CHECKING:
     from .graph.spec import Tensor
-    from .planning.candidates import Candidate, Candidates
+    from .planning.candidates import Candidate
     from .planning.planned_graph import PlannedGraph
+    from .plans.selection import Candidates
 
 _SHORT, _LONG = 8, 40  # executions in a row, in one program
 _WARM, _LEAST, _MOST = 2, 5, 25  # rounds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +66,8 @@ def _first(
     candidates = configs(graph)
     for index in choice.order(spec, candidates):
         engine, knobs = candidates[index]
-        if not choice.is_chosen(spec, engine, knobs):
+        options = spec.options
+        if options.engine not in (None, engine) or not {*options.knobs} <= {*knobs.items()}:
             continue
         name = graph.get_plan_name_at_index(index)
         if wrong := choice.barred(spec, engine, knobs):
@@ -81,22 +83,17 @@ def _first(
             reasons[name] = too_much
             continue
         blob = ubjson.decode(bytes(graph.serialize()))
-        notes = behavior_notes(graph, index)
-        pairs = tuple(knobs.items())
-        return decode(spec, blob, name, needed, len(candidates), engine, pairs, notes)
+        more = engine, tuple(knobs.items()), behavior_notes(graph, index)
+        return decode(spec, blob, name, needed, len(candidates), *more)
     return reasons or {"heuristics": Reason(_NONE_PROPOSED, Kind.OPTIONS)}
 
 
 def operation_graph(spec: GraphSpec, cudnn: Any, **where: Any) -> Any:
     """The graph as the frontend's, checked, without plans; ``where`` says for which GPU."""
     failure.check_room()
-    graph = cudnn.pygraph(
-        name="jax_cudnn",
-        io_data_type=cudnn.data_type.FLOAT,
-        intermediate_data_type=cudnn.data_type.FLOAT,
-        compute_data_type=cudnn.data_type.FLOAT,
-        **where,
-    )
+    kinds = "io_data_type", "intermediate_data_type", "compute_data_type"
+    types = dict.fromkeys(kinds, cudnn.data_type.FLOAT)
+    graph = cudnn.pygraph(name="jax_cudnn", **types, **where)
     _emit(spec, graph, cudnn)
     graph.validate()
     graph.build_operation_graph()
@@ -112,11 +109,8 @@ def behavior_notes(graph: Any, index: int) -> tuple[str, ...]:
 def configs(graph: Any) -> list[Config]:
     """The engines with the values of their knobs by name that a graph of the frontend proposes."""
     every = map(graph.get_engine_and_knobs_at_index, range(graph.get_execution_plan_count()))
-    return [(int(engine), _named(knobs)) for engine, knobs in every]
-
-
-def _named(knobs: dict[Any, int]) -> Numbers:
-    return Numbers(sorted((getattr(k, "name", str(k)), int(v)) for k, v in knobs.items()))
+    named = ((e, {getattr(k, "name", str(k)): int(v) for k, v in x.items()}) for e, x in every)
+    return [(int(engine), Numbers(sorted(knobs.items()))) for engine, knobs in named]
 
 
 def reasons_of(error: Exception, cudnn: Any) -> Reasons:
@@ -130,19 +124,12 @@ def reasons_of(error: Exception, cudnn: Any) -> Reasons:
     if isinstance(error, (cudnn.cudnnGraphNotSupportedError, RuntimeError)):
         if failed := failure.passing(error):
             raise failed from error
-    elif not isinstance(error, (AssertionError, ValueError)):
-        raise error
-    elif _raised_in(error).partition(".")[0] != cudnn.__name__:
-        raise error
+    else:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)  # of the code that raised it
+        own = frame.f_globals.get("__name__", "").partition(".")[0] == cudnn.__name__
+        if not (own and isinstance(error, (AssertionError, ValueError))):
+            raise error
     return engine_reasons(str(error))
-
-
-def _raised_in(error: BaseException) -> str:
-    """The module whose code raised it."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return "" if frame is None else frame.tb_frame.f_globals.get("__name__", "")
 
 
 def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
@@ -153,36 +140,34 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
     def data_type(dtype: str) -> Any:
         return getattr(cudnn.data_type, cudnn_name(dtype))
 
+    parts = {t.name: [*enumerate(layout.shown(spec, t))] for t in spec.tensors}
     for name in (*spec.inputs, *constants):
-        tensor = spec.tensor(name)
         tensors[name] = [
             graph.tensor(
                 name=f"{name}.{part.port}" if part.port else name,
                 dim=list(part.dims),
                 stride=list(part.strides),
-                data_type=data_type(tensor.dtype),
+                data_type=data_type(spec.tensor(name).dtype),
                 is_pass_by_value=name in constants,
                 uid=places[name, i],
             )
-            for i, part in enumerate(layout.shown(spec, tensor))
+            for i, part in parts[name]
         ]
     for call in spec.calls:
         inputs = {
-            part.port or port: given
+            part.port or port: tensors[name][i]
             for port, name in call.inputs
-            for part, given in zip(
-                layout.shown(spec, spec.tensor(name)), tensors[name], strict=True
-            )
+            for i, part in parts[name]
         }
         compute = data_type(call.node.compute_data_type)
         common = {"name": call.name, "compute_data_type": compute}
         made = iter(call.node.emit(graph, inputs, common))
         for _, name in call.outputs:
-            tensor, tensors[name] = spec.tensor(name), []
-            for i, part in enumerate(layout.shown(spec, tensor)):
+            tensors[name] = []
+            for i, part in parts[name]:
                 out = next(made)
                 out.set_dim(list(part.dims)).set_stride(list(part.strides))
-                out.set_data_type(data_type(tensor.dtype))
+                out.set_data_type(data_type(spec.tensor(name).dtype))
                 if name in spec.outputs:
                     out.set_output(True).set_uid(places[name, i])
                 tensors[name].append(out)

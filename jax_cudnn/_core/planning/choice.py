@@ -1,10 +1,6 @@
 """From options to cuDNN's candidates: heuristics, notes, an explicit engine with knobs, and the
-limit on workspace.
-
-A workspace is XLA memory in use while the call runs. Most plans need little; some need memory that
-grows with the square of a length (the deterministic backward of attention). Without a limit such
-a program runs out of memory, at run time or while it is compiled.
-"""
+limit on workspace: that of attention's deterministic backward grows with the square of a length,
+and without a limit XLA would run out of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import GraphError
-from ..graph.node import Node
 from ..graph.options import HEURISTICS
 from ..graph.spec import GraphSpec
 from ..reasons import Kind, Reason
@@ -28,25 +23,19 @@ NOTES_OF_FULL_FLOAT32 = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS")
 
 
 def propose(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
-    """Makes a pygraph propose plans according to the spec's options.
-
-    An explicit engine with notes is looked up among the proposals of all heuristics modes under
-    these notes: cuDNN would build it without checking them.
-    """
-    engine, others = spec.options.engine, ()
-    if engine is not None:
-        kinds, others = cudnn._pybind_module.knob_type.__members__, HEURISTICS
-        if unknown := [name for name, _ in spec.options.knobs if name not in kinds]:
-            raise GraphError(
-                "unknown knob of cuDNN's frontend",
-                expected=", ".join(kinds),
-                got=", ".join(unknown),
-            )
+    """Makes a pygraph propose plans according to the spec's options. An explicit engine with notes
+    is looked up among all proposals under these notes: cuDNN would build it without a check."""
+    options, modes = spec.options, dict.fromkeys(spec.options.heuristics)
+    if options.engine is not None:
+        kinds = cudnn._pybind_module.knob_type.__members__
+        if unknown := ", ".join(name for name, _ in options.knobs if name not in kinds):
+            what = "unknown knob of cuDNN's frontend"
+            raise GraphError(what, expected=", ".join(kinds), got=unknown)
         if not any(_filters(spec).values()):
-            knobs = {kinds[name]: value for name, value in spec.options.knobs}
-            graph.create_execution_plan(engine, knobs)
+            knobs = {kinds[name]: value for name, value in options.knobs}
+            graph.create_execution_plan(options.engine, knobs)
             return
-    modes = dict.fromkeys((*spec.options.heuristics, *others))
+        modes |= dict.fromkeys(HEURISTICS)
     graph.create_execution_plans([getattr(cudnn.heur_mode, mode) for mode in modes])
     restrict(graph, spec, cudnn)
 
@@ -57,12 +46,6 @@ def restrict(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
         if names:
             kind = cudnn.numerical_note if "numeric" in method else cudnn.behavior_note
             getattr(graph, method)([getattr(kind, name) for name in names])
-
-
-def is_chosen(spec: GraphSpec, engine: int, knobs: Mapping[str, int]) -> bool:
-    """Whether a candidate is the engine that the options fix, if they fix one."""
-    options = spec.options
-    return options.engine in (None, engine) and {*options.knobs} <= {*knobs.items()}
 
 
 def order(spec: GraphSpec, candidates: Sequence[tuple[int, Mapping[str, int]]]) -> list[int]:
@@ -78,11 +61,6 @@ def order(spec: GraphSpec, candidates: Sequence[tuple[int, Mapping[str, int]]]) 
         return engine in node.slow, node.rank(engine, knobs, tensors)
 
     return sorted(range(len(candidates)), key=rank)
-
-
-def slow(spec: GraphSpec, engine: int) -> Node | None:
-    """The anchor for which an engine is measured to be slower than XLA."""
-    return next((c.node for c in spec.calls if c.node.anchor and engine in c.node.slow), None)
 
 
 def _filters(spec: GraphSpec) -> dict[str, tuple[str, ...]]:
@@ -110,8 +88,7 @@ def left_out(spec: GraphSpec) -> tuple[str, ...]:
 def barred(spec: GraphSpec, engine: int, knobs: Mapping[str, int]) -> Reason | None:
     """Why an engine is never taken for this graph, if it is so."""
     if engine >= FIRST_PYTHON_ENGINE:
-        words = "runs only in the Python frontend, not inside an XLA program"
-        return Reason(words, Kind.ENGINE)
+        return Reason("runs only in the Python frontend, not inside an XLA program", Kind.ENGINE)
     wrong = distrusted(spec, engine, knobs)
     return Reason(f"computes {wrong} wrongly", Kind.ENGINE) if wrong else None
 
@@ -135,30 +112,28 @@ def default_workspace(properties: str) -> int:
 
 def too_large(spec: GraphSpec, properties: str, needed: int) -> Reason | None:
     """Why a plan that needs so many bytes of workspace is rejected on a GPU, if it is."""
-    limit, source = spec.options.max_workspace, "max_workspace"
-    if limit is None:
-        limit = default_workspace(properties)
-        source = "max_workspace, by default a quarter of the GPU's memory"
-    if needed <= limit:
-        return None
-    return Reason(
-        f"needs {needed:,} bytes of workspace, more than the {limit:,} of {source}: raise it, or "
-        "use a smaller batch or shorter sequences",
-        Kind.WORKSPACE,
-    )
+    own, source = spec.options.max_workspace, "max_workspace"
+    limit = default_workspace(properties) if own is None else own
+    source += ", by default a quarter of the GPU's memory" if own is None else ""
+    words = f"needs {needed:,} bytes of workspace, more than the {limit:,} of {source}: raise it, "
+    words += "or use a smaller batch or shorter sequences"
+    return Reason(words, Kind.WORKSPACE) if needed > limit else None
 
 
 def other_form(spec: GraphSpec, cudnn: int) -> GraphSpec | None:
     """The graph with the anchor's alternative node and engine, which computes the same results, if
     this version of cuDNN (``cudnnGetVersion()``) has it."""
-    if spec.options.engine is not None:
-        return None
-    for i, call in enumerate(spec.calls):
+    for i, call in enumerate(spec.calls if spec.options.engine is None else ()):
         other = call.node.instead()
         if other is not None and cudnn >= other.cudnn:
-            knobs = tuple(sorted(other.knobs.items()))
             # The engine is deterministic, though no note says so.
-            pinned = {"deterministic": False, "engine": other.engine, "knobs": knobs}
+            options = replace(pinned(spec, other.engine, other.knobs).options, deterministic=False)
             calls = (*spec.calls[:i], replace(call, node=other.node), *spec.calls[i + 1 :])
-            return replace(spec, calls=calls, options=replace(spec.options, **pinned))
+            return replace(spec, calls=calls, options=options)
     return None
+
+
+def pinned(spec: GraphSpec, engine: int, knobs: Mapping[str, int]) -> GraphSpec:
+    """The graph with an engine."""
+    given = {"engine": engine, "knobs": tuple(sorted(knobs.items()))}
+    return replace(spec, options=replace(spec.options, **given))

@@ -1,7 +1,5 @@
-"""What a graph costs, from its spec alone: arithmetic, memory traffic and the least time.
-
-It replaces XLA's cost analysis, which sees nothing inside a custom call.
-"""
+"""What a graph costs, from its spec alone: arithmetic, memory traffic and the least time. XLA's
+cost analysis sees nothing inside a custom call."""
 
 from __future__ import annotations
 
@@ -43,11 +41,8 @@ class Cost:
 
 
 def cost(spec: GraphSpec) -> Cost:
-    """The cost of a graph.
-
-    An operand that several nodes read counts once: a fused plan loads it once or finds it in the
-    cache. Workspace is not counted, because it depends on the engine.
-    """
+    """The cost of a graph. An operand that several nodes read counts once; workspace, which depends
+    on the engine, does not."""
     flops = sum(_flops(spec, call) for call in spec.calls)
     moved = sum(tensor.nbytes for tensor in (*spec.input_tensors, *spec.output_tensors))
     return Cost(flops, moved)
@@ -67,18 +62,17 @@ def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None
         return None
     cycles = gpu["multiProcessorCount"] * gpu["smClockRateKHz"] * 1e3
     peak = cycles * _FLOPS_PER_CYCLE.get(int(gpu["deviceVer"]) // 10, 0)
-    work = sum(_flops(spec, c) * _width(spec, c) / 2 for c in spec.calls if c.node.product)
+    work = 0.0
+    for call in spec.calls:
+        if call.node.product:  # of the rate for its narrower factor
+            width = min(itemsize(spec.tensor(name).dtype) for _, name in call.inputs[:2])
+            work += _flops(spec, call) * width / 2
     if work and not peak:
         return None
     read = {name for call in spec.calls if not _selects(call) for _, name in call.inputs}
     operands = [tensor for tensor in spec.input_tensors if tensor.name in read]
     moved = sum(tensor.nbytes for tensor in (*operands, *spec.output_tensors))
     return max(moved / rate, work / peak if work else 0.0)
-
-
-def size(count: int) -> str:
-    """Bytes for people, in MB from one million on."""
-    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count:,} bytes"
 
 
 def _selects(call: Call) -> bool:
@@ -88,8 +82,3 @@ def _selects(call: Call) -> bool:
 def _flops(spec: GraphSpec, call: Call) -> int:
     shapes = {port: tensor.shape for port, tensor in spec.at_ports(call).items()}
     return 0 if _selects(call) else call.node.flops(shapes)
-
-
-def _width(spec: GraphSpec, product: Call) -> int:
-    """Bytes per element of the narrower factor of a product, one of its first two operands."""
-    return min(itemsize(spec.tensor(name).dtype) for _, name in product.inputs[:2])

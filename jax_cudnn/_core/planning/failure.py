@@ -48,24 +48,22 @@ def passing(error: BaseException) -> PlanningError | None:
         return error
     if isinstance(error, MemoryError):
         return _failed(f"MemoryError {error}")
-    texts = RuntimeError, OSError, ImportError  # whose words alone say what they mean
-    if not isinstance(error, texts) or isinstance(error, UnsupportedGraphError):
+    said = isinstance(error, (RuntimeError, OSError, ImportError))  # their words alone tell
+    if not said or isinstance(error, UnsupportedGraphError):
         return None
     text = str(error).strip()
-    try:
-        if "COMPILATION_FAILED" in text:
+    if "COMPILATION_FAILED" in text:
+        try:
             check_room()
-    except PlanningError as failure:
-        return failure
+        except PlanningError as failure:
+            return failure
     failed = _LACKING.search(text) or _STATUS.search(_INNER.sub("", text))
     return _failed(textwrap.shorten(text, 500, placeholder=" ...")) if failed else None
 
 
 def twice(attempt: Callable[[bool], V]) -> V:
-    """``attempt(False)``; where that fails in a way that may pass, ``attempt(True)``.
-
-    Raises PlanningError if both fail so.
-    """
+    """``attempt(False)``; where that fails in a way that may pass, ``attempt(True)``. Raises
+    PlanningError if both fail so."""
     try:
         return attempt(False)
     except Exception as error:

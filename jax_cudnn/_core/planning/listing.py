@@ -14,7 +14,7 @@ from typing import Any
 from ..cuda import CudaDevice
 from ..graph.options import HEURISTICS, NUMERIC_NOTES
 from ..graph.spec import GraphSpec
-from ..reasons import Reason, Reasons
+from ..reasons import Reasons
 from . import build, choice, failure
 from .build import Config
 from .candidates import Candidate
@@ -41,11 +41,8 @@ def list_for(spec: GraphSpec, site: Profile | CudaDevice) -> tuple[Candidate, ..
             config: (graph.get_plan_name_at_index(i), build.behavior_notes(graph, i))
             for i, config in _of_backend(graph)
         }
-        needed = {
-            config: int(match[1])
-            for config, refusal in _refusals(graph)
-            if (match := re.search(_WORKSPACE, refusal))
-        }
+        spaces = ((c, re.search(_WORKSPACE, refusal)) for c, refusal in _refusals(graph))
+        needed = {config: int(match[1]) for config, match in spaces if match}
 
         def without(restrict: Callable[[Any], object]) -> set[Config]:
             restrict(graph := proposing(*modes))
@@ -58,16 +55,14 @@ def list_for(spec: GraphSpec, site: Profile | CudaDevice) -> tuple[Candidate, ..
             if note in known
         }
         left_out = without(lambda graph: choice.restrict(graph, spec, cudnn))
-
-    def reason(config: Config) -> Reason | None:
-        barred = choice.barred(spec, *config) or (LEFT_OUT if config in left_out else None)
-        return barred or choice.too_large(spec, properties, needed.get(config, 0))
-
-    def candidate(index: int, config: Config) -> Candidate:
-        why_not = reason(config)
+    own = [config for config, found in places.items() if {*found} & {*spec.options.heuristics}]
+    found: list[Candidate] = []
+    for config in dict.fromkeys((*(own[i] for i in choice.order(spec, own)), *places)):
+        why_not = choice.barred(spec, *config) or (LEFT_OUT if config in left_out else None)
+        why_not = why_not or choice.too_large(spec, properties, needed.get(config, 0))
         name, behavior_notes = said.get(config, (f"eng{config[0]}", ()))
-        return Candidate(
-            index,
+        row = Candidate(
+            len(found),
             config[0],
             name,
             config[1],
@@ -78,10 +73,8 @@ def list_for(spec: GraphSpec, site: Profile | CudaDevice) -> tuple[Candidate, ..
             supported=False if why_not else None,
             reason=str(why_not or ""),
         )
-
-    own = [config for config, found in places.items() if {*found} & {*spec.options.heuristics}]
-    ordered = dict.fromkeys((*(own[i] for i in choice.order(spec, own)), *places))
-    return tuple(candidate(i, config) for i, config in enumerate(ordered))
+        found.append(row)
+    return tuple(found)
 
 
 def _places(

@@ -19,7 +19,6 @@ from typing import Any
 from ..graph.dtypes import FP8
 from ..graph.layout import major_to_minor
 from ..graph.spec import Call, GraphSpec
-from . import choice
 from .call_sets import CallSets, members
 from .cost import cost
 from .execution_plan import ExecutionPlan
@@ -28,8 +27,6 @@ TABLE = Path(__file__).with_name("losses.json")
 
 # Kinds of element types that share kernels; others are their own kind.
 _KINDS = {"bfloat16": "", "float16": "", **dict.fromkeys(FP8, "float8")}
-
-
 _NEAREST = 3  # measured graphs that decide
 _LOSS = 0.9  # of cuDNN's time: XLA must be as fast to be faster, and not noise
 _REACH = 6.0  # the sum of two base-2 logarithms: beyond, all cases of the pattern must lose
@@ -38,16 +35,8 @@ _LEAST = 2  # measured graphs of a pattern, else nothing is known of it
 
 @dataclass(frozen=True)
 class Loss:
-    """A measured loss; its text is the reason to leave a graph to XLA.
-
-    Attributes:
-        pattern: as :func:`pattern` gives it.
-        ratio: XLA's time over cuDNN's that is expected: the mean of the nearest cases.
-        device: the GPU of the measurement.
-        date: its date.
-        cudnn: its version of cuDNN.
-        cases: the names of the nearest cases in ``benchmarks``.
-    """
+    """A measured loss; its text is the reason to leave a graph to XLA. ``ratio``, XLA's time over
+    cuDNN's, is the mean of the nearest ``cases`` in ``benchmarks``, as they were measured."""
 
     pattern: str
     ratio: float
@@ -65,15 +54,9 @@ class Loss:
 
 
 def loss(spec: GraphSpec, sm_version: int) -> Loss | None:
-    """The loss that is expected if cuDNN runs this whole graph, or None.
-
-    Args:
-        spec: the graph that would be one plan.
-        sm_version: the compute capability times ten.
-
-    Also None on an architecture without measurements, if the options fix the engine, and if they
-    require determinism of a node that XLA may also compute with atomics.
-    """
+    """The loss that is expected if cuDNN runs this whole graph, or None: also on an architecture
+    (compute capability times ten) without measurements, if the options fix the engine, and if they
+    require determinism of a node that XLA may also compute with atomics."""
     found = nearest(spec, sm_version) if _may_be_xlas(spec) else None
     return found if found is not None and found.ratio < _LOSS else None
 
@@ -107,7 +90,8 @@ def slow(spec: GraphSpec, plan: ExecutionPlan, sm_version: int) -> str:
     """Why XLA is faster than the best remaining engine for a graph; "" if no measurement says so,
     and wherever :func:`loss` is None."""
     measured = table().get(str(sm_version))
-    node = choice.slow(spec, plan.engine_id)
+    anchors = (call.node for call in spec.calls if call.node.anchor)
+    node = next((node for node in anchors if plan.engine_id in node.slow), None)
     if measured is None or node is None or not _may_be_xlas(spec):
         return ""
     return (
@@ -153,46 +137,38 @@ def pattern(spec: GraphSpec) -> str:
     before = {*members(sets.before(sets.anchors))} - hearts.keys()
     parts = list(hearts.values())
     if before:
-        read = {name for i in before for _, name in spec.calls[i].inputs}
-        new = _kinds(spec, read.intersection(spec.inputs)) - _kinds(spec, _operands(anchors))
+        read = _read(spec.calls[i] for i in before).intersection(spec.inputs)
+        new = _kinds(spec, read) - _kinds(spec, _read(anchors))
         parts.insert(0, _words(["prologue", *(f"of {kind}" for kind in sorted(new))]))
     if behind := [c for i, c in enumerate(spec.calls) if i not in hearts and i not in before]:
-        product = anchors[0].node.product
-        parts.append(_behind_product(spec, anchors, behind) if product else _epilogue(spec, sets))
+        epilogue = "epilogue"
+        if not anchors[0].node.product:  # bound by memory traffic: an additional array matters
+            read = _read(spec.calls[i] for i in members(sets.after(sets.anchors)))
+            largest = max(math.prod(t.shape) for t in spec.tensors)
+            sizes = [math.prod(t.shape) for t in spec.input_tensors if t.name in read]
+            epilogue = "residual epilogue" if largest in sizes else epilogue
+        elif len(anchors) == len(behind) == 1 and spec.is_bias(behind[0], anchors[0]):
+            epilogue = "bias"  # XLA's matmul library also adds one
+        parts.append(epilogue)
     return " + ".join(parts)
-
-
-def _behind_product(spec: GraphSpec, anchors: Sequence[Call], behind: Sequence[Call]) -> str:
-    """A bias alone is a separate pattern: XLA's matmul library also adds one."""
-    alone = len(anchors) == len(behind) == 1
-    return "bias" if alone and spec.is_bias(behind[0], anchors[0]) else "epilogue"
-
-
-def _epilogue(spec: GraphSpec, sets: CallSets) -> str:
-    """After a normalization, which is bound by memory traffic, an additional array matters."""
-    read = {name for i in members(sets.after(sets.anchors)) for _, name in spec.calls[i].inputs}
-    largest = max(math.prod(t.shape) for t in spec.tensors)
-    arrays = [spec.tensor(name) for name in read.intersection(spec.inputs)]
-    whole = any(math.prod(t.shape) == largest for t in arrays)
-    return "residual epilogue" if whole else "epilogue"
 
 
 def _of_node(spec: GraphSpec, call: Call) -> str:
     """A node's own words; empty for what only accompanies others."""
-    read = {*spec.outputs, *(name for each in spec.calls for _, name in each.inputs)}
+    read = _read(spec.calls).union(spec.outputs)
     node = call.node.without([port for port, name in call.outputs if name not in read])
-    ports = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
-    ports = {port: replace(t, order=major_to_minor(spec, t)) for port, t in ports.items()}
+    given = spec.at_ports(call).items()
+    ports = {port: replace(t, order=major_to_minor(spec, t)) for port, t in given}
     words = node.pattern(ports)
     if not (words and node.product):
         return words
     inputs = {port: ports[port] for port, _ in call.inputs}
     usual = node.compute_data_type == node.default_compute(inputs)
-    kinds = sorted(_kinds(spec, _operands([call])))
+    kinds = sorted(_kinds(spec, _read([call])))
     return _words([words, *kinds, "" if usual else f"in {node.compute_data_type}"])
 
 
-def _operands(calls: Iterable[Call]) -> set[str]:
+def _read(calls: Iterable[Call]) -> set[str]:
     return {name for call in calls for _, name in call.inputs}
 
 

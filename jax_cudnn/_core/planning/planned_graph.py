@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..cuda import CudaDevice
 from ..errors import GraphError
-from ..graph.spec import GraphSpec, Tensor
+from ..graph.spec import GraphSpec
 from ..implementation import CUDNN
 from .deviceless.profiles import Profile
 from .execution_plan import ExecutionPlan
@@ -85,48 +84,20 @@ class PlannedGraph:
         return max((plan.workspace_bytes for plan in self.execution_plans), default=0)
 
     @property
-    def candidate_count(self) -> int:
-        """How many plans cuDNN proposed during planning, summed over the segments: in the modes of
-        the options, and 1 for a segment whose engine the options fix. ``candidates`` covers all
-        modes, whatever the options are."""
-        return sum(plan.candidates for plan in self.execution_plans)
-
-    @property
-    def residuals(self) -> tuple[Tensor, ...]:
-        """The results of a forward graph that only its derivatives need."""
-        return tuple(self.spec.tensor(name) for name in self.spec.origin.residuals)
-
-    @property
-    def pinned(self) -> dict[str, Any]:
-        """The options that fix this engine with its knobs, for a graph that is one plan."""
-        return self.only.pinned
-
-    @property
-    def text(self) -> str:
-        """The backend's plan (JSON), for a graph that is one plan."""
-        return self.only.text
-
-    @property
     def only(self) -> ExecutionPlan:
         """The cuDNN plan of a graph that is one plan; otherwise raises GraphError."""
-        plans = self.execution_plans
-        if len(self.segments) > 1 or not plans:
-            raise GraphError(f"{self.name} is not one cuDNN plan", **self._instead())
-        return plans[0]
-
-    def _instead(self) -> dict[str, str | None]:
-        """What the graph runs as instead of one cuDNN plan, and what to do."""
-        if self.execution_plans:
-            return {
-                "got": f"{len(self.segments)} segments: {self.engine}",
-                "fix": "use its parts, plan.parts; plan.explain() says why it is cut",
-            }
-        insist = "implementation='cudnn' requires a cuDNN plan, or says why there is none"
-        return {
-            "got": f"{self.engine}: all of it runs in XLA",
-            "why": "; ".join(dict.fromkeys(s.reason for s in self.segments)),
-            "fix": None if self.implementation == CUDNN else insist,
-        }
+        plans, why, fix = self.execution_plans, None, None
+        if plans and len(self.segments) == 1:
+            return plans[0]
+        if plans:
+            got = f"{len(self.segments)} segments: {self.engine}"
+            fix = "use its parts, plan.parts; plan.explain() says why it is cut"
+        else:
+            got = f"{self.engine}: all of it runs in XLA"
+            why = "; ".join(dict.fromkeys(segment.reason for segment in self.segments))
+            if self.implementation != CUDNN:
+                fix = "implementation='cudnn' requires a cuDNN plan, or says why there is none"
+        raise GraphError(f"{self.name} is not one cuDNN plan", got=got, why=why, fix=fix)
 
     def __str__(self) -> str:
         return f"{self.engine} for {self.gpu}, {self.workspace_bytes} bytes of workspace"

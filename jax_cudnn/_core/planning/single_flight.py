@@ -19,7 +19,7 @@ class SingleFlight(Generic[V]):
         self._futures: dict[Hashable, Future[V]] = {}
         self._lock = threading.Lock()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.forget_unfinished)
+            os.register_at_fork(after_in_child=self._forget_unfinished)
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
         """The value for a key; one thread makes it while the others wait.
@@ -28,19 +28,15 @@ class SingleFlight(Generic[V]):
         """
         while True:
             with self._lock:
-                future = self._futures.get(key)
-                mine = future is None
-                if future is None:
-                    future = self._futures[key] = Future()
-                    while len(self._futures) > self._capacity:
-                        self._futures.pop(next(iter(self._futures)))
+                mine = key not in self._futures
+                future = self._futures.setdefault(key, Future())
+                if len(self._futures) > self._capacity:
+                    del self._futures[next(iter(self._futures))]
             if mine:
                 try:
                     future.set_result(make())
                 except BaseException as error:
-                    # The user may repair the installation and try again.
-                    with self._lock:
-                        self._futures.pop(key, None)
+                    self._futures.pop(key, None)  # the user may repair what is wrong, and retry
                     future.set_exception(error)
             try:
                 return future.result()
@@ -53,8 +49,7 @@ class SingleFlight(Generic[V]):
         with self._lock:
             self._futures.clear()
 
-    def forget_unfinished(self) -> None:
+    def _forget_unfinished(self) -> None:
         """In a forked child no thread is left that could finish a value or release a lock."""
         self._lock = threading.Lock()
-        for key in [key for key, future in self._futures.items() if not future.done()]:
-            del self._futures[key]
+        self._futures = {key: made for key, made in self._futures.items() if made.done()}

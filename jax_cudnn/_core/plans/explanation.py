@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TargetError
-from ..planning.cost import cost, roofline, size
+from ..planning.cost import cost, roofline
 from ..planning.deviceless import profiles
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ class Explanation:
                 yield from _wrapped(f"not one plan because {reason}", "  ")
 
 
+def size(count: int) -> str:
+    """Bytes for people, in MB from one million on."""
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count:,} bytes"
+
+
 def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, width=100, initial_indent=indent, subsequent_indent=f"{indent}  ")
 
@@ -94,7 +99,8 @@ def explain(plan: PlannedGraph) -> Explanation:
             "role": plan.spec.origin.role,
             "engine_of_another_graph": plan.spec.origin.engine,
             "residuals": [
-                {"tensor": str(tensor), "bytes": tensor.nbytes} for tensor in plan.residuals
+                {"tensor": str(tensor), "bytes": tensor.nbytes}
+                for tensor in map(plan.spec.tensor, plan.spec.origin.residuals)
             ],
             "gpu": plan.gpu,
             "implementation": plan.implementation,

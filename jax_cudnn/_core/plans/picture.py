@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..graph.spec import GraphSpec, Tensor
-from ..planning.cost import size
+from .explanation import size
 from .plan import Plan
 from .table import shape
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from .. import cuda_graphs, execution, measuring
 from ..compat import Device
-from ..planning.candidates import Candidate, Candidates
+from ..graph.spec import Tensor
+from ..planning.candidates import Candidate
 from ..planning.planned_graph import PlannedGraph
 from . import record, selection
 from .explanation import Explanation, explain
+from .selection import Candidates
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,6 +35,28 @@ class Plan(PlannedGraph):
     @classmethod
     def of(cls, planned: PlannedGraph) -> Plan:
         return cls(**vars(planned))
+
+    @property
+    def candidate_count(self) -> int:
+        """How many plans cuDNN proposed during planning, summed over the segments: in the modes of
+        the options, and 1 for a segment whose engine the options fix. ``candidates`` covers all
+        modes, whatever the options are."""
+        return sum(plan.candidates for plan in self.execution_plans)
+
+    @property
+    def residuals(self) -> tuple[Tensor, ...]:
+        """The results of a forward graph that only its derivatives need."""
+        return tuple(self.spec.tensor(name) for name in self.spec.origin.residuals)
+
+    @property
+    def pinned(self) -> dict[str, Any]:
+        """The options that fix this engine with its knobs, for a graph that is one plan."""
+        return self.only.pinned
+
+    @property
+    def text(self) -> str:
+        """The backend's plan (JSON), for a graph that is one plan."""
+        return self.only.text
 
     @property
     def candidates(self) -> Candidates:
