@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,17 +54,19 @@ class _Program:
     call: Any
     lowered: Any
     compiled: Any = None
+    memory: int = 0  # bytes beside the operands
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], *operands: Any) -> _Program:
+        call = jax.jit(function)
+        return cls(call, call.lower(*operands))
 
     def compile(self, options: Any = None) -> _Program:
         with compat.uncached():  # nothing of this belongs into the user's cache
             self.compiled = self.lowered.compile(options)
+        if found := self.compiled.memory_analysis():
+            self.memory = found.temp_size_in_bytes + found.output_size_in_bytes
         return self
-
-    @property
-    def memory(self) -> int:
-        """Bytes beside the operands."""
-        found = self.compiled.memory_analysis()
-        return found.temp_size_in_bytes + found.output_size_in_bytes if found else 0
 
 
 class Bench:
@@ -74,39 +76,32 @@ class Bench:
         self, spec: GraphSpec, site: CudaDevice, device: Device, xla: Segments | None = None
     ) -> None:
         """Begins to compile what compares results, and ``xla``, the graph in XLA alone, if it is a
-        way: XLA compiles in other threads while cuDNN plans.
-
-        Raises MemoryError where the graph is too large to be measured beside what is in memory,
-        and what the reference raises."""
+        way: XLA compiles in other threads while cuDNN plans. Raises MemoryError where the graph is
+        too large to be measured beside what is in memory, and what the reference raises."""
         self._spec = spec
+        sides = spec.input_tensors, spec.output_tensors
         least = max(roofline(spec, site) or 0.0, 2e-6)
         self._runs = min(max(round(_PROGRAM / least), 1), _MOST_RUNS)
         if any(call.node.product for call in spec.calls):
-            self._runs = 1  # of equal products in a program, XLA fuses a bias into the first alone
-        given, made = (
-            sum(t.nbytes for t in side) for side in (spec.input_tensors, spec.output_tensors)
-        )
+            self._runs = 1  # behind such a barrier XLA adds a bias in a kernel of its own
+        given, made = (sum(t.nbytes for t in side) for side in sides)
         self._room = int(_SHARE * _free(device)) - given - made
         if (self._runs + 2) * made > self._room:  # with the reference's
             raise MemoryError
         # Arrays lie as a plan wants them, as those of a model do: XLA copies none for any way.
-        self._in, self._out = (
-            [layout.major_to_minor(spec, tensor) for tensor in side]
-            for side in (spec.input_tensors, spec.output_tensors)
-        )
+        self._in, self._out = ([layout.major_to_minor(spec, t) for t in side] for side in sides)
         self._pool, self._one = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(1)
         arrays = zip(operands(spec), self._in, strict=True)
         self._operands = [jax.device_put(x.transpose(order), device) for x, order in arrays]
         filler = np.full((4096, 4096), 2.0**-12, jnp.bfloat16)
         self._filler = jax.device_put(filler, device)
-        self._best: tuple[Any, float] | None = None
-        reference = _program(self._arranged(functools.partial(evaluate, spec)), *self._operands)
-        where = jax.sharding.SingleDeviceSharding(device)
-        results = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-            for x in reference.lowered.out_info
-        ]
-        figures = _program(_figures, results, results)
+        self._best: tuple[_Program, float] | None = None
+        reference = _Program.of(self._arranged(functools.partial(evaluate, spec)), *self._operands)
+        typed = functools.partial(
+            jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device)
+        )
+        results = [typed(x.shape, x.dtype) for x in reference.lowered.out_info]
+        figures = _Program.of(_figures, results, results)
         # In the reference nothing is autotuned.
         self._reference = self._pool.submit(reference.compile, {"xla_gpu_autotune_level": "0"})
         self._figures = self._pool.submit(figures.compile)
@@ -116,16 +111,16 @@ class Bench:
         """Compiles ways, compares their results with the reference's, and times the right ones in
         turns with the fastest one so far."""
         xla = self._xla
-        begun = [
+        made = [
             xla if xla and all(s.plan is None for s in way) else self._begun(way) for way in ways
         ]
-        made = [program.result() for program in begun]
+        wait(made)  # else those that run would disturb XLA's autotuning
         found = list(map(self._judged, made))
-        right = {i: made[i] for i, trial in enumerate(found) if not trial.note}
+        right = {i: made[i].result() for i, trial in enumerate(found) if not trial.note}
         for i, seconds in self._times(right).items():
             found[i] = Trial(seconds)
             if self._best is None or seconds < self._best[1]:
-                self._best = made[i], seconds
+                self._best = right[i], seconds
         return found
 
     @functools.cached_property
@@ -151,12 +146,17 @@ class Bench:
 
         return _wrong(self._spec, differences(got), near)
 
-    def _begun(self, segments: Segments) -> Future[Any]:
-        """The program of a way, or the error that it meets. XLA autotunes its products on the
-        device, so these are compiled one after the other."""
+    def _begun(self, segments: Segments) -> Future[_Program]:
+        """The program of a way. XLA autotunes its products on the device, so these are compiled
+        one after the other."""
         products = any(c.node.product for s in segments if s.plan is None for c in s.spec.calls)
-        lowered = _tried(_program, self._repeated(segments), *self._operands)
-        return (self._one if products else self._pool).submit(_compiled, lowered)
+        try:
+            program = _Program.of(self._repeated(segments), *self._operands)
+        except Exception as error:
+            failed: Future[_Program] = Future()
+            failed.set_exception(error)
+            return failed
+        return (self._one if products else self._pool).submit(program.compile)
 
     def _repeated(self, segments: Segments) -> Callable[..., Any]:
         """Runs a way several times in a row, each after the one before. Returns the last results,
@@ -186,24 +186,21 @@ class Bench:
 
         return run
 
-    def _judged(self, program: Any) -> Trial:
-        if isinstance(program, Exception):
-            return Trial(note=_line(program))
-        if program.memory > self._room:
-            return Trial(note="it needs more memory than measuring may take")
+    def _judged(self, begun: Future[_Program]) -> Trial:
         try:
+            program = begun.result()
+            if program.memory > self._room:
+                return Trial(note="it needs more memory than measuring may take")
             got = jax.block_until_ready(program.call(*self._operands))[0]
-        except Exception as error:  # of cuDNN or XLA while it runs
-            return Trial(note=_line(error))
+        except Exception as error:  # of cuDNN or XLA while it compiles or runs
+            return Trial(note=f"{type(error).__name__}: {error}".partition("\n")[0][:200])
         wrong = self._wrong(got)
         return Trial(note=wrong, wrong=bool(wrong))
 
-    def _times(self, programs: Mapping[int, Any]) -> dict[int, float]:
+    def _times(self, programs: Mapping[int, _Program]) -> dict[int, float]:
         """Seconds of one run of each program: medians of rounds in turns. The fastest one so far
         takes part, and what it takes now scales the others to what it took then."""
-        every = dict(programs)
-        if self._best is not None:
-            every[-1] = self._best[0]
+        every = {**programs, **({} if self._best is None else {-1: self._best[0]})}
         calls, begun = {}, min(self._round(None, 0) for _ in range(3))
         for key, program in every.items():
             took = max(min(self._round(program, 1) for _ in range(2)) - begun, 2e-5)
@@ -280,16 +277,11 @@ def operands(spec: GraphSpec) -> list[np.ndarray]:
         }
         for port, most in node.bounded(given, shapes).items():
             if names.get(port) in values:
-                values[names[port]] = _index(np.asarray(most))
+                most = np.asarray(most)  # lengths, one of each batch element, are the largest
+                pages = most.size > most.shape[0]  # of several each is another
+                every = np.arange(most.size).reshape(most.shape) % (most + 1)
+                values[names[port]] = every if pages else most
     return [values[t.name].astype(jnp.dtype(t.dtype), copy=False) for t in spec.input_tensors]
-
-
-def _index(most: np.ndarray) -> np.ndarray:
-    """Lengths, of which each batch element has one, are the largest; of several indices of pages
-    each is another."""
-    if most.size == most.shape[0]:
-        return most
-    return np.arange(most.size).reshape(most.shape) % (most + 1)
 
 
 def _random(tensor: Tensor, generator: np.random.Generator, normal: np.ndarray) -> np.ndarray:
@@ -300,11 +292,6 @@ def _random(tensor: Tensor, generator: np.random.Generator, normal: np.ndarray) 
     kind = np.iinfo(jnp.dtype(tensor.dtype))
     drawn = generator.integers(kind.min, kind.max, 4099, np.int64 if kind.min else np.uint64)
     return np.resize(drawn.astype(jnp.dtype(tensor.dtype)), tensor.shape)
-
-
-def _program(function: Callable[..., Any], *operands: Any) -> _Program:
-    call = jax.jit(function)
-    return _Program(call, call.lower(*operands))
 
 
 def _figures(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> list[Any]:
@@ -349,18 +336,3 @@ def _rounding_away(x: jax.Array) -> jax.Array:
     eps = max(float(jnp.finfo(x.dtype).eps), agreement.TF32_EPS)
     index = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
     return jnp.where(index * np.uint32(2654435769) >> 31 == 0, x * (1 + eps), x * (1 - eps))
-
-
-def _compiled(program: Any) -> Any:
-    return program if isinstance(program, Exception) else _tried(program.compile)
-
-
-def _tried(make: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return make(*args)
-    except Exception as error:
-        return error
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]

@@ -12,9 +12,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
@@ -25,7 +25,8 @@ from .errors import PlanningError, UnsupportedGraphError
 from .graph.spec import GraphSpec
 from .graph.wire import wire
 from .implementation import AUTO
-from .planning import losses, placement, planner, progress
+from .planning import choice, losses, placement, planner, progress
+from .planning.execution_plan import ExecutionPlan
 from .planning.limits import known_reasons
 from .planning.planned_graph import Measured, PlannedSegment, Segments
 from .planning.single_flight import SingleFlight
@@ -54,22 +55,23 @@ class _Spent:
 
     seconds: float = 0.0
     graphs: int = 0
-    told: frozenset[str] = frozenset()
+    told: set[str] = field(default_factory=set)
 
     def left(self) -> float:
         """Seconds that "fast" may take for the next graph."""
         return min((self.graphs + 1) * _AVERAGE - self.seconds, 4 * _AVERAGE)
 
-    def once(self, key: str, message: str, *args: Any) -> None:
-        if key not in self.told:
-            self.told |= {key}
+    def once(self, message: str, *args: Any) -> None:
+        if message not in self.told:
+            self.told.add(message)
             log.warning(message, *args)
 
 
 Data = dict[str, Any]
-"""What was measured of a graph, as it is stored: ``ways``, each with its segments, what they are,
-their seconds and a note; which of them is ``taken``; the ``level`` of tuning; and whether a whole
-``step`` was measured with it."""
+"""What was measured of a graph, as it is stored: ``ways``, each with its segments (see
+:data:`.stored.Rows`), the engines that are ``pinned`` in them, what they are, their seconds and a
+note; which of them is ``taken``; the ``level`` of tuning; and whether a whole ``step`` was measured
+with it."""
 
 _known: SingleFlight[Data | None] = SingleFlight()
 _spent = _Spent()
@@ -133,15 +135,12 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | 
         return choice_of(stored, spec)
 
     stored = planner.decoded(key, cache.get(key), read)
-    if stored is not None:
-        taken = stored["ways"][stored["taken"]]
-        enough = now.tuning in (FAST, stored["level"])  # "full" measures more
-        if enough and _segments(taken, spec, site, name) is not None:
+    if stored is not None and now.tuning in (FAST, stored["level"]):  # "full" measures more
+        if _segments(stored["ways"][stored["taken"]], spec, site, name) is not None:
             return stored
     with _measuring:
         if _spent.seconds >= now.tuning_seconds:
             _spent.once(
-                "limit",
                 "jax_cudnn has measured for %.0f s: the measurements that ship with it decide "
                 "about further graphs of this process. jax_cudnn.configure(tuning_seconds=...) "
                 "sets the limit; what was measured is in the plan cache",
@@ -158,7 +157,7 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | 
     if data is None:
         return None
     if now.plan_cache is None:
-        _spent.once("cache", "without a plan cache, what jax_cudnn measures holds for this process")
+        _spent.once("without a plan cache, what jax_cudnn measures holds for this process")
     label = f"{spec.label}; measured"
     if stored is not None:
         cache.replace(key, data, label)
@@ -169,46 +168,18 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | 
 
 def _segments(way: Data, spec: GraphSpec, site: CudaDevice, name: str) -> Segments | None:
     """The segments of a way from its data; None if cuDNN has no such plan any more."""
+    pinned = {at: engine for at, *engine in way["pinned"]}
     segments = []
-    for row in way["segments"]:
-        piece, plan = part(spec, row["calls"]), None
-        if not row["in_xla"]:
+    for at, (calls, in_xla, reason) in enumerate(way["segments"]):
+        piece, plan = part(spec, calls), None
+        if not in_xla:
             try:
-                plan = planner.plan(_pinned(piece, row["pinned"]), site, name)
+                asked = choice.pinned(piece, *pinned[at]) if at in pinned else piece
+                plan = planner.plan(asked, site, name)
             except UnsupportedGraphError:
                 return None
-        segments.append(PlannedSegment(piece, tuple(row["calls"]), plan, row["reason"]))
+        segments.append(PlannedSegment(piece, tuple(calls), plan, reason))
     return tuple(segments)
-
-
-def _pinned(spec: GraphSpec, pinned: dict[str, Any] | None) -> GraphSpec:
-    """The graph with an engine; None leaves that to cuDNN's heuristics."""
-    if pinned is None:
-        return spec
-    knobs = tuple(sorted(pinned["knobs"].items()))
-    return replace(spec, options=replace(spec.options, engine=pinned["engine"], knobs=knobs))
-
-
-@dataclass(frozen=True)
-class _Way:
-    """Segments to measure; ``pinned`` is the engine of the ``at``-th, if it is not the planner's
-    own choice."""
-
-    segments: Segments
-    at: int = 0
-    pinned: dict[str, Any] | None = None
-
-    @property
-    def what(self) -> str:
-        if len(self.segments) == 1:
-            (segment,) = self.segments
-            return "XLA" if segment.plan is None else f"cuDNN {segment.engine}"
-        named = [
-            f"{'XLA' if s.plan is None else f'cuDNN {s.engine}'}: "
-            f"{', '.join(call.name for call in s.spec.calls)}"
-            for s in self.segments
-        ]
-        return "; ".join(named)
 
 
 def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
@@ -223,31 +194,26 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
     if first == []:
         return None
     try:
-        _in_thread(lambda: idle(device)).result(_PATIENCE)
+        _apart(lambda: idle(device), _PATIENCE)
     except TimeoutError:
-        _spent.once(
-            "busy",
-            "%s: the GPU was busy for %.0f s, so the measurements that ship with jax_cudnn decide",
-            name,
-            _PATIENCE,
-        )
+        message = "%s: the GPU was busy for %.0f s, so the measurements that ship with jax_cudnn "
+        _spent.once(message + "decide", name, _PATIENCE)
         return None
     try:
-        bench = _in_thread(lambda: Bench(spec, site, device, xla)).result()
-        ways = _first_ways(spec, site, name, xla) if first is None else first
+        bench = _apart(lambda: Bench(spec, site, device, xla))
+        ways = first or _first_ways(spec, site, name, xla)
         if not ways:
             return None
-        trials = _in_thread(lambda: bench.trials([w.segments for w in ways])).result()
-        more = _engines(spec, site, name, ways, trials)
+        trials = _apart(lambda: bench.trials(ways))
+        more = _engines(site, name, ways, trials)
         for _ in range(_BATCHES[level]):
-            if level != FULL and _spent.left() < time.perf_counter() - began + _FOR_ENGINES:
+            needed = time.perf_counter() - began + _FOR_ENGINES
+            if level != FULL and _spent.left() < needed:
                 break
-            batch = [*itertools.islice(more, _BATCH)]
+            batch, best = [*itertools.islice(more, _BATCH)], _fastest(trials)
             if not batch:
                 break
-            best = _fastest(trials)
-            tried = _in_thread(lambda b=batch: bench.trials([w.segments for w in b])).result()
-            ways, trials = [*ways, *batch], [*trials, *tried]
+            ways, trials = ways + batch, trials + _apart(lambda b=batch: bench.trials(b))
             if level != FULL and _fastest(trials) == best:
                 break
     except MemoryError:
@@ -261,101 +227,99 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
     return _chosen(name, ways, trials, level)
 
 
-def _chosen(name: str, ways: Sequence[_Way], trials: Sequence[Trial], level: str) -> Data | None:
+def _chosen(name: str, ways: list[Segments], trials: list[Trial], level: str) -> Data | None:
     """The data of ways, of which the fastest is taken; None if none ran."""
-    for way, trial in zip(ways, trials, strict=True):
+    pairs = [*zip(map(_what, ways), trials, strict=True)]
+    for what, trial in pairs:
         if trial.wrong:
-            log.warning("%s: %s is not taken: %s", name, way.what, trial.note)
+            log.warning("%s: %s is not taken: %s", name, what, trial.note)
     taken = _fastest(trials)
     if taken is None:
         return None
     if trials[taken].seconds > _GAIN * trials[0].seconds:
         taken = 0
-    pairs = [*zip(ways, trials, strict=True)]
-    timed = ", ".join(f"{w.what} {t.seconds * 1e6:.1f} us" for w, t in pairs if not t.note)
-    log.debug("%s: takes %s; measured: %s", name, ways[taken].what, timed)
-
-    def reason(way: _Way, segment: PlannedSegment) -> str:
-        return f"measured: {timed}" if not _uses_cudnn(way) else segment.reason
-
-    found = [
-        {
-            "what": way.what,
+    timed = ", ".join(f"{what} {t.seconds * 1e6:.1f} us" for what, t in pairs if not t.note)
+    log.debug("%s: takes %s; measured: %s", name, pairs[taken][0], timed)
+    found = []
+    for way, (what, trial) in zip(ways, pairs, strict=True):
+        why = None if _uses_cudnn(way) else f"measured: {timed}"
+        options = ((at, segment.spec.options) for at, segment in enumerate(way))
+        data = {
+            "what": what,
             "seconds": None if trial.note else trial.seconds,
             "note": trial.note,
-            "segments": [
-                {
-                    "calls": [*s.calls],
-                    "in_xla": s.plan is None,
-                    "pinned": way.pinned if i == way.at else None,
-                    "reason": reason(way, s),
-                }
-                for i, s in enumerate(way.segments)
-            ],
+            "segments": [[[*s.calls], s.plan is None, why or s.reason] for s in way],
+            "pinned": [[at, o.engine, dict(o.knobs)] for at, o in options if o.engine is not None],
         }
-        for way, trial in pairs
-    ]
+        found.append(data)
     return {"level": level, "step": False, "taken": taken, "ways": found}
 
 
-def _uses_cudnn(way: _Way) -> bool:
-    return any(segment.plan is not None for segment in way.segments)
+def _what(way: Segments) -> str:
+    named = ["XLA" if s.plan is None else f"cuDNN {s.engine}" for s in way]
+    if len(way) == 1:
+        return named[0]
+    calls = (", ".join(call.name for call in segment.spec.calls) for segment in way)
+    return "; ".join(map(": ".join, zip(named, calls, strict=True)))
 
 
-def _fastest(trials: Sequence[Trial]) -> int | None:
+def _uses_cudnn(way: Segments) -> bool:
+    return any(segment.plan is not None for segment in way)
+
+
+def _fastest(trials: list[Trial]) -> int | None:
     fastest = min(range(len(trials)), key=lambda i: trials[i].seconds)
     return fastest if trials[fastest].seconds < math.inf else None
 
 
-def _first_ways(spec: GraphSpec, site: CudaDevice, name: str, xla: Segments | None) -> list[_Way]:
+def _first_ways(
+    spec: GraphSpec, site: CudaDevice, name: str, xla: Segments | None
+) -> list[Segments]:
     """What is taken without a measurement, XLA alone, cuDNN where it can, and the products alone in
     cuDNN; empty if XLA alone can run the graph."""
-    cuts = [placement.decide(spec, site, name), placement.cut(spec, site, name, losing=True)]
-    if xla is not None:
-        cuts.insert(1, xla)
-    if len(spec.calls) > 1 and any(call.node.anchor for call in spec.calls):
 
-        def alone(piece: GraphSpec) -> Any:
-            if len(piece.calls) > 1:
-                return Refusal("measured alone")
-            try:
-                return planner.plan(piece, site, name)
-            except UnsupportedGraphError as error:
-                return Refusal(error.reason)
+    def alone(piece: GraphSpec) -> ExecutionPlan | Refusal:
+        if len(piece.calls) > 1:
+            return Refusal("measured alone")
+        try:
+            return planner.plan(piece, site, name)
+        except UnsupportedGraphError as error:
+            return Refusal(error.reason)
 
-        cuts.append(search(spec, alone))
-    ways = _distinct(list(map(_Way, cuts)))
-    return ways if any(map(_uses_cudnn, ways)) else []
+    ways = [placement.decide(spec, site, name), placement.cut(spec, site, name, losing=True)]
+    ways[1:1] = [] if xla is None else [xla]
+    if len(spec.calls) > 1 and spec.has_anchor:
+        ways.append(search(spec, alone))
+    distinct: dict[Any, Segments] = {}
+    for way in ways:
+        distinct.setdefault(tuple((s.calls, s.plan and s.plan.text) for s in way), way)
+    return [*distinct.values()] if any(map(_uses_cudnn, ways)) else []
 
 
 def _engines(
-    spec: GraphSpec, site: CudaDevice, name: str, ways: Sequence[_Way], trials: Sequence[Trial]
-) -> Iterator[_Way]:
+    site: CudaDevice, name: str, ways: list[Segments], trials: list[Trial]
+) -> Iterator[Segments]:
     """The fastest way that uses cuDNN with other engines in its largest segment."""
-    timed = [i for i, t in enumerate(trials) if not t.note and _uses_cudnn(ways[i])]
-    if not timed:
+    seconds = {i: t.seconds for i, t in enumerate(trials) if not t.note}
+    timed = [i for i in seconds if _uses_cudnn(ways[i])]
+    best = min(timed, key=seconds.__getitem__, default=None)
+    if best is None or seconds[best] > _NEAR * min(seconds.values()):
         return
-    best = min(timed, key=lambda i: trials[i].seconds)
-    fastest = _fastest(trials)
-    assert fastest is not None
-    if trials[best].seconds > _NEAR * trials[fastest].seconds:
-        return
-    segments = ways[best].segments
+    segments = ways[best]
     at = max(
         range(len(segments)), key=lambda i: (segments[i].plan is not None, len(segments[i].calls))
     )
-    own, piece = segments[at].plan, segments[at].spec
+    own = segments[at].plan
     assert own is not None
-    for row in planner.candidates(piece, site, name):
-        pinned = {"engine": row.engine, "knobs": dict(row.knobs)}
-        if row.supported is False or pinned == own.pinned:
+    for row in planner.candidates(segments[at].spec, site, name):
+        if row.supported is False or (row.engine, row.knobs) == (own.engine_id, dict(own.knobs)):
             continue
+        piece = choice.pinned(segments[at].spec, row.engine, row.knobs)
         try:
-            plan = planner.plan(_pinned(piece, pinned), site, name)
+            changed = replace(segments[at], spec=piece, plan=planner.plan(piece, site, name))
         except UnsupportedGraphError:
             continue
-        changed = replace(segments[at], plan=plan)
-        yield _Way((*segments[:at], changed, *segments[at + 1 :]), at, pinned)
+        yield (*segments[:at], changed, *segments[at + 1 :])
 
 
 def _device(site: CudaDevice) -> compat.Device:
@@ -363,16 +327,9 @@ def _device(site: CudaDevice) -> compat.Device:
     return next(device for device in local if device.local_hardware_id == site.ordinal)
 
 
-def _distinct(ways: Sequence[_Way]) -> list[_Way]:
-    found: dict[Any, _Way] = {}
-    for way in ways:
-        key = tuple((s.calls, s.plan and s.plan.text) for s in way.segments)
-        found.setdefault(key, way)
-    return [*found.values()]
-
-
-def _in_thread(work: Callable[[], V]) -> Future[V]:
-    """Work in a thread of its own, which no context of JAX reaches, such as that of a trace."""
+def _apart(work: Callable[[], V], seconds: float | None = None) -> V:
+    """The result of work in a thread of its own, which no context of JAX reaches, such as that of a
+    trace; TimeoutError after so many seconds."""
     future: Future[V] = Future()
 
     def run() -> None:
@@ -383,10 +340,11 @@ def _in_thread(work: Callable[[], V]) -> Future[V]:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="jax_cudnn measuring").start()
-    return future
+    return future.result(seconds)
 
 
 def clear() -> None:
     """Forget all measurements that are in memory."""
+    global _spent
     _known.clear()
-    _spent.seconds, _spent.graphs, _spent.told = 0.0, 0, frozenset()
+    _spent = _Spent()

@@ -5,19 +5,9 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 from ..graph.spec import GraphSpec
-
-
-class _Edge(NamedTuple):
-    """A tensor: the call that makes it (0 for an operand), those that read it, and its bytes."""
-
-    maker: int
-    users: int
-    returned: bool
-    nbytes: int
 
 
 class CallSets:
@@ -26,38 +16,45 @@ class CallSets:
     def __init__(self, spec: GraphSpec) -> None:
         count = len(spec.calls)
         self.all = (1 << count) - 1
-        self.anchors = _union(1 << i for i, call in enumerate(spec.calls) if call.node.anchor)
-        self.leftover = _union(1 << i for i, call in enumerate(spec.calls) if call.node.leftover)
+        self.anchors = sum(1 << i for i, call in enumerate(spec.calls) if call.node.anchor)
+        self.leftover = sum(1 << i for i, call in enumerate(spec.calls) if call.node.leftover)
         makers: dict[str, int] = defaultdict(int)
         users: dict[str, int] = defaultdict(int)
         for i, call in enumerate(spec.calls):
             for _, name in call.inputs:
                 users[name] |= 1 << i
             makers.update((name, 1 << i) for _, name in call.outputs)
+        # Of each tensor what makes it (0 for an operand), what reads it, whether it is returned.
         self._edges = [
-            _Edge(makers[t.name], users[t.name], t.name in spec.outputs, t.nbytes)
+            (makers[t.name], users[t.name], t.name in spec.outputs, t.nbytes)
             for t in spec.tensors
             if t.value is None
         ]
-        self._made_before = [0] * count  # the makers of a call's operands
-        self._users, self._beside, self._edges_at = [0] * count, [0] * count, [0] * count
-        for number, edge in enumerate(self._edges):
-            for i in members(edge.maker):
-                self._users[i] |= edge.users
-            for i in members(edge.users):
-                self._made_before[i] |= edge.maker
-            for i in members(edge.users | edge.maker):
-                self._beside[i] |= edge.users | edge.maker
+        self._makers, self._users = [0] * count, [0] * count
+        self._beside, self._edges_at = [0] * count, [0] * count
+        for number, (maker, read, _, _) in enumerate(self._edges):
+            for i in members(maker):
+                self._users[i] |= read
+            for i in members(read):
+                self._makers[i] |= maker
+            for i in members(read | maker):
+                self._beside[i] |= read | maker
                 self._edges_at[i] |= 1 << number
-        self._before: list[int] = []  # the makers, theirs, and so on
-        for makers_of in self._made_before:  # calls are in topological order
-            self._before.append(makers_of | _of(self._before, makers_of))
+        # The makers, theirs, and so on; the users likewise. Calls are in topological order.
+        self._before, self._after = [0] * count, [0] * count
+        for i, near in enumerate(self._makers):
+            self._before[i] = near | _of(self._before, near)
+        for i, near in [*enumerate(self._users)][::-1]:
+            self._after[i] = near | _of(self._after, near)
 
     def traffic(self, calls: int) -> int:
         """Bytes that a segment of these calls reads and writes."""
-        edges = [self._edges[number] for number in members(_of(self._edges_at, calls))]
-        inner = (e.maker & calls and not (e.returned or e.users & ~calls) for e in edges)
-        return sum(e.nbytes for e, within in zip(edges, inner, strict=True) if not within)
+        edges = (self._edges[number] for number in members(_of(self._edges_at, calls)))
+        return sum(
+            nbytes
+            for maker, users, returned, nbytes in edges
+            if returned or users & ~calls or not maker & calls
+        )
 
     def beside(self, calls: int) -> int:
         """Other calls that make, read or share a tensor with these."""
@@ -73,30 +70,22 @@ class CallSets:
             found |= makers
         return found
 
-    def _makers(self, calls: int) -> int:
-        """The calls that make the operands of these."""
-        return _of(self._made_before, calls)
-
     def users(self, calls: int) -> int:
         """The calls that read what these make."""
         return _of(self._users, calls)
 
     def after(self, calls: int) -> int:
         """All calls that depend on these."""
-        found, new = 0, calls
-        while new:
-            new = self.users(new) & ~found
-            found |= new
-        return found
+        return _of(self._after, calls)
 
     def is_returned(self, calls: int) -> bool:
         """Whether the graph returns something of these."""
-        return any(edge.returned and edge.maker & calls for edge in self._edges)
+        return any(returned and maker & calls for maker, _, returned, _ in self._edges)
 
     def is_closed(self, calls: int, glued: Sequence[int] = ()) -> bool:
         """Whether they can run at once: none depends on a call outside that depends on another
         of them."""
-        return not self.before(self._makers(calls) & ~calls, glued) & calls
+        return not self.before(_of(self._makers, calls) & ~calls, glued) & calls
 
     def connected(self, calls: int) -> list[int]:
         """The parts of a set between which no tensor is made, read or shared."""
@@ -122,17 +111,18 @@ class CallSets:
             ready = next(
                 unit
                 for unit in (home.get(i, 1 << i) for i in members(waiting))
-                if not self._makers(unit) & ~unit & waiting
+                if not _of(self._makers, unit) & ~unit & waiting
             )
-            stage = max((stages[i] for i in members(self._makers(ready) & ~ready)), default=0)
+            read = members(_of(self._makers, ready) & ~ready)
+            stage = max((stages[i] for i in read), default=0)
             stage += ready in fixed  # never in the stage of another that it reads
             stage += stage % 2 != bool(ready & foreign)
             stages.update((i, stage) for i in members(ready))
             waiting &= ~ready
-        free = [*members(self.all & ~_union(fixed))]
+        free = [*members(self.all & ~sum(fixed))]
         groups = [*fixed]
         for stage in sorted({stages[i] for i in free}):
-            groups += self.connected(_union(1 << i for i in free if stages[i] == stage))
+            groups += self.connected(sum(1 << i for i in free if stages[i] == stage))
         return sorted(groups, key=lambda group: (stages[next(members(group))], group & -group))
 
 
@@ -144,15 +134,11 @@ def members(calls: int) -> Iterator[int]:
         calls ^= lowest
 
 
-def _union(sets: Iterable[int]) -> int:
-    return functools.reduce(int.__or__, sets, 0)
-
-
 def _of(sets: Sequence[int], calls: int) -> int:
     """The union of the sets of these calls."""
-    return _union(sets[i] for i in members(calls))
+    return functools.reduce(int.__or__, (sets[i] for i in members(calls)), 0)
 
 
 def _with(calls: int, groups: Sequence[int]) -> int:
     """The set with all of each group of which it has a call."""
-    return calls | _union(group for group in groups if group & calls)
+    return functools.reduce(int.__or__, (g for g in groups if g & calls), calls)

@@ -105,10 +105,9 @@ class ExecutionPlan:
             "workspace_bytes": np.int64(self.workspace_bytes),
             "plan_workspace_offset": np.int64(self.plan_workspace_offset),
         }
-        checksum = 0
-        for _, value in sorted(given.items()):
-            data = value.encode() if isinstance(value, str) else value.tobytes()
-            checksum = zlib.crc32(data, checksum)
+        values = (value for _, value in sorted(given.items()))
+        data = b"".join(v.encode() if isinstance(v, str) else v.tobytes() for v in values)
+        checksum = zlib.crc32(data)
         return {**given, "checksum": np.int64(checksum)}
 
     def __repr__(self) -> str:
@@ -126,11 +125,10 @@ def uids(spec: GraphSpec) -> dict[tuple[str, int], int]:
     """The uids that emission gives to operands, results and constants, in this order, by name and
     0; then those of their further parts, by name and position. The first part has the uid of the
     whole."""
-    arrays = *spec.inputs, *spec.outputs
-    whole = [(name, 0) for name in (*arrays, *(constant.name for constant in spec.constants))]
-    counts = ((name, len(layout.views(spec, spec.tensor(name)))) for name in arrays)
+    whole = *spec.input_tensors, *spec.output_tensors, *spec.constants
+    counts = ((t.name, len(layout.views(spec, t))) for t in whole if t.value is None)
     parts = [(name, i) for name, count in counts for i in range(1, count)]
-    return {place: uid for uid, place in enumerate([*whole, *parts], 1)}
+    return {place: uid for uid, place in enumerate([*((t.name, 0) for t in whole), *parts], 1)}
 
 
 def graph_rows(spec: GraphSpec) -> dict[int, Row]:
@@ -151,15 +149,6 @@ def graph_rows(spec: GraphSpec) -> dict[int, Row]:
     return rows
 
 
-_FIELDS = {
-    "cudnn_backend_data",
-    "variant_pack_uids",
-    "pass_by_values",
-    "workspace_modifications",
-    "fe_workspace_size",
-}
-
-
 def decode(
     spec: GraphSpec,
     blob: dict[str, Any],
@@ -170,23 +159,25 @@ def decode(
     knobs: tuple[tuple[str, int], ...] = (),
     behavior_notes: tuple[str, ...] = (),
 ) -> ExecutionPlan:
-    """The ExecutionPlan from the frontend's serialized form of a backend plan.
-
-    The frontend resolves by-value constants, initialised workspace and slices in every execution;
-    here they become rows once.
+    """The ExecutionPlan from the frontend's serialized form of a backend plan. By-value constants,
+    initialised workspace and slices, which the frontend resolves in every execution, become rows.
     """
-    if missing := _FIELDS - blob.keys():
-        raise _unknown(f"the frontend's plan has no {', '.join(sorted(missing))}")
+    try:
+        text = canonical_properties(blob["cudnn_backend_data"])
+        used, constants = set(blob["variant_pack_uids"]), blob["pass_by_values"]
+        modified, space = blob["workspace_modifications"], blob["fe_workspace_size"]
+    except KeyError as error:
+        raise _unknown(f"the frontend's plan has no {error}") from error
     rows = graph_rows(spec)
     views = {uid: rows.pop(uid) for uid, row in [*rows.items()] if row[0] == VIEW}
     scalars = bytearray().join(map(_packed, spec.constants))
     more: dict[int, Row] = {}  # of the frontend: it may use the uid of an operand that it omits
-    for uid, value in blob["pass_by_values"].items():
+    for uid, value in constants.items():
         more[int(uid)] = (CONSTANT, len(scalars), 0)
-        scalars.extend(_padded(_by_value(value)))
+        scalars.extend(_by_value(value).ljust(SCALAR_STRIDE, b"\0"))
     fills: list[tuple[int, int, int, int]] = []
     tables: list[tuple[float, ...]] = []
-    for uid, (kind, offset, floats) in blob["workspace_modifications"].items():
+    for uid, (kind, offset, floats) in modified.items():
         floats = tuple(map(_float, floats))
         if kind == 0:  # the frontend copies these there
             more[int(uid)] = (OPERAND, len(spec.inputs) + len(tables), 4 * len(floats))
@@ -195,7 +186,6 @@ def decode(
         more[int(uid)] = (SLOT, offset, 0)
         if kind == 1:  # it sets floats[0] bytes to zero
             fills.append((offset, 1, int(floats[0]), 0))
-    used = set(blob["variant_pack_uids"])
     own = used - more.keys()
     bindings: list[tuple[int, int, int, int]] = []
     places: dict[int, int] = {}
@@ -215,9 +205,7 @@ def decode(
     if unknown:
         what = "the frontend's plan has tensors that are not in the graph"
         raise _unknown(what, f"uids {sorted(unknown)}")
-    text = canonical_properties(blob["cudnn_backend_data"])
-    space = blob["fe_workspace_size"]  # any number; cuDNN's own part begins aligned
-    start = -(-space // SCALAR_STRIDE) * SCALAR_STRIDE
+    start = -(-space // SCALAR_STRIDE) * SCALAR_STRIDE  # cuDNN's own part begins aligned
     return ExecutionPlan(
         text=text,
         engine=engine,
@@ -240,8 +228,8 @@ def _packed(tensor: Tensor) -> bytes:
     """A by-value constant as the kernels read it."""
     assert tensor.value is not None
     if tensor.dtype == "int32":
-        return _padded(struct.pack("<i", int(tensor.value)))
-    return _padded(struct.pack("<f", tensor.value))
+        return struct.pack("<i12x", int(tensor.value))
+    return struct.pack("<f12x", tensor.value)
 
 
 def _by_value(given: dict[str, Any]) -> bytes:
@@ -255,10 +243,6 @@ def _by_value(given: dict[str, Any]) -> bytes:
     return struct.pack("<i" if given["index"] else "<q", value)
 
 
-def _padded(value: bytes) -> bytes:
-    return value.ljust(SCALAR_STRIDE, b"\0")
-
-
 def _float(given: Any) -> float:
     """A float32 of the frontend's own: itself, or the hexadecimal of the big-endian value."""
     return struct.unpack(">f", bytes.fromhex(given))[0] if isinstance(given, str) else float(given)
@@ -266,19 +250,18 @@ def _float(given: Any) -> float:
 
 def version_in(text: str) -> int:
     """The version of cuDNN that wrote a plan's text."""
-    return int(_field(r'"cudnnVersion":(\d+)', text))
+    return int(_field("cudnnVersion", r"(\d+)", text))
 
 
 def device_in(text: str) -> str:
     """The GPU that a plan's text, or a GPU's properties, are of."""
-    return _field(r'"deviceName":"([^"]*)"', text)
+    return _field("deviceName", r'"([^"]*)"', text)
 
 
-def _field(pattern: str, text: str) -> str:
-    match = re.search(pattern, text)
-    if match is None:
-        raise _unknown(f"cuDNN's plan text has no {pattern.split(':')[0]}")
-    return match[1]
+def _field(name: str, pattern: str, text: str) -> str:
+    if match := re.search(f'"{name}":{pattern}', text):
+        return match[1]
+    raise _unknown(f"cuDNN's plan text has no {name}")
 
 
 def _unknown(what: str, got: str | None = None) -> LibraryError:

@@ -1,14 +1,11 @@
 """Cuts a GraphSpec into segments that run sequentially, on cuDNN or in XLA.
 
-A segment is a GraphSpec with the tensor names, dtypes and options of the whole graph, so a tensor
-that crosses a cut is rounded exactly where the whole graph rounds it: running the segments in
-order computes what the whole graph computes.
+A segment has the tensor names, dtypes and options of the whole graph, so what crosses a cut is
+rounded where the whole graph rounds it.
 
-``search`` tries the whole graph first. If there is no engine, it goes through the anchors
-(convolutions, matmuls) in order. Around each it lists the connected parts of the graph that contain
-the anchor and can run independently, and tries them from the cheapest cut upwards: the first
-supported one becomes a segment. XLA runs everything outside the segments. A cut costs the bytes
-written on one side and read on the other; each segment also costs a kernel launch.
+``search`` tries the whole graph, and then, around each anchor (convolution, matmul), the connected
+parts that can run independently, from the cheapest cut upwards. A cut costs the bytes written on
+one side and read on the other; each segment also costs a kernel launch. XLA runs the rest.
 """
 
 from __future__ import annotations
@@ -43,12 +40,9 @@ Planner = Callable[[GraphSpec], ExecutionPlan | Refusal]
 
 
 def search(spec: GraphSpec, plan_of: Planner) -> Segments:
-    """The segments of a graph, in an order in which the inputs of each are already computed.
-
-    ``plan_of`` returns the plan of a graph, or why cuDNN does not run it; it is called once per
-    part. Equal graphs and answers give equal segments: parts are tried by cost, then larger ones
-    first, then by position.
-    """
+    """The segments of a graph in an order of execution. ``plan_of``, called once per part, returns
+    its plan, or why cuDNN does not run it. Equal graphs and answers give equal segments: parts are
+    tried by cost, then larger ones first, then by position."""
     return _Search(spec, plan_of).segments()
 
 
@@ -79,10 +73,8 @@ def part(spec: GraphSpec, calls: Iterable[int]) -> GraphSpec:
 
 
 def for_cudnn(spec: GraphSpec) -> tuple[GraphSpec, ...]:
-    """The graphs that remain after removing the nodes that cuDNN lacks.
-
-    If XLA runs all nodes, the graph itself, whose planning raises the reason.
-    """
+    """The graphs that remain without the nodes that cuDNN lacks. If XLA runs all of them, the graph
+    itself, whose planning raises the reason."""
     sets = CallSets(spec)
     groups = sets.in_order([], sets.leftover)
     return tuple(part(spec, members(g)) for g in groups if not g & sets.leftover) or (spec,)
@@ -123,16 +115,12 @@ class _Search:
                 if plan is not None:
                     taken[found] = plan
                     free &= ~found
-        rest = sets.all & ~sum(taken)
-        return tuple(
-            PlannedSegment(
-                part(self._spec, members(group)),
-                tuple(members(group)),
-                taken.get(group),
-                answer.reason if group in taken else self._reason(group),
-            )
-            for group in sets.in_order([*taken], rest)
-        )
+        segments = []
+        for group in sets.in_order([*taken], sets.all & ~sum(taken)):
+            piece, calls = part(self._spec, members(group)), tuple(members(group))
+            reason = answer.reason if group in taken else self._reason(group)
+            segments.append(PlannedSegment(piece, calls, taken.get(group), reason))
+        return tuple(segments)
 
     def _around(
         self, anchor: int, free: int, taken: Sequence[int]

@@ -1,7 +1,5 @@
-"""What is stored of plans, and the check of it: that a value is a plan for its graph.
-
-The plan cache (when it is read, imported and verified), serialized plans and the processes of a job
-use this one check: types, ranges, sizes, versions, and that each operand, result, constant and part
+"""What is stored of plans, and the check of it, for the plan cache, serialized plans and the
+processes of a job: types, ranges, sizes, versions, and that each operand, result, constant and part
 is bound once, as the graph and cuDNN's own text of the plan say. Whether the kernels in the text
 compute the graph nothing can tell: see docs/trust.md.
 """
@@ -42,7 +40,8 @@ _FORMAT = 1
 _MOST = 2**40  # bytes of workspace, where nothing else limits it
 _ROWS = 256  # of bindings that the executor takes
 Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
-"""Segments: the calls of each by position, whether XLA runs it, and why."""
+"""Segments: the calls of each by position, whether XLA runs it, and why, as they are stored of a
+graph's cut and of each way in which it was measured."""
 
 
 def key_text(kind: str, spec: GraphSpec, identity: str, *more: str) -> str:
@@ -51,21 +50,16 @@ def key_text(kind: str, spec: GraphSpec, identity: str, *more: str) -> str:
 
 
 def check_entry(content: Content) -> None:
-    """Raises Unusable unless an entry's value fits its key, which holds the graph.
-
-    What has the key of no plan of this version of the package passes: another version alone reads
-    it, and checks it then.
-    """
+    """Raises Unusable unless an entry's value fits its key, which holds the graph. What another
+    version of the package has stored passes: that version alone reads it, and checks it then."""
     kind, *lines = content.key.split("\n")
     if len(lines) < 2 or f'"jax_cudnn": "{fingerprint()}"' not in lines[1]:
         return
     try:
         spec = record.decoded(parsed(lines[0].encode()))
-        read = {
-            f"plan {_FORMAT}": plan_of,
-            f"split {_FORMAT}": rows_of,
-            f"choice {_FORMAT}": choice_of,
-        }[kind]
+        name, version = kind.split()
+        need(version == str(_FORMAT), "format", _FORMAT, version)
+        read = {"plan": plan_of, "split": rows_of, "choice": choice_of}[name]
         read(content.value, spec, lines[1])
     except Exception as error:  # anything may stand there
         raise Unusable(f"foreign: {said(error)}") from error
@@ -95,7 +89,7 @@ def rows_of(value: Any, spec: GraphSpec, identity: str = "") -> Rows:
     for _, leftover, reason in rows:
         typed = isinstance(leftover, bool) and isinstance(reason, str)
         need(typed, "segments", "positions, a boolean, a text", (leftover, reason))
-    check_order(spec, [calls for calls, _, _ in rows])
+    _check_order(spec, [calls for calls, _, _ in rows])
     return rows
 
 
@@ -106,16 +100,14 @@ def choice_of(value: Any, spec: GraphSpec, identity: str = "") -> dict[str, Any]
     need({*value} == {"level", "step", "taken", "ways"}, "fields", "those of a choice", [*value])
     for way in ways:
         checked(Measured(way["what"], way["seconds"], way["note"]))
-        check_order(spec, [tuple(row["calls"]) for row in way["segments"]])
-        for row in way["segments"]:
-            typed = isinstance(row["in_xla"], bool) and isinstance(row["reason"], str)
-            pinned = row["pinned"] or {"engine": 0, "knobs": {}}
-            numbers = [pinned["engine"], *pinned["knobs"].values()]
-            need(typed and all(type(n) is int for n in numbers), "segments", "a choice", row)
+        places = range(len(rows_of(way, spec)))
+        for at, engine, knobs in way["pinned"]:
+            fits = at in places and all(type(n) is int for n in (at, engine, *knobs.values()))
+            need(fits, "pinned", "a segment, an engine and knobs", way["pinned"])
     return value
 
 
-def check_order(spec: GraphSpec, segments: Sequence[tuple[int, ...]]) -> None:
+def _check_order(spec: GraphSpec, segments: Sequence[tuple[int, ...]]) -> None:
     """Raises Wrong unless segments hold each call once, after those whose results it reads."""
     flat = [call for calls in segments for call in calls]
     whole = all(type(call) is int for call in flat) and sorted(flat) == [*range(len(spec.calls))]
@@ -136,26 +128,19 @@ def row_of(segment: PlannedSegment) -> dict[str, Any]:
 def segments_of(rows: list[dict[str, Any]], spec: GraphSpec, identity: str = "") -> Segments:
     """The segments of a graph from :func:`row_of`; an exception for anything else. ``identity``: of
     GPU and versions, if they are known."""
-    check_order(spec, [tuple(row["calls"]) for row in rows])
+    _check_order(spec, [tuple(row["calls"]) for row in rows])
     found = []
     for row in rows:
-        calls, plan = tuple(row["calls"]), row["plan"]
-        piece = part(spec, calls)
+        piece, plan = part(spec, row["calls"]), row["plan"]
         if plan is not None:
             plan = plan_of(plan, wire(piece.for_planning()), identity)
-        found.append(checked(PlannedSegment(piece, calls, plan, row["reason"])))
+        found.append(checked(PlannedSegment(piece, tuple(row["calls"]), plan, row["reason"])))
     return tuple(found)
 
 
 def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> ExecutionPlan:
-    """The plan that ``to_json`` wrote for a graph; an exception for anything else, which is Wrong
-    if the types are right.
-
-    Args:
-        value: what was read, of any type.
-        spec: the graph as it is planned (:func:`.wire.wire`), with its constants.
-        identity: GPU and versions (:func:`.planner.identity`), if they are known.
-    """
+    """The plan that ``to_json`` wrote for a graph as it is planned (:func:`.wire.wire`); an
+    exception for anything else. ``identity``: of GPU and versions, if they are known."""
     plan = checked(ExecutionPlan.from_json(value))
     limit, known = spec.options.max_workspace, json.loads(identity or "{}")
     limit = known.get("workspace", _MOST) if limit is None else limit
@@ -187,10 +172,8 @@ def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> ExecutionPlan:
 
 def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: list[tuple[int, Any]]) -> None:
     """Raises Wrong unless the rows are the graph's and those that the frontend adds, and bind the
-    tensors that the text lists, which have the graph's dtypes and dimensions, and room there.
-
-    It refuses what the executor refuses (csrc/plan.cc): else such a plan would stay in the cache.
-    """
+    tensors that the text lists, which have the graph's dtypes and dimensions, and room there: what
+    the executor refuses (csrc/plan.cc) is refused, else such a plan would stay in the cache."""
     own, rows = graph_rows(spec), plan.bindings
     arrays = sum(kind in (OPERAND, RESULT) for kind, *_ in own.values())
     need(arrays <= len(rows) <= _ROWS, "bindings", f"{arrays} to {_ROWS} rows", rows)
@@ -221,11 +204,12 @@ def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: list[tuple[int
     bound = {uid: row for uid, *row in rows if 0 < uid < 2**62}
     unbound = [uid for uid, kind, *_ in rows if uid == UNBOUND and kind in (OPERAND, RESULT)]
     need(bound and len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
-    shown = {}
-    for (name, i), uid in uids(spec).items():
-        tensor = spec.tensor(name)
-        dims = sorted(layout.shown(spec, tensor)[i].dims)
-        shown |= {} if uid in free else {uid: (f"CUDNN_DATA_{cudnn_name(tensor.dtype)}", dims)}
+    placed = ((uid, spec.tensor(name), i) for (name, i), uid in uids(spec).items())
+    shown = {
+        uid: (f"CUDNN_DATA_{cudnn_name(tensor.dtype)}", sorted(layout.shown(spec, tensor)[i].dims))
+        for uid, tensor, i in placed
+        if uid not in free
+    }
     slots: dict[int, tuple[int, int]] = {}
     for uid, tensor in listed:
         kind, value, size = bound.get(uid, (UNBOUND, 0, 0))
@@ -257,10 +241,9 @@ def _least(tensor: dict[str, Any]) -> int:
 
 def _listed(operations: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     """The tensors that a plan's text has outside of kernels, by uid."""
-    if isinstance(operations, list):
-        for item in operations:
-            yield from _listed(item)
-    elif isinstance(operations, dict):
+    if isinstance(operations, dict):
         if operations.get("isVirtual") is False:
             yield int(operations["name"]), operations
-        yield from _listed([*operations.values()])
+        operations = [*operations.values()]
+    for item in operations if isinstance(operations, list) else ():
+        yield from _listed(item)

@@ -169,7 +169,7 @@ class _Kind:
         for i in sorted(seconds, key=seconds.__getitem__):
             if seconds[i] > limit:
                 break
-            in_xla = all(row["in_xla"] for row in ways[i]["segments"])
+            in_xla = all(in_xla for _, in_xla, _ in ways[i]["segments"])
             if in_xla not in seen:
                 seen.add(in_xla)
                 yield i, ways[i]["what"]
