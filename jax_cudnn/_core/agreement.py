@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .errors import GraphError
+from .graph.dtypes import is_floating
+from .graph.spec import GraphSpec
 
 # Products of float32 operands may be rounded to TF32 (10 bits) by either side.
 TF32_EPS = 2.0**-10
+_ROUNDINGS = 4  # of the operands may explain a difference
+_EDGES = 1000  # of so many integers and booleans one may be another after rounding
 
 
 @dataclass(frozen=True)
@@ -96,3 +101,45 @@ def tolerance(operands: Sequence[Any], results: Any) -> float:
 
 def _eps(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
+
+
+def wrong(spec: GraphSpec, given: Sequence[Any], near: Callable[[], Sequence[Any]]) -> str:
+    """How a graph's results, of which these are the :func:`figures`, differ from its reference's by
+    more than rounding explains; else empty. ``near`` gives those of the reference for operands that
+    are one rounding away: what cancels is inexact in any arithmetic."""
+    limit = tolerance(
+        *(
+            [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in side]
+            for side in (spec.input_tensors, spec.output_tensors)
+        )
+    )
+    for i, (tensor, of) in enumerate(zip(spec.output_tensors, given, strict=True)):
+        if not is_floating(tensor.dtype):
+            if float(of[2]) > 1 / _EDGES:
+                return f"{of[2]:.2%} of its {tensor.dtype} results differ from the reference"
+            continue
+        found = _difference(of)
+        if found.within(limit):
+            continue
+        other = _difference(near()[i])
+        exact = found.relative <= max(limit, _ROUNDINGS * other.relative)
+        if not (exact and found.worst <= max(4 * limit, _ROUNDINGS * other.worst)):
+            return (
+                f"it differs from the reference by {found}, more than {limit:.2g} and than "
+                f"{_ROUNDINGS} roundings of the operands, each of {other}"
+            )
+    return ""
+
+
+def _difference(of: Sequence[Any]) -> Difference:
+    return Difference(*(largest([float(x)]) for x in of[:2]))
+
+
+@jax.jit
+def rounded(x: jax.Array) -> jax.Array:
+    """The array with each element one rounding larger or smaller, half of them each."""
+    if not is_floating(x.dtype.name) or x.dtype.itemsize < 2:
+        return x
+    eps = max(float(jnp.finfo(x.dtype).eps), TF32_EPS)
+    index = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
+    return jnp.where(index * np.uint32(2654435769) >> 31 == 0, x * (1 + eps), x * (1 - eps))

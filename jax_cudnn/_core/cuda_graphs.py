@@ -126,7 +126,7 @@ def _call_site(plan: ExecutionPlan, name: str) -> int:
 
 @functools.cache  # never freed: CUDA graphs that use its kernels may exist
 def _new_call_site(plan: ExecutionPlan, name: str) -> int:
-    given = plan.attributes(name)
+    given = ffi.attributes(plan, name)
     bindings, scalars, fills = (
         np.ascontiguousarray(given[key]) for key in ("bindings", "scalars", "fills")
     )

@@ -8,6 +8,7 @@ import glob
 import itertools
 import os
 import sysconfig
+import zlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -111,10 +112,29 @@ def outputs_and_workspace(
         input_layouts=[*layouts_in, *(flat for _ in (*plan.tables, *followed))],
         output_layouts=[*layouts_out, flat],
         input_output_aliases=dict(in_place),
-    )(*operands, *followed, **plan.attributes(name, [*itertools.chain(*begun)]))
+    )(*operands, *followed, **attributes(plan, name, [*itertools.chain(*begun)]))
     own = outputs[: len(spec.outputs)]  # the rest is unused
     given = zip(own, sent.output_tensors, wide.output_tensors, strict=False)
     return [_given(y, wired, t) for y, wired, t in given], used
+
+
+def attributes(plan: ExecutionPlan, name: str, initial: Sequence[int] = ()) -> dict[str, Any]:
+    """The custom call's attributes; ``checksum`` is of the others, see csrc/plan.h."""
+    given = {
+        "plan": plan.text,
+        "name": name,
+        "cudnn_version": np.int64(plan.cudnn_version),
+        "device_name": plan.device_name,
+        "bindings": np.array(plan.bindings, np.int64).reshape(-1),
+        "fills": np.array(plan.fills, np.int64).reshape(-1),
+        "initial": np.array(initial, np.int64),
+        "scalars": np.frombuffer(plan.scalars, np.uint8),
+        "workspace_bytes": np.int64(plan.workspace_bytes),
+        "plan_workspace_offset": np.int64(plan.plan_workspace_offset),
+    }
+    values = (value for _, value in sorted(given.items()))
+    data = b"".join(v.encode() if isinstance(v, str) else v.tobytes() for v in values)
+    return {**given, "checksum": np.int64(zlib.crc32(data))}
 
 
 def _word(value: float, dtype: Any) -> int:

@@ -17,10 +17,10 @@ from .compat import Device
 from .errors import GraphError, UnsupportedGraphError
 from .graph.bounds import bounded
 from .graph.dtypes import is_floating
+from .operands import operands
 from .plans import selection
 
 if TYPE_CHECKING:
-    from .graph.spec import Tensor
     from .planning.candidates import Candidate
     from .planning.planned_graph import PlannedGraph
     from .plans.selection import Candidates
@@ -89,22 +89,15 @@ def autotune(
 
 def random_arrays(plan: PlannedGraph) -> list[np.ndarray]:
     """Realistic operands: kernels can be faster with zeros."""
-    generator = np.random.default_rng(0)
-    return [_random(plan, tensor, generator) for tensor in plan.spec.input_tensors]
-
-
-def _random(plan: PlannedGraph, tensor: Tensor, generator: np.random.Generator) -> np.ndarray:
-    if tensor.dtype == "bool":
-        return generator.random(tensor.shape) < 0.5
-    if not is_floating(tensor.dtype):
-        raise GraphError(
-            f"{plan.name}: operand {tensor.name!r} cannot be random",
-            got=str(tensor),
-            why="integers can be lengths or positions, for which random values may be invalid",
-            fix="pass the arrays: plan.time(x, ...)",
-        )
-    values = generator.standard_normal(tensor.shape, np.float32)
-    return values.astype(jax.numpy.dtype(tensor.dtype))
+    for tensor in plan.spec.input_tensors:
+        if tensor.dtype != "bool" and not is_floating(tensor.dtype):
+            raise GraphError(
+                f"{plan.name}: operand {tensor.name!r} cannot be random",
+                got=str(tensor),
+                why="integers can be lengths or positions, for which random values may be invalid",
+                fix="pass the arrays: plan.time(x, ...)",
+            )
+    return operands(plan.spec)
 
 
 def _timed(

@@ -20,11 +20,11 @@ from .compat import Device
 from .cuda import CudaDevice
 from .graph import layout
 from .graph.bounds import bounded
-from .graph.dtypes import is_floating
 from .graph.reference import evaluate
-from .graph.spec import GraphSpec, Tensor
-from .planning.cost import roofline
+from .graph.spec import GraphSpec
+from .operands import operands
 from .planning.planned_graph import PlannedGraph, Segments
+from .plans.roofline import roofline
 
 # One program runs a way so often in a row, and a round runs the program so often, that a round
 # takes about this long: starting a program and waiting for it then counts little.
@@ -32,10 +32,7 @@ _PROGRAM, _ROUND = 150e-6, 4e-3  # seconds
 _MOST_RUNS, _MOST_CALLS = 8, 30
 _ROUNDS = 7
 _SHARE = 0.1  # of the free memory of the GPU
-_ROUNDINGS = 4  # of the operands may explain a difference
-_EDGES = 1000  # of so many integers and booleans one may be another after rounding
 _THREADS = 4  # that compile
-_TILE = 1_000_003  # random numbers, which repeat in larger arrays: a prime, so rows differ
 
 
 @dataclass(frozen=True)
@@ -142,9 +139,9 @@ class Bench:
             size = sum(x.nbytes for x in (*self._operands, *self._want))
             if size + reference.memory > self._room:
                 raise MemoryError
-            return differences(reference.compiled(*map(_rounding_away, self._operands)))
+            return differences(reference.compiled(*map(agreement.rounded, self._operands)))
 
-        return _wrong(self._spec, differences(got), near)
+        return agreement.wrong(self._spec, differences(got), near)
 
     def _begun(self, segments: Segments) -> Future[_Program]:
         """The program of a way. XLA autotunes its products on the device, so these are compiled
@@ -250,89 +247,5 @@ def idle(device: Device) -> None:
         jax.block_until_ready(jnp.zeros(()) + 1)
 
 
-def operands(spec: GraphSpec) -> list[np.ndarray]:
-    """Random operands. Indices into other operands are valid: full lengths, offsets at equal
-    distances, pages one after the other."""
-    generator = np.random.default_rng(0)
-    normal = generator.standard_normal(_TILE, np.float32)
-    values = {t.name: _random(t, generator, normal) for t in spec.input_tensors}
-    for call in spec.calls:
-        node, shapes = call.node, {p: spec.tensor(n) for p, n in (*call.inputs, *call.outputs)}
-        names = {port: name for port, name in call.inputs if port in node.integers}
-        for port, offset in node.offsets.items():
-            if offset in names and port in shapes:
-                tokens, *token = shapes[port].shape
-                count = math.prod(shapes[offset].shape)
-                steps = np.linspace(0, tokens, count).astype(np.int64) * math.prod(token)
-                values[names[offset]] = steps.reshape(shapes[offset].shape)
-                names.pop(offset, None)
-        if not names:
-            continue
-        given = {
-            port: jnp.asarray(values[n], jnp.int32)
-            if n in values and port not in names
-            else jnp.full(shapes[port].shape, 2**30, jnp.int32)
-            for port, n in call.inputs
-            if port in node.integers
-        }
-        for port, most in node.bounded(given, shapes).items():
-            if names.get(port) in values:
-                most = np.asarray(most)  # lengths, one of each batch element, are the largest
-                pages = most.size > most.shape[0]  # of several each is another
-                every = np.arange(most.size).reshape(most.shape) % (most + 1)
-                values[names[port]] = every if pages else most
-    return [values[t.name].astype(jnp.dtype(t.dtype), copy=False) for t in spec.input_tensors]
-
-
-def _random(tensor: Tensor, generator: np.random.Generator, normal: np.ndarray) -> np.ndarray:
-    if is_floating(tensor.dtype):
-        return np.resize(normal.astype(jnp.dtype(tensor.dtype)), tensor.shape)
-    if tensor.dtype == "bool":
-        return np.resize(normal < 0, tensor.shape)
-    kind = np.iinfo(jnp.dtype(tensor.dtype))
-    drawn = generator.integers(kind.min, kind.max, 4099, np.int64 if kind.min else np.uint64)
-    return np.resize(drawn.astype(jnp.dtype(tensor.dtype)), tensor.shape)
-
-
 def _figures(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> list[Any]:
     return [agreement.figures(a, b) for a, b in zip(got, want, strict=True)]
-
-
-def _wrong(spec: GraphSpec, figures: Sequence[Any], near: Callable[[], Sequence[Any]]) -> str:
-    """As :meth:`Bench._wrong`. ``near`` gives the figures of the reference for operands that are
-    one rounding away: what cancels is inexact in any arithmetic."""
-    given, made = (
-        [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype)) for t in side]
-        for side in (spec.input_tensors, spec.output_tensors)
-    )
-    limit = agreement.tolerance(given, [x for x in made if is_floating(x.dtype.name)])
-    for i, (tensor, of) in enumerate(zip(spec.output_tensors, figures, strict=True)):
-        if not is_floating(tensor.dtype):
-            if float(of[2]) > 1 / _EDGES:
-                return f"{of[2]:.2%} of its {tensor.dtype} results differ from the reference"
-            continue
-        found = _difference(of)
-        if found.relative <= limit and found.worst <= 4 * limit:
-            continue
-        other = _difference(near()[i])
-        exact = found.relative <= max(limit, _ROUNDINGS * other.relative)
-        if not (exact and found.worst <= max(4 * limit, _ROUNDINGS * other.worst)):
-            return (
-                f"it differs from the reference by {found}, more than {limit:.2g} and than "
-                f"{_ROUNDINGS} roundings of the operands, each of {other}"
-            )
-    return ""
-
-
-def _difference(figures: Sequence[Any]) -> agreement.Difference:
-    return agreement.Difference(*(agreement.largest([float(x)]) for x in figures[:2]))
-
-
-@jax.jit
-def _rounding_away(x: jax.Array) -> jax.Array:
-    """The array with each element one rounding larger or smaller, half of them each."""
-    if not is_floating(x.dtype.name) or x.dtype.itemsize < 2:
-        return x
-    eps = max(float(jnp.finfo(x.dtype).eps), agreement.TF32_EPS)
-    index = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
-    return jnp.where(index * np.uint32(2654435769) >> 31 == 0, x * (1 + eps), x * (1 - eps))

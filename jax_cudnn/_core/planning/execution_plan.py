@@ -6,12 +6,9 @@ import dataclasses
 import math
 import re
 import struct
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from ..errors import LibraryError
 from ..graph import layout
@@ -90,25 +87,6 @@ class ExecutionPlan:
         """The plan that ``to_json`` wrote; KeyError, TypeError or ValueError for other data."""
         held = {field.name: _tuples(data[field.name]) for field in dataclasses.fields(cls)}
         return cls(**{**data, **held, "scalars": bytes.fromhex(data["scalars"])})
-
-    def attributes(self, name: str, initial: Sequence[int] = ()) -> dict[str, Any]:
-        """The custom call's attributes; ``checksum`` is of the others, see csrc/plan.h."""
-        given = {
-            "plan": self.text,
-            "name": name,
-            "cudnn_version": np.int64(self.cudnn_version),
-            "device_name": self.device_name,
-            "bindings": np.array(self.bindings, np.int64).reshape(-1),
-            "fills": np.array(self.fills, np.int64).reshape(-1),
-            "initial": np.array(initial, np.int64),
-            "scalars": np.frombuffer(self.scalars, np.uint8),
-            "workspace_bytes": np.int64(self.workspace_bytes),
-            "plan_workspace_offset": np.int64(self.plan_workspace_offset),
-        }
-        values = (value for _, value in sorted(given.items()))
-        data = b"".join(v.encode() if isinstance(v, str) else v.tobytes() for v in values)
-        checksum = zlib.crc32(data)
-        return {**given, "checksum": np.int64(checksum)}
 
     def __repr__(self) -> str:
         return f"<ExecutionPlan {self}>"  # the text is up to 100 KB

@@ -22,12 +22,12 @@ from ..graph.spec import Tensor
 from ..graph.wire import stored, wire
 from ..partition import GATHERED
 from ..planning import frontend, losses
-from ..planning.cost import roofline
 from ..planning.deviceless.profiles import Profile
 from ..planning.planned_graph import PlannedSegment
 from .explanation import size
 from .picture import Picture, microseconds, taken
 from .plan import Plan
+from .roofline import roofline
 from .support import plans
 from .table import aligned, shape, where
 

@@ -14,7 +14,7 @@ import pytest
 from cases import all_cases
 
 import jax_cudnn as jc
-from jax_cudnn._core import auto, ffi, settings, trials, tuning
+from jax_cudnn._core import agreement, auto, ffi, settings, trials, tuning
 from jax_cudnn._core.cuda import CudaDevice
 from jax_cudnn._core.graph.bounds import bounded
 from jax_cudnn._core.graph.reference import evaluate
@@ -133,9 +133,9 @@ def test_what_roundings_of_the_operands_explain_is_right():
     def not_needed():
         raise AssertionError
 
-    assert trials._wrong(SPEC, [(1e-4, 1e-4, 0.0)], not_needed) == ""
-    assert trials._wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.03)) == ""
-    assert "4 roundings" in trials._wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.02))
+    assert agreement.wrong(SPEC, [(1e-4, 1e-4, 0.0)], not_needed) == ""
+    assert agreement.wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.03)) == ""
+    assert "4 roundings" in agreement.wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.02))
 
 
 def test_a_second_process_measures_nothing_and_plans_the_same(fake):

@@ -1,0 +1,57 @@
+"""Random operands of a graph, to run and time it."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from .graph.dtypes import is_floating
+from .graph.spec import GraphSpec, Tensor
+
+_TILE = 1_000_003  # random numbers, which repeat in larger arrays: a prime, so rows differ
+
+
+def operands(spec: GraphSpec) -> list[np.ndarray]:
+    """Random operands. Indices into other operands are valid: full lengths, offsets at equal
+    distances, pages one after the other."""
+    generator = np.random.default_rng(0)
+    normal = generator.standard_normal(_TILE, np.float32)
+    values = {t.name: _random(t, generator, normal) for t in spec.input_tensors}
+    for call in spec.calls:
+        node, shapes = call.node, {p: spec.tensor(n) for p, n in (*call.inputs, *call.outputs)}
+        names = {port: name for port, name in call.inputs if port in node.integers}
+        for port, offset in node.offsets.items():
+            if offset in names and port in shapes:
+                tokens, *token = shapes[port].shape
+                count = math.prod(shapes[offset].shape)
+                steps = np.linspace(0, tokens, count).astype(np.int64) * math.prod(token)
+                values[names[offset]] = steps.reshape(shapes[offset].shape)
+                names.pop(offset, None)
+        if not names:
+            continue
+        given = {
+            port: jnp.asarray(values[n], jnp.int32)
+            if n in values and port not in names
+            else jnp.full(shapes[port].shape, 2**30, jnp.int32)
+            for port, n in call.inputs
+            if port in node.integers
+        }
+        for port, most in node.bounded(given, shapes).items():
+            if names.get(port) in values:
+                most = np.asarray(most)  # lengths, one of each batch element, are the largest
+                pages = most.size > most.shape[0]  # of several each is another
+                every = np.arange(most.size).reshape(most.shape) % (most + 1)
+                values[names[port]] = every if pages else most
+    return [values[t.name].astype(jnp.dtype(t.dtype), copy=False) for t in spec.input_tensors]
+
+
+def _random(tensor: Tensor, generator: np.random.Generator, normal: np.ndarray) -> np.ndarray:
+    if is_floating(tensor.dtype):
+        return np.resize(normal.astype(jnp.dtype(tensor.dtype)), tensor.shape)
+    if tensor.dtype == "bool":
+        return np.resize(normal < 0, tensor.shape)
+    kind = np.iinfo(jnp.dtype(tensor.dtype))
+    drawn = generator.integers(kind.min, kind.max, 4099, np.int64 if kind.min else np.uint64)
+    return np.resize(drawn.astype(jnp.dtype(tensor.dtype)), tensor.shape)
