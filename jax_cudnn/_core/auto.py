@@ -36,7 +36,7 @@ def of_lowering(ctx: Any, spec: GraphSpec, name: str) -> PlannedGraph:
     """
     name = spec.origin.titled(name)
     if placement.xla_only(spec):
-        return by_xla(spec, name)
+        return place(spec, None, name)
     if not spec.is_static:
         raise GraphError(
             f"{name}: symbolic dimensions cannot be planned for CUDA",
@@ -51,8 +51,10 @@ def of_lowering(ctx: Any, spec: GraphSpec, name: str) -> PlannedGraph:
         return place(spec, context.site(devices, name), name, devices)
 
 
-def place(spec: GraphSpec, site: Site, name: str, devices: Sequence[Device] = ()) -> PlannedGraph:
-    """The plan of a graph for a GPU.
+def place(
+    spec: GraphSpec, site: Site | None, name: str, devices: Sequence[Device] = ()
+) -> PlannedGraph:
+    """The plan of a graph for a GPU; None for any, if XLA runs the graph on all of them.
 
     ``devices`` are those of the compilation: if they belong to several processes, the lowest one
     decides for all.
@@ -63,33 +65,33 @@ def place(spec: GraphSpec, site: Site, name: str, devices: Sequence[Device] = ()
         PlanningError: planning failed for a reason that may pass, and XLA may not run the graph.
         JobError: another process decides, and its decision has not arrived.
     """
-    if placement.xla_only(spec):
-        return by_xla(spec, name, site)
-    progress.count_shapes(spec, name)
     measured: tuple[Measured, ...] = ()
-    try:
-        if agreement.leader(devices) is None:
-            segments, measured = _decide(spec, site, name)
-        else:
-            segments, measured = _decide_together(spec, site, name, devices)
-        gpu = placement.model(site)[0]
-    except PlanningError as error:
-        segments, gpu = _this_time(spec, error, name), getattr(site, "name", "this GPU")
+    gpu = "any GPU" if site is None else getattr(site, "name", "this GPU")
+    reason = placement.xla_only(spec)
+    if site is None or reason:
+        segments = whole(spec, None, reason)
+        if reason == limits.FLOAT64:
+            placement.check_determinism(spec, segments, name)
+        if site is not None:
+            gpu = placement.model(site)[0]
+    else:
+        progress.count_shapes(spec, name)
+        try:
+            segments, measured = _decided(spec, site, name, devices)
+            gpu = placement.model(site)[0]
+        except PlanningError as error:
+            segments = _this_time(spec, error, name)
     implementation = spec.options.implementation or AUTO
     plan = PlannedGraph(name, gpu, implementation, spec, segments, site, measured)
-    _tell(plan)
-    return plan
-
-
-def by_xla(spec: GraphSpec, name: str, site: Site | None = None) -> PlannedGraph:
-    """The plan of a graph that XLA runs on every GPU."""
-    segments = whole(spec, None, reason := placement.xla_only(spec))
-    if reason == limits.FLOAT64:
-        placement.check_determinism(spec, segments, name)
-    titled, implementation = spec.origin.titled(name), spec.options.implementation or AUTO
-    gpu = "any GPU" if site is None else placement.model(site)[0]
-    plan = PlannedGraph(titled, gpu, implementation, spec, segments, site)
-    _tell(plan)
+    several = len(segments) > 1
+    if several:
+        why = next((s.reason for s in segments if s.plan is not None), "")
+        log.debug("%s: cut in %d segments: %s", name, len(segments), why)
+    for s in segments:
+        if several or s.plan is None:
+            calls = ", ".join(call.name for call in s.spec.calls)
+            who, why = ("XLA", s.reason) if s.plan is None else ("cuDNN", s.engine)
+            log.debug("%s: %s runs %s: %s", name, who, calls, why)
     return plan
 
 
@@ -98,9 +100,9 @@ def _this_time(spec: GraphSpec, error: PlanningError, name: str) -> Segments:
 
     Raises ``error`` where the options require cuDNN, and where the related graphs may be planned.
     """
-    if spec.options.implementation == CUDNN or spec.options.engine is not None or spec.is_paired:
-        if spec.is_paired:
-            error.expected = "a plan: XLA's random numbers are not those of the related graphs"
+    if spec.is_paired:
+        error.expected = "a plan: XLA's random numbers are not those of the related graphs"
+    if spec.is_paired or spec.options.implementation == CUDNN or spec.options.engine is not None:
         raise error
     failed = f"{error.summary.removeprefix(f'{name}: ')} ({error.got})"
     segments = whole(spec, None, f"planning failed, for this program alone: {failed}")
@@ -116,47 +118,34 @@ def _this_time(spec: GraphSpec, error: PlanningError, name: str) -> Segments:
     return segments
 
 
-def _decide(spec: GraphSpec, site: Site, name: str) -> tuple[Segments, tuple[Measured, ...]]:
-    found = tuning.outcome(spec, site, name) if isinstance(site, CudaDevice) else None
-    if found is not None:
-        return found
-    return placement.decide(spec, site, name), ()
-
-
-def _decide_together(
+def _decided(
     spec: GraphSpec, site: Site, name: str, devices: Sequence[Device]
 ) -> tuple[Segments, tuple[Measured, ...]]:
-    """One process decides, and all take what it decided."""
-    canonical = spec.canonical()
+    """Where several processes compile, one of them decides, and all take what it decided."""
+
+    def decide(spec: GraphSpec) -> tuple[Segments, tuple[Measured, ...]]:
+        found = tuning.outcome(spec, site, name) if isinstance(site, CudaDevice) else None
+        return found or (placement.decide(spec, site, name), ())
 
     def make() -> dict[str, Any]:
-        segments, measured = _decide(canonical, site, name)
-        return {
-            "segments": [row_of(segment) for segment in segments],
-            "measured": [dataclasses.asdict(way) for way in measured],
-        }
+        segments, measured = decide(canonical)
+        rows = [row_of(segment) for segment in segments]
+        return {"segments": rows, "measured": [dataclasses.asdict(way) for way in measured]}
 
     def identity() -> str:
         try:
             return json.dumps({**json.loads(planner.identity(site)), "jax": jax.__version__})
         except PlanningError as error:  # not that of the job, of which all processes hear
-            raise JobError(
-                f"{name}: process {jax.process_index()} cannot compare its libraries with those "
-                "of the job",
-                why=str(error),
-                fix=error.fix,
-            ) from error
+            what = f"{name}: process {jax.process_index()} cannot compare its libraries with those "
+            raise JobError(f"{what}of the job", why=str(error), fix=error.fix) from error
 
+    if agreement.leader(devices) is None:
+        return decide(spec)
     # Nothing here may fail before the other processes learn of it: versions are read later.
+    canonical = spec.canonical()
     gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
-    record = agreement.agreed(
-        repr((canonical._key(), gpu)),
-        devices,
-        make,
-        name=name,
-        identity=identity,
-        timeout=settings().job_timeout,
-    )
+    key, timeout = repr((canonical._key(), gpu)), settings().job_timeout
+    record = agreement.agreed(key, devices, make, name=name, identity=identity, timeout=timeout)
     try:
         measured = tuple(Measured(**way) for way in record["measured"])
         return segments_of(record["segments"], spec, planner.identity(site)), measured
@@ -167,20 +156,6 @@ def _decide_together(
             why="the store of the job holds something else",
             fix="run the same version of jax_cudnn in all processes",
         ) from error
-
-
-def _tell(plan: PlannedGraph) -> None:
-    if not log.isEnabledFor(logging.DEBUG):
-        return
-    if len(plan.segments) > 1:
-        why = next((s.reason for s in plan.segments if s.plan is not None), "")
-        log.debug("%s: cut in %d segments: %s", plan.name, len(plan.segments), why)
-    for segment in plan.segments:
-        calls = ", ".join(call.name for call in segment.spec.calls)
-        if segment.plan is None:
-            log.debug("%s: XLA runs %s: %s", plan.name, calls, segment.reason)
-        elif len(plan.segments) > 1:
-            log.debug("%s: cuDNN runs %s: %s", plan.name, calls, segment.plan.engine)
 
 
 def clear() -> None:

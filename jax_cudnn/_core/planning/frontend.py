@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from ..errors import LibraryError
@@ -102,8 +103,7 @@ def check_one_cudnn(executing: int, planning: int) -> None:
 
 def versions() -> tuple[str, str]:
     """The versions of cuDNN and of its frontend that plan in this process."""
-    cudnn = load()
-    return version_text(cudnn.backend_version()), cudnn.__version__
+    return version_text(load().backend_version()), load().__version__
 
 
 def identity() -> dict[str, str]:
@@ -132,9 +132,7 @@ def _loaded_library() -> ctypes.CDLL | None:
 def loaded_paths() -> list[str]:
     """Real paths of all copies of libcudnn.so in this process."""
     try:
-        with open("/proc/self/maps") as maps:
-            fields = (line.split(maxsplit=5) for line in maps)
-            paths = (f[5].strip() for f in fields if len(f) == 6 and "libcudnn.so" in f[5])
-            return sorted(set(paths))
+        maps = Path("/proc/self/maps").read_text()
     except OSError:
         return []
+    return sorted({*re.findall(r"/.*libcudnn\.so.*", maps)})

@@ -18,21 +18,9 @@ from ..graph.spec import GraphSpec
 from ..graph.wire import wire
 from ..package import fingerprint
 from ..store.entry import Content, Unusable, checks, parsed
+from . import execution_plan as plans
 from . import frontend
-from .execution_plan import (
-    CONSTANT,
-    OPERAND,
-    RESULT,
-    SCALAR_STRIDE,
-    SLOT,
-    UNBOUND,
-    VIEW,
-    ExecutionPlan,
-    device_in,
-    graph_rows,
-    uids,
-    version_in,
-)
+from .execution_plan import CONSTANT, OPERAND, RESULT, SCALAR_STRIDE, SLOT, UNBOUND, VIEW
 from .planned_graph import Measured, PlannedSegment, Segments
 from .split import part
 
@@ -138,10 +126,10 @@ def segments_of(rows: list[dict[str, Any]], spec: GraphSpec, identity: str = "")
     return tuple(found)
 
 
-def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> ExecutionPlan:
+def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> plans.ExecutionPlan:
     """The plan that ``to_json`` wrote for a graph as it is planned (:func:`.wire.wire`); an
     exception for anything else. ``identity``: of GPU and versions, if they are known."""
-    plan = checked(ExecutionPlan.from_json(value))
+    plan = checked(plans.ExecutionPlan.from_json(value))
     limit, known = spec.options.max_workspace, json.loads(identity or "{}")
     limit = known.get("workspace", _MOST) if limit is None else limit
     space, offset = plan.workspace_bytes, plan.plan_workspace_offset
@@ -152,9 +140,10 @@ def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> ExecutionPlan:
     own, length = SCALAR_STRIDE * len(spec.constants), len(plan.scalars)
     fits = length >= own and length % SCALAR_STRIDE == 0 and plan == plan.with_constants(spec)
     need(fits, "scalars", f"{own} bytes of the graph's, then others", plan.scalars.hex())
-    version, device = version_in(plan.text), device_in(plan.text)
+    version, device = plans.version_in(plan.text), plans.device_in(plan.text)
     if identity:
-        need(device == device_in(known["GPU"]), "text", device_in(known["GPU"]), device)
+        gpu = plans.device_in(known["GPU"])
+        need(device == gpu, "text", gpu, device)
         text = frontend.version_text(version)
         need(text == known["cuDNN"], "text", f"cuDNN {known['cuDNN']}", text)
     need(plan.cudnn_version == version, "cudnn_version", version, plan.cudnn_version)
@@ -170,11 +159,13 @@ def plan_of(value: Any, spec: GraphSpec, identity: str = "") -> ExecutionPlan:
     return plan
 
 
-def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: list[tuple[int, Any]]) -> None:
+def _check_bindings(
+    plan: plans.ExecutionPlan, spec: GraphSpec, listed: list[tuple[int, Any]]
+) -> None:
     """Raises Wrong unless the rows are the graph's and those that the frontend adds, and bind the
     tensors that the text lists, which have the graph's dtypes and dimensions, and room there: what
     the executor refuses (csrc/plan.cc) is refused, else such a plan would stay in the cache."""
-    own, rows = graph_rows(spec), plan.bindings
+    own, rows = plans.graph_rows(spec), plan.bindings
     arrays = sum(kind in (OPERAND, RESULT) for kind, *_ in own.values())
     need(arrays <= len(rows) <= _ROWS, "bindings", f"{arrays} to {_ROWS} rows", rows)
     before_own = plan.plan_workspace_offset  # bytes of workspace
@@ -204,7 +195,7 @@ def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: list[tuple[int
     bound = {uid: row for uid, *row in rows if 0 < uid < 2**62}
     unbound = [uid for uid, kind, *_ in rows if uid == UNBOUND and kind in (OPERAND, RESULT)]
     need(bound and len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
-    placed = ((uid, spec.tensor(name), i) for (name, i), uid in uids(spec).items())
+    placed = ((uid, spec.tensor(name), i) for (name, i), uid in plans.uids(spec).items())
     shown = {
         uid: (f"CUDNN_DATA_{cudnn_name(tensor.dtype)}", sorted(layout.shown(spec, tensor)[i].dims))
         for uid, tensor, i in placed
