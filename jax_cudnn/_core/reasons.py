@@ -31,6 +31,26 @@ class Kind(enum.IntEnum):
     ARCHITECTURE = enum.auto()  # engines of other GPUs
 
 
+ADVICE = {
+    Kind.BROADCAST: "broadcast that operand before the call: jnp.broadcast_to(x, shape)",
+    Kind.ANCHORS: "cut the function into graphs of one convolution or matmul each",
+    Kind.COMPILATION: "use bfloat16 or float16 operands",
+    Kind.FACTORS: "use one dtype for both operands; .set_data_type rounds a value that is computed "
+    "in the graph (next to a 16-bit operand that is the default)",
+    Kind.CHANNEL: "apply the operation in jnp, or in a graph with a convolution or matmul",
+    Kind.TENSOR_CORES: "use bfloat16 or float16 operands: each GPU has tensor cores for these",
+    Kind.LAYOUT: "use rank 4 (NCHW dims) for the tensors of a convolution and rank 3 for those of "
+    "a matmul",
+    Kind.DTYPE: "use bfloat16 or float16 inputs; keep the result of a reduction in float32",
+    Kind.REDUCED: "reduce the last dimension, all other dimensions, or everything, as the last "
+    "operation",
+    Kind.PATTERN: "cut the function into smaller graphs: one convolution or matmul each, a "
+    "reduction last",
+    Kind.SHAPE: "pad channels and features to a multiple of 8",
+}
+"""What to do about a kind of reason."""
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why cuDNN, or one of its engines, does not run a graph."""

@@ -20,7 +20,7 @@
 
 namespace jax_cudnn {
 
-// The custom call's attributes; jax_cudnn/_core/planning/execution_plan.py writes them.
+// The custom call's attributes; jax_cudnn/_core/ffi.py writes them.
 struct Attributes {
   std::string plan;               // cuDNN's JSON text of a finalised execution plan
   int64_t checksum;               // of the others, see Checksum()

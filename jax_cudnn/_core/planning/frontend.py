@@ -54,8 +54,14 @@ def _load() -> Any:
             fix=_repair(str(error).partition(": ")[0]),
         ) from error
     check_cudnn(version)
-    if loaded is not None:
-        check_one_cudnn(loaded.cudnnGetVersion(), version)
+    if loaded is not None and loaded.cudnnGetVersion() != version:
+        raise LibraryError(
+            "two copies of cuDNN of different versions are loaded",
+            expected=f"{version_text(loaded.cudnnGetVersion())}, as loaded by JAX",
+            got=f"{version_text(version)} in the cuDNN frontend",
+            why="loaded copies: " + ", ".join(loaded_paths()),
+            fix="keep one copy: unset LD_LIBRARY_PATH, or uninstall the other one",
+        )
     return cudnn
 
 
@@ -87,18 +93,6 @@ def check_cudnn(version: int) -> None:
 
 def _too_old(what: str, oldest: str, got: str, fix: str) -> LibraryError:
     return LibraryError(f"{what} is too old", expected=f">= {oldest}", got=got, fix=fix)
-
-
-def check_one_cudnn(executing: int, planning: int) -> None:
-    """LibraryError if another cuDNN would build plans than the one that runs them."""
-    if executing != planning:
-        raise LibraryError(
-            "two copies of cuDNN of different versions are loaded",
-            expected=f"{version_text(executing)}, as loaded by JAX",
-            got=f"{version_text(planning)} in the cuDNN frontend",
-            why="loaded copies: " + ", ".join(loaded_paths()),
-            fix="keep one copy: unset LD_LIBRARY_PATH, or uninstall the other one",
-        )
 
 
 def versions() -> tuple[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ..errors import UnsupportedGraphError
 from ..graph.spec import GraphSpec
-from ..reasons import Kind, Reason, Reasons
+from ..reasons import ADVICE, Kind, Reason, Reasons
 
 LEFT_OUT = Reason("excluded by the options", Kind.OPTIONS)
 
@@ -35,32 +35,12 @@ _MEANINGS = (
     ),
     (r"SHAPE", Kind.SHAPE, "a shape is not supported"),
 )
-_ADVICE = {
-    Kind.BROADCAST: "broadcast that operand before the call: jnp.broadcast_to(x, shape)",
-    Kind.ANCHORS: "cut the function into graphs of one convolution or matmul each",
-    Kind.COMPILATION: "use bfloat16 or float16 operands",
-    Kind.FACTORS: "use one dtype for both operands; .set_data_type rounds a value that is computed "
-    "in the graph (next to a 16-bit operand that is the default)",
-    Kind.CHANNEL: "apply the operation in jnp, or in a graph with a convolution or matmul",
-    Kind.TENSOR_CORES: "use bfloat16 or float16 operands: each GPU has tensor cores for these",
-    Kind.LAYOUT: "use rank 4 (NCHW dims) for the tensors of a convolution and rank 3 for those of "
-    "a matmul",
-    Kind.DTYPE: "use bfloat16 or float16 inputs; keep the result of a reduction in float32",
-    Kind.REDUCED: "reduce the last dimension, all other dimensions, or everything, as the last "
-    "operation",
-    Kind.PATTERN: "cut the function into smaller graphs: one convolution or matmul each, a "
-    "reduction last",
-    Kind.SHAPE: "pad channels and features to a multiple of 8",
-}
-_CUTTING = (Kind.ANCHORS, Kind.PATTERN)
+_CUTTING = (Kind.ANCHORS, Kind.PATTERN)  # whose advice is to cut
 
 
 def engine_reasons(text: str) -> Reasons:
-    """The reasons of each engine from the text of a frontend exception.
-
-    cuDNN writes one block per engine, with its checks from the innermost outwards: the first line
-    is the cause, the rest is the call stack of the checks.
-    """
+    """The reasons of each engine from the text of a frontend exception: one block per engine, whose
+    first line is the cause; the rest is the call stack of cuDNN's checks."""
     reasons: Reasons = {}
     for block in re.split(r'(?=\{"engineId")', text):
         engine = re.match(r'\{"engineId":(\d+)', block)
@@ -119,5 +99,5 @@ def _advice(spec: GraphSpec, kinds: set[Kind]) -> list[str]:
     kinds = kinds if several else kinds.difference(_CUTTING)
     split = "split the function into smaller graphs"
     alone = "apply this operation in jnp, outside the graph"
-    advice = [_ADVICE[kind] for kind in sorted(kinds) if kind in _ADVICE]
+    advice = [ADVICE[kind] for kind in sorted(kinds) if kind in ADVICE]
     return [*relax, *advice] or [split if several else alone]
