@@ -173,13 +173,18 @@ def _segments(way: Data, spec: GraphSpec, site: CudaDevice, name: str) -> Segmen
     for at, (calls, in_xla, reason) in enumerate(way["segments"]):
         piece, plan = part(spec, calls), None
         if not in_xla:
-            try:
-                asked = choice.pinned(piece, *pinned[at]) if at in pinned else piece
-                plan = planner.plan(asked, site, name)
-            except UnsupportedGraphError:
+            plan = _plan(choice.pinned(piece, *pinned[at]) if at in pinned else piece, site, name)
+            if isinstance(plan, Refusal):
                 return None
         segments.append(PlannedSegment(piece, tuple(calls), plan, reason))
     return tuple(segments)
+
+
+def _plan(spec: GraphSpec, site: CudaDevice, name: str) -> ExecutionPlan | Refusal:
+    try:
+        return planner.plan(spec, site, name)
+    except UnsupportedGraphError as error:
+        return Refusal(error.reason)
 
 
 def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
@@ -279,12 +284,8 @@ def _first_ways(
     cuDNN; empty if XLA alone can run the graph."""
 
     def alone(piece: GraphSpec) -> ExecutionPlan | Refusal:
-        if len(piece.calls) > 1:
-            return Refusal("measured alone")
-        try:
-            return planner.plan(piece, site, name)
-        except UnsupportedGraphError as error:
-            return Refusal(error.reason)
+        several = len(piece.calls) > 1
+        return Refusal("measured alone") if several else _plan(piece, site, name)
 
     ways = [placement.decide(spec, site, name), placement.cut(spec, site, name, losing=True)]
     ways[1:1] = [] if xla is None else [xla]
@@ -315,11 +316,10 @@ def _engines(
         if row.supported is False or (row.engine, row.knobs) == (own.engine_id, dict(own.knobs)):
             continue
         piece = choice.pinned(segments[at].spec, row.engine, row.knobs)
-        try:
-            changed = replace(segments[at], spec=piece, plan=planner.plan(piece, site, name))
-        except UnsupportedGraphError:
-            continue
-        yield (*segments[:at], changed, *segments[at + 1 :])
+        plan = _plan(piece, site, name)
+        if isinstance(plan, ExecutionPlan):
+            changed = replace(segments[at], spec=piece, plan=plan)
+            yield (*segments[:at], changed, *segments[at + 1 :])
 
 
 def _device(site: CudaDevice) -> compat.Device:

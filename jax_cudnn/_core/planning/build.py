@@ -21,7 +21,6 @@ from .unsupported import engine_reasons, unsupported
 
 Config = tuple[int, Numbers]
 """An engine and the values of its knobs."""
-_NONE_PROPOSED = "cuDNN proposed no engine that matches the options (engine and notes)"
 
 
 @contextlib.contextmanager
@@ -85,7 +84,8 @@ def _first(
         blob = ubjson.decode(bytes(graph.serialize()))
         more = engine, tuple(knobs.items()), behavior_notes(graph, index)
         return decode(spec, blob, name, needed, len(candidates), *more)
-    return reasons or {"heuristics": Reason(_NONE_PROPOSED, Kind.OPTIONS)}
+    none = "cuDNN proposed no engine that matches the options (engine and notes)"
+    return reasons or {"heuristics": Reason(none, Kind.OPTIONS)}
 
 
 def operation_graph(spec: GraphSpec, cudnn: Any, **where: Any) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..graph.spec import GraphSpec
 from .call_sets import CallSets, members
@@ -70,28 +69,6 @@ def part(spec: GraphSpec, calls: Iterable[int]) -> GraphSpec:
         tuple(t.name for t in tensors if t.name in made & wanted),
         spec.options,
     )
-
-
-def for_cudnn(spec: GraphSpec) -> tuple[GraphSpec, ...]:
-    """The graphs that remain without the nodes that cuDNN lacks. If XLA runs all of them, the graph
-    itself, whose planning raises the reason."""
-    sets = CallSets(spec)
-    groups = sets.in_order([], sets.leftover)
-    return tuple(part(spec, members(g)) for g in groups if not g & sets.leftover) or (spec,)
-
-
-def run(
-    segments: Segments,
-    spec: GraphSpec,
-    operands: Sequence[Any],
-    execute: Callable[..., Sequence[Any]],
-) -> list[Any]:
-    """The outputs of a graph, segment by segment: ``execute(segment, *inputs)`` gives outputs."""
-    values = dict(zip(spec.inputs, operands, strict=True))
-    for segment in segments:
-        results = execute(segment, *(values[name] for name in segment.spec.inputs))
-        values.update(zip(segment.spec.outputs, results, strict=True))
-    return [values[name] for name in spec.outputs]
 
 
 class _Search:

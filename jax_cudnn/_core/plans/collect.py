@@ -89,12 +89,16 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
 
 
 def pieces(named: Mapping[str, GraphSpec]) -> dict[str, GraphSpec]:
-    """The same with graphs cut around nodes that always run in XLA, such as pooling."""
-    from ..planning.split import for_cudnn
+    """The same with graphs cut around nodes that always run in XLA, such as pooling; where XLA runs
+    all nodes of one, the graph itself, whose planning raises the reason."""
+    from ..planning.call_sets import CallSets, members
+    from ..planning.split import part
 
     found: dict[str, GraphSpec] = {}
     for name, spec in named.items():
-        for piece in for_cudnn(spec):
+        sets = CallSets(spec)
+        groups = [g for g in sets.in_order([], sets.leftover) if not g & sets.leftover]
+        for piece in [part(spec, members(group)) for group in groups] or [spec]:
             found[_unused(name, found)] = piece
     return found
 
