@@ -93,10 +93,8 @@ def outcome(
     segments = _segments(data["ways"][taken], spec, site, name)
     if segments is None:
         return None
-    ways = enumerate(data["ways"])
-    return segments, tuple(
-        Measured(w["what"], w["seconds"], w["note"], i == taken) for i, w in ways
-    )
+    ways = ((way["what"], way["seconds"], way["note"]) for way in data["ways"])
+    return segments, tuple(Measured(*way, i == taken) for i, way in enumerate(ways))
 
 
 def measurement(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
@@ -201,8 +199,8 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
     try:
         _apart(lambda: idle(device), _PATIENCE)
     except TimeoutError:
-        message = "%s: the GPU was busy for %.0f s, so the measurements that ship with jax_cudnn "
-        _spent.once(message + "decide", name, _PATIENCE)
+        message = "%s: the GPU was busy for %.0f s: the measurements of jax_cudnn itself decide"
+        _spent.once(message, name, _PATIENCE)
         return None
     try:
         bench = _apart(lambda: Bench(spec, site, device, xla))
@@ -307,19 +305,16 @@ def _engines(
     if best is None or seconds[best] > _NEAR * min(seconds.values()):
         return
     segments = ways[best]
-    at = max(
-        range(len(segments)), key=lambda i: (segments[i].plan is not None, len(segments[i].calls))
-    )
-    own = segments[at].plan
-    assert own is not None
-    for row in planner.candidates(segments[at].spec, site, name):
-        if row.supported is False or (row.engine, row.knobs) == (own.engine_id, dict(own.knobs)):
+    at, own = max(enumerate(segments), key=lambda s: (s[1].plan is not None, len(s[1].calls)))
+    assert own.plan is not None
+    for row in planner.candidates(own.spec, site, name):
+        engine = {"engine": row.engine, "knobs": row.knobs}
+        if row.supported is False or engine == own.plan.pinned:
             continue
-        piece = choice.pinned(segments[at].spec, row.engine, row.knobs)
+        piece = choice.pinned(own.spec, **engine)
         plan = _plan(piece, site, name)
         if isinstance(plan, ExecutionPlan):
-            changed = replace(segments[at], spec=piece, plan=plan)
-            yield (*segments[:at], changed, *segments[at + 1 :])
+            yield (*segments[:at], replace(own, spec=piece, plan=plan), *segments[at + 1 :])
 
 
 def _device(site: CudaDevice) -> compat.Device:
