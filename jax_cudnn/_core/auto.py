@@ -150,7 +150,7 @@ def _decide_together(
     # Nothing here may fail before the other processes learn of it: versions are read later.
     gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
     record = agreement.agreed(
-        repr((canonical._key(), gpu)),
+        repr((canonical._key, gpu)),
         devices,
         make,
         name=name,

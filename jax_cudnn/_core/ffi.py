@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .errors import LibraryError
-from .graph import layout
 from .graph.merging import is_reread, reread, widened
 from .graph.spec import GraphSpec, Tensor
 from .graph.wire import stored, wire
@@ -98,11 +97,11 @@ def outputs_and_workspace(
     begun = [  # results that the plan writes a part of, and what the other parts hold
         (i, _word(value, result.dtype))
         for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
-        if (value := layout.initial(sent, t)) is not None
+        if (value := sent.layout.initial.get(t.name)) is not None
     ]
     followed = () if after is None else (after,)
-    layouts_in = [layout.major_to_minor(sent, t) for t in sent.input_tensors]
-    layouts_out = [layout.major_to_minor(sent, t) for t in sent.output_tensors]
+    layouts_in = [sent.layout.orders[name] for name in sent.inputs]
+    layouts_out = [sent.layout.orders[name] for name in sent.outputs]
     flat = (0,)
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, used = jax.ffi.ffi_call(

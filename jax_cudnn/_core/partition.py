@@ -118,7 +118,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     values, settings = compat.settings_of_thread()
     # What XLA gathers, or moves, is the array in its own order: once for all calls that read it.
     operands, turns = zip(*map(_untransposed, operands), strict=True) if operands else ((), ())
-    said = repr((spec._key(), name, turns, where, values, fingerprint(), jax.__version__))
+    said = repr((spec._key, name, turns, where, values, fingerprint(), jax.__version__))
     seen = observer.get()
     if seen is not None:  # XLA partitions it anew, whatever JAX's cache holds
         seen.setdefault((spec, name), [])

@@ -18,7 +18,6 @@ import numpy as np
 from . import agreement, compat, ffi, lowering
 from .compat import Device
 from .cuda import CudaDevice
-from .graph import layout
 from .graph.bounds import bounded
 from .graph.dtypes import is_floating
 from .graph.reference import evaluate
@@ -89,7 +88,7 @@ class Bench:
             raise MemoryError
         # Arrays lie as a plan wants them, as those of a model do: XLA copies none for any way.
         self._in, self._out = (
-            [layout.major_to_minor(spec, tensor) for tensor in side]
+            [spec.layout.orders[tensor.name] for tensor in side]
             for side in (spec.input_tensors, spec.output_tensors)
         )
         self._pool, self._one = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .._core.graph import layout
 from .._core.graph.dims import Shape
 from .._core.graph.dtypes import is_floating
 from .._core.graph.spec import GraphSpec, Tensor, intern
@@ -44,7 +43,7 @@ def with_usual_orders(spec: GraphSpec) -> GraphSpec:
 
     def said(tensor: Tensor) -> tuple[int, ...] | None:
         same = tensor.order is None or _apparent(tensor.shape, tensor.order) == _apparent(
-            tensor.shape, layout.major_to_minor(usual, replace(tensor, order=None))
+            tensor.shape, usual.layout.orders[tensor.name]
         )
         return None if same else tensor.order
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.dims import Dims, Shape, packed_strides
+from .._core.graph.dims import Dims, Shape
+from .._core.graph.layout import packed_strides
 from .._core.graph.node import LEAD, Node, frozen
 from .matrix import Matmul
 from .products import alike

@@ -31,7 +31,7 @@ def compute_type(compute: str, inputs: Mapping[str, Tensor]) -> str:
 
 def result_dtype(inputs: Mapping[str, Tensor]) -> str:
     """JAX's promotion of the inputs; by-value constants are its weakly typed Python numbers."""
-    arrays = [jax.numpy.dtype(t.dtype) for t in inputs.values() if t.value is None]
+    arrays = [jax.numpy.dtype(t.dtype) for t in inputs.values() if t.literal is None]
     if not arrays:
         return "float32"
     try:
@@ -39,7 +39,7 @@ def result_dtype(inputs: Mapping[str, Tensor]) -> str:
     except ValueError:  # JAX promotes no float8 with another
         return "float32"
     if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
-        if any(t.value is not None and t.dtype == "float32" for t in inputs.values()):
+        if any(t.literal is not None and t.dtype == "float32" for t in inputs.values()):
             return "float32"
     return dtype.name
 

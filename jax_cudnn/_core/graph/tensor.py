@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
-from .dims import Shape, integers, order_of_strides
+from .dims import Shape, integers
 from .dtypes import canonical
+from .layout import order_of_strides
 from .node import REGISTRY
 from .source import in_jax_operator, jax_caller, user_line
 from .spec import Tensor

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..cuda import CudaDevice
 from ..errors import JaxCudnnError
-from ..graph import layout
 from ..graph.dtypes import cudnn_name
 from ..graph.spec import GraphSpec
 from ..reasons import Kind, Reason, Reasons
@@ -164,22 +163,20 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
                 is_pass_by_value=name in constants,
                 uid=places[name, i],
             )
-            for i, part in enumerate(layout.shown(spec, tensor))
+            for i, part in enumerate(spec.layout.shown[name])
         ]
     for call in spec.calls:
         inputs = {
             part.port or port: given
             for port, name in call.inputs
-            for part, given in zip(
-                layout.shown(spec, spec.tensor(name)), tensors[name], strict=True
-            )
+            for part, given in zip(spec.layout.shown[name], tensors[name], strict=True)
         }
         compute = data_type(call.node.compute_data_type)
         common = {"name": call.name, "compute_data_type": compute}
         made = iter(call.node.emit(graph, inputs, common))
         for _, name in call.outputs:
             tensor, tensors[name] = spec.tensor(name), []
-            for i, part in enumerate(layout.shown(spec, tensor)):
+            for i, part in enumerate(spec.layout.shown[name]):
                 out = next(made)
                 out.set_dim(list(part.dims)).set_stride(list(part.strides))
                 out.set_data_type(data_type(tensor.dtype))

@@ -37,7 +37,7 @@ class CallSets:
         self._edges = [
             _Edge(makers[t.name], users[t.name], t.name in spec.outputs, t.nbytes)
             for t in spec.tensors
-            if t.value is None
+            if t.literal is None
         ]
         self._made_before = [0] * count  # the makers of a call's operands
         self._users, self._beside, self._edges_at = [0] * count, [0] * count, [0] * count

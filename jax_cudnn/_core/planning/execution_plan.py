@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import LibraryError
-from ..graph import layout
 from ..graph.dtypes import itemsize
 from ..graph.spec import GraphSpec, Tensor
 from ..graph.wire import stored
@@ -128,8 +127,8 @@ def uids(spec: GraphSpec) -> dict[tuple[str, int], int]:
     whole."""
     arrays = *spec.inputs, *spec.outputs
     whole = [(name, 0) for name in (*arrays, *(constant.name for constant in spec.constants))]
-    counts = ((name, len(layout.views(spec, spec.tensor(name)))) for name in arrays)
-    parts = [(name, i) for name, count in counts for i in range(1, count)]
+    shown = spec.layout.shown
+    parts = [(name, i) for name in arrays for i in range(1, len(shown[name]))]
     return {place: uid for uid, place in enumerate([*whole, *parts], 1)}
 
 
@@ -140,7 +139,7 @@ def graph_rows(spec: GraphSpec) -> dict[int, Row]:
     for (name, i), uid in places.items():
         tensor = spec.tensor(name)
         if i:
-            start = layout.views(spec, tensor)[i].offset * itemsize(tensor.dtype)
+            start = spec.layout.parts[name][i].offset * itemsize(tensor.dtype)
             rows[uid] = VIEW, places[name, 0] - 1, start
         elif uid > arrays:
             rows[uid] = CONSTANT, (uid - 1 - arrays) * SCALAR_STRIDE, 0

@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..graph import layout
 from ..graph.dims import Shape
 from ..graph.merging import is_split
 from ..graph.planned import ANY, NUMBERS_ONLY, ROWS_AND_CHANNELS
@@ -64,12 +63,12 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
     ranks = {
         len(shape)
         for tensor in spec.tensors
-        if tensor.value is None
-        for shape in [v.dims for v in layout.views(spec, tensor)] or [tensor.shape]
+        if tensor.literal is None
+        for shape in [v.dims for v in spec.layout.parts.get(tensor.name, ())] or [tensor.shape]
     }
     least = {call.node.least_rank for call in spec.calls if call.node.anchor}
     free = all(call.node.ports.is_elementwise or call.node.merges for call in spec.calls)
-    free = free or layout.has_matrices(spec)
+    free = free or spec.layout.has_matrices
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return
     shown = ", ".join(map(str, sorted(ranks | least - {0})))
@@ -86,14 +85,14 @@ def _no_matrices(spec: GraphSpec) -> _Found:
     among = [call.name for call in spec.calls if call.node.matrices]
     if not among or {len(tensor.shape) for tensor in spec.tensors} == {3}:
         return
-    if not layout.has_matrices(spec):
+    if not spec.layout.has_matrices:
         what = f"it is in a plan with {among[0]}, which has several batch dimensions"
         for call in spec.calls:
             if not (call.node.matrices or call.node.ports.is_elementwise):
                 yield call.name, what
         return
     for tensor in spec.tensors:
-        if layout.as_matrices(spec, tensor) is None:
+        if spec.layout.matrices[tensor.name] is None:
             what = "cuDNN sees all leading dimensions of a matrix as one, and those of "
             cannot = "cannot be merged (some are broadcast, or not contiguous)"
             yield tensor.name, f"{what}{list(tensor.shape)} {cannot}"
@@ -102,7 +101,7 @@ def _no_matrices(spec: GraphSpec) -> _Found:
 def _calls(spec: GraphSpec) -> _Found:
     """What single operations cannot do, and what their tensors cannot be."""
     yield from _misplaced_views(spec)
-    if any(call.node.merges for call in spec.calls) and layout.merged(spec) is None:
+    if any(call.node.merges for call in spec.calls) and spec.layout.merged is None:
         yield "order", "its tensors have different memory orders"
     if not spec.has_anchor:
         yield from _small_intermediates(spec)
@@ -115,12 +114,12 @@ def _calls(spec: GraphSpec) -> _Found:
 def _misplaced_views(spec: GraphSpec) -> _Found:
     """Slices of another tensor's memory that a plan would have to copy."""
     for call in spec.calls:
-        source, out = (spec.tensor(ports[0][1]) for ports in (call.inputs, call.outputs))
-        if call.node.view_strides(*layout.view(spec, source)) is None:
+        source, out = call.inputs[0][1], call.outputs[0][1]
+        if out not in spec.layout.slices:
             continue
-        if source.name not in spec.inputs:
-            what = f"it is a slice of {source.name}, which is not an operand of the graph"
-        elif layout.view_strides(spec, out) is None:
+        if source not in spec.inputs:
+            what = f"it is a slice of {source}, which is not an operand of the graph"
+        elif out in spec.outputs or spec.tensor(out).order is not None:
             what = "its result leaves the graph or has its own layout, and so needs a copy"
         else:
             continue
@@ -145,12 +144,12 @@ def _broadcasts(spec: GraphSpec, call: Call) -> Reason | None:
     """Why an elementwise operation cannot broadcast its operands like this, or None."""
     if not call.node.ports.is_elementwise or len(call.inputs) < 2:
         return None
-    out = layout.view(spec, spec.tensor(call.outputs[0][1]))[0]
+    views = spec.layout.views
+    out = views[call.outputs[0][1]][0]
     small = len(call.inputs) == 2 and len(out) != 3
     alone = ROWS_AND_CHANNELS if small else NUMBERS_ONLY
     kind = next((c.node.broadcasts_around for c in spec.calls if c.node.anchor), alone)
-    operands = [spec.tensor(name) for _, name in call.inputs]
-    arrays = [layout.view(spec, t)[0] for t in operands if t.value is None]
+    arrays = [views[name][0] for _, name in call.inputs if spec.tensor(name).literal is None]
     allowed = _patterns(out, kind)
     wrong = [list(dims) for dims in arrays if dims != out and list(dims) not in allowed]
     if kind == ANY or (not wrong and out in arrays):

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ..graph.dtypes import FP8
-from ..graph.layout import major_to_minor
 from ..graph.spec import Call, GraphSpec
 from . import choice
 from .call_sets import CallSets, members
@@ -181,8 +180,10 @@ def _of_node(spec: GraphSpec, call: Call) -> str:
     """A node's own words; empty for what only accompanies others."""
     read = {*spec.outputs, *(name for each in spec.calls for _, name in each.inputs)}
     node = call.node.without([port for port, name in call.outputs if name not in read])
-    ports = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
-    ports = {port: replace(t, order=major_to_minor(spec, t)) for port, t in ports.items()}
+    ports = {
+        port: replace(tensor, order=spec.layout.orders[tensor.name])
+        for port, tensor in spec.at_ports(call).items()
+    }
     words = node.pattern(ports)
     if not (words and node.product):
         return words

@@ -72,7 +72,7 @@ def part(spec: GraphSpec, calls: Iterable[int]) -> GraphSpec:
     return GraphSpec(
         tensors,
         inside,
-        tuple(t.name for t in tensors if t.name not in made and t.value is None),
+        tuple(t.name for t in tensors if t.name not in made and t.literal is None),
         tuple(t.name for t in tensors if t.name in made & wanted),
         spec.options,
     )

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..graph import layout, record
+from ..graph import record
 from ..graph.dtypes import FROM_CUDNN, cudnn_name, itemsize
 from ..graph.field_types import checked
 from ..graph.spec import GraphSpec
@@ -223,9 +223,8 @@ def _check_bindings(plan: ExecutionPlan, spec: GraphSpec, listed: list[tuple[int
     need(bound and len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
     shown = {}
     for (name, i), uid in uids(spec).items():
-        tensor = spec.tensor(name)
-        dims = sorted(layout.shown(spec, tensor)[i].dims)
-        shown |= {} if uid in free else {uid: (f"CUDNN_DATA_{cudnn_name(tensor.dtype)}", dims)}
+        dtype, dims = cudnn_name(spec.tensor(name).dtype), sorted(spec.layout.shown[name][i].dims)
+        shown |= {} if uid in free else {uid: (f"CUDNN_DATA_{dtype}", dims)}
     slots: dict[int, tuple[int, int]] = {}
     for uid, tensor in listed:
         kind, value, size = bound.get(uid, (UNBOUND, 0, 0))
