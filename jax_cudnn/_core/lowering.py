@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from .graph.reference import NARROW, evaluate
-from .planning import split
-from .planning.planned_graph import PlannedGraph, PlannedSegment
+from .graph.spec import GraphSpec
+from .planning.planned_graph import PlannedGraph, PlannedSegment, Segments
 
 Call = Callable[..., Sequence[jax.Array]]
 
@@ -24,4 +24,18 @@ def run(plan: PlannedGraph, name: str, call: Call, *arrays: Any) -> list[jax.Arr
             return evaluate(segment.spec, *inputs, products=NARROW, read=read)
         return call(segment.plan, segment.spec, name, *inputs)
 
-    return split.run(plan.segments, plan.spec, arrays, execute)
+    return in_order(plan.segments, plan.spec, arrays, execute)
+
+
+def in_order(
+    segments: Segments,
+    spec: GraphSpec,
+    operands: Sequence[Any],
+    execute: Callable[..., Sequence[Any]],
+) -> list[Any]:
+    """The outputs of a graph, segment by segment: ``execute(segment, *inputs)`` gives outputs."""
+    values = dict(zip(spec.inputs, operands, strict=True))
+    for segment in segments:
+        results = execute(segment, *(values[name] for name in segment.spec.inputs))
+        values.update(zip(segment.spec.outputs, results, strict=True))
+    return [values[name] for name in spec.outputs]

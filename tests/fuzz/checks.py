@@ -16,8 +16,9 @@ from jax_cudnn._core import auto
 from jax_cudnn._core.cuda import CudaDevice, device_nodes
 from jax_cudnn._core.errors import JaxCudnnError
 from jax_cudnn._core.graph.spec import GraphSpec
+from jax_cudnn._core.lowering import in_order
 from jax_cudnn._core.planning.deviceless import profiles
-from jax_cudnn._core.planning.split import part, run
+from jax_cudnn._core.planning.split import part
 from jax_cudnn._core.plans.plan import Plan
 from jax_cudnn._core.settings import configure
 
@@ -160,7 +161,7 @@ def check_segments(spec: GraphSpec, segments: Sequence[Any]) -> None:
         return _terms(segment.spec, inputs, table)
 
     operands = [table.setdefault(tensor, len(table)) for tensor in spec.input_tensors]
-    if run(segments, spec, operands, execute) != _terms(spec, operands, table):
+    if in_order(segments, spec, operands, execute) != _terms(spec, operands, table):
         parts = "\n".join(str(segment.spec) for segment in segments)
         raise WrongSegments("the segments compute something else", expected=str(spec), got=parts)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from functools import cached_property
 
 from .dims import Shape
@@ -42,19 +43,23 @@ class Layout:
         self._row_major = self._merges or any(node.row_major for node in nodes)
         self._channels_last = any(node.channels_last for node in nodes)
         self._least_rank = max((node.least_rank for node in nodes), default=0)
+        self.orders = {tensor.name: self.order(tensor) for tensor in spec.tensors}
+        self.slices = self._slices()
+        self.initial = {
+            name: call.node.initial[port]
+            for call in spec.calls
+            for port, name in call.outputs
+            if port in call.node.initial
+        }
+        """The value of the elements of a result that a plan does not write, if there are any."""
 
-    @cached_property
-    def orders(self) -> dict[str, tuple[int, ...]]:
-        """The order of each tensor's dimensions in memory, slowest first.
+    def order(self, tensor: Tensor) -> tuple[int, ...]:
+        """The order of a tensor's dimensions in memory, slowest first; ``orders`` has it by name.
 
         A stated order that differs from the graph's default only in the positions of dimensions of
         size 1 is replaced by the default: cuDNN uses the strides of such dimensions, too (measured
         on an H200 with cuDNN 9.19: it wrote a wrong array for a 3-D weight gradient).
         """
-        return {tensor.name: self.order(tensor) for tensor in self._spec.tensors}
-
-    def order(self, tensor: Tensor) -> tuple[int, ...]:
-        """That of a tensor in the place of one of the graph's."""
         default = tuple(range(len(tensor.shape)))
         if not (self._row_major or self.has_matrices):
             default = _default_order(len(default), self._channels_last)
@@ -96,8 +101,7 @@ class Layout:
             order = (old[0], *range(2, 2 + missing), *old[1:])
         return shape, packed_strides(shape, order)
 
-    @cached_property
-    def slices(self) -> dict[str, list[int]]:
+    def _slices(self) -> dict[str, list[int]]:
         """The strides of results that share the memory of another tensor if a plan permits it."""
         slices = {}
         for call in self._spec.calls:
@@ -112,9 +116,8 @@ class Layout:
         """The tensors that cuDNN sees for one whose node overrides its view, or which a single call
         reads at several ports that must be separate."""
         parts: dict[str, tuple[View, ...]] = {}
-        for call in self._spec.calls:
+        for call, tensors in self._spec.at_ports:
             if type(call.node).views is not Planned.views:
-                tensors = self._spec.at_ports(call)
                 for port, tensor in tensors.items():
                     if tensor.name not in parts and (seen := call.node.views(port, tensors)):
                         parts[tensor.name] = tuple(seen)
@@ -135,16 +138,6 @@ class Layout:
         } | self.parts
 
     @cached_property
-    def initial(self) -> dict[str, float]:
-        """The value of the elements of a result that a plan does not write, if there are any."""
-        return {
-            name: call.node.initial[port]
-            for call in self._spec.calls
-            for port, name in call.outputs
-            if port in call.node.initial
-        }
-
-    @cached_property
     def merged(self) -> tuple[tuple[int, ...], ...] | None:
         """The dimensions merged into each of cuDNN's dimensions, slowest first, if the graph's
         anchor merges them; None if its tensors differ in memory order or rank."""
@@ -158,7 +151,9 @@ class Layout:
                 return None
         sizes = [max(t.shape[axis] for t in arrays) for axis in range(len(order))]
         begins = {
-            axis for call in calls for axis in call.node.begins(self._spec.at_ports(call), order)
+            axis
+            for call, tensors in self._spec.at_ports
+            for axis in call.node.begins(tensors, order)
         }
         if not all(call.node.merges or call.node.ports.is_elementwise for call in calls):
             begins |= {*order}  # attributes that name dimensions, such as a slice's
@@ -221,6 +216,14 @@ class Layout:
             return False
         (shape,) = shapes
         return not shape or len(shape) > 5 or shape[_default_order(len(shape), False)[-1]] == 1
+
+
+def shared(
+    tensors: Iterable[Tensor], orders: Iterable[tuple[int, ...]], default: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Those memory orders in which all tensors lie, by default ``default``."""
+    every = [*tensors]
+    return [order for order in orders if all(lies_so(t, order, default) for t in every)]
 
 
 def lies_so(tensor: Tensor, wanted: tuple[int, ...], default: tuple[int, ...]) -> bool:

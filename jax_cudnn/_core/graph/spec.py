@@ -135,9 +135,13 @@ class GraphSpec:
 
         return Layout(self)
 
-    def at_ports(self, call: Call) -> dict[str, Tensor]:
-        """The tensors at all ports of a call."""
-        return {port: self.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+    @cached_property
+    def at_ports(self) -> tuple[tuple[Call, dict[str, Tensor]], ...]:
+        """The calls, with the tensors at all ports of each."""
+        return tuple(
+            (call, {port: self.tensor(name) for port, name in (*call.inputs, *call.outputs)})
+            for call in self.calls
+        )
 
     @cached_property
     def input_tensors(self) -> tuple[Tensor, ...]:
@@ -231,7 +235,7 @@ class GraphSpec:
             )
             for i, call in enumerate(self.calls)
         )
-        return intern(
+        found = intern(
             GraphSpec(
                 tuple(replace(t, name=new[t.name]) for t in self.tensors),
                 calls,
@@ -241,6 +245,8 @@ class GraphSpec:
                 replace(self.origin, residuals=()),
             )
         )
+        found.__dict__["_canonical"] = found
+        return found
 
     def __str__(self) -> str:
         lines = [f"graph({', '.join(str(t) for t in self.input_tensors)})"]

@@ -28,6 +28,7 @@ from dataclasses import replace
 from .dims import Shape
 from .merging import merged
 from .node import Node
+from .planned import Planned
 from .spec import Call, GraphSpec, Tensor, intern
 
 BITS = 8  # of a byte, along the channels
@@ -76,8 +77,9 @@ def _stretched(spec: GraphSpec) -> dict[str, Shape]:
     """The operands that are broadcast for the node that reads them, and its results that are
     summed."""
     found: dict[str, Shape] = {}
-    for call in spec.calls:
-        tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+    for call, tensors in spec.at_ports:
+        if type(call.node).broadcast_to is Planned.broadcast_to:
+            continue
         shapes = call.node.broadcast_to(tensors)
         others = {n for c in spec.calls for p, n in c.inputs if c is not call or p not in shapes}
         for port, shape in shapes.items():

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..graph.spec import GraphSpec
+from ..graph.spec import GraphSpec, Tensor
 
 
 class _Edge(NamedTuple):
-    """A tensor: the call that makes it (0 for an operand), those that read it, and its bytes."""
+    """A tensor: the call that makes it (0 for an operand), and those that read it."""
 
     maker: int
     users: int
     returned: bool
-    nbytes: int
+    tensor: Tensor
 
 
 class CallSets:
@@ -35,7 +35,7 @@ class CallSets:
                 users[name] |= 1 << i
             makers.update((name, 1 << i) for _, name in call.outputs)
         self._edges = [
-            _Edge(makers[t.name], users[t.name], t.name in spec.outputs, t.nbytes)
+            _Edge(makers[t.name], users[t.name], t.name in spec.outputs, t)
             for t in spec.tensors
             if t.literal is None
         ]
@@ -57,7 +57,7 @@ class CallSets:
         """Bytes that a segment of these calls reads and writes."""
         edges = [self._edges[number] for number in members(_of(self._edges_at, calls))]
         inner = (e.maker & calls and not (e.returned or e.users & ~calls) for e in edges)
-        return sum(e.nbytes for e, within in zip(edges, inner, strict=True) if not within)
+        return sum(e.tensor.nbytes for e, within in zip(edges, inner, strict=True) if not within)
 
     def beside(self, calls: int) -> int:
         """Other calls that make, read or share a tensor with these."""
@@ -129,19 +129,16 @@ class CallSets:
             stage += stage % 2 != bool(ready & foreign)
             stages.update((i, stage) for i in members(ready))
             waiting &= ~ready
-        free = [*members(self.all & ~_union(fixed))]
+        free = members(self.all & ~_union(fixed))
         groups = [*fixed]
         for stage in sorted({stages[i] for i in free}):
             groups += self.connected(_union(1 << i for i in free if stages[i] == stage))
-        return sorted(groups, key=lambda group: (stages[next(members(group))], group & -group))
+        return sorted(groups, key=lambda group: (stages[members(group)[0]], group & -group))
 
 
-def members(calls: int) -> Iterator[int]:
+def members(calls: int) -> list[int]:
     """The positions of the calls in a set."""
-    while calls:
-        lowest = calls & -calls
-        yield lowest.bit_length() - 1
-        calls ^= lowest
+    return [i for i in range(calls.bit_length()) if calls >> i & 1]
 
 
 def _union(sets: Iterable[int]) -> int:

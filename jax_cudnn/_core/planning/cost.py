@@ -6,11 +6,12 @@ It replaces XLA's cost analysis, which sees nothing inside a custom call.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..cuda import CudaDevice
 from ..graph.dtypes import itemsize
-from ..graph.spec import Call, GraphSpec
+from ..graph.spec import Call, GraphSpec, Tensor
 from . import frontend
 from .deviceless.profiles import Profile
 
@@ -48,7 +49,7 @@ def cost(spec: GraphSpec) -> Cost:
     An operand that several nodes read counts once: a fused plan loads it once or finds it in the
     cache. Workspace is not counted, because it depends on the engine.
     """
-    flops = sum(_flops(spec, call) for call in spec.calls)
+    flops = sum(_flops(call, tensors) for call, tensors in spec.at_ports)
     moved = sum(tensor.nbytes for tensor in (*spec.input_tensors, *spec.output_tensors))
     return Cost(flops, moved)
 
@@ -67,7 +68,8 @@ def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None
         return None
     cycles = gpu["multiProcessorCount"] * gpu["smClockRateKHz"] * 1e3
     peak = cycles * _FLOPS_PER_CYCLE.get(int(gpu["deviceVer"]) // 10, 0)
-    work = sum(_flops(spec, c) * _width(spec, c) / 2 for c in spec.calls if c.node.product)
+    products = [(c, tensors) for c, tensors in spec.at_ports if c.node.product]
+    work = sum(_flops(c, tensors) * _width(spec, c) / 2 for c, tensors in products)
     if work and not peak:
         return None
     read = {name for call in spec.calls if not _selects(call) for _, name in call.inputs}
@@ -85,8 +87,8 @@ def _selects(call: Call) -> bool:
     return any(port in call.node.selecting for port, _ in call.inputs)
 
 
-def _flops(spec: GraphSpec, call: Call) -> int:
-    shapes = {port: tensor.shape for port, tensor in spec.at_ports(call).items()}
+def _flops(call: Call, tensors: Mapping[str, Tensor]) -> int:
+    shapes = {port: tensor.shape for port, tensor in tensors.items()}
     return 0 if _selects(call) else call.node.flops(shapes)
 
 

@@ -105,8 +105,8 @@ def _calls(spec: GraphSpec) -> _Found:
         yield "order", "its tensors have different memory orders"
     if not spec.has_anchor:
         yield from _small_intermediates(spec)
-    for call in spec.calls:
-        refused = call.node.refuses(spec.at_ports(call), spec)
+    for call, tensors in spec.at_ports:
+        refused = call.node.refuses(tensors, spec)
         if refused := refused or _broadcasts(spec, call):
             yield call.name, refused
 
@@ -172,7 +172,7 @@ def _structure(spec: GraphSpec) -> _Found:
     sets = CallSets(spec)
     if len(sets.connected(sets.all)) > 1:
         return iter([("graph", "the graph is disconnected")])
-    (*anchors,) = members(sets.anchors)
+    anchors = members(sets.anchors)
     if not anchors:
         return _alike(spec)
     return _side_by_side(spec, sets) if anchors[1:] else _around(spec, sets, *anchors)
@@ -203,6 +203,7 @@ def _side_by_side(spec: GraphSpec, sets: CallSets) -> _Found:
 def _around(spec: GraphSpec, sets: CallSets, place: int) -> _Found:
     anchor = spec.calls[place]
     before, after = sets.before(sets.anchors), sets.after(sets.anchors)
+    behind, beside = members(after), members(sets.all & ~sets.anchors & ~after)
     methods = {call.node.method for call in spec.calls}
     if before and anchor.node.prologue not in (ANY, *methods):
         for i in members(before):
@@ -213,11 +214,11 @@ def _around(spec: GraphSpec, sets: CallSets, place: int) -> _Found:
         for _, name in call.inputs:
             if name in further:
                 yield call.name, f"it reads {further[name]} of {anchor.name}"
-    for i in members(after):
+    for i in behind:
         if _extent(spec, spec.calls[i]) != spec.tensor(anchor.outputs[0][1]).shape:
             what = f"its shape differs from the result of {anchor.name}"
             yield spec.calls[i].name, what
-    for i in members(sets.all & ~sets.anchors & ~after):
+    for i in beside:
         users = sets.users(1 << i)
         allowed = before | sets.anchors if before >> i & 1 else ~(before | sets.anchors)
         free = anchor.node.returns_prologue and before >> i & 1

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..graph.dtypes import FP8
-from ..graph.spec import Call, GraphSpec
+from ..graph.spec import Call, GraphSpec, Tensor
 from . import choice
 from .call_sets import CallSets, members
 from .cost import cost
@@ -132,7 +132,6 @@ def table() -> Mapping[str, Any]:
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
-@functools.lru_cache(maxsize=1024)
 def pattern(spec: GraphSpec) -> str:
     """The main operations of a graph, such as "conv_dgrad depthwise" or "matmul float8 + epilogue".
 
@@ -141,7 +140,9 @@ def pattern(spec: GraphSpec) -> str:
     states operations before and after: "matmul + bias" has only a bias after it; in "prologue of
     int8 + matmul" the graph reads int8 and converts it.
     """
-    hearts = {i: found for i, call in enumerate(spec.calls) if (found := _of_node(spec, call))}
+    read = {*spec.outputs, *_operands(spec.calls)}
+    own = (_of_node(spec, *at, read) for at in spec.at_ports)
+    hearts = {i: found for i, found in enumerate(own) if found}
     anchors = [call for call in spec.calls if call.node.anchor]
     if not anchors:
         # Bound by memory traffic: float32 uses the same kernels as 16-bit floats, and arithmetic
@@ -176,14 +177,12 @@ def _epilogue(spec: GraphSpec, sets: CallSets) -> str:
     return "residual epilogue" if whole else "epilogue"
 
 
-def _of_node(spec: GraphSpec, call: Call) -> str:
+def _of_node(spec: GraphSpec, call: Call, tensors: Mapping[str, Tensor], read: set[str]) -> str:
     """A node's own words; empty for what only accompanies others."""
-    read = {*spec.outputs, *(name for each in spec.calls for _, name in each.inputs)}
-    node = call.node.without([port for port, name in call.outputs if name not in read])
-    ports = {
-        port: replace(tensor, order=spec.layout.orders[tensor.name])
-        for port, tensor in spec.at_ports(call).items()
-    }
+    unread = [port for port, name in call.outputs if name not in read]
+    node = call.node.without(unread) if unread else call.node
+    orders = spec.layout.orders
+    ports = {port: replace(t, order=orders[t.name]) for port, t in tensors.items()}
     words = node.pattern(ports)
     if not (words and node.product):
         return words

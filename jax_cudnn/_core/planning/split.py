@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..graph.spec import GraphSpec
 from .call_sets import CallSets, members
@@ -88,32 +87,18 @@ def for_cudnn(spec: GraphSpec) -> tuple[GraphSpec, ...]:
     return tuple(part(spec, members(g)) for g in groups if not g & sets.leftover) or (spec,)
 
 
-def run(
-    segments: Segments,
-    spec: GraphSpec,
-    operands: Sequence[Any],
-    execute: Callable[..., Sequence[Any]],
-) -> list[Any]:
-    """The outputs of a graph, segment by segment: ``execute(segment, *inputs)`` gives outputs."""
-    values = dict(zip(spec.inputs, operands, strict=True))
-    for segment in segments:
-        results = execute(segment, *(values[name] for name in segment.spec.inputs))
-        values.update(zip(segment.spec.outputs, results, strict=True))
-    return [values[name] for name in spec.outputs]
-
-
 class _Search:
     def __init__(self, spec: GraphSpec, plan_of: Planner) -> None:
-        self._spec, self._plan_of, self._sets = spec, plan_of, CallSets(spec)
-        self._answers: dict[int, ExecutionPlan | Refusal] = {}
+        self._spec, self._plan_of = spec, plan_of
 
     def segments(self) -> Segments:
-        sets = self._sets
-        answer = self._answer(sets.all)
+        answer = self._plan_of(self._spec)
         if not isinstance(answer, Refusal):
             return whole(self._spec, answer)
         if answer.final:
             return whole(self._spec, None, answer.reason)
+        sets = self._sets = CallSets(self._spec)
+        self._answers: dict[int, ExecutionPlan | Refusal] = {sets.all: answer}
         taken: dict[int, ExecutionPlan] = {}
         free = sets.all & ~sets.leftover
         for position in members(sets.anchors):

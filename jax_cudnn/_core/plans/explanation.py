@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from ..planning.deviceless import profiles
 
 if TYPE_CHECKING:
     from ..cuda import CudaDevice
-    from ..graph.spec import Call, GraphSpec
+    from ..graph.spec import Call, Tensor
     from ..planning.deviceless.profiles import Profile
     from ..planning.planned_graph import PlannedGraph, PlannedSegment
 
@@ -118,12 +118,10 @@ def _segment(segment: PlannedSegment, site: Profile | CudaDevice | None) -> dict
         "flops": cost(spec).flops,
         "roofline_seconds": roofline(spec, site),
         "reason": segment.reason,
-        "advice": [advice for call in spec.calls if (advice := _advice(spec, call))],
+        "advice": [advice for at in spec.at_ports if (advice := _advice(*at))],
     }
 
 
-def _advice(spec: GraphSpec, call: Call) -> str:
-    found = call.node.advice(
-        {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
-    )
+def _advice(call: Call, tensors: Mapping[str, Tensor]) -> str:
+    found = call.node.advice(tensors)
     return found and f"{call.name}: {found}"

@@ -11,7 +11,8 @@ from helpers import spec_of
 
 import jax_cudnn as jc
 from jax_cudnn._core.graph.reference import evaluate
-from jax_cudnn._core.planning.split import Refusal, run, search
+from jax_cudnn._core.lowering import in_order
+from jax_cudnn._core.planning.split import Refusal, search
 
 POOL = {"window": [3, 3], "pre_padding": [1, 1], "post_padding": [1, 1]}
 IMAGE, WEIGHT = (2, 8, 6, 6), (8, 8, 3, 3)
@@ -85,7 +86,7 @@ def test_segments_in_order_compute_what_the_whole_graph_computes(seed):
     assert sorted(of_cudnn) == [c.name for c in spec.calls if c.node.anchor]
     draw = np.random.default_rng(seed).standard_normal
     operands = [jnp.asarray(draw(t.shape), t.dtype) for t in spec.input_tensors]
-    got = run(segments, spec, operands, lambda part, *inputs: evaluate(part.spec, *inputs))
+    got = in_order(segments, spec, operands, lambda part, *inputs: evaluate(part.spec, *inputs))
     for a, b in zip(got, evaluate(spec, *operands), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
