@@ -15,10 +15,10 @@ from . import compat, context, tuning
 from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, JobError, PlanningError
-from .graph.spec import GraphSpec
+from .graph.spec import FLOAT64, GraphSpec
 from .implementation import AUTO, CUDNN
 from .job import agreement
-from .planning import limits, placement, planner, progress
+from .planning import placement, planner, progress
 from .planning.deviceless.profiles import Profile
 from .planning.placement import Site
 from .planning.planned_graph import Measured, PlannedGraph, Segments
@@ -34,8 +34,8 @@ def of_lowering(ctx: Any, spec: GraphSpec, name: str) -> PlannedGraph:
 
     Raises what :func:`place` raises; GraphError for symbolic dimensions, TargetError without a GPU.
     """
-    name = spec.origin.titled(name)
-    if placement.xla_only(spec):
+    name += spec.origin.suffix
+    if spec.xla_only:
         return by_xla(spec, name)
     if not spec.is_static:
         raise GraphError(
@@ -63,7 +63,7 @@ def place(spec: GraphSpec, site: Site, name: str, devices: Sequence[Device] = ()
         PlanningError: planning failed for a reason that may pass, and XLA may not run the graph.
         JobError: another process decides, and its decision has not arrived.
     """
-    if placement.xla_only(spec):
+    if spec.xla_only:
         return by_xla(spec, name, site)
     progress.count_shapes(spec, name)
     measured: tuple[Measured, ...] = ()
@@ -83,10 +83,10 @@ def place(spec: GraphSpec, site: Site, name: str, devices: Sequence[Device] = ()
 
 def by_xla(spec: GraphSpec, name: str, site: Site | None = None) -> PlannedGraph:
     """The plan of a graph that XLA runs on every GPU."""
-    segments = whole(spec, None, reason := placement.xla_only(spec))
-    if reason == limits.FLOAT64:
+    segments = whole(spec, None, reason := spec.xla_only)
+    if reason == FLOAT64:
         placement.check_determinism(spec, segments, name)
-    titled, implementation = spec.origin.titled(name), spec.options.implementation or AUTO
+    titled, implementation = name + spec.origin.suffix, spec.options.implementation or AUTO
     gpu = "any GPU" if site is None else placement.model(site)[0]
     plan = PlannedGraph(titled, gpu, implementation, spec, segments, site)
     _tell(plan)

@@ -86,7 +86,7 @@ def outputs_and_workspace(
     register(target)
     sent, wide = wire(spec), widened(spec)
     operands = tuple(
-        _sent(x, t, wired)
+        x if wired is t else _sent(x, t, wired)
         for x, t, wired in zip(operands, wide.input_tensors, sent.input_tensors, strict=True)
     )
     results = [
@@ -113,7 +113,7 @@ def outputs_and_workspace(
     )(*operands, *followed, **plan.attributes(name, [*itertools.chain(*begun)]))
     own = outputs[: len(spec.outputs)]  # the rest is unused
     given = zip(own, sent.output_tensors, wide.output_tensors, strict=False)
-    return [_given(y, wired, t) for y, wired, t in given], used
+    return [y if wired is t else _given(y, wired, t) for y, wired, t in given], used
 
 
 def _word(value: float, dtype: Any) -> int:
@@ -124,8 +124,6 @@ def _word(value: float, dtype: Any) -> int:
 
 def _sent(x: jax.Array, tensor: Tensor, wired: Tensor) -> jax.Array:
     """What a plan reads for a tensor of the graph, see graph/wire.py."""
-    if wired is tensor:
-        return x
     if is_reread(tensor, wired):
         x = reread(jnp.broadcast_to(x, tensor.shape), tensor, wired)
     shape, dtype = stored(wired)
@@ -135,8 +133,6 @@ def _sent(x: jax.Array, tensor: Tensor, wired: Tensor) -> jax.Array:
 def _given(x: jax.Array, wired: Tensor, tensor: Tensor) -> jax.Array:
     """What a plan has written for a tensor of the graph: added up where that has one element, and a
     boolean again, see graph/wire.py."""
-    if wired is tensor:
-        return x
     x = reread(x, wired, tensor) if is_reread(tensor, wired) else x
     pairs = zip(x.shape, tensor.shape, strict=True)
     axes = tuple(i for i, (own, wanted) in enumerate(pairs) if own != wanted)

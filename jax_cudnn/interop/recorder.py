@@ -242,7 +242,8 @@ class Recorder(Inferring):
         attributes.pop("compute_data_type", None)
         try:
             made = paged_node(attributes, [port for port, x in given.items() if x is not None])
-            self._append(made, {port: self._lift(x, port, 4, False) for port, x in given.items()})
+            beside = [x._state for x in given.values() if isinstance(x, GraphTensor)]
+            self._append(made, {port: self._lift(x, port, beside) for port, x in given.items()})
         except JaxCudnnError as error:
             error.summary, error.where = f"g.sdpa: {error.summary}", error.where or user_line()
             raise

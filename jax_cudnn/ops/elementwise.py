@@ -89,9 +89,6 @@ class Pointwise(Node):
             dtype = "bool" if self.result == "bool" else "float32"
         return {output: (shape, dtype)}
 
-    def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
-        return "bool" if self.dtypes == ("bool",) else "float32"
-
     def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
         """``t`` times the derivative of the result with respect to one operand; None if that is 0.
 

@@ -91,7 +91,7 @@ def fused(g, a, b, bias, residual):
 
 
 def spec_of(function, *avals):
-    return wire(function.trace(*avals)[1].spec.for_planning())
+    return wire(function.trace(*avals)[1].spec.for_planning)
 
 
 def test_cudnn_sees_one_batch_dimension():

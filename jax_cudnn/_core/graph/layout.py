@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 
 from .dims import Shape
@@ -43,8 +43,14 @@ class Layout:
         self._row_major = self._merges or any(node.row_major for node in nodes)
         self._channels_last = any(node.channels_last for node in nodes)
         self._least_rank = max((node.least_rank for node in nodes), default=0)
+        # It computes the same under other dims: it has only pointwise operations and reductions,
+        # in the memory order of those dims.
+        self._has_free_rank = all(node.ports.is_elementwise for node in nodes) and all(
+            tensor.order is None for tensor in spec.tensors
+        )
         self.orders = {tensor.name: self.order(tensor) for tensor in spec.tensors}
         self.slices = self._slices()
+        self.parts = self._parts()
         self.initial = {
             name: call.node.initial[port]
             for call in spec.calls
@@ -111,22 +117,24 @@ class Layout:
                     slices[call.outputs[0][1]] = strides
         return slices
 
-    @cached_property
-    def parts(self) -> dict[str, tuple[View, ...]]:
+    def _parts(self) -> dict[str, tuple[View, ...]]:
         """The tensors that cuDNN sees for one whose node overrides its view, or which a single call
         reads at several ports that must be separate."""
         parts: dict[str, tuple[View, ...]] = {}
-        for call, tensors in self._spec.at_ports:
+        for call in self._spec.calls:
             if type(call.node).views is not Planned.views:
+                ports = (*call.inputs, *call.outputs)
+                tensors = {port: self._spec.tensor(name) for port, name in ports}
                 for port, tensor in tensors.items():
                     if tensor.name not in parts and (seen := call.node.views(port, tensors)):
                         parts[tensor.name] = tuple(seen)
         for name in self._spec.inputs:
-            ports = [(c.node, port) for c in self._spec.calls for port, n in c.inputs if n == name]
-            alone = len({id(node) for node, _ in ports}) == 1
-            if name not in parts and len(ports) > 1 and alone and ports[0][0].apart:
-                dims, strides = self.views[name]
-                parts[name] = tuple(View(port, dims, tuple(strides)) for _, port in ports)
+            readers = [c for c in self._spec.calls if any(n == name for _, n in c.inputs)]
+            if name not in parts and len(readers) == 1 and readers[0].node.apart:
+                ports = [port for port, n in readers[0].inputs if n == name]
+                if len(ports) > 1:
+                    dims, strides = self.views[name]
+                    parts[name] = tuple(View(port, dims, tuple(strides)) for port in ports)
         return parts
 
     @cached_property
@@ -200,14 +208,6 @@ class Layout:
         return shape, packed_strides(shape, order)
 
     @cached_property
-    def _has_free_rank(self) -> bool:
-        """Whether a graph computes the same under other dims: it has only pointwise operations and
-        reductions, in the memory order of those dims."""
-        return all(call.node.ports.is_elementwise for call in self._spec.calls) and all(
-            tensor.order is None for tensor in self._spec.tensors
-        )
-
-    @cached_property
     def _is_flat(self) -> bool:
         """Whether cuDNN sees a pointwise graph as vectors: if all shapes are equal and have a
         single channel, or more than five dimensions, which no engine takes."""
@@ -219,11 +219,10 @@ class Layout:
 
 
 def shared(
-    tensors: Iterable[Tensor], orders: Iterable[tuple[int, ...]], default: tuple[int, ...]
+    tensors: Collection[Tensor], orders: Iterable[tuple[int, ...]], default: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
     """Those memory orders in which all tensors lie, by default ``default``."""
-    every = [*tensors]
-    return [order for order in orders if all(lies_so(t, order, default) for t in every)]
+    return [order for order in orders if all(lies_so(t, order, default) for t in tensors)]
 
 
 def lies_so(tensor: Tensor, wanted: tuple[int, ...], default: tuple[int, ...]) -> bool:

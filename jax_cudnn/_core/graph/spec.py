@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from ..implementation import CUDNN, XLA
 from .dims import Shape
 from .dtypes import itemsize
 from .node import Node
@@ -59,6 +59,7 @@ class Call:
     outputs: tuple[tuple[str, str], ...]
 
 
+FLOAT64 = "cuDNN has no engine for float64"
 FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
 
 
@@ -78,9 +79,10 @@ class Origin:
     family: tuple[GraphSpec, ...] = ()
     engine: str = ""
 
-    def titled(self, name: str) -> str:
-        """A graph function's name, with the role of the derived graph."""
-        return name if self.role in ("", FORWARD) else f"{name} ({self.role})"
+    @cached_property
+    def suffix(self) -> str:
+        """What follows a graph function's name: the role of the derived graph."""
+        return "" if self.role in ("", FORWARD) else f" ({self.role})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +153,11 @@ class GraphSpec:
     def output_tensors(self) -> tuple[Tensor, ...]:
         return tuple(self.tensor(name) for name in self.outputs)
 
+    @property
+    def nbytes(self) -> int:
+        """Of its operands and results."""
+        return sum(tensor.nbytes for tensor in (*self.input_tensors, *self.output_tensors))
+
     @cached_property
     def constants(self) -> tuple[Tensor, ...]:
         return tuple(t for t in self.tensors if t.literal is not None)
@@ -159,6 +166,16 @@ class GraphSpec:
     def is_empty(self) -> bool:
         """Whether some tensor has no elements: cuDNN runs no such graph."""
         return any(isinstance(s, int) and s == 0 for t in self.tensors for s in t.shape)
+
+    @cached_property
+    def xla_only(self) -> str:
+        """Why XLA runs the graph on every GPU, so that there is nothing to plan; else empty."""
+        if self.is_empty:
+            return "cuDNN takes no empty tensors"
+        if self.options.implementation == XLA:
+            return "implementation='xla'"
+        may_refuse = self.options.implementation == CUDNN or self.options.engine is not None
+        return FLOAT64 if self.has_float64 and not may_refuse else ""
 
     @cached_property
     def has_float32_product(self) -> bool:
@@ -198,17 +215,13 @@ class GraphSpec:
         """Whether every dimension is a number (symbolic export has dimension expressions)."""
         return all(isinstance(size, int) for t in self.tensors for size in t.shape)
 
+    @cached_property
     def for_planning(self) -> GraphSpec:
         """The graph without its implementation and origin, on which cuDNN's plan does not
         depend."""
         if self.options.implementation is None and self.origin == Origin():
             return self
-        return self._for_planning
-
-    @cached_property
-    def _for_planning(self) -> GraphSpec:
-        options = replace(self.options, implementation=None)
-        return intern(replace(self, options=options, origin=Origin()))
+        return replace(self, options=replace(self.options, implementation=None), origin=Origin())
 
     def unvalued(self) -> GraphSpec:
         """The graph with all by-value constants set to 0: a plan reads them when it runs."""
@@ -280,7 +293,7 @@ class GraphSpec:
         return f"{' '.join(call.node.method for call in self.calls)}: {' -> '.join(sides)}"
 
 
-@functools.lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def intern(spec: GraphSpec) -> GraphSpec:
     """One object for equal specs, so that later comparisons are by identity."""
     return spec

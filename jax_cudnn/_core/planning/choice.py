@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import GraphError
-from ..graph.node import Node
 from ..graph.options import HEURISTICS
 from ..graph.spec import GraphSpec
 from ..reasons import Kind, Reason
@@ -78,11 +77,6 @@ def order(spec: GraphSpec, candidates: Sequence[tuple[int, Mapping[str, int]]]) 
         return engine in node.slow, node.rank(engine, knobs, tensors)
 
     return sorted(range(len(candidates)), key=rank)
-
-
-def slow(spec: GraphSpec, engine: int) -> Node | None:
-    """The anchor for which an engine is measured to be slower than XLA."""
-    return next((c.node for c in spec.calls if c.node.anchor and engine in c.node.slow), None)
 
 
 def _filters(spec: GraphSpec) -> dict[str, tuple[str, ...]]:

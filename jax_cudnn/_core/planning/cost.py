@@ -49,9 +49,7 @@ def cost(spec: GraphSpec) -> Cost:
     An operand that several nodes read counts once: a fused plan loads it once or finds it in the
     cache. Workspace is not counted, because it depends on the engine.
     """
-    flops = sum(_flops(call, tensors) for call, tensors in spec.at_ports)
-    moved = sum(tensor.nbytes for tensor in (*spec.input_tensors, *spec.output_tensors))
-    return Cost(flops, moved)
+    return Cost(sum([_flops(call, tensors) for call, tensors in spec.at_ports]), spec.nbytes)
 
 
 def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from ..graph.dims import Shape
 from ..graph.merging import is_split
 from ..graph.planned import ANY, NUMBERS_ONLY, ROWS_AND_CHANNELS
-from ..graph.spec import Call, GraphSpec
+from ..graph.spec import FLOAT64, Call, GraphSpec
 from ..reasons import Kind, Reason, Reasons
 from .call_sets import CallSets, members
 
@@ -34,7 +34,6 @@ _MERGED = (
     "cuDNN sees the dimensions of its batch, rows, columns and sum as one each, and those of some "
     "tensor in this graph do not merge so (some are broadcast, or not contiguous)"
 )
-FLOAT64 = "cuDNN has no engine for float64"
 _Found = Iterator[tuple[str, str | Reason]]
 
 
@@ -105,8 +104,8 @@ def _calls(spec: GraphSpec) -> _Found:
         yield "order", "its tensors have different memory orders"
     if not spec.has_anchor:
         yield from _small_intermediates(spec)
-    for call, tensors in spec.at_ports:
-        refused = call.node.refuses(tensors, spec)
+    refusals = [call.node.refuses(tensors, spec) for call, tensors in spec.at_ports]
+    for call, refused in zip(spec.calls, refusals, strict=True):
         if refused := refused or _broadcasts(spec, call):
             yield call.name, refused
 

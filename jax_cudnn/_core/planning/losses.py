@@ -18,7 +18,6 @@ from typing import Any
 
 from ..graph.dtypes import FP8
 from ..graph.spec import Call, GraphSpec, Tensor
-from . import choice
 from .call_sets import CallSets, members
 from .cost import cost
 from .execution_plan import ExecutionPlan
@@ -106,7 +105,8 @@ def slow(spec: GraphSpec, plan: ExecutionPlan, sm_version: int) -> str:
     """Why XLA is faster than the best remaining engine for a graph; "" if no measurement says so,
     and wherever :func:`loss` is None."""
     measured = table().get(str(sm_version))
-    node = choice.slow(spec, plan.engine_id)
+    anchors = [call.node for call in spec.calls if call.node.anchor]
+    node = next((node for node in anchors if plan.engine_id in node.slow), None)
     if measured is None or node is None or not _may_be_xlas(spec):
         return ""
     return (
@@ -140,9 +140,12 @@ def pattern(spec: GraphSpec) -> str:
     states operations before and after: "matmul + bias" has only a bias after it; in "prologue of
     int8 + matmul" the graph reads int8 and converts it.
     """
-    read = {*spec.outputs, *_operands(spec.calls)}
-    own = (_of_node(spec, *at, read) for at in spec.at_ports)
-    hearts = {i: found for i, found in enumerate(own) if found}
+    orders, at_ports = spec.layout.orders, spec.at_ports
+    hearts, read = {}, {*spec.outputs, *_operands(spec.calls)}
+    for i, (call, tensors) in enumerate(at_ports):
+        ports = {port: replace(t, order=orders[t.name]) for port, t in tensors.items()}
+        if words := _of_node(spec, call, ports, read):
+            hearts[i] = words
     anchors = [call for call in spec.calls if call.node.anchor]
     if not anchors:
         # Bound by memory traffic: float32 uses the same kernels as 16-bit floats, and arithmetic
@@ -177,12 +180,10 @@ def _epilogue(spec: GraphSpec, sets: CallSets) -> str:
     return "residual epilogue" if whole else "epilogue"
 
 
-def _of_node(spec: GraphSpec, call: Call, tensors: Mapping[str, Tensor], read: set[str]) -> str:
+def _of_node(spec: GraphSpec, call: Call, ports: Mapping[str, Tensor], read: set[str]) -> str:
     """A node's own words; empty for what only accompanies others."""
     unread = [port for port, name in call.outputs if name not in read]
     node = call.node.without(unread) if unread else call.node
-    orders = spec.layout.orders
-    ports = {port: replace(t, order=orders[t.name]) for port, t in tensors.items()}
     words = node.pattern(ports)
     if not (words and node.product):
         return words

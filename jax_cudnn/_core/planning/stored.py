@@ -47,7 +47,9 @@ Rows = tuple[tuple[tuple[int, ...], bool, str], ...]
 
 def key_text(kind: str, spec: GraphSpec, identity: str, *more: str) -> str:
     """The key of a canonical graph, from which the graph can be read."""
-    return "\n".join([f"{kind} {_FORMAT}", json.dumps(record.encoded(spec)), identity, *more])
+    if "text" not in spec._cache:  # a graph that may be cut has two keys
+        spec._cache["text"] = json.dumps(record.encoded(spec))
+    return "\n".join([f"{kind} {_FORMAT}", spec._cache["text"], identity, *more])
 
 
 def check_entry(content: Content) -> None:
@@ -142,7 +144,7 @@ def segments_of(rows: list[dict[str, Any]], spec: GraphSpec, identity: str = "")
         calls, plan = tuple(row["calls"]), row["plan"]
         piece = part(spec, calls)
         if plan is not None:
-            plan = plan_of(plan, wire(piece.for_planning()), identity)
+            plan = plan_of(plan, wire(piece.for_planning), identity)
         found.append(checked(PlannedSegment(piece, calls, plan, row["reason"])))
     return tuple(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from ..planning.deviceless import profiles
 
 if TYPE_CHECKING:
     from ..cuda import CudaDevice
-    from ..graph.spec import Call, Tensor
     from ..planning.deviceless.profiles import Profile
     from ..planning.planned_graph import PlannedGraph, PlannedSegment
 
@@ -118,10 +117,9 @@ def _segment(segment: PlannedSegment, site: Profile | CudaDevice | None) -> dict
         "flops": cost(spec).flops,
         "roofline_seconds": roofline(spec, site),
         "reason": segment.reason,
-        "advice": [advice for at in spec.at_ports if (advice := _advice(*at))],
+        "advice": [
+            f"{call.name}: {found}"
+            for call, tensors in spec.at_ports
+            if (found := call.node.advice(tensors))
+        ],
     }
-
-
-def _advice(call: Call, tensors: Mapping[str, Tensor]) -> str:
-    found = call.node.advice(tensors)
-    return found and f"{call.name}: {found}"
