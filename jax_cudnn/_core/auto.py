@@ -15,10 +15,10 @@ from . import compat, context, tuning
 from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, JobError, PlanningError
-from .graph.spec import GraphSpec
+from .graph.spec import FLOAT64, GraphSpec
 from .implementation import AUTO, CUDNN
 from .job import agreement
-from .planning import limits, placement, planner, progress
+from .planning import placement, planner, progress
 from .planning.deviceless.profiles import Profile
 from .planning.placement import Site
 from .planning.planned_graph import Measured, PlannedGraph, Segments
@@ -34,8 +34,8 @@ def of_lowering(ctx: Any, spec: GraphSpec, name: str) -> PlannedGraph:
 
     Raises what :func:`place` raises; GraphError for symbolic dimensions, TargetError without a GPU.
     """
-    name = spec.origin.titled(name)
-    if placement.xla_only(spec):
+    name += spec.origin.suffix
+    if spec.xla_only:
         return place(spec, None, name)
     if not spec.is_static:
         raise GraphError(
@@ -67,10 +67,9 @@ def place(
     """
     measured: tuple[Measured, ...] = ()
     gpu = "any GPU" if site is None else getattr(site, "name", "this GPU")
-    reason = placement.xla_only(spec)
-    if site is None or reason:
-        segments = whole(spec, None, reason)
-        if reason == limits.FLOAT64:
+    if site is None or spec.xla_only:
+        segments = whole(spec, None, spec.xla_only)
+        if spec.xla_only == FLOAT64:
             placement.check_determinism(spec, segments, name)
         if site is not None:
             gpu = placement.model(site)[0]
@@ -144,7 +143,7 @@ def _decided(
     # Nothing here may fail before the other processes learn of it: versions are read later.
     canonical = spec.canonical()
     gpu = site.name if isinstance(site, Profile) else devices[0].device_kind
-    key, timeout = repr((canonical._key(), gpu)), settings().job_timeout
+    key, timeout = repr((canonical._key, gpu)), settings().job_timeout
     record = agreement.agreed(key, devices, make, name=name, identity=identity, timeout=timeout)
     try:
         measured = tuple(Measured(**way) for way in record["measured"])

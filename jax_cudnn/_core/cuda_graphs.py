@@ -17,7 +17,6 @@ import numpy as np
 from . import execution, ffi
 from .compat import Device
 from .errors import GraphError, GraphTypeError, LibraryError, UnsupportedGraphError
-from .graph import layout
 from .graph.bounds import has_bounds
 from .graph.merging import is_reread
 from .graph.spec import Tensor
@@ -182,11 +181,7 @@ def _check(plan: PlannedGraph) -> None:
             for t, s in edge
             if stored(s) != (s.shape if is_reread(t, s) else t.shape, t.dtype)
         ),
-        *(
-            f"{t.name} is initialised"
-            for t in sent.output_tensors
-            if layout.initial(sent, t) is not None
-        ),
+        *(f"{t.name} is initialised" for t in sent.output_tensors if t.name in sent.layout.initial),
         *(f"{name} is dropped" for name in sent.outputs[len(spec.outputs) :]),
     ]
     if around:
@@ -217,7 +212,7 @@ def _pointers(
 def _pointer(plan: PlannedGraph, tensor: Tensor, array: Any, device: Device) -> int:
     if _is_address(array):
         return int(array)
-    order = layout.major_to_minor(wire(plan.spec), tensor)
+    order = wire(plan.spec).layout.order(tensor)
     got = _order(array) if isinstance(array, jax.Array) else None
     fits = got is not None and (array.shape, array.dtype.name) == (tensor.shape, tensor.dtype)
     if not fits or _strided(tensor.shape, got) != _strided(tensor.shape, order):

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .errors import LibraryError
-from .graph import layout
 from .graph.merging import is_reread, reread, widened
 from .graph.spec import GraphSpec, Tensor
 from .graph.wire import stored, wire
@@ -88,7 +87,7 @@ def outputs_and_workspace(
     register(target)
     sent, wide = wire(spec), widened(spec)
     operands = tuple(
-        _sent(x, t, wired)
+        x if wired is t else _sent(x, t, wired)
         for x, t, wired in zip(operands, wide.input_tensors, sent.input_tensors, strict=True)
     )
     results = [
@@ -99,11 +98,11 @@ def outputs_and_workspace(
     begun = [  # results that the plan writes a part of, and what the other parts hold
         (i, _word(value, result.dtype))
         for i, (t, result) in enumerate(zip(sent.output_tensors, results, strict=True))
-        if (value := layout.initial(sent, t)) is not None
+        if (value := sent.layout.initial.get(t.name)) is not None
     ]
     followed = () if after is None else (after,)
-    layouts_in = [layout.major_to_minor(sent, t) for t in sent.input_tensors]
-    layouts_out = [layout.major_to_minor(sent, t) for t in sent.output_tensors]
+    layouts_in = [sent.layout.orders[name] for name in sent.inputs]
+    layouts_out = [sent.layout.orders[name] for name in sent.outputs]
     flat = (0,)
     workspace = jax.ShapeDtypeStruct((max(1, plan.workspace_bytes),), jnp.uint8)
     *outputs, used = jax.ffi.ffi_call(
@@ -115,7 +114,7 @@ def outputs_and_workspace(
     )(*operands, *followed, **attributes(plan, name, [*itertools.chain(*begun)]))
     own = outputs[: len(spec.outputs)]  # the rest is unused
     given = zip(own, sent.output_tensors, wide.output_tensors, strict=False)
-    return [_given(y, wired, t) for y, wired, t in given], used
+    return [y if wired is t else _given(y, wired, t) for y, wired, t in given], used
 
 
 def attributes(plan: ExecutionPlan, name: str, initial: Sequence[int] = ()) -> dict[str, Any]:

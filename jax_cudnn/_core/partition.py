@@ -95,9 +95,7 @@ cache, which sees only it, cannot serve the program of another graph."""
 
 def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     """The custom call in place of a graph, or its reference where XLA runs it anyway."""
-    from .planning.placement import xla_only
-
-    titled, by_xla = title(spec=spec, name=name), xla_only(spec)
+    titled, by_xla = title(spec=spec, name=name), spec.xla_only
     mesh = compat.partitioning_mesh(ctx)
     if spec.is_static and compat.is_explicit(ctx, mesh):
         given, made = ([x.sharding.spec for x in avals] for avals in (ctx.avals_in, ctx.avals_out))
@@ -118,7 +116,7 @@ def lower(ctx: Any, *operands: Any, spec: GraphSpec, name: str) -> Any:
     values, settings = compat.settings_of_thread()
     # What XLA gathers, or moves, is the array in its own order: once for all calls that read it.
     operands, turns = zip(*map(_untransposed, operands), strict=True) if operands else ((), ())
-    said = repr((spec._key(), name, turns, where, values, fingerprint(), jax.__version__))
+    said = repr((spec._key, name, turns, where, values, fingerprint(), jax.__version__))
     seen = observer.get()
     if seen is not None:  # XLA partitions it anew, whatever JAX's cache holds
         seen.setdefault((spec, name), [])

@@ -18,7 +18,6 @@ import numpy as np
 from . import agreement, compat, ffi, lowering
 from .compat import Device
 from .cuda import CudaDevice
-from .graph import layout
 from .graph.bounds import bounded
 from .graph.reference import evaluate
 from .graph.spec import GraphSpec
@@ -86,7 +85,7 @@ class Bench:
         if (self._runs + 2) * made > self._room:  # with the reference's
             raise MemoryError
         # Arrays lie as a plan wants them, as those of a model do: XLA copies none for any way.
-        self._in, self._out = ([layout.major_to_minor(spec, t) for t in side] for side in sides)
+        self._in, self._out = ([spec.layout.orders[t.name] for t in side] for side in sides)
         self._pool, self._one = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(1)
         arrays = zip(operands(spec), self._in, strict=True)
         self._operands = [jax.device_put(x.transpose(order), device) for x, order in arrays]

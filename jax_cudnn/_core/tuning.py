@@ -85,7 +85,7 @@ def outcome(
     shipped measurements decide."""
     if not may_measure(spec):
         return None
-    canonical = spec.for_planning().canonical()
+    canonical = spec.for_planning.canonical()
     data = measurement(canonical, site, name)
     if data is None:
         return None

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .._core.graph import layout
-from .._core.graph.dims import Shape
 from .._core.graph.dtypes import is_floating
+from .._core.graph.layout import lies_so
 from .._core.graph.spec import GraphSpec, Tensor, intern
 
 
@@ -40,18 +39,9 @@ def with_usual_orders(spec: GraphSpec) -> GraphSpec:
     if all(tensor.order is None for tensor in spec.tensors):
         return spec
     silent = tuple(replace(tensor, order=None) for tensor in spec.tensors)
-    usual = replace(spec, tensors=silent)
-
-    def said(tensor: Tensor) -> tuple[int, ...] | None:
-        same = tensor.order is None or _apparent(tensor.shape, tensor.order) == _apparent(
-            tensor.shape, layout.major_to_minor(usual, replace(tensor, order=None))
-        )
-        return None if same else tensor.order
-
-    tensors = tuple(replace(tensor, order=said(tensor)) for tensor in spec.tensors)
-    return intern(replace(spec, tensors=tensors))
-
-
-def _apparent(shape: Shape, order: tuple[int, ...]) -> list[int]:
-    """The order of those dimensions that have more than one element."""
-    return [axis for axis in order if shape[axis] != 1]
+    usual = replace(spec, tensors=silent).layout.orders
+    tensors = (
+        replace(tensor, order=None) if lies_so(tensor, order, order) else tensor
+        for tensor, order in zip(spec.tensors, usual.values(), strict=True)
+    )
+    return intern(replace(spec, tensors=tuple(tensors)))

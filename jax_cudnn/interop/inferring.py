@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +29,8 @@ class Inferring(GraphBuilder):
         self._computes: dict[str, str] = {}  # calls and their stated compute types
         self._integers: set[str] = set()  # constants that were written as integers
 
-    def _lift(
-        self, value: Any, port: str, rank: int, integral: bool, kind: str = "float32"
-    ) -> Tensor:
-        lifted = super()._lift(value, port, rank, integral, kind)
+    def _lift(self, value: Any, port: str, beside: Sequence[Any]) -> Tensor:
+        lifted = super()._lift(value, port, beside)
         if isinstance(value, int):
             self._integers.add(lifted.name)
         return lifted

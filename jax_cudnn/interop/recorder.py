@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from .._core.errors import GraphError, JaxCudnnError
-from .._core.graph import layout
 from .._core.graph.calls import signature
-from .._core.graph.dims import integers, packed_strides
+from .._core.graph.dims import integers
 from .._core.graph.dtypes import INTEGERS, WORDS
+from .._core.graph.layout import packed_strides
 from .._core.graph.node import REGISTRY
 from .._core.graph.options import Options, Surroundings
 from .._core.graph.source import user_line
@@ -191,7 +191,7 @@ class Recorder(Inferring):
         """A tensor's strides: as cuDNN sees them once the graph is complete, else as stated."""
         order = tensor._state.order
         if self.spec is not None and tensor.name in {t.name for t in self.spec.tensors}:
-            order = layout.major_to_minor(self.spec, self.spec.tensor(tensor.name))
+            order = self.spec.layout.orders[tensor.name]
         return packed_strides(tensor.shape, order or tuple(range(tensor.ndim)))
 
     # -- operations -----------------------------------------------------------------------------
@@ -242,7 +242,8 @@ class Recorder(Inferring):
         attributes.pop("compute_data_type", None)
         try:
             made = paged_node(attributes, [port for port, x in given.items() if x is not None])
-            self._append(made, {port: self._lift(x, port, 4, False) for port, x in given.items()})
+            beside = [x._state for x in given.values() if isinstance(x, GraphTensor)]
+            self._append(made, {port: self._lift(x, port, beside) for port, x in given.items()})
         except JaxCudnnError as error:
             error.summary, error.where = f"g.sdpa: {error.summary}", error.where or user_line()
             raise

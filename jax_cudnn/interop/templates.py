@@ -12,8 +12,9 @@ import numpy as np
 from jax.core import Tracer
 
 from .._core.errors import GraphError, GraphTypeError
-from .._core.graph.dims import Shape, order_of_strides
+from .._core.graph.dims import Shape
 from .._core.graph.dtypes import WORDS, canonical, canonical_compute, itemsize
+from .._core.graph.layout import order_of_strides
 from .._core.graph.node import float32_range
 from .._core.graph.spec import Tensor
 from .._core.graph.tensor import GraphTensor

@@ -10,8 +10,9 @@ import jax
 
 from .._core.errors import GraphError
 from .._core.graph.builder import register
-from .._core.graph.dims import Shape, packed_strides
+from .._core.graph.dims import Shape
 from .._core.graph.example import Example
+from .._core.graph.layout import packed_strides
 from .._core.graph.node import Node, OtherForm, frozen
 from .._core.reasons import Kind, Reason
 from . import attention_extras as extras

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from .._core.errors import GraphError
-from .._core.graph.dims import Shape, packed_strides
+from .._core.graph.dims import Shape
+from .._core.graph.layout import packed_strides
 from .._core.graph.node import Node, View, frozen
 from .._core.reasons import Reason
 from .attention_operands import computed

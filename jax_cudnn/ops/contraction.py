@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.dims import Dims, Shape, packed_strides
+from .._core.graph.dims import Dims, Shape
+from .._core.graph.layout import packed_strides
 from .._core.graph.node import LEAD, Node, frozen
+from .._core.graph.promotion import computed
 from .matrix import Matmul
 from .products import alike
 
@@ -125,7 +127,8 @@ def contracted(
             x.set_stride(packed_strides(x.shape, order))
     rows, columns = a.ndim - batched - depth, b.ndim - batched - depth
     node = Contraction(batched=batched, rows=rows, depth=depth, columns=columns)
-    return g._computed(node, g._options.compute_data_type, {"A": a._state, "B": b._state})
+    inputs = {"A": a._state, "B": b._state}
+    return g._append(computed(node, g._options.compute_data_type, inputs), inputs)
 
 
 @functools.cache

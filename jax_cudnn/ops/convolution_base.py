@@ -14,7 +14,6 @@ from .._core.errors import GraphError
 from .._core.graph.dims import Shape, integers
 from .._core.graph.dtypes import FLOATS, FP8, PRODUCTS
 from .._core.graph.node import Node, frozen
-from .._core.graph.promotion import product_compute
 from .._core.reasons import Kind, Reason
 from .convolution_order import in_mixed_orders
 from .folds import grown
@@ -109,9 +108,6 @@ class Convolution(Node):
                 return (8,)
             made.update(name for _, name in call.outputs)
         return ()
-
-    def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
-        return product_compute(inputs)
 
     def is_linear(self, ports: Collection[str]) -> bool:
         return len(ports) == 1

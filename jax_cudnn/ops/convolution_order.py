@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._core.graph.layout import lies_so
+from .._core.graph.layout import lies_so, shared
 from .._core.reasons import Reason
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def in_mixed_orders(tensors: Tensors, result: str, graph: GraphSpec) -> Reason |
     """
     rank = len(tensors[result].shape)
     rows, last = tuple(range(rank)), (0, *range(2, rank), 1)
-    orders = [o for o in (last, rows) if all(lies_so(t, o, last) for t in tensors.values())]
+    orders = shared(tensors.values(), (last, rows), last)
     if not orders:
         odd = [port for port, tensor in tensors.items() if not lies_so(tensor, last, last)]
         port = next((p for p in odd if p != result), odd[0])
@@ -38,7 +38,7 @@ def in_mixed_orders(tensors: Tensors, result: str, graph: GraphSpec) -> Reason |
         for port, name in call.outputs:
             tensor = graph.tensor(name)
             image = name in graph.outputs and len(tensor.shape) == rank
-            if image and not any(lies_so(tensor, order, last) for order in orders):
+            if image and not shared([tensor], orders, last):
                 return Reason(
                     f"{port} of {call.name} has the memory order {list(tensor.order or last)}, but "
                     f"the arrays of the convolution have the order {list(orders[0])}: omit "

@@ -60,9 +60,9 @@ class Pointwise(Node):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         # Measured on an H200 with cuDNN 9.19: a backward operation that is alone in a graph reads a
         # broadcast operand out of bounds.
-        if self.shaped and tensors[self.shaped].value is not None:
+        if self.shaped and tensors[self.shaped].literal is not None:
             return Reason(f"{self.shaped} is a scalar, but it determines the shape of the result")
-        shapes = {tensor.shape for tensor in tensors.values() if tensor.value is None}
+        shapes = {tensor.shape for tensor in tensors.values() if tensor.literal is None}
         if not self.alike or len(shapes) == 1:
             return None
         return Reason(
@@ -76,7 +76,7 @@ class Pointwise(Node):
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         ((output, (shape, dtype)),) = super().infer(inputs).items()
         first = inputs.get(self.shaped)  # a scalar fits every shape
-        if first is not None and first.value is None and first.shape != shape:
+        if first is not None and first.literal is None and first.shape != shape:
             (other,) = (name for name in inputs if name != self.shaped)
             raise GraphError(
                 f"{other} is larger than {self.shaped}",
@@ -88,9 +88,6 @@ class Pointwise(Node):
         if self.result == "bool" or (self.result == "real" and not is_floating(dtype)):
             dtype = "bool" if self.result == "bool" else "float32"
         return {output: (shape, dtype)}
-
-    def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
-        return "bool" if self.dtypes == ("bool",) else "float32"
 
     def slope(self, g: Derivation, port: str, t: GraphTensor, values: Values) -> GraphTensor | None:
         """``t`` times the derivative of the result with respect to one operand; None if that is 0.

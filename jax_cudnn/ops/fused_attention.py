@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.graph.dims import packed_strides
+from .._core.graph.layout import packed_strides
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from .arguments import chosen, flags, floating

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.errors import GraphTypeError, shown
-from .._core.graph.dims import packed_strides
+from .._core.graph.layout import packed_strides
 from .._core.graph.options import Options
 from .._core.graph.reference import rounded
 from .._core.graph.trace import GraphFunction

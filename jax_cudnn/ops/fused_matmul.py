@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .._core.errors import GraphError
-from .._core.graph.dims import packed_strides
 from .._core.graph.dtypes import FLOATS, PRODUCTS
+from .._core.graph.layout import packed_strides
 from .._core.graph.options import Options
 from .._core.graph.trace import GraphFunction
 from . import epilogue

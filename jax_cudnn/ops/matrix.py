@@ -14,7 +14,7 @@ from .._core.graph.dims import Shape
 from .._core.graph.dtypes import FP8, PRODUCTS, itemsize
 from .._core.graph.example import Example
 from .._core.graph.node import ANY, LEAD, Node, frozen
-from .._core.graph.promotion import product_compute, product_dtype, product_operands
+from .._core.graph.promotion import product_dtype, product_operands
 from .._core.reasons import Kind, Reason
 from .products import alike, product_jvp
 
@@ -110,9 +110,6 @@ class Matmul(Node):
 
     def infer(self, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
         return {"C": (super().infer(inputs)["C"][0], product_dtype(inputs))}
-
-    def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
-        return product_compute(inputs)
 
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         floats = {tensors["A"].dtype, tensors["B"].dtype} & {"float32"}

@@ -7,7 +7,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from .._core.graph.layout import major_to_minor
 from .._core.graph.node import ANY, LEAD, Node
 from .._core.graph.spec import Tensor
 from .._core.reasons import Reason
@@ -45,7 +44,7 @@ class OfRows(Normalizing):
     def refuses(self, tensors: Mapping[str, Tensor], graph: GraphSpec) -> Reason | None:
         x = tensors["input"]
         axes = self.extent.reduced(x.shape, tensors["scale"].shape)
-        order = [axis for axis in major_to_minor(graph, x) if x.shape[axis] > 1]
+        order = [axis for axis in graph.layout.orders[x.name] if x.shape[axis] > 1]
         if axes and {*order[-len(axes) :]} != {*axes}:
             return Reason(f"the normalized dimensions {list(axes)} are not the last in memory")
         return super().refuses(tensors, graph)

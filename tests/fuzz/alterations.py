@@ -125,7 +125,7 @@ def _planned(name: str) -> list[Plan]:
 def _checked(plan: Plan) -> list[Any]:
     """What docs/trust.md says is checked of it."""
     found: list[Any] = []
-    for made, spec in ((s.plan, wire(s.spec.for_planning())) for s in plan.segments):
+    for made, spec in ((s.plan, wire(s.spec.for_planning)) for s in plan.segments):
         if made is not None:
             listed = _listed(json.loads(made.text)["operationGraph"])
             own = ((i, t) for i, t in listed if i in graph_rows(spec) and not t["isByValue"])

@@ -12,9 +12,10 @@ import oracle
 
 from jax_cudnn._core.errors import GraphError
 from jax_cudnn._core.graph.builder import GraphBuilder
-from jax_cudnn._core.graph.dims import Shape, packed_strides
+from jax_cudnn._core.graph.dims import Shape
 from jax_cudnn._core.graph.dtypes import CUDNN_FLOATS as FLOATS
 from jax_cudnn._core.graph.dtypes import INTEGERS, is_floating
+from jax_cudnn._core.graph.layout import packed_strides
 from jax_cudnn._core.graph.node import REGISTRY, Node
 
 ELEMENTS, FLOPS = 200_000, 2e8  # of a tensor and of an operation, at most

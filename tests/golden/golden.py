@@ -89,7 +89,7 @@ def _segment(segment, gpu):
     if segment.plan is None:
         return f"XLA, {_kind(segment.spec, gpu)}: {operations}"
     made = segment.plan
-    stored.plan_of(made.to_json(), wire(segment.spec.for_planning()))  # the cache takes it
+    stored.plan_of(made.to_json(), wire(segment.spec.for_planning))  # the cache takes it
     cuda_graphs._call_site(made, "golden")  # and the executor
     told = repr((made.bindings, made.fills, made.tables, made.scalars)).encode()
     digest = hashlib.sha256(told).hexdigest()[:8]
@@ -103,7 +103,7 @@ def _kind(spec, gpu):
         return "XLA only"
     if losses.loss(spec, site.sm_version):
         return "measured loss"
-    if known_reasons(wire(spec.for_planning())):
+    if known_reasons(wire(spec.for_planning)):
         return "known limit"
     return "no engine" if any(call.node.anchor for call in spec.calls) else "fused by XLA"
 

@@ -67,7 +67,7 @@ MUTATIONS = {
     "workspace of a stored plan not aligned": ("_core/planning/stored.py", " and offset % SCALAR_STRIDE == 0", ""),
     "dimensions of a stored plan not compared": ("_core/planning/stored.py", "found == shown.get(uid, found)", "True"),
     "too little memory is the graph's fault": ("_core/planning/failure.py", "_LACKING.search(text) or ", ""),
-    "a failure is not tried twice": ("_core/planning/failure.py", "return attempt(True)", "raise first"),
+    "a failure is not tried twice": ("_core/planning/failure.py", "return attempt(fresh=True)", "raise first"),
     # store, job, custom call
     "damaged entries are believed": ("_core/store/entry.py", "if checksum(body) != header[2]:", "if False:"),
     "an import keeps what is unusable": ("_core/store/archive.py", "_check(Content(key, value, \"\"))", "pass"),

@@ -18,9 +18,8 @@ def bounded(spec: GraphSpec, operands: Sequence[Any]) -> list[Any]:
     graph computes stay as they are.
     """
     values = dict(zip(spec.inputs, operands, strict=True))
-    for call in spec.calls:
+    for call, tensors in spec.at_ports:
         names = {port: name for port, name in call.inputs if port in call.node.integers}
-        tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
         given = {port: values[name] for port, name in names.items() if name in values}
         if not given or len(given) < len(names):
             continue

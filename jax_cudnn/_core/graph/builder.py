@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import numbers
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,13 +14,11 @@ import jax
 import numpy as np
 
 from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError, nearest, shown
-from .calls import Method, ports_of, signature, static
+from .calls import ports_of, signature
 from .contract import check_contract
 from .dims import Shape, integers
 from .dtypes import (
-    FP8,
     beside_integers,
-    canonical_compute,
     float32_range,
     int32_range,
     wide_dtype,
@@ -26,7 +26,7 @@ from .dtypes import (
 from .intermediates import intermediate_dtypes
 from .node import REGISTRY, Node
 from .options import DEFAULTS, NOWHERE, Options, Surroundings
-from .promotion import compute_type, inferred
+from .promotion import compute_type, computed, inferred
 from .source import user_line
 from .spec import Call, GraphSpec, Tensor, intern
 from .tensor import GraphTensor
@@ -55,7 +55,7 @@ class GraphBuilder:
     def input(self, name: str, shape: Shape, dtype: str) -> GraphTensor:
         """Declare an operand of the graph; its dtype is checked where it is used."""
         tensor = self._add(Tensor(name, tuple(shape), dtype))
-        self._inputs.append(tensor.name)
+        self._inputs.append(tensor._state.name)
         return tensor
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ class GraphBuilder:
         ``options`` and ``around`` replace those of the builder: a graph may be finished several
         times.
         """
-        names = tuple(dict.fromkeys(tensor.name for tensor in outputs))
+        names = tuple(dict.fromkeys(tensor._state.name for tensor in outputs))
         needed, calls = set(names), []
         for call in reversed(self._calls):
             if needed & {name for _, name in call.outputs}:
@@ -122,29 +122,17 @@ class GraphBuilder:
             given.pop("name", None)
             given = cls.prepared(dict(given))
             ports = dict(ports_of(cls, given))
-            node = static(cls.create(**given))
+            node = cls.create(**given)
+            hash(node)  # an attribute that is not static raises
             if all(isinstance(value, numbers.Number) for value in ports.values()):
                 raise GraphTypeError("no operand is a tensor", got=str(list(ports.values())))
-            rank = max(getattr(value, "ndim", 0) for value in ports.values())
-            integral = beside_integers(
-                str(value.dtype) for value in ports.values() if hasattr(value, "dtype")
-            )
-            arrays = (x for x in ports.values() if isinstance(x, (GraphTensor, jax.Array)))
-            kind = wide_dtype(*arrays).name
-            inputs = {
-                port: self._lift(value, port, rank, integral, kind) for port, value in ports.items()
-            }
-            return self._computed(node, compute, inputs)
+            beside = [x._state if isinstance(x, GraphTensor) else x for x in ports.values()]
+            inputs = {port: self._lift(value, port, beside) for port, value in ports.items()}
+            return self._append(computed(node, compute, inputs), inputs)
         except JaxCudnnError as error:
             error.summary = f"g.{method}: {error.summary}"
             error.where = error.where or user_line()
             raise
-
-    def _computed(self, node: Node, compute: str | None, inputs: dict[str, Tensor]) -> Any:
-        usual = compute_type(node.default_compute(inputs), inputs)
-        compute = compute_type(canonical_compute(compute), inputs) if compute else usual
-        _check_compute(node, compute, usual, inputs)
-        return self._append(replace(node, compute_data_type=compute), inputs)
 
     def _append(self, node: Node, inputs: dict[str, Tensor]) -> Any:
         outputs = inferred(node, inputs)
@@ -162,7 +150,7 @@ class GraphBuilder:
                 node,
                 name,
                 tuple((port, tensor.name) for port, tensor in inputs.items()),
-                tuple((port, t.name) for port, t in zip(outputs, made, strict=True)),
+                tuple((port, t._state.name) for port, t in zip(outputs, made, strict=True)),
             )
         )
         return made[0] if len(made) == 1 else tuple(made)
@@ -173,8 +161,10 @@ class GraphBuilder:
         self._tensors[state.name] = state
         return GraphTensor(self, state)
 
-    def _lift(self, value: Any, port: str, rank: int, integral: bool, kind: str) -> Tensor:
-        """The spec's tensor for an argument: a graph tensor, a number, or a closed-over array."""
+    def _lift(self, value: Any, port: str, beside: Sequence[Any]) -> Tensor:
+        """The spec's tensor for an argument: a graph tensor, a number, or a closed-over array;
+        ``beside`` are the tensors, arrays and numbers of the call."""
+        rank = max(len(getattr(x, "shape", ())) for x in beside)
         if isinstance(value, GraphTensor):
             if value._builder is not self:
                 raise GraphError(
@@ -183,18 +173,22 @@ class GraphBuilder:
                     fix="a graph tensor is valid in only one call of a @jax_cudnn.graph function; "
                     "pass values between graphs as outputs and arguments",
                 )
-            if value.name in self._inputs and not value.shape and rank and not self.is_used(value):
+            own = value._state
+            if own.name in self._inputs and not own.shape and rank and not self.is_used(value):
                 # The caller reshapes a scalar operand to the rank of the other operands.
-                value._state = self._tensors[value.name] = replace(value._state, shape=(1,) * rank)
+                value._state = self._tensors[own.name] = replace(own, shape=(1,) * rank)
             return value._state
-        python_number = not isinstance(value, np.generic) or isinstance(value, float)
-        if integral and isinstance(value, numbers.Integral):
-            int32_range(port, value)
-        if isinstance(value, numbers.Real) and python_number:
-            number = float(value) if kind == "float64" else float32_range(port, value)
-            dtype = "int32" if integral and isinstance(value, int) else kind
-            constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, dtype, number.hex())
-            return self._add(constant)._state
+        if isinstance(value, numbers.Real):
+            integral = beside_integers(str(x.dtype) for x in beside if hasattr(x, "dtype"))
+            if integral and isinstance(value, numbers.Integral):
+                int32_range(port, value)
+            if not isinstance(value, np.generic) or isinstance(value, float):
+                arrays = (x for x in beside if isinstance(x, (Tensor, jax.Array)))
+                kind = wide_dtype(*arrays).name
+                number = float(value) if kind == "float64" else float32_range(port, value)
+                dtype = "int32" if integral and isinstance(value, int) else kind
+                constant = Tensor(f"c{len(self._tensors)}", (1,) * rank, dtype, number.hex())
+                return self._add(constant)._state
         if isinstance(value, (jax.Array, np.ndarray, np.generic)):
             # An array without dimensions combines with tensors like a scalar.
             shape = np.shape(value) or (1,) * rank
@@ -266,7 +260,8 @@ class GraphBuilder:
 
     def is_used(self, tensor: GraphTensor) -> bool:
         """Whether an operation reads a tensor."""
-        return any(tensor.name in dict(call.inputs).values() for call in self._calls)
+        name = tensor._state.name
+        return any(name in dict(call.inputs).values() for call in self._calls)
 
     def _unused(self, tensor: GraphTensor, method: str) -> None:
         if self.is_used(tensor):
@@ -277,20 +272,30 @@ class GraphBuilder:
             )
 
 
-def _check_compute(node: Node, compute: str, usual: str, inputs: dict[str, Tensor]) -> None:
-    """A product of floats accumulates in one of several types; every other node has one type."""
-    allowed = [usual]
-    if node.product and usual == "float32":
-        allowed.append("float16")
-        if all(tensor.dtype in FP8 for tensor in inputs.values()):
-            allowed.append("fast_float_for_fp8")
-    if compute not in allowed:
-        operands = ", ".join(dict.fromkeys(tensor.dtype for tensor in inputs.values()))
-        raise GraphTypeError(
-            f"this operation does not support compute_data_type {compute}",
-            expected=f"{' or '.join(allowed)} for operands of {operands}",
-            got=compute,
+class Method:
+    """A method of g, on its class. The function is made on first use: the signatures of all nodes
+    would take a tenth of the package's import time."""
+
+    def __init__(self, cls: type[Node]) -> None:
+        self.cls = cls
+
+    def __get__(self, g: Any, owner: type) -> Any:
+        return self.function.__get__(g, owner)
+
+    @functools.cached_property
+    def function(self) -> Any:
+        name = self.cls.method
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._apply(name, *args, **kwargs)
+
+        method.__name__, method.__qualname__ = name, f"GraphBuilder.{name}"
+        method.__doc__ = self.cls.__doc__
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        method.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+            [self_parameter, *signature(self.cls).parameters.values()]
         )
+        return method
 
 
 N = TypeVar("N", bound=type[Node])

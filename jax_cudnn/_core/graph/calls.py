@@ -1,4 +1,4 @@
-"""Calls of g's methods: the methods, and their arguments as ports and attributes."""
+"""The arguments of g's methods: ports and attributes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,6 @@ def unwrapped(value: Any) -> Any:
     if hasattr(value, "__jax_array__") and not isinstance(value, jax.Array):
         return jax.numpy.asarray(value)
     return value
-
-
-def static(node: Node) -> Node:
-    """The node itself; GraphTypeError if an attribute is not static."""
-    try:
-        hash(node)
-    except TypeError as error:
-        raise GraphTypeError(
-            "an attribute is not static",
-            expected="Python numbers, strings and lists of them",
-            got=str(error),
-            fix="attributes determine the plan, so they cannot be arrays or values traced by JAX: "
-            "under jax.jit list them in static_argnames",
-        ) from None
-    return node
 
 
 def ports_of(cls: type[Node], given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -82,29 +67,3 @@ def signature(cls: type[Node]) -> inspect.Signature:
         for name, default in (("name", ""), ("compute_data_type", None))
     ]
     return inspect.Signature([*operands, *attributes, *extra])
-
-
-class Method:
-    """A method of g, on its class. The function is made on first use: the signatures of all nodes
-    would take a tenth of the package's import time."""
-
-    def __init__(self, cls: type[Node]) -> None:
-        self.cls = cls
-
-    def __get__(self, g: Any, owner: type) -> Any:
-        return self.function.__get__(g, owner)
-
-    @functools.cached_property
-    def function(self) -> Any:
-        name = self.cls.method
-
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._apply(name, *args, **kwargs)
-
-        method.__name__, method.__qualname__ = name, f"GraphBuilder.{name}"
-        method.__doc__ = self.cls.__doc__
-        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        method.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
-            [self_parameter, *signature(self.cls).parameters.values()]
-        )
-        return method

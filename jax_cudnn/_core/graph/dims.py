@@ -9,9 +9,9 @@ A letter is one dimension and has one size everywhere; ``*x`` is any number of d
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from ..errors import GraphError, shown
@@ -32,7 +32,8 @@ class Port(NamedTuple):
         return f"{self.name}: {' '.join(self.axes)}"
 
 
-class Dims(NamedTuple):
+@dataclass(frozen=True)
+class Dims:
     """A parsed string: input ports, output ports, and letters whose size 1 broadcasts."""
 
     inputs: tuple[Port, ...]
@@ -56,16 +57,16 @@ class Dims(NamedTuple):
                 raise ValueError(f"port {port} has more than one group of unknown rank")
         return parsed
 
-    @property
+    @functools.cached_property
     def is_elementwise(self) -> bool:
         """Whether each element depends only on elements at the same position, at any rank."""
         return all(port.axes == ("...",) for port in (*self.inputs, *self.outputs))
 
-    @property
+    @functools.cached_property
     def input_names(self) -> tuple[str, ...]:
         return tuple(port.name for port in self.inputs)
 
-    @property
+    @functools.cached_property
     def output_names(self) -> tuple[str, ...]:
         return tuple(port.name for port in self.outputs)
 
@@ -174,30 +175,3 @@ def _broadcast(known: Shape, size: Shape, port: Port, owner: Mapping[str, str]) 
             )
         shape.append(right if left == 1 else left)
     return tuple(shape)
-
-
-def packed_strides(shape: Shape, order: tuple[int, ...]) -> list[int]:
-    """Element strides of a packed tensor."""
-    result, step = [0] * len(shape), 1
-    for axis in reversed(order):
-        result[axis] = step
-        step *= shape[axis]
-    return result
-
-
-def order_of_strides(shape: Shape, strides: list[int]) -> tuple[int, ...] | None:
-    """The order in which packed ``strides`` lay out ``shape``; None if they are not packed.
-
-    Dimensions of size 1 may have any stride; they keep their position.
-    """
-    if 0 in shape:
-        return tuple(range(len(shape)))
-    if not all(isinstance(step, int) for step in strides):  # symbolic ones have no order
-        orders = itertools.permutations(range(len(shape)))
-        return next((o for o in orders if packed_strides(shape, o) == [*strides]), None)
-    axes = [axis for axis, size in enumerate(shape) if size != 1]
-    axes.sort(key=lambda axis: -strides[axis])
-    ranks = iter(axes)
-    order = tuple(axis if shape[axis] == 1 else next(ranks) for axis in range(len(shape)))
-    packed = packed_strides(shape, order)
-    return order if all(packed[axis] == strides[axis] for axis in axes) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -70,6 +71,7 @@ def canonical(dtype: Any) -> str:
     return name
 
 
+@functools.cache
 def itemsize(dtype: str) -> int:
     """Bytes of one element."""
     return np.dtype(jnp.dtype(dtype)).itemsize

@@ -18,26 +18,211 @@ the engines for such graphs require it (cuDNN 9.19 accepts rank three, and then 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Collection, Iterable
+from functools import cached_property
 
-from .dims import Shape, packed_strides
+from .dims import Shape
 from .dtypes import WORDS
-from .planned import View
+from .planned import Planned, View
 from .spec import GraphSpec, Tensor
 
 
-def major_to_minor(spec: GraphSpec, tensor: Tensor) -> tuple[int, ...]:
-    """The order of a tensor's dimensions in memory, slowest first.
+class Layout:
+    """That of a graph's tensors, by their names (``GraphSpec.layout``)."""
 
-    A stated order that differs from the graph's default only in the positions of dimensions of
-    size 1 is replaced by the default: cuDNN uses the strides of such dimensions, too (measured
-    on an H200 with cuDNN 9.19: it wrote a wrong array for a 3-D weight gradient).
-    """
-    if _is_row_major(spec) or has_matrices(spec):
+    def __init__(self, spec: GraphSpec) -> None:
+        nodes = [call.node for call in spec.calls]
+        self._spec = spec
+        self.has_matrices = any(node.matrices for node in nodes) and all(
+            node.matrices or node.ports.is_elementwise for node in nodes
+        )
+        """Whether all nodes treat the last two dimensions of every tensor as a matrix."""
+        self._merges = any(node.merges for node in nodes)
+        self._row_major = self._merges or any(node.row_major for node in nodes)
+        self._channels_last = any(node.channels_last for node in nodes)
+        self._least_rank = max((node.least_rank for node in nodes), default=0)
+        # It computes the same under other dims: it has only pointwise operations and reductions,
+        # in the memory order of those dims.
+        self._has_free_rank = all(node.ports.is_elementwise for node in nodes) and all(
+            tensor.order is None for tensor in spec.tensors
+        )
+        self.orders = {tensor.name: self.order(tensor) for tensor in spec.tensors}
+        self.slices = self._slices()
+        self.parts = self._parts()
+        self.initial = {
+            name: call.node.initial[port]
+            for call in spec.calls
+            for port, name in call.outputs
+            if port in call.node.initial
+        }
+        """The value of the elements of a result that a plan does not write, if there are any."""
+
+    def order(self, tensor: Tensor) -> tuple[int, ...]:
+        """The order of a tensor's dimensions in memory, slowest first; ``orders`` has it by name.
+
+        A stated order that differs from the graph's default only in the positions of dimensions of
+        size 1 is replaced by the default: cuDNN uses the strides of such dimensions, too (measured
+        on an H200 with cuDNN 9.19: it wrote a wrong array for a 3-D weight gradient).
+        """
         default = tuple(range(len(tensor.shape)))
-    else:
-        default = _default_order(len(tensor.shape), _is_channels_last(spec))
-    return default if lies_so(tensor, default, default) else tensor.order or default
+        if not (self._row_major or self.has_matrices):
+            default = _default_order(len(default), self._channels_last)
+        return default if lies_so(tensor, default, default) else tensor.order or default
+
+    @cached_property
+    def views(self) -> dict[str, tuple[Shape, list[int]]]:
+        """The dims and element strides under which cuDNN sees each tensor."""
+        views = {tensor.name: self._view(tensor) for tensor in self._spec.tensors}
+        for name, strides in {} if self._merges else self.slices.items():
+            if name not in self._spec.outputs and self._spec.tensor(name).order is None:
+                views[name] = views[name][0], strides
+        return views
+
+    def _view(self, tensor: Tensor) -> tuple[Shape, list[int]]:
+        """Row-major (a, b, c) in a pointwise graph is the channels-last tensor of N = a, H = b,
+        W = 1 and C = c; the images of a one-dimensional convolution have H = 1."""
+        shape = tensor.shape
+        if tensor.dtype == WORDS:
+            shape = (*shape[:-1], shape[-1] // 2)
+        if self._has_free_rank:
+            if self._is_flat:
+                shape = (1, math.prod(shape), 1, 1)
+            elif len(shape) < 4:
+                n, *h, c = (1,) * (2 - len(shape)) + shape
+                shape = (n, c, *(h or [1]), 1)
+            return shape, packed_strides(shape, _default_order(len(shape), False))
+        if self._merges:
+            groups = self.merged or tuple((axis,) for axis in range(len(shape)))
+            shape = tuple(math.prod(shape[axis] for axis in group) for group in groups)
+            return shape, packed_strides(shape, tuple(range(len(shape))))
+        if len(shape) != 3 and self.has_matrices and (shown := self.matrices[tensor.name]):
+            return shown
+        order = self.orders[tensor.name]
+        missing = self._least_rank - len(shape)
+        if missing > 0:
+            shape = (*shape[:2], *(1,) * missing, *shape[2:])
+            old = [axis + missing if axis >= 2 else axis for axis in order]
+            order = (old[0], *range(2, 2 + missing), *old[1:])
+        return shape, packed_strides(shape, order)
+
+    def _slices(self) -> dict[str, list[int]]:
+        """The strides of results that share the memory of another tensor if a plan permits it."""
+        slices = {}
+        for call in self._spec.calls:
+            if type(call.node).view_strides is not Planned.view_strides:
+                source = self._view(self._spec.tensor(call.inputs[0][1]))
+                if (strides := call.node.view_strides(*source)) is not None:
+                    slices[call.outputs[0][1]] = strides
+        return slices
+
+    def _parts(self) -> dict[str, tuple[View, ...]]:
+        """The tensors that cuDNN sees for one whose node overrides its view, or which a single call
+        reads at several ports that must be separate."""
+        parts: dict[str, tuple[View, ...]] = {}
+        for call in self._spec.calls:
+            if type(call.node).views is not Planned.views:
+                ports = (*call.inputs, *call.outputs)
+                tensors = {port: self._spec.tensor(name) for port, name in ports}
+                for port, tensor in tensors.items():
+                    if tensor.name not in parts and (seen := call.node.views(port, tensors)):
+                        parts[tensor.name] = tuple(seen)
+        for name in self._spec.inputs:
+            readers = [c for c in self._spec.calls if any(n == name for _, n in c.inputs)]
+            if name not in parts and len(readers) == 1 and readers[0].node.apart:
+                ports = [port for port, n in readers[0].inputs if n == name]
+                if len(ports) > 1:
+                    dims, strides = self.views[name]
+                    parts[name] = tuple(View(port, dims, tuple(strides)) for port in ports)
+        return parts
+
+    @cached_property
+    def shown(self) -> dict[str, tuple[View, ...]]:
+        """The tensors that cuDNN sees for each tensor."""
+        views = self.views.items()
+        return {
+            name: (View("", dims, (*strides,)),) for name, (dims, strides) in views
+        } | self.parts
+
+    @cached_property
+    def merged(self) -> tuple[tuple[int, ...], ...] | None:
+        """The dimensions merged into each of cuDNN's dimensions, slowest first, if the graph's
+        anchor merges them; None if its tensors differ in memory order or rank."""
+        calls, arrays = self._spec.calls, [t for t in self._spec.tensors if t.literal is None]
+        if len({len(t.shape) for t in arrays}) > 1:
+            return None
+        order = self.orders[max(arrays, key=lambda t: math.prod(t.shape)).name]
+        for t in arrays:
+            own = [axis for axis in self.orders[t.name] if t.shape[axis] > 1]
+            if own != [axis for axis in order if t.shape[axis] > 1]:
+                return None
+        sizes = [max(t.shape[axis] for t in arrays) for axis in range(len(order))]
+        begins = {
+            axis
+            for call, tensors in self._spec.at_ports
+            for axis in call.node.begins(tensors, order)
+        }
+        if not all(call.node.merges or call.node.ports.is_elementwise for call in calls):
+            begins |= {*order}  # attributes that name dimensions, such as a slice's
+        groups: list[list[int]] = []
+        for axis in order:
+            whole = [axis, *(groups[-1] if groups else [])]
+            if (
+                groups
+                and axis not in begins
+                and all(
+                    all(t.shape[i] == sizes[i] for i in whole)
+                    or all(t.shape[i] == 1 for i in whole)
+                    for t in arrays
+                )
+            ):
+                groups[-1].append(axis)
+            else:
+                groups.append([axis])
+        if len(groups) == 1:  # one row
+            groups.insert(0, [])
+        return tuple(map(tuple, groups))
+
+    @cached_property
+    def matrices(self) -> dict[str, tuple[Shape, list[int]] | None]:
+        """Dims and strides of each tensor as a batch of matrices; None if its batch dimensions do
+        not form one in memory, or are neither those of the graph nor all 1. All tensors have the
+        same rank."""
+        return {tensor.name: self._as_matrices(tensor) for tensor in self._spec.tensors}
+
+    def _as_matrices(self, tensor: Tensor) -> tuple[Shape, list[int]] | None:
+        lead = len(tensor.shape) - 2
+        batch = tensor.shape[:lead]
+        whole = zip(*(t.shape[:lead] for t in self._spec.tensors), strict=True)
+        order = [axis for axis in self.orders[tensor.name] if tensor.shape[axis] > 1]
+        own = [axis for axis in range(lead) if tensor.shape[axis] > 1]
+        first = order.index(own[0]) if own else 0
+        if batch not in (tuple(map(max, whole)), (1,) * lead):
+            return None
+        if order[first : first + len(own)] != own:
+            return None
+        shape = (math.prod(batch), *tensor.shape[lead:])
+        shown = iter(dict.fromkeys(max(axis - lead + 1, 0) for axis in order))
+        order = tuple(axis if shape[axis] == 1 else next(shown) for axis in range(3))
+        return shape, packed_strides(shape, order)
+
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether cuDNN sees a pointwise graph as vectors: if all shapes are equal and have a
+        single channel, or more than five dimensions, which no engine takes."""
+        shapes = {tensor.shape for tensor in self._spec.tensors if tensor.literal is None}
+        if len(shapes) != 1:
+            return False
+        (shape,) = shapes
+        return not shape or len(shape) > 5 or shape[_default_order(len(shape), False)[-1]] == 1
+
+
+def shared(
+    tensors: Collection[Tensor], orders: Iterable[tuple[int, ...]], default: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Those memory orders in which all tensors lie, by default ``default``."""
+    return [order for order in orders if all(lies_so(t, order, default) for t in tensors)]
 
 
 def lies_so(tensor: Tensor, wanted: tuple[int, ...], default: tuple[int, ...]) -> bool:
@@ -50,182 +235,34 @@ def lies_so(tensor: Tensor, wanted: tuple[int, ...], default: tuple[int, ...]) -
     return own == other
 
 
-def view(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]]:
-    """The dims and element strides under which cuDNN sees a tensor.
-
-    Row-major (a, b, c) in a pointwise graph is the channels-last tensor of N = a, H = b, W = 1
-    and C = c; the images of a one-dimensional convolution have H = 1.
-    """
-    shape = tensor.shape
-    if tensor.dtype == WORDS:
-        shape = (*shape[:-1], shape[-1] // 2)
-    if _has_free_rank(spec):
-        if _is_flat(spec):
-            shape = (1, math.prod(shape), 1, 1)
-        elif len(shape) < 4:
-            n, *h, c = (1,) * (2 - len(shape)) + shape
-            shape = (n, c, *(h or [1]), 1)
-        return shape, packed_strides(shape, _default_order(len(shape), False))
-    if _merges(spec):
-        groups = merged(spec) or tuple((axis,) for axis in range(len(shape)))
-        shape = tuple(math.prod(shape[axis] for axis in group) for group in groups)
-        return shape, packed_strides(shape, tuple(range(len(shape))))
-    if len(shape) != 3 and has_matrices(spec) and (shown := as_matrices(spec, tensor)):
-        return shown
-    order = major_to_minor(spec, tensor)
-    missing = max((call.node.least_rank for call in spec.calls), default=0) - len(shape)
-    if missing > 0:
-        shape = (*shape[:2], *(1,) * missing, *shape[2:])
-        old = [axis + missing if axis >= 2 else axis for axis in order]
-        order = (old[0], *range(2, 2 + missing), *old[1:])
-    return shape, view_strides(spec, tensor) or packed_strides(shape, order)
-
-
-def view_strides(spec: GraphSpec, tensor: Tensor) -> list[int] | None:
-    """The strides of an intermediate that is a view of another tensor (a slice), or None."""
-    if tensor.name in spec.outputs or tensor.order is not None:
-        return None
-    for call in spec.calls:
-        if tensor.name == call.outputs[0][1]:
-            return call.node.view_strides(*view(spec, spec.tensor(call.inputs[0][1])))
-    return None
-
-
-def views(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
-    """The tensors that cuDNN sees for one whose node overrides :func:`view`."""
-    for call in spec.calls:
-        ports = (*call.inputs, *call.outputs)
-        for port, name in ports:
-            if name == tensor.name:
-                shown = call.node.views(port, {port: spec.tensor(name) for port, name in ports})
-                if shown:
-                    return tuple(shown)
-    return _apart(spec, tensor)
-
-
-def shown(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
-    """The tensors that cuDNN sees for a tensor."""
-    dims, strides = view(spec, tensor)
-    return views(spec, tensor) or (View("", dims, tuple(strides)),)
-
-
-def _apart(spec: GraphSpec, tensor: Tensor) -> tuple[View, ...]:
-    """A separate tensor for each port at which a single call reads the same operand."""
-    readers = [c for c in spec.calls if any(name == tensor.name for _, name in c.inputs)]
-    if tensor.name not in spec.inputs or len(readers) != 1 or not readers[0].node.apart:
-        return ()
-    ports = [port for port, name in readers[0].inputs if name == tensor.name]
-    dims, strides = view(spec, tensor)
-    return tuple(View(port, dims, tuple(strides)) for port in ports) if len(ports) > 1 else ()
-
-
-def initial(spec: GraphSpec, tensor: Tensor) -> float | None:
-    """The value of the elements of a result that a plan does not write, if there are any."""
-    for call in spec.calls:
-        for port, name in call.outputs:
-            if name == tensor.name:
-                return call.node.initial.get(port)
-    return None
-
-
-def merged(spec: GraphSpec) -> tuple[tuple[int, ...], ...] | None:
-    """The dimensions merged into each of cuDNN's dimensions, slowest first, if the graph's anchor
-    merges them; None if its tensors differ in memory order or rank."""
-    arrays = [t for t in spec.tensors if t.value is None]
-    if len({len(t.shape) for t in arrays}) > 1:
-        return None
-    largest = max(arrays, key=lambda t: math.prod(t.shape))
-    order = major_to_minor(spec, largest)
-    for t in arrays:
-        own = [axis for axis in major_to_minor(spec, t) if t.shape[axis] > 1]
-        if own != [axis for axis in order if t.shape[axis] > 1]:
-            return None
-    sizes = [max(t.shape[axis] for t in arrays) for axis in range(len(order))]
-    begins = {
-        axis
-        for call in spec.calls
-        for axis in call.node.begins(
-            {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}, order
-        )
-    }
-    if not all(call.node.merges or call.node.ports.is_elementwise for call in spec.calls):
-        begins |= {*order}  # attributes that name dimensions, such as a slice's
-    groups: list[list[int]] = []
-    for axis in order:
-        whole = [axis, *(groups[-1] if groups else [])]
-        if (
-            groups
-            and axis not in begins
-            and all(
-                all(t.shape[i] == sizes[i] for i in whole) or all(t.shape[i] == 1 for i in whole)
-                for t in arrays
-            )
-        ):
-            groups[-1].append(axis)
-        else:
-            groups.append([axis])
-    if len(groups) == 1:  # one row
-        groups.insert(0, [])
-    return tuple(map(tuple, groups))
-
-
-def as_matrices(spec: GraphSpec, tensor: Tensor) -> tuple[Shape, list[int]] | None:
-    """Dims and strides of a tensor as a batch of matrices; None if its batch dimensions do not form
-    one in memory, or are neither those of the graph nor all 1. All tensors have the same rank."""
-    lead = len(tensor.shape) - 2
-    batch, whole = tensor.shape[:lead], zip(*(t.shape[:lead] for t in spec.tensors), strict=True)
-    order = [axis for axis in major_to_minor(spec, tensor) if tensor.shape[axis] > 1]
-    own = [axis for axis in range(lead) if tensor.shape[axis] > 1]
-    first = order.index(own[0]) if own else 0
-    if batch not in (tuple(map(max, whole)), (1,) * lead):
-        return None
-    if order[first : first + len(own)] != own:
-        return None
-    shape = (math.prod(batch), *tensor.shape[lead:])
-    shown = iter(dict.fromkeys(max(axis - lead + 1, 0) for axis in order))
-    order = tuple(axis if shape[axis] == 1 else next(shown) for axis in range(3))
-    return shape, packed_strides(shape, order)
-
-
-def has_matrices(spec: GraphSpec) -> bool:
-    """Whether all nodes of a graph treat the last two dimensions of every tensor as a matrix."""
-    nodes = [call.node for call in spec.calls]
-    return any(node.matrices for node in nodes) and all(
-        node.matrices or node.ports.is_elementwise for node in nodes
-    )
-
-
-def _merges(spec: GraphSpec) -> bool:
-    return any(call.node.merges for call in spec.calls)
-
-
-def _is_row_major(spec: GraphSpec) -> bool:
-    return any(call.node.merges or call.node.row_major for call in spec.calls)
-
-
 def _default_order(rank: int, channels_last: bool) -> tuple[int, ...]:
     if rank >= 4 or (channels_last and rank == 3):
         return (0, *range(2, rank), 1)
     return tuple(range(rank))
 
 
-def _is_channels_last(spec: GraphSpec) -> bool:
-    return any(call.node.channels_last for call in spec.calls)
+def packed_strides(shape: Shape, order: tuple[int, ...]) -> list[int]:
+    """Element strides of a packed tensor."""
+    result, step = [0] * len(shape), 1
+    for axis in reversed(order):
+        result[axis] = step
+        step *= shape[axis]
+    return result
 
 
-def _has_free_rank(spec: GraphSpec) -> bool:
-    """Whether a graph computes the same under other dims: it has only pointwise operations and
-    reductions, in the memory order of those dims."""
-    return all(call.node.ports.is_elementwise for call in spec.calls) and all(
-        tensor.order is None for tensor in spec.tensors
-    )
+def order_of_strides(shape: Shape, strides: list[int]) -> tuple[int, ...] | None:
+    """The order in which packed ``strides`` lay out ``shape``; None if they are not packed.
 
-
-def _is_flat(spec: GraphSpec) -> bool:
-    """Whether cuDNN sees a pointwise graph as vectors: if all shapes are equal and have a single
-    channel, or more than five dimensions, which no engine takes."""
-    shapes = {tensor.shape for tensor in spec.tensors if tensor.value is None}
-    if len(shapes) != 1:
-        return False
-    (shape,) = shapes
-    return not shape or len(shape) > 5 or shape[_default_order(len(shape), False)[-1]] == 1
+    Dimensions of size 1 may have any stride; they keep their position.
+    """
+    if 0 in shape:
+        return tuple(range(len(shape)))
+    if not all(isinstance(step, int) for step in strides):  # symbolic ones have no order
+        orders = itertools.permutations(range(len(shape)))
+        return next((o for o in orders if packed_strides(shape, o) == [*strides]), None)
+    axes = [axis for axis, size in enumerate(shape) if size != 1]
+    axes.sort(key=lambda axis: -strides[axis])
+    ranks = iter(axes)
+    order = tuple(axis if shape[axis] == 1 else next(ranks) for axis in range(len(shape)))
+    packed = packed_strides(shape, order)
+    return order if all(packed[axis] == strides[axis] for axis in axes) else None

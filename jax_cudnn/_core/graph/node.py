@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import GraphTypeError, shown
 from .dims import Dims, Shape
-from .dtypes import NUMBERS, arithmetic, float32_range
+from .dtypes import INTEGERS, NUMBERS, arithmetic, float32_range
 from .example import Example
 from .planned import ANY as ANY
 from .planned import NUMBERS_ONLY as NUMBERS_ONLY
@@ -134,7 +134,16 @@ class Node(Planned):
         return vars(self) == vars(other) if type(self) is type(other) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash((type(self), *vars(self).values()))
+        try:
+            return hash((type(self), *vars(self).values()))
+        except TypeError as error:
+            raise GraphTypeError(
+                "an attribute is not static",
+                expected="Python numbers, strings and lists of them",
+                got=str(error),
+                fix="attributes determine the plan, so they cannot be arrays or values traced by "
+                "JAX: under jax.jit list them in static_argnames",
+            ) from None
 
     def __repr__(self) -> str:
         values = (f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
@@ -219,8 +228,10 @@ class Node(Planned):
         return arithmetic(self.compute_data_type)
 
     def default_compute(self, inputs: Mapping[str, Tensor]) -> str:
-        """The compute type if the user sets none."""
-        return "float32"
+        """The compute type if the user sets none; a product of integers has their accumulator."""
+        if self.product and all(tensor.dtype in INTEGERS for tensor in inputs.values()):
+            return "int32"
+        return "bool" if self.dtypes == ("bool",) else "float32"
 
     def pattern(self, tensors: Mapping[str, Tensor]) -> str:
         """The key of measurements of this node (see :mod:`.losses`), from its tensors at all ports

@@ -16,7 +16,7 @@ import numpy as np
 from .. import compat
 from ..errors import GraphError, GraphTypeError, shown
 from ..implementation import AUTO, checked, current
-from .dtypes import FLOATS, FP8, canonical, canonical_compute, is_floating
+from .dtypes import FLOATS, FP8, canonical, canonical_compute
 
 HEURISTICS = ("A", "B", "FALLBACK")
 NUMERIC_NOTES = (
@@ -141,10 +141,10 @@ class Options:
         if self.precision is not None:
             put("precision", normal_precision(self.precision))
         put("intermediate_data_type", canonical(self.intermediate_data_type))
-        if not is_floating(self.intermediate_data_type):
+        if self.intermediate_data_type not in (known := (*FLOATS, *FP8)):
             raise GraphError(
                 "intermediate_data_type is not a float type",
-                expected=", ".join((*FLOATS, *FP8)),
+                expected=", ".join(known),
                 got=self.intermediate_data_type,
                 why="values inside a graph would be rounded to whole numbers",
             )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
 
-from .dtypes import FP8, INTEGERS, wide_dtype
+from ..errors import GraphTypeError
+from .dtypes import FP8, INTEGERS, canonical_compute
 
 if TYPE_CHECKING:
     from .dims import Shape
@@ -15,23 +17,43 @@ if TYPE_CHECKING:
     from .spec import Tensor
 
 
+def computed(node: Node, compute: str | None, inputs: Mapping[str, Tensor]) -> Node:
+    """The node with its compute type. A product of floats accumulates in one of several types;
+    every other node has one type."""
+    usual = compute_type(node.default_compute(inputs), inputs)
+    compute = compute_type(canonical_compute(compute), inputs) if compute else usual
+    allowed = [usual]
+    if node.product and usual == "float32":
+        allowed.append("float16")
+        if all(tensor.dtype in FP8 for tensor in inputs.values()):
+            allowed.append("fast_float_for_fp8")
+    if compute not in allowed:
+        operands = ", ".join(dict.fromkeys(tensor.dtype for tensor in inputs.values()))
+        raise GraphTypeError(
+            f"this operation does not support compute_data_type {compute}",
+            expected=f"{' or '.join(allowed)} for operands of {operands}",
+            got=compute,
+        )
+    return replace(node, compute_data_type=compute)
+
+
 def inferred(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, tuple[Shape, str]]:
     """The node's :meth:`~.node.Node.infer`; with a float64 operand, float32 results are float64."""
-    kind = wide_dtype(*inputs.values()).name
     return {
-        port: (shape, kind if dtype == "float32" else dtype)
+        port: (shape, compute_type(dtype, inputs))
         for port, (shape, dtype) in node.infer(inputs).items()
     }
 
 
 def compute_type(compute: str, inputs: Mapping[str, Tensor]) -> str:
     """The compute type; with a float64 operand, float64 instead of float32."""
-    return wide_dtype(*inputs.values()).name if compute == "float32" else compute
+    wide = compute == "float32" and any(t.dtype == "float64" for t in inputs.values())
+    return "float64" if wide else compute
 
 
 def result_dtype(inputs: Mapping[str, Tensor]) -> str:
     """JAX's promotion of the inputs; by-value constants are its weakly typed Python numbers."""
-    arrays = [jax.numpy.dtype(t.dtype) for t in inputs.values() if t.value is None]
+    arrays = [jax.numpy.dtype(t.dtype) for t in inputs.values() if t.literal is None]
     if not arrays:
         return "float32"
     try:
@@ -39,7 +61,7 @@ def result_dtype(inputs: Mapping[str, Tensor]) -> str:
     except ValueError:  # JAX promotes no float8 with another
         return "float32"
     if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
-        if any(t.value is not None and t.dtype == "float32" for t in inputs.values()):
+        if any(t.literal is not None and t.dtype == "float32" for t in inputs.values()):
             return "float32"
     return dtype.name
 
@@ -50,11 +72,6 @@ def product_dtype(inputs: Mapping[str, Tensor]) -> str:
     if all(dtype in INTEGERS for dtype in dtypes):
         return "int32"
     return "float32" if dtypes <= {*FP8} else result_dtype(inputs)
-
-
-def product_compute(inputs: Mapping[str, Tensor]) -> str:
-    """The accumulator of a product: int32 for integers, else float32."""
-    return "int32" if all(t.dtype in INTEGERS for t in inputs.values()) else "float32"
 
 
 def product_operands(*arrays: jax.Array) -> list[jax.Array]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
+from ..implementation import CUDNN, XLA
 from .dims import Shape
 from .dtypes import itemsize
 from .node import Node
 from .options import DEFAULTS, Options
+
+if TYPE_CHECKING:
+    from .layout import Layout
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Call:
     outputs: tuple[tuple[str, str], ...]
 
 
+FLOAT64 = "cuDNN has no engine for float64"
 FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
 
 
@@ -73,9 +79,10 @@ class Origin:
     family: tuple[GraphSpec, ...] = ()
     engine: str = ""
 
-    def titled(self, name: str) -> str:
-        """A graph function's name, with the role of the derived graph."""
-        return name if self.role in ("", FORWARD) else f"{name} ({self.role})"
+    @cached_property
+    def suffix(self) -> str:
+        """What follows a graph function's name: the role of the derived graph."""
+        return "" if self.role in ("", FORWARD) else f" ({self.role})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,64 +103,88 @@ class GraphSpec:
 
     # JAX hashes and compares a primitive's parameters several times in each trace.
     def __hash__(self) -> int:
-        if "hash" not in self._cache:
-            self._cache["hash"] = hash(self._key())
-        return self._cache["hash"]
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, GraphSpec)
-            and hash(self) == hash(other)
-            and self._key() == other._key()
+            isinstance(other, GraphSpec) and hash(self) == hash(other) and self._key == other._key
         )
 
+    @cached_property
     def _key(self) -> tuple:
         # Nodes by their text: attributes that are equal can differ (0.0 and -0.0), and NaN does
         # not equal itself.
-        if "key" not in self._cache:
-            nodes = repr(self.calls)
-            ports = self.inputs, self.outputs
-            self._cache["key"] = self.tensors, nodes, *ports, self.options, self.origin
-        return self._cache["key"]
+        ports = self.inputs, self.outputs
+        return self.tensors, repr(self.calls), *ports, self.options, self.origin
 
     def __reduce__(self):
         ports = self.inputs, self.outputs
         return GraphSpec, (self.tensors, self.calls, *ports, self.options, self.origin)
 
-    def tensor(self, name: str) -> Tensor:
-        if "tensors" not in self._cache:
-            self._cache["tensors"] = {t.name: t for t in self.tensors}
-        return self._cache["tensors"][name]
+    @cached_property
+    def tensor(self) -> Callable[[str], Tensor]:
+        """The tensor of a name."""
+        return {t.name: t for t in self.tensors}.__getitem__
 
-    def at_ports(self, call: Call) -> dict[str, Tensor]:
-        """The tensors at all ports of a call."""
-        return {port: self.tensor(name) for port, name in (*call.inputs, *call.outputs)}
+    @cached_property
+    def layout(self) -> Layout:
+        """That of its tensors in memory, and in cuDNN."""
+        from .layout import Layout
 
-    @property
+        return Layout(self)
+
+    @cached_property
+    def at_ports(self) -> tuple[tuple[Call, dict[str, Tensor]], ...]:
+        """The calls, with the tensors at all ports of each."""
+        return tuple(
+            (call, {port: self.tensor(name) for port, name in (*call.inputs, *call.outputs)})
+            for call in self.calls
+        )
+
+    @cached_property
     def input_tensors(self) -> tuple[Tensor, ...]:
         return tuple(self.tensor(name) for name in self.inputs)
 
-    @property
+    @cached_property
     def output_tensors(self) -> tuple[Tensor, ...]:
         return tuple(self.tensor(name) for name in self.outputs)
 
     @property
-    def constants(self) -> tuple[Tensor, ...]:
-        return tuple(t for t in self.tensors if t.value is not None)
+    def nbytes(self) -> int:
+        """Of its operands and results."""
+        return sum(tensor.nbytes for tensor in (*self.input_tensors, *self.output_tensors))
 
-    @property
+    @cached_property
+    def constants(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in self.tensors if t.literal is not None)
+
+    @cached_property
     def is_empty(self) -> bool:
         """Whether some tensor has no elements: cuDNN runs no such graph."""
         return any(isinstance(s, int) and s == 0 for t in self.tensors for s in t.shape)
 
-    @property
+    @cached_property
+    def xla_only(self) -> str:
+        """Why XLA runs the graph on every GPU, so that there is nothing to plan; else empty."""
+        if self.is_empty:
+            return "cuDNN takes no empty tensors"
+        if self.options.implementation == XLA:
+            return "implementation='xla'"
+        may_refuse = self.options.implementation == CUDNN or self.options.engine is not None
+        return FLOAT64 if self.has_float64 and not may_refuse else ""
+
+    @cached_property
     def has_float32_product(self) -> bool:
         """Whether a convolution or matmul has an operand that may be rounded to TF32."""
         products = (c for c in self.calls if c.node.product and "float32" in c.node.dtypes)
         multiplied = {name for c in products for _, name in c.inputs}
         return any(self.tensor(name).dtype == "float32" for name in multiplied)
 
-    @property
+    @cached_property
     def has_float64(self) -> bool:
         """Whether some tensor is float64: then XLA runs the graph."""
         return any(tensor.dtype == "float64" for tensor in self.tensors)
@@ -169,31 +200,28 @@ class GraphSpec:
         at = len(shape) - len({*ports.outputs[0].axes} - {*ports.inputs[0].axes})  # of the columns
         return added == [(*(1 for _ in shape[:at]), *shape[at:])]
 
-    @property
+    @cached_property
     def has_anchor(self) -> bool:
         """Whether cuDNN builds its engine around one of the nodes."""
         return any(call.node.anchor for call in self.calls)
 
-    @property
+    @cached_property
     def is_paired(self) -> bool:
         """Whether some node must run where the nodes of the graph's family run."""
         return any(call.node.paired for call in self.calls)
 
-    @property
+    @cached_property
     def is_static(self) -> bool:
         """Whether every dimension is a number (symbolic export has dimension expressions)."""
         return all(isinstance(size, int) for t in self.tensors for size in t.shape)
 
+    @cached_property
     def for_planning(self) -> GraphSpec:
         """The graph without its implementation and origin, on which cuDNN's plan does not
         depend."""
         if self.options.implementation is None and self.origin == Origin():
             return self
-        if "planning" not in self._cache:
-            options = replace(self.options, implementation=None)
-            same = replace(self, options=options, origin=Origin())
-            self._cache["planning"] = intern(same)
-        return self._cache["planning"]
+        return replace(self, options=replace(self.options, implementation=None), origin=Origin())
 
     def unvalued(self) -> GraphSpec:
         """The graph with all by-value constants set to 0: a plan reads them when it runs."""
@@ -205,29 +233,33 @@ class GraphSpec:
 
     def canonical(self) -> GraphSpec:
         """The graph with tensors named by position, so that equal graphs compare equal."""
-        if "canonical" not in self._cache:
-            new = {t.name: f"t{i}" for i, t in enumerate(self.tensors)}
-            methods = [call.node.method for call in self.calls]
-            calls = tuple(
-                Call(
-                    call.node,
-                    f"{methods[i]}.{methods[:i].count(methods[i])}",
-                    tuple((port, new[name]) for port, name in call.inputs),
-                    tuple((port, new[name]) for port, name in call.outputs),
-                )
-                for i, call in enumerate(self.calls)
+        return self._canonical
+
+    @cached_property
+    def _canonical(self) -> GraphSpec:
+        new = {t.name: f"t{i}" for i, t in enumerate(self.tensors)}
+        methods = [call.node.method for call in self.calls]
+        calls = tuple(
+            Call(
+                call.node,
+                f"{methods[i]}.{methods[:i].count(methods[i])}",
+                tuple((port, new[name]) for port, name in call.inputs),
+                tuple((port, new[name]) for port, name in call.outputs),
             )
-            self._cache["canonical"] = intern(
-                GraphSpec(
-                    tuple(replace(t, name=new[t.name]) for t in self.tensors),
-                    calls,
-                    tuple(new[name] for name in self.inputs),
-                    tuple(new[name] for name in self.outputs),
-                    self.options,
-                    replace(self.origin, residuals=()),
-                )
+            for i, call in enumerate(self.calls)
+        )
+        found = intern(
+            GraphSpec(
+                tuple(replace(t, name=new[t.name]) for t in self.tensors),
+                calls,
+                tuple(new[name] for name in self.inputs),
+                tuple(new[name] for name in self.outputs),
+                self.options,
+                replace(self.origin, residuals=()),
             )
-        return self._cache["canonical"]
+        )
+        found.__dict__["_canonical"] = found
+        return found
 
     def __str__(self) -> str:
         lines = [f"graph({', '.join(str(t) for t in self.input_tensors)})"]
@@ -249,7 +281,7 @@ class GraphSpec:
     def __repr__(self) -> str:
         return f"GraphSpec({' '.join(call.node.method for call in self.calls)})"
 
-    @property
+    @cached_property
     def label(self) -> str:
         """Operations, operands and results on one line: ``matmul relu: f[2,3], f[3,4] -> f[2,4]``,
         with dtypes for f."""
@@ -261,7 +293,7 @@ class GraphSpec:
         return f"{' '.join(call.node.method for call in self.calls)}: {' -> '.join(sides)}"
 
 
-@functools.lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def intern(spec: GraphSpec) -> GraphSpec:
     """One object for equal specs, so that later comparisons are by identity."""
     return spec

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
 
 from ..errors import GraphAttributeError, GraphError, GraphTypeError, JaxCudnnError
-from .dims import Shape, integers, order_of_strides
+from .dims import Shape, integers
 from .dtypes import canonical
+from .layout import order_of_strides
 from .node import REGISTRY
 from .source import in_jax_operator, jax_caller, user_line
 from .spec import Tensor
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from .builder import GraphBuilder
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class GraphTensor:
     """A tensor of the graph under construction: methods of ``g`` take and return these.
 
@@ -26,10 +29,8 @@ class GraphTensor:
     functions do not apply, because the graph runs in cuDNN and holds no JAX values.
     """
 
-    __slots__ = ("_builder", "_state")
-
-    def __init__(self, builder: GraphBuilder, state: Tensor):
-        self._builder, self._state = builder, state
+    _builder: GraphBuilder
+    _state: Tensor
 
     @property
     def name(self) -> str:

@@ -192,7 +192,8 @@ class GraphFunction:
                     where=defined_at(self.fn),
                 )
         position = {name: i for i, name in enumerate(builder._inputs)}
-        computed = [t for t in outputs if t.name not in position]
+        returned = [t._state.name for t in outputs]
+        computed = [t for t in outputs if t._state.name not in position]
         if not computed:
             raise GraphError(
                 f"{self.name} returned no result of a graph operation",
@@ -204,7 +205,7 @@ class GraphFunction:
         return Trace(
             spec,
             tuple(position[name] for name in spec.inputs),
-            tuple(position[t.name] if t.name in position else t.name for t in outputs),
+            tuple(position[name] if name in position else name for name in returned),
             out_structure,
             tuple(builder.captured),
         )

@@ -28,6 +28,7 @@ from dataclasses import replace
 from .dims import Shape
 from .merging import merged
 from .node import Node
+from .planned import Planned
 from .spec import Call, GraphSpec, Tensor, intern
 
 BITS = 8  # of a byte, along the channels
@@ -52,7 +53,8 @@ def wire(spec: GraphSpec) -> GraphSpec:
     """The graph as it is planned and called: with numbers for the booleans at its edge, and with
     all results that a kernel writes, after those of ``spec``."""
     if "wire" not in spec._cache:
-        sent = _wired(merged(spec))
+        products = any(call.node.matrices for call in spec.calls)
+        sent = _wired(merged(spec) if products else spec)
         spec._cache["wire"] = sent if sent is spec else intern(sent)
     return spec._cache["wire"]
 
@@ -77,6 +79,8 @@ def _stretched(spec: GraphSpec) -> dict[str, Shape]:
     summed."""
     found: dict[str, Shape] = {}
     for call in spec.calls:
+        if type(call.node).broadcast_to is Planned.broadcast_to:
+            continue
         tensors = {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
         shapes = call.node.broadcast_to(tensors)
         others = {n for c in spec.calls for p, n in c.inputs if c is not call or p not in shapes}

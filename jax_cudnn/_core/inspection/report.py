@@ -71,7 +71,7 @@ class Entry:
     @property
     def title(self) -> str:
         """Name, role and path as text."""
-        name = self.spec.origin.titled(self.name)
+        name = self.name + self.spec.origin.suffix
         return f"{name} in {self.path}" if self.path else name
 
     @property

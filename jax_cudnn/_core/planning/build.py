@@ -9,7 +9,6 @@ from typing import Any
 
 from ..cuda import CudaDevice
 from ..errors import JaxCudnnError
-from ..graph import layout
 from ..graph.dtypes import cudnn_name
 from ..graph.spec import GraphSpec
 from ..reasons import Kind, Reason, Reasons
@@ -140,7 +139,7 @@ def _emit(spec: GraphSpec, graph: Any, cudnn: Any) -> None:
     def data_type(dtype: str) -> Any:
         return getattr(cudnn.data_type, cudnn_name(dtype))
 
-    parts = {t.name: [*enumerate(layout.shown(spec, t))] for t in spec.tensors}
+    parts = {name: [*enumerate(shown)] for name, shown in spec.layout.shown.items()}
     for name in (*spec.inputs, *constants):
         tensors[name] = [
             graph.tensor(

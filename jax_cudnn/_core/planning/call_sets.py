@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ..graph.spec import GraphSpec
 
@@ -28,7 +28,7 @@ class CallSets:
         self._edges = [
             (makers[t.name], users[t.name], t.name in spec.outputs, t.nbytes)
             for t in spec.tensors
-            if t.value is None
+            if t.literal is None
         ]
         self._makers, self._users = [0] * count, [0] * count
         self._beside, self._edges_at = [0] * count, [0] * count
@@ -119,19 +119,16 @@ class CallSets:
             stage += stage % 2 != bool(ready & foreign)
             stages.update((i, stage) for i in members(ready))
             waiting &= ~ready
-        free = [*members(self.all & ~sum(fixed))]
+        free = members(self.all & ~sum(fixed))
         groups = [*fixed]
         for stage in sorted({stages[i] for i in free}):
             groups += self.connected(sum(1 << i for i in free if stages[i] == stage))
-        return sorted(groups, key=lambda group: (stages[next(members(group))], group & -group))
+        return sorted(groups, key=lambda group: (stages[members(group)[0]], group & -group))
 
 
-def members(calls: int) -> Iterator[int]:
+def members(calls: int) -> list[int]:
     """The positions of the calls in a set."""
-    while calls:
-        lowest = calls & -calls
-        yield lowest.bit_length() - 1
-        calls ^= lowest
+    return [i for i in range(calls.bit_length()) if calls >> i & 1]
 
 
 def _of(sets: Sequence[int], calls: int) -> int:

@@ -51,10 +51,10 @@ def restrict(graph: Any, spec: GraphSpec, cudnn: Any) -> None:
 def order(spec: GraphSpec, candidates: Sequence[tuple[int, Mapping[str, int]]]) -> list[int]:
     """The positions of candidates (engines with knobs) in the order in which they are tried: that
     of the heuristics, with the corrections of the anchor."""
-    anchor = next((call for call in spec.calls if call.node.anchor), None)
-    if anchor is None:
+    anchors = ((call.node, tensors) for call, tensors in spec.at_ports if call.node.anchor)
+    node, tensors = next(anchors, (None, {}))
+    if node is None:
         return [*range(len(candidates))]
-    node, tensors = anchor.node, spec.at_ports(anchor)
 
     def rank(position: int) -> tuple[bool, int]:
         engine, knobs = candidates[position]
@@ -95,9 +95,9 @@ def barred(spec: GraphSpec, engine: int, knobs: Mapping[str, int]) -> Reason | N
 
 def distrusted(spec: GraphSpec, engine: int, knobs: Mapping[str, int]) -> str:
     """The operation of this graph that an engine computes wrongly, by its name; "" for none."""
-    for call in spec.calls:
+    for call, tensors in spec.at_ports:
         needed = call.node.needs_knob(spec)
-        wrong = engine in call.node.distrusted(spec.at_ports(call), spec)
+        wrong = engine in call.node.distrusted(tensors, spec)
         if wrong or (needed and needed not in knobs):
             return call.name
     return ""

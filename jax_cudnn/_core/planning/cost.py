@@ -3,9 +3,10 @@ sees nothing inside a custom call."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..graph.spec import Call, GraphSpec
+from ..graph.spec import Call, GraphSpec, Tensor
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ class Cost:
 def cost(spec: GraphSpec) -> Cost:
     """The cost of a graph. An operand that several nodes read counts once; workspace, which depends
     on the engine, does not."""
-    moved = sum(tensor.nbytes for tensor in (*spec.input_tensors, *spec.output_tensors))
-    return Cost(sum(flops(spec, call) for call in spec.calls), moved)
+    return Cost(sum([flops(call, tensors) for call, tensors in spec.at_ports]), spec.nbytes)
 
 
 def selects(call: Call) -> bool:
@@ -42,7 +42,7 @@ def selects(call: Call) -> bool:
     return any(port in call.node.selecting for port, _ in call.inputs)
 
 
-def flops(spec: GraphSpec, call: Call) -> int:
+def flops(call: Call, tensors: Mapping[str, Tensor]) -> int:
     """The least operations of a call; 0 where it selects by value."""
-    shapes = {port: tensor.shape for port, tensor in spec.at_ports(call).items()}
+    shapes = {port: tensor.shape for port, tensor in tensors.items()}
     return 0 if selects(call) else call.node.flops(shapes)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import LibraryError
-from ..graph import layout
 from ..graph.dtypes import itemsize
 from ..graph.spec import GraphSpec, Tensor
 from ..graph.wire import stored
@@ -103,10 +102,11 @@ def uids(spec: GraphSpec) -> dict[tuple[str, int], int]:
     """The uids that emission gives to operands, results and constants, in this order, by name and
     0; then those of their further parts, by name and position. The first part has the uid of the
     whole."""
-    whole = *spec.input_tensors, *spec.output_tensors, *spec.constants
-    counts = ((t.name, len(layout.views(spec, t))) for t in whole if t.value is None)
-    parts = [(name, i) for name, count in counts for i in range(1, count)]
-    return {place: uid for uid, place in enumerate([*((t.name, 0) for t in whole), *parts], 1)}
+    arrays = *spec.inputs, *spec.outputs
+    whole = [(name, 0) for name in (*arrays, *(constant.name for constant in spec.constants))]
+    shown = spec.layout.shown
+    parts = [(name, i) for name in arrays for i in range(1, len(shown[name]))]
+    return {place: uid for uid, place in enumerate([*whole, *parts], 1)}
 
 
 def graph_rows(spec: GraphSpec) -> dict[int, Row]:
@@ -116,7 +116,7 @@ def graph_rows(spec: GraphSpec) -> dict[int, Row]:
     for (name, i), uid in places.items():
         tensor = spec.tensor(name)
         if i:
-            start = layout.views(spec, tensor)[i].offset * itemsize(tensor.dtype)
+            start = spec.layout.parts[name][i].offset * itemsize(tensor.dtype)
             rows[uid] = VIEW, places[name, 0] - 1, start
         elif uid > arrays:
             rows[uid] = CONSTANT, (uid - 1 - arrays) * SCALAR_STRIDE, 0

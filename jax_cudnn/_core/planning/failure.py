@@ -61,17 +61,17 @@ def passing(error: BaseException) -> PlanningError | None:
     return _failed(textwrap.shorten(text, 500, placeholder=" ...")) if failed else None
 
 
-def twice(attempt: Callable[[bool], V]) -> V:
-    """``attempt(False)``; where that fails in a way that may pass, ``attempt(True)``. Raises
-    PlanningError if both fail so."""
+def twice(attempt: Callable[..., V]) -> V:
+    """``attempt(fresh=False)``; where that fails in a way that may pass, ``attempt(fresh=True)``.
+    Raises PlanningError if both fail so."""
     try:
-        return attempt(False)
+        return attempt(fresh=False)
     except Exception as error:
         if not (failed := passing(error)):
             raise
     log.debug("planning failed, and is tried once more: %s", failed)
     try:
-        return attempt(True)
+        return attempt(fresh=True)
     except Exception as error:
         failed = passing(error)
         if failed is None or failed is error:

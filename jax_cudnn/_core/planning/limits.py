@@ -21,11 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..graph import layout
 from ..graph.dims import Shape
 from ..graph.merging import is_split
 from ..graph.planned import ANY, NUMBERS_ONLY, ROWS_AND_CHANNELS
-from ..graph.spec import Call, GraphSpec
+from ..graph.spec import FLOAT64, Call, GraphSpec
 from ..reasons import Kind, Reason, Reasons
 from .call_sets import CallSets, members
 
@@ -33,7 +32,6 @@ _MERGED = (
     "cuDNN sees the dimensions of its batch, rows, columns and sum as one each, and those of some "
     "tensor in this graph do not merge so (some are broadcast, or not contiguous)"
 )
-FLOAT64 = "cuDNN has no engine for float64"
 _Found = Iterator[tuple[str, str | Reason]]
 
 
@@ -62,12 +60,12 @@ def _mixed_ranks(spec: GraphSpec) -> _Found:
     ranks = {
         len(shape)
         for tensor in spec.tensors
-        if tensor.value is None
-        for shape in [v.dims for v in layout.views(spec, tensor)] or [tensor.shape]
+        if tensor.literal is None
+        for shape in [v.dims for v in spec.layout.parts.get(tensor.name, ())] or [tensor.shape]
     }
     least = {call.node.least_rank for call in spec.calls if call.node.anchor}
     free = all(call.node.ports.is_elementwise or call.node.merges for call in spec.calls)
-    free = free or layout.has_matrices(spec)
+    free = free or spec.layout.has_matrices
     if len(ranks) == 1 and len(least) < 2 and (free or min(ranks) > 2):
         return
     first, *others = map(str, sorted(ranks | least - {0}))
@@ -83,13 +81,13 @@ def _no_matrices(spec: GraphSpec) -> _Found:
     among = [call.name for call in spec.calls if call.node.matrices]
     if not among or {len(tensor.shape) for tensor in spec.tensors} == {3}:
         return
-    if not layout.has_matrices(spec):
+    if not spec.layout.has_matrices:
         what = f"it is in a plan with {among[0]}, which has several batch dimensions"
         others = (c for c in spec.calls if not (c.node.matrices or c.node.ports.is_elementwise))
         yield from ((call.name, what) for call in others)
         return
     for tensor in spec.tensors:
-        if layout.as_matrices(spec, tensor) is None:
+        if spec.layout.matrices[tensor.name] is None:
             what = "cuDNN sees all leading dimensions of a matrix as one, and those of "
             cannot = "cannot be merged (some are broadcast, or not contiguous)"
             yield tensor.name, f"{what}{list(tensor.shape)} {cannot}"
@@ -98,19 +96,20 @@ def _no_matrices(spec: GraphSpec) -> _Found:
 def _calls(spec: GraphSpec) -> _Found:
     """What single operations cannot do, and what their tensors cannot be."""
     for call in spec.calls:  # slices of another tensor's memory that a plan would have to copy
-        source, out = (spec.tensor(ports[0][1]) for ports in (call.inputs, call.outputs))
-        if call.node.view_strides(*layout.view(spec, source)) is not None:
-            what = f"it is a slice of {source.name}, which is not an operand of the graph"
-            if source.name in spec.inputs:
+        source, out = call.inputs[0][1], call.outputs[0][1]
+        if out in spec.layout.slices:
+            what = f"it is a slice of {source}, which is not an operand of the graph"
+            if source in spec.inputs:
                 what = "its result leaves the graph or has its own layout, and so needs a copy"
-            if source.name not in spec.inputs or layout.view_strides(spec, out) is None:
+            kept = out in spec.outputs or spec.tensor(out).order is not None
+            if source not in spec.inputs or kept:
                 yield call.name, f"{what} ({call.node.requires})"
-    if any(call.node.merges for call in spec.calls) and layout.merged(spec) is None:
+    if any(call.node.merges for call in spec.calls) and spec.layout.merged is None:
         yield "order", "its tensors have different memory orders"
     if not spec.has_anchor:
         yield from _small_intermediates(spec)
-    for call in spec.calls:
-        refused = call.node.refuses(spec.at_ports(call), spec)
+    refusals = [call.node.refuses(tensors, spec) for call, tensors in spec.at_ports]
+    for call, refused in zip(spec.calls, refusals, strict=True):
         if refused := refused or _broadcasts(spec, call):
             yield call.name, refused
 
@@ -133,12 +132,12 @@ def _broadcasts(spec: GraphSpec, call: Call) -> Reason | None:
     """Why an elementwise operation cannot broadcast its operands like this, or None."""
     if not call.node.ports.is_elementwise or len(call.inputs) < 2:
         return None
-    out = layout.view(spec, spec.tensor(call.outputs[0][1]))[0]
+    views = spec.layout.views
+    out = views[call.outputs[0][1]][0]
     small = len(call.inputs) == 2 and len(out) != 3
     alone = ROWS_AND_CHANNELS if small else NUMBERS_ONLY
     kind = next((c.node.broadcasts_around for c in spec.calls if c.node.anchor), alone)
-    operands = [spec.tensor(name) for _, name in call.inputs]
-    arrays = [layout.view(spec, t)[0] for t in operands if t.value is None]
+    arrays = [views[name][0] for _, name in call.inputs if spec.tensor(name).literal is None]
     (n, c, *spatial), ones = out, [1] * len(out[2:])
     allowed = [] if kind == NUMBERS_ONLY else [[1, 1, *ones]]
     if kind == ROWS_AND_CHANNELS:
@@ -156,7 +155,7 @@ def _structure(spec: GraphSpec) -> _Found:
     sets = CallSets(spec)
     if len(sets.connected(sets.all)) > 1:
         return iter([("graph", "the graph is disconnected")])
-    (*anchors,) = members(sets.anchors)
+    anchors = members(sets.anchors)
     if anchors:
         return _side_by_side(spec, sets) if anchors[1:] else _around(spec, sets, *anchors)
     extents = {call.name: _extent(spec, call) for call in spec.calls}
@@ -182,6 +181,7 @@ def _side_by_side(spec: GraphSpec, sets: CallSets) -> _Found:
 def _around(spec: GraphSpec, sets: CallSets, place: int) -> _Found:
     anchor = spec.calls[place]
     before, after = sets.before(sets.anchors), sets.after(sets.anchors)
+    behind, beside = members(after), members(sets.all & ~sets.anchors & ~after)
     methods = {call.node.method for call in spec.calls}
     if before and anchor.node.prologue not in (ANY, *methods):
         what = f"{anchor.name} takes no operand computed in the same plan"
@@ -189,10 +189,10 @@ def _around(spec: GraphSpec, sets: CallSets, place: int) -> _Found:
     further = {name: port for port, name in anchor.outputs[1:]}
     read = ((call.name, name) for call in spec.calls for _, name in call.inputs)
     yield from ((who, f"it reads {further[x]} of {anchor.name}") for who, x in read if x in further)
-    for i in members(after):
+    for i in behind:
         if _extent(spec, spec.calls[i]) != spec.tensor(anchor.outputs[0][1]).shape:
             yield spec.calls[i].name, f"its shape differs from the result of {anchor.name}"
-    for i in members(sets.all & ~sets.anchors & ~after):
+    for i in beside:
         users = sets.users(1 << i)
         allowed = before | sets.anchors if before >> i & 1 else ~(before | sets.anchors)
         free = anchor.node.returns_prologue and before >> i & 1

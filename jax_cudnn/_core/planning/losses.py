@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..graph.dtypes import FP8
-from ..graph.layout import major_to_minor
-from ..graph.spec import Call, GraphSpec
+from ..graph.spec import Call, GraphSpec, Tensor
 from .call_sets import CallSets, members
 from .cost import cost
 from .execution_plan import ExecutionPlan
@@ -117,7 +116,6 @@ def table() -> Mapping[str, Any]:
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
-@functools.lru_cache(maxsize=1024)
 def pattern(spec: GraphSpec) -> str:
     """The main operations of a graph, such as "conv_dgrad depthwise" or "matmul float8 + epilogue".
 
@@ -126,7 +124,12 @@ def pattern(spec: GraphSpec) -> str:
     states operations before and after: "matmul + bias" has only a bias after it; in "prologue of
     int8 + matmul" the graph reads int8 and converts it.
     """
-    hearts = {i: found for i, call in enumerate(spec.calls) if (found := _of_node(spec, call))}
+    orders, at_ports = spec.layout.orders, spec.at_ports
+    hearts, read = {}, {*spec.outputs, *_read(spec.calls)}
+    for i, (call, tensors) in enumerate(at_ports):
+        ports = {port: replace(t, order=orders[t.name]) for port, t in tensors.items()}
+        if words := _of_node(spec, call, ports, read):
+            hearts[i] = words
     anchors = [call for call in spec.calls if call.node.anchor]
     if not anchors:
         # Bound by memory traffic: float32 uses the same kernels as 16-bit floats, and arithmetic
@@ -153,12 +156,10 @@ def pattern(spec: GraphSpec) -> str:
     return " + ".join(parts)
 
 
-def _of_node(spec: GraphSpec, call: Call) -> str:
+def _of_node(spec: GraphSpec, call: Call, ports: Mapping[str, Tensor], read: set[str]) -> str:
     """A node's own words; empty for what only accompanies others."""
-    read = _read(spec.calls).union(spec.outputs)
-    node = call.node.without([port for port, name in call.outputs if name not in read])
-    given = spec.at_ports(call).items()
-    ports = {port: replace(t, order=major_to_minor(spec, t)) for port, t in given}
+    unread = [port for port, name in call.outputs if name not in read]
+    node = call.node.without(unread) if unread else call.node
     words = node.pattern(ports)
     if not (words and node.product):
         return words

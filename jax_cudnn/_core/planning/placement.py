@@ -9,10 +9,10 @@ from typing import Any
 from ..cuda import CudaDevice
 from ..errors import UnsupportedGraphError
 from ..graph.options import Surroundings
-from ..graph.spec import GraphSpec
-from ..implementation import CUDNN, XLA
+from ..graph.spec import FLOAT64, GraphSpec
+from ..implementation import CUDNN
 from ..store import cache
-from . import failure, frontend, limits, losses, planner
+from . import failure, frontend, losses, planner
 from .deviceless.profiles import Profile
 from .execution_plan import ExecutionPlan
 from .planned_graph import PlannedSegment, Segments
@@ -25,16 +25,6 @@ _ELSE = "then cuDNN runs the supported parts, and XLA the rest"
 _cuts: SingleFlight[Segments] = SingleFlight()
 
 
-def xla_only(spec: GraphSpec) -> str:
-    """Why XLA runs a graph on every GPU, so that there is nothing to plan; else empty."""
-    if spec.is_empty:
-        return "cuDNN takes no empty tensors"
-    if spec.options.implementation == XLA:
-        return "implementation='xla'"
-    may_refuse = spec.options.implementation == CUDNN or spec.options.engine is not None
-    return limits.FLOAT64 if spec.has_float64 and not may_refuse else ""
-
-
 def decide(spec: GraphSpec, site: Site, name: str) -> Segments:
     """The segments of a graph, without a measurement.
 
@@ -45,7 +35,7 @@ def decide(spec: GraphSpec, site: Site, name: str) -> Segments:
         asked = "implementation='cudnn'" if strict else "the engine"
         raise UnsupportedGraphError(
             f"{name}: cuDNN does not compute in float64",
-            why=limits.FLOAT64,
+            why=FLOAT64,
             fix=f"leave out {asked}: then XLA runs the graph; or cast to float32",
             graph=str(spec),
         )
@@ -73,7 +63,7 @@ def cut(spec: GraphSpec, site: Site, name: str, losing: bool = False) -> Segment
 
 
 def _cut(spec: GraphSpec, losing: bool, apart: str, site: Site, name: str) -> Segments:
-    canonical = spec.for_planning().canonical()
+    canonical = spec.for_planning.canonical()
     key = canonical, losing, apart, planner.identity(site)
     found = _cuts.get(key, lambda: _split(canonical, losing, apart, site, name))
     return tuple(PlannedSegment(part(spec, s.calls), s.calls, s.plan, s.reason) for s in found)
@@ -94,8 +84,8 @@ def _check_products(spec: GraphSpec, segments: Segments, name: str) -> None:
 
 def _why_pairs_run_in_xla(spec: GraphSpec, losing: bool, site: Site, name: str) -> str:
     """Why XLA runs the paired nodes in all graphs of a family; empty if cuDNN does."""
-    for member in spec.origin.family if spec.is_paired else ():
-        for segment in _cut(member, losing, "", site, name):
+    for member in spec.origin.family:
+        for segment in _cut(member, losing, "", site, name) if spec.is_paired else ():
             paired = [call.name for call in segment.spec.calls if call.node.paired]
             if segment.plan is None and paired:
                 return f"XLA runs {', '.join(paired)} of a related graph: {segment.reason}"
@@ -175,7 +165,7 @@ def model(site: Site) -> tuple[str, int]:
     """A GPU's name, and its compute capability times ten."""
     if isinstance(site, Profile):
         return site.name, site.sm_version
-    return failure.twice(lambda again: site.model(frontend.load()))
+    return failure.twice(lambda fresh: site.model(frontend.load()))
 
 
 def clear() -> None:

@@ -49,7 +49,7 @@ def plan(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> ExecutionPla
         made = _plans.get((key, identity(site)), lambda: _obtain(key, site, name))
         if isinstance(made, UnsupportedGraphError):
             raise made
-        return made.with_constants(planned)
+        return made.with_constants(planned) if planned.constants else made
     except JaxCudnnError as error:
         raise _told(error, spec, name, site) from error.__cause__  # told once, not twice
 
@@ -69,7 +69,7 @@ def candidates(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> tuple[
 
 def _planned(spec: GraphSpec, site: Profile | CudaDevice, name: str) -> GraphSpec:
     """The graph as it is planned; UnsupportedGraphError if a known rule excludes it."""
-    planned = wire(spec.for_planning())
+    planned = wire(spec.for_planning)
     reasons = known_reasons(planned)
     if reasons:
         why = "; ".join(map(str, reasons.values()))
@@ -136,10 +136,10 @@ def _told(
 
 def _build(spec: GraphSpec, site: Profile | CudaDevice) -> ExecutionPlan:
     if isinstance(site, CudaDevice):
-        return failure.twice(lambda again: build.build_for(spec, site))
+        return failure.twice(lambda fresh: build.build_for(spec, site))
     worker = "jax_cudnn._core.planning.build:build_for"
     limit = _seconds(spec)
-    return failure.twice(lambda new: client.call(worker, spec, site, timeout=limit, fresh=new))
+    return failure.twice(functools.partial(client.call, worker, spec, site, timeout=limit))
 
 
 def _seconds(spec: GraphSpec) -> float:
@@ -150,9 +150,9 @@ def _seconds(spec: GraphSpec) -> float:
 
 def _list(spec: GraphSpec, site: Profile | CudaDevice) -> tuple[Candidate, ...]:
     if isinstance(site, CudaDevice):
-        return failure.twice(lambda again: listing.list_for(spec, site))
+        return failure.twice(lambda fresh: listing.list_for(spec, site))
     worker = "jax_cudnn._core.planning.listing:list_for"
-    return failure.twice(lambda new: client.call(worker, spec, site, fresh=new))
+    return failure.twice(functools.partial(client.call, worker, spec, site))
 
 
 @functools.cache
@@ -160,11 +160,11 @@ def identity(site: Profile | CudaDevice) -> str:
     """What a plan depends on apart from its graph: equal for equal GPUs and equal libraries,
     including the code of this package."""
     if isinstance(site, CudaDevice):
-        properties = failure.twice(lambda again: site.properties(frontend.load()))
+        properties = failure.twice(lambda fresh: site.properties(frontend.load()))
         return _text("by handle", properties, frontend.identity())
     # The profile's name and source make no difference to cuDNN.
     worker = "jax_cudnn._core.planning.frontend:identity"
-    libraries = failure.twice(lambda new: client.call(worker, fresh=new))
+    libraries = failure.twice(functools.partial(client.call, worker))
     return _text("without the GPU", site.properties_json, libraries, SM=site.sm_version)
 
 

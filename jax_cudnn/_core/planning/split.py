@@ -65,7 +65,7 @@ def part(spec: GraphSpec, calls: Iterable[int]) -> GraphSpec:
     return GraphSpec(
         tensors,
         inside,
-        tuple(t.name for t in tensors if t.name not in made and t.value is None),
+        tuple(t.name for t in tensors if t.name not in made and t.literal is None),
         tuple(t.name for t in tensors if t.name in made & wanted),
         spec.options,
     )
@@ -73,16 +73,16 @@ def part(spec: GraphSpec, calls: Iterable[int]) -> GraphSpec:
 
 class _Search:
     def __init__(self, spec: GraphSpec, plan_of: Planner) -> None:
-        self._spec, self._plan_of, self._sets = spec, plan_of, CallSets(spec)
-        self._answers: dict[int, ExecutionPlan | Refusal] = {}
+        self._spec, self._plan_of = spec, plan_of
 
     def segments(self) -> Segments:
-        sets = self._sets
-        answer = self._answer(sets.all)
+        answer = self._plan_of(self._spec)
         if not isinstance(answer, Refusal):
             return whole(self._spec, answer)
         if answer.final:
             return whole(self._spec, None, answer.reason)
+        sets = self._sets = CallSets(self._spec)
+        self._answers: dict[int, ExecutionPlan | Refusal] = {sets.all: answer}
         taken: dict[int, ExecutionPlan] = {}
         free = sets.all & ~sets.leftover
         for position in members(sets.anchors):

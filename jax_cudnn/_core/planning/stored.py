@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..graph import layout, record
+from ..graph import record
 from ..graph.dtypes import FROM_CUDNN, cudnn_name, itemsize
 from ..graph.field_types import checked
 from ..graph.spec import GraphSpec
@@ -34,7 +34,9 @@ graph's cut and of each way in which it was measured."""
 
 def key_text(kind: str, spec: GraphSpec, identity: str, *more: str) -> str:
     """The key of a canonical graph, from which the graph can be read."""
-    return "\n".join([f"{kind} {_FORMAT}", json.dumps(record.encoded(spec)), identity, *more])
+    if "text" not in spec._cache:  # a graph that may be cut has two keys
+        spec._cache["text"] = json.dumps(record.encoded(spec))
+    return "\n".join([f"{kind} {_FORMAT}", spec._cache["text"], identity, *more])
 
 
 def check_entry(content: Content) -> None:
@@ -121,7 +123,7 @@ def segments_of(rows: list[dict[str, Any]], spec: GraphSpec, identity: str = "")
     for row in rows:
         piece, plan = part(spec, row["calls"]), row["plan"]
         if plan is not None:
-            plan = plan_of(plan, wire(piece.for_planning()), identity)
+            plan = plan_of(plan, wire(piece.for_planning), identity)
         found.append(checked(PlannedSegment(piece, tuple(row["calls"]), plan, row["reason"])))
     return tuple(found)
 
@@ -195,12 +197,10 @@ def _check_bindings(
     bound = {uid: row for uid, *row in rows if 0 < uid < 2**62}
     unbound = [uid for uid, kind, *_ in rows if uid == UNBOUND and kind in (OPERAND, RESULT)]
     need(bound and len(bound) + len(unbound) == len(rows), "bindings", "each uid once", rows)
-    placed = ((uid, spec.tensor(name), i) for (name, i), uid in plans.uids(spec).items())
-    shown = {
-        uid: (f"CUDNN_DATA_{cudnn_name(tensor.dtype)}", sorted(layout.shown(spec, tensor)[i].dims))
-        for uid, tensor, i in placed
-        if uid not in free
-    }
+    shown = {}
+    for (name, i), uid in plans.uids(spec).items():
+        dtype, dims = cudnn_name(spec.tensor(name).dtype), sorted(spec.layout.shown[name][i].dims)
+        shown |= {} if uid in free else {uid: (f"CUDNN_DATA_{dtype}", dims)}
     slots: dict[int, tuple[int, int]] = {}
     for uid, tensor in listed:
         kind, value, size = bound.get(uid, (UNBOUND, 0, 0))

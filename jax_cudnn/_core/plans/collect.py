@@ -142,7 +142,7 @@ def _local(
         observer.reset(token)
     found: _Found = {}
     for (spec, name), graphs_of_device in seen.items():
-        calls = whole.get((spec.origin.titled(name), spec, ""), {})
+        calls = whole.get((name + spec.origin.suffix, spec, ""), {})
         for each in dict.fromkeys(graphs_of_device):
             found.setdefault(each, Counter()).update(calls)
     return found
@@ -214,7 +214,7 @@ def _calls(jaxpr: Any, times: int) -> Iterator[tuple[str, GraphSpec, str, int]]:
     for equation in jaxpr.eqns:
         if equation.primitive in (cudnn_p, cudnn_local_p):
             name, spec = equation.params["name"], equation.params["spec"]
-            yield spec.origin.titled(name), spec, users_place(compat.user_frames(equation)), times
+            yield name + spec.origin.suffix, spec, users_place(compat.user_frames(equation)), times
         turns = equation.params["length"] if equation.primitive.name == "scan" else 1
         for inner in compat.inner_jaxprs(equation):
             yield from _calls(inner, times * turns)

@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from ..compat import Device
-from ..graph import layout
+from ..graph.layout import lies_so
 from ..graph.merging import widened
 from ..graph.spec import Tensor
 from ..graph.wire import stored, wire
@@ -187,8 +187,8 @@ def _edge(segment: PlannedSegment) -> Iterator[str]:
         elif wide.tensor(tensor.name).order != tensor.order:
             yield f"{_titled(tensor)}, is reordered in memory, {size(tensor.nbytes)}, in XLA"
         elif tensor.order is None and len(tensor.shape) > 2:
-            order = layout.major_to_minor(sent, other)
-            if not layout.lies_so(other, tuple(range(len(order))), order):
+            order = sent.layout.orders[other.name]
+            if not lies_so(other, tuple(range(len(order))), order):
                 placed.append(tensor.name)
     for unread in wired[len(own) :]:
         yield f"{_titled(unread)}, is written, and nothing reads it"

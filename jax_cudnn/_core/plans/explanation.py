@@ -16,7 +16,6 @@ from .roofline import roofline
 
 if TYPE_CHECKING:
     from ..cuda import CudaDevice
-    from ..graph.spec import Call, GraphSpec
     from ..planning.deviceless.profiles import Profile
     from ..planning.planned_graph import PlannedGraph, PlannedSegment
 
@@ -125,12 +124,9 @@ def _segment(segment: PlannedSegment, site: Profile | CudaDevice | None) -> dict
         "flops": cost(spec).flops,
         "roofline_seconds": roofline(spec, site),
         "reason": segment.reason,
-        "advice": [advice for call in spec.calls if (advice := _advice(spec, call))],
+        "advice": [
+            f"{call.name}: {found}"
+            for call, tensors in spec.at_ports
+            if (found := call.node.advice(tensors))
+        ],
     }
-
-
-def _advice(spec: GraphSpec, call: Call) -> str:
-    found = call.node.advice(
-        {port: spec.tensor(name) for port, name in (*call.inputs, *call.outputs)}
-    )
-    return found and f"{call.name}: {found}"

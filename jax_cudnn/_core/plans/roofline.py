@@ -32,10 +32,10 @@ def roofline(spec: GraphSpec, site: Profile | CudaDevice | None) -> float | None
     cycles = gpu["multiProcessorCount"] * gpu["smClockRateKHz"] * 1e3
     peak = cycles * _FLOPS_PER_CYCLE.get(int(gpu["deviceVer"]) // 10, 0)
     work = 0.0
-    for call in spec.calls:
+    for call, tensors in spec.at_ports:
         if call.node.product:  # of the rate for its narrower factor
             width = min(itemsize(spec.tensor(name).dtype) for _, name in call.inputs[:2])
-            work += flops(spec, call) * width / 2
+            work += flops(call, tensors) * width / 2
     if work and not peak:
         return None
     read = {name for call in spec.calls if not selects(call) for _, name in call.inputs}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
@@ -212,7 +213,7 @@ def _row(name: str, spec: GraphSpec, gpu: str, site: Profile | CudaDevice) -> Su
 def _versions(gpus: Mapping[str, Profile | CudaDevice]) -> tuple[str, str]:
     if any(isinstance(site, Profile) for site in gpus.values()):
         worker = "jax_cudnn._core.planning.frontend:versions"
-        return failure.twice(lambda new: client.call(worker, fresh=new))
+        return failure.twice(functools.partial(client.call, worker))
     return frontend.versions()
 
 

@@ -197,7 +197,7 @@ def _kinds(function: Any, args: tuple[Any, ...]) -> list[_Kind]:
         site = context.site(devices, name)
         if not isinstance(site, CudaDevice) or not tuning.may_measure(spec):
             continue
-        canonical = spec.for_planning().canonical()
+        canonical = spec.for_planning.canonical()
         times = sum(found.calls.get(name, {}).values()) or 1
         if canonical in kinds:
             known = kinds[canonical]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..settings import settings
-from .entry import NAME, Content, Unusable, checks, decode, digest, encode, read
+from .entry import NAME, Content, Unusable, checks, decode, encode, file_name, read
 
 log = logging.getLogger("jax_cudnn")
 
@@ -51,7 +51,7 @@ def replace(key: str, value: dict[str, Any], label: str = "") -> None:
     """Stores a value in place of another one."""
     cache = _configured()
     if cache is not None:
-        _remove(cache.path(digest(key)))
+        _remove(cache.folder / file_name(key))
         cache.put(key, value, label)
 
 
@@ -96,7 +96,7 @@ class PlanCache:
 
     def get(self, key: str) -> dict[str, Any] | None:
         """The value of a key, or None. Counts as a use."""
-        path = self.path(digest(key))
+        path = self.folder / file_name(key)
         try:
             value = decode(read(path), path.stem).value
         except (FileNotFoundError, NotADirectoryError):
@@ -115,7 +115,7 @@ class PlanCache:
 
     def discard(self, key: str, problem: str) -> None:
         """Removes an entry with an unusable value, so that another can replace it."""
-        path = self.path(digest(key))
+        path = self.folder / file_name(key)
         then = _remove(path)
         then = f"It cannot be deleted: {then}." if then else "A new plan replaces it."
         self._warn("entry", f"{path.name} is ignored ({problem}). {then}")
@@ -145,7 +145,7 @@ class PlanCache:
 
         Raises OSError, and Unusable for an entry that is too large.
         """
-        data, path = encode(content), self.path(digest(content.key))
+        data, path = encode(content), self.folder / file_name(content.key)
         if len(data) > _FULL * self.limit:
             raise Unusable(f"too large: {len(data)} bytes, and the limit of all is {self.limit}")
         with contextlib.suppress(FileExistsError):  # a file: reported when it is used as a folder

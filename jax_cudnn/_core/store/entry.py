@@ -48,6 +48,11 @@ def digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def file_name(key: str) -> str:
+    """That of a key's entry."""
+    return f"{digest(key)}.plan"
+
+
 def encode(content: Content) -> bytes:
     """Its file. Raises Unusable if it is too large to be read back."""
     text = json.dumps(content._asdict(), separators=(",", ":")).encode()

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.dims import Dims, order_of_strides
+from jax_cudnn._core.graph.dims import Dims
 from jax_cudnn._core.graph.dtypes import canonical
+from jax_cudnn._core.graph.layout import order_of_strides
 
 CONV = "image: n c *x, weight: k i *r -> Y: n k *y"
 MATMUL = "A: b m k, B: b k n -> C: b m n"

@@ -193,7 +193,7 @@ def build(spec, site=None):
 
 
 H200 = profiles.get("H200")
-KEY_SPEC = wire(SPEC.for_planning()).canonical().unvalued()
+KEY_SPEC = wire(SPEC.for_planning).canonical().unvalued()
 GOOD = json.loads(json.dumps(build(KEY_SPEC).to_json()))
 ODD = (None, True, -7, 10**30, 1.5, "x", "\ud800", ["x"], [[1, 2]], [["a", 0, 0, 0]], {"a": 1})
 ANY = [("engine", "x"), ("behavior_notes", ["x"]), ("tables", [[1, 2]])]  # as good as others

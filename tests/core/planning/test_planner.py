@@ -131,7 +131,7 @@ def test_child_of_a_fork_does_not_wait_for_its_parents_plans(monkeypatch):
 def test_an_entry_of_the_plan_cache_that_is_no_plan_is_replaced(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(planner, "_build", lambda spec, site: PLAN)
     jc.configure(plan_cache=tmp_path)
-    key = key_text("plan", spec().for_planning().canonical(), planner.identity(H200))
+    key = key_text("plan", spec().for_planning.canonical(), planner.identity(H200))
     cache.put(key, {"engine": "of another kind"})
     assert planner.plan(spec(), H200, "f") == PLAN
     assert cache.get(key) == json.loads(json.dumps(PLAN.to_json()))

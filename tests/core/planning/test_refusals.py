@@ -11,7 +11,7 @@ import pytest
 from helpers import conv, product, spec_of
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph.dims import packed_strides
+from jax_cudnn._core.graph.layout import packed_strides
 from jax_cudnn._core.planning.limits import known_reasons
 from jax_cudnn._core.planning.unsupported import LEFT_OUT, engine_reasons, unsupported
 from jax_cudnn._core.reasons import Kind

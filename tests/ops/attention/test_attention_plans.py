@@ -28,7 +28,6 @@ from helpers import lowered
 from transformations import graphs_of, methods
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph import layout
 from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning import cost
 from jax_cudnn._core.planning.execution_plan import VIEW
@@ -68,7 +67,7 @@ def test_forward_and_backward_are_a_plan_each(name, gpu):
     # cuDNN has no backward for pages; and it computes one with a leading scalar wrongly.
     without = "pages" in name or name == "cases"
     assert len(backward.execution_plans) == (not without)
-    fwd, bwd = (sum(cost.flops(p.spec, c) for c in p.spec.calls if c.node.product) for p in both)
+    fwd, bwd = (sum(cost.flops(*at) for at in p.spec.at_ports if at[0].node.product) for p in both)
     if "seq_len_q" in str(forward.spec):  # the lengths may all be 0
         written = sum(tensor.nbytes for tensor in forward.spec.output_tensors)
         assert (fwd, bwd) == (0, 0)
@@ -299,7 +298,7 @@ def test_cudnn_sees_a_bias_of_all_queries_and_keys(kind, shared):
         assert second.tensor(dict((*call.inputs, *call.outputs))[port]).shape == whole
     bias = forward.tensor(dict(forward.calls[0].inputs)["bias"])
     assert bias.shape == (*shape[:3], scores[3])
-    shown = [(view.dims, view.strides[2:]) for view in layout.views(forward, bias)]
+    shown = [(view.dims, view.strides[2:]) for view in forward.layout.parts.get(bias.name, ())]
     assert shown == ([(whole, (0, 1))] if shape[2] == 1 else [])
 
 

@@ -9,7 +9,6 @@ import oracle
 import pytest
 
 import jax_cudnn as jc
-from jax_cudnn._core.graph import layout
 from jax_cudnn._core.graph.wire import wire
 from jax_cudnn._core.planning import losses
 
@@ -72,10 +71,10 @@ def test_dimensions_that_no_tensor_tells_apart_are_one(kind, x, scale):
     """The same with statistics and without."""
     for phase in ("TRAINING", "INFERENCE"):
         spec = wire(spec_of(forward(kind, phase), x, scale, scale))
-        groups = layout.merged(spec)
+        groups = spec.layout.merged
         assert groups == MERGED[kind, x, scale]
         for tensor in (t for t in spec.tensors if t.value is None):
-            dims, strides = layout.view(spec, tensor)
+            dims, strides = spec.layout.views[tensor.name]
             assert dims == tuple(int(np.prod([tensor.shape[i] for i in g])) for g in groups)
             assert strides[-1] == 1 or dims[-1] == 1
 
@@ -83,7 +82,7 @@ def test_dimensions_that_no_tensor_tells_apart_are_one(kind, x, scale):
 def test_a_residual_parts_what_it_is_broadcast_along():
     for residual, groups in (((2, 3, 8), ((0, 1), (2,))), ((2, 1, 8), ((0,), (1,), (2,)))):
         add = lambda g, x, s, r: g.add(g.layernorm(x, s, s, 1e-5)[0], r)  # noqa: E731
-        assert layout.merged(spec_of(add, (2, 3, 8), (1, 1, 8), residual)) == groups
+        assert spec_of(add, (2, 3, 8), (1, 1, 8), residual).layout.merged == groups
 
 
 def test_stated_orders():
@@ -95,10 +94,10 @@ def test_stated_orders():
 
         return spec_of(function, (4, 8), (4, 1) if both else (1, 8))
 
-    assert layout.merged(transposed(both=False)) is None
+    assert transposed(both=False).layout.merged is None
     spec = transposed(both=True)
-    assert layout.merged(spec) == ((1,), (0,))
-    assert layout.view(spec, spec.tensor("x")) == ((8, 4), [4, 1])
+    assert spec.layout.merged == ((1,), (0,))
+    assert spec.layout.views["x"] == ((8, 4), [4, 1])
 
 
 def avals(kind, dtype="bfloat16"):

@@ -11,8 +11,8 @@ from typing import Any
 
 _LENGTH = struct.Struct("!Q")
 Wait = Callable[[int], object]
-"""Called before each transfer with its event (``select.POLLIN`` or ``POLLOUT``): returns when the
-socket has it, or raises."""
+"""Called where a socket would block, with an event (``select.POLLIN`` or ``POLLOUT``): returns when
+the socket has it, or raises."""
 
 
 def _block(event: int) -> None:
@@ -30,8 +30,10 @@ def send(connection: socket.socket, packed: bytes, wait: Wait = _block) -> None:
     left = memoryview(packed)
     try:
         while left:
-            wait(select.POLLOUT)
-            left = left[connection.send(left) :]
+            try:
+                left = left[connection.send(left) :]
+            except BlockingIOError:
+                wait(select.POLLOUT)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise EOFError("the other side closed the connection") from error
 
@@ -45,9 +47,11 @@ def receive(connection: socket.socket, wait: Wait = _block) -> bytes:
 def _read(connection: socket.socket, length: int, wait: Wait) -> bytes:
     content = bytearray()
     while len(content) < length:
-        wait(select.POLLIN)
         try:
             chunk = connection.recv(min(length - len(content), 1 << 20))
+        except BlockingIOError:
+            wait(select.POLLIN)
+            continue
         except ConnectionResetError:
             chunk = b""
         if not chunk:

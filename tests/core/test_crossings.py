@@ -1,0 +1,70 @@
+"""How often lowering a graph goes from one file of the package to another: what follows from the
+graph alone is asked of it once."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import jax_cudnn as jc
+from jax_cudnn._core.planning import losses, planner
+from jax_cudnn._core.planning.execution_plan import ExecutionPlan
+
+PACKAGE = str(Path(jc.__file__).parent)
+TABLE = losses.table
+
+
+@jc.graph
+def layer(g, x, w, b):
+    return g.relu(g.add(g.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1]), b))
+
+
+@contextlib.contextmanager
+def crossings():
+    """The list of files into which calls and returns go from another one."""
+    entered = []
+
+    def see(frame, event, _):
+        file = frame.f_code.co_filename
+        if event in ("call", "return") and file.startswith(PACKAGE) and entered[-1:] != [file]:
+            entered.append(file)
+
+    sys.setprofile(see)
+    try:
+        yield entered
+    finally:
+        sys.setprofile(None)
+
+
+def counted(channels):
+    """The crossings while the graph is traced, and while it is lowered."""
+    shapes = (8, channels, 16, 16), (32, channels, 3, 3), (1, 32, 1, 1)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    jax.clear_caches()
+    with jc.target("H200"):
+        with crossings() as traced:
+            program = jax.jit(layer).trace(*avals)
+        with crossings() as lowered:
+            program.lower(lowering_platforms=("cuda",))
+    return len(traced), len(lowered)
+
+
+def test_lowering_crosses_files_seldom(made_up_plans, tmp_path, monkeypatch):
+    """The worker is none of it. What a process computes once for all graphs is known before."""
+
+    def build(spec, site):
+        return ExecutionPlan(
+            "{}", "eng0", 91900, site.device_name, 256, 0, ((1, 0, 0, 0),), (), b"", 1
+        )
+
+    monkeypatch.setattr(planner, "_build", build)
+    monkeypatch.setattr(losses, "table", TABLE)
+    jc.configure(plan_cache=tmp_path)
+    counted(64)
+    new, known = counted(128), counted(128)
+    assert counted(256) == new
+    assert new[0] < 120, "tracing"
+    assert new[1] < 150, "lowering"
+    assert sum(known) < 75
