@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -47,8 +47,20 @@ def of_lowering(ctx: Any, spec: GraphSpec, name: str) -> PlannedGraph:
             "implementation='xla' takes symbolic dimensions, too",
         )
     devices = compat.lowering_devices(ctx)
-    with progress.of_program(compat.program(ctx)):
-        return place(spec, context.site(devices, name), name, devices)
+    with progress.of_program(compat.program(ctx)) as first:
+        site = context.site(devices, name)
+        if first and isinstance(site, Profile) and len(devices) <= 1:
+            placement.ahead(_graphs(compat.program_jaxpr()), site)
+        return place(spec, site, name, devices)
+
+
+def _graphs(jaxpr: Any) -> Iterator[GraphSpec]:
+    """Those of a jaxpr, equal ones too."""
+    for equation in () if jaxpr is None else jaxpr.eqns:
+        if isinstance(spec := equation.params.get("spec"), GraphSpec):
+            yield spec
+        for inner in compat.inner_jaxprs(equation):
+            yield from _graphs(inner)
 
 
 def place(

@@ -121,6 +121,16 @@ def program(ctx: Any) -> int:
     return id(ctx.module_context.module)
 
 
+def program_jaxpr() -> Any:
+    """The jaxpr of the program that this thread lowers, which JAX gives no lowering rule: it is
+    read from the caller that has it. None where there is no such caller."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "lower_jaxpr_to_module":
+        frame = frame.f_back
+    closed = None if frame is None else frame.f_locals.get("jaxpr")
+    return getattr(closed, "jaxpr", None)
+
+
 def varying_axes(aval: Any) -> frozenset:
     """The manual mesh axes over which an abstract value varies (shard_map's check_vma)."""
     manual = getattr(aval, "manual_axis_type", None)

@@ -3,16 +3,21 @@ plan for each cuDNN segment."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from ..cuda import CudaDevice
-from ..errors import UnsupportedGraphError
+from ..errors import PlanningError, UnsupportedGraphError
 from ..graph.options import Surroundings
 from ..graph.spec import FLOAT64, GraphSpec
 from ..implementation import CUDNN
 from ..store import cache
-from . import failure, frontend, losses, planner
+from . import failure, frontend, losses, planner, progress
+from .deviceless import client
 from .deviceless.profiles import Profile
 from .execution_plan import ExecutionPlan
 from .planned_graph import PlannedSegment, Segments
@@ -21,8 +26,31 @@ from .split import Refusal, part, search, whole
 from .stored import Rows, key_text, rows_of
 
 Site = Profile | CudaDevice
+_WORKERS = 8  # at once, of about 400 MB of memory each
 _ELSE = "then cuDNN runs the supported parts, and XLA the rest"
 _cuts: SingleFlight[Segments] = SingleFlight()
+
+
+def ahead(specs: Iterable[GraphSpec], site: Profile) -> None:
+    """Decides all graphs of a program at once, in several workers. Whoever then asks for one finds
+    it, or meets its error."""
+    todo = {s.for_planning.canonical(): s for s in specs if s.is_static and not s.xla_only}
+    count = min(len(todo), len(os.sched_getaffinity(0)), _WORKERS)
+    if count < 2:
+        return
+    with (
+        client.workers(count),
+        ThreadPoolExecutor(count) as pool,
+        progress.planning(f"{len(todo)} graphs, {count} at once"),
+        contextlib.suppress(PlanningError),
+    ):
+        if not client.running():  # the first two start at once; where all plans are known, no more
+            pool.submit(client.call, "builtins:bool")
+        planner.identity(site)
+        try:
+            wait([pool.submit(decide, spec, site, "") for spec in todo.values()])
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, those that wait
 
 
 def decide(spec: GraphSpec, site: Site, name: str) -> Segments:

@@ -97,12 +97,14 @@ def counted(total: int) -> Iterator[Program]:
 
 
 @contextlib.contextmanager
-def of_program(key: Hashable) -> Iterator[None]:
-    """Inside, this thread plans one graph of a program; earlier ones of the same program count."""
-    if _here.lowered is None or _here.lowered[0] != key:
+def of_program(key: Hashable) -> Iterator[bool]:
+    """Inside, this thread plans one graph of a program; earlier ones of the same program count.
+    Gives whether it is the first."""
+    first = _here.lowered is None or _here.lowered[0] != key
+    if _here.lowered is None or first:
         _here.lowered = key, Program()
     with (_here.counted or _here.lowered[1]).graph():
-        yield
+        yield first
 
 
 @contextlib.contextmanager

@@ -93,6 +93,11 @@ def workers(count: int) -> Iterator[None]:
             seat.stop()
 
 
+def running() -> bool:
+    """Whether a worker was started before, in this process."""
+    return bool(_seats)
+
+
 def _limit() -> int:
     return max((1, *_wanted))
 
