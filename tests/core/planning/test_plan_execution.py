@@ -1,6 +1,7 @@
 """A plan that runs by itself, as far as that shows without a GPU: programs, checks, words."""
 
 import dataclasses
+import os
 import re
 
 import helpers
@@ -12,7 +13,7 @@ from cases import all_cases, conv_bias_relu
 from helpers import product, relu
 
 import jax_cudnn as jc
-from jax_cudnn._core import cuda_graphs, execution
+from jax_cudnn._core import auto, cuda_graphs, execution
 from jax_cudnn._core.planning.execution_plan import CONSTANT, OPERAND, SLOT, UNBOUND
 
 X = jax.ShapeDtypeStruct((64, 128), "float32")
@@ -185,3 +186,20 @@ def test_addresses_of_what_does_not_fit_or_lies_elsewhere_are_not_recorded(monke
     assert not recorded
     made.populate_cuda_graph(1, [x, 4096], [x], room)
     assert len(recorded) == 1
+
+
+@pytest.mark.deviceless
+def test_several_workers_plan_a_program_as_one_does(no_plans, monkeypatch):
+    def program(x, w, b):
+        return jc.ops.matmul(jc.ops.layer_norm(x, b, b), w, bias=b, activation="relu")
+
+    avals = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 128), (128, 128), (128,))]
+    texts = []
+    for cores in (1, 2):
+        auto.clear()
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, count=cores: range(count))
+        with jc.target("H200"):
+            lowered = jax.jit(program).trace(*avals).lower(lowering_platforms=("cuda",))
+        texts.append(lowered.as_text())
+    assert texts[0] == texts[1]
+    assert len(calls(texts[0])) == 2

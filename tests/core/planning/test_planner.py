@@ -1,11 +1,13 @@
 """The plans in memory: one build however many ask, nothing kept of a failure."""
 
 import dataclasses
+import functools
 import json
 import os
 import signal
 import struct
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -14,7 +16,7 @@ import pytest
 
 import jax_cudnn as jc
 from jax_cudnn._core import package
-from jax_cudnn._core.planning import planner, single_flight
+from jax_cudnn._core.planning import placement, planner, single_flight
 from jax_cudnn._core.planning.deviceless import client, profiles
 from jax_cudnn._core.planning.execution_plan import ExecutionPlan
 from jax_cudnn._core.planning.planner import identity
@@ -166,3 +168,68 @@ def test_graphs_that_differ_in_constants_share_a_plan(monkeypatch):
     assert len(built) == 1
     for plan, epsilon in zip(plans, (1e-5, 0.25), strict=True):
         assert plan.scalars == struct.pack("<f", epsilon).ljust(16, b"\0") + of_the_frontend
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(3))
+    monkeypatch.setattr(client, "running", lambda: True)
+
+
+def lowered(implementation=None):
+    """A program of three different graphs, each in two layers."""
+
+    @functools.partial(jc.graph, implementation=implementation)
+    def layer(g, x):
+        return g.relu(x)
+
+    avals = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (8, 16, 24)]
+    with jc.target("H200"):
+        traced = jax.jit(lambda *xs: [layer(layer(x)) for x in xs]).trace(*avals)
+        return traced.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_graphs_of_a_program_are_planned_at_once_and_equal_layers_once(count, monkeypatch, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(count))
+    built, together = [], threading.Barrier(count, timeout=30)
+
+    def build(spec, site):
+        together.wait()
+        built.append((spec.inputs, threading.current_thread()))
+        return PLAN
+
+    monkeypatch.setattr(planner, "_build", build)
+    lowered()
+    assert len(built) == 3
+    own = [thread is threading.main_thread() for _, thread in built]
+    assert own == [count == 1] * 3
+
+
+def test_what_fails_ahead_is_told_for_its_function_when_its_turn_comes(monkeypatch, cores):
+    def build(spec, site):
+        raise jc.UnsupportedGraphError("no engine", why="it is a test")
+
+    monkeypatch.setattr(planner, "_build", build)
+    with pytest.raises(jc.UnsupportedGraphError, match="layer: no engine"):
+        lowered("cudnn")
+
+
+def test_an_interrupt_drops_the_graphs_that_wait(monkeypatch, cores):
+    begun = []
+
+    def build(spec, site):
+        begun.append(spec)
+        time.sleep(0.3)
+        return PLAN
+
+    monkeypatch.setattr(planner, "_build", build)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2))
+
+    def interrupted(futures):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(placement, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lowered()
+    assert len(begun) == 2
