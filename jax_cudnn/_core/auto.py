@@ -50,7 +50,9 @@ def of_lowering(ctx: Any, spec: GraphSpec, name: str) -> PlannedGraph:
     with progress.of_program(compat.program(ctx)) as first:
         site = context.site(devices, name)
         if first and isinstance(site, Profile) and len(devices) <= 1:
-            placement.ahead(_graphs(compat.program_jaxpr()), site)
+            graphs = [*_graphs(compat.program_jaxpr())]
+            if len(graphs) > 1:
+                placement.ahead(graphs, site)
         return place(spec, site, name, devices)
 
 

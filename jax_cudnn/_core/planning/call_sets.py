@@ -26,7 +26,7 @@ class CallSets:
             makers.update((name, 1 << i) for _, name in call.outputs)
         # Of each tensor what makes it (0 for an operand), what reads it, whether it is returned.
         self._edges = [
-            (makers[t.name], users[t.name], t.name in spec.outputs, t.nbytes)
+            (makers[t.name], users[t.name], t.name in spec.outputs, t)
             for t in spec.tensors
             if t.literal is None
         ]
@@ -51,8 +51,8 @@ class CallSets:
         """Bytes that a segment of these calls reads and writes."""
         edges = (self._edges[number] for number in members(_of(self._edges_at, calls)))
         return sum(
-            nbytes
-            for maker, users, returned, nbytes in edges
+            tensor.nbytes
+            for maker, users, returned, tensor in edges
             if returned or users & ~calls or not maker & calls
         )
 
