@@ -123,7 +123,8 @@ def wrong(spec: GraphSpec, given: Sequence[Any], near: Callable[[], Sequence[Any
             continue
         other = _difference(near()[i])
         exact = found.relative <= max(limit, _ROUNDINGS * other.relative)
-        if not (exact and found.worst <= max(4 * limit, _ROUNDINGS * other.worst)):
+        exact &= found.worst <= max(4 * limit, _ROUNDINGS * other.worst)
+        if not (exact and math.isfinite(found.worst)):  # a rounding explains no NaN
             return (
                 f"it differs from the reference by {found}, more than {limit:.2g} and than "
                 f"{_ROUNDINGS} roundings of the operands, each of {other}"

@@ -4,6 +4,7 @@ A CPU stands in for the GPU: cuDNN's plans are made up, and their calls compute 
 """
 
 import functools
+import math
 import time
 from dataclasses import replace
 
@@ -136,6 +137,7 @@ def test_what_roundings_of_the_operands_explain_is_right():
     assert agreement.wrong(SPEC, [(1e-4, 1e-4, 0.0)], not_needed) == ""
     assert agreement.wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.03)) == ""
     assert "4 roundings" in agreement.wrong(SPEC, [(0.1, 0.1, 0.0)], near(0.02))
+    assert agreement.wrong(SPEC, [(math.nan, math.nan, 0.0)], near(math.inf))
 
 
 def test_a_second_process_measures_nothing_and_plans_the_same(fake):
