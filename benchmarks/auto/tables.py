@@ -109,12 +109,13 @@ def line(name: str, case: Entry) -> str:
 def render(result: dict[str, Any]) -> str:
     """The summary, a table of all programs, and what was not timed or is wrong."""
     found, said = [*lines(result)], summary(result)
-    runs = max((len(line.program["runs"]) for line in found), default=0)
+    counts = {len(line.program["runs"]) for line in found} or {0}
+    runs = " to ".join(map(str, sorted({min(counts), max(counts)})))
     anew = "the first" if result.get("one_plan_cache") else "each"
     text = (
-        f"{measured_where(result)}. {runs} runs, each in a new process that compiles all anew; the "
-        f"default is measured anew in {anew}. GPU time, sides in turns, medians of rounds, then of "
-        "runs. Default is the call "
+        f"{measured_where(result)}. {runs} runs of a case, each in a new process that compiles all "
+        f"anew; the default is measured anew in {anew}. GPU time, sides in turns, medians of "
+        "rounds, then of runs. Default is the call "
         'without `implementation=`; xla is `implementation="xla"`; plain JAX is the fastest of '
         "several formulations, with `jax.nn`'s cuDNN attention among them. The fastest of all is "
         "that of these and of the other implementations, in each run. Forward and backward is the "

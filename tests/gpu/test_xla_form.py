@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -252,6 +253,27 @@ def test_a_product_stays_wide_where_its_error_would_grow(key):
         (got,), spec = run(graph, x, w)
         (limit,) = oracle.tolerance(spec, (x, w), on_gpu=False)
         assert oracle.distance(got, oracle.evaluate(spec, (x, w))[0]) <= limit
+
+
+@pytest.mark.parametrize("between", ["bias", "transpose", "exp"])
+def test_a_product_is_written_in_16_bits_before_what_keeps_its_error(between):
+    @jc.graph
+    def product(g, x, w):
+        y = g.matmul(x, w)
+        between_them = {
+            "bias": lambda: g.bias(y, 2.0),
+            "transpose": lambda: g.transpose(y, [0, 2, 1]),
+            "exp": lambda: g.exp(y),
+        }
+        return between_them[between]().set_data_type(BF16)
+
+    spec = product.trace(aval(1, 32, 64), aval(1, 64, 16))[1].spec
+    form = functools.partial(evaluate, spec, products=NARROW)
+    (dot,) = re.findall(
+        "dot_general.*-> tensor<.*x(.*)>",
+        jax.jit(form).lower(*[aval(*t.shape) for t in spec.input_tensors]).as_text(),
+    )
+    assert dot == ("f32" if between == "exp" else "bf16")
 
 
 def test_results_and_what_is_read_elsewhere_are_rounded_as_the_graph_says(key):
