@@ -15,8 +15,8 @@ from . import compat, context, tuning
 from .compat import Device
 from .cuda import CudaDevice
 from .errors import GraphError, JobError, PlanningError
-from .graph.spec import FLOAT64, GraphSpec
-from .implementation import AUTO, CUDNN
+from .graph.spec import GraphSpec
+from .implementation import AUTO, CUDNN, XLA
 from .job import agreement
 from .planning import placement, planner, progress
 from .planning.deviceless.profiles import Profile
@@ -83,7 +83,7 @@ def place(
     gpu = "any GPU" if site is None else getattr(site, "name", "this GPU")
     if site is None or spec.xla_only:
         segments = whole(spec, None, spec.xla_only)
-        if spec.xla_only == FLOAT64:
+        if not spec.is_empty and spec.options.implementation != XLA:  # for its float64
             placement.check_determinism(spec, segments, name)
         if site is not None:
             gpu = placement.model(site)[0]

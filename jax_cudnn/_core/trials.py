@@ -36,7 +36,8 @@ _THREADS = 4  # that compile
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a way: the seconds of one run, or why there are none; ``wrong`` results."""
+    """What became of a way: the seconds of one run, or why there are none; whether it is ``wrong``
+    in its results, or fails when it runs."""
 
     seconds: float = math.inf
     note: str = ""
@@ -81,7 +82,8 @@ class Bench:
         if any(call.node.product for call in spec.calls):
             self._runs = 1  # behind such a barrier XLA adds a bias in a kernel of its own
         given, made = (sum(t.nbytes for t in side) for side in sides)
-        self._room = int(_SHARE * _free(device)) - given - made
+        filler = np.full((4096, 4096), 2.0**-12, jnp.bfloat16)
+        self._room = int(_SHARE * _free(device)) - given - made - 2 * filler.nbytes
         if (self._runs + 2) * made > self._room:  # with the reference's
             raise MemoryError
         # Arrays lie as a plan wants them, as those of a model do: XLA copies none for any way.
@@ -89,7 +91,6 @@ class Bench:
         self._pool, self._one = ThreadPoolExecutor(_THREADS), ThreadPoolExecutor(1)
         arrays = zip(operands(spec), self._in, strict=True)
         self._operands = [jax.device_put(x.transpose(order), device) for x, order in arrays]
-        filler = np.full((4096, 4096), 2.0**-12, jnp.bfloat16)
         self._filler = jax.device_put(filler, device)
         self._best: tuple[_Program, float] | None = None
         reference = _Program.of(self._arranged(functools.partial(evaluate, spec)), *self._operands)
@@ -102,6 +103,12 @@ class Bench:
         self._reference = self._pool.submit(reference.compile, {"xla_gpu_autotune_level": "0"})
         self._figures = self._pool.submit(figures.compile)
         self._xla = None if xla is None else self._begun(xla)
+
+    def close(self) -> None:
+        """Frees what it holds on the device."""
+        for pool in (self._pool, self._one):
+            pool.shutdown(wait=False)
+        vars(self).clear()
 
     def trials(self, ways: Sequence[Segments]) -> list[Trial]:
         """Compiles ways, compares their results with the reference's, and times the right ones in
@@ -187,10 +194,16 @@ class Bench:
             program = begun.result()
             if program.memory > self._room:
                 return Trial(note="it needs more memory than measuring may take")
+        except Exception as error:  # of XLA while it compiles
+            return Trial(note=_line(error))
+        try:
             got = jax.block_until_ready(program.call(*self._operands))[0]
-        except Exception as error:  # of cuDNN or XLA while it compiles or runs
-            return Trial(note=f"{type(error).__name__}: {error}".partition("\n")[0][:200])
-        wrong = self._wrong(got)
+        except Exception as error:  # of cuDNN or XLA while it runs
+            return Trial(note=_line(error), wrong="RESOURCE_EXHAUSTED" not in str(error))
+        try:
+            wrong = self._wrong(got)
+        except MemoryError:
+            return Trial(note="comparing it needs more memory than measuring may take")
         return Trial(note=wrong, wrong=bool(wrong))
 
     def _times(self, programs: Mapping[int, _Program]) -> dict[int, float]:
@@ -248,3 +261,7 @@ def idle(device: Device) -> None:
 
 def _figures(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> list[Any]:
     return [agreement.figures(a, b) for a, b in zip(got, want, strict=True)]
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]

@@ -73,6 +73,11 @@ Data = dict[str, Any]
 note; which of them is ``taken``; the ``level`` of tuning; and whether a whole ``step`` was measured
 with it."""
 
+
+class _NotNow(Exception):
+    """Nothing is measured for a reason that may pass: nothing is kept of it."""
+
+
 _known: SingleFlight[Data | None] = SingleFlight()
 _spent = _Spent()
 _measuring = threading.Lock()  # one graph at a time
@@ -100,7 +105,10 @@ def outcome(
 def measurement(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
     """What is known of a canonical graph, measured if it is new; None if nothing can be."""
     key = spec, planner.identity(site), settings().tuning
-    return _known.get(key, lambda: _stored_or_measured(spec, site, name))
+    try:
+        return _known.get(key, lambda: _stored_or_measured(spec, site, name))
+    except _NotNow:
+        return None
 
 
 def remember(spec: GraphSpec, site: CudaDevice, way: int) -> None:
@@ -133,27 +141,21 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | 
         return choice_of(stored, spec)
 
     stored = planner.decoded(key, cache.get(key), read)
-    if stored is not None and now.tuning in (FAST, stored["level"]):  # "full" measures more
-        if _segments(stored["ways"][stored["taken"]], spec, site, name) is not None:
+    if stored is not None:
+        taken = stored["ways"][stored["taken"]]
+        if _segments(taken, spec, site, name) is None:
+            cache.discard(key, "cuDNN has no such plan any more")
+            stored = None
+        elif stored["step"] or now.tuning in (FAST, stored["level"]):  # "full" measures more
             return stored
-    with _measuring:
-        if _spent.seconds >= now.tuning_seconds:
-            _spent.once(
-                "jax_cudnn has measured for %.0f s: the measurements that ship with it decide "
-                "about further graphs of this process. jax_cudnn.configure(tuning_seconds=...) "
-                "sets the limit; what was measured is in the plan cache",
-                now.tuning_seconds,
-            )
-            return None
-        began = time.perf_counter()
-        try:
-            with progress.planning(f"{name}, measuring"):
-                data = _measured(spec, site, name)
-        finally:
-            _spent.seconds += time.perf_counter() - began
-            _spent.graphs += 1
-    if data is None:
-        return None
+    try:
+        data = _measured_in_time(spec, site, name)
+    except _NotNow:
+        if stored is None:
+            raise
+        data = stored
+    if data is None or data is stored:
+        return data
     if now.plan_cache is None:
         _spent.once("without a plan cache, what jax_cudnn measures holds for this process")
     label = f"{spec.label}; measured"
@@ -162,6 +164,27 @@ def _stored_or_measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | 
         return data
     first = cache.put(key, data, label)
     return data if first is data else planner.decoded(key, first, read) or data
+
+
+def _measured_in_time(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
+    """As :func:`_measured`, one graph at a time, as long as the process may measure."""
+    limit = settings().tuning_seconds
+    with _measuring:
+        if _spent.seconds >= limit:
+            _spent.once(
+                "jax_cudnn has measured for %.0f s: the measurements that ship with it decide "
+                "about further graphs of this process. jax_cudnn.configure(tuning_seconds=...) "
+                "sets the limit; what was measured is in the plan cache",
+                limit,
+            )
+            raise _NotNow
+        began = time.perf_counter()
+        try:
+            with progress.planning(f"{name}, measuring"):
+                return _measured(spec, site, name)
+        finally:
+            _spent.seconds += time.perf_counter() - began
+            _spent.graphs += 1
 
 
 def _segments(way: Data, spec: GraphSpec, site: CudaDevice, name: str) -> Segments | None:
@@ -186,8 +209,7 @@ def _plan(spec: GraphSpec, site: CudaDevice, name: str) -> ExecutionPlan | Refus
 
 
 def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
-    """None where the graph cannot be measured."""
-    device = _device(site)
+    """None where XLA alone can run the graph."""
     began, level = time.perf_counter(), settings().tuning
     known = losses.nearest(spec, placement.model(site)[1])
     slow = level != FULL and known is not None and known.ratio >= _FAR_SLOWER
@@ -196,18 +218,15 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
     first = _first_ways(spec, site, name, xla) if known_reasons(wire(spec)) else None
     if first == []:
         return None
+    bench = None
     try:
+        device = _device(site)
         _apart(lambda: idle(device), _PATIENCE)
-    except TimeoutError:
-        message = "%s: the GPU was busy for %.0f s: the measurements of jax_cudnn itself decide"
-        _spent.once(message, name, _PATIENCE)
-        return None
-    try:
-        bench = _apart(lambda: Bench(spec, site, device, xla))
+        bench = made = _apart(lambda: Bench(spec, site, device, xla))
         ways = first or _first_ways(spec, site, name, xla)
         if not ways:
             return None
-        trials = _apart(lambda: bench.trials(ways))
+        trials = _apart(lambda: made.trials(ways))
         more = _engines(site, name, ways, trials)
         for _ in range(_BATCHES[level]):
             needed = time.perf_counter() - began + _FOR_ENGINES
@@ -216,36 +235,50 @@ def _measured(spec: GraphSpec, site: CudaDevice, name: str) -> Data | None:
             batch, best = [*itertools.islice(more, _BATCH)], _fastest(trials)
             if not batch:
                 break
-            ways, trials = ways + batch, trials + _apart(lambda b=batch: bench.trials(b))
+            ways, trials = ways + batch, trials + _apart(lambda b=batch: made.trials(b))
             if level != FULL and _fastest(trials) == best:
                 break
-    except MemoryError:
+    except TimeoutError as error:
+        message = "%s: the GPU was busy for %.0f s: the measurements of jax_cudnn itself decide"
+        _spent.once(message, name, _PATIENCE)
+        raise _NotNow from error
+    except MemoryError as error:
         log.debug("%s: too large to be measured with what is in memory", name)
-        return None
+        raise _NotNow from error
     except (PlanningError, UnsupportedGraphError):
         raise
     except Exception as error:  # the graph runs as without a measurement
         log.warning("%s: not measured: %s: %s", name, type(error).__name__, error)
-        return None
-    return _chosen(name, ways, trials, level)
+        raise _NotNow from error
+    finally:
+        if bench is not None:
+            bench.close()
+    return _chosen(spec, name, ways, trials, level)
 
 
-def _chosen(name: str, ways: list[Segments], trials: list[Trial], level: str) -> Data | None:
-    """The data of ways, of which the fastest is taken; None if none ran."""
+def _chosen(
+    spec: GraphSpec, name: str, ways: list[Segments], trials: list[Trial], level: str
+) -> Data:
+    """The data of ways, of which the fastest right one is taken; where all are wrong, XLA's."""
     pairs = [*zip(map(_what, ways), trials, strict=True)]
     for what, trial in pairs:
         if trial.wrong:
             log.warning("%s: %s is not taken: %s", name, what, trial.note)
     taken = _fastest(trials)
     if taken is None:
-        return None
-    if trials[taken].seconds > _GAIN * trials[0].seconds:
+        if not any(trial.wrong for trial in trials):
+            raise _NotNow  # none fits into the memory, or could be compiled
+        wrong = "; ".join(f"{what}: {trial.note}" for what, trial in pairs if trial.wrong)
+        ways, taken = [*ways, whole(spec, None, f"no measured way is right: {wrong}")], len(ways)
+        trials = [*trials, Trial(note="taken without a measurement")]
+        pairs.append((_what(ways[taken]), trials[taken]))
+    elif trials[taken].seconds > _GAIN * trials[0].seconds:
         taken = 0
     timed = ", ".join(f"{what} {t.seconds * 1e6:.1f} us" for what, t in pairs if not t.note)
     log.debug("%s: takes %s; measured: %s", name, pairs[taken][0], timed)
     found = []
     for way, (what, trial) in zip(ways, pairs, strict=True):
-        why = None if _uses_cudnn(way) else f"measured: {timed}"
+        why = f"measured: {timed}" if timed and not _uses_cudnn(way) else None
         options = ((at, segment.spec.options) for at, segment in enumerate(way))
         data = {
             "what": what,
@@ -307,7 +340,11 @@ def _engines(
     segments = ways[best]
     at, own = max(enumerate(segments), key=lambda s: (s[1].plan is not None, len(s[1].calls)))
     assert own.plan is not None
-    for row in planner.candidates(own.spec, site, name):
+    try:
+        rows = planner.candidates(own.spec, site, name)
+    except (PlanningError, UnsupportedGraphError):
+        return  # what was measured so far stands
+    for row in rows:
         engine = {"engine": row.engine, "knobs": row.knobs}
         if row.supported is False or engine == own.plan.pinned:
             continue
@@ -318,7 +355,7 @@ def _engines(
 
 
 def _device(site: CudaDevice) -> compat.Device:
-    local = filter(compat.is_cuda, jax.local_devices())
+    local = jax.local_devices(backend="cuda")  # which need not be JAX's default
     return next(device for device in local if device.local_hardware_id == site.ordinal)
 
 

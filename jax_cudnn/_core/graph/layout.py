@@ -108,7 +108,8 @@ class Layout:
         return shape, packed_strides(shape, order)
 
     def _slices(self) -> dict[str, list[int]]:
-        """The strides of results that share the memory of another tensor if a plan permits it."""
+        """The strides of results that share the memory of another tensor if a plan permits it. A
+        slice of a slice is never in a plan (:mod:`..planning.limits`)."""
         slices = {}
         for call in self._spec.calls:
             if type(call.node).view_strides is not Planned.view_strides:

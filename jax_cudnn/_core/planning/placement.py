@@ -34,21 +34,28 @@ _cuts: SingleFlight[Segments] = SingleFlight()
 def ahead(specs: Iterable[GraphSpec], site: Profile) -> None:
     """Decides all graphs of a program at once, in several workers. Whoever then asks for one finds
     it, or meets its error."""
-    todo = {s.for_planning.canonical(): s for s in specs if s.is_static and not s.xla_only}
+    todo = {
+        (spec.for_planning.canonical(), spec.options.implementation): spec
+        for spec in specs
+        if spec.is_static and not spec.xla_only
+    }
     count = min(len(todo), len(os.sched_getaffinity(0)), _WORKERS)
     if count < 2:
         return
+    pool = ThreadPoolExecutor(count)
     with (
         client.workers(count),
-        ThreadPoolExecutor(count) as pool,
-        progress.planning(f"{len(todo)} graphs, {count} at once"),
+        progress.at_once(len(todo), count) as done,
         contextlib.suppress(PlanningError),
     ):
-        if not client.running():  # the first two start at once; where all plans are known, no more
-            pool.submit(client.call, "builtins:bool")
-        planner.identity(site)
         try:
-            wait([pool.submit(decide, spec, site, "") for spec in todo.values()])
+            if not client.running():  # a second one starts beside the first, which is asked next
+                pool.submit(client.call, "builtins:bool")
+            planner.identity(site)
+            begun = [pool.submit(decide, spec, site, "") for spec in todo.values()]
+            for future in begun:
+                future.add_done_callback(done)
+            wait(begun)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, those that wait
 
@@ -141,7 +148,7 @@ def _split(spec: GraphSpec, losing: bool, apart: str, site: Site, name: str) -> 
     """From the disk, or searched and left there for other processes."""
     sm_version = model(site)[1]
     known_losses = "" if losing else f"{zlib.crc32(losses.key(sm_version).encode())}"
-    asked = f"_Asked(losing={losing!r}, apart={apart!r})"
+    asked = f"losing={losing!r}, apart={apart!r}"
     key = key_text("split", spec, planner.identity(site), known_losses, asked)
 
     def plan_of(piece: GraphSpec) -> ExecutionPlan | Refusal:

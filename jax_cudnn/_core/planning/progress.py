@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from ..graph.dims import Shape
 from ..graph.spec import GraphSpec
@@ -75,6 +75,7 @@ class _Here(threading.local):
     program: Program | None = None  # whose graph this thread plans
     counted: Program | None = None
     lowered: tuple[Hashable, Program] | None = None  # a program by its key
+    watched: bool = False
 
 
 _here = _Here()
@@ -108,18 +109,37 @@ def of_program(key: Hashable) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
+def at_once(total: int, count: int) -> Iterator[Callable[[object], None]]:
+    """Around the planning of ``total`` graphs of a program, ``count`` of them at once. Gives what
+    is to be called for each that is done."""
+    outer, _here.program = _here.program, (made := Program(total))
+
+    def done(_: object) -> None:
+        made.done += 1
+
+    try:
+        with planning(f"{count} at once"):
+            yield done
+    finally:
+        _here.program = outer
+        made.erase()
+
+
+@contextlib.contextmanager
 def planning(name: str) -> Iterator[None]:
     """Around one request to cuDNN for the function ``name``, whether it succeeds or not."""
     program = _here.program
-    if program is None:
+    if program is None or _here.watched:  # a measurement plans, too
         yield
         return
     began, over = time.perf_counter(), threading.Event()
     watcher = threading.Thread(target=program.watch, args=(name, began, over), daemon=True)
     watcher.start()
+    _here.watched = True
     try:
         yield
     finally:
+        _here.watched = False
         over.set()
         watcher.join()
         program.seconds += time.perf_counter() - began

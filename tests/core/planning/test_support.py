@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import time
 
 import jax
@@ -169,9 +170,10 @@ def test_progress_counts_the_graphs_of_a_program(run, terminal, plans, monkeypat
     monkeypatch.setattr(progress, "_SILENT", 0.005)
     monkeypatch.setattr(progress, "_REDRAW", 0.005)
     monkeypatch.setattr(progress, "_on_terminal", lambda: terminal)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(1))
 
     def slow(spec, site, name):
-        with progress.planning(name):
+        with progress.planning(name), progress.planning("inside of a measurement"):
             time.sleep(0.02)
         return ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 7)
 
@@ -182,6 +184,17 @@ def test_progress_counts_the_graphs_of_a_program(run, terminal, plans, monkeypat
     shown = capsys.readouterr().err if terminal else caplog.text
     assert all(f"graph {number}{total}" in shown for number in (1, 2))
     assert (bar in shown, shown.endswith("\x1b[K")) == (terminal, terminal)
+    assert "inside" not in shown
+
+
+def test_progress_counts_graphs_that_are_planned_at_once(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "_SILENT", 0.005)
+    with progress.at_once(3, 2) as done:
+        time.sleep(0.03)
+        done(None)
+        time.sleep(0.03)
+    shown = "planning for cuDNN: graph %d of 3 (2 at once)"
+    assert all(shown % number in caplog.text for number in (1, 2))
 
 
 def test_support_is_a_table_of_graphs_and_gpus_text_and_data(plans):

@@ -33,6 +33,7 @@ def spec_of(*avals):
 
 
 SPEC = spec_of()
+TIMES = trials.Bench._times
 
 
 class Fake:
@@ -114,7 +115,7 @@ def test_the_fastest_way_is_taken(fake, seconds, engine):
     assert got == engine
     assert {m.what.removeprefix("cuDNN ") for m in planned.measured} == {"eng0", "eng1", "XLA"}
     assert [m.what.removeprefix("cuDNN ") for m in planned.measured if m.taken] == [engine]
-    assert planned.segments[0].reason.startswith("measured" if engine == "XLA" else "")
+    assert planned.segments[0].reason.startswith("measured") == (engine == "XLA")
 
 
 def test_a_wrong_result_is_never_taken_and_is_remembered(fake, caplog):
@@ -125,6 +126,88 @@ def test_a_wrong_result_is_never_taken_and_is_remembered(fake, caplog):
     notes = {m.what: m.note for m in taken()[1].measured}
     assert "differs" in notes["cuDNN eng1"]
     assert not notes["cuDNN eng0"]
+
+
+@pytest.mark.parametrize("xla_measured", [True, False])
+def test_where_all_that_is_measured_is_wrong_xla_runs_the_graph(fake, monkeypatch, xla_measured):
+    fake.factors = {0: 1.01, 1: jnp.nan}
+    if not xla_measured:
+        far = losses.Loss("p", 3.0, "H200", "today", "9.19", ())
+        monkeypatch.setattr(losses, "nearest", lambda spec, sm_version: far)
+    for _ in range(2):  # measured, and from the disk
+        engine, planned = taken()
+        assert engine == "XLA"
+        assert "differs" in planned.measured[0].note
+        if not xla_measured:
+            assert planned.segments[0].reason.startswith("no measured way is right: cuDNN eng0")
+        measured, fake.measured = fake.measured, 0
+        auto.clear()
+    assert not measured
+
+
+def test_an_engine_that_fails_when_it_runs_is_not_taken(fake, monkeypatch, caplog):
+    def call(*_):
+        return [jax.pure_callback(fails, X)]
+
+    def fails():
+        raise ValueError("no luck")
+
+    monkeypatch.setattr(ffi, "call", call)
+    fake.seconds["XLA"] = 1.0
+    assert taken()[0] == "XLA"
+    assert "eng0 is not taken" in caplog.text
+
+
+def test_what_cannot_be_compared_in_memory_is_not_taken(fake, monkeypatch):
+    def memory(*_):
+        raise MemoryError
+
+    fake.factors[0] = 1.01  # so that the operands one rounding away are needed
+    monkeypatch.setattr(agreement, "rounded", memory)
+    engine, planned = taken()
+    assert engine == "XLA"
+    assert "comparing it needs more memory" in planned.measured[0].note
+
+
+def test_where_cudnn_lists_no_engines_the_measured_ways_stand(fake, monkeypatch):
+    def refuses(*_):
+        raise jc.UnsupportedGraphError("no list")
+
+    monkeypatch.setattr(planner, "candidates", refuses)
+    fake.seconds["XLA"] = 5e-6
+    engine, planned = taken()
+    assert engine == "XLA"
+    assert len(planned.measured) == 2
+
+
+def test_what_a_step_has_chosen_stays(fake):
+    assert taken()[0] == "eng0"
+    (xla,) = [i for i, way in enumerate(taken()[1].measured) if way.what == "XLA"]
+    tuning.remember(SPEC.for_planning.canonical(), GPU, xla)
+    for level in ("full", "fast"):
+        auto.clear()
+        jc.configure(tuning=level)
+        assert taken()[0] == "XLA"
+
+
+def test_what_is_known_stands_where_no_more_may_be_measured(fake):
+    fake.seconds["XLA"] = 5e-6
+    assert taken()[0] == "XLA"
+    auto.clear()
+    jc.configure(tuning="full", tuning_seconds=1)
+    tuning._spent.seconds = 2.0
+    assert taken()[0] == "XLA"
+
+
+def test_rounds_give_each_right_way_a_time(fake, monkeypatch):
+    monkeypatch.setattr(trials.Bench, "_times", TIMES)
+    monkeypatch.setattr(trials, "_fill", lambda x: x)
+    monkeypatch.setattr(trials, "_ROUNDS", 3)
+    fake.factors[1] = 2.0
+    seconds = {way.what: way.seconds for way in taken()[1].measured}
+    assert seconds.pop("cuDNN eng1") is None
+    assert seconds.keys() == {"XLA", "cuDNN eng0"}
+    assert all(0 < each < 1 for each in seconds.values())
 
 
 def test_what_roundings_of_the_operands_explain_is_right():
@@ -180,6 +263,8 @@ def test_the_process_measures_for_so_long_and_says_so_once(fake, caplog):
     specs = [spec_of(*[jax.ShapeDtypeStruct((n, 8), "float32")] * 2) for n in (1, 2, 3)]
     assert [bool(taken(spec)[1].measured) for spec in specs] == [True, False, False]
     assert caplog.text.count("jax_cudnn has measured for") == 1
+    jc.configure(tuning_seconds=60)
+    assert taken(specs[1])[1].measured
 
 
 def test_what_is_too_large_or_busy_is_decided_without_a_measurement(fake, monkeypatch, caplog):
@@ -190,6 +275,13 @@ def test_what_is_too_large_or_busy_is_decided_without_a_measurement(fake, monkey
     monkeypatch.setattr(tuning, "idle", lambda device: time.sleep(0.3))
     assert not taken()[1].measured
     assert "the GPU was busy" in caplog.text
+
+    def full(device):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(tuning, "idle", full)
+    assert taken()[0] == "eng0"
+    assert "not measured: RuntimeError: RESOURCE_EXHAUSTED" in caplog.text
     assert not fake.measured
 
 
