@@ -49,8 +49,8 @@ def configure(
         job_timeout: how long, in seconds, a process of a ``jax.distributed`` job waits for the
             plans of the process that makes them. Default: 300.
         tuning: how implementation="auto" chooses where the GPU is in the process: "fast" measures
-            the main ways to run a graph, about a second for each new graph; "full" measures all
-            cuts and up to twelve engines of cuDNN; "off" decides by the measurements that ship
+            the main ways to run a graph, about a second for most new graphs; "full" measures up to
+            twelve engines of cuDNN, whatever they gain; "off" decides by the measurements that ship
             with the package, so that equal versions give equal programs on every machine.
             Default: the environment variable ``JAX_CUDNN_TUNING``, else "fast".
         tuning_seconds: how long this process may measure in total; later graphs are decided as
