@@ -51,7 +51,7 @@ def configure(
         tuning: how implementation="auto" chooses where the GPU is in the process: "fast" measures
             the main ways to run a graph, about a second for most new graphs; "full" measures up to
             twelve engines of cuDNN, whatever they gain; "off" decides by the measurements that ship
-            with the package, so that equal versions give equal programs on every machine.
+            with the package, so that equal versions choose equally on every machine.
             Default: the environment variable ``JAX_CUDNN_TUNING``, else "fast".
         tuning_seconds: how long this process may measure in total; later graphs are decided as
             with "off". Default: 120.
@@ -94,7 +94,7 @@ def _tuning(name: str, value: Any) -> str:
             f"{name} is not valid",
             expected=", ".join(map(repr, TUNING)),
             got=shown(value),
-            fix=nearest(value, TUNING),
+            fix=nearest(value, TUNING) or "use one of these, or leave it out",
         )
     return value
 

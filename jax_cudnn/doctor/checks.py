@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from .._core.compat import OLDEST_JAX
 from .._core.package import install
+from .._core.settings import TUNING, VARIABLE
 from .check_cudnn import cudnn_library, cudnn_package
 from .facts import Facts
 from .finding import ABSENT, AFTERWARDS, OK, PROBLEM, Finding, blamed, failure, stage
@@ -226,8 +227,11 @@ def run(facts: Facts, name: str) -> Finding:
 
 
 def settings(facts: Facts, name: str) -> Finding:
-    """Environment variables that matter; listed, not checked."""
+    """Environment variables that matter; ours are checked."""
     rows = [f"{variable}={value}" for variable, value in facts.variables.items()]
+    if facts.variables.get(VARIABLE, TUNING[0]) not in ("", *TUNING):
+        why = f"{VARIABLE} is none of {', '.join(TUNING)}: no graph is planned"
+        return Finding(name, PROBLEM, "\n".join(rows), why, f"correct it, or unset {VARIABLE}")
     return Finding(name, OK, "\n".join(rows) or "no JAX, XLA or CUDA variable is set")
 
 

@@ -149,6 +149,12 @@ def test_measured_candidates_decide_what_is_shown(monkeypatch):
     assert not report.to_json()["changes"]
 
 
+@pytest.mark.parametrize("wrong", [{"gpu": 3}, {"gpu": ["H200"]}, {"gpus": ["H200"]}])
+def test_explain_is_of_one_gpu(wrong):
+    with pytest.raises(jc.GraphTypeError, match="explain takes one GPU"):
+        jc.explain(two, X, W, **wrong)
+
+
 def test_copies_at_the_edge_and_advice_are_named():
     def attend(q, bias):
         return jc.ops.dot_product_attention(q, q, q, bias=bias), two(

@@ -167,3 +167,11 @@ def test_a_process_that_ends_early_is_placed():
     code += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
     hung = script(code + "time.sleep(600)", 1.0)  # its child, which has its pipes, is stopped, too
     assert "did not end within 1 s" in hung.ended
+
+
+@pytest.mark.parametrize("value", ["bogus", "off", ""])
+def test_a_setting_that_is_none_is_a_problem(value):
+    found = checks.settings(
+        dataclasses.replace(HEALTHY, variables={"JAX_CUDNN_TUNING": value}), "e"
+    )
+    assert (found.status == "problem") == (value == "bogus")

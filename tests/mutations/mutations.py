@@ -36,7 +36,7 @@ MUTATIONS = {
     "gradient by the other operand": ("ops/convolution_base.py", "if here != port\n        }\n        return {port: g.apply(kind(**own, **dims), **given)[0]}", "if here != port\n        }\n        return {port: g.apply(kind(**own, **dims), **given)[0] * 2.0}"),
     "matmul's transposes swapped": ("ops/fused_matmul.py", "return (columns, rows) if transposed else (rows, columns)", "return (rows, columns)"),
     "a scale folded into the weight is lost": ("ops/convolution.py", "product.astype(weight.dtype)}", "weight}"),
-    "a product behind a move is written wide": ("_core/graph/xla_form.py", "smooth = node.smooth or node.moves", "smooth = node.smooth"),
+    "a product before a move is written wide": ("_core/graph/xla_form.py", "smooth = node.smooth or node.moves", "smooth = node.smooth"),
     "a product reads a result as wide bits": ("_core/graph/xla_form.py", "if node.product:  # of", "if False:  # of"),
     "a NaN is explained by rounding": ("_core/agreement.py", "exact and math.isfinite(found.worst)", "exact"),
     "a program's graphs are planned one by one": ("_core/auto.py", "if len(graphs) > 1:", "if False:"),

@@ -49,9 +49,7 @@ def ahead(specs: Iterable[GraphSpec], site: Profile) -> None:
         contextlib.suppress(PlanningError),
     ):
         try:
-            if not client.running():  # a second one starts beside the first, which is asked next
-                pool.submit(client.call, "builtins:bool")
-            planner.identity(site)
+            planner.identity(site)  # one worker says it: where all plans are known, no more start
             begun = [pool.submit(decide, spec, site, "") for spec in todo.values()]
             for future in begun:
                 future.add_done_callback(done)

@@ -42,12 +42,7 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
         GraphTypeError: ``fn`` is not a function.
         GraphError: it contains no graph, or one with symbolic dimensions.
     """
-    if not callable(fn):
-        raise GraphTypeError(
-            "expected a function",
-            expected="a function of arrays, such as one decorated with @jax_cudnn.graph",
-            got=shown(fn),
-        )
+    check_function(fn)
     found: _Found = {}
     with advised(args):
         if isinstance(fn, GraphFunction):
@@ -86,6 +81,15 @@ def graphs(fn: Callable[..., Any], args: tuple[Any, ...], static: Mapping[str, A
         if note:
             named.notes[unique] = note
     return named
+
+
+def check_function(fn: Any) -> None:
+    if not callable(fn):
+        raise GraphTypeError(
+            "expected a function",
+            expected="a function of arrays, such as one decorated with @jax_cudnn.graph",
+            got=shown(fn),
+        )
 
 
 def pieces(named: Mapping[str, GraphSpec]) -> dict[str, GraphSpec]:

@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any
 
 from ..compat import Device
+from ..errors import GraphTypeError, shown
 from ..graph.layout import lies_so
 from ..graph.merging import widened
 from ..graph.spec import Tensor
@@ -55,7 +56,7 @@ def explain(
         measured and the roofline (a lower bound), what is copied or gathered at its edge. Then
         totals, and the known reasons for cuts and copies, those with the most bytes first.
 
-    Raises: as :func:`jax_cudnn.plans`.
+    Raises: as :func:`jax_cudnn.plans`; GraphTypeError where ``gpu`` is not one GPU.
 
     Example:
         >>> import jax, jax_cudnn as jc
@@ -63,6 +64,13 @@ def explain(
         >>> w = jax.ShapeDtypeStruct((128, 128), "bfloat16")
         >>> print(jc.explain(jc.ops.matmul, x, w, gpu="H200"))                # doctest: +SKIP
     """
+    if "gpus" in static or not isinstance(gpu, (str, Profile, Device, type(None))):
+        raise GraphTypeError(
+            "explain takes one GPU",
+            expected='gpu="H200", a Profile, or a device of this process',
+            got=f"gpus={shown(static['gpus'])}" if "gpus" in static else f"gpu={shown(gpu)}",
+            fix="for several GPUs: jax_cudnn.plans(fn, *args, gpus=[...])",
+        )
     if gpu is None:
         found = plans(fn, *args, **static)
     else:

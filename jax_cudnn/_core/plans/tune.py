@@ -7,16 +7,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import jax
 
 from .. import compat, context, tuning
 from ..cuda import CudaDevice
-from ..errors import GraphError, TargetError
+from ..errors import GraphError, GraphTypeError, TargetError, shown
 from ..graph.spec import GraphSpec
 from ..user_context import WAYS
-from .collect import graphs
+from .collect import check_function, graphs
 
 _GAIN = 0.995  # of the step's time: less is noise
 _ROUNDS, _SECONDS = 9, 2.0  # of both programs in turns: at most so many, for so long
@@ -84,6 +85,8 @@ def tune(step: Callable[..., Any], *args: Any, minutes: float = 10.0) -> Tuned:
         minutes: no further trial starts after this time.
 
     Raises:
+        GraphTypeError: the step is not a function, an argument is a shape without an array, or
+            ``minutes`` is not a number of at least 0.
         GraphError: the step contains no graph of ``implementation="auto"``, tuning is off, or the
             step is one of several processes.
         TargetError: there is no NVIDIA GPU.
@@ -92,6 +95,13 @@ def tune(step: Callable[..., Any], *args: Any, minutes: float = 10.0) -> Tuned:
         >>> import jax_cudnn as jc
         >>> jc.tune(train_step, state, batch, minutes=5)                       # doctest: +SKIP
     """
+    check_function(step)
+    if not isinstance(minutes, Real) or not minutes >= 0:
+        raise GraphTypeError("minutes is not valid", expected="0 or more", got=shown(minutes))
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
+        raise GraphTypeError(
+            "tune runs the step", expected="arrays, such as jnp.zeros(shape, dtype)", got="shapes"
+        )
     end = time.monotonic() + 60 * minutes
     function: Any = step if hasattr(step, "lower") else jax.jit(step)
     kinds = _kinds(function, args)

@@ -193,7 +193,7 @@ def test_several_workers_plan_a_program_as_one_does(no_plans, monkeypatch):
     def program(x, w, b):
         return jc.ops.matmul(jc.ops.layer_norm(x, b, b), w, bias=b, activation="relu")
 
-    avals = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 128), (128, 128), (128,))]
+    avals = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 768), (768, 768), (768,))]
     texts = []
     for cores in (1, 2):
         auto.clear()

@@ -173,7 +173,6 @@ def test_graphs_that_differ_in_constants_share_a_plan(monkeypatch):
 @pytest.fixture
 def cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(3))
-    monkeypatch.setattr(client, "running", lambda: True)
 
 
 def lowered(implementation=None):

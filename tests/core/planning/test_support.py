@@ -174,7 +174,7 @@ def test_progress_counts_the_graphs_of_a_program(run, terminal, plans, monkeypat
 
     def slow(spec, site, name):
         with progress.planning(name), progress.planning("inside of a measurement"):
-            time.sleep(0.02)
+            time.sleep(0.1)
         return ExecutionPlan("{}", "eng0", 91900, "NVIDIA H200", 0, 0, (), (), b"", 7)
 
     monkeypatch.setattr(planner, "plan", slow)
@@ -190,9 +190,9 @@ def test_progress_counts_the_graphs_of_a_program(run, terminal, plans, monkeypat
 def test_progress_counts_graphs_that_are_planned_at_once(monkeypatch, caplog):
     monkeypatch.setattr(progress, "_SILENT", 0.005)
     with progress.at_once(3, 2) as done:
-        time.sleep(0.03)
+        time.sleep(0.1)
         done(None)
-        time.sleep(0.03)
+        time.sleep(0.1)
     shown = "planning for cuDNN: graph %d of 3 (2 at once)"
     assert all(shown % number in caplog.text for number in (1, 2))
 

@@ -93,6 +93,23 @@ def test_without_a_gpu_it_says_so():
         jc.tune(step, LARGE, SMALL)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((3,), "expected a function"),
+        ((step, jax.ShapeDtypeStruct((8, 8), "float32")), "expected: arrays"),
+        ((step, LARGE, SMALL, "x"), "minutes is not valid"),
+        ((step, LARGE, SMALL, float("nan")), "minutes is not valid"),
+        ((step, LARGE, SMALL, -1), "minutes is not valid"),
+    ],
+)
+def test_wrong_arguments_are_said(arguments, words):
+    function, *args = arguments
+    minutes = {"minutes": args.pop()} if len(args) > 2 else {}
+    with pytest.raises(jc.GraphTypeError, match=words):
+        jc.tune(function, *args, **minutes)
+
+
 def test_donated_arguments_are_copied_and_the_others_are_not():
     donating = jax.jit(lambda x, y: (x + y, y), donate_argnums=0)
     program = tune._Program.of(donating, (LARGE, LARGE + 1), {})

@@ -93,11 +93,6 @@ def workers(count: int) -> Iterator[None]:
             seat.stop()
 
 
-def running() -> bool:
-    """Whether a worker was started before, in this process."""
-    return bool(_seats)
-
-
 def _limit() -> int:
     return max((1, *_wanted))
 
