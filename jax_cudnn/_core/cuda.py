@@ -60,6 +60,14 @@ class CudaDevice:
         _check(asked, "cuDeviceGetAttribute")
         return bits.value
 
+    def free_memory(self) -> int:
+        """Bytes that no process uses, by the driver."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        with self.current():
+            asked = _driver().cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        _check(asked, "cuMemGetInfo")
+        return free.value
+
     def model(self, cudnn: Any) -> tuple[str, int]:
         """The device's name, and its compute capability times ten."""
         properties = json.loads(self.properties(cudnn))

@@ -83,7 +83,7 @@ class Bench:
             self._runs = 1  # behind such a barrier XLA adds a bias in a kernel of its own
         given, made = (sum(t.nbytes for t in side) for side in sides)
         filler = np.full((4096, 4096), 2.0**-12, jnp.bfloat16)
-        self._room = int(_SHARE * _free(device)) - given - made - 2 * filler.nbytes
+        self._room = int(_SHARE * _free(site, device)) - given - made - 2 * filler.nbytes
         if (self._runs + 2) * made > self._room:  # with the reference's
             raise MemoryError
         # Arrays lie as a plan wants them, as those of a model do: XLA copies none for any way.
@@ -247,10 +247,12 @@ def _fill(x: jax.Array) -> jax.Array:
     return x
 
 
-def _free(device: Device) -> int:
-    """Bytes of the device that this process may still use."""
+def _free(site: CudaDevice, device: Device) -> int:
+    """Bytes of the device that this process may still use; those that no process uses where JAX's
+    allocator has no limit (``XLA_PYTHON_CLIENT_ALLOCATOR=platform``)."""
     stats = device.memory_stats() or {}
-    return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    limit = stats.get("bytes_limit")
+    return limit - stats["bytes_in_use"] if limit else site.free_memory()
 
 
 def idle(device: Device) -> None:

@@ -7,6 +7,7 @@ import functools
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ class Fake:
         patch(trials, "roofline", lambda spec, site: 1e-4)
         patch(trials.Bench, "_times", times)
         patch(trials.Bench, "trials", trial)
-        patch(trials, "_free", lambda device: 2**30)
+        patch(trials, "_free", lambda site, device: 2**30)
         patch(tuning, "_device", lambda site: cpu)
         patch(tuning, "_AVERAGE", 1e3)
         patch(settings, "_given", {"plan_cache": tmp_path, "tuning": "fast"})
@@ -268,7 +269,7 @@ def test_the_process_measures_for_so_long_and_says_so_once(fake, caplog):
 
 
 def test_what_is_too_large_or_busy_is_decided_without_a_measurement(fake, monkeypatch, caplog):
-    monkeypatch.setattr(trials, "_free", lambda device: 1000)
+    monkeypatch.setattr(trials, "_free", lambda site, device: 1000)
     assert not taken()[1].measured
     auto.clear()
     monkeypatch.setattr(tuning, "_PATIENCE", 0.05)
@@ -283,6 +284,14 @@ def test_what_is_too_large_or_busy_is_decided_without_a_measurement(fake, monkey
     assert taken()[0] == "eng0"
     assert "not measured: RuntimeError: RESOURCE_EXHAUSTED" in caplog.text
     assert not fake.measured
+
+
+def test_an_allocator_without_a_limit_leaves_what_no_process_uses(monkeypatch):
+    monkeypatch.setattr(CudaDevice, "free_memory", lambda self: 2**33)
+    stats = {"bytes_limit": 2**32, "bytes_in_use": 2**30}
+    for given, free in ((stats, 3 * 2**30), ({"bytes_in_use": 1}, 2**33), (None, 2**33)):
+        device = SimpleNamespace(memory_stats=lambda given=given: given)
+        assert trials._free(GPU, device) == free
 
 
 def test_a_measurement_that_fails_is_said_and_harms_nothing(fake, monkeypatch, caplog):
