@@ -61,8 +61,9 @@ def _graphs(jaxpr: Any) -> Iterator[GraphSpec]:
     for equation in () if jaxpr is None else jaxpr.eqns:
         if isinstance(spec := equation.params.get("spec"), GraphSpec):
             yield spec
-        for inner in compat.inner_jaxprs(equation):
-            yield from _graphs(inner)
+        else:
+            for inner in compat.inner_jaxprs(equation):
+                yield from _graphs(inner)
 
 
 def place(
