@@ -127,8 +127,7 @@ def program_jaxpr() -> Any:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "lower_jaxpr_to_module":
         frame = frame.f_back
-    closed = None if frame is None else frame.f_locals.get("jaxpr")
-    return getattr(closed, "jaxpr", None)
+    return getattr(frame and frame.f_locals.get("jaxpr"), "jaxpr", None)
 
 
 def varying_axes(aval: Any) -> frozenset:
@@ -199,13 +198,6 @@ def distributed_client() -> Any:
     and took and gave 64 MiB in one value.
     """
     return distributed.global_state.client
-
-
-def is_sharded(x: Any, axis: int) -> bool:
-    """Whether a mesh with explicit axes shards an array's axis, which JAX neither slices nor
-    reshapes there."""
-    spec = jax.typeof(x).sharding.spec
-    return axis < len(spec) and spec[axis] not in (None, ())
 
 
 # -- partitioning ----------------------------------------------------------------------------------

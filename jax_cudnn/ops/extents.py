@@ -7,11 +7,17 @@ import math
 import jax
 import jax.numpy as jnp
 
-from .._core import compat
 from .._core.graph.dims import Shape
 
 _LONGEST = 12288  # of rows; measured on an H200
 _PIXELS = 4096  # of an image: up to here an estimate of the mean is good enough
+
+
+def is_sharded(x: jax.Array, axis: int) -> bool:
+    """Whether a mesh with explicit axes shards an array's axis, which JAX neither slices nor
+    reshapes there."""
+    spec = jax.typeof(x).sharding.spec
+    return axis < len(spec) and spec[axis] not in (None, ())
 
 
 class Extent:
@@ -102,7 +108,7 @@ class Spatial(Extent):
         nothing if two of the three pixels are typical. Above ``_PIXELS`` it takes two passes.
         """
         pixels = [axis for axis in axes if axis > 1 and isinstance(x.shape[axis], int)]
-        pixels = [axis for axis in pixels if not compat.is_sharded(x, axis)]
+        pixels = [axis for axis in pixels if not is_sharded(x, axis)]
         count = math.prod(x.shape[axis] for axis in pixels)
         if not (self.batch and 1 < count <= _PIXELS):
             return super().moments(x, axes)

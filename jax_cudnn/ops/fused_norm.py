@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core import compat
 from .._core.errors import GraphError, GraphTypeError, shown
 from .._core.graph.dtypes import wide_dtype
 from .._core.graph.options import Options
@@ -19,6 +18,7 @@ from .._core.graph.wire import BITS
 from . import epilogue
 from .arguments import Padding, chosen, floating, promoted, transpose
 from .epilogue import Activation
+from .extents import is_sharded
 from .fused_conv import conv, groups_of_shapes, prepared
 from .norm_arguments import Scalar, channels_second, per_channel, scalar
 
@@ -284,7 +284,7 @@ def _normalized(
     zeros = jnp.zeros(each, kind)
     # With a residual, XLA's forward and the backward of relu without a mask are faster on an H200.
     masked = activation == "relu" and residual is None
-    masked = masked and shape[1] % BITS == 0 and not compat.is_sharded(x, 1)
+    masked = masked and shape[1] % BITS == 0 and not is_sharded(x, 1)
     y, mean, variance = function(
         x, gamma, beta, zeros, zeros, residual, number, activation=activation, masked=masked,
         out=out,

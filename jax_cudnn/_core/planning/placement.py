@@ -39,7 +39,8 @@ def ahead(specs: Iterable[GraphSpec], site: Profile) -> None:
         for spec in specs
         if spec.is_static and not spec.xla_only
     }
-    count = min(len(todo), len(os.sched_getaffinity(0)), _WORKERS)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # else no Linux
+    count = min(len(todo), cores, _WORKERS)
     if count < 2:
         return
     pool = ThreadPoolExecutor(count)
