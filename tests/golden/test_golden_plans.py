@@ -32,6 +32,16 @@ def test_derivatives_and_batches_are_the_golden_ones(wanted):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("ends", ["oldest", "newest"])
+def test_a_golden_file_is_of_the_versions_that_ci_installs(ends):
+    pins = (golden.FOLDER.parents[1] / f"{ends}.txt").read_text()
+    found = json.loads((golden.FOLDER / f"{ends}.json").read_text())["versions"]
+    assert f"\njax=={found['jax']}" in pins
+    assert f"\nnvidia-cudnn-frontend=={found['nvidia-cudnn-frontend']}\n" in pins
+    for package in ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
+        assert f"\n{package}=={found['cuDNN']}." in pins
+
+
 def test_a_difference_is_told_by_case_and_line():
     want = {"conv": {"split": ["cuDNN eng4: conv.0"]}, "same": {"split": ["XLA: add.0"]}}
     got = {**want, "conv": {"split": ["cuDNN eng5: conv.0"]}}
